@@ -1,0 +1,1 @@
+"""Flax NNX modules that the models share; each takes and returns plain arrays."""

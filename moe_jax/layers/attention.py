@@ -1,0 +1,62 @@
+"""Qwen3's attention: grouped queries with their own head size, RMSNorm on each query and key head, rotary positions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from moe_jax.config import Qwen3Config
+from moe_jax.layers.linear import Linear
+from moe_jax.layers.norm import RMSNorm
+from moe_jax.layers.rope import apply_rope
+
+Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+
+
+class Attention(nnx.Module):
+    """o_proj(attend(rope(q_norm(q_proj x)), rope(k_norm(k_proj x)), v_proj x)).
+
+    What the queries see (masks, segments, a cache) is the business of `attend`, which the model passes in.
+    """
+
+    def __init__(self, config: Qwen3Config, *, stack: tuple[int, ...] = (), param_dtype=jnp.float32, rngs: nnx.Rngs):
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+
+        def linear(in_features: int, out_features: int) -> Linear:
+            return Linear(
+                in_features,
+                out_features,
+                use_bias=config.attention_bias,
+                stddev=config.initializer_range,
+                stack=stack,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+
+        self.q_proj = linear(config.hidden_size, query_size)
+        self.k_proj = linear(config.hidden_size, key_size)
+        self.v_proj = linear(config.hidden_size, key_size)
+        self.o_proj = linear(query_size, config.hidden_size)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, stack=stack, param_dtype=param_dtype)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, stack=stack, param_dtype=param_dtype)
+        self.head_dim = config.head_dim
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq hidden"],
+        cos: Float[Array, "batch seq half"],
+        sin: Float[Array, "batch seq half"],
+        attend: Attend,
+    ) -> tuple[Float[Array, "batch seq hidden"], Any]:
+        """Returns the output and whatever `attend(q, k, v) -> (output, extra)` gave beside it (an updated cache, or None)."""
+
+        def heads(y: Array) -> Array:
+            return y.reshape(*y.shape[:-1], -1, self.head_dim)
+
+        q = apply_rope(self.q_norm(heads(self.q_proj(x))), cos, sin)
+        k = apply_rope(self.k_norm(heads(self.k_proj(x))), cos, sin)
+        out, extra = attend(q, k, heads(self.v_proj(x)))
+        return self.o_proj(out.reshape(*x.shape[:-1], -1)), extra

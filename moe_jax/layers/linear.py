@@ -1,0 +1,55 @@
+"""Linear maps and token embeddings with PyTorch's weight layouts, so that a checkpoint's bytes are the parameters' bytes."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+
+class Linear(nnx.Module):
+    """y = x W^T + b with W [out, in] and an optional b [out].
+
+    Args:
+      in_features, out_features: the sizes of x's and y's last axis.
+      use_bias: whether there is a b.
+      stddev: standard deviation of the normal initialisation of W; b starts at zero.
+      stack: leading axes of the parameters: (n,) holds n such layers, to be sliced by a scan before the call.
+      param_dtype: dtype of the parameters; they are cast to x's dtype where they are used.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = False,
+        stddev: float = 0.02,
+        stack: tuple[int, ...] = (),
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.weight = normal_parameter((*stack, out_features, in_features), stddev, param_dtype, rngs)
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros((*stack, out_features), param_dtype))
+        self.use_bias = use_bias
+
+    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        """Applies the map to the last axis of x; the result has x's dtype."""
+        y = jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype))
+        return y + self.bias[...].astype(x.dtype) if self.use_bias else y
+
+
+class Embedding(nnx.Module):
+    """Rows of a table [vocab, hidden], chosen by token id. An id outside the table gives NaN, never another token's row."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, stddev: float = 0.02, param_dtype=jnp.float32, rngs: nnx.Rngs):
+        self.weight = normal_parameter((vocab_size, hidden_size), stddev, param_dtype, rngs)
+
+    def __call__(self, tokens: Int[Array, "batch seq"], dtype) -> Float[Array, "batch seq hidden"]:
+        """The tokens' rows as `dtype`."""
+        return jnp.take(self.weight[...], tokens, axis=0, mode="fill").astype(dtype)
+
+
+def normal_parameter(shape: tuple[int, ...], stddev: float, dtype, rngs: nnx.Rngs) -> nnx.Param:
+    """A parameter drawn from N(0, stddev^2), made in `dtype` itself so that no f32 copy of a large one exists."""
+    return nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(stddev, dtype))

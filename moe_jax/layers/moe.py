@@ -1,0 +1,84 @@
+"""The sparse feed-forward block: a router, and experts of which each token uses k."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.kernels.experts import experts_mlp
+from moe_jax.layers.linear import normal_parameter
+from moe_jax.layers.router import Router, Routing
+
+
+class MoE(nnx.Module):
+    """y[t] = sum_k weights[t, k] * down_e(silu(gate_e x[t]) * up_e x[t]) with e = experts[t, k]. Dropless.
+
+    Usable by itself in any Flax NNX model:
+
+        moe = MoE(512, 256, num_experts=16, num_experts_per_tok=4, norm_topk_prob=True, rngs=nnx.Rngs(0))
+        y, routing = moe(x)                                   # x [tokens, 512]
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        *,
+        norm_topk_prob: bool = True,
+        stddev: float = 0.02,
+        stack: tuple[int, ...] = (),
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.router = Router(
+            hidden_size,
+            num_experts,
+            num_experts_per_tok,
+            norm_topk_prob=norm_topk_prob,
+            stddev=stddev,
+            stack=stack,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.experts = Experts(
+            hidden_size, moe_intermediate_size, num_experts, stddev=stddev, stack=stack, param_dtype=param_dtype, rngs=rngs
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        valid: Bool[Array, "tokens"] | None = None,
+        *,
+        expert_ids: Int[Array, "tokens k"] | None = None,
+        force_balanced: bool = False,
+    ) -> tuple[Float[Array, "tokens hidden"], Routing]:
+        """Returns y in x's dtype and the routing; `valid`, `expert_ids` and `force_balanced` as in `Router`."""
+        routing = self.router(x, valid, expert_ids=expert_ids, force_balanced=force_balanced)
+        return self.experts(x, routing.weights, routing.experts), routing
+
+
+class Experts(nnx.Module):
+    """The experts' weights, fused as in transformers: gate_up_proj [E, 2I, D] (gate rows first) and down_proj [E, D, I]."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        num_experts: int,
+        *,
+        stddev: float = 0.02,
+        stack: tuple[int, ...] = (),
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        gate_up_shape = (*stack, num_experts, 2 * moe_intermediate_size, hidden_size)
+        down_shape = (*stack, num_experts, hidden_size, moe_intermediate_size)
+        self.gate_up_proj = normal_parameter(gate_up_shape, stddev, param_dtype, rngs)
+        self.down_proj = normal_parameter(down_shape, stddev, param_dtype, rngs)
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], weights: Float[Array, "tokens k"], experts: Int[Array, "tokens k"]
+    ) -> Float[Array, "tokens hidden"]:
+        """The weighted sum of the chosen experts' outputs (`kernels.experts_mlp`)."""
+        return experts_mlp(x, self.gate_up_proj[...], self.down_proj[...], weights, experts)

@@ -1,0 +1,20 @@
+"""RMSNorm (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467), computed in f32."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+
+class RMSNorm(nnx.Module):
+    """y = w * x / sqrt(mean(x^2) + eps) over the last axis; the mean and the division in f32, the result in x's dtype."""
+
+    def __init__(self, size: int, *, eps: float, stack: tuple[int, ...] = (), param_dtype=jnp.float32):
+        self.weight = nnx.Param(jnp.ones((*stack, size), param_dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        """Normalises the last axis of x."""
+        x32 = x.astype(jnp.float32) if x.dtype != jnp.float64 else x
+        normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        return self.weight[...].astype(x.dtype) * normed.astype(x.dtype)

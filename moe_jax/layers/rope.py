@@ -1,0 +1,79 @@
+"""Rotary position embeddings (Su et al., 2021, https://arxiv.org/abs/2104.09864): frequencies, scaling and rotation.
+
+The scaled kinds are those of transformers: linear (positions divided by a factor), dynamic (NTK-aware, base grows with the
+sequence) and yarn (Peng et al., 2023, https://arxiv.org/abs/2309.00071).
+"""
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe_jax.config import RopeParameters
+
+
+def rope_tables(
+    positions: Int[Array, "batch seq"], rope: RopeParameters, head_dim: int, max_position_embeddings: int
+) -> tuple[Float[Array, "batch seq half"], Float[Array, "batch seq half"]]:
+    """cos and sin of position * frequency, f32, for `apply_rope`.
+
+    The dynamic kind reads the sequence length from the largest position of this call, as transformers does.
+    """
+    if rope.rope_type == "yarn":
+        frequencies, magnitude = _yarn(rope, head_dim, max_position_embeddings)
+    else:
+        theta = rope.rope_theta
+        if rope.rope_type == "dynamic":
+            length = jnp.maximum(positions.max() + 1, max_position_embeddings).astype(jnp.float32)
+            stretch = rope.factor * length / max_position_embeddings - (rope.factor - 1)
+            theta = theta * stretch ** (head_dim / (head_dim - 2))
+        frequencies, magnitude = _frequencies(theta, head_dim), 1.0
+        if rope.rope_type == "linear":
+            frequencies = frequencies / rope.factor
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+
+
+def apply_rope(
+    x: Float[Array, "batch seq heads head_dim"], cos: Float[Array, "batch seq half"], sin: Float[Array, "batch seq half"]
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Turns each pair (x[i], x[i + head_dim/2]) by its angle, in f32; the result has x's dtype."""
+    first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _frequencies(theta, head_dim: int) -> Float[Array, "half"]:
+    return 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+
+
+def _yarn(rope: RopeParameters, head_dim: int, max_position_embeddings: int) -> tuple[Float[Array, "half"], float]:
+    """YaRN's blend: fast dimensions keep their frequency, slow ones are interpolated by `factor`, a linear ramp between."""
+    original_length = rope.original_max_position_embeddings or max_position_embeddings
+    factor = rope.factor if rope.factor is not None else max_position_embeddings / original_length
+
+    def dimension_of(rotations: float) -> float:
+        return head_dim * math.log(original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
+
+    low, high = dimension_of(rope.beta_fast or 32), dimension_of(rope.beta_slow or 1)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    # Where both ends meet the ramp is a step; the small width keeps the division defined.
+    width = high - low if high != low else 0.001
+    interpolated = jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / width, 0, 1)
+    plain = _frequencies(rope.rope_theta, head_dim)
+    return plain / factor * interpolated + plain * (1 - interpolated), _yarn_magnitude(rope, factor)
+
+
+def _yarn_magnitude(rope: RopeParameters, factor: float) -> float:
+    """The factor on cos and sin that keeps attention's entropy: 0.1 ln(factor) + 1 unless the config says otherwise."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def magnitude(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return magnitude(1.0)

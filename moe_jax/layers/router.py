@@ -1,0 +1,144 @@
+"""The router: which experts a token goes to and with what weight, and the losses that keep the experts evenly loaded.
+
+Softmax over all experts, then top-k (Qwen3-MoE, Mixtral). The load-balancing loss is that of Switch Transformers (Fedus
+et al., 2021, https://arxiv.org/abs/2101.03961, eq. 4) with every one of the k choices counted; the z-loss is that of
+ST-MoE (Zoph et al., 2022, https://arxiv.org/abs/2202.08906, eq. 5).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.layers.linear import normal_parameter
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RouterStatistics:
+    """What the balancing losses and the metrics need, summed over the valid tokens (padding left out).
+
+    Attributes:
+      expert_load: how many tokens each expert received.
+      probability_sum: the sum of the router's probabilities of each expert.
+      z_loss_sum: the sum of logsumexp(logits)^2.
+      num_tokens: how many tokens were valid.
+    """
+
+    expert_load: Int[Array, "layers experts"]
+    probability_sum: Float[Array, "layers experts"]
+    z_loss_sum: Float[Array, "layers"]
+    num_tokens: Float[Array, ""]
+
+
+class Routing(NamedTuple):
+    """One layer's routing: weights f32 and experts int32 [tokens, k], and the layer's sums for RouterStatistics."""
+
+    weights: Float[Array, "tokens k"]
+    experts: Int[Array, "tokens k"]
+    expert_load: Int[Array, "experts"]
+    probability_sum: Float[Array, "experts"]
+    z_loss_sum: Float[Array, ""]
+
+
+class Router(nnx.Module):
+    """A linear map to one logit an expert, and `route` on it."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        *,
+        norm_topk_prob: bool,
+        stddev: float = 0.02,
+        stack: tuple[int, ...] = (),
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.weight = normal_parameter((*stack, num_experts, hidden_size), stddev, param_dtype, rngs)
+        self.num_experts_per_tok = num_experts_per_tok
+        self.norm_topk_prob = norm_topk_prob
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        valid: Bool[Array, "tokens"] | None = None,
+        *,
+        expert_ids: Int[Array, "tokens k"] | None = None,
+        force_balanced: bool = False,
+    ) -> Routing:
+        """Routes each token; see `route`. `force_balanced` deals the experts out in turn, for benchmarks."""
+        logits = jnp.einsum("td,ed->te", x, self.weight[...].astype(x.dtype), preferred_element_type=_at_least_f32(x.dtype))
+        if force_balanced:
+            expert_ids = balanced_expert_ids(x.shape[0], self.num_experts_per_tok, logits.shape[1])
+        return route(logits, self.num_experts_per_tok, self.norm_topk_prob, valid, expert_ids)
+
+
+def route(
+    logits: Float[Array, "tokens experts"],
+    num_experts_per_tok: int,
+    norm_topk_prob: bool,
+    valid: Bool[Array, "tokens"] | None = None,
+    expert_ids: Int[Array, "tokens k"] | None = None,
+) -> Routing:
+    """p = softmax(logits) in f32; the k largest p are the weights, divided by their sum if `norm_topk_prob`.
+
+    Gradients flow through the weights to all logits; the choice itself has none.
+
+    Args:
+      valid: tokens that count in the statistics (all if None); the others are routed and counted nowhere.
+      expert_ids: routing replay: these experts instead of the top k, with weights from the live logits (as reinforcement
+        learning needs when the rollout engine's choices must be trained on).
+    """
+    logits = logits.astype(_at_least_f32(logits.dtype))
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    experts = jax.lax.top_k(probabilities, num_experts_per_tok)[1] if expert_ids is None else expert_ids
+    weights = jnp.take_along_axis(probabilities, experts, axis=-1)
+    if norm_topk_prob:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    if valid is None:
+        valid = jnp.ones(logits.shape[0], bool)
+    counted = valid[:, None]
+    load = jnp.zeros(logits.shape[1], jnp.int32).at[experts].add(jnp.broadcast_to(counted, experts.shape).astype(jnp.int32))
+    z = jnp.where(valid, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0).sum()
+    return Routing(weights, experts, load, jnp.where(counted, probabilities, 0).sum(axis=0), z)
+
+
+def balanced_expert_ids(num_tokens: int, num_experts_per_tok: int, num_experts: int) -> Int[Array, "tokens k"]:
+    """Experts dealt out in turn: every expert receives the same number of tokens, up to one."""
+    pairs = jnp.arange(num_tokens * num_experts_per_tok, dtype=jnp.int32)
+    return (pairs % num_experts).reshape(num_tokens, num_experts_per_tok)
+
+
+def load_balancing_loss(stats: RouterStatistics) -> Float[Array, ""]:
+    """E * sum_e f_e P_e with f and P averaged over the tokens of all layers together, as transformers computes it.
+
+    f_e counts all k choices of a token, so a perfectly even load gives k, not 1.
+    """
+    layers, experts = stats.expert_load.shape
+    if layers == 0:
+        return jnp.zeros((), jnp.float32)
+    rows = jnp.maximum(stats.num_tokens, 1) * layers
+    fraction = stats.expert_load.sum(axis=0).astype(stats.probability_sum.dtype) / rows
+    return experts * jnp.sum(fraction * (stats.probability_sum.sum(axis=0) / rows))
+
+
+def load_balancing_loss_per_layer(stats: RouterStatistics) -> Float[Array, "layers"]:
+    """E * sum_e f_e P_e of each layer by itself: shows, and can prevent, the collapse of one layer that the mean hides."""
+    rows = jnp.maximum(stats.num_tokens, 1)
+    fraction = stats.expert_load.astype(stats.probability_sum.dtype) / rows
+    return stats.expert_load.shape[1] * jnp.sum(fraction * stats.probability_sum / rows, axis=-1)
+
+
+def router_z_loss(stats: RouterStatistics) -> Float[Array, ""]:
+    """The mean of logsumexp(logits)^2 over valid tokens and layers: keeps the logits small."""
+    layers = stats.z_loss_sum.shape[0]
+    return stats.z_loss_sum.sum() / (jnp.maximum(stats.num_tokens, 1) * max(layers, 1))
+
+
+def _at_least_f32(dtype):
+    return jnp.promote_types(dtype, jnp.float32)

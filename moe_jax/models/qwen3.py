@@ -1,0 +1,230 @@
+"""Qwen3 (Yang et al., 2025, https://arxiv.org/abs/2505.09388): the dense decoder, and the frame for Qwen3-MoE's experts."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from moe_jax.config import Qwen3Config, Stage
+from moe_jax.kernels.attention import attention
+from moe_jax.layers.attention import Attend, Attention
+from moe_jax.layers.cache import KVCache
+from moe_jax.layers.linear import Embedding, Linear
+from moe_jax.layers.mlp import MLP
+from moe_jax.layers.norm import RMSNorm
+from moe_jax.layers.rope import rope_tables
+from moe_jax.layers.router import RouterStatistics, Routing, load_balancing_loss
+from moe_jax.layers.segments import segment_positions
+from moe_jax.models.output import HiddenStates, ModelOutput
+
+NO_WINDOW = 2**30
+"""A sliding window longer than any sequence, for the layers of a sliding model that see everything."""
+
+
+class Qwen3(nnx.Module):
+    """A Qwen3 language model: token ids in, logits out.
+
+    Args:
+      config: the architecture.
+      dtype: what the model computes in; norms, softmax and router are f32 inside.
+      param_dtype: what the parameters are held in (default: dtype). f32 parameters under bf16 compute are master weights.
+      rngs: `nnx.Rngs(seed)` for the random initialisation.
+
+    Attributes:
+      source: the folder that the weights were read from, if any; `save_pretrained` passes its tokenizer files along.
+    """
+
+    def __init__(self, config: Qwen3Config, *, dtype=jnp.float32, param_dtype=None, rngs: nnx.Rngs):
+        param_dtype = dtype if param_dtype is None else param_dtype
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        self.source: str | None = None
+        std = config.initializer_range
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, stddev=std, param_dtype=param_dtype, rngs=rngs)
+        self.stages = nnx.List([self._decoder_layers(stage, param_dtype, rngs) for stage in config.stages])
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, param_dtype=param_dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, stddev=std, param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(self, tokens: Int[Array, "batch seq"], positions=None, segment_ids=None, **options) -> ModelOutput:
+        """Logits for every position; arguments as in `hidden_states`."""
+        states = self.hidden_states(tokens, positions, segment_ids, **options)
+        logits = jnp.einsum("bsd,vd->bsv", states.hidden, self.head_weight.astype(self.dtype))
+        return ModelOutput(logits, load_balancing_loss(states.router), states.router, states.expert_ids, states.cache)
+
+    def hidden_states(
+        self,
+        tokens: Int[Array, "batch seq"],
+        positions: Int[Array, "batch seq"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        *,
+        cache: KVCache | None = None,
+        expert_ids: Int[Array, "moe_layers batch seq k"] | None = None,
+        remat: bool = False,
+        force_balanced_routing: bool = False,
+    ) -> HiddenStates:
+        """Everything but the vocabulary projection, for losses that never hold all logits.
+
+        Args:
+          tokens: token ids. An id outside the vocabulary gives NaN.
+          positions: for the rotary embedding; default: the index in the segment.
+          segment_ids: 0 is padding; tokens attend within equal ids that neighbour each other. Default: all one segment.
+          cache: earlier tokens' keys and values. These tokens are written behind them and attend to all of their segment;
+            pass `positions`, which the cache cannot know.
+          expert_ids: routing replay: the experts to use (`HiddenStates.expert_ids` of another call), weighted by live logits.
+          remat: recompute each layer in the backward pass and keep only its input.
+          force_balanced_routing: deal tokens to experts in turn, ignoring the router's choice; for benchmarks only.
+
+        Raises:
+          ValueError: shapes that do not fit each other.
+        """
+        config = self.config
+        self._check_shapes(tokens, positions, segment_ids, cache, expert_ids)
+        if segment_ids is None:
+            segment_ids = jnp.ones_like(tokens)
+        if positions is None:
+            positions = segment_positions(segment_ids)
+        cos, sin = rope_tables(positions, config.rope_parameters, config.head_dim, config.max_position_embeddings)
+        windows = None
+        if any(config.layer_windows):
+            windows = jnp.array([window or NO_WINDOW for window in config.layer_windows], jnp.int32)
+        memory = None
+        if cache is not None:
+            start = (0, cache.length)
+            memory = replace(cache, segment_ids=jax.lax.dynamic_update_slice(cache.segment_ids, segment_ids, start))
+
+        x = self.embed_tokens(tokens, self.dtype)
+        valid = (segment_ids != 0).reshape(-1)
+        routings, first_moe_layer = [], 0
+        for stage, layers in zip(config.stages, self.stages, strict=True):
+            graph, parameters = nnx.split(layers)
+            rows = slice(stage.first_layer, stage.first_layer + stage.num_layers)
+            replay = None
+            if stage.sparse and expert_ids is not None:
+                replay = expert_ids[first_moe_layer : first_moe_layer + stage.num_layers]
+            first_moe_layer += stage.num_layers if stage.sparse else 0
+
+            def body(carry, xs, graph=graph):
+                x, memory = carry
+                parameters, layer, window, replay = xs
+                attend = partial(_attend, segment_ids, memory, layer, window, config.head_dim**-0.5)
+                block = nnx.merge(graph, parameters)
+                x, memory, routing = block(x, cos, sin, attend, valid, replay, force_balanced_routing)
+                return (x, memory), routing
+
+            scanned = (parameters, jnp.arange(rows.start, rows.stop), None if windows is None else windows[rows], replay)
+            (x, memory), routing = jax.lax.scan(jax.checkpoint(body) if remat else body, (x, memory), scanned)
+            if stage.sparse:
+                routings.append(routing)
+
+        if memory is not None:
+            memory = replace(memory, length=memory.length + tokens.shape[1])
+        router, chosen = _collect(routings, valid, tokens.shape, config)
+        return HiddenStates(self.norm(x), router, chosen, memory)
+
+    @property
+    def head_weight(self) -> Float[Array, "vocab hidden"]:
+        """The vocabulary projection: the embedding table itself when the two are tied."""
+        return self.embed_tokens.weight[...] if self.config.tie_word_embeddings else self.lm_head.weight[...]
+
+    def save_pretrained(self, folder: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
+        """Writes a Hugging Face checkpoint; see `moe_jax.checkpoint.hf_save.save_pretrained`."""
+        # Checkpoints stand above models; this method is the one place that reaches up.
+        from moe_jax.checkpoint.hf_save import save_pretrained
+
+        save_pretrained(self, folder, tokenizer_from=tokenizer_from)
+
+    def _decoder_layers(self, stage: Stage, param_dtype, rngs: nnx.Rngs) -> "DecoderLayer":
+        """The layers of one stage, stacked."""
+        config, stack = self.config, (stage.num_layers,)
+        mlp = MLP(
+            config.hidden_size,
+            config.intermediate_size,
+            stddev=config.initializer_range,
+            stack=stack,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        return DecoderLayer(config, mlp, stack=stack, param_dtype=param_dtype, rngs=rngs)
+
+    def _check_shapes(self, tokens, positions, segment_ids, cache, expert_ids):
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must be [batch, seq]; got shape {tokens.shape}")
+        for name, array in (("positions", positions), ("segment_ids", segment_ids)):
+            if array is not None and array.shape != tokens.shape:
+                raise ValueError(f"{name} must have tokens' shape {tokens.shape}; got {array.shape}")
+        if cache is not None and positions is None:
+            raise ValueError("positions must be given with a cache: the index in the segment goes on from the cached tokens")
+        if expert_ids is not None:
+            config = self.config
+            wanted = (len(config.moe_layers), *tokens.shape, getattr(config, "num_experts_per_tok", 0))
+            if expert_ids.shape != wanted:
+                raise ValueError(f"expert_ids must be [moe_layers, batch, seq, k] = {wanted}; got {expert_ids.shape}")
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); the mlp is dense here and a MoE in Qwen3-MoE."""
+
+    def __init__(
+        self, config: Qwen3Config, mlp: nnx.Module, *, stack: tuple[int, ...] = (), param_dtype=jnp.float32, rngs: nnx.Rngs
+    ):
+        norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, stack=stack, param_dtype=param_dtype)
+        self.input_layernorm = norm()
+        self.self_attn = Attention(config, stack=stack, param_dtype=param_dtype, rngs=rngs)
+        self.post_attention_layernorm = norm()
+        self.mlp = mlp
+
+    def __call__(self, x: Float[Array, "batch seq hidden"], cos, sin, attend: Attend, valid, expert_ids, force_balanced):
+        """Returns (x, the cache that `attend` gave, the routing or None)."""
+        attended, memory = self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        x = x + attended
+        out, routing = self.feed_forward(self.post_attention_layernorm(x), valid, expert_ids, force_balanced)
+        return x + out, memory, routing
+
+    def feed_forward(self, x, valid, expert_ids, force_balanced) -> tuple[Float[Array, "batch seq hidden"], Routing | None]:
+        """The second half of the layer before its residual sum."""
+        return self.mlp(x), None
+
+
+def _attend(segment_ids, memory: KVCache | None, layer, window, scale: float, q, k, v):
+    """Attention among these tokens, or, with a cache, of these tokens to all cached ones after writing theirs."""
+    if memory is None:
+        out = attention(
+            q, k, v, scale=scale, query_segment_ids=segment_ids, key_segment_ids=segment_ids, window=window
+        )  # fmt: skip
+        return out, None
+    start = (layer, 0, memory.length, 0, 0)
+    memory = replace(
+        memory,
+        k=jax.lax.dynamic_update_slice(memory.k, k[None].astype(memory.k.dtype), start),
+        v=jax.lax.dynamic_update_slice(memory.v, v[None].astype(memory.v.dtype), start),
+    )
+    out = attention(
+        q,
+        jax.lax.dynamic_index_in_dim(memory.k, layer, keepdims=False).astype(q.dtype),
+        jax.lax.dynamic_index_in_dim(memory.v, layer, keepdims=False).astype(q.dtype),
+        scale=scale,
+        query_segment_ids=segment_ids,
+        key_segment_ids=memory.segment_ids,
+        query_offset=memory.length,
+        window=window,
+    )
+    return out, memory
+
+
+def _collect(
+    routings: list[Routing], valid, token_shape, config
+) -> tuple[RouterStatistics, Int[Array, "moe_layers batch seq k"]]:
+    """The stages' routings as one array over all MoE layers each."""
+    num_tokens = valid.sum().astype(jnp.float32)
+    if not routings:
+        empty = jnp.zeros((0, 0), jnp.float32)
+        stats = RouterStatistics(empty.astype(jnp.int32), empty, jnp.zeros(0, jnp.float32), num_tokens)
+        return stats, jnp.zeros((0, *token_shape, 0), jnp.int32)
+    joined = jax.tree.map(lambda *layers: jnp.concatenate(layers), *routings)
+    stats = RouterStatistics(joined.expert_load, joined.probability_sum, joined.z_loss_sum, num_tokens)
+    return stats, joined.experts.reshape(joined.experts.shape[0], *token_shape, -1)

@@ -1,0 +1,48 @@
+"""Small transformers models with random weights everywhere, as the reference that ours must equal."""
+
+import tempfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import torch
+import transformers
+
+import moe_jax
+
+SMALL = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=64,
+    rope_theta=1e6,
+    attn_implementation="eager",
+)
+SMALL_MOE = dict(SMALL, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3, experts_implementation="eager")
+
+
+def reference(model_type: str, seed: int, **overrides):
+    """A transformers model in f32 whose every parameter, norms and biases included, is random."""
+    torch.manual_seed(seed)
+    if model_type == "qwen3_moe":
+        config = transformers.Qwen3MoeConfig(**{**SMALL_MOE, **overrides})
+        model = transformers.Qwen3MoeForCausalLM(config)
+    else:
+        config = transformers.Qwen3Config(**{**SMALL, **overrides})
+        model = transformers.Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Spread the router's logits, so that rounding cannot flip a choice between the two implementations.
+            std = 1.0 if name.endswith("mlp.gate.weight") else 0.15
+            parameter.normal_(1.0 if "norm" in name else 0.0, std)
+    return model.eval()
+
+
+def load_ours(model, **options):
+    """The same weights through a checkpoint folder, in f32."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return moe_jax.from_pretrained(Path(folder), **{"dtype": jnp.float32, "progress": False, **options})

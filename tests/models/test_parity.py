@@ -1,0 +1,175 @@
+"""Logits, losses and every gradient equal transformers' in f32, for each variant of the architectures."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from hf_reference import load_ours, reference
+
+from moe_jax.checkpoint.hf_names import export
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e6}
+VARIANTS = {
+    "moe": ("qwen3_moe", {}),
+    "moe_norm_topk_prob": ("qwen3_moe", {"norm_topk_prob": True}),
+    "moe_sparse_step": ("qwen3_moe", {"decoder_sparse_step": 2}),
+    "moe_mlp_only_layers": ("qwen3_moe", {"mlp_only_layers": [0, 2]}),
+    "moe_tied": ("qwen3_moe", {"tie_word_embeddings": True}),
+    "moe_attention_bias": ("qwen3_moe", {"attention_bias": True}),
+    "moe_sliding_window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}),
+    "moe_rope_linear": ("qwen3_moe", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e7}}),
+    "moe_rope_yarn": ("qwen3_moe", {"rope_parameters": YARN, "norm_topk_prob": True}),
+    "moe_top1": ("qwen3_moe", {"num_experts_per_tok": 1}),
+    "moe_all_experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 4}),
+    "dense": ("qwen3", {}),
+    "dense_tied_bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "dense_sliding_upper_layers": ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
+    "dense_rope_dynamic": (
+        "qwen3",
+        {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    ),
+    "dense_yarn_options": (
+        "qwen3",
+        {"rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}},
+    ),
+    "dense_multi_head": ("qwen3", {"num_key_value_heads": 4, "head_dim": 8, "rms_norm_eps": 1e-3}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_loss_and_every_gradient_equal_transformers(variant):
+    model_type, overrides = VARIANTS[variant]
+    rng = np.random.default_rng()
+    theirs = reference(model_type, int(rng.integers(2**31)), **overrides)
+    ours = load_ours(theirs)
+    tokens = rng.integers(0, 97, (2, 24))
+    sparse = model_type == "qwen3_moe"
+    coefficient = 0.7 if sparse else 0.0
+    if sparse:
+        theirs.router_aux_loss_coef = coefficient
+    expected = theirs(
+        input_ids=torch.tensor(tokens), labels=torch.tensor(tokens), **({"output_router_logits": True} if sparse else {})
+    )
+    expected.loss.backward()
+
+    graph, parameters = nnx.split(ours, nnx.Param)
+
+    def loss_of(parameters):
+        out = nnx.merge(graph, parameters)(jnp.asarray(tokens), remat=True)
+        log_probabilities = jax.nn.log_softmax(out.logits[:, :-1])
+        picked = jnp.take_along_axis(log_probabilities, jnp.asarray(tokens)[:, 1:, None], axis=-1)
+        return -picked.mean() + coefficient * out.aux_loss, out
+
+    (loss, out), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(parameters)
+    assert_close(out.logits, expected.logits)
+    np.testing.assert_allclose(loss, expected.loss.detach(), rtol=1e-6)
+    if sparse:
+        np.testing.assert_allclose(out.aux_loss, expected.aux_loss.detach(), rtol=1e-5)
+        assert out.expert_load.shape == (len(ours.config.moe_layers), ours.config.num_experts)
+        assert (out.expert_load.sum(axis=1) == tokens.size * ours.config.num_experts_per_tok).all()
+    flat = {path: leaf[...] for path, leaf in nnx.to_flat_state(gradients)}
+    expected_gradients = hub_gradients(theirs)
+    seen = set()
+    for name, gradient in export(ours.config, flat):
+        seen.add(name)
+        assert_close(gradient, expected_gradients[name], what=name)
+    assert seen == set(expected_gradients)
+
+
+def test_padding_changes_neither_the_real_tokens_nor_the_balancing_loss():
+    theirs = reference("qwen3_moe", 3)
+    ours = load_ours(theirs)
+    rng = np.random.default_rng()
+    tokens = rng.integers(0, 97, (2, 12))
+    mask = np.ones_like(tokens)
+    mask[0, 7:] = 0
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens), attention_mask=torch.tensor(mask), output_router_logits=True)
+    out = ours(jnp.asarray(tokens), segment_ids=jnp.asarray(mask))
+    assert_close(out.logits[mask == 1], expected.logits.numpy()[mask == 1])
+    np.testing.assert_allclose(out.aux_loss, expected.aux_loss, rtol=1e-5)
+    assert int(out.router.num_tokens) == mask.sum()
+
+
+@pytest.mark.parametrize(
+    "model_type, overrides", [("qwen3_moe", {}), ("qwen3", {"use_sliding_window": True, "sliding_window": 3})]
+)
+def test_packed_documents_equal_each_document_alone(model_type, overrides):
+    ours = load_ours(reference(model_type, 4, max_window_layers=1, **overrides))
+    rng = np.random.default_rng()
+    lengths = (5, 9, 3)
+    documents = [rng.integers(0, 97, length) for length in lengths]
+    packed = np.concatenate([*documents, np.zeros(2, int)])[None]
+    segments = np.repeat([1, 2, 3, 0], [*lengths, 2])[None]
+    logits = ours(jnp.asarray(packed), segment_ids=jnp.asarray(segments)).logits[0]
+    start = 0
+    for document in documents:
+        alone = ours(jnp.asarray(document)[None]).logits[0]
+        assert_close(logits[start : start + len(document)], alone)
+        start += len(document)
+
+
+def test_replayed_routing_reproduces_the_run_and_follows_live_logits():
+    ours = load_ours(reference("qwen3_moe", 5))
+    tokens = jax.random.randint(jax.random.key(np.random.default_rng().integers(2**31)), (2, 9), 0, 97)
+    free = ours(tokens)
+    replayed = ours(tokens, expert_ids=free.expert_ids, remat=True)
+    np.testing.assert_array_equal(replayed.expert_ids, free.expert_ids)
+    assert_close(replayed.logits, free.logits)
+    shifted = ours(tokens, expert_ids=(free.expert_ids + 1) % 8)
+    assert float(jnp.abs(shifted.logits - free.logits).max()) > 1e-3
+
+
+def test_forced_balance_loads_every_expert_alike():
+    ours = load_ours(reference("qwen3_moe", 6))
+    out = ours(jnp.zeros((2, 16), jnp.int32), force_balanced_routing=True)
+    assert (out.expert_load == 2 * 16 * 3 // 8).all()
+
+
+def test_a_token_outside_the_vocabulary_gives_nan_not_another_token():
+    ours = load_ours(reference("qwen3", 7))
+    assert bool(jnp.isnan(ours(jnp.array([[3, 97]])).logits[0, 1]).all())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(tokens=(4,)), r"tokens must be \[batch, seq\]"),
+        (dict(tokens=(2, 4), positions=(2, 5)), "positions must have tokens' shape"),
+        (dict(tokens=(2, 4), segment_ids=(1, 4)), "segment_ids must have tokens' shape"),
+        (dict(tokens=(2, 4), expert_ids=(4, 2, 4, 2)), "expert_ids must be"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(arguments, message):
+    ours = load_ours(reference("qwen3_moe", 8))
+    with pytest.raises(ValueError, match=message):
+        ours(**{name: jnp.zeros(shape, jnp.int32) for name, shape in arguments.items()})
+
+
+def hub_gradients(model) -> dict[str, np.ndarray]:
+    """Gradients under the checkpoint's names: the fused experts taken apart."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad.numpy()
+        if name.endswith("experts.gate_up_proj"):
+            half = gradient.shape[1] // 2
+            for expert, rows in enumerate(gradient):
+                prefix = name.replace("gate_up_proj", str(expert))
+                gradients[f"{prefix}.gate_proj.weight"] = rows[:half]
+                gradients[f"{prefix}.up_proj.weight"] = rows[half:]
+        elif name.endswith("experts.down_proj"):
+            for expert, rows in enumerate(gradient):
+                gradients[name.replace("down_proj", f"{expert}.down_proj.weight")] = rows
+        else:
+            gradients[name] = gradient
+    return gradients
+
+
+def assert_close(actual, expected, what="array", tolerance=1e-5):
+    """Relative error in the Frobenius norm."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(torch.as_tensor(expected).detach(), np.float64)
+    assert actual.shape == expected.shape, what
+    error, size = np.linalg.norm(actual - expected), np.linalg.norm(expected)
+    assert error <= tolerance * max(size, 1e-12), f"{what}: relative error {error / max(size, 1e-12):.2e}"
