@@ -208,8 +208,8 @@ def config_to_dict(config: Qwen3Config) -> dict[str, Any]:
     rope = {k: v for k, v in dataclasses.asdict(config.rope_parameters).items() if v is not None}
     values.pop("rope_parameters")
     values["rope_theta"] = rope.pop("rope_theta")
-    if rope["rope_type"] != "yarn":
-        rope.pop("truncate")
+    if rope["truncate"]:
+        rope.pop("truncate")  # the default, which other types do not have
     values["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     for name in ("layer_types", "pad_token_id", "bos_token_id", "eos_token_id"):
         if values[name] is None:

@@ -5,7 +5,7 @@ collectives that the computation then needs.
 """
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 # The module that holds the parameter -> one mesh axis (or None) for each of its last axes. Stacked parameters have the layer
 # axis in front of these; it stays whole, since every device runs every layer.
@@ -28,10 +28,15 @@ def parameter_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | None) -
     """Where the parameter at `path` (as in `nnx.to_flat_state`) lies, by its global shape; no mesh: on the default device."""
     if mesh is None:
         return SingleDeviceSharding(jax.local_devices()[0])
+    return NamedSharding(mesh, parameter_spec(path, shape, mesh))
+
+
+def parameter_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """The mesh axis, or None, for each axis of the parameter."""
     names = [str(part) for part in path if part != "weight"]
     axes = () if path[-1] == "bias" else _AXES.get(".".join(names[-2:]), _AXES.get(names[-1], ()))
     spec: list[str | None] = [None] * (len(shape) - len(axes)) + list(axes)
     for i, axis in enumerate(spec):
         if axis is not None and (axis not in mesh.shape or shape[i] % mesh.shape[axis]):
             spec[i] = None
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    return PartitionSpec(*spec)

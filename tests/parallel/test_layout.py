@@ -1,0 +1,45 @@
+"""Each parameter is split along the axis that the table names, where the mesh allows it."""
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec, SingleDeviceSharding
+
+from moe_jax.parallel import make_mesh, parameter_sharding
+from moe_jax.parallel.layout import parameter_spec
+
+
+def mesh(**sizes):
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+@pytest.mark.parametrize(
+    "path, shape, expected",
+    [
+        (("stages", 0, "self_attn", "q_proj", "weight"), (3, 64, 32), (None, "fsdp", None)),
+        (("stages", 0, "self_attn", "o_proj", "weight"), (3, 32, 64), (None, None, "fsdp")),
+        (("stages", 0, "self_attn", "q_proj", "bias"), (3, 64), (None, None)),
+        (("stages", 0, "mlp", "experts", "gate_up_proj"), (3, 8, 48, 32), (None, "expert", "fsdp", None)),
+        (("stages", 0, "mlp", "experts", "down_proj"), (3, 8, 32, 24), (None, "expert", None, "fsdp")),
+        (("stages", 0, "mlp", "down_proj", "weight"), (3, 32, 48), (None, None, "fsdp")),
+        (("stages", 0, "mlp", "router", "weight"), (3, 8, 32), (None, None, None)),
+        (("embed_tokens", "weight"), (97, 32), (None, None)),
+        (("lm_head", "weight"), (96, 32), ("fsdp", None)),
+        (("norm", "weight"), (32,), (None,)),
+    ],
+)
+def test_the_table(path, shape, expected):
+    assert parameter_spec(path, shape, mesh(fsdp=4, expert=2)) == PartitionSpec(*expected)
+
+
+def test_axes_that_the_mesh_lacks_stay_whole():
+    path = ("stages", 0, "mlp", "experts", "gate_up_proj")
+    assert parameter_spec(path, (3, 8, 48, 32), mesh(data=2)) == PartitionSpec(None, None, None, None)
+
+
+def test_without_a_mesh_parameters_lie_on_the_default_device():
+    assert isinstance(parameter_sharding(("norm", "weight"), (32,), None), SingleDeviceSharding)
+
+
+def test_a_mesh_must_use_every_device():
+    with pytest.raises(ValueError, match="data=3 x fsdp=1 x expert=1 has 3 places; there are 1 devices"):
+        make_mesh(data=3, devices=jax.devices()[:1])
