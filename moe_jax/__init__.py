@@ -1,0 +1,19 @@
+"""Mixture-of-Experts language models in JAX: load from Hugging Face, fine-tune, generate, write back."""
+
+from moe_jax import kernels, parallel, train
+from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.config import Qwen3Config, Qwen3MoeConfig, load_config
+from moe_jax.generation import generate
+from moe_jax.models.auto import from_config
+
+__all__ = [
+    "Qwen3Config",
+    "Qwen3MoeConfig",
+    "from_config",
+    "from_pretrained",
+    "generate",
+    "kernels",
+    "load_config",
+    "parallel",
+    "train",
+]

@@ -1,0 +1,74 @@
+"""The files that go with a model's weights: config.json, generation_config.json and the tokenizer's."""
+
+import json
+from pathlib import Path
+
+from moe_jax.checkpoint.folders import MODEL_FILES
+from moe_jax.config import Qwen3Config, config_to_dict
+from moe_jax.models.qwen3 import Qwen3
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+class Companions:
+    """What is to be written beside a model's weights, read before anything is replaced.
+
+    Args:
+      model: its `source`, if any, gives the generation config and, unless `tokenizer_from` is given, the tokenizer.
+      tokenizer_from: the folder whose tokenizer files to copy.
+
+    Attributes:
+      replaces: patterns of what a save of these files takes the place of. Without tokenizer files, old ones are kept.
+
+    Raises:
+      FileNotFoundError: `tokenizer_from` has no tokenizer files.
+    """
+
+    def __init__(self, model: Qwen3, tokenizer_from: str | Path | None = None):
+        # transformers 5 looks for dtype, transformers 4 for torch_dtype.
+        dtype = model.embed_tokens.weight.dtype.name
+        self.config = config_to_dict(model.config) | {"dtype": dtype, "torch_dtype": dtype}
+        self.generation = _generation_config(model.config, model.source)
+        tokenizer = _tokenizer_files(tokenizer_from, model.source)
+        self.tokenizer = {file.name: file.read_bytes() for file in tokenizer}
+        self.replaces = MODEL_FILES + (TOKENIZER_FILES if tokenizer else ())
+
+    def write(self, folder: Path) -> None:
+        """Writes the files into `folder`."""
+        write_json(folder / "config.json", self.config)
+        write_json(folder / "generation_config.json", self.generation)
+        for name, content in self.tokenizer.items():
+            (folder / name).write_bytes(content)
+
+
+def write_json(file: Path, fields: dict) -> None:
+    """Writes `fields` for people to read."""
+    file.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def _generation_config(config: Qwen3Config, source: str | None) -> dict:
+    """The source folder's generation_config.json, or one with the config's special tokens."""
+    if source is not None and (Path(source) / "generation_config.json").is_file():
+        return json.loads((Path(source) / "generation_config.json").read_text())
+    ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in ids.items() if value is not None}
+
+
+def _tokenizer_files(tokenizer_from: str | Path | None, source: str | None) -> list[Path]:
+    """The tokenizer files to pass along; none if the model came from nowhere and no folder is given."""
+    folder = tokenizer_from if tokenizer_from is not None else source
+    if folder is None:
+        return []
+    files = [Path(folder).expanduser() / name for name in TOKENIZER_FILES]
+    files = [file for file in files if file.is_file()]
+    if tokenizer_from is not None and not files:
+        raise FileNotFoundError(f"tokenizer_from={str(folder)!r} has none of {', '.join(TOKENIZER_FILES)}")
+    return files

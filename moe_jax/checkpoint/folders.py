@@ -1,0 +1,129 @@
+"""Writing a whole folder so that a crash at any moment leaves either the old one or the new one whole."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+
+import jax
+from jax.experimental import multihost_utils
+
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json",
+    "params",
+)
+"""What a checkpoint of a model consists of, in any format: a save leaves none of the old ones behind."""
+
+
+@contextmanager
+def replaced_folder(folder: str | Path, replaces: tuple[str, ...] = MODEL_FILES) -> Iterator[Path]:
+    """Yields an empty folder `.NAME.incomplete` beside `folder` to write into, which takes `folder`'s place at the end.
+
+    Until then `folder` is untouched; on an exception the incomplete folder is removed. The swap is two renames; should the
+    machine die between them, the old folder lies whole in `.NAME.previous`, and the next save puts it back first. Entries of
+    the old folder that match no pattern in `replaces` are kept: they are hard-linked into the folder that takes its place.
+    All processes of a job call this together on a shared file system; the first one makes and swaps the folders.
+
+    Raises:
+      FileExistsError: `folder` exists, is not empty and has no config.json: it is not a checkpoint, and replacing it would
+        lose somebody's files.
+    """
+    folder = Path(folder).expanduser().resolve()
+    incomplete = folder.with_name(f".{folder.name}.incomplete")
+    previous = previous_of(folder)
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file; a checkpoint is a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+        raise FileExistsError(
+            f"{folder} has files but no config.json, so it is not a checkpoint to replace: give another folder"
+        )
+    first = jax.process_index() == 0
+    if first:
+        if previous.is_dir():
+            _finish(folder, previous)
+        shutil.rmtree(incomplete, ignore_errors=True)
+        incomplete.mkdir(parents=True)
+    _barrier("folder made")
+    try:
+        yield incomplete
+        _barrier("folder written")
+        if first:
+            _swap(folder, incomplete, previous, replaces)
+    except BaseException:
+        if first:
+            shutil.rmtree(incomplete, ignore_errors=True)
+        raise
+    _barrier("folder swapped")
+
+
+def previous_of(folder: Path) -> Path:
+    """Where the old folder lies while it is being replaced."""
+    return folder.with_name(f".{folder.name}.previous")
+
+
+def _swap(folder: Path, incomplete: Path, previous: Path, replaces: tuple[str, ...]) -> None:
+    if folder.is_dir():
+        for entry in folder.iterdir():
+            ours = any(fnmatch(entry.name, pattern) for pattern in replaces)
+            if not ours and not (incomplete / entry.name).exists():
+                _link(entry, incomplete / entry.name)
+    for directory, _, files in os.walk(incomplete):
+        for name in files:
+            _sync(os.path.join(directory, name))
+        _sync(directory)
+    if folder.is_dir():
+        folder.rename(previous)
+    try:
+        incomplete.rename(folder)
+    except BaseException:
+        if previous.is_dir():
+            previous.rename(folder)
+        raise
+    _sync(folder.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _finish(folder: Path, previous: Path) -> None:
+    """Ends a swap that a crash cut short: back to the old folder if there is no other, else the old one goes."""
+    if folder.exists():
+        shutil.rmtree(previous)
+    else:
+        previous.rename(folder)
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file or folder tree under another name, without copying contents where the file system can."""
+
+    def link(a: str, b: str) -> None:
+        try:
+            os.link(a, b, follow_symlinks=False)
+        except OSError:
+            shutil.copy2(a, b, follow_symlinks=False)
+
+    if source.is_dir() and not source.is_symlink():
+        shutil.copytree(source, target, symlinks=True, copy_function=link)
+    else:
+        link(str(source), str(target))
+
+
+def _sync(path: str | Path) -> None:
+    """Waits until the file or folder is on disk."""
+    if os.path.islink(path):
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"moe_jax {name}")

@@ -1,0 +1,150 @@
+"""Finding the weight files of a checkpoint folder and reading slices of their tensors, without reading the rest.
+
+safetensors files are mapped into memory by the `safetensors` library; PyTorch's .bin files, where there are no others, by
+`torch.load(weights_only=True, mmap=True)`, which runs no code from the file.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import safe_open
+
+MAX_PROBLEMS_LISTED = 50
+
+FLOAT_DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""The dtypes that weights may have in a file, by their names in safetensors headers."""
+
+Slices = tuple[slice, ...]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be loaded. The message lists everything that is wrong with it."""
+
+    def __init__(self, folder: Path, problems: list[str]):
+        lines = [f"the checkpoint in {folder} cannot be loaded; problems: {len(problems)}", *problems[:MAX_PROBLEMS_LISTED]]
+        if len(problems) > MAX_PROBLEMS_LISTED:
+            lines.append(f"... and {len(problems) - MAX_PROBLEMS_LISTED} more")
+        super().__init__("\n  ".join(lines))
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: its header, and `read(slices)`, which copies that part of it alone from disk."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[Slices], np.ndarray]
+
+
+def open_tensors(folder: Path, problems: list[str]) -> dict[str, StoredTensor]:
+    """The tensors of all weight files of `folder` by name; reads headers only. What is wrong is added to `problems`.
+
+    Files are chosen as transformers does: model.safetensors, else those that model.safetensors.index.json names; then any
+    other *.safetensors; then the same for pytorch_model*.bin.
+    """
+    for single, pattern, read_file in (
+        ("model.safetensors", "*.safetensors", _open_safetensors),
+        ("pytorch_model.bin", "pytorch_model*.bin", _open_torch),
+    ):
+        index = folder / f"{single}.index.json"
+        if (folder / single).is_file():
+            return _open_files([folder / single], read_file, problems)
+        if index.is_file():
+            return _open_indexed(index, read_file, problems)
+        files = sorted(folder.glob(pattern))
+        if files:
+            return _open_files(files, read_file, problems)
+    problems.append("no weight files: expected model.safetensors, *.safetensors with an index, or pytorch_model*.bin")
+    return {}
+
+
+def _open_files(files: list[Path], read_file, problems: list[str]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            for name, tensor in read_file(file):
+                if name in tensors:
+                    problems.append(f"{name}: in {tensors[name].file.name} and again in {file.name}")
+                tensors[name] = tensor
+        except ImportError:
+            raise
+        except Exception as error:  # the readers raise many types for a file that is cut off or is not what it seems
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            problems.append(f"{file.name}: cannot be read, it is truncated or corrupt ({text})")
+    return tensors
+
+
+def _open_indexed(index: Path, read_file, problems: list[str]) -> dict[str, StoredTensor]:
+    """The tensors of the files that an index names, each checked to lie where the index says."""
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        wanted = {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problems.append(f"{index.name}: not an index with a weight_map of tensor names to file names ({error!r})")
+        return {}
+    files = sorted(set(wanted.values()))
+    for file in files:
+        if Path(file).name != file:
+            problems.append(f"{index.name}: names {file!r}, which is not a file name in the same folder")
+        elif not (index.parent / file).is_file():
+            problems.append(f"{file}: missing, but {index.name} names it")
+    present = [index.parent / file for file in files if Path(file).name == file and (index.parent / file).is_file()]
+    count = len(problems)
+    tensors = _open_files(present, read_file, problems)
+    if len(problems) > count:
+        return tensors  # the tensors of a file that cannot be read need no line each
+    names = {file.name for file in present}
+    for name, file in wanted.items():
+        if file in names and (name not in tensors or tensors[name].file.name != file):
+            problems.append(f"{name}: not in {file}, where {index.name} has it")
+    problems += [f"{name}: in {t.file.name}, but not in {index.name}" for name, t in tensors.items() if name not in wanted]
+    return tensors
+
+
+def _open_safetensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    # The handle stays open, and the file mapped, for as long as a StoredTensor of it lives.
+    handle = safe_open(file, framework="numpy")
+    for name in handle.keys():
+        view = handle.get_slice(name)
+        yield name, StoredTensor(file, tuple(view.get_shape()), view.get_dtype(), _safetensors_reader(handle, name))
+
+
+def _safetensors_reader(handle: Any, name: str) -> Callable[[Slices], np.ndarray]:
+    def read(slices: Slices) -> np.ndarray:
+        return handle.get_slice(name)[slices] if slices else handle.get_tensor(name)
+
+    return read
+
+
+def _open_torch(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            f"{file} is in PyTorch's .bin format, which torch reads: pip install torch, or get a safetensors checkpoint"
+        ) from error
+    names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+    def reader(tensor: Any) -> Callable[[Slices], np.ndarray]:
+        def read(slices: Slices) -> np.ndarray:
+            part = tensor[slices].contiguous()
+            if part.dtype == torch.bfloat16:  # numpy has no bfloat16 of its own, and torch does not know ml_dtypes'
+                return part.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+            return part.numpy()
+
+        return read
+
+    for name, tensor in torch.load(file, map_location="cpu", weights_only=True, mmap=True).items():
+        yield name, StoredTensor(file, tuple(tensor.shape), names.get(tensor.dtype, str(tensor.dtype)), reader(tensor.detach()))

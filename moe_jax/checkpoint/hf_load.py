@@ -1,0 +1,123 @@
+"""A Hugging Face checkpoint, in a folder or on the hub, as a model whose parameters already lie where they belong.
+
+Everything is checked from config.json and file headers before a byte of weights is read or of device memory is taken. Then
+weights stream (`streaming.py`): each process reads the slices that its own devices hold, a layer of a parameter at a time.
+"""
+
+from collections import defaultdict
+from pathlib import Path
+
+import huggingface_hub
+import jax.numpy as jnp
+from flax import nnx
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from moe_jax.checkpoint.folders import previous_of
+from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, CheckpointError, open_tensors
+from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
+from moe_jax.checkpoint.streaming import Piece, held_parts, load_parameter, num_elements, piece_of
+from moe_jax.config import Qwen3Config, load_config
+from moe_jax.models.auto import from_config
+from moe_jax.models.qwen3 import Qwen3
+from moe_jax.parallel.layout import parameter_sharding
+
+
+def from_pretrained(
+    folder_or_hub_id: str | Path, *, dtype=jnp.bfloat16, param_dtype=None, mesh: Mesh | None = None, progress: bool = True
+) -> Qwen3:
+    """Loads a Qwen3 or Qwen3-MoE checkpoint.
+
+    Args:
+      folder_or_hub_id: a folder with config.json and weights, or a hub id such as "Qwen/Qwen3-30B-A3B", which is downloaded.
+      dtype: what the model computes in.
+      param_dtype: what the parameters are held in, whatever the files hold (default: dtype). float32 for training.
+      mesh: the devices to spread the parameters over (`moe_jax.parallel.make_mesh`); None: the default device.
+      progress: show a progress bar when stderr is a terminal.
+
+    Raises:
+      FileNotFoundError: there is no such folder and no such model on the hub.
+      ValueError: config.json asks for something that is not supported, or (CheckpointError) tensors are missing, unexpected,
+        of a wrong shape or dtype, or files are absent, truncated or corrupt; one error lists all of them.
+    """
+    folder = _find(folder_or_hub_id)
+    config = load_config(folder)
+    param_dtype = jnp.dtype(dtype if param_dtype is None else param_dtype)
+    pieces = _checked_pieces(folder, config)
+
+    # eval_shape: the random initialisation is traced for its shapes and never computed.
+    abstract = nnx.eval_shape(lambda: from_config(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
+    graph, parameters = nnx.split(abstract, nnx.Param)
+    leaves = [
+        (path, leaf, parameter_sharding(path, leaf.shape, mesh)) for path, leaf in nnx.to_flat_state(parameters)
+    ]  # fmt: skip
+    size = sum(num_elements(part) for _, leaf, sharding in leaves for part in held_parts(leaf.shape, sharding))
+    loaded = []
+    with tqdm(
+        total=size * param_dtype.itemsize, unit="B", unit_scale=True, desc="loading", disable=None if progress else True
+    ) as bar:
+        for path, leaf, sharding in leaves:
+            stacked = path[0] == "stages"
+            array = load_parameter(
+                pieces[path], leaf.shape, param_dtype, sharding, stacked=stacked, on_read=bar.update
+            )  # fmt: skip
+            loaded.append((path, leaf.replace(array)))
+    model = nnx.merge(graph, nnx.from_flat_state(loaded))
+    model.source = str(folder)
+    return model
+
+
+def _find(folder_or_hub_id: str | Path) -> Path:
+    """The local folder, downloaded if it is on the hub; .bin files only where there are no others."""
+    folder = Path(folder_or_hub_id).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    previous = previous_of(folder)
+    if previous.is_dir():
+        raise FileNotFoundError(f"a save to {folder} was cut short; the checkpoint that was there lies whole in {previous}")
+    name = str(folder_or_hub_id)
+    wanted = f"{name!r} is neither a folder with a checkpoint nor a model on the Hugging Face hub"
+    try:
+        files = ["*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja"]
+        for weights in ("*.safetensors", "*.bin"):
+            folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=[*files, weights], ignore_patterns=["*/*"]))
+            if any(folder.glob(weights)):
+                break
+    except HFValidationError as error:
+        raise FileNotFoundError(wanted) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise FileNotFoundError(f"{wanted} that can be reached: {error}") from error
+    return folder
+
+
+def _checked_pieces(folder: Path, config: Qwen3Config) -> dict[tuple, list[Piece]]:
+    """Where each parameter's parts are stored. Raises CheckpointError with everything that does not fit the config."""
+    problems: list[str] = []
+    stored = open_tensors(folder, problems)
+    fused = {t.name: t for t in fused_tensors(config) if t.name in stored}
+    replaced = {(t.path, t.index[0]) for t in fused.values()}
+    wanted = {t.name: t for t in hf_tensors(config) if (t.path, *t.index[:1]) not in replaced} | fused
+    problems += [f"{name}: missing" for name in wanted if name not in stored]
+    for name, tensor in stored.items():
+        if name not in wanted:
+            if not _ignored(name, config):
+                problems.append(
+                    f"{name}: unexpected in {tensor.file.name}, no such tensor in a {config.model_type} of this config"
+                )
+            continue
+        if tensor.shape != wanted[name].shape:
+            problems.append(f"{name}: shape {list(tensor.shape)} in {tensor.file.name}, expected {list(wanted[name].shape)}")
+        if tensor.dtype not in FLOAT_DTYPES:
+            problems.append(f"{name}: dtype {tensor.dtype} in {tensor.file.name}, expected one of {', '.join(FLOAT_DTYPES)}")
+    if problems:
+        raise CheckpointError(folder, problems)
+    pieces = defaultdict(list)
+    for name, place in wanted.items():
+        pieces[place.path].append(piece_of(place, stored[name]))
+    return pieces
+
+
+def _ignored(name: str, config: Qwen3Config) -> bool:
+    """Tensors that other programs write and that the model computes itself: rotary tables, a head tied to the embedding."""
+    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)

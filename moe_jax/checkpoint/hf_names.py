@@ -1,0 +1,138 @@
+"""Which Hugging Face tensor is which part of which parameter: one table for loading, saving and comparing gradients.
+
+The hub stores each layer and each expert apart, in files that every inference engine reads; the model holds layers stacked
+along a leading axis and experts fused (docs/design.md, "Parameters"). No tensor is transposed: bytes move, nothing else.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+
+from moe_jax.config import Qwen3Config, Stage
+
+Index = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """The tensor `name` of a checkpoint: it has `shape` and is `parameters[path][index]`; index () is the whole parameter.
+
+    The index of a stacked parameter begins with the layer's place in its stage.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    path: tuple
+    index: Index = ()
+
+
+def hf_tensors(config: Qwen3Config) -> list[HfTensor]:
+    """Every tensor of a checkpoint as the hub has it, in the model's order, each expert's projections apart."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    tensors = [HfTensor("model.embed_tokens.weight", (vocab, hidden), ("embed_tokens", "weight"))]
+    for s, stage in enumerate(config.stages):
+        for row in range(stage.num_layers):
+            tensors += _layer(config, s, stage, row)
+    tensors.append(HfTensor("model.norm.weight", (hidden,), ("norm", "weight")))
+    if not config.tie_word_embeddings:
+        tensors.append(HfTensor("lm_head.weight", (vocab, hidden), ("lm_head", "weight")))
+    return tensors
+
+
+def fused_tensors(config: Qwen3Config) -> list[HfTensor]:
+    """The tensors that a checkpoint with fused experts has in place of the per-expert ones."""
+    tensors = []
+    for s, stage in enumerate(config.stages):
+        for row in range(stage.num_layers if stage.sparse else 0):
+            for name, shape in _expert_shapes(config).items():
+                hf_name = f"model.layers.{stage.first_layer + row}.mlp.experts.{name}"
+                tensors.append(HfTensor(hf_name, shape, ("stages", s, "mlp", "experts", name), (row,)))
+    return tensors
+
+
+def export(config: Qwen3Config, flat_params: Mapping[tuple, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """(hub name, array on the host) for each tensor of `hf_tensors(config)`, from parameters by path.
+
+    Args:
+      flat_params: arrays or `nnx.Param`s by path, as in `dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))`, or anything
+        of the same structure, such as gradients. Arrays may be sharded; all processes must call this together.
+
+    One layer of one parameter at a time is copied to the host, and what is yielded are views of that copy.
+    """
+    held: tuple[tuple, Index] | None = None
+    block = np.empty(0)
+    for tensor in hf_tensors(config):
+        if held != (tensor.path, tensor.index[:1]):
+            held = (tensor.path, tensor.index[:1])
+            del block  # frees the previous layer before the next is fetched
+            block = _to_host(flat_params[tensor.path], tensor.index[:1])
+        yield tensor.name, block[tensor.index[1:]]
+
+
+def _layer(config: Qwen3Config, s: int, stage: Stage, row: int) -> Iterator[HfTensor]:
+    """The tensors of layer `stage.first_layer + row`."""
+    prefix = f"model.layers.{stage.first_layer + row}."
+    hidden, head = config.hidden_size, config.head_dim
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    projections: dict[str, tuple[int, ...]] = {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+    for name, shape in projections.items():
+        shapes[f"self_attn.{name}.weight"] = shape
+        if config.attention_bias:
+            shapes[f"self_attn.{name}.bias"] = shape[:1]
+    shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+    shapes["post_attention_layernorm.weight"] = (hidden,)
+    if not stage.sparse:
+        inter = config.intermediate_size
+        shapes |= {f"mlp.{name}_proj.weight": (inter, hidden) for name in ("gate", "up")}
+        shapes["mlp.down_proj.weight"] = (hidden, inter)
+    for name, shape in shapes.items():
+        yield HfTensor(prefix + name, shape, ("stages", s, *name.split(".")), (row,))
+    if stage.sparse:
+        yield from _experts(config, prefix + "mlp.", ("stages", s, "mlp"), row)
+
+
+def _experts(config: Any, prefix: str, path: tuple, row: int) -> Iterator[HfTensor]:
+    """The router (`gate` on the hub) and the experts; gate_up_proj holds gate rows first, then up rows."""
+    inter, hidden = config.moe_intermediate_size, config.hidden_size
+    yield HfTensor(f"{prefix}gate.weight", (config.num_experts, hidden), (*path, "router", "weight"), (row,))
+    halves = {"gate_proj": slice(0, inter), "up_proj": slice(inter, 2 * inter)}
+    for e in range(config.num_experts):
+        for name, rows in halves.items():
+            hf_name = f"{prefix}experts.{e}.{name}.weight"
+            yield HfTensor(hf_name, (inter, hidden), (*path, "experts", "gate_up_proj"), (row, e, rows))
+    for e in range(config.num_experts):
+        hf_name = f"{prefix}experts.{e}.down_proj.weight"
+        yield HfTensor(hf_name, (hidden, inter), (*path, "experts", "down_proj"), (row, e))
+
+
+def _expert_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of one layer's fused expert weights."""
+    experts, inter, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+    return {"gate_up_proj": (experts, 2 * inter, hidden), "down_proj": (experts, hidden, inter)}
+
+
+def _to_host(leaf: Any, layer: Index) -> np.ndarray:
+    """One layer, (row,), of a stacked parameter, or with () all of a parameter that is not stacked, as a numpy array."""
+    array = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+    if layer:
+        # A traced index compiles once for all layers; a Python integer in array[...] would for each.
+        array = _take_layer(array, layer[0]) if isinstance(array, jax.Array) else array[layer]
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return np.asarray(array)
+
+
+@jax.jit
+def _take_layer(array: jax.Array, layer: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)

@@ -1,0 +1,92 @@
+"""A model as a Hugging Face checkpoint folder, which transformers and every inference engine loads."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+from tqdm import tqdm
+
+from moe_jax.checkpoint.companions import Companions, write_json
+from moe_jax.checkpoint.folders import replaced_folder
+from moe_jax.checkpoint.hf_names import export, hf_tensors
+from moe_jax.models.qwen3 import Qwen3
+
+
+def save_pretrained(
+    model: Qwen3,
+    folder: str | Path,
+    *,
+    tokenizer_from: str | Path | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    progress: bool = True,
+) -> None:
+    """Writes `model` into `folder` under the hub's names: experts apart, weights in the dtype of the parameters.
+
+    The folder gets model.safetensors, or model-0000i-of-0000n.safetensors with an index where it would be larger than
+    `max_shard_bytes`; config.json; generation_config.json; and the tokenizer's files. It is replaced as a whole at the end, so
+    a crash leaves an old checkpoint there as it was, and saving into the folder that the model came from works. Files there
+    that belong to no checkpoint are kept. One shard at a time is in host memory.
+
+    Args:
+      tokenizer_from: the folder whose tokenizer files to copy (default: the folder that the model was loaded from, if any).
+      max_shard_bytes: the largest size of a file, unless a single tensor is larger.
+      progress: show a progress bar when stderr is a terminal.
+
+    Raises:
+      FileExistsError: `folder` has files and no config.json, so it is not a checkpoint that may be replaced.
+      FileNotFoundError: `tokenizer_from` has no tokenizer files.
+    """
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive")
+    companions = Companions(model, tokenizer_from)
+    with replaced_folder(folder, companions.replaces) as target:
+        _write_weights(model, target, max_shard_bytes, progress)
+        if jax.process_index() == 0:
+            companions.write(target)
+
+
+def _write_weights(model: Qwen3, folder: Path, max_shard_bytes: int, progress: bool) -> None:
+    """All shards and, if there are several, their index. Every process takes part in `export`; the first one writes."""
+    flat = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    itemsize = model.embed_tokens.weight.dtype.itemsize
+    sizes = {tensor.name: math.prod(tensor.shape) * itemsize for tensor in hf_tensors(model.config)}
+    shards = list(_shards(sizes, max_shard_bytes))
+    tensors = export(model.config, flat)
+    weight_map: dict[str, str] = {}
+    with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="saving", disable=None if progress else True) as bar:
+        for i, names in enumerate(shards):
+            file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+            shard = {}
+            for name in names:
+                found, array = next(tensors)
+                assert found == name
+                # The file format has no strides: whatever is not row-major must be copied first.
+                shard[name] = np.ascontiguousarray(array)
+                bar.update(sizes[name])
+            if jax.process_index() == 0:
+                _write_shard(shard, folder / file)
+            weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1 and jax.process_index() == 0:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        write_json(folder / "model.safetensors.index.json", index)
+
+
+def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
+    """The names in order, cut before each that would make its shard too large."""
+    shard: list[str] = []
+    used = 0
+    for name, size in sizes.items():
+        if shard and used + size > max_bytes:
+            yield shard
+            shard, used = [], 0
+        shard.append(name)
+        used += size
+    yield shard
+
+
+def _write_shard(shard: dict[str, np.ndarray], file: Path) -> None:
+    save_file(shard, file, metadata={"format": "pt"})  # transformers refuses files without this mark

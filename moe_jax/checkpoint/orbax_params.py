@@ -1,0 +1,78 @@
+"""A model's parameters and config as an Orbax checkpoint: a folder with config.json, the tokenizer's files and `params/`.
+
+In `params` each parameter has its path as name ("stages.0.self_attn.q_proj.weight"), stacked as the model holds it. Orbax
+writes and reads shards in parallel from every process, so it is the faster format for big models that stay in JAX.
+"""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from orbax.checkpoint import v1 as ocp
+
+from moe_jax.checkpoint.companions import Companions
+from moe_jax.checkpoint.folders import replaced_folder
+from moe_jax.config import load_config
+from moe_jax.models.auto import from_config
+from moe_jax.models.qwen3 import Qwen3
+from moe_jax.parallel.layout import parameter_sharding
+
+
+def save_orbax(model: Qwen3, folder: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
+    """Writes the parameters, config and tokenizer files; arguments and the folder's replacement as in `save_pretrained`.
+
+    Raises:
+      FileExistsError: `folder` has files and no config.json, so it is not a checkpoint that may be replaced.
+    """
+    arrays = {_name(path): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    companions = Companions(model, tokenizer_from)
+    with replaced_folder(folder, companions.replaces) as target:
+        ocp.save(target / "params", arrays)
+        if jax.process_index() == 0:
+            companions.write(target)
+
+
+def load_orbax(folder: str | Path, *, dtype=jnp.bfloat16, param_dtype=None, mesh: Mesh | None = None) -> Qwen3:
+    """The model that `save_orbax` wrote; arguments as in `hf_load.from_pretrained`, any mesh whatever it was written from.
+
+    Raises:
+      FileNotFoundError: there is no config.json or no `params` in `folder`.
+      ValueError: the parameters in the folder are not those of its config; one error lists all that differ.
+    """
+    folder = Path(folder).expanduser().resolve()
+    config = load_config(folder)
+    if not (folder / "params").is_dir():
+        raise FileNotFoundError(f"no params/ in {folder}: it is not an Orbax checkpoint of a model")
+    param_dtype = jnp.dtype(dtype if param_dtype is None else param_dtype)
+    abstract = nnx.eval_shape(lambda: from_config(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
+    graph, parameters = nnx.split(abstract, nnx.Param)
+    leaves = list(nnx.to_flat_state(parameters))
+    wanted = {
+        _name(path): jax.ShapeDtypeStruct(leaf.shape, param_dtype, sharding=parameter_sharding(path, leaf.shape, mesh))
+        for path, leaf in leaves
+    }
+    _check(folder, wanted)
+    arrays = ocp.load(folder / "params", wanted)
+    model = nnx.merge(graph, nnx.from_flat_state([(path, leaf.replace(arrays[_name(path)])) for path, leaf in leaves]))
+    model.source = str(folder)
+    return model
+
+
+def _check(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises ValueError if the stored names and shapes are not the wanted ones."""
+    stored = {name: tuple(leaf.shape) for name, leaf in ocp.metadata(folder / "params").metadata.items()}
+    problems = [f"{name}: missing" for name in wanted if name not in stored]
+    problems += [f"{name}: unexpected" for name in stored if name not in wanted]
+    problems += [
+        f"{name}: shape {list(shape)}, expected {list(wanted[name].shape)}"
+        for name, shape in stored.items()
+        if name in wanted and shape != wanted[name].shape
+    ]
+    if problems:
+        raise ValueError(f"the parameters in {folder} are not those of its config: " + "; ".join(problems))
+
+
+def _name(path: tuple) -> str:
+    return ".".join(str(part) for part in path)

@@ -1,0 +1,145 @@
+"""From slices of files to shards on devices, with one layer of one parameter in host memory at a time.
+
+A stacked parameter [layers, ...] is filled in place: each device's buffer is donated to the write of every layer, so neither
+the host nor the device ever holds a second copy of it.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from moe_jax.checkpoint.hf_files import StoredTensor
+from moe_jax.checkpoint.hf_names import HfTensor
+
+READ_CHUNK_BYTES = 64 * 2**20
+"""At most this much of a file is copied at once on its way into a host block."""
+
+Bounds = tuple[tuple[int, int], ...]
+"""(start, stop) along each axis."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stored tensor and its place in a parameter.
+
+    Attributes:
+      bounds: the place along every axis of the parameter.
+      kept: for each of those axes whether the tensor has it; a single layer's or expert's tensor lacks the first axes.
+    """
+
+    stored: StoredTensor
+    bounds: Bounds
+    kept: tuple[bool, ...]
+
+
+def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
+    """`stored`, which holds `tensor`, with its place along every axis of the parameter."""
+    sizes = list(tensor.shape)
+    bounds: list[tuple[int, int]] = []
+    for item in tensor.index:
+        if isinstance(item, slice):
+            bounds.append((item.start, item.stop))
+            sizes.pop(0)
+        else:
+            bounds.append((item, item + 1))
+    kept = [isinstance(item, slice) for item in tensor.index] + [True] * len(sizes)
+    return Piece(stored, (*bounds, *((0, size) for size in sizes)), tuple(kept))
+
+
+def held_parts(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[jax.Device]]:
+    """The parts of an array that this process's devices hold, and for each part its devices: each is read once."""
+    holders: dict[Bounds, list[jax.Device]] = defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        holders[tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))].append(device)
+    return holders
+
+
+def num_elements(bounds: Bounds) -> int:
+    """How many elements lie within the bounds."""
+    return math.prod(stop - start for start, stop in bounds)
+
+
+def load_parameter(
+    pieces: list[Piece],
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: Sharding,
+    *,
+    stacked: bool,
+    on_read: Callable[[int], object],
+) -> jax.Array:
+    """A parameter put together from `pieces`, which cover it, as `dtype`, laid out as `sharding` says.
+
+    Args:
+      stacked: the first axis is layers, to be loaded one at a time.
+      on_read: called with the number of bytes after each block that was read.
+    """
+    shards: dict[jax.Device, jax.Array] = {}
+    for bounds, devices in held_parts(shape, sharding).items():
+        load = _load_stacked if stacked else _load_whole
+        shards |= zip(devices, load(pieces, bounds, dtype, devices, on_read), strict=True)
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(shards.values()))
+
+
+def _load_whole(pieces: list[Piece], bounds: Bounds, dtype: np.dtype, devices, on_read) -> list[jax.Array]:
+    """The part `bounds` of a parameter, on each of the devices."""
+    block = np.empty([stop - start for start, stop in bounds], dtype)
+    _read(pieces, bounds, block)
+    on_read(block.nbytes)
+    return jax.block_until_ready([jax.device_put(block, device) for device in devices])
+
+
+def _load_stacked(pieces: list[Piece], bounds: Bounds, dtype: np.dtype, devices, on_read) -> list[jax.Array]:
+    """As `_load_whole`, layer by layer through one host block."""
+    by_layer: dict[int, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        by_layer[piece.bounds[0][0]].append(piece)
+    shape = [stop - start for start, stop in bounds]
+    buffers = [jnp.zeros(shape, dtype, device=device) for device in devices]
+    block = np.empty([1, *shape[1:]], dtype)
+    for row, layer in enumerate(range(*bounds[0])):
+        _read(by_layer[layer], ((layer, layer + 1), *bounds[1:]), block)
+        blocks = [jax.device_put(block, device) for device in devices]
+        buffers = [_write_layer(buffer, on_device, row) for buffer, on_device in zip(buffers, blocks, strict=True)]
+        jax.block_until_ready(buffers)  # on CPU the device may share the block's memory, which is written again next
+        on_read(block.nbytes)
+    return buffers
+
+
+@partial(jax.jit, donate_argnums=0)
+def _write_layer(buffer: jax.Array, block: jax.Array, row: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(buffer, block, row, 0)
+
+
+def _read(pieces: list[Piece], bounds: Bounds, block: np.ndarray) -> None:
+    """Fills `block`, the part `bounds` of a parameter, from the pieces that reach into it, casting to the block's dtype."""
+    for piece in pieces:
+        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece.bounds, bounds, strict=True)]
+        if any(a >= b for a, b in common):
+            continue
+        target = block[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, bounds, strict=True))]
+        source = [
+            slice(a - c, b - c)
+            for (a, b), (c, _), keep in zip(common, piece.bounds, piece.kept, strict=True)
+            if keep
+        ]  # fmt: skip
+        target = target[tuple(slice(None) if keep else 0 for keep in piece.kept)]
+        _copy(piece.stored, source, target)
+
+
+def _copy(stored: StoredTensor, source: list[slice], target: np.ndarray) -> None:
+    """target[...] = stored[source], at most READ_CHUNK_BYTES at once."""
+    rows = target.shape[0]
+    row_bytes = max(1, target.nbytes // rows)
+    step = max(1, READ_CHUNK_BYTES // row_bytes)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        target[start:stop] = stored.read((slice(source[0].start + start, source[0].start + stop), *source[1:]))

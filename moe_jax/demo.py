@@ -1,0 +1,244 @@
+"""What `moe-jax demo` does: the whole main job on this machine, from raw text to a checkpoint that transformers loads.
+
+A tokenizer is trained on the source files of Python's standard library, a Qwen3-MoE of about 5 M parameters learns them, is
+interrupted and resumes, is exported, compared with transformers, and writes code.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.checkpoint.hf_save import save_pretrained
+from moe_jax.config import Qwen3Config, Qwen3MoeConfig
+from moe_jax.demo_text import library_texts, train_tokenizer
+from moe_jax.generation import generate
+from moe_jax.models.auto import from_config
+from moe_jax.plots import plot_expert_load, plot_loss
+from moe_jax.train import FinetuneSettings, finetune
+
+MAX_LOGIT_DIFFERENCE = 1e-3
+"""Largest difference from transformers' logits, relative to the largest logit, that the demo accepts (f32 gives about 1e-6)."""
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """Settings of the demo; the defaults take under 5 minutes on two CPU cores.
+
+    Attributes:
+      output: the folder to write to; an earlier demo there is replaced.
+      model: the architecture: with a mixture of experts, or dense.
+      steps: training steps; the run is interrupted after 60 % of them.
+      batch_size: sequences a step.
+      seq_len: tokens a sequence.
+      vocab_size: of the tokenizer, at most.
+      every_nth_file: train on each n-th file of the library alone.
+      prompt: what the trained model continues.
+      new_tokens: how many tokens it adds.
+      seed: of the initial weights, the order of the data and the sampling.
+    """
+
+    output: str = "runs/demo"
+    model: Literal["qwen3_moe", "qwen3"] = "qwen3_moe"
+    steps: int = 240
+    batch_size: int = 8
+    seq_len: int = 256
+    vocab_size: int = 4096
+    every_nth_file: int = 3
+    prompt: str = "import os\n\ndef "
+    new_tokens: int = 120
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the demo found: the losses of all steps, the relative difference from transformers' logits, the generated text."""
+
+    losses: list[float]
+    logit_difference: float
+    text: str
+
+
+def run_demo(settings: DemoSettings) -> DemoResult:
+    """Runs all stages and prints what each does and where its files lie.
+
+    Raises:
+      ValueError: fewer than 2 steps: there would be nothing to interrupt.
+      FileExistsError: the output folder holds something that is no demo's.
+      RuntimeError: the exported checkpoint gives other logits in transformers.
+    """
+    if settings.steps < 2:
+        raise ValueError(f"steps must be at least 2, so that the run can be interrupted; got {settings.steps}")
+    output = Path(settings.output)
+    empty_output(output)
+    start = time.perf_counter()
+    device = jax.devices()[0]
+    print(f"moe_jax demo on {jax.device_count()} {device.platform} device(s), {device.device_kind}. Output: {output.resolve()}")
+
+    with stage(1, "Collect text and train a tokenizer"):
+        texts = library_texts(settings.every_nth_file)
+        write_json_lines(output / "text.jsonl", [{"text": text} for text in texts])
+        tokenizer = train_tokenizer(texts, settings.vocab_size)
+        tokenizer.save_pretrained(output / "tokenizer")
+        print(f"  {len(texts)} files of Python's standard library, {sum(map(len, texts)):,} characters")
+        print(f"  byte-level BPE with {len(tokenizer)} tokens")
+
+    with stage(2, "Make a small model with random weights"):
+        config = small_config(settings.model, len(tokenizer), tokenizer.eos_token_id)
+        model = from_config(config, rngs=nnx.Rngs(settings.seed))
+        num_parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+        save_pretrained(model, output / "initial", tokenizer_from=output / "tokenizer", progress=False)
+        print(f"  {config.model_type}, {config.num_hidden_layers} layers, {num_parameters / 1e6:.1f} M parameters", end="")
+        if isinstance(config, Qwen3MoeConfig):
+            print(f", {config.num_experts} experts a layer of which each token takes {config.num_experts_per_tok}", end="")
+        print()
+        del model
+
+    interrupted_at = settings.steps * 6 // 10 or 1
+    with stage(3, f"Train, and interrupt the run after {interrupted_at} of {settings.steps} steps"):
+        training = training_settings(settings, output)
+        finetune(training, stop_after=interrupted_at)
+
+    with stage(4, "Resume from the checkpoint on disk"):
+        result = finetune(training)
+        metrics = read_json_lines(output / "training" / "metrics.jsonl")
+        steps, losses = [line["step"] for line in metrics], [line["loss"] for line in metrics]
+        print(f"  loss {losses[0]:.2f} at step {steps[0]}, {np.mean(losses[-10:]):.2f} over the last 10 steps")
+        plot_loss(steps, losses, output / "loss.png", resumed_at=interrupted_at)
+        if config.moe_layers:
+            loads = read_json_lines(output / "training" / "expert_load.jsonl")
+            load = np.array([line["expert_load"] for line in loads])
+            plot_expert_load([line["step"] for line in loads], load, config.moe_layers, output / "expert_load.png")
+
+    with stage(5, "Export as a Hugging Face checkpoint"):
+        save_pretrained(result.model, output / "model", tokenizer_from=output / "tokenizer", progress=False)
+
+    with stage(6, "Load the export with transformers and compare the logits"):
+        difference = logit_difference(output / "model", tokenizer.encode(texts[0])[: settings.seq_len])
+        print(f"  largest difference {difference:.1e} of the largest logit (accepted: {MAX_LOGIT_DIFFERENCE:.0e})")
+        if not difference <= MAX_LOGIT_DIFFERENCE:
+            raise RuntimeError(
+                f"the logits of transformers differ by {difference:.1e} of the largest logit; "
+                f"at most {MAX_LOGIT_DIFFERENCE:.0e} would be right"
+            )
+
+    with stage(7, f"Continue the prompt {settings.prompt!r}"):
+        prompt = tokenizer.encode(settings.prompt)
+        new = generate(
+            result.model, prompt, max_new_tokens=settings.new_tokens, temperature=0.6, top_p=0.95,
+            eos_token_id=tokenizer.eos_token_id, seed=settings.seed,
+        )  # fmt: skip
+        text = tokenizer.decode(prompt + new, skip_special_tokens=True)
+        print("\n".join(f"  | {line}" for line in text.splitlines()))
+
+    print(f"\nDone in {time.perf_counter() - start:.0f} s. What lies where:")
+    for name, content in CONTENTS.items():
+        if (output / name).exists():
+            print(f"  {output / name!s:32} {content}")
+    return DemoResult(losses, difference, text)
+
+
+CONTENTS = {
+    "loss.png": "the loss of each step",
+    "expert_load.png": "how evenly the experts are used",
+    "model": "the trained model: Hugging Face safetensors and tokenizer",
+    "initial": "the same before training",
+    "tokenizer": "the tokenizer alone",
+    "training": "metrics.jsonl, expert_load.jsonl and checkpoints of the run",
+    "text.jsonl": "the training text, one file a line",
+}
+
+
+def empty_output(output: Path) -> None:
+    """Makes the folder, or removes what an earlier demo wrote into it."""
+    if output.exists() and not output.is_dir():
+        raise FileExistsError(f"{output} is a file; the demo needs a folder")
+    if output.is_dir() and any(output.iterdir()) and not (output / "text.jsonl").is_file():
+        raise FileExistsError(f"{output} is not empty and is no earlier demo's output; name another folder")
+    output.mkdir(parents=True, exist_ok=True)
+    # text.jsonl, which marks a demo's folder, goes last: a removal cut short can be repeated.
+    for name in CONTENTS:
+        path = output / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def stage(number: int, title: str) -> Iterator[None]:
+    """Prints the stage's title before it and its seconds after it."""
+    print(f"\n[{number}/7] {title}", flush=True)
+    start = time.perf_counter()
+    yield
+    print(f"  {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def small_config(model: str, vocab_size: int, eos_token_id: int) -> Qwen3Config:
+    """A model of about 5 M parameters (with 4096 tokens) that two CPU cores train in minutes."""
+    common = dict(
+        vocab_size=vocab_size, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=eos_token_id,
+    )  # fmt: skip
+    if model == "qwen3":
+        return Qwen3Config(**common)
+    return Qwen3MoeConfig(
+        **common, moe_intermediate_size=96, num_experts=16, num_experts_per_tok=4, norm_topk_prob=True,
+        router_aux_loss_coef=0.01,
+    )  # fmt: skip
+
+
+def training_settings(settings: DemoSettings, output: Path) -> FinetuneSettings:
+    """How the demo trains: bf16 compute on a GPU, f32 on a CPU, which has no fast bf16."""
+    return FinetuneSettings(
+        model=str(output / "initial"),
+        data=str(output / "text.jsonl"),
+        data_format="text",
+        output=str(output / "training"),
+        seq_len=settings.seq_len,
+        batch_size=settings.batch_size,
+        steps=settings.steps,
+        learning_rate=3e-3,
+        warmup_steps=settings.steps // 10,
+        checkpoint_every=settings.steps,
+        dtype="bfloat16" if jax.default_backend() == "gpu" else "float32",
+        remat=False,
+        seed=settings.seed,
+    )
+
+
+def logit_difference(folder: Path, tokens: list[int]) -> float:
+    """max |ours - transformers'| / max |transformers'| over the logits of `tokens`, both computed in f32 from `folder`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([tokens])).logits[0].numpy()
+    # GPUs multiply f32 in TF32 unless told otherwise.
+    with jax.default_matmul_precision("highest"):
+        model = from_pretrained(folder, dtype=jnp.float32, progress=False)
+        ours = np.asarray(nnx.jit(lambda model, tokens: model(tokens).logits[0])(model, jnp.array([tokens])))
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def read_json_lines(path: Path) -> list[dict]:
+    """The objects of a JSON Lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_json_lines(path: Path, objects: list[dict]) -> None:
+    """Writes `path` at once, one object a line."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(json.dumps(item) + "\n" for item in objects))
+    os.replace(temporary, path)

@@ -1,0 +1,139 @@
+"""Autoregressive generation: one prefill of all prompts, then one token at a time with a KV cache, in one compiled function."""
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+from moe_jax.generation.sampling import sample
+from moe_jax.layers.cache import init_cache
+from moe_jax.models.qwen3 import Qwen3
+
+PROMPT_BUCKET = 64
+"""Prompt lengths are padded to a multiple of this many tokens, so that prompts of similar lengths share a compilation."""
+
+
+def generate(
+    model: Qwen3,
+    prompt_tokens: Sequence[Sequence[int]] | Sequence[int] | Int[Array, "batch seq"],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    seed: int = 0,
+) -> list[list[int]] | list[int]:
+    """Continues each prompt, and returns the new tokens alone.
+
+    Args:
+      model: any model of this library.
+      prompt_tokens: token ids of one prompt, or of several of any lengths.
+      max_new_tokens: how many tokens to add at most.
+      temperature: 0 takes the most likely token; above it, tokens are drawn (see `generation.sampling.sample`).
+      top_k, top_p: restrict the draw; None: no restriction.
+      eos_token_id: the token, or tokens, that end a sequence; it is the last one returned. None: none does.
+      seed: of the draw. A prompt's result does not depend on the prompts beside it, but on its place among them.
+
+    Returns:
+      One list of new tokens per prompt, or one list where `prompt_tokens` was one flat prompt.
+
+    Raises:
+      ValueError: an empty prompt, an id outside the vocabulary, or an option outside its range.
+    """
+    prompts, single = _as_prompts(prompt_tokens, model.config.vocab_size)
+    ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    _check_options(max_new_tokens, temperature, top_k, top_p, ends, model.config.vocab_size)
+
+    longest = max(map(len, prompts))
+    padded_length = -(-longest // PROMPT_BUCKET) * PROMPT_BUCKET
+    tokens = np.zeros((len(prompts), padded_length), np.int32)
+    segment_ids = np.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, padded_length - len(prompt) :] = prompt
+        segment_ids[row, padded_length - len(prompt) :] = 1
+
+    graph, parameters = nnx.split(model, nnx.Param)
+    decode = _compiled(max_new_tokens, float(temperature), top_k, top_p, tuple(ends))
+    produced, lengths = decode(graph, parameters, tokens, segment_ids, jax.random.key(seed))
+    rows = [row[:length].tolist() for row, length in zip(np.asarray(produced), np.asarray(lengths), strict=True)]
+    return rows[0] if single else rows
+
+
+@functools.cache
+def _compiled(*options) -> Callable:
+    """The jitted decoder of these options; under it jax keeps a compilation for each architecture and shape."""
+    return jax.jit(partial(_decode, *options), static_argnums=0)
+
+
+def _decode(max_new_tokens, temperature, top_k, top_p, ends, graph, parameters, tokens, segment_ids, key):
+    """Returns the new tokens [batch, max_new_tokens] and how many of each row are valid."""
+    model = nnx.merge(graph, parameters)
+    batch, prompt_length = tokens.shape
+    positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
+    draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
+
+    def is_end(token):
+        return jnp.isin(token, jnp.array(ends, jnp.int32)) if ends else jnp.zeros(batch, bool)
+
+    def next_logits(tokens, positions, segment_ids, cache):
+        """Logits of the last position alone: a long prompt's others are never made."""
+        states = model.hidden_states(tokens, positions, segment_ids, cache=cache)
+        logits = jnp.einsum("bd,vd->bv", states.hidden[:, -1], model.head_weight.astype(model.dtype))
+        return logits, states.cache
+
+    cache = init_cache(model.config, batch, prompt_length + max_new_tokens, model.dtype)
+    logits, cache = next_logits(tokens, positions, segment_ids, cache)
+    first = draw(logits, jax.random.fold_in(key, 0))
+    produced = jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(first)
+
+    def unfinished(state):
+        step, *_, done = state
+        return (step < max_new_tokens) & ~done.all()
+
+    def step_once(state):
+        step, token, cache, produced, lengths, done = state
+        position = positions[:, -1:] + step
+        logits, cache = next_logits(token[:, None], position, jnp.ones((batch, 1), jnp.int32), cache)
+        token = draw(logits, jax.random.fold_in(key, step))
+        produced = produced.at[:, step].set(token)
+        return step + 1, token, cache, produced, lengths + ~done, done | is_end(token)
+
+    state = (jnp.int32(1), first, cache, produced, jnp.ones(batch, jnp.int32), is_end(first))
+    _, _, _, produced, lengths, _ = jax.lax.while_loop(unfinished, step_once, state)
+    return produced, lengths
+
+
+def _as_prompts(prompt_tokens, vocab_size: int) -> tuple[list[list[int]], bool]:
+    """The prompts as lists of ints, and whether one flat prompt was given."""
+    rows = prompt_tokens.tolist() if hasattr(prompt_tokens, "tolist") else list(prompt_tokens)
+    single = bool(rows) and not hasattr(rows[0], "__len__")
+    rows = [rows] if single else rows
+    prompts = [row.tolist() if hasattr(row, "tolist") else list(row) for row in rows]
+    if not prompts or not all(prompts):
+        raise ValueError("prompt_tokens must hold at least one prompt of at least one token; got " + repr(prompts)[:80])
+    for row, prompt in enumerate(prompts):
+        for token in prompt:
+            if isinstance(token, bool) or int(token) != token or not 0 <= token < vocab_size:
+                raise ValueError(f"prompt {row} holds {token!r}; token ids are integers from 0 to {vocab_size - 1}")
+    return prompts, single
+
+
+def _check_options(max_new_tokens, temperature, top_k, top_p, ends, vocab_size):
+    problems = []
+    if max_new_tokens < 1:
+        problems.append(f"max_new_tokens must be at least 1; got {max_new_tokens}")
+    if not temperature >= 0:
+        problems.append(f"temperature must be 0 or more; got {temperature}")
+    if top_k is not None and top_k < 1:
+        problems.append(f"top_k must be at least 1; got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        problems.append(f"top_p must lie in (0, 1]; got {top_p}")
+    problems += [f"eos_token_id {end} is outside the vocabulary of {vocab_size}" for end in ends if not 0 <= end < vocab_size]
+    if problems:
+        raise ValueError("; ".join(problems))

@@ -1,0 +1,35 @@
+"""From logits to the next token: greedy, temperature, top-k and nucleus (top-p) sampling."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+
+def sample(
+    logits: Float[Array, "batch vocab"],
+    key: Key[Array, ""],
+    *,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> Int[Array, "batch"]:
+    """One token per row from softmax(logits / temperature), cut to the top k and then to the top p; temperature 0: the argmax.
+
+    top_p keeps the most likely tokens up to and including the one with which their probabilities reach top_p (Holtzman et
+    al., 2020, https://arxiv.org/abs/1904.09751). Row b draws from key folded with b: it does not depend on the other rows.
+    """
+    logits = logits.astype(jnp.float32)
+    if temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        smallest = jax.lax.top_k(logits, top_k)[0][:, -1:]
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    if top_p is not None and top_p < 1:
+        descending = jnp.sort(logits, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        smallest = jnp.where(before < top_p, descending, jnp.inf).min(axis=-1, keepdims=True)
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)

@@ -1,0 +1,8 @@
+"""Functions on arrays that the models are made of: no Flax, no mesh, no config."""
+
+from moe_jax.kernels.attention import attention
+from moe_jax.kernels.cross_entropy import cross_entropy
+from moe_jax.kernels.experts import down, experts_mlp, gate_up
+from moe_jax.kernels.routing import Plan, plan
+
+__all__ = ["Plan", "attention", "cross_entropy", "down", "experts_mlp", "gate_up", "plan"]

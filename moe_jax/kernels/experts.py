@@ -1,0 +1,229 @@
+"""The experts of a Mixture-of-Experts layer: public differentiable ops on arrays, with their gradients by hand.
+
+Letters: T tokens, K choices per token, R = T*K rows sorted by expert (`routing.Plan`), E experts, D hidden, I intermediate.
+
+    h[r]   = w_gate_up[e(r)] x[token(r)]                                   [R, 2I], gate first
+    act[r] = silu(h[r, :I]) * h[r, I:]                                     [R, I]
+    y[t]   = sum_k weights[t, k] * w_down[e] act[row(t, k)]                [T, D]
+
+Backward, with g[r] = w_down[e(r)]^T dy[token(r)] (no weight in it):
+
+    dweights[t, k] = <g, act> at row(t, k)             dact[r] = weights(r) * g[r]
+    dw_down[e]     = sum_r outer(dy[token(r)], weights(r) * act[r])
+    dh             = dact times the derivative of silu(gate) * up
+    dw_gate_up[e]  = sum_r outer(dh[r], x[token(r)])   dx[t]   = sum_k w_gate_up[e]^T dh[row(t, k)]
+
+Kept for backward: x, h, weights, plan. act is recomputed, and dweights needs neither the rows of y nor those of x, so
+nothing of T*K*D elements outlives the pass that makes it (SonicMoE, https://arxiv.org/abs/2512.14080).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.activation import gated_silu, gated_silu_backward
+from moe_jax.kernels.backend import resolve_backend
+from moe_jax.kernels.grouped_matmul import implementation
+from moe_jax.kernels.routing import Plan
+from moe_jax.kernels.routing import plan as make_plan
+from moe_jax.kernels.shapes import check_shape
+
+
+def experts_mlp(
+    x: Float[Array, "tokens hidden"],
+    w_gate_up: Float[Array, "experts 2*inter hidden"],
+    w_down: Float[Array, "experts hidden inter"],
+    topk_weights: Float[Array, "tokens k"],
+    topk_experts: Int[Array, "tokens k"],
+    *,
+    backend: str | None = None,
+    chunk_tokens: int | None = None,
+) -> Float[Array, "tokens hidden"]:
+    """y[t] = sum_k topk_weights[t, k] * w_down[e] (silu(gate) * up), (gate, up) = w_gate_up[e] x[t], e = topk_experts[t, k].
+
+    Dropless: every token reaches every expert it chose. Computes in x's dtype with f32 sums and a f32 activation; weights
+    of another dtype are cast where they are used. Differentiable in x, both weights and topk_weights, each gradient in its
+    argument's dtype; weight gradients are summed in f32 and rounded once.
+
+    Args:
+        backend: "xla"; by default the environment variable MOE_JAX_BACKEND, else the platform's choice.
+        chunk_tokens: process so many tokens at a time to bound temporary memory (R*D elements become
+            chunk_tokens*K*D). Same result; the weight gradients of a chunked call are summed in f32 over the chunks.
+
+    Expert ids are not checked, since under jit their values are unknown: a pair whose id is outside [0, E) adds nothing to
+    its token and gets no gradient.
+
+    Raises:
+        ValueError: shapes that do not fit together, a non-integer topk_experts, chunk_tokens < 1, an unknown backend.
+    """
+    sizes: dict[str, int] = {}
+    check_shape("x", x, "tokens hidden", sizes)
+    check_shape("w_down", w_down, "experts hidden inter", sizes)
+    check_shape("w_gate_up", w_gate_up, "experts 2*inter hidden", sizes)
+    check_shape("topk_experts", topk_experts, "tokens k", sizes)
+    check_shape("topk_weights", topk_weights, "tokens k", sizes)
+    if not jnp.issubdtype(topk_experts.dtype, jnp.integer):
+        raise ValueError(f"topk_experts must have an integer dtype; got {topk_experts.dtype}")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1 or None; got {chunk_tokens}")
+    if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
+        chunk_tokens = None
+    return _experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, resolve_backend(backend), chunk_tokens)
+
+
+def gate_up(
+    x: Float[Array, "tokens hidden"],
+    w_gate_up: Float[Array, "experts 2*inter hidden"],
+    plan: Plan,
+    *,
+    backend: str | None = None,
+) -> Float[Array, "rows 2*inter"]:
+    """h[r] = w_gate_up[e(r)] x[token(r)], rows sorted by expert as `plan` says, in x's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit together, an unknown backend.
+    """
+    sizes = {"tokens": plan.row_of_pair.shape[0], "experts": plan.num_experts}
+    check_shape("x", x, "tokens hidden", sizes)
+    check_shape("w_gate_up", w_gate_up, "experts 2*inter hidden", sizes)
+    return _gate_up(x, w_gate_up, plan, resolve_backend(backend))
+
+
+def down(
+    act: Float[Array, "rows inter"],
+    w_down: Float[Array, "experts hidden inter"],
+    weights: Float[Array, "tokens k"],
+    plan: Plan,
+    *,
+    backend: str | None = None,
+) -> Float[Array, "tokens hidden"]:
+    """y[t] = sum_k weights[t, k] * w_down[e] act[row(t, k)], summed over k in f32, in act's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit together, an unknown backend.
+    """
+    sizes = {
+        "rows": plan.num_rows,
+        "tokens": plan.row_of_pair.shape[0],
+        "k": plan.row_of_pair.shape[1],
+        "experts": plan.num_experts,
+    }
+    check_shape("act", act, "rows inter", sizes)
+    check_shape("w_down", w_down, "experts hidden inter", sizes)
+    check_shape("weights", weights, "tokens k", sizes)
+    return _down(act, w_down, weights, plan, resolve_backend(backend))
+
+
+def _gate_up_forward(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Array:
+    return implementation(backend).grouped_matmul(x, w_gate_up, plan, source_of_row=plan.token_of_row)
+
+
+def _gate_up_gradients(
+    dh: Array, x: Array, w_gate_up: Array, plan: Plan, backend: str, dw_dtype: jnp.dtype
+) -> tuple[Array, Array]:
+    """Returns dx and dw_gate_up."""
+    dx_rows = implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True)
+    dw = implementation(backend).grouped_outer(dh, x, plan, dw_dtype, b_source_of_row=plan.token_of_row)
+    return jnp.sum(_wide(dx_rows[plan.row_of_pair]), axis=1).astype(x.dtype), dw
+
+
+def _down_forward(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> Array:
+    y_rows = implementation(backend).grouped_matmul(act, w_down, plan)
+    return jnp.sum(_wide(weights)[:, :, None] * _wide(y_rows[plan.row_of_pair]), axis=1).astype(act.dtype)
+
+
+def _down_gradients(
+    dy: Array, act: Array, w_down: Array, weights: Array, plan: Plan, backend: str, dw_dtype: jnp.dtype
+) -> tuple[Array, Array, Array]:
+    """Returns dact in at least f32, dw_down, dweights."""
+    g = implementation(backend).grouped_matmul(dy, w_down, plan, source_of_row=plan.token_of_row, transpose=True)
+    g, wide_act, weight_of_row = _wide(g), _wide(act), _wide(weights).reshape(-1)[plan.pair_of_row][:, None]
+    dweights = jnp.sum(g * wide_act, axis=1)[plan.row_of_pair].astype(weights.dtype)
+    weighted_act = (weight_of_row * wide_act).astype(act.dtype)
+    dw = implementation(backend).grouped_outer(dy, weighted_act, plan, dw_dtype, a_source_of_row=plan.token_of_row)
+    return weight_of_row * g, dw, dweights
+
+
+def _experts_mlp_forward(
+    x: Array, w_gate_up: Array, w_down: Array, weights: Array, experts: Array, backend: str, chunk_tokens: int | None
+) -> tuple[Array, tuple]:
+    """Returns y and what backward keeps; of a chunked call, h and the plan have a leading axis of chunks."""
+
+    def chunk(x: Array, weights: Array, experts: Array) -> tuple[Array, tuple[Array, Plan]]:
+        plan = make_plan(experts, w_gate_up.shape[0])
+        h = _gate_up_forward(x, w_gate_up, plan, backend)
+        return _down_forward(gated_silu(h), w_down, weights, plan, backend), (h, plan)
+
+    if chunk_tokens is None:
+        y, kept = chunk(x, weights, experts)
+    else:
+        # The last chunk is filled up with tokens that choose nobody.
+        fills = ((x, 0), (weights, 0), (experts, w_gate_up.shape[0]))
+        y, kept = jax.lax.map(lambda args: chunk(*args), tuple(_split(a, chunk_tokens, fill) for a, fill in fills))
+        y = _join(y, x.shape[0])
+    return y, (x, w_gate_up, w_down, weights, kept)
+
+
+def _experts_mlp_backward(backend: str, chunk_tokens: int | None, residuals: tuple, dy: Array) -> tuple:
+    x, w_gate_up, w_down, weights, (h, plan) = residuals
+
+    def chunk(dy: Array, x: Array, weights: Array, h: Array, plan: Plan, gate_up_dtype, down_dtype) -> tuple:
+        dact, dw_down, dweights = _down_gradients(dy, gated_silu(h), w_down, weights, plan, backend, down_dtype)
+        dh = gated_silu_backward(h, dact)
+        dx, dw_gate_up = _gate_up_gradients(dh, x, w_gate_up, plan, backend, gate_up_dtype)
+        return (dw_gate_up, dw_down), (dx, dweights)
+
+    if chunk_tokens is None:
+        (dw_gate_up, dw_down), (dx, dweights) = chunk(dy, x, weights, h, plan, w_gate_up.dtype, w_down.dtype)
+        return dx, dw_gate_up, dw_down, dweights, None
+
+    wide = tuple(jnp.promote_types(w.dtype, jnp.float32) for w in (w_gate_up, w_down))
+
+    def add_chunk(sums: tuple[Array, Array], args: tuple) -> tuple:
+        dw, gradients = chunk(*args, *wide)
+        return jax.tree.map(jnp.add, sums, dw), gradients
+
+    zeros = jnp.zeros(w_gate_up.shape, wide[0]), jnp.zeros(w_down.shape, wide[1])
+    chunks = tuple(_split(a, chunk_tokens, 0) for a in (dy, x, weights))
+    (dw_gate_up, dw_down), (dx, dweights) = jax.lax.scan(add_chunk, zeros, (*chunks, h, plan))
+    dx, dweights = _join(dx, x.shape[0]), _join(dweights, x.shape[0])
+    return dx, dw_gate_up.astype(w_gate_up.dtype), dw_down.astype(w_down.dtype), dweights, None
+
+
+def _split(a: Array, size: int, fill: int) -> Array:
+    """[T, ...] -> [chunks, size, ...], the last chunk filled up with `fill`."""
+    chunks = -(-a.shape[0] // size)
+    a = jnp.pad(a, [(0, chunks * size - a.shape[0])] + [(0, 0)] * (a.ndim - 1), constant_values=fill)
+    return a.reshape(chunks, size, *a.shape[1:])
+
+
+def _join(a: Array, tokens: int) -> Array:
+    return a.reshape(-1, *a.shape[2:])[:tokens]
+
+
+def _wide(a: Array) -> Array:
+    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
+
+
+def _gate_up_vjp(backend: str, residuals: tuple, dh: Array) -> tuple[Array, Array, None]:
+    x, w_gate_up, plan = residuals
+    return *_gate_up_gradients(dh, x, w_gate_up, plan, backend, w_gate_up.dtype), None
+
+
+def _down_vjp(backend: str, residuals: tuple, dy: Array) -> tuple[Array, Array, Array, None]:
+    act, w_down, weights, plan = residuals
+    dact, dw, dweights = _down_gradients(dy, act, w_down, weights, plan, backend, w_down.dtype)
+    return dact.astype(act.dtype), dw, dweights, None
+
+
+_gate_up_op = jax.custom_vjp(_gate_up_forward, nondiff_argnums=(3,))
+_gate_up_op.defvjp(lambda *args: (_gate_up_forward(*args), args[:3]), _gate_up_vjp)
+_gate_up = jax.jit(_gate_up_op, static_argnums=3)
+
+_down_op = jax.custom_vjp(_down_forward, nondiff_argnums=(4,))
+_down_op.defvjp(lambda *args: (_down_forward(*args), args[:4]), _down_vjp)
+_down = jax.jit(_down_op, static_argnums=4)
+
+_experts_mlp_op = jax.custom_vjp(lambda *args: _experts_mlp_forward(*args)[0], nondiff_argnums=(5, 6))
+_experts_mlp_op.defvjp(_experts_mlp_forward, _experts_mlp_backward)
+_experts_mlp = jax.jit(_experts_mlp_op, static_argnums=(5, 6))

@@ -1,0 +1,24 @@
+"""Training: the loss, the optimizer, the step, the data, and the loop that ties them; each usable alone."""
+
+from moe_jax.train.data import batches, load_tokenizer, open_documents
+from moe_jax.train.finetune import FinetuneResult, finetune
+from moe_jax.train.loss import loss
+from moe_jax.train.optimizer import make_optimizer, warmup_cosine
+from moe_jax.train.settings import FinetuneSettings
+from moe_jax.train.step import TrainState, init_state, make_train_step, put_batch
+
+__all__ = [
+    "FinetuneResult",
+    "FinetuneSettings",
+    "TrainState",
+    "batches",
+    "finetune",
+    "init_state",
+    "load_tokenizer",
+    "loss",
+    "make_optimizer",
+    "make_train_step",
+    "open_documents",
+    "put_batch",
+    "warmup_cosine",
+]

@@ -1,0 +1,82 @@
+"""A conversation as tokens, with a mask of those that the assistant wrote.
+
+A chat template that marks the assistant's text with `{% generation %}` says itself which tokens these are. For others
+the spans are found by rendering: an answer starts where the rendering of the messages before it, with the generation
+prompt, ends; it ends with what the template puts behind an answer (the end-of-turn token, tool calls).
+"""
+
+import re
+from os.path import commonprefix
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int
+from transformers import PreTrainedTokenizerBase
+
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def chat_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list | None = None
+) -> tuple[Int[np.ndarray, "tokens"], Bool[np.ndarray, "tokens"]]:
+    """Token ids of the whole conversation, and which of them the assistant wrote, its end-of-turn token included.
+
+    Raises:
+      ValueError: the template cannot render the conversation, or its rendering of a part is not a part of the whole, so
+        that the answers cannot be told from the rest.
+    """
+    if GENERATION_TAG.search(tokenizer.get_chat_template(tools=tools)):
+        encoded = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},
+        )
+        return np.asarray(encoded["input_ids"], np.int32), np.asarray(encoded["assistant_masks"], bool)
+    text = _render(tokenizer, messages, tools)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    starts = np.asarray([start for start, _ in encoded["offset_mapping"]], np.int64)
+    mask = np.zeros(len(starts), bool)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            first, last = _span(tokenizer, messages, tools, i, text)
+            mask |= (starts >= first) & (starts < last)
+    return np.asarray(encoded["input_ids"], np.int32), mask
+
+
+def _span(tokenizer, messages: list[dict[str, Any]], tools, i: int, text: str) -> tuple[int, int]:
+    """The characters of `text` that are answer i: from behind the generation prompt through the end of the turn."""
+    before = _render(tokenizer, messages[:i], tools, add_generation_prompt=True)
+    end = len(text) - _after_content(tokenizer, messages, tools, i, text)
+    # Templates may render an answer differently when it comes last (Qwen3 adds an empty <think>), so what follows the
+    # content is read off a rendering that ends with this answer, and looked for in the whole.
+    up_to = messages[: i + 1]
+    alone = _render(tokenizer, up_to, tools)
+    turn_end = alone[len(alone) - _after_content(tokenizer, up_to, tools, i, alone) :]
+    if not text.startswith(before) or end < len(before) or not text.startswith(turn_end, end):
+        raise ValueError(
+            f"the tokenizer's chat template renders the messages before answer {i} differently by themselves than in the "
+            "whole conversation, so the assistant's tokens cannot be found; use a template that marks them with "
+            "{% generation %} ... {% endgeneration %}"
+        )
+    # The model stops at the end-of-turn token; the line break that templates put behind it is not the model's.
+    return len(before), end + (len(turn_end.rstrip()) or len(turn_end))
+
+
+def _after_content(tokenizer, messages: list[dict[str, Any]], tools, i: int, text: str) -> int:
+    """How many characters of the rendering `text` come after the content of message i."""
+    common = len(text)
+    # Two stand-ins with different last characters: at most one of them can end as the content does.
+    for stand_in in ("x1", "x2"):
+        other = _render(tokenizer, [*messages[:i], {**messages[i], "content": stand_in}, *messages[i + 1 :]], tools)
+        common = min(common, len(commonprefix([text[::-1], other[::-1]])))
+    return common
+
+
+def _render(tokenizer, messages, tools, add_generation_prompt: bool = False) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except Exception as error:  # templates raise whatever they like, jinja's TemplateError mostly
+        raise ValueError(f"the tokenizer's chat template refuses the first {len(messages)} messages: {error}") from error

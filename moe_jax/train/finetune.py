@@ -1,0 +1,149 @@
+"""The fine-tuning loop: settings in, a trained model and its log out; interrupted anywhere, it goes on where it was."""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.checkpoint.training import TrainingCheckpoints
+from moe_jax.config import config_to_dict
+from moe_jax.flops import training_flops_per_token
+from moe_jax.models.qwen3 import Qwen3
+from moe_jax.train.data import Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
+from moe_jax.train.metrics import MetricsWriter, max_mean_load, read_records
+from moe_jax.train.optimizer import make_optimizer, warmup_cosine
+from moe_jax.train.settings import FinetuneSettings
+from moe_jax.train.step import init_state, make_train_step, put_batch
+
+RESUME_MUST_MATCH = ("seq_len", "batch_size", "gradient_accumulation", "steps", "learning_rate", "seed", "dtype")
+"""Settings that may not change between the start of a run and its resumption: the run would be another."""
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """The trained model, the last step done, and the metrics of every step of the run, resumed parts included."""
+
+    model: Qwen3
+    step: int
+    metrics: list[dict[str, Any]]
+
+
+def finetune(
+    settings: FinetuneSettings, *, model: Qwen3 | None = None, tokenizer: Any = None, stop_after: int | None = None
+) -> FinetuneResult:
+    """Trains; if `settings.output` holds checkpoints of the same run, goes on from the newest, bit for bit.
+
+    Args:
+      settings: the run.
+      model: start from this model, with f32 parameters, instead of reading `settings.model`.
+      tokenizer: use this one instead of reading `settings.tokenizer`.
+      stop_after: save and return after this step, as if interrupted.
+
+    Raises:
+      ValueError: settings that make no sense, bad data, or a folder that holds another run; nothing has been written then.
+      FloatingPointError: the loss is not finite; the message names the step and the documents of its batch.
+    """
+    output = Path(settings.output)
+    tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
+    documents = open_documents(settings.data, settings.data_format)
+    if model is None:
+        model = from_pretrained(settings.model, dtype=jnp.dtype(settings.dtype), param_dtype=jnp.float32)
+    config = model.config
+    stream = batches(documents, tokenizer, seq_len=settings.seq_len, batch_size=settings.batch_size, seed=settings.seed)
+    schedule = warmup_cosine(
+        settings.learning_rate,
+        steps=settings.steps,
+        warmup_steps=settings.warmup_steps,
+        min_ratio=settings.min_learning_rate_ratio,
+    )
+    optimizer = make_optimizer(schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm)
+    aux_loss_coef = settings.aux_loss_coef
+    if aux_loss_coef is None:
+        aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0)
+    graph, state = nnx.graphdef(model), init_state(model, optimizer)
+    step_function = make_train_step(
+        graph,
+        optimizer,
+        schedule=schedule,
+        aux_loss_coef=aux_loss_coef,
+        z_loss_coef=settings.z_loss_coef,
+        gradient_accumulation=settings.gradient_accumulation,
+        remat=settings.remat,
+        force_balanced_routing=settings.force_balanced_routing,
+    )
+    if settings.force_balanced_routing:
+        tqdm.write("FORCED BALANCED ROUTING: the router is ignored. For benchmarks only; do not use the resulting model.")
+
+    identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
+    identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
+    checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints)
+    start = checkpoints.latest_step() or 0
+    if start:
+        position = checkpoints.position(start)
+        _check_same_run(position["identity"], identity, output)
+        state = checkpoints.restore(start, state)
+        stream.set_state(position["data"])
+    writer = MetricsWriter(output, resumed_step=start, tensorboard=settings.tensorboard)
+    flops_per_token = training_flops_per_token(config, settings.seq_len)
+
+    last = settings.steps if stop_after is None else min(stop_after, settings.steps)
+    step = start
+    progress = tqdm(total=settings.steps, initial=start, desc="training", unit="step", disable=None)
+    try:
+        while step < last:
+            began = time.perf_counter()
+            batch = next(stream)
+            state, metrics = step_function(state, put_batch(batch, state.params))
+            step += 1
+            host = jax.device_get(metrics)
+            seconds = time.perf_counter() - began
+            record = {
+                "step": step,
+                "loss": float(host["loss"]),
+                "aux_loss": float(host["aux_loss"]),
+                "grad_norm": float(host["grad_norm"]),
+                "learning_rate": float(host["learning_rate"]),
+                "tokens_per_second": float(host["num_tokens"]) / seconds,
+                "model_tflops": float(host["num_tokens"]) * flops_per_token / seconds / 1e12,
+                "max_mean_expert_load": max_mean_load(host["expert_load"]),
+            }
+            if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
+                raise FloatingPointError(_describe_failure(record, batch, documents))
+            writer.write(record, host["expert_load"])
+            progress.update()
+            progress.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_second']:.0f} tokens/s")
+            if step % settings.checkpoint_every == 0 or step == last:
+                checkpoints.save(step, state, {"data": stream.get_state(), "identity": identity})
+    finally:
+        progress.close()
+        writer.close()
+        checkpoints.close()
+    trained = nnx.merge(graph, state.params)
+    return FinetuneResult(trained, step, read_records(output / "metrics.jsonl"))
+
+
+def _describe_failure(record: dict[str, Any], batch: dict[str, np.ndarray], documents: Documents) -> str:
+    """The step and where its documents lie, so that bad data can be looked at."""
+    sources = np.unique(batch["document"][batch["segment_ids"] > 0])
+    places = "\n  ".join(documents.where(int(index)) for index in sources)
+    return (
+        f"step {record['step']}: loss {record['loss']}, gradient norm {record['grad_norm']} is not finite; training stopped, "
+        f"the last checkpoint is unharmed. The batch holds pieces of:\n  {places}"
+    )
+
+
+def _check_same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> None:
+    # Through JSON, as it was saved: tuples are lists there.
+    different = [
+        f"{name}: checkpoint {saved.get(name)!r}, now {value!r}" for name, value in current.items() if saved.get(name) != value
+    ]
+    if different:
+        raise ValueError(f"{output} holds another run; choose another output folder. Different: " + "; ".join(different))

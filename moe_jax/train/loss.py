@@ -1,0 +1,61 @@
+"""The training loss: next-token cross-entropy, the router's load-balancing loss and its z-loss.
+
+total = ce_sum / num_labels + aux_loss_coef * load_balancing_loss + z_loss_coef * router_z_loss
+"""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels import cross_entropy
+from moe_jax.layers.router import load_balancing_loss, router_z_loss
+from moe_jax.models.qwen3 import Qwen3
+
+Batch = dict[str, Int[Array, "batch seq"]]
+"""tokens, labels (the next token of the same document), loss_mask (0 or 1), positions and segment_ids, all int32."""
+
+
+class LossParts(NamedTuple):
+    """What the total is made of. `cross_entropy` is summed over labels; `aux_loss` and `z_loss` come without their factors."""
+
+    cross_entropy: Float[Array, ""]
+    num_labels: Float[Array, ""]
+    num_tokens: Float[Array, ""]
+    aux_loss: Float[Array, ""]
+    z_loss: Float[Array, ""]
+    expert_load: Int[Array, "moe_layers experts"]
+
+
+def loss(
+    model: Qwen3,
+    batch: Batch,
+    *,
+    aux_loss_coef: float = 0.0,
+    z_loss_coef: float = 0.0,
+    num_labels: Float[Array, ""] | None = None,
+    router_share: float = 1.0,
+    remat: bool = False,
+    force_balanced_routing: bool = False,
+) -> tuple[Float[Array, ""], LossParts]:
+    """The total (f32) and its parts; the [batch*seq, vocab] logits never exist.
+
+    Args:
+      num_labels: what the cross-entropy is divided by (default: the labels of this batch, at least 1). A micro-batch is
+        given the labels of the whole batch, so that losses and gradients of micro-batches add up to the batch's.
+      router_share: a factor on both router losses: 1 / the number of micro-batches.
+      remat, force_balanced_routing: as in `Qwen3.hidden_states`.
+    """
+    states = model.hidden_states(
+        batch["tokens"],
+        batch["positions"],
+        batch["segment_ids"],
+        remat=remat,
+        force_balanced_routing=force_balanced_routing,
+    )
+    hidden = states.hidden.reshape(-1, states.hidden.shape[-1])
+    labels, mask = batch["labels"].reshape(-1), batch["loss_mask"].reshape(-1) != 0
+    summed, own_labels = cross_entropy(hidden, model.head_weight, labels, mask)
+    aux, z = load_balancing_loss(states.router), router_z_loss(states.router)
+    divisor = own_labels if num_labels is None else num_labels
+    total = summed / divisor.clip(1) + router_share * (aux_loss_coef * aux + z_loss_coef * z)
+    return total, LossParts(summed, own_labels, states.router.num_tokens, aux, z, states.router.expert_load)

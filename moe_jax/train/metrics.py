@@ -1,0 +1,74 @@
+"""What training writes down at every step: JSON Lines that survive a crash, and TensorBoard if asked."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class MetricsWriter:
+    """Appends to `folder`/metrics.jsonl, and each step's expert loads to `folder`/expert_load.jsonl.
+
+    A run that resumes from step n drops what was logged after n, so each step stands in the files once.
+    """
+
+    def __init__(self, folder: Path, *, resumed_step: int, tensorboard: bool = False):
+        self.metrics_file, self.load_file = folder / "metrics.jsonl", folder / "expert_load.jsonl"
+        for file in (self.metrics_file, self.load_file):
+            _keep_steps(file, resumed_step)
+        self.board = None
+        if tensorboard:
+            try:
+                from tensorboardX import SummaryWriter
+            except ImportError as error:
+                raise ValueError("tensorboard=True needs the package tensorboardX: pip install tensorboardX") from error
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
+
+    def write(self, record: dict[str, Any], expert_load: np.ndarray) -> None:
+        """Logs one step: scalars with the key "step" among them, and expert_load [layers, experts] (not if it is empty)."""
+        _append(self.metrics_file, record)
+        if expert_load.size:
+            _append(self.load_file, {"step": record["step"], "expert_load": expert_load.tolist()})
+        if self.board is not None:
+            for name, value in record.items():
+                if name != "step":
+                    self.board.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Flushes TensorBoard; the JSON Lines are on disk already."""
+        if self.board is not None:
+            self.board.close()
+
+
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """The records of a JSON Lines file; a last line cut off by a crash is left out. No file: no records."""
+    if not file.exists():
+        return []
+    records = []
+    for line in file.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def max_mean_load(expert_load: np.ndarray) -> float:
+    """The largest expert's load over the mean, of the worst layer: 1 is perfect balance. A model without experts: 1."""
+    if not expert_load.size or not expert_load.sum():
+        return 1.0
+    return float((expert_load.max(axis=1) / np.maximum(expert_load.mean(axis=1), 1e-9)).max())
+
+
+def _keep_steps(file: Path, last_step: int) -> None:
+    records = [record for record in read_records(file) if record["step"] <= last_step]
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
+    os.replace(temporary, file)
+
+
+def _append(file: Path, record: dict[str, Any]) -> None:
+    with file.open("a") as stream:
+        stream.write(json.dumps(record) + "\n")

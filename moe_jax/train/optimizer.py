@@ -1,0 +1,52 @@
+"""AdamW with gradient clipping, and a learning rate that warms up linearly and falls along a cosine.
+
+AdamW: Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101. The optimizer works in f32 whatever the parameters'
+dtype: `train.step` hands it f32 gradients and parameters.
+"""
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+NOT_DECAYED = ("norm", "layernorm", "bias")
+"""Weight decay leaves out a parameter if a part of its path ends in one of these: scales and offsets, not matrices."""
+
+
+def warmup_cosine(learning_rate: float, *, steps: int, warmup_steps: int = 0, min_ratio: float = 0.1) -> optax.Schedule:
+    """rate * (t+1)/(warmup+1) for t < warmup, then a cosine from rate at t = warmup to rate * min_ratio at t = steps.
+
+    `t` counts finished optimizer steps: the first step, t = 0, already learns a little.
+    """
+
+    def schedule(t):
+        t = jax.numpy.asarray(t, jax.numpy.float32)
+        rising = learning_rate * (t + 1) / (warmup_steps + 1)
+        progress = ((t - warmup_steps) / max(steps - warmup_steps, 1)).clip(0, 1)
+        falling = learning_rate * (min_ratio + (1 - min_ratio) * 0.5 * (1 + jax.numpy.cos(jax.numpy.pi * progress)))
+        return jax.numpy.where(t < warmup_steps, rising, falling)
+
+    return schedule
+
+
+def make_optimizer(
+    learning_rate: float | optax.Schedule,
+    *,
+    weight_decay: float = 0.1,
+    max_grad_norm: float | None = 1.0,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+) -> optax.GradientTransformation:
+    """AdamW behind a clip of the global gradient norm (none if `max_grad_norm` is None). Norms and biases do not decay."""
+    adamw = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed)
+    return adamw if max_grad_norm is None else optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
+
+
+def decayed(params: PyTree) -> PyTree:
+    """True for each parameter that weight decay applies to. Decided by name: stacked parameters hide their own rank."""
+
+    def is_decayed(path, _):
+        names = (str(getattr(key, "key", getattr(key, "name", ""))) for key in path)
+        return not any(name.endswith(NOT_DECAYED) for name in names)
+
+    return jax.tree_util.tree_map_with_path(is_decayed, params)

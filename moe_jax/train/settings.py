@@ -1,0 +1,119 @@
+"""What a user chooses about a fine-tuning run, checked as a whole before anything happens."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_jax.train.data.documents import FORMATS
+
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class FinetuneSettings:
+    """Settings of `finetune`. Any wrong value raises a ValueError that lists all of them.
+
+    Attributes:
+      model: a checkpoint folder or hub id.
+      data: a folder of text files, a .jsonl file, or a folder of .jsonl files.
+      output: the folder for metrics and checkpoints. A run that finds checkpoints there goes on from the last one.
+      data_format: "folder", "text" (JSONL "text"), "chat" (JSONL "messages"), or "auto".
+      tokenizer: a folder or hub id; None: the model's.
+      seq_len: tokens in a row; documents are packed into rows, longer ones are cut.
+      batch_size: rows in an optimizer step, over all micro-batches.
+      gradient_accumulation: micro-batches in an optimizer step.
+      steps: optimizer steps in all.
+      learning_rate: the peak, reached after `warmup_steps`; it falls along a cosine to `min_learning_rate_ratio` of it.
+      weight_decay: AdamW's; norms and biases do not decay.
+      max_grad_norm: gradients with a larger norm are scaled down to it.
+      aux_loss_coef: the load-balancing loss's factor; None: the config's router_aux_loss_coef.
+      z_loss_coef: the router z-loss's factor.
+      seed: of the order of documents.
+      checkpoint_every: steps between checkpoints; the last step always has one.
+      keep_checkpoints: how many of the latest stay.
+      dtype: what the model computes in, "bfloat16" or "float32"; parameters and optimizer are float32 always.
+      remat: recompute each layer in the backward pass: less memory, about a third more time.
+      tensorboard: write output/tensorboard too.
+      force_balanced_routing: ignore the router's choices and deal experts out in turn. For benchmarks: it spoils a model.
+    """
+
+    model: str
+    data: str
+    output: str
+    data_format: str = "auto"
+    tokenizer: str | None = None
+    seq_len: int = 4096
+    batch_size: int = 8
+    gradient_accumulation: int = 1
+    steps: int = 1000
+    learning_rate: float = 1e-5
+    min_learning_rate_ratio: float = 0.1
+    warmup_steps: int = 100
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    aux_loss_coef: float | None = None
+    z_loss_coef: float = 0.0
+    seed: int = 0
+    checkpoint_every: int = 200
+    keep_checkpoints: int = 3
+    dtype: str = "bfloat16"
+    remat: bool = True
+    tensorboard: bool = False
+    force_balanced_routing: bool = False
+
+    def __post_init__(self):
+        problems = _problems(self)
+        if problems:
+            raise ValueError("FinetuneSettings: " + "; ".join(problems))
+
+
+def _problems(settings: FinetuneSettings) -> list[str]:
+    """What is wrong, each as one clause."""
+    problems = []
+    wanted = {
+        "a string that is not empty": ("model", "data", "output"),
+        "an integer of at least 1": ("batch_size", "gradient_accumulation", "steps", "checkpoint_every", "keep_checkpoints"),
+        "an integer of at least 2": ("seq_len",),
+        "an integer of at least 0": ("warmup_steps",),
+        "an integer from 0 to 2**32 - 1": ("seed",),
+        "a number greater than 0": ("learning_rate", "max_grad_norm"),
+        "a number of at least 0": ("weight_decay", "z_loss_coef", "aux_loss_coef"),
+        "a number from 0 to 1": ("min_learning_rate_ratio",),
+    }
+    for want, names in wanted.items():
+        for name in names:
+            value = getattr(settings, name)
+            if name == "aux_loss_coef" and value is None:
+                continue
+            if not _fits(value, want):
+                problems.append(f"{name}={value!r} must be {want}")
+    for name, choices in (("data_format", FORMATS), ("dtype", DTYPES)):
+        if getattr(settings, name) not in choices:
+            problems.append(f"{name}={getattr(settings, name)!r} must be one of {', '.join(choices)}")
+    if problems:
+        return problems
+    if settings.batch_size % settings.gradient_accumulation:
+        problems.append(
+            f"batch_size={settings.batch_size} must be a multiple of gradient_accumulation={settings.gradient_accumulation}"
+        )
+    if settings.warmup_steps > settings.steps:
+        problems.append(f"warmup_steps={settings.warmup_steps} must not exceed steps={settings.steps}")
+    if not Path(settings.data).expanduser().exists():
+        problems.append(f"data={settings.data!r} does not exist")
+    if Path(settings.output).expanduser().is_file():
+        problems.append(f"output={settings.output!r} is a file; it must be a folder")
+    return problems
+
+
+def _fits(value, want: str) -> bool:
+    if want.startswith("a string"):
+        return bool(str(value))
+    if isinstance(value, bool) or not isinstance(value, int if want.startswith("an integer") else int | float):
+        return False
+    bounds = {
+        "an integer of at least 1": value >= 1,
+        "an integer of at least 2": value >= 2,
+        "an integer from 0 to 2**32 - 1": 0 <= value < 2**32,
+        "a number greater than 0": 0 < value < float("inf"),
+        "a number from 0 to 1": 0 <= value <= 1,
+    }
+    return bounds.get(want, 0 <= value < float("inf"))

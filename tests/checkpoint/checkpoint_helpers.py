@@ -1,0 +1,90 @@
+"""Small checkpoints that transformers writes, with fresh random weights, and tools to take folders apart."""
+
+import json
+import secrets
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from flax import nnx
+from safetensors.torch import load_file, save_file
+
+SIZES = dict(
+    vocab_size=61,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+)
+MOE_SIZES = dict(SIZES, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2)
+
+
+def write_checkpoint(folder: Path, *, moe: bool = True, dtype=torch.float32, shard: str = "20KB", **overrides):
+    """A transformers checkpoint with every weight random; returns the transformers model."""
+    torch.manual_seed(secrets.randbits(31))
+    if moe:
+        config = transformers.Qwen3MoeConfig(**{**MOE_SIZES, **overrides})
+        model = transformers.Qwen3MoeForCausalLM(config)
+    else:
+        config = transformers.Qwen3Config(**{**SIZES, **overrides})
+        model = transformers.Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model = model.to(dtype).eval()
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors files."""
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(file)
+    return weights
+
+
+def rewrite_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Puts `weights` in place of a folder's weight files, in one file without an index."""
+    for file in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+        file.unlink()
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def fuse_experts(weights: dict[str, torch.Tensor], layer: int, num_experts: int) -> dict[str, torch.Tensor]:
+    """The same weights with the experts of one layer as two tensors, as transformers 5 holds them in memory."""
+    weights = dict(weights)
+    prefix = f"model.layers.{layer}.mlp.experts."
+
+    def take(name: str) -> list[torch.Tensor]:
+        return [weights.pop(f"{prefix}{e}.{name}.weight") for e in range(num_experts)]
+
+    gate, up, down = take("gate_proj"), take("up_proj"), take("down_proj")
+    weights[prefix + "gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gate, up, strict=True)])
+    weights[prefix + "down_proj"] = torch.stack(down)
+    return weights
+
+
+def parameters(model) -> dict[tuple, np.ndarray]:
+    """A model's parameters by path, on the host."""
+    return {path: np.asarray(leaf.get_value()) for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+
+
+def same_bits(a: dict, b: dict) -> bool:
+    """Whether two dicts of arrays or tensors have equal keys, dtypes, shapes and bytes."""
+
+    def raw(x):
+        return (str(x.dtype), tuple(x.shape), (x.contiguous().view(torch.uint8).numpy() if torch.is_tensor(x) else x).tobytes())
+
+    return a.keys() == b.keys() and all(raw(a[name]) == raw(b[name]) for name in a)
+
+
+def edit_config(folder: Path, **fields) -> None:
+    """Changes fields of a folder's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))

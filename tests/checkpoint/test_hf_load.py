@@ -1,0 +1,360 @@
+"""Loading: every layout of files gives the same parameters, and every bad checkpoint one error before anything is read."""
+
+import json
+import re
+import sys
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from checkpoint_helpers import (
+    edit_config,
+    fuse_experts,
+    parameters,
+    read_weights,
+    rewrite_weights,
+    same_bits,
+    write_checkpoint,
+)
+from flax import nnx
+
+from moe_jax.checkpoint import hf_files, hf_load, streaming
+from moe_jax.checkpoint.hf_files import MAX_PROBLEMS_LISTED, CheckpointError
+from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.checkpoint.hf_names import export
+
+
+def assert_holds(model, stored: dict[str, torch.Tensor]):
+    """The model's parameters are the stored tensors, bit for bit."""
+    flat = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    exported = dict(export(model.config, flat))
+    assert exported.keys() == stored.keys()
+    for name, array in exported.items():
+        expected = stored[name]
+        if expected.dtype == torch.bfloat16:
+            assert array.dtype == ml_dtypes.bfloat16
+            array, expected = array.view(np.int16), expected.view(torch.int16)
+        np.testing.assert_array_equal(array, expected.numpy(), err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "options",
+    [dict(moe=False, tie_word_embeddings=True), dict(mlp_only_layers=[1], attention_bias=True)],
+    ids=["dense", "moe"],
+)
+def test_sharded_checkpoint_loads_bit_for_bit(tmp_path, options, dtype):
+    write_checkpoint(tmp_path, dtype=getattr(torch, dtype), shard="10KB", **options)
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    model = from_pretrained(tmp_path, dtype=dtype)
+    assert model.dtype == dtype and model.source == str(tmp_path)
+    assert_holds(model, read_weights(tmp_path))
+
+
+def test_logits_equal_transformers(tmp_path):
+    reference = write_checkpoint(tmp_path, mlp_only_layers=[1])
+    tokens = np.random.default_rng().integers(0, 61, (2, 9))
+    ours = from_pretrained(tmp_path, dtype=jnp.float32)(jnp.asarray(tokens)).logits
+    with torch.no_grad():
+        expected = reference(torch.from_numpy(tokens)).logits.numpy()
+    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def test_one_file_and_many_without_an_index(moe_folder):
+    stored = read_weights(moe_folder)
+    (moe_folder / "model.safetensors.index.json").unlink()
+    assert_holds(from_pretrained(moe_folder, dtype=jnp.float32), stored)
+    rewrite_weights(moe_folder, stored)
+    assert_holds(from_pretrained(moe_folder, dtype=jnp.float32), stored)
+
+
+@pytest.mark.parametrize("layers", [(0,), (0, 2)])
+def test_fused_experts(moe_folder, layers):
+    stored = fused = read_weights(moe_folder)
+    for layer in layers:
+        fused = fuse_experts(fused, layer, num_experts=4)
+    rewrite_weights(moe_folder, fused)
+    assert_holds(from_pretrained(moe_folder, dtype=jnp.float32), stored)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_files(moe_folder, dtype, sharded):
+    stored = {name: tensor.to(getattr(torch, dtype)) for name, tensor in read_weights(moe_folder).items()}
+    rewrite_weights(moe_folder, stored)
+    (moe_folder / "model.safetensors").unlink()
+    if sharded:
+        names = sorted(stored)
+        files = {name: f"pytorch_model-0000{i % 2 + 1}-of-00002.bin" for i, name in enumerate(names)}
+        for file in set(files.values()):
+            torch.save({name: stored[name] for name in names if files[name] == file}, moe_folder / file)
+        (moe_folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+    else:
+        torch.save(stored, moe_folder / "pytorch_model.bin")
+    assert_holds(from_pretrained(moe_folder, dtype=dtype), stored)
+
+
+def test_torch_files_without_torch_say_so(moe_folder, monkeypatch):
+    stored = read_weights(moe_folder)
+    rewrite_weights(moe_folder, stored)
+    (moe_folder / "model.safetensors").unlink()
+    torch.save(stored, moe_folder / "pytorch_model.bin")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match="pip install torch"):
+        from_pretrained(moe_folder)
+
+
+class Harmful:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return (print, ("executed",))
+
+
+def test_torch_files_run_no_code(moe_folder, capsys):
+    rewrite_weights(moe_folder, {})
+    (moe_folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Harmful()}, moe_folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pytorch_model.bin: cannot be read"):
+        from_pretrained(moe_folder)
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_param_dtype_differs_from_file_and_compute(moe_folder):
+    model = from_pretrained(moe_folder, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    assert model.dtype == jnp.bfloat16
+    assert_holds(model, read_weights(moe_folder))
+    rounded = {name: tensor.to(torch.bfloat16) for name, tensor in read_weights(moe_folder).items()}
+    assert_holds(from_pretrained(moe_folder), rounded)
+
+
+def test_rotary_tables_and_a_tied_head_are_ignored(tmp_path):
+    write_checkpoint(tmp_path, moe=False, tie_word_embeddings=True)
+    stored = read_weights(tmp_path)
+    extra = {
+        "lm_head.weight": stored["model.embed_tokens.weight"].clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(4),
+        "model.rotary_emb.inv_freq": torch.rand(4),
+    }
+    rewrite_weights(tmp_path, stored | extra)
+    assert_holds(from_pretrained(tmp_path, dtype=jnp.float32), stored)
+
+
+def test_large_tensors_are_read_in_chunks(moe_folder, monkeypatch):
+    monkeypatch.setattr(streaming, "READ_CHUNK_BYTES", 100)
+    assert_holds(from_pretrained(moe_folder, dtype=jnp.float32), read_weights(moe_folder))
+
+
+def test_host_memory_stays_under_two_layers_of_one_parameter(tmp_path):
+    write_checkpoint(tmp_path, num_hidden_layers=6, hidden_size=256, moe_intermediate_size=128, num_experts=8, shard="5MB")
+    fused_layer = 8 * 2 * 128 * 256 * 4
+    from_pretrained(tmp_path, dtype=jnp.float32)  # compiles, so that the tracer's objects are not counted below
+    tracemalloc.start()  # counts what numpy and Python allocate; JAX's device buffers are not among it
+    try:
+        model = from_pretrained(tmp_path, dtype=jnp.float32)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert fused_layer < peak < 2 * fused_layer
+    assert sum(array.nbytes for array in parameters(model).values()) > 9 * fused_layer
+
+
+def test_layers_are_written_in_place():
+    buffer = jnp.zeros((3, 64, 64))
+    address = buffer.unsafe_buffer_pointer()
+    written = streaming._write_layer(buffer, jnp.ones((1, 64, 64)), 1)
+    assert buffer.is_deleted() and written.unsafe_buffer_pointer() == address
+    np.testing.assert_array_equal(written.sum((1, 2)), [0, 64 * 64, 0])
+
+
+def test_every_byte_is_read_once(moe_folder, monkeypatch):
+    read, copy = [0], streaming._copy
+
+    def counted_copy(stored, source, target):
+        read[0] += target.nbytes
+        copy(stored, source, target)
+
+    monkeypatch.setattr(streaming, "_copy", counted_copy)
+    model = from_pretrained(moe_folder, dtype=jnp.float32)
+    assert read[0] == sum(array.nbytes for array in parameters(model).values())
+
+
+def bad_missing(folder, stored):
+    del stored["model.norm.weight"], stored["model.layers.0.mlp.experts.3.up_proj.weight"]
+    rewrite_weights(folder, stored)
+    return ["model.norm.weight: missing", "model.layers.0.mlp.experts.3.up_proj.weight: missing"]
+
+
+def bad_unexpected(folder, stored):
+    stored["model.layers.7.input_layernorm.weight"] = torch.ones(16)
+    stored["model.layers.1.mlp.experts.0.gate_proj.weight"] = torch.ones(8, 16)
+    rewrite_weights(folder, stored)
+    return ["model.layers.7.input_layernorm.weight: unexpected", "model.layers.1.mlp.experts.0.gate_proj.weight: unexpected"]
+
+
+def bad_both_fused_and_apart(folder, stored):
+    rewrite_weights(folder, stored | fuse_experts(stored, 0, 4))
+    return [f"model.layers.0.mlp.experts.{e}.{n}_proj.weight: unexpected" for e in range(4) for n in ("gate", "up", "down")]
+
+
+def bad_shapes(folder, stored):
+    stored["model.embed_tokens.weight"] = torch.ones(61, 15)
+    stored["model.layers.2.mlp.gate.weight"] = torch.ones(5, 16)
+    rewrite_weights(folder, stored)
+    return [
+        "model.embed_tokens.weight: shape [61, 15] in model.safetensors, expected [61, 16]",
+        "model.layers.2.mlp.gate.weight: shape [5, 16] in model.safetensors, expected [4, 16]",
+    ]
+
+
+def bad_dtypes(folder, stored):
+    stored["model.norm.weight"] = torch.ones(16, dtype=torch.int32)
+    stored["lm_head.weight"] = stored["lm_head.weight"].to(torch.float8_e4m3fn)
+    rewrite_weights(folder, stored)
+    return ["model.norm.weight: dtype I32", "lm_head.weight: dtype F8_E4M3 in model.safetensors, expected one of"]
+
+
+def bad_truncated(folder, stored):
+    file = folder / "model-00002-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    return ["model-00002-of-00003.safetensors: cannot be read, it is truncated or corrupt"]
+
+
+def bad_header(folder, stored):
+    file = folder / "model-00001-of-00003.safetensors"
+    content = bytearray(file.read_bytes())
+    content[8:12] = b"\xff\x00}{"
+    file.write_bytes(content)
+    (folder / "model-00003-of-00003.safetensors").write_bytes(b"")
+    return [f"model-0000{i}-of-00003.safetensors: cannot be read, it is truncated or corrupt" for i in (1, 3)]
+
+
+def bad_absent_file(folder, stored):
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    return ["model-00002-of-00003.safetensors: missing, but model.safetensors.index.json names it"]
+
+
+def bad_index_content(folder, stored):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = "model-00001-of-00003.safetensors"
+    index["weight_map"]["model.embed_tokens.weight"] = "../elsewhere.safetensors"
+    path.write_text(json.dumps(index))
+    return [
+        "model.norm.weight: not in model-00001-of-00003.safetensors",
+        "names '../elsewhere.safetensors', which is not a file name",
+    ]
+
+
+def bad_index_forgets(folder, stored):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"]["model.norm.weight"]
+    path.write_text(json.dumps(index))
+    return ["model.norm.weight: in model-0000"]
+
+
+def bad_index_json(folder, stored):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ["model.norm')
+    return ["model.safetensors.index.json: not an index"]
+
+
+def bad_no_weights(folder, stored):
+    rewrite_weights(folder, {})
+    (folder / "model.safetensors").unlink()
+    return ["no weight files"]
+
+
+BAD = [value for name, value in list(globals().items()) if name.startswith("bad_")]
+
+
+@pytest.mark.parametrize("spoil", BAD, ids=lambda function: function.__name__)
+def test_bad_checkpoints_are_refused_before_anything_is_read(tmp_path, monkeypatch, spoil):
+    write_checkpoint(tmp_path, mlp_only_layers=[1], shard="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    offenders = spoil(tmp_path, read_weights(tmp_path))
+
+    def not_reached(*args, **options):
+        raise AssertionError("device memory was taken")
+
+    monkeypatch.setattr(hf_load, "load_parameter", not_reached)
+    with pytest.raises(CheckpointError) as caught:
+        from_pretrained(tmp_path)
+    for offender in offenders:
+        assert sum(offender in problem for problem in caught.value.problems) == 1, str(caught.value)
+        assert offender in str(caught.value)
+    if spoil in (bad_missing, bad_unexpected, bad_both_fused_and_apart, bad_shapes, bad_dtypes):
+        assert len(caught.value.problems) == len(offenders)
+
+
+def test_truncated_torch_file(moe_folder):
+    stored = read_weights(moe_folder)
+    rewrite_weights(moe_folder, {})
+    (moe_folder / "model.safetensors").unlink()
+    torch.save(stored, moe_folder / "pytorch_model.bin")
+    content = (moe_folder / "pytorch_model.bin").read_bytes()
+    (moe_folder / "pytorch_model.bin").write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match="pytorch_model.bin: cannot be read"):
+        from_pretrained(moe_folder)
+
+
+def test_long_lists_of_problems_are_cut(moe_folder):
+    rewrite_weights(moe_folder, {"model.norm.weight": torch.ones(16)})
+    with pytest.raises(CheckpointError, match=r"\.\.\. and \d+ more") as caught:
+        from_pretrained(moe_folder)
+    assert len(str(caught.value).splitlines()) == MAX_PROBLEMS_LISTED + 2
+    assert len(caught.value.problems) > MAX_PROBLEMS_LISTED
+
+
+def test_unknown_model_type_and_fields(moe_folder):
+    edit_config(moe_folder, wild_field=1)
+    with pytest.raises(ValueError, match="wild_field"):
+        from_pretrained(moe_folder)
+    edit_config(moe_folder, model_type="deepseek_v99")
+    with pytest.raises(ValueError, match=re.escape("model_type 'deepseek_v99' is not supported")):
+        from_pretrained(moe_folder)
+
+
+def test_neither_a_folder_nor_a_hub_id(tmp_path):
+    with pytest.raises(FileNotFoundError, match="neither a folder with a checkpoint nor a model"):
+        from_pretrained(tmp_path / "nothing" / "here")
+
+
+def test_hub_id_is_downloaded_with_torch_files_only_as_a_last_resort(moe_folder, monkeypatch):
+    stored = read_weights(moe_folder)
+    asked = []
+
+    def snapshot_download(name, *, allow_patterns, ignore_patterns):
+        asked.append((name, allow_patterns[-1]))
+        return str(moe_folder)
+
+    monkeypatch.setattr(hf_load.huggingface_hub, "snapshot_download", snapshot_download)
+    model = from_pretrained("someone/some-model", dtype=jnp.float32)
+    assert asked == [("someone/some-model", "*.safetensors")]
+    assert_holds(model, stored)
+    rewrite_weights(moe_folder, {})
+    (moe_folder / "model.safetensors").unlink()
+    torch.save(stored, moe_folder / "pytorch_model.bin")
+    assert_holds(from_pretrained("someone/some-model", dtype=jnp.float32), stored)
+    assert [patterns for _, patterns in asked[1:]] == ["*.safetensors", "*.bin"]
+
+
+def test_no_random_weights_are_made(moe_folder, monkeypatch):
+    expected = parameters(from_pretrained(moe_folder))
+    made = []
+    monkeypatch.setattr(jax.random, "normal", lambda key, shape, dtype: made.append(type(key)) or jnp.zeros(shape, dtype))
+    assert same_bits(parameters(from_pretrained(moe_folder)), expected)
+    assert made and all(issubclass(kind, jax.core.Tracer) for kind in made)
+
+
+def test_progress_bar_is_silent_when_not_on_a_terminal(moe_folder, capfd):
+    from_pretrained(moe_folder, progress=True)
+    assert capfd.readouterr().err == ""
+
+
+def test_dtype_table_is_what_the_library_calls_them():
+    assert {name: dtype.itemsize for name, dtype in hf_files.FLOAT_DTYPES.items()} == {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}

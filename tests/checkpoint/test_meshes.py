@@ -1,0 +1,67 @@
+"""Checkpoints on meshes of several devices and several processes: each process reads what its devices hold, once."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint_helpers import read_weights, same_bits, write_checkpoint
+
+HERE = Path(__file__).parent
+
+
+def run(folder, output, axes, *, processes: int, devices: int) -> list[dict]:
+    """What each process of `load_on_mesh.py` prints; together they have `devices` devices."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    flags = f"--xla_force_host_platform_device_count={devices // processes}"
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, HERE / "load_on_mesh.py", folder, output, json.dumps(axes), coordinator, str(processes), str(i)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(processes)
+    ]
+    try:
+        printed = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, (_, errors) in zip(started, printed, strict=True):
+        assert process.returncode == 0, errors
+    return [json.loads(out.splitlines()[-1]) for out, _ in printed]
+
+
+def stored_bytes(folder) -> int:
+    return sum(tensor.nbytes for tensor in read_weights(folder).values())
+
+
+@pytest.mark.parametrize("axes", [dict(data=2, fsdp=2, expert=2), dict(fsdp=8)], ids=["data fsdp expert", "fsdp"])
+def test_eight_devices_read_every_byte_once(tmp_path, axes):
+    write_checkpoint(tmp_path / "in", mlp_only_layers=[1], attention_bias=True)
+    (counts,) = run(tmp_path / "in", tmp_path / "out", axes, processes=1, devices=8)
+    assert same_bits(read_weights(tmp_path / "out" / "hf"), read_weights(tmp_path / "in"))
+    assert counts["held"] == stored_bytes(tmp_path / "in")
+    # The script loads twice: onto the mesh, and onto one device to compare.
+    assert counts["read"] == 2 * counts["held"]
+
+
+def test_two_processes_read_their_own_slices(tmp_path):
+    write_checkpoint(tmp_path / "in", num_experts=8)
+    total = stored_bytes(tmp_path / "in")
+    counts = run(tmp_path / "in", tmp_path / "out", dict(fsdp=2, expert=2), processes=2, devices=4)
+    assert same_bits(read_weights(tmp_path / "out" / "hf"), read_weights(tmp_path / "in"))
+    for process in counts:
+        assert process["read"] == process["held"] < 0.75 * total

@@ -1,0 +1,79 @@
+"""Attention equals its definition, written out in f64 one query at a time; chunking changes nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.kernels import attention as module
+from moe_jax.kernels.attention import attention
+
+
+def definition(q, k, v, scale, query_segments, key_segments, offset, window):
+    out = np.zeros(q.shape)
+    group = q.shape[2] // k.shape[2]
+    for b, i, h in np.ndindex(q.shape[:3]):
+        seen = [
+            j
+            for j in range(k.shape[1])
+            if j <= i + offset and query_segments[b, i] == key_segments[b, j] and (window is None or j > i + offset - window)
+        ]
+        scores = np.array([q[b, i, h] @ k[b, j, h // group] * scale for j in seen])
+        weights = np.exp(scores - scores.max())
+        out[b, i, h] = sum(w * v[b, j, h // group] for w, j in zip(weights / weights.sum(), seen, strict=True))
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("chunk", [1024, 4])
+@pytest.mark.parametrize("offset", [0, 5])
+def test_equals_the_definition(window, chunk, offset, monkeypatch):
+    monkeypatch.setattr(module, "QUERY_CHUNK", chunk)
+    rng = np.random.default_rng()
+    keys = 11 + offset
+    q, k, v = rng.normal(size=(2, 11, 4, 8)), rng.normal(size=(2, keys, 2, 8)), rng.normal(size=(2, keys, 2, 8))
+    key_segments = np.sort(rng.integers(1, 4, (2, keys)), axis=1)
+    query_segments = key_segments[:, offset:]
+    out = attention(
+        *(jnp.asarray(x, jnp.float32) for x in (q, k, v)),
+        scale=0.3,
+        query_segment_ids=jnp.asarray(query_segments),
+        key_segment_ids=jnp.asarray(key_segments),
+        query_offset=offset,
+        window=window,
+    )
+    np.testing.assert_allclose(out, definition(q, k, v, 0.3, query_segments, key_segments, offset, window), atol=2e-6)
+
+
+def test_gradients_do_not_depend_on_the_chunk(monkeypatch):
+    keys = jax.random.split(jax.random.key(np.random.default_rng().integers(2**31)), 4)
+    q, k, v, weight = (jax.random.normal(key, (1, 10, heads, 4)) for key, heads in zip(keys, (4, 2, 2, 4), strict=True))
+    segments = jnp.array([[1] * 4 + [2] * 5 + [0]])
+
+    def loss(q, k, v):
+        out = attention(q, k, v, scale=0.5, query_segment_ids=segments, key_segment_ids=segments, window=3)
+        return (out * weight).sum()
+
+    whole = jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    monkeypatch.setattr(module, "QUERY_CHUNK", 3)
+    chunked = jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    for a, b in zip(whole, chunked, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_a_query_that_sees_nothing_stays_finite_with_its_gradient():
+    x = jnp.ones((1, 2, 1, 4))
+    mine, other = jnp.array([[1, 1]]), jnp.array([[2, 2]])
+
+    def loss(x):
+        return attention(x, x, x, scale=1.0, query_segment_ids=mine, key_segment_ids=other).sum()
+
+    value, gradient = jax.value_and_grad(loss)(x)
+    assert bool(jnp.isfinite(value)) and bool(jnp.isfinite(gradient).all())
+
+
+def test_shapes_that_do_not_fit_are_named():
+    q, k = jnp.zeros((1, 2, 3, 4)), jnp.zeros((1, 2, 2, 4))
+    ids = jnp.ones((1, 2), jnp.int32)
+    with pytest.raises(ValueError, match=r"q \(1, 2, 3, 4\), k \(1, 2, 2, 4\)"):
+        attention(q, k, k, scale=1.0, query_segment_ids=ids, key_segment_ids=ids)

@@ -1,0 +1,236 @@
+"""experts_mlp and its halves equal the oracle, with every gradient, for any routing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_jax import kernels
+from moe_jax.kernels.activation import gated_silu
+
+ARGUMENTS = ("x", "w_gate_up", "w_down", "topk_weights")
+
+
+def make_inputs(rng, tokens, experts, k, hidden, inter, routing="random", dtype=jnp.float64):
+    x, w_gate_up, w_down = (
+        jnp.asarray(rng.normal(size=shape), dtype)
+        for shape in ((tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter))
+    )
+    weights = jnp.asarray(rng.random((tokens, k)), dtype)
+    if routing == "random":
+        chosen = np.array([rng.permutation(experts)[:k] for _ in range(tokens)], int).reshape(tokens, k)
+    elif routing == "one_takes_all":
+        chosen = np.full((tokens, k), experts - 1)
+    else:  # the upper half of the experts is empty
+        chosen = rng.integers(0, max(experts // 2, 1), (tokens, k))
+    return x, w_gate_up, w_down, weights, jnp.asarray(chosen, jnp.int32)
+
+
+def compare(ours, reference, inputs, tolerance):
+    """Values, and gradients of a random projection of them, in the relative Frobenius norm."""
+    *arrays, chosen = inputs
+    direction = jnp.asarray(np.random.default_rng().normal(size=arrays[0].shape), arrays[0].dtype)
+
+    def run(f):
+        def loss(*arguments):
+            y = f(*arguments, chosen)
+            return (y * direction).sum(), y
+
+        gradients, y = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*arrays)
+        return y, *gradients
+
+    for name, actual, expected in zip(("y", *ARGUMENTS), run(ours), run(reference), strict=True):
+        assert actual.shape == expected.shape and actual.dtype == expected.dtype, name
+        error = np.linalg.norm(np.asarray(actual, np.float64) - np.asarray(expected, np.float64))
+        size = np.linalg.norm(np.asarray(expected, np.float64))
+        assert error <= tolerance * size, f"{name}: relative error {error / max(size, 1e-300):.1e}"
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    tokens=st.integers(1, 40),
+    experts=st.integers(1, 9),
+    k=st.integers(1, 4),
+    routing=st.sampled_from(["random", "one_takes_all", "half_empty"]),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_the_oracle_in_f64_with_every_gradient(tokens, experts, k, routing, seed):
+    with jax.enable_x64(True):
+        inputs = make_inputs(np.random.default_rng(seed), tokens, experts, min(k, experts), 6, 4, routing)
+        compare(kernels.experts_mlp, oracle.experts_mlp, inputs, 1e-12)
+
+
+@pytest.mark.parametrize("tokens, experts, k", [(300, 64, 8), (257, 16, 16)])
+@pytest.mark.parametrize("routing", ["random", "one_takes_all"])
+def test_equals_the_oracle_at_more_tokens(tokens, experts, k, routing):
+    with jax.enable_x64(True):
+        inputs = make_inputs(np.random.default_rng(), tokens, experts, k, 16, 8, routing)
+        compare(kernels.experts_mlp, oracle.experts_mlp, inputs, 1e-12)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-6), (jnp.bfloat16, 3e-2), (jnp.float16, 4e-3)])
+def test_low_precision_stays_near_the_same_data_in_f64(dtype, tolerance):
+    with jax.enable_x64(True):
+        inputs = make_inputs(np.random.default_rng(), 64, 8, 2, 32, 16, dtype=dtype)
+        exact = [a.astype(jnp.float64) if a.dtype == dtype else a for a in inputs]
+        for actual, expected in zip(
+            [kernels.experts_mlp(*inputs), *gradients(inputs)], [oracle.experts_mlp(*exact), *gradients(exact)], strict=True
+        ):
+            assert actual.dtype == dtype
+            error = np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
+            assert error < tolerance
+
+
+def gradients(inputs):
+    *arrays, chosen = inputs
+    return jax.grad(lambda *a: kernels.experts_mlp(*a, chosen).astype(jnp.float32).sum(), argnums=(0, 1, 2, 3))(*arrays)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_of_tokens_give_the_same_sums(chunk):
+    with jax.enable_x64(True):
+        inputs = make_inputs(np.random.default_rng(), 50, 6, 2, 8, 4)
+        compare(lambda *a: kernels.experts_mlp(*a, chunk_tokens=chunk), kernels.experts_mlp, inputs, 1e-13)
+
+
+def test_weights_of_another_dtype_get_gradients_of_that_dtype():
+    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 9, 4, 2, 8, 4, dtype=jnp.float32)
+    inputs = (x.astype(jnp.bfloat16), w_gate_up, w_down, weights, chosen)
+    assert kernels.experts_mlp(*inputs).dtype == jnp.bfloat16
+    assert [g.dtype for g in gradients(inputs)] == [jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32]
+
+
+def test_experts_without_tokens_get_exactly_zero():
+    inputs = make_inputs(np.random.default_rng(), 12, 8, 2, 8, 4, "half_empty", jnp.float32)
+    _, d_gate_up, d_down, _ = gradients(inputs)
+    assert not d_gate_up[4:].any() and not d_down[4:].any() and d_gate_up[:4].any()
+
+
+def test_no_tokens_give_no_rows_and_zero_gradients():
+    inputs = make_inputs(np.random.default_rng(), 0, 4, 2, 8, 4, dtype=jnp.float32)
+    assert kernels.experts_mlp(*inputs).shape == (0, 8)
+    assert not any(g.any() for g in gradients(inputs))
+
+
+def test_two_runs_give_the_same_bits():
+    inputs = make_inputs(np.random.default_rng(), 200, 8, 3, 16, 8, dtype=jnp.float32)
+    for first, second in zip(gradients(inputs), gradients(inputs), strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_the_halves_compose_to_the_whole_with_their_own_gradients():
+    def halves(x, w_gate_up, w_down, weights, chosen):
+        rows = kernels.plan(chosen, w_gate_up.shape[0])
+        return kernels.down(gated_silu(kernels.gate_up(x, w_gate_up, rows)), w_down, weights, rows)
+
+    with jax.enable_x64(True):
+        compare(halves, oracle.experts_mlp, make_inputs(np.random.default_rng(), 33, 5, 2, 8, 4), 1e-12)
+
+
+def test_runs_under_scan_remat_and_vmap():
+    inputs = make_inputs(np.random.default_rng(), 10, 4, 2, 8, 4, dtype=jnp.float32)
+    *_, weights, chosen = inputs
+
+    def stacked(x, w_gate_up, w_down):
+        def body(x, _):
+            return x + kernels.experts_mlp(x, w_gate_up, w_down, weights, chosen), None
+
+        return jax.lax.scan(jax.checkpoint(body), x, None, length=2)[0].sum()
+
+    assert np.isfinite(jax.grad(stacked, argnums=1)(*inputs[:3])).all()
+    batched = jax.vmap(lambda x: kernels.experts_mlp(x, *inputs[1:]))(jnp.stack([inputs[0], 2 * inputs[0]]))
+    np.testing.assert_allclose(batched[0], kernels.experts_mlp(*inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_keeps_h_but_nothing_of_tokens_times_k_times_hidden():
+    inputs = make_inputs(np.random.default_rng(), 32, 4, 2, 64, 4, dtype=jnp.float32)
+    *arrays, chosen = inputs
+    _, vjp = jax.vjp(lambda *a: kernels.experts_mlp(*a, chosen), *arrays)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(vjp)]
+    assert (64, 8) in shapes  # h: 32 tokens * 2 choices, 2 * inter
+    assert not any(np.prod(shape) >= 64 * 64 and shape[0] == 64 for shape in shapes if shape)
+
+
+def test_memory_does_not_grow_with_experts_times_rows():
+    """128 experts, 8192 rows: the compiled temporaries stay within a few copies of the rows."""
+    tokens, experts, k, hidden, inter = 1024, 128, 8, 64, 32
+    shapes = [(tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter), (tokens, k)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    chosen = jax.ShapeDtypeStruct((tokens, k), jnp.int32)
+    compiled = jax.jit(lambda *a: kernels.experts_mlp(*a)).lower(*arrays, chosen).compile()
+    rows_bytes = tokens * k * hidden * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 12 * rows_bytes
+
+
+def test_ids_out_of_range_are_nobody():
+    with jax.enable_x64(True):
+        *arrays, chosen = make_inputs(np.random.default_rng(), 20, 5, 3, 8, 4)
+        chosen = chosen.at[3:9, 1].set(5).at[7:, 2].set(-1)
+        compare(kernels.experts_mlp, oracle.experts_mlp, (*arrays, chosen), 1e-12)
+        d_weights = gradients((*arrays, chosen))[3]
+        assert not d_weights[(chosen < 0) | (chosen > 4)].any()
+
+
+def test_chunks_add_bf16_weight_gradients_in_f32():
+    """512 chunks: a bf16 running sum would lose most of the later ones."""
+    inputs = make_inputs(np.random.default_rng(), 512, 2, 1, 8, 4, dtype=jnp.bfloat16)
+    wide = [a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for a in inputs]
+    chunked = jax.grad(lambda w: kernels.experts_mlp(*inputs[:2], w, *inputs[3:], chunk_tokens=1).astype(jnp.float32).sum())
+    exact = gradients(wide)[2]
+    error = np.linalg.norm(np.asarray(chunked(inputs[2]), np.float32) - exact) / np.linalg.norm(exact)
+    assert error < 8e-3
+
+
+@pytest.mark.parametrize("sharding", ["shard_map", "gspmd"])
+def test_runs_on_a_mesh(sharding):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    inputs = make_inputs(np.random.default_rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)
+    specs = (P("data"), P(), P(), P("data"), P("data"))
+    if sharding == "shard_map":
+        on_mesh = jax.shard_map(kernels.experts_mlp, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
+    else:
+        on_mesh = jax.jit(kernels.experts_mlp, in_shardings=[NamedSharding(mesh, spec) for spec in specs])
+    compare(on_mesh, oracle.experts_mlp, inputs, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "position, shape, message",
+    [
+        (0, (5, 8, 1), r"x must have shape \[tokens, hidden\]; got \[5, 8, 1\]"),
+        (1, (4, 8, 9), r"w_gate_up must .* \[experts, 2\*inter, hidden\] with experts=4, .*, hidden=8; got \[4, 8, 9\]"),
+        (2, (4, 7, 4), r"w_down must .* \[experts, hidden, inter\] with hidden=8; got \[4, 7, 4\]"),
+        (3, (5, 3), r"topk_weights must .* \[tokens, k\] with tokens=5, k=2; got \[5, 3\]"),
+        (4, (6, 2), r"topk_experts must .* \[tokens, k\] with tokens=5; got \[6, 2\]"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(position, shape, message):
+    inputs = list(make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32))
+    inputs[position] = jnp.zeros(shape, inputs[position].dtype)
+    with pytest.raises(ValueError, match=message):
+        kernels.experts_mlp(*inputs)
+
+
+def test_shapes_that_do_not_fit_the_plan_are_named():
+    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
+    rows = kernels.plan(chosen, 4)
+    with pytest.raises(ValueError, match=r"x must .* with tokens=5; got \[4, 8\]"):
+        kernels.gate_up(x[:4], w_gate_up, rows)
+    with pytest.raises(ValueError, match=r"w_gate_up must .* with experts=4, hidden=8; got \[3, 8, 8\]"):
+        kernels.gate_up(x, w_gate_up[:3], rows)
+    with pytest.raises(ValueError, match=r"act must .* with rows=10; got \[5, 8\]"):
+        kernels.down(x, w_down, weights, rows)
+
+
+def test_other_bad_arguments_are_named():
+    inputs = make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
+    with pytest.raises(ValueError, match="topk_experts must have an integer dtype; got float32"):
+        kernels.experts_mlp(*inputs[:4], inputs[4].astype(jnp.float32))
+    with pytest.raises(ValueError, match="chunk_tokens must be at least 1 or None; got 0"):
+        kernels.experts_mlp(*inputs, chunk_tokens=0)
+    with pytest.raises(ValueError, match="argument backend: unknown backend 'cuda'; choose one of 'xla'"):
+        kernels.experts_mlp(*inputs, backend="cuda")

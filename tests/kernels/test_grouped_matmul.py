@@ -1,0 +1,139 @@
+"""Both grouped matmuls against a loop over rows: every routing pattern, group and block boundary, dtype."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.kernels import backend
+from moe_jax.kernels.grouped_matmul import implementation, xla
+from moe_jax.kernels.routing import plan
+
+
+def even(rng, tokens, experts, k):
+    return np.argsort(rng.random((tokens, experts)), axis=1)[:, :k]
+
+
+def one_takes_all(rng, tokens, experts, k):
+    return np.full((tokens, k), rng.integers(experts))
+
+
+def some_idle(rng, tokens, experts, k):
+    return rng.choice(rng.permutation(experts)[: max(1, experts // 3)], (tokens, k))
+
+
+def skewed(rng, tokens, experts, k):
+    return np.minimum(rng.geometric(0.6, (tokens, k)) - 1, experts - 1)
+
+
+def nobody(rng, tokens, experts, k):
+    return rng.choice([-1, experts, experts + 7], (tokens, k))
+
+
+def some_nobody(rng, tokens, experts, k):
+    return rng.integers(-2, experts + 2, (tokens, k))
+
+
+PATTERNS = [even, one_takes_all, some_idle, skewed, nobody, some_nobody]
+SHAPES = [(50, 6, 3), (1, 128, 8), (3, 16, 4), (200, 4, 1), (64, 5, 5), (90, 1, 1)]
+
+
+@functools.partial(jax.jit, static_argnames="workspace_bytes")
+def all_three(x, rows, w, p, workspace_bytes):
+    assert workspace_bytes == xla.WORKSPACE_BYTES, "traced under the patched constant"
+    return (
+        xla.grouped_matmul(x, w, p, source_of_row=p.token_of_row),
+        xla.grouped_matmul(rows, w, p, transpose=True),
+        xla.grouped_outer(rows, x, p, jnp.float32, b_source_of_row=p.token_of_row),
+    )
+
+
+@pytest.mark.parametrize(
+    "shape, pattern, how",
+    [(shape, pattern, how) for shape in SHAPES for how in ("traced", "small workspace") for pattern in PATTERNS]
+    + [(shape, one_takes_all, "constant routing") for shape in SHAPES],
+    ids=lambda p: getattr(p, "__name__", str(p)),
+)
+def test_all_three_against_a_loop(rng, monkeypatch, shape, pattern, how):
+    """In a small workspace the experts fall into several groups; with routing known to the compiler, loops have fixed turns."""
+    if how == "small workspace":
+        monkeypatch.setattr(xla, "WORKSPACE_BYTES", 20_000)
+    tokens, experts, k = shape
+    n, d = 10, 12
+    p = plan(jnp.asarray(pattern(rng, tokens, experts, k), jnp.int32), experts)
+    x = rng.standard_normal((tokens, d)).astype(np.float32)
+    rows = rng.standard_normal((tokens * k, n)).astype(np.float32)
+    w = rng.standard_normal((experts, n, d)).astype(np.float32)
+
+    y, back = np.zeros((tokens * k, n)), np.zeros((tokens * k, d))
+    dw = np.zeros((experts, n, d))
+    for r, (e, t) in enumerate(zip(np.asarray(p.expert_of_row), np.asarray(p.token_of_row), strict=True)):
+        if e < experts:
+            y[r], back[r] = w[e] @ x[t].astype(float), rows[r] @ w[e].astype(float)
+            dw[e] += np.outer(rows[r], x[t].astype(float))
+
+    if how == "constant routing":
+        results = jax.jit(lambda *a: all_three(*a, p, xla.WORKSPACE_BYTES))(x, rows, w)
+    else:
+        results = all_three(x, rows, w, p, workspace_bytes=xla.WORKSPACE_BYTES)
+    for got, want in zip(results, (y, back, dw), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-6 * max(1, np.abs(want).max()))
+        assert not np.any(np.asarray(got)[np.all(want == 0, axis=tuple(range(1, want.ndim)))]), "rows and experts of nobody"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_dtypes_sum_in_f32(rng, dtype):
+    """4096 addends near 1: a bf16 sum would stop at 256, an f16 one drift; the exact sum rounds once."""
+    p = plan(jnp.zeros((4096, 1), jnp.int32), 2)
+    ones = jnp.ones((4096, 3), dtype)
+    values = jnp.asarray(rng.uniform(0.5, 1.5, (4096, 2)), dtype)
+    dw = xla.grouped_outer(values, ones, p, jnp.dtype(dtype))
+    assert dw.dtype == dtype
+    want = np.asarray(values, np.float64).sum(0)[:, None] * np.ones((1, 3))
+    np.testing.assert_allclose(np.asarray(dw[0], np.float64), want, rtol=2.0**-8 if dtype == "bfloat16" else 2.0**-11)
+    y = xla.grouped_matmul(values.T, ones.T[None], plan(jnp.zeros((2, 1), jnp.int32), 1))
+    np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=2.0**-8 if dtype == "bfloat16" else 2.0**-11)
+
+
+def test_work_grows_with_rows_not_with_experts():
+    """FLOPs that XLA counts for 4x the experts at the same rows, even routing assumed: a masked dense product takes 4x."""
+
+    def flops(experts):
+        p = jax.eval_shape(lambda e: plan(e, experts), jax.ShapeDtypeStruct((2048, 4), jnp.int32))
+        x, w = jax.ShapeDtypeStruct((2048, 64), jnp.float32), jax.ShapeDtypeStruct((experts, 32, 64), jnp.float32)
+        compiled = jax.jit(lambda x, w, p: xla.grouped_matmul(x, w, p, source_of_row=p.token_of_row)).lower(x, w, p).compile()
+        return compiled.cost_analysis()["flops"]
+
+    dense = 2 * 2048 * 4 * 32 * 64
+    assert dense <= flops(16) < 2 * dense
+    assert flops(64) < 1.5 * flops(16)
+
+
+def test_blocks_cover_overflow_exactly(rng):
+    for _ in range(4):
+        tokens, experts, k = (int(rng.integers(1, n)) for n in (120, 12, 4))
+        p = plan(jnp.asarray(skewed(rng, tokens, experts, k), jnp.int32), experts)
+        direct, height, turn = int(rng.integers(0, 12)), int(rng.integers(1, 20)), int(rng.integers(1, 5))
+        first, expert, start, end = map(np.asarray, xla._overflow_blocks(p, direct, height, turn))
+        covered = [(e, r) for e, s, f in zip(expert, start, end, strict=True) for r in range(s, f)]
+        offsets = np.asarray(p.offsets)
+        assert covered == [(e, r) for e in range(experts) for r in range(offsets[e] + direct, offsets[e + 1])]
+        assert len(expert) >= -(-first[-1] // turn) * turn, "a turn reads its blocks past the last one"
+
+
+def test_backend_choice(monkeypatch, caplog):
+    monkeypatch.delenv("MOE_JAX_BACKEND", raising=False)
+    backend._announce.cache_clear()
+    with caplog.at_level("INFO", logger="moe_jax"):
+        assert [backend.resolve_backend(), backend.resolve_backend("xla")] == ["xla", "xla"]
+        backend.resolve_backend()
+    assert [r.getMessage().count("'xla'") for r in caplog.records] == [1]
+    assert implementation("xla") is xla
+    with pytest.raises(ValueError, match="argument backend: unknown backend 'cuda'; choose one of 'xla'"):
+        backend.resolve_backend("cuda")
+    monkeypatch.setenv("MOE_JAX_BACKEND", "typo")
+    with pytest.raises(ValueError, match="environment variable MOE_JAX_BACKEND: unknown backend 'typo'"):
+        backend.resolve_backend()
+    assert backend.resolve_backend("xla") == "xla", "the argument outranks the environment"

@@ -1,0 +1,46 @@
+"""routing.plan against NumPy, and its refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_jax.kernels.routing import plan
+
+
+@settings(max_examples=25, deadline=None)
+@given(tokens=st.integers(0, 40), num_experts=st.integers(1, 9), k=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
+def test_plan_is_the_stable_sort(tokens, num_experts, k, seed):
+    """Ids range from -1 to E: both ends are nobody and stand last."""
+    experts = np.random.default_rng(seed).integers(-1, num_experts + 1, (tokens, k))
+    result = jax.tree.map(np.asarray, plan(jnp.asarray(experts), num_experts))
+
+    key = np.where((experts < 0) | (experts >= num_experts), num_experts, experts).reshape(-1)
+    order = np.argsort(key, kind="stable")
+    np.testing.assert_array_equal(result.pair_of_row, order)
+    np.testing.assert_array_equal(result.token_of_row, order // k)
+    np.testing.assert_array_equal(result.expert_of_row, key[order])
+    np.testing.assert_array_equal(result.pair_of_row[result.row_of_pair.reshape(-1)], np.arange(tokens * k))
+    assert result.row_of_pair.shape == (tokens, k)
+    counts = np.bincount(key, minlength=num_experts + 1)[:num_experts]
+    np.testing.assert_array_equal(result.offsets, np.concatenate([[0], np.cumsum(counts)]))
+    assert (result.num_rows, result.num_experts) == (tokens * k, num_experts)
+
+
+def test_plan_under_jit_and_vmap(rng):
+    experts = rng.integers(0, 6, (3, 11, 2)).astype(np.int32)
+    batched = jax.vmap(lambda e: plan(e, 6))(experts)
+    for i in range(3):
+        alone = jax.jit(plan, static_argnums=1)(experts[i], 6)
+        jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), batched, alone)
+
+
+def test_plan_refuses():
+    with pytest.raises(ValueError, match=r"integer array.*float32\[3, 2\]"):
+        plan(jnp.zeros((3, 2)), 4)
+    with pytest.raises(ValueError, match=r"\[tokens, k\]; got int32\[3\]"):
+        plan(jnp.zeros(3, jnp.int32), 4)
+    with pytest.raises(ValueError, match="num_experts must be at least 1; got 0"):
+        plan(jnp.zeros((3, 2), jnp.int32), 0)

@@ -1,0 +1,93 @@
+"""The demo, much shrunken, from text to generated code; its tokenizer; and the folders that it refuses."""
+
+import json
+
+import jax
+import matplotlib.image
+import numpy as np
+import pytest
+from flax import nnx
+from transformers import AutoTokenizer
+
+from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.demo import CONTENTS, DemoSettings, empty_output, run_demo, small_config
+from moe_jax.demo_text import END_OF_TEXT, library_texts, train_tokenizer
+from moe_jax.models.auto import from_config
+
+SHRUNKEN = dict(steps=10, batch_size=2, seq_len=32, vocab_size=600, every_nth_file=60, new_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """A finished run into a folder that holds the remains of an earlier one."""
+    output = tmp_path_factory.mktemp("demo")
+    (output / "text.jsonl").write_text("")
+    (output / "training").mkdir()
+    (output / "training" / "metrics.jsonl").write_text('{"step": 1, "loss": 99.0}\n')
+    (output / "model").mkdir()
+    (output / "notes.txt").write_text("the user's own")
+    return output, run_demo(DemoSettings(output=str(output), **SHRUNKEN))
+
+
+def test_every_step_is_there_once_across_the_interruption(demo):
+    output, result = demo
+    metrics = [json.loads(line) for line in (output / "training" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == list(range(1, 11))
+    assert [line["loss"] for line in metrics] == result.losses
+    assert np.isfinite(result.losses).all() and result.losses[-1] < result.losses[0]
+
+
+def test_everything_that_it_lists_lies_there_and_nothing_else(demo):
+    output, _ = demo
+    assert sorted(p.name for p in output.iterdir()) == sorted([*CONTENTS, "notes.txt"])
+    for name in ("loss.png", "expert_load.png"):
+        assert matplotlib.image.imread(output / name).std() > 0
+    assert (output / "notes.txt").read_text() == "the user's own"
+
+
+def test_the_export_agrees_with_transformers_and_differs_from_the_initial_model(demo):
+    output, result = demo
+    assert 0 <= result.logit_difference < 1e-4
+    trained, initial = (nnx.state(from_pretrained(output / name), nnx.Param) for name in ("model", "initial"))
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), trained, initial)
+    assert all(jax.tree.leaves(changed))
+
+
+def test_it_prints_each_stage_and_the_text(demo, tmp_path, capsys):
+    result = run_demo(DemoSettings(output=str(tmp_path / "dense"), model="qwen3", prompt="def ", **SHRUNKEN | {"steps": 2}))
+    printed = capsys.readouterr().out
+    assert all(f"[{number}/7]" in printed for number in range(1, 8))
+    assert result.text.startswith("def ") and str(tmp_path / "dense" / "model") in printed
+    assert "expert_load" not in printed.split("What lies where")[1].replace("expert_load.jsonl", "")
+
+
+def test_the_tokenizer_gives_every_text_back_and_loads_with_transformers(tmp_path):
+    texts = library_texts(100)
+    train_tokenizer(texts, 500).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == 500 and tokenizer.eos_token == END_OF_TEXT and tokenizer.eos_token_id == 0
+    for text in [*texts[:3], "naïve\t\r\n  数 🙂", ""]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_model_has_about_five_million_parameters():
+    for kind in ("qwen3_moe", "qwen3"):
+        model = nnx.eval_shape(lambda kind=kind: from_config(small_config(kind, 4096, 0), rngs=nnx.Rngs(0)))
+        sizes = [x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+        assert kind == "qwen3" or 4e6 < sum(sizes) < 6e6
+
+
+def test_a_folder_of_somebody_else_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(FileExistsError, match="is no earlier demo's output"):
+        empty_output(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FileExistsError, match="is a file"):
+        empty_output(tmp_path / "file")
+
+
+def test_one_step_cannot_be_interrupted(tmp_path):
+    with pytest.raises(ValueError, match="steps must be at least 2.*got 1"):
+        run_demo(DemoSettings(output=str(tmp_path / "x"), steps=1))
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,36 @@
+"""The counts of the published models, and of a real model's arrays."""
+
+import jax
+import pytest
+from flax import nnx
+
+from moe_jax.config import NAMED_CONFIGS, Qwen3Config, Qwen3MoeConfig
+from moe_jax.flops import forward_flops_per_token, num_active_parameters, num_parameters, training_flops_per_token
+from moe_jax.models.auto import from_config
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *NAMED_CONFIGS.values(),
+        Qwen3MoeConfig(num_hidden_layers=5, mlp_only_layers=(1,), attention_bias=True, tie_word_embeddings=True),
+        Qwen3Config(attention_bias=True),
+    ],
+)
+def test_parameters_are_those_of_the_model(config):
+    model = nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0)))
+    assert num_parameters(config) == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def test_qwen3_30b_a3b():
+    config = NAMED_CONFIGS["qwen3-30b-a3b"]
+    assert num_parameters(config) / 1e9 == pytest.approx(30.53, abs=0.01)
+    assert num_active_parameters(config) / 1e9 == pytest.approx(3.35, abs=0.01)
+    assert training_flops_per_token(config, 4096) / 1e9 == pytest.approx(23.1, abs=0.1)
+
+
+def test_a_sliding_window_bounds_the_keys():
+    whole = Qwen3Config()
+    sliding = Qwen3Config(use_sliding_window=True, sliding_window=128, max_window_layers=0)
+    saved = forward_flops_per_token(whole, 4096) - forward_flops_per_token(sliding, 4096)
+    assert saved == 32 * 4 * 32 * 128 * (2048 - 128)

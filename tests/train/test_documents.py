@@ -1,0 +1,107 @@
+"""Folders, texts and chats become batches; what is not understood is named with its file and line."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+
+from moe_jax.train import batches, open_documents
+from moe_jax.train.data.chat import chat_tokens
+
+CHAT = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "hi there"},
+    {"role": "user", "content": "hi there"},
+    {"role": "assistant", "content": "bye"},
+]
+# As Qwen3's own template does: the last assistant turn alone gets an (empty) block of thoughts.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if loop.last and m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
+)
+COUNTING = "{% for m in messages %}{{ loop.length }}{{ m['content'] }}<|im_end|>{% endfor %}"
+
+
+def write_lines(path, *lines):
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def test_a_folder_gives_its_text_files_in_order(tmp_path):
+    documents = open_documents(tiny.write_texts(tmp_path / "texts" / "deep").parent)
+    assert len(documents) == 9 and documents.where(3).endswith("3.txt")
+    assert documents[3]["text"].startswith("text 3:")
+
+
+def test_lines_of_text_are_read_by_their_place(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", {"text": "first"}, "", {"text": "zweite Zeile"}, {"text": "third"})
+    documents = open_documents(file)
+    assert [documents[i]["text"] for i in (2, 0, 1)] == ["third", "first", "zweite Zeile"]
+    assert documents.where(1) == f"{file}:3 (byte 19)"
+
+
+@pytest.mark.parametrize(
+    "template, said",
+    [
+        (tiny.CHATML, "hi there<|im_end|>bye<|im_end|>"),
+        (THINKING, "hi there<|im_end|><think>\n\n</think>\n\nbye<|im_end|>"),
+        (MARKED, "hi there<|im_end|>bye<|im_end|>"),
+    ],
+    ids=["chatml", "thinking", "marked"],
+)
+def test_a_chat_trains_on_what_the_assistant_says_and_its_end(template, said):
+    tokenizer = tiny.tokenizer(template)
+    tokens, trained = chat_tokens(tokenizer, CHAT)
+    assert tokenizer.decode(tokens[trained]) == said
+    assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(CHAT, tokenize=False)
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        (["{"], "a.jsonl:1: not JSON"),
+        (["[1]"], "it has a list"),
+        ([{"prompt": "x"}], 'needs an object with the key "text"; it has the keys prompt'),
+        ([{"text": 3}], '"text" must be a string; it is a int'),
+        ([{"text": "x"}, {"other": "y"}], 'a.jsonl:2: needs an object with the key "text"'),
+        ([{"text": "   "}], "no document with any text"),
+        ([{"messages": "hi"}], '"messages" must be a list'),
+        ([{"messages": [{"role": "robot", "content": "x"}]}], "message 0 has the role 'robot'"),
+        ([{"messages": CHAT[:2]}], "no assistant message"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, lines, message):
+    with pytest.raises(ValueError, match=message):
+        open_documents(write_lines(tmp_path / "a.jsonl", *lines))
+
+
+def test_templates_that_hide_the_assistant_and_missing_templates_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="the assistant's tokens cannot be found"):
+        chat_tokens(tiny.tokenizer(COUNTING), CHAT)
+    documents = open_documents(write_lines(tmp_path / "a.jsonl", {"messages": CHAT}))
+    with pytest.raises(ValueError, match="this one has none"):
+        batches(documents, tiny.tokenizer(None), seq_len=8, batch_size=1)
+
+
+def test_a_batch_holds_what_its_picture_says(tmp_path):
+    documents = open_documents(write_lines(tmp_path / "a.jsonl", {"messages": CHAT}, {"messages": CHAT[1:3]}))
+    tokenizer = tiny.tokenizer()
+    batch = next(batches(documents, tokenizer, seq_len=256, batch_size=2, seed=1))
+    for row in range(2):
+        one = {name: array[row] for name, array in batch.items()}
+        assert one["tokens"].shape == (256,) and (one["document"][one["segment_ids"] == 0] == -1).all()
+        for segment in range(1, one["segment_ids"].max() + 1):
+            inside = one["segment_ids"] == segment
+            tokens, trained = chat_tokens(tokenizer, documents[one["document"][inside][0]]["messages"])
+            np.testing.assert_array_equal(one["tokens"][inside], tokens)
+            np.testing.assert_array_equal(one["positions"][inside], np.arange(len(tokens)))
+            np.testing.assert_array_equal(one["labels"][inside][:-1], tokens[1:])
+            np.testing.assert_array_equal(one["loss_mask"][inside], np.append(trained[1:], 0))

@@ -1,0 +1,54 @@
+"""The loop learns, logs, refuses nonsense, and stops at a loss that is not finite."""
+
+import jax.numpy as jnp
+import pytest
+import tiny
+
+from moe_jax.train import FinetuneSettings, finetune
+from moe_jax.train.metrics import read_records
+
+
+def settings(tmp_path, **changes):
+    data = tiny.write_texts(tmp_path / "texts")
+    options = dict(
+        model="none", data=str(data), output=str(tmp_path / "run"), seq_len=32, batch_size=4, steps=30, learning_rate=2e-2,
+        warmup_steps=2, dtype="float32",
+    )  # fmt: skip
+    return FinetuneSettings(**{**options, **changes})
+
+
+def test_the_loss_falls_and_every_step_is_logged(tmp_path):
+    result = finetune(settings(tmp_path), model=tiny.model(), tokenizer=tiny.tokenizer())
+    assert [record["step"] for record in result.metrics] == list(range(1, 31))
+    assert result.metrics[-1]["loss"] < 0.6 * result.metrics[0]["loss"]
+    assert set(result.metrics[0]) == {
+        "step", "loss", "aux_loss", "grad_norm", "learning_rate", "tokens_per_second", "model_tflops", "max_mean_expert_load"
+    }  # fmt: skip
+    loads = read_records(tmp_path / "run" / "expert_load.jsonl")
+    assert all(0 < sum(layer) <= 4 * 32 * 2 for record in loads for layer in record["expert_load"])
+    assert result.model(jnp.zeros((1, 4), jnp.int32)).logits.shape == (1, 4, 264)
+
+
+def test_bf16_compute_keeps_f32_weights(tmp_path):
+    model = tiny.model(dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    result = finetune(settings(tmp_path, dtype="bfloat16", steps=3), model=model, tokenizer=tiny.tokenizer())
+    assert result.model.head_weight.dtype == jnp.float32
+    assert result.model(jnp.zeros((1, 4), jnp.int32)).logits.dtype == jnp.bfloat16
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_files(tmp_path):
+    model = tiny.model()
+    model.norm.weight[...] = jnp.full(16, jnp.nan)
+    with pytest.raises(FloatingPointError, match=r"(?s)step 1: loss nan.*texts/\d\.txt"):
+        finetune(settings(tmp_path), model=model, tokenizer=tiny.tokenizer())
+
+
+def test_all_wrong_settings_are_named_at_once(tmp_path):
+    with pytest.raises(ValueError) as error:
+        settings(tmp_path, steps=0, batch_size=-3, dtype="int8", learning_rate=0.0, data_format="csv")
+    for part in ("steps=0", "batch_size=-3", "dtype='int8'", "learning_rate=0.0", "data_format='csv'"):
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match="batch_size=4 must be a multiple of gradient_accumulation=3"):
+        settings(tmp_path, gradient_accumulation=3)
+    with pytest.raises(ValueError, match="warmup_steps=31 must not exceed steps=30"):
+        settings(tmp_path, warmup_steps=31)

@@ -1,0 +1,77 @@
+"""A run that is killed resumes with the losses it would have had, bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+
+from moe_jax.train.metrics import read_records
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def start(data: Path, output: Path) -> subprocess.Popen:
+    paths = os.pathsep.join([str(ROOT), str(HERE)])
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "run_tiny.py"), str(data), str(output)],
+        env={**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process: subprocess.Popen) -> None:
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()[-3000:]
+
+
+def comparable(output: Path) -> list[dict]:
+    timed = ("tokens_per_second", "model_tflops")
+    records = [{k: v for k, v in r.items() if k not in timed} for r in read_records(output / "metrics.jsonl")]
+    return [*records, *read_records(output / "expert_load.jsonl")]
+
+
+def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path):
+    data = tiny.write_texts(tmp_path / "texts")
+    finish(start(data, tmp_path / "whole"))
+    expected = comparable(tmp_path / "whole")
+    assert len(expected) == 48
+
+    output = tmp_path / "killed"
+    for least_steps in (7, 13):
+        process = start(data, output)
+        deadline = time.monotonic() + 240
+        while len(read_records(output / "metrics.jsonl")) < least_steps:
+            assert process.poll() is None, process.stderr.read().decode()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    finish(start(data, output))
+    assert comparable(output) == expected
+    kept = sorted(int(p.name) for p in (output / "checkpoints").iterdir() if p.name.isdigit())
+    assert kept == [20, 24]
+
+
+def test_a_folder_with_another_run_is_refused(tmp_path):
+    from moe_jax.train import FinetuneSettings, finetune
+
+    data = tiny.write_texts(tmp_path / "texts")
+    options = dict(
+        model="none", data=str(data), output=str(tmp_path / "run"), seq_len=16, batch_size=2, steps=4, warmup_steps=0
+    )
+    result = finetune(
+        FinetuneSettings(**options, dtype="float32"), model=tiny.model(), tokenizer=tiny.tokenizer(), stop_after=2
+    )
+    assert result.step == 2 and len(result.metrics) == 2
+    with pytest.raises(ValueError, match="holds another run.*seed: checkpoint 0, now 1"):
+        finetune(FinetuneSettings(**options, dtype="float32", seed=1), model=tiny.model(), tokenizer=tiny.tokenizer())
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])

@@ -1,0 +1,112 @@
+"""The loss and the step: masks, accumulation, the balancing losses' gradients, the schedule, what decays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from flax import nnx
+
+from moe_jax.train import init_state, loss, make_optimizer, make_train_step, warmup_cosine
+
+
+def make_batch(rng, rows=4, length=12):
+    segments = np.repeat([[1] * 5 + [2] * 4 + [0] * 3], rows, axis=0)
+    labelled = np.repeat([[1] * 4 + [0] + [1] * 3 + [0] * 4], rows, axis=0) * (rng.random((rows, length)) < 0.8)
+    positions = np.repeat([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]], rows, axis=0)
+    arrays = dict(tokens=rng.integers(0, 264, (rows, length)), labels=rng.integers(0, 264, (rows, length)))
+    arrays |= dict(loss_mask=labelled, positions=positions, segment_ids=segments)
+    return {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
+
+
+def loss_and_gradients(batch, aux=0.0, z=0.0):
+    graph, params = nnx.split(tiny.model(), nnx.Param)
+
+    def total(params):
+        return loss(nnx.merge(graph, params), batch, aux_loss_coef=aux, z_loss_coef=z)
+
+    return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+
+
+def test_equals_cross_entropy_over_the_labelled_tokens():
+    batch = make_batch(np.random.default_rng())
+    (actual, _), _ = loss_and_gradients(batch)
+    logits = tiny.model()(batch["tokens"], batch["positions"], batch["segment_ids"]).logits
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+    np.testing.assert_allclose(actual, losses[batch["loss_mask"] == 1].mean(), rtol=1e-5)
+
+
+def test_padding_reaches_neither_loss_nor_any_gradient():
+    batch = make_batch(np.random.default_rng())
+    other = {**batch, "tokens": jnp.where(batch["segment_ids"] == 0, 7, batch["tokens"])}
+    (one, _), one_gradients = loss_and_gradients(batch, aux=0.5, z=0.1)
+    (two, _), two_gradients = loss_and_gradients(other, aux=0.5, z=0.1)
+    np.testing.assert_allclose(one, two, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(one_gradients), jax.tree.leaves(two_gradients), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("coefficients", [dict(aux=1.0), dict(z=1.0)], ids=["aux", "z"])
+def test_the_router_feels_the_balancing_loss_as_a_finite_difference_says(coefficients):
+    batch = make_batch(np.random.default_rng())
+    batch["loss_mask"] = jnp.zeros_like(batch["loss_mask"])  # nothing but the balancing loss is left
+    _, gradients = loss_and_gradients(batch, **coefficients)
+    gradient = gradients["stages"][0]["mlp"]["router"]["weight"][...]
+    assert float(jnp.abs(gradient[1]).max()) > 1e-5
+    direction = gradient / jnp.linalg.norm(gradient)
+
+    def shifted(step):
+        graph, params = nnx.split(tiny.model(), nnx.Param)
+        weight = params["stages"][0]["mlp"]["router"]["weight"]
+        weight.set_value(weight[...] + step * direction)
+        coefs = dict(aux_loss_coef=coefficients.get("aux", 0.0), z_loss_coef=coefficients.get("z", 0.0))
+        return float(loss(nnx.merge(graph, params), batch, **coefs)[0])
+
+    difference = (shifted(1e-3) - shifted(-1e-3)) / 2e-3
+    np.testing.assert_allclose(difference, jnp.linalg.norm(gradient), rtol=0.05)
+
+
+def test_micro_batches_sum_to_the_big_batch():
+    batch = make_batch(np.random.default_rng())
+    optimizer = optax.sgd(1.0)
+    results = []
+    for parts in (1, 2, 4):
+        model = tiny.model()
+        graph, state = nnx.graphdef(model), init_state(model, optimizer)
+        step = make_train_step(graph, optimizer, gradient_accumulation=parts)
+        results.append(step(state, batch))
+    for state, metrics in results[1:]:
+        np.testing.assert_allclose(metrics["loss"], results[0][1]["loss"], rtol=1e-6)
+        np.testing.assert_allclose(metrics["grad_norm"], results[0][1]["grad_norm"], rtol=1e-5)
+        np.testing.assert_array_equal(metrics["expert_load"], results[0][1]["expert_load"])
+        for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(results[0][0].params), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_remat_changes_nothing():
+    batch = make_batch(np.random.default_rng())
+    optimizer = make_optimizer(1e-3)
+    losses = []
+    for remat in (False, True):
+        model = tiny.model()
+        graph, state = nnx.graphdef(model), init_state(model, optimizer)
+        losses.append(make_train_step(graph, optimizer, remat=remat)(state, batch)[1]["grad_norm"])
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def test_the_schedule_warms_up_and_decays_to_its_floor():
+    schedule = warmup_cosine(2.2, steps=110, warmup_steps=10, min_ratio=0.1)
+    np.testing.assert_allclose(
+        [schedule(0), schedule(4), schedule(10), schedule(60), schedule(110)], [0.2, 1.0, 2.2, 1.21, 0.22]
+    )
+    np.testing.assert_allclose(warmup_cosine(2.0, steps=10)(0), 2.0)
+
+
+def test_matrices_decay_and_norms_do_not():
+    _, params = nnx.split(tiny.model(), nnx.Param)
+    optimizer = make_optimizer(1.0, weight_decay=0.5)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    for path, update in nnx.to_flat_state(updates):
+        moved = bool(jnp.abs(update[...]).max() > 0)
+        assert moved == (not any("norm" in str(part) for part in path)), path

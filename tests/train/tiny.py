@@ -1,0 +1,62 @@
+"""A tokenizer, texts and a model small enough to train in a test."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import transformers
+from flax import nnx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import moe_jax
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tokenizer(chat_template: str | None = CHATML):
+    """Bytes as tokens, and three special tokens."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    specials = ["<|end|>", "<|im_start|>", "<|im_end|>"]
+    raw.train_from_iterator(
+        ["plain words"],
+        trainers.BpeTrainer(
+            vocab_size=259, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        ),
+    )
+    wrapped = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|end|>", additional_special_tokens=specials[1:]
+    )
+    wrapped.chat_template = chat_template
+    return wrapped
+
+
+def model(**options):
+    """Two layers, four experts, of which a token uses two."""
+    config = moe_jax.Qwen3MoeConfig(
+        vocab_size=264,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        initializer_range=0.1,
+        router_aux_loss_coef=0.01,
+    )
+    return moe_jax.from_config(config, rngs=nnx.Rngs(0), **{"dtype": jnp.float32, **options})
+
+
+def write_texts(folder: Path) -> Path:
+    """Nine small text files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(9):
+        (folder / f"{i}.txt").write_text(f"text {i}: " + "the same words come again and again. " * (i + 1))
+    return folder
