@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -139,7 +139,7 @@ def run_demo(settings: DemoSettings) -> DemoResult:
             result.model, prompt, max_new_tokens=settings.new_tokens, temperature=0.6, top_p=0.95,
             eos_token_id=tokenizer.eos_token_id, seed=settings.seed,
         )  # fmt: skip
-        text = tokenizer.decode(prompt + new, skip_special_tokens=True)
+        text = str(tokenizer.decode(prompt + new, skip_special_tokens=True))
         print("\n".join(f"  | {line}" for line in text.splitlines()))
 
     print(f"\nDone in {time.perf_counter() - start:.0f} s. What lies where:")
@@ -187,7 +187,7 @@ def stage(number: int, title: str) -> Iterator[None]:
 
 def small_config(model: str, vocab_size: int, eos_token_id: int) -> Qwen3Config:
     """A model of about 5 M parameters (with 4096 tokens) that two CPU cores train in minutes."""
-    common = dict(
+    common: dict[str, Any] = dict(
         vocab_size=vocab_size, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=eos_token_id,
     )  # fmt: skip

@@ -22,14 +22,15 @@ def rope_tables(
     if rope.rope_type == "yarn":
         frequencies, magnitude = _yarn(rope, head_dim, max_position_embeddings)
     else:
-        theta = rope.rope_theta
+        theta: float | Array = rope.rope_theta
+        factor = rope.factor or 1.0
         if rope.rope_type == "dynamic":
             length = jnp.maximum(positions.max() + 1, max_position_embeddings).astype(jnp.float32)
-            stretch = rope.factor * length / max_position_embeddings - (rope.factor - 1)
+            stretch = factor * length / max_position_embeddings - (factor - 1)
             theta = theta * stretch ** (head_dim / (head_dim - 2))
         frequencies, magnitude = _frequencies(theta, head_dim), 1.0
         if rope.rope_type == "linear":
-            frequencies = frequencies / rope.factor
+            frequencies = frequencies / factor
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 

@@ -35,7 +35,7 @@ def parameter_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMes
     """The mesh axis, or None, for each axis of the parameter."""
     names = [str(part) for part in path if part != "weight"]
     axes = () if path[-1] == "bias" else _AXES.get(".".join(names[-2:]), _AXES.get(names[-1], ()))
-    spec: list[str | None] = [None] * (len(shape) - len(axes)) + list(axes)
+    spec: list[str | None] = [*[None] * (len(shape) - len(axes)), *axes]
     for i, axis in enumerate(spec):
         if axis is not None and (axis not in mesh.shape or shape[i] % mesh.shape[axis]):
             spec[i] = None

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
-from transformers import PreTrainedTokenizerBase
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def chat_tokens(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list | None = None
+    tokenizer: Any, messages: list[dict[str, Any]], tools: list | None = None
 ) -> tuple[Int[np.ndarray, "tokens"], Bool[np.ndarray, "tokens"]]:
     """Token ids of the whole conversation, and which of them the assistant wrote, its end-of-turn token included.
 

@@ -102,7 +102,8 @@ def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
     if not places:
         raise ValueError(f"no document with any text in {path} ({len(files)} files)")
     columns = np.asarray(places, np.int64).T
-    return Documents(data_format, tuple(files), *columns, fingerprint=digest.hexdigest(), num_empty=num_empty)
+    file, line, offset, size = columns
+    return Documents(data_format, tuple(files), file, line, offset, size, digest.hexdigest(), num_empty)
 
 
 def _files(path: Path, data_format: str) -> list[Path]:

@@ -1,0 +1,35 @@
+"""Read a Hugging Face checkpoint, look at it, and write it back: as another dtype here, but anything may happen in between.
+
+python examples/convert.py Qwen/Qwen3-30B-A3B out/ --dtype bfloat16
+"""
+
+from dataclasses import dataclass
+
+import jax
+import tyro
+from flax import nnx
+
+import moe_jax
+
+
+@dataclass
+class Settings:
+    """Command-line options."""
+
+    source: tyro.conf.Positional[str]
+    target: tyro.conf.Positional[str]
+    dtype: str = "bfloat16"
+
+
+def main(settings: Settings) -> None:
+    """Loads, prints every parameter's place and shape, saves."""
+    model = moe_jax.from_pretrained(settings.source, dtype=settings.dtype)
+    for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        print(".".join(map(str, path)), parameter.shape, parameter.dtype)
+    total = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    model.save_pretrained(settings.target)
+    print(f"wrote {total / 1e6:.2f} M parameters to {settings.target}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings))

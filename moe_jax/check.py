@@ -1,0 +1,180 @@
+"""What `moe-jax check` does: one forward and one backward pass of a model, what they give and how long they take."""
+
+import os
+import resource
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.checkpoint.hf_names import hf_tensors
+from moe_jax.config import Qwen3Config
+from moe_jax.flops import num_active_parameters, num_parameters
+from moe_jax.models.auto import from_config
+from moe_jax.models.qwen3 import Qwen3
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """The findings of a check, in the order in which they are printed.
+
+    `loss` is the sum of all logits and `backward_seconds` is that of forward and backward together less the forward's:
+    the same pass that the stock implementation is measured with (seconds are medians after a first, compiling call).
+    """
+
+    device: str
+    dtype: str
+    tokens: int
+    parameters: int
+    active_parameters: int
+    next_token_id: int
+    next_token: str | None
+    logprob: float
+    forward_seconds: float
+    loss: float
+    gradient_norm: float
+    tensors_with_gradients: int
+    arrays_with_gradients: int
+    max_gradient: float
+    min_gradient: float
+    backward_seconds: float
+    compile_seconds: float
+    peak_memory_gib: float
+
+
+def check_checkpoint(path: str | Path, prompt: str, *, dtype=jnp.bfloat16, repeats: int = 5) -> CheckReport:
+    """Checks a Hugging Face folder or hub id on a prompt."""
+    from transformers import AutoTokenizer
+
+    model = from_pretrained(path, dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(model.source)
+    tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    if not tokens:
+        raise ValueError("the prompt has no tokens; give some text")
+    return check_model(model, tokens, tokenizer=tokenizer, repeats=repeats)
+
+
+def check_random(config: Qwen3Config, num_tokens: int, *, dtype=jnp.bfloat16, seed: int = 0, repeats: int = 5) -> CheckReport:
+    """Checks a config with random weights on random tokens: speed and memory without a checkpoint."""
+    tokens = np.random.default_rng(seed).integers(0, config.vocab_size, num_tokens)
+    return check_model(random_model(config, dtype, seed), tokens.tolist(), repeats=repeats)
+
+
+def check_model(model: Qwen3, tokens: list[int], *, tokenizer: Any = None, repeats: int = 5) -> CheckReport:
+    """Runs the passes on one sequence."""
+    config = model.config
+    graph, parameters = nnx.split(model, nnx.Param)
+    batch = jnp.asarray(tokens, jnp.int32)[None]
+
+    def last_logits(parameters, batch):
+        return nnx.merge(graph, parameters)(batch).logits[0, -1].astype(jnp.float32)
+
+    def logit_sum(parameters, batch):
+        return nnx.merge(graph, parameters)(batch).logits.astype(jnp.float32).sum()
+
+    began = time.perf_counter()
+    forward = jax.jit(last_logits).lower(parameters, batch).compile()
+    both = jax.jit(jax.value_and_grad(logit_sum)).lower(parameters, batch).compile()
+    compile_seconds = time.perf_counter() - began
+
+    log_probabilities = jax.nn.log_softmax(forward(parameters, batch))
+    next_token_id = int(log_probabilities.argmax())
+    forward_seconds = _median_seconds(lambda: forward(parameters, batch), repeats)
+    both_seconds = _median_seconds(lambda: both(parameters, batch), repeats)
+    loss, gradients = both(parameters, batch)
+    norm, largest, smallest = (float(x) for x in _gradient_statistics(gradients))
+    return CheckReport(
+        device=jax.devices()[0].device_kind,
+        dtype=str(model.dtype),
+        tokens=len(tokens),
+        parameters=num_parameters(config),
+        active_parameters=num_active_parameters(config),
+        next_token_id=next_token_id,
+        next_token=None if tokenizer is None else tokenizer.decode([next_token_id]),
+        logprob=float(log_probabilities[next_token_id]),
+        forward_seconds=forward_seconds,
+        loss=float(loss),
+        gradient_norm=norm,
+        tensors_with_gradients=len(hf_tensors(config)),
+        arrays_with_gradients=len(jax.tree.leaves(gradients)),
+        max_gradient=largest,
+        min_gradient=smallest,
+        backward_seconds=both_seconds - forward_seconds,
+        compile_seconds=compile_seconds,
+        peak_memory_gib=_peak_memory() / 2**30,
+    )
+
+
+def format_report(report: CheckReport) -> str:
+    """The report as people read it."""
+    token = "" if report.next_token is None else f"\nToken: {report.next_token!r}"
+    return (
+        f"{report.device}, {report.dtype}, {report.tokens} tokens, {report.parameters / 1e9:.3f} B parameters "
+        f"({report.active_parameters / 1e9:.3f} B active); compiled in {report.compile_seconds:.1f} s\n"
+        f"\nNext token\nToken ID: {report.next_token_id}{token}\nLogprob: {report.logprob:.6f}\n"
+        f"Forward time: {report.forward_seconds:.6f} s\n"
+        f"\nBackward pass of the sum of all logits\nLoss: {report.loss:.4f}\nTotal gradient norm: {report.gradient_norm:.6f}\n"
+        f"Parameters with gradients: {report.tensors_with_gradients} tensors of a checkpoint, "
+        f"held as {report.arrays_with_gradients} stacked arrays\n"
+        f"Max gradient value: {report.max_gradient:.6f}\nMin gradient value: {report.min_gradient:.6f}\n"
+        f"Backward time: {report.backward_seconds:.6f} s (forward and backward together, less the forward time)\n"
+        f"Peak memory: {report.peak_memory_gib:.2f} GiB"
+    )
+
+
+def random_model(config: Qwen3Config, dtype, seed: int = 0) -> Qwen3:
+    """Random weights made on the device in `dtype`, one layer of one parameter at a time: no f32 copy of a large one exists."""
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: from_config(config, dtype=dtype, rngs=nnx.Rngs(0))), nnx.Param)
+    flat = []
+    for i, (path, leaf) in enumerate(nnx.to_flat_state(abstract)):
+        if any("norm" in str(part) for part in path):
+            value = jnp.ones(leaf.shape, dtype)
+        else:
+            value = _normal(jax.random.fold_in(jax.random.key(seed), i), leaf.shape, config.initializer_range, dtype)
+        flat.append((path, leaf.replace(value)))
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def _normal(key, shape, stddev, dtype):
+    def draw(key, shape):
+        return jax.random.normal(key, shape, dtype) * jnp.asarray(stddev, dtype)
+
+    if len(shape) < 3:
+        return jax.jit(draw, static_argnums=1)(key, shape)
+    return jax.jit(lambda keys: jax.lax.map(lambda key: draw(key, shape[1:]), keys))(jax.random.split(key, shape[0]))
+
+
+@jax.jit
+def _gradient_statistics(gradients):
+    """Norm, maximum and minimum over all gradients, in f32."""
+    leaves = jax.tree.leaves(gradients)
+    # One layer at a time: a stacked gradient as f32 at once would be twice the gradient itself.
+    squares = [jax.lax.map(lambda row: jnp.square(row.astype(jnp.float32)).sum(), leaf).sum() for leaf in leaves]
+    norm = jnp.sqrt(sum(squares))
+    return norm, jnp.stack([leaf.max() for leaf in leaves]).max(), jnp.stack([leaf.min() for leaf in leaves]).min()
+
+
+def _median_seconds(run, repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        jax.block_until_ready(run())
+        seconds.append(time.perf_counter() - began)
+    # The first call still loads and tunes kernels.
+    return statistics.median(seconds[1:])
+
+
+def _peak_memory() -> int:
+    """Peak bytes on the device; of this process where the device is the CPU."""
+    device = jax.devices()[0].memory_stats()
+    if device and "peak_bytes_in_use" in device:
+        return device["peak_bytes_in_use"]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if os.uname().sysname == "Darwin" else peak * 1024

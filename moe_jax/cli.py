@@ -1,0 +1,184 @@
+"""The program `moe-jax`: convert, finetune, generate, check, demo. Each command is a dataclass; tyro makes its options."""
+
+import os
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Convert a checkpoint between Hugging Face's layout and Orbax, checking every tensor on the way.
+
+    moe-jax convert Qwen/Qwen3-30B-A3B out/orbax --to orbax
+    moe-jax convert out/orbax out/hf --to hf
+
+    Args:
+      source: a Hugging Face folder or hub id, or an Orbax folder that this command wrote.
+      target: the folder to write; it is complete or absent.
+      to: the layout to write.
+      dtype: what the weights are stored as.
+    """
+
+    source: tyro.conf.Positional[str]
+    target: tyro.conf.Positional[str]
+    to: Literal["orbax", "hf"] = "orbax"
+    dtype: Dtype = "bfloat16"
+
+    def run(self) -> None:
+        """Loads and writes."""
+        from moe_jax.checkpoint.hf_load import from_pretrained
+        from moe_jax.checkpoint.orbax_params import load_orbax, save_orbax
+
+        is_orbax = (Path(self.source) / "params").is_dir()
+        model = (load_orbax if is_orbax else from_pretrained)(self.source, dtype=self.dtype)
+        if self.to == "orbax":
+            save_orbax(model, self.target)
+        else:
+            model.save_pretrained(self.target)
+        print(f"wrote {self.target}")
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a prompt.
+
+    moe-jax generate runs/demo/model --prompt "import os" --max-new-tokens 64
+
+    Args:
+      model: a Hugging Face folder or hub id.
+      prompt: the text to continue.
+      max_new_tokens: how many tokens to add at most.
+      temperature: 0 takes the most likely token each time.
+      top_k: draw from the k most likely tokens alone.
+      top_p: draw from the most likely tokens whose probabilities reach p.
+      seed: of the draw.
+      dtype: what the model computes in.
+    """
+
+    model: tyro.conf.Positional[str]
+    prompt: str
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    dtype: Dtype = "bfloat16"
+
+    def run(self) -> None:
+        """Prints prompt and continuation."""
+        from moe_jax.checkpoint.hf_load import from_pretrained
+        from moe_jax.generation import generate
+        from moe_jax.train import load_tokenizer
+
+        model = from_pretrained(self.model, dtype=self.dtype)
+        tokenizer = load_tokenizer(model.source or self.model)
+        prompt = tokenizer(self.prompt, add_special_tokens=False)["input_ids"]
+        new = generate(
+            model,
+            prompt,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            eos_token_id=model.config.eos_token_id,
+            seed=self.seed,
+        )
+        print(tokenizer.decode(prompt + new, skip_special_tokens=True))
+
+
+@dataclass(frozen=True)
+class Check:
+    """Run one forward and one backward pass: next token, loss, gradient norm, seconds, peak memory.
+
+    moe-jax check Qwen/Qwen3-30B-A3B --prompt "The capital of France is"
+    moe-jax check --random-config qwen3-30b-a3b --tokens 100
+
+    Args:
+      path: a Hugging Face folder or hub id.
+      prompt: the text to run on.
+      random_config: instead of a checkpoint, random weights of a published shape.
+      tokens: with --random-config, how many random tokens.
+      layers: with --random-config, take this many layers only.
+      dtype: what the model computes in.
+      repeats: how often each pass is timed; the median is reported.
+      json: also write the report to this file.
+    """
+
+    path: Annotated[str | None, tyro.conf.Positional] = None
+    prompt: str = "The capital of France is"
+    random_config: str | None = None
+    tokens: int = 100
+    layers: int | None = None
+    dtype: Dtype = "bfloat16"
+    repeats: int = 5
+    json: str | None = None
+
+    def run(self) -> None:
+        """Prints the report."""
+        from moe_jax import check
+        from moe_jax.config import NAMED_CONFIGS
+
+        if (self.path is None) == (self.random_config is None):
+            raise ValueError("give either a checkpoint's path or --random-config NAME")
+        if self.path is not None:
+            report = check.check_checkpoint(self.path, self.prompt, dtype=self.dtype, repeats=self.repeats)
+        else:
+            if self.random_config not in NAMED_CONFIGS:
+                raise ValueError(f"no config {self.random_config!r}; there are: {', '.join(NAMED_CONFIGS)}")
+            config = NAMED_CONFIGS[self.random_config]
+            if self.layers is not None:
+                config = replace(config, num_hidden_layers=self.layers)
+            report = check.check_random(config, self.tokens, dtype=self.dtype, repeats=self.repeats)
+        print(check.format_report(report))
+        if self.json is not None:
+            _write_json(Path(self.json), asdict(report))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs one command. Bad input ends with one line on standard error and exit status 2."""
+    # Before JAX starts: a 30 B model with its gradients needs more than the 75 % of a GPU that JAX takes by default.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    from moe_jax.demo import DemoSettings, run_demo
+    from moe_jax.train import FinetuneSettings, finetune
+
+    commands: dict[str, Any] = {
+        "convert": Convert,
+        "finetune": FinetuneSettings,
+        "generate": Generate,
+        "check": Check,
+        "demo": DemoSettings,
+    }
+    try:
+        command = tyro.extras.subcommand_cli_from_dict(
+            commands, prog="moe-jax", description=__doc__.split(".")[0] + ".", args=arguments
+        )
+        if isinstance(command, FinetuneSettings):
+            result = finetune(command)
+            folder = Path(command.output) / "model"
+            result.model.save_pretrained(folder)
+            print(f"trained to step {result.step}; Hugging Face checkpoint in {folder}")
+        elif isinstance(command, DemoSettings):
+            run_demo(command)
+        else:
+            command.run()
+    except (ValueError, OSError, FloatingPointError) as error:
+        print(f"moe-jax: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _write_json(path: Path, values: dict) -> None:
+    import json
+
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(values, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The program runs each command, teaches with --help, and answers bad input with one line and status 2."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import load_file
+
+from moe_jax.cli import main
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny.tokenizer().save_pretrained(folder / "tokenizer")
+    tiny.model().save_pretrained(folder / "model", tokenizer_from=folder / "tokenizer")
+    return folder / "model"
+
+
+def fails(capsys, *arguments) -> str:
+    with pytest.raises(SystemExit) as status:
+        main(list(arguments))
+    assert status.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_convert_to_orbax_and_back_keeps_every_bit(checkpoint, tmp_path):
+    main(["convert", str(checkpoint), str(tmp_path / "orbax"), "--dtype", "float32"])
+    main(["convert", str(tmp_path / "orbax"), str(tmp_path / "hf"), "--to", "hf", "--dtype", "float32"])
+    before, after = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(after[name], tensor)
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+
+
+def test_finetune_then_generate(checkpoint, tmp_path, capsys):
+    data, output = tiny.write_texts(tmp_path / "texts"), tmp_path / "run"
+    options = "--seq-len 16 --batch-size 2 --steps 3 --warmup-steps 1 --dtype float32".split()
+    main(["finetune", "--model", str(checkpoint), "--data", str(data), "--output", str(output), *options])
+    assert len((output / "metrics.jsonl").read_text().splitlines()) == 3
+    main(["generate", str(output / "model"), "--prompt", "text", "--max-new-tokens", "5", "--dtype", "float32"])
+    assert "text" in capsys.readouterr().out
+
+
+def test_check_prints_the_report_and_writes_it(checkpoint, tmp_path, capsys):
+    options = ["--prompt", "the same words", "--dtype", "float32", "--repeats", "1", "--json", str(tmp_path / "report.json")]
+    main(["check", str(checkpoint), *options])
+    printed, report = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
+    assert f"Token ID: {report['next_token_id']}" in printed and "Total gradient norm" in printed
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in ("convert", "finetune", "generate", "check", "demo"))
+    with pytest.raises(SystemExit):
+        main(["check", "--help"])
+    assert "moe-jax check --random-config qwen3-30b-a3b" in capsys.readouterr().out
+
+
+def test_bad_input_is_one_line_and_status_two(checkpoint, tmp_path, capsys):
+    assert "give either a checkpoint's path or --random-config" in fails(capsys, "check")
+    assert "no config 'gpt'; there are: qwen3-0.6b" in fails(capsys, "check", "--random-config", "gpt")
+    (tmp_path / "empty").mkdir()
+    error = fails(capsys, "generate", str(tmp_path / "empty"), "--prompt", "x")
+    assert "config.json" in error and "Traceback" not in error
+    assert "top_k must be at least 1" in fails(capsys, "generate", str(checkpoint), "--prompt", "x", "--top-k", "0")

@@ -1,0 +1,50 @@
+"""Every example runs."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import tiny
+
+import moe_jax
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tiny.model().save_pretrained(tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+    return tmp_path / "model"
+
+
+def test_every_example_has_a_test():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"finetune", "moe_block", "convert"}
+
+
+def test_finetune(checkpoint, tmp_path, capsys):
+    example = load("finetune")
+    data = tiny.write_texts(tmp_path / "texts")
+    settings = dict(model=str(checkpoint), data=str(data), output=str(tmp_path / "out"), steps=3, batch_size=2, seq_len=16)
+    example.main(example.Settings(**settings))
+    assert "step 3: loss" in capsys.readouterr().out
+    assert moe_jax.from_pretrained(tmp_path / "out", progress=False).config.num_experts == 4
+
+
+def test_moe_block_learns():
+    example = load("moe_block")
+    assert example.main(example.Settings(steps=120)) > 0.75
+
+
+def test_convert(checkpoint, tmp_path, capsys):
+    example = load("convert")
+    example.main(example.Settings(source=str(checkpoint), target=str(tmp_path / "out"), dtype="float32"))
+    assert "stages.0.mlp.experts.gate_up_proj (2, 4, 32, 16) float32" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
