@@ -102,8 +102,7 @@ def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
     if not places:
         raise ValueError(f"no document with any text in {path} ({len(files)} files)")
     columns = np.asarray(places, np.int64).T
-    file, line, offset, size = columns
-    return Documents(data_format, tuple(files), file, line, offset, size, digest.hexdigest(), num_empty)
+    return Documents(data_format, tuple(files), columns[0], columns[1], columns[2], columns[3], digest.hexdigest(), num_empty)
 
 
 def _files(path: Path, data_format: str) -> list[Path]:
