@@ -22,6 +22,22 @@ def library_texts(every_nth: int) -> list[str]:
     return texts
 
 
+def split_source(text: str, at_least: int = 1000) -> list[str]:
+    """Cuts source text before unindented lines that follow a blank one, into pieces of `at_least` characters or more.
+
+    The last piece may be shorter. Whole files in a row would fill a batch with one subject; pieces shuffle well.
+    """
+    pieces, start, blank_before = [], 0, False
+    position = 0
+    for line in text.splitlines(keepends=True):
+        if blank_before and not line[0].isspace() and position - start >= at_least:
+            pieces.append(text[start:position])
+            start = position
+        position += len(line)
+        blank_before = not line.strip()
+    return [*pieces, text[start:]] if text[start:].strip() else pieces
+
+
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of at most `vocab_size` tokens, the first of which ends a text."""
     tokenizer = Tokenizer(models.BPE())

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.demo import CONTENTS, DemoSettings, empty_output, run_demo, small_config
-from moe_jax.demo_text import END_OF_TEXT, library_texts, train_tokenizer
+from moe_jax.demo_text import END_OF_TEXT, library_texts, split_source, train_tokenizer
 from moe_jax.models.auto import from_config
 
 SHRUNKEN = dict(steps=10, batch_size=2, seq_len=32, vocab_size=600, every_nth_file=60, new_tokens=8)
@@ -68,6 +68,16 @@ def test_the_tokenizer_gives_every_text_back_and_loads_with_transformers(tmp_pat
     assert len(tokenizer) == 500 and tokenizer.eos_token == END_OF_TEXT and tokenizer.eos_token_id == 0
     for text in [*texts[:3], "naïve\t\r\n  数 🙂", ""]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_pieces_of_a_source_are_the_whole_source_cut_at_top_level():
+    for text in library_texts(40):
+        pieces = split_source(text, at_least=300)
+        assert "".join(pieces) == text or text.startswith("".join(pieces)) and not text[sum(map(len, pieces)) :].strip()
+        assert all(len(piece) >= 300 for piece in pieces[:-1])
+        assert not any(piece[0].isspace() for piece in pieces[1:])
+    assert len(split_source("a = 1\n\n" * 500, at_least=100)) > 10
+    assert split_source("") == [] and split_source("x\n") == ["x\n"]
 
 
 def test_the_model_has_about_five_million_parameters():

@@ -31,7 +31,7 @@ class TrainingCheckpoints:
 
     def restore(self, step: int, like: Any) -> Any:
         """The state saved at the step, with the shapes, dtypes and shardings of `like` (arrays or ShapeDtypeStructs)."""
-        template = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))
         return restored["state"]
 

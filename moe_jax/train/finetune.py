@@ -21,7 +21,7 @@ from moe_jax.train.data import Documents, batches, load_tokenizer, open_document
 from moe_jax.train.metrics import MetricsWriter, max_mean_load, read_records
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
 from moe_jax.train.settings import FinetuneSettings
-from moe_jax.train.step import init_state, make_train_step, put_batch
+from moe_jax.train.step import TrainState, init_state, make_train_step, put_batch
 
 RESUME_MUST_MATCH = ("seq_len", "batch_size", "gradient_accumulation", "steps", "learning_rate", "seed", "dtype")
 """Settings that may not change between the start of a run and its resumption: the run would be another."""
@@ -43,7 +43,7 @@ def finetune(
 
     Args:
       settings: the run.
-      model: start from this model, with f32 parameters, instead of reading `settings.model`.
+      model: start from this model, with f32 parameters, instead of reading `settings.model`. Its arrays are consumed.
       tokenizer: use this one instead of reading `settings.tokenizer`.
       stop_after: save and return after this step, as if interrupted.
 
@@ -89,7 +89,7 @@ def finetune(
     if start:
         position = checkpoints.position(start)
         _check_same_run(position["identity"], identity, output)
-        state = checkpoints.restore(start, state)
+        state = checkpoints.restore(start, _freed(state))
         stream.set_state(position["data"])
     writer = MetricsWriter(output, resumed_step=start, tensorboard=settings.tensorboard)
     flops_per_token = training_flops_per_token(config, settings.seq_len)
@@ -109,17 +109,21 @@ def finetune(
                 "step": step,
                 "loss": float(host["loss"]),
                 "aux_loss": float(host["aux_loss"]),
+                "z_loss": float(host["z_loss"]),
                 "grad_norm": float(host["grad_norm"]),
                 "learning_rate": float(host["learning_rate"]),
                 "tokens_per_second": float(host["num_tokens"]) / seconds,
                 "model_tflops": float(host["num_tokens"]) * flops_per_token / seconds / 1e12,
                 "max_mean_expert_load": max_mean_load(host["expert_load"]),
             }
-            if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
+            if not (math.isfinite(float(host["total_loss"])) and math.isfinite(record["grad_norm"])):
                 raise FloatingPointError(_describe_failure(record, batch, documents))
             writer.write(record, host["expert_load"])
             progress.update()
-            progress.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_second']:.0f} tokens/s")
+            if progress.disable:
+                print(f"step {step}: {_one_line(record)}", flush=True)
+            else:
+                progress.set_postfix_str(_one_line(record))
             if step % settings.checkpoint_every == 0 or step == last:
                 checkpoints.save(step, state, {"data": stream.get_state(), "identity": identity})
     finally:
@@ -128,6 +132,22 @@ def finetune(
         checkpoints.close()
     trained = nnx.merge(graph, state.params)
     return FinetuneResult(trained, step, read_records(output / "metrics.jsonl"))
+
+
+def _one_line(record: dict[str, Any]) -> str:
+    """The step's metrics for the console."""
+    return (
+        f"loss {record['loss']:.4f}, aux {record['aux_loss']:.3f}, grad norm {record['grad_norm']:.3f}, "
+        f"lr {record['learning_rate']:.2e}, {record['tokens_per_second']:.0f} tokens/s, "
+        f"{record['model_tflops']:.3g} TFLOP/s, max/mean load {record['max_mean_expert_load']:.2f}"
+    )
+
+
+def _freed(state: TrainState) -> TrainState:
+    """The state's shapes and shardings alone, its memory given back: a restored state of a large model needs the room."""
+    template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    jax.tree.map(lambda x: x.delete(), state)
+    return template
 
 
 def _describe_failure(record: dict[str, Any], batch: dict[str, np.ndarray], documents: Documents) -> str:

@@ -22,11 +22,20 @@ def test_the_loss_falls_and_every_step_is_logged(tmp_path):
     assert [record["step"] for record in result.metrics] == list(range(1, 31))
     assert result.metrics[-1]["loss"] < 0.6 * result.metrics[0]["loss"]
     assert set(result.metrics[0]) == {
-        "step", "loss", "aux_loss", "grad_norm", "learning_rate", "tokens_per_second", "model_tflops", "max_mean_expert_load"
+        "step", "loss", "aux_loss", "z_loss", "grad_norm", "learning_rate", "tokens_per_second", "model_tflops",
+        "max_mean_expert_load",
     }  # fmt: skip
     loads = read_records(tmp_path / "run" / "expert_load.jsonl")
     assert all(0 < sum(layer) <= 4 * 32 * 2 for record in loads for layer in record["expert_load"])
     assert result.model(jnp.zeros((1, 4), jnp.int32)).logits.shape == (1, 4, 264)
+
+
+def test_tensorboard_gets_every_scalar(tmp_path, capsys):
+    finetune(settings(tmp_path, steps=2, warmup_steps=0, tensorboard=True), model=tiny.model(), tokenizer=tiny.tokenizer())
+    (events,) = (tmp_path / "run" / "tensorboard").iterdir()
+    content = events.read_bytes()
+    assert all(name in content for name in (b"loss", b"grad_norm", b"max_mean_expert_load"))
+    assert "step 2: loss" in capsys.readouterr().out
 
 
 def test_bf16_compute_keeps_f32_weights(tmp_path):
