@@ -51,11 +51,11 @@ class DemoSettings:
 
     output: str = "runs/demo"
     model: Literal["qwen3_moe", "qwen3"] = "qwen3_moe"
-    steps: int = 480
+    steps: int = 640
     batch_size: int = 8
     seq_len: int = 128
     vocab_size: int = 4096
-    every_nth_file: int = 3
+    every_nth_file: int = 2
     prompt: str = "import os\n\ndef "
     new_tokens: int = 120
     seed: int = 0

@@ -7,8 +7,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-LEFT_OUT = frozenset("site-packages dist-packages test tests idlelib ensurepip lib2to3 turtledemo __pycache__".split())
-"""Folders of other people's packages, of tests and of tools."""
+LEFT_OUT = frozenset(
+    "site-packages dist-packages test tests idlelib ensurepip lib2to3 turtledemo encodings pydoc_data __pycache__".split()
+)
+"""Folders of other people's packages, of tests, of tools, and of tables that are hardly code."""
 
 
 def library_texts(every_nth: int) -> list[str]:
