@@ -79,7 +79,6 @@ def make_train_step(
         (total, parts), grads = jax.value_and_grad(micro_loss, has_aux=True)(params, batch, num_labels)
         return total, parts, _as_f32(grads)
 
-    @partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         num_labels = (batch["loss_mask"] != 0).sum().astype(jnp.float32)
         batch = {name: batch[name] for name in ("tokens", "labels", "loss_mask", "positions", "segment_ids")}
@@ -101,7 +100,16 @@ def make_train_step(
             metrics["learning_rate"] = schedule(state.step)
         return TrainState(state.step + 1, params, opt_state), metrics
 
-    return train_step
+    compiled: list[Callable] = []
+
+    def jitted_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+        if not compiled:
+            # The state leaves laid out as it came: XLA's own choice could differ, and the next step would compile again.
+            layout = jax.tree.map(lambda x: x.sharding, state)
+            compiled.append(jax.jit(train_step, donate_argnums=0, out_shardings=(layout, None)))
+        return compiled[0](state, batch)
+
+    return jitted_step
 
 
 def put_batch(batch: dict[str, np.ndarray], params: nnx.State) -> dict[str, jax.Array]:

@@ -1,0 +1,59 @@
+"""Training on a mesh gives the single device's losses, compiles once, and resumes bit for bit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+SCRIPT = """
+import logging, sys
+import jax, numpy as np
+import tiny, moe_jax
+from moe_jax.train import FinetuneSettings, finetune
+
+folder = sys.argv[1]
+tiny.tokenizer().save_pretrained(folder + "/tokenizer")
+tiny.model().save_pretrained(folder + "/model", tokenizer_from=folder + "/tokenizer")
+tiny.write_texts(tiny.Path(folder) / "texts")
+
+compilations = []
+class Count(logging.Handler):
+    def emit(self, record):
+        if "Compiling jit(train_step)" in record.getMessage():
+            compilations.append(1)
+logging.getLogger("jax._src.interpreters.pxla").addHandler(Count())
+jax.config.update("jax_log_compiles", True)
+
+def run(name, mesh, **stop):
+    model = moe_jax.from_pretrained(folder + "/model", dtype=np.float32, mesh=mesh, progress=False)
+    settings = FinetuneSettings(
+        model="none", data=folder + "/texts", output=folder + "/" + name, seq_len=32, batch_size=4, steps=6, learning_rate=1e-2,
+        warmup_steps=1, dtype="float32", checkpoint_every=3,
+    )
+    return [r["loss"] for r in finetune(settings, model=model, tokenizer=tiny.tokenizer(), **stop).metrics]
+
+one = run("one", None)
+compilations.clear()
+mesh = moe_jax.parallel.make_mesh(fsdp=2, expert=2)
+many = run("many", mesh)
+print("compilations", len(compilations))
+np.testing.assert_allclose(many, one, rtol=1e-4)
+run("resumed", mesh, stop_after=3)
+assert run("resumed", mesh) == many
+"""
+
+
+def test_a_mesh_changes_nothing_but_the_place(tmp_path):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "compilations 1" in done.stdout
