@@ -155,8 +155,11 @@ def _direct_rows(num_rows: int, num_experts: int) -> int:
 
 
 def _block_height(num_rows: int, num_experts: int) -> int:
-    """Half the mean rows of an expert, in eights, at most 512: the padding of an expert's last block stays below its mean."""
-    return min(512, _round_up(num_rows / num_experts / 2, 8))
+    """Half the mean rows of an expert, in eights, from 32 to 512: the padding of an expert's last block stays small.
+
+    At least 32: a turn of the loop reads an expert's whole matrix, which takes longer than multiplying so few rows.
+    """
+    return min(512, max(32, _round_up(num_rows / num_experts / 2, 8)))
 
 
 def _round_up(value: float, multiple: int) -> int:
