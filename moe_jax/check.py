@@ -50,9 +50,14 @@ class CheckReport:
 
 
 def check_checkpoint(path: str | Path, prompt: str, *, dtype=jnp.bfloat16, repeats: int = 5) -> CheckReport:
-    """Checks a Hugging Face folder or hub id on a prompt."""
+    """Checks a Hugging Face folder or hub id on a prompt.
+
+    Raises:
+      ValueError: an empty prompt, `repeats` below 1, or a checkpoint that `from_pretrained` refuses.
+    """
     from transformers import AutoTokenizer
 
+    _require_positive(repeats=repeats)
     model = from_pretrained(path, dtype=dtype)
     tokenizer = AutoTokenizer.from_pretrained(model.source)
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -62,7 +67,12 @@ def check_checkpoint(path: str | Path, prompt: str, *, dtype=jnp.bfloat16, repea
 
 
 def check_random(config: Qwen3Config, num_tokens: int, *, dtype=jnp.bfloat16, seed: int = 0, repeats: int = 5) -> CheckReport:
-    """Checks a config with random weights on random tokens: speed and memory without a checkpoint."""
+    """Checks a config with random weights on random tokens: speed and memory without a checkpoint.
+
+    Raises:
+      ValueError: `num_tokens` or `repeats` below 1.
+    """
+    _require_positive(num_tokens=num_tokens, repeats=repeats)
     tokens = np.random.default_rng(seed).integers(0, config.vocab_size, num_tokens)
     return check_model(random_model(config, dtype, seed), tokens.tolist(), repeats=repeats)
 
@@ -140,6 +150,12 @@ def random_model(config: Qwen3Config, dtype, seed: int = 0) -> Qwen3:
             value = _normal(jax.random.fold_in(jax.random.key(seed), i), leaf.shape, config.initializer_range, dtype)
         flat.append((path, leaf.replace(value)))
     return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def _require_positive(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1; got {number}")
 
 
 def _normal(key, shape, stddev, dtype):

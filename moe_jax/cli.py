@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
             run_demo(command)
         else:
             command.run()
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, ArithmeticError) as error:
         print(f"moe-jax: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 

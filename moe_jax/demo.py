@@ -76,7 +76,7 @@ def run_demo(settings: DemoSettings) -> DemoResult:
     Raises:
       ValueError: fewer than 2 steps: there would be nothing to interrupt.
       FileExistsError: the output folder holds something that is no demo's.
-      RuntimeError: the exported checkpoint gives other logits in transformers.
+      ArithmeticError: the exported checkpoint gives other logits in transformers.
     """
     if settings.steps < 2:
         raise ValueError(f"steps must be at least 2, so that the run can be interrupted; got {settings.steps}")
@@ -129,7 +129,7 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         difference = logit_difference(output / "model", tokenizer.encode(texts[0])[: settings.seq_len])
         print(f"  largest difference {difference:.1e} of the largest logit (accepted: {MAX_LOGIT_DIFFERENCE:.0e})")
         if not difference <= MAX_LOGIT_DIFFERENCE:
-            raise RuntimeError(
+            raise ArithmeticError(
                 f"the logits of transformers differ by {difference:.1e} of the largest logit; "
                 f"at most {MAX_LOGIT_DIFFERENCE:.0e} would be right"
             )

@@ -24,8 +24,11 @@ SMALL = dict(
 SMALL_MOE = dict(SMALL, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3, experts_implementation="eager")
 
 
-def reference(model_type: str, seed: int, **overrides):
-    """A transformers model in f32 whose every parameter, norms and biases included, is random."""
+def reference(model_type: str, seed: int, *, router_std: float = 0.5, **overrides):
+    """A transformers model in f32 whose every parameter, norms and biases included, is random.
+
+    The default `router_std` spreads the router's logits, so that rounding cannot flip a choice between two implementations.
+    """
     torch.manual_seed(seed)
     if model_type == "qwen3_moe":
         config = transformers.Qwen3MoeConfig(**{**SMALL_MOE, **overrides})
@@ -35,8 +38,7 @@ def reference(model_type: str, seed: int, **overrides):
         model = transformers.Qwen3ForCausalLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Spread the router's logits, so that rounding cannot flip a choice between the two implementations.
-            std = 0.5 if name.endswith("mlp.gate.weight") else 0.1
+            std = router_std if name.endswith("mlp.gate.weight") else 0.1
             parameter.normal_(1.0 if "norm" in name else 0.0, std)
     return model.eval()
 

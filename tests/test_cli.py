@@ -63,6 +63,10 @@ def test_help_teaches(capsys):
 
 def test_bad_input_is_one_line_and_status_two(checkpoint, tmp_path, capsys):
     assert "give either a checkpoint's path or --random-config" in fails(capsys, "check")
+    check = ("check", "--random-config", "qwen3-30b-a3b")
+    assert "num_tokens must be at least 1; got 0" in fails(capsys, *check, "--tokens", "0")
+    assert "repeats must be at least 1; got 0" in fails(capsys, *check, "--repeats", "0")
+    assert "num_hidden_layers=0 must be a positive integer" in fails(capsys, *check, "--layers", "0")
     assert "no config 'gpt'; there are: qwen3-0.6b" in fails(capsys, "check", "--random-config", "gpt")
     (tmp_path / "empty").mkdir()
     error = fails(capsys, "generate", str(tmp_path / "empty"), "--prompt", "x")

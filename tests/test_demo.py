@@ -10,6 +10,7 @@ from flax import nnx
 from transformers import AutoTokenizer
 
 from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.cli import main
 from moe_jax.demo import CONTENTS, DemoSettings, empty_output, run_demo, small_config
 from moe_jax.demo_text import END_OF_TEXT, library_texts, split_source, train_tokenizer
 from moe_jax.models.auto import from_config
@@ -59,6 +60,14 @@ def test_it_prints_each_stage_and_the_text(demo, tmp_path, capsys):
     assert all(f"[{number}/7]" in printed for number in range(1, 8))
     assert result.text.startswith("def ") and str(tmp_path / "dense" / "model") in printed
     assert "expert_load" not in printed.split("What lies where")[1].replace("expert_load.jsonl", "")
+
+
+def test_logits_that_disagree_end_the_demo_and_its_program(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("moe_jax.demo.logit_difference", lambda *_: float("nan"))
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in (SHRUNKEN | {"steps": 2}).items()]
+    with pytest.raises(SystemExit) as status:
+        main(["demo", "--model", "qwen3", f"--output={tmp_path / 'x'}", *options])
+    assert status.value.code == 2 and "the logits of transformers differ by nan" in capsys.readouterr().err
 
 
 def test_the_tokenizer_gives_every_text_back_and_loads_with_transformers(tmp_path):
