@@ -4,32 +4,69 @@ import functools
 import logging
 import os
 
-BACKENDS = ("xla",)
-"""Every backend; `xla` runs on every platform and is the default of each."""
+import jax
+import jax.numpy as jnp
+
+from moe_jax.kernels.grouped_matmul import MODULES
+
+BACKENDS = tuple(MODULES)
+"""Every backend, the fastest first: `mosaic` runs on Hopper GPUs, `xla` on every platform."""
 
 ENVIRONMENT_VARIABLE = "MOE_JAX_BACKEND"
 
 _logger = logging.getLogger(__name__)
 
 
-def resolve_backend(name: str | None = None) -> str:
-    """The backend to use: `name` if given, else the environment variable MOE_JAX_BACKEND, else the default.
+def resolve_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int, row_alignment: int | None = None) -> str:
+    """The backend to use: `name` if given, else the environment variable MOE_JAX_BACKEND, else the first that fits.
+
+    A backend fits if the target is what it was written for, it takes experts of `dtype`, `hidden` and `inter`, and the plan
+    has the `row_alignment` that it needs (None: the plan is made for it). What is taken, and why what stands before it was
+    not, is logged once.
 
     Raises:
-        ValueError: the name is none of BACKENDS.
+        ValueError: the name is none of BACKENDS, or the named backend does not take the input.
     """
     source = "argument backend"
     if name is None and ENVIRONMENT_VARIABLE in os.environ:
         name, source = os.environ[ENVIRONMENT_VARIABLE], f"environment variable {ENVIRONMENT_VARIABLE}"
-    if name is None:
-        name = "xla"
-    if name not in BACKENDS:
-        raise ValueError(f"{source}: unknown backend {name!r}; choose one of {', '.join(map(repr, BACKENDS))}")
-    _announce(name)
-    return name
+    if name is not None:
+        if name not in BACKENDS:
+            raise ValueError(f"{source}: unknown backend {name!r}; choose one of {', '.join(map(repr, BACKENDS))}")
+        reason = _refusal(name, dtype, hidden, inter, row_alignment)
+        if reason is not None:
+            raise ValueError(f"{source}: backend {name!r} does not take this input: {reason}")
+        _announce(name, ())
+        return name
+    reasons: list[str] = []
+    for candidate in BACKENDS:
+        reason = _reason_against(candidate) or _refusal(candidate, dtype, hidden, inter, row_alignment)
+        if reason is None:
+            _announce(candidate, tuple(reasons))
+            return candidate
+        reasons.append(f"{candidate!r} not: {reason}")
+    raise AssertionError("the last backend takes everything")
+
+
+def _refusal(name: str, dtype: jnp.dtype, hidden: int, inter: int, row_alignment: int | None) -> str | None:
+    needed = MODULES[name].ROW_ALIGNMENT
+    if row_alignment is not None and row_alignment % needed:
+        return f"the plan has row_alignment {row_alignment}; it needs plan(..., row_alignment={needed})"
+    return MODULES[name].refusal(dtype, hidden, inter)
+
+
+def _reason_against(name: str) -> str | None:
+    """Why a backend that could run is not taken by default."""
+    if name == "xla":
+        return None
+    if not MODULES[name].is_native():
+        return "it is not written for this device"
+    if jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
+        return "the compiler cannot split it over several devices; call it inside shard_map, or name it"
+    return None
 
 
 @functools.cache
-def _announce(name: str) -> None:
-    """Logs each backend taken once a process."""
-    _logger.info("MoE experts run on backend %r", name)
+def _announce(name: str, reasons: tuple[str, ...]) -> None:
+    """Logs each choice once a process."""
+    _logger.info("MoE experts run on backend %r%s", name, "".join(f"; {reason}" for reason in reasons))

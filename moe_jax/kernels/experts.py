@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.activation import gated_silu, gated_silu_backward
 from moe_jax.kernels.backend import resolve_backend
 from moe_jax.kernels.grouped_matmul import implementation
 from moe_jax.kernels.routing import Plan
@@ -68,7 +67,8 @@ def experts_mlp(
         raise ValueError(f"chunk_tokens must be at least 1 or None; got {chunk_tokens}")
     if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
         chunk_tokens = None
-    return _experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, resolve_backend(backend), chunk_tokens)
+    backend = resolve_backend(backend, x.dtype, x.shape[1], w_down.shape[2])
+    return _experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, backend, chunk_tokens)
 
 
 def gate_up(
@@ -86,7 +86,8 @@ def gate_up(
     sizes = {"tokens": plan.row_of_pair.shape[0], "experts": plan.num_experts}
     check_shape("x", x, "tokens hidden", sizes)
     check_shape("w_gate_up", w_gate_up, "experts 2*inter hidden", sizes)
-    return _gate_up(x, w_gate_up, plan, resolve_backend(backend))
+    backend = resolve_backend(backend, x.dtype, x.shape[1], w_gate_up.shape[1] // 2, plan.row_alignment)
+    return _gate_up(x, w_gate_up, plan, backend)
 
 
 def down(
@@ -111,11 +112,13 @@ def down(
     check_shape("act", act, "rows inter", sizes)
     check_shape("w_down", w_down, "experts hidden inter", sizes)
     check_shape("weights", weights, "tokens k", sizes)
-    return _down(act, w_down, weights, plan, resolve_backend(backend))
+    backend = resolve_backend(backend, act.dtype, w_down.shape[1], act.shape[1], plan.row_alignment)
+    return _down(act, w_down, weights, plan, backend)
 
 
 def _gate_up_forward(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Array:
-    return implementation(backend).grouped_matmul(x, w_gate_up, plan, source_of_row=plan.token_of_row)
+    rows, source = implementation(backend).rows_of_tokens(x, plan)
+    return implementation(backend).grouped_matmul(rows, w_gate_up, plan, source_of_row=source)
 
 
 def _gate_up_gradients(
@@ -123,24 +126,26 @@ def _gate_up_gradients(
 ) -> tuple[Array, Array]:
     """Returns dx and dw_gate_up."""
     dx_rows = implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True)
-    dw = implementation(backend).grouped_outer(dh, x, plan, dw_dtype, b_source_of_row=plan.token_of_row)
-    return jnp.sum(_wide(dx_rows[plan.row_of_pair]), axis=1).astype(x.dtype), dw
+    rows, source = implementation(backend).rows_of_tokens(x, plan)
+    dw = implementation(backend).grouped_outer(dh, rows, plan, dw_dtype, b_source_of_row=source)
+    return jnp.sum(_of_pairs(_wide(dx_rows), plan), axis=1).astype(x.dtype), dw
 
 
 def _down_forward(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> Array:
     y_rows = implementation(backend).grouped_matmul(act, w_down, plan)
-    return jnp.sum(_wide(weights)[:, :, None] * _wide(y_rows[plan.row_of_pair]), axis=1).astype(act.dtype)
+    return jnp.sum(_wide(weights)[:, :, None] * _of_pairs(_wide(y_rows), plan), axis=1).astype(act.dtype)
 
 
 def _down_gradients(
     dy: Array, act: Array, w_down: Array, weights: Array, plan: Plan, backend: str, dw_dtype: jnp.dtype
 ) -> tuple[Array, Array, Array]:
     """Returns dact in at least f32, dw_down, dweights."""
-    g = implementation(backend).grouped_matmul(dy, w_down, plan, source_of_row=plan.token_of_row, transpose=True)
-    g, wide_act, weight_of_row = _wide(g), _wide(act), _wide(weights).reshape(-1)[plan.pair_of_row][:, None]
-    dweights = jnp.sum(g * wide_act, axis=1)[plan.row_of_pair].astype(weights.dtype)
+    rows, source = implementation(backend).rows_of_tokens(dy, plan)
+    g = implementation(backend).grouped_matmul(rows, w_down, plan, source_of_row=source, transpose=True)
+    g, wide_act, weight_of_row = _wide(g), _wide(act), _wide(_weight_of_row(weights, plan))[:, None]
+    dweights = _of_pairs(jnp.sum(g * wide_act, axis=1), plan).astype(weights.dtype)
     weighted_act = (weight_of_row * wide_act).astype(act.dtype)
-    dw = implementation(backend).grouped_outer(dy, weighted_act, plan, dw_dtype, a_source_of_row=plan.token_of_row)
+    dw = implementation(backend).grouped_outer(rows, weighted_act, plan, dw_dtype, a_source_of_row=source)
     return weight_of_row * g, dw, dweights
 
 
@@ -150,9 +155,10 @@ def _experts_mlp_forward(
     """Returns y and what backward keeps; of a chunked call, h and the plan have a leading axis of chunks."""
 
     def chunk(x: Array, weights: Array, experts: Array) -> tuple[Array, tuple[Array, Plan]]:
-        plan = make_plan(experts, w_gate_up.shape[0])
-        h = _gate_up_forward(x, w_gate_up, plan, backend)
-        return _down_forward(gated_silu(h), w_down, weights, plan, backend), (h, plan)
+        plan = make_plan(experts, w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT)
+        rows, source = implementation(backend).rows_of_tokens(x, plan)
+        h, act = implementation(backend).gated_matmul(rows, w_gate_up, plan, source_of_row=source)
+        return _down_forward(act, w_down, weights, plan, backend), (h, plan)
 
     if chunk_tokens is None:
         y, kept = chunk(x, weights, experts)
@@ -168,10 +174,13 @@ def _experts_mlp_backward(backend: str, chunk_tokens: int | None, residuals: tup
     x, w_gate_up, w_down, weights, (h, plan) = residuals
 
     def chunk(dy: Array, x: Array, weights: Array, h: Array, plan: Plan, gate_up_dtype, down_dtype) -> tuple:
-        dact, dw_down, dweights = _down_gradients(dy, gated_silu(h), w_down, weights, plan, backend, down_dtype)
-        dh = gated_silu_backward(h, dact)
+        rows, source = implementation(backend).rows_of_tokens(dy, plan)
+        dh, weighted_act, dweight_of_row = implementation(backend).gated_matmul_backward(
+            rows, w_down, h, _weight_of_row(weights, plan), plan, source_of_row=source
+        )
+        dw_down = implementation(backend).grouped_outer(rows, weighted_act, plan, down_dtype, a_source_of_row=source)
         dx, dw_gate_up = _gate_up_gradients(dh, x, w_gate_up, plan, backend, gate_up_dtype)
-        return (dw_gate_up, dw_down), (dx, dweights)
+        return (dw_gate_up, dw_down), (dx, _of_pairs(dweight_of_row, plan).astype(weights.dtype))
 
     if chunk_tokens is None:
         (dw_gate_up, dw_down), (dx, dweights) = chunk(dy, x, weights, h, plan, w_gate_up.dtype, w_down.dtype)
@@ -188,6 +197,18 @@ def _experts_mlp_backward(backend: str, chunk_tokens: int | None, residuals: tup
     (dw_gate_up, dw_down), (dx, dweights) = jax.lax.scan(add_chunk, zeros, (*chunks, h, plan))
     dx, dweights = _join(dx, x.shape[0]), _join(dweights, x.shape[0])
     return dx, dw_gate_up.astype(w_gate_up.dtype), dw_down.astype(w_down.dtype), dweights, None
+
+
+def _of_pairs(of_rows: Float[Array, "rows ..."], plan: Plan) -> Float[Array, "tokens k ..."]:
+    """The rows of each token's choices; zero where no expert computes the choice, whose row may hold anything."""
+    of_pairs = of_rows.at[plan.row_of_pair].get(mode="promise_in_bounds")
+    is_computed = plan.row_of_pair < plan.offsets[-1]
+    return jnp.where(is_computed.reshape(is_computed.shape + (1,) * (of_rows.ndim - 1)), of_pairs, 0)
+
+
+def _weight_of_row(weights: Float[Array, "tokens k"], plan: Plan) -> Float[Array, "rows"]:
+    """Each row's top-k weight; zero for a row of no pair."""
+    return weights.reshape(-1).at[plan.pair_of_row].get(mode="fill", fill_value=0)
 
 
 def _split(a: Array, size: int, fill: int) -> Array:

@@ -1,6 +1,6 @@
 """Which token goes where: (token, expert) pairs sorted by expert, so that each expert owns one contiguous run of rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,26 @@ from jaxtyping import Array, Int
 class Plan:
     """Where each (token, expert) pair computes. Pair p = t*K + k is token t's k-th choice; rows are pairs sorted by expert.
 
-    Pairs whose expert lies outside [0, num_experts) come last, after offsets[-1]: no expert computes them.
+    Each expert's rows start at a multiple of `row_alignment`, so that a kernel's tiles never mix experts; rows that only fill
+    up to the next multiple belong to no pair. Pairs whose expert lies outside [0, num_experts) come after offsets[-1]: no
+    expert computes them.
     """
 
     expert_of_row: Int[Array, "rows"]
-    """Expert of each row, ascending; num_experts for a row that no expert computes."""
+    """Expert of each row; num_experts for a row of no pair and for one that no expert computes."""
     token_of_row: Int[Array, "rows"]
+    """`tokens` for a row of no pair."""
     pair_of_row: Int[Array, "rows"]
+    """`tokens * k` for a row of no pair."""
     row_of_pair: Int[Array, "tokens k"]
     """The inverse of pair_of_row: sums over a token's choices gather through it, so nothing is scattered or atomic."""
     offsets: Int[Array, "experts+1"]
-    """Expert e owns rows offsets[e] <= row < offsets[e + 1]."""
+    """Expert e owns rows offsets[e] <= row < offsets[e + 1], those that fill its last block included."""
+    row_alignment: int = field(metadata={"static": True}, default=1)
 
     @property
     def num_rows(self) -> int:
-        """Pairs in all: tokens * k."""
+        """Rows of arrays in expert order: tokens * k, and with a `row_alignment` above 1 what the worst routing adds."""
         return self.token_of_row.shape[0]
 
     @property
@@ -35,33 +40,50 @@ class Plan:
         return self.offsets.shape[0] - 1
 
 
-def plan(topk_experts: Int[Array, "tokens k"], num_experts: int) -> Plan:
+def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: int = 1) -> Plan:
     """Sorts the pairs of `topk_experts` by expert, stably: an expert's rows stand in the order of their tokens.
 
-    The same choices give the same plan on every backend. A token may choose one expert twice. Ids outside
-    [0, num_experts) are legal and mean "nobody": such a pair adds nothing to its token and receives no gradient.
+    The same choices give the same plan on every backend of one `row_alignment`. A token may choose one expert twice. Ids
+    outside [0, num_experts) are legal and mean "nobody": such a pair adds nothing to its token and receives no gradient.
 
     Raises:
-        ValueError: topk_experts is not a 2-D integer array, or num_experts is below 1.
+        ValueError: topk_experts is not a 2-D integer array, or num_experts or row_alignment is below 1.
     """
     if topk_experts.ndim != 2 or not jnp.issubdtype(topk_experts.dtype, jnp.integer):
         raise ValueError(
             f"topk_experts must be an integer array of shape [tokens, k]; got {topk_experts.dtype}{list(topk_experts.shape)}"
         )
-    if num_experts < 1:
-        raise ValueError(f"num_experts must be at least 1; got {num_experts}")
+    for name, value in (("num_experts", num_experts), ("row_alignment", row_alignment)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
     tokens, k = topk_experts.shape
     in_range = (topk_experts >= 0) & (topk_experts < num_experts)
     experts = jnp.where(in_range, topk_experts, num_experts).astype(jnp.int32).reshape(-1)
     pairs = jnp.arange(tokens * k, dtype=jnp.int32)
-    expert_of_row, pair_of_row = jax.lax.sort((experts, pairs), num_keys=1, is_stable=True)
+    sorted_experts, sorted_pairs = jax.lax.sort((experts, pairs), num_keys=1, is_stable=True)
     # compare_all is one fused reduction; the unrolled binary search takes XLA minutes to compile at 262144 rows.
-    offsets = jnp.searchsorted(expert_of_row, jnp.arange(num_experts + 1), method="compare_all").astype(jnp.int32)
-    row_of_pair = jnp.zeros_like(pairs).at[pair_of_row].set(pairs, unique_indices=True, mode="promise_in_bounds")
+    bounds = jnp.searchsorted(sorted_experts, jnp.arange(num_experts + 1), method="compare_all").astype(jnp.int32)
+    blocks = -(-(bounds[1:] - bounds[:-1]) // row_alignment)
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(blocks * row_alignment).astype(jnp.int32)])
+    row = pairs + (offsets - bounds)[sorted_experts]
+
+    num_rows = tokens * k
+    if row_alignment > 1:
+        fill = min(num_experts, num_rows) * (row_alignment - 1)
+        # One block more than the worst routing fills: a tile of two blocks may begin at the last one.
+        num_rows = (-(-(num_rows + fill) // row_alignment) + 1) * row_alignment if num_rows else 0
+
+    def by_row(values: Array, nobody: int) -> Array:
+        empty = jnp.full(num_rows, nobody, jnp.int32)
+        return empty.at[row].set(values, unique_indices=True, mode="promise_in_bounds")
+
+    row_of_pair = jnp.zeros_like(pairs).at[sorted_pairs].set(row, unique_indices=True, mode="promise_in_bounds")
+    pair_of_row = by_row(sorted_pairs, tokens * k)
     return Plan(
-        expert_of_row=expert_of_row,
+        expert_of_row=by_row(sorted_experts, num_experts),
         token_of_row=pair_of_row // max(k, 1),
         pair_of_row=pair_of_row,
         row_of_pair=row_of_pair.reshape(tokens, k),
         offsets=offsets,
+        row_alignment=row_alignment,
     )

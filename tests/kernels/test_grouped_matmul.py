@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.kernels import backend
-from moe_jax.kernels.grouped_matmul import implementation, xla
+from moe_jax.kernels.grouped_matmul import xla
 from moe_jax.kernels.routing import plan
 
 
@@ -121,19 +120,3 @@ def test_blocks_cover_overflow_exactly(rng):
         offsets = np.asarray(p.offsets)
         assert covered == [(e, r) for e in range(experts) for r in range(offsets[e] + direct, offsets[e + 1])]
         assert len(expert) >= -(-first[-1] // turn) * turn, "a turn reads its blocks past the last one"
-
-
-def test_backend_choice(monkeypatch, caplog):
-    monkeypatch.delenv("MOE_JAX_BACKEND", raising=False)
-    backend._announce.cache_clear()
-    with caplog.at_level("INFO", logger="moe_jax"):
-        assert [backend.resolve_backend(), backend.resolve_backend("xla")] == ["xla", "xla"]
-        backend.resolve_backend()
-    assert [r.getMessage().count("'xla'") for r in caplog.records] == [1]
-    assert implementation("xla") is xla
-    with pytest.raises(ValueError, match="argument backend: unknown backend 'cuda'; choose one of 'xla'"):
-        backend.resolve_backend("cuda")
-    monkeypatch.setenv("MOE_JAX_BACKEND", "typo")
-    with pytest.raises(ValueError, match="environment variable MOE_JAX_BACKEND: unknown backend 'typo'"):
-        backend.resolve_backend()
-    assert backend.resolve_backend("xla") == "xla", "the argument outranks the environment"

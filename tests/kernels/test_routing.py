@@ -29,6 +29,34 @@ def test_plan_is_the_stable_sort(tokens, num_experts, k, seed):
     assert (result.num_rows, result.num_experts) == (tokens * k, num_experts)
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    tokens=st.integers(0, 60),
+    num_experts=st.integers(1, 9),
+    k=st.integers(1, 4),
+    alignment=st.sampled_from([1, 4, 64]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_aligned_rows_hold_every_pair_once_in_the_same_order(tokens, num_experts, k, alignment, seed):
+    experts = np.random.default_rng(seed).integers(-1, num_experts + 1, (tokens, k))
+    dense = jax.tree.map(np.asarray, plan(jnp.asarray(experts), num_experts))
+    result = jax.tree.map(np.asarray, plan(jnp.asarray(experts), num_experts, alignment))
+
+    has_pair = result.pair_of_row < tokens * k
+    np.testing.assert_array_equal(result.pair_of_row[has_pair], dense.pair_of_row)
+    np.testing.assert_array_equal(result.expert_of_row[has_pair], dense.expert_of_row)
+    np.testing.assert_array_equal(result.pair_of_row[result.row_of_pair.reshape(-1)], np.arange(tokens * k))
+    np.testing.assert_array_equal(result.token_of_row, np.where(has_pair, result.pair_of_row // k, tokens))
+    assert (result.expert_of_row[~has_pair] == num_experts).all()
+    counts = np.diff(dense.offsets)
+    np.testing.assert_array_equal(np.diff(result.offsets), -(-counts // alignment) * alignment)
+    for expert in range(num_experts):
+        own = result.row_of_pair[experts == expert]
+        assert ((result.offsets[expert] <= own) & (own < result.offsets[expert + 1])).all()
+    assert result.num_rows % alignment == 0
+    assert result.num_rows >= result.offsets[-1] + (alignment if alignment > 1 and tokens else 0)
+
+
 def test_plan_under_jit_and_vmap(rng):
     experts = rng.integers(0, 6, (3, 11, 2)).astype(np.int32)
     batched = jax.vmap(lambda e: plan(e, 6))(experts)
@@ -44,3 +72,5 @@ def test_plan_refuses():
         plan(jnp.zeros(3, jnp.int32), 4)
     with pytest.raises(ValueError, match="num_experts must be at least 1; got 0"):
         plan(jnp.zeros((3, 2), jnp.int32), 0)
+    with pytest.raises(ValueError, match="row_alignment must be at least 1; got 0"):
+        plan(jnp.zeros((3, 2), jnp.int32), 4, 0)

@@ -16,7 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels.activation import gated_silu, gated_silu_backward
 from moe_jax.kernels.routing import Plan
+
+ROW_ALIGNMENT = 1
+"""What `routing.plan` needs to make plans for this backend; it computes any other plan too."""
 
 WORKSPACE_BYTES = 256 * 2**20
 """Bytes of gathered rows, cast weights and f32 sums alive in one group of experts: a group still fills a large GPU, and an
@@ -27,6 +31,52 @@ ROWS_PER_TURN = 1024
 
 BLOCKS_PER_TURN = 8
 """Overflow blocks at most in one turn: each gathers one expert's weights."""
+
+
+def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
+    """Why this backend cannot compute such experts: it computes all."""
+    return None
+
+
+def is_native() -> bool:
+    """Whether the target runs this backend at the speed it was written for."""
+    return True
+
+
+def rows_of_tokens(x: Float[Array, "tokens hidden"], plan: Plan) -> tuple[Array, Int[Array, "rows"]]:
+    """x in expert order, as (array, source_of_row) for the matmuls below. Here the rows are gathered where they are used."""
+    return x, plan.token_of_row
+
+
+def gated_matmul(
+    x: Float[Array, "sources in"],
+    w: Float[Array, "experts 2*inter in"],
+    plan: Plan,
+    *,
+    source_of_row: Int[Array, "rows"] | None = None,
+) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"]]:
+    """h = `grouped_matmul(x, w)` = [gate | up] and act = silu(gate) * up."""
+    h = grouped_matmul(x, w, plan, source_of_row=source_of_row)
+    return h, gated_silu(h)
+
+
+def gated_matmul_backward(
+    dy: Float[Array, "sources out"],
+    w_down: Float[Array, "experts out inter"],
+    h: Float[Array, "rows 2*inter"],
+    weight_of_row: Float[Array, "rows"],
+    plan: Plan,
+    *,
+    source_of_row: Int[Array, "rows"] | None = None,
+) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
+    """What the gradient dy of y = sum_k weight * w_down act gives, with g = dy @ w_down[e] and act = silu(gate) * up.
+
+    Returns dh, the gradient to h; weight_of_row * act, which the gradient of w_down needs; and <g, act>, the gradient to each
+    row's weight, in at least f32.
+    """
+    g = _wide(grouped_matmul(dy, w_down, plan, source_of_row=source_of_row, transpose=True))
+    act, weight = _wide(gated_silu(h)), _wide(weight_of_row)[:, None]
+    return gated_silu_backward(h, weight * g), (weight * act).astype(h.dtype), jnp.sum(g * act, axis=1)
 
 
 def grouped_matmul(
@@ -134,6 +184,10 @@ def _batched_dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int,
     return jax.lax.dot_general(a, b, (contract, ((0,), (0,))), preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
+def _wide(a: Array) -> Array:
+    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
+
+
 def _taker(x: Array, source_of_row: Array | None, num_rows: int) -> Callable[[Array, Array, int], Array]:
     """Returns take(starts, ends, height): the rows start <= r < min(end, start + height) of each block, then zeros."""
 
@@ -143,6 +197,8 @@ def _taker(x: Array, source_of_row: Array | None, num_rows: int) -> Callable[[Ar
         source = jnp.minimum(row, num_rows - 1)
         if source_of_row is not None:
             source = source_of_row.at[source].get(mode="promise_in_bounds")
+            valid &= source < x.shape[0]
+            source = jnp.minimum(source, x.shape[0] - 1)
         return jnp.where(valid[:, :, None], x.at[source].get(mode="promise_in_bounds"), 0)
 
     return take

@@ -1,0 +1,136 @@
+"""Grouped matmuls on Hopper in Pallas Mosaic GPU: TMA and wgmma, one loading and two multiplying warpgroups, persistent blocks.
+
+Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs, where R' are the rows filled up to whole tiles (32 more for each
+expert on average, and as many in tiles of 128); weights of experts that have rows are read, others are not. Each output element
+is one sum over k in steps of 16, in one order whatever the tile: the bits of a row do not depend on the rows beside it.
+
+On a CPU the kernels run in JAX's GPU interpreter, slowly and with its race detector on.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.grouped_matmul.mosaic.by_experts import outer
+from moe_jax.kernels.grouped_matmul.mosaic.by_rows import matmul, matmul_gated_silu
+from moe_jax.kernels.grouped_matmul.mosaic.by_rows_backward import matmul_gated_silu_backward
+from moe_jax.kernels.grouped_matmul.mosaic.device import compute_capability, is_interpreted
+from moe_jax.kernels.grouped_matmul.mosaic.gather import gather_rows
+from moe_jax.kernels.grouped_matmul.mosaic.ring import ROW_ALIGNMENT, Tile
+from moe_jax.kernels.routing import Plan
+
+__all__ = ["ROW_ALIGNMENT", "gated_matmul", "gated_matmul_backward", "grouped_matmul", "grouped_outer", "is_native", "refusal"]
+
+
+def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
+    """Why this backend cannot compute such experts, and what would be right; None where it can."""
+    if not is_interpreted() and compute_capability() != "9.0":
+        return f"it needs a Hopper GPU (compute capability 9.0); this is {compute_capability() or 'no NVIDIA GPU'}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"x is {jnp.dtype(dtype).name}; it computes in bfloat16 and float16"
+    for name, size in (("hidden", hidden), ("inter", inter)):
+        if size % 64 or not size:
+            return f"{name} is {size}; it must be a multiple of 64"
+    if hidden % 128 and inter % 128:
+        return f"hidden is {hidden} and inter is {inter}; one of them must be a multiple of 128"
+    return None
+
+
+def is_native() -> bool:
+    """Whether the target runs this backend at the speed it was written for."""
+    return compute_capability() == "9.0"
+
+
+def rows_of_tokens(x: Float[Array, "tokens hidden"], plan: Plan) -> tuple[Float[Array, "rows hidden"], None]:
+    """x in expert order, as (array, source_of_row) for the matmuls below; rows of no pair are zero up to offsets[-1]."""
+    return (gather_rows(x, plan) if plan.num_rows else jnp.zeros((0, x.shape[1]), x.dtype)), None
+
+
+def grouped_matmul(
+    x: Float[Array, "sources in"],
+    w: Float[Array, "experts ..."],
+    plan: Plan,
+    *,
+    source_of_row: Int[Array, "rows"] | None = None,
+    transpose: bool = False,
+) -> Float[Array, "rows out"]:
+    """y[r] = x[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`, where e is row r's expert.
+
+    As `xla.grouped_matmul`, but rows of no expert are left unwritten. Weights of another dtype are cast to x's first.
+    """
+    x = _take(x, source_of_row)
+    out = w.shape[2] if transpose else w.shape[1]
+    if plan.num_rows == 0:
+        return jnp.zeros((0, out), x.dtype)
+    return matmul(x, w.astype(x.dtype), plan, _row_tile(plan, out), transpose=transpose)
+
+
+def gated_matmul(
+    x: Float[Array, "sources in"],
+    w: Float[Array, "experts 2*inter in"],
+    plan: Plan,
+    *,
+    source_of_row: Int[Array, "rows"] | None = None,
+) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"]]:
+    """h = x @ w[e].T = [gate | up] and act = silu(gate) * up, in one kernel. Rows of no expert are left unwritten."""
+    x = _take(x, source_of_row)
+    if plan.num_rows == 0:
+        return jnp.zeros((0, w.shape[1]), x.dtype), jnp.zeros((0, w.shape[1] // 2), x.dtype)
+    return matmul_gated_silu(x, w.astype(x.dtype), plan, _row_tile(plan, w.shape[1], halves=True))
+
+
+def gated_matmul_backward(
+    dy: Float[Array, "sources out"],
+    w_down: Float[Array, "experts out inter"],
+    h: Float[Array, "rows 2*inter"],
+    weight_of_row: Float[Array, "rows"],
+    plan: Plan,
+    *,
+    source_of_row: Int[Array, "rows"] | None = None,
+) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
+    """As `xla.gated_matmul_backward`, in one kernel. Rows of no expert are left unwritten."""
+    dy = _take(dy, source_of_row)
+    if plan.num_rows == 0:
+        return h, h[:, : w_down.shape[2]], jnp.zeros(0, jnp.float32)
+    tile = _row_tile(plan, w_down.shape[2], stages=3)
+    return matmul_gated_silu_backward(dy, w_down.astype(dy.dtype), h, weight_of_row, plan, tile)
+
+
+def grouped_outer(
+    a: Float[Array, "a_sources n"],
+    b: Float[Array, "b_sources m"],
+    plan: Plan,
+    dtype: jnp.dtype,
+    *,
+    a_source_of_row: Int[Array, "rows"] | None = None,
+    b_source_of_row: Int[Array, "rows"] | None = None,
+) -> Float[Array, "experts n m"]:
+    """dw[e] = sum over the rows r of expert e of outer(a[r], b[r]), as `xla.grouped_outer`.
+
+    Rows that fill an expert's last block must be zero in a or b, and finite in the other.
+    """
+    a, b = _take(a, a_source_of_row), _take(b, b_source_of_row)
+    if plan.num_rows == 0:
+        return jnp.zeros((plan.num_experts, a.shape[1], b.shape[1]), dtype)
+    n, m = a.shape[1], b.shape[1]
+    if n % 128 == 0:
+        tile = Tile(128, next(width for width in (256, 192, 128, 64) if m % width == 0), 4)
+    else:
+        tile = Tile(64, 256 if m % 256 == 0 else 128, 4)
+    return outer(a, b, plan, tile, dtype)
+
+
+def _take(x: Array, source_of_row: Array | None) -> Array:
+    return x if source_of_row is None else x.at[source_of_row].get(mode="fill", fill_value=0)
+
+
+def _row_tile(plan: Plan, columns: int, *, halves: bool = False, stages: int = 4) -> Tile:
+    """The tile of a matmul by rows: 64 rows where experts have about as many, else 128.
+
+    With 64 rows each warpgroup takes half of the columns; `halves` takes as many again of gate as of up. What a warpgroup
+    takes of each must be whole chunks of 64.
+    """
+    rows_per_expert = plan.row_of_pair.size / plan.num_experts
+    if rows_per_expert <= 64 and columns % 256 == 0:
+        return Tile(64, 256, stages)
+    widths = (256, 128) if halves else (256, 192, 128, 64)
+    return Tile(128, next(width for width in widths if columns % width == 0), stages)

@@ -1,0 +1,200 @@
+"""Rows times their expert's matrix: out[r] = a[r] @ w[e(r)].T or @ w[e(r)], with what follows it done on the accumulator.
+
+Cost for R rows: 2*R*K*N FLOPs; with tiles of 128 x 256, A and B cross from L2 R*N*K*(1/256 + 1/128) elements.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.grouped_matmul.mosaic.ring import (
+    CONSUMERS,
+    ROW_ALIGNMENT,
+    STEP,
+    Tile,
+    launch,
+    operand_transforms,
+    run_tiles,
+)
+from moe_jax.kernels.routing import Plan
+
+CHUNK = 64
+"""Columns that an epilogue rounds, stages in shared memory and stores at a time."""
+
+
+def matmul(
+    a: Float[Array, "rows k"], w: Float[Array, "experts ..."], plan: Plan, tile: Tile, *, transpose: bool
+) -> Float[Array, "rows n"]:
+    """out[r] = a[r] @ w[e].T, or @ w[e] with `transpose`. Rows of no expert are left unwritten."""
+
+    def store(accumulator, place, warpgroup, write, references):
+        for c in range(0, tile.own_columns, CHUNK):
+            write(references[0], place.part * tile.own_columns + c, accumulator[:, c : c + CHUNK])
+
+    columns = w.shape[2] if transpose else w.shape[1]
+    name = "grouped_matmul_transposed" if transpose else "grouped_matmul"
+    epilogue = Epilogue(name, [jax.ShapeDtypeStruct((a.shape[0], columns), a.dtype)], store)
+    return launch_rows(a, w, plan, tile, epilogue, transpose=transpose)[0]
+
+
+def matmul_gated_silu(
+    a: Float[Array, "rows k"], w: Float[Array, "experts 2*inter k"], plan: Plan, tile: Tile
+) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"]]:
+    """h = a @ w[e].T = [gate | up] and act = silu(gate) * up, computed from the f32 sums before they are rounded to h."""
+    inter, half = w.shape[1] // 2, tile.own_columns // 2
+
+    def store(accumulator, place, warpgroup, write, references):
+        h_ref, act_ref = references
+        for c in range(0, half, CHUNK):
+            gate, up = accumulator[:, c : c + CHUNK], accumulator[:, half + c : half + c + CHUNK]
+            column = place.part * half + c
+            write(h_ref, column, gate)
+            write(h_ref, inter + column, up)
+            write(act_ref, column, gate / (1 + jnp.exp(-gate)) * up)
+
+    shapes = [jax.ShapeDtypeStruct((a.shape[0], width), a.dtype) for width in (2 * inter, inter)]
+    h, act = launch_rows(a, w, plan, tile, Epilogue("gated_matmul", shapes, store), transpose=False, halves=True)
+    return h, act
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tile lies, and, in an epilogue, a warpgroup's share of it."""
+
+    expert: jax.Array
+    row: jax.Array
+    num_rows: jax.Array
+    """Rows from `row` on that are the expert's own."""
+    part: jax.Array
+    """Which tile of columns; in an epilogue in units of the warpgroup's columns."""
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What becomes of a tile's sums. References are those of the outputs, then of the inputs, then of the scratch."""
+
+    name: str
+    """Of the whole kernel, for profiles."""
+    outputs: list[jax.ShapeDtypeStruct]
+    store: Callable
+    """(accumulator, place, warpgroup, write, references); write(output reference, column, values) rounds and stores a chunk."""
+    inputs: tuple[Array, ...] = ()
+    scratch: tuple = ()
+    prepare: Callable = lambda place, warpgroup, references: None
+    """Runs before the tile's first step, for example to start loads that `store` waits for."""
+
+
+def launch_rows(
+    a: Array, w: Array, plan: Plan, tile: Tile, epilogue: Epilogue, *, transpose: bool, halves: bool = False
+) -> list[Array]:
+    """`halves`: a warpgroup's columns are as many of the first half of w's rows as of the second, so that gate meets up."""
+    summands = a.shape[1]
+    columns = w.shape[2] if transpose else w.shape[1]
+    column_tiles = columns // tile.columns
+    half = tile.own_columns // 2
+    experts, rows, heights, num_row_tiles = row_tiles(plan, tile.rows)
+    dtype = a.dtype
+
+    def body(experts_ref, rows_ref, heights_ref, count_ref, a_ref, w_ref, *rest):
+        a_smem, b_smem, out_smem, full, empty = rest[-5:]
+        num_inputs, num_outputs = len(epilogue.inputs), len(epilogue.outputs)
+        references = (*rest[num_inputs : num_inputs + num_outputs], *rest[:num_inputs], *rest[num_inputs + num_outputs : -5])
+
+        def describe(index):
+            i = lax.div(index, jnp.int32(column_tiles))
+            row = pl.multiple_of(rows_ref[i], ROW_ALIGNMENT)
+            return summands // STEP, Place(experts_ref[i], row, heights_ref[i], lax.rem(index, jnp.int32(column_tiles)))
+
+        def load(place, k, slot, barrier):
+            ks = pl.ds(k * STEP, STEP)
+            plgpu.copy_gmem_to_smem(a_ref.at[pl.ds(place.row, tile.rows), ks], a_smem.at[slot], barrier)
+            if halves:
+                for i in range(2 * tile.column_parts):
+                    part = place.part * tile.column_parts + i // 2
+                    source = w_ref.at[place.expert, pl.ds(i % 2 * (columns // 2) + part * half, half), ks]
+                    plgpu.copy_gmem_to_smem(source, b_smem.at[slot, pl.ds(i * half, half)], barrier)
+            else:
+                ns = pl.ds(place.part * tile.columns, tile.columns)
+                source = w_ref.at[place.expert, ks, ns] if transpose else w_ref.at[place.expert, ns, ks]
+                plgpu.copy_gmem_to_smem(source, b_smem.at[slot], barrier)
+
+        def multiply(accumulator, place, slot, warpgroup):
+            a_own = a_smem.at[slot, pl.ds(tile.first_row(warpgroup), tile.own_rows)]
+            own_columns = pl.ds(tile.column_part(warpgroup) * tile.own_columns, tile.own_columns)
+            b_own = b_smem.at[slot, :, own_columns] if transpose else b_smem.at[slot, own_columns].transpose((1, 0))
+            plgpu.wgmma(accumulator, a_own, b_own)
+
+        def own(place, warpgroup):
+            """The warpgroup's share, and whether it has one: rows below an expert's last block belong to the next expert."""
+            first = tile.first_row(warpgroup)
+            part = place.part * tile.column_parts + tile.column_part(warpgroup)
+            return dataclasses.replace(place, row=place.row + first, part=part), first < place.num_rows
+
+        def prepare(place, warpgroup):
+            place, has_rows = own(place, warpgroup)
+            pl.when(has_rows)(lambda: epilogue.prepare(place, warpgroup, references))
+
+        def finish(accumulator, place, warpgroup):
+            place, has_rows = own(place, warpgroup)
+            written = 0
+
+            def write(output, column, values):
+                nonlocal written
+                slot = out_smem.at[warpgroup, written % 2]
+                # The last tile's stores may have used either slot; during this tile's steps they have long finished.
+                plgpu.wait_smem_to_gmem(min(written, 1), wait_read_only=True)
+                written += 1
+                slot[...] = values.astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(slot, output.at[pl.ds(place.row, tile.own_rows), pl.ds(column, CHUNK)])
+
+            pl.when(has_rows)(lambda: epilogue.store(accumulator, place, warpgroup, write, references))
+
+        run_tiles(
+            count_ref[0] * column_tiles,
+            describe,
+            load,
+            multiply,
+            finish,
+            tile_shape=tile,
+            full=full,
+            empty=empty,
+            prepare=prepare,
+        )
+
+    swizzled = operand_transforms(dtype)
+    b_shape = (STEP, tile.columns) if transpose else (tile.columns, STEP)
+    scratch = [
+        *epilogue.scratch,
+        plgpu.SMEM((tile.stages, tile.rows, STEP), dtype, transforms=swizzled),
+        plgpu.SMEM((tile.stages, *b_shape), dtype, transforms=swizzled),
+        plgpu.SMEM((CONSUMERS, 2, tile.own_rows, CHUNK), dtype, transforms=swizzled),
+        plgpu.Barrier(num_arrivals=1 + (2 * tile.column_parts if halves else 1), num_barriers=tile.stages),
+        plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
+    ]
+    kernel = launch(epilogue.name, body, epilogue.outputs, scratch)
+    return kernel(experts, rows, heights, num_row_tiles, a, w, *epilogue.inputs)
+
+
+def row_tiles(plan: Plan, height: int) -> tuple[Int[Array, "tiles"], Int[Array, "tiles"], Int[Array, "tiles"], Int[Array, "1"]]:
+    """Cuts each expert's rows into tiles of `height`: their expert, first row, rows; and how many tiles there are.
+
+    A tile may reach beyond its expert's last block of rows; `rows` says how many of it are the expert's own.
+    """
+    first_row = plan.offsets[:-1]
+    blocks = -(-(plan.offsets[1:] - first_row) // height)
+    ends = jnp.cumsum(blocks).astype(jnp.int32)
+    # Each expert with rows ends with at most one tile that is not full.
+    most = plan.num_rows // height + min(plan.num_experts, plan.num_rows // ROW_ALIGNMENT)
+    index = jnp.arange(most, dtype=jnp.int32)
+    expert = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
+    expert = jnp.minimum(expert, plan.num_experts - 1)
+    row = first_row[expert] + (index - (ends - blocks)[expert]) * height
+    return expert, row, jnp.minimum(plan.offsets[expert + 1] - row, height), ends[-1:]

@@ -1,0 +1,185 @@
+"""The skeleton of both matmul kernels: one warpgroup loads tiles through a ring in shared memory, two multiply.
+
+A block is persistent: block b takes tiles b, b + cores, b + 2 * cores, ... The ring runs on across tiles, so the loader
+fetches the next tile's operands while the multipliers store the last one's result. (The warp-specialized persistent matmul of
+CUTLASS on Hopper: https://arxiv.org/abs/2407.08608 section 3 describes the technique for attention.)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moe_jax.kernels.grouped_matmul.mosaic.device import interpret, num_cores
+
+STEP = 64
+"""Summands of one step of the ring: 128 bytes of a 16-bit operand, the widest swizzle."""
+
+ROW_ALIGNMENT = STEP
+"""An expert's rows start and end at multiples of a step, so that no step of a sum over rows mixes experts."""
+
+CONSUMERS = 2
+"""Warpgroups that multiply; each holds an accumulator of its own."""
+
+LOADER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+"""Registers a thread: together with 128 threads a warpgroup they fill the 65536 of a core."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Shape of a tile and of its ring: rows x columns, summed in steps of 64 through `stages` slots.
+
+    The two multiplying warpgroups halve its rows, or its columns if 64 rows are too few to halve.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of one warpgroup."""
+        return self.rows // CONSUMERS if self.rows > 64 else self.rows
+
+    @property
+    def own_columns(self) -> int:
+        """Columns of one warpgroup."""
+        return self.columns if self.rows > 64 else self.columns // CONSUMERS
+
+    def first_row(self, warpgroup):
+        """Where in the tile a warpgroup's rows begin."""
+        return warpgroup * self.own_rows if self.own_rows < self.rows else 0
+
+    def column_part(self, warpgroup):
+        """Which part of the tile's columns, in units of own_columns, is a warpgroup's."""
+        return warpgroup if self.own_columns < self.columns else 0
+
+    @property
+    def column_parts(self) -> int:
+        """1, or 2 where the warpgroups halve the columns."""
+        return self.columns // self.own_columns
+
+
+def operand_transforms(dtype: jnp.dtype, columns: int = STEP) -> tuple:
+    """How a tile of `columns` columns lies in shared memory so that wgmma and TMA read it without bank conflicts."""
+    bytes_per_row = columns * jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(bytes_per_row * 8)
+    # mypy takes both for abstract classes.
+    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
+
+
+def run_tiles(
+    num_tiles: jax.Array | int,
+    describe: Callable,
+    load: Callable,
+    multiply: Callable,
+    finish: Callable,
+    *,
+    tile_shape: Tile,
+    full,
+    empty,
+    prepare: Callable = lambda tile, warpgroup: None,
+) -> None:
+    """Runs in every warpgroup of a block, inside the scope of the ring's buffers and barriers.
+
+    Args:
+        describe: tile index -> (number of steps, what the other callbacks want to know of the tile).
+        load: (tile, step, slot, barrier): starts the copies of one step into a slot of the ring.
+        multiply: (accumulator reference, tile, slot, warpgroup): issues the wgmma of one step.
+        finish: (accumulator [rows, columns] f32, tile, warpgroup): stores the result.
+        prepare: (tile, warpgroup): runs in a multiplying warpgroup before the tile's first step.
+        full, empty: barriers of the ring's slots.
+    """
+    warpgroup = lax.axis_index("warpgroup")
+    stages = tile_shape.stages
+
+    def slot_of(step):
+        return lax.rem(step, jnp.int32(stages))
+
+    def wait_until_empty(step):
+        @pl.when(step >= stages)
+        def _():
+            plgpu.barrier_wait(empty.at[slot_of(step)])
+
+    @pl.when(warpgroup == CONSUMERS)
+    def _load():
+        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+
+        @plgpu.nd_loop((num_tiles,), collective_axes="core", init_carry=jnp.int32(0))
+        def total_steps(info, carry):
+            num_steps, tile = describe(info.index[0])
+
+            @pl.loop(0, num_steps)
+            def _steps(k):
+                wait_until_empty(carry + k)
+                slot = slot_of(carry + k)
+                load(tile, k, slot, full.at[slot])
+
+            return carry + num_steps
+
+        # Every arrival is waited for, so that no barrier ends with a phase that its waiter has not seen.
+        for i in range(stages):
+            wait_until_empty(total_steps + i)
+
+    @pl.when(warpgroup < CONSUMERS)
+    def _multiply():
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+
+        @plgpu.nd_loop((num_tiles,), collective_axes="core", init_carry=jnp.int32(0))
+        def _tiles(info, carry):
+            num_steps, tile = describe(info.index[0])
+            prepare(tile, warpgroup)
+
+            def accumulate(reference):
+                @pl.loop(0, num_steps)
+                def _steps(k):
+                    slot = slot_of(carry + k)
+                    plgpu.barrier_wait(full.at[slot])
+                    multiply(reference, tile, slot, warpgroup)
+                    # One wgmma stays in flight; the one before it has read its slot.
+                    plgpu.wgmma_wait(1)
+
+                    @pl.when(k > 0)
+                    def _():
+                        plgpu.barrier_arrive(empty.at[slot_of(carry + k - 1)])
+
+                total = reference[...]
+
+                @pl.when(num_steps > 0)
+                def _():
+                    plgpu.barrier_arrive(empty.at[slot_of(carry + num_steps - 1)])
+
+                return total
+
+            finish(
+                pl.run_scoped(accumulate, plgpu.ACC((tile_shape.own_rows, tile_shape.own_columns), jnp.float32)),
+                tile,
+                warpgroup,
+            )
+            return carry + num_steps
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+def launch(name: str, body: Callable, outputs: list[jax.ShapeDtypeStruct], scratch: list) -> Callable:
+    """A persistent kernel: `body(*input references, *output references, *scratch references)` runs in every warpgroup."""
+
+    def kernel(*references):
+        pl.run_scoped(lambda *buffers: body(*references, *buffers), *scratch, collective_axes="warpgroup")
+
+    kernel.__name__ = name
+    return plgpu.kernel(
+        kernel,
+        out_type=outputs,
+        grid=(num_cores(),),
+        grid_names=("core",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
+        interpret=interpret(),
+    )

@@ -1,0 +1,67 @@
+"""Which backend is taken, how a user names one, and what is said of it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from moe_jax.kernels import backend
+from moe_jax.kernels.grouped_matmul import implementation, mosaic, xla
+
+LAYER = (jnp.bfloat16, 128, 64)
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    monkeypatch.delenv("MOE_JAX_BACKEND", raising=False)
+    backend._announce.cache_clear()
+
+
+def on(device_kind):
+    device = AbstractDevice(device_kind=device_kind, num_cores=132, platform="gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def test_names_lead_to_modules():
+    assert [implementation(name) for name in backend.BACKENDS] == [mosaic, xla]
+
+
+def test_hopper_takes_its_kernels_and_other_devices_take_xla(caplog):
+    with caplog.at_level("INFO", logger="moe_jax"):
+        with on("NVIDIA H200"):
+            assert backend.resolve_backend(None, *LAYER) == ("mosaic" if jax.device_count() == 1 else "xla")
+        with on("NVIDIA A100"):
+            assert [backend.resolve_backend(None, *LAYER) for _ in range(2)] == ["xla", "xla"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2, "each choice is logged once"
+    assert messages[1] == "MoE experts run on backend 'xla'; 'mosaic' not: it is not written for this device"
+
+
+@pytest.mark.parametrize("layer", [(jnp.float32, 128, 64), (jnp.bfloat16, 100, 64), (jnp.bfloat16, 128, 32)])
+def test_hopper_takes_xla_where_its_kernels_do_not_fit(layer):
+    with on("NVIDIA H100 80GB HBM3"):
+        assert backend.resolve_backend(None, *layer) == "xla"
+
+
+def test_a_plan_made_for_xla_is_computed_by_xla():
+    with on("NVIDIA H200"):
+        assert backend.resolve_backend(None, *LAYER, row_alignment=1) == "xla"
+
+
+def test_several_devices_take_xla_outside_shard_map(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    with on("NVIDIA H200"):
+        assert backend.resolve_backend(None, *LAYER) == "xla"
+        assert backend.resolve_backend("mosaic", *LAYER) == "mosaic"
+
+
+def test_a_named_backend_is_taken_or_refused(monkeypatch):
+    assert backend.resolve_backend("xla", *LAYER) == "xla"
+    with on("NVIDIA A100"), pytest.raises(ValueError, match=r"argument backend: .*'mosaic'.* Hopper GPU .*9\.0"):
+        backend.resolve_backend("mosaic", *LAYER)
+    with pytest.raises(ValueError, match="argument backend: unknown backend 'cuda'; choose one of 'mosaic', 'xla'"):
+        backend.resolve_backend("cuda", *LAYER)
+    monkeypatch.setenv("MOE_JAX_BACKEND", "typo")
+    with pytest.raises(ValueError, match="environment variable MOE_JAX_BACKEND: unknown backend 'typo'"):
+        backend.resolve_backend(None, *LAYER)
+    assert backend.resolve_backend("xla", *LAYER) == "xla", "the argument outranks the environment"

@@ -1,0 +1,220 @@
+"""The Hopper kernels, in JAX's GPU interpreter with its race detector where there is no GPU, compiled where there is one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from moe_jax import kernels
+from moe_jax.kernels.grouped_matmul import mosaic, xla
+from moe_jax.kernels.grouped_matmul.mosaic.by_rows import row_tiles
+from moe_jax.kernels.routing import plan
+
+ROUTINGS = ["random", "one_takes_all", "half_empty", "some_nobody"]
+
+
+@pytest.fixture(autouse=True)
+def no_races():
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    yield
+    if gpu_callbacks._races is not None:
+        assert not gpu_callbacks.get_races().races_found
+
+
+def choose(rng, routing, tokens, experts, k):
+    if routing == "random":
+        return np.argsort(rng.random((tokens, experts)), axis=1)[:, :k]
+    if routing == "one_takes_all":
+        return np.full((tokens, k), experts - 1)
+    if routing == "half_empty":
+        return rng.integers(0, max(experts // 2, 1), (tokens, k))
+    return rng.integers(-1, experts + 1, (tokens, k))
+
+
+def make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype=jnp.bfloat16):
+    x, w_gate_up, w_down = (
+        jnp.asarray(rng.normal(size=shape) * shape[-1] ** -0.5, dtype)
+        for shape in ((tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter))
+    )
+    weights = jnp.asarray(rng.random((tokens, k)), jnp.float32)
+    return x, w_gate_up, w_down, weights, jnp.asarray(choose(rng, routing, tokens, experts, k), jnp.int32)
+
+
+def with_gradients(f, layer, dy):
+    *arrays, chosen = layer
+    y, pullback = jax.vjp(lambda *a: f(*a, chosen), *arrays)
+    return y, *pullback(dy.astype(y.dtype))
+
+
+def relative_error(actual, expected):
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-300)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    "tokens, experts, k, hidden, inter, dtype",
+    [
+        (37, 4, 2, 128, 128, "bfloat16"),
+        (129, 2, 1, 64, 128, "float16"),
+        (170, 1, 1, 192, 256, "bfloat16"),
+        (1, 6, 3, 256, 64, "bfloat16"),
+    ],
+)
+def test_values_and_every_gradient_are_as_near_f64_as_the_xla_backends(rng, routing, tokens, experts, k, hidden, inter, dtype):
+    layer = make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype)
+    dy = jnp.asarray(rng.normal(size=(tokens, hidden)), dtype)
+    ours = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy)
+    theirs = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="xla"), layer, dy)
+    with jax.enable_x64(True):
+        exact_layer = tuple(a.astype(jnp.float64) for a in layer[:-1])
+        exact = with_gradients(oracle.experts_mlp, (*exact_layer, layer[-1]), dy)
+    for name, actual, other, expected in zip(("y", "x", "w_gate_up", "w_down", "weights"), ours, theirs, exact, strict=True):
+        assert actual.shape == expected.shape and actual.dtype == other.dtype, name
+        # Of a handful of numbers the two errors are two draws of the same noise.
+        bound = 1.5 * relative_error(other, expected) + 1e-5 if expected.size > 100 else 3e-2
+        assert relative_error(actual, expected) <= bound, name
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    tokens=st.integers(0, 90),
+    experts=st.integers(1, 7),
+    k=st.integers(1, 3),
+    routing=st.sampled_from(ROUTINGS),
+    seed=st.integers(0, 2**31),
+)
+def test_the_three_matmuls_are_those_of_the_xla_backend_on_the_same_plan(tokens, experts, k, routing, seed):
+    rng = np.random.default_rng(seed)
+    rows = plan(jnp.asarray(choose(rng, routing, tokens, experts, min(k, experts)), jnp.int32), experts, mosaic.ROW_ALIGNMENT)
+    x, dh = (jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16) for width in (64, 128))
+    w = jnp.asarray(rng.normal(size=(experts, 128, 64)), jnp.bfloat16)
+    owned = np.asarray(rows.pair_of_row) < rows.row_of_pair.size
+    owned &= np.arange(rows.num_rows) < int(rows.offsets[-1])
+
+    def all_three(backend):
+        x_rows, source = backend.rows_of_tokens(x, rows)
+        dh_rows, dh_source = backend.rows_of_tokens(dh, rows)
+        return (
+            np.where(owned[:, None], backend.grouped_matmul(x_rows, w, rows, source_of_row=source), 0),
+            np.where(owned[:, None], backend.grouped_matmul(dh_rows, w, rows, source_of_row=dh_source, transpose=True), 0),
+            backend.grouped_outer(dh_rows, x_rows, rows, jnp.float32, a_source_of_row=dh_source, b_source_of_row=source),
+        )
+
+    for actual, expected in zip(all_three(mosaic), all_three(xla), strict=True):
+        assert relative_error(actual, expected) < 1e-3
+        assert not np.asarray(actual)[~np.asarray(expected).any(axis=tuple(range(1, np.ndim(expected))))].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_the_bits_of_a_token_do_not_depend_on_the_other_tokens(rng, tokens):
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 150, 3, 2, 128, 64)
+    dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
+
+    def run(count):
+        layer = (x[:count], w_gate_up, w_down, weights[:count], chosen[:count])
+        y, dx, _, _, d_weights = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy[:count])
+        return y, dx, d_weights
+
+    for alone, among_others in zip(run(tokens), run(150), strict=True):
+        np.testing.assert_array_equal(alone, among_others[:tokens])
+
+
+def test_two_runs_give_the_same_bits(rng):
+    layer = make_layer(rng, "random", 70, 5, 2, 128, 64)
+    dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
+    runs = [with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy) for _ in range(2)]
+    for first, second in zip(*runs, strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_f32_master_weights_get_f32_gradients_summed_once(rng):
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 100, 2, 1, 64, 128)
+    layer = (x, w_gate_up.astype(jnp.float32), w_down.astype(jnp.float32), weights, chosen)
+    dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
+    _, _, d_gate_up, d_down, _ = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy)
+    _, _, rounded_gate_up, rounded_down, _ = with_gradients(
+        lambda *a: kernels.experts_mlp(*a, backend="mosaic"), (x, w_gate_up, w_down, weights, chosen), dy
+    )
+    assert d_gate_up.dtype == d_down.dtype == jnp.float32
+    np.testing.assert_array_equal(d_gate_up.astype(jnp.bfloat16), rounded_gate_up)
+    np.testing.assert_array_equal(d_down.astype(jnp.bfloat16), rounded_down)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=9), st.sampled_from([64, 128]))
+def test_row_tiles_cover_each_experts_blocks_once(counts, height):
+    chosen = np.repeat(np.arange(len(counts)), counts)[:, None]
+    rows = plan(jnp.asarray(chosen, jnp.int32), len(counts), mosaic.ROW_ALIGNMENT)
+    expert, first, heights, count = map(np.asarray, row_tiles(rows, height))
+    covered = [
+        (e, row) for e, start, own in zip(expert[: count[0]], first, heights, strict=False) for row in range(start, start + own)
+    ]
+    offsets = np.asarray(rows.offsets)
+    assert covered == [(e, row) for e in range(len(counts)) for row in range(offsets[e], offsets[e + 1])]
+    assert all(start + height <= rows.num_rows for start in first[: count[0]]), "loads stay inside the array"
+
+
+@pytest.mark.parametrize(
+    "experts, k, hidden, inter",
+    [
+        (128, 8, 2048, 768),
+        (128, 8, 4096, 1536),
+        (256, 8, 7168, 2048),
+        (8, 2, 4096, 14336),
+        (64, 6, 2048, 1408),
+        (3, 1, 64, 384),
+    ],
+)
+def test_real_layers_lower_for_an_h200(experts, k, hidden, inter):
+    """Layouts, alignment and shared memory are checked while lowering; no GPU is needed."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+
+    def step(x, w_gate_up, w_down, weights, chosen, dy):
+        y, pullback = jax.vjp(lambda *a: kernels.experts_mlp(*a, chosen, backend="mosaic"), x, w_gate_up, w_down, weights)
+        return y, pullback(dy)
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        for tokens in (1, 100, 65536):
+            bf16 = [(tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter)]
+            arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in bf16]
+            routing = [jax.ShapeDtypeStruct((tokens, k), dtype) for dtype in (jnp.float32, jnp.int32)]
+            lowered = jax.jit(step).trace(*arrays, *routing, arrays[0]).lower(lowering_platforms=("cuda",))
+            assert lowered.as_text().count("custom_call @mosaic_gpu") == 9, (
+                "two gathers and four matmuls backward, one and two forward"
+            )
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"dtype": jnp.float32}, "x is float32; it computes in bfloat16 and float16"),
+        ({"hidden": 96}, "hidden is 96; it must be a multiple of 64"),
+        ({"inter": 32}, "inter is 32; it must be a multiple of 64"),
+        ({"inter": 64}, "hidden is 64 and inter is 64; one of them must be a multiple of 128"),
+    ],
+)
+def test_what_it_does_not_take_is_refused_with_the_reason(rng, change, message):
+    sizes = {"hidden": 64, "inter": 128} | change
+    layer = make_layer(rng, "random", 5, 4, 2, **sizes)
+    with pytest.raises(ValueError, match=f"argument backend: backend 'mosaic' does not take this input: {message}"):
+        kernels.experts_mlp(*layer, backend="mosaic")
+
+
+def test_a_plan_of_another_alignment_is_refused(rng):
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 5, 4, 2, 64, 128)
+    with pytest.raises(ValueError, match=r"row_alignment 1; it needs plan\(..., row_alignment=64\)"):
+        kernels.gate_up(x, w_gate_up, plan(chosen, 4), backend="mosaic")
+    rows = plan(chosen, 4, row_alignment=64)
+    h = kernels.gate_up(x, w_gate_up, rows, backend="mosaic")
+    act = jnp.asarray(rng.normal(size=(rows.num_rows, 128)), jnp.bfloat16)
+    y = kernels.down(act, w_down, weights, rows, backend="mosaic")
+    assert h.shape == (rows.num_rows, 256) and y.shape == x.shape
+    np.testing.assert_allclose(
+        np.asarray(y, np.float32), np.asarray(kernels.down(act, w_down, weights, rows, backend="xla"), np.float32), atol=0.1
+    )
