@@ -1,5 +1,11 @@
 """What every test runs under."""
 
+import os
+
+# JAX's GPU interpreter waits for barriers inside callbacks, which hold a thread of XLA's CPU pool each: six in a kernel of two
+# blocks. With a pool of two, as a machine of two cores has, the warpgroup that they wait for may never run.
+os.environ.setdefault("NPROC", "16")
+
 import jax
 
 # Tests compare f32 with f32 and f64; on an NVIDIA GPU XLA multiplies f32 matrices in TF32 unless told otherwise.

@@ -1,11 +1,23 @@
-"""Causal attention over packed segments with grouped queries, in plain XLA, chunked so that no [seq, seq] array is large.
+"""Causal attention over packed segments with grouped queries: fused on Hopper, elsewhere in plain XLA, chunked over queries.
 
-Cost for q [B,S,H,d] against N keys: 4*B*H*S*N*d FLOPs (masked keys are computed too), B*H*QUERY_CHUNK*N scores in memory.
+Cost in XLA for q [B,S,H,d] against N keys: 4*B*H*S*N*d FLOPs (masked keys are computed too), B*H*QUERY_CHUNK*N scores in
+memory. `flash_attention` skips what is masked and holds no scores in memory.
 """
+
+import functools
+import logging
+import os
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.backend import BACKENDS, ENVIRONMENT_VARIABLE, splitting_refusal
+from moe_jax.kernels.flash_attention import flash_attention
+from moe_jax.kernels.flash_attention import refusal as flash_refusal
+from moe_jax.kernels.grouped_matmul.mosaic.device import is_interpreted
+
+_logger = logging.getLogger(__name__)
 
 QUERY_CHUNK = 1024
 """Queries per chunk: long enough for full-speed matmuls, short enough that 32 heads x 4096 keys of f32 scores are 0.5 GiB."""
@@ -21,6 +33,7 @@ def attention(
     key_segment_ids: Int[Array, "batch keys"],
     query_offset: Int[Array, ""] | int = 0,
     window: Int[Array, ""] | int | None = None,
+    backend: str | None = None,
 ) -> Float[Array, "batch queries heads head_dim"]:
     """softmax(scale * q k^T + mask) v, scores and softmax in f32, the result in q's dtype.
 
@@ -28,7 +41,13 @@ def attention(
     window, j is one of the `window` keys that end with it. Heads h*G .. h*G+G-1 share key head h, G = heads / kv_heads.
     A query that sees no key gives some finite average: it is padding, which nobody reads.
 
-    Above QUERY_CHUNK queries, chunks run one after the other and are recomputed in the backward pass.
+    `backend` "mosaic" is `flash_attention`, taken by default on a Hopper GPU in bf16 and f16 where queries and keys are the
+    same tokens (`key_segment_ids` is the very array of `query_segment_ids`) and the window is no traced value; there a segment
+    is a run of equal ids. "xla" takes everything: above QUERY_CHUNK queries, chunks run one after the other and are recomputed
+    in the backward pass. MOE_JAX_BACKEND=xla turns the kernel off.
+
+    Raises:
+        ValueError: shapes that do not fit together, an unknown backend, or one that does not take the input.
     """
     queries = q.shape[1]
     if k.shape != v.shape or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
@@ -36,6 +55,19 @@ def attention(
             f"q [batch, queries, heads, head_dim] must match k and v [batch, keys, kv_heads, head_dim], "
             f"heads a multiple of kv_heads; got q {q.shape}, k {k.shape}, v {v.shape}"
         )
+
+    if backend not in (None, *BACKENDS):
+        raise ValueError(f"argument backend: unknown backend {backend!r}; choose one of {', '.join(map(repr, BACKENDS))}")
+    reason = _fused_refusal(q, k, v, scale, query_segment_ids, key_segment_ids, query_offset, window)
+    if backend == "mosaic" and reason is not None:
+        raise ValueError(f"argument backend: backend 'mosaic' does not take this input: {reason}")
+    if backend is None:
+        reason = reason or _reason_against_fused()
+        backend = "mosaic" if reason is None else "xla"
+    _announce(backend, reason)
+    if backend == "mosaic":
+        assert window is None or isinstance(window, int), "_fused_refusal has seen it"
+        return flash_attention(q, k, v, scale=scale, segment_ids=query_segment_ids, window=window)[0]
 
     def chunk(q: Array, segment_ids: Array, offset) -> Array:
         index = offset + jnp.arange(q.shape[1])
@@ -59,6 +91,30 @@ def attention(
     offsets = query_offset + jnp.arange(num_chunks) * QUERY_CHUNK
     out = jax.lax.map(jax.checkpoint(lambda xs: chunk(*xs)), (split(q), split(query_segment_ids), offsets))
     return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])[:, :queries]
+
+
+def _fused_refusal(q, k, v, scale, query_segment_ids, key_segment_ids, query_offset, window) -> str | None:
+    """Why `flash_attention` cannot compute this attention; None where it can."""
+    if key_segment_ids is not query_segment_ids or not isinstance(query_offset, int) or query_offset:
+        return "queries and keys must be the same tokens: one array of segment ids, query_offset 0"
+    if not isinstance(window, int | None):
+        return "the window is a traced value; it must be an int or None"
+    return flash_refusal(q, k, v, scale, window)
+
+
+def _reason_against_fused() -> str | None:
+    """Why the kernel is not taken by default though it could run."""
+    if os.environ.get(ENVIRONMENT_VARIABLE) == "xla":
+        return f"{ENVIRONMENT_VARIABLE} is 'xla'"
+    if is_interpreted():
+        return "it is not written for this device"
+    return splitting_refusal()
+
+
+@functools.cache
+def _announce(backend: str, reason: str | None) -> None:
+    """Logs each choice once a process."""
+    _logger.info("attention runs on backend %r%s", backend, f"; 'mosaic' not: {reason}" if reason else "")
 
 
 def _masked_attention(q: Array, k: Array, v: Array, visible: Array, scale: float) -> Array:

@@ -61,6 +61,11 @@ def _reason_against(name: str) -> str | None:
         return None
     if not MODULES[name].is_native():
         return "it is not written for this device"
+    return splitting_refusal()
+
+
+def splitting_refusal() -> str | None:
+    """Why a kernel of ours is not taken by default where the compiler might have to split it; None where it need not."""
     if jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
         return "the compiler cannot split it over several devices; call it inside shard_map, or name it"
     return None

@@ -27,6 +27,8 @@ class Plan:
     """The inverse of pair_of_row: sums over a token's choices gather through it, so nothing is scattered or atomic."""
     offsets: Int[Array, "experts+1"]
     """Expert e owns rows offsets[e] <= row < offsets[e + 1], those that fill its last block included."""
+    ends: Int[Array, "experts"]
+    """Rows ends[e] <= row < offsets[e + 1] only fill expert e's last block."""
     row_alignment: int = field(metadata={"static": True}, default=1)
 
     @property
@@ -85,5 +87,6 @@ def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: 
         pair_of_row=pair_of_row,
         row_of_pair=row_of_pair.reshape(tokens, k),
         offsets=offsets,
+        ends=offsets[:-1] + bounds[1:] - bounds[:-1],
         row_alignment=row_alignment,
     )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from moe_jax.kernels.attention import attention
 
@@ -81,3 +82,55 @@ def test_shapes_that_do_not_fit_are_named():
     ids = jnp.ones((1, 2), jnp.int32)
     with pytest.raises(ValueError, match=r"q \(1, 2, 3, 4\), k \(1, 2, 2, 4\)"):
         attention(q, k, k, scale=1.0, query_segment_ids=ids, key_segment_ids=ids)
+
+
+def fused_inputs(rng, dtype=jnp.bfloat16, seq=130):
+    q, k, v = (jnp.asarray(rng.normal(size=(2, seq, heads, 64)), dtype) for heads in (4, 2, 2))
+    segments = jnp.asarray(np.sort(rng.integers(0, 3, (2, seq)), axis=1), jnp.int32)
+    return q, k, v, {"scale": 0.125, "query_segment_ids": segments, "key_segment_ids": segments}
+
+
+def test_the_fused_kernel_gives_what_xla_gives(rng):
+    q, k, v, options = fused_inputs(rng)
+    for window in (None, 40):
+        fused, plain = (attention(q, k, v, window=window, backend=name, **options) for name in ("mosaic", "xla"))
+        np.testing.assert_allclose(np.asarray(fused, np.float32), np.asarray(plain, np.float32), atol=3e-2)
+
+
+@pytest.mark.parametrize(
+    "change, taken",
+    [
+        ({}, "fused"),
+        ({"window": 7}, "fused"),
+        ({"window": jnp.int32(7)}, "xla"),
+        ({"query_offset": jnp.int32(0)}, "xla"),
+        ({"key_segment_ids": jnp.ones((2, 130), jnp.int32)}, "xla"),
+        ({"dtype": jnp.float32}, "xla"),
+        ({"environment": "xla"}, "xla"),
+        ({"devices": 8}, "xla"),
+        ({"device_kind": "NVIDIA A100"}, "xla"),
+    ],
+)
+def test_hopper_takes_the_fused_kernel_where_it_can(rng, monkeypatch, change, taken):
+    calls, change = [], dict(change)
+    num_devices = change.pop("devices", 1)
+    monkeypatch.setattr(module, "flash_attention", lambda q, *args, **options: calls.append(options) or (q, None))
+    monkeypatch.setattr(jax, "device_count", lambda: num_devices)
+    monkeypatch.delenv("MOE_JAX_BACKEND", raising=False)
+    if name := change.pop("environment", None):
+        monkeypatch.setenv("MOE_JAX_BACKEND", name)
+    device = AbstractDevice(device_kind=change.pop("device_kind", "NVIDIA H200"), num_cores=132, platform="gpu")
+    q, k, v, options = fused_inputs(rng, change.pop("dtype", jnp.bfloat16))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        jax.eval_shape(lambda q, k, v: attention(q, k, v, **options | change), q, k, v)
+    assert len(calls) == (taken == "fused")
+
+
+def test_the_fused_kernel_is_refused_with_the_reason(rng):
+    q, k, v, options = fused_inputs(rng)
+    with pytest.raises(ValueError, match="backend 'mosaic' does not take this input: .*same tokens"):
+        attention(q, k, v, backend="mosaic", **options | {"query_offset": 3})
+    with pytest.raises(ValueError, match="q, k and v must all be bfloat16 or all float16; got float32"):
+        attention(*(a.astype(jnp.float32) for a in (q, k, v)), backend="mosaic", **options)
+    with pytest.raises(ValueError, match="unknown backend 'cudnn'; choose one of 'mosaic', 'xla'"):
+        attention(q, k, v, backend="cudnn", **options)

@@ -218,3 +218,44 @@ def test_a_plan_of_another_alignment_is_refused(rng):
     np.testing.assert_allclose(
         np.asarray(y, np.float32), np.asarray(kernels.down(act, w_down, weights, rows, backend="xla"), np.float32), atol=0.1
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not mosaic.is_native(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("tokens", [1, 129, 8192])
+def test_a_layer_of_qwen3_30b_on_the_gpu_equals_f64_for_sampled_tokens_and_experts(rng, tokens):
+    experts, k = 128, 8
+    layer = make_layer(rng, "random", tokens, experts, k, 2048, 768)
+    dy = jnp.asarray(rng.normal(size=(tokens, 2048)), jnp.bfloat16)
+    step = jax.jit(lambda *layer: with_gradients(kernels.experts_mlp, layer, dy))
+    y, dx, d_gate_up, d_down, d_weights = first = step(*layer)
+    for one, other in zip(first, step(*layer), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+    x, w_gate_up, w_down, weights, chosen = (np.asarray(a, np.float64) for a in layer)
+    chosen, gradient = chosen.astype(int), np.asarray(dy, np.float64)
+    for token in rng.choice(tokens, min(tokens, 20), replace=False):
+        y_exact, dx_exact, d_weights_exact = np.zeros(2048), np.zeros(2048), np.zeros(k)
+        for i, e in enumerate(chosen[token]):
+            act, dh, g = backward_of_one(x[token], w_gate_up[e], w_down[e], weights[token, i], gradient[token])
+            y_exact += weights[token, i] * w_down[e] @ act
+            dx_exact += dh @ w_gate_up[e]
+            d_weights_exact[i] = g @ act
+        assert relative_error(y[token], y_exact) < 8e-3 and relative_error(dx[token], dx_exact) < 8e-3
+        np.testing.assert_allclose(d_weights[token], d_weights_exact, atol=2e-2 * np.abs(d_weights_exact).max())
+    e = chosen[0, 0]
+    gate_up_exact, down_exact = np.zeros_like(w_gate_up[e]), np.zeros_like(w_down[e])
+    for token, i in np.argwhere(chosen == e):
+        act, dh, _ = backward_of_one(x[token], w_gate_up[e], w_down[e], weights[token, i], gradient[token])
+        gate_up_exact += np.outer(dh, x[token])
+        down_exact += np.outer(gradient[token], weights[token, i] * act)
+    assert relative_error(d_gate_up[e], gate_up_exact) < 8e-3 and relative_error(d_down[e], down_exact) < 8e-3
+
+
+def backward_of_one(x, w_gate_up, w_down, weight, dy):
+    """act, dh and g = w_down^T dy of one token in one expert, in f64."""
+    gate, up = np.split(w_gate_up @ x, 2)
+    sigmoid = 1 / (1 + np.exp(-gate))
+    g = w_down.T @ dy
+    dact = weight * g
+    return gate * sigmoid * up, np.concatenate([dact * up * sigmoid * (1 + gate * (1 - sigmoid)), dact * gate * sigmoid]), g

@@ -50,6 +50,7 @@ def test_aligned_rows_hold_every_pair_once_in_the_same_order(tokens, num_experts
     assert (result.expert_of_row[~has_pair] == num_experts).all()
     counts = np.diff(dense.offsets)
     np.testing.assert_array_equal(np.diff(result.offsets), -(-counts // alignment) * alignment)
+    np.testing.assert_array_equal(result.ends, result.offsets[:-1] + counts)
     for expert in range(num_experts):
         own = result.row_of_pair[experts == expert]
         assert ((result.offsets[expert] <= own) & (own < result.offsets[expert + 1])).all()

@@ -7,6 +7,8 @@ is one sum over k in steps of 16, in one order whatever the tile: the bits of a 
 On a CPU the kernels run in JAX's GPU interpreter, slowly and with its race detector on.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -91,7 +93,8 @@ def gated_matmul_backward(
     dy = _take(dy, source_of_row)
     if plan.num_rows == 0:
         return h, h[:, : w_down.shape[2]], jnp.zeros(0, jnp.float32)
-    tile = _row_tile(plan, w_down.shape[2], stages=3)
+    # Chunks of h take the shared memory of a fourth stage.
+    tile = dataclasses.replace(_row_tile(plan, w_down.shape[2]), stages=3)
     return matmul_gated_silu_backward(dy, w_down.astype(dy.dtype), h, weight_of_row, plan, tile)
 
 
@@ -123,7 +126,7 @@ def _take(x: Array, source_of_row: Array | None) -> Array:
     return x if source_of_row is None else x.at[source_of_row].get(mode="fill", fill_value=0)
 
 
-def _row_tile(plan: Plan, columns: int, *, halves: bool = False, stages: int = 4) -> Tile:
+def _row_tile(plan: Plan, columns: int, *, halves: bool = False) -> Tile:
     """The tile of a matmul by rows: 64 rows where experts have about as many, else 128.
 
     With 64 rows each warpgroup takes half of the columns; `halves` takes as many again of gate as of up. What a warpgroup
@@ -131,6 +134,6 @@ def _row_tile(plan: Plan, columns: int, *, halves: bool = False, stages: int = 4
     """
     rows_per_expert = plan.row_of_pair.size / plan.num_experts
     if rows_per_expert <= 64 and columns % 256 == 0:
-        return Tile(64, 256, stages)
+        return Tile(64, 256, 4)
     widths = (256, 128) if halves else (256, 192, 128, 64)
-    return Tile(128, next(width for width in widths if columns % width == 0), stages)
+    return Tile(128, next(width for width in widths if columns % width == 0), 3)

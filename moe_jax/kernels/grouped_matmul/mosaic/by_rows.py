@@ -89,6 +89,8 @@ class Epilogue:
     scratch: tuple = ()
     prepare: Callable = lambda place, warpgroup, references: None
     """Runs before the tile's first step, for example to start loads that `store` waits for."""
+    staged: int = 2
+    """Chunks that `write` keeps in shared memory: with two, one is filled while the other is being stored."""
 
 
 def launch_rows(
@@ -103,9 +105,14 @@ def launch_rows(
     dtype = a.dtype
 
     def body(experts_ref, rows_ref, heights_ref, count_ref, a_ref, w_ref, *rest):
-        a_smem, b_smem, out_smem, full, empty = rest[-5:]
         num_inputs, num_outputs = len(epilogue.inputs), len(epilogue.outputs)
-        references = (*rest[num_inputs : num_inputs + num_outputs], *rest[:num_inputs], *rest[num_inputs + num_outputs : -5])
+        input_refs, output_refs, scratch_refs = (
+            rest[:num_inputs],
+            rest[num_inputs : num_inputs + num_outputs],
+            rest[num_inputs + num_outputs :],
+        )
+        a_smem, b_smem, out_smem, *epilogue_scratch, full, empty = scratch_refs
+        references = (*output_refs, *input_refs, *epilogue_scratch)
 
         def describe(index):
             i = lax.div(index, jnp.int32(column_tiles))
@@ -147,9 +154,9 @@ def launch_rows(
 
             def write(output, column, values):
                 nonlocal written
-                slot = out_smem.at[warpgroup, written % 2]
-                # The last tile's stores may have used either slot; during this tile's steps they have long finished.
-                plgpu.wait_smem_to_gmem(min(written, 1), wait_read_only=True)
+                slot = out_smem.at[warpgroup, written % epilogue.staged]
+                # The last tile's stores may have used any slot; during this tile's steps they have long finished.
+                plgpu.wait_smem_to_gmem(min(written, epilogue.staged - 1), wait_read_only=True)
                 written += 1
                 slot[...] = values.astype(dtype)
                 plgpu.commit_smem()
@@ -171,11 +178,12 @@ def launch_rows(
 
     swizzled = operand_transforms(dtype)
     b_shape = (STEP, tile.columns) if transpose else (tile.columns, STEP)
+    # Swizzled tiles come first: each starts at a multiple of 1024 bytes.
     scratch = [
-        *epilogue.scratch,
         plgpu.SMEM((tile.stages, tile.rows, STEP), dtype, transforms=swizzled),
         plgpu.SMEM((tile.stages, *b_shape), dtype, transforms=swizzled),
-        plgpu.SMEM((CONSUMERS, 2, tile.own_rows, CHUNK), dtype, transforms=swizzled),
+        plgpu.SMEM((CONSUMERS, epilogue.staged, tile.own_rows, CHUNK), dtype, transforms=swizzled),
+        *epilogue.scratch,
         plgpu.Barrier(num_arrivals=1 + (2 * tile.column_parts if halves else 1), num_barriers=tile.stages),
         plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
     ]

@@ -32,41 +32,54 @@ def matmul_gated_silu_backward(
     num_rows, inter = dy.shape[0], w_down.shape[2]
     rows = tile.own_rows
 
-    def load_chunk(h_ref, h_smem, loaded, place, warpgroup, column):
-        for half in range(2):
-            source = h_ref.at[pl.ds(place.row, rows), pl.ds(half * inter + column, CHUNK)]
-            plgpu.copy_gmem_to_smem(source, h_smem.at[warpgroup, half], loaded.at[warpgroup])
+    chunks = tile.own_columns // CHUNK
+
+    def halves_of(reference, place, chunk):
+        """The gate's and the up's columns of one chunk of the warpgroup's."""
+        column = place.part * tile.own_columns + chunk * CHUNK
+        return [reference.at[pl.ds(place.row, rows), pl.ds(half * inter + column, CHUNK)] for half in range(2)]
+
+    def load_chunk(place, warpgroup, chunk, h_ref, h_smem, loaded):
+        slot = (warpgroup, chunk % 2)
+        for half, source in enumerate(halves_of(h_ref, place, chunk)):
+            plgpu.copy_gmem_to_smem(source, h_smem.at[*slot, half], loaded.at[*slot])
 
     def prepare(place, warpgroup, references):
-        *_, h_ref, _, h_smem, _, loaded = references
-        load_chunk(h_ref, h_smem, loaded, place, warpgroup, place.part * tile.own_columns)
+        *_, h_ref, _, h_smem, loaded = references
+        # The gradients of the last tile have left the slots.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for chunk in range(min(chunks, 2)):
+            load_chunk(place, warpgroup, chunk, h_ref, h_smem, loaded)
 
     def store(g, place, warpgroup, write, references):
-        dh_ref, act_ref, dv_ref, h_ref, v_ref, h_smem, dv_smem, loaded = references
+        dh_ref, act_ref, dv_ref, h_ref, v_ref, h_smem, loaded = references
         layout = plgpu.Layout.WGMMA.reduce(1)
         v = plgpu.load(v_ref.at[pl.ds(place.row, rows)], layout=layout, optimized=False)
         v = lax.broadcast_in_dim(v, (rows, CHUNK), [0])
         dv = plgpu.layout_cast(jnp.zeros(rows, jnp.float32), layout)
-        for c in range(0, tile.own_columns, CHUNK):
-            column = place.part * tile.own_columns + c
-            plgpu.barrier_wait(loaded.at[warpgroup])
-            gate, up = (h_smem[warpgroup, half].astype(jnp.float32) for half in range(2))
-            gate, up = (plgpu.layout_cast(values, plgpu.Layout.WGMMA) for values in (gate, up))
-            own_g = g[:, c : c + CHUNK]
+        for chunk in range(chunks):
+            if chunk >= 1:
+                # The gradients of the chunk before have left its slot, which the chunk after this one takes.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                if chunk + 1 < chunks:
+                    load_chunk(place, warpgroup, chunk + 1, h_ref, h_smem, loaded)
+            slot = (warpgroup, chunk % 2)
+            plgpu.barrier_wait(loaded.at[*slot])
+            gate, up = (plgpu.layout_cast(h_smem[*slot, half].astype(jnp.float32), plgpu.Layout.WGMMA) for half in range(2))
+            own_g = g[:, chunk * CHUNK : (chunk + 1) * CHUNK]
             sigmoid = 1 / (1 + jnp.exp(-gate))
             silu = gate * sigmoid
-            dv += (own_g * silu * up).sum(axis=1)
+            act = silu * up
+            dv += (own_g * act).sum(axis=1)
+            write(act_ref, place.part * tile.own_columns + chunk * CHUNK, v * act)
             dact = v * own_g
-            write(dh_ref, inter + column, dact * silu)
-            # That write has synchronised the warpgroup, so that every thread has read the chunk which this load replaces.
-            if c + CHUNK < tile.own_columns:
-                load_chunk(h_ref, h_smem, loaded, place, warpgroup, column + CHUNK)
-            write(dh_ref, column, dact * up * (sigmoid + silu * (1 - sigmoid)))
-            write(act_ref, column, v * silu * up)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        dv_smem[warpgroup] = dv
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(dv_smem.at[warpgroup], dv_ref.at[place.part, pl.ds(place.row, rows)])
+            # Every thread puts its gradients where it has read h.
+            h_smem[*slot, 0] = (dact * up * (sigmoid + silu * (1 - sigmoid))).astype(h.dtype)
+            h_smem[*slot, 1] = (dact * silu).astype(h.dtype)
+            plgpu.commit_smem()
+            for half, target in enumerate(halves_of(dh_ref, place, chunk)):
+                plgpu.copy_smem_to_gmem(h_smem.at[*slot, half], target)
+        dv_ref[place.part, pl.ds(place.row, rows)] = dv
 
     epilogue = Epilogue(
         name="gated_matmul_backward",
@@ -78,11 +91,11 @@ def matmul_gated_silu_backward(
         store=store,
         inputs=(h, weight_of_row.astype(jnp.float32)),
         scratch=(
-            plgpu.SMEM((CONSUMERS, 2, rows, CHUNK), h.dtype, transforms=operand_transforms(h.dtype)),
-            plgpu.SMEM((CONSUMERS, rows), jnp.float32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=CONSUMERS),
+            plgpu.SMEM((CONSUMERS, 2, 2, rows, CHUNK), h.dtype, transforms=operand_transforms(h.dtype)),
+            plgpu.Barrier(num_arrivals=2, num_barriers=(CONSUMERS, 2)),
         ),
         prepare=prepare,
+        staged=1,
     )
     dh, weighted_act, dv = launch_rows(dy, w_down, plan, tile, epilogue, transpose=True)
     return dh, weighted_act, dv.sum(axis=0)

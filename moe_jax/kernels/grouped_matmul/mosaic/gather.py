@@ -1,6 +1,7 @@
-"""Rows of tokens in expert order: out[r] = x[token_of_row[r]], each row one TMA copy into shared memory and out again.
+"""Rows of tokens in expert order: out[row of pair (t, k)] = x[t], by TMA copies through shared memory.
 
-Cost: T*D elements read, R*D written: R*D*2 bytes at the speed of a copy, since a row crosses shared memory as it is.
+Cost: T*D elements read and R*D written, at the speed of a copy. The kernel goes by tokens, so that each is read once: by rows
+each would be read K times, long after it has left the L2 cache.
 """
 
 import jax
@@ -14,57 +15,75 @@ from moe_jax.kernels.grouped_matmul.mosaic.device import interpret, num_cores
 from moe_jax.kernels.routing import Plan
 
 STAGES = 4
-"""Chunks of rows in shared memory: some being loaded, one being stored."""
+"""Chunks of tokens in shared memory: some being loaded, others being stored."""
 
-CHUNK_BYTES = 48 * 2**10
-"""Of one stage: with four of them enough bytes are in flight to hide the memory's latency."""
+CHUNK_BYTES = 16 * 2**10
+"""Of one stage, at most, unless one token is larger."""
+
+BLOCKS_PER_CORE = 2
+"""Blocks that share a core: while one reads the numbers of its next rows, the other copies."""
 
 
 def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "rows hidden"]:
-    """x in expert order. Rows of no pair are zero up to offsets[-1], unwritten beyond."""
+    """x in expert order. Rows that only fill an expert's last block are zero, rows from offsets[-1] on undefined."""
     tokens, hidden = x.shape
-    # A TMA copy takes at most 256 elements along an axis: a row is copied as [hidden / width, width].
+    # A TMA copy takes at most 256 elements along an axis: a token is copied as [hidden / width, width].
     width = next(width for width in (256, 128, 64) if hidden % width == 0)
-    row_shape = (hidden // width, width)
-    height = next(height for height in (32, 16, 8, 4, 2, 1) if height * hidden * x.dtype.itemsize <= CHUNK_BYTES or height == 1)
+    token_shape = (hidden // width, width)
+    fits = max(1, CHUNK_BYTES // (hidden * x.dtype.itemsize))
+    height = next(height for height in (8, 4, 2, 1) if height <= fits and tokens % height == 0)
 
-    def gather_rows_kernel(tokens_ref, offsets_ref, x_ref, out_ref):
+    def gather_rows_kernel(rows_ref, ends_ref, offsets_ref, x_ref, out_ref):
+        def scope(buffer, zeros, loaded):
+            _fill_blocks(ends_ref, offsets_ref, out_ref, zeros)
+            _copy_tokens(rows_ref, x_ref, out_ref, buffer, loaded, height=height)
+            plgpu.wait_smem_to_gmem(0)
+
         pl.run_scoped(
-            lambda *scratch: _copy_chunks(tokens_ref, offsets_ref, x_ref, out_ref, *scratch, height=height),
-            plgpu.SMEM((STAGES, height, *row_shape), x.dtype),
-            plgpu.Barrier(num_arrivals=height, num_barriers=STAGES),
+            scope,
+            plgpu.SMEM((STAGES, height, *token_shape), x.dtype),
+            # Two tokens: what the warpgroup fills must be a multiple of its 128 threads.
+            plgpu.SMEM((2, *token_shape), x.dtype),
+            plgpu.Barrier(num_barriers=STAGES),
         )
 
     out = plgpu.kernel(
         gather_rows_kernel,
-        out_type=jax.ShapeDtypeStruct((plan.num_rows, *row_shape), x.dtype),
-        grid=(num_cores(),),
-        grid_names=("core",),
+        out_type=jax.ShapeDtypeStruct((plan.num_rows, *token_shape), x.dtype),
+        grid=(BLOCKS_PER_CORE * num_cores(),),
+        grid_names=("block",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret(),
-    )(plan.token_of_row, plan.offsets, x.reshape(tokens, *row_shape))
+    )(plan.row_of_pair, plan.ends, plan.offsets, x.reshape(tokens, *token_shape))
     return out.reshape(plan.num_rows, hidden)
 
 
-def _copy_chunks(tokens_ref, offsets_ref, x_ref, out_ref, buffer, loaded, *, height: int) -> None:
-    """This block's share of the chunks, each `height` rows."""
-    core, cores = lax.axis_index("core"), lax.axis_size("core")
-    chunks = lax.div(offsets_ref[offsets_ref.shape[0] - 1], jnp.int32(height))
-    own_chunks = lax.div(chunks - core + cores - 1, jnp.int32(cores))
+def _fill_blocks(ends_ref, offsets_ref, out_ref, zeros) -> None:
+    """Zeros for the rows of no pair, of this block's share of the experts."""
+    zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)
+    plgpu.commit_smem()
+
+    @plgpu.nd_loop((ends_ref.shape[0],), collective_axes="block")
+    def _experts(info):
+        (expert,) = info.index
+
+        @pl.loop(ends_ref[expert], offsets_ref[expert + 1])
+        def _rows(row):
+            plgpu.copy_smem_to_gmem(zeros.at[0], out_ref.at[row])
+
+
+def _copy_tokens(rows_ref, x_ref, out_ref, buffer, loaded, *, height: int) -> None:
+    """This block's share of the tokens, `height` at a time, each to the rows of its choices."""
+    block, blocks = lax.axis_index("block"), lax.axis_size("block")
+    tokens, k = rows_ref.shape
+    own_chunks = lax.div(tokens // height - block + blocks - 1, jnp.int32(blocks))
 
     def load(i):
         @pl.when(i < own_chunks)
         def _():
-            first = (i * cores + core) * height
             slot = lax.rem(i, jnp.int32(STAGES))
-            for j in range(height):
-                plgpu.copy_gmem_to_smem(
-                    x_ref.at[tokens_ref[first + j]],
-                    buffer.at[slot, j],
-                    loaded.at[slot],
-                    # The token of a row of no pair is one past the last: it reads as zeros.
-                    oob_mode=plgpu.OOBFillMode.ZEROS,
-                )
+            first = (i * blocks + block) * height
+            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(first, height)], buffer.at[slot], loaded.at[slot])
 
     for i in range(STAGES - 1):
         load(jnp.int32(i))
@@ -72,10 +91,12 @@ def _copy_chunks(tokens_ref, offsets_ref, x_ref, out_ref, buffer, loaded, *, hei
     @pl.loop(0, own_chunks)
     def _store(i):
         slot = lax.rem(i, jnp.int32(STAGES))
+        first = (i * blocks + block) * height
+        rows = [(j, rows_ref[first + j, choice]) for j in range(height) for choice in range(k)]
         plgpu.barrier_wait(loaded.at[slot])
-        plgpu.copy_smem_to_gmem(buffer.at[slot], out_ref.at[pl.ds((i * cores + core) * height, height)])
-        # The store before this one has left its slot.
+        for j, row in rows:
+            plgpu.copy_smem_to_gmem(buffer.at[slot, j], out_ref.at[row], commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
+        # The stores of the chunk before this one have left its slot.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         load(i + STAGES - 1)
-
-    plgpu.wait_smem_to_gmem(0)
