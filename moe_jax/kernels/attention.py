@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.backend import BACKENDS, ENVIRONMENT_VARIABLE, splitting_refusal
 from moe_jax.kernels.flash_attention import flash_attention
 from moe_jax.kernels.flash_attention import refusal as flash_refusal
-from moe_jax.kernels.grouped_matmul.mosaic.device import is_interpreted
+from moe_jax.kernels.mosaic_gpu import is_interpreted
 
 _logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from moe_jax.kernels.flash_attention.masks import first_keys, last_queries
 from moe_jax.kernels.flash_attention.mosaic_backward_keys import backward_keys, keys_ring
 from moe_jax.kernels.flash_attention.mosaic_backward_queries import backward_queries, queries_ring
 from moe_jax.kernels.flash_attention.mosaic_forward import forward, forward_ring
-from moe_jax.kernels.grouped_matmul.mosaic.device import compute_capability, is_interpreted
+from moe_jax.kernels.mosaic_gpu import compute_capability, is_interpreted
 from moe_jax.kernels.shapes import check_shape
 
 __all__ = ["flash_attention", "refusal"]

@@ -32,7 +32,7 @@ from moe_jax.kernels.flash_attention.warpgroups import (
     own_tokens,
     wgmma_registers,
 )
-from moe_jax.kernels.grouped_matmul.mosaic.ring import operand_transforms
+from moe_jax.kernels.mosaic_gpu import operand_transforms
 
 BLOCK_KV = COMPUTERS * OWN_ROWS
 """Keys of a block."""

@@ -29,7 +29,7 @@ from moe_jax.kernels.flash_attention.warpgroups import (
     own_tokens,
     wgmma_registers,
 )
-from moe_jax.kernels.grouped_matmul.mosaic.ring import operand_transforms
+from moe_jax.kernels.mosaic_gpu import operand_transforms
 
 BLOCK_Q = COMPUTERS * OWN_ROWS
 """Queries of a block."""

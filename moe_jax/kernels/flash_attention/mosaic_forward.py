@@ -36,7 +36,7 @@ from moe_jax.kernels.flash_attention.warpgroups import (
     scores_and_weighted_sum,
     weighted_sum,
 )
-from moe_jax.kernels.grouped_matmul.mosaic.ring import operand_transforms
+from moe_jax.kernels.mosaic_gpu import operand_transforms
 
 BLOCK_Q = COMPUTERS * OWN_ROWS
 """Queries of a block."""

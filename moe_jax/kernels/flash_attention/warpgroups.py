@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_jax.kernels.grouped_matmul.mosaic.device import interpret, is_interpreted, num_cores
-from moe_jax.kernels.grouped_matmul.mosaic.ring import operand_transforms
+from moe_jax.kernels.mosaic_gpu import is_interpreted, num_cores, operand_transforms
+from moe_jax.kernels.mosaic_gpu import launch as launch_kernel
 
 COMPUTERS = 2
 """Warpgroups that compute."""
@@ -200,24 +200,12 @@ def launch(name: str, body: Callable, outputs: list, scratch: list, dtype: jnp.d
         for i in reversed(stages):
             del scratch[i]
 
-    def kernel(*references):
-        def scope(*buffers):
-            buffers = list(buffers)
-            if not is_interpreted():
-                for i in stages:
-                    buffers.insert(i, None)
-            body(*references, *buffers)
+    def with_stages(*references):
+        references = list(references)
+        if not is_interpreted():
+            first = len(references) - len(scratch)
+            for i in stages:
+                references.insert(first + i, None)
+        body(*references)
 
-        pl.run_scoped(scope, *scratch, collective_axes="warpgroup")
-
-    kernel.__name__ = name
-    return plgpu.kernel(
-        kernel,
-        out_type=outputs,
-        grid=(num_cores(),),
-        grid_names=("core",),
-        num_threads=COMPUTERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
-        interpret=interpret(),
-    )
+    return launch_kernel(name, with_stages, outputs, scratch, warpgroups=COMPUTERS + 1)

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.grouped_matmul.mosaic.by_experts import outer
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows import matmul, matmul_gated_silu
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows_backward import matmul_gated_silu_backward
-from moe_jax.kernels.grouped_matmul.mosaic.device import compute_capability, is_interpreted
 from moe_jax.kernels.grouped_matmul.mosaic.gather import gather_rows
 from moe_jax.kernels.grouped_matmul.mosaic.ring import ROW_ALIGNMENT, Tile
+from moe_jax.kernels.mosaic_gpu import compute_capability, is_interpreted
 from moe_jax.kernels.routing import Plan
 
 __all__ = ["ROW_ALIGNMENT", "gated_matmul", "gated_matmul_backward", "grouped_matmul", "grouped_outer", "is_native", "refusal"]

@@ -7,15 +7,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.grouped_matmul.mosaic.ring import (
-    CONSUMERS,
-    ROW_ALIGNMENT,
-    STEP,
-    Tile,
-    launch,
-    operand_transforms,
-    run_tiles,
-)
+from moe_jax.kernels.grouped_matmul.mosaic.ring import CONSUMERS, ROW_ALIGNMENT, STEP, Tile, run_tiles
+from moe_jax.kernels.mosaic_gpu import launch, operand_transforms
 from moe_jax.kernels.routing import Plan
 
 
@@ -80,4 +73,4 @@ def outer(
         plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
     ]
     shape = jax.ShapeDtypeStruct((plan.num_experts, m, n), dtype)
-    return launch("grouped_outer", body, [shape], scratch)(plan.offsets, a, b)[0]
+    return launch("grouped_outer", body, [shape], scratch, warpgroups=CONSUMERS + 1)(plan.offsets, a, b)[0]

@@ -14,15 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.grouped_matmul.mosaic.ring import (
-    CONSUMERS,
-    ROW_ALIGNMENT,
-    STEP,
-    Tile,
-    launch,
-    operand_transforms,
-    run_tiles,
-)
+from moe_jax.kernels.grouped_matmul.mosaic.ring import CONSUMERS, ROW_ALIGNMENT, STEP, Tile, run_tiles
+from moe_jax.kernels.mosaic_gpu import launch, operand_transforms
 from moe_jax.kernels.routing import Plan
 
 CHUNK = 64
@@ -187,7 +180,7 @@ def launch_rows(
         plgpu.Barrier(num_arrivals=1 + (2 * tile.column_parts if halves else 1), num_barriers=tile.stages),
         plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
     ]
-    kernel = launch(epilogue.name, body, epilogue.outputs, scratch)
+    kernel = launch(epilogue.name, body, epilogue.outputs, scratch, warpgroups=CONSUMERS + 1)
     return kernel(experts, rows, heights, num_row_tiles, a, w, *epilogue.inputs)
 
 

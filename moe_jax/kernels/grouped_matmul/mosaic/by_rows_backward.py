@@ -16,7 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows import CHUNK, Epilogue, launch_rows
-from moe_jax.kernels.grouped_matmul.mosaic.ring import CONSUMERS, Tile, operand_transforms
+from moe_jax.kernels.grouped_matmul.mosaic.ring import CONSUMERS, Tile
+from moe_jax.kernels.mosaic_gpu import operand_transforms
 from moe_jax.kernels.routing import Plan
 
 

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.grouped_matmul.mosaic.device import interpret, num_cores
+from moe_jax.kernels.mosaic_gpu import interpret, num_cores
 from moe_jax.kernels.routing import Plan
 
 STAGES = 4

@@ -14,10 +14,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_jax.kernels.grouped_matmul.mosaic.device import interpret, num_cores
+from moe_jax.kernels.mosaic_gpu import SWIZZLED_COLUMNS
 
-STEP = 64
-"""Summands of one step of the ring: 128 bytes of a 16-bit operand, the widest swizzle."""
+STEP = SWIZZLED_COLUMNS
+"""Summands of one step of the ring."""
 
 ROW_ALIGNMENT = STEP
 """An expert's rows start and end at multiples of a step, so that no step of a sum over rows mixes experts."""
@@ -62,15 +62,6 @@ class Tile:
     def column_parts(self) -> int:
         """1, or 2 where the warpgroups halve the columns."""
         return self.columns // self.own_columns
-
-
-def operand_transforms(dtype: jnp.dtype, columns: int = STEP) -> tuple:
-    """How a tile of `columns` columns lies in shared memory so that wgmma and TMA read it without bank conflicts."""
-    bytes_per_row = columns * jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(bytes_per_row * 8)
-    # mypy takes both for abstract classes.
-    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
-    return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
 
 
 def run_tiles(
@@ -164,22 +155,3 @@ def run_tiles(
             return carry + num_steps
 
         plgpu.wait_smem_to_gmem(0)
-
-
-def launch(name: str, body: Callable, outputs: list[jax.ShapeDtypeStruct], scratch: list) -> Callable:
-    """A persistent kernel: `body(*input references, *output references, *scratch references)` runs in every warpgroup."""
-
-    def kernel(*references):
-        pl.run_scoped(lambda *buffers: body(*references, *buffers), *scratch, collective_axes="warpgroup")
-
-    kernel.__name__ = name
-    return plgpu.kernel(
-        kernel,
-        out_type=outputs,
-        grid=(num_cores(),),
-        grid_names=("core",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
-        interpret=interpret(),
-    )

@@ -1,0 +1,69 @@
+"""What every Hopper kernel of ours shares: how it is launched, on how many cores, and how operands lie in shared memory."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+SWIZZLED_COLUMNS = 64
+"""Columns of a 16-bit operand in one row of the widest swizzle, 128 bytes."""
+
+INTERPRETED_CORES = 2
+"""Blocks in the interpreter: enough for two to run at once and for each to take several tiles."""
+
+
+def launch(name: str, body: Callable, outputs: list[jax.ShapeDtypeStruct], scratch: list, *, warpgroups: int) -> Callable:
+    """A persistent kernel: `body(*input references, *output references, *scratch references)` in each warpgroup of a core."""
+
+    def kernel(*references):
+        pl.run_scoped(lambda *buffers: body(*references, *buffers), *scratch, collective_axes="warpgroup")
+
+    kernel.__name__ = name
+    return plgpu.kernel(
+        kernel,
+        out_type=outputs,
+        grid=(num_cores(),),
+        grid_names=("core",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
+        interpret=interpret(),
+    )
+
+
+def operand_transforms(dtype: jnp.dtype, columns: int = SWIZZLED_COLUMNS) -> tuple:
+    """How a tile of `columns` columns lies in shared memory so that wgmma and TMA read it without bank conflicts."""
+    bytes_per_row = columns * jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(bytes_per_row * 8)
+    # mypy takes both for abstract classes.
+    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
+
+
+def num_cores() -> int:
+    """Streaming multiprocessors of the target: as many persistent blocks run."""
+    if is_interpreted():
+        return INTERPRETED_CORES
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    return target.num_cores if target is not None else jax.devices()[0].core_count
+
+
+def is_interpreted() -> bool:
+    """Whether JAX's GPU interpreter runs the kernels: where the target is a CPU."""
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    return (target.platform if target is not None else jax.default_backend()) == "cpu"
+
+
+def interpret() -> plgpu.InterpretGPUParams | bool:
+    """The `interpret` argument of a kernel; interpreted kernels are checked for races."""
+    return plgpu.InterpretGPUParams(detect_races=True) if is_interpreted() else False
+
+
+def compute_capability() -> str | None:
+    """ "9.0" for Hopper; None where the target is no NVIDIA GPU."""
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    if target is not None:
+        return "9.0" if "H100" in target.device_kind or "H200" in target.device_kind else None
+    return getattr(jax.devices()[0], "compute_capability", None)
