@@ -13,8 +13,9 @@ Backward, with g[r] = w_down[e(r)]^T dy[token(r)] (no weight in it):
     dh             = dact times the derivative of silu(gate) * up
     dw_gate_up[e]  = sum_r outer(dh[r], x[token(r)])   dx[t]   = sum_k w_gate_up[e]^T dh[row(t, k)]
 
-Kept for backward: x, h, weights, plan. act is recomputed, and dweights needs neither the rows of y nor those of x, so
-nothing of T*K*D elements outlives the pass that makes it (SonicMoE, https://arxiv.org/abs/2512.14080).
+R grows by what fills up the experts' last blocks of rows where the backend needs aligned rows. Kept for backward: x, h,
+weights, plan. act is recomputed, and dweights needs neither the rows of y nor those of x, so nothing of T*K*D elements
+outlives the pass that makes it (SonicMoE, https://arxiv.org/abs/2512.14080).
 """
 
 import jax
@@ -45,7 +46,8 @@ def experts_mlp(
     argument's dtype; weight gradients are summed in f32 and rounded once.
 
     Args:
-        backend: "xla"; by default the environment variable MOE_JAX_BACKEND, else the platform's choice.
+        backend: "mosaic" (Hopper GPUs, bf16 and f16) or "xla" (everywhere); by default the environment variable
+            MOE_JAX_BACKEND, else the first of them that is written for the device and takes the input.
         chunk_tokens: process so many tokens at a time to bound temporary memory (R*D elements become
             chunk_tokens*K*D). Same result; the weight gradients of a chunked call are summed in f32 over the chunks.
 
@@ -53,7 +55,8 @@ def experts_mlp(
     its token and gets no gradient.
 
     Raises:
-        ValueError: shapes that do not fit together, a non-integer topk_experts, chunk_tokens < 1, an unknown backend.
+        ValueError: shapes that do not fit together, a non-integer topk_experts, chunk_tokens < 1, a backend that is unknown
+            or does not take the input.
     """
     sizes: dict[str, int] = {}
     check_shape("x", x, "tokens hidden", sizes)
@@ -81,7 +84,8 @@ def gate_up(
     """h[r] = w_gate_up[e(r)] x[token(r)], rows sorted by expert as `plan` says, in x's dtype.
 
     Raises:
-        ValueError: shapes that do not fit together, an unknown backend.
+        ValueError: shapes that do not fit together, a backend that is unknown or takes neither the input nor the plan's
+            row_alignment.
     """
     sizes = {"tokens": plan.row_of_pair.shape[0], "experts": plan.num_experts}
     check_shape("x", x, "tokens hidden", sizes)
@@ -101,7 +105,8 @@ def down(
     """y[t] = sum_k weights[t, k] * w_down[e] act[row(t, k)], summed over k in f32, in act's dtype.
 
     Raises:
-        ValueError: shapes that do not fit together, an unknown backend.
+        ValueError: shapes that do not fit together, a backend that is unknown or takes neither the input nor the plan's
+            row_alignment.
     """
     sizes = {
         "rows": plan.num_rows,
