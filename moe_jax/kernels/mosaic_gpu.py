@@ -21,7 +21,7 @@ def launch(name: str, body: Callable, outputs: list[jax.ShapeDtypeStruct], scrat
         pl.run_scoped(lambda *buffers: body(*references, *buffers), *scratch, collective_axes="warpgroup")
 
     kernel.__name__ = name
-    return plgpu.kernel(
+    run = plgpu.kernel(
         kernel,
         out_type=outputs,
         grid=(num_cores(),),
@@ -31,6 +31,22 @@ def launch(name: str, body: Callable, outputs: list[jax.ShapeDtypeStruct], scrat
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
         interpret=interpret(),
     )
+    return lambda *inputs: varying_as_inputs(run(*inputs), inputs)
+
+
+def varying_as_inputs(results, inputs):
+    """Types a kernel's results as differing between the devices between which an input differs, inside `shard_map`.
+
+    A kernel's results are typed as equal on all devices; the sum of a replicated weight's gradient over the devices would be
+    left out without a word. Typed rightly, what needs that sum and lacks it is an error.
+    """
+    axes = frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(inputs)))
+
+    def cast(result):
+        missing = tuple(sorted(axes - jax.typeof(result).manual_axis_type.varying))
+        return jax.lax.pcast(result, missing, to="varying") if missing else result
+
+    return jax.tree.map(cast, results)
 
 
 def operand_transforms(dtype: jnp.dtype, columns: int = SWIZZLED_COLUMNS) -> tuple:

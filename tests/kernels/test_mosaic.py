@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from moe_jax import kernels
 from moe_jax.kernels.grouped_matmul import mosaic, xla
@@ -188,6 +189,31 @@ def test_real_layers_lower_for_an_h200(experts, k, hidden, inter):
             assert lowered.as_text().count("custom_call @mosaic_gpu") == 9, (
                 "two gathers and four matmuls backward, one and two forward"
             )
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_replicated_weights_gradient_is_summed_over_devices_or_refused(check_vma):
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
+    specs = (P("data"), P(), P(), P("data"), P("data"))
+    shapes = [(256, 128), (4, 256, 128), (4, 128, 128), (256, 2)]
+    arrays = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, [jnp.bfloat16] * 3 + [jnp.float32], strict=True)]
+
+    def lower():
+        layer = jax.shard_map(
+            lambda *a: kernels.experts_mlp(*a, backend="mosaic"),
+            mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma,
+        )  # fmt: skip
+        gradient = jax.jit(jax.grad(lambda *a: layer(*a).astype(jnp.float32).sum(), argnums=(1, 2)))
+        chosen = jax.ShapeDtypeStruct((256, 2), jnp.int32)
+        return gradient.trace(*arrays, chosen).lower(lowering_platforms=("cuda",)).as_text()
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        if check_vma:
+            with pytest.raises(ValueError, match="bwd rule"):
+                lower()
+        else:
+            assert lower().count("all_reduce") == 2
 
 
 @pytest.mark.parametrize(

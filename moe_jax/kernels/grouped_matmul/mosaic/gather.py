@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.mosaic_gpu import interpret, num_cores
+from moe_jax.kernels.mosaic_gpu import interpret, num_cores, varying_as_inputs
 from moe_jax.kernels.routing import Plan
 
 STAGES = 4
@@ -47,15 +47,16 @@ def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "r
             plgpu.Barrier(num_barriers=STAGES),
         )
 
-    out = plgpu.kernel(
+    run = plgpu.kernel(
         gather_rows_kernel,
         out_type=jax.ShapeDtypeStruct((plan.num_rows, *token_shape), x.dtype),
         grid=(BLOCKS_PER_CORE * num_cores(),),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret(),
-    )(plan.row_of_pair, plan.ends, plan.offsets, x.reshape(tokens, *token_shape))
-    return out.reshape(plan.num_rows, hidden)
+    )
+    inputs = plan.row_of_pair, plan.ends, plan.offsets, x.reshape(tokens, *token_shape)
+    return varying_as_inputs(run(*inputs), inputs).reshape(plan.num_rows, hidden)
 
 
 def _fill_blocks(ends_ref, offsets_ref, out_ref, zeros) -> None:
