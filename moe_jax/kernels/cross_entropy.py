@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.kernels.varying import vary_alike, vary_as
+
 
 def cross_entropy(
     hidden: Float[Array, "tokens hidden"],
@@ -37,7 +39,8 @@ def cross_entropy(
     if chunk_vocab < 1:
         raise ValueError(f"chunk_vocab must be at least 1; got {chunk_vocab}")
     mask = mask.astype(bool)
-    total = _loss_sum(min(chunk_vocab, head_weight.shape[0]), hidden, head_weight, labels, mask)
+    arrays = vary_alike((hidden, head_weight, labels, mask))
+    total = _loss_sum(min(chunk_vocab, head_weight.shape[0]), *arrays)
     return total, mask.sum().astype(total.dtype)
 
 
@@ -61,7 +64,7 @@ def _forward(chunk_vocab, hidden, head_weight, labels, mask):
         return peak, total, jnp.where(inside, label_logit, picked)
 
     start = jnp.full(tokens, -jnp.inf, accumulate), jnp.zeros(tokens, accumulate), jnp.zeros(tokens, accumulate)
-    peak, total, picked = _over_chunks(add_chunk, start, head_weight.shape[0], chunk_vocab)
+    peak, total, picked = _over_chunks(add_chunk, vary_as(start, hidden), head_weight.shape[0], chunk_vocab)
     logsumexp = peak + jnp.log(total)
     return jnp.where(mask, logsumexp - picked, 0).sum(), (hidden, head_weight, labels, mask, logsumexp)
 
@@ -82,7 +85,7 @@ def _backward(chunk_vocab, kept, d_loss):
         return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_weight, d_rows, start, axis=0)
 
     start = jnp.zeros(hidden.shape, accumulate), jnp.zeros_like(head_weight)
-    d_hidden, d_weight = _over_chunks(add_chunk, start, head_weight.shape[0], chunk_vocab)
+    d_hidden, d_weight = _over_chunks(add_chunk, vary_as(start, hidden), head_weight.shape[0], chunk_vocab)
     return d_hidden.astype(hidden.dtype), d_weight, None, None
 
 

@@ -27,6 +27,7 @@ from moe_jax.kernels.grouped_matmul import implementation
 from moe_jax.kernels.routing import Plan
 from moe_jax.kernels.routing import plan as make_plan
 from moe_jax.kernels.shapes import check_shape
+from moe_jax.kernels.varying import vary_alike, vary_as
 
 
 def experts_mlp(
@@ -71,7 +72,8 @@ def experts_mlp(
     if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
         chunk_tokens = None
     backend = resolve_backend(backend, x.dtype, x.shape[1], w_down.shape[2])
-    return _experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, backend, chunk_tokens)
+    arrays = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts))
+    return _experts_mlp(*arrays, backend, chunk_tokens)
 
 
 def gate_up(
@@ -91,7 +93,7 @@ def gate_up(
     check_shape("x", x, "tokens hidden", sizes)
     check_shape("w_gate_up", w_gate_up, "experts 2*inter hidden", sizes)
     backend = resolve_backend(backend, x.dtype, x.shape[1], w_gate_up.shape[1] // 2, plan.row_alignment)
-    return _gate_up(x, w_gate_up, plan, backend)
+    return _gate_up(*vary_alike((x, w_gate_up, plan)), backend)
 
 
 def down(
@@ -118,7 +120,7 @@ def down(
     check_shape("w_down", w_down, "experts hidden inter", sizes)
     check_shape("weights", weights, "tokens k", sizes)
     backend = resolve_backend(backend, act.dtype, w_down.shape[1], act.shape[1], plan.row_alignment)
-    return _down(act, w_down, weights, plan, backend)
+    return _down(*vary_alike((act, w_down, weights, plan)), backend)
 
 
 def _gate_up_forward(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Array:
@@ -197,7 +199,7 @@ def _experts_mlp_backward(backend: str, chunk_tokens: int | None, residuals: tup
         dw, gradients = chunk(*args, *wide)
         return jax.tree.map(jnp.add, sums, dw), gradients
 
-    zeros = jnp.zeros(w_gate_up.shape, wide[0]), jnp.zeros(w_down.shape, wide[1])
+    zeros = vary_as((jnp.zeros(w_gate_up.shape, wide[0]), jnp.zeros(w_down.shape, wide[1])), x)
     chunks = tuple(_split(a, chunk_tokens, 0) for a in (dy, x, weights))
     (dw_gate_up, dw_down), (dx, dweights) = jax.lax.scan(add_chunk, zeros, (*chunks, h, plan))
     dx, dweights = _join(dx, x.shape[0]), _join(dweights, x.shape[0])

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moe_jax.kernels.varying import vary_as, varying_axes
 
 SWIZZLED_COLUMNS = 64
 """Columns of a 16-bit operand in one row of the widest swizzle, 128 bytes."""
@@ -31,22 +34,25 @@ def launch(name: str, body: Callable, outputs: list[jax.ShapeDtypeStruct], scrat
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
         interpret=interpret(),
     )
-    return lambda *inputs: varying_as_inputs(run(*inputs), inputs)
+    return call_varying(run)
 
 
-def varying_as_inputs(results, inputs):
-    """Types a kernel's results as differing between the devices between which an input differs, inside `shard_map`.
+def call_varying(run: Callable) -> Callable:
+    """A kernel's call whose results vary inside `shard_map` as its inputs do, where JAX types them as equal on all devices.
 
-    A kernel's results are typed as equal on all devices; the sum of a replicated weight's gradient over the devices would be
-    left out without a word. Typed rightly, what needs that sum and lacks it is an error.
+    The body is traced with inputs that do not vary: JAX turns these types off inside a kernel, and a loop that carries what it
+    read from an input would change its type.
     """
-    axes = frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(inputs)))
 
-    def cast(result):
-        missing = tuple(sorted(axes - jax.typeof(result).manual_axis_type.varying))
-        return jax.lax.pcast(result, missing, to="varying") if missing else result
+    def call(*inputs):
+        if not varying_axes(inputs):
+            return run(*inputs)
+        types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs]
+        traced, tree = jax.make_jaxpr(run, return_shape=True)(*types)
+        results = jax.extend.core.jaxpr_as_fun(traced)(*inputs)
+        return vary_as(jax.tree.unflatten(jax.tree.structure(tree), results), inputs)
 
-    return jax.tree.map(cast, results)
+    return call
 
 
 def operand_transforms(dtype: jnp.dtype, columns: int = SWIZZLED_COLUMNS) -> tuple:

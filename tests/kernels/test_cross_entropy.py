@@ -1,9 +1,13 @@
 """The chunked loss equals log_softmax over all logits, with its gradients, and never holds those logits."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from moe_jax.kernels import cross_entropy
 
@@ -34,6 +38,22 @@ def test_equals_the_plain_loss_with_gradients(chunk):
         for actual, wanted in zip(gradients, expected, strict=True):
             np.testing.assert_allclose(actual, wanted, rtol=1e-10, atol=1e-12)
         assert float(cross_entropy(hidden, weight, labels, mask)[1]) == int(mask.sum())
+
+
+def test_a_replicated_heads_gradient_sums_over_the_devices_of_a_shard_map():
+    hidden, weight, labels, mask = make_inputs(jnp.float32)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+
+    def of_shard(hidden, weight, labels, mask):
+        return jax.lax.psum(cross_entropy(hidden, weight, labels, mask, chunk_vocab=10)[0], "data")
+
+    sharded = jax.shard_map(of_shard, mesh=mesh, in_specs=(P("data"), P(), P("data"), P("data")), out_specs=P())
+    gradient = jax.jit(jax.grad(sharded, argnums=(0, 1)))
+    expected = jax.grad(plain, argnums=(0, 1))(hidden, weight, labels, mask)
+    for actual, wanted in zip(gradient(hidden, weight, labels, mask), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5)
+    text = str(gradient.trace(hidden, weight, labels, mask).jaxpr)
+    assert len(re.findall(r"\bpsum\w*\[", text)) == 2, "the loss and the head's gradient"
 
 
 def test_labels_of_masked_tokens_do_not_matter():

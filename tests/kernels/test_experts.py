@@ -1,5 +1,7 @@
 """experts_mlp and its halves equal the oracle, with every gradient, for any routing."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,15 +190,18 @@ def test_chunks_add_bf16_weight_gradients_in_f32():
     assert error < 8e-3
 
 
-@pytest.mark.parametrize("sharding", ["shard_map", "gspmd"])
-def test_runs_on_a_mesh(sharding):
+@pytest.mark.parametrize("chunk_tokens", [None, 7])
+@pytest.mark.parametrize("sharding", ["shard_map", "shard_map unchecked", "gspmd"])
+def test_runs_on_a_mesh(sharding, chunk_tokens):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     inputs = make_inputs(np.random.default_rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)
     specs = (P("data"), P(), P(), P("data"), P("data"))
-    if sharding == "shard_map":
-        on_mesh = jax.shard_map(kernels.experts_mlp, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
+    layer = partial(kernels.experts_mlp, chunk_tokens=chunk_tokens)
+    if sharding == "gspmd":
+        on_mesh = jax.jit(layer, in_shardings=[NamedSharding(mesh, spec) for spec in specs])
     else:
-        on_mesh = jax.jit(kernels.experts_mlp, in_shardings=[NamedSharding(mesh, spec) for spec in specs])
+        check = sharding == "shard_map"
+        on_mesh = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check)
     compare(on_mesh, oracle.experts_mlp, inputs, 1e-5)
 
 

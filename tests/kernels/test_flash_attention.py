@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from moe_jax.kernels.attention import attention
 from moe_jax.kernels.flash_attention import flash_attention, masks
@@ -162,6 +163,22 @@ def test_real_shapes_lower_for_an_h200(batch, seq, heads, kv_heads, head_dim, va
     with jax.sharding.use_abstract_mesh(H200):
         lowered = jax.jit(step).trace(q, k, v, ids, dout, dlse).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == (3 if head_dim + value_dim <= 256 else 4)
+
+
+def test_replicated_keys_gradients_are_summed_over_devices():
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=H200.abstract_device)
+
+    def loss(q, k, v, ids):
+        out, lse = jax.shard_map(
+            lambda q, k, v, ids: flash_attention(q, k, v, scale=0.1, segment_ids=ids, window=100),
+            mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=P("data"),
+        )(q, k, v, ids)  # fmt: skip
+        return out.astype(jnp.float32).sum() + lse.sum()
+
+    q, kv = (jax.ShapeDtypeStruct((batch, 256, 2, 128), jnp.bfloat16) for batch in (4, 2))
+    with jax.sharding.use_abstract_mesh(mesh):
+        gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, kv, kv, jax.ShapeDtypeStruct((4, 256), jnp.int32))
+        assert gradient.lower(lowering_platforms=("cuda",)).as_text().count("all_reduce") == 2
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from moe_jax.kernels.flash_attention.mosaic_backward_queries import backward_que
 from moe_jax.kernels.flash_attention.mosaic_forward import forward, forward_ring
 from moe_jax.kernels.mosaic_gpu import compute_capability, is_interpreted
 from moe_jax.kernels.shapes import check_shape
+from moe_jax.kernels.varying import vary_alike
 
 __all__ = ["flash_attention", "refusal"]
 
@@ -56,7 +57,7 @@ def flash_attention(
     reason = refusal(q, k, v, scale, window)
     if reason is not None:
         raise ValueError(reason)
-    return _flash_attention(q, k, v, segment_ids, window, float(scale))
+    return _flash_attention(*vary_alike((q, k, v, segment_ids, window)), float(scale))
 
 
 def refusal(q: Array, k: Array, v: Array, scale: float, window: Array | int | None) -> str | None:

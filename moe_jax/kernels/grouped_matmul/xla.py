@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.activation import gated_silu, gated_silu_backward
 from moe_jax.kernels.routing import Plan
+from moe_jax.kernels.varying import vary_as
 
 ROW_ALIGNMENT = 1
 """What `routing.plan` needs to make plans for this backend; it computes any other plan too."""
@@ -115,7 +116,7 @@ def grouped_matmul(
         slot = jnp.where(is_direct, plan.expert_of_row * direct_rows + position, 0)
         y = jnp.where(is_direct[:, None], direct.reshape(-1, out).at[slot].get(mode="promise_in_bounds"), 0)
     else:
-        y = jnp.zeros((num_rows, out), x.dtype)
+        y = vary_as(jnp.zeros((num_rows, out), x.dtype), x)
 
     height = min(_block_height(num_rows, num_experts), num_rows)
     per_turn = min(BLOCKS_PER_TURN, max(1, ROWS_PER_TURN // height))

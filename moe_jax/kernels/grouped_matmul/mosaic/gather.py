@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.mosaic_gpu import interpret, num_cores, varying_as_inputs
+from moe_jax.kernels.mosaic_gpu import call_varying, interpret, num_cores
 from moe_jax.kernels.routing import Plan
 
 STAGES = 4
@@ -56,7 +56,7 @@ def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "r
         interpret=interpret(),
     )
     inputs = plan.row_of_pair, plan.ends, plan.offsets, x.reshape(tokens, *token_shape)
-    return varying_as_inputs(run(*inputs), inputs).reshape(plan.num_rows, hidden)
+    return call_varying(run)(*inputs).reshape(plan.num_rows, hidden)
 
 
 def _fill_blocks(ends_ref, offsets_ref, out_ref, zeros) -> None:

@@ -1,0 +1,29 @@
+"""Inside `jax.shard_map` an array's type says over which mesh axes the devices may hold different values of it (it *varies*).
+
+A function with a gradient by hand has to type its results and gradients so, or the sum of a replicated argument's gradient over
+the devices is left out. With all arguments cast to vary alike before they enter it, that sum is the cast's own gradient.
+Under `check_vma=False`, and outside `shard_map`, nothing varies and nothing here does anything.
+"""
+
+import jax
+
+
+def vary_alike(arguments):
+    """The arguments (a pytree), each typed as varying over every axis over which one of them varies."""
+    return vary_as(arguments, arguments)
+
+
+def vary_as(results, inputs):
+    """The results (a pytree), each typed as varying over at least the axes over which a leaf of `inputs` varies."""
+    axes = varying_axes(inputs)
+
+    def cast(result):
+        missing = tuple(sorted(axes - varying_axes(result)))
+        return jax.lax.pcast(result, missing, to="varying") if missing else result
+
+    return jax.tree.map(cast, results)
+
+
+def varying_axes(arrays) -> frozenset[str]:
+    """The mesh axes over which a leaf of `arrays` varies."""
+    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(arrays)))
