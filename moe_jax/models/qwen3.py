@@ -19,6 +19,7 @@ from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.rope import rope_tables
 from moe_jax.layers.router import RouterStatistics, Routing, load_balancing_loss
 from moe_jax.layers.segments import segment_positions
+from moe_jax.layers.stack import run_layers
 from moe_jax.models.output import HiddenStates, ModelOutput
 
 NO_WINDOW = 2**30
@@ -108,16 +109,18 @@ class Qwen3(nnx.Module):
                 replay = expert_ids[first_moe_layer : first_moe_layer + stage.num_layers]
             first_moe_layer += stage.num_layers if stage.sparse else 0
 
-            def body(carry, xs, graph=graph):
+            def body(shared, of_layer, carry, parameters, graph=graph):
+                cos, sin, segment_ids, valid = shared
+                layer, window, replay = of_layer
                 x, memory = carry
-                parameters, layer, window, replay = xs
                 attend = partial(_attend, segment_ids, memory, layer, window, config.head_dim**-0.5)
                 block = nnx.merge(graph, parameters)
                 x, memory, routing = block(x, cos, sin, attend, valid, replay, force_balanced_routing)
                 return (x, memory), routing
 
-            scanned = (parameters, jnp.arange(rows.start, rows.stop), None if windows is None else windows[rows], replay)
-            (x, memory), routing = jax.lax.scan(jax.checkpoint(body) if remat else body, (x, memory), scanned)
+            of_layer = jnp.arange(rows.start, rows.stop), None if windows is None else windows[rows], replay
+            run = partial(run_layers, jax.checkpoint(body, prevent_cse=False) if remat else body)
+            (x, memory), routing = run((cos, sin, segment_ids, valid), of_layer, (x, memory), parameters)
             if stage.sparse:
                 routings.append(routing)
 

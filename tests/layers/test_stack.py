@@ -1,0 +1,86 @@
+"""run_layers equals lax.scan, with every gradient, and allocates what it stacks instead of filling it with zeros."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.layers.stack import run_layers
+
+LAYERS, WIDTH = 3, 8
+
+
+def layer(shared, of_layer, x, parameters):
+    """Reads everything that a layer may, integers too, and gives a differentiable and an integer result beside x."""
+    angle, shift = shared
+    index, window = of_layer
+    h = jnp.tanh(x @ parameters["w"] + index * jnp.cos(angle)) + parameters["bias"]
+    h = jnp.roll(h, shift, axis=0) * (1 if window is None else window)
+    return x + h, (jnp.square(h).sum(axis=0), jnp.argmax(h, axis=1))
+
+
+def make_inputs(window=False):
+    rng = np.random.default_rng()
+    parameters = {
+        "w": jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH))),
+        "bias": jnp.asarray(rng.normal(size=(LAYERS, WIDTH))),
+    }
+    of_layer = jnp.arange(LAYERS), jnp.asarray(rng.integers(1, 5, LAYERS)) if window else None
+    shared = jnp.asarray(rng.normal(size=(5, 1))), jnp.int32(2)
+    return shared, of_layer, jnp.asarray(rng.normal(size=(5, WIDTH))), parameters
+
+
+def scanned(shared, of_layer, x, parameters):
+    return jax.lax.scan(lambda x, xs: layer(shared, xs[0], x, xs[1]), x, (of_layer, parameters))
+
+
+def loss(run, inputs):
+    weights = np.random.default_rng(0).normal(size=(LAYERS, WIDTH))
+
+    def of(x, parameters):
+        x, (squares, _) = run(*inputs[:2], x, parameters)
+        return jnp.sin(x).sum() + (weights * squares).sum()
+
+    return of
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("window", [False, True])
+def test_values_and_gradients_equal_a_scans(remat, window):
+    body = jax.checkpoint(layer) if remat else layer
+    with jax.enable_x64(True):
+        inputs = make_inputs(window)
+        jax.tree.map(np.testing.assert_array_equal, run_layers(body, *inputs), scanned(*inputs))
+        value, gradients = jax.jit(jax.value_and_grad(loss(lambda *a: run_layers(body, *a), inputs), (0, 1)))(*inputs[2:])
+        expected_value, expected = jax.value_and_grad(loss(scanned, inputs), (0, 1))(*inputs[2:])
+        np.testing.assert_allclose(value, expected_value, rtol=1e-12)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), gradients, expected)
+
+
+def test_only_what_the_layer_computes_is_kept():
+    """Neither weights nor what all layers read are stored once more: of each layer h, its tanh and x remain."""
+    inputs = make_inputs()
+    _, pullback = jax.vjp(loss(lambda *a: run_layers(layer, *a), inputs), *inputs[2:])
+    stacked = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape[:1] == (LAYERS,)]
+    weights = [leaf for leaf in stacked if leaf.shape == (LAYERS, WIDTH, WIDTH)]
+    assert len(weights) == 1
+    assert not any(leaf.shape == (LAYERS, 5, 1) for leaf in stacked)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_on_a_gpu_gradients_are_written_once(devices):
+    """One device, and each device of a shard_map, allocates; no zeros of a stacked gradient's shape are made."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
+    inputs = make_inputs()
+    run = loss(lambda *a: run_layers(layer, *a), inputs)
+    if devices > 1:
+        run = jax.shard_map(run, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), inputs[2:])
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(jax.grad(lambda *a: run(*a), (1,))).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    shape = f"tensor<{LAYERS}x{WIDTH}x{WIDTH}xf32>"
+    assert any("AllocateBuffer" in line and line.rstrip().endswith(shape) for line in text.splitlines())
+    assert not any("broadcast_in_dim" in line and line.rstrip().endswith(shape) for line in text.splitlines())
