@@ -157,13 +157,23 @@ def _down_gradients(
 
 
 def _experts_mlp_forward(
-    x: Array, w_gate_up: Array, w_down: Array, weights: Array, experts: Array, backend: str, chunk_tokens: int | None
+    x: Array,
+    w_gate_up: Array,
+    w_down: Array,
+    weights: Array,
+    experts: Array,
+    backend: str,
+    chunk_tokens: int | None,
+    for_backward: bool = True,
 ) -> tuple[Array, tuple]:
-    """Returns y and what backward keeps; of a chunked call, h and the plan have a leading axis of chunks."""
+    """Returns y and what backward keeps; of a chunked call, h and the plan have a leading axis of chunks.
+
+    The rows of h of no pair are finite only `for_backward`, which multiplies them by zeros.
+    """
 
     def chunk(x: Array, weights: Array, experts: Array) -> tuple[Array, tuple[Array, Plan]]:
         plan = make_plan(experts, w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT)
-        rows, source = implementation(backend).rows_of_tokens(x, plan)
+        rows, source = implementation(backend).rows_of_tokens(x, plan, fill=for_backward)
         h, act = implementation(backend).gated_matmul(rows, w_gate_up, plan, source_of_row=source)
         return _down_forward(act, w_down, weights, plan, backend), (h, plan)
 
@@ -252,6 +262,6 @@ _down_op = jax.custom_vjp(_down_forward, nondiff_argnums=(4,))
 _down_op.defvjp(lambda *args: (_down_forward(*args), args[:4]), _down_vjp)
 _down = jax.jit(_down_op, static_argnums=4)
 
-_experts_mlp_op = jax.custom_vjp(lambda *args: _experts_mlp_forward(*args)[0], nondiff_argnums=(5, 6))
+_experts_mlp_op = jax.custom_vjp(lambda *args: _experts_mlp_forward(*args, for_backward=False)[0], nondiff_argnums=(5, 6))
 _experts_mlp_op.defvjp(_experts_mlp_forward, _experts_mlp_backward)
 _experts_mlp = jax.jit(_experts_mlp_op, static_argnums=(5, 6))

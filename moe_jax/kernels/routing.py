@@ -4,7 +4,10 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
+
+PAIRS_TO_COMPARE = 2048
+"""Up to so many pairs each is compared with each, which is one kernel, where a sort and what follows it are several."""
 
 
 @jax.tree_util.register_dataclass
@@ -62,12 +65,17 @@ def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: 
     in_range = (topk_experts >= 0) & (topk_experts < num_experts)
     experts = jnp.where(in_range, topk_experts, num_experts).astype(jnp.int32).reshape(-1)
     pairs = jnp.arange(tokens * k, dtype=jnp.int32)
-    sorted_experts, sorted_pairs = jax.lax.sort((experts, pairs), num_keys=1, is_stable=True)
-    # compare_all is one fused reduction; the unrolled binary search takes XLA minutes to compile at 262144 rows.
-    bounds = jnp.searchsorted(sorted_experts, jnp.arange(num_experts + 1), method="compare_all").astype(jnp.int32)
-    blocks = -(-(bounds[1:] - bounds[:-1]) // row_alignment)
-    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(blocks * row_alignment).astype(jnp.int32)])
-    row = pairs + (offsets - bounds)[sorted_experts]
+    expert = jnp.arange(num_experts + 1, dtype=jnp.int32)
+    counts = jnp.sum(expert[:-1, None] == experts, axis=1, dtype=jnp.int32)
+    is_earlier = expert[:, None] > expert[:-1]
+    offsets = _masked_sum(is_earlier, -(-counts // row_alignment) * row_alignment)
+    if pairs.size <= PAIRS_TO_COMPARE:
+        rank = _masked_sum((experts[:, None] == experts) & (pairs[:, None] > pairs), jnp.ones_like(pairs))
+        row = offsets[experts] + rank
+    else:
+        sorted_experts, sorted_pairs = jax.lax.sort((experts, pairs), num_keys=1, is_stable=True)
+        sorted_row = pairs + (offsets - _masked_sum(is_earlier, counts))[sorted_experts]
+        row = jnp.zeros_like(pairs).at[sorted_pairs].set(sorted_row, unique_indices=True, mode="promise_in_bounds")
 
     num_rows = tokens * k
     if row_alignment > 1:
@@ -79,14 +87,18 @@ def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: 
         empty = jnp.full(num_rows, nobody, jnp.int32)
         return empty.at[row].set(values, unique_indices=True, mode="promise_in_bounds")
 
-    row_of_pair = jnp.zeros_like(pairs).at[sorted_pairs].set(row, unique_indices=True, mode="promise_in_bounds")
-    pair_of_row = by_row(sorted_pairs, tokens * k)
+    pair_of_row = by_row(pairs, tokens * k)
     return Plan(
-        expert_of_row=by_row(sorted_experts, num_experts),
+        expert_of_row=by_row(experts, num_experts),
         token_of_row=pair_of_row // max(k, 1),
         pair_of_row=pair_of_row,
-        row_of_pair=row_of_pair.reshape(tokens, k),
+        row_of_pair=row.reshape(tokens, k),
         offsets=offsets,
-        ends=offsets[:-1] + bounds[1:] - bounds[:-1],
+        ends=offsets[:-1] + counts,
         row_alignment=row_alignment,
     )
+
+
+def _masked_sum(mask: Bool[Array, "n m"], values: Int[Array, "m"]) -> Int[Array, "n"]:
+    """sum_j values[j] where mask[i, j]: for few values one kernel, where a cumulative sum would be several."""
+    return jnp.sum(jnp.where(mask, values, 0), axis=1, dtype=jnp.int32)

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_jax.kernels import routing
 from moe_jax.kernels.routing import plan
+
+
+@pytest.fixture(params=["pairs compared", "pairs sorted"], autouse=True, scope="module")
+def both_ways(request):
+    """Few pairs are compared with each other, many are sorted; here few are sorted too."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "pairs sorted":
+            patch.setattr(routing, "PAIRS_TO_COMPARE", -1)
+        yield
 
 
 @settings(max_examples=25, deadline=None)

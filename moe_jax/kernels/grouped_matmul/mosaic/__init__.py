@@ -42,9 +42,12 @@ def is_native() -> bool:
     return compute_capability() == "9.0"
 
 
-def rows_of_tokens(x: Float[Array, "tokens hidden"], plan: Plan) -> tuple[Float[Array, "rows hidden"], None]:
-    """x in expert order, as (array, source_of_row) for the matmuls below; rows of no pair are zero up to offsets[-1]."""
-    return (gather_rows(x, plan) if plan.num_rows else jnp.zeros((0, x.shape[1]), x.dtype)), None
+def rows_of_tokens(
+    x: Float[Array, "tokens hidden"], plan: Plan, *, fill: bool = True
+) -> tuple[Float[Array, "rows hidden"], None]:
+    """x in expert order, as (array, source_of_row) for the matmuls below; with `fill` rows of no pair are zero up to
+    offsets[-1], as gradients need them."""
+    return (gather_rows(x, plan, fill=fill) if plan.num_rows else jnp.zeros((0, x.shape[1]), x.dtype)), None
 
 
 def grouped_matmul(

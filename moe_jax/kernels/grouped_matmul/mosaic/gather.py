@@ -24,8 +24,9 @@ BLOCKS_PER_CORE = 2
 """Blocks that share a core: while one reads the numbers of its next rows, the other copies."""
 
 
-def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "rows hidden"]:
-    """x in expert order. Rows that only fill an expert's last block are zero, rows from offsets[-1] on undefined."""
+def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan, *, fill: bool = True) -> Float[Array, "rows hidden"]:
+    """x in expert order. Rows that only fill an expert's last block are zero, without `fill` undefined as those from
+    offsets[-1] on."""
     tokens, hidden = x.shape
     # A TMA copy takes at most 256 elements along an axis: a token is copied as [hidden / width, width].
     width = next(width for width in (256, 128, 64) if hidden % width == 0)
@@ -35,7 +36,8 @@ def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "r
 
     def gather_rows_kernel(rows_ref, ends_ref, offsets_ref, x_ref, out_ref):
         def scope(buffer, zeros, loaded):
-            _fill_blocks(ends_ref, offsets_ref, out_ref, zeros)
+            if fill:
+                _fill_blocks(ends_ref, offsets_ref, out_ref, zeros)
             _copy_tokens(rows_ref, x_ref, out_ref, buffer, loaded, height=height)
             plgpu.wait_smem_to_gmem(0)
 
