@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.backend import BACKENDS, ENVIRONMENT_VARIABLE, splitting_refusal
+from moe_jax.kernels.backend import ENVIRONMENT_VARIABLE, splitting_refusal
 from moe_jax.kernels.flash_attention import flash_attention
 from moe_jax.kernels.flash_attention import refusal as flash_refusal
 from moe_jax.kernels.mosaic_gpu import is_interpreted
 
 _logger = logging.getLogger(__name__)
+
+ATTENTION_BACKENDS = ("mosaic", "xla")
 
 QUERY_CHUNK = 1024
 """Queries per chunk: long enough for full-speed matmuls, short enough that 32 heads x 4096 keys of f32 scores are 0.5 GiB."""
@@ -42,9 +44,9 @@ def attention(
     A query that sees no key gives some finite average: it is padding, which nobody reads.
 
     `backend` "mosaic" is `flash_attention`, taken by default on a Hopper GPU in bf16 and f16 where queries and keys are the
-    same tokens (`key_segment_ids` is the very array of `query_segment_ids`) and the window is no traced value; there a segment
-    is a run of equal ids. "xla" takes everything: above QUERY_CHUNK queries, chunks run one after the other and are recomputed
-    in the backward pass. MOE_JAX_BACKEND=xla turns the kernel off.
+    same tokens (`key_segment_ids` is the very array of `query_segment_ids`); there a segment is a run of equal ids. "xla" takes
+    everything: above QUERY_CHUNK queries, chunks run one after the other and are recomputed in the backward pass.
+    MOE_JAX_BACKEND=xla turns the kernel off.
 
     Raises:
         ValueError: shapes that do not fit together, an unknown backend, or one that does not take the input.
@@ -56,8 +58,10 @@ def attention(
             f"heads a multiple of kv_heads; got q {q.shape}, k {k.shape}, v {v.shape}"
         )
 
-    if backend not in (None, *BACKENDS):
-        raise ValueError(f"argument backend: unknown backend {backend!r}; choose one of {', '.join(map(repr, BACKENDS))}")
+    if backend not in (None, *ATTENTION_BACKENDS):
+        raise ValueError(
+            f"argument backend: unknown backend {backend!r}; choose one of {', '.join(map(repr, ATTENTION_BACKENDS))}"
+        )
     reason = _fused_refusal(q, k, v, scale, query_segment_ids, key_segment_ids, query_offset, window)
     if backend == "mosaic" and reason is not None:
         raise ValueError(f"argument backend: backend 'mosaic' does not take this input: {reason}")
@@ -66,7 +70,6 @@ def attention(
         backend = "mosaic" if reason is None else "xla"
     _announce(backend, reason)
     if backend == "mosaic":
-        assert window is None or isinstance(window, int), "_fused_refusal has seen it"
         return flash_attention(q, k, v, scale=scale, segment_ids=query_segment_ids, window=window)[0]
 
     def chunk(q: Array, segment_ids: Array, offset) -> Array:
@@ -97,8 +100,6 @@ def _fused_refusal(q, k, v, scale, query_segment_ids, key_segment_ids, query_off
     """Why `flash_attention` cannot compute this attention; None where it can."""
     if key_segment_ids is not query_segment_ids or not isinstance(query_offset, int) or query_offset:
         return "queries and keys must be the same tokens: one array of segment ids, query_offset 0"
-    if not isinstance(window, int | None):
-        return "the window is a traced value; it must be an int or None"
     return flash_refusal(q, k, v, scale, window)
 
 

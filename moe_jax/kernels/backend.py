@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from moe_jax.kernels.grouped_matmul import MODULES
 
 BACKENDS = tuple(MODULES)
-"""Every backend, the fastest first: `mosaic` runs on Hopper GPUs, `xla` on every platform."""
+"""Every backend, the fastest first: `mosaic` runs on Hopper GPUs, `triton` on NVIDIA GPUs from Ampere on, `xla` everywhere."""
 
 ENVIRONMENT_VARIABLE = "MOE_JAX_BACKEND"
 

@@ -47,8 +47,9 @@ def experts_mlp(
     argument's dtype; weight gradients are summed in f32 and rounded once.
 
     Args:
-        backend: "mosaic" (Hopper GPUs, bf16 and f16) or "xla" (everywhere); by default the environment variable
-            MOE_JAX_BACKEND, else the first of them that is written for the device and takes the input.
+        backend: "mosaic" (Hopper GPUs, bf16 and f16), "triton" (NVIDIA GPUs from Ampere on, bf16, f16 and f32) or "xla"
+            (everywhere); by default the environment variable MOE_JAX_BACKEND, else the first of them that is written for
+            the device and takes the input.
         chunk_tokens: process so many tokens at a time to bound temporary memory (R*D elements become
             chunk_tokens*K*D). Same result; the weight gradients of a chunked call are summed in f32 over the chunks.
 
@@ -154,6 +155,13 @@ def _down_gradients(
     weighted_act = (weight_of_row * wide_act).astype(act.dtype)
     dw = implementation(backend).grouped_outer(rows, weighted_act, plan, dw_dtype, a_source_of_row=source)
     return weight_of_row * g, dw, dweights
+
+
+def _experts_mlp_alone(
+    x: Array, w_gate_up: Array, w_down: Array, weights: Array, experts: Array, backend: str, chunk_tokens: int | None
+) -> Array:
+    """y, where no gradient is asked for."""
+    return _experts_mlp_forward(x, w_gate_up, w_down, weights, experts, backend, chunk_tokens, for_backward=False)[0]
 
 
 def _experts_mlp_forward(
@@ -262,6 +270,6 @@ _down_op = jax.custom_vjp(_down_forward, nondiff_argnums=(4,))
 _down_op.defvjp(lambda *args: (_down_forward(*args), args[:4]), _down_vjp)
 _down = jax.jit(_down_op, static_argnums=4)
 
-_experts_mlp_op = jax.custom_vjp(lambda *args: _experts_mlp_forward(*args, for_backward=False)[0], nondiff_argnums=(5, 6))
+_experts_mlp_op = jax.custom_vjp(_experts_mlp_alone, nondiff_argnums=(5, 6))
 _experts_mlp_op.defvjp(_experts_mlp_forward, _experts_mlp_backward)
 _experts_mlp = jax.jit(_experts_mlp_op, static_argnums=(5, 6))

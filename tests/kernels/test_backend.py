@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from moe_jax.kernels import backend
-from moe_jax.kernels.grouped_matmul import implementation, mosaic, xla
+from moe_jax.kernels.grouped_matmul import implementation, mosaic, triton, xla
 
 LAYER = (jnp.bfloat16, 128, 64)
 
@@ -14,7 +14,13 @@ LAYER = (jnp.bfloat16, 128, 64)
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch):
     monkeypatch.delenv("MOE_JAX_BACKEND", raising=False)
+    has_triton(monkeypatch, False)
     backend._announce.cache_clear()
+
+
+def has_triton(monkeypatch, installed):
+    for module in (triton, triton.launch):
+        monkeypatch.setattr(module, "missing_packages", lambda: None if installed else "jax-triton cannot be imported")
 
 
 def on(device_kind):
@@ -23,7 +29,7 @@ def on(device_kind):
 
 
 def test_names_lead_to_modules():
-    assert [implementation(name) for name in backend.BACKENDS] == [mosaic, xla]
+    assert [implementation(name) for name in backend.BACKENDS] == [mosaic, triton, xla]
 
 
 def test_hopper_takes_its_kernels_and_other_devices_take_xla(caplog):
@@ -34,13 +40,18 @@ def test_hopper_takes_its_kernels_and_other_devices_take_xla(caplog):
             assert [backend.resolve_backend(None, *LAYER) for _ in range(2)] == ["xla", "xla"]
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2, "each choice is logged once"
-    assert messages[1] == "MoE experts run on backend 'xla'; 'mosaic' not: it is not written for this device"
+    assert messages[1] == "MoE experts run on backend 'xla'" + "".join(
+        f"; {name!r} not: it is not written for this device" for name in ("mosaic", "triton")
+    )
 
 
 @pytest.mark.parametrize("layer", [(jnp.float32, 128, 64), (jnp.bfloat16, 100, 64), (jnp.bfloat16, 128, 32)])
-def test_hopper_takes_xla_where_its_kernels_do_not_fit(layer):
+@pytest.mark.parametrize("installed", [False, True])
+def test_hopper_takes_triton_or_xla_where_its_kernels_do_not_fit(monkeypatch, layer, installed):
+    has_triton(monkeypatch, installed)
     with on("NVIDIA H100 80GB HBM3"):
-        assert backend.resolve_backend(None, *layer) == "xla"
+        other = "triton" if installed and jax.device_count() == 1 else "xla"
+        assert backend.resolve_backend(None, *layer) == other
 
 
 def test_a_plan_made_for_xla_is_computed_by_xla():
@@ -59,7 +70,7 @@ def test_a_named_backend_is_taken_or_refused(monkeypatch):
     assert backend.resolve_backend("xla", *LAYER) == "xla"
     with on("NVIDIA A100"), pytest.raises(ValueError, match=r"argument backend: .*'mosaic'.* Hopper GPU .*9\.0"):
         backend.resolve_backend("mosaic", *LAYER)
-    with pytest.raises(ValueError, match="argument backend: unknown backend 'cuda'; choose one of 'mosaic', 'xla'"):
+    with pytest.raises(ValueError, match="argument backend: unknown backend 'cuda'; choose one of 'mosaic', 'triton', 'xla'"):
         backend.resolve_backend("cuda", *LAYER)
     monkeypatch.setenv("MOE_JAX_BACKEND", "typo")
     with pytest.raises(ValueError, match="environment variable MOE_JAX_BACKEND: unknown backend 'typo'"):

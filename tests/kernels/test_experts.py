@@ -239,5 +239,5 @@ def test_other_bad_arguments_are_named():
         kernels.experts_mlp(*inputs[:4], inputs[4].astype(jnp.float32))
     with pytest.raises(ValueError, match="chunk_tokens must be at least 1 or None; got 0"):
         kernels.experts_mlp(*inputs, chunk_tokens=0)
-    with pytest.raises(ValueError, match="argument backend: unknown backend 'cuda'; choose one of 'mosaic', 'xla'"):
+    with pytest.raises(ValueError, match="argument backend: unknown backend 'cuda'; choose one of 'mosaic', 'triton', 'xla'"):
         kernels.experts_mlp(*inputs, backend="cuda")

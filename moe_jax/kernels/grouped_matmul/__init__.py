@@ -6,9 +6,9 @@ Every backend module offers what `xla` describes: `grouped_matmul`, `grouped_out
 
 from types import ModuleType
 
-from moe_jax.kernels.grouped_matmul import mosaic, xla
+from moe_jax.kernels.grouped_matmul import mosaic, triton, xla
 
-MODULES = {"mosaic": mosaic, "xla": xla}
+MODULES = {"mosaic": mosaic, "triton": triton, "xla": xla}
 """By name, the fastest first where it runs."""
 
 
