@@ -2,12 +2,16 @@
 
     python benchmarks/moe_layer.py                                          # Qwen3-30B-A3B's layer, every system
     python benchmarks/moe_layer.py --presets deepseek-v3 --tokens 16384 --systems mosaic sonicmoe --output results/
-    python benchmarks/moe_layer.py --presets small --tokens 256 --systems xla ragged_dot --dtype float32   # on a CPU
+    python benchmarks/moe_layer.py --experts 8 --top-k 2 --hidden 128 --intermediate 64 --tokens 256 --dtype float32 \\
+        --systems xla ragged_dot eager --check                              # on a CPU, against a reference in f64
 
 The layer is router matmul, softmax, top-k and experts, with gradients to x and all weights; random data, random routing.
-Every system runs in a process of its own on the same GPU. Times are the median of 5 groups of `--launches` calls between two
-synchronisations. TFLOP/s count the experts' matrices alone: 6*T*K*D*I forward, three times that with the backward pass.
-The ceiling is this GPU's dense bf16 matmul of the gate-up's shape, measured the same way in the same run.
+Every system runs in a process of its own on the same GPU. After a second of warm-up, which brings the clocks down to what
+they hold, a time is the median of `--runs` groups of `--launches` calls in a row between two synchronisations, wall clock
+over calls; fewer calls where a group would take more than two seconds. TFLOP/s count the experts' matrices alone: 6*T*K*D*I
+forward, three times that with the backward pass. The ceiling is XLA's dense matmul [T*K, D] x [D, 2I], measured the same way
+in the same run; its share is that of forward + backward. *Kept* is what the backward pass needs, x included; *peak* is what
+forward + backward take besides their inputs, gradients included.
 """
 
 import argparse
@@ -17,34 +21,40 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from moe_layer_peers import IN_TORCH, PEERS, Layer, Shape, build, random_in_jax
+
+from moe_jax.kernels.backend import BACKENDS
+
 PRESETS = {
-    "qwen3-30b-a3b": (128, 8, 2048, 768),
-    "qwen3-235b-a22b": (128, 8, 4096, 1536),
-    "deepseek-v3": (256, 8, 7168, 2048),
-    "mixtral-8x7b": (8, 2, 4096, 14336),
-    "small": (8, 2, 128, 64),
+    "qwen3-30b-a3b": Shape(experts=128, k=8, hidden=2048, inter=768),
+    "qwen3-235b-a22b": Shape(experts=128, k=8, hidden=4096, inter=1536),
+    "deepseek-v3": Shape(experts=256, k=8, hidden=7168, inter=2048),
+    "mixtral-8x7b": Shape(experts=8, k=2, hidden=4096, inter=14336),
 }
-"""experts, choices per token, hidden, intermediate"""
+"""The sizes of published models' layers; the routing is the same for all, softmax over all experts and top-k."""
 
-SYSTEMS = ("mosaic", "xla", "sonicmoe", "scattermoe", "grouped_mm", "eager", "tokamax", "ragged_dot")
-"""Ours by backend; then torch: SonicMoE, ScatterMoE, transformers' two ways; then JAX: tokamax's and JAX's own ragged_dot."""
-
-COLUMNS = (
-    "preset",
-    "tokens",
-    "system",
-    "fwd_ms",
-    "fwd_bwd_ms",
-    "fwd_tflops",
-    "fwd_bwd_tflops",
-    "of_ceiling",
-    "kept_mib",
-    "temp_mib",
-)
-"""kept_mib: for the backward pass, x included; temp_mib: what forward + backward need at most besides inputs and results."""
+COLUMNS = {
+    "preset": "layer",
+    "tokens": "tokens",
+    "system": "system",
+    "fwd_ms": "forward ms",
+    "fwd_bwd_ms": "fwd+bwd ms",
+    "fwd_tflops": "fwd TFLOP/s",
+    "fwd_bwd_tflops": "fwd+bwd TFLOP/s",
+    "of_ceiling": "of ceiling",
+    "kept_mib": "kept MiB",
+    "peak_mib": "peak MiB",
+    "note": "note",
+}
+CEILING = "dense matmul"
+PACKAGES = ("jax", "torch", "triton", "transformers", "sonic-moe", "quack-kernels", "scattermoe", "tokamax")
+WARM_UP_SECONDS = 1.0
+GROUP_SECONDS = 2.0
 
 
 def main() -> None:
@@ -52,283 +62,233 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["qwen3-30b-a3b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 8192, 32768])
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS, help="ours, unless --systems names them")
+    parser.add_argument("--systems", nargs="+", choices=(*BACKENDS, *PEERS), help="by default the --backends and every peer")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--launches", type=int, default=20)
-    parser.add_argument("--timeout", type=int, default=600, help="seconds for one system on one preset")
+    parser.add_argument("--runs", type=int, default=5, help="groups of launches")
+    parser.add_argument("--launches", type=int, default=20, help="calls in a group")
+    parser.add_argument("--check", action="store_true", help="compare y and gradients with f64; small layers, float32")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**31, help="by default another for each run")
+    parser.add_argument("--timeout", type=int, default=3600, help="seconds for one system on one preset; SonicMoE tunes long")
     parser.add_argument("--output", type=Path, help="a folder for moe_layer.json, moe_layer.md and moe_layer.png")
+    sizes = {"experts": "--experts", "k": "--top-k", "hidden": "--hidden", "inter": "--intermediate"}
+    for field, flag in sizes.items():
+        parser.add_argument(flag, dest=field, type=int, help="instead of the preset's")
     parser.add_argument("--in-this-process", nargs=2, metavar=("PRESET", "SYSTEM"), help="measure and print JSON lines")
     args = parser.parse_args()
+    other_sizes = {field: getattr(args, field) for field in sizes if getattr(args, field) is not None}
     if args.in_this_process is not None:
-        measure_all(*args.in_this_process, args)
+        preset, system = args.in_this_process
+        for tokens in args.tokens:
+            row = measure(preset, system, replace(PRESETS[preset], **other_sizes), tokens, args)
+            print(json.dumps(row), flush=True)
         return
-    print(", ".join(f"{name} {found}" for name in ("jax", "torch", "transformers") if (found := _version(name))), flush=True)
-    print(_line(_cells(dict(zip(COLUMNS, COLUMNS, strict=True)))), flush=True)
-    rows = []
+    run = {
+        "command": " ".join(["python", "benchmarks/moe_layer.py", *sys.argv[1:]]),
+        "sizes": {preset: vars(replace(PRESETS[preset], **other_sizes)) for preset in args.presets},
+        "dtype": args.dtype,
+        "seed": args.seed,
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+    }
+    for name, value in run.items():
+        print(f"{name}: {value}")
+    print(_line(list(COLUMNS.values())), flush=True)
+    rows, ceilings = [], {}
     for preset in args.presets:
-        for system in args.systems:
+        for system in (CEILING, *(args.systems or (*args.backends, *PEERS))):
             for row in _in_a_process(preset, system, args):
+                case = row["preset"], row["tokens"]
+                if system == CEILING:
+                    ceilings[case] = row.get("fwd_tflops")
+                elif ceilings.get(case) and "fwd_bwd_tflops" in row:
+                    row["of_ceiling"] = row["fwd_bwd_tflops"] / ceilings[case]
                 rows.append(row)
                 print(_line(_cells(row)), flush=True)
     if args.output is not None:
-        write(rows, args.output)
+        write(run, rows, args.output)
 
 
-def measure_all(preset: str, system: str, args: argparse.Namespace) -> None:
-    """Measures one system at every number of tokens, each result a line of JSON."""
-    sizes = PRESETS[preset]
-    is_jax = system in ("mosaic", "xla", "tokamax", "ragged_dot")
-    layer_of = jax_layer if is_jax else torch_layer
-    for tokens in args.tokens:
-        row = {"preset": preset, "tokens": tokens, "system": system}
+def measure(preset: str, system: str, shape: Shape, tokens: int, args: argparse.Namespace) -> dict:
+    """One system's row at one number of tokens: all that could be measured, and why the rest could not."""
+    row: dict = {"preset": preset, "tokens": tokens, "system": system}
+    flops = 6 * tokens * shape.k * shape.hidden * shape.inter
+    try:
+        if system == CEILING:
+            return row | measure_ceiling(shape, tokens, args)
+        layer = build(system, shape, tokens, args.dtype, args.seed)
+    except Exception as error:  # One system's failure is a row, not the end of the others.
+        return row | {"note": _reason(error)}
+    row["device"] = layer.device
+    stages = [
+        lambda: timed("fwd", layer.forward, layer.wait, flops, args),
+        layer.memory,
+        lambda: timed("fwd_bwd", layer.step, layer.wait, 3 * flops, args),
+    ]
+    if args.check:
+        stages.append(lambda: {"differences": differences(layer, shape.k)})
+    notes = []
+    for stage in stages:
         try:
-            forward, both, ceiling, kept, temporary = layer_of(system, tokens, *sizes, args.dtype)
-            row["fwd_ms"], row["fwd_bwd_ms"] = _median_ms(forward, args.launches), _median_ms(both, args.launches)
-            experts, k, hidden, inter = sizes
-            flops = 6 * tokens * k * hidden * inter
-            row["fwd_tflops"], row["fwd_bwd_tflops"] = flops / row["fwd_ms"] / 1e9, 3 * flops / row["fwd_bwd_ms"] / 1e9
-            dense_ms = _median_ms(ceiling, args.launches)
-            row["ceiling_tflops"] = 4 * tokens * k * hidden * inter / dense_ms / 1e9
-            row["of_ceiling"] = row["fwd_bwd_tflops"] / row["ceiling_tflops"]
-            row["kept_mib"], row["temp_mib"] = kept / 2**20, temporary / 2**20
-        except Exception as error:  # One system's failure is a row, not the end of the others.
-            row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
-        print(json.dumps(row), flush=True)
+            row |= stage()
+        except Exception as error:
+            notes.append(_reason(error))
+    if "differences" in row:
+        notes.append("from f64: " + ", ".join(f"{name} {value:.1e}" for name, value in row["differences"].items()))
+    return row | {"note": "; ".join(dict.fromkeys(notes))}
 
 
-def jax_layer(system: str, tokens: int, experts: int, k: int, hidden: int, inter: int, dtype: str):
-    """The forward pass, forward and backward, a dense matmul, each to be launched; bytes kept, bytes of temporaries."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+def measure_ceiling(shape: Shape, tokens: int, args: argparse.Namespace) -> dict:
+    """The dense matmul whose rows are all the tokens' choices and whose matrix is one expert's gate-up."""
     import jax
     import jax.numpy as jnp
 
-    from moe_jax.kernels import experts_mlp
-
-    keys = iter(jax.random.split(jax.random.key(time.time_ns() % 2**31), 8))
-
-    def draw(*shape):
-        return jax.jit(lambda key: jax.random.normal(key, shape, dtype) * shape[-1] ** -0.5)(next(keys))
-
-    x = draw(tokens, hidden) * hidden**0.5
-    router, w_gate_up, w_down = draw(experts, hidden), draw(experts, 2 * inter, hidden), draw(experts, hidden, inter)
-    dy = draw(tokens, hidden)
-
-    def layer(x, router, w_gate_up, w_down):
-        weights, chosen = jax.lax.top_k(jax.nn.softmax((x @ router.T).astype(jnp.float32)), k)
-        weights = weights / weights.sum(axis=1, keepdims=True)
-        if system in ("mosaic", "xla"):
-            return experts_mlp(x, w_gate_up, w_down, weights, chosen, backend=system)
-        return _sorted_experts(system, x, w_gate_up, w_down, weights, chosen)
-
-    def step(x, router, w_gate_up, w_down, dy):
-        y, backward = jax.vjp(layer, x, router, w_gate_up, w_down)
-        return y, backward(dy)
-
-    parameters = (x, router, w_gate_up, w_down)
-    forward, dense = jax.jit(layer), jax.jit(jnp.matmul)
-    both = jax.jit(step).lower(*parameters, dy).compile()
-    kept = jax.eval_shape(lambda *a: jax.vjp(layer, *a)[1], *parameters)
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
-    # The weights and the router's exist whether anything is kept or not.
-    kept -= sum(w.nbytes for w in parameters[1:])
-    rows, matrix = draw(tokens * k, hidden), draw(hidden, 2 * inter)
-    wait = jax.block_until_ready
-    return (
-        _Launch(lambda: forward(*parameters), wait),
-        _Launch(lambda: both(*parameters, dy), wait),
-        _Launch(lambda: dense(rows, matrix), wait),
-        kept,
-        both.memory_analysis().temp_size_in_bytes,
-    )
+    alone = replace(shape, experts=1)
+    x, _, w_gate_up, *_ = random_in_jax(alone, tokens * shape.k, args.dtype, args.seed, transposed=True)
+    matmul = jax.jit(jnp.matmul).lower(x, w_gate_up[0]).compile()
+    w, device = w_gate_up[0], jax.devices()[0].device_kind
+    flops = 4 * tokens * shape.k * shape.hidden * shape.inter
+    return timed("fwd", lambda: matmul(x, w), jax.block_until_ready, flops, args) | {"device": device, "note": device}
 
 
-def _sorted_experts(system, x, w_gate_up, w_down, weights, chosen):
-    """The experts as a JAX user writes them by default: sort, ragged_dot, unsort."""
+def timed(name: str, start: Callable, wait: Callable, flops: float, args: argparse.Namespace) -> dict:
+    """Milliseconds of one call, TFLOP/s, and how many calls a group had."""
+    ms, launches = median_ms(start, wait, args)
+    return {f"{name}_ms": ms, f"{name}_tflops": flops / ms / 1e9, f"{name}_launches": launches}
+
+
+def median_ms(start: Callable, wait: Callable, args: argparse.Namespace) -> tuple[float, int]:
+    """Milliseconds of one call, and how many a group had."""
+    wait(start())  # Compiles and tunes.
+    began, calls = time.perf_counter(), 0
+    while (seconds := time.perf_counter() - began) < WARM_UP_SECONDS or calls == 0:
+        wait(start())
+        calls += 1
+    launches = max(1, min(args.launches, int(GROUP_SECONDS * calls / seconds)))
+    groups = []
+    for _ in range(args.runs):
+        result = None
+        began = time.perf_counter()
+        for _ in range(launches):
+            # Else two calls' gradients would be alive at once.
+            del result
+            result = start()
+        wait(result)
+        groups.append((time.perf_counter() - began) / launches)
+    return 1e3 * statistics.median(groups), launches
+
+
+def differences(layer: Layer, k: int) -> dict[str, float]:
+    """|a - b| / |b| of y and of each gradient, b being the layer in plain jnp and f64: every expert on every token.
+
+    Differences of bfloat16 say little: where two experts are nearly even, a rounded logit may choose the other one.
+    """
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
-    if system == "tokamax":
-        import tokamax
+    def wide(a) -> np.ndarray:
+        return np.asarray(a.detach().cpu().double() if hasattr(a, "detach") else a, np.float64)
 
-        def dot(rows, w, sizes):
-            return tokamax.ragged_dot(rows, w.mT, sizes, implementation="mosaic")
-    else:
+    def reference(x, router, w_gate_up, w_down):
+        probabilities = jax.nn.softmax(x @ router.T)
+        weights = jnp.where(probabilities >= jax.lax.top_k(probabilities, k)[0][:, -1:], probabilities, 0)
+        gate, up = jnp.split(jnp.einsum("eid,td->eti", w_gate_up, x), 2, axis=2)
+        y = jnp.einsum("edi,eti->etd", w_down, jax.nn.silu(gate) * up)
+        return jnp.einsum("te,etd->td", weights / weights.sum(axis=1, keepdims=True), y)
 
-        def dot(rows, w, sizes):
-            return jax.lax.ragged_dot(rows, w.mT, sizes)
-
-    tokens, k = chosen.shape
-    order = jnp.argsort(chosen.reshape(-1))
-    sizes = jnp.bincount(chosen.reshape(-1), length=w_gate_up.shape[0]).astype(jnp.int32)
-    gate, up = jnp.split(dot(x[order // k], w_gate_up, sizes), 2, axis=1)
-    y = dot(jax.nn.silu(gate) * up, w_down, sizes)[jnp.argsort(order)].reshape(tokens, k, -1)
-    return jnp.sum(y * weights[:, :, None], axis=1).astype(x.dtype)
-
-
-def torch_layer(system: str, tokens: int, experts: int, k: int, hidden: int, inter: int, dtype: str):
-    """As `jax_layer`, for the systems in torch; bytes are those that its allocator counts, none of them on a CPU."""
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = {"device": device, "dtype": getattr(torch, dtype)}
-    x = torch.randn(tokens, hidden, **options).requires_grad_()
-    dy = torch.randn(tokens, hidden, **options) * hidden**-0.5
-    build = {"sonicmoe": _sonicmoe, "scattermoe": _scattermoe}.get(system, _transformers)
-    layer, parameters = build(system, experts, k, hidden, inter, options)
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.normal_(std=parameter.shape[-1] ** -0.5)
-
-    def forward():
-        with torch.no_grad():
-            return layer(x)
-
-    def both():
-        return torch.autograd.grad(layer(x), [x, *parameters], dy, allow_unused=True)
-
-    def allocated(peak: bool = False) -> int:
-        if device == "cpu":
-            return 0
-        return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
-
-    def wait(_):
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    results = both()
-    result_bytes = sum(gradient.nbytes for gradient in results if gradient is not None)
-    del results
-    before = allocated()
-    y = layer(x)
-    # x is kept by every system; here it exists before the forward pass.
-    kept = max(0, allocated() - before - y.nbytes) + x.nbytes
-    del y
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    both()
-    temporary = max(0, allocated(peak=True) - before - result_bytes)
-    rows, matrix = torch.randn(tokens * k, hidden, **options), torch.randn(hidden, 2 * inter, **options)
-    return _Launch(forward, wait), _Launch(both, wait), _Launch(lambda: rows @ matrix, wait), kept, temporary
+    x, *weights, dy = layer.inputs
+    y, dx, *gradients = layer.step()
+    found = [wide(a) for a in (y, dx, *layer.to_common(*gradients))]
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        expected, backward = jax.vjp(reference, *(wide(a) for a in (x, *layer.to_common(*weights))))
+        expected = [np.asarray(a) for a in (expected, *backward(jnp.asarray(wide(dy))))]
+    names = ("y", "dx", "drouter", "dw_gate_up", "dw_down")
+    return {name: float(np.linalg.norm(a - b) / np.linalg.norm(b)) for name, a, b in zip(names, found, expected, strict=True)}
 
 
-def _transformers(system, experts, k, hidden, inter, options):
-    import torch
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-
-    sizes = dict(hidden_size=hidden, moe_intermediate_size=inter, num_experts=experts, num_experts_per_tok=k)
-    config = Qwen3MoeConfig(**sizes, norm_topk_prob=True, experts_implementation=system)
-    with torch.device(options["device"]):
-        block = Qwen3MoeSparseMoeBlock(config).to(options["dtype"])
-
-    def layer(x):
-        y = block(x[None])
-        return (y[0] if isinstance(y, tuple) else y)[0]
-
-    return layer, list(block.parameters())
+def write(run: dict, rows: list[dict], folder: Path) -> None:
+    """The run and its rows as JSON, as a Markdown table and as a plot; each file is complete or absent."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / "moe_layer.json", lambda path: path.write_text(json.dumps({"run": run, "rows": rows}, indent=1) + "\n"))
+    facts = "".join(f"- {name}: `{value}`\n" for name, value in run.items())
+    table = [list(COLUMNS.values()), ["---"] * len(COLUMNS), *(_cells(row) for row in rows)]
+    lines = "".join(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n" for cells in table)
+    _replace(folder / "moe_layer.md", lambda path: path.write_text(f"{facts}\n{lines}"))
+    _replace(folder / "moe_layer.png", lambda path: plot(rows, path))
 
 
-def _scattermoe(system, experts, k, hidden, inter, options):
-    import torch
-    from scattermoe.mlp import GLUMLP
-
-    router = torch.empty(experts, hidden, **options).requires_grad_()
-    block = GLUMLP(hidden, inter, experts, k, activation=torch.nn.SiLU()).to(**options)
-
-    def layer(x):
-        weights, chosen = torch.softmax((x @ router.T).float(), dim=-1).topk(k, dim=-1)
-        return block(x, (weights / weights.sum(dim=-1, keepdim=True)).to(x.dtype), chosen)
-
-    return layer, [router, *block.parameters()]
-
-
-def _sonicmoe(system, experts, k, hidden, inter, options):
-    import torch
-    from sonicmoe.enums import ActivationType
-    from sonicmoe.functional import moe_TC_softmax_topk_layer
-
-    router = torch.empty(experts, hidden, **options).requires_grad_()
-    w_gate_up = torch.empty(experts, 2 * inter, hidden, **options).requires_grad_()
-    w_down = torch.empty(experts, hidden, inter, **options).requires_grad_()
-    stream = torch.cuda.current_stream().cuda_stream
-
-    def layer(x):
-        weights = w_gate_up.permute(1, 2, 0), None, w_down.permute(1, 2, 0), None
-        switches = dict(is_softmax_over_topk=False, norm_topk_probs=True, concat_layout=True)
-        return moe_TC_softmax_topk_layer(x, router, *weights, k, stream, ActivationType.SWIGLU, False, **switches)[0]
-
-    return layer, [router, w_gate_up, w_down]
-
-
-def write(rows: list[dict], folder: Path) -> None:
-    """The rows as JSON, as a Markdown table and as a plot of forward + backward; each file is complete or absent."""
+def plot(rows: list[dict], path: Path) -> None:
+    """TFLOP/s of forward + backward over tokens, one panel a preset; dashed, the ceiling."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    folder.mkdir(parents=True, exist_ok=True)
-    table = [COLUMNS, ["---"] * len(COLUMNS), *(_cells(row) for row in rows)]
-    _replace(folder / "moe_layer.json", (json.dumps(rows, indent=1) + "\n").encode())
-    _replace(folder / "moe_layer.md", "".join(f"| {' | '.join(cells)} |\n" for cells in table).encode())
-
     presets = list(dict.fromkeys(row["preset"] for row in rows))
-    figure, axes = pyplot.subplots(1, len(presets), figsize=(6 * len(presets), 4.5), squeeze=False)
+    systems = [name for name in dict.fromkeys(row["system"] for row in rows) if name != CEILING]
+    figure, axes = pyplot.subplots(1, len(presets), figsize=(5.5 * len(presets), 4.5), squeeze=False, layout="constrained")
     for axis, preset in zip(axes[0], presets, strict=True):
-        measured = [row for row in rows if row["preset"] == preset and "error" not in row]
-        for system in dict.fromkeys(row["system"] for row in measured):
-            points = [(row["tokens"], row["fwd_bwd_tflops"]) for row in measured if row["system"] == system]
-            axis.plot(*zip(*sorted(points), strict=True), marker="o", label=system)
-        axis.set(title=preset, xlabel="tokens", ylabel="TFLOP/s, forward + backward", xscale="log", ylim=(0, None))
-        axis.legend()
-    path = folder / ".moe_layer.png"
-    figure.tight_layout()
+        measured = [row for row in rows if row["preset"] == preset]
+        for index, system in enumerate(systems):
+            points = [
+                (row["tokens"], row["fwd_bwd_tflops"])
+                for row in measured
+                if row["system"] == system and "fwd_bwd_tflops" in row
+            ]
+            if points:
+                axis.plot(*zip(*sorted(points), strict=True), marker="o", label=system, color=f"C{index}")
+        points = [(row["tokens"], row["fwd_tflops"]) for row in measured if row["system"] == CEILING and "fwd_tflops" in row]
+        if points:
+            axis.plot(*zip(*sorted(points), strict=True), "--", color="black", label=CEILING)
+        tokens = sorted({row["tokens"] for row in measured})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(tokens, [f"{count:,}" for count in tokens])
+        axis.set(title=preset, xlabel="tokens", ylabel="TFLOP/s, forward + backward", ylim=(0, None))
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend()
     figure.savefig(path, dpi=150, format="png")
-    os.replace(path, folder / "moe_layer.png")
-
-
-class _Launch:
-    """A function that starts work on the device, and how to wait for what it returned."""
-
-    def __init__(self, start, wait):
-        self.start, self.wait = start, wait
-
-
-def _median_ms(launch: _Launch, launches: int) -> float:
-    for _ in range(3):
-        result = launch.start()
-    launch.wait(result)
-    groups = []
-    for _ in range(5):
-        began = time.perf_counter()
-        for _ in range(launches):
-            result = launch.start()
-        launch.wait(result)
-        groups.append((time.perf_counter() - began) / launches)
-    return 1e3 * statistics.median(groups)
 
 
 def _in_a_process(preset: str, system: str, args: argparse.Namespace) -> list[dict]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--in-this-process", preset, system]
+    # A torch process leaves the GPU to torch: JAX would take most of its memory when the reference first runs.
+    environment = os.environ | ({"JAX_PLATFORMS": "cpu"} if system in IN_TORCH else {})
+    own = ["--seed", str(args.seed), "--in-this-process", preset, system]
+    command = [sys.executable, __file__, *sys.argv[1:], *own]
     try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout)
-        lines, end = child.stdout, f"ended with status {child.returncode}"
+        child = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, env=environment)
+        last = child.stderr.strip().splitlines()[-1:]
+        lines, end = child.stdout, f"ended with status {child.returncode}: {''.join(last)}"[:120]
     except subprocess.TimeoutExpired as error:
         lines, end = (error.stdout or b"").decode(), f"not done in {args.timeout} s"
     rows = [json.loads(line) for line in lines.splitlines() if line.startswith('{"preset"')]
     measured = {row["tokens"] for row in rows}
-    lost = [{"preset": preset, "tokens": n, "system": system, "error": end} for n in args.tokens if n not in measured]
+    lost = [{"preset": preset, "tokens": n, "system": system, "note": end} for n in args.tokens if n not in measured]
     return rows + lost
 
 
-def _line(cells) -> str:
-    return " ".join(f"{cell:>15}" for cell in cells)
+def _reason(error: Exception) -> str:
+    first_line = (str(error).splitlines() or [""])[0]
+    if isinstance(error, ImportError):
+        return f"cannot be imported: {first_line}"[:120]
+    return f"{type(error).__name__}: {first_line}"[:120]
+
+
+def _line(cells: list[str]) -> str:
+    *columns, note = cells
+    return " ".join(f"{cell:>15}" for cell in columns) + f"  {note}"
 
 
 def _cells(row: dict) -> list[str]:
-    """A row's columns as text; of a system that failed, why instead of its figures."""
-    shown = [f"{value:.3f}" if isinstance(value, float) else str(value) for value in map(row.get, COLUMNS)]
-    return [*shown[:3], row["error"]] if "error" in row else shown
+    """A row's columns as text, `-` where nothing was measured."""
+
+    def text(name: str) -> str:
+        value = row.get(name, "" if name == "note" else "-")
+        if isinstance(value, str | int):
+            return str(value)
+        return f"{value:.1%}" if name == "of_ceiling" else f"{value:.3f}" if name.endswith("_ms") else f"{value:.1f}"
+
+    return [text(name) for name in COLUMNS]
 
 
 def _version(name: str) -> str | None:
@@ -338,9 +298,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _replace(path: Path, write_to: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
+    write_to(temporary)
     os.replace(temporary, path)
 
 

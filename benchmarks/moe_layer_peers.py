@@ -1,0 +1,272 @@
+"""The layers that `moe_layer.py` times: ours, and those that a user would take instead in JAX or in PyTorch.
+
+A peer gets its weights in the layout it is made for and is called as its own documentation says:
+
+- `sonicmoe`: SonicMoE, https://arxiv.org/abs/2512.14080
+- `scattermoe`: ScatterMoE, https://arxiv.org/abs/2403.08245
+- `grouped_mm`, `eager`: the two ways of transformers, in its Qwen3-MoE block
+- `tokamax`, `ragged_dot`: tokamax's kernel for Hopper and `jax.lax.ragged_dot`, tokens sorted by expert in jnp
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+IN_JAX = ("tokamax", "ragged_dot")
+IN_TORCH = ("sonicmoe", "scattermoe", "grouped_mm", "eager")
+PEERS = (*IN_TORCH, *IN_JAX)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one layer."""
+
+    experts: int
+    k: int
+    hidden: int
+    inter: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One system's layer with its data on the device."""
+
+    forward: Callable[[], Any]
+    """Starts a forward pass; returns y."""
+    step: Callable[[], tuple]
+    """Starts a forward and a backward pass; returns y and the gradients to x, router, w_gate_up and w_down."""
+    wait: Callable[[Any], None]
+    """Returns when what `forward` or `step` returned is there."""
+    memory: Callable[[], dict[str, float]]
+    """MiB kept for the backward pass, x included, and MiB that a step takes at its peak besides its inputs."""
+    inputs: tuple
+    """x, router, w_gate_up, w_down, dy."""
+    to_common: Callable[[Any, Any, Any], tuple]
+    """router, w_gate_up, w_down, or their gradients, as [E, D], [E, 2I, D] with the gate first, [E, D, I]."""
+    device: str
+
+
+def build(system: str, shape: Shape, tokens: int, dtype: str, seed: int) -> Layer:
+    """The layer of a peer, or of ours on the backend that `system` names, with random data."""
+    layer = torch_layer if system in IN_TORCH else jax_layer
+    return layer(system, shape, tokens, dtype, seed)
+
+
+def jax_layer(system: str, shape: Shape, tokens: int, dtype: str, seed: int) -> Layer:
+    """Ours and the peers in JAX: the whole layer is one jitted function."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    import jax
+    import jax.numpy as jnp
+
+    experts, ours = _experts_in_jax(system), system not in IN_JAX
+    x, router, w_gate_up, w_down, dy = inputs = random_in_jax(shape, tokens, dtype, seed, transposed=not ours)
+
+    def layer(x, router, w_gate_up, w_down):
+        logits = jnp.einsum("td,ed->te", x, router)
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), shape.k)
+        return experts(x, w_gate_up, w_down, weights / weights.sum(axis=1, keepdims=True), chosen)
+
+    def forward_backward(x, router, w_gate_up, w_down, dy):
+        y, backward = jax.vjp(layer, x, router, w_gate_up, w_down)
+        return y, *backward(dy)
+
+    def residuals(x, *weights):
+        found = jax.tree.leaves(jax.vjp(layer, x, *weights)[1])
+        # The weights exist whether anything is kept or not; while this is traced, one array is one tracer.
+        return list({id(a): a for a in found if all(a is not w for w in weights)}.values())
+
+    @functools.cache
+    def compiled():
+        return jax.jit(forward_backward).lower(*inputs).compile()
+
+    def memory() -> dict[str, float]:
+        kept = sum(a.size * a.dtype.itemsize for a in jax.eval_shape(residuals, x, router, w_gate_up, w_down))
+        found = compiled().memory_analysis()
+        temporary = found.temp_size_in_bytes
+        peak = temporary + found.output_size_in_bytes
+        return {"kept_mib": kept / 2**20, "peak_mib": peak / 2**20, "temp_mib": temporary / 2**20}
+
+    forward = jax.jit(layer)
+    return Layer(
+        forward=lambda: forward(x, router, w_gate_up, w_down),
+        step=lambda: compiled()(*inputs),
+        wait=jax.block_until_ready,
+        memory=memory,
+        inputs=inputs,
+        to_common=(lambda *w: w) if ours else (lambda router, w_gate_up, w_down: (router, w_gate_up.mT, w_down.mT)),
+        device=jax.devices()[0].device_kind,
+    )
+
+
+def random_in_jax(shape: Shape, tokens: int, dtype: str, seed: int, transposed: bool = False) -> tuple:
+    """x, router, w_gate_up, w_down and dy; `transposed`: each expert's matrices as [in, out]."""
+    import jax
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def draw(key, dims, std):
+        # One slice at a time: the random bits of all of DeepSeek-V3's experts at once are larger than the weights.
+        return jax.lax.map(lambda key: std * jax.random.normal(key, dims[1:], dtype), jax.random.split(key, dims[0]))
+
+    keys = jax.random.split(jax.random.key(seed), 5)
+    into, out = (shape.hidden, 2 * shape.inter), (shape.inter, shape.hidden)
+    order = slice(None) if transposed else slice(None, None, -1)
+    return (
+        draw(keys[0], (tokens, shape.hidden), 1.0),
+        draw(keys[1], (shape.experts, shape.hidden), shape.hidden**-0.5),
+        draw(keys[2], (shape.experts, *into[order]), shape.hidden**-0.5),
+        draw(keys[3], (shape.experts, *out[order]), shape.inter**-0.5),
+        draw(keys[4], (tokens, shape.hidden), shape.hidden**-0.5),
+    )
+
+
+def _experts_in_jax(system: str) -> Callable:
+    import jax
+    import jax.numpy as jnp
+
+    if system == "tokamax":
+        import tokamax
+
+        dot = functools.partial(tokamax.ragged_dot, implementation="mosaic")
+    elif system == "ragged_dot":
+        dot = jax.lax.ragged_dot
+    else:
+        from moe_jax.kernels import experts_mlp
+
+        return functools.partial(experts_mlp, backend=system)
+
+    def sorted_by_expert(x, w_gate_up, w_down, weights, chosen):
+        tokens, k = chosen.shape
+        order = jnp.argsort(chosen.reshape(-1))
+        sizes = jnp.bincount(chosen.reshape(-1), length=w_down.shape[0]).astype(jnp.int32)
+        gate, up = jnp.split(dot(x[order // k], w_gate_up, sizes), 2, axis=1)
+        y = dot(jax.nn.silu(gate) * up, w_down, sizes)[jnp.argsort(order)].reshape(tokens, k, -1)
+        return jnp.sum(y * weights[:, :, None].astype(y.dtype), axis=1)
+
+    return sorted_by_expert
+
+
+def torch_layer(system: str, shape: Shape, tokens: int, dtype: str, seed: int) -> Layer:
+    """The peers in PyTorch; bytes are those that its CUDA allocator counts, so that on a CPU there are none."""
+    import torch
+
+    torch.manual_seed(seed)
+    on_gpu = torch.cuda.is_available()
+    options = {"device": "cuda" if on_gpu else "cpu", "dtype": getattr(torch, dtype)}
+    layer, weights = {"sonicmoe": _sonicmoe, "scattermoe": _scattermoe}.get(system, _transformers)(system, shape, options)
+    with torch.no_grad():
+        for w in weights:
+            w.normal_(std=w.shape[-1] ** -0.5)
+    x = torch.randn(tokens, shape.hidden, **options).requires_grad_()
+    dy = torch.randn(tokens, shape.hidden, **options) * shape.hidden**-0.5
+
+    def forward():
+        with torch.no_grad():
+            return layer(x)
+
+    def step():
+        y = layer(x)
+        return y.detach(), *torch.autograd.grad(y, [x, *weights], dy)
+
+    def memory() -> dict[str, float]:
+        if not on_gpu:
+            return {}
+        step()  # What the first run leaves behind, such as cuBLAS' workspace, is no part of a step.
+        before = torch.cuda.memory_allocated()
+        y = layer(x)
+        # x was there before.
+        kept = torch.cuda.memory_allocated() - before - y.nbytes + x.nbytes
+        del y
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return {"kept_mib": kept / 2**20, "peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
+
+    def to_common(router, w_gate_up, w_down):
+        if system == "scattermoe":
+            w_gate_up = w_gate_up.roll(shape.inter, dims=1)
+        return router, w_gate_up, w_down
+
+    return Layer(
+        forward=forward,
+        step=step,
+        wait=lambda _: torch.cuda.synchronize() if on_gpu else None,
+        memory=memory,
+        inputs=(x, *weights, dy),
+        to_common=to_common,
+        device=torch.cuda.get_device_name() if on_gpu else "cpu",
+    )
+
+
+def _sonicmoe(_system: str, shape: Shape, options: dict):
+    import torch
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import moe_TC_softmax_topk_layer
+
+    router, w_gate_up, w_down = _empty_weights(shape, options)
+    stream = torch.cuda.current_stream().cuda_stream
+
+    def layer(x):
+        return moe_TC_softmax_topk_layer(
+            x,
+            router,
+            w_gate_up.permute(1, 2, 0),
+            None,
+            w_down.permute(1, 2, 0),
+            None,
+            shape.k,
+            stream,
+            ActivationType.SWIGLU,
+            # Its inference mode, which need not write what the backward pass would read.
+            not torch.is_grad_enabled(),
+            is_softmax_over_topk=False,
+            norm_topk_probs=True,
+            concat_layout=True,
+        )[0]
+
+    return layer, [router, w_gate_up, w_down]
+
+
+def _scattermoe(_system: str, shape: Shape, options: dict):
+    import torch
+    from scattermoe.mlp import GLUMLP
+
+    router = torch.empty(shape.experts, shape.hidden, **options).requires_grad_()
+    block = GLUMLP(shape.hidden, shape.inter, shape.experts, shape.k, activation=torch.nn.SiLU()).to(**options)
+
+    def layer(x):
+        weights, chosen = torch.softmax(x @ router.T, dim=-1, dtype=torch.float32).topk(shape.k, dim=-1)
+        return block(x, (weights / weights.sum(dim=-1, keepdim=True)).to(x.dtype), chosen)
+
+    return layer, [router, block.experts.weight, block.output_experts.weight]
+
+
+def _transformers(system: str, shape: Shape, options: dict):
+    import torch
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config = Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.inter,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.k,
+        norm_topk_prob=True,
+        experts_implementation=system,
+    )
+    with torch.device("meta"):
+        block = Qwen3MoeSparseMoeBlock(config).to(options["dtype"])
+    block.to_empty(device=options["device"])
+
+    def layer(x):
+        return block(x[None])[0]
+
+    return layer, [block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj]
+
+
+def _empty_weights(shape: Shape, options: dict) -> list:
+    import torch
+
+    gate_up, down = (2 * shape.inter, shape.hidden), (shape.hidden, shape.inter)
+    sizes = ((shape.experts, shape.hidden), (shape.experts, *gate_up), (shape.experts, *down))
+    return [torch.empty(size, **options).requires_grad_() for size in sizes]
