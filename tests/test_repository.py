@@ -18,7 +18,8 @@ LAYERS = [
     {"train"},
     {"plots"},
     {"demo_text"},
-    {"check", "demo"},
+    {"tile_timing"},
+    {"check", "demo", "tune"},
     {"cli"},
 ]
 """The parts of the package from the bottom up: a part imports parts below it and itself, never one above or beside it."""

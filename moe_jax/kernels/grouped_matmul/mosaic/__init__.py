@@ -7,8 +7,6 @@ is one sum over k in steps of 16, in one order whatever the tile: the bits of a 
 On a CPU the kernels run in JAX's GPU interpreter, slowly and with its race detector on.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -17,6 +15,8 @@ from moe_jax.kernels.grouped_matmul.mosaic.by_rows import matmul, matmul_gated_s
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows_backward import matmul_gated_silu_backward
 from moe_jax.kernels.grouped_matmul.mosaic.gather import gather_rows
 from moe_jax.kernels.grouped_matmul.mosaic.ring import ROW_ALIGNMENT, Tile
+from moe_jax.kernels.grouped_matmul.mosaic.tile_limits import Pass
+from moe_jax.kernels.grouped_matmul.mosaic.tiles import choose_tile
 from moe_jax.kernels.mosaic_gpu import compute_capability, is_interpreted
 from moe_jax.kernels.routing import Plan
 
@@ -66,7 +66,8 @@ def grouped_matmul(
     out = w.shape[2] if transpose else w.shape[1]
     if plan.num_rows == 0:
         return jnp.zeros((0, out), x.dtype)
-    return matmul(x, w.astype(x.dtype), plan, _row_tile(plan, out), transpose=transpose)
+    tile = _tile("grouped_matmul_transposed" if transpose else "grouped_matmul", w.shape[1:], plan)
+    return matmul(x, w.astype(x.dtype), plan, tile, transpose=transpose)
 
 
 def gated_matmul(
@@ -80,7 +81,7 @@ def gated_matmul(
     x = _take(x, source_of_row)
     if plan.num_rows == 0:
         return jnp.zeros((0, w.shape[1]), x.dtype), jnp.zeros((0, w.shape[1] // 2), x.dtype)
-    return matmul_gated_silu(x, w.astype(x.dtype), plan, _row_tile(plan, w.shape[1], halves=True))
+    return matmul_gated_silu(x, w.astype(x.dtype), plan, _tile("gated_matmul", w.shape[1:], plan))
 
 
 def gated_matmul_backward(
@@ -96,8 +97,7 @@ def gated_matmul_backward(
     dy = _take(dy, source_of_row)
     if plan.num_rows == 0:
         return h, h[:, : w_down.shape[2]], jnp.zeros(0, jnp.float32)
-    # Chunks of h take the shared memory of a fourth stage.
-    tile = dataclasses.replace(_row_tile(plan, w_down.shape[2]), stages=3)
+    tile = _tile("gated_matmul_backward", w_down.shape[1:], plan)
     return matmul_gated_silu_backward(dy, w_down.astype(dy.dtype), h, weight_of_row, plan, tile)
 
 
@@ -117,26 +117,13 @@ def grouped_outer(
     a, b = _take(a, a_source_of_row), _take(b, b_source_of_row)
     if plan.num_rows == 0:
         return jnp.zeros((plan.num_experts, a.shape[1], b.shape[1]), dtype)
-    n, m = a.shape[1], b.shape[1]
-    if n % 128 == 0:
-        tile = Tile(128, next(width for width in (256, 192, 128, 64) if m % width == 0), 4)
-    else:
-        tile = Tile(64, 256 if m % 256 == 0 else 128, 4)
-    return outer(a, b, plan, tile, dtype)
+    return outer(a, b, plan, _tile("grouped_outer", (a.shape[1], b.shape[1]), plan), dtype)
 
 
 def _take(x: Array, source_of_row: Array | None) -> Array:
     return x if source_of_row is None else x.at[source_of_row].get(mode="fill", fill_value=0)
 
 
-def _row_tile(plan: Plan, columns: int, *, halves: bool = False) -> Tile:
-    """The tile of a matmul by rows: 64 rows where experts have about as many, else 128.
-
-    With 64 rows each warpgroup takes half of the columns; `halves` takes as many again of gate as of up. What a warpgroup
-    takes of each must be whole chunks of 64.
-    """
-    rows_per_expert = plan.row_of_pair.size / plan.num_experts
-    if rows_per_expert <= 64 and columns % 256 == 0:
-        return Tile(64, 256, 4)
-    widths = (256, 128) if halves else (256, 192, 128, 64)
-    return Tile(128, next(width for width in widths if columns % width == 0), 3)
+def _tile(pass_name: Pass, matrix: tuple[int, ...], plan: Plan) -> Tile:
+    rows, columns = matrix
+    return choose_tile(pass_name, (rows, columns), plan.row_of_pair.size / plan.num_experts)

@@ -8,6 +8,8 @@ With g = dy[r] @ w_down[e], s = sigmoid(gate), act = gate * s * up and the row's
 Cost for R rows: 2*R*D*I FLOPs; besides the matmul's operands h [R, 2I] is read, dh [R, 2I] and weighted_act [R, I] written.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -57,7 +59,6 @@ def matmul_gated_silu_backward(
         layout = plgpu.Layout.WGMMA.reduce(1)
         v = plgpu.load(v_ref.at[pl.ds(place.row, rows)], layout=layout, optimized=False)
         v = lax.broadcast_in_dim(v, (rows, CHUNK), [0])
-        dv = plgpu.layout_cast(jnp.zeros(rows, jnp.float32), layout)
         for chunk in range(chunks):
             if chunk >= 1:
                 # The gradients of the chunk before have left its slot, which the chunk after this one takes.
@@ -71,7 +72,7 @@ def matmul_gated_silu_backward(
             sigmoid = 1 / (1 + jnp.exp(-gate))
             silu = gate * sigmoid
             act = silu * up
-            dv += (own_g * act).sum(axis=1)
+            dv_ref[place.part * chunks + chunk, pl.ds(place.row, rows)] = (own_g * act).sum(axis=1)
             write(act_ref, place.part * tile.own_columns + chunk * CHUNK, v * act)
             dact = v * own_g
             # Every thread puts its gradients where it has read h.
@@ -80,14 +81,13 @@ def matmul_gated_silu_backward(
             plgpu.commit_smem()
             for half, target in enumerate(halves_of(dh_ref, place, chunk)):
                 plgpu.copy_smem_to_gmem(h_smem.at[*slot, half], target)
-        dv_ref[place.part, pl.ds(place.row, rows)] = dv
 
     epilogue = Epilogue(
         name="gated_matmul_backward",
         outputs=[
             jax.ShapeDtypeStruct((num_rows, 2 * inter), dy.dtype),
             jax.ShapeDtypeStruct((num_rows, inter), dy.dtype),
-            jax.ShapeDtypeStruct((inter // tile.own_columns, num_rows), jnp.float32),
+            jax.ShapeDtypeStruct((inter // CHUNK, num_rows), jnp.float32),
         ],
         store=store,
         inputs=(h, weight_of_row.astype(jnp.float32)),
@@ -99,4 +99,5 @@ def matmul_gated_silu_backward(
         staged=1,
     )
     dh, weighted_act, dv = launch_rows(dy, w_down, plan, tile, epilogue, transpose=True)
-    return dh, weighted_act, dv.sum(axis=0)
+    # One chunk after the other: the bits of dv then depend neither on the tile nor on how XLA sums an axis of some length.
+    return dh, weighted_act, functools.reduce(jnp.add, dv)
