@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from moe_jax.kernels.grouped_matmul import MODULES
 
 BACKENDS = tuple(MODULES)
-"""Every backend, the fastest first: `mosaic` runs on Hopper GPUs, `triton` on NVIDIA GPUs from Ampere on, `xla` everywhere."""
+"""Every backend, the fastest first: `mosaic` runs on Hopper GPUs, `triton` on NVIDIA GPUs from Ampere on, `xla` everywhere.
+In f32 `xla` is before `triton`: on an H200 2.4 times as fast with exact products, 8 times with TF32's."""
 
 ENVIRONMENT_VARIABLE = "MOE_JAX_BACKEND"
 
@@ -40,7 +41,7 @@ def resolve_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int,
         return name
     reasons: list[str] = []
     for candidate in BACKENDS:
-        reason = _reason_against(candidate) or _refusal(candidate, dtype, hidden, inter, row_alignment)
+        reason = _reason_against(candidate, dtype) or _refusal(candidate, dtype, hidden, inter, row_alignment)
         if reason is None:
             _announce(candidate, tuple(reasons))
             return candidate
@@ -55,10 +56,12 @@ def _refusal(name: str, dtype: jnp.dtype, hidden: int, inter: int, row_alignment
     return MODULES[name].refusal(dtype, hidden, inter)
 
 
-def _reason_against(name: str) -> str | None:
+def _reason_against(name: str, dtype: jnp.dtype) -> str | None:
     """Why a backend that could run is not taken by default."""
     if name == "xla":
         return None
+    if name == "triton" and dtype == jnp.float32:
+        return "in f32 'xla' is faster"
     if not MODULES[name].is_native():
         return "it is not written for this device"
     return splitting_refusal()

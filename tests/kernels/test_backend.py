@@ -45,13 +45,20 @@ def test_hopper_takes_its_kernels_and_other_devices_take_xla(caplog):
     )
 
 
-@pytest.mark.parametrize("layer", [(jnp.float32, 128, 64), (jnp.bfloat16, 100, 64), (jnp.bfloat16, 128, 32)])
+@pytest.mark.parametrize("layer", [(jnp.bfloat16, 100, 64), (jnp.bfloat16, 128, 32)])
 @pytest.mark.parametrize("installed", [False, True])
 def test_hopper_takes_triton_or_xla_where_its_kernels_do_not_fit(monkeypatch, layer, installed):
     has_triton(monkeypatch, installed)
     with on("NVIDIA H100 80GB HBM3"):
         other = "triton" if installed and jax.device_count() == 1 else "xla"
         assert backend.resolve_backend(None, *layer) == other
+
+
+def test_f32_takes_xla_by_default_and_triton_by_name(monkeypatch):
+    has_triton(monkeypatch, True)
+    with on("NVIDIA H200"):
+        assert backend.resolve_backend(None, jnp.float32, 128, 64) == "xla"
+        assert backend.resolve_backend("triton", jnp.float32, 128, 64) == "triton"
 
 
 def test_a_plan_made_for_xla_is_computed_by_xla():
