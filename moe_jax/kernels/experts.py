@@ -39,6 +39,7 @@ def experts_mlp(
     *,
     backend: str | None = None,
     chunk_tokens: int | None = None,
+    max_pairs: int | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """y[t] = sum_k topk_weights[t, k] * w_down[e] (silu(gate) * up), (gate, up) = w_gate_up[e] x[t], e = topk_experts[t, k].
 
@@ -52,13 +53,15 @@ def experts_mlp(
             the device and takes the input.
         chunk_tokens: process so many tokens at a time to bound temporary memory (R*D elements become
             chunk_tokens*K*D). Same result; the weight gradients of a chunked call are summed in f32 over the chunks.
+        max_pairs: how many of the ids in [0, E) to make room for (of each chunk): R is max_pairs instead of T*K. Those beyond
+            count as ids outside, the last experts' first.
 
     Expert ids are not checked, since under jit their values are unknown: a pair whose id is outside [0, E) adds nothing to
     its token and gets no gradient.
 
     Raises:
-        ValueError: shapes that do not fit together, a non-integer topk_experts, chunk_tokens < 1, a backend that is unknown
-            or does not take the input.
+        ValueError: shapes that do not fit together, a non-integer topk_experts, chunk_tokens or max_pairs < 1, a backend that
+            is unknown or does not take the input.
     """
     sizes: dict[str, int] = {}
     check_shape("x", x, "tokens hidden", sizes)
@@ -68,13 +71,14 @@ def experts_mlp(
     check_shape("topk_weights", topk_weights, "tokens k", sizes)
     if not jnp.issubdtype(topk_experts.dtype, jnp.integer):
         raise ValueError(f"topk_experts must have an integer dtype; got {topk_experts.dtype}")
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1 or None; got {chunk_tokens}")
+    for name, value in (("chunk_tokens", chunk_tokens), ("max_pairs", max_pairs)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1 or None; got {value}")
     if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
         chunk_tokens = None
     backend = resolve_backend(backend, x.dtype, x.shape[1], w_down.shape[2])
     arrays = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts))
-    return _experts_mlp(*arrays, backend, chunk_tokens)
+    return _experts_mlp(*arrays, backend, chunk_tokens, max_pairs)
 
 
 def gate_up(
@@ -158,10 +162,18 @@ def _down_gradients(
 
 
 def _experts_mlp_alone(
-    x: Array, w_gate_up: Array, w_down: Array, weights: Array, experts: Array, backend: str, chunk_tokens: int | None
+    x: Array,
+    w_gate_up: Array,
+    w_down: Array,
+    weights: Array,
+    experts: Array,
+    backend: str,
+    chunk_tokens: int | None,
+    max_pairs: int | None,
 ) -> Array:
     """y, where no gradient is asked for."""
-    return _experts_mlp_forward(x, w_gate_up, w_down, weights, experts, backend, chunk_tokens, for_backward=False)[0]
+    arrays = x, w_gate_up, w_down, weights, experts
+    return _experts_mlp_forward(*arrays, backend, chunk_tokens, max_pairs, for_backward=False)[0]
 
 
 def _experts_mlp_forward(
@@ -172,6 +184,7 @@ def _experts_mlp_forward(
     experts: Array,
     backend: str,
     chunk_tokens: int | None,
+    max_pairs: int | None,
     for_backward: bool = True,
 ) -> tuple[Array, tuple]:
     """Returns y and what backward keeps; of a chunked call, h and the plan have a leading axis of chunks.
@@ -180,7 +193,7 @@ def _experts_mlp_forward(
     """
 
     def chunk(x: Array, weights: Array, experts: Array) -> tuple[Array, tuple[Array, Plan]]:
-        plan = make_plan(experts, w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT)
+        plan = make_plan(experts, w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT, max_pairs)
         rows, source = implementation(backend).rows_of_tokens(x, plan, fill=for_backward)
         h, act = implementation(backend).gated_matmul(rows, w_gate_up, plan, source_of_row=source)
         return _down_forward(act, w_down, weights, plan, backend), (h, plan)
@@ -195,7 +208,7 @@ def _experts_mlp_forward(
     return y, (x, w_gate_up, w_down, weights, kept)
 
 
-def _experts_mlp_backward(backend: str, chunk_tokens: int | None, residuals: tuple, dy: Array) -> tuple:
+def _experts_mlp_backward(backend: str, chunk_tokens: int | None, _, residuals: tuple, dy: Array) -> tuple:
     x, w_gate_up, w_down, weights, (h, plan) = residuals
 
     def chunk(dy: Array, x: Array, weights: Array, h: Array, plan: Plan, gate_up_dtype, down_dtype) -> tuple:
@@ -270,6 +283,6 @@ _down_op = jax.custom_vjp(_down_forward, nondiff_argnums=(4,))
 _down_op.defvjp(lambda *args: (_down_forward(*args), args[:4]), _down_vjp)
 _down = jax.jit(_down_op, static_argnums=4)
 
-_experts_mlp_op = jax.custom_vjp(_experts_mlp_alone, nondiff_argnums=(5, 6))
+_experts_mlp_op = jax.custom_vjp(_experts_mlp_alone, nondiff_argnums=(5, 6, 7))
 _experts_mlp_op.defvjp(_experts_mlp_forward, _experts_mlp_backward)
-_experts_mlp = jax.jit(_experts_mlp_op, static_argnums=(5, 6))
+_experts_mlp = jax.jit(_experts_mlp_op, static_argnums=(5, 6, 7))

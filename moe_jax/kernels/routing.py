@@ -27,7 +27,8 @@ class Plan:
     pair_of_row: Int[Array, "rows"]
     """`tokens * k` for a row of no pair."""
     row_of_pair: Int[Array, "tokens k"]
-    """The inverse of pair_of_row: sums over a token's choices gather through it, so nothing is scattered or atomic."""
+    """The inverse of pair_of_row: sums over a token's choices gather through it, so nothing is scattered or atomic. A pair
+    that no expert computes has a row from offsets[-1] on, which several such pairs may share."""
     offsets: Int[Array, "experts+1"]
     """Expert e owns rows offsets[e] <= row < offsets[e + 1], those that fill its last block included."""
     ends: Int[Array, "experts"]
@@ -36,8 +37,13 @@ class Plan:
 
     @property
     def num_rows(self) -> int:
-        """Rows of arrays in expert order: tokens * k, and with a `row_alignment` above 1 what the worst routing adds."""
+        """Rows of arrays in expert order: tokens * k or `max_pairs`, and what alignment adds under the worst routing."""
         return self.token_of_row.shape[0]
+
+    @property
+    def max_pairs(self) -> int:
+        """A bound on the pairs that have a row of their own, below tokens * k where the plan was made for fewer."""
+        return min(self.row_of_pair.size, self.num_rows)
 
     @property
     def num_experts(self) -> int:
@@ -45,46 +51,62 @@ class Plan:
         return self.offsets.shape[0] - 1
 
 
-def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: int = 1) -> Plan:
+def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: int = 1, max_pairs: int | None = None) -> Plan:
     """Sorts the pairs of `topk_experts` by expert, stably: an expert's rows stand in the order of their tokens.
 
     The same choices give the same plan on every backend of one `row_alignment`. A token may choose one expert twice. Ids
     outside [0, num_experts) are legal and mean "nobody": such a pair adds nothing to its token and receives no gradient.
 
+    Args:
+        max_pairs: rows are made for so many pairs alone, the first in expert order; the others are nobody too. For tokens
+            most of whose experts live elsewhere, as in expert parallelism: memory follows max_pairs instead of tokens*k.
+
     Raises:
-        ValueError: topk_experts is not a 2-D integer array, or num_experts or row_alignment is below 1.
+        ValueError: topk_experts is not a 2-D integer array, or num_experts, row_alignment or max_pairs is below 1.
     """
     if topk_experts.ndim != 2 or not jnp.issubdtype(topk_experts.dtype, jnp.integer):
         raise ValueError(
             f"topk_experts must be an integer array of shape [tokens, k]; got {topk_experts.dtype}{list(topk_experts.shape)}"
         )
-    for name, value in (("num_experts", num_experts), ("row_alignment", row_alignment)):
-        if value < 1:
+    for name, value in (("num_experts", num_experts), ("row_alignment", row_alignment), ("max_pairs", max_pairs)):
+        if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}")
     tokens, k = topk_experts.shape
     in_range = (topk_experts >= 0) & (topk_experts < num_experts)
     experts = jnp.where(in_range, topk_experts, num_experts).astype(jnp.int32).reshape(-1)
     pairs = jnp.arange(tokens * k, dtype=jnp.int32)
+    num_pairs = tokens * k if max_pairs is None else min(tokens * k, max_pairs)
     expert = jnp.arange(num_experts + 1, dtype=jnp.int32)
     counts = jnp.sum(expert[:-1, None] == experts, axis=1, dtype=jnp.int32)
     is_earlier = expert[:, None] > expert[:-1]
+    begins = _masked_sum(is_earlier, counts)
+    if num_pairs < tokens * k:
+        counts = jnp.clip(num_pairs - begins[:-1], 0, counts)
     offsets = _masked_sum(is_earlier, -(-counts // row_alignment) * row_alignment)
     if pairs.size <= PAIRS_TO_COMPARE:
         rank = _masked_sum((experts[:, None] == experts) & (pairs[:, None] > pairs), jnp.ones_like(pairs))
         row = offsets[experts] + rank
     else:
         sorted_experts, sorted_pairs = jax.lax.sort((experts, pairs), num_keys=1, is_stable=True)
-        sorted_row = pairs + (offsets - _masked_sum(is_earlier, counts))[sorted_experts]
+        sorted_row = pairs + (offsets - begins)[sorted_experts]
         row = jnp.zeros_like(pairs).at[sorted_pairs].set(sorted_row, unique_indices=True, mode="promise_in_bounds")
 
-    num_rows = tokens * k
+    num_rows = num_pairs
     if row_alignment > 1:
         fill = min(num_experts, num_rows) * (row_alignment - 1)
         # One block more than the worst routing fills: a tile of two blocks may begin at the last one.
         num_rows = (-(-(num_rows + fill) // row_alignment) + 1) * row_alignment if num_rows else 0
+    elif num_pairs < tokens * k:
+        num_rows += 1  # A row that no expert computes, for the pairs without one of their own.
+    ends = offsets[:-1] + counts
+    if num_pairs < tokens * k:
+        row = jnp.where(row < jnp.append(ends, 0)[experts], row, num_rows - 1)
 
     def by_row(values: Array, nobody: int) -> Array:
         empty = jnp.full(num_rows, nobody, jnp.int32)
+        if num_pairs < tokens * k:
+            # The last row is nobody's: what shares it stays out.
+            return empty.at[jnp.where(row < num_rows - 1, row, num_rows)].set(values, mode="drop")
         return empty.at[row].set(values, unique_indices=True, mode="promise_in_bounds")
 
     pair_of_row = by_row(pairs, tokens * k)
@@ -94,7 +116,7 @@ def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: 
         pair_of_row=pair_of_row,
         row_of_pair=row.reshape(tokens, k),
         offsets=offsets,
-        ends=offsets[:-1] + counts,
+        ends=ends,
         row_alignment=row_alignment,
     )
 

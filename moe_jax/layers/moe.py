@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.kernels.experts import experts_mlp
 from moe_jax.layers.linear import normal_parameter
 from moe_jax.layers.router import Router, Routing
+from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
 
 
 class MoE(nnx.Module):
@@ -52,10 +53,19 @@ class MoE(nnx.Module):
         *,
         expert_ids: Int[Array, "tokens k"] | None = None,
         force_balanced: bool = False,
+        expert_parallel: ExpertParallel | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], Routing]:
-        """Returns y in x's dtype and the routing; `valid`, `expert_ids` and `force_balanced` as in `Router`."""
+        """Returns y in x's dtype and the routing; `valid`, `expert_ids` and `force_balanced` as in `Router`.
+
+        With `expert_parallel` the call stands inside a `jax.shard_map` over its axis: x are this device's tokens, the router
+        is whole, `experts` holds this device's part of the experts, and the routing's sums are of this device's tokens.
+        """
         routing = self.router(x, valid, expert_ids=expert_ids, force_balanced=force_balanced)
-        return self.experts(x, routing.weights, routing.experts), routing
+        if expert_parallel is None:
+            return self.experts(x, routing.weights, routing.experts), routing
+        weights = self.experts.gate_up_proj[...], self.experts.down_proj[...]
+        y, exchange = expert_parallel_mlp(x, *weights, routing.weights, routing.experts, expert_parallel)
+        return y, routing._replace(num_dropped=exchange.num_dropped)
 
 
 class Experts(nnx.Module):

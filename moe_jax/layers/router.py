@@ -26,12 +26,15 @@ class RouterStatistics:
       probability_sum: the sum of the router's probabilities of each expert.
       z_loss_sum: the sum of logsumexp(logits)^2.
       num_tokens: how many tokens were valid.
+      num_dropped: how many choices no expert computed for lack of capacity (padding's counted in): 0 unless
+        `ExpertParallel.drop` is set.
     """
 
     expert_load: Int[Array, "layers experts"]
     probability_sum: Float[Array, "layers experts"]
     z_loss_sum: Float[Array, "layers"]
     num_tokens: Float[Array, ""]
+    num_dropped: Int[Array, "layers"]
 
 
 class Routing(NamedTuple):
@@ -42,6 +45,7 @@ class Routing(NamedTuple):
     expert_load: Int[Array, "experts"]
     probability_sum: Float[Array, "experts"]
     z_loss_sum: Float[Array, ""]
+    num_dropped: Int[Array, ""]
 
 
 class Router(nnx.Module):
@@ -105,13 +109,21 @@ def route(
     counted = valid[:, None]
     load = jnp.zeros(logits.shape[1], jnp.int32).at[experts].add(jnp.broadcast_to(counted, experts.shape).astype(jnp.int32))
     z = jnp.where(valid, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0).sum()
-    return Routing(weights, experts, load, jnp.where(counted, probabilities, 0).sum(axis=0), z)
+    return Routing(weights, experts, load, jnp.where(counted, probabilities, 0).sum(axis=0), z, jnp.zeros((), jnp.int32))
 
 
 def balanced_expert_ids(num_tokens: int, num_experts_per_tok: int, num_experts: int) -> Int[Array, "tokens k"]:
     """Experts dealt out in turn: every expert receives the same number of tokens, up to one."""
     pairs = jnp.arange(num_tokens * num_experts_per_tok, dtype=jnp.int32)
     return (pairs % num_experts).reshape(num_tokens, num_experts_per_tok)
+
+
+def sum_over_mesh(stats: RouterStatistics, axis_names: str | tuple[str, ...]) -> RouterStatistics:
+    """The sums over the tokens of all devices along the mesh axes over which tokens are split; inside `jax.shard_map`.
+
+    Of these sums the losses below, and the loads, are those of the whole batch on one device, not means of the devices' own.
+    """
+    return jax.tree.map(lambda a: jax.lax.psum(a, axis_names), stats)
 
 
 def load_balancing_loss(stats: RouterStatistics) -> Float[Array, ""]:

@@ -21,6 +21,7 @@ from moe_jax.layers.router import RouterStatistics, Routing, load_balancing_loss
 from moe_jax.layers.segments import segment_positions
 from moe_jax.layers.stack import run_layers
 from moe_jax.models.output import HiddenStates, ModelOutput
+from moe_jax.parallel.expert import ExpertParallel
 
 NO_WINDOW = 2**30
 """A sliding window longer than any sequence, for the layers of a sliding model that see everything."""
@@ -67,6 +68,7 @@ class Qwen3(nnx.Module):
         expert_ids: Int[Array, "moe_layers batch seq k"] | None = None,
         remat: bool = False,
         force_balanced_routing: bool = False,
+        expert_parallel: ExpertParallel | None = None,
     ) -> HiddenStates:
         """Everything but the vocabulary projection, for losses that never hold all logits.
 
@@ -79,6 +81,8 @@ class Qwen3(nnx.Module):
           expert_ids: routing replay: the experts to use (`HiddenStates.expert_ids` of another call), weighted by live logits.
           remat: recompute each layer in the backward pass and keep only its input.
           force_balanced_routing: deal tokens to experts in turn, ignoring the router's choice; for benchmarks only.
+          expert_parallel: inside a `jax.shard_map` in which each device holds its own tokens and its part of the experts: how
+            the tokens travel. The router's sums are then of this device's tokens (`layers.router.sum_over_mesh`).
 
         Raises:
           ValueError: shapes that do not fit each other.
@@ -115,7 +119,7 @@ class Qwen3(nnx.Module):
                 x, memory = carry
                 attend = partial(_attend, segment_ids, memory, layer, window, config.head_dim**-0.5)
                 block = nnx.merge(graph, parameters)
-                x, memory, routing = block(x, cos, sin, attend, valid, replay, force_balanced_routing)
+                x, memory, routing = block(x, cos, sin, attend, valid, replay, force_balanced_routing, expert_parallel)
                 return (x, memory), routing
 
             of_layer = jnp.arange(rows.start, rows.stop), None if windows is None else windows[rows], replay
@@ -181,14 +185,19 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = norm()
         self.mlp = mlp
 
-    def __call__(self, x: Float[Array, "batch seq hidden"], cos, sin, attend: Attend, valid, expert_ids, force_balanced):
+    def __call__(
+        self, x: Float[Array, "batch seq hidden"], cos, sin, attend: Attend, valid, expert_ids, force_balanced, expert_parallel
+    ):
         """Returns (x, the cache that `attend` gave, the routing or None)."""
         attended, memory = self.self_attn(self.input_layernorm(x), cos, sin, attend)
         x = x + attended
-        out, routing = self.feed_forward(self.post_attention_layernorm(x), valid, expert_ids, force_balanced)
+        x_norm = self.post_attention_layernorm(x)
+        out, routing = self.feed_forward(x_norm, valid, expert_ids, force_balanced, expert_parallel)
         return x + out, memory, routing
 
-    def feed_forward(self, x, valid, expert_ids, force_balanced) -> tuple[Float[Array, "batch seq hidden"], Routing | None]:
+    def feed_forward(
+        self, x, valid, expert_ids, force_balanced, expert_parallel
+    ) -> tuple[Float[Array, "batch seq hidden"], Routing | None]:
         """The second half of the layer before its residual sum."""
         return self.mlp(x), None
 
@@ -226,8 +235,8 @@ def _collect(
     num_tokens = valid.sum().astype(jnp.float32)
     if not routings:
         empty = jnp.zeros((0, 0), jnp.float32)
-        stats = RouterStatistics(empty.astype(jnp.int32), empty, jnp.zeros(0, jnp.float32), num_tokens)
+        stats = RouterStatistics(empty.astype(jnp.int32), empty, jnp.zeros(0, jnp.float32), num_tokens, jnp.zeros(0, jnp.int32))
         return stats, jnp.zeros((0, *token_shape, 0), jnp.int32)
     joined = jax.tree.map(lambda *layers: jnp.concatenate(layers), *routings)
-    stats = RouterStatistics(joined.expert_load, joined.probability_sum, joined.z_loss_sum, num_tokens)
+    stats = RouterStatistics(joined.expert_load, joined.probability_sum, joined.z_loss_sum, num_tokens, joined.num_dropped)
     return stats, joined.experts.reshape(joined.experts.shape[0], *token_shape, -1)

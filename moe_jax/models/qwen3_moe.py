@@ -35,10 +35,13 @@ class Qwen3Moe(Qwen3):
 class SparseDecoderLayer(DecoderLayer):
     """A decoder layer whose feed-forward block is a MoE."""
 
-    def feed_forward(self, x, valid, expert_ids, force_balanced) -> tuple[Float[Array, "batch seq hidden"], Routing]:
+    def feed_forward(
+        self, x, valid, expert_ids, force_balanced, expert_parallel
+    ) -> tuple[Float[Array, "batch seq hidden"], Routing]:
         """Routes the tokens of all sequences together."""
         tokens = x.reshape(-1, x.shape[-1])
         if expert_ids is not None:
             expert_ids = expert_ids.reshape(tokens.shape[0], -1)
-        out, routing = self.mlp(tokens, valid, expert_ids=expert_ids, force_balanced=force_balanced)
+        options = dict(expert_ids=expert_ids, force_balanced=force_balanced, expert_parallel=expert_parallel)
+        out, routing = self.mlp(tokens, valid, **options)
         return out.reshape(x.shape), routing

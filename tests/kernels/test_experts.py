@@ -180,6 +180,17 @@ def test_ids_out_of_range_are_nobody():
         assert not d_weights[(chosen < 0) | (chosen > 4)].any()
 
 
+@pytest.mark.parametrize("max_pairs", [20, 37, 60])
+def test_room_for_fewer_pairs_leaves_out_the_last_experts(max_pairs):
+    """Of 60 pairs at most 37 are in range: with room for them all is as without the bound."""
+    with jax.enable_x64(True):
+        *arrays, chosen = make_inputs(np.random.default_rng(), 20, 5, 3, 8, 4)
+        chosen = jnp.where(jnp.arange(60).reshape(20, 3) % 60 < 37, chosen, -1)
+        order = jnp.argsort(jnp.where(chosen < 0, 5, chosen).reshape(-1), stable=True)
+        kept = (*arrays, chosen.reshape(-1).at[order[max_pairs:]].set(-1).reshape(20, 3))
+        compare(lambda *a: kernels.experts_mlp(*a[:-1], chosen, max_pairs=max_pairs), oracle.experts_mlp, kept, 1e-12)
+
+
 def test_chunks_add_bf16_weight_gradients_in_f32():
     """512 chunks: a bf16 running sum would lose most of the later ones."""
     inputs = make_inputs(np.random.default_rng(), 512, 2, 1, 8, 4, dtype=jnp.bfloat16)
@@ -239,5 +250,7 @@ def test_other_bad_arguments_are_named():
         kernels.experts_mlp(*inputs[:4], inputs[4].astype(jnp.float32))
     with pytest.raises(ValueError, match="chunk_tokens must be at least 1 or None; got 0"):
         kernels.experts_mlp(*inputs, chunk_tokens=0)
+    with pytest.raises(ValueError, match="max_pairs must be at least 1 or None; got 0"):
+        kernels.experts_mlp(*inputs, max_pairs=0)
     with pytest.raises(ValueError, match="argument backend: unknown backend 'cuda'; choose one of 'mosaic', 'triton', 'xla'"):
         kernels.experts_mlp(*inputs, backend="cuda")

@@ -82,6 +82,17 @@ def test_values_and_every_gradient_are_as_near_f64_as_the_xla_backends(rng, rout
         assert relative_error(actual, expected) <= bound, name
 
 
+def test_room_for_fewer_rows_where_most_experts_live_elsewhere(rng):
+    *arrays, chosen = make_layer(rng, "random", 17, 16, 4, 128, 64)
+    layer = arrays[0], arrays[1][:4], arrays[2][:4], arrays[3], chosen
+    dy = jnp.asarray(rng.normal(size=(17, 128)), jnp.bfloat16)
+    in_range = int((chosen < 4).sum())
+    ours = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic", max_pairs=in_range), layer, dy)
+    theirs = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy)
+    for actual, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
 @settings(max_examples=6, deadline=None)
 @given(
     tokens=st.integers(0, 90),

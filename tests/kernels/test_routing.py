@@ -68,6 +68,35 @@ def test_aligned_rows_hold_every_pair_once_in_the_same_order(tokens, num_experts
     assert result.num_rows >= result.offsets[-1] + (alignment if alignment > 1 and tokens else 0)
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    tokens=st.sampled_from([1, 30]),
+    max_pairs=st.sampled_from([1, 7, 40, 200]),
+    alignment=st.sampled_from([1, 64]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_beyond_max_pairs_everyone_is_nobody(tokens, max_pairs, alignment, seed):
+    """The plan is that of the first max_pairs pairs in expert order, with rows for no others."""
+    k, num_experts = 3, 5
+    experts = np.random.default_rng(seed).integers(-1, num_experts + 1, (tokens, k))
+    whole = jax.tree.map(np.asarray, plan(jnp.asarray(experts), num_experts))
+    kept = experts.copy().reshape(-1)
+    kept[whole.pair_of_row[max_pairs:]] = num_experts
+    wanted = jax.tree.map(np.asarray, plan(jnp.asarray(kept.reshape(tokens, k)), num_experts, alignment))
+    result = jax.tree.map(np.asarray, plan(jnp.asarray(experts), num_experts, alignment, max_pairs))
+
+    np.testing.assert_array_equal(result.offsets, wanted.offsets)
+    np.testing.assert_array_equal(result.ends, wanted.ends)
+    computed = result.offsets[-1]
+    for name in ("pair_of_row", "token_of_row", "expert_of_row"):
+        np.testing.assert_array_equal(getattr(result, name)[:computed], getattr(wanted, name)[:computed])
+    is_nobody = wanted.row_of_pair >= computed
+    np.testing.assert_array_equal(np.where(is_nobody, -1, result.row_of_pair), np.where(is_nobody, -1, wanted.row_of_pair))
+    assert (result.row_of_pair[is_nobody] >= computed).all() and (result.row_of_pair < result.num_rows).all()
+    most = min(max_pairs, tokens * k)
+    assert most <= result.num_rows <= most + 1 + (min(num_experts, most) + 2) * (alignment - 1)
+
+
 def test_plan_under_jit_and_vmap(rng):
     experts = rng.integers(0, 6, (3, 11, 2)).astype(np.int32)
     batched = jax.vmap(lambda e: plan(e, 6))(experts)
@@ -85,3 +114,5 @@ def test_plan_refuses():
         plan(jnp.zeros((3, 2), jnp.int32), 0)
     with pytest.raises(ValueError, match="row_alignment must be at least 1; got 0"):
         plan(jnp.zeros((3, 2), jnp.int32), 4, 0)
+    with pytest.raises(ValueError, match="max_pairs must be at least 1; got 0"):
+        plan(jnp.zeros((3, 2), jnp.int32), 4, max_pairs=0)

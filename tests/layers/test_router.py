@@ -21,7 +21,13 @@ def statistics(logits, k, valid):
     """Statistics of a stack of layers' logits [layers, tokens, experts]."""
     layers = [route(jnp.asarray(layer, jnp.float32), k, True, valid) for layer in logits]
     loads, probabilities, z = (jnp.stack([r[i] for r in layers]) for i in (2, 3, 4))
-    return RouterStatistics(loads, probabilities, z, jnp.float32(logits.shape[1] if valid is None else valid.sum()))
+    return RouterStatistics(
+        loads,
+        probabilities,
+        z,
+        jnp.float32(logits.shape[1] if valid is None else valid.sum()),
+        jnp.zeros(len(logits), jnp.int32),
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -58,7 +64,7 @@ def test_the_balancing_gradient_is_that_of_the_probabilities_under_fixed_choices
 
 
 def test_a_perfectly_even_load_gives_k():
-    stats = RouterStatistics(jnp.full((2, 4), 6), jnp.full((2, 4), 3.0), jnp.zeros(2), jnp.float32(12))
+    stats = RouterStatistics(jnp.full((2, 4), 6), jnp.full((2, 4), 3.0), jnp.zeros(2), jnp.float32(12), jnp.zeros(2, jnp.int32))
     assert float(load_balancing_loss(stats)) == 2.0
 
 

@@ -126,4 +126,4 @@ def _take(x: Array, source_of_row: Array | None) -> Array:
 
 def _tile(pass_name: Pass, matrix: tuple[int, ...], plan: Plan) -> Tile:
     rows, columns = matrix
-    return choose_tile(pass_name, (rows, columns), plan.row_of_pair.size / plan.num_experts)
+    return choose_tile(pass_name, (rows, columns), plan.max_pairs / plan.num_experts)

@@ -25,8 +25,8 @@ BLOCKS_PER_CORE = 2
 
 
 def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan, *, fill: bool = True) -> Float[Array, "rows hidden"]:
-    """x in expert order. Rows that only fill an expert's last block are zero, without `fill` undefined as those from
-    offsets[-1] on."""
+    """x in expert order. Rows that only fill an expert's last block are zero, without `fill` left unwritten as
+    those from offsets[-1] on are."""
     tokens, hidden = x.shape
     # A TMA copy takes at most 256 elements along an axis: a token is copied as [hidden / width, width].
     width = next(width for width in (256, 128, 64) if hidden % width == 0)
@@ -38,7 +38,7 @@ def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan, *, fill: bool = Tr
         def scope(buffer, zeros, loaded):
             if fill:
                 _fill_blocks(ends_ref, offsets_ref, out_ref, zeros)
-            _copy_tokens(rows_ref, x_ref, out_ref, buffer, loaded, height=height)
+            _copy_tokens(rows_ref, offsets_ref, x_ref, out_ref, buffer, loaded, height=height)
             plgpu.wait_smem_to_gmem(0)
 
         pl.run_scoped(
@@ -75,10 +75,11 @@ def _fill_blocks(ends_ref, offsets_ref, out_ref, zeros) -> None:
             plgpu.copy_smem_to_gmem(zeros.at[0], out_ref.at[row])
 
 
-def _copy_tokens(rows_ref, x_ref, out_ref, buffer, loaded, *, height: int) -> None:
+def _copy_tokens(rows_ref, offsets_ref, x_ref, out_ref, buffer, loaded, *, height: int) -> None:
     """This block's share of the tokens, `height` at a time, each to the rows of its choices."""
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     tokens, k = rows_ref.shape
+    computed_rows = offsets_ref[offsets_ref.shape[0] - 1]
     own_chunks = lax.div(tokens // height - block + blocks - 1, jnp.int32(blocks))
 
     def load(i):
@@ -98,7 +99,11 @@ def _copy_tokens(rows_ref, x_ref, out_ref, buffer, loaded, *, height: int) -> No
         rows = [(j, rows_ref[first + j, choice]) for j in range(height) for choice in range(k)]
         plgpu.barrier_wait(loaded.at[slot])
         for j, row in rows:
-            plgpu.copy_smem_to_gmem(buffer.at[slot, j], out_ref.at[row], commit_group=False)
+
+            @pl.when(row < computed_rows)
+            def _(j=j, row=row):
+                plgpu.copy_smem_to_gmem(buffer.at[slot, j], out_ref.at[row], commit_group=False)
+
         plgpu.commit_smem_to_gmem_group()
         # The stores of the chunk before this one have left its slot.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)

@@ -129,4 +129,4 @@ def _kernels(module: str) -> ModuleType:
 
 
 def _rows_per_expert(plan: Plan) -> float:
-    return plan.row_of_pair.size / plan.num_experts
+    return plan.max_pairs / plan.num_experts

@@ -73,7 +73,7 @@ def row_tiles(plan: Plan, height: int) -> tuple[Int[Array, "tiles"], Int[Array, 
     tiles = -(-counts // height)
     last = jnp.cumsum(tiles).astype(jnp.int32)
     # Each expert with rows ends with at most one tile that is not full.
-    most = plan.row_of_pair.size // height + min(plan.num_experts, plan.row_of_pair.size)
+    most = plan.max_pairs // height + min(plan.num_experts, plan.max_pairs)
     index = jnp.arange(most, dtype=jnp.int32)
     expert = jnp.searchsorted(last, index, side="right", method="compare_all").astype(jnp.int32)
     expert = jnp.minimum(expert, plan.num_experts - 1)

@@ -1,0 +1,283 @@
+"""Expert parallelism over the GPUs of one host: what the exchange moves a second, and how one MoE layer scales.
+
+    python benchmarks/expert_parallel.py --output results.json
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python benchmarks/expert_parallel.py --small     # on a CPU
+
+Exchange: GB/s that leave each device, empty slots included, by dispatch and by combine of each transport (for "ragged" filled
+slots alone), beside a plain `lax.all_to_all` of the buffers of transport `all_to_all`. Routes are made beforehand.
+
+Layer: as many tokens and fewer experts on each device, the more devices. Efficiency is the time on one device with all experts
+over the time on n; "load" is the choices of the busiest device's experts over the mean, which bounds it. Outputs and gradients
+of what is timed are compared with one device that computes everything. "no overlap" is a transport with collectives that XLA
+may not run beside computation.
+
+Times are the median of 5 groups of `--launches` calls between two synchronisations. What fails is a row with its error, and the
+others go on; the process ends with 1 where something failed or differs.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.kernels import experts_mlp
+from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
+from moe_jax.parallel.expert import TRANSPORTS, combine, dispatch
+from moe_jax.parallel.expert.routes import first_route, owners, queue
+from moe_jax.parallel.expert.settings import Transport, first_capacity
+
+SPLIT = P("expert")
+
+EXCHANGE = dict(tokens=4096, hidden=7168, experts=256, k=8)
+"""What DeepEP publishes its bandwidth for: DeepSeek-V3's."""
+
+LAYER = dict(tokens=8192, hidden=2048, inter=768, experts=128, k=8)
+"""A layer of Qwen3-30B-A3B."""
+
+NO_OVERLAP = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
+"""A compiler option for GPUs."""
+
+TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
+"""Relative, in the Frobenius norm."""
+
+
+def main() -> None:
+    """Prints a row for each measurement; with --output also writes them as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", nargs="+", type=int, help="by default all; the layer also on one")
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=["gather", "all_to_all", "pairwise"])
+    parser.add_argument("--routings", nargs="+", choices=("uniform", "zipf"), default=["uniform", "zipf"])
+    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the experts' popularity")
+    parser.add_argument("--tokens", type=int, default=LAYER["tokens"], help="of each device, in the layer")
+    parser.add_argument("--capacity-factor", type=float, default=1.25)
+    parser.add_argument("--group-size", type=int, default=1, help="of transport pairwise")
+    parser.add_argument("--dtype", default="bfloat16", choices=tuple(TOLERANCE))
+    parser.add_argument("--launches", type=int, default=20)
+    parser.add_argument("--skip", choices=("exchange", "layer"))
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU, in f32: to see that it runs")
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    args = parser.parse_args()
+    exchange, layer = dict(EXCHANGE), dict(LAYER, tokens=args.tokens)
+    if args.small:
+        exchange, layer = (dict(sizes, tokens=128, hidden=64, experts=32, k=4) for sizes in (exchange, layer))
+        layer["inter"], args.dtype, args.launches = 32, "float32", 1
+    counts = args.devices or [jax.device_count()]
+
+    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}")
+    rows = []
+    if args.skip != "exchange":
+        rows += _print_each(measure_exchange(counts, exchange, args))
+    if args.skip != "layer":
+        rows += _print_each(measure_layer(counts, layer, args))
+    if args.output is not None:
+        args.output.write_text(json.dumps(rows, indent=1) + "\n")
+    if any("error" in row or row.get("parity") == "WRONG" for row in rows):
+        sys.exit(1)
+
+
+def measure_exchange(counts: list[int], sizes: dict, args: argparse.Namespace):
+    """Rows of bandwidths."""
+    tokens, hidden, experts, k = sizes["tokens"], sizes["hidden"], sizes["experts"], sizes["k"]
+    for devices in counts:
+        if devices == 1:
+            continue
+        mesh, keys = make_mesh(devices), jax.random.split(jax.random.key(0), 2)
+        capacity = first_capacity(tokens, k, experts, devices, args.capacity_factor)
+        chosen = choose(keys[0], devices * tokens, experts, k, "uniform", args, mesh)
+
+        def make_route(chosen, experts=experts, devices=devices, capacity=capacity):
+            queues = queue(owners(chosen, experts, devices), jnp.zeros(chosen.shape), devices, capacity)
+            return first_route(queues, capacity)
+
+        route = on_mesh(make_route, mesh)(chosen)
+        x = normal(keys[1], (devices * tokens, hidden), args.dtype, mesh)
+        buffer = normal(keys[1], (devices * devices, capacity.tokens, hidden), args.dtype, mesh)
+        plain = on_mesh(lambda buffer: jax.lax.all_to_all(buffer, "expert", 0, 0), mesh)
+        leaving = {name: (devices - 1) * capacity.tokens for name in ("all_to_all", "pairwise")}
+        leaving["gather"] = (devices - 1) * tokens
+        leaving["ragged"] = float((route.sent.sum() - route.sent.reshape(devices, devices).trace()) / devices)
+        row_bytes = hidden * x.dtype.itemsize / 1e6
+        plain_gbs = float("nan")
+        row = dict(measured="exchange", devices=devices, what="lax.all_to_all")
+        with failure_in(row):
+            row["dispatch_ms"] = median_ms(plain, (buffer,), args.launches)
+            row["dispatch_gbs"] = plain_gbs = leaving["all_to_all"] * row_bytes / row["dispatch_ms"]
+        yield row
+        for transport in args.transports:
+            how = "expert", transport, group_size(transport, devices, args)
+            row = dict(measured="exchange", devices=devices, what=transport)
+            with failure_in(row):
+                send = on_mesh(lambda x, route, how=how: dispatch(x, route, *how), mesh)
+                back = on_mesh(lambda rows, route, how=how, x=x: combine(rows, route, *how).astype(x.dtype), mesh)
+                received = jax.block_until_ready(send(x, route))
+                for name, f, argument in (("dispatch", send, x), ("combine", back, received)):
+                    row[f"{name}_ms"] = median_ms(f, (argument, route), args.launches)
+                    row[f"{name}_gbs"] = leaving[transport] * row_bytes / row[f"{name}_ms"]
+                total_gbs = 2 * leaving[transport] * row_bytes / (row["dispatch_ms"] + row["combine_ms"])
+                row["of_all_to_all"] = total_gbs / plain_gbs
+            yield row
+
+
+def measure_layer(counts: list[int], sizes: dict, args: argparse.Namespace):
+    """Rows of times, efficiencies and errors."""
+    tokens, hidden, inter, experts, k = (sizes[name] for name in ("tokens", "hidden", "inter", "experts", "k"))
+    one_device: dict[str, dict[str, float]] = {}
+    for devices in sorted({1, *counts}):
+        mesh, keys = make_mesh(devices), jax.random.split(jax.random.key(1), 6)
+        x = normal(keys[0], (devices * tokens, hidden), args.dtype, mesh)
+        w_gate_up = normal(keys[1], (experts, 2 * inter, hidden), args.dtype, mesh, hidden**-0.5)
+        w_down = normal(keys[2], (experts, hidden, inter), args.dtype, mesh, inter**-0.5)
+        weights = jax.nn.softmax(normal(keys[3], (devices * tokens, k), "float32", mesh))
+        dy = normal(keys[4], (devices * tokens, hidden), args.dtype, mesh)
+        whole = forward_and_backward(functools.partial(experts_mlp, chunk_tokens=tokens), make_mesh(1))
+        calls, expected = {}, {}
+        for routing in args.routings:
+            chosen = choose(keys[5], devices * tokens, experts, k, routing, args, mesh)
+            calls[routing] = x, w_gate_up, w_down, weights, chosen
+        for what, transport, options in layer_variants(devices, args):
+            settings = ExpertParallel(
+                transport=transport, capacity_factor=args.capacity_factor, group_size=group_size(transport, devices, args)
+            )
+
+            def forward(*a, settings=settings):
+                y, exchange = expert_parallel_mlp(*a, settings)
+                return y, exchange.num_rounds[None]
+
+            forward_only = on_mesh(forward, mesh, options)
+            step = forward_and_backward(lambda *a, f=forward: f(*a)[0], mesh, options)
+            for routing, arguments in calls.items():
+                load = jnp.bincount(arguments[-1].reshape(-1), length=experts).reshape(devices, -1).sum(axis=1)
+                row = dict(measured="layer", devices=devices, what=what, routing=routing, load=float(load.max() / load.mean()))
+                with failure_in(row):
+                    row["rounds"] = int(forward_only(*arguments)[1][0])
+                    row["fwd_ms"] = median_ms(forward_only, arguments, args.launches)
+                    row["fwd_bwd_ms"] = median_ms(step, (*arguments, dy), args.launches)
+                    if devices == 1:
+                        one_device[routing] = row
+                    for name in ("fwd", "fwd_bwd") if routing in one_device else ():
+                        row[f"{name}_efficiency"] = one_device[routing][f"{name}_ms"] / row[f"{name}_ms"]
+                    if devices > 1:
+                        if routing not in expected:
+                            expected[routing] = whole(*jax.device_put((*arguments, dy), NamedSharding(make_mesh(1), P())))
+                        row["error_of_all"] = max(map(relative_error, step(*arguments, dy), expected[routing]))
+                        row["parity"] = "ok" if row["error_of_all"] < TOLERANCE[args.dtype] else "WRONG"
+                yield row
+
+
+def layer_variants(devices: int, args: argparse.Namespace) -> list[tuple[str, Transport | None, dict]]:
+    """Names, transports and compiler options of what is timed on so many devices."""
+    if devices == 1:
+        return [("one device", None, {})]
+    variants: list[tuple[str, Transport | None, dict]] = [(transport, transport, {}) for transport in args.transports]
+    return variants + [(f"{name}, no overlap", name, NO_OVERLAP) for name in args.transports if name == "pairwise"]
+
+
+@contextlib.contextmanager
+def failure_in(row: dict):
+    """Writes what goes wrong into the row."""
+    try:
+        yield
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:160]
+
+
+def make_mesh(devices: int) -> jax.sharding.Mesh:
+    """The first devices along an axis `expert`."""
+    return jax.make_mesh((devices,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+
+
+def on_mesh(f, mesh, options: dict | None = None):
+    """f on each device's part of its arguments, all split along their first axis, jitted with these compiler options."""
+    sharded = jax.shard_map(f, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT, check_vma=False)
+    return jax.jit(sharded, compiler_options=options)
+
+
+def forward_and_backward(layer, mesh, options: dict | None = None):
+    """(x, w_gate_up, w_down, weights, chosen, dy) -> y and the gradients to the first four."""
+
+    def step(x, w_gate_up, w_down, weights, chosen, dy):
+        y, pullback = jax.vjp(lambda *a: layer(*a, chosen), x, w_gate_up, w_down, weights)
+        return y, *pullback(dy)
+
+    return on_mesh(step, mesh, options)
+
+
+def normal(key, shape, dtype, mesh, scale=1.0):
+    """Random numbers, split along the first axis and made where they lie."""
+    make = jax.jit(lambda key: jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype), out_shardings=split_over(mesh))
+    return make(key)
+
+
+def choose(key, tokens: int, experts: int, k: int, routing: str, args: argparse.Namespace, mesh):
+    """k different experts for each token; with "zipf" the i-th most popular of them in proportion i^-s, dealt out at random."""
+
+    def draw(key):
+        deal, noise = jax.random.split(key)
+        rank = jax.random.permutation(deal, experts) + 1.0
+        popularity = -args.zipf * jnp.log(rank) if routing == "zipf" else jnp.zeros(experts)
+        # The k largest of log p + Gumbel noise are k draws without replacement.
+        return jax.lax.top_k(popularity + jax.random.gumbel(noise, (tokens, experts)), k)[1]
+
+    return jax.jit(draw, out_shardings=split_over(mesh))(key)
+
+
+def split_over(mesh):
+    """Split along the first axis."""
+    return NamedSharding(mesh, SPLIT)
+
+
+def group_size(transport: Transport | None, devices: int, args: argparse.Namespace) -> int:
+    """The group of pairwise, no larger than the mesh."""
+    return min(args.group_size, devices) if transport == "pairwise" else 1
+
+
+def relative_error(actual, expected) -> float:
+    """In the Frobenius norm, on one device."""
+    actual = jax.device_put(actual, expected.sharding).astype(jnp.float32)
+    expected = expected.astype(jnp.float32)
+    return float(jnp.linalg.norm((actual - expected).reshape(-1)) / jnp.linalg.norm(expected.reshape(-1)))
+
+
+def median_ms(f, arguments: tuple, launches: int) -> float:
+    """Milliseconds of a call."""
+    for _ in range(3):
+        jax.block_until_ready(f(*arguments))
+    groups = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(launches):
+            result = f(*arguments)
+        jax.block_until_ready(result)
+        groups.append((time.perf_counter() - began) / launches)
+    return 1e3 * statistics.median(groups)
+
+
+def _print_each(rows) -> list[dict]:
+    """The rows, each printed when it is there, under a head for each kind."""
+    times = "fwd_ms", "fwd_efficiency", "fwd_bwd_ms", "fwd_bwd_efficiency"
+    columns = {
+        "exchange": ("devices", "what", "dispatch_ms", "dispatch_gbs", "combine_ms", "combine_gbs", "of_all_to_all"),
+        "layer": ("devices", "what", "routing", "load", "rounds", *times, "error_of_all", "parity"),
+    }
+    kept = []
+    for row in rows:
+        names = columns[row["measured"]]
+        if not kept:
+            print("\n" + " ".join(f"{name:>20}" for name in names))
+        values = [row.get(name, row.get("error", "") if name == names[-1] else "") for name in names]
+        print(" ".join(f"{f'{v:.4g}' if isinstance(v, float) else v:>20}" for v in values), flush=True)
+        kept.append(row)
+    return kept
+
+
+if __name__ == "__main__":
+    main()

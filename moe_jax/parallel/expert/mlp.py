@@ -1,0 +1,231 @@
+"""The experts of a Mixture-of-Experts layer, split over a mesh axis: `kernels.experts_mlp` where the experts live.
+
+The first round of the exchange carries what an even routing brings and some more. What is beyond queues for further rounds, as
+many as the longest queue of any device needs: none under an even routing, about n under the worst. So no token is ever lost
+and no buffer is made for the worst routing. The first round keeps for backward what `experts_mlp` keeps; a further one, whose
+number only the routing knows, keeps nothing and is computed again.
+"""
+
+import functools
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.experts import experts_mlp
+from moe_jax.kernels.shapes import check_shape
+from moe_jax.kernels.varying import vary_as
+from moe_jax.parallel.expert.exchange import combine, dispatch
+from moe_jax.parallel.expert.routes import (
+    Queues,
+    Route,
+    first_route,
+    further_rounds,
+    further_route,
+    in_first_round,
+    owners,
+    queue,
+)
+from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, Transport, first_capacity, further_capacity
+
+
+class Exchange(NamedTuple):
+    """What an exchange did, of this device: differs between the devices of the axis unless summed over it."""
+
+    num_dropped: Int[Array, ""]
+    """Choices of this device's tokens that no expert computed, for lack of room; 0 unless `drop` is set."""
+    num_rounds: Int[Array, ""]
+    """Rounds of the exchange, the same on all devices of the axis: 1 and the further ones."""
+
+
+def expert_parallel_mlp(
+    x: Float[Array, "tokens hidden"],
+    w_gate_up: Float[Array, "local_experts 2*inter hidden"],
+    w_down: Float[Array, "local_experts hidden inter"],
+    topk_weights: Float[Array, "tokens k"],
+    topk_experts: Int[Array, "tokens k"],
+    parallel: ExpertParallel,
+    *,
+    backend: str | None = None,
+) -> tuple[Float[Array, "tokens hidden"], Exchange]:
+    """`experts_mlp` of this device's tokens with the experts of all devices of the axis; call it inside `jax.shard_map`.
+
+    Each device passes its own tokens with their choices among all E experts, and the weights of its own E/n experts. Every
+    device of the axis must call it, with as many tokens. Differentiable in x, both weights and topk_weights; a device's
+    gradient of its experts' weights is the sum over the tokens of all devices. A token's outputs of one device are summed in
+    f32 there and travel in x's dtype; those of the devices are summed in f32. Two runs give the same bits.
+
+    Ids outside [0, E) add nothing, as in `experts_mlp`; a token may choose an expert twice. On an axis of one device nothing
+    travels and nothing is dropped.
+
+    Raises:
+        ValueError: shapes that do not fit together, a group_size that does not divide the axis, and what `experts_mlp` raises.
+        NameError: outside `shard_map`, or one whose mesh lacks the axis.
+    """
+    sizes: dict[str, int] = {}
+    check_shape("x", x, "tokens hidden", sizes)
+    check_shape("w_down", w_down, "local_experts hidden inter", sizes)
+    check_shape("w_gate_up", w_gate_up, "local_experts 2*inter hidden", sizes)
+    check_shape("topk_experts", topk_experts, "tokens k", sizes)
+    check_shape("topk_weights", topk_weights, "tokens k", sizes)
+    if not jnp.issubdtype(topk_experts.dtype, jnp.integer):
+        raise ValueError(f"topk_experts must have an integer dtype; got {topk_experts.dtype}")
+    devices = _axis_size(parallel.axis_name)
+    arrays = x, w_gate_up, w_down, topk_weights, topk_experts
+    if devices == 1 or topk_experts.size == 0:
+        y = experts_mlp(*arrays, backend=backend) if topk_experts.size else vary_as(jnp.zeros_like(x), arrays)
+        return y, Exchange(jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
+
+    plan = _plan(x.shape[0], topk_experts.shape[1], devices, w_gate_up.shape[0], parallel, backend)
+    *arrays, experts = vary_as(arrays, (arrays, lax.axis_index(parallel.axis_name)))
+    owner = owners(experts, plan.num_experts, devices)
+    experts = jnp.where(owner >= 0, experts, -1).astype(jnp.int32)
+    queues = queue(owner, lax.stop_gradient(arrays[3]), devices, plan.first, parallel.drop or "position")
+    is_first = in_first_round(queues, owner)
+    if parallel.drop is not None:
+        y = _first_round(plan, queues, is_first, experts, *arrays)
+        num_dropped = jnp.sum((owner >= 0) & ~is_first, dtype=jnp.int32)
+        return y.astype(x.dtype), Exchange(num_dropped, jnp.ones((), jnp.int32))
+    rounds = further_rounds(queues, plan.further, parallel.axis_name)
+    y = _all_rounds(plan, rounds, queues, is_first, experts, *arrays)
+    return y.astype(x.dtype), Exchange(jnp.zeros((), jnp.int32), 1 + rounds)
+
+
+def _axis_size(axis_name: str) -> int:
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        message = f"no mesh axis {axis_name!r} here; call it inside a jax.shard_map over that axis"
+        raise NameError(message) from None
+
+
+class _Plan(NamedTuple):
+    """What is known of a call when it is traced."""
+
+    axis_name: str
+    devices: int
+    num_experts: int
+    transport: Transport
+    group_size: int
+    first: Capacity
+    further: Capacity
+    backend: str | None
+
+
+def _plan(tokens: int, k: int, devices: int, local_experts: int, parallel: ExpertParallel, backend: str | None) -> _Plan:
+    num_experts = local_experts * devices
+    first = first_capacity(tokens, k, num_experts, devices, parallel.capacity_factor)
+    transport = parallel.transport or ("gather" if first.tokens == tokens else "all_to_all")
+    if transport == "gather" and parallel.drop is None:
+        first = first._replace(tokens=tokens)
+    further = further_capacity(first, k)
+    return _Plan(parallel.axis_name, devices, num_experts, transport, parallel.group_size, first, further, backend)
+
+
+def _first_round(plan: _Plan, queues: Queues, is_first: Array, experts: Array, *arrays: Array) -> Array:
+    # A gather brings the tokens of all rounds.
+    experts = jnp.where(is_first, experts, -1)
+    return _round(plan, first_route(queues, plan.first), plan.first, plan.transport, experts, *arrays)
+
+
+def _further_round(plan: _Plan, queues: Queues, turn: Array, experts: Array, *arrays: Array) -> Array:
+    # Devices beside this axis may take other numbers of rounds. That an `all_to_all` within groups allows, a `ppermute` not.
+    return _round(plan, further_route(queues, turn, plan.further), plan.further, "all_to_all", experts, *arrays)
+
+
+def _round(
+    plan: _Plan,
+    route: Route,
+    capacity: Capacity,
+    transport: Transport,
+    experts: Int[Array, "tokens k"],
+    x: Float[Array, "tokens hidden"],
+    w_gate_up: Float[Array, "local_experts 2*inter hidden"],
+    w_down: Float[Array, "local_experts hidden inter"],
+    weights: Float[Array, "tokens k"],
+) -> Float[Array, "tokens hidden"]:
+    """The outputs of the tokens on `route`, in at least f32; 0 for the others."""
+    how = plan.axis_name, transport, plan.group_size
+    k = weights.shape[1]
+    # Weights and ids travel as one array: floats of 32 bits hold every id exactly, and 0 is what an empty slot holds.
+    wide = jnp.promote_types(weights.dtype, jnp.float32)
+    choices = jnp.concatenate([weights.astype(wide), (experts + 1).astype(wide)], axis=1)
+    tokens, choices = dispatch(x, route, *how), dispatch(choices, route, *how)
+    first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * w_down.shape[0]
+    local_experts = choices[:, k:].astype(jnp.int32) - 1 - first_expert
+
+    steps = plan.devices // plan.group_size if transport == "pairwise" else 1
+    parts = zip(
+        jnp.split(tokens, steps),
+        _fan_out(w_gate_up, steps),
+        _fan_out(w_down, steps),
+        jnp.split(choices[:, :k], steps),
+        jnp.split(local_experts, steps),
+        strict=True,
+    )
+    max_pairs = plan.devices // steps * capacity.pairs
+    outputs = [experts_mlp(*part, backend=plan.backend, max_pairs=max_pairs) for part in parts]
+    return combine(jnp.concatenate(outputs), route, *how)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _fan_out(w: Array, count: int) -> tuple[Array, ...]:
+    """w for `count` uses, whose gradients are summed in f32 and rounded once."""
+    return (w,) * count
+
+
+_fan_out.defvjp(
+    lambda w, count: ((w,) * count, None),
+    lambda count, _, dws: (functools.reduce(jnp.add, map(_wide, dws)).astype(dws[0].dtype),),
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _all_rounds(plan: _Plan, rounds: Array, queues: Queues, is_first: Array, experts: Array, *arrays: Array) -> Array:
+    y = _first_round(plan, queues, is_first, experts, *arrays)
+    return _add_further_rounds(plan, rounds, queues, experts, arrays, y)
+
+
+def _all_rounds_forward(plan: _Plan, rounds: Array, queues: Queues, is_first: Array, experts: Array, *arrays: Array):
+    # The arguments are kept once, below, and not again for each use of theirs.
+    first = partial(_first_round, plan, queues, is_first, experts)
+    y, pullback = jax.vjp(first, *arrays, saveable_args=(False,) * len(arrays))
+    y = _add_further_rounds(plan, rounds, queues, experts, arrays, y)
+    return y, (pullback, rounds, queues, experts, arrays)
+
+
+def _add_further_rounds(plan: _Plan, rounds: Array, queues: Queues, experts: Array, arrays: tuple, y: Array) -> Array:
+    def add(state):
+        turn, y = state
+        return turn + 1, y + _further_round(plan, queues, turn, experts, *arrays)
+
+    return lax.while_loop(lambda state: state[0] < rounds, add, (jnp.zeros((), jnp.int32), y))[1]
+
+
+def _all_rounds_backward(plan: _Plan, kept: tuple, dy: Array) -> tuple:
+    pullback, rounds, queues, experts, arrays = kept
+    gradients = pullback.replace(args_res=list(arrays))(dy)
+
+    def add_further_rounds(gradients):
+        def add(state):
+            turn, sums = state
+            of_turn = jax.vjp(partial(_further_round, plan, queues, turn, experts), *arrays)[1](dy)
+            return turn + 1, jax.tree.map(jnp.add, sums, of_turn)
+
+        start = jnp.zeros((), jnp.int32), jax.tree.map(_wide, gradients)
+        sums = lax.while_loop(lambda state: state[0] < rounds, add, start)[1]
+        return jax.tree.map(lambda total, a: total.astype(a.dtype), sums, gradients)
+
+    # Without further rounds the gradients need no sums in f32 beside them.
+    gradients = lax.cond(rounds > 0, add_further_rounds, lambda gradients: gradients, gradients)
+    return None, None, None, None, *gradients
+
+
+_all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
+
+
+def _wide(a: Array) -> Array:
+    return a.astype(jnp.promote_types(a.dtype, jnp.float32))

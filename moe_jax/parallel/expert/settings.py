@@ -1,0 +1,72 @@
+"""How experts are spread over a mesh axis and how tokens travel to them: what a user chooses, and what it costs in memory."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Transport = Literal["gather", "all_to_all", "ragged", "pairwise"]
+
+TRANSPORTS = ("gather", "all_to_all", "ragged", "pairwise")
+"""docs/parallel_experts.md says what each moves and when it pays."""
+
+SMALLEST_CAPACITY = 64
+"""Tokens from one device for another that always fit: few tokens are never spread evenly, and their buffers are small."""
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """The experts are split over the mesh axis `axis_name`: device i of n holds experts i*E/n to (i+1)*E/n.
+
+    Attributes:
+      axis_name: the mesh axis; the layer is called inside a `jax.shard_map` over it.
+      transport: one of TRANSPORTS. None takes "gather" where the buffers of an exchange would be as large as what a gather
+        brings (2 to 4 devices with 8 choices a token), else "all_to_all".
+      capacity_factor: buffers hold so many times what an even routing brings. What does not fit travels in further rounds.
+      drop: None drops nothing. "position" computes what fits in one round, the earlier tokens first, and drops the rest;
+        "probability" prefers the tokens that weigh most (GShard, https://arxiv.org/abs/2006.16668, section 2.2).
+      group_size: with "pairwise", how many devices one step exchanges with.
+
+    Raises:
+      ValueError: an unknown transport or drop, a capacity_factor that is not above 0, a group_size below 1 or without
+        "pairwise".
+    """
+
+    axis_name: str = "expert"
+    transport: Transport | None = None
+    capacity_factor: float = 1.25
+    drop: Literal["position", "probability"] | None = None
+    group_size: int = 1
+
+    def __post_init__(self):
+        if self.transport not in (None, *TRANSPORTS):
+            raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))} or None; got {self.transport!r}")
+        if self.drop not in (None, "position", "probability"):
+            raise ValueError(f"drop must be 'position', 'probability' or None; got {self.drop!r}")
+        if not self.capacity_factor > 0:
+            raise ValueError(f"capacity_factor must be above 0; got {self.capacity_factor}")
+        if self.group_size < 1 or (self.group_size > 1 and self.transport != "pairwise"):
+            raise ValueError(f"group_size must be at least 1, and is for transport 'pairwise' alone; got {self.group_size}")
+
+
+class Capacity(NamedTuple):
+    """What one device may send to one other in a round: so many tokens, with so many choices of that device's experts."""
+
+    tokens: int
+    pairs: int
+
+
+def first_capacity(tokens: int, k: int, num_experts: int, devices: int, factor: float) -> Capacity:
+    """`factor` times what an even routing sends, at least SMALLEST_CAPACITY tokens, at most all `tokens`.
+
+    A token of k different choices among E experts, E/n of them on one device, goes to that device with probability
+    1 - C(E - E/n, k) / C(E, k), and makes k/n of its choices there.
+    """
+    absent = math.comb(num_experts - num_experts // devices, k) / math.comb(num_experts, k) if k <= num_experts else 0.0
+    slots = max(SMALLEST_CAPACITY, math.ceil(factor * tokens * (1 - absent)))
+    pairs = max(SMALLEST_CAPACITY * k, math.ceil(factor * tokens * k / devices))
+    return Capacity(min(slots, tokens), min(pairs, tokens * k))
+
+
+def further_capacity(first: Capacity, k: int) -> Capacity:
+    """So many tokens that their choices fit into the first round's rows wherever they fall."""
+    return Capacity(max(1, first.pairs // k), first.pairs)

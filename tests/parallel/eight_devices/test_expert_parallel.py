@@ -1,0 +1,161 @@
+"""expert_parallel_mlp: further rounds, what is kept, dropping, low precision, meshes of several axes, refusals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from expert_layer import (
+    ARGUMENTS,
+    EXPERTS,
+    HIDDEN,
+    TOKENS,
+    K,
+    arrays,
+    assert_equal,
+    direction,
+    on_a_mesh,
+    on_one_device,
+    reference,
+    routing,
+    sharded,
+)
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, relative_error, value_and_gradients
+
+from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
+from moe_jax.parallel.expert.settings import first_capacity, further_capacity
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "pairwise"])
+def test_kept_for_backward_is_what_an_even_routing_needs(transport):
+    """And no weight twice: the rows of h follow capacity_factor * T * K, where the worst routing has n * T * K."""
+    devices, tokens, k, hidden, experts, factor = 8, 4096, 8, 64, 64, 1.25
+    f = sharded(ExpertParallel(transport=transport, capacity_factor=factor), make_mesh(expert=devices))
+    weights = (experts, 2 * hidden, hidden), (experts, hidden, hidden)
+    shapes = (devices * tokens, hidden), *weights, (devices * tokens, k)
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    chosen = jax.ShapeDtypeStruct((devices * tokens, k), jnp.int32)
+    pullback = jax.eval_shape(lambda *a: jax.vjp(lambda *b: f(*b, a[-1]), *a[:-1])[1], *types, chosen)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(pullback)]
+    assert [shapes.count(shape) for shape in weights] == [1, 1]
+    h_rows = sum(shape[0] for shape in shapes if shape[1:] == (2 * hidden,)) / devices
+    assert factor * tokens * k <= h_rows <= factor * tokens * k + devices
+
+
+def test_bf16_stays_near_f32():
+    run = on_a_mesh(ExpertParallel(transport="pairwise"), make_mesh(expert=4))
+    low = arrays(jnp.bfloat16)
+    for name in ("even", "one expert takes all"):
+        exact = [a.astype(jnp.float32) for a in low]
+        expected, _ = value_and_gradients(reference, exact, direction(), routing(name))
+        results, _ = run(low, direction(), routing(name))
+        assert [a.dtype for a in results] == [jnp.bfloat16] * 4 + [jnp.float32]
+        for argument, actual, wanted in zip(("y", *ARGUMENTS), results, expected, strict=True):
+            assert relative_error(actual, wanted) < 2e-2, (name, argument)
+
+
+@pytest.mark.parametrize(
+    "drop, transport", [("position", "all_to_all"), ("probability", "pairwise"), ("probability", "gather")]
+)
+def test_drops_what_its_policy_says_and_counts_it(drop, transport):
+    devices, factor = 4, 0.5
+    run = on_a_mesh(ExpertParallel(transport=transport, drop=drop, capacity_factor=factor), make_mesh(expert=devices))
+    for name in ("even", "few experts take most", "ids twice in a row and out of range"):
+        kept, dropped = kept_by_policy(np.asarray(routing(name)), np.asarray(arrays()[3]), devices, factor, drop)
+        results, (num_dropped, rounds) = run(arrays(), direction(), routing(name))
+        np.testing.assert_array_equal(num_dropped, dropped)
+        assert sum(dropped) > 0 and (rounds == 1).all()
+        expected, _ = value_and_gradients(reference, arrays(), direction(), jnp.asarray(kept))
+        assert_equal(results, expected)
+
+
+def kept_by_policy(chosen, weights, devices, factor, drop):
+    """The ids with -1 for what is dropped, and each device's number of dropped choices, in loops."""
+    tokens = TOKENS // devices
+    slots, pairs = first_capacity(tokens, K, EXPERTS, devices, factor)
+    kept, dropped = chosen.copy(), []
+    for device in range(devices):
+        dropped.append(0)
+        own = range(device * tokens, (device + 1) * tokens)
+        for to in range(devices):
+            there = {t: [k for k in range(K) if chosen[t, k] // (EXPERTS // devices) == to] for t in own}
+            line = [t for t in own if there[t]]
+            if drop == "probability":
+                line.sort(key=lambda t: -weights[t, there[t]].sum())
+            places, choices = 0, 0
+            for t in line:
+                places, choices = places + 1, choices + len(there[t])
+                if places > slots or choices > pairs:
+                    kept[t, there[t]] = -1
+                    dropped[-1] += len(there[t])
+    return kept, dropped
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_each_group_of_devices_takes_as_many_rounds_as_its_longest_queue_needs(check_vma):
+    """data=2: one group's tokens all go to one expert, the other's to either device in turn. Weights are whole over `data`."""
+    tokens = TOKENS // 4
+    first = first_capacity(tokens, K, EXPERTS, 2, 0.01)
+    assert first == further_capacity(first, K) == (64, 64 * K)
+    settings = ExpertParallel(transport="all_to_all", capacity_factor=0.01)
+    run = on_a_mesh(settings, make_mesh(data=2, expert=2), check_vma=check_vma)
+    in_turn = routing("even") % (EXPERTS // 2) + EXPERTS // 2 * (jnp.arange(TOKENS) % 2)[:, None]
+    chosen = in_turn.at[: TOKENS // 2].set(EXPERTS - 1)
+    results, (_, rounds) = run(arrays(), direction(), chosen)
+    owner = np.asarray(chosen).reshape(2, 2, tokens, K) // (EXPERTS // 2)
+    longest = [max((of_group == to).any(axis=2).sum(axis=1).max() for to in range(2)) for of_group in owner]
+    assert longest == [tokens, tokens // 2]
+    expected = [[1 + -(-(queue - 64) // 64)] * 2 for queue in longest]
+    np.testing.assert_array_equal(np.asarray(rounds).reshape(2, 2), expected)
+    assert expected[0] != expected[1]
+    assert_equal(results, value_and_gradients(reference, arrays(), direction(), chosen)[0])
+
+
+def test_runs_under_scan_and_remat():
+    settings, weights = ExpertParallel(transport="all_to_all", capacity_factor=0.01), arrays()[1:]
+
+    def two_layers(layer, x, *arguments):
+        body = jax.checkpoint(lambda x, _: (x + layer(x, *arguments), None))
+        return jax.lax.scan(body, x, None, length=2)[0], None
+
+    def local(x, *arguments):
+        return two_layers(lambda *a: expert_parallel_mlp(*a, settings)[0], x, *arguments)[0]
+
+    on_mesh = jax.shard_map(local, mesh=make_mesh(expert=2), in_specs=(P("expert"),) * 5, out_specs=P("expert"))
+    x, chosen = arrays()[0] / 4, routing("few experts take most")
+    ours, expected = (
+        jax.jit(functools.partial(value_and_gradients, f))((x, *weights), direction(), chosen)[0]
+        for f in (lambda *a: (on_mesh(*a), None), functools.partial(two_layers, oracle.experts_mlp))
+    )
+    assert_equal(ours, expected)
+
+
+def test_a_mesh_of_one_device_and_no_tokens():
+    run = on_a_mesh(ExpertParallel(), make_mesh(expert=1))
+    assert_equal(run(arrays(), direction(), routing("even"))[0], on_one_device("even"))
+    none = [a[:0] if a.shape[0] == TOKENS else a for a in arrays()]
+    results, _ = on_a_mesh(ExpertParallel(), make_mesh(expert=4))(none, direction()[:0], routing("even")[:0])
+    assert results[0].shape == (0, HIDDEN) and not any(gradient.any() for gradient in results[1:])
+
+
+def test_a_group_that_does_not_divide_the_axis_is_refused():
+    run = on_a_mesh(ExpertParallel(transport="pairwise", group_size=3), make_mesh(expert=4))
+    with pytest.raises(ValueError, match="group_size must divide the 4 devices of axis 'expert'; got 3"):
+        run(arrays(), direction(), routing("even"))
+
+
+def test_outside_shard_map_the_error_says_where_to_call_it():
+    with pytest.raises(NameError, match="no mesh axis 'expert' here; call it inside a jax.shard_map over that axis"):
+        expert_parallel_mlp(*arrays(), routing("even"), ExpertParallel())
+
+
+def test_shapes_that_do_not_fit_are_named():
+    run = on_a_mesh(ExpertParallel(), make_mesh(expert=4))
+    x, w_gate_up, w_down, weights = arrays()
+    with pytest.raises(ValueError, match=r"w_gate_up must .* \[local_experts, 2\*inter, hidden\] .* got \[4, 7, 8\]"):
+        run((x, w_gate_up[:, :7], w_down, weights), direction(), routing("even"))
+    with pytest.raises(ValueError, match="topk_experts must have an integer dtype; got float32"):
+        run(arrays(), direction(), routing("even").astype(jnp.float32))

@@ -1,0 +1,77 @@
+"""A model whose experts are split over the mesh: losses, gradients and statistics are the single device's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, relative_error
+
+from moe_jax.layers.router import load_balancing_loss, router_z_loss, sum_over_mesh
+from moe_jax.parallel import ExpertParallel
+
+AXES = ("data", "expert")
+
+
+def projected(parameters, graph, tokens, segment_ids, direction, **options):
+    """A projection of the logits, and the model's statistics."""
+    model = nnx.merge(graph, parameters)
+    states = model.hidden_states(tokens, segment_ids=segment_ids, **options)
+    return jnp.sum(states.hidden @ model.head_weight.T * direction), states.router
+
+
+def total(of_logits, statistics):
+    return of_logits + load_balancing_loss(statistics) + router_z_loss(statistics)
+
+
+def test_losses_gradients_and_statistics_are_those_of_one_device():
+    rng = np.random.default_rng(0)
+    graph, parameters = nnx.split(tiny.model())
+    tokens = jnp.asarray(rng.integers(0, 264, (8, 6)))
+    segment_ids = jnp.asarray(rng.integers(0, 2, (8, 1)) | (np.arange(6) < 4), jnp.int32)
+    direction = jnp.asarray(rng.normal(size=(8, 6, 264)), jnp.float32)
+
+    def on_one(parameters):
+        of_logits, statistics = projected(parameters, graph, tokens, segment_ids, direction)
+        return total(of_logits, statistics), statistics
+
+    def local(parameters, *batch):
+        settings = ExpertParallel(transport="all_to_all")
+        of_logits, statistics = projected(parameters, graph, *batch, expert_parallel=settings, remat=True)
+        statistics = sum_over_mesh(statistics, AXES)
+        of_logits = jax.lax.psum(of_logits, AXES)
+        return total(of_logits, statistics), statistics
+
+    def spec(path, _):
+        return P(None, "expert") if "experts" in [getattr(part, "key", None) for part in path] else P()
+
+    specs = jax.tree.map_with_path(spec, parameters)
+    mesh = make_mesh(data=2, expert=4)
+    on_mesh = jax.shard_map(local, mesh=mesh, in_specs=(specs, P(AXES), P(AXES), P(AXES)), out_specs=(P(), P()))
+
+    def run(f):
+        return jax.jit(jax.value_and_grad(f, has_aux=True))(parameters)
+
+    (value, statistics), gradients = run(lambda p: on_mesh(p, tokens, segment_ids, direction))
+    (expected_value, expected_statistics), expected = run(on_one)
+    np.testing.assert_array_equal(statistics.expert_load, expected_statistics.expert_load)
+    assert statistics.num_tokens == (segment_ids != 0).sum() and not statistics.num_dropped.any()
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    for (path, ours), theirs in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(expected), strict=True):
+        assert relative_error(ours, theirs) < 1e-5, jax.tree_util.keystr(path)
+
+
+def test_dropped_choices_are_reported_by_layer():
+    graph, parameters = nnx.split(tiny.model())
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 264, (4, 200)))
+
+    def local(parameters, tokens):
+        settings = ExpertParallel(drop="position", capacity_factor=0.1)
+        return sum_over_mesh(nnx.merge(graph, parameters).hidden_states(tokens, expert_parallel=settings).router, "expert")
+
+    specs = jax.tree.map_with_path(lambda path, _: P(None, "expert") if "experts" in str(path) else P(), parameters)
+    f = jax.shard_map(local, mesh=make_mesh(expert=4), in_specs=(specs, P("expert")), out_specs=P())
+    dropped = jax.jit(f)(parameters, tokens).num_dropped
+    # 200 tokens of two choices a device, of which 64 tokens fit for each of four devices of one expert.
+    assert dropped.shape == (2,) and (dropped >= 4 * (400 - 4 * 64)).all()

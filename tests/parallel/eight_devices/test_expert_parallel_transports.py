@@ -1,0 +1,26 @@
+"""Every transport over every mesh gives the single device's outputs and gradients under any routing."""
+
+import numpy as np
+import pytest
+from expert_layer import ROUTINGS, arrays, assert_equal, direction, on_a_mesh, on_one_device, routing
+from meshes import make_mesh
+
+from moe_jax.parallel import ExpertParallel
+from moe_jax.parallel.expert import TRANSPORTS
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_equals_one_device_under_any_routing_and_itself_bit_for_bit(devices, transport):
+    group_size = 4 if transport == "pairwise" and devices == 8 else 1
+    run = on_a_mesh(ExpertParallel(transport=transport, group_size=group_size), make_mesh(expert=devices))
+    for name in ROUTINGS:
+        results, (dropped, rounds) = run(arrays(), direction(), routing(name))
+        assert_equal(results, on_one_device(name))
+        assert not dropped.any() and len(set(map(int, rounds))) == 1
+        if name == "even":
+            assert rounds[0] == 1
+        if name == "one expert takes all":
+            assert rounds[0] > 1
+            for a, b in zip(results, run(arrays(), direction(), routing(name))[0], strict=True):
+                np.testing.assert_array_equal(a, b)

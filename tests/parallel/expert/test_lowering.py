@@ -1,0 +1,57 @@
+"""Inside shard_map a Hopper GPU runs its own kernels on each device's experts, in the first round and in the further ones."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
+
+DEVICES, K = 4, 8
+
+QWEN3_30B = dict(tokens=8192, hidden=2048, inter=768, experts=128)
+DEEPSEEK_V3 = dict(tokens=4096, hidden=7168, inter=2048, experts=256)
+"""Tokens are of each device."""
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("transport, gathers, permutes", [(None, 2, 0), ("pairwise", 0, 9)])
+def test_the_layer_of_qwen3_30b(transport, gathers, permutes, check_vma):
+    """By default a gather: with 8 choices on four devices nothing sends less. Tokens and choices travel, outputs return."""
+    text = lowered(forward(ExpertParallel(transport=transport)), check_vma, **QWEN3_30B)
+    kernels = 3  # The gather of rows and two matmuls; the steps of pairwise call one function.
+    assert text.count("custom_call @mosaic_gpu") == 2 * kernels
+    assert text.count('"stablehlo.all_gather"') == gathers
+    assert text.count('"stablehlo.collective_permute"') == permutes
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("transport, sizes", [("all_to_all", DEEPSEEK_V3), ("pairwise", QWEN3_30B)])
+def test_a_layer_with_its_gradients(transport, sizes, check_vma):
+    layer = forward(ExpertParallel(transport=transport))
+
+    def step(*arguments):
+        y, pullback = jax.vjp(lambda *a: layer(*a, arguments[4]), *arguments[:4])
+        return y, *pullback(y)
+
+    forward_kernels, backward_kernels = 3, 6
+    # The further rounds compute again what their backward pass needs.
+    kernels = 3 * forward_kernels + 2 * backward_kernels
+    assert lowered(step, check_vma, **sizes).count("custom_call @mosaic_gpu") == kernels
+
+
+def forward(settings):
+    return lambda *arguments: expert_parallel_mlp(*arguments, settings)[0]
+
+
+def lowered(f, check_vma, *, tokens, hidden, inter, experts):
+    """The text of f on each device's part of a layer's arguments, over four H200s."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((DEVICES,), ("expert",), axis_types=(AxisType.Auto,), abstract_device=device)
+    bf16 = [(DEVICES * tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in bf16]
+    arrays += [jax.ShapeDtypeStruct((DEVICES * tokens, K), dtype) for dtype in (jnp.float32, jnp.int32)]
+    with jax.sharding.use_abstract_mesh(mesh):
+        on_mesh = jax.shard_map(f, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=check_vma)
+        return jax.jit(on_mesh).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
