@@ -58,18 +58,8 @@ def attention(
             f"heads a multiple of kv_heads; got q {q.shape}, k {k.shape}, v {v.shape}"
         )
 
-    if backend not in (None, *ATTENTION_BACKENDS):
-        raise ValueError(
-            f"argument backend: unknown backend {backend!r}; choose one of {', '.join(map(repr, ATTENTION_BACKENDS))}"
-        )
-    reason = _fused_refusal(q, k, v, scale, query_segment_ids, key_segment_ids, query_offset, window)
-    if backend == "mosaic" and reason is not None:
-        raise ValueError(f"argument backend: backend 'mosaic' does not take this input: {reason}")
-    if backend is None:
-        reason = reason or _reason_against_fused()
-        backend = "mosaic" if reason is None else "xla"
-    _announce(backend, reason)
-    if backend == "mosaic":
+    refusal = _fused_refusal(q, k, v, scale, query_segment_ids, key_segment_ids, query_offset, window)
+    if resolve_attention_backend(backend, refusal) == "mosaic":
         return flash_attention(q, k, v, scale=scale, segment_ids=query_segment_ids, window=window)[0]
 
     def chunk(q: Array, segment_ids: Array, offset) -> Array:
@@ -101,6 +91,28 @@ def _fused_refusal(q, k, v, scale, query_segment_ids, key_segment_ids, query_off
     if key_segment_ids is not query_segment_ids or not isinstance(query_offset, int) or query_offset:
         return "queries and keys must be the same tokens: one array of segment ids, query_offset 0"
     return flash_refusal(q, k, v, scale, window)
+
+
+def resolve_attention_backend(backend: str | None, refusal: str | None) -> str:
+    """The backend to use: `backend` if given, else "mosaic" where it fits, else "xla"; what is taken is logged once.
+
+    `refusal` says why "mosaic" cannot compute the attention, None if it can.
+
+    Raises:
+        ValueError: an unknown backend, or one that does not take the input.
+    """
+    if backend not in (None, *ATTENTION_BACKENDS):
+        raise ValueError(
+            f"argument backend: unknown backend {backend!r}; choose one of {', '.join(map(repr, ATTENTION_BACKENDS))}"
+        )
+    if backend == "mosaic" and refusal is not None:
+        raise ValueError(f"argument backend: backend 'mosaic' does not take this input: {refusal}")
+    reason = refusal
+    if backend is None:
+        reason = refusal or _reason_against_fused()
+        backend = "mosaic" if reason is None else "xla"
+    _announce(backend, reason)
+    return backend
 
 
 def _reason_against_fused() -> str | None:

@@ -21,6 +21,7 @@ from moe_jax.layers.router import RouterStatistics, Routing, load_balancing_loss
 from moe_jax.layers.segments import segment_positions
 from moe_jax.layers.stack import run_layers
 from moe_jax.models.output import HiddenStates, ModelOutput
+from moe_jax.parallel.context import ContextParallel
 from moe_jax.parallel.expert import ExpertParallel
 
 NO_WINDOW = 2**30
@@ -65,6 +66,7 @@ class Qwen3(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         *,
         cache: KVCache | None = None,
+        context_parallel: ContextParallel | None = None,
         expert_ids: Int[Array, "moe_layers batch seq k"] | None = None,
         remat: bool = False,
         force_balanced_routing: bool = False,
@@ -78,6 +80,8 @@ class Qwen3(nnx.Module):
           segment_ids: 0 is padding; tokens attend within equal ids that neighbour each other. Default: all one segment.
           cache: earlier tokens' keys and values. These tokens are written behind them and attend to all of their segment;
             pass `positions`, which the cache cannot know.
+          context_parallel: inside a `jax.shard_map` in which each device holds its own part of every sequence: how they are
+            split. The router's sums are then of this device's tokens (`layers.router.sum_over_mesh`).
           expert_ids: routing replay: the experts to use (`HiddenStates.expert_ids` of another call), weighted by live logits.
           remat: recompute each layer in the backward pass and keep only its input.
           force_balanced_routing: deal tokens to experts in turn, ignoring the router's choice; for benchmarks only.
@@ -89,10 +93,13 @@ class Qwen3(nnx.Module):
         """
         config = self.config
         self._check_shapes(tokens, positions, segment_ids, cache, expert_ids)
+        if cache is not None and context_parallel is not None:
+            raise ValueError("cache and context_parallel cannot be given together: cached tokens are not split over devices")
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
+        segments = segment_ids if context_parallel is None else context_parallel.starts_of_segments(segment_ids)
         if positions is None:
-            positions = segment_positions(segment_ids)
+            positions = segment_positions(segment_ids) if context_parallel is None else context_parallel.positions(segments)
         cos, sin = rope_tables(positions, config.rope_parameters, config.head_dim, config.max_position_embeddings)
         windows = None
         if any(config.layer_windows):
@@ -114,17 +121,17 @@ class Qwen3(nnx.Module):
             first_moe_layer += stage.num_layers if stage.sparse else 0
 
             def body(shared, of_layer, carry, parameters, graph=graph):
-                cos, sin, segment_ids, valid = shared
+                cos, sin, segments, valid = shared
                 layer, window, replay = of_layer
                 x, memory = carry
-                attend = partial(_attend, segment_ids, memory, layer, window, config.head_dim**-0.5)
+                attend = partial(_attend, context_parallel, segments, memory, layer, window, config.head_dim**-0.5)
                 block = nnx.merge(graph, parameters)
                 x, memory, routing = block(x, cos, sin, attend, valid, replay, force_balanced_routing, expert_parallel)
                 return (x, memory), routing
 
             of_layer = jnp.arange(rows.start, rows.stop), None if windows is None else windows[rows], replay
             run = partial(run_layers, jax.checkpoint(body, prevent_cse=False) if remat else body)
-            (x, memory), routing = run((cos, sin, segment_ids, valid), of_layer, (x, memory), parameters)
+            (x, memory), routing = run((cos, sin, segments, valid), of_layer, (x, memory), parameters)
             if stage.sparse:
                 routings.append(routing)
 
@@ -202,11 +209,16 @@ class DecoderLayer(nnx.Module):
         return self.mlp(x), None
 
 
-def _attend(segment_ids, memory: KVCache | None, layer, window, scale: float, q, k, v):
-    """Attention among these tokens, or, with a cache, of these tokens to all cached ones after writing theirs."""
+def _attend(context_parallel: ContextParallel | None, segments, memory: KVCache | None, layer, window, scale: float, q, k, v):
+    """Attention among these tokens, or, with a cache, of these tokens to all cached ones after writing theirs.
+
+    `segments` are ids; with `context_parallel`, where attention is among the tokens of all devices, the segments' first tokens.
+    """
+    if context_parallel is not None:
+        return context_parallel.attention(q, k, v, segments, scale=scale, window=window), None
     if memory is None:
         out = attention(
-            q, k, v, scale=scale, query_segment_ids=segment_ids, key_segment_ids=segment_ids, window=window
+            q, k, v, scale=scale, query_segment_ids=segments, key_segment_ids=segments, window=window
         )  # fmt: skip
         return out, None
     start = (layer, 0, memory.length, 0, 0)
@@ -220,7 +232,7 @@ def _attend(segment_ids, memory: KVCache | None, layer, window, scale: float, q,
         jax.lax.dynamic_index_in_dim(memory.k, layer, keepdims=False).astype(q.dtype),
         jax.lax.dynamic_index_in_dim(memory.v, layer, keepdims=False).astype(q.dtype),
         scale=scale,
-        query_segment_ids=segment_ids,
+        query_segment_ids=segments,
         key_segment_ids=memory.segment_ids,
         query_offset=memory.length,
         window=window,

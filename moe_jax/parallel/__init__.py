@@ -1,7 +1,22 @@
-"""Device meshes, how the model's parameters lie on them, and how tokens travel between experts on different devices."""
+"""Device meshes, how parameters lie on them, how tokens travel to experts, and attention over sequences that are split."""
 
+from moe_jax.parallel.context import ContextParallel, context_attention, own_tokens, starts_of_segments
 from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
 from moe_jax.parallel.layout import parameter_sharding
 from moe_jax.parallel.mesh import MESH_AXES, make_mesh
+from moe_jax.parallel.sequence import shard_sequence, token_indices, unshard_sequence
 
-__all__ = ["MESH_AXES", "ExpertParallel", "expert_parallel_mlp", "make_mesh", "parameter_sharding"]
+__all__ = [
+    "MESH_AXES",
+    "ContextParallel",
+    "ExpertParallel",
+    "context_attention",
+    "expert_parallel_mlp",
+    "make_mesh",
+    "own_tokens",
+    "parameter_sharding",
+    "shard_sequence",
+    "starts_of_segments",
+    "token_indices",
+    "unshard_sequence",
+]

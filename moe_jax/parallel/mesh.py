@@ -4,18 +4,20 @@ import math
 
 import jax
 
-MESH_AXES = ("data", "fsdp", "expert")
-"""data: batch split, parameters whole. fsdp: batch and parameters split. expert: experts split."""
+MESH_AXES = ("data", "fsdp", "expert", "context")
+"""data: batch split, parameters whole. fsdp: batch and parameters split. expert: experts split. context: sequences split."""
 
 
-def make_mesh(*, data: int = 1, fsdp: int = 1, expert: int = 1, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(
+    *, data: int = 1, fsdp: int = 1, expert: int = 1, context: int = 1, devices: list[jax.Device] | None = None
+) -> jax.sharding.Mesh:
     """A mesh with the axes MESH_AXES of the given sizes, for `from_pretrained(..., mesh=)`.
 
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = (data, fsdp, expert)
+    sizes = (data, fsdp, expert, context)
     if math.prod(sizes) != len(devices) or min(sizes) < 1:
         wanted = " x ".join(f"{name}={size}" for name, size in zip(MESH_AXES, sizes, strict=True))
         raise ValueError(f"the mesh {wanted} has {math.prod(sizes)} places; there are {len(devices)} devices")

@@ -124,8 +124,12 @@ def test_blocks_cover_what_is_visible_and_skip_masks_only_where_all_is(lengths, 
     ids = np.pad(ids, (0, -len(ids) % 128), constant_values=-1)[None]
     seen = visible(ids, window)[0].reshape(ids.shape[1] // block_q, block_q, ids.shape[1] // block_kv, block_kv)
     some, every = seen.any(axis=(1, 3)), seen.all(axis=(1, 3))
-    by_queries = np.asarray(masks.key_blocks(masks.first_keys(jnp.asarray(ids), window), block_q, block_kv))[0]
-    by_keys = np.asarray(masks.query_blocks(masks.last_queries(jnp.asarray(ids), window), block_q, block_kv))[0]
+    by_queries = np.asarray(
+        masks.key_blocks(masks.first_keys(jnp.asarray(ids), window), None, ids.shape[1], block_q, block_kv)
+    )[0]
+    by_keys = np.asarray(
+        masks.query_blocks(None, masks.last_queries(jnp.asarray(ids), window), ids.shape[1], block_q, block_kv)
+    )[0]
     for row, direction, has_some, has_every in (
         *zip(by_queries, [-1] * len(some), some, every, strict=True),
         *zip(by_keys, [1] * len(some.T), some.T, every.T, strict=True),

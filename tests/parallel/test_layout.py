@@ -41,5 +41,5 @@ def test_without_a_mesh_parameters_lie_on_the_default_device():
 
 
 def test_a_mesh_must_use_every_device():
-    with pytest.raises(ValueError, match="data=3 x fsdp=1 x expert=1 has 3 places; there are 1 devices"):
+    with pytest.raises(ValueError, match="data=3 x fsdp=1 x expert=1 x context=1 has 3 places; there are 1 devices"):
         make_mesh(data=3, devices=jax.devices()[:1])

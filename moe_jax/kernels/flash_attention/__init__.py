@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels.flash_attention.interval import fill_up, forward_of_interval, gradient_of_queries, gradients_of_keys
 from moe_jax.kernels.flash_attention.masks import first_keys, last_queries
 from moe_jax.kernels.flash_attention.mosaic_backward_keys import backward_keys, keys_ring
 from moe_jax.kernels.flash_attention.mosaic_backward_queries import backward_queries, queries_ring
@@ -24,10 +25,7 @@ from moe_jax.kernels.mosaic_gpu import compute_capability, is_interpreted
 from moe_jax.kernels.shapes import check_shape
 from moe_jax.kernels.varying import vary_alike
 
-__all__ = ["flash_attention", "refusal"]
-
-BLOCK = 128
-"""Every kernel's blocks divide it: sequences are filled up to a multiple."""
+__all__ = ["flash_attention", "forward_of_interval", "gradient_of_queries", "gradients_of_keys", "refusal"]
 
 
 def flash_attention(
@@ -82,9 +80,10 @@ def refusal(q: Array, k: Array, v: Array, scale: float, window: Array | int | No
 
 def _forward(q: Array, k: Array, v: Array, segment_ids: Array, window: Array | int | None, scale: float) -> tuple[Array, Array]:
     seq = q.shape[1]
-    q, k, v = (_fill_up(a) for a in (q, k, v))
+    q, k, v = (fill_up(a) for a in (q, k, v))
     ring = forward_ring(q.shape[3], v.shape[3])
-    out, lse = forward(q, k, v, first_keys(_fill_up(segment_ids, -1), window), scale, ring)
+    first_key = first_keys(fill_up(segment_ids, -1), window)
+    out, lse = forward(q, k, v, first_key, None, None, scale, ring, q.dtype)
     return out[:, :seq], lse[:, :, :seq]
 
 
@@ -98,18 +97,15 @@ def _backward(scale: float, residuals: tuple, gradients: tuple[Array, Array]) ->
     dout, dlse = gradients
     seq = q.shape[1]
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=3).swapaxes(1, 2) - dlse
-    segment_ids = _fill_up(segment_ids, -1)
+    segment_ids = fill_up(segment_ids, -1)
     # No query sees the tokens that fill up, which come last; as queries, with q, dout and delta zero, they add nothing.
-    q, k, v, dout = (_fill_up(a) for a in (q, k, v, dout.astype(q.dtype)))
+    q, k, v, dout = (fill_up(a) for a in (q, k, v, dout.astype(q.dtype)))
     lse, delta = (jnp.pad(a, ((0, 0), (0, 0), (0, q.shape[1] - seq))) for a in (lse * math.log2(math.e), delta))
     widths = q.shape[3], v.shape[3]
-    dq = backward_queries(q, k, v, dout, lse, delta, first_keys(segment_ids, window), scale, queries_ring(*widths))
-    dk, dv = backward_keys(q, k, v, dout, lse, delta, last_queries(segment_ids, window), scale, keys_ring(*widths))
+    operands = q, k, v, dout, lse, delta
+    dq = backward_queries(*operands, first_keys(segment_ids, window), None, None, scale, queries_ring(*widths), q.dtype)
+    dk, dv = backward_keys(*operands, None, last_queries(segment_ids, window), None, scale, keys_ring(*widths), q.dtype)
     return dq[:, :seq], dk[:, :seq], dv[:, :seq], None, None
-
-
-def _fill_up(a: Array, value: int = 0) -> Array:
-    return jnp.pad(a, [(0, 0), (0, -a.shape[1] % BLOCK)] + [(0, 0)] * (a.ndim - 2), constant_values=value)
 
 
 _op = jax.custom_vjp(_forward, nondiff_argnums=(5,))

@@ -45,33 +45,52 @@ def keys_ring(head_dim: int, value_dim: int) -> Ring:
 
 def backward_keys(
     q: Float[Array, "batch seq heads head_dim"],
-    k: Float[Array, "batch seq kv_heads head_dim"],
-    v: Float[Array, "batch seq kv_heads value_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
     dout: Float[Array, "batch seq heads value_dim"],
     lse: Float[Array, "batch heads seq"],
     delta: Float[Array, "batch heads seq"],
-    last_query: Int[Array, "batch seq"],
+    first_query: Int[Array, "batch keys"] | None,
+    last_query: Int[Array, "batch keys"],
+    previous: tuple[Array, Array] | None,
     scale: float,
     ring: Ring,
-) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads value_dim"]]:
-    """dk and dv in k's dtype; lse is in base 2, log2(e) times the natural one. seq is a multiple of BLOCK_KV and ring.block."""
-    arguments = q, k, v, dout, lse, delta, last_query, scale, ring
+    out_dtype: jnp.dtype,
+) -> tuple[Float[Array, "batch keys kv_heads head_dim"], Float[Array, "batch keys kv_heads value_dim"]]:
+    """dk and dv in `out_dtype`; lse is in base 2, log2(e) times the natural one.
+
+    Key j is seen by the queries first_query[j] .. last_query[j], first_query[j] = j if None. `previous`, (dk, dv) in f32 by way
+    of other queries, is added. The number of keys is a multiple of BLOCK_KV, that of queries of ring.block.
+    """
+    arguments = q, k, v, dout, lse, delta, first_query, last_query
+    sizes = scale, ring, out_dtype
     if k.shape[3] + v.shape[3] <= 256:
-        dk, dv = _launch(*arguments, of_k=True, of_v=True)
+        dk, dv = _launch(*arguments, previous or (), *sizes, of_k=True, of_v=True)
         return dk, dv
-    (dk,), (dv,) = _launch(*arguments, of_k=True, of_v=False), _launch(*arguments, of_k=False, of_v=True)
+    of_dk, of_dv = (previous[:1], previous[1:]) if previous is not None else ((), ())
+    (dk,), (dv,) = (
+        _launch(*arguments, of_dk, *sizes, of_k=True, of_v=False),
+        _launch(*arguments, of_dv, *sizes, of_k=False, of_v=True),
+    )
     return dk, dv
 
 
-def _launch(q, k, v, dout, lse, delta, last_query, scale: float, ring: Ring, *, of_k: bool, of_v: bool) -> list[Array]:
+def _launch(
+    q, k, v, dout, lse, delta, first_query, last_query, previous, scale: float, ring: Ring, out_dtype, *, of_k: bool, of_v: bool
+) -> list[Array]:
     batch, seq, heads, head_dim = q.shape
-    kv_heads, value_dim = v.shape[2:]
+    keys, kv_heads, value_dim = v.shape[1:]
     group = heads // kv_heads
     block_q, stages = ring.block, ring.stages
-    work = Work(batch, kv_heads, kv_heads, seq // BLOCK_KV, "first", group * seq * (head_dim + value_dim) * q.dtype.itemsize)
+    work = Work(batch, kv_heads, kv_heads, keys // BLOCK_KV, "first", group * seq * (head_dim + value_dim) * q.dtype.itemsize)
 
-    def body(last_query_ref, blocks_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *rest):
-        outputs, scratch = rest[: of_k + of_v], rest[of_k + of_v :]
+    causal, direct = first_query is None, out_dtype != q.dtype
+
+    def body(last_query_ref, *references):
+        first_query_ref, *references = references if not causal else (None, *references)
+        blocks_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *references = references
+        added, references = references[: len(previous)], references[len(previous) :]
+        outputs, scratch = references[: of_k + of_v], references[of_k + of_v :]
         (
             k_smem,
             v_smem,
@@ -123,6 +142,9 @@ def _launch(q, k, v, dout, lse, delta, last_query, scale: float, ring: Ring, *, 
             first_row = block * BLOCK_KV + warpgroup * OWN_ROWS
             own = pl.ds(first_row, OWN_ROWS)
             last_seeing = plgpu.load(last_query_ref.at[b, own], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            first_seeing = None
+            if not causal:
+                first_seeing = plgpu.load(first_query_ref.at[b, own], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
             own_staging = None if staging is None else staging.at[warpgroup]
             columns = plgpu.Layout.WGMMA.reduce(0)
 
@@ -139,7 +161,8 @@ def _launch(q, k, v, dout, lse, delta, last_query, scale: float, ring: Ring, *, 
                     block_lse = plgpu.load(lse_smem.at[slot], layout=columns)
                     p = jnp.exp2(s * (scale * LOG2_E) - broadcast_rows(block_lse, s.shape))
                     if is_masked:
-                        seen = in_interval(s.shape, (first + visit) * block_q, own_tokens(first_row), last_seeing)
+                        low = own_tokens(first_row) if causal else first_seeing
+                        seen = in_interval(s.shape, (first + visit) * block_q, low, last_seeing)
                         p = jnp.where(seen, p, 0.0)
                     if not of_k:
                         plgpu.barrier_wait(delta_full.at[slot])
@@ -175,10 +198,16 @@ def _launch(q, k, v, dout, lse, delta, last_query, scale: float, ring: Ring, *, 
             plgpu.barrier_wait(kv_full)
             wanted = [(head_dim, k_smem, scale)] * of_k + [(value_dim, v_smem, 1.0)] * of_v
             sums = pl.run_scoped(accumulate, *(plgpu.ACC((OWN_ROWS, width), jnp.float32) for width, _, _ in wanted))
-            # The results leave through the place of k and v, whose rows only this warpgroup has read.
-            for total, (_, buffer, factor), target in zip(sums, wanted, outputs, strict=True):
+            # 16-bit results leave through the place of k and v, whose rows only this warpgroup has read.
+            for i, (total, (_, buffer, factor), target) in enumerate(zip(sums, wanted, outputs, strict=True)):
+                total *= factor
+                if previous:
+                    total += plgpu.load(added[i].at[b, own, kv_head], layout=plgpu.Layout.WGMMA, optimized=False)
+                if direct:
+                    target[b, own, kv_head] = total.astype(out_dtype)
+                    continue
                 own_buffer = buffer.at[own_rows(warpgroup)]
-                own_buffer[...] = (total * factor).astype(q.dtype)
+                own_buffer[...] = total.astype(out_dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(own_buffer, target.at[b, own, kv_head])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -204,6 +233,8 @@ def _launch(q, k, v, dout, lse, delta, last_query, scale: float, ring: Ring, *, 
         *(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in (3, 1)),
         plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=stages),
     ]
-    shapes = [jax.ShapeDtypeStruct(k.shape, k.dtype)] * of_k + [jax.ShapeDtypeStruct(v.shape, v.dtype)] * of_v
+    shapes = [jax.ShapeDtypeStruct(k.shape, out_dtype)] * of_k + [jax.ShapeDtypeStruct(v.shape, out_dtype)] * of_v
     run = launch("flash_attention_backward_keys", body, shapes, scratch, q.dtype)
-    return run(last_query, query_blocks(last_query, block_q, BLOCK_KV), q, k, v, dout, lse, delta)
+    blocks = query_blocks(first_query, last_query, seq, block_q, BLOCK_KV)
+    bounds = (last_query,) if causal else (last_query, first_query)
+    return run(*bounds, blocks, q, k, v, dout, lse, delta, *previous)

@@ -46,22 +46,33 @@ def queries_ring(head_dim: int, value_dim: int) -> Ring:
 
 def backward_queries(
     q: Float[Array, "batch seq heads head_dim"],
-    k: Float[Array, "batch seq kv_heads head_dim"],
-    v: Float[Array, "batch seq kv_heads value_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
     dout: Float[Array, "batch seq heads value_dim"],
     lse: Float[Array, "batch heads seq"],
     delta: Float[Array, "batch heads seq"],
     first_key: Int[Array, "batch seq"],
+    last_key: Int[Array, "batch seq"] | None,
+    previous: Array | None,
     scale: float,
     ring: Ring,
+    out_dtype: jnp.dtype,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """dq in q's dtype; lse is in base 2, log2(e) times the natural one. seq is a multiple of BLOCK_Q and of ring.block."""
-    batch, seq, heads, head_dim = q.shape
-    value_dim = v.shape[3]
-    block_kv, stages = ring.block, ring.stages
-    work = Work(batch, heads, k.shape[2], seq // BLOCK_Q, "last", seq * (head_dim + value_dim) * q.dtype.itemsize)
+    """dq in `out_dtype`; lse is in base 2, log2(e) times the natural one. Bounds and sizes as in `mosaic_forward.forward`.
 
-    def body(first_key_ref, blocks_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, dq_ref, *scratch):
+    `previous`, f32, is added: the gradient by way of other keys.
+    """
+    batch, seq, heads, head_dim = q.shape
+    keys, value_dim = k.shape[1], v.shape[3]
+    block_kv, stages = ring.block, ring.stages
+    work = Work(batch, heads, k.shape[2], seq // BLOCK_Q, "last", keys * (head_dim + value_dim) * q.dtype.itemsize)
+    causal, direct = last_key is None, out_dtype != q.dtype
+
+    def body(first_key_ref, *references):
+        last_key_ref, *references = references if not causal else (None, *references)
+        blocks_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *references = references
+        previous_ref, *references = references if previous is not None else (None, *references)
+        dq_ref, *scratch = references
         q_smem, dout_smem, k_smem, v_smem, out_smem, staging, q_full, q_empty, k_full, v_full, k_empty, v_empty = scratch
         warpgroup = lax.axis_index("warpgroup")
 
@@ -102,6 +113,9 @@ def backward_queries(
                 plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
                 for ref in (first_key_ref.at[b, own], lse_ref.at[b, head, own], delta_ref.at[b, head, own])
             )
+            last_seen = None
+            if not causal:
+                last_seen = plgpu.load(last_key_ref.at[b, own], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
             own_staging = None if staging is None else staging.at[warpgroup]
 
             def wait_for_k(visit):
@@ -121,7 +135,8 @@ def backward_queries(
                     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     p = jnp.exp2(s * (scale * LOG2_E) - broadcast_columns(own_lse, s.shape))
                     if is_masked:
-                        seen = in_interval(s.shape, (last - visit) * block_kv, first_seen, own_tokens(first_row))
+                        high = own_tokens(first_row) if causal else last_seen
+                        seen = in_interval(s.shape, (last - visit) * block_kv, first_seen, high)
                         p = jnp.where(seen, p, 0.0)
                     p = lax.optimization_barrier(p)
 
@@ -150,10 +165,16 @@ def backward_queries(
             wait_for_k(0)
             dq = pl.run_scoped(accumulate, plgpu.ACC((OWN_ROWS, head_dim), jnp.float32)) * scale
             for c in range(0, head_dim, CHUNK):
+                columns, part = pl.ds(c, CHUNK), dq[:, c : c + CHUNK]
+                if previous is not None:
+                    part += plgpu.load(previous_ref.at[b, own, head, columns], layout=plgpu.Layout.WGMMA, optimized=False)
+                if direct:
+                    dq_ref[b, own, head, columns] = part.astype(out_dtype)
+                    continue
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_smem[warpgroup] = dq[:, c : c + CHUNK].astype(q.dtype)
+                out_smem[warpgroup] = part.astype(out_dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], dq_ref.at[b, own, head, pl.ds(c, CHUNK)])
+                plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], dq_ref.at[b, own, head, columns])
             return before + visited
 
         @pl.when(warpgroup < COMPUTERS)
@@ -175,6 +196,8 @@ def backward_queries(
         *(plgpu.Barrier(num_barriers=stages) for _ in range(2)),
         *(plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=stages) for _ in range(2)),
     ]
-    outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    outputs = [jax.ShapeDtypeStruct(q.shape, out_dtype)]
     run = launch("flash_attention_backward_queries", body, outputs, scratch, q.dtype)
-    return run(first_key, key_blocks(first_key, BLOCK_Q, block_kv), q, k, v, dout, lse, delta)[0]
+    blocks = key_blocks(first_key, last_key, keys, BLOCK_Q, block_kv)
+    bounds = (first_key,) if causal else (first_key, last_key)
+    return run(*bounds, blocks, q, k, v, dout, lse, delta, *(() if previous is None else (previous,)))[0]

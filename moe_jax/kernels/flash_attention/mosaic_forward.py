@@ -55,21 +55,34 @@ def _out_chunk(head_dim: int, value_dim: int) -> int:
 
 def forward(
     q: Float[Array, "batch seq heads head_dim"],
-    k: Float[Array, "batch seq kv_heads head_dim"],
-    v: Float[Array, "batch seq kv_heads value_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
     first_key: Int[Array, "batch seq"],
+    last_key: Int[Array, "batch seq"] | None,
+    previous: tuple[Array, Array] | None,
     scale: float,
     ring: Ring,
+    out_dtype: jnp.dtype,
 ) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch heads seq"]]:
-    """out in q's dtype and lse = log sum_j exp(scale * q k_j) in f32; seq is a multiple of BLOCK_Q and of ring.block."""
+    """out in `out_dtype` and lse = log sum_j exp(scale * q k_j) in f32, over the keys j that query i sees.
+
+    Those are first_key[i] .. last_key[i], last_key[i] = i if None; a query that sees none has out 0 and lse -inf. With
+    `previous`, (out, lse) of the same queries over other keys in f32, the result is over both. The number of queries is a
+    multiple of BLOCK_Q, that of keys of ring.block.
+    """
     batch, seq, heads, head_dim = q.shape
-    value_dim = v.shape[3]
+    keys, value_dim = k.shape[1], v.shape[3]
     block_kv, stages = ring.block, ring.stages
-    work = Work(batch, heads, k.shape[2], seq // BLOCK_Q, "last", seq * (head_dim + value_dim) * q.dtype.itemsize)
+    work = Work(batch, heads, k.shape[2], seq // BLOCK_Q, "last", keys * (head_dim + value_dim) * q.dtype.itemsize)
+    causal, direct = last_key is None, out_dtype != q.dtype
     score_scale = scale * LOG2_E
     chunk = _out_chunk(head_dim, value_dim)
 
-    def body(first_key_ref, blocks_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *scratch):
+    def body(first_key_ref, *references):
+        last_key_ref, *references = references if not causal else (None, *references)
+        blocks_ref, q_ref, k_ref, v_ref, *references = references
+        previous_out_ref, previous_lse_ref, *references = references if previous is not None else (None, None, *references)
+        out_ref, lse_ref, *scratch = references
         q_smem, k_smem, v_smem, out_smem, staging, q_full, q_empty, k_full, v_full, k_empty, v_empty, turn = scratch
         warpgroup = lax.axis_index("warpgroup")
 
@@ -107,11 +120,14 @@ def forward(
             own = pl.ds(first_row, OWN_ROWS)
             rows = plgpu.Layout.WGMMA.reduce(1)
             first_seen = plgpu.load(first_key_ref.at[b, own], layout=rows, optimized=False)
+            last_seen = None if causal else plgpu.load(last_key_ref.at[b, own], layout=rows, optimized=False)
 
             def softmax(s, visit, maximum, is_masked):
                 """(maximum, exp2 of s less the maximum, the factor for what came before); the maximum carries log2(e)*scale."""
                 if is_masked:
-                    seen = in_interval(s.shape, (last - visit) * block_kv, first_seen, own_tokens(first_row))
+                    seen = in_interval(
+                        s.shape, (last - visit) * block_kv, first_seen, own_tokens(first_row) if causal else last_seen
+                    )
                     s = jnp.where(seen, s, -jnp.inf)
                 above = jnp.maximum(maximum, s.max(axis=1) * score_scale)
                 p = jnp.exp2(s * score_scale - broadcast_columns(above, s.shape))
@@ -157,7 +173,7 @@ def forward(
             plgpu.barrier_wait(v_full.at[slot])
             out = plgpu.layout_cast(jnp.zeros((OWN_ROWS, value_dim), jnp.float32), plgpu.Layout.WGMMA)
             carry = out, maximum, p.sum(axis=1), p.astype(q.dtype)
-            if block_kv < BLOCK_Q:
+            if not causal or block_kv < BLOCK_Q:
                 carry = lax.fori_loop(1, masked, lambda i, c: step(i, c, True), carry)
             carry = lax.fori_loop(masked, unmasked, lambda i, c: step(i, c, False), carry)
             out, maximum, total, weights = lax.fori_loop(unmasked, visited, lambda i, c: step(i, c, True), carry)
@@ -165,13 +181,32 @@ def forward(
             slot = ring.slot(before + visited - 1)
             out = weighted_sum(out, weights, v_smem.at[slot], own_staging)
             plgpu.barrier_arrive(v_empty.at[slot])
-            out *= broadcast_columns(1 / total, out.shape)
+            lse = maximum + jnp.log2(total)
+            share = 1 / total if causal else jnp.where(total > 0, 1 / total, 0.0)
+            if previous is not None:
+                # Finite, so that differences are numbers where neither saw a key.
+                old_lse = plgpu.load(previous_lse_ref.at[b, head, own], layout=rows, optimized=False) * LOG2_E
+                above = jnp.maximum(jnp.maximum(lse, old_lse), NEVER)
+                weight, old_weight = jnp.exp2(lse - above), jnp.exp2(old_lse - above)
+                both = weight + old_weight
+                lse = above + jnp.log2(both)
+                whole = jnp.where(both > 0, 1 / both, 0.0)
+                share, old_share = share * weight * whole, old_weight * whole
+            out *= broadcast_columns(share, out.shape)
             for c in range(0, value_dim, chunk):
+                columns, part = pl.ds(c, chunk), out[:, c : c + chunk]
+                if previous is not None:
+                    of_old = previous_out_ref.at[b, own, head, columns]
+                    old = plgpu.load(of_old, layout=plgpu.Layout.WGMMA, optimized=False)
+                    part = part + old * broadcast_columns(old_share, old.shape)
+                if direct:
+                    out_ref[b, own, head, columns] = part.astype(out_dtype)
+                    continue
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_smem[warpgroup] = out[:, c : c + chunk].astype(q.dtype)
+                out_smem[warpgroup] = part.astype(out_dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_ref.at[b, own, head, pl.ds(c, chunk)])
-            lse_ref[b, head, own] = (maximum + jnp.log2(total)) * math.log(2)
+                plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_ref.at[b, own, head, columns])
+            lse_ref[b, head, own] = lse * math.log(2)
             return before + visited
 
         @pl.when(warpgroup < COMPUTERS)
@@ -197,8 +232,10 @@ def forward(
         plgpu.Barrier(num_barriers=COMPUTERS),
     ]
     outputs = [
-        jax.ShapeDtypeStruct((*q.shape[:3], value_dim), q.dtype),
+        jax.ShapeDtypeStruct((*q.shape[:3], value_dim), out_dtype),
         jax.ShapeDtypeStruct((batch, heads, seq), jnp.float32),
     ]
     run = launch("flash_attention_forward", body, outputs, scratch, q.dtype)
-    return run(first_key, key_blocks(first_key, BLOCK_Q, block_kv), q, k, v)
+    blocks = key_blocks(first_key, last_key, keys, BLOCK_Q, block_kv)
+    bounds = (first_key,) if causal else (first_key, last_key)
+    return run(*bounds, blocks, q, k, v, *(previous or ()))

@@ -1,0 +1,211 @@
+"""Attention over a sequence split over the GPUs of one host, beside one GPU that computes all of it.
+
+    python benchmarks/ring_attention.py --output results.json
+    XLA_FLAGS=--xla_gpu_use_memcpy_local_p2p=true python benchmarks/ring_attention.py     # hops by copy, not by NCCL's kernels
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/ring_attention.py --small                    # on a CPU
+
+For n GPUs the sequence has n * `--tokens` tokens, causal. Efficiency is the time of one GPU for the whole sequence over n times
+that of n GPUs. TFLOP/s, a GPU, count what a query sees: 4*H*N*d forward, 14*H*N*d with backward, N = S*S/2 pairs. "hop" is one
+`ppermute` of a device's k and v alone, in GB/s that leave each device.
+
+Outputs and gradients of what is timed are compared with those of one GPU; the process ends with 1 where they differ or where a
+method failed. Times are the median of `--groups` groups of `--launches` calls between two synchronisations, the groups of all
+methods in turn; random data.
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.kernels import attention
+from moe_jax.parallel import context_attention, shard_sequence, unshard_sequence
+from moe_jax.parallel.context import Method
+from moe_jax.parallel.sequence import Layout
+
+SPLIT = P(None, "context")
+
+TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
+"""Relative, in the Frobenius norm."""
+
+ALONE, HOP = "one device", "hop"
+
+COLUMNS = (
+    "devices",
+    "tokens",
+    "method",
+    "fwd_ms",
+    "fwd_tflops",
+    "fwd_eff",
+    "both_ms",
+    "both_tflops",
+    "both_eff",
+    "error",
+    "parity",
+)
+
+
+def main() -> None:
+    """Prints a row for each number of devices and method; with --output also writes them as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", nargs="+", type=int, help="by default the powers of two up to all devices")
+    parser.add_argument("--methods", nargs="+", choices=get_args(Method), default=list(get_args(Method)))
+    parser.add_argument("--layout", choices=get_args(Layout), default="zigzag")
+    parser.add_argument("--tokens", type=int, default=8192, help="of each device")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="bfloat16")
+    parser.add_argument("--launches", type=int, default=10)
+    parser.add_argument("--groups", type=int, default=7)
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU, in f32: to see that it runs")
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    args = parser.parse_args()
+    if args.small:
+        args.tokens, args.heads, args.kv_heads, args.head_dim, args.dtype = 256, 8, 4, 16, "float32"
+        args.launches, args.groups = 2, 3
+    counts = args.devices or [2**i for i in range(jax.device_count().bit_length())]
+
+    print(
+        f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}, {args.heads} heads on "
+        f"{args.kv_heads} of {args.head_dim}, layout {args.layout}, XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}"
+    )
+    print(" ".join(f"{name:>11}" for name in COLUMNS), flush=True)
+    rows = []
+    for devices in counts:
+        for row in measure(devices, args):
+            print(_line(row), flush=True)
+            rows.append(row)
+    if args.output is not None:
+        setting = vars(args) | {"output": str(args.output), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+        setting["xla_flags"] = os.environ.get("XLA_FLAGS", "")
+        args.output.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n")
+    if any(row.get("parity") == "WRONG" or "failure" in row for row in rows):
+        sys.exit(1)
+
+
+def measure(devices: int, args: argparse.Namespace) -> list[dict]:
+    """The rows of one number of devices, first that of one device alone, whose results the others must have."""
+    tokens, scale = devices * args.tokens, args.head_dim**-0.5
+    one, mesh = make_mesh(1), make_mesh(devices)
+    whole = make_inputs(tokens, args)
+    split = [jax.device_put(shard_sequence(a, devices, args.layout), NamedSharding(mesh, SPLIT)) for a in whole]
+    systems = {ALONE: (functools.partial(attend_alone, scale=scale), one, whole)}
+    for method in args.methods:
+        systems[method] = functools.partial(context_attention, scale=scale, layout=args.layout, method=method), mesh, split
+
+    rows, forwards, steps, expected = {}, {}, {}, None
+    for name, (f, on, inputs) in systems.items():
+        row = rows[name] = {"devices": devices, "tokens": tokens, "method": name}
+        try:
+            step = functools.partial(on_mesh(functools.partial(forward_and_backward, f), on), *inputs)
+            forward = functools.partial(on_mesh(f, on), *inputs[:3])
+            found = step()
+            if name == ALONE:
+                expected = found
+            elif expected is not None:
+                row |= compare([unshard_sequence(a, devices, args.layout) for a in found], expected, args.dtype)
+            jax.block_until_ready(forward())
+            forwards[name], steps[name] = forward, step
+        except Exception as error:  # One system's failure is a row, not the end of the others.
+            row["failure"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:160]
+
+    flops = 2 * args.heads * tokens**2 * args.head_dim
+    for part, calls, factor in (("fwd", forwards, 1.0), ("both", steps, 3.5)):
+        times = median_ms(calls, args.launches, args.groups)
+        for name, ms in times.items():
+            used = systems[name][1].size
+            rows[name] |= {f"{part}_ms": ms, f"{part}_tflops": factor * flops / used / ms / 1e9}
+            if ALONE in times:
+                rows[name][f"{part}_eff"] = times[ALONE] / used / ms
+    if devices > 1:
+        rows[HOP] = {"devices": devices, "tokens": tokens, "method": HOP} | measure_hop(split[1], split[2], mesh, args)
+    return list(rows.values())
+
+
+def measure_hop(k, v, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> dict:
+    """What a step of the ring has to hide."""
+    pairs = [(i, (i + 1) % mesh.size) for i in range(mesh.size)]
+    both = jax.block_until_ready(on_mesh(lambda k, v: jnp.concatenate([k, v]), mesh)(k, v))
+    hop = on_mesh(lambda both: jax.lax.ppermute(both, "context", pairs), mesh)
+    ms = median_ms({HOP: functools.partial(hop, both)}, args.launches, args.groups)[HOP]
+    return {"fwd_ms": ms, "gb_per_s": both.nbytes / mesh.size / ms / 1e6}
+
+
+def make_mesh(devices: int) -> jax.sharding.Mesh:
+    """The first devices along an axis `context`."""
+    return jax.make_mesh((devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+
+
+def make_inputs(tokens: int, args: argparse.Namespace) -> list[jax.Array]:
+    """q, k, v and the gradient of the result, whole on the first device."""
+    keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), 4)
+    heads = (args.heads, args.kv_heads, args.kv_heads, args.heads)
+    shapes = [(1, tokens, count, args.head_dim) for count in heads]
+    return [jax.random.normal(key, shape, args.dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def on_mesh(f: Callable, mesh: jax.sharding.Mesh) -> Callable:
+    """f on each device's part of its arguments, all split along their tokens, jitted."""
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT))
+
+
+def attend_alone(q, k, v, *, scale: float):
+    """Causal attention of a whole sequence, all one segment."""
+    segment_ids = jnp.ones(q.shape[:2], jnp.int32)
+    return attention(q, k, v, scale=scale, query_segment_ids=segment_ids, key_segment_ids=segment_ids)
+
+
+def forward_and_backward(f: Callable, q, k, v, dout) -> tuple:
+    """out and the gradients to q, k and v."""
+    out, pullback = jax.vjp(f, q, k, v)
+    return out, *pullback(dout)
+
+
+def compare(found: list[jax.Array], expected: list[jax.Array], dtype: str) -> dict:
+    """Relative errors in the Frobenius norm, and whether they are small enough."""
+    errors = {}
+    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        a, b = jax.device_put(a, jax.devices()[0]).astype(jnp.float32), jax.device_put(b, jax.devices()[0]).astype(jnp.float32)
+        errors[name] = float(jnp.linalg.norm((a - b).reshape(-1)) / jnp.linalg.norm(b.reshape(-1)))
+    # A comparison with NaN is false.
+    small = all(error < TOLERANCE[dtype] for error in errors.values())
+    return {"errors": errors, "error": max(errors.values()), "parity": "ok" if small else "WRONG"}
+
+
+def median_ms(calls: dict[str, Callable], launches: int, groups: int) -> dict[str, float]:
+    """Milliseconds of each call."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in (*calls.values(), *calls.values()):
+        jax.block_until_ready(call())
+    for _ in range(groups):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            for _ in range(launches):
+                result = call()
+            jax.block_until_ready(result)
+            times[name].append((time.perf_counter() - began) / launches)
+    return {name: 1e3 * statistics.median(of_call) for name, of_call in times.items()}
+
+
+def _line(row: dict) -> str:
+    values = (row.get(name, "") for name in COLUMNS)
+    line = " ".join(f"{f'{value:.4g}' if isinstance(value, float) else value:>11}" for value in values)
+    if "gb_per_s" in row:
+        line += f"{row['gb_per_s']:.0f} GB/s"
+    return line + row.get("failure", "")
+
+
+if __name__ == "__main__":
+    main()

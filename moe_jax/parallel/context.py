@@ -1,0 +1,218 @@
+"""Context parallelism: attention over a sequence that is split over the devices of a mesh axis.
+
+Everything here is called inside `jax.shard_map` (with or without `check_vma`) on a device's own tokens, laid out by
+`sequence.shard_sequence`. Three methods compute the same:
+
+    ring         keys go round the devices one hop a step while each computes (`ring`)
+    all_gather   keys are gathered whole, their gradients reduced in f32 to the devices that hold them: two collectives and
+                 memory for all keys; for few key heads, short sequences, or windows
+    ulysses      queries and keys change from a part of the tokens to a part of the heads and back (Jacobs et al., 2023,
+                 https://arxiv.org/abs/2309.14509): at most as many devices as key heads
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels import partial_attention
+from moe_jax.kernels.attention import attention, resolve_attention_backend
+from moe_jax.kernels.flash_attention import refusal
+from moe_jax.kernels.varying import vary_alike
+from moe_jax.parallel.ring import Ring, ring_attention
+from moe_jax.parallel.sequence import Layout, shard_sequence, token_indices, unshard_sequence
+
+Method = Literal["ring", "all_gather", "ulysses"]
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """How a model's sequences are split: `model(tokens, ..., context_parallel=ContextParallel())` inside `jax.shard_map`.
+
+    Attributes:
+      axis_name: the mesh axis over which they are.
+      layout: which tokens a device has; see `sequence`.
+      method: how attention is computed; see `context_attention`.
+    """
+
+    axis_name: str = "context"
+    layout: Layout = "zigzag"
+    method: Method = "ring"
+
+    def starts_of_segments(self, segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+        """See the function of this name."""
+        return starts_of_segments(segment_ids, axis_name=self.axis_name, layout=self.layout)
+
+    def positions(self, starts: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+        """Each token's index in its segment."""
+        return own_tokens(starts.shape[1], axis_name=self.axis_name, layout=self.layout) - starts
+
+    def attention(self, q, k, v, starts: Int[Array, "batch seq"], *, scale: float, window=None) -> Array:
+        """`context_attention` with the segments that begin at `starts`."""
+        return context_attention(
+            q,
+            k,
+            v,
+            scale=scale,
+            axis_name=self.axis_name,
+            layout=self.layout,
+            method=self.method,
+            segment_starts=starts,
+            window=window,
+        )
+
+
+def context_attention(
+    q: Float[Array, "batch seq heads head_dim"],
+    k: Float[Array, "batch seq kv_heads head_dim"],
+    v: Float[Array, "batch seq kv_heads value_dim"],
+    *,
+    scale: float,
+    axis_name: str = "context",
+    layout: Layout = "zigzag",
+    method: Method = "ring",
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    segment_starts: Int[Array, "batch seq"] | None = None,
+    window: Int[Array, ""] | int | None = None,
+    backend: str | None = None,
+) -> Float[Array, "batch seq heads value_dim"]:
+    """What `kernels.attention` gives for the whole sequence, of which each device has and returns its own tokens.
+
+    A token sees itself and the earlier tokens of its segment, a run of equal ids; with a window (which may be traced) only
+    those among the last `window`. q and k come with their rotary positions, for which `ContextParallel.positions` is there.
+
+    Args:
+      axis_name, layout: the mesh axis over which the sequence is split, and how.
+      segment_ids: this device's (default: all one segment). Those of all devices are gathered, 4 bytes a token.
+      segment_starts: instead of ids what `starts_of_segments` gives for them, computed once for many layers.
+      backend: "mosaic" (default on Hopper in bf16 and f16) or "xla".
+
+    Raises:
+      ValueError: shapes that do not fit together; a window below 1; an unknown layout, method or backend, or one that does not
+        take the input; a length that the layout cannot split; with `ulysses` a number of heads or key heads that the devices do
+        not divide.
+    """
+    _check_shapes(q, k, v)
+    if method not in get_args(Method):
+        raise ValueError(f"unknown method {method!r}; choose one of {', '.join(map(repr, get_args(Method)))}")
+    if segment_ids is not None and segment_starts is not None:
+        raise ValueError("segment_ids and segment_starts say the same; give one of them")
+    for name, array in (("segment_ids", segment_ids), ("segment_starts", segment_starts)):
+        if array is not None and array.shape != q.shape[:2]:
+            raise ValueError(f"{name} must be [batch, seq] = {q.shape[:2]}; got {array.shape}")
+    if isinstance(window, int) and window < 1:
+        raise ValueError(f"window must be at least 1 or None; got {window}")
+    own = own_tokens(q.shape[1], axis_name=axis_name, layout=layout)
+    if segment_ids is not None:
+        segment_starts = starts_of_segments(segment_ids, axis_name=axis_name, layout=layout)
+    if segment_starts is None:
+        segment_starts = jnp.zeros(q.shape[:2], jnp.int32)
+    q, k, v, segment_starts, own = vary_alike((q, k, v, segment_starts, own))
+    if method == "ulysses":
+        return _ulysses_attention(q, k, v, segment_starts, window, scale, axis_name, layout, backend)
+    first_token = segment_starts
+    if window is not None:
+        # A token sees itself at least, and a large window does not overflow.
+        window = jnp.clip(window, 1, own.shape[0] * lax.axis_size(axis_name)).astype(jnp.int32)
+        first_token = jnp.maximum(first_token, own - window + 1)
+    backend = resolve_attention_backend(backend, refusal(q, k, v, scale, None))
+    ring = Ring(axis_name, layout, float(scale), backend)
+    compute = ring_attention if method == "ring" else _all_gather_attention
+    return compute(q, k, v, first_token, ring)
+
+
+def _check_shapes(q: Array, k: Array, v: Array) -> None:
+    alike = q.ndim == k.ndim == v.ndim == 4 and k.shape[:2] == q.shape[:2] and k.shape[:3] == v.shape[:3]
+    if not alike or k.shape[3] != q.shape[3] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            "q must be [batch, seq, heads, head_dim], k [batch, seq, kv_heads, head_dim], v [batch, seq, kv_heads, value_dim], "
+            f"heads a multiple of kv_heads; got q {q.shape}, k {k.shape}, v {v.shape}"
+        )
+
+
+def starts_of_segments(
+    segment_ids: Int[Array, "batch seq"], *, axis_name: str = "context", layout: Layout = "zigzag"
+) -> Int[Array, "batch seq"]:
+    """The index in the sequence of the first token of each token's segment, wherever that token lies.
+
+    A segment is a run of equal ids, padding (0) too. The ids of all devices are gathered, 4 bytes a token of the sequence.
+    """
+    length, axis_size = segment_ids.shape[1], lax.axis_size(axis_name)
+    ids = _gather(segment_ids, axis_name, layout)
+    index = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    starts = shard_sequence(lax.cummax(jnp.where(begins, index, 0), axis=1), axis_size, layout)
+    return lax.dynamic_slice_in_dim(starts, lax.axis_index(axis_name) * length, length, axis=1)
+
+
+def own_tokens(length: int, *, axis_name: str = "context", layout: Layout = "zigzag") -> Int[Array, "length"]:
+    """The indices in the sequence of this device's `length` tokens."""
+    return token_indices(length, lax.axis_index(axis_name), lax.axis_size(axis_name), layout)
+
+
+def _gather(x: Array, axis_name: str, layout: Layout) -> Array:
+    """The tokens of all devices in the order of the sequence."""
+    return unshard_sequence(lax.all_gather(x, axis_name, axis=1, tiled=True), lax.axis_size(axis_name), layout)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _all_gather_attention(q, k, v, first_token, ring: Ring):
+    return _all_gather_forward(q, k, v, first_token, ring)[0]
+
+
+def _all_gather_forward(q, k, v, first_token, ring: Ring):
+    all_k, all_v = (_gather(a, ring.axis_name, ring.layout) for a in (k, v))
+    bounds = _all_gather_bounds(first_token, ring)
+    out, lse = partial_attention.forward(q, all_k, all_v, bounds, scale=ring.scale, backend=ring.backend)
+    out = out.astype(q.dtype)
+    return out, (q, k, v, first_token, out, lse)
+
+
+def _all_gather_backward(ring: Ring, kept, dout):
+    q, k, v, first_token, out, lse = kept
+    delta = jnp.einsum("bqhe,bqhe->bhq", dout.astype(lse.dtype), out.astype(lse.dtype))
+    keys = (_gather(a, ring.axis_name, ring.layout) for a in (k, v))
+    operands = dout, q, *keys, lse, delta, _all_gather_bounds(first_token, ring)
+    of_keys = partial_attention.gradients_of_keys(*operands, scale=ring.scale, backend=ring.backend)
+    shards = (shard_sequence(a, ring.size, ring.layout) for a in of_keys)
+    dk, dv = (lax.psum_scatter(a, ring.axis_name, scatter_dimension=1, tiled=True) for a in shards)
+    # While the sums travel.
+    dq = partial_attention.gradient_of_queries(*operands, scale=ring.scale, backend=ring.backend)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_all_gather_attention.defvjp(_all_gather_forward, _all_gather_backward)
+
+
+def _all_gather_bounds(first_token: Int[Array, "batch seq"], ring: Ring) -> partial_attention.Bounds:
+    own = own_tokens(first_token.shape[1], axis_name=ring.axis_name, layout=ring.layout)
+    return first_token, jnp.broadcast_to(own, first_token.shape)
+
+
+def _ulysses_attention(q, k, v, segment_starts, window, scale: float, axis_name: str, layout: Layout, backend: str | None):
+    axis_size = lax.axis_size(axis_name)
+    if q.shape[2] % axis_size or k.shape[2] % axis_size:
+        raise ValueError(
+            f"method 'ulysses' splits heads over the {axis_size} devices of axis {axis_name!r}, which must divide the numbers "
+            f"of heads and of key heads; got {q.shape[2]} and {k.shape[2]}: take method 'ring' or 'all_gather'"
+        )
+
+    def to_heads(x: Array) -> Array:
+        whole = lax.all_to_all(x, axis_name, split_axis=2, concat_axis=1, tiled=True)
+        return unshard_sequence(whole, axis_size, layout)
+
+    # Segments that begin at different tokens are different segments.
+    ids = _gather(segment_starts, axis_name, layout)
+    out = attention(
+        *map(to_heads, (q, k, v)),
+        scale=scale,
+        query_segment_ids=ids,
+        key_segment_ids=ids,
+        window=window,
+        backend=backend,
+    )
+    return lax.all_to_all(shard_sequence(out, axis_size, layout), axis_name, split_axis=1, concat_axis=2, tiled=True)

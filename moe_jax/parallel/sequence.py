@@ -1,0 +1,85 @@
+"""How a sequence is split over the devices of a mesh axis: which token lies where, and back.
+
+For n devices, h = seq / 2n and causal attention, in which token t costs t keys:
+
+    contiguous   device r has the 2h tokens from r*2h on: those that come last in the sequence work longest, others wait
+    zigzag       device r has the h tokens from r*h on and the h from (2n-1-r)*h on: all work alike, in every step of a ring
+    striped      device r has tokens r, r+n, r+2n, ...: all work alike, in small triangles in every step of a ring
+
+(Brandon et al., 2023, https://arxiv.org/abs/2311.09431 for striped; zigzag is that of ring-flash-attention.) In each of them a
+device's tokens stand in the order of the sequence, so that any interval of the sequence is an interval of a device's tokens.
+"""
+
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+Layout = Literal["contiguous", "zigzag", "striped"]
+
+
+def shard_sequence(x: Array, num_shards: int, layout: Layout = "zigzag", axis: int = 1) -> Array:
+    """Orders the tokens of `axis` so that num_shards equal parts of it, one after the other, are the devices' tokens.
+
+    To be called on the whole array, a NumPy one too, before `jax.shard_map` splits it with `PartitionSpec(None, "context")`.
+
+    Raises:
+        ValueError: an unknown layout, or a length that the layout cannot split.
+    """
+    _check(x.shape[axis], num_shards, layout)
+    before, after, arrays = x.shape[:axis], x.shape[axis + 1 :], x.__array_namespace__()
+    if layout == "zigzag":
+        halves = x.reshape(*before, 2, num_shards, -1, *after)
+        first, second = (halves[(*map(slice, before), i)] for i in range(2))
+        return arrays.stack([first, arrays.flip(second, axis=axis)], axis=axis + 1).reshape(x.shape)
+    if layout == "striped":
+        return x.reshape(*before, -1, num_shards, *after).swapaxes(axis, axis + 1).reshape(x.shape)
+    return x
+
+
+def unshard_sequence(x: Array, num_shards: int, layout: Layout = "zigzag", axis: int = 1) -> Array:
+    """The inverse of `shard_sequence`: the tokens in the order of the sequence."""
+    _check(x.shape[axis], num_shards, layout)
+    before, after, arrays = x.shape[:axis], x.shape[axis + 1 :], x.__array_namespace__()
+    if layout == "zigzag":
+        halves = x.reshape(*before, num_shards, 2, -1, *after)
+        first, second = (halves[(*map(slice, before), slice(None), i)] for i in range(2))
+        return arrays.stack([first, arrays.flip(second, axis=axis)], axis=axis).reshape(x.shape)
+    if layout == "striped":
+        return x.reshape(*before, num_shards, -1, *after).swapaxes(axis, axis + 1).reshape(x.shape)
+    return x
+
+
+def token_indices(length: int, device, num_shards: int, layout: Layout = "zigzag") -> Int[Array, "length"]:
+    """The indices in the sequence of the `length` tokens of a device, which may be a traced number."""
+    _check(length * num_shards, num_shards, layout)
+    index = jnp.arange(length, dtype=jnp.int32)
+    if layout == "zigzag":
+        half = length // 2
+        return jnp.where(index < half, index + device * half, index + (2 * num_shards - 2 - device) * half)
+    if layout == "striped":
+        return index * num_shards + device
+    return index + device * length
+
+
+def tokens_before(index: Int[Array, "..."], length: int, device, num_shards: int, layout: Layout) -> Int[Array, "..."]:
+    """How many of the `length` tokens of a device stand before `index` in the sequence."""
+    if layout == "zigzag":
+        half = length // 2
+        starts = device * half, (2 * num_shards - 1 - device) * half
+        first, second = (jnp.clip(index - start, 0, half) for start in starts)
+        return first + second
+    if layout == "striped":
+        return jnp.clip((index - device + num_shards - 1) // num_shards, 0, length)
+    return jnp.clip(index - device * length, 0, length)
+
+
+def _check(seq: int, num_shards: int, layout: str) -> None:
+    if layout not in get_args(Layout):
+        raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(map(repr, get_args(Layout)))}")
+    divisor = 2 * num_shards if layout == "zigzag" else num_shards
+    if seq % divisor:
+        raise ValueError(
+            f"layout {layout!r} over {num_shards} devices needs a sequence length that is a multiple of {divisor}; got {seq}: "
+            f"fill it up with {-seq % divisor} tokens of segment id 0"
+        )

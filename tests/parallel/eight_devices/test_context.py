@@ -1,0 +1,151 @@
+"""Attention over a split sequence equals that of one device, in every layout and by every method, with its gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, relative_error
+
+from moe_jax.kernels import attention
+from moe_jax.layers.segments import segment_positions
+from moe_jax.parallel import ContextParallel, context_attention, shard_sequence, starts_of_segments, unshard_sequence
+
+BATCH, SEQ, WIDTH, SCALE = 2, 96, 8, 0.4
+SHARDED = P(None, "context")
+
+
+def make(rng, heads, kv_heads, dtype=jnp.float32):
+    """q, k, v and the gradient of the result."""
+    shapes = ((BATCH, SEQ, count, WIDTH) for count in (heads, kv_heads, kv_heads, heads))
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def packed(rng):
+    """Documents of all lengths, one over many devices and many on one; ids that come again; padding at the end."""
+    cuts = [np.sort(rng.choice(np.arange(1, SEQ), rng.integers(0, 12), replace=False)) for _ in range(BATCH)]
+    ids = np.stack([np.searchsorted(c, np.arange(SEQ), side="right") % 5 + 1 for c in cuts])
+    ids[:, SEQ - rng.integers(1, SEQ // 4) :] = 0
+    return jnp.asarray(ids, jnp.int32)
+
+
+@jax.jit
+def on_one_device(arrays, segment_ids, window):
+    q, k, v, direction = (a.astype(jnp.float32) for a in arrays)
+    # Each run of equal ids is a segment of its own.
+    runs = jnp.cumsum(segment_ids != jnp.roll(segment_ids, 1, axis=1), axis=1)
+
+    def f(q, k, v):
+        return attention(q, k, v, scale=SCALE, query_segment_ids=runs, key_segment_ids=runs, window=window)
+
+    out, pullback = jax.vjp(f, q, k, v)
+    return out, *pullback(direction)
+
+
+def compare(results, arrays, segment_ids, window):
+    for found, expected in zip(results, on_one_device(arrays, segment_ids, window), strict=True):
+        # A token that sees itself alone has no gradient to q and k.
+        scale = max(np.linalg.norm(expected), np.linalg.norm(arrays[-1]))
+        assert np.linalg.norm(found - expected) < 2e-6 * scale
+
+
+@functools.cache
+def on_devices(devices, layout, method, backend=None, check_vma=True):
+    """The same from `devices`, jitted."""
+
+    def local(q, k, v, segment_ids, window):
+        return context_attention(
+            q, k, v, scale=SCALE, segment_ids=segment_ids, window=window, layout=layout, method=method, backend=backend
+        )  # fmt: skip
+
+    mesh = make_mesh(context=devices)
+    specs = (SHARDED,) * 4 + (P(),)
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=SHARDED, check_vma=check_vma)
+
+    def run(arrays, segment_ids, window):
+        *arrays, direction = arrays
+        q, k, v, ids = (shard_sequence(a, devices, layout) for a in (*arrays, segment_ids))
+        out, pullback = jax.vjp(lambda q, k, v: sharded(q, k, v, ids, window), q, k, v)
+        gradients = pullback(shard_sequence(direction, devices, layout))
+        return [unshard_sequence(a, devices, layout) for a in (out, *gradients)]
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize(
+    "devices, layout, method, heads, kv_heads",
+    [
+        (4, "zigzag", "ring", 4, 1),
+        (2, "contiguous", "ring", 2, 2),
+        (3, "striped", "ring", 4, 2),
+        (8, "zigzag", "all_gather", 4, 2),
+        (2, "striped", "all_gather", 2, 2),
+        (4, "zigzag", "ulysses", 8, 4),
+    ],
+)
+def test_equals_one_device(devices, layout, method, heads, kv_heads):
+    rng = np.random.default_rng()
+    run = on_devices(devices, layout, method)
+    for window in (SEQ, 2**31 - 1, 1, *rng.integers(2, SEQ, 4)):
+        arrays, ids, window = make(rng, heads, kv_heads), packed(rng), jnp.int32(window)
+        compare(run(arrays, ids, window), arrays, ids, window)
+
+
+def test_equals_one_device_without_check_vma():
+    rng = np.random.default_rng()
+    arrays, ids, window = make(rng, 4, 2), packed(rng), jnp.int32(SEQ)
+    compare(on_devices(2, "zigzag", "ring", check_vma=False)(arrays, ids, window), arrays, ids, window)
+
+
+def test_errors_in_bf16_do_not_grow_with_the_ring():
+    rng = np.random.default_rng()
+    arrays, ids = make(rng, 4, 2, jnp.bfloat16), jnp.ones((BATCH, SEQ), jnp.int32)
+    expected = on_one_device(arrays, ids, jnp.int32(SEQ))
+    errors = {}
+    for devices in (1, 2, 8):
+        found = on_devices(devices, "zigzag", "ring")(arrays, ids, jnp.int32(SEQ))
+        errors[devices] = [relative_error(a, b) for a, b in zip(found, expected, strict=True)]
+    for devices in (2, 8):
+        for of_ring, of_one in zip(errors[devices], errors[1], strict=True):
+            assert of_ring < 1.1 * of_one < 6e-3, errors
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_positions_and_segments_go_over_the_borders_of_devices(layout):
+    ids, context = packed(np.random.default_rng()), ContextParallel(layout=layout)
+
+    def local(ids):
+        starts = starts_of_segments(ids, layout=layout)
+        return starts, context.positions(starts)
+
+    on_mesh = jax.shard_map(local, mesh=make_mesh(context=8), in_specs=SHARDED, out_specs=SHARDED)
+    starts, positions = (unshard_sequence(a, 8, layout) for a in jax.jit(on_mesh)(shard_sequence(ids, 8, layout)))
+    np.testing.assert_array_equal(positions, segment_positions(ids))
+    np.testing.assert_array_equal(starts, np.arange(SEQ) - segment_positions(ids))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"method": "ulysses"}, "over the 4 devices of axis 'context', .* got 8 and 2: take method 'ring' or 'all_gather'"),
+        ({"method": "usp"}, "unknown method 'usp'; choose one of 'ring', 'all_gather', 'ulysses'"),
+        ({"layout": "zag"}, "unknown layout 'zag'"),
+        ({"backend": "mosaic"}, "backend 'mosaic' does not take this input: q, k and v must all be bfloat16"),
+        ({"local": 3}, "layout 'zigzag' over 4 devices needs a sequence length that is a multiple of 8; got 12"),
+        ({"kv_heads": 3}, r"heads a multiple of kv_heads; got q \(1, 4, 8, 8\), k \(1, 4, 3, 8\)"),
+        ({"segment_ids": jnp.ones((1, 4)), "segment_starts": jnp.ones((1, 4))}, "give one of them"),
+        ({"window": 0}, "window must be at least 1 or None; got 0"),
+        ({"segment_ids": jnp.ones((1, 5))}, r"segment_ids must be \[batch, seq\] = \(1, 4\); got \(1, 5\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    length, kv_heads = change.pop("local", 4), change.pop("kv_heads", 2)
+
+    def local(_):
+        q, k = (jnp.zeros((1, length, heads, WIDTH)) for heads in (8, kv_heads))
+        return context_attention(q, k, k, scale=SCALE, **change)
+
+    with pytest.raises(ValueError, match=message):
+        jax.shard_map(local, mesh=make_mesh(context=4), in_specs=P("context"), out_specs=SHARDED)(jnp.zeros(4))

@@ -1,0 +1,113 @@
+"""A model over split, packed sequences gives the single device's loss, statistics and every gradient."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from meshes import relative_error
+
+import moe_jax
+from moe_jax.layers.segments import segment_positions
+from moe_jax.parallel import ContextParallel, make_mesh, shard_sequence
+from moe_jax.train.loss import loss
+
+BATCH, SEQ = 2, 48
+
+
+def model():
+    # A window in the second layer only: within the scan over layers it is a traced value.
+    config = replace(
+        tiny.model().config, num_attention_heads=4, num_key_value_heads=2, use_sliding_window=True, sliding_window=9
+    )
+    return moe_jax.from_config(config, rngs=nnx.Rngs(0))
+
+
+def make_batch(rng):
+    ids = np.stack([np.repeat([1, 2, 3, 0], [5, 21, 13, 9]), np.repeat([1, 2, 0], [33, 14, 1])])
+    tokens, labels = rng.integers(0, 264, (2, BATCH, SEQ))
+    batch = {
+        "tokens": tokens,
+        "labels": labels,
+        "loss_mask": (ids != 0) & (rng.random(ids.shape) < 0.8),
+        "positions": segment_positions(jnp.asarray(ids)),
+        "segment_ids": ids,
+    }
+    return {name: jnp.asarray(a, jnp.int32) for name, a in batch.items()}
+
+
+@pytest.fixture(scope="module")
+def single():
+    """(graph, parameters, batch, loss and gradients) of one device."""
+    graph, parameters = nnx.split(model(), nnx.Param)
+    batch = make_batch(np.random.default_rng())
+
+    def run(parameters, batch):
+        return loss(nnx.merge(graph, parameters), batch, aux_loss_coef=0.1, z_loss_coef=0.1)
+
+    return graph, parameters, batch, jax.jit(jax.value_and_grad(run, has_aux=True))(parameters, batch)
+
+
+@pytest.mark.parametrize(
+    "data, context, layout, method, remat, inside",
+    [
+        (1, 8, "zigzag", "ring", True, False),
+        (2, 4, "zigzag", "ring", False, True),
+        (1, 2, "striped", "all_gather", False, False),
+    ],
+)
+def test_loss_and_gradients_are_those_of_one_device(single, data, context, layout, method, remat, inside):
+    """`inside`: the gradient is taken inside `shard_map`, otherwise of it."""
+    graph, parameters, batch, ((total, parts), gradients) = single
+    how = ContextParallel(layout=layout, method=method)
+
+    def local(parameters, batch):
+        return loss(
+            nnx.merge(graph, parameters),
+            batch,
+            aux_loss_coef=0.1,
+            z_loss_coef=0.1,
+            context_parallel=how,
+            mesh_axes=("data", "context"),
+            remat=remat,
+        )
+
+    def with_gradients(f):
+        return jax.value_and_grad(f, has_aux=True)
+
+    mesh = make_mesh(data=data, context=context, devices=jax.devices()[: data * context])
+    specs = {"mesh": mesh, "in_specs": (P(), P("data", "context")), "out_specs": P()}
+    run = jax.shard_map(with_gradients(local), **specs) if inside else with_gradients(jax.shard_map(local, **specs))
+    split = {name: shard_sequence(a, context, layout) for name, a in batch.items()}
+    (found, found_parts), found_gradients = jax.jit(run)(parameters, split)
+    np.testing.assert_allclose(found, total, rtol=1e-6)
+    for actual, expected in zip(found_parts, parts, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    for path, expected in jax.tree.leaves_with_path(gradients):
+        actual = dict(jax.tree.leaves_with_path(found_gradients))[path]
+        assert relative_error(actual, expected) < 1e-5, jax.tree_util.keystr(path)
+
+
+def test_positions_default_to_those_of_the_whole_sequence(single):
+    graph, parameters, batch, _ = single
+
+    def logits(context_parallel=None):
+        return lambda tokens, ids: (
+            nnx.merge(graph, parameters)(tokens, segment_ids=ids, context_parallel=context_parallel).logits
+        )
+
+    expected = jax.jit(logits())(batch["tokens"], batch["segment_ids"])
+    mesh = make_mesh(context=2, devices=jax.devices()[:2])
+    split = [shard_sequence(batch[name], 2) for name in ("tokens", "segment_ids")]
+    on_mesh = jax.shard_map(logits(ContextParallel()), mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context"))
+    np.testing.assert_allclose(jax.jit(on_mesh)(*split), shard_sequence(expected, 2), atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused(single):
+    graph, parameters, batch, _ = single
+    with pytest.raises(ValueError, match=r"mesh_axes must name the axis of context_parallel, 'context'; got \('data',\)"):
+        loss(nnx.merge(graph, parameters), batch, context_parallel=ContextParallel(), mesh_axes=("data",))
