@@ -1,5 +1,7 @@
 """RMSNorm (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467), computed in f32."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,6 +17,12 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         """Normalises the last axis of x."""
-        x32 = x.astype(jnp.float32) if x.dtype != jnp.float64 else x
-        normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return self.weight[...].astype(x.dtype) * normed.astype(x.dtype)
+        return _rms_norm(x, self.weight[...], self.eps)
+
+
+# Kept for backward is x alone: what lies between x and y is in f32, and cheaper to compute again than to write and read.
+@partial(jax.checkpoint, static_argnums=2, prevent_cse=False)
+def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    x32 = x.astype(jnp.float32) if x.dtype != jnp.float64 else x
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return weight.astype(x.dtype) * normed.astype(x.dtype)
