@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.hf_names import hf_tensors
@@ -19,6 +20,7 @@ from moe_jax.config import Qwen3Config
 from moe_jax.flops import num_active_parameters, num_parameters
 from moe_jax.models.auto import from_config
 from moe_jax.models.qwen3 import Qwen3
+from moe_jax.parallel.layout import parameter_sharding
 
 
 @dataclass(frozen=True)
@@ -139,15 +141,27 @@ def format_report(report: CheckReport) -> str:
     )
 
 
-def random_model(config: Qwen3Config, dtype, seed: int = 0) -> Qwen3:
-    """Random weights made on the device in `dtype`, one layer of one parameter at a time: no f32 copy of a large one exists."""
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: from_config(config, dtype=dtype, rngs=nnx.Rngs(0))), nnx.Param)
+def random_model(config: Qwen3Config, dtype, seed: int = 0, *, param_dtype=None, mesh: Mesh | None = None) -> Qwen3:
+    """Random weights made where they lie, one layer of one parameter at a time: no f32 copy of a large one exists.
+
+    Args:
+      param_dtype: what the parameters are held in (default: dtype).
+      mesh: the devices to spread the parameters over (`moe_jax.parallel.make_mesh`); None: the default device.
+    """
+    param_dtype = dtype if param_dtype is None else param_dtype
+
+    def make():
+        return from_config(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+
+    graph, abstract = nnx.split(nnx.eval_shape(make), nnx.Param)
     flat = []
     for i, (path, leaf) in enumerate(nnx.to_flat_state(abstract)):
+        place = parameter_sharding(path, leaf.shape, mesh)
         if any("norm" in str(part) for part in path):
-            value = jnp.ones(leaf.shape, dtype)
+            value = jnp.ones(leaf.shape, param_dtype, device=place)
         else:
-            value = _normal(jax.random.fold_in(jax.random.key(seed), i), leaf.shape, config.initializer_range, dtype)
+            key = jax.random.fold_in(jax.random.key(seed), i)
+            value = _normal(key, leaf.shape, config.initializer_range, param_dtype, place)
         flat.append((path, leaf.replace(value)))
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
@@ -158,13 +172,14 @@ def _require_positive(**numbers: int) -> None:
             raise ValueError(f"{name} must be at least 1; got {number}")
 
 
-def _normal(key, shape, stddev, dtype):
+def _normal(key, shape, stddev, dtype, place):
     def draw(key, shape):
         return jax.random.normal(key, shape, dtype) * jnp.asarray(stddev, dtype)
 
     if len(shape) < 3:
-        return jax.jit(draw, static_argnums=1)(key, shape)
-    return jax.jit(lambda keys: jax.lax.map(lambda key: draw(key, shape[1:]), keys))(jax.random.split(key, shape[0]))
+        return jax.jit(draw, static_argnums=1, out_shardings=place)(key, shape)
+    draw_layers = jax.jit(lambda keys: jax.lax.map(lambda key: draw(key, shape[1:]), keys), out_shardings=place)
+    return draw_layers(jax.random.split(key, shape[0]))
 
 
 @jax.jit

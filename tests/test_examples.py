@@ -1,6 +1,7 @@
 """Every example runs."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def checkpoint(tmp_path):
 
 
 def test_every_example_has_a_test():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"finetune", "moe_block", "convert"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"finetune", "finetune_30b", "moe_block", "convert"}
 
 
 def test_finetune(checkpoint, tmp_path, capsys):
@@ -36,6 +37,16 @@ def test_finetune(checkpoint, tmp_path, capsys):
     example.main(example.Settings(**settings))
     assert "step 3: loss" in capsys.readouterr().out
     assert moe_jax.from_pretrained(tmp_path / "out", progress=False).config.num_experts == 4
+
+
+def test_finetune_30b_with_the_recipe_on_a_small_checkpoint(checkpoint, tmp_path):
+    example = load("finetune_30b")
+    data = tiny.write_texts(tmp_path / "texts")
+    settings = dict(model=str(checkpoint), data=str(data), output=str(tmp_path / "out"), steps=2, seq_len=16)
+    example.main(example.Settings(**settings))
+    assert moe_jax.from_pretrained(tmp_path / "out" / "model", progress=False).config.num_experts == 4
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
 def test_moe_block_learns():

@@ -15,16 +15,19 @@ import numpy as np
 from jax import lax
 
 from moe_jax.kernels.varying import vary_as
+from moe_jax.parallel.fsdp import LayerGather
 
 Body = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def run_layers(body: Body, shared, of_layer, x, parameters):
+def run_layers(body: Body, shared, of_layer, x, parameters, gather: LayerGather | None = None):
     """x, y[l] = body(shared, of_layer[l], x, parameters[l]) for each layer l in turn; returns the last x and y, stacked.
 
     Differentiable in x and parameters, each gradient in its argument's dtype; kept for backward is what `body` needs of each
     layer (`jax.checkpoint` it, and that is x). Memory is as with `lax.scan`.
+
+    With `gather`, inside `jax.shard_map`, `parameters` are a device's parts. While a layer computes, the next one's are
+    gathered, in backward too, where the gradients of the layer before travel to the devices that keep the parts.
 
     Args:
       body: the layer; it closes over no array.
@@ -32,19 +35,27 @@ def run_layers(body: Body, shared, of_layer, x, parameters):
       of_layer: arrays with the layers as leading axis, not differentiated.
       x: what goes from layer to layer, of floats.
       parameters: arrays with the layers as leading axis.
+      gather: how whole layers come out of parts.
     """
+    if gather is None:
+        gather = LayerGather.of_nothing(len(jax.tree.leaves(parameters)))
+    return _run_layers(body, gather, shared, of_layer, x, parameters)
 
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run_layers(body: Body, gather: LayerGather, shared, of_layer, x, parameters):
     def step(x, arguments):
-        return body(shared, arguments[0], x, arguments[1])
+        own, parts = arguments
+        return body(shared, own, x, gather.layer(parts, gather.fetch(parts)))
 
     return lax.scan(step, x, (of_layer, parameters))
 
 
-def _forward(body: Body, shared, of_layer, x, parameters):
-    num_layers = jax.tree.leaves(parameters)[0].shape[0]
+def _forward(body: Body, gather: LayerGather, shared, of_layer, x, parameters):
+    last = jax.tree.leaves(parameters)[0].shape[0] - 1
 
-    def layer(i, x):
-        arguments = shared, _take(of_layer, i), x, _take(parameters, i)
+    def layer(i, x, fetched):
+        arguments = shared, _take(of_layer, i), x, gather.layer(_take(parameters, i), fetched)
         # Restored from where they lie: a copy of each layer's weights would double them.
         (x, y), pullback = jax.vjp(
             body, *arguments, saveable_args=(False, False, True, False), in_nzs=(False, False, True, True)
@@ -52,37 +63,46 @@ def _forward(body: Body, shared, of_layer, x, parameters):
         return x, (y, pullback)
 
     def step(state):
-        i, x, kept = state
-        x, of_this = layer(i, x)
-        return i + 1, x, _put(kept, jax.tree.leaves(of_this), i)
+        i, x, fetched, kept = state
+        upcoming = gather.fetch(_take(parameters, jnp.minimum(i + 1, last)))
+        x, of_this = layer(i, x, fetched)
+        return i + 1, x, upcoming, _put(kept, jax.tree.leaves(of_this), i)
 
     # Two traces of a pullback are two tree structures of the same leaves.
-    shapes, structure = jax.tree.flatten(jax.eval_shape(layer, 0, x)[1])
-    kept = _unwritten(num_layers, shapes)
-    _, x, kept = lax.while_loop(lambda state: state[0] < num_layers, step, (0, x, kept))
+    first = gather.fetch(_take(parameters, 0))
+    shapes, structure = jax.tree.flatten(jax.eval_shape(layer, 0, x, first)[1])
+    kept = _unwritten(last + 1, shapes)
+    _, x, _, kept = lax.while_loop(lambda state: state[0] <= last, step, (0, x, first, kept))
     y, pullbacks = jax.tree.unflatten(structure, kept)
     return (x, y), (shared, of_layer, parameters, pullbacks)
 
 
-def _backward(body: Body, kept, gradients):
+def _backward(body: Body, gather: LayerGather, kept, gradients):
     shared, of_layer, parameters, pullbacks = kept
     dx, dy = gradients
-    num_layers = jax.tree.leaves(parameters)[0].shape[0]
+    last = jax.tree.leaves(parameters)[0].shape[0] - 1
 
     def step(state):
-        turn, dx, dparameters = state
-        i = num_layers - 1 - turn
+        turn, dx, fetched, leaving, arrived, staying = state
+        i = last - turn
+        upcoming = gather.fetch(_take(parameters, jnp.maximum(i - 1, 0)))
+        # In the first turn zeros, which the second one overwrites.
+        arrived = _put(arrived, gather.own_parts(leaving, arrived), jnp.minimum(i + 1, last))
         pullback = _take(pullbacks, i)
-        arguments = shared, _take(of_layer, i), pullback.args_res[2], _take(parameters, i)
+        arguments = shared, _take(of_layer, i), pullback.args_res[2], gather.layer(_take(parameters, i), fetched)
         _, _, dx, dlayer = pullback.replace(args_res=list(arguments))((dx, _take(dy, i)))
-        return turn + 1, dx, _put(dparameters, dlayer, i)
+        leaving, own = gather.split(dlayer)
+        return turn + 1, dx, upcoming, leaving, arrived, _put(staying, own, i)
 
-    dparameters = _unwritten(num_layers, _take(parameters, 0))
-    _, dx, dparameters = lax.while_loop(lambda state: state[0] < num_layers, step, (0, dx, dparameters))
-    return None, None, dx, dparameters
+    fetched = gather.fetch(_take(parameters, last))
+    arrived, staying = gather.split(_unwritten(last + 1, _take(parameters, 0)))
+    state = 0, dx, fetched, jax.tree.map(jnp.zeros_like, fetched), arrived, staying
+    _, dx, _, leaving, arrived, staying = lax.while_loop(lambda state: state[0] <= last, step, state)
+    arrived = _put(arrived, gather.own_parts(leaving, arrived), 0)
+    return None, None, dx, gather.join(parameters, arrived, staying)
 
 
-run_layers.defvjp(_forward, _backward)
+_run_layers.defvjp(_forward, _backward)
 
 
 def _take(stacked, i):

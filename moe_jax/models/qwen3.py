@@ -1,5 +1,6 @@
 """Qwen3 (Yang et al., 2025, https://arxiv.org/abs/2505.09388): the dense decoder, and the frame for Qwen3-MoE's experts."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from moe_jax.layers.stack import run_layers
 from moe_jax.models.output import HiddenStates, ModelOutput
 from moe_jax.parallel.context import ContextParallel
 from moe_jax.parallel.expert import ExpertParallel
+from moe_jax.parallel.fsdp import LayerGather
 
 NO_WINDOW = 2**30
 """A sliding window longer than any sequence, for the layers of a sliding model that see everything."""
@@ -66,11 +68,12 @@ class Qwen3(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         *,
         cache: KVCache | None = None,
-        context_parallel: ContextParallel | None = None,
         expert_ids: Int[Array, "moe_layers batch seq k"] | None = None,
         remat: bool = False,
         force_balanced_routing: bool = False,
+        context_parallel: ContextParallel | None = None,
         expert_parallel: ExpertParallel | None = None,
+        layer_gathers: Sequence[LayerGather | None] | None = None,
     ) -> HiddenStates:
         """Everything but the vocabulary projection, for losses that never hold all logits.
 
@@ -80,13 +83,14 @@ class Qwen3(nnx.Module):
           segment_ids: 0 is padding; tokens attend within equal ids that neighbour each other. Default: all one segment.
           cache: earlier tokens' keys and values. These tokens are written behind them and attend to all of their segment;
             pass `positions`, which the cache cannot know.
-          context_parallel: inside a `jax.shard_map` in which each device holds its own part of every sequence: how they are
-            split. The router's sums are then of this device's tokens (`layers.router.sum_over_mesh`).
           expert_ids: routing replay: the experts to use (`HiddenStates.expert_ids` of another call), weighted by live logits.
           remat: recompute each layer in the backward pass and keep only its input.
           force_balanced_routing: deal tokens to experts in turn, ignoring the router's choice; for benchmarks only.
+          context_parallel: inside a `jax.shard_map` in which each device holds its own part of every sequence: how they are
+            split. The router's sums are then of this device's tokens (`layers.router.sum_over_mesh`).
           expert_parallel: inside a `jax.shard_map` in which each device holds its own tokens and its part of the experts: how
             the tokens travel. The router's sums are then of this device's tokens (`layers.router.sum_over_mesh`).
+          layer_gathers: inside `jax.shard_map`, `ShardedParameters.layers` where the stages' parameters are a device's parts.
 
         Raises:
           ValueError: shapes that do not fit each other.
@@ -112,7 +116,8 @@ class Qwen3(nnx.Module):
         x = self.embed_tokens(tokens, self.dtype)
         valid = (segment_ids != 0).reshape(-1)
         routings, first_moe_layer = [], 0
-        for stage, layers in zip(config.stages, self.stages, strict=True):
+        gathers = [None] * len(config.stages) if layer_gathers is None else layer_gathers
+        for stage, layers, gather in zip(config.stages, self.stages, gathers, strict=True):
             graph, parameters = nnx.split(layers)
             rows = slice(stage.first_layer, stage.first_layer + stage.num_layers)
             replay = None
@@ -131,7 +136,7 @@ class Qwen3(nnx.Module):
 
             of_layer = jnp.arange(rows.start, rows.stop), None if windows is None else windows[rows], replay
             run = partial(run_layers, jax.checkpoint(body, prevent_cse=False) if remat else body)
-            (x, memory), routing = run((cos, sin, segments, valid), of_layer, (x, memory), parameters)
+            (x, memory), routing = run((cos, sin, segments, valid), of_layer, (x, memory), parameters, gather)
             if stage.sparse:
                 routings.append(routing)
 

@@ -2,14 +2,19 @@
 
 from moe_jax.parallel.context import ContextParallel, context_attention, own_tokens, starts_of_segments
 from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
+from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.layout import parameter_sharding
-from moe_jax.parallel.mesh import MESH_AXES, make_mesh
+from moe_jax.parallel.mesh import MESH_AXES, MeshShape, make_mesh
+from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.sequence import shard_sequence, token_indices, unshard_sequence
 
 __all__ = [
     "MESH_AXES",
     "ContextParallel",
     "ExpertParallel",
+    "MeshShape",
+    "Parallelism",
+    "ShardedParameters",
     "context_attention",
     "expert_parallel_mlp",
     "make_mesh",

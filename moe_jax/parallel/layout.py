@@ -1,26 +1,30 @@
-"""One table that says along which of its axes each parameter is split, and over which mesh axis.
+"""One table that says how each parameter is split over the devices.
 
-A mesh axis that the mesh lacks, or whose size does not divide the parameter's axis, leaves that axis whole. XLA inserts the
-collectives that the computation then needs.
+Every matrix is split over each mesh axis but `data`: a dense one over `fsdp`, `expert` and `context`, the experts over `expert`
+first, where they stay, and then over the others. All split the first of its own axes, unless they do not divide it: then the
+next. What is not in the table (norms, biases, routers) is whole on every device, as is what no axis can be split of. Outside
+`shard_map` XLA inserts the collectives that a computation needs; inside it `parallel.fsdp` gathers what `gathered_axes` names.
 """
+
+import math
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-# The module that holds the parameter -> one mesh axis (or None) for each of its last axes. Stacked parameters have the layer
-# axis in front of these; it stays whole, since every device runs every layer.
-_AXES: dict[str, tuple[str | None, ...]] = {
-    "embed_tokens": ("fsdp", None),
-    "lm_head": ("fsdp", None),
-    "q_proj": ("fsdp", None),
-    "k_proj": ("fsdp", None),
-    "v_proj": ("fsdp", None),
-    "o_proj": (None, "fsdp"),
-    "gate_proj": ("fsdp", None),
-    "up_proj": ("fsdp", None),
-    "gate_up_proj": ("expert", "fsdp", None),
-    "down_proj": (None, "fsdp"),
-    "experts.down_proj": ("expert", None, "fsdp"),
+# The module that holds the matrix -> how many axes it has. Stacked parameters have the layer axis in front of these; it stays
+# whole, since every device runs every layer.
+_MATRICES = {
+    "embed_tokens": 2,
+    "lm_head": 2,
+    "q_proj": 2,
+    "k_proj": 2,
+    "v_proj": 2,
+    "o_proj": 2,
+    "gate_proj": 2,
+    "up_proj": 2,
+    "down_proj": 2,
+    "experts.gate_up_proj": 3,
+    "experts.down_proj": 3,
 }
 
 
@@ -32,11 +36,36 @@ def parameter_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | None) -
 
 
 def parameter_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The mesh axis, or None, for each axis of the parameter."""
-    names = [str(part) for part in path if part != "weight"]
-    axes = () if path[-1] == "bias" else _AXES.get(".".join(names[-2:]), _AXES.get(names[-1], ()))
-    spec: list[str | None] = [*[None] * (len(shape) - len(axes)), *axes]
-    for i, axis in enumerate(spec):
-        if axis is not None and (axis not in mesh.shape or shape[i] % mesh.shape[axis]):
-            spec[i] = None
-    return PartitionSpec(*spec)
+    """The mesh axes, or None, for each axis of the parameter."""
+    splits = _splits(path, shape, mesh)
+    return PartitionSpec(*(splits.get(axis) for axis in range(len(shape))))
+
+
+def parameter_path(key_path: tuple) -> tuple:
+    """The names of modules and parameter, as in `nnx.to_flat_state`, of a path of `jax.tree.leaves_with_path`."""
+    return tuple(part.key for part in key_path if hasattr(part, "key"))
+
+
+def gathered_axes(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """What is gathered for use, all but the experts' own axis: (an axis, the last is -1; the mesh axes that split it)."""
+    own = "expert" if "experts" in path else None
+    pairs = (
+        (axis - len(shape), tuple(name for name in names if name != own))
+        for axis, names in _splits(path, shape, mesh).items()
+    )  # fmt: skip
+    return tuple((axis, names) for axis, names in pairs if names)
+
+
+def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> dict[int, tuple[str, ...]]:
+    """The mesh axes that split each axis of the parameter, the slowest first."""
+    modules = [str(part) for part in path if part != "weight"]
+    own_axes = 0 if path[-1] == "bias" else _MATRICES.get(".".join(modules[-2:]), _MATRICES.get(modules[-1], 0))
+    splits: dict[int, tuple[str, ...]] = {}
+    for name in ("expert", "fsdp", "context") if own_axes == 3 else ("fsdp", "expert", "context"):
+        ways = mesh.shape.get(name, 1)
+        for axis in range(len(shape) - own_axes, len(shape)) if ways > 1 else ():
+            before = splits.get(axis, ())
+            if shape[axis] % (ways * math.prod(mesh.shape[other] for other in before)) == 0:
+                splits[axis] = (*before, name)
+                break
+    return splits

@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from moe_jax.checkpoint.hf_load import from_pretrained
@@ -17,13 +18,25 @@ from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.config import config_to_dict
 from moe_jax.flops import training_flops_per_token
 from moe_jax.models.qwen3 import Qwen3
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.train.data import Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
 from moe_jax.train.metrics import MetricsWriter, max_mean_load, read_records
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
 from moe_jax.train.settings import FinetuneSettings
 from moe_jax.train.step import TrainState, init_state, make_train_step, put_batch
 
-RESUME_MUST_MATCH = ("seq_len", "batch_size", "gradient_accumulation", "steps", "learning_rate", "seed", "dtype")
+RESUME_MUST_MATCH = (
+    "seq_len",
+    "batch_size",
+    "gradient_accumulation",
+    "steps",
+    "learning_rate",
+    "seed",
+    "dtype",
+    "param_dtype",
+    "moment_dtype",
+)
 """Settings that may not change between the start of a run and its resumption: the run would be another."""
 
 
@@ -43,7 +56,8 @@ def finetune(
 
     Args:
       settings: the run.
-      model: start from this model, with f32 parameters, instead of reading `settings.model`. Its arrays are consumed.
+      model: start from this model instead of reading `settings.model`. Its arrays are consumed. Parameters of f32, or of bf16
+        (`train.master_weights`); where they lie on a mesh of `make_mesh`, training is spread over it.
       tokenizer: use this one instead of reading `settings.tokenizer`.
       stop_after: save and return after this step, as if interrupted.
 
@@ -55,8 +69,11 @@ def finetune(
     tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
     documents = open_documents(settings.data, settings.data_format)
     if model is None:
-        model = from_pretrained(settings.model, dtype=jnp.dtype(settings.dtype), param_dtype=jnp.float32)
+        mesh = make_mesh(**asdict(settings.mesh)) if settings.mesh.size > 1 else None
+        dtype, param_dtype = jnp.dtype(settings.dtype), jnp.dtype(settings.param_dtype)
+        model = from_pretrained(settings.model, dtype=dtype, param_dtype=param_dtype, mesh=mesh)
     config = model.config
+    parallelism = _parallelism(model)
     stream = batches(documents, tokenizer, seq_len=settings.seq_len, batch_size=settings.batch_size, seed=settings.seed)
     schedule = warmup_cosine(
         settings.learning_rate,
@@ -64,7 +81,12 @@ def finetune(
         warmup_steps=settings.warmup_steps,
         min_ratio=settings.min_learning_rate_ratio,
     )
-    optimizer = make_optimizer(schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm)
+    optimizer = make_optimizer(
+        schedule,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        moment_dtype=settings.moment_dtype,
+    )
     aux_loss_coef = settings.aux_loss_coef
     if aux_loss_coef is None:
         aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0)
@@ -78,6 +100,7 @@ def finetune(
         gradient_accumulation=settings.gradient_accumulation,
         remat=settings.remat,
         force_balanced_routing=settings.force_balanced_routing,
+        parallelism=parallelism,
     )
     if settings.force_balanced_routing:
         tqdm.write("FORCED BALANCED ROUTING: the router is ignored. For benchmarks only; do not use the resulting model.")
@@ -101,7 +124,7 @@ def finetune(
         while step < last:
             began = time.perf_counter()
             batch = next(stream)
-            state, metrics = step_function(state, put_batch(batch, state.params))
+            state, metrics = step_function(state, put_batch(batch, state.params, parallelism))
             step += 1
             host = jax.device_get(metrics)
             seconds = time.perf_counter() - began
@@ -132,6 +155,13 @@ def finetune(
         checkpoints.close()
     trained = nnx.merge(graph, state.params)
     return FinetuneResult(trained, step, read_records(output / "metrics.jsonl"))
+
+
+def _parallelism(model: Qwen3) -> Parallelism | None:
+    """How to train a model whose parameters lie on several devices."""
+    sharding = jax.tree.leaves(nnx.state(model, nnx.Param))[0].sharding
+    several = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
+    return Parallelism(sharding.mesh) if several else None
 
 
 def _one_line(record: dict[str, Any]) -> str:

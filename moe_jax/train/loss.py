@@ -3,6 +3,7 @@
 total = ce_sum / num_labels + aux_loss_coef * load_balancing_loss + z_loss_coef * router_z_loss
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,8 @@ from moe_jax.kernels import cross_entropy
 from moe_jax.layers.router import load_balancing_loss, router_z_loss, sum_over_mesh
 from moe_jax.models.qwen3 import Qwen3
 from moe_jax.parallel.context import ContextParallel
+from moe_jax.parallel.expert import ExpertParallel
+from moe_jax.parallel.fsdp import LayerGather
 
 Batch = dict[str, Int[Array, "batch seq"]]
 """tokens, labels (the next token of the same document), loss_mask (0 or 1), positions and segment_ids, all int32."""
@@ -26,6 +29,7 @@ class LossParts(NamedTuple):
     aux_loss: Float[Array, ""]
     z_loss: Float[Array, ""]
     expert_load: Int[Array, "moe_layers experts"]
+    num_dropped: Int[Array, ""]
 
 
 def loss(
@@ -36,10 +40,12 @@ def loss(
     z_loss_coef: float = 0.0,
     num_labels: Float[Array, ""] | None = None,
     router_share: float = 1.0,
-    context_parallel: ContextParallel | None = None,
-    mesh_axes: tuple[str, ...] = (),
     remat: bool = False,
     force_balanced_routing: bool = False,
+    context_parallel: ContextParallel | None = None,
+    expert_parallel: ExpertParallel | None = None,
+    layer_gathers: Sequence[LayerGather | None] | None = None,
+    mesh_axes: tuple[str, ...] = (),
 ) -> tuple[Float[Array, ""], LossParts]:
     """The total (f32) and its parts; the [batch*seq, vocab] logits never exist.
 
@@ -47,10 +53,9 @@ def loss(
       num_labels: what the cross-entropy is divided by (default: the labels of this batch, at least 1). A micro-batch is
         given the labels of the whole batch, so that losses and gradients of micro-batches add up to the batch's.
       router_share: a factor on both router losses: 1 / the number of micro-batches.
-      context_parallel: inside `jax.shard_map`, how the sequences are split over devices, of which `batch` has one's tokens.
+      remat, force_balanced_routing, context_parallel, expert_parallel, layer_gathers: as in `Qwen3.hidden_states`.
       mesh_axes: inside `jax.shard_map`, the mesh axes over which tokens are split, that of `context_parallel` among them. The
         total and its parts are those of all their tokens, and so are gradients under `check_vma`, taken inside or outside.
-      remat, force_balanced_routing: as in `Qwen3.hidden_states`.
 
     Raises:
       ValueError: `mesh_axes` lacks the axis of `context_parallel`.
@@ -61,9 +66,11 @@ def loss(
         batch["tokens"],
         batch["positions"],
         batch["segment_ids"],
-        context_parallel=context_parallel,
         remat=remat,
         force_balanced_routing=force_balanced_routing,
+        context_parallel=context_parallel,
+        expert_parallel=expert_parallel,
+        layer_gathers=layer_gathers,
     )
     hidden = states.hidden.reshape(-1, states.hidden.shape[-1])
     labels, mask = batch["labels"].reshape(-1), batch["loss_mask"].reshape(-1) != 0
@@ -73,4 +80,4 @@ def loss(
     aux, z = load_balancing_loss(router), router_z_loss(router)
     divisor = own_labels if num_labels is None else num_labels
     total = summed / divisor.clip(1) + router_share * (aux_loss_coef * aux + z_loss_coef * z)
-    return total, LossParts(summed, own_labels, router.num_tokens, aux, z, router.expert_load)
+    return total, LossParts(summed, own_labels, router.num_tokens, aux, z, router.expert_load, router.num_dropped.sum())

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_jax.parallel.mesh import MESH_AXES, MeshShape
 from moe_jax.train.data.documents import FORMATS
 
 DTYPES = ("bfloat16", "float32")
@@ -30,8 +31,12 @@ class FinetuneSettings:
       seed: of the order of documents.
       checkpoint_every: steps between checkpoints; the last step always has one.
       keep_checkpoints: how many of the latest stay.
-      dtype: what the model computes in, "bfloat16" or "float32"; parameters and optimizer are float32 always.
+      dtype: what the model computes in, "bfloat16" or "float32".
+      param_dtype: what parameters, and their gradients within a micro-batch, are held in, "float32" or "bfloat16". Masters are
+        float32 in either case: bfloat16 parameters are the upper halves of theirs, so that no pass casts them.
+      moment_dtype: what AdamW's two moments are kept in between steps, "float32" or "bfloat16" for half the memory.
       remat: recompute each layer in the backward pass: less memory, about a third more time.
+      mesh: over how many devices rows, parameters, experts and sequences are spread (docs/scaling.md); all of them are used.
       tensorboard: write output/tensorboard too.
       force_balanced_routing: ignore the router's choices and deal experts out in turn. For benchmarks: it spoils a model.
     """
@@ -56,7 +61,10 @@ class FinetuneSettings:
     checkpoint_every: int = 200
     keep_checkpoints: int = 3
     dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+    moment_dtype: str = "float32"
     remat: bool = True
+    mesh: MeshShape = MeshShape()
     tensorboard: bool = False
     force_balanced_routing: bool = False
 
@@ -86,15 +94,24 @@ def _problems(settings: FinetuneSettings) -> list[str]:
                 continue
             if not _fits(value, want):
                 problems.append(f"{name}={value!r} must be {want}")
-    for name, choices in (("data_format", FORMATS), ("dtype", DTYPES)):
+    for name, choices in (("data_format", FORMATS), ("dtype", DTYPES), ("param_dtype", DTYPES), ("moment_dtype", DTYPES)):
         if getattr(settings, name) not in choices:
             problems.append(f"{name}={getattr(settings, name)!r} must be one of {', '.join(choices)}")
+    for axis in MESH_AXES:
+        if not _fits(getattr(settings.mesh, axis), "an integer of at least 1"):
+            problems.append(f"mesh.{axis}={getattr(settings.mesh, axis)!r} must be an integer of at least 1")
     if problems:
         return problems
     if settings.batch_size % settings.gradient_accumulation:
         problems.append(
             f"batch_size={settings.batch_size} must be a multiple of gradient_accumulation={settings.gradient_accumulation}"
         )
+    rows = settings.batch_size // settings.gradient_accumulation
+    ways = settings.mesh.size // settings.mesh.context
+    if rows % ways:
+        problems.append(f"a micro-batch of {rows} rows cannot be dealt out to data x fsdp x expert = {ways} devices")
+    if settings.mesh.context > 1 and settings.seq_len % (2 * settings.mesh.context):
+        problems.append(f"seq_len={settings.seq_len} must be a multiple of 2 * mesh.context = {2 * settings.mesh.context}")
     if settings.warmup_steps > settings.steps:
         problems.append(f"warmup_steps={settings.warmup_steps} must not exceed steps={settings.steps}")
     if not Path(settings.data).expanduser().exists():

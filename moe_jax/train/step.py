@@ -13,28 +13,54 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from moe_jax.models.qwen3 import Qwen3
+from moe_jax.parallel.fsdp import ShardedParameters
+from moe_jax.parallel.layout import parameter_path
+from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.parallel.sequence import shard_sequence
+from moe_jax.train import master_weights
 from moe_jax.train.loss import Batch, LossParts, loss
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that training changes: `step` counts finished steps; `params` is `nnx.split(model, nnx.Param)[1]`."""
+    """Everything that training changes: `step` counts finished steps; `params` is `nnx.split(model, nnx.Param)[1]`.
+
+    The optimizer works on f32 masters whatever the parameters' dtype: f32 parameters are their own, bf16 ones have the rest of
+    theirs in `low_halves` (`train.master_weights`; None beside f32).
+    """
 
     step: Int[Array, ""]
     params: nnx.State
     opt_state: optax.OptState
+    low_halves: nnx.State | None = None
 
 
 def init_state(model: Qwen3, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step. It shares the model's arrays, and the first train step takes them over."""
+    """The state before the first step. It shares the model's arrays, and the first train step takes them over.
+
+    Raises:
+      ValueError: parameters that are not all f32 or all bf16.
+    """
     params = nnx.state(model, nnx.Param)
     # Committed to their devices, as a restored state is, so that both run the same compiled step.
     params = jax.tree.map(lambda p: jax.device_put(p, p.sharding), params)
-    opt_state = optimizer.init(_as_f32(params))
     everywhere = _replicated(params)
-    opt_state = jax.tree.map(lambda x: jax.device_put(x, x.sharding if x.ndim else everywhere), opt_state)
-    return TrainState(jax.device_put(jnp.zeros((), jnp.int32), everywhere), params, opt_state)
+    opt_state = _init_optimizer(optimizer, params, everywhere)
+    low_halves = master_weights.initial_low_halves(params)
+    return TrainState(jax.device_put(jnp.zeros((), jnp.int32), everywhere), params, opt_state, low_halves)
+
+
+def _init_optimizer(optimizer: optax.GradientTransformation, params: nnx.State, everywhere) -> optax.OptState:
+    """The optimizer's state for f32 masters, each array laid out as its parameter. Compiled, so that no f32 copy is made."""
+
+    def init(params):
+        return optimizer.init(_as_f32(params))
+
+    places = {parameter_path(path): p.sharding for path, p in jax.tree.leaves_with_path(params)}
+    # The paths of moments end in their parameters'.
+    layout = jax.tree.map_with_path(lambda path, _: places.get(parameter_path(path), everywhere), jax.eval_shape(init, params))
+    return jax.jit(init, out_shardings=layout)(params)
 
 
 def make_train_step(
@@ -47,6 +73,7 @@ def make_train_step(
     gradient_accumulation: int = 1,
     remat: bool = True,
     force_balanced_routing: bool = False,
+    parallelism: Parallelism | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
     """A jitted step(state, batch) -> (state, metrics). The state passed in is donated: its arrays are gone afterwards.
 
@@ -57,13 +84,16 @@ def make_train_step(
     Args:
       graphdef: `nnx.split(model, nnx.Param)[0]`.
       schedule: the learning rate, for the metrics only.
+      parallelism: the mesh that the state lies on, and how the model is spread over it. Losses, gradients and metrics are
+        those of the whole batch on one device. None: one device, or all collectives left to XLA.
 
     Returns:
       metrics are f32 scalars: loss (cross-entropy a label), aux_loss, z_loss, total_loss, grad_norm (before clipping),
-      num_labels, num_tokens (without padding), learning_rate if there is a schedule; and expert_load [moe_layers, E] int32.
+      num_labels, num_tokens (without padding), learning_rate if there is a schedule; and int32: expert_load [moe_layers, E],
+      num_dropped (choices that no expert computed, over all layers; 0 unless `ExpertParallel.drop` is set).
     """
 
-    def micro_loss(params, batch, num_labels):
+    def micro_loss(params, batch, num_labels, **options):
         return loss(
             nnx.merge(graphdef, params),
             batch,
@@ -73,19 +103,27 @@ def make_train_step(
             router_share=1 / gradient_accumulation,
             remat=remat,
             force_balanced_routing=force_balanced_routing,
+            **options,
         )
 
     def gradients(params, batch, num_labels) -> tuple[Array, LossParts, nnx.State]:
-        (total, parts), grads = jax.value_and_grad(micro_loss, has_aux=True)(params, batch, num_labels)
+        if parallelism is None:
+            (total, parts), grads = jax.value_and_grad(micro_loss, has_aux=True)(params, batch, num_labels)
+        else:
+            (total, parts), grads = _on_mesh(micro_loss, parallelism, graphdef, params)(params, batch, num_labels)
         return total, parts, _as_f32(grads)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         num_labels = (batch["loss_mask"] != 0).sum().astype(jnp.float32)
+        if parallelism is not None:
+            parallelism.check_batch(batch["tokens"].shape[0] // gradient_accumulation)
         batch = {name: batch[name] for name in ("tokens", "labels", "loss_mask", "positions", "segment_ids")}
         total, parts, grads = _summed(partial(gradients, state.params), batch, num_labels, gradient_accumulation)
-        masters = _as_f32(state.params)
+        split = state.low_halves is not None
+        masters = master_weights.join(state.params, state.low_halves) if split else _as_f32(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, masters)
-        params = jax.tree.map(lambda p, master, u: (master + u).astype(p.dtype), state.params, masters, updates)
+        masters = optax.apply_updates(masters, updates)
+        params, low_halves = master_weights.split(masters) if split else (masters, None)
         metrics = {
             "loss": parts.cross_entropy / num_labels.clip(1),
             "aux_loss": parts.aux_loss / gradient_accumulation,
@@ -95,10 +133,11 @@ def make_train_step(
             "num_labels": num_labels,
             "num_tokens": parts.num_tokens,
             "expert_load": parts.expert_load,
+            "num_dropped": parts.num_dropped,
         }
         if schedule is not None:
             metrics["learning_rate"] = schedule(state.step)
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, params, opt_state, low_halves), metrics
 
     compiled: list[Callable] = []
 
@@ -112,18 +151,39 @@ def make_train_step(
     return jitted_step
 
 
-def put_batch(batch: dict[str, np.ndarray], params: nnx.State) -> dict[str, jax.Array]:
-    """The batch on the devices that hold the parameters, its rows split over the mesh axes `data` and `fsdp`."""
-    sharding = _replicated(params)
-    if isinstance(sharding, NamedSharding):
-        rows = len(next(iter(batch.values())))
-        axes: list[str] = []
-        for axis in ("data", "fsdp"):
-            ways = sharding.mesh.shape.get(axis, 1)
-            if rows % ways == 0:
-                rows, axes = rows // ways, [*axes, axis]
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(tuple(axes)))
-    return jax.device_put(batch, sharding)
+def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Parallelism | None = None) -> dict[str, jax.Array]:
+    """The batch on the devices that hold the parameters, rows and sequences split as `parallelism` says."""
+    if parallelism is None:
+        return jax.device_put(batch, _replicated(params))
+    if (context := parallelism.context_parallel) is not None:
+        ways = parallelism.mesh.shape[context.axis_name]
+        batch = jax.tree.map(lambda array: shard_sequence(array, ways, context.layout), batch)
+    parallelism.check_batch(len(batch["tokens"]))
+    return jax.device_put(batch, NamedSharding(parallelism.mesh, parallelism.batch_spec))
+
+
+def _on_mesh(micro_loss, parallelism: Parallelism, graphdef: nnx.GraphDef, params: nnx.State):
+    """`jax.value_and_grad` of the loss with each device computing on its own tokens and its part of the parameters."""
+    mesh, axes = parallelism.mesh, parallelism.token_axes
+    dtype = nnx.merge(graphdef, params).dtype
+    sharded = ShardedParameters.of(params, mesh, dtype=dtype, token_axes=axes)
+
+    def local(params, batch, num_labels):
+        def of_parts(params):
+            return micro_loss(
+                sharded.enter(params),
+                batch,
+                num_labels,
+                context_parallel=parallelism.context_parallel,
+                expert_parallel=parallelism.expert_parallel,
+                layer_gathers=sharded.layers,
+                mesh_axes=axes,
+            )
+
+        return jax.value_and_grad(of_parts, has_aux=True)(params)
+
+    in_specs = sharded.specs, parallelism.batch_spec, PartitionSpec()
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(PartitionSpec(), sharded.specs))
 
 
 def _summed(gradients, batch: Batch, num_labels, micro_batches: int):

@@ -5,30 +5,48 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec, SingleDeviceSharding
 
 from moe_jax.parallel import make_mesh, parameter_sharding
-from moe_jax.parallel.layout import parameter_spec
+from moe_jax.parallel.layout import gathered_axes, parameter_spec
 
 
 def mesh(**sizes):
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
+LAYER = ("stages", 0)
+
+
 @pytest.mark.parametrize(
     "path, shape, expected",
     [
-        (("stages", 0, "self_attn", "q_proj", "weight"), (3, 64, 32), (None, "fsdp", None)),
-        (("stages", 0, "self_attn", "o_proj", "weight"), (3, 32, 64), (None, None, "fsdp")),
-        (("stages", 0, "self_attn", "q_proj", "bias"), (3, 64), (None, None)),
-        (("stages", 0, "mlp", "experts", "gate_up_proj"), (3, 8, 48, 32), (None, "expert", "fsdp", None)),
-        (("stages", 0, "mlp", "experts", "down_proj"), (3, 8, 32, 24), (None, "expert", None, "fsdp")),
-        (("stages", 0, "mlp", "down_proj", "weight"), (3, 32, 48), (None, None, "fsdp")),
-        (("stages", 0, "mlp", "router", "weight"), (3, 8, 32), (None, None, None)),
-        (("embed_tokens", "weight"), (97, 32), (None, None)),
-        (("lm_head", "weight"), (96, 32), ("fsdp", None)),
+        ((*LAYER, "self_attn", "q_proj", "weight"), (3, 64, 32), (None, ("fsdp", "expert"), None)),
+        ((*LAYER, "self_attn", "o_proj", "weight"), (3, 32, 64), (None, ("fsdp", "expert"), None)),
+        ((*LAYER, "self_attn", "q_proj", "bias"), (3, 64), (None, None)),
+        ((*LAYER, "mlp", "experts", "gate_up_proj"), (3, 8, 48, 32), (None, ("expert", "fsdp"), None, None)),
+        ((*LAYER, "mlp", "experts", "down_proj"), (3, 6, 32, 24), (None, "expert", "fsdp", None)),
+        ((*LAYER, "mlp", "down_proj", "weight"), (3, 32, 48), (None, ("fsdp", "expert"), None)),
+        ((*LAYER, "mlp", "router", "weight"), (3, 8, 32), (None, None, None)),
+        (("embed_tokens", "weight"), (97, 32), (None, ("fsdp", "expert"))),
+        (("embed_tokens", "weight"), (97, 33), (None, None)),
+        (("lm_head", "weight"), (96, 32), (("fsdp", "expert"), None)),
+        (("lm_head", "weight"), (4, 32), ("fsdp", "expert")),
         (("norm", "weight"), (32,), (None,)),
     ],
 )
 def test_the_table(path, shape, expected):
     assert parameter_spec(path, shape, mesh(fsdp=4, expert=2)) == PartitionSpec(*expected)
+
+
+def test_every_mesh_axis_but_data_splits_parameters():
+    path, shape = (*LAYER, "mlp", "experts", "gate_up_proj"), (3, 8, 48, 32)
+    assert parameter_spec(path, shape, mesh(data=2, expert=2, context=2))[1] == ("expert", "context")
+
+
+def test_all_is_gathered_but_the_experts_along_their_own_axis():
+    on = mesh(fsdp=4, expert=2)
+    assert gathered_axes((*LAYER, "self_attn", "q_proj", "weight"), (3, 64, 32), on) == ((-2, ("fsdp", "expert")),)
+    assert gathered_axes((*LAYER, "mlp", "experts", "down_proj"), (3, 8, 32, 24), on) == ((-3, ("fsdp",)),)
+    assert gathered_axes((*LAYER, "mlp", "experts", "down_proj"), (3, 6, 32, 24), on) == ((-2, ("fsdp",)),)
+    assert gathered_axes((*LAYER, "mlp", "router", "weight"), (3, 8, 32), on) == ()
 
 
 def test_axes_that_the_mesh_lacks_stay_whole():

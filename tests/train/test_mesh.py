@@ -1,4 +1,4 @@
-"""Training on a mesh gives the single device's losses, compiles once, and resumes bit for bit."""
+"""Training on a mesh gives the single device's losses, compiles once, resumes bit for bit, and goes on on another mesh."""
 
 import os
 import subprocess
@@ -42,6 +42,8 @@ print("compilations", len(compilations))
 np.testing.assert_allclose(many, one, rtol=1e-4)
 run("resumed", mesh, stop_after=3)
 assert run("resumed", mesh) == many
+run("moved", mesh, stop_after=3)
+np.testing.assert_allclose(run("moved", moe_jax.parallel.make_mesh(expert=2, context=2)), one, rtol=1e-4)
 """
 
 

@@ -1,0 +1,156 @@
+"""Times a whole training step (forward, backward, AdamW) of a model with random weights over the GPUs of one host.
+
+    python benchmarks/training_step.py --mesh expert=4 --rows 4 --output step.json
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/training_step.py --small --mesh fsdp=2 expert=2  # CPU
+
+TFLOP/s are model FLOPs (`moe_jax.flops`: recomputed layers count once) of one GPU; "of ceiling" compares them with a dense bf16
+matmul of 8192^3 on one GPU in the same process. Rows hold documents of random length of up to `--seq` tokens. Routing is the
+router's own choice of random weights ("own"), or dealt out evenly ("balanced").
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from moe_jax.check import random_model
+from moe_jax.config import NAMED_CONFIGS
+from moe_jax.flops import num_parameters, training_flops_per_token
+from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism, make_mesh
+from moe_jax.train.optimizer import make_optimizer
+from moe_jax.train.step import init_state, make_train_step, put_batch
+
+
+def main() -> None:
+    """Prints a line for each routing; with --output also writes them as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="qwen3-30b-a3b", choices=tuple(NAMED_CONFIGS))
+    parser.add_argument("--layers", type=int, help="by default all")
+    parser.add_argument("--mesh", nargs="+", default=["fsdp=1"], metavar="AXIS=N", help="axes data, fsdp, expert, context")
+    parser.add_argument("--transport", help="of ExpertParallel; by default its own choice")
+    parser.add_argument("--context-method", default="ring", choices=("ring", "all_gather", "ulysses"))
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--rows", type=int, default=4, help="of the whole batch")
+    parser.add_argument("--one-document", action="store_true", help="rows that are one document each")
+    parser.add_argument("--param-dtype", default="bfloat16", choices=("float32", "bfloat16"), help="masters are f32")
+    parser.add_argument("--moment-dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--no-remat", action="store_true")
+    parser.add_argument("--routings", nargs="+", default=["balanced", "own"], choices=("balanced", "own"))
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU: to see that it runs")
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    args = parser.parse_args()
+    config = NAMED_CONFIGS[args.config]
+    if args.layers is not None:
+        config = replace(config, num_hidden_layers=args.layers)
+    if args.small:
+        sizes = dict(
+            vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+        )
+        config = replace(config, **sizes, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4)
+        args.seq = 64
+
+    sizes = {name: int(size) for name, size in (axis.split("=") for axis in args.mesh)}
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    mesh = make_mesh(**sizes, devices=devices)
+    parallelism = Parallelism(mesh, ExpertParallel(transport=args.transport), ContextParallel(method=args.context_method))
+    ceiling = measure_ceiling(256 if args.small else 8192)
+    print(
+        f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}, {args.config}, {config.num_hidden_layers} layers, ",
+        end="",
+    )
+    print(f"{num_parameters(config) / 1e9:.2f} B parameters, {args.rows} x {args.seq} tokens, {' '.join(args.mesh)}")
+    print(f"matmul ceiling {ceiling:.0f} TFLOP/s")
+    results = []
+    for routing in args.routings:
+        row = measure(args, config, parallelism, routing)
+        gc.collect()
+        row |= {"routing": routing, "mesh": sizes, "ceiling": ceiling, "of_ceiling": row["tflops_per_gpu"] / ceiling}
+        results.append(row)
+        speed = f"{row['tokens_per_second_per_gpu']:.0f} tokens/s/GPU, {row['tflops_per_gpu']:.1f} TFLOP/s/GPU"
+        memory = f"peak {row['peak_gib']:.1f} GiB, state {row['state_gib']:.1f} GiB"
+        losses = f"loss {row['losses'][0]:.3f} to {row['losses'][-1]:.3f}"
+        print(f"{routing:>9}: {row['seconds']:.3f} s, {speed} ({row['of_ceiling']:.1%} of ceiling), {memory}, ", end="")
+        print(f"max/mean load {row['load']:.2f}, {losses}, compiled in {row['compile_seconds']:.0f} s", flush=True)
+    if args.output is not None:
+        args.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing: str) -> dict:
+    """The median step of `--steps` after a first one."""
+    model = random_model(config, jnp.bfloat16, param_dtype=jnp.dtype(args.param_dtype), mesh=parallelism.mesh)
+    optimizer = make_optimizer(1e-5, moment_dtype=jnp.dtype(args.moment_dtype))
+    graph, state = nnx.graphdef(model), init_state(model, optimizer)
+    del model
+    state_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    step = make_train_step(
+        graph,
+        optimizer,
+        aux_loss_coef=1e-3,
+        remat=not args.no_remat,
+        force_balanced_routing=routing == "balanced",
+        parallelism=parallelism,
+    )
+    batch = put_batch(random_batch(args, config.vocab_size), state.params, parallelism)
+    seconds, losses = [], []
+    for _ in range(args.steps + 1):
+        began = time.perf_counter()
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        jax.block_until_ready(state)
+        seconds.append(time.perf_counter() - began)
+    devices = parallelism.mesh.size
+    median = statistics.median(seconds[1:])
+    tokens = args.rows * args.seq
+    load = np.asarray(metrics["expert_load"])
+    peak = (parallelism.mesh.devices.flat[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+    return {
+        "seconds": median,
+        "compile_seconds": seconds[0],
+        "tokens_per_second_per_gpu": tokens / median / devices,
+        "tflops_per_gpu": tokens * training_flops_per_token(config, args.seq) / median / devices / 1e12,
+        "peak_gib": peak / 2**30,
+        "state_gib": state_bytes / 2**30,
+        "load": float((load.max(axis=1) / load.mean(axis=1)).mean()),
+        "losses": losses,
+    }
+
+
+def random_batch(args: argparse.Namespace, vocab_size: int) -> dict[str, np.ndarray]:
+    """Packed rows without padding."""
+    rng, shape = np.random.default_rng(0), (args.rows, args.seq)
+    starts = rng.random(shape) < (0 if args.one_document else 4 / args.seq)
+    starts[:, 0] = True
+    index = np.arange(args.seq)
+    tokens = rng.integers(0, vocab_size, shape)
+    return {
+        "tokens": tokens.astype(np.int32),
+        "labels": np.roll(tokens, -1, axis=1).astype(np.int32),
+        "loss_mask": np.ones(shape, np.int32),
+        "positions": (index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)).astype(np.int32),
+        "segment_ids": starts.cumsum(axis=1).astype(np.int32),
+    }
+
+
+def measure_ceiling(size: int) -> float:
+    """TFLOP/s of one GPU's dense bf16 matmul."""
+    a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
+    f = jax.jit(jnp.matmul)
+    jax.block_until_ready(f(a, b))
+    began = time.perf_counter()
+    for _ in range(50):
+        c = f(a, b)
+    jax.block_until_ready(c)
+    return 2 * size**3 * 50 / (time.perf_counter() - began) / 1e12
+
+
+if __name__ == "__main__":
+    main()

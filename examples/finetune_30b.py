@@ -1,0 +1,63 @@
+"""Fine-tune all parameters of Qwen3-30B-A3B on the GPUs of one host: bf16 compute, f32 masters, experts spread over the GPUs.
+
+    python examples/finetune_30b.py --model Qwen/Qwen3-30B-A3B --data chats.jsonl --output runs/30b
+    python examples/finetune_30b.py --random-weights --tokenizer Qwen/Qwen3-30B-A3B --data texts --output runs/try --steps 20
+
+Parameters with their masters and AdamW's moments take 8 bytes a parameter with moments in bf16 (four GPUs of 141 GB) and 12 in
+f32 (eight). Interrupted anywhere, the same command goes on from the last checkpoint, on as many GPUs or on others.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import tyro
+
+from moe_jax import train
+from moe_jax.check import random_model
+from moe_jax.config import NAMED_CONFIGS
+from moe_jax.parallel import MeshShape, make_mesh
+
+
+@dataclass
+class Settings:
+    """Command-line options."""
+
+    data: str
+    output: str
+    model: str = "Qwen/Qwen3-30B-A3B"
+    tokenizer: str | None = None
+    random_weights: bool = False
+    steps: int = 1000
+    seq_len: int = 4096
+    rows_per_gpu: int = 2
+    learning_rate: float = 1e-5
+
+
+def main(settings: Settings) -> None:
+    """Trains; the model is written to `output`/model as a Hugging Face folder."""
+    gpus = jax.device_count()
+    mesh = MeshShape(expert=gpus)
+    finetune_settings = train.FinetuneSettings(
+        model=settings.model,
+        tokenizer=settings.tokenizer,
+        data=settings.data,
+        output=settings.output,
+        seq_len=settings.seq_len,
+        batch_size=settings.rows_per_gpu * gpus,
+        steps=settings.steps,
+        warmup_steps=settings.steps // 10,
+        learning_rate=settings.learning_rate,
+        param_dtype="bfloat16",
+        moment_dtype="float32" if gpus >= 8 else "bfloat16",
+        mesh=mesh,
+    )
+    model = None
+    if settings.random_weights:
+        model = random_model(NAMED_CONFIGS["qwen3-30b-a3b"], jnp.bfloat16, mesh=make_mesh(expert=gpus))
+    result = train.finetune(finetune_settings, model=model)
+    result.model.save_pretrained(f"{settings.output}/model", tokenizer_from=settings.tokenizer or settings.model)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings))

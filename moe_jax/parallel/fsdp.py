@@ -1,0 +1,166 @@
+"""Fully sharded parameters: each device keeps a part of every matrix and gathers the whole where it is used.
+
+ZeRO, stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054), with the precisions of torch's FSDP2: matrices are
+gathered in the compute dtype; each device sends its gradients in that dtype to the devices that keep the parts, which sum
+them in f32. All of it happens inside `jax.shard_map` under `check_vma`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array
+
+from moe_jax.kernels.varying import varying_axes
+from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec
+
+Gather = tuple[tuple[int, tuple[str, ...]], ...]
+"""How an array comes out of the devices' parts: (an axis, the last is -1; the mesh axes over which it is joined), as often as
+need be. () if the array is whole."""
+
+
+@dataclass(frozen=True)
+class LayerGather:
+    """How the parameters of one layer are gathered, in the order of the leaves; what stays as it is has no mesh axes."""
+
+    gathers: tuple[Gather, ...]
+    dtype: jnp.dtype
+    """In which matrices travel and are computed with."""
+
+    @classmethod
+    def of_nothing(cls, num_leaves: int) -> "LayerGather":
+        """For a layer that lies whole on the device."""
+        return cls(((),) * num_leaves, jnp.dtype(jnp.float32))
+
+    def fetch(self, parts) -> list[Array]:
+        """Those of the layer's parameters that are gathered, whole, of this device's parts."""
+        return [_whole(how, self.dtype, part) for how, part in zip(self._travels, self.split(parts)[0], strict=True)]
+
+    def layer(self, parts, fetched: list[Array]):
+        """The layer's parameters: those fetched, and those that stay."""
+        return self.join(parts, fetched, self.split(parts)[1])
+
+    def own_parts(self, gradients: list[Array], like: list[Array]) -> list[Array]:
+        """Of gradients of what was fetched, this device's parts, summed over the devices, in the dtypes of `like`."""
+        triples = zip(self._travels, like, gradients, strict=True)
+        return [_own_part(how, part.dtype, gradient) for how, part, gradient in triples]
+
+    def split(self, tree) -> tuple[list[Array], list[Array]]:
+        """(leaves that travel, leaves that stay)."""
+        pairs = list(zip(self.gathers, jax.tree.leaves(tree), strict=True))
+        return [leaf for how, leaf in pairs if how], [leaf for how, leaf in pairs if not how]
+
+    def join(self, tree, travelling: list[Array], staying: list[Array]):
+        """A tree like `tree` of the two kinds of leaves."""
+        kinds = iter(travelling), iter(staying)
+        leaves = [next(kinds[0] if how else kinds[1]) for how in self.gathers]
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+    @property
+    def _travels(self) -> list[Gather]:
+        return [how for how in self.gathers if how]
+
+
+@dataclass(frozen=True)
+class ShardedParameters:
+    """A model's parameters inside `jax.shard_map`: `specs` lays them out, `enter` makes of parts what the model takes.
+
+    sharded = ShardedParameters.of(params, mesh, dtype=jnp.bfloat16, token_axes=("fsdp", "expert"))
+
+    def local(params, tokens):
+        model = nnx.merge(graph, sharded.enter(params))
+        return model.hidden_states(tokens, layer_gathers=sharded.layers)
+
+    jax.shard_map(local, mesh=mesh, in_specs=(sharded.specs, P(("fsdp", "expert"))), ...)
+    """
+
+    specs: nnx.State
+    """A PartitionSpec for each parameter."""
+    layers: tuple[LayerGather, ...]
+    """One for each stage of the model."""
+    outside: dict[tuple, Gather]
+    """By path, of the parameters outside the stages that are gathered."""
+    dtype: jnp.dtype
+    token_axes: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, params: nnx.State, mesh: Mesh | AbstractMesh, *, dtype: jnp.dtype, token_axes: Sequence[str]
+    ) -> "ShardedParameters":
+        """For the parameters (arrays or their shapes) of a model.
+
+        Args:
+          dtype: in which matrices are gathered: the model's.
+          token_axes: the mesh axes over which tokens are split, so that gradients are summed over them.
+        """
+        specs = jax.tree.map_with_path(lambda path, p: parameter_spec(parameter_path(path), p.shape, mesh), params)
+        gathers = {
+            names: gathered_axes(names, p.shape, mesh)
+            for names, p in ((parameter_path(path), p) for path, p in jax.tree.leaves_with_path(params))
+        }
+        stages = sorted({names[1] for names in gathers if names[0] == "stages"})
+        layers = (
+            LayerGather(tuple(how for names, how in gathers.items() if names[:2] == ("stages", stage)), jnp.dtype(dtype))
+            for stage in stages
+        )
+        outside = {names: how for names, how in gathers.items() if names[0] != "stages" and how}
+        return cls(specs, tuple(layers), outside, jnp.dtype(dtype), tuple(token_axes))
+
+    def enter(self, params: nnx.State) -> nnx.State:
+        """Parameters for the model: whole outside the stages, in parts within, which the layers gather one ahead.
+
+        Their gradients are those of this device's parts, summed in f32 over all axes along which tokens are split.
+        """
+
+        def enter(path, part):
+            part = _summed_over(part, tuple(sorted({*self.token_axes} - varying_axes(part))))
+            how = self.outside.get(parameter_path(path))
+            return part if how is None else _gathered(how, self.dtype, part)
+
+        return jax.tree.map_with_path(enter, params)
+
+
+def _whole(how: Gather, dtype: jnp.dtype, part: Array) -> Array:
+    part = part.astype(dtype)
+    for axis, mesh_axes in how:
+        part = lax.all_gather(part, mesh_axes, axis=part.ndim + axis, tiled=True)
+    return part
+
+
+def _own_part(how: Gather, dtype: jnp.dtype, gradient: Array) -> Array:
+    """An `all_to_all` and sums here move the bytes of the gradient's dtype, where a reduce-scatter in f32 moves f32's."""
+    for from_last, mesh_axes in reversed(how):
+        axis, devices = gradient.ndim + from_last, lax.axis_size(mesh_axes)
+        received = lax.all_to_all(gradient, mesh_axes, axis, axis, tiled=True)
+        before, after = gradient.shape[:axis], gradient.shape[axis + 1 :]
+        by_device = received.reshape(*before, devices, gradient.shape[axis] // devices, *after)
+        gradient = by_device.sum(axis=axis, dtype=jnp.float32)
+    return gradient.astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered(how: Gather, dtype: jnp.dtype, part: Array) -> Array:
+    return _whole(how, dtype, part)
+
+
+_gathered.defvjp(
+    lambda how, dtype, part: (_whole(how, dtype, part), jnp.zeros(0, part.dtype)),
+    lambda how, _, like, gradient: (_own_part(how, like.dtype, gradient),),
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _summed_over(parameter: Array, axes: tuple[str, ...]) -> Array:
+    """The parameter, for use with different tokens along `axes`; gradients are summed over these in f32."""
+    return lax.pcast(parameter, axes, to="varying") if axes else parameter
+
+
+_summed_over.defvjp(
+    lambda parameter, axes: (_summed_over(parameter, axes), None),
+    lambda axes, _, g: (lax.psum(g.astype(jnp.promote_types(g.dtype, jnp.float32)), axes).astype(g.dtype) if axes else g,),
+)

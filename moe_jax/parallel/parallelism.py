@@ -1,0 +1,65 @@
+"""What a model's tokens, experts and parameters have to do with a mesh, in one value that a training step is given."""
+
+import math
+from dataclasses import dataclass
+
+from jax.sharding import Mesh, PartitionSpec
+
+from moe_jax.parallel.context import ContextParallel
+from moe_jax.parallel.expert import ExpertParallel
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """A mesh of `make_mesh`, and how experts and sequences are spread over it.
+
+    Every device has tokens of its own: the rows of a batch are split over `data`, `fsdp` and `expert`, the tokens of a row over
+    `context`. Parameters are split over all axes but `data` (`parallel.layout`): the experts stay where they are and tokens
+    travel to them along `expert`, all other matrices are gathered where they are used (`parallel.fsdp`).
+    """
+
+    mesh: Mesh
+    expert: ExpertParallel = ExpertParallel()
+    """How tokens travel to experts, where the mesh has more than one device along `expert`."""
+    context: ContextParallel = ContextParallel()
+    """How sequences are split and attention is computed, where it has more than one along `context`."""
+
+    @property
+    def expert_parallel(self) -> ExpertParallel | None:
+        """`expert`, if there is anything to spread."""
+        return self.expert if self._size(self.expert.axis_name) > 1 else None
+
+    @property
+    def context_parallel(self) -> ContextParallel | None:
+        """`context`, if there is anything to split."""
+        return self.context if self._size(self.context.axis_name) > 1 else None
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the rows of a batch."""
+        return tuple(name for name in self.mesh.axis_names if name != self.context.axis_name)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which devices have different tokens: all."""
+        return tuple(self.mesh.axis_names)
+
+    @property
+    def batch_spec(self) -> PartitionSpec:
+        """Of arrays [batch, seq], their tokens in the order of `context.layout`."""
+        name = self.context.axis_name
+        return PartitionSpec(self.row_axes, name if name in self.mesh.axis_names else None)
+
+    def check_batch(self, rows: int) -> None:
+        """Whether the rows of a (micro-)batch can be dealt out.
+
+        Raises:
+          ValueError: they cannot.
+        """
+        ways = math.prod(self._size(name) for name in self.row_axes)
+        if rows % ways:
+            axes = " x ".join(f"{name}={self._size(name)}" for name in self.row_axes)
+            raise ValueError(f"a (micro-)batch of {rows} rows cannot be dealt out to {axes}; it must be a multiple of {ways}")
+
+    def _size(self, name: str) -> int:
+        return self.mesh.shape.get(name, 1)

@@ -1,0 +1,50 @@
+"""f32 master weights next to bf16 parameters, in 2 bytes more each: the parameter is the upper half of the master's bits.
+
+    master bits = (parameter bits << 16) + low half, a signed 16-bit number
+
+The model computes with the parameter as it is, the master rounded to the nearest bf16 (halfway cases away from zero). No
+pass of a step casts billions of weights, and nothing of an update is lost. All is exact but NaN.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, BFloat16, Float32, Int16, PyTree
+
+
+def initial_low_halves(params: PyTree) -> PyTree | None:
+    """The low halves of masters that equal their bf16 parameters; None for f32 parameters, which are masters themselves.
+
+    Raises:
+      ValueError: parameters of other dtypes, or of both.
+    """
+    dtypes = sorted({p.dtype.name for p in jax.tree.leaves(params)})
+    if dtypes == ["float32"]:
+        return None
+    if dtypes != ["bfloat16"]:
+        raise ValueError(f"parameters must be all float32 or all bfloat16 to be trained; there are {' and '.join(dtypes)}")
+    return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.int16), params)
+
+
+def join(params: PyTree, low_halves: PyTree) -> PyTree:
+    """The f32 masters."""
+    return jax.tree.map(_join, params, low_halves)
+
+
+def split(masters: PyTree) -> tuple[PyTree, PyTree]:
+    """(bf16 parameters, low halves): the inverse of `join`."""
+    return jax.tree.map(_upper_half, masters), jax.tree.map(_low_half, masters)
+
+
+def _join(parameter: BFloat16[Array, "..."], low: Int16[Array, "..."]) -> Float32[Array, "..."]:
+    upper = lax.bitcast_convert_type(parameter, jnp.int16).astype(jnp.int32) << 16
+    return lax.bitcast_convert_type(upper + low.astype(jnp.int32), jnp.float32)
+
+
+def _upper_half(master: Float32[Array, "..."]) -> BFloat16[Array, "..."]:
+    bits = lax.bitcast_convert_type(master, jnp.int32)
+    return lax.bitcast_convert_type(((bits + 0x8000) >> 16).astype(jnp.int16), jnp.bfloat16)
+
+
+def _low_half(master: Float32[Array, "..."]) -> Int16[Array, "..."]:
+    return lax.bitcast_convert_type(master, jnp.int32).astype(jnp.int16)

@@ -1,0 +1,56 @@
+"""Parameters in parts on eight devices: the single device's loss and every gradient, each device with its own part of both."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, relative_error
+
+from moe_jax.parallel.fsdp import ShardedParameters
+
+
+@pytest.fixture(scope="module")
+def single():
+    """(graph, parameters, tokens, direction, loss, gradients) of one device."""
+    rng = np.random.default_rng()
+    graph, parameters = nnx.split(tiny.model(), nnx.Param)
+    tokens = jnp.asarray(rng.integers(0, 264, (8, 6)))
+    direction = jnp.asarray(rng.normal(size=(8, 6, 264)), jnp.float32)
+
+    def loss(parameters):
+        model = nnx.merge(graph, parameters)
+        return jnp.sum(model(tokens).logits * direction)
+
+    return graph, parameters, tokens, direction, *jax.jit(jax.value_and_grad(loss))(parameters)
+
+
+@pytest.mark.parametrize(
+    "sizes, remat",
+    [({"fsdp": 8}, True), ({"data": 2, "fsdp": 4}, False), ({"data": 4, "fsdp": 2}, True)],
+    ids=lambda value: str(value),
+)
+def test_loss_and_gradients_are_those_of_one_device(single, sizes, remat):
+    graph, parameters, tokens, direction, expected, expected_gradients = single
+    mesh, axes = make_mesh(**sizes), tuple(sizes)
+    sharded = ShardedParameters.of(parameters, mesh, dtype=jnp.float32, token_axes=axes)
+
+    def local(parts, tokens, direction):
+        def loss(parts):
+            model = nnx.merge(graph, sharded.enter(parts))
+            logits = model(tokens, layer_gathers=sharded.layers, remat=remat).logits
+            return jax.lax.psum(jnp.sum(logits * direction), axes)
+
+        return jax.value_and_grad(loss)(parts)
+
+    on_mesh = jax.shard_map(local, mesh=mesh, in_specs=(sharded.specs, P(axes), P(axes)), out_specs=(P(), sharded.specs))
+    parts = jax.tree.map(lambda p, spec: jax.device_put(p, NamedSharding(mesh, spec)), parameters, sharded.specs)
+    found, gradients = jax.jit(on_mesh)(parts, tokens, direction)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for (path, actual), wanted in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(expected_gradients), strict=True):
+        assert relative_error(actual, wanted) < 1e-5, jax.tree_util.keystr(path)
+    q_proj = gradients["stages"][0]["self_attn"]["q_proj"]["weight"][...]
+    assert q_proj.addressable_shards[0].data.size * sizes["fsdp"] == q_proj.size

@@ -1,0 +1,86 @@
+"""A training step with parameters, experts, rows and sequences spread over meshes of eight: one device's, metrics included."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+from jax.sharding import NamedSharding
+from meshes import relative_error
+
+from moe_jax.layers.segments import segment_positions
+from moe_jax.parallel import ExpertParallel, Parallelism, make_mesh, parameter_sharding
+from moe_jax.parallel.layout import parameter_path
+from moe_jax.train import init_state, make_optimizer, make_train_step
+from moe_jax.train.step import put_batch
+
+ROWS, SEQ = 8, 16
+
+
+def make_batch(rng):
+    ids = np.sort(rng.integers(1, 4, (ROWS, SEQ)), axis=1)
+    ids[:, -2:] = 0
+    tokens, labels = rng.integers(0, 264, (2, ROWS, SEQ))
+    mask = (ids != 0) & (rng.random(ids.shape) < 0.8)
+    positions = segment_positions(jnp.asarray(ids))
+    arrays = dict(tokens=tokens, labels=labels, loss_mask=mask, positions=positions, segment_ids=ids)
+    return {name: np.asarray(array, np.int32) for name, array in arrays.items()}
+
+
+def train(batch, parallelism=None, steps=2, **options):
+    """(parameters, metrics) after some steps of AdamW."""
+    graph, params = nnx.split(tiny.model(), nnx.Param)
+    if parallelism is not None:
+
+        def place(path, p):
+            return jax.device_put(p, parameter_sharding(parameter_path(path), p.shape, parallelism.mesh))
+
+        params = jax.tree.map_with_path(place, params)
+    optimizer = make_optimizer(1e-2)
+    state = init_state(nnx.merge(graph, params), optimizer)
+    options = dict(aux_loss_coef=0.1, z_loss_coef=0.1) | options
+    step = make_train_step(graph, optimizer, parallelism=parallelism, **options)
+    for _ in range(steps):
+        state, metrics = step(state, put_batch(batch, state.params, parallelism))
+    return state, metrics
+
+
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        ({"fsdp": 2, "expert": 4}, {}),
+        ({"expert": 2, "context": 4}, {"remat": False}),
+        ({"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2}),
+    ],
+    ids=str,
+)
+def test_two_steps_are_those_of_one_device(sizes, options):
+    batch = make_batch(np.random.default_rng())
+    expected, expected_metrics = train(batch, **options)
+    state, metrics = train(batch, Parallelism(make_mesh(**sizes)), **options)
+    for name, value in expected_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+    for (path, ours), theirs in zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(expected.params), strict=True):
+        # AdamW divides a gradient by its own size: where it is next to nothing, f32's noise moves the weight by a step.
+        assert relative_error(ours, theirs) < 1e-3, jax.tree_util.keystr(path)
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 1]
+    assert all(isinstance(x.sharding, NamedSharding) for x in moments)
+    ways = np.prod([sizes.get(name, 1) for name in ("fsdp", "expert", "context")])
+    assert sum(x.addressable_shards[0].data.size for x in moments) < 1.2 * sum(x.size for x in moments) / ways
+
+
+def test_dropped_choices_are_a_metric():
+    mesh = make_mesh(expert=4, data=2)
+    tight = ExpertParallel(transport="all_to_all", drop="position", capacity_factor=0.1)
+    _, metrics = train(make_batch(np.random.default_rng()), Parallelism(mesh, tight), steps=1)
+    # 64 tokens from a device to a device always fit.
+    assert metrics["num_dropped"] == 0 and metrics["num_dropped"].dtype == jnp.int32
+
+
+def test_rows_that_cannot_be_dealt_out_are_refused():
+    batch = {name: array[:6] for name, array in make_batch(np.random.default_rng()).items()}
+    with pytest.raises(
+        ValueError, match=r"6 rows cannot be dealt out to data=2 x fsdp=4 x expert=1; it must be a multiple of 8"
+    ):
+        train(batch, Parallelism(make_mesh(data=2, fsdp=4)))
