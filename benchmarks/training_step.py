@@ -4,8 +4,8 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/training_step.py --small --mesh fsdp=2 expert=2  # CPU
 
 TFLOP/s are model FLOPs (`moe_jax.flops`: recomputed layers count once) of one GPU; "of ceiling" compares them with a dense bf16
-matmul of 8192^3 on one GPU in the same process. Rows hold documents of random length of up to `--seq` tokens. Routing is the
-router's own choice of random weights ("own"), or dealt out evenly ("balanced").
+matmul of 8192^3 on one GPU in the same process. Attention counts the keys that a token sees: half a row on average, fewer where
+rows are packed. Routing is the router's own choice of random weights ("own"), or dealt out evenly ("balanced").
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--context-method", default="ring", choices=("ring", "all_gather", "ulysses"))
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=4, help="of the whole batch")
-    parser.add_argument("--one-document", action="store_true", help="rows that are one document each")
+    parser.add_argument("--packed", action="store_true", help="rows of several documents; by default each row is one")
     parser.add_argument("--param-dtype", default="bfloat16", choices=("float32", "bfloat16"), help="masters are f32")
     parser.add_argument("--moment-dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--no-remat", action="store_true")
@@ -99,7 +99,9 @@ def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing:
         force_balanced_routing=routing == "balanced",
         parallelism=parallelism,
     )
-    batch = put_batch(random_batch(args, config.vocab_size), state.params, parallelism)
+    rows = random_batch(args, config.vocab_size)
+    flops_per_token = training_flops_per_token(config, 1 + 2 * float(rows["positions"].mean()))
+    batch = put_batch(rows, state.params, parallelism)
     seconds, losses = [], []
     for _ in range(args.steps + 1):
         began = time.perf_counter()
@@ -116,7 +118,7 @@ def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing:
         "seconds": median,
         "compile_seconds": seconds[0],
         "tokens_per_second_per_gpu": tokens / median / devices,
-        "tflops_per_gpu": tokens * training_flops_per_token(config, args.seq) / median / devices / 1e12,
+        "tflops_per_gpu": tokens * flops_per_token / median / devices / 1e12,
         "peak_gib": peak / 2**30,
         "state_gib": state_bytes / 2**30,
         "load": float((load.max(axis=1) / load.mean(axis=1)).mean()),
@@ -127,7 +129,7 @@ def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing:
 def random_batch(args: argparse.Namespace, vocab_size: int) -> dict[str, np.ndarray]:
     """Packed rows without padding."""
     rng, shape = np.random.default_rng(0), (args.rows, args.seq)
-    starts = rng.random(shape) < (0 if args.one_document else 4 / args.seq)
+    starts = rng.random(shape) < (4 / args.seq if args.packed else 0)
     starts[:, 0] = True
     index = np.arange(args.seq)
     tokens = rng.integers(0, vocab_size, shape)

@@ -17,7 +17,7 @@ def num_active_parameters(config: Qwen3Config) -> int:
     return num_parameters(config) - inactive
 
 
-def forward_flops_per_token(config: Qwen3Config, seq_len: int) -> float:
+def forward_flops_per_token(config: Qwen3Config, seq_len: float) -> float:
     """2 FLOPs per weight of each matmul that a token passes, and 4 * heads * head_dim per key it attends to.
 
     A token of a causal sequence sees seq_len / 2 keys on average; a sliding window limits them. Norms, softmax and the like
@@ -28,7 +28,7 @@ def forward_flops_per_token(config: Qwen3Config, seq_len: int) -> float:
     return 2 * _matmul_parameters(config, every_expert=False) + scores
 
 
-def training_flops_per_token(config: Qwen3Config, seq_len: int) -> float:
+def training_flops_per_token(config: Qwen3Config, seq_len: float) -> float:
     """Three times the forward pass: the backward pass makes two gradients per matmul. Recomputation does not count.
 
     Qwen3-30B-A3B at seq_len 4096: 23.1e9.
