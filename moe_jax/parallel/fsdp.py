@@ -97,7 +97,15 @@ class ShardedParameters:
         Args:
           dtype: in which matrices are gathered: the model's.
           token_axes: the mesh axes over which tokens are split, so that gradients are summed over them.
+
+        Raises:
+          ValueError: experts that the mesh axis `expert` does not divide.
         """
+        for path, p in jax.tree.leaves_with_path(params):
+            names = parameter_path(path)
+            ways = mesh.shape.get("expert", 1)
+            if names[-1] == "gate_up_proj" and p.shape[-3] % ways:
+                raise ValueError(f"{p.shape[-3]} experts cannot be dealt out to expert={ways} devices; take a divisor")
         specs = jax.tree.map_with_path(lambda path, p: parameter_spec(parameter_path(path), p.shape, mesh), params)
         gathers = {
             names: gathered_axes(names, p.shape, mesh)

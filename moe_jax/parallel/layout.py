@@ -63,7 +63,9 @@ def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> d
     splits: dict[int, tuple[str, ...]] = {}
     for name in ("expert", "fsdp", "context") if own_axes == 3 else ("fsdp", "expert", "context"):
         ways = mesh.shape.get(name, 1)
-        for axis in range(len(shape) - own_axes, len(shape)) if ways > 1 else ():
+        # Along `expert` whole experts are dealt out, or none.
+        choices = 1 if name == "expert" and own_axes == 3 else own_axes
+        for axis in range(len(shape) - own_axes, len(shape) - own_axes + choices) if ways > 1 else ():
             before = splits.get(axis, ())
             if shape[axis] % (ways * math.prod(mesh.shape[other] for other in before)) == 0:
                 splits[axis] = (*before, name)

@@ -23,6 +23,7 @@ LAYER = ("stages", 0)
         ((*LAYER, "self_attn", "q_proj", "bias"), (3, 64), (None, None)),
         ((*LAYER, "mlp", "experts", "gate_up_proj"), (3, 8, 48, 32), (None, ("expert", "fsdp"), None, None)),
         ((*LAYER, "mlp", "experts", "down_proj"), (3, 6, 32, 24), (None, "expert", "fsdp", None)),
+        ((*LAYER, "mlp", "experts", "down_proj"), (3, 5, 32, 24), (None, None, "fsdp", None)),
         ((*LAYER, "mlp", "down_proj", "weight"), (3, 32, 48), (None, ("fsdp", "expert"), None)),
         ((*LAYER, "mlp", "router", "weight"), (3, 8, 32), (None, None, None)),
         (("embed_tokens", "weight"), (97, 32), (None, ("fsdp", "expert"))),
