@@ -1,0 +1,38 @@
+"""Every expert has one place, every device as many, and the loads are as even as brute force finds them, or nearly."""
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_jax.parallel.expert.placement import balanced_order, device_load
+
+LOADS = st.lists(st.integers(0, 1000), min_size=6, max_size=6)
+
+
+def busiest(load, order, devices):
+    return device_load(np.asarray(load)[order], devices).max()
+
+
+@settings(deadline=None)
+@given(LOADS, st.sampled_from([1, 2, 3, 6]))
+def test_order_is_a_permutation_within_four_thirds_of_the_best(load, devices):
+    order = balanced_order(np.asarray(load), devices)
+    assert sorted(order) == list(range(6))
+    best = min(busiest(load, list(order), devices) for order in permutations(range(6)))
+    assert best <= busiest(load, order, devices) <= 4 / 3 * best
+
+
+def test_skewed_loads_become_as_even_as_they_can():
+    popularity = 1 / np.arange(1, 129)
+    load = np.random.default_rng().permutation(popularity)
+    # The most popular expert shares its device with the 15 least popular ones: no order does better.
+    best = popularity[0] + popularity[-15:].sum()
+    assert busiest(load, balanced_order(load, 8), 8) == pytest.approx(best)
+
+
+def test_devices_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="6 experts cannot be dealt out to 4 devices; take a divisor"):
+        balanced_order(np.ones(6), 4)

@@ -1,0 +1,56 @@
+"""Experts that change places change nothing else: logits, losses and the next steps stay."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+from test_step import make_batch
+
+from moe_jax.train import init_state, make_optimizer, make_train_step
+from moe_jax.train.rebalance import move_experts, rebalance
+
+
+def start(dtype="float32"):
+    """(graph, optimizer, state before the first step)."""
+    model, optimizer = tiny.model(param_dtype=dtype), make_optimizer(1e-2)
+    return nnx.graphdef(model), optimizer, init_state(model, optimizer)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_goes_on_as_if_nothing_had_happened(dtype):
+    graph, optimizer, state = start(dtype)
+    step, batch = make_train_step(graph, optimizer, z_loss_coef=0.1), make_batch(np.random.default_rng())
+    state, _ = step(state, batch)
+    rng = np.random.default_rng()
+    orders = np.stack([rng.permutation(4) for _ in range(2)])
+    moved = move_experts(jax.tree.map(lambda x: x.copy(), state), orders)
+    state, metrics = step(state, batch)
+    moved, moved_metrics = step(moved, batch)
+    np.testing.assert_allclose(moved_metrics["total_loss"], metrics["total_loss"], rtol=1e-5)
+    np.testing.assert_allclose(moved_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-4)
+    load = np.take_along_axis(np.asarray(metrics["expert_load"]), orders, axis=1)
+    np.testing.assert_array_equal(moved_metrics["expert_load"], load)
+    back = move_experts(moved, np.argsort(orders, axis=1))
+    for ours, theirs in zip(jax.tree.leaves(back.params), jax.tree.leaves(state.params), strict=True):
+        ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
+        # AdamW divides a gradient by its own size: where it is next to nothing, f32's noise moves the weight by a step.
+        assert np.linalg.norm(ours - theirs) < 1e-2 * np.linalg.norm(theirs)
+
+
+def test_rebalance_evens_out_the_devices():
+    state = start()[2]
+    gate_up = np.asarray(state.params["stages"][0]["mlp"]["experts"]["gate_up_proj"])
+    state, orders = rebalance(state, np.asarray([[9, 8, 1, 2], [1, 1, 1, 1]]), 2)
+    np.testing.assert_array_equal(orders, [[0, 2, 1, 3], [0, 2, 1, 3]])
+    moved = np.asarray(state.params["stages"][0]["mlp"]["experts"]["gate_up_proj"])
+    np.testing.assert_array_equal(moved, np.take_along_axis(gate_up, orders[:, :, None, None], axis=1))
+
+
+@pytest.mark.parametrize(
+    "orders, message", [([[0, 1, 2, 3]], "must be .moe_layers, experts. = .2, 4.*"), ([[0, 0, 1, 2]] * 2, "permutation")]
+)
+def test_wrong_orders_are_refused(orders, message):
+    state = start()[2]
+    with pytest.raises(ValueError, match=message):
+        move_experts(state, np.asarray(orders))
