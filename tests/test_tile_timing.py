@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from moe_jax import tile_timing
 from moe_jax.kernels.grouped_matmul import mosaic
@@ -13,13 +12,7 @@ from moe_jax.kernels.grouped_matmul.mosaic.tile_limits import PASSES, candidates
 from moe_jax.kernels.routing import plan
 from moe_jax.tile_timing import operand_shapes, run_pass, time_tiles
 
-
-@pytest.fixture(autouse=True)
-def no_races():
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    yield
-    if gpu_callbacks._races is not None:
-        assert not gpu_callbacks.get_races().races_found
+pytestmark = pytest.mark.usefixtures("no_races")
 
 
 def results(pass_name, tiles, matrix, chosen, experts, draw):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -16,12 +15,7 @@ from moe_jax.kernels.flash_attention import flash_attention, masks
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"))
 
 
-@pytest.fixture(autouse=True)
-def no_races():
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    yield
-    if gpu_callbacks._races is not None:
-        assert not gpu_callbacks.get_races().races_found
+pytestmark = pytest.mark.usefixtures("no_races")
 
 
 def packed(rng, batch, seq, segments):

@@ -3,11 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+from expert_layers import ARRAYS, choose, exact_with_gradients, make_layer, relative_error, with_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -19,42 +18,7 @@ from moe_jax.kernels.routing import plan
 ROUTINGS = ["random", "one_takes_all", "half_empty", "some_nobody"]
 
 
-@pytest.fixture(autouse=True)
-def no_races():
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    yield
-    if gpu_callbacks._races is not None:
-        assert not gpu_callbacks.get_races().races_found
-
-
-def choose(rng, routing, tokens, experts, k):
-    if routing == "random":
-        return np.argsort(rng.random((tokens, experts)), axis=1)[:, :k]
-    if routing == "one_takes_all":
-        return np.full((tokens, k), experts - 1)
-    if routing == "half_empty":
-        return rng.integers(0, max(experts // 2, 1), (tokens, k))
-    return rng.integers(-1, experts + 1, (tokens, k))
-
-
-def make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype=jnp.bfloat16):
-    x, w_gate_up, w_down = (
-        jnp.asarray(rng.normal(size=shape) * shape[-1] ** -0.5, dtype)
-        for shape in ((tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter))
-    )
-    weights = jnp.asarray(rng.random((tokens, k)), jnp.float32)
-    return x, w_gate_up, w_down, weights, jnp.asarray(choose(rng, routing, tokens, experts, k), jnp.int32)
-
-
-def with_gradients(f, layer, dy):
-    *arrays, chosen = layer
-    y, pullback = jax.vjp(lambda *a: f(*a, chosen), *arrays)
-    return y, *pullback(dy.astype(y.dtype))
-
-
-def relative_error(actual, expected):
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    return np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-300)
+pytestmark = pytest.mark.usefixtures("no_races")
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -72,10 +36,8 @@ def test_values_and_every_gradient_are_as_near_f64_as_the_xla_backends(rng, rout
     dy = jnp.asarray(rng.normal(size=(tokens, hidden)), dtype)
     ours = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy)
     theirs = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="xla"), layer, dy)
-    with jax.enable_x64(True):
-        exact_layer = tuple(a.astype(jnp.float64) for a in layer[:-1])
-        exact = with_gradients(oracle.experts_mlp, (*exact_layer, layer[-1]), dy)
-    for name, actual, other, expected in zip(("y", "x", "w_gate_up", "w_down", "weights"), ours, theirs, exact, strict=True):
+    exact = exact_with_gradients(layer, dy)
+    for name, actual, other, expected in zip(ARRAYS, ours, theirs, exact, strict=True):
         assert actual.shape == expected.shape and actual.dtype == other.dtype, name
         # Of a handful of numbers the two errors are two draws of the same noise.
         bound = 1.5 * relative_error(other, expected) + 1e-5 if expected.size > 100 else 3e-2

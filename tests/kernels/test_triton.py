@@ -15,8 +15,8 @@ from concurrent.futures import ProcessPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+from expert_layers import ARRAYS, choose, exact_with_gradients, make_layer, relative_error, with_gradients
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
@@ -94,36 +94,6 @@ def run_in_interpreter(module, name, inputs, outputs, grid, constants):
     return [result.numpy().astype(dtype) for result, (_, dtype) in zip(results, outputs, strict=True)]
 
 
-def choose(rng, routing, tokens, experts, k):
-    if routing == "random":
-        return np.argsort(rng.random((tokens, experts)), axis=1)[:, :k]
-    if routing == "one_takes_all":
-        return np.full((tokens, k), experts - 1)
-    if routing == "half_empty":
-        return rng.integers(0, max(experts // 2, 1), (tokens, k))
-    return rng.integers(-1, experts + 1, (tokens, k)) if routing == "some_nobody" else np.full((tokens, k), experts)
-
-
-def make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype=jnp.bfloat16):
-    x, w_gate_up, w_down = (
-        jnp.asarray(rng.normal(size=shape) * shape[-1] ** -0.5, dtype)
-        for shape in ((tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter))
-    )
-    weights = jnp.asarray(rng.random((tokens, k)), jnp.float32)
-    return x, w_gate_up, w_down, weights, jnp.asarray(choose(rng, routing, tokens, experts, k), jnp.int32)
-
-
-def with_gradients(f, layer, dy):
-    *arrays, chosen = layer
-    y, pullback = jax.vjp(lambda *a: f(*a, chosen), *arrays)
-    return y, *pullback(dy.astype(y.dtype))
-
-
-def relative_error(actual, expected):
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    return np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-300)
-
-
 @needs_triton
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
@@ -143,11 +113,8 @@ def test_values_and_every_gradient_are_as_near_f64_as_the_xla_backends(
     dy = jnp.asarray(rng.normal(size=(tokens, hidden)), dtype)
     actuals = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="triton"), layer, dy)
     others = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="xla"), layer, dy)
-    with jax.enable_x64(True):
-        exact_layer = tuple(a.astype(jnp.float64) for a in layer[:-1])
-        exact = with_gradients(oracle.experts_mlp, (*exact_layer, layer[-1]), dy)
-    names = ("y", "x", "w_gate_up", "w_down", "weights")
-    for name, actual, other, expected in zip(names, actuals, others, exact, strict=True):
+    exact = exact_with_gradients(layer, dy)
+    for name, actual, other, expected in zip(ARRAYS, actuals, others, exact, strict=True):
         assert actual.shape == expected.shape and actual.dtype == other.dtype, name
         # Of a handful of numbers the two errors are two draws of the same noise.
         few = 1e-5 if dtype == "float32" else 3e-2
