@@ -8,11 +8,10 @@ are the median of 5 groups of `--launches` calls between two synchronisations; r
 """
 
 import argparse
-import statistics
-import time
 
 import jax
 import jax.numpy as jnp
+from timing import median_ms
 
 from moe_jax.kernels.flash_attention import flash_attention
 
@@ -71,20 +70,7 @@ def measure(attention, batch: int, tokens: int, args: argparse.Namespace) -> tup
         y, backward = jax.vjp(attention, q, k, v)
         return y, backward(dy)
 
-    return _median_ms(jax.jit(attention), (q, k, v), args.launches), _median_ms(jax.jit(both), (q, k, v, dy), args.launches)
-
-
-def _median_ms(f, arguments: tuple, launches: int) -> float:
-    for _ in range(3):
-        jax.block_until_ready(f(*arguments))
-    groups = []
-    for _ in range(5):
-        began = time.perf_counter()
-        for _ in range(launches):
-            result = f(*arguments)
-        jax.block_until_ready(result)
-        groups.append((time.perf_counter() - began) / launches)
-    return 1e3 * statistics.median(groups)
+    return median_ms(jax.jit(attention), (q, k, v), args.launches), median_ms(jax.jit(both), (q, k, v, dy), args.launches)
 
 
 if __name__ == "__main__":

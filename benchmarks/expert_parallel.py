@@ -19,15 +19,14 @@ import argparse
 import contextlib
 import functools
 import json
-import statistics
 import sys
-import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from timing import median_ms
 
 from moe_jax.kernels import experts_mlp
 from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
@@ -245,20 +244,6 @@ def relative_error(actual, expected) -> float:
     actual = jax.device_put(actual, expected.sharding).astype(jnp.float32)
     expected = expected.astype(jnp.float32)
     return float(jnp.linalg.norm((actual - expected).reshape(-1)) / jnp.linalg.norm(expected.reshape(-1)))
-
-
-def median_ms(f, arguments: tuple, launches: int) -> float:
-    """Milliseconds of a call."""
-    for _ in range(3):
-        jax.block_until_ready(f(*arguments))
-    groups = []
-    for _ in range(5):
-        began = time.perf_counter()
-        for _ in range(launches):
-            result = f(*arguments)
-        jax.block_until_ready(result)
-        groups.append((time.perf_counter() - began) / launches)
-    return 1e3 * statistics.median(groups)
 
 
 def _print_each(rows) -> list[dict]:
