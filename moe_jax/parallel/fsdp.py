@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 from moe_jax.kernels.varying import varying_axes
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec
+from moe_jax.parallel.sums import sum_scatter
 
 Gather = tuple[tuple[int, tuple[str, ...]], ...]
 """How an array comes out of the devices' parts: (an axis, the last is -1; the mesh axes over which it is joined), as often as
@@ -141,13 +142,8 @@ def _whole(how: Gather, dtype: jnp.dtype, part: Array) -> Array:
 
 
 def _own_part(how: Gather, dtype: jnp.dtype, gradient: Array) -> Array:
-    """An `all_to_all` and sums here move the bytes of the gradient's dtype, where a reduce-scatter in f32 moves f32's."""
-    for from_last, mesh_axes in reversed(how):
-        axis, devices = gradient.ndim + from_last, lax.axis_size(mesh_axes)
-        received = lax.all_to_all(gradient, mesh_axes, axis, axis, tiled=True)
-        before, after = gradient.shape[:axis], gradient.shape[axis + 1 :]
-        by_device = received.reshape(*before, devices, gradient.shape[axis] // devices, *after)
-        gradient = by_device.sum(axis=axis, dtype=jnp.float32)
+    for axis, mesh_axes in reversed(how):
+        gradient = sum_scatter(gradient, mesh_axes, gradient.ndim + axis)
     return gradient.astype(dtype)
 
 

@@ -14,9 +14,5 @@ def pack(x: Num[Array, "tokens features"], route: Route) -> Num[Array, "devices 
 def unpack(slots: Float[Array, "devices slots features"], route: Route) -> Float[Array, "tokens features"]:
     """out[t] = sum over d of the token's slot for d, in at least f32 and in the order of the devices."""
     flat = slots.reshape(-1, slots.shape[2])
-    return sum_over_devices(flat.at[route.slot_of_token].get(mode="fill", fill_value=0))
-
-
-def sum_over_devices(a: Float[Array, "devices tokens features"]) -> Float[Array, "tokens features"]:
-    """The sum over the first axis, in at least f32."""
-    return jnp.sum(a, axis=0, dtype=jnp.promote_types(a.dtype, jnp.float32))
+    of_devices = flat.at[route.slot_of_token].get(mode="fill", fill_value=0)
+    return jnp.sum(of_devices, axis=0, dtype=jnp.promote_types(slots.dtype, jnp.float32))

@@ -1,0 +1,17 @@
+"""Sums over devices of 16-bit contributions, in f32 and in the devices' order."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+
+def sum_scatter(x: Array, mesh_axes: str | tuple[str, ...], axis: int) -> Array:
+    """This device's part, along `axis`, of the sum of all devices' x, in at least f32; inside `jax.shard_map`.
+
+    A reduce-scatter written as an all-to-all with the sum where the part stays: contributions travel in x's dtype, where a
+    reduce-scatter in f32 moves f32's bytes and one of the same bytes rounds after every addition.
+    """
+    devices = lax.axis_size(mesh_axes)
+    received = lax.all_to_all(x, mesh_axes, axis, axis, tiled=True)
+    by_device = received.reshape(*x.shape[:axis], devices, x.shape[axis] // devices, *x.shape[axis + 1 :])
+    return by_device.sum(axis=axis, dtype=jnp.promote_types(x.dtype, jnp.float32))
