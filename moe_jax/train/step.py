@@ -152,14 +152,29 @@ def make_train_step(
 
 
 def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Parallelism | None = None) -> dict[str, jax.Array]:
-    """The batch on the devices that hold the parameters, rows and sequences split as `parallelism` says."""
+    """The batch on the devices that hold the parameters, rows and sequences split as `parallelism` says.
+
+    Without it, rows are split over the mesh axes `data` and `fsdp` as far as these divide them.
+    """
     if parallelism is None:
-        return jax.device_put(batch, _replicated(params))
+        return jax.device_put(batch, _split_rows(len(batch["tokens"]), _replicated(params)))
     if (context := parallelism.context_parallel) is not None:
         ways = parallelism.mesh.shape[context.axis_name]
         batch = jax.tree.map(lambda array: shard_sequence(array, ways, context.layout), batch)
     parallelism.check_batch(len(batch["tokens"]))
     return jax.device_put(batch, NamedSharding(parallelism.mesh, parallelism.batch_spec))
+
+
+def _split_rows(rows: int, sharding):
+    """A sharding of so many rows on the devices of `sharding`."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    axes: list[str] = []
+    for axis in ("data", "fsdp"):
+        ways = sharding.mesh.shape.get(axis, 1)
+        if rows % ways == 0:
+            rows, axes = rows // ways, [*axes, axis]
+    return NamedSharding(sharding.mesh, PartitionSpec(tuple(axes)))
 
 
 def _on_mesh(micro_loss, parallelism: Parallelism, graphdef: nnx.GraphDef, params: nnx.State):

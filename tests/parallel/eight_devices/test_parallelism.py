@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from meshes import relative_error
 
 from moe_jax.layers.segments import segment_positions
@@ -84,3 +84,11 @@ def test_rows_that_cannot_be_dealt_out_are_refused():
         ValueError, match=r"6 rows cannot be dealt out to data=2 x fsdp=4 x expert=1; it must be a multiple of 8"
     ):
         train(batch, Parallelism(make_mesh(data=2, fsdp=4)))
+
+
+def test_without_parallelism_rows_are_split_as_far_as_they_can_be():
+    mesh = make_mesh(data=2, fsdp=4)
+    params = {"w": jax.device_put(jnp.zeros(8), NamedSharding(mesh, PartitionSpec()))}
+    for rows, of_a_device in ((8, 1), (4, 2), (6, 3), (3, 3)):
+        tokens = put_batch({"tokens": np.zeros((rows, SEQ), np.int32)}, params)["tokens"]
+        assert tokens.addressable_shards[0].data.shape == (of_a_device, SEQ)
