@@ -1,4 +1,4 @@
-"""What every Hopper kernel of ours shares: how it is launched, on how many cores, and how operands lie in shared memory."""
+"""What every Hopper kernel of ours shares: how it is launched, in how many blocks, and how operands lie in shared memory."""
 
 from collections.abc import Callable
 
@@ -13,12 +13,19 @@ from moe_jax.kernels.varying import vary_as, varying_axes
 SWIZZLED_COLUMNS = 64
 """Columns of a 16-bit operand in one row of the widest swizzle, 128 bytes."""
 
-INTERPRETED_CORES = 2
+BLOCKS_PER_CORE = 2
+"""Blocks of a persistent kernel, one after the other on a core.
+
+With one, a kernel that finds some cores taken by a collective ends as late as the blocks that waited for it, and a collective
+that finds all cores taken begins at the kernel's end.
+"""
+
+INTERPRETED_BLOCKS = 2
 """Blocks in the interpreter: enough for two to run at once and for each to take several tiles."""
 
 
 def launch(name: str, body: Callable, outputs: list[jax.ShapeDtypeStruct], scratch: list, *, warpgroups: int) -> Callable:
-    """A persistent kernel: `body(*input references, *output references, *scratch references)` in each warpgroup of a core."""
+    """A persistent kernel: `body(*input references, *output references, *scratch references)` in each warpgroup of a block."""
 
     def kernel(*references):
         pl.run_scoped(lambda *buffers: body(*references, *buffers), *scratch, collective_axes="warpgroup")
@@ -27,8 +34,8 @@ def launch(name: str, body: Callable, outputs: list[jax.ShapeDtypeStruct], scrat
     run = plgpu.kernel(
         kernel,
         out_type=outputs,
-        grid=(num_cores(),),
-        grid_names=("core",),
+        grid=(grid_size(),),
+        grid_names=("block",),
         num_threads=warpgroups,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
@@ -64,12 +71,12 @@ def operand_transforms(dtype: jnp.dtype, columns: int = SWIZZLED_COLUMNS) -> tup
     return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
 
 
-def num_cores() -> int:
-    """Streaming multiprocessors of the target: as many persistent blocks run."""
+def grid_size() -> int:
+    """Blocks of a persistent kernel."""
     if is_interpreted():
-        return INTERPRETED_CORES
+        return INTERPRETED_BLOCKS
     target = jax.sharding.get_abstract_mesh().abstract_device
-    return target.num_cores if target is not None else jax.devices()[0].core_count
+    return BLOCKS_PER_CORE * (target.num_cores if target is not None else jax.devices()[0].core_count)
 
 
 def is_interpreted() -> bool:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_jax.kernels.mosaic_gpu import is_interpreted, num_cores, operand_transforms
+from moe_jax.kernels.mosaic_gpu import grid_size, is_interpreted, operand_transforms
 from moe_jax.kernels.mosaic_gpu import launch as launch_kernel
 
 COMPUTERS = 2
@@ -33,10 +33,11 @@ L2_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class Work:
-    """The tiles of a kernel, one for each (batch, block of the sequence, head), and which of them a core computes, in order.
+    """The tiles of a kernel, one for each (batch, block of the sequence, head), and which a thread block computes, in order.
 
-    Tiles come in sections of as many key heads as L2 holds, within a section the longest first. Cores are dealt tiles to and
-    fro, 0 1 2 2 1 0 0 1 2, so that each gets as many long ones as short ones.
+    Tiles come in sections of as many key heads as L2 holds, within a section the longest first. They are dealt to and fro,
+    0 1 2 2 1 0 0 1 2, so that each thread block gets as many long ones as short ones: where a section gives it many. With
+    one or two a section, the same blocks get the longest of every section.
     """
 
     batch: int
@@ -46,23 +47,23 @@ class Work:
     """Along the sequence."""
     longest: Literal["first", "last"]
     """Where in the sequence the blocks with the most work are."""
-    bytes_per_kv_head: int
-    """Of what the tiles of one key head share."""
+    bytes_per_kv_head: int | None
+    """Of what the tiles of one key head share; None: all tiles are one section."""
 
     def for_each_tile(self, body: Callable, carry):
-        """carry = body(number of the core's tile, (batch, block, head, key head), carry) for each tile of this core."""
-        core, cores = lax.axis_index("core"), num_cores()
-        full, rest = divmod(self.batch * self.heads * self.num_blocks, cores)
+        """carry = body(number of the block's tile, (batch, block, head, key head), carry) for each tile of this block."""
+        own, blocks = lax.axis_index("block"), grid_size()
+        full, rest = divmod(self.batch * self.heads * self.num_blocks, blocks)
 
         def position(turn):
-            return jnp.where(lax.rem(turn, jnp.int32(2)) == 0, core, cores - 1 - core)
+            return jnp.where(lax.rem(turn, jnp.int32(2)) == 0, own, blocks - 1 - own)
 
         count = full + (position(jnp.int32(full)) < rest).astype(jnp.int32)
-        return lax.fori_loop(0, count, lambda turn, c: body(turn, self._place(turn * cores + position(turn)), c), carry), count
+        return lax.fori_loop(0, count, lambda turn, c: body(turn, self._place(turn * blocks + position(turn)), c), carry), count
 
     def _place(self, index):
         pairs, group = self.batch * self.kv_heads, self.heads // self.kv_heads
-        fitting = max(1, min(pairs, L2_BYTES // self.bytes_per_kv_head))
+        fitting = pairs if self.bytes_per_kv_head is None else max(1, min(pairs, L2_BYTES // self.bytes_per_kv_head))
         section_pairs = next(n for n in range(fitting, 0, -1) if pairs % n == 0)
         section, index = _divmod(index, section_pairs * group * self.num_blocks)
         block, index = _divmod(index, section_pairs * group)
@@ -189,7 +190,7 @@ def scores_and_weighted_sum(q, k, out, weights, v, issued: Callable, between: Ca
 
 
 def launch(name: str, body: Callable, outputs: list, scratch: list, dtype: jnp.dtype) -> Callable:
-    """`body(*inputs, *outputs, *scratch)` runs in every warpgroup of every core.
+    """`body(*inputs, *outputs, *scratch)` runs in every warpgroup of every block.
 
     A tuple in `scratch` is the shape of what `wgmma_registers` stages, one for each computing warpgroup; None on a GPU.
     """

@@ -1,7 +1,8 @@
 """Rows of tokens in expert order: out[row of pair (t, k)] = x[t], by TMA copies through shared memory.
 
 Cost: T*D elements read and R*D written, at the speed of a copy. The kernel goes by tokens, so that each is read once: by rows
-each would be read K times, long after it has left the L2 cache.
+each would be read K times, long after it has left the L2 cache. Two blocks share a core: while one reads the numbers of its
+next rows, the other copies.
 """
 
 import jax
@@ -11,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.mosaic_gpu import call_varying, interpret, num_cores
+from moe_jax.kernels.mosaic_gpu import call_varying, grid_size, interpret
 from moe_jax.kernels.routing import Plan
 
 STAGES = 4
@@ -19,9 +20,6 @@ STAGES = 4
 
 CHUNK_BYTES = 16 * 2**10
 """Of one stage, at most, unless one token is larger."""
-
-BLOCKS_PER_CORE = 2
-"""Blocks that share a core: while one reads the numbers of its next rows, the other copies."""
 
 
 def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan, *, fill: bool = True) -> Float[Array, "rows hidden"]:
@@ -52,7 +50,7 @@ def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan, *, fill: bool = Tr
     run = plgpu.kernel(
         gather_rows_kernel,
         out_type=jax.ShapeDtypeStruct((plan.num_rows, *token_shape), x.dtype),
-        grid=(BLOCKS_PER_CORE * num_cores(),),
+        grid=(grid_size(),),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret(),

@@ -101,7 +101,7 @@ def run_tiles(
     def _load():
         plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
 
-        @plgpu.nd_loop((num_tiles,), collective_axes="core", init_carry=jnp.int32(0))
+        @plgpu.nd_loop((num_tiles,), collective_axes="block", init_carry=jnp.int32(0))
         def total_steps(info, carry):
             num_steps, tile = describe(info.index[0])
 
@@ -121,7 +121,7 @@ def run_tiles(
     def _multiply():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
 
-        @plgpu.nd_loop((num_tiles,), collective_axes="core", init_carry=jnp.int32(0))
+        @plgpu.nd_loop((num_tiles,), collective_axes="block", init_carry=jnp.int32(0))
         def _tiles(info, carry):
             num_steps, tile = describe(info.index[0])
             prepare(tile, warpgroup)
