@@ -1,4 +1,4 @@
-"""The program `moe-jax`: convert, finetune, generate, check, demo, tune. Each is a dataclass; tyro makes its options."""
+"""The program `moe-jax`: convert, finetune, plan, generate, check, demo, tune. Each is a dataclass; tyro makes its options."""
 
 import os
 import sys
@@ -196,6 +196,76 @@ class Tune:
         print(f"wrote {output}; the kernels take it with {tiles.ENVIRONMENT_VARIABLE}={output.resolve()}")
 
 
+@dataclass(frozen=True)
+class Plan:
+    """List the meshes on which a training step fits, the fastest first, with predicted time and memory. Needs no GPU.
+
+    moe-jax plan qwen3-30b-a3b --devices 8
+    moe-jax plan qwen3-235b-a22b --devices 512 --rows 4096 --moment-dtype bfloat16
+
+    Predictions are for NVIDIA H200; docs/scaling.md says how far they are from what was measured.
+
+    Args:
+      config: a published shape (qwen3-30b-a3b, ...) or a folder with a config.json.
+      devices: GPUs in all.
+      hosts_of: GPUs of one host.
+      rows: sequences of one optimizer step over all devices. Default: 32768 tokens a device.
+      sequence_length: tokens of each.
+      keys_per_token: how many a token sees on average; fewer than half a row where documents are packed.
+      remat: True or False; by default both are tried.
+      param_dtype: as in `moe-jax finetune`.
+      moment_dtype: as in `moe-jax finetune`.
+      expert_load_imbalance: the busiest device's choices over the mean.
+      context_method: how attention over a split sequence is computed (`moe-jax finetune` takes the ring).
+      limit: how many meshes to list.
+    """
+
+    config: tyro.conf.Positional[str]
+    devices: int
+    hosts_of: int = 8
+    rows: int | None = None
+    sequence_length: int = 4096
+    keys_per_token: float | None = None
+    remat: bool | None = None
+    param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    moment_dtype: Literal["bfloat16", "float32"] = "float32"
+    expert_load_imbalance: float = 1.0
+    context_method: Literal["ring", "all_gather", "ulysses"] = "ring"
+    limit: int = 10
+
+    def run(self) -> None:
+        """Prints the table."""
+        from moe_jax import plan
+        from moe_jax.config import NAMED_CONFIGS, load_config
+        from moe_jax.parallel.machine import H200
+
+        if self.config not in NAMED_CONFIGS and not Path(self.config).is_dir():
+            names = ", ".join(NAMED_CONFIGS)
+            raise ValueError(f"no config {self.config!r}; give a folder with a config.json, or one of {names}")
+        if self.limit < 1:
+            raise ValueError(f"limit must be at least 1; got {self.limit}")
+        if self.sequence_length < 1:
+            raise ValueError(f"sequence_length must be at least 1; got {self.sequence_length}")
+        config = NAMED_CONFIGS[self.config] if self.config in NAMED_CONFIGS else load_config(self.config)
+        rows = max(1, self.devices * 32768 // self.sequence_length) if self.rows is None else self.rows
+        predictions = plan.plan(
+            config,
+            self.devices,
+            rows=rows,
+            sequence_length=self.sequence_length,
+            remat=self.remat,
+            machine=replace(H200, gpus_of_host=self.hosts_of),
+            param_dtype=self.param_dtype,
+            moment_dtype=self.moment_dtype,
+            keys_per_token=self.keys_per_token,
+            expert_load_imbalance=self.expert_load_imbalance,
+            context_method=self.context_method,
+        )
+        hosts = f"{self.devices} x {H200.name} in hosts of {self.hosts_of}"
+        print(f"{self.config}, {hosts}, {rows} x {self.sequence_length} tokens a step; predicted, not measured")
+        print(plan.format_plan(predictions, self.limit))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs one command. Bad input ends with one line on standard error and exit status 2."""
     # Before JAX starts: a 30 B model with its gradients needs more than the 75 % of a GPU that JAX takes by default.
@@ -206,6 +276,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands: dict[str, Any] = {
         "convert": Convert,
         "finetune": FinetuneSettings,
+        "plan": Plan,
         "generate": Generate,
         "check": Check,
         "demo": DemoSettings,

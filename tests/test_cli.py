@@ -55,7 +55,7 @@ def test_help_teaches(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     printed = capsys.readouterr().out
-    assert all(command in printed for command in ("convert", "finetune", "generate", "check", "demo", "tune"))
+    assert all(command in printed for command in ("convert", "finetune", "plan", "generate", "check", "demo", "tune"))
     with pytest.raises(SystemExit):
         main(["check", "--help"])
     assert "moe-jax check --random-config qwen3-30b-a3b" in capsys.readouterr().out

@@ -15,11 +15,11 @@ LAYERS = [
     {"layers"},
     {"models"},
     {"flops", "checkpoint", "generation"},
-    {"train"},
+    {"train", "cost"},
     {"plots"},
     {"demo_text"},
     {"tile_timing"},
-    {"check", "demo", "tune"},
+    {"check", "demo", "tune", "plan"},
     {"cli"},
 ]
 """The parts of the package from the bottom up: a part imports parts below it and itself, never one above or beside it."""

@@ -1,0 +1,6 @@
+"""A model of cost: how long a training step takes on a mesh, and how much memory it needs, before any GPU is asked for."""
+
+from moe_jax.cost.run import Run
+from moe_jax.cost.step import Prediction, predict
+
+__all__ = ["Prediction", "Run", "predict"]

@@ -1,0 +1,98 @@
+"""Seconds of one layer's computation on one GPU: experts, attention, projections, and what only moves bytes.
+
+Passes and letters are those of docs/kernels.md: K choices a token, R rows (choices that this device's experts compute), D
+hidden, I intermediate. Operands have 2 bytes an element.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moe_jax.config import Qwen3Config
+from moe_jax.parallel.machine import Machine
+
+ELEMENT = 2
+"""Bytes."""
+
+
+class Passes(NamedTuple):
+    """Seconds of the forward pass, of what the backward pass computes again under remat, and of the backward pass itself."""
+
+    forward: float
+    again: float
+    backward: float
+
+    def total(self, remat: bool) -> float:
+        """Of a training step."""
+        return self.forward + self.backward + (self.again if remat else 0.0)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The work of one device's experts in one layer."""
+
+    tokens: int
+    """Rows of x that there are: the device's own tokens, or what dispatch brought."""
+    choices: int
+    """Of each of them, K, whoever computes them."""
+    rows: float
+    experts: int
+    hidden: int
+    inter: int
+
+
+def experts_seconds(work: Experts, machine: Machine) -> Passes:
+    """The passes of backend `mosaic`, each bound by its matmul or by its bytes, in turn.
+
+    A matmul computes whole tiles: 128 rows, 64 where experts have so few, of which the last of an expert is half empty on
+    average. It takes the time of the weights' bytes if that is longer.
+    """
+    fill = 32 if work.rows <= 64 * work.experts else 64
+    filled = work.rows + fill * work.experts
+    weights = ELEMENT * work.experts * work.hidden * work.inter
+
+    def matmul(matrices: int, rate: float = machine.experts_matmul) -> float:
+        flops = 2 * matrices * filled * work.hidden * work.inter
+        return max(flops / rate, matrices * weights / machine.hbm)
+
+    plan = work.tokens * work.choices * machine.sort
+    # gather_rows reads a token once. XLA's combine reads a row for each choice, also of those that others compute.
+    gather = ELEMENT * work.hidden * (work.tokens + work.rows) / machine.hbm
+    combine = ELEMENT * work.hidden * work.tokens * (work.choices + 1) / machine.hbm
+    gate_up, down = matmul(2), matmul(1)
+    # d_act, dw_down; dx, dw_gate_up; gathers of dy and x, the sum of dx.
+    backward = matmul(1, machine.experts_d_act) + down + 2 * gate_up + 2 * gather + combine
+    # Nothing needs the layer's output again.
+    begun = machine.experts_overhead
+    return Passes(begun + plan + gather + gate_up + down + combine, begun + plan + gather + gate_up, 2 * begun + backward)
+
+
+def router_seconds(tokens: int, hidden: int, num_experts: int, machine: Machine) -> Passes:
+    """A narrow matmul, softmax (f32 logits, read and written) and top-k; backward two matmuls of the same bytes."""
+    read = (ELEMENT * hidden + 4 * 3 * num_experts) * tokens / machine.hbm
+    forward = read + tokens * machine.top_k
+    return Passes(forward, forward, 2 * read)
+
+
+def attention_seconds(tokens: int, keys: float, config: Qwen3Config, machine: Machine) -> Passes:
+    """4 FLOPs a key, head and channel forward and 2.5 times as many backward, whose kernels make the scores twice."""
+    flops = 4 * config.num_attention_heads * config.head_dim * keys * tokens
+    forward = flops / machine.attention_forward
+    return Passes(forward, forward, 2.5 * flops / machine.attention_backward)
+
+
+def matmul_seconds(tokens: int, weights: float, machine: Machine) -> Passes:
+    """Projections with so many weights: 2 FLOPs each a token, twice backward."""
+    forward = 2 * tokens * weights / machine.dense_matmul
+    return Passes(forward, forward, 2 * forward)
+
+
+def elementwise_seconds(tokens: int, config: Qwen3Config, machine: Machine, *, dense_inter: int = 0) -> Passes:
+    """Norms, rotary embeddings, residual sums and, in a dense layer, the activation, read and written once; twice backward.
+
+    Elements a token: 2D for each of two norms and 3D for each of two sums; 2(H + K)d for norm and rotation of H heads and K key
+    heads of d channels; 3I for the activation.
+    """
+    heads = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    elements = 10 * config.hidden_size + 2 * heads + 3 * dense_inter
+    forward = ELEMENT * elements * tokens / machine.hbm
+    return Passes(forward, forward, 2 * forward)

@@ -1,0 +1,144 @@
+"""How long a training step takes and how much memory a device needs, for a model on a mesh: predicted, not measured.
+
+A step is the sum of its parts. The kernels of one layer come from `cost.layer`, the bytes that travel from the layout
+(`parallel.layout`) and the transport, the rates from `parallel.machine`. Gathers of a layer's parameters, and the sums of their
+gradients, run beside the computation of another layer, and `Machine.hidden` of them takes no time. Nothing else overlaps.
+docs/scaling.md compares it with what was measured.
+"""
+
+from dataclasses import dataclass
+
+from moe_jax.config import Stage
+from moe_jax.cost.layer import (
+    Experts,
+    Passes,
+    attention_seconds,
+    elementwise_seconds,
+    experts_seconds,
+    matmul_seconds,
+    router_seconds,
+)
+from moe_jax.cost.memory import kept_by_layer, memory_bytes
+from moe_jax.cost.run import BYTES, Run
+from moe_jax.cost.travel import context_seconds, exchange_seconds, gather_seconds, once_a_step_seconds
+from moe_jax.flops import training_flops_per_token
+from moe_jax.parallel.machine import H200, Machine
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one device does in a step.
+
+    Attributes:
+      seconds: by part; they add up to the step.
+      hidden_seconds: what gathers and sums beside computation take without being part of the step.
+      bytes: by part; they add up to the peak.
+    """
+
+    run: Run
+    machine: Machine
+    seconds: dict[str, float]
+    hidden_seconds: float
+    bytes: dict[str, float]
+
+    @property
+    def step_seconds(self) -> float:
+        """Of one optimizer step."""
+        return sum(self.seconds.values())
+
+    @property
+    def memory_bytes(self) -> float:
+        """The peak of a device."""
+        return sum(self.bytes.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine has that."""
+        return self.memory_bytes <= self.machine.memory
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one device."""
+        return self.run.tokens / self.step_seconds
+
+    @property
+    def flops_per_second(self) -> float:
+        """Model FLOPs of one device (`moe_jax.flops`: what is computed again counts once)."""
+        keys = self.run.sequence_length / 2 if self.run.keys_per_token is None else self.run.keys_per_token
+        return training_flops_per_token(self.run.config, 2 * keys) * self.tokens_per_second
+
+
+def predict(run: Run, machine: Machine = H200) -> Prediction:
+    """The cost of one step of `run`."""
+    layers: dict[str, float] = dict.fromkeys(("experts", "projections", "attention", "elementwise", "kept", "overhead"), 0.0)
+    travel: dict[str, float] = dict.fromkeys(("exchange", "context", "gathers"), 0.0)
+    hidden = 0.0
+    for number, stage in enumerate(run.config.stages):
+        computing = _layer_seconds(run, number, stage, machine)
+        for name, passes in computing.items():
+            layers[name] += stage.num_layers * passes.total(run.remat)
+        if stage.sparse:
+            travel["exchange"] += stage.num_layers * exchange_seconds(run, machine).total(run.remat)
+        travel["context"] += stage.num_layers * context_seconds(run, computing["attention"], machine).total(run.remat)
+        # A pass of the loop computes one layer and gathers another.
+        forward = sum(passes.forward for passes in computing.values())
+        backward = sum(passes.total(run.remat) for passes in computing.values()) - forward
+        for beside, needed in zip((forward, backward), gather_seconds(run, number, machine), strict=True):
+            hides = machine.hidden * min(needed, beside)
+            travel["gathers"] += stage.num_layers * (needed - hides)
+            hidden += stage.num_layers * hides
+    parts = layers | {"loss": _loss_seconds(run, machine), "optimizer": _optimizer_seconds(run, machine)} | travel
+    parts["once a step"] = once_a_step_seconds(run, machine)
+    return Prediction(run, machine, parts, hidden, memory_bytes(run))
+
+
+def _layer_seconds(run: Run, number: int, stage: Stage, machine: Machine) -> dict[str, Passes]:
+    """What a device computes in one layer of a stage."""
+    config, tokens = run.config, run.tokens
+    own = [p for p in run.parameters if p.in_stage and p.path[1] == number]
+    attended = run.attended[stage.first_layer : stage.first_layer + stage.num_layers]
+    heads = config.num_attention_heads + config.num_key_value_heads
+    weights = 2 * config.hidden_size * heads * config.head_dim
+    if not stage.sparse:
+        weights += 3 * config.hidden_size * config.intermediate_size
+    dense_inter = 0 if stage.sparse else config.intermediate_size
+    parts = {
+        "projections": matmul_seconds(tokens, weights, machine),
+        "attention": attention_seconds(tokens, sum(attended) / len(attended), config, machine),
+        "elementwise": elementwise_seconds(tokens, config, machine, dense_inter=dense_inter),
+        "kept": _keeping_seconds(run, stage, machine),
+        "overhead": Passes(*(machine.layer_overhead,) * 3),
+    }
+    if run.param_dtype == "float32":
+        # Every pass casts what it computes with: 4 bytes read and 2 written.
+        cast = 6 * sum(p.own_size / p.layers for p in own) / machine.hbm
+        parts["elementwise"] = Passes(*(seconds + cast for seconds in parts["elementwise"]))
+    if stage.sparse:
+        parts["experts"] = _sparse_seconds(run, machine)
+    return parts
+
+
+def _keeping_seconds(run: Run, stage: Stage, machine: Machine) -> Passes:
+    """What is kept for backward is copied into the stack of the layers' (`layers/stack.py`), and out of it."""
+    copy = 2 * kept_by_layer(run, stage.sparse) / machine.hbm
+    return Passes(copy, 0.0, copy)
+
+
+def _sparse_seconds(run: Run, machine: Machine) -> Passes:
+    config = run.moe_config
+    k, experts = config.num_experts_per_tok, config.num_experts
+    rows = run.imbalance * run.tokens * k
+    work = Experts(run.received, k, rows, experts // run.mesh.expert, config.hidden_size, config.moe_intermediate_size)
+    both = experts_seconds(work, machine), router_seconds(run.tokens, config.hidden_size, experts, machine)
+    return Passes(*(sum(seconds) for seconds in zip(*both, strict=True)))
+
+
+def _loss_seconds(run: Run, machine: Machine) -> float:
+    """Two matmuls for the logits, forward and again in the backward pass, and two for the gradients."""
+    return 8 * run.tokens * run.config.vocab_size * run.config.hidden_size / machine.vocabulary
+
+
+def _optimizer_seconds(run: Run, machine: Machine) -> float:
+    """Gradients read for their norm and again; masters and both moments read and written."""
+    traffic = 2 * BYTES[run.param_dtype] + 2 * 4 + 4 * BYTES[run.moment_dtype]
+    return traffic * sum(p.own_size for p in run.parameters) / machine.hbm

@@ -1,0 +1,102 @@
+"""Seconds in which data travels between devices: tokens to experts, keys round a ring, parameters and their gradients."""
+
+import math
+
+from moe_jax.config import Qwen3MoeConfig
+from moe_jax.cost.layer import ELEMENT, Passes
+from moe_jax.cost.run import Run
+from moe_jax.parallel.expert.settings import further_capacity
+from moe_jax.parallel.machine import (
+    Machine,
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    reduce_scatter_seconds,
+    ring_hop_seconds,
+)
+from moe_jax.parallel.mesh import MESH_AXES
+
+
+def exchange_seconds(run: Run, machine: Machine) -> Passes:
+    """Dispatch and combine of one layer: forward one of each, backward one of each, and dispatch again under remat."""
+    if not run.exchanges:
+        return Passes(0.0, 0.0, 0.0)
+    config: Qwen3MoeConfig = run.moe_config
+    # Ids and weights of the choices, in f32, travel with a token.
+    choices = 4 * 2 * config.num_experts_per_tok
+    token = ELEMENT * config.hidden_size
+
+    def to_all(slots: float, of_slot: float) -> float:
+        # Packed or unpacked by a gather: read and written.
+        packing = 2 * slots * of_slot / machine.hbm
+        return packing + all_to_all_seconds(machine, slots * of_slot, ("expert",), run.mesh)
+
+    if run.gathers_tokens:
+        gathers = (all_gather_seconds(machine, run.received * size, ("expert",), run.mesh) for size in (token, choices))
+        dispatch = sum(gathers)
+        # Summed at home in f32.
+        combine = all_to_all_seconds(machine, run.received * token, ("expert",), run.mesh) + run.received * token / machine.hbm
+    else:
+        dispatch, combine = to_all(run.received, token) + to_all(run.received, choices), to_all(run.received, token)
+    slots = run.mesh.expert * further_capacity(run.capacity, config.num_experts_per_tok).tokens
+    # Of a further round nothing is kept: backward it is computed again. Its gradients of all weights are added in f32.
+    weights = 3 * config.num_experts // run.mesh.expert * config.hidden_size * config.moe_intermediate_size
+    round_forward = 2 * to_all(slots, token) + ELEMENT * weights / machine.hbm
+    round_backward = 2 * round_forward + 14 * weights / machine.hbm
+    further = _further_rounds(run)
+    return Passes(dispatch + combine + further * round_forward, dispatch, dispatch + combine + further * round_backward)
+
+
+def _further_rounds(run: Run) -> int:
+    """How many the busiest device needs, of whose choices every device sends as many."""
+    config, capacity = run.moe_config, run.capacity
+    k, devices = config.num_experts_per_tok, run.mesh.expert
+    beyond = run.imbalance * run.tokens * k / devices - capacity.pairs
+    return max(0, math.ceil(beyond / further_capacity(capacity, k).pairs))
+
+
+def context_seconds(run: Run, attention: Passes, machine: Machine) -> Passes:
+    """What attention over a split sequence takes beside its kernels, in one layer; docs/context_parallel.md says what travels.
+
+    Hops of the ring do not hide behind kernels that take every core. With `all_gather` the sums of the keys' gradients travel
+    while those of the queries are computed, about two fifths of the backward pass.
+    """
+    devices, config = run.mesh.context, run.config
+    if devices == 1:
+        return Passes(0.0, 0.0, 0.0)
+    keys = 2 * ELEMENT * run.tokens * config.num_key_value_heads * config.head_dim
+    axes = ("context",)
+    if run.context_method == "ring":
+        forward = (devices - 1) * ring_hop_seconds(machine, keys, axes, run.mesh)
+        return Passes(forward, forward, forward + (devices - 1) * ring_hop_seconds(machine, 2 * keys, axes, run.mesh))
+    if run.context_method == "all_gather":
+        # Put into the order of the sequence: read and written.
+        forward = all_gather_seconds(machine, devices * keys, axes, run.mesh) + 2 * devices * keys / machine.hbm
+        sums = reduce_scatter_seconds(machine, 2 * devices * keys, axes, run.mesh)
+        return Passes(forward, forward, forward + max(0.0, sums - 0.4 * attention.backward))
+    heads = config.num_attention_heads + config.num_key_value_heads
+    forward = all_to_all_seconds(machine, 2 * ELEMENT * run.tokens * heads * config.head_dim, axes, run.mesh)
+    return Passes(forward, forward, forward)
+
+
+def gather_seconds(run: Run, stage: int, machine: Machine) -> tuple[float, float]:
+    """(forward, backward) of one layer: its matrices gathered, backward again, and their gradients sent to who keeps them."""
+    forward = sums = 0.0
+    for p in run.parameters:
+        if p.in_stage and p.path[1] == stage and p.gather_axes:
+            size = ELEMENT * p.used_size / p.layers
+            forward += all_gather_seconds(machine, size, p.gather_axes, run.mesh)
+            sums += all_to_all_seconds(machine, size, p.gather_axes, run.mesh)
+    return forward, forward + sums
+
+
+def once_a_step_seconds(run: Run, machine: Machine) -> float:
+    """The vocabulary's two matrices gathered and their gradients sent; f32 sums of gradients over axes that split them not."""
+    seconds = 0.0
+    for p in run.parameters:
+        if not p.in_stage and p.gather_axes:
+            seconds += all_gather_seconds(machine, ELEMENT * p.used_size, p.gather_axes, run.mesh)
+            seconds += all_to_all_seconds(machine, ELEMENT * p.used_size, p.gather_axes, run.mesh)
+        whole = tuple(name for name in MESH_AXES if name not in p.split_axes)
+        seconds += all_reduce_seconds(machine, 4 * p.own_size, whole, run.mesh)
+    return seconds

@@ -1,0 +1,113 @@
+"""`moe-jax plan`: the meshes on which a model's training step fits, the fastest first, as `moe_jax.cost` predicts them."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from moe_jax.config import Qwen3Config
+from moe_jax.cost import Prediction, Run, predict
+from moe_jax.parallel.machine import H200, Machine
+from moe_jax.parallel.mesh import MESH_AXES, MeshShape
+
+KINDS = {
+    "computing": ("experts", "projections", "attention", "loss", "overhead"),
+    "HBM": ("elementwise", "kept", "optimizer"),
+    "links": ("exchange", "context", "gathers", "once a step"),
+}
+"""The parts of a prediction, by what bounds them: arithmetic, bytes of the GPU's own memory, bytes between GPUs."""
+
+
+def plan(
+    config: Qwen3Config,
+    devices: int,
+    *,
+    rows: int,
+    sequence_length: int,
+    remat: bool | None = None,
+    machine: Machine = H200,
+    **options,
+) -> list[Prediction]:
+    """Predictions for every mesh of so many devices that can run the batch, whether it fits or not, the fastest first.
+
+    Args:
+      rows: of the whole batch, so that all meshes do the same work.
+      remat: None tries both.
+      options: further fields of `cost.Run`.
+
+    Raises:
+      ValueError: devices that do not fill hosts; a batch that no mesh can run, with reasons.
+    """
+    if devices < 1:
+        raise ValueError(f"devices={devices} must be at least 1")
+    if machine.gpus_of_host < 1 or (devices > machine.gpus_of_host and devices % machine.gpus_of_host):
+        raise ValueError(f"devices={devices} must be whole hosts of {machine.gpus_of_host}, or fewer than one")
+    predictions, refusals = [], []
+    for mesh in meshes(devices):
+        for again in (False, True) if remat is None else (remat,):
+            try:
+                run = Run(config, mesh, rows, sequence_length, remat=again, **options)
+            except ValueError as error:
+                refusals.append(str(error))
+                continue
+            predictions.append(predict(run, machine))
+    if not predictions:
+        # Of the first mesh, all `context`, and the last, all `data`.
+        reasons = "; ".join(dict.fromkeys((refusals[0], refusals[-1])))
+        raise ValueError(f"no mesh of {devices} devices can run this: {reasons}")
+    return sorted(predictions, key=lambda prediction: prediction.step_seconds)
+
+
+def meshes(devices: int) -> Iterator[MeshShape]:
+    """Every shape with so many devices."""
+
+    def shapes(devices: int, axes: int) -> Iterator[tuple[int, ...]]:
+        if axes == 1:
+            yield (devices,)
+            return
+        for size in range(1, devices + 1):
+            if devices % size == 0:
+                yield from ((size, *rest) for rest in shapes(devices // size, axes - 1))
+
+    yield from (MeshShape(*sizes) for sizes in shapes(devices, len(MESH_AXES)))
+
+
+HEADER = "".join(f"{name:>8}" for name in MESH_AXES) + (
+    f"{'remat':>7}{'step':>11}{'tokens/s/GPU':>14}{'TFLOP/s/GPU':>13}{'GiB':>7}" + "".join(f"{kind:>11}" for kind in KINDS)
+)
+
+
+def row(prediction: Prediction) -> str:
+    """One line in the columns of HEADER; the last are shares of the step."""
+    run, step = prediction.run, prediction.step_seconds
+    mesh = "".join(f"{size:>8}" for size in asdict(run.mesh).values()) + f"{'yes' if run.remat else 'no':>7}"
+    speed = f"{step:>9.3f} s{prediction.tokens_per_second:>14.0f}{prediction.flops_per_second / 1e12:>13.0f}"
+    memory = f"{prediction.memory_bytes / 2**30:>7.0f}"
+    shares = (sum(prediction.seconds.get(part, 0.0) for part in parts) / step for parts in KINDS.values())
+    return mesh + speed + memory + "".join(f"{share:>11.0%}" for share in shares)
+
+
+def format_plan(predictions: list[Prediction], limit: int) -> str:
+    """The table of the first `limit` that fit, and how to train so; if none fits, what the smallest would need."""
+    fitting = [prediction for prediction in predictions if prediction.fits]
+    machine = predictions[0].machine
+    if not fitting:
+        smallest = min(predictions, key=lambda prediction: prediction.memory_bytes)
+        room = f"an {machine.name} has {machine.memory / 2**30:.0f}"
+        return f"Nothing fits: the smallest needs more GiB than {room}.\n{HEADER}\n{row(smallest)}\n{_memory(smallest)}"
+    best = fitting[0]
+    lines = [HEADER, *(row(prediction) for prediction in fitting[:limit])]
+    if len(fitting) > limit:
+        lines.append(f"and {len(fitting) - limit} more that fit")
+    return "\n".join([*lines, _memory(best), f"train so: moe-jax finetune {flags(best.run)} ..."])
+
+
+def _memory(prediction: Prediction) -> str:
+    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in prediction.bytes.items())
+    return f"GiB of the first: {parts}"
+
+
+def flags(run: Run) -> str:
+    """What `moe-jax finetune` takes for the same step."""
+    axes = " ".join(f"--mesh.{name} {size}" for name, size in asdict(run.mesh).items() if size > 1)
+    batch = f"--batch-size {run.rows} --seq-len {run.sequence_length}"
+    dtypes = f"--param-dtype {run.param_dtype} --moment-dtype {run.moment_dtype}"
+    return " ".join(part for part in (axes, batch, dtypes, "" if run.remat else "--no-remat") if part)

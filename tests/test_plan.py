@@ -1,0 +1,104 @@
+"""`moe-jax plan`: every mesh is tried, those that fit are listed, the fastest first, and what cannot be is said in one line."""
+
+import math
+from dataclasses import astuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_jax.cli import main
+from moe_jax.config import NAMED_CONFIGS
+from moe_jax.plan import KINDS, flags, format_plan, meshes, plan
+
+QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
+
+
+@given(st.integers(1, 200))
+def test_meshes_are_all_shapes_once(devices):
+    shapes = [astuple(mesh) for mesh in meshes(devices)]
+    assert len(shapes) == len(set(shapes)) and all(math.prod(shape) == devices for shape in shapes)
+    # Powers of primes are dealt out to four axes independently.
+    expected, rest = 1, devices
+    for prime in range(2, devices + 1):
+        power = 0
+        while rest % prime == 0:
+            rest, power = rest // prime, power + 1
+        expected *= math.comb(power + 3, 3)
+    assert len(shapes) == expected
+
+
+def test_every_part_of_a_step_is_of_one_kind():
+    prediction = plan(QWEN, 8, rows=8, sequence_length=4096)[0]
+    parts = [part for parts in KINDS.values() for part in parts]
+    assert sorted(parts) == sorted(prediction.seconds)
+
+
+def test_the_fastest_stands_first_and_all_that_run_are_there():
+    predictions = plan(QWEN, 8, rows=32, sequence_length=4096)
+    seconds = [prediction.step_seconds for prediction in predictions]
+    assert seconds == sorted(seconds)
+    assert {prediction.run.mesh for prediction in predictions} == set(meshes(8))
+    assert {prediction.run.remat for prediction in predictions} == {True, False}
+    assert {prediction.run.rows * 4096 / 8 for prediction in predictions} == {32 * 4096 / 8}
+    assert {prediction.run.remat for prediction in plan(QWEN, 8, rows=32, sequence_length=4096, remat=True)} == {True}
+
+
+def test_a_long_sequence_is_split():
+    predictions = plan(QWEN, 8, rows=1, sequence_length=2**20, context_method="all_gather")
+    assert {prediction.run.mesh.context for prediction in predictions} == {8}
+
+
+def test_thousands_of_gpus():
+    predictions = plan(NAMED_CONFIGS["qwen3-235b-a22b"], 2048, rows=2048, sequence_length=4096)
+    assert any(prediction.fits for prediction in predictions)
+    assert max(prediction.run.mesh.expert for prediction in predictions) == 128
+
+
+def test_the_program_prints_the_table_and_how_to_train_so(capsys):
+    main("plan qwen3-30b-a3b --devices 4 --rows 32 --moment-dtype bfloat16 --limit 3".split())
+    printed = capsys.readouterr().out
+    fitting = [p for p in plan(QWEN, 4, rows=32, sequence_length=4096, moment_dtype="bfloat16") if p.fits]
+    assert printed.count(" s ") == 3 and f"and {len(fitting) - 3} more that fit" in printed
+    assert f"{fitting[0].step_seconds:.3f} s" in printed
+    assert f"moe-jax finetune {flags(fitting[0].run)} ..." in printed
+    assert "--batch-size 32 --seq-len 4096 --param-dtype bfloat16 --moment-dtype bfloat16" in printed
+
+
+def test_by_default_a_device_has_32768_tokens(capsys):
+    for length, rows in ((4096, 64), (2**20, 1)):
+        main(f"plan qwen3-30b-a3b --devices 8 --sequence-length {length} --limit 1".split())
+        assert f"{rows} x {length} tokens a step" in capsys.readouterr().out
+
+
+def test_where_nothing_fits_the_smallest_is_named():
+    predictions = plan(QWEN, 1, rows=1, sequence_length=4096)
+    assert format_plan(predictions, 10).startswith("Nothing fits: the smallest needs more GiB than an NVIDIA H200 has 132.")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("gpt --devices 4", "no config 'gpt'; give a folder with a config.json, or one of qwen3-0.6b"),
+        ("qwen3-30b-a3b --devices 0", "devices=0 must be at least 1"),
+        ("qwen3-30b-a3b --devices 12", "devices=12 must be whole hosts of 8, or fewer than one"),
+        ("qwen3-30b-a3b --devices 4 --rows 0", "rows=0 must be an integer of at least 1"),
+        ("qwen3-30b-a3b --devices 4 --rows 1 --sequence-length 4097", "must be a multiple of 2 * mesh.context = 8"),
+        ("qwen3-30b-a3b --devices 4 --sequence-length 0", "sequence_length must be at least 1; got 0"),
+        ("qwen3-30b-a3b --devices 4 --limit 0", "limit must be at least 1; got 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_two(capsys, arguments, message):
+    with pytest.raises(SystemExit) as status:
+        main(["plan", *arguments.split()])
+    error = capsys.readouterr().err
+    assert status.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_every_flag_is_one_that_finetune_knows(tmp_path):
+    from moe_jax.train.settings import FinetuneSettings
+
+    text = flags(plan(QWEN, 8, rows=8, sequence_length=4096, remat=False)[0].run)
+    names = [word.removeprefix("--").removeprefix("no-") for word in text.split() if word.startswith("--")]
+    known = {name.replace("_", "-") for name in FinetuneSettings.__dataclass_fields__}
+    assert all(name.split(".")[0] in known for name in names)
