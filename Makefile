@@ -11,11 +11,12 @@ JAX_EXTRA ?= $(if $(DRIVER),$(shell [ "$(DRIVER)" -ge 580 ] && echo cuda13 || ec
 EXTRAS := dev$(if $(JAX_EXTRA),$(comma)$(JAX_EXTRA))
 INSTALLED := .venv/installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help demo test lint
+.PHONY: help demo test lint cuda-compiler
 help:
 	@echo "make demo   train, resume, export and sample a small Qwen3-MoE on this machine: under 5 minutes on 2 cores"
 	@echo "            MODEL=qwen3 takes a dense model instead; DEMO_OPTIONS='--steps 50' and others: moe-jax demo --help"
 	@echo "make test   format, lint, types and the whole test suite"
+	@echo "make cuda-compiler   250 MB for machines without a GPU: make test then compiles the Hopper kernels to machine code"
 
 demo: $(INSTALLED)
 	$(BIN)/moe-jax demo $(if $(MODEL),--model $(MODEL)) $(DEMO_OPTIONS)
@@ -40,3 +41,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$$python -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@
+
+# Beside the environment, where JAX would look for a GPU; tests/kernels/test_ptxas.py alone uses it.
+cuda-compiler: $(INSTALLED)
+	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/cuda-compiler \
+	  jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version nvidia-cuda-nvcc==13.5.37 nvidia-nvvm==13.5.37

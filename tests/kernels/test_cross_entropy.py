@@ -24,13 +24,13 @@ def make_inputs(dtype=jnp.float64, vocab=53):
     return hidden, weight, jnp.asarray(rng.integers(0, vocab, 17)), jnp.asarray(rng.random(17) < 0.6)
 
 
-@pytest.mark.parametrize("chunk", [1, 10, 26, 53, 1000])
+@pytest.mark.parametrize("chunk", [1, 5, 10, 17, 1000])
 def test_equals_the_plain_loss_with_gradients(chunk):
     with jax.enable_x64(True):
         hidden, weight, labels, mask = make_inputs()
 
         def chunked(hidden, weight):
-            return 2.5 * cross_entropy(hidden, weight, labels, mask, chunk_vocab=chunk)[0]
+            return 2.5 * cross_entropy(hidden, weight, labels, mask, chunk_tokens=chunk)[0]
 
         value, gradients = jax.value_and_grad(chunked, argnums=(0, 1))(hidden, weight)
         np.testing.assert_allclose(value, 2.5 * plain(hidden, weight, labels, mask), rtol=1e-12)
@@ -45,7 +45,7 @@ def test_a_replicated_heads_gradient_sums_over_the_devices_of_a_shard_map():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 
     def of_shard(hidden, weight, labels, mask):
-        return jax.lax.psum(cross_entropy(hidden, weight, labels, mask, chunk_vocab=10)[0], "data")
+        return jax.lax.psum(cross_entropy(hidden, weight, labels, mask, chunk_tokens=10)[0], "data")
 
     sharded = jax.shard_map(of_shard, mesh=mesh, in_specs=(P("data"), P(), P("data"), P("data")), out_specs=P())
     gradient = jax.jit(jax.grad(sharded, argnums=(0, 1)))
@@ -62,22 +62,64 @@ def test_labels_of_masked_tokens_do_not_matter():
     assert cross_entropy(hidden, weight, wild, mask)[0] == cross_entropy(hidden, weight, labels, mask)[0]
 
 
-def test_bf16_operands_accumulate_in_f32_and_gradients_keep_their_dtypes():
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_operands_accumulate_in_f32_and_gradients_keep_their_dtypes(dtype):
     hidden, weight, labels, mask = make_inputs(jnp.float32)
-    d_hidden, d_weight = jax.grad(lambda h, w: cross_entropy(h, w, labels, mask)[0], argnums=(0, 1))(
-        hidden.astype(jnp.bfloat16), weight
+    hidden = hidden.astype(dtype)
+    weight = weight.astype(dtype).astype(jnp.float32)
+
+    def mean(loss_sum):
+        return lambda h, w: loss_sum(h, w, labels, mask) / 1e4
+
+    chunked = mean(lambda *a: cross_entropy(*a, chunk_tokens=5)[0])
+    loss, (d_hidden, d_weight) = jax.value_and_grad(chunked, argnums=(0, 1))(hidden, weight)
+    assert d_hidden.dtype == dtype and loss.dtype == d_weight.dtype == jnp.float32
+    with jax.enable_x64(True):
+        exact = jax.value_and_grad(mean(plain), argnums=(0, 1))(hidden.astype(jnp.float64), weight.astype(jnp.float64))
+        exact_loss, exact_gradients = jax.tree.map(np.asarray, exact)
+    np.testing.assert_allclose(loss, exact_loss, rtol=1e-5)
+    rounding = float(jnp.finfo(dtype).eps)
+    for actual, wanted in zip((d_hidden, d_weight), exact_gradients, strict=True):
+        assert np.linalg.norm(np.asarray(actual, np.float64) - wanted) < rounding * np.linalg.norm(wanted)
+
+
+def test_summed_over_micro_batches_under_remat():
+    hidden, weight, labels, mask = make_inputs(jnp.float32)
+    batches = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), (hidden, labels, mask))
+
+    @jax.checkpoint
+    def loss(weight, hidden, labels, mask):
+        return cross_entropy(jnp.tanh(hidden), weight, labels, mask, chunk_tokens=6)[0]
+
+    def add(total, batch):
+        value, gradient = jax.value_and_grad(loss)(weight, *batch)
+        return jax.tree.map(jnp.add, total, (value, gradient)), None
+
+    value, gradient = jax.jit(lambda: jax.lax.scan(add, (jnp.zeros(()), jnp.zeros_like(weight)), batches)[0])()
+    expected = jax.value_and_grad(lambda w: 2 * plain(jnp.tanh(hidden), w, labels, mask))(weight)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(gradient, expected[1], rtol=1e-4, atol=1e-5)
+
+
+def test_no_tokens_lose_nothing():
+    _, weight, labels, mask = make_inputs(jnp.float32)
+    value, gradients = jax.value_and_grad(lambda h, w: cross_entropy(h, w, labels[:0], mask[:0])[0], argnums=(0, 1))(
+        jnp.zeros((0, 8)), weight
     )
-    assert d_hidden.dtype == jnp.bfloat16 and d_weight.dtype == jnp.float32
+    assert value == 0 and gradients[0].shape == (0, 8) and not gradients[1].any()
 
 
-def test_the_whole_logits_never_exist():
+def test_the_whole_logits_never_exist_and_a_chunks_are_made_once():
     hidden, weight, labels, mask = make_inputs(jnp.float32, vocab=64)
 
     def loss(hidden, weight):
-        return cross_entropy(hidden, weight, labels, mask, chunk_vocab=16)[0]
+        return cross_entropy(hidden, weight, labels, mask, chunk_tokens=16)[0]
 
-    text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, weight))
-    assert "f32[17,16]" in text and "f32[17,64]" not in text
+    value, gradient = (str(jax.make_jaxpr(f)(hidden, weight)) for f in (loss, jax.grad(loss, argnums=(0, 1))))
+    for text in (value, gradient):
+        assert "f32[9,64]" in text and not re.search(r"f32\[(17|18|2,9),64\]", text)
+    products = [len(re.findall(r"= dot_general\[", text)) for text in (value, gradient)]
+    assert products == [1, 3], "the logits; and of the two gradients one each"
 
 
 def test_shapes_that_do_not_fit_are_named():

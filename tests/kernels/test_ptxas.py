@@ -1,0 +1,127 @@
+"""The Hopper kernels compiled to machine code for an H200, without one: none spills registers but those named here.
+
+More shared memory than a block can have, 227 KiB, is refused while lowering.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+COMPILER = ROOT / ".venv" / "cuda-compiler"
+"""Where `make cuda-compiler` puts JAX's CUDA plugin on a machine without a GPU: in the environment JAX would look for one."""
+
+
+def is_installed(plugin):
+    return importlib.util.find_spec("jax_plugins") is not None and importlib.util.find_spec(f"jax_plugins.{plugin}") is not None
+
+
+pytestmark = pytest.mark.skipif(
+    not COMPILER.exists() and not is_installed("xla_cuda13") and not is_installed("xla_cuda12"),
+    reason="needs the compiler in JAX's CUDA plugin, with or without a GPU: `make cuda-compiler` installs it",
+)
+
+SPILLS = {"gated_matmul_backward": 208}
+"""Bytes a thread stores at most where the fastest tile does not fit into its registers (docs/kernels.md); others store none."""
+
+COMMON = """
+import sys
+import jax, numpy as np
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from moe_jax import kernels
+from moe_jax.kernels.flash_attention import flash_attention
+
+H200 = '''
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+runtime_version { major: 13 minor: 0 }
+dnn_version_info { major: 9 minor: 8 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132  fpus_per_core: 128  threads_per_warp: 32  threads_per_core_limit: 2048  threads_per_block_limit: 1024
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  shared_memory_per_core: 233472  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  device_memory_size: 150754820096  memory_bandwidth: 4800000000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98
+}
+'''
+
+def compile(f, *shapes):
+    "Compiles f for arguments of these (shape, dtype)."
+    devices = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices
+    mesh = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
+    place = NamedSharding(mesh, PartitionSpec())
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        jax.jit(f).lower(*(jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes)).compile()
+
+bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
+"""
+
+EXPERTS = """
+def step(x, w_gate_up, w_down, weights, chosen, dy):
+    y, pullback = jax.vjp(lambda *a: kernels.experts_mlp(*a, chosen, backend="mosaic"), x, w_gate_up, w_down, weights)
+    return y, pullback(dy)
+
+tokens = int(sys.argv[1])
+x, pairs = ((tokens, 2048), bf16), (tokens, 8)
+compile(step, x, ((128, 2 * 768, 2048), bf16), ((128, 2048, 768), bf16), (pairs, f32), (pairs, i32), x)
+"""
+
+ATTENTION = """
+def step(q, k, v, ids, d_out, d_lse):
+    attention = lambda *a: flash_attention(*a, scale=128**-0.5, segment_ids=ids)
+    out, pullback = jax.vjp(attention, q, k, v)
+    return out, pullback((d_out, d_lse))
+
+q, kv = ((8, 4096, 32, 128), bf16), ((8, 4096, 4, 128), bf16)
+compile(step, q, kv, kv, ((8, 4096), i32), q, ((8, 32, 4096), f32))
+"""
+
+EXPERTS_KERNELS = {
+    "gather_rows_kernel",
+    "gated_matmul",
+    "grouped_matmul",
+    "gated_matmul_backward",
+    "grouped_matmul_transposed",
+    "grouped_outer",
+}
+ATTENTION_KERNELS = {"flash_attention_forward", "flash_attention_backward_queries", "flash_attention_backward_keys"}
+
+
+@pytest.mark.parametrize("tokens", [64, 32768])
+def test_the_experts_of_qwen3_30b_spill_no_more_than_is_named(tokens):
+    assert_no_spills(spilled_bytes(EXPERTS, tokens), EXPERTS_KERNELS)
+
+
+def test_the_attention_of_qwen3_30b_spills_nothing():
+    assert_no_spills(spilled_bytes(ATTENTION), ATTENTION_KERNELS)
+
+
+def spilled_bytes(script, *arguments):
+    """{kernel: bytes that a thread of it stores because registers run out}, of what the script compiles."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        # The plugin looks for libraries that only running kernels needs.
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(COMPILER), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-c", COMMON + script, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = re.findall(r"Compiling entry function '(\w+)_mosaic_gpu_kernel'.*\n.*\n.* (\d+) bytes spill stores", done.stdout)
+    return {name: max(int(count) for other, count in kernels if other == name) for name, _ in kernels}
+
+
+def assert_no_spills(spilled, expected_kernels):
+    assert spilled.keys() == expected_kernels
+    assert {name: count for name, count in spilled.items() if count > SPILLS.get(name, 0)} == {}
