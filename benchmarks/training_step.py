@@ -1,6 +1,7 @@
-"""Times a whole training step (forward, backward, AdamW) of a model with random weights over the GPUs of one host.
+"""Times a whole training step (forward, backward, AdamW) of a model with random weights over all GPUs of a job.
 
     python benchmarks/training_step.py --mesh expert=4 --rows 4 --output step.json
+    moe-jax launch -- python benchmarks/training_step.py --mesh expert=4 --rows 4      # a process for each GPU
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/training_step.py --small --mesh fsdp=2 expert=2  # CPU
 
 TFLOP/s are model FLOPs (`moe_jax.flops`: recomputed layers count once) of one GPU; "of ceiling" compares them with a dense bf16
@@ -24,7 +25,7 @@ from flax import nnx
 from moe_jax.check import random_model
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.flops import num_parameters, training_flops_per_token
-from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism, make_mesh
+from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism, initialize_processes, make_mesh
 from moe_jax.train.optimizer import make_optimizer
 from moe_jax.train.step import init_state, make_train_step, put_batch
 
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="sizes for a CPU: to see that it runs")
     parser.add_argument("--output", type=Path, help="a JSON file")
     args = parser.parse_args()
+    initialize_processes()
     config = NAMED_CONFIGS[args.config]
     if args.layers is not None:
         config = replace(config, num_hidden_layers=args.layers)
@@ -63,12 +65,14 @@ def main() -> None:
     mesh = make_mesh(**sizes, devices=devices)
     parallelism = Parallelism(mesh, ExpertParallel(transport=args.transport), ContextParallel(method=args.context_method))
     ceiling = measure_ceiling(256 if args.small else 8192)
-    print(
+    first = jax.process_index() == 0
+    show = print if first else lambda *_, **__: None
+    show(
         f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}, {args.config}, {config.num_hidden_layers} layers, ",
         end="",
     )
-    print(f"{num_parameters(config) / 1e9:.2f} B parameters, {args.rows} x {args.seq} tokens, {' '.join(args.mesh)}")
-    print(f"matmul ceiling {ceiling:.0f} TFLOP/s")
+    show(f"{num_parameters(config) / 1e9:.2f} B parameters, {args.rows} x {args.seq} tokens, {' '.join(args.mesh)}")
+    show(f"matmul ceiling {ceiling:.0f} TFLOP/s")
     results = []
     for routing in args.routings:
         row = measure(args, config, parallelism, routing)
@@ -78,9 +82,9 @@ def main() -> None:
         speed = f"{row['tokens_per_second_per_gpu']:.0f} tokens/s/GPU, {row['tflops_per_gpu']:.1f} TFLOP/s/GPU"
         memory = f"peak {row['peak_gib']:.1f} GiB, state {row['state_gib']:.1f} GiB"
         losses = f"loss {row['losses'][0]:.3f} to {row['losses'][-1]:.3f}"
-        print(f"{routing:>9}: {row['seconds']:.3f} s, {speed} ({row['of_ceiling']:.1%} of ceiling), {memory}, ", end="")
-        print(f"max/mean load {row['load']:.2f}, {losses}, compiled in {row['compile_seconds']:.0f} s", flush=True)
-    if args.output is not None:
+        show(f"{routing:>9}: {row['seconds']:.3f} s, {speed} ({row['of_ceiling']:.1%} of ceiling), {memory}, ", end="")
+        show(f"max/mean load {row['load']:.2f}, {losses}, compiled in {row['compile_seconds']:.0f} s", flush=True)
+    if first and args.output is not None:
         args.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
@@ -113,7 +117,7 @@ def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing:
     median = statistics.median(seconds[1:])
     tokens = args.rows * args.seq
     load = np.asarray(metrics["expert_load"])
-    peak = (parallelism.mesh.devices.flat[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     return {
         "seconds": median,
         "compile_seconds": seconds[0],

@@ -1,7 +1,8 @@
-"""Fine-tune all parameters of Qwen3-30B-A3B on the GPUs of one host: bf16 compute, f32 masters, experts spread over the GPUs.
+"""Fine-tune all parameters of Qwen3-30B-A3B on all GPUs of a job: bf16 compute, f32 masters, experts spread over the GPUs.
 
     python examples/finetune_30b.py --model Qwen/Qwen3-30B-A3B --data chats.jsonl --output runs/30b
     python examples/finetune_30b.py --random-weights --tokenizer Qwen/Qwen3-30B-A3B --data texts --output runs/try --steps 20
+    moe-jax launch -- python examples/finetune_30b.py ...      # a process for each GPU; more hosts: docs/scaling.md
 
 Parameters with their masters and AdamW's moments take 8 bytes a parameter with moments in bf16 (four GPUs of 141 GB) and 12 in
 f32 (eight). Interrupted anywhere, the same command goes on from the last checkpoint, on as many GPUs or on others.
@@ -16,7 +17,7 @@ import tyro
 from moe_jax import train
 from moe_jax.check import random_model
 from moe_jax.config import NAMED_CONFIGS
-from moe_jax.parallel import MeshShape, make_mesh
+from moe_jax.parallel import MeshShape, initialize_processes, make_mesh
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Settings:
 
 def main(settings: Settings) -> None:
     """Trains; the model is written to `output`/model as a Hugging Face folder."""
+    initialize_processes()
     gpus = jax.device_count()
     mesh = MeshShape(expert=gpus)
     finetune_settings = train.FinetuneSettings(

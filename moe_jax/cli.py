@@ -1,4 +1,7 @@
-"""The program `moe-jax`: convert, finetune, plan, generate, check, demo, tune. Each is a dataclass; tyro makes its options."""
+"""The program `moe-jax`: convert, finetune, plan, launch, generate, check, demo, tune.
+
+Each is a dataclass; tyro makes its options.
+"""
 
 import os
 import sys
@@ -268,15 +271,21 @@ class Plan:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs one command. Bad input ends with one line on standard error and exit status 2."""
-    # Before JAX starts: a 30 B model with its gradients needs more than the 75 % of a GPU that JAX takes by default.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    import jax
+
     from moe_jax.demo import DemoSettings, run_demo
-    from moe_jax.train import FinetuneSettings, finetune
+    from moe_jax.launch import LaunchSettings, launch
+    from moe_jax.parallel import environment, processes
+    from moe_jax.train import FinetuneSettings
+
+    # Before JAX starts.
+    environment.set_defaults(os.environ)
 
     commands: dict[str, Any] = {
         "convert": Convert,
         "finetune": FinetuneSettings,
         "plan": Plan,
+        "launch": LaunchSettings,
         "generate": Generate,
         "check": Check,
         "demo": DemoSettings,
@@ -286,18 +295,39 @@ def main(arguments: list[str] | None = None) -> None:
         command = tyro.extras.subcommand_cli_from_dict(
             commands, prog="moe-jax", description=__doc__.split(".")[0] + ".", args=arguments
         )
+        if isinstance(command, LaunchSettings):
+            if status := launch(command):
+                raise SystemExit(status)
+            return
+        processes.initialize_processes()
         if isinstance(command, FinetuneSettings):
-            result = finetune(command)
-            folder = Path(command.output) / "model"
-            result.model.save_pretrained(folder)
-            print(f"trained to step {result.step}; Hugging Face checkpoint in {folder}")
+            _finetune(command)
+        elif jax.distributed.is_initialized():
+            raise ValueError("only finetune runs in several processes; start this command once")
         elif isinstance(command, DemoSettings):
             run_demo(command)
         else:
             command.run()
     except (ValueError, OSError, ArithmeticError) as error:
         print(f"moe-jax: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+        processes.leave(2)
+
+
+def _finetune(settings: Any) -> None:
+    """Trains and exports. A run that was told to stop ends with the status of a program that SIGTERM ended, 143."""
+    from moe_jax.parallel import processes
+    from moe_jax.train import finetune
+
+    result = finetune(settings)
+    first = processes.is_first_process()
+    if result.step < settings.steps:
+        if first:
+            print(f"stopped after step {result.step} and saved; the same command goes on from there", flush=True)
+        processes.leave(143)
+    folder = Path(settings.output) / "model"
+    result.model.save_pretrained(folder)
+    if first:
+        print(f"trained to step {result.step}; Hugging Face checkpoint in {folder}")
 
 
 def _write_json(path: Path, values: dict) -> None:

@@ -1,6 +1,7 @@
 """The program runs each command, teaches with --help, and answers bad input with one line and status 2."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -55,10 +56,19 @@ def test_help_teaches(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     printed = capsys.readouterr().out
-    assert all(command in printed for command in ("convert", "finetune", "plan", "generate", "check", "demo", "tune"))
+    assert all(command in printed for command in ("convert", "finetune", "plan", "launch", "generate", "check", "demo", "tune"))
     with pytest.raises(SystemExit):
         main(["check", "--help"])
     assert "moe-jax check --random-config qwen3-30b-a3b" in capsys.readouterr().out
+
+
+def test_launch_ends_with_the_status_of_what_it_started(capsys):
+    command = [sys.executable, "-c", "import sys; print('started', *sys.argv[1:]); sys.exit(5)", "--steps", "3"]
+    with pytest.raises(SystemExit) as status:
+        main(["launch", "--processes", "1", "--cpu-devices", "1", "--", *command])
+    assert status.value.code == 5 and "[0] started --steps 3" in capsys.readouterr().out
+    assert "processes=0 must be at least 1" in fails(capsys, "launch", "--processes", "0", "--cpu-devices", "1", "--", "x")
+    assert "'no-such-program'" in fails(capsys, "launch", "--processes", "1", "--cpu-devices", "1", "--", "no-such-program")
 
 
 def test_bad_input_is_one_line_and_status_two(checkpoint, tmp_path, capsys):

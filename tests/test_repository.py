@@ -19,7 +19,7 @@ LAYERS = [
     {"plots"},
     {"demo_text"},
     {"tile_timing"},
-    {"check", "demo", "tune", "plan"},
+    {"check", "demo", "launch", "plan", "tune"},
     {"cli"},
 ]
 """The parts of the package from the bottom up: a part imports parts below it and itself, never one above or beside it."""

@@ -22,6 +22,7 @@ from moe_jax.config import Qwen3Config, load_config
 from moe_jax.models.auto import from_config
 from moe_jax.models.qwen3 import Qwen3
 from moe_jax.parallel.layout import parameter_sharding
+from moe_jax.parallel.processes import is_first_process
 
 
 def from_pretrained(
@@ -54,9 +55,8 @@ def from_pretrained(
     ]  # fmt: skip
     size = sum(num_elements(part) for _, leaf, sharding in leaves for part in held_parts(leaf.shape, sharding))
     loaded = []
-    with tqdm(
-        total=size * param_dtype.itemsize, unit="B", unit_scale=True, desc="loading", disable=None if progress else True
-    ) as bar:
+    quiet = None if progress and is_first_process() else True
+    with tqdm(total=size * param_dtype.itemsize, unit="B", unit_scale=True, desc="loading", disable=quiet) as bar:
         for path, leaf, sharding in leaves:
             stacked = path[0] == "stages"
             array = load_parameter(

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
@@ -14,6 +13,7 @@ from moe_jax.checkpoint.companions import Companions, write_json
 from moe_jax.checkpoint.folders import replaced_folder
 from moe_jax.checkpoint.hf_names import export, hf_tensors
 from moe_jax.models.qwen3 import Qwen3
+from moe_jax.parallel.processes import is_first_process
 
 
 def save_pretrained(
@@ -45,7 +45,7 @@ def save_pretrained(
     companions = Companions(model, tokenizer_from)
     with replaced_folder(folder, companions.replaces) as target:
         _write_weights(model, target, max_shard_bytes, progress)
-        if jax.process_index() == 0:
+        if is_first_process():
             companions.write(target)
 
 
@@ -57,7 +57,8 @@ def _write_weights(model: Qwen3, folder: Path, max_shard_bytes: int, progress: b
     shards = list(_shards(sizes, max_shard_bytes))
     tensors = export(model.config, flat)
     weight_map: dict[str, str] = {}
-    with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="saving", disable=None if progress else True) as bar:
+    quiet = None if progress and is_first_process() else True
+    with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="saving", disable=quiet) as bar:
         for i, names in enumerate(shards):
             file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
             shard = {}
@@ -67,10 +68,10 @@ def _write_weights(model: Qwen3, folder: Path, max_shard_bytes: int, progress: b
                 # The file format has no strides: whatever is not row-major must be copied first.
                 shard[name] = np.ascontiguousarray(array)
                 bar.update(sizes[name])
-            if jax.process_index() == 0:
+            if is_first_process():
                 _write_shard(shard, folder / file)
             weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1 and jax.process_index() == 0:
+    if len(shards) > 1 and is_first_process():
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index)
 

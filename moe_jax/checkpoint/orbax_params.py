@@ -18,6 +18,7 @@ from moe_jax.config import load_config
 from moe_jax.models.auto import from_config
 from moe_jax.models.qwen3 import Qwen3
 from moe_jax.parallel.layout import parameter_sharding
+from moe_jax.parallel.processes import is_first_process
 
 
 def save_orbax(model: Qwen3, folder: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
@@ -30,7 +31,7 @@ def save_orbax(model: Qwen3, folder: str | Path, *, tokenizer_from: str | Path |
     companions = Companions(model, tokenizer_from)
     with replaced_folder(folder, companions.replaces) as target:
         ocp.save(target / "params", arrays)
-        if jax.process_index() == 0:
+        if is_first_process():
             companions.write(target)
 
 

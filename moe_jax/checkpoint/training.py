@@ -42,6 +42,10 @@ class TrainingCheckpoints:
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position))
         self._manager.save(step, args=args)
 
+    def told_to_stop(self, step: int) -> bool:
+        """Whether all processes of a job are to save now and end, since one of them got SIGTERM; alone always False."""
+        return self._manager.reached_preemption(step)
+
     def close(self) -> None:
         """Waits for saves under way."""
         self._manager.wait_until_finished()

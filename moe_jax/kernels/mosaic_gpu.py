@@ -76,7 +76,7 @@ def grid_size() -> int:
     if is_interpreted():
         return INTERPRETED_BLOCKS
     target = jax.sharding.get_abstract_mesh().abstract_device
-    return BLOCKS_PER_CORE * (target.num_cores if target is not None else jax.devices()[0].core_count)
+    return BLOCKS_PER_CORE * (target.num_cores if target is not None else jax.local_devices()[0].core_count)
 
 
 def is_interpreted() -> bool:
@@ -95,4 +95,4 @@ def compute_capability() -> str | None:
     target = jax.sharding.get_abstract_mesh().abstract_device
     if target is not None:
         return "9.0" if "H100" in target.device_kind or "H200" in target.device_kind else None
-    return getattr(jax.devices()[0], "compute_capability", None)
+    return getattr(jax.local_devices()[0], "compute_capability", None)

@@ -6,6 +6,7 @@ from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.layout import parameter_sharding
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape, make_mesh
 from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.parallel.processes import initialize_processes
 from moe_jax.parallel.sequence import shard_sequence, token_indices, unshard_sequence
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "ShardedParameters",
     "context_attention",
     "expert_parallel_mlp",
+    "initialize_processes",
     "make_mesh",
     "own_tokens",
     "parameter_sharding",

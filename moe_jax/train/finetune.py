@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from tqdm import tqdm
 
+from moe_jax.checkpoint.folders import require_shared
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.config import config_to_dict
@@ -20,6 +21,7 @@ from moe_jax.flops import training_flops_per_token
 from moe_jax.models.qwen3 import Qwen3
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.parallel.processes import barrier, is_first_process
 from moe_jax.train.data import Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
 from moe_jax.train.metrics import MetricsWriter, max_mean_load, read_records
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
@@ -54,6 +56,9 @@ def finetune(
 ) -> FinetuneResult:
     """Trains; if `settings.output` holds checkpoints of the same run, goes on from the newest, bit for bit.
 
+    All processes of a job (`parallel.initialize_processes`) call this together, with an output folder that they share. Each
+    reads the same batches and computes its devices' part; the first one writes logs. SIGTERM to any has them save and return.
+
     Args:
       settings: the run.
       model: start from this model instead of reading `settings.model`. Its arrays are consumed. Parameters of f32, or of bf16
@@ -69,11 +74,13 @@ def finetune(
     tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
     documents = open_documents(settings.data, settings.data_format)
     if model is None:
-        mesh = make_mesh(**asdict(settings.mesh)) if settings.mesh.size > 1 else None
+        alone = settings.mesh.size == 1 and jax.process_count() == 1
+        mesh = None if alone else make_mesh(**asdict(settings.mesh))
         dtype, param_dtype = jnp.dtype(settings.dtype), jnp.dtype(settings.param_dtype)
         model = from_pretrained(settings.model, dtype=dtype, param_dtype=param_dtype, mesh=mesh)
     config = model.config
     parallelism = _parallelism(model)
+    _check_all_processes_compute(parallelism)
     stream = batches(documents, tokenizer, seq_len=settings.seq_len, batch_size=settings.batch_size, seed=settings.seed)
     schedule = warmup_cosine(
         settings.learning_rate,
@@ -102,11 +109,13 @@ def finetune(
         force_balanced_routing=settings.force_balanced_routing,
         parallelism=parallelism,
     )
-    if settings.force_balanced_routing:
+    if settings.force_balanced_routing and is_first_process():
         tqdm.write("FORCED BALANCED ROUTING: the router is ignored. For benchmarks only; do not use the resulting model.")
 
     identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
     identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
+    if jax.process_count() > 1:
+        require_shared(output)
     checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints)
     start = checkpoints.latest_step() or 0
     if start:
@@ -114,12 +123,13 @@ def finetune(
         _check_same_run(position["identity"], identity, output)
         state = checkpoints.restore(start, _freed(state))
         stream.set_state(position["data"])
-    writer = MetricsWriter(output, resumed_step=start, tensorboard=settings.tensorboard)
+    writer = MetricsWriter(output, resumed_step=start, tensorboard=settings.tensorboard) if is_first_process() else None
     flops_per_token = training_flops_per_token(config, settings.seq_len)
 
     last = settings.steps if stop_after is None else min(stop_after, settings.steps)
     step = start
-    progress = tqdm(total=settings.steps, initial=start, desc="training", unit="step", disable=None)
+    quiet = None if is_first_process() else True
+    progress = tqdm(total=settings.steps, initial=start, desc="training", unit="step", disable=quiet)
     try:
         while step < last:
             began = time.perf_counter()
@@ -141,18 +151,23 @@ def finetune(
             }
             if not (math.isfinite(float(host["total_loss"])) and math.isfinite(record["grad_norm"])):
                 raise FloatingPointError(_describe_failure(record, batch, documents))
-            writer.write(record, host["expert_load"])
-            progress.update()
-            if progress.disable:
-                print(f"step {step}: {_one_line(record)}", flush=True)
-            else:
-                progress.set_postfix_str(_one_line(record))
+            if writer is not None:
+                writer.write(record, host["expert_load"])
+                progress.update()
+                if progress.disable:
+                    print(f"step {step}: {_one_line(record)}", flush=True)
+                else:
+                    progress.set_postfix_str(_one_line(record))
+            if checkpoints.told_to_stop(step):
+                last = step
             if step % settings.checkpoint_every == 0 or step == last:
                 checkpoints.save(step, state, {"data": stream.get_state(), "identity": identity})
     finally:
         progress.close()
-        writer.close()
+        if writer is not None:
+            writer.close()
         checkpoints.close()
+    barrier("metrics written")
     trained = nnx.merge(graph, state.params)
     return FinetuneResult(trained, step, read_records(output / "metrics.jsonl"))
 
@@ -162,6 +177,16 @@ def _parallelism(model: Qwen3) -> Parallelism | None:
     sharding = jax.tree.leaves(nnx.state(model, nnx.Param))[0].sharding
     several = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
     return Parallelism(sharding.mesh) if several else None
+
+
+def _check_all_processes_compute(parallelism: Parallelism | None) -> None:
+    """Whether this is one run, and not one for each process in the same folder."""
+    processes = 1 if parallelism is None else len({device.process_index for device in parallelism.mesh.devices.flat})
+    if processes < jax.process_count():
+        raise ValueError(
+            f"there are {jax.process_count()} processes, and the model lies on devices of {processes}; load it onto a mesh of "
+            f"all {jax.device_count()} devices"
+        )
 
 
 def _one_line(record: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int
 
 from moe_jax.models.qwen3 import Qwen3
@@ -48,7 +48,7 @@ def init_state(model: Qwen3, optimizer: optax.GradientTransformation) -> TrainSt
     everywhere = _replicated(params)
     opt_state = _init_optimizer(optimizer, params, everywhere)
     low_halves = master_weights.initial_low_halves(params)
-    return TrainState(jax.device_put(jnp.zeros((), jnp.int32), everywhere), params, opt_state, low_halves)
+    return TrainState(jnp.zeros((), jnp.int32, device=everywhere), params, opt_state, low_halves)
 
 
 def _init_optimizer(optimizer: optax.GradientTransformation, params: nnx.State, everywhere) -> optax.OptState:
@@ -145,7 +145,8 @@ def make_train_step(
         if not compiled:
             # The state leaves laid out as it came: XLA's own choice could differ, and the next step would compile again.
             layout = jax.tree.map(lambda x: x.sharding, state)
-            compiled.append(jax.jit(train_step, donate_argnums=0, out_shardings=(layout, None)))
+            # Metrics are whole on every device, so that each process can read them.
+            compiled.append(jax.jit(train_step, donate_argnums=0, out_shardings=(layout, _replicated(state.params))))
         return compiled[0](state, batch)
 
     return jitted_step
@@ -154,15 +155,23 @@ def make_train_step(
 def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Parallelism | None = None) -> dict[str, jax.Array]:
     """The batch on the devices that hold the parameters, rows and sequences split as `parallelism` says.
 
-    Without it, rows are split over the mesh axes `data` and `fsdp` as far as these divide them.
+    Without it, rows are split over the mesh axes `data` and `fsdp` as far as these divide them. Each of several processes
+    passes the same whole batch, and puts the parts of its own devices there.
     """
     if parallelism is None:
-        return jax.device_put(batch, _split_rows(len(batch["tokens"]), _replicated(params)))
+        return _put(batch, _split_rows(len(batch["tokens"]), _replicated(params)))
     if (context := parallelism.context_parallel) is not None:
         ways = parallelism.mesh.shape[context.axis_name]
         batch = jax.tree.map(lambda array: shard_sequence(array, ways, context.layout), batch)
     parallelism.check_batch(len(batch["tokens"]))
-    return jax.device_put(batch, NamedSharding(parallelism.mesh, parallelism.batch_spec))
+    return _put(batch, NamedSharding(parallelism.mesh, parallelism.batch_spec))
+
+
+def _put(batch: dict[str, np.ndarray], sharding: Sharding) -> dict[str, jax.Array]:
+    if sharding.is_fully_addressable:
+        return jax.device_put(batch, sharding)
+    # Here device_put would send every batch to all processes first, to see that it is the same everywhere.
+    return {name: jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for name, x in batch.items()}
 
 
 def _split_rows(rows: int, sharding):

@@ -1,0 +1,87 @@
+"""Two processes of four devices train as one of eight does; told to stop they save, and one process goes on from there."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tiny
+
+from moe_jax.train.metrics import read_records
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-m", "moe_jax.cli"]
+STEPS = 12
+SECONDS = 300
+
+ALONE = """
+import sys
+from moe_jax.cli import main
+folder, *options = sys.argv[1:]
+main(["finetune", *options, "--output", folder + "/one"])
+main(["finetune", *options, "--output", folder + "/two"])
+"""
+
+
+def environment(**more) -> dict[str, str]:
+    # Compiling is most of the time. Each device blocks a thread of XLA's pool in a collective.
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    return {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "NPROC": "16", "JAX_PLATFORMS": "cpu", **more}
+
+
+def moments(checkpoint: Path) -> dict[str, np.ndarray]:
+    """AdamW's, by parameter: after the first step a tenth of each gradient, clipped."""
+    checkpointer = ocp.PyTreeCheckpointer()
+    tree = checkpointer.metadata(checkpoint / "state").item_metadata.tree
+    arrays = checkpointer.restore(
+        checkpoint / "state", restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    )
+    named = {jax.tree_util.keystr(path): array for path, array in jax.tree.leaves_with_path(arrays)}
+    return {name: array for name, array in named.items() if "'mu'" in name}
+
+
+def test_two_processes_are_one_and_stop_when_told(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tiny.model().save_pretrained(tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+    data = tiny.write_texts(tmp_path / "texts")
+    paths = f"--model {tmp_path}/model --data {data} --mesh.fsdp 2 --mesh.expert 2 --mesh.context 2".split()
+    sizes = f"--seq-len 32 --batch-size 4 --steps {STEPS} --warmup-steps 1 --learning-rate 1e-2 --dtype float32".split()
+    options = [*paths, *sizes, "--checkpoint-every", "1", "--keep-checkpoints", "100"]
+    one, two = tmp_path / "one", tmp_path / "two"
+
+    command = [*PROGRAM, "launch", "--processes", "2", "--cpu-devices", "4", "--", *PROGRAM, "finetune", *options]
+    process = subprocess.Popen(
+        [*command, "--output", str(two)], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + SECONDS
+    while len(read_records(two / "metrics.jsonl")) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 143, printed[-5000:]
+    records = read_records(two / "metrics.jsonl")
+    assert 3 <= len(records) < STEPS
+    assert f"[0] stopped after step {len(records)} and saved" in printed
+    assert "[0] step 1: loss" in printed and "[1] step" not in printed
+
+    cached = environment(JAX_NUM_CPU_DEVICES="8", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(tmp_path), *options], env=cached, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    expected, actual = read_records(one / "metrics.jsonl"), read_records(two / "metrics.jsonl")
+    assert actual[: len(records)] == records and len(actual) == len(expected) == STEPS
+    for name in ("loss", "aux_loss", "grad_norm", "max_mean_expert_load"):
+        # Later steps inherit f32's noise through AdamW, which divides small gradients by their size.
+        for steps, tolerance in ((slice(0, 2), 1e-5), (slice(2, STEPS), 1e-3)):
+            pairs = ([record[name] for record in run[steps]] for run in (actual, expected))
+            np.testing.assert_allclose(*pairs, rtol=tolerance, err_msg=name)
+    gradients = moments(one / "checkpoints" / "1")
+    assert len(gradients) == 14
+    for name, array in moments(two / "checkpoints" / "1").items():
+        assert np.linalg.norm(array - gradients[name]) <= 1e-5 * np.linalg.norm(gradients[name]), name
