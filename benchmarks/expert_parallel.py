@@ -9,7 +9,7 @@ slots alone), beside a plain `lax.all_to_all` of the buffers of transport `all_t
 Layer: as many tokens and fewer experts on each device, the more devices. Efficiency is the time on one device with all experts
 over the time on n; "load" is the choices of the busiest device's experts over the mean, which bounds it. Outputs and gradients
 of what is timed are compared with one device that computes everything. "no overlap" is a transport with collectives that XLA
-may not run beside computation.
+may not run beside computation. "n shadows" is a transport with up to n shadow experts; "shadows" says how many the call took.
 
 Times are the median of 5 groups of `--launches` calls between two synchronisations. What fails is a row with its error, and the
 others go on; the process ends with 1 where something failed or differs.
@@ -59,6 +59,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=LAYER["tokens"], help="of each device, in the layer")
     parser.add_argument("--capacity-factor", type=float, default=1.25)
     parser.add_argument("--group-size", type=int, default=1, help="of transport pairwise")
+    parser.add_argument(
+        "--shadows", nargs="*", type=int, default=[], help="also with so many shadow experts at most, in the layer"
+    )
+    parser.add_argument("--flops-per-byte", type=float, default=ExpertParallel.flops_per_byte, help="when a shadow pays")
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(TOLERANCE))
     parser.add_argument("--launches", type=int, default=20)
     parser.add_argument("--skip", choices=("exchange", "layer"))
@@ -142,14 +146,18 @@ def measure_layer(counts: list[int], sizes: dict, args: argparse.Namespace):
         for routing in args.routings:
             chosen = choose(keys[5], devices * tokens, experts, k, routing, args, mesh)
             calls[routing] = x, w_gate_up, w_down, weights, chosen
-        for what, transport, options in layer_variants(devices, args):
+        for what, transport, shadows, options in layer_variants(devices, args):
             settings = ExpertParallel(
-                transport=transport, capacity_factor=args.capacity_factor, group_size=group_size(transport, devices, args)
+                transport=transport,
+                capacity_factor=args.capacity_factor,
+                group_size=group_size(transport, devices, args),
+                shadow_experts=shadows,
+                flops_per_byte=args.flops_per_byte,
             )
 
             def forward(*a, settings=settings):
                 y, exchange = expert_parallel_mlp(*a, settings)
-                return y, exchange.num_rounds[None]
+                return y, jnp.stack([exchange.num_rounds, exchange.num_shadows])
 
             forward_only = on_mesh(forward, mesh, options)
             step = forward_and_backward(lambda *a, f=forward: f(*a)[0], mesh, options)
@@ -157,7 +165,7 @@ def measure_layer(counts: list[int], sizes: dict, args: argparse.Namespace):
                 load = jnp.bincount(arguments[-1].reshape(-1), length=experts).reshape(devices, -1).sum(axis=1)
                 row = dict(measured="layer", devices=devices, what=what, routing=routing, load=float(load.max() / load.mean()))
                 with failure_in(row):
-                    row["rounds"] = int(forward_only(*arguments)[1][0])
+                    row["rounds"], row["shadows"] = map(int, forward_only(*arguments)[1][:2])
                     row["fwd_ms"] = median_ms(forward_only, arguments, args.launches)
                     row["fwd_bwd_ms"] = median_ms(step, (*arguments, dy), args.launches)
                     if devices == 1:
@@ -172,12 +180,13 @@ def measure_layer(counts: list[int], sizes: dict, args: argparse.Namespace):
                 yield row
 
 
-def layer_variants(devices: int, args: argparse.Namespace) -> list[tuple[str, Transport | None, dict]]:
-    """Names, transports and compiler options of what is timed on so many devices."""
+def layer_variants(devices: int, args: argparse.Namespace) -> list[tuple[str, Transport | None, int, dict]]:
+    """Names, transports, shadows and compiler options of what is timed on so many devices."""
     if devices == 1:
-        return [("one device", None, {})]
-    variants: list[tuple[str, Transport | None, dict]] = [(transport, transport, {}) for transport in args.transports]
-    return variants + [(f"{name}, no overlap", name, NO_OVERLAP) for name in args.transports if name == "pairwise"]
+        return [("one device", None, 0, {})]
+    variants: list[tuple[str, Transport | None, int, dict]] = [(name, name, 0, {}) for name in args.transports]
+    variants += [(f"{name}, {n} shadows", name, n, {}) for name in args.transports for n in args.shadows]
+    return variants + [(f"{name}, no overlap", name, 0, NO_OVERLAP) for name in args.transports if name == "pairwise"]
 
 
 @contextlib.contextmanager
@@ -251,7 +260,7 @@ def _print_each(rows) -> list[dict]:
     times = "fwd_ms", "fwd_efficiency", "fwd_bwd_ms", "fwd_bwd_efficiency"
     columns = {
         "exchange": ("devices", "what", "dispatch_ms", "dispatch_gbs", "combine_ms", "combine_gbs", "of_all_to_all"),
-        "layer": ("devices", "what", "routing", "load", "rounds", *times, "error_of_all", "parity"),
+        "layer": ("devices", "what", "routing", "load", "rounds", "shadows", *times, "error_of_all", "parity"),
     }
     kept = []
     for row in rows:

@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="by default all")
     parser.add_argument("--mesh", nargs="+", default=["fsdp=1"], metavar="AXIS=N", help="axes data, fsdp, expert, context")
     parser.add_argument("--transport", help="of ExpertParallel; by default its own choice")
+    parser.add_argument("--shadow-experts", type=int, default=0, help="of ExpertParallel")
     parser.add_argument("--context-method", default="ring", choices=("ring", "all_gather", "ulysses"))
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=4, help="of the whole batch")
@@ -63,7 +64,8 @@ def main() -> None:
     sizes = {name: int(size) for name, size in (axis.split("=") for axis in args.mesh)}
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     mesh = make_mesh(**sizes, devices=devices)
-    parallelism = Parallelism(mesh, ExpertParallel(transport=args.transport), ContextParallel(method=args.context_method))
+    experts = ExpertParallel(transport=args.transport, shadow_experts=args.shadow_experts)
+    parallelism = Parallelism(mesh, experts, ContextParallel(method=args.context_method))
     ceiling = measure_ceiling(256 if args.small else 8192)
     first = jax.process_index() == 0
     show = print if first else lambda *_, **__: None

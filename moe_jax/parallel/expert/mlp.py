@@ -3,7 +3,7 @@
 The first round of the exchange carries what an even routing brings and some more. What is beyond queues for further rounds, as
 many as the longest queue of any device needs: none under an even routing, about n under the worst. So no token is ever lost
 and no buffer is made for the worst routing. The first round keeps for backward what `experts_mlp` keeps; a further one, whose
-number only the routing knows, keeps nothing and is computed again.
+number only the routing knows, keeps nothing and is computed again. Choices of shadow experts (`shadow`) take no part in it.
 """
 
 import functools
@@ -30,6 +30,7 @@ from moe_jax.parallel.expert.routes import (
     queue,
 )
 from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, Transport, first_capacity, further_capacity
+from moe_jax.parallel.expert.shadow import choices_of_shadows, lend, load_by_device, rows_per_shadow, select_shadows
 
 
 class Exchange(NamedTuple):
@@ -39,6 +40,8 @@ class Exchange(NamedTuple):
     """Choices of this device's tokens that no expert computed, for lack of room; 0 unless `drop` is set."""
     num_rounds: Int[Array, ""]
     """Rounds of the exchange, the same on all devices of the axis: 1 and the further ones."""
+    num_shadows: Int[Array, ""]
+    """Experts that were copied to all devices of the axis, the same on each of them; 0 unless `shadow_experts` is set."""
 
 
 def expert_parallel_mlp(
@@ -62,7 +65,8 @@ def expert_parallel_mlp(
     travels and nothing is dropped.
 
     Raises:
-        ValueError: shapes that do not fit together, a group_size that does not divide the axis, and what `experts_mlp` raises.
+        ValueError: shapes that do not fit together, a group_size that does not divide the axis, more shadow_experts than
+            experts, and what `experts_mlp` raises.
         NameError: outside `shard_map`, or one whose mesh lacks the axis.
     """
     sizes: dict[str, int] = {}
@@ -74,24 +78,54 @@ def expert_parallel_mlp(
     if not jnp.issubdtype(topk_experts.dtype, jnp.integer):
         raise ValueError(f"topk_experts must have an integer dtype; got {topk_experts.dtype}")
     devices = _axis_size(parallel.axis_name)
+    num_experts = devices * w_gate_up.shape[0]
+    if parallel.shadow_experts > num_experts:
+        raise ValueError(f"shadow_experts must be at most the {num_experts} experts; got {parallel.shadow_experts}")
     arrays = x, w_gate_up, w_down, topk_weights, topk_experts
     if devices == 1 or topk_experts.size == 0:
         y = experts_mlp(*arrays, backend=backend) if topk_experts.size else vary_as(jnp.zeros_like(x), arrays)
-        return y, Exchange(jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
+        return y, Exchange(jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32))
 
-    plan = _plan(x.shape[0], topk_experts.shape[1], devices, w_gate_up.shape[0], parallel, backend)
-    *arrays, experts = vary_as(arrays, (arrays, lax.axis_index(parallel.axis_name)))
+    experts = jnp.where((topk_experts >= 0) & (topk_experts < num_experts), topk_experts, -1).astype(jnp.int32)
+    arrays = vary_as((*arrays[:-1], experts), (arrays, lax.axis_index(parallel.axis_name)))
+    if parallel.shadow_experts == 0:
+        y, num_dropped, num_rounds = _exchange(parallel, backend, *arrays)
+        return y.astype(x.dtype), Exchange(num_dropped, num_rounds, jnp.zeros((), jnp.int32))
+    y_of_shadows, num_shadows, arrays = _shadows(parallel, backend, *arrays)
+    y, num_dropped, num_rounds = _exchange(parallel, backend, *arrays)
+    return (y + y_of_shadows).astype(x.dtype), Exchange(num_dropped, num_rounds, num_shadows)
+
+
+def _shadows(
+    parallel: ExpertParallel, backend: str | None, x: Array, w_gate_up: Array, w_down: Array, weights: Array, experts: Array
+) -> tuple[Array, Array, tuple]:
+    """What shadows add to this device's tokens, how many they are, and the arguments of an exchange of the other choices."""
+    axis_name, num_experts = parallel.axis_name, _axis_size(parallel.axis_name) * w_down.shape[0]
+    load = load_by_device(experts, num_experts, axis_name)
+    cost = rows_per_shadow(parallel.flops_per_byte, x.dtype.itemsize, load.shape[0])
+    shadows = select_shadows(load, parallel.shadow_experts, cost)
+    (w_gate_up, w_down), copies = lend((w_gate_up, w_down), shadows, axis_name, x.dtype)
+    weights_of_shadows, slots, others = choices_of_shadows(weights, experts, shadows)
+    y = experts_mlp(x, *copies, weights_of_shadows, slots, backend=backend)
+    return y, jnp.sum(shadows >= 0, dtype=jnp.int32), (x, w_gate_up, w_down, weights, others)
+
+
+def _exchange(
+    parallel: ExpertParallel, backend: str | None, x: Array, w_gate_up: Array, w_down: Array, weights: Array, experts: Array
+) -> tuple[Array, Array, Array]:
+    """What the experts of all devices add to this device's tokens, num_dropped and num_rounds."""
+    devices = _axis_size(parallel.axis_name)
+    plan = _plan(x.shape[0], experts.shape[1], devices, w_gate_up.shape[0], parallel, backend)
     owner = owners(experts, plan.num_experts, devices)
-    experts = jnp.where(owner >= 0, experts, -1).astype(jnp.int32)
-    queues = queue(owner, lax.stop_gradient(arrays[3]), devices, plan.first, parallel.drop or "position")
+    queues = queue(owner, lax.stop_gradient(weights), devices, plan.first, parallel.drop or "position")
     is_first = in_first_round(queues, owner)
+    arrays = x, w_gate_up, w_down, weights
     if parallel.drop is not None:
         y = _first_round(plan, queues, is_first, experts, *arrays)
-        num_dropped = jnp.sum((owner >= 0) & ~is_first, dtype=jnp.int32)
-        return y.astype(x.dtype), Exchange(num_dropped, jnp.ones((), jnp.int32))
+        return y, jnp.sum((owner >= 0) & ~is_first, dtype=jnp.int32), jnp.ones((), jnp.int32)
     rounds = further_rounds(queues, plan.further, parallel.axis_name)
     y = _all_rounds(plan, rounds, queues, is_first, experts, *arrays)
-    return y.astype(x.dtype), Exchange(jnp.zeros((), jnp.int32), 1 + rounds)
+    return y, jnp.zeros((), jnp.int32), 1 + rounds
 
 
 def _axis_size(axis_name: str) -> int:

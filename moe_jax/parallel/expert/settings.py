@@ -12,6 +12,9 @@ TRANSPORTS = ("gather", "all_to_all", "ragged", "pairwise")
 SMALLEST_CAPACITY = 64
 """Tokens from one device for another that always fit: few tokens are never spread evenly, and their buffers are small."""
 
+H200_FLOPS_PER_BYTE = 2000.0
+"""570 TFLOP/s of experts' matmuls while 280 GB/s leave the GPU over NVLink, both measured (docs/performance.md)."""
+
 
 @dataclass(frozen=True)
 class ExpertParallel:
@@ -25,10 +28,14 @@ class ExpertParallel:
       drop: None drops nothing. "position" computes what fits in one round, the earlier tokens first, and drops the rest;
         "probability" prefers the tokens that weigh most (GShard, https://arxiv.org/abs/2006.16668, section 2.2).
       group_size: with "pairwise", how many devices one step exchanges with.
+      shadow_experts: how many experts at most a call may copy to all devices, where that makes the busiest device's work
+        shorter by more than the copies take (`parallel.expert.shadow`).
+      flops_per_byte: FLOPs of an expert's matmuls that a device does while a byte leaves it: what a shadow's copies cost. With
+        0 every shadow pays that takes rows from the busiest device.
 
     Raises:
       ValueError: an unknown transport or drop, a capacity_factor that is not above 0, a group_size below 1 or without
-        "pairwise".
+        "pairwise", a negative shadow_experts or flops_per_byte.
     """
 
     axis_name: str = "expert"
@@ -36,6 +43,8 @@ class ExpertParallel:
     capacity_factor: float = 1.25
     drop: Literal["position", "probability"] | None = None
     group_size: int = 1
+    shadow_experts: int = 0
+    flops_per_byte: float = H200_FLOPS_PER_BYTE
 
     def __post_init__(self):
         if self.transport not in (None, *TRANSPORTS):
@@ -46,6 +55,10 @@ class ExpertParallel:
             raise ValueError(f"capacity_factor must be above 0; got {self.capacity_factor}")
         if self.group_size < 1 or (self.group_size > 1 and self.transport != "pairwise"):
             raise ValueError(f"group_size must be at least 1, and is for transport 'pairwise' alone; got {self.group_size}")
+        if self.shadow_experts < 0:
+            raise ValueError(f"shadow_experts must be at least 0; got {self.shadow_experts}")
+        if not 0 <= self.flops_per_byte < math.inf:
+            raise ValueError(f"flops_per_byte must be a number of at least 0; got {self.flops_per_byte}")
 
 
 class Capacity(NamedTuple):

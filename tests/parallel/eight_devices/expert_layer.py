@@ -71,7 +71,7 @@ def on_one_device(name):
 
 
 def on_a_mesh(settings, mesh, **options):
-    """The layer over `mesh`, jitted with its gradients: (arrays, direction, ids) -> results, (num_dropped, num_rounds)."""
+    """The layer over `mesh`, jitted with its gradients: (arrays, direction, ids) -> results, Exchange as a tuple."""
     return jax.jit(functools.partial(value_and_gradients, sharded(settings, mesh, **options)))
 
 

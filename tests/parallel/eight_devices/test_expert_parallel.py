@@ -65,7 +65,7 @@ def test_drops_what_its_policy_says_and_counts_it(drop, transport):
     run = on_a_mesh(ExpertParallel(transport=transport, drop=drop, capacity_factor=factor), make_mesh(expert=devices))
     for name in ("even", "few experts take most", "ids twice in a row and out of range"):
         kept, dropped = kept_by_policy(np.asarray(routing(name)), np.asarray(arrays()[3]), devices, factor, drop)
-        results, (num_dropped, rounds) = run(arrays(), direction(), routing(name))
+        results, (num_dropped, rounds, _) = run(arrays(), direction(), routing(name))
         np.testing.assert_array_equal(num_dropped, dropped)
         assert sum(dropped) > 0 and (rounds == 1).all()
         expected, _ = value_and_gradients(reference, arrays(), direction(), jnp.asarray(kept))
@@ -104,7 +104,7 @@ def test_each_group_of_devices_takes_as_many_rounds_as_its_longest_queue_needs(c
     run = on_a_mesh(settings, make_mesh(data=2, expert=2), check_vma=check_vma)
     in_turn = routing("even") % (EXPERTS // 2) + EXPERTS // 2 * (jnp.arange(TOKENS) % 2)[:, None]
     chosen = in_turn.at[: TOKENS // 2].set(EXPERTS - 1)
-    results, (_, rounds) = run(arrays(), direction(), chosen)
+    results, (_, rounds, _) = run(arrays(), direction(), chosen)
     owner = np.asarray(chosen).reshape(2, 2, tokens, K) // (EXPERTS // 2)
     longest = [max((of_group == to).any(axis=2).sum(axis=1).max() for to in range(2)) for of_group in owner]
     assert longest == [tokens, tokens // 2]

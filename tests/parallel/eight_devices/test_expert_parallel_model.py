@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tiny
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -25,7 +26,14 @@ def total(of_logits, statistics):
     return of_logits + load_balancing_loss(statistics) + router_z_loss(statistics)
 
 
-def test_losses_gradients_and_statistics_are_those_of_one_device():
+SETTINGS = {
+    "exchange": ExpertParallel(transport="all_to_all"),
+    "shadows that cost nothing": ExpertParallel(transport="all_to_all", shadow_experts=2, flops_per_byte=0),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_losses_gradients_and_statistics_are_those_of_one_device(settings):
     rng = np.random.default_rng(0)
     graph, parameters = nnx.split(tiny.model())
     tokens = jnp.asarray(rng.integers(0, 264, (8, 6)))
@@ -37,7 +45,6 @@ def test_losses_gradients_and_statistics_are_those_of_one_device():
         return total(of_logits, statistics), statistics
 
     def local(parameters, *batch):
-        settings = ExpertParallel(transport="all_to_all")
         of_logits, statistics = projected(parameters, graph, *batch, expert_parallel=settings, remat=True)
         statistics = sum_over_mesh(statistics, AXES)
         of_logits = jax.lax.psum(of_logits, AXES)

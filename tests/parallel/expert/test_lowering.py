@@ -41,6 +41,13 @@ def test_a_layer_with_its_gradients(transport, sizes, check_vma):
     assert lowered(step, check_vma, **sizes).count("custom_call @mosaic_gpu") == kernels
 
 
+def test_shadows_take_three_more_kernels_and_travel_in_one_of_several_branches():
+    text = lowered(forward(ExpertParallel(shadow_experts=2)), True, **QWEN3_30B)
+    assert text.count("custom_call @mosaic_gpu") == 3 * 3
+    # Beside tokens, choices and load: one shadow, or two.
+    assert text.count('"stablehlo.all_gather"') == 2 + 1 + 2
+
+
 def forward(settings):
     return lambda *arguments: expert_parallel_mlp(*arguments, settings)[0]
 

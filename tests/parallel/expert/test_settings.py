@@ -18,6 +18,9 @@ from moe_jax.parallel.expert.settings import first_capacity, further_capacity
         ({"capacity_factor": float("nan")}, "capacity_factor must be above 0; got nan"),
         ({"group_size": 2}, "group_size must be at least 1, and is for transport 'pairwise' alone; got 2"),
         ({"group_size": 0, "transport": "pairwise"}, "group_size must be at least 1, .*; got 0"),
+        ({"shadow_experts": -1}, "shadow_experts must be at least 0; got -1"),
+        ({"flops_per_byte": -1.0}, "flops_per_byte must be a number of at least 0; got -1.0"),
+        ({"flops_per_byte": float("nan")}, "flops_per_byte must be a number of at least 0; got nan"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(settings, message):
