@@ -41,6 +41,31 @@ def exact_with_gradients(layer, dy):
         return with_gradients(oracle.experts_mlp, (*(a.astype(jnp.float64) for a in arrays), chosen), dy)
 
 
+def assert_as_near_as(actuals, others, layer, dy, few):
+    """Each array at most 1.5 times as far from f64 as the other's.
+
+    Of a handful of numbers the two errors are two draws of the same noise: these are within `few`, of the size of the terms
+    where numbers are sums that may cancel.
+    """
+    exact = exact_with_gradients(layer, dy)
+    for name, actual, other, expected in zip(ARRAYS, actuals, others, exact, strict=True):
+        assert actual.shape == expected.shape and actual.dtype == other.dtype, name
+        if expected.size > 100:
+            assert relative_error(actual, expected) <= 1.5 * relative_error(other, expected) + 1e-6, name
+        else:
+            size = np.linalg.norm(terms_of_weights(layer, dy) if name == "weights" else expected)
+            assert np.linalg.norm(np.asarray(actual, np.float64) - np.asarray(expected)) <= few * size, name
+
+
+def terms_of_weights(layer, dy):
+    """[tokens, k, hidden] what the gradient of a weight is the sum of, in f64: dy times the output of that expert."""
+    *arrays, weights, chosen = layer
+    with jax.enable_x64(True):
+        x, w_gate_up, w_down = (a.astype(jnp.float64) for a in arrays)
+        alone = [oracle.experts_mlp(x, w_gate_up, w_down, jnp.ones((*x.shape[:1], 1)), e[:, None]) for e in chosen.T]
+        return np.stack(alone, axis=1) * np.asarray(dy, np.float64)[:, None]
+
+
 def relative_error(actual, expected):
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-300)
