@@ -14,7 +14,7 @@ INSTALLED := .venv/installed-$(subst $(comma),-,$(EXTRAS))
 .PHONY: help demo test lint cuda-compiler
 help:
 	@echo "make demo   train, resume, export and sample a small Qwen3-MoE on this machine: under 5 minutes on 2 cores"
-	@echo "            MODEL=qwen3 takes a dense model instead; DEMO_OPTIONS='--steps 50' and others: moe-jax demo --help"
+	@echo "            MODEL=deepseek_v3 or qwen3 (dense) takes another model; DEMO_OPTIONS='--steps 50' and others: moe-jax demo --help"
 	@echo "make test   format, lint, types and the whole test suite"
 	@echo "make cuda-compiler   250 MB for machines without a GPU: make test then compiles the Hopper kernels to machine code"
 

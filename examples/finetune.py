@@ -43,12 +43,12 @@ def main(settings: Settings) -> None:
     schedule = train.warmup_cosine(settings.learning_rate, steps=settings.steps, warmup_steps=settings.steps // 10)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
 
-    # Split once: the graph is static, and the arrays pass through plain jax.jit.
-    graph, params = nnx.split(model, nnx.Param)
+    # Split once: the graph is static, and the arrays pass through plain jax.jit. What is not trained stays as it is.
+    graph, params, *others = nnx.split(model, nnx.Param, ...)
     opt_state = optimizer.init(params)
 
     def loss_fn(params, batch):
-        return train.loss(nnx.merge(graph, params), batch, aux_loss_coef=settings.aux_loss_coef, remat=True)
+        return train.loss(nnx.merge(graph, params, *others), batch, aux_loss_coef=settings.aux_loss_coef, remat=True)
 
     def train_step(params, opt_state, batch):
         (_, parts), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
@@ -63,7 +63,7 @@ def main(settings: Settings) -> None:
         busiest = float(jnp.max(parts.expert_load / jnp.mean(parts.expert_load, axis=1, keepdims=True)))
         print(f"step {step}: loss {loss:.4f}, aux loss {float(parts.aux_loss):.3f}, busiest expert {busiest:.2f} x the mean")
 
-    trained = nnx.merge(graph, params)
+    trained = nnx.merge(graph, params, *others)
     trained.save_pretrained(settings.output, tokenizer_from=settings.model)
     print(f"wrote {settings.output}")
 

@@ -2,11 +2,13 @@
 
 from moe_jax import kernels, parallel, train
 from moe_jax.checkpoint.hf_load import from_pretrained
-from moe_jax.config import Qwen3Config, Qwen3MoeConfig, load_config
+from moe_jax.config import DeepseekV2Config, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig, load_config
 from moe_jax.generation import generate
 from moe_jax.models.auto import from_config
 
 __all__ = [
+    "DeepseekV2Config",
+    "DeepseekV3Config",
     "Qwen3Config",
     "Qwen3MoeConfig",
     "from_config",

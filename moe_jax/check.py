@@ -16,10 +16,11 @@ from jax.sharding import Mesh
 
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.hf_names import hf_tensors
-from moe_jax.config import Qwen3Config
+from moe_jax.config import ModelConfig
 from moe_jax.flops import num_active_parameters, num_parameters
+from moe_jax.layers.router import ExpertBias
 from moe_jax.models.auto import from_config
-from moe_jax.models.qwen3 import Qwen3
+from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import parameter_sharding
 
 
@@ -68,7 +69,7 @@ def check_checkpoint(path: str | Path, prompt: str, *, dtype=jnp.bfloat16, repea
     return check_model(model, tokens, tokenizer=tokenizer, repeats=repeats)
 
 
-def check_random(config: Qwen3Config, num_tokens: int, *, dtype=jnp.bfloat16, seed: int = 0, repeats: int = 5) -> CheckReport:
+def check_random(config: ModelConfig, num_tokens: int, *, dtype=jnp.bfloat16, seed: int = 0, repeats: int = 5) -> CheckReport:
     """Checks a config with random weights on random tokens: speed and memory without a checkpoint.
 
     Raises:
@@ -79,17 +80,17 @@ def check_random(config: Qwen3Config, num_tokens: int, *, dtype=jnp.bfloat16, se
     return check_model(random_model(config, dtype, seed), tokens.tolist(), repeats=repeats)
 
 
-def check_model(model: Qwen3, tokens: list[int], *, tokenizer: Any = None, repeats: int = 5) -> CheckReport:
+def check_model(model: Decoder, tokens: list[int], *, tokenizer: Any = None, repeats: int = 5) -> CheckReport:
     """Runs the passes on one sequence."""
     config = model.config
-    graph, parameters = nnx.split(model, nnx.Param)
+    graph, parameters, *biases = nnx.split(model, nnx.Param, ExpertBias)
     batch = jnp.asarray(tokens, jnp.int32)[None]
 
     def last_logits(parameters, batch):
-        return nnx.merge(graph, parameters)(batch).logits[0, -1].astype(jnp.float32)
+        return nnx.merge(graph, parameters, *biases)(batch).logits[0, -1].astype(jnp.float32)
 
     def logit_sum(parameters, batch):
-        return nnx.merge(graph, parameters)(batch).logits.astype(jnp.float32).sum()
+        return nnx.merge(graph, parameters, *biases)(batch).logits.astype(jnp.float32).sum()
 
     began = time.perf_counter()
     forward = jax.jit(last_logits).lower(parameters, batch).compile()
@@ -114,7 +115,7 @@ def check_model(model: Qwen3, tokens: list[int], *, tokenizer: Any = None, repea
         forward_seconds=forward_seconds,
         loss=float(loss),
         gradient_norm=norm,
-        tensors_with_gradients=len(hf_tensors(config)),
+        tensors_with_gradients=sum(tensor.trained for tensor in hf_tensors(config)),
         arrays_with_gradients=len(jax.tree.leaves(gradients)),
         max_gradient=largest,
         min_gradient=smallest,
@@ -141,7 +142,7 @@ def format_report(report: CheckReport) -> str:
     )
 
 
-def random_model(config: Qwen3Config, dtype, seed: int = 0, *, param_dtype=None, mesh: Mesh | None = None) -> Qwen3:
+def random_model(config: ModelConfig, dtype, seed: int = 0, *, param_dtype=None, mesh: Mesh | None = None) -> Decoder:
     """Random weights made where they lie, one layer of one parameter at a time: no f32 copy of a large one exists.
 
     Args:
@@ -153,12 +154,14 @@ def random_model(config: Qwen3Config, dtype, seed: int = 0, *, param_dtype=None,
     def make():
         return from_config(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
 
-    graph, abstract = nnx.split(nnx.eval_shape(make), nnx.Param)
+    graph, abstract = nnx.split(nnx.eval_shape(make))
     flat = []
     for i, (path, leaf) in enumerate(nnx.to_flat_state(abstract)):
         place = parameter_sharding(path, leaf.shape, mesh)
         if any("norm" in str(part) for part in path):
             value = jnp.ones(leaf.shape, param_dtype, device=place)
+        elif isinstance(leaf, ExpertBias):
+            value = jnp.zeros(leaf.shape, leaf.dtype, device=place)
         else:
             key = jax.random.fold_in(jax.random.key(seed), i)
             value = _normal(key, leaf.shape, config.initializer_range, param_dtype, place)

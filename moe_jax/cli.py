@@ -239,7 +239,7 @@ class Plan:
     def run(self) -> None:
         """Prints the table."""
         from moe_jax import plan
-        from moe_jax.config import NAMED_CONFIGS, load_config
+        from moe_jax.config import NAMED_CONFIGS, Qwen3Config, load_config
         from moe_jax.parallel.machine import H200
 
         if self.config not in NAMED_CONFIGS and not Path(self.config).is_dir():
@@ -250,6 +250,8 @@ class Plan:
         if self.sequence_length < 1:
             raise ValueError(f"sequence_length must be at least 1; got {self.sequence_length}")
         config = NAMED_CONFIGS[self.config] if self.config in NAMED_CONFIGS else load_config(self.config)
+        if not isinstance(config, Qwen3Config):
+            raise ValueError(f"no cost is known of latent attention, which {self.config} has; give a Qwen3 or Qwen3-MoE config")
         rows = max(1, self.devices * 32768 // self.sequence_length) if self.rows is None else self.rows
         predictions = plan.plan(
             config,

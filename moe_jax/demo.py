@@ -1,7 +1,7 @@
 """What `moe-jax demo` does: the whole main job on this machine, from raw text to a checkpoint that transformers loads.
 
-A tokenizer is trained on the source files of Python's standard library, a Qwen3-MoE of about 5 M parameters learns them, is
-interrupted and resumes, is exported, compared with transformers, and writes code.
+A tokenizer is trained on the source files of Python's standard library, a model of about 5 M parameters (a Qwen3-MoE unless
+asked otherwise) learns them, is interrupted and resumes, is exported, compared with transformers, and writes code.
 """
 
 import json
@@ -21,7 +21,7 @@ from flax import nnx
 
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.hf_save import save_pretrained
-from moe_jax.config import Qwen3Config, Qwen3MoeConfig
+from moe_jax.config import DeepseekV3Config, ModelConfig, Qwen3Config, Qwen3MoeConfig
 from moe_jax.demo_text import library_texts, split_source, train_tokenizer
 from moe_jax.generation import generate
 from moe_jax.models.auto import from_config
@@ -38,7 +38,7 @@ class DemoSettings:
 
     Attributes:
       output: the folder to write to; an earlier demo there is replaced.
-      model: the architecture: with a mixture of experts, or dense.
+      model: the architecture: with a mixture of experts (Qwen3's or DeepSeek's), or dense.
       steps: training steps; the run is interrupted after 60 % of them.
       batch_size: sequences a step.
       seq_len: tokens a sequence.
@@ -50,7 +50,7 @@ class DemoSettings:
     """
 
     output: str = "runs/demo"
-    model: Literal["qwen3_moe", "qwen3"] = "qwen3_moe"
+    model: Literal["qwen3_moe", "deepseek_v3", "qwen3"] = "qwen3_moe"
     steps: int = 640
     batch_size: int = 8
     seq_len: int = 128
@@ -101,7 +101,7 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         num_parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
         save_pretrained(model, output / "initial", tokenizer_from=output / "tokenizer", progress=False)
         print(f"  {config.model_type}, {config.num_hidden_layers} layers, {num_parameters / 1e6:.1f} M parameters", end="")
-        if isinstance(config, Qwen3MoeConfig):
+        if isinstance(config, Qwen3MoeConfig | DeepseekV3Config):
             print(f", {config.num_experts} experts a layer of which each token takes {config.num_experts_per_tok}", end="")
         print()
         del model
@@ -186,7 +186,7 @@ def stage(number: int, title: str) -> Iterator[None]:
     print(f"  {time.perf_counter() - start:.1f} s", flush=True)
 
 
-def small_config(model: str, vocab_size: int, eos_token_id: int) -> Qwen3Config:
+def small_config(model: str, vocab_size: int, eos_token_id: int) -> ModelConfig:
     """A model of about 5 M parameters (with 4096 tokens) that two CPU cores train in minutes.
 
     initializer_range is about 1 / sqrt(hidden_size): at the usual 0.02 so narrow a model needs many more steps to leave the
@@ -194,9 +194,15 @@ def small_config(model: str, vocab_size: int, eos_token_id: int) -> Qwen3Config:
     """
     common: dict[str, Any] = dict(
         vocab_size=vocab_size, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=eos_token_id,
-        initializer_range=0.06,
+        max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=eos_token_id, initializer_range=0.06,
     )  # fmt: skip
+    if model == "deepseek_v3":
+        return DeepseekV3Config(
+            **common, num_key_value_heads=6, q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16,
+            v_head_dim=32, moe_intermediate_size=96, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2,
+            first_k_dense_replace=1,
+        )  # fmt: skip
+    common |= dict(num_key_value_heads=2, head_dim=32)
     if model == "qwen3":
         return Qwen3Config(**common)
     return Qwen3MoeConfig(

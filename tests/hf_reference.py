@@ -21,6 +21,28 @@ SMALL = dict(
     rope_theta=1e6,
     attn_implementation="eager",
 )
+SMALL_DEEPSEEK = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    q_lora_rank=20,
+    kv_lora_rank=12,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=8,
+    n_routed_experts=16,
+    num_experts_per_tok=3,
+    n_group=4,
+    topk_group=2,
+    first_k_dense_replace=0,
+    max_position_embeddings=64,
+    attn_implementation="eager",
+    experts_implementation="eager",
+)
 SMALL_MOE = dict(SMALL, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3, experts_implementation="eager")
 
 
@@ -30,16 +52,16 @@ def reference(model_type: str, seed: int, *, router_std: float = 0.5, **override
     The default `router_std` spreads the router's logits, so that rounding cannot flip a choice between two implementations.
     """
     torch.manual_seed(seed)
-    if model_type == "qwen3_moe":
-        config = transformers.Qwen3MoeConfig(**{**SMALL_MOE, **overrides})
-        model = transformers.Qwen3MoeForCausalLM(config)
-    else:
-        config = transformers.Qwen3Config(**{**SMALL, **overrides})
-        model = transformers.Qwen3ForCausalLM(config)
+    sizes = {"qwen3": SMALL, "qwen3_moe": SMALL_MOE}.get(model_type, SMALL_DEEPSEEK)
+    config = transformers.AutoConfig.for_model(model_type, **{**sizes, **overrides})
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             std = router_std if name.endswith("mlp.gate.weight") else 0.1
             parameter.normal_(1.0 if "norm" in name else 0.0, std)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     return model.eval()
 
 

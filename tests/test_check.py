@@ -9,7 +9,9 @@ import pytest
 import tiny
 from flax import nnx
 
-from moe_jax.check import check_model, format_report, random_model
+from moe_jax.check import check_model, check_random, format_report, random_model
+from moe_jax.config import NAMED_CONFIGS
+from moe_jax.models.auto import from_config
 
 
 def test_the_report_is_that_of_the_plain_passes():
@@ -29,6 +31,18 @@ def test_the_report_is_that_of_the_plain_passes():
     assert report.tensors_with_gradients == 3 + 2 * (2 + 4 + 2 + 1 + 4 * 3)
     assert report.forward_seconds > 0 and report.peak_memory_gib > 0
     assert f"Token ID: {report.next_token_id}" in format_report(report)
+
+
+def test_a_few_layers_of_a_published_deepseek_v3_shrunken():
+    sizes = dict(hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_attention_heads=2, num_key_value_heads=2)
+    sizes |= dict(q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, vocab_size=50)
+    config = replace(NAMED_CONFIGS["deepseek-v3"], num_hidden_layers=4, n_routed_experts=16, **sizes)
+    report = check_random(config, 7, dtype=jnp.float32, repeats=1)
+    assert np.isfinite(report.gradient_norm) and report.gradient_norm > 0
+    # Three dense layers and one of 16 experts, whose bias has no gradient.
+    assert report.tensors_with_gradients == 3 + 3 * (2 + 7 + 3) + (2 + 7 + 1 + 3 + 16 * 3)
+    model = nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0)))
+    assert report.parameters == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

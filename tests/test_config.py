@@ -29,6 +29,65 @@ HUB_30B = {
 }  # fmt: skip
 
 
+HUB_DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001, "bos_token_id": 0,
+    "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+    "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "pretraining_tp": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+    "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+
+
+def test_the_hub_file_of_deepseek_v3_is_the_named_config():
+    config = config_from_dict(HUB_DEEPSEEK_V3)
+    assert config == NAMED_CONFIGS["deepseek-v3"]
+    assert config.stages == (Stage(0, 3, sparse=False), Stage(3, 58, sparse=True))
+    assert (config.key_dim, config.value_dim, config.rotary_dim, config.num_groups) == (192, 128, 64, 8)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_key_value_heads": 8}, "num_key_value_heads=8 must be num_attention_heads=128"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim=63 must be even"),
+        ({"head_dim": 128}, "head_dim=128 contradicts qk_nope_head_dim=128 and qk_rope_head_dim=64"),
+        ({"scoring_func": "tanh"}, "scoring_func='tanh' is not supported .only 'sigmoid' or 'softmax'"),
+        ({"topk_method": "best"}, "topk_method='best' is not supported"),
+        ({"n_group": 7}, "n_group=7 must divide n_routed_experts=256"),
+        ({"n_group": 256}, "n_group=256 leaves 1 of n_routed_experts=256 a group"),
+        ({"topk_group": 9}, "topk_group=9 must be at most n_group=8"),
+        ({"topk_group": 1, "num_experts_per_tok": 33}, "num_experts_per_tok=33 must be at most the 32 experts"),
+        ({"n_shared_experts": -1}, "n_shared_experts=-1 must be 0 or more"),
+        ({"kv_lora_rank": None}, "kv_lora_rank=None must be a positive integer"),
+        ({"q_lora_rank": 0}, "q_lora_rank=0 must be a positive integer or null"),
+        (
+            {"mlp_bias": True, "sliding_window": 5},
+            "mlp_bias=True is not supported .only false.; unknown field sliding_window=5",
+        ),
+        ({"model_type": "deepseek_v2"}, "norm_topk_prob=True is not supported"),
+    ],
+)
+def test_what_makes_no_deepseek_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_dict({**HUB_DEEPSEEK_V3, **change})
+
+
+def test_nulls_of_deepseek_have_their_meaning():
+    nulls = dict(n_shared_experts=None, n_group=None, topk_group=None, q_lora_rank=None, first_k_dense_replace=None)
+    config = config_from_dict({**HUB_DEEPSEEK_V3, **nulls, "moe_layer_freq": 2, "num_hidden_layers": 5})
+    assert (config.n_shared_experts, config.num_groups, config.q_lora_rank, config.moe_layers) == (0, 1, None, (0, 2, 4))
+
+
 def test_the_hub_file_of_30b_is_the_named_config():
     config = config_from_dict(HUB_30B)
     assert config.rope_parameters == RopeParameters(rope_theta=1e6)
@@ -45,9 +104,17 @@ def test_the_hub_file_of_30b_is_the_named_config():
             rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
         ),
         transformers.Qwen3Config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e7}),
+        transformers.DeepseekV3Config(
+            q_lora_rank=None,
+            pad_token_id=7,
+            rope_interleave=False,
+            rope_parameters={"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.9}
+            | {"original_max_position_embeddings": 4096, "rope_theta": 5e4},
+        ),
+        transformers.DeepseekV2Config(n_group=4, topk_group=2, topk_method="group_limited_greedy", num_experts_per_tok=6),
         transformers.Qwen3Config(num_hidden_layers=30, use_sliding_window=True, sliding_window=128, eos_token_id=[3, 4]),
     ],
-    ids=["moe", "moe-yarn", "dense-dynamic", "dense-sliding"],
+    ids=["moe", "moe-yarn", "dense-dynamic", "deepseek-v3", "deepseek-v2", "dense-sliding"],
 )
 def test_what_transformers_writes_is_read_and_what_we_write_it_reads(theirs, tmp_path):
     theirs.save_pretrained(tmp_path)
@@ -71,7 +138,7 @@ def test_old_and_current_names_mean_the_same():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "llama"}, "model_type 'llama' is not supported; supported are qwen3, qwen3_moe"),
+        ({"model_type": "llama"}, "'llama' is not supported; supported are deepseek_v2, deepseek_v3, qwen3, qwen3_moe"),
         ({"n_group": 4, "new_field": 1}, "unknown field n_group=4; unknown field new_field=1"),
         ({"quantization_config": {"bits": 4}}, "unknown field quantization_config"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),

@@ -90,7 +90,7 @@ def test_pieces_of_a_source_are_the_whole_source_cut_at_top_level():
 
 
 def test_the_model_has_about_five_million_parameters():
-    for kind in ("qwen3_moe", "qwen3"):
+    for kind in ("qwen3_moe", "deepseek_v3", "qwen3"):
         model = nnx.eval_shape(lambda kind=kind: from_config(small_config(kind, 4096, 0), rngs=nnx.Rngs(0)))
         sizes = [x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
         assert kind == "qwen3" or 4e6 < sum(sizes) < 6e6

@@ -4,7 +4,7 @@ import jax
 import pytest
 from flax import nnx
 
-from moe_jax.config import NAMED_CONFIGS, Qwen3Config, Qwen3MoeConfig
+from moe_jax.config import NAMED_CONFIGS, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 from moe_jax.flops import forward_flops_per_token, num_active_parameters, num_parameters, training_flops_per_token
 from moe_jax.models.auto import from_config
 
@@ -15,6 +15,7 @@ from moe_jax.models.auto import from_config
         *NAMED_CONFIGS.values(),
         Qwen3MoeConfig(num_hidden_layers=5, mlp_only_layers=(1,), attention_bias=True, tie_word_embeddings=True),
         Qwen3Config(attention_bias=True),
+        DeepseekV3Config(q_lora_rank=None, attention_bias=True, n_shared_experts=0, moe_layer_freq=2),
     ],
 )
 def test_parameters_are_those_of_the_model(config):
@@ -27,6 +28,16 @@ def test_qwen3_30b_a3b():
     assert num_parameters(config) / 1e9 == pytest.approx(30.53, abs=0.01)
     assert num_active_parameters(config) / 1e9 == pytest.approx(3.35, abs=0.01)
     assert training_flops_per_token(config, 4096) / 1e9 == pytest.approx(23.1, abs=0.1)
+
+
+def test_deepseek_v3():
+    config = NAMED_CONFIGS["deepseek-v3"]
+    assert num_parameters(config) / 1e9 == pytest.approx(671.03, abs=0.01)
+    assert num_active_parameters(config) / 1e9 == pytest.approx(37.55, abs=0.01)
+    # A key costs 2 * 128 heads * (192 + 128), and a token sees 2048 of them; the embedding table is no matmul.
+    scores = 61 * 2 * 128 * (192 + 128) * 2048
+    matmuls = 2 * (num_active_parameters(config) - 129280 * 7168)
+    assert forward_flops_per_token(config, 4096) == pytest.approx(matmuls + scores, rel=1e-4)
 
 
 def test_a_sliding_window_bounds_the_keys():

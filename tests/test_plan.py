@@ -79,6 +79,7 @@ def test_where_nothing_fits_the_smallest_is_named():
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        ("deepseek-v3 --devices 4", "no cost is known of latent attention, which deepseek-v3 has"),
         ("gpt --devices 4", "no config 'gpt'; give a folder with a config.json, or one of qwen3-0.6b"),
         ("qwen3-30b-a3b --devices 0", "devices=0 must be at least 1"),
         ("qwen3-30b-a3b --devices 12", "devices=12 must be whole hosts of 8, or fewer than one"),

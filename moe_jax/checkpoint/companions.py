@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from moe_jax.checkpoint.folders import MODEL_FILES
-from moe_jax.config import Qwen3Config, config_to_dict
-from moe_jax.models.qwen3 import Qwen3
+from moe_jax.config import ModelConfig, config_to_dict
+from moe_jax.models.decoder import Decoder
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -32,7 +32,7 @@ class Companions:
       FileNotFoundError: `tokenizer_from` has no tokenizer files.
     """
 
-    def __init__(self, model: Qwen3, tokenizer_from: str | Path | None = None):
+    def __init__(self, model: Decoder, tokenizer_from: str | Path | None = None):
         # transformers 5 looks for dtype, transformers 4 for torch_dtype.
         dtype = model.embed_tokens.weight.dtype.name
         self.config = config_to_dict(model.config) | {"dtype": dtype, "torch_dtype": dtype}
@@ -54,7 +54,7 @@ def write_json(file: Path, fields: dict) -> None:
     file.write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def _generation_config(config: Qwen3Config, source: str | None) -> dict:
+def _generation_config(config: ModelConfig, source: str | None) -> dict:
     """The source folder's generation_config.json, or one with the config's special tokens."""
     if source is not None and (Path(source) / "generation_config.json").is_file():
         return json.loads((Path(source) / "generation_config.json").read_text())

@@ -5,6 +5,7 @@ safetensors files are mapped into memory by the `safetensors` library; PyTorch's
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[Slices], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        """How many elements it has: none where another program writes a block that a config leaves out."""
+        return math.prod(self.shape)
 
 
 def open_tensors(folder: Path, problems: list[str]) -> dict[str, StoredTensor]:

@@ -4,6 +4,7 @@ Everything is checked from config.json and file headers before a byte of weights
 weights stream (`streaming.py`): each process reads the slices that its own devices hold, a layer of a parameter at a time.
 """
 
+import logging
 from collections import defaultdict
 from pathlib import Path
 
@@ -18,22 +19,25 @@ from moe_jax.checkpoint.folders import previous_of
 from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, CheckpointError, open_tensors
 from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
 from moe_jax.checkpoint.streaming import Piece, held_parts, load_parameter, num_elements, piece_of
-from moe_jax.config import Qwen3Config, load_config
+from moe_jax.config import DeepseekV3Config, ModelConfig, load_config
 from moe_jax.models.auto import from_config
-from moe_jax.models.qwen3 import Qwen3
+from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import parameter_sharding
 from moe_jax.parallel.processes import is_first_process
+
+_logger = logging.getLogger(__name__)
 
 
 def from_pretrained(
     folder_or_hub_id: str | Path, *, dtype=jnp.bfloat16, param_dtype=None, mesh: Mesh | None = None, progress: bool = True
-) -> Qwen3:
-    """Loads a Qwen3 or Qwen3-MoE checkpoint.
+) -> Decoder:
+    """Loads a checkpoint of any architecture of `moe_jax.models`.
 
     Args:
       folder_or_hub_id: a folder with config.json and weights, or a hub id such as "Qwen/Qwen3-30B-A3B", which is downloaded.
       dtype: what the model computes in.
-      param_dtype: what the parameters are held in, whatever the files hold (default: dtype). float32 for training.
+      param_dtype: what the parameters are held in, whatever the files hold (default: dtype). float32 for training. A bias
+        that no gradient reaches (`layers.router.ExpertBias`) is float32 always.
       mesh: the devices to spread the parameters over (`moe_jax.parallel.make_mesh`); None: the default device.
       progress: show a progress bar when stderr is a terminal.
 
@@ -49,18 +53,22 @@ def from_pretrained(
 
     # eval_shape: the random initialisation is traced for its shapes and never computed.
     abstract = nnx.eval_shape(lambda: from_config(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
-    graph, parameters = nnx.split(abstract, nnx.Param)
+    graph, parameters = nnx.split(abstract)
     leaves = [
         (path, leaf, parameter_sharding(path, leaf.shape, mesh)) for path, leaf in nnx.to_flat_state(parameters)
     ]  # fmt: skip
-    size = sum(num_elements(part) for _, leaf, sharding in leaves for part in held_parts(leaf.shape, sharding))
+    size = sum(
+        num_elements(part) * leaf.dtype.itemsize
+        for _, leaf, sharding in leaves
+        for part in held_parts(leaf.shape, sharding)
+    )  # fmt: skip
     loaded = []
     quiet = None if progress and is_first_process() else True
-    with tqdm(total=size * param_dtype.itemsize, unit="B", unit_scale=True, desc="loading", disable=quiet) as bar:
+    with tqdm(total=size, unit="B", unit_scale=True, desc="loading", disable=quiet) as bar:
         for path, leaf, sharding in leaves:
             stacked = path[0] == "stages"
             array = load_parameter(
-                pieces[path], leaf.shape, param_dtype, sharding, stacked=stacked, on_read=bar.update
+                pieces[path], leaf.shape, leaf.dtype, sharding, stacked=stacked, on_read=bar.update
             )  # fmt: skip
             loaded.append((path, leaf.replace(array)))
     model = nnx.merge(graph, nnx.from_flat_state(loaded))
@@ -91,7 +99,7 @@ def _find(folder_or_hub_id: str | Path) -> Path:
     return folder
 
 
-def _checked_pieces(folder: Path, config: Qwen3Config) -> dict[tuple, list[Piece]]:
+def _checked_pieces(folder: Path, config: ModelConfig) -> dict[tuple, list[Piece]]:
     """Where each parameter's parts are stored. Raises CheckpointError with everything that does not fit the config."""
     problems: list[str] = []
     stored = open_tensors(folder, problems)
@@ -99,9 +107,10 @@ def _checked_pieces(folder: Path, config: Qwen3Config) -> dict[tuple, list[Piece
     replaced = {(t.path, t.index[0]) for t in fused.values()}
     wanted = {t.name: t for t in hf_tensors(config) if (t.path, *t.index[:1]) not in replaced} | fused
     problems += [f"{name}: missing" for name in wanted if name not in stored]
+    further = [name for name in stored if name not in wanted and _predicts_further(name, config)]
     for name, tensor in stored.items():
         if name not in wanted:
-            if not _ignored(name, config):
+            if name not in further and tensor.size and not _ignored(name, config):
                 problems.append(
                     f"{name}: unexpected in {tensor.file.name}, no such tensor in a {config.model_type} of this config"
                 )
@@ -112,12 +121,27 @@ def _checked_pieces(folder: Path, config: Qwen3Config) -> dict[tuple, list[Piece
             problems.append(f"{name}: dtype {tensor.dtype} in {tensor.file.name}, expected one of {', '.join(FLOAT_DTYPES)}")
     if problems:
         raise CheckpointError(folder, problems)
+    if further:
+        _logger.warning(
+            "%s: %d tensors of layers that predict further tokens, from layer %d on, are left out, and are not written back",
+            folder,
+            len(further),
+            config.num_hidden_layers,
+        )
     pieces = defaultdict(list)
     for name, place in wanted.items():
         pieces[place.path].append(piece_of(place, stored[name]))
     return pieces
 
 
-def _ignored(name: str, config: Qwen3Config) -> bool:
+def _predicts_further(name: str, config: ModelConfig) -> bool:
+    """Multi-token prediction: layers behind the last one, `model.layers.61.*` in DeepSeek-V3's checkpoint."""
+    if not isinstance(config, DeepseekV3Config):
+        return False
+    layers = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
+    return any(name.startswith(f"model.layers.{layer}.") for layer in layers)
+
+
+def _ignored(name: str, config: ModelConfig) -> bool:
     """Tensors that other programs write and that the model computes itself: rotary tables, a head tied to the embedding."""
     return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)

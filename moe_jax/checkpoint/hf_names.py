@@ -4,7 +4,7 @@ The hub stores each layer and each expert apart, in files that every inference e
 along a leading axis and experts fused (docs/design.md, "Parameters"). No tensor is transposed: bytes move, nothing else.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from moe_jax.config import Qwen3Config, Stage
+from moe_jax.config import DeepseekV3Config, ModelConfig, Stage
 
 Index = tuple[int | slice, ...]
 
@@ -22,16 +22,17 @@ Index = tuple[int | slice, ...]
 class HfTensor:
     """The tensor `name` of a checkpoint: it has `shape` and is `parameters[path][index]`; index () is the whole parameter.
 
-    The index of a stacked parameter begins with the layer's place in its stage.
+    The index of a stacked parameter begins with the layer's place in its stage. What is not `trained` has no gradient.
     """
 
     name: str
     shape: tuple[int, ...]
     path: tuple
     index: Index = ()
+    trained: bool = True
 
 
-def hf_tensors(config: Qwen3Config) -> list[HfTensor]:
+def hf_tensors(config: ModelConfig) -> list[HfTensor]:
     """Every tensor of a checkpoint as the hub has it, in the model's order, each expert's projections apart."""
     vocab, hidden = config.vocab_size, config.hidden_size
     tensors = [HfTensor("model.embed_tokens.weight", (vocab, hidden), ("embed_tokens", "weight"))]
@@ -44,7 +45,7 @@ def hf_tensors(config: Qwen3Config) -> list[HfTensor]:
     return tensors
 
 
-def fused_tensors(config: Qwen3Config) -> list[HfTensor]:
+def fused_tensors(config: ModelConfig) -> list[HfTensor]:
     """The tensors that a checkpoint with fused experts has in place of the per-expert ones."""
     tensors = []
     for s, stage in enumerate(config.stages):
@@ -55,18 +56,21 @@ def fused_tensors(config: Qwen3Config) -> list[HfTensor]:
     return tensors
 
 
-def export(config: Qwen3Config, flat_params: Mapping[tuple, Any]) -> Iterator[tuple[str, np.ndarray]]:
+def export(config: ModelConfig, flat_params: Mapping[tuple, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """(hub name, array on the host) for each tensor of `hf_tensors(config)`, from parameters by path.
 
     Args:
-      flat_params: arrays or `nnx.Param`s by path, as in `dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))`, or anything
-        of the same structure, such as gradients. Arrays may be sharded; all processes must call this together.
+      flat_params: arrays or `nnx.Variable`s by path, as in `dict(nnx.to_flat_state(nnx.state(model)))`, or anything of the
+        same structure, such as gradients: what is not trained may be absent, and is left out then. Arrays may be sharded; all
+        processes must call this together.
 
     One layer of one parameter at a time is copied to the host, and what is yielded are views of that copy.
     """
     held: tuple[tuple, Index] | None = None
     block = np.empty(0)
     for tensor in hf_tensors(config):
+        if not tensor.trained and tensor.path not in flat_params:
+            continue
         if held != (tensor.path, tensor.index[:1]):
             held = (tensor.path, tensor.index[:1])
             del block  # frees the previous layer before the next is fetched
@@ -74,9 +78,24 @@ def export(config: Qwen3Config, flat_params: Mapping[tuple, Any]) -> Iterator[tu
         yield tensor.name, block[tensor.index[1:]]
 
 
-def _layer(config: Qwen3Config, s: int, stage: Stage, row: int) -> Iterator[HfTensor]:
+def _layer(config: ModelConfig, s: int, stage: Stage, row: int) -> Iterator[HfTensor]:
     """The tensors of layer `stage.first_layer + row`."""
     prefix = f"model.layers.{stage.first_layer + row}."
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+    attention = _latent_attention(config) if isinstance(config, DeepseekV3Config) else _attention(config)
+    shapes |= {f"self_attn.{name}": shape for name, shape in attention.items()}
+    shapes["post_attention_layernorm.weight"] = (hidden,)
+    if not stage.sparse:
+        shapes |= {f"mlp.{name}": shape for name, shape in _feed_forward(hidden, config.intermediate_size).items()}
+    for name, shape in shapes.items():
+        yield HfTensor(prefix + name, shape, ("stages", s, *name.split(".")), (row,))
+    if stage.sparse:
+        yield from _experts(config, prefix + "mlp.", ("stages", s, "mlp"), row)
+
+
+def _attention(config: Any) -> dict[str, tuple[int, ...]]:
+    """`layers.attention`."""
     hidden, head = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
     projections: dict[str, tuple[int, ...]] = {
@@ -85,27 +104,50 @@ def _layer(config: Qwen3Config, s: int, stage: Stage, row: int) -> Iterator[HfTe
         "v_proj": (keys, hidden),
         "o_proj": (hidden, queries),
     }
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-    for name, shape in projections.items():
-        shapes[f"self_attn.{name}.weight"] = shape
-        if config.attention_bias:
-            shapes[f"self_attn.{name}.bias"] = shape[:1]
-    shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
-    shapes["post_attention_layernorm.weight"] = (hidden,)
-    if not stage.sparse:
-        inter = config.intermediate_size
-        shapes |= {f"mlp.{name}_proj.weight": (inter, hidden) for name in ("gate", "up")}
-        shapes["mlp.down_proj.weight"] = (hidden, inter)
+    biased = tuple(projections) if config.attention_bias else ()
+    return _linears(projections, biased) | {"q_norm.weight": (head,), "k_norm.weight": (head,)}
+
+
+def _latent_attention(config: DeepseekV3Config) -> dict[str, tuple[int, ...]]:
+    """`layers.latent_attention`."""
+    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    queries = heads * config.key_dim
+    projections: dict[str, tuple[int, ...]] = {
+        "kv_a_proj_with_mqa": (rank + config.qk_rope_head_dim, hidden),
+        "kv_b_proj": (heads * (config.qk_nope_head_dim + config.v_head_dim), rank),
+        "o_proj": (hidden, heads * config.v_head_dim),
+    }
+    norms: dict[str, tuple[int, ...]] = {"kv_a_layernorm.weight": (rank,)}
+    if config.q_lora_rank is None:
+        projections["q_proj"] = (queries, hidden)
+    else:
+        projections |= {"q_a_proj": (config.q_lora_rank, hidden), "q_b_proj": (queries, config.q_lora_rank)}
+        norms["q_a_layernorm.weight"] = (config.q_lora_rank,)
+    biased = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if config.attention_bias else ()
+    return _linears(projections, biased) | norms
+
+
+def _linears(shapes: Mapping[str, tuple[int, ...]], biased: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Weights, and biases of those that have one."""
+    tensors: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
-        yield HfTensor(prefix + name, shape, ("stages", s, *name.split(".")), (row,))
-    if stage.sparse:
-        yield from _experts(config, prefix + "mlp.", ("stages", s, "mlp"), row)
+        tensors[f"{name}.weight"] = shape
+        if name in biased:
+            tensors[f"{name}.bias"] = shape[:1]
+    return tensors
+
+
+def _feed_forward(hidden: int, inter: int) -> dict[str, tuple[int, ...]]:
+    """`layers.mlp`."""
+    return _linears({"gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter)}, ())
 
 
 def _experts(config: Any, prefix: str, path: tuple, row: int) -> Iterator[HfTensor]:
     """The router (`gate` on the hub) and the experts; gate_up_proj holds gate rows first, then up rows."""
     inter, hidden = config.moe_intermediate_size, config.hidden_size
     yield HfTensor(f"{prefix}gate.weight", (config.num_experts, hidden), (*path, "router", "weight"), (row,))
+    if isinstance(config, DeepseekV3Config):
+        yield from _beside_experts(config, prefix, path, row)
     halves = {"gate_proj": slice(0, inter), "up_proj": slice(inter, 2 * inter)}
     for e in range(config.num_experts):
         for name, rows in halves.items():
@@ -114,6 +156,17 @@ def _experts(config: Any, prefix: str, path: tuple, row: int) -> Iterator[HfTens
     for e in range(config.num_experts):
         hf_name = f"{prefix}experts.{e}.down_proj.weight"
         yield HfTensor(hf_name, (hidden, inter), (*path, "experts", "down_proj"), (row, e))
+
+
+def _beside_experts(config: DeepseekV3Config, prefix: str, path: tuple, row: int) -> Iterator[HfTensor]:
+    """What DeepSeek's layers have beside the router's matrix and the experts that it chooses."""
+    if config.has_expert_bias:
+        name, place = f"{prefix}gate.e_score_correction_bias", (*path, "router", "expert_bias")
+        yield HfTensor(name, (config.num_experts,), place, (row,), trained=False)
+    if config.n_shared_experts:
+        shared = _feed_forward(config.hidden_size, config.n_shared_experts * config.moe_intermediate_size)
+        for name, shape in shared.items():
+            yield HfTensor(f"{prefix}shared_experts.{name}", shape, (*path, "shared_experts", *name.split(".")), (row,))
 
 
 def _expert_shapes(config: Any) -> dict[str, tuple[int, ...]]:

@@ -12,12 +12,12 @@ from tqdm import tqdm
 from moe_jax.checkpoint.companions import Companions, write_json
 from moe_jax.checkpoint.folders import replaced_folder
 from moe_jax.checkpoint.hf_names import export, hf_tensors
-from moe_jax.models.qwen3 import Qwen3
+from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.processes import is_first_process
 
 
 def save_pretrained(
-    model: Qwen3,
+    model: Decoder,
     folder: str | Path,
     *,
     tokenizer_from: str | Path | None = None,
@@ -49,11 +49,10 @@ def save_pretrained(
             companions.write(target)
 
 
-def _write_weights(model: Qwen3, folder: Path, max_shard_bytes: int, progress: bool) -> None:
+def _write_weights(model: Decoder, folder: Path, max_shard_bytes: int, progress: bool) -> None:
     """All shards and, if there are several, their index. Every process takes part in `export`; the first one writes."""
-    flat = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-    itemsize = model.embed_tokens.weight.dtype.itemsize
-    sizes = {tensor.name: math.prod(tensor.shape) * itemsize for tensor in hf_tensors(model.config)}
+    flat = dict(nnx.to_flat_state(nnx.state(model)))
+    sizes = {tensor.name: math.prod(tensor.shape) * flat[tensor.path].dtype.itemsize for tensor in hf_tensors(model.config)}
     shards = list(_shards(sizes, max_shard_bytes))
     tensors = export(model.config, flat)
     weight_map: dict[str, str] = {}

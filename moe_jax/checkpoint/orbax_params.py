@@ -16,18 +16,18 @@ from moe_jax.checkpoint.companions import Companions
 from moe_jax.checkpoint.folders import replaced_folder
 from moe_jax.config import load_config
 from moe_jax.models.auto import from_config
-from moe_jax.models.qwen3 import Qwen3
+from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import parameter_sharding
 from moe_jax.parallel.processes import is_first_process
 
 
-def save_orbax(model: Qwen3, folder: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
+def save_orbax(model: Decoder, folder: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
     """Writes the parameters, config and tokenizer files; arguments and the folder's replacement as in `save_pretrained`.
 
     Raises:
       FileExistsError: `folder` has files and no config.json, so it is not a checkpoint that may be replaced.
     """
-    arrays = {_name(path): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    arrays = {_name(path): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
     companions = Companions(model, tokenizer_from)
     with replaced_folder(folder, companions.replaces) as target:
         ocp.save(target / "params", arrays)
@@ -35,7 +35,7 @@ def save_orbax(model: Qwen3, folder: str | Path, *, tokenizer_from: str | Path |
             companions.write(target)
 
 
-def load_orbax(folder: str | Path, *, dtype=jnp.bfloat16, param_dtype=None, mesh: Mesh | None = None) -> Qwen3:
+def load_orbax(folder: str | Path, *, dtype=jnp.bfloat16, param_dtype=None, mesh: Mesh | None = None) -> Decoder:
     """The model that `save_orbax` wrote; arguments as in `hf_load.from_pretrained`, any mesh whatever it was written from.
 
     Raises:
@@ -48,10 +48,10 @@ def load_orbax(folder: str | Path, *, dtype=jnp.bfloat16, param_dtype=None, mesh
         raise FileNotFoundError(f"no params/ in {folder}: it is not an Orbax checkpoint of a model")
     param_dtype = jnp.dtype(dtype if param_dtype is None else param_dtype)
     abstract = nnx.eval_shape(lambda: from_config(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
-    graph, parameters = nnx.split(abstract, nnx.Param)
+    graph, parameters = nnx.split(abstract)
     leaves = list(nnx.to_flat_state(parameters))
     wanted = {
-        _name(path): jax.ShapeDtypeStruct(leaf.shape, param_dtype, sharding=parameter_sharding(path, leaf.shape, mesh))
+        _name(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=parameter_sharding(path, leaf.shape, mesh))
         for path, leaf in leaves
     }
     _check(folder, wanted)

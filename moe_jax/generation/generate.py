@@ -12,14 +12,14 @@ from jaxtyping import Array, Int
 
 from moe_jax.generation.sampling import sample
 from moe_jax.layers.cache import init_cache
-from moe_jax.models.qwen3 import Qwen3
+from moe_jax.models.decoder import Decoder
 
 PROMPT_BUCKET = 64
 """Prompt lengths are padded to a multiple of this many tokens, so that prompts of similar lengths share a compilation."""
 
 
 def generate(
-    model: Qwen3,
+    model: Decoder,
     prompt_tokens: Sequence[Sequence[int]] | Sequence[int] | Int[Array, "batch seq"],
     *,
     max_new_tokens: int = 64,
@@ -58,7 +58,7 @@ def generate(
         tokens[row, padded_length - len(prompt) :] = prompt
         segment_ids[row, padded_length - len(prompt) :] = 1
 
-    graph, parameters = nnx.split(model, nnx.Param)
+    graph, parameters = nnx.split(model)
     decode = _compiled(max_new_tokens, float(temperature), top_k, top_p, tuple(ends))
     produced, lengths = decode(graph, parameters, tokens, segment_ids, jax.random.key(seed))
     rows = [row[:length].tolist() for row, length in zip(np.asarray(produced), np.asarray(lengths), strict=True)]

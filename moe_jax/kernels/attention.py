@@ -28,7 +28,7 @@ QUERY_CHUNK = 1024
 def attention(
     q: Float[Array, "batch queries heads head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
     *,
     scale: float,
     query_segment_ids: Int[Array, "batch queries"],
@@ -36,7 +36,7 @@ def attention(
     query_offset: Int[Array, ""] | int = 0,
     window: Int[Array, ""] | int | None = None,
     backend: str | None = None,
-) -> Float[Array, "batch queries heads head_dim"]:
+) -> Float[Array, "batch queries heads value_dim"]:
     """softmax(scale * q k^T + mask) v, scores and softmax in f32, the result in q's dtype.
 
     Query i stands at key index query_offset + i. It sees key j if j is not after it, their segments are equal, and, with a
@@ -52,10 +52,10 @@ def attention(
         ValueError: shapes that do not fit together, an unknown backend, or one that does not take the input.
     """
     queries = q.shape[1]
-    if k.shape != v.shape or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
+    if k.shape[:3] != v.shape[:3] or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
         raise ValueError(
-            f"q [batch, queries, heads, head_dim] must match k and v [batch, keys, kv_heads, head_dim], "
-            f"heads a multiple of kv_heads; got q {q.shape}, k {k.shape}, v {v.shape}"
+            f"q [batch, queries, heads, head_dim] must match k [batch, keys, kv_heads, head_dim] "
+            f"and v [batch, keys, kv_heads, value_dim], heads a multiple of kv_heads; got q {q.shape}, k {k.shape}, v {v.shape}"
         )
 
     refusal = _fused_refusal(q, k, v, scale, query_segment_ids, key_segment_ids, query_offset, window)
@@ -83,7 +83,7 @@ def attention(
 
     offsets = query_offset + jnp.arange(num_chunks) * QUERY_CHUNK
     out = jax.lax.map(jax.checkpoint(lambda xs: chunk(*xs)), (split(q), split(query_segment_ids), offsets))
-    return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])[:, :queries]
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *out.shape[3:])[:, :queries]
 
 
 def _fused_refusal(q, k, v, scale, query_segment_ids, key_segment_ids, query_offset, window) -> str | None:
@@ -138,4 +138,4 @@ def _masked_attention(q: Array, k: Array, v: Array, visible: Array, scale: float
     # A finite minimum, not -inf: a row with no visible key stays free of NaN in both passes.
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(accumulate).min)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bhgqk,bkhd->bqhgd", probabilities, v).reshape(q.shape)
+    return jnp.einsum("bhgqk,bkhe->bqhge", probabilities, v).reshape(*q.shape[:3], v.shape[3])

@@ -1,7 +1,6 @@
 """Qwen3's attention: grouped queries with their own head size, RMSNorm on each query and key head, rotary positions."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,14 +11,16 @@ from moe_jax.layers.linear import Linear
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.rope import apply_rope
 
-Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+
+class Attend(Protocol):
+    """What the queries of a layer see: masks, segments, a cache. The model passes it in."""
+
+    def __call__(self, q: Array, k: Array, v: Array, *, scale: float) -> tuple[Array, Any]:
+        """softmax(scale * q k^T + mask) v, and whatever comes beside it (an updated cache, or None)."""
 
 
 class Attention(nnx.Module):
-    """o_proj(attend(rope(q_norm(q_proj x)), rope(k_norm(k_proj x)), v_proj x)).
-
-    What the queries see (masks, segments, a cache) is the business of `attend`, which the model passes in.
-    """
+    """o_proj(attend(rope(q_norm(q_proj x)), rope(k_norm(k_proj x)), v_proj x))."""
 
     def __init__(self, config: Qwen3Config, *, stack: tuple[int, ...] = (), param_dtype=jnp.float32, rngs: nnx.Rngs):
         query_size = config.num_attention_heads * config.head_dim
@@ -51,12 +52,12 @@ class Attention(nnx.Module):
         sin: Float[Array, "batch seq half"],
         attend: Attend,
     ) -> tuple[Float[Array, "batch seq hidden"], Any]:
-        """Returns the output and whatever `attend(q, k, v) -> (output, extra)` gave beside it (an updated cache, or None)."""
+        """Returns the output and whatever `attend` gave beside it."""
 
         def heads(y: Array) -> Array:
             return y.reshape(*y.shape[:-1], -1, self.head_dim)
 
         q = apply_rope(self.q_norm(heads(self.q_proj(x))), cos, sin)
         k = apply_rope(self.k_norm(heads(self.k_proj(x))), cos, sin)
-        out, extra = attend(q, k, heads(self.v_proj(x)))
+        out, extra = attend(q, k, heads(self.v_proj(x)), scale=self.head_dim**-0.5)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), extra

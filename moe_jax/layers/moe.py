@@ -1,4 +1,6 @@
-"""The sparse feed-forward block: a router, and experts of which each token uses k."""
+"""The sparse feed-forward block: a router, experts of which each token uses k, and experts that all tokens share."""
+
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -6,12 +8,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.experts import experts_mlp
 from moe_jax.layers.linear import normal_parameter
+from moe_jax.layers.mlp import MLP
 from moe_jax.layers.router import Router, Routing
 from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
 
 
 class MoE(nnx.Module):
     """y[t] = sum_k weights[t, k] * down_e(silu(gate_e x[t]) * up_e x[t]) with e = experts[t, k]. Dropless.
+
+    Args:
+      router: chooses experts and weights; default: `Router`, with `norm_topk_prob`.
+      shared_intermediate_size: of the shared experts together, which are one dense block whose output is added; 0: none.
 
     Usable by itself in any Flax NNX model:
 
@@ -27,24 +34,19 @@ class MoE(nnx.Module):
         num_experts_per_tok: int,
         *,
         norm_topk_prob: bool = True,
+        router: Router | None = None,
+        shared_intermediate_size: int = 0,
         stddev: float = 0.02,
         stack: tuple[int, ...] = (),
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.router = Router(
-            hidden_size,
-            num_experts,
-            num_experts_per_tok,
-            norm_topk_prob=norm_topk_prob,
-            stddev=stddev,
-            stack=stack,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
-        self.experts = Experts(
-            hidden_size, moe_intermediate_size, num_experts, stddev=stddev, stack=stack, param_dtype=param_dtype, rngs=rngs
-        )
+        options: dict[str, Any] = dict(stddev=stddev, stack=stack, param_dtype=param_dtype, rngs=rngs)
+        if router is None:
+            router = Router(hidden_size, num_experts, num_experts_per_tok, norm_topk_prob=norm_topk_prob, **options)
+        self.router = router
+        self.experts = Experts(hidden_size, moe_intermediate_size, num_experts, **options)
+        self.shared_experts = MLP(hidden_size, shared_intermediate_size, **options) if shared_intermediate_size else None
 
     def __call__(
         self,
@@ -62,10 +64,12 @@ class MoE(nnx.Module):
         """
         routing = self.router(x, valid, expert_ids=expert_ids, force_balanced=force_balanced)
         if expert_parallel is None:
-            return self.experts(x, routing.weights, routing.experts), routing
-        weights = self.experts.gate_up_proj[...], self.experts.down_proj[...]
-        y, exchange = expert_parallel_mlp(x, *weights, routing.weights, routing.experts, expert_parallel)
-        return y, routing._replace(num_dropped=exchange.num_dropped)
+            y = self.experts(x, routing.weights, routing.experts)
+        else:
+            weights = self.experts.gate_up_proj[...], self.experts.down_proj[...]
+            y, exchange = expert_parallel_mlp(x, *weights, routing.weights, routing.experts, expert_parallel)
+            routing = routing._replace(num_dropped=exchange.num_dropped)
+        return y if self.shared_experts is None else y + self.shared_experts(x), routing
 
 
 class Experts(nnx.Module):

@@ -36,12 +36,29 @@ def rope_tables(
 
 
 def apply_rope(
-    x: Float[Array, "batch seq heads head_dim"], cos: Float[Array, "batch seq half"], sin: Float[Array, "batch seq half"]
+    x: Float[Array, "batch seq heads head_dim"],
+    cos: Float[Array, "batch seq half"],
+    sin: Float[Array, "batch seq half"],
+    *,
+    interleaved: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Turns each pair (x[i], x[i + head_dim/2]) by its angle, in f32; the result has x's dtype."""
-    first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+    """Turns each pair (x[i], x[i + head_dim/2]) by its angle, in f32; the result has x's dtype.
+
+    `interleaved`: the pairs are (x[2i], x[2i + 1]); the result has their first halves first, as queries and keys both may.
+    """
+    wide = x.astype(cos.dtype)
+    first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def mscale_of_scores(rope: RopeParameters, max_position_embeddings: int) -> float:
+    """DeepSeek's factor on attention's scores, (0.1 mscale_all_dim ln(factor) + 1)^2; 1 without scaling of positions."""
+    if rope.rope_type == "default" or not rope.mscale_all_dim:
+        return 1.0
+    factor = rope.factor if rope.rope_type != "yarn" else _yarn_factor(rope, max_position_embeddings)
+    assert factor is not None  # the config's reader has seen to it
+    return _magnitude(factor, rope.mscale_all_dim) ** 2
 
 
 def _frequencies(theta, head_dim: int) -> Float[Array, "half"]:
@@ -51,7 +68,7 @@ def _frequencies(theta, head_dim: int) -> Float[Array, "half"]:
 def _yarn(rope: RopeParameters, head_dim: int, max_position_embeddings: int) -> tuple[Float[Array, "half"], float]:
     """YaRN's blend: fast dimensions keep their frequency, slow ones are interpolated by `factor`, a linear ramp between."""
     original_length = rope.original_max_position_embeddings or max_position_embeddings
-    factor = rope.factor if rope.factor is not None else max_position_embeddings / original_length
+    factor = _yarn_factor(rope, max_position_embeddings)
 
     def dimension_of(rotations: float) -> float:
         return head_dim * math.log(original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
@@ -72,9 +89,15 @@ def _yarn_magnitude(rope: RopeParameters, factor: float) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
 
-    def magnitude(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return magnitude(1.0)
+        return _magnitude(factor, rope.mscale) / _magnitude(factor, rope.mscale_all_dim)
+    return _magnitude(factor, 1.0)
+
+
+def _yarn_factor(rope: RopeParameters, max_position_embeddings: int) -> float:
+    original_length = rope.original_max_position_embeddings or max_position_embeddings
+    return rope.factor if rope.factor is not None else max_position_embeddings / original_length
+
+
+def _magnitude(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,8 +1,8 @@
 """The router: which experts a token goes to and with what weight, and the losses that keep the experts evenly loaded.
 
-Softmax over all experts, then top-k (Qwen3-MoE, Mixtral). The load-balancing loss is that of Switch Transformers (Fedus
-et al., 2021, https://arxiv.org/abs/2101.03961, eq. 4) with every one of the k choices counted; the z-loss is that of
-ST-MoE (Zoph et al., 2022, https://arxiv.org/abs/2202.08906, eq. 5).
+Softmax over all experts, then top-k (Qwen3-MoE, Mixtral); `group_router` has DeepSeek's way. The load-balancing loss is that
+of Switch Transformers (Fedus et al., 2021, https://arxiv.org/abs/2101.03961, eq. 4) with every one of the k choices counted;
+the z-loss is that of ST-MoE (Zoph et al., 2022, https://arxiv.org/abs/2202.08906, eq. 5).
 """
 
 from dataclasses import dataclass
@@ -48,6 +48,11 @@ class Routing(NamedTuple):
     num_dropped: Int[Array, ""]
 
 
+class ExpertBias(nnx.Variable):
+    """One number an expert, f32, that is added where experts are chosen and nowhere else: a part of the model, and of its
+    checkpoints, that no gradient reaches and no optimizer moves."""
+
+
 class Router(nnx.Module):
     """A linear map to one logit an expert, and `route` on it."""
 
@@ -76,9 +81,12 @@ class Router(nnx.Module):
         force_balanced: bool = False,
     ) -> Routing:
         """Routes each token; see `route`. `force_balanced` deals the experts out in turn, for benchmarks."""
-        logits = jnp.einsum("td,ed->te", x, self.weight[...].astype(x.dtype), preferred_element_type=_at_least_f32(x.dtype))
+        logits = jnp.einsum("td,ed->te", x, self.weight[...].astype(x.dtype), preferred_element_type=at_least_f32(x.dtype))
         if force_balanced:
             expert_ids = balanced_expert_ids(x.shape[0], self.num_experts_per_tok, logits.shape[1])
+        return self._route(logits, valid, expert_ids)
+
+    def _route(self, logits, valid, expert_ids) -> Routing:
         return route(logits, self.num_experts_per_tok, self.norm_topk_prob, valid, expert_ids)
 
 
@@ -98,12 +106,23 @@ def route(
       expert_ids: routing replay: these experts instead of the top k, with weights from the live logits (as reinforcement
         learning needs when the rollout engine's choices must be trained on).
     """
-    logits = logits.astype(_at_least_f32(logits.dtype))
+    logits = logits.astype(at_least_f32(logits.dtype))
     probabilities = jax.nn.softmax(logits, axis=-1)
     experts = jax.lax.top_k(probabilities, num_experts_per_tok)[1] if expert_ids is None else expert_ids
     weights = jnp.take_along_axis(probabilities, experts, axis=-1)
     if norm_topk_prob:
         weights = weights / weights.sum(axis=-1, keepdims=True)
+    return with_statistics(weights, experts, probabilities, logits, valid)
+
+
+def with_statistics(
+    weights: Float[Array, "tokens k"],
+    experts: Int[Array, "tokens k"],
+    probabilities: Float[Array, "tokens experts"],
+    logits: Float[Array, "tokens experts"],
+    valid: Bool[Array, "tokens"] | None,
+) -> Routing:
+    """The routing with its sums over the valid tokens (all if None)."""
     if valid is None:
         valid = jnp.ones(logits.shape[0], bool)
     counted = valid[:, None]
@@ -152,5 +171,6 @@ def router_z_loss(stats: RouterStatistics) -> Float[Array, ""]:
     return stats.z_loss_sum.sum() / (jnp.maximum(stats.num_tokens, 1) * max(layers, 1))
 
 
-def _at_least_f32(dtype):
+def at_least_f32(dtype):
+    """What scores are computed in: f32, or f64 for f64."""
     return jnp.promote_types(dtype, jnp.float32)

@@ -18,7 +18,7 @@ from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.config import config_to_dict
 from moe_jax.flops import training_flops_per_token
-from moe_jax.models.qwen3 import Qwen3
+from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.processes import barrier, is_first_process
@@ -46,13 +46,13 @@ RESUME_MUST_MATCH = (
 class FinetuneResult:
     """The trained model, the last step done, and the metrics of every step of the run, resumed parts included."""
 
-    model: Qwen3
+    model: Decoder
     step: int
     metrics: list[dict[str, Any]]
 
 
 def finetune(
-    settings: FinetuneSettings, *, model: Qwen3 | None = None, tokenizer: Any = None, stop_after: int | None = None
+    settings: FinetuneSettings, *, model: Decoder | None = None, tokenizer: Any = None, stop_after: int | None = None
 ) -> FinetuneResult:
     """Trains; if `settings.output` holds checkpoints of the same run, goes on from the newest, bit for bit.
 
@@ -168,11 +168,11 @@ def finetune(
             writer.close()
         checkpoints.close()
     barrier("metrics written")
-    trained = nnx.merge(graph, state.params)
+    trained = nnx.merge(graph, state.params, state.expert_bias)
     return FinetuneResult(trained, step, read_records(output / "metrics.jsonl"))
 
 
-def _parallelism(model: Qwen3) -> Parallelism | None:
+def _parallelism(model: Decoder) -> Parallelism | None:
     """How to train a model whose parameters lie on several devices."""
     sharding = jax.tree.leaves(nnx.state(model, nnx.Param))[0].sharding
     several = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1

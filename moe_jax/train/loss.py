@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels import cross_entropy
 from moe_jax.layers.router import load_balancing_loss, router_z_loss, sum_over_mesh
-from moe_jax.models.qwen3 import Qwen3
+from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.context import ContextParallel
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.fsdp import LayerGather
@@ -33,7 +33,7 @@ class LossParts(NamedTuple):
 
 
 def loss(
-    model: Qwen3,
+    model: Decoder,
     batch: Batch,
     *,
     aux_loss_coef: float = 0.0,
@@ -53,7 +53,7 @@ def loss(
       num_labels: what the cross-entropy is divided by (default: the labels of this batch, at least 1). A micro-batch is
         given the labels of the whole batch, so that losses and gradients of micro-batches add up to the batch's.
       router_share: a factor on both router losses: 1 / the number of micro-batches.
-      remat, force_balanced_routing, context_parallel, expert_parallel, layer_gathers: as in `Qwen3.hidden_states`.
+      remat, force_balanced_routing, context_parallel, expert_parallel, layer_gathers: as in `Decoder.hidden_states`.
       mesh_axes: inside `jax.shard_map`, the mesh axes over which tokens are split, that of `context_parallel` among them. The
         total and its parts are those of all their tokens, and so are gradients under `check_vma`, taken inside or outside.
 

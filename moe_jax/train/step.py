@@ -1,7 +1,7 @@
 """One optimizer step as a pure, jitted function from (state, batch) to (state, metrics)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -12,7 +12,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int
 
-from moe_jax.models.qwen3 import Qwen3
+from moe_jax.layers.router import ExpertBias
+from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.layout import parameter_path
 from moe_jax.parallel.parallelism import Parallelism
@@ -24,31 +25,34 @@ from moe_jax.train.loss import Batch, LossParts, loss
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that training changes: `step` counts finished steps; `params` is `nnx.split(model, nnx.Param)[1]`.
+    """Everything that training changes: `step` counts finished steps; `params` is `nnx.state(model, nnx.Param)`.
 
     The optimizer works on f32 masters whatever the parameters' dtype: f32 parameters are their own, bf16 ones have the rest of
-    theirs in `low_halves` (`train.master_weights`; None beside f32).
+    theirs in `low_halves` (`train.master_weights`; None beside f32). `expert_bias` is `nnx.state(model, ExpertBias)`, empty for
+    most architectures: no gradient and no optimizer sees it. `nnx.merge(graphdef, params, expert_bias)` is the model.
     """
 
     step: Int[Array, ""]
     params: nnx.State
     opt_state: optax.OptState
     low_halves: nnx.State | None = None
+    expert_bias: nnx.State = field(default_factory=lambda: nnx.State({}))
 
 
-def init_state(model: Qwen3, optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(model: Decoder, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step. It shares the model's arrays, and the first train step takes them over.
 
     Raises:
       ValueError: parameters that are not all f32 or all bf16.
     """
-    params = nnx.state(model, nnx.Param)
     # Committed to their devices, as a restored state is, so that both run the same compiled step.
-    params = jax.tree.map(lambda p: jax.device_put(p, p.sharding), params)
+    params, expert_bias = jax.tree.map(
+        lambda p: jax.device_put(p, p.sharding), (nnx.state(model, nnx.Param), nnx.state(model, ExpertBias))
+    )
     everywhere = _replicated(params)
     opt_state = _init_optimizer(optimizer, params, everywhere)
     low_halves = master_weights.initial_low_halves(params)
-    return TrainState(jnp.zeros((), jnp.int32, device=everywhere), params, opt_state, low_halves)
+    return TrainState(jnp.zeros((), jnp.int32, device=everywhere), params, opt_state, low_halves, expert_bias)
 
 
 def _init_optimizer(optimizer: optax.GradientTransformation, params: nnx.State, everywhere) -> optax.OptState:
@@ -82,7 +86,7 @@ def make_train_step(
     each balanced within itself.
 
     Args:
-      graphdef: `nnx.split(model, nnx.Param)[0]`.
+      graphdef: `nnx.graphdef(model)`.
       schedule: the learning rate, for the metrics only.
       parallelism: the mesh that the state lies on, and how the model is spread over it. Losses, gradients and metrics are
         those of the whole batch on one device. None: one device, or all collectives left to XLA.
@@ -93,9 +97,9 @@ def make_train_step(
       num_dropped (choices that no expert computed, over all layers; 0 unless `ExpertParallel.drop` is set).
     """
 
-    def micro_loss(params, batch, num_labels, **options):
+    def micro_loss(params, expert_bias, batch, num_labels, **options):
         return loss(
-            nnx.merge(graphdef, params),
+            nnx.merge(graphdef, params, expert_bias),
             batch,
             aux_loss_coef=aux_loss_coef,
             z_loss_coef=z_loss_coef,
@@ -106,11 +110,13 @@ def make_train_step(
             **options,
         )
 
-    def gradients(params, batch, num_labels) -> tuple[Array, LossParts, nnx.State]:
+    def gradients(params, expert_bias, batch, num_labels) -> tuple[Array, LossParts, nnx.State]:
         if parallelism is None:
-            (total, parts), grads = jax.value_and_grad(micro_loss, has_aux=True)(params, batch, num_labels)
+            compute = jax.value_and_grad(micro_loss, has_aux=True)
         else:
-            (total, parts), grads = _on_mesh(micro_loss, parallelism, graphdef, params)(params, batch, num_labels)
+            dtype = nnx.merge(graphdef, params, expert_bias).dtype
+            compute = _on_mesh(micro_loss, parallelism, params, dtype)
+        (total, parts), grads = compute(params, expert_bias, batch, num_labels)
         return total, parts, _as_f32(grads)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
@@ -118,7 +124,9 @@ def make_train_step(
         if parallelism is not None:
             parallelism.check_batch(batch["tokens"].shape[0] // gradient_accumulation)
         batch = {name: batch[name] for name in ("tokens", "labels", "loss_mask", "positions", "segment_ids")}
-        total, parts, grads = _summed(partial(gradients, state.params), batch, num_labels, gradient_accumulation)
+        total, parts, grads = _summed(
+            partial(gradients, state.params, state.expert_bias), batch, num_labels, gradient_accumulation
+        )
         split = state.low_halves is not None
         masters = master_weights.join(state.params, state.low_halves) if split else _as_f32(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, masters)
@@ -137,7 +145,7 @@ def make_train_step(
         }
         if schedule is not None:
             metrics["learning_rate"] = schedule(state.step)
-        return TrainState(state.step + 1, params, opt_state, low_halves), metrics
+        return TrainState(state.step + 1, params, opt_state, low_halves, state.expert_bias), metrics
 
     compiled: list[Callable] = []
 
@@ -186,16 +194,16 @@ def _split_rows(rows: int, sharding):
     return NamedSharding(sharding.mesh, PartitionSpec(tuple(axes)))
 
 
-def _on_mesh(micro_loss, parallelism: Parallelism, graphdef: nnx.GraphDef, params: nnx.State):
+def _on_mesh(micro_loss, parallelism: Parallelism, params: nnx.State, dtype):
     """`jax.value_and_grad` of the loss with each device computing on its own tokens and its part of the parameters."""
     mesh, axes = parallelism.mesh, parallelism.token_axes
-    dtype = nnx.merge(graphdef, params).dtype
     sharded = ShardedParameters.of(params, mesh, dtype=dtype, token_axes=axes)
 
-    def local(params, batch, num_labels):
+    def local(params, expert_bias, batch, num_labels):
         def of_parts(params):
             return micro_loss(
                 sharded.enter(params),
+                expert_bias,
                 batch,
                 num_labels,
                 context_parallel=parallelism.context_parallel,
@@ -206,7 +214,7 @@ def _on_mesh(micro_loss, parallelism: Parallelism, graphdef: nnx.GraphDef, param
 
         return jax.value_and_grad(of_parts, has_aux=True)(params)
 
-    in_specs = sharded.specs, parallelism.batch_spec, PartitionSpec()
+    in_specs = sharded.specs, PartitionSpec(), parallelism.batch_spec, PartitionSpec()
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(PartitionSpec(), sharded.specs))
 
 

@@ -21,12 +21,31 @@ SIZES = dict(
     max_position_embeddings=64,
 )
 MOE_SIZES = dict(SIZES, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2)
+DEEPSEEK_SIZES = dict(
+    {name: size for name, size in SIZES.items() if name != "head_dim"},
+    num_key_value_heads=4,
+    q_lora_rank=12,
+    kv_lora_rank=10,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=6,
+    v_head_dim=7,
+    moe_intermediate_size=8,
+    n_routed_experts=4,
+    n_group=2,
+    topk_group=1,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+)
 
 
-def write_checkpoint(folder: Path, *, moe: bool = True, dtype=torch.float32, shard: str = "20KB", **overrides):
+def write_checkpoint(
+    folder: Path, *, moe: bool = True, deepseek: bool = False, dtype=torch.float32, shard: str = "20KB", **overrides
+):
     """A transformers checkpoint with every weight random; returns the transformers model."""
     torch.manual_seed(secrets.randbits(31))
-    if moe:
+    if deepseek:
+        model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**{**DEEPSEEK_SIZES, **overrides}))
+    elif moe:
         config = transformers.Qwen3MoeConfig(**{**MOE_SIZES, **overrides})
         model = transformers.Qwen3MoeForCausalLM(config)
     else:
@@ -36,6 +55,10 @@ def write_checkpoint(folder: Path, *, moe: bool = True, dtype=torch.float32, sha
         for parameter in model.parameters():
             parameter.normal_()
     model = model.to(dtype).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            # Loading keeps it in f32, whatever the model's dtype.
+            model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = torch.randn(buffer.shape)
     model.save_pretrained(folder, max_shard_size=shard)
     return model
 
@@ -71,8 +94,8 @@ def fuse_experts(weights: dict[str, torch.Tensor], layer: int, num_experts: int)
 
 
 def parameters(model) -> dict[tuple, np.ndarray]:
-    """A model's parameters by path, on the host."""
-    return {path: np.asarray(leaf.get_value()) for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    """A model's parameters by path, on the host, and what it has beside them."""
+    return {path: np.asarray(leaf.get_value()) for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
 
 def same_bits(a: dict, b: dict) -> bool:

@@ -144,6 +144,33 @@ def test_rotary_tables_and_a_tied_head_are_ignored(tmp_path):
     assert_holds(from_pretrained(tmp_path, dtype=jnp.float32), stored)
 
 
+def test_layers_that_predict_further_tokens_are_left_out_with_one_line(tmp_path, caplog):
+    write_checkpoint(tmp_path, deepseek=True)
+    expected = parameters(from_pretrained(tmp_path, dtype=jnp.float32))
+    assert not caplog.records
+    weights = read_weights(tmp_path)
+    names = ("eh_proj", "enorm", "shared_head.head", "self_attn.q_a_proj", "mlp.experts.0.up_proj")
+    rewrite_weights(tmp_path, weights | {f"model.layers.3.{name}.weight": torch.ones(2, 2) for name in names})
+    model = from_pretrained(tmp_path, dtype=jnp.float32)
+    assert same_bits(parameters(model), expected)
+    assert [record.message.split(": ")[1] for record in caplog.records] == [
+        "5 tensors of layers that predict further tokens, from layer 3 on, are left out, and are not written back"
+    ]
+    assert model.config.num_nextn_predict_layers == 0
+    edit_config(tmp_path, num_nextn_predict_layers=0)
+    with pytest.raises(ValueError, match="model.layers.3.eh_proj.weight: unexpected"):
+        from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
+def test_the_bias_of_experts_is_f32_whatever_the_parameters_are(tmp_path, param_dtype):
+    theirs = write_checkpoint(tmp_path, deepseek=True)
+    ours = parameters(from_pretrained(tmp_path, dtype=jnp.bfloat16, param_dtype=param_dtype))
+    bias = ours["stages", 1, "mlp", "router", "expert_bias"]
+    assert bias.dtype == np.float32
+    np.testing.assert_array_equal(bias[1], theirs.model.layers[2].mlp.gate.e_score_correction_bias)
+
+
 def test_large_tensors_are_read_in_chunks(moe_folder, monkeypatch):
     monkeypatch.setattr(streaming, "READ_CHUNK_BYTES", 100)
     assert_holds(from_pretrained(moe_folder, dtype=jnp.float32), read_weights(moe_folder))

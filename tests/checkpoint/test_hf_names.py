@@ -18,6 +18,10 @@ VARIANTS = {
     "moe": dict(),
     "moe with dense layers": dict(mlp_only_layers=[1]),
     "moe every second layer, tied, biases": dict(decoder_sparse_step=2, tie_word_embeddings=True, attention_bias=True),
+    "deepseek": dict(deepseek=True),
+    "deepseek, whole queries, two shared experts, biases": dict(
+        deepseek=True, q_lora_rank=None, n_shared_experts=2, attention_bias=True, tie_word_embeddings=True
+    ),
 }
 
 
@@ -33,7 +37,7 @@ def test_every_element_of_every_parameter_has_one_name(tmp_path, options):
     write_checkpoint(tmp_path, **options)
     config = load_config(tmp_path)
     abstract = nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0)))
-    count = {path: np.zeros(leaf.shape, int) for path, leaf in nnx.to_flat_state(nnx.state(abstract, nnx.Param))}
+    count = {path: np.zeros(leaf.shape, int) for path, leaf in nnx.to_flat_state(nnx.state(abstract))}
     for tensor in hf_tensors(config):
         assert count[tensor.path][tensor.index].shape == tensor.shape
         count[tensor.path][tensor.index] += 1

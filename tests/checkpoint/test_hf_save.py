@@ -28,6 +28,10 @@ VARIANTS = {
     "dense, biases": dict(moe=False, attention_bias=True),
     "moe": dict(norm_topk_prob=True),
     "moe with dense layers": dict(mlp_only_layers=[1], attention_bias=True),
+    "deepseek": dict(deepseek=True),
+    "deepseek, whole queries, two shared experts, biases": dict(
+        deepseek=True, q_lora_rank=None, n_shared_experts=2, attention_bias=True, tie_word_embeddings=True
+    ),
 }
 
 

@@ -14,8 +14,9 @@ import moe_jax
         ("qwen3_moe", {}),
         ("qwen3_moe", {"mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 4, "tie_word_embeddings": True}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
+        ("deepseek_v3", {"first_k_dense_replace": 1}),
     ],
-    ids=["moe", "moe-sliding-mixed", "dense-sliding"],
+    ids=["moe", "moe-sliding-mixed", "dense-sliding", "deepseek"],
 )
 def test_greedy_equals_transformers_token_for_token(model_type, overrides):
     rng = np.random.default_rng()

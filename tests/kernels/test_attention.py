@@ -15,7 +15,7 @@ module = importlib.import_module("moe_jax.kernels.attention")
 
 
 def definition(q, k, v, scale, query_segments, key_segments, offset, window):
-    out = np.zeros(q.shape)
+    out = np.zeros((*q.shape[:3], v.shape[3]))
     group = q.shape[2] // k.shape[2]
     for b, i, h in np.ndindex(q.shape[:3]):
         seen = [
@@ -36,7 +36,7 @@ def test_equals_the_definition(window, chunk, offset, monkeypatch):
     monkeypatch.setattr(module, "QUERY_CHUNK", chunk)
     rng = np.random.default_rng()
     keys = 11 + offset
-    q, k, v = rng.normal(size=(2, 11, 4, 8)), rng.normal(size=(2, keys, 2, 8)), rng.normal(size=(2, keys, 2, 8))
+    q, k, v = rng.normal(size=(2, 11, 4, 8)), rng.normal(size=(2, keys, 2, 8)), rng.normal(size=(2, keys, 2, 5))
     key_segments = np.sort(rng.integers(1, 4, (2, keys)), axis=1)
     query_segments = key_segments[:, offset:]
     out = attention(

@@ -11,8 +11,10 @@ from flax import nnx
 from hf_reference import load_ours, reference
 
 from moe_jax.checkpoint.hf_names import export
+from moe_jax.layers.router import ExpertBias
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e6}
+YARN_MSCALE = {**YARN, "mscale": 1.2, "mscale_all_dim": 0.8}
 VARIANTS = {
     "moe": ("qwen3_moe", {}),
     "moe_norm_topk_prob": ("qwen3_moe", {"norm_topk_prob": True}),
@@ -38,10 +40,26 @@ VARIANTS = {
         "qwen3",
         {"rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}},
     ),
+    "deepseek_one_dense_layer": ("deepseek_v3", {"first_k_dense_replace": 1}),
+    "deepseek_three_dense_layers": (
+        "deepseek_v3",
+        {"first_k_dense_replace": 3, "num_hidden_layers": 4, "n_group": 2, "topk_group": 1, "tie_word_embeddings": True},
+    ),
+    "deepseek_all_layers_dense": ("deepseek_v3", {"first_k_dense_replace": 2, "rms_norm_eps": 1e-3}),
+    "deepseek_whole_queries_two_shared": ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2}),
+    "deepseek_one_group_unnormed": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "deepseek_eight_groups": ("deepseek_v3", {"n_group": 8, "topk_group": 3, "routed_scaling_factor": 1.0}),
+    "deepseek_yarn": ("deepseek_v3", {"rope_parameters": YARN}),
+    "deepseek_yarn_mscale": ("deepseek_v3", {"rope_parameters": YARN_MSCALE, "q_lora_rank": None}),
+    "deepseek_halves_no_shared": ("deepseek_v3", {"rope_interleave": False, "n_shared_experts": 0}),
+    "deepseek_bias": ("deepseek_v3", {"attention_bias": True, "num_experts_per_tok": 5}),
+    "deepseek_v2": ("deepseek_v2", {"rope_parameters": YARN_MSCALE, "routed_scaling_factor": 1.7}),
+    "deepseek_v2_groups": ("deepseek_v2", {"topk_method": "group_limited_greedy", "q_lora_rank": None}),
     "dense_multi_head": ("qwen3", {"num_key_value_heads": 4, "head_dim": 8, "rms_norm_eps": 1e-3}),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # transformers' block of no shared experts
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_loss_and_every_gradient_equal_transformers(variant):
     model_type, overrides = VARIANTS[variant]
@@ -49,28 +67,32 @@ def test_logits_loss_and_every_gradient_equal_transformers(variant):
     theirs = reference(model_type, int(rng.integers(2**31)), **overrides)
     ours = load_ours(theirs)
     tokens = rng.integers(0, 97, (2, 24))
-    sparse = model_type == "qwen3_moe"
-    coefficient = 0.7 if sparse else 0.0
-    if sparse:
+    # Those of transformers' models that add a balancing loss.
+    balanced = model_type == "qwen3_moe"
+    coefficient = 0.7 if balanced else 0.0
+    if balanced:
         theirs.router_aux_loss_coef = coefficient
     expected = theirs(
-        input_ids=torch.tensor(tokens), labels=torch.tensor(tokens), **({"output_router_logits": True} if sparse else {})
+        input_ids=torch.tensor(tokens), labels=torch.tensor(tokens), **({"output_router_logits": True} if balanced else {})
     )
     expected.loss.backward()
 
-    graph, parameters = nnx.split(ours, nnx.Param)
+    graph, parameters, *biases = nnx.split(ours, nnx.Param, ExpertBias)
 
     def loss_of(parameters):
-        out = nnx.merge(graph, parameters)(jnp.asarray(tokens), remat=True)
+        out = nnx.merge(graph, parameters, *biases)(jnp.asarray(tokens), remat=True)
         log_probabilities = jax.nn.log_softmax(out.logits[:, :-1])
         picked = jnp.take_along_axis(log_probabilities, jnp.asarray(tokens)[:, 1:, None], axis=-1)
         return -picked.mean() + coefficient * out.aux_loss, out
 
-    (loss, out), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(parameters)
+    # Most of this test is compilation.
+    step = jax.jit(jax.value_and_grad(loss_of, has_aux=True), compiler_options={"xla_backend_optimization_level": 0})
+    (loss, out), gradients = step(parameters)
     assert_close(out.logits, expected.logits)
     np.testing.assert_allclose(loss, expected.loss.detach(), rtol=1e-6)
-    if sparse:
+    if balanced:
         np.testing.assert_allclose(out.aux_loss, expected.aux_loss.detach(), rtol=1e-5)
+    if ours.config.moe_layers:
         assert out.expert_load.shape == (len(ours.config.moe_layers), ours.config.num_experts)
         assert (out.expert_load.sum(axis=1) == tokens.size * ours.config.num_experts_per_tok).all()
     flat = {path: leaf[...] for path, leaf in nnx.to_flat_state(gradients)}
@@ -98,10 +120,15 @@ def test_padding_changes_neither_the_real_tokens_nor_the_balancing_loss():
 
 
 @pytest.mark.parametrize(
-    "model_type, overrides", [("qwen3_moe", {}), ("qwen3", {"use_sliding_window": True, "sliding_window": 3})]
+    "model_type, overrides",
+    [
+        ("qwen3_moe", {}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
+        ("deepseek_v3", {}),
+    ],
 )
 def test_packed_documents_equal_each_document_alone(model_type, overrides):
-    ours = load_ours(reference(model_type, 4, max_window_layers=1, **overrides))
+    ours = load_ours(reference(model_type, 4, **overrides))
     rng = np.random.default_rng()
     lengths = (5, 9, 3)
     documents = [rng.integers(0, 97, length) for length in lengths]
@@ -156,6 +183,8 @@ def hub_gradients(model) -> dict[str, np.ndarray]:
     """Gradients under the checkpoint's names: the fused experts taken apart."""
     gradients = {}
     for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            continue  # a block that the config leaves out
         gradient = parameter.grad.numpy()
         if name.endswith("experts.gate_up_proj"):
             half = gradient.shape[1] // 2

@@ -54,6 +54,34 @@ def model(**options):
     return moe_jax.from_config(config, rngs=nnx.Rngs(0), **{"dtype": jnp.float32, **options})
 
 
+def deepseek(**options):
+    """A dense layer and two with eight experts in four groups, of which a token uses two in two groups, and a shared one."""
+    config = moe_jax.DeepseekV3Config(
+        vocab_size=264,
+        hidden_size=16,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=16,
+        kv_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        initializer_range=0.1,
+    )
+    made = moe_jax.from_config(config, rngs=nnx.Rngs(0), **{"dtype": jnp.float32, **options})
+    bias = made.stages[1].mlp.router.expert_bias
+    bias[...] = jnp.linspace(-0.1, 0.1, bias.size).reshape(bias.shape)
+    return made
+
+
 def write_texts(folder: Path) -> Path:
     """Nine small text files."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import relative_error
 
+from moe_jax.layers.router import ExpertBias
 from moe_jax.layers.segments import segment_positions
 from moe_jax.parallel import ExpertParallel, Parallelism, make_mesh, parameter_sharding
 from moe_jax.parallel.layout import parameter_path
@@ -28,17 +29,17 @@ def make_batch(rng):
     return {name: np.asarray(array, np.int32) for name, array in arrays.items()}
 
 
-def train(batch, parallelism=None, steps=2, **options):
+def train(batch, parallelism=None, steps=2, make_model=tiny.model, **options):
     """(parameters, metrics) after some steps of AdamW."""
-    graph, params = nnx.split(tiny.model(), nnx.Param)
+    graph, params, *biases = nnx.split(make_model(), nnx.Param, ExpertBias)
     if parallelism is not None:
 
         def place(path, p):
             return jax.device_put(p, parameter_sharding(parameter_path(path), p.shape, parallelism.mesh))
 
-        params = jax.tree.map_with_path(place, params)
+        params, *biases = jax.tree.map_with_path(place, (params, *biases))
     optimizer = make_optimizer(1e-2)
-    state = init_state(nnx.merge(graph, params), optimizer)
+    state = init_state(nnx.merge(graph, params, *biases), optimizer)
     options = dict(aux_loss_coef=0.1, z_loss_coef=0.1) | options
     step = make_train_step(graph, optimizer, parallelism=parallelism, **options)
     for _ in range(steps):
@@ -52,6 +53,7 @@ def train(batch, parallelism=None, steps=2, **options):
         ({"fsdp": 2, "expert": 4}, {}),
         ({"expert": 2, "context": 4}, {"remat": False}),
         ({"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2}),
+        ({"fsdp": 2, "expert": 2, "context": 2}, {"make_model": tiny.deepseek}),
     ],
     ids=str,
 )

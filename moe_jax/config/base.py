@@ -1,0 +1,153 @@
+"""What the configurations of all architectures have in common: frozen dataclasses that check their values."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """How rotary frequencies are made; the fields of transformers' `rope_parameters` (hub: `rope_theta` and `rope_scaling`).
+
+    `factor` is used by linear, dynamic and yarn; all below it by yarn alone, but for `mscale_all_dim`, which DeepSeek's
+    attention takes with any but the default type.
+    """
+
+    rope_theta: float = 10000.0
+    rope_type: str = "default"
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of neighbouring layers of one kind, stored stacked and run by one `lax.scan`."""
+
+    first_layer: int
+    num_layers: int
+    sparse: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The fields of every decoder. Names are those of Hugging Face's config.json.
+
+    Raises:
+      ValueError: values that make no model, or one that is not supported; one error lists all.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int
+    hidden_act: str = "silu"
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope_parameters: RopeParameters = field(default_factory=RopeParameters)
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    positive: ClassVar[tuple[str, ...]] = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    )
+    """The fields that must be integers above zero."""
+
+    def __post_init__(self):
+        problems = [f"{n}={v!r} must be a positive integer" for n in self.positive if not _is_positive(v := getattr(self, n))]
+        problems = problems or self.problems()
+        if problems:
+            raise ValueError(f"{type(self).__name__}: " + "; ".join(problems))
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, each as one clause."""
+        problems = []
+        if self.hidden_act != "silu":
+            problems.append(f"hidden_act={self.hidden_act!r} is not supported (only 'silu')")
+        if self.attention_dropout:
+            problems.append(f"attention_dropout={self.attention_dropout} is not supported (only 0)")
+        return problems
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dimensions of a head the rotary embedding turns."""
+        raise NotImplementedError
+
+    @property
+    def key_dim(self) -> int:
+        """The width of a query and of a key head, where attention meets them."""
+        raise NotImplementedError
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value head."""
+        raise NotImplementedError
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a mixture of experts."""
+        return ()
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer in tokens (a token sees itself and window - 1 before it); None: all."""
+        return (None,) * self.num_hidden_layers
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The layers as runs of one kind, in order."""
+        sparse_layers = frozenset(self.moe_layers)
+        stages: list[Stage] = []
+        for layer in range(self.num_hidden_layers):
+            sparse = layer in sparse_layers
+            if stages and stages[-1].sparse == sparse:
+                stages[-1] = dataclasses.replace(stages[-1], num_layers=stages[-1].num_layers + 1)
+            else:
+                stages.append(Stage(layer, 1, sparse))
+        return tuple(stages)
+
+    @classmethod
+    def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
+        """Brings the fields of a config.json, which has several dialects, to this class's, in place; adds what is wrong."""
+        if given.get("num_key_value_heads", 0) is None:
+            given["num_key_value_heads"] = value_of(cls, given, "num_attention_heads")
+
+    def write_dialect(self, values: dict[str, Any]) -> None:
+        """Brings this class's fields to the hub's dialect, in place."""
+
+
+def value_of(cls: type[ModelConfig], given: dict[str, Any], name: str) -> Any:
+    """The given value of a field, or its default."""
+    return given.get(name, getattr(cls, name))
+
+
+def rename(given: dict[str, Any], old: str, new: str, problems: list[str]) -> None:
+    """Takes the field `old` for `new`, which must not say something else."""
+    if old in given:
+        value = given.pop(old)
+        if given.setdefault(new, value) != value:
+            problems.append(f"{old}={value} contradicts {new}={given[new]}")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

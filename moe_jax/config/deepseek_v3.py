@@ -1,0 +1,203 @@
+"""DeepSeek-V3 and R1, and DeepSeek-V2, whose layers differ in how the router scores and chooses experts."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from moe_jax.config.base import ModelConfig, rename, value_of
+
+SCORING_FUNCTIONS = ("sigmoid", "softmax")
+TOPK_METHODS = ("noaux_tc", "group_limited_greedy", "greedy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV3Config(ModelConfig):
+    """DeepSeek-V3 (https://arxiv.org/abs/2412.19437). Field names and defaults are those of transformers and of the hub.
+
+    Layer l has experts from `first_k_dense_replace` on, where it is a multiple of `moe_layer_freq`. `q_lora_rank` None: queries
+    come from one matrix. `topk_method` says how experts are chosen:
+
+        noaux_tc               by score + a bias of each expert, in the `topk_group` groups whose two best sum to the most
+        group_limited_greedy   by score, in the `topk_group` groups with the best expert
+        greedy                 by score, among all
+
+    `aux_loss_alpha` and `seq_aux` are the training's: the factor of the balance loss, and whether it is taken a sequence.
+    `num_nextn_predict_layers` counts the layers behind the last one that predict further tokens.
+    """
+
+    vocab_size: int = 129280
+    hidden_size: int = 7168
+    intermediate_size: int = 18432
+    moe_intermediate_size: int = 2048
+    num_hidden_layers: int = 61
+    num_attention_heads: int = 128
+    num_key_value_heads: int = 128
+    max_position_embeddings: int = 4096
+    q_lora_rank: int | None = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    rope_interleave: bool = True
+    n_routed_experts: int = 256
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 8
+    first_k_dense_replace: int = 3
+    moe_layer_freq: int = 1
+    scoring_func: str = "sigmoid"
+    topk_method: str = "noaux_tc"
+    n_group: int = 8
+    topk_group: int = 4
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+    aux_loss_alpha: float = 0.001
+    seq_aux: bool = True
+    num_nextn_predict_layers: int = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | tuple[int, ...] | None = 1
+
+    model_type = "deepseek_v3"
+    architecture = "DeepseekV3ForCausalLM"
+    positive = (
+        *ModelConfig.positive,
+        *("moe_intermediate_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("n_routed_experts", "num_experts_per_tok", "moe_layer_freq", "n_group", "topk_group"),
+    )
+    ignored: ClassVar[tuple[str, ...]] = ("auto_map", "ep_size", "pretraining_tp")
+    """Fields of hub files that say where remote code lies or how a model was trained: they change nothing it computes."""
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, each as one clause."""
+        problems = super().problems()
+        if self.num_key_value_heads != self.num_attention_heads:
+            problems.append(
+                f"num_key_value_heads={self.num_key_value_heads} must be num_attention_heads={self.num_attention_heads}: "
+                "every head has keys of its own"
+            )
+        if self.qk_rope_head_dim % 2:
+            problems.append(f"qk_rope_head_dim={self.qk_rope_head_dim} must be even: rotary embeddings turn pairs")
+        if self.q_lora_rank is not None and self.q_lora_rank < 1:
+            problems.append(f"q_lora_rank={self.q_lora_rank} must be a positive integer or null")
+        for name in ("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers"):
+            if getattr(self, name) < 0:
+                problems.append(f"{name}={getattr(self, name)} must be 0 or more")
+        if self.scoring_func not in SCORING_FUNCTIONS:
+            problems.append(f"scoring_func={self.scoring_func!r} is not supported (only {_names(SCORING_FUNCTIONS)})")
+        if self.topk_method not in TOPK_METHODS:
+            problems.append(f"topk_method={self.topk_method!r} is not supported (only {_names(TOPK_METHODS)})")
+        return problems + self._problems_of_groups()
+
+    def _problems_of_groups(self) -> list[str]:
+        experts, k = self.n_routed_experts, self.num_experts_per_tok
+        if self.num_groups == 1:
+            return [] if k <= experts else [f"num_experts_per_tok={k} must be at most n_routed_experts={experts}"]
+        if experts % self.n_group:
+            return [f"n_group={self.n_group} must divide n_routed_experts={experts}"]
+        of_group = experts // self.n_group
+        if self.topk_group > self.n_group:
+            return [f"topk_group={self.topk_group} must be at most n_group={self.n_group}"]
+        if of_group < 2 and self.topk_method == "noaux_tc":
+            return [f"n_group={self.n_group} leaves 1 of n_routed_experts={experts} a group, whose score is its two best"]
+        if k > self.topk_group * of_group:
+            return [f"num_experts_per_tok={k} must be at most the {self.topk_group * of_group} experts of topk_group groups"]
+        return []
+
+    @property
+    def rotary_dim(self) -> int:
+        """The part of a head that has positions."""
+        return self.qk_rope_head_dim
+
+    @property
+    def key_dim(self) -> int:
+        """A head's part without positions, and the part with them."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value head."""
+        return self.v_head_dim
+
+    @property
+    def num_experts(self) -> int:
+        """The routed experts, as other architectures call them."""
+        return self.n_routed_experts
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups the router knows: 1 where it chooses among all."""
+        return 1 if self.topk_method == "greedy" else self.n_group
+
+    @property
+    def has_expert_bias(self) -> bool:
+        """Whether experts are chosen with a bias (`mlp.gate.e_score_correction_bias`)."""
+        return self.topk_method == "noaux_tc"
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a mixture of experts."""
+        layers = range(self.first_k_dense_replace, self.num_hidden_layers)
+        return tuple(layer for layer in layers if layer % self.moe_layer_freq == 0)
+
+    @classmethod
+    def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
+        """Takes transformers 5's names, drops what follows from other fields, and gives nulls their meaning."""
+        super().read_dialects(given, problems)
+        for name in cls.ignored:
+            given.pop(name, None)
+        rename(given, "num_local_experts", "n_routed_experts", problems)
+        rename(given, "num_mtp_layers", "num_nextn_predict_layers", problems)
+        nope, rope = (value_of(cls, given, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
+        for name, right in (("head_dim", rope), ("qk_head_dim", nope + rope)):
+            if (value := given.pop(name, None)) not in (None, right):
+                problems.append(f"{name}={value} contradicts qk_nope_head_dim={nope} and qk_rope_head_dim={rope}")
+        if given.pop("mlp_bias", False):
+            problems.append("mlp_bias=True is not supported (only false)")
+        absent = dict(n_shared_experts=0, first_k_dense_replace=0, num_nextn_predict_layers=0, n_group=1, topk_group=1)
+        for name, value in (absent | dict(norm_topk_prob=False, rope_interleave=False)).items():
+            if given.get(name, value) is None:
+                given[name] = value
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV2Config(DeepseekV3Config):
+    """DeepSeek-V2 (https://arxiv.org/abs/2405.04434): softmax scores, and no bias in the choice of experts.
+
+    Names and defaults are those of transformers' DeepseekV2Config. `norm_topk_prob` is false in all published models, and must
+    be: implementations disagree about what it would do.
+    """
+
+    vocab_size: int = 102400
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    moe_intermediate_size: int = 1407
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    max_position_embeddings: int = 2048
+    n_routed_experts: int = 64
+    n_shared_experts: int = 2
+    first_k_dense_replace: int = 0
+    scoring_func: str = "softmax"
+    topk_method: str = "greedy"
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    num_nextn_predict_layers: int = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | tuple[int, ...] | None = 2
+
+    model_type = "deepseek_v2"
+    architecture = "DeepseekV2ForCausalLM"
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, each as one clause."""
+        problems = super().problems()
+        if self.norm_topk_prob:
+            problems.append("norm_topk_prob=True is not supported (only false)")
+        if not self.rope_interleave:
+            problems.append("rope_interleave=False is not supported (only true)")
+        return problems
+
+
+def _names(choices: tuple[str, ...]) -> str:
+    return " or ".join(map(repr, choices))

@@ -1,0 +1,154 @@
+"""Qwen3 and Qwen3-MoE."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe_jax.config.base import ModelConfig, rename, value_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Config(ModelConfig):
+    """Dense Qwen3. Field names and defaults are those of transformers' Qwen3Config; see its documentation for each."""
+
+    vocab_size: int = 151936
+    hidden_size: int = 4096
+    intermediate_size: int = 22016
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    head_dim: int = 128
+    max_position_embeddings: int = 32768
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: tuple[str, ...] | None = None
+
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    positive = (*ModelConfig.positive, "head_dim")
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, each as one clause."""
+        problems = super().problems()
+        if self.num_attention_heads % self.num_key_value_heads:
+            problems.append(
+                f"num_attention_heads={self.num_attention_heads} is no multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            problems.append(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
+        if self.layer_types is not None:
+            unknown = sorted(set(self.layer_types) - {"full_attention", "sliding_attention"})
+            if unknown or len(self.layer_types) != self.num_hidden_layers:
+                problems.append(
+                    f"layer_types must name full_attention or sliding_attention for each of {self.num_hidden_layers} layers; "
+                    f"it has {len(self.layer_types)} entries" + (f" and {', '.join(unknown)}" if unknown else "")
+                )
+        if any(window is not None and window <= 0 for window in self.layer_windows):
+            problems.append(f"sliding_window={self.sliding_window} must be positive")
+        return problems
+
+    @property
+    def rotary_dim(self) -> int:
+        """All of a head."""
+        return self.head_dim
+
+    @property
+    def key_dim(self) -> int:
+        """The width of a query and of a key head."""
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value head."""
+        return self.head_dim
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer in tokens (a token sees itself and window - 1 before it); None: all."""
+        layers = range(self.num_hidden_layers)
+        if self.layer_types is not None:
+            sliding = [kind == "sliding_attention" for kind in self.layer_types]
+        else:
+            sliding = [layer >= self.max_window_layers for layer in layers]
+        return tuple(self.sliding_window if slides and self.use_sliding_window else None for slides in sliding)
+
+    @classmethod
+    def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
+        """Derives the head size where it is null."""
+        super().read_dialects(given, problems)
+        if given.get("head_dim", 0) is None:
+            given["head_dim"] = _even_share(cls, given)
+
+    def write_dialect(self, values: dict[str, Any]) -> None:
+        """Leaves out layer types that follow from the other fields."""
+        if values["layer_types"] is None:
+            del values["layer_types"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(Qwen3Config):
+    """Qwen3-MoE. Field names and defaults are those of transformers' Qwen3MoeConfig.
+
+    Layer l has experts if l is not in `mlp_only_layers` and (l + 1) is a multiple of `decoder_sparse_step`.
+    With `use_sliding_window` every layer slides: this architecture has no `layer_types` and no `max_window_layers`.
+    """
+
+    hidden_size: int = 2048
+    intermediate_size: int = 6144
+    num_hidden_layers: int = 24
+    num_key_value_heads: int = 4
+    max_window_layers: int = 0
+    moe_intermediate_size: int = 768
+    num_experts: int = 128
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    router_aux_loss_coef: float = 0.001
+
+    model_type = "qwen3_moe"
+    architecture = "Qwen3MoeForCausalLM"
+    positive = (*Qwen3Config.positive, "moe_intermediate_size", "decoder_sparse_step")
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, each as one clause."""
+        problems = super().problems()
+        if self.moe_layers and not 1 <= self.num_experts_per_tok <= self.num_experts:
+            problems.append(
+                f"num_experts_per_tok={self.num_experts_per_tok} must be between 1 and num_experts={self.num_experts}"
+            )
+        return problems
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a mixture of experts."""
+        return tuple(
+            layer
+            for layer in range(self.num_hidden_layers)
+            if layer not in self.mlp_only_layers and self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
+        )
+
+    @classmethod
+    def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
+        """Takes transformers 5's `num_local_experts`, and derives the head size where it is absent."""
+        super().read_dialects(given, problems)
+        rename(given, "num_local_experts", "num_experts", problems)
+        # Written by hub files of this architecture, read by none of its implementations.
+        given.pop("max_window_layers", None)
+        given.pop("layer_types", None)
+        if given.get("mlp_only_layers", 0) is None:
+            given["mlp_only_layers"] = ()
+        if "head_dim" not in given:
+            given["head_dim"] = _even_share(cls, given)
+
+    def write_dialect(self, values: dict[str, Any]) -> None:
+        """Leaves out what this architecture does not have."""
+        super().write_dialect(values)
+        del values["max_window_layers"]
+        values.pop("layer_types", None)
+
+
+def _even_share(cls: type[Qwen3Config], given: dict[str, Any]) -> int:
+    """hidden_size / num_attention_heads."""
+    return value_of(cls, given, "hidden_size") // value_of(cls, given, "num_attention_heads")

@@ -1,0 +1,112 @@
+"""DeepSeek's router: experts chosen in a few groups of them, with a bias that keeps the load even and no part in the weights.
+
+Group-limited routing is DeepSeek-V2's (2024, https://arxiv.org/abs/2405.04434, section 2.1.3: a group is a device), sigmoid
+scores and the bias are DeepSeek-V3's (2024, https://arxiv.org/abs/2412.19437, eq. 12 to 16: a group is a node).
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.layers.router import ExpertBias, Router, Routing, at_least_f32, with_statistics
+
+TINY = 1e-20
+"""Added to sums of scores before a division by them, as DeepSeek and transformers do."""
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """How scores become choices and weights.
+
+    Attributes:
+      scoring_func: "sigmoid" of each logit, or "softmax" over all.
+      num_groups: the experts are so many runs of neighbours of one length.
+      groups_per_token: in how many groups a token's experts lie at most.
+      group_score_size: a group's score is the sum of so many of its best.
+      norm_topk_prob: whether a token's weights are divided by their sum.
+      routed_scaling_factor: what they are multiplied with then.
+    """
+
+    scoring_func: str = "sigmoid"
+    num_groups: int = 1
+    groups_per_token: int = 1
+    group_score_size: int = 2
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+
+
+class GroupRouter(Router):
+    """A linear map to one logit an expert, and `route_by_groups` on it; `has_bias` gives it an `ExpertBias` of zeros."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        rule: GroupRule,
+        *,
+        has_bias: bool = True,
+        stddev: float = 0.02,
+        stack: tuple[int, ...] = (),
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            hidden_size,
+            num_experts,
+            num_experts_per_tok,
+            norm_topk_prob=rule.norm_topk_prob,
+            stddev=stddev,
+            stack=stack,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.rule = rule
+        self.expert_bias = ExpertBias(jnp.zeros((*stack, num_experts), jnp.float32)) if has_bias else None
+
+    def _route(self, logits, valid, expert_ids) -> Routing:
+        bias = None if self.expert_bias is None else self.expert_bias[...]
+        return route_by_groups(logits, self.num_experts_per_tok, self.rule, bias, valid, expert_ids)
+
+
+def route_by_groups(
+    logits: Float[Array, "tokens experts"],
+    num_experts_per_tok: int,
+    rule: GroupRule,
+    bias: Float[Array, "experts"] | None = None,
+    valid: Bool[Array, "tokens"] | None = None,
+    expert_ids: Int[Array, "tokens k"] | None = None,
+) -> Routing:
+    """s = sigmoid or softmax of the logits in f32. The experts are the k largest s + bias of the best groups; of theirs,
+
+        weights = factor * s / (sum of the chosen s + 1e-20)       (without `norm_topk_prob` factor * s)
+
+    Gradients flow through the weights: by way of the chosen s to their logits (of a softmax, to all). The choice, and with it
+    the bias and the experts not chosen, has none. The routing's probabilities are s / sum_e s_e (DeepSeek-V3, eq. 18).
+
+    Args:
+      valid, expert_ids: as in `route`.
+    """
+    logits = logits.astype(at_least_f32(logits.dtype))
+    scores = jax.nn.sigmoid(logits) if rule.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    if expert_ids is None:
+        expert_ids = _choose(scores if bias is None else scores + bias, num_experts_per_tok, rule)
+    weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
+    if rule.norm_topk_prob:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + TINY)
+    probabilities = scores / (scores.sum(axis=-1, keepdims=True) + TINY) if rule.scoring_func == "sigmoid" else scores
+    return with_statistics(weights * rule.routed_scaling_factor, expert_ids, probabilities, logits, valid)
+
+
+def _choose(preference: Float[Array, "tokens experts"], num_experts_per_tok: int, rule: GroupRule) -> Int[Array, "tokens k"]:
+    """The most preferred experts of the best groups."""
+    if rule.groups_per_token < rule.num_groups:
+        of_groups = preference.reshape(preference.shape[0], rule.num_groups, -1)
+        group_scores = jax.lax.top_k(of_groups, rule.group_score_size)[0].sum(axis=-1)
+        best = jax.lax.top_k(group_scores, rule.groups_per_token)[1]
+        is_best = (best[:, :, None] == jnp.arange(rule.num_groups)).any(axis=1)
+        preference = jnp.where(is_best[:, :, None], of_groups, -jnp.inf).reshape(preference.shape)
+    return jax.lax.top_k(preference, num_experts_per_tok)[1]

@@ -1,0 +1,287 @@
+"""The frame of every architecture here: embedding, stages of decoder layers, norm and vocabulary projection."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from moe_jax.config import ModelConfig, Stage
+from moe_jax.kernels.attention import attention
+from moe_jax.layers.attention import Attend
+from moe_jax.layers.cache import KVCache
+from moe_jax.layers.linear import Embedding, Linear
+from moe_jax.layers.mlp import MLP
+from moe_jax.layers.moe import MoE
+from moe_jax.layers.norm import RMSNorm
+from moe_jax.layers.rope import rope_tables
+from moe_jax.layers.router import ExpertBias, RouterStatistics, Routing, load_balancing_loss
+from moe_jax.layers.segments import segment_positions
+from moe_jax.layers.stack import run_layers
+from moe_jax.models.output import HiddenStates, ModelOutput
+from moe_jax.parallel.context import ContextParallel
+from moe_jax.parallel.expert import ExpertParallel
+from moe_jax.parallel.fsdp import LayerGather
+
+NO_WINDOW = 2**30
+"""A sliding window longer than any sequence, for the layers of a sliding model that see everything."""
+
+
+class Decoder(nnx.Module):
+    """A language model: token ids in, logits out. An architecture says what its attention and its experts are.
+
+    Args:
+      config: the architecture.
+      dtype: what the model computes in; norms, softmax and router are f32 inside.
+      param_dtype: what the parameters are held in (default: dtype). f32 parameters under bf16 compute are master weights.
+      rngs: `nnx.Rngs(seed)` for the random initialisation.
+
+    Attributes:
+      source: the folder that the weights were read from, if any; `save_pretrained` passes its tokenizer files along.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype=jnp.float32, param_dtype=None, rngs: nnx.Rngs):
+        param_dtype = dtype if param_dtype is None else param_dtype
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        self.source: str | None = None
+        std = config.initializer_range
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, stddev=std, param_dtype=param_dtype, rngs=rngs)
+        self.stages = nnx.List([self._decoder_layers(stage, param_dtype, rngs) for stage in config.stages])
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, param_dtype=param_dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, stddev=std, param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(self, tokens: Int[Array, "batch seq"], positions=None, segment_ids=None, **options) -> ModelOutput:
+        """Logits for every position; arguments as in `hidden_states`."""
+        states = self.hidden_states(tokens, positions, segment_ids, **options)
+        logits = jnp.einsum("bsd,vd->bsv", states.hidden, self.head_weight.astype(self.dtype))
+        return ModelOutput(logits, load_balancing_loss(states.router), states.router, states.expert_ids, states.cache)
+
+    def hidden_states(
+        self,
+        tokens: Int[Array, "batch seq"],
+        positions: Int[Array, "batch seq"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        *,
+        cache: KVCache | None = None,
+        expert_ids: Int[Array, "moe_layers batch seq k"] | None = None,
+        remat: bool = False,
+        force_balanced_routing: bool = False,
+        context_parallel: ContextParallel | None = None,
+        expert_parallel: ExpertParallel | None = None,
+        layer_gathers: Sequence[LayerGather | None] | None = None,
+    ) -> HiddenStates:
+        """Everything but the vocabulary projection, for losses that never hold all logits.
+
+        Args:
+          tokens: token ids. An id outside the vocabulary gives NaN.
+          positions: for the rotary embedding; default: the index in the segment.
+          segment_ids: 0 is padding; tokens attend within equal ids that neighbour each other. Default: all one segment.
+          cache: earlier tokens' keys and values. These tokens are written behind them and attend to all of their segment;
+            pass `positions`, which the cache cannot know.
+          expert_ids: routing replay: the experts to use (`HiddenStates.expert_ids` of another call), weighted by live logits.
+          remat: recompute each layer in the backward pass and keep only its input.
+          force_balanced_routing: deal tokens to experts in turn, ignoring the router's choice; for benchmarks only.
+          context_parallel: inside a `jax.shard_map` in which each device holds its own part of every sequence: how they are
+            split. The router's sums are then of this device's tokens (`layers.router.sum_over_mesh`).
+          expert_parallel: inside a `jax.shard_map` in which each device holds its own tokens and its part of the experts: how
+            the tokens travel. The router's sums are then of this device's tokens (`layers.router.sum_over_mesh`).
+          layer_gathers: inside `jax.shard_map`, `ShardedParameters.layers` where the stages' parameters are a device's parts.
+
+        Raises:
+          ValueError: shapes that do not fit each other.
+        """
+        config = self.config
+        self._check_shapes(tokens, positions, segment_ids, cache, expert_ids)
+        if cache is not None and context_parallel is not None:
+            raise ValueError("cache and context_parallel cannot be given together: cached tokens are not split over devices")
+        if segment_ids is None:
+            segment_ids = jnp.ones_like(tokens)
+        segments = segment_ids if context_parallel is None else context_parallel.starts_of_segments(segment_ids)
+        if positions is None:
+            positions = segment_positions(segment_ids) if context_parallel is None else context_parallel.positions(segments)
+        cos, sin = rope_tables(positions, config.rope_parameters, config.rotary_dim, config.max_position_embeddings)
+        windows = None
+        if any(config.layer_windows):
+            windows = jnp.array([window or NO_WINDOW for window in config.layer_windows], jnp.int32)
+        memory = None
+        if cache is not None:
+            start = (0, cache.length)
+            memory = replace(cache, segment_ids=jax.lax.dynamic_update_slice(cache.segment_ids, segment_ids, start))
+
+        x = self.embed_tokens(tokens, self.dtype)
+        valid = (segment_ids != 0).reshape(-1)
+        routings, first_moe_layer = [], 0
+        gathers = [None] * len(config.stages) if layer_gathers is None else layer_gathers
+        for stage, layers, gather in zip(config.stages, self.stages, gathers, strict=True):
+            graph, parameters, *biases = nnx.split(layers, nnx.Param, ExpertBias)
+            rows = slice(stage.first_layer, stage.first_layer + stage.num_layers)
+            replay = None
+            if stage.sparse and expert_ids is not None:
+                replay = expert_ids[first_moe_layer : first_moe_layer + stage.num_layers]
+            first_moe_layer += stage.num_layers if stage.sparse else 0
+
+            def body(shared, of_layer, carry, parameters, graph=graph):
+                cos, sin, segments, valid = shared
+                layer, window, replay, biases = of_layer
+                x, memory = carry
+                attend = partial(_attend, context_parallel, segments, memory, layer, window)
+                block = nnx.merge(graph, parameters, *biases)
+                x, memory, routing = block(x, cos, sin, attend, valid, replay, force_balanced_routing, expert_parallel)
+                return (x, memory), routing
+
+            of_layer = jnp.arange(rows.start, rows.stop), None if windows is None else windows[rows], replay, biases
+            run = partial(run_layers, jax.checkpoint(body, prevent_cse=False) if remat else body)
+            (x, memory), routing = run((cos, sin, segments, valid), of_layer, (x, memory), parameters, gather)
+            if stage.sparse:
+                routings.append(routing)
+
+        if memory is not None:
+            memory = replace(memory, length=memory.length + tokens.shape[1])
+        router, chosen = _collect(routings, valid, tokens.shape, config)
+        return HiddenStates(self.norm(x), router, chosen, memory)
+
+    @property
+    def head_weight(self) -> Float[Array, "vocab hidden"]:
+        """The vocabulary projection: the embedding table itself when the two are tied."""
+        return self.embed_tokens.weight[...] if self.config.tie_word_embeddings else self.lm_head.weight[...]
+
+    def save_pretrained(self, folder: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
+        """Writes a Hugging Face checkpoint; see `moe_jax.checkpoint.hf_save.save_pretrained`."""
+        # Checkpoints stand above models; this method is the one place that reaches up.
+        from moe_jax.checkpoint.hf_save import save_pretrained
+
+        save_pretrained(self, folder, tokenizer_from=tokenizer_from)
+
+    def _decoder_layers(self, stage: Stage, param_dtype, rngs: nnx.Rngs) -> "DecoderLayer":
+        """The layers of one stage, stacked."""
+        config = self.config
+        stacked: dict[str, Any] = dict(stack=(stage.num_layers,), param_dtype=param_dtype)
+        if stage.sparse:
+            experts = self._experts(**stacked, rngs=rngs)
+            return SparseDecoderLayer(config, experts, self._attention(**stacked, rngs=rngs), **stacked)
+        mlp = MLP(config.hidden_size, config.intermediate_size, stddev=config.initializer_range, **stacked, rngs=rngs)
+        return DecoderLayer(config, mlp, self._attention(**stacked, rngs=rngs), **stacked)
+
+    def _attention(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> nnx.Module:
+        """The attention of so many layers, called as `layers.attention.Attention` is."""
+        raise NotImplementedError
+
+    def _experts(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> MoE:
+        """The mixture of experts of so many layers, for architectures that have some."""
+        raise NotImplementedError
+
+    def _check_shapes(self, tokens, positions, segment_ids, cache, expert_ids):
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must be [batch, seq]; got shape {tokens.shape}")
+        for name, array in (("positions", positions), ("segment_ids", segment_ids)):
+            if array is not None and array.shape != tokens.shape:
+                raise ValueError(f"{name} must have tokens' shape {tokens.shape}; got {array.shape}")
+        if cache is not None and positions is None:
+            raise ValueError("positions must be given with a cache: the index in the segment goes on from the cached tokens")
+        if expert_ids is not None:
+            config = self.config
+            wanted = (len(config.moe_layers), *tokens.shape, getattr(config, "num_experts_per_tok", 0))
+            if expert_ids.shape != wanted:
+                raise ValueError(f"expert_ids must be [moe_layers, batch, seq, k] = {wanted}; got {expert_ids.shape}")
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); the mlp is dense here."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mlp: nnx.Module,
+        attention: nnx.Module,
+        *,
+        stack: tuple[int, ...] = (),
+        param_dtype=jnp.float32,
+    ):
+        norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, stack=stack, param_dtype=param_dtype)
+        self.input_layernorm = norm()
+        self.self_attn = attention
+        self.post_attention_layernorm = norm()
+        self.mlp = mlp
+
+    def __call__(
+        self, x: Float[Array, "batch seq hidden"], cos, sin, attend: Attend, valid, expert_ids, force_balanced, expert_parallel
+    ):
+        """Returns (x, the cache that `attend` gave, the routing or None)."""
+        attended, memory = self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        x = x + attended
+        x_norm = self.post_attention_layernorm(x)
+        out, routing = self.feed_forward(x_norm, valid, expert_ids, force_balanced, expert_parallel)
+        return x + out, memory, routing
+
+    def feed_forward(
+        self, x, valid, expert_ids, force_balanced, expert_parallel
+    ) -> tuple[Float[Array, "batch seq hidden"], Routing | None]:
+        """The second half of the layer before its residual sum."""
+        return self.mlp(x), None
+
+
+class SparseDecoderLayer(DecoderLayer):
+    """A decoder layer whose feed-forward block is a MoE."""
+
+    def feed_forward(
+        self, x, valid, expert_ids, force_balanced, expert_parallel
+    ) -> tuple[Float[Array, "batch seq hidden"], Routing]:
+        """Routes the tokens of all sequences together."""
+        tokens = x.reshape(-1, x.shape[-1])
+        if expert_ids is not None:
+            expert_ids = expert_ids.reshape(tokens.shape[0], -1)
+        options = dict(expert_ids=expert_ids, force_balanced=force_balanced, expert_parallel=expert_parallel)
+        out, routing = self.mlp(tokens, valid, **options)
+        return out.reshape(x.shape), routing
+
+
+def _attend(context_parallel: ContextParallel | None, segments, memory: KVCache | None, layer, window, q, k, v, *, scale):
+    """Attention among these tokens, or, with a cache, of these tokens to all cached ones after writing theirs.
+
+    `segments` are ids; with `context_parallel`, where attention is among the tokens of all devices, the segments' first tokens.
+    """
+    if context_parallel is not None:
+        return context_parallel.attention(q, k, v, segments, scale=scale, window=window), None
+    if memory is None:
+        out = attention(
+            q, k, v, scale=scale, query_segment_ids=segments, key_segment_ids=segments, window=window
+        )  # fmt: skip
+        return out, None
+    start = (layer, 0, memory.length, 0, 0)
+    memory = replace(
+        memory,
+        k=jax.lax.dynamic_update_slice(memory.k, k[None].astype(memory.k.dtype), start),
+        v=jax.lax.dynamic_update_slice(memory.v, v[None].astype(memory.v.dtype), start),
+    )
+    out = attention(
+        q,
+        jax.lax.dynamic_index_in_dim(memory.k, layer, keepdims=False).astype(q.dtype),
+        jax.lax.dynamic_index_in_dim(memory.v, layer, keepdims=False).astype(q.dtype),
+        scale=scale,
+        query_segment_ids=segments,
+        key_segment_ids=memory.segment_ids,
+        query_offset=memory.length,
+        window=window,
+    )
+    return out, memory
+
+
+def _collect(
+    routings: list[Routing], valid, token_shape, config
+) -> tuple[RouterStatistics, Int[Array, "moe_layers batch seq k"]]:
+    """The stages' routings as one array over all MoE layers each."""
+    num_tokens = valid.sum().astype(jnp.float32)
+    if not routings:
+        empty = jnp.zeros((0, 0), jnp.float32)
+        stats = RouterStatistics(empty.astype(jnp.int32), empty, jnp.zeros(0, jnp.float32), num_tokens, jnp.zeros(0, jnp.int32))
+        return stats, jnp.zeros((0, *token_shape, 0), jnp.int32)
+    joined = jax.tree.map(lambda *layers: jnp.concatenate(layers), *routings)
+    stats = RouterStatistics(joined.expert_load, joined.probability_sum, joined.z_loss_sum, num_tokens, joined.num_dropped)
+    return stats, joined.experts.reshape(joined.experts.shape[0], *token_shape, -1)

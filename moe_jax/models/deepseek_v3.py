@@ -1,0 +1,58 @@
+"""DeepSeek-V3 (DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437) and DeepSeek-V2 (https://arxiv.org/abs/2405.04434).
+
+Latent attention, dense first layers, and experts of two kinds: every token uses the shared ones, and k of the others, which
+the router chooses in a few groups. The layers that predict further tokens are not part of this model.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from flax import nnx
+
+from moe_jax.config import DeepseekV3Config
+from moe_jax.layers.group_router import GroupRouter, GroupRule
+from moe_jax.layers.latent_attention import LatentAttention
+from moe_jax.layers.moe import MoE
+from moe_jax.models.decoder import Decoder
+
+
+class DeepseekV3(Decoder):
+    """A DeepSeek-V3 or V2 language model; arguments and calls as `Decoder`."""
+
+    config: DeepseekV3Config
+
+    def __init__(self, config: DeepseekV3Config, **options):
+        # A checkpoint written from this model has none of the layers that predict further tokens.
+        super().__init__(replace(config, num_nextn_predict_layers=0), **options)
+
+    def _attention(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> LatentAttention:
+        return LatentAttention(self.config, stack=stack, param_dtype=param_dtype, rngs=rngs)
+
+    def _experts(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> MoE:
+        config = self.config
+        rule = GroupRule(
+            scoring_func=config.scoring_func,
+            num_groups=config.num_groups,
+            groups_per_token=config.topk_group,
+            group_score_size=2 if config.topk_method == "noaux_tc" else 1,
+            norm_topk_prob=config.norm_topk_prob,
+            routed_scaling_factor=config.routed_scaling_factor,
+        )
+        options: dict[str, Any] = dict(stddev=config.initializer_range, stack=stack, param_dtype=param_dtype, rngs=rngs)
+        router = GroupRouter(
+            config.hidden_size,
+            config.n_routed_experts,
+            config.num_experts_per_tok,
+            rule,
+            has_bias=config.has_expert_bias,
+            **options,
+        )
+        return MoE(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.n_routed_experts,
+            config.num_experts_per_tok,
+            router=router,
+            shared_intermediate_size=config.n_shared_experts * config.moe_intermediate_size,
+            **options,
+        )
