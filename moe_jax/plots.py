@@ -3,14 +3,47 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from moe_jax.train.metrics import read_records
+
 SMOOTHING_STEPS = 10
 """How many neighbouring steps the bold loss line averages: enough to hide the difference between batches."""
+
+
+def plot_run(run: str | Path, output: str | Path | None = None, *, step: int | None = None) -> list[Path]:
+    """Draws what a training run wrote down: loss.png and, of a model with experts, expert_load.png. Returns their paths.
+
+    Args:
+      run: the output folder of `finetune`; it may be under way.
+      output: the folder to write to (default: `run`).
+      step: the step whose load is shown expert by expert (default: the last tenth of the run, averaged).
+
+    Raises:
+      FileNotFoundError: `run` is not such a folder, or has no step yet.
+      ValueError: `step` is not among those of the run.
+    """
+    run = Path(run).expanduser()
+    output = run if output is None else Path(output).expanduser()
+    metrics, loads = read_records(run / "metrics.jsonl"), read_records(run / "expert_load.jsonl")
+    if not metrics:
+        raise FileNotFoundError(f"no metrics.jsonl with a step in {run}: give the output folder of a training run")
+    plot_loss([record["step"] for record in metrics], [record["loss"] for record in metrics], output / "loss.png")
+    if not loads:
+        return [output / "loss.png"]
+    plot_expert_load(
+        [record["step"] for record in loads],
+        np.array([record["expert_load"] for record in loads]),
+        loads[0]["layers"],
+        output / "expert_load.png",
+        step=step,
+    )
+    return [output / "loss.png", output / "expert_load.png"]
 
 
 def plot_loss(steps: Sequence[int], losses: Sequence[float], path: str | Path, *, resumed_at: int | None = None) -> None:
@@ -39,21 +72,27 @@ def plot_loss(steps: Sequence[int], losses: Sequence[float], path: str | Path, *
 
 
 def plot_expert_load(
-    steps: Sequence[int], loads: Int[np.ndarray, "steps layers experts"], layers: Sequence[int], path: str | Path
+    steps: Sequence[int],
+    loads: Int[np.ndarray, "steps layers experts"],
+    layers: Sequence[int],
+    path: str | Path,
+    *,
+    step: int | None = None,
 ) -> None:
     """Draws how many tokens each expert received, relative to an even share (1 is even, 2 is twice its share).
 
-    Above, a heat map of layers by experts, averaged over the last tenth of the run; below, the busiest expert of each layer
-    over the steps.
+    Above, a heat map of layers by experts; then one of layers by steps, of each layer's busiest expert; below, over the steps,
+    the busiest and the idlest expert of the worst layer and of the layers' mean.
 
     Args:
       steps: the training steps of `loads`.
       loads: tokens that each expert received in each step.
       layers: the model's indices of the layers, for the labels.
       path: the PNG file to write.
+      step: the step of the upper heat map; None averages the last tenth of the run.
 
     Raises:
-      ValueError: the shapes do not fit, or there is nothing to draw.
+      ValueError: the shapes do not fit, there is nothing to draw, or `step` is none of `steps`.
     """
     loads = np.asarray(loads)
     if loads.ndim != 3 or not loads.size or loads.shape[:2] != (len(steps), len(layers)):
@@ -61,21 +100,48 @@ def plot_expert_load(
             f"loads must have the shape (steps, layers, experts)=({len(steps)}, {len(layers)}, any), none of them 0; "
             f"got {loads.shape}"
         )
+    if step is not None and step not in steps:
+        raise ValueError(f"step {step} is none of the {len(steps)} steps from {steps[0]} to {steps[-1]}")
     relative = relative_load(loads)
-    last = relative[-max(1, len(steps) // 10) :].mean(axis=0)
-    figure = Figure(figsize=(9, 3.5 + 0.35 * len(layers)), layout="constrained")
-    above, below = figure.subplots(2, 1, height_ratios=[0.6 + 0.35 * len(layers), 2.5])
-    image = above.imshow(last, aspect="auto", cmap="viridis", vmin=0, vmax=max(2.0, float(last.max())))
-    above.set(title="Expert load at the end of training", xlabel="expert", ylabel="layer", yticks=range(len(layers)))
-    above.set_yticklabels([str(layer) for layer in layers])
-    figure.colorbar(image, ax=above, label="share of tokens (1 is even)")
-    for index, layer in enumerate(layers):
-        below.plot(steps, moving_average(relative[:, index].max(axis=-1), SMOOTHING_STEPS), label=f"layer {layer}")
-    below.set(title="The busiest expert of each layer", xlabel="step", ylabel="share (1 is even)", ylim=(0, None))
-    below.grid(alpha=0.3)
-    if len(layers) <= 12:
-        below.legend(ncols=4, fontsize="small")
+    if step is None:
+        shown, when = relative[-max(1, len(steps) // 10) :].mean(axis=0), "at the end of training"
+    else:
+        shown, when = relative[list(steps).index(step)], f"at step {step}"
+    rows = 0.6 + min(0.35 * len(layers), 8)
+    figure = Figure(figsize=(9, 2 * rows + 3.5), layout="constrained")
+    by_expert, by_step, worst = figure.subplots(3, 1, height_ratios=[rows, rows, 2.5])
+    _heat_map(figure, by_expert, shown, layers)
+    by_expert.set(title=f"Load of each expert {when}", xlabel="expert")
+    # A cell ends at its step: steps need not be evenly spaced.
+    edges = np.concatenate([[steps[0] - 1], np.asarray(steps)])
+    busiest, idlest = relative.max(axis=-1), relative.min(axis=-1)
+    _heat_map(figure, by_step, busiest.T, layers, edges)
+    by_step.set(title="Load of the busiest expert of each layer", xlabel="step")
+    for values, label in (
+        (busiest.max(axis=1), "busiest of the worst layer"),
+        (busiest.mean(axis=1), "busiest, mean of the layers"),
+        (idlest.mean(axis=1), "idlest, mean of the layers"),
+        (idlest.min(axis=1), "idlest of the worst layer"),
+    ):
+        worst.plot(steps, moving_average(values, SMOOTHING_STEPS), label=label)
+    worst.set(title="Busiest and idlest experts", xlabel="step", ylabel="share (1 is even)", ylim=(0, None))
+    worst.grid(alpha=0.3)
+    worst.legend(ncols=2, fontsize="small")
     save_png(figure, path)
+
+
+def _heat_map(
+    figure: Figure, axes: Any, values: Float[np.ndarray, "layers columns"], layers: Sequence[int], edges=None
+) -> None:
+    """Relative loads, a row for each layer; columns between `edges` (default: one each)."""
+    edges = np.arange(values.shape[1] + 1) - 0.5 if edges is None else edges
+    mesh = axes.pcolormesh(
+        edges, np.arange(len(layers) + 1) - 0.5, values, cmap="viridis", vmin=0, vmax=max(2.0, float(values.max()))
+    )
+    every = -(-len(layers) // 24)
+    axes.set(ylabel="layer", yticks=range(0, len(layers), every), yticklabels=[str(layer) for layer in layers[::every]])
+    axes.invert_yaxis()
+    figure.colorbar(mesh, ax=axes, label="share of tokens (1 is even)")
 
 
 def relative_load(loads: Int[np.ndarray, "*any experts"]) -> Float[np.ndarray, "*any experts"]:

@@ -41,6 +41,8 @@ def test_finetune_then_generate(checkpoint, tmp_path, capsys):
     options = "--seq-len 16 --batch-size 2 --steps 3 --warmup-steps 1 --dtype float32".split()
     main(["finetune", "--model", str(checkpoint), "--data", str(data), "--output", str(output), *options])
     assert len((output / "metrics.jsonl").read_text().splitlines()) == 3
+    main(["plot", str(output), "--step", "2"])
+    assert {picture.name for picture in output.glob("*.png")} == {"loss.png", "expert_load.png"}
     main(["generate", str(output / "model"), "--prompt", "text", "--max-new-tokens", "5", "--dtype", "float32"])
     assert "text" in capsys.readouterr().out
 
@@ -56,7 +58,8 @@ def test_help_teaches(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     printed = capsys.readouterr().out
-    assert all(command in printed for command in ("convert", "finetune", "plan", "launch", "generate", "check", "demo", "tune"))
+    commands = ("convert", "finetune", "plot", "plan", "launch", "generate", "check", "demo", "tune")
+    assert all(command in printed for command in commands)
     with pytest.raises(SystemExit):
         main(["check", "--help"])
     assert "moe-jax check --random-config qwen3-30b-a3b" in capsys.readouterr().out
@@ -79,6 +82,7 @@ def test_bad_input_is_one_line_and_status_two(checkpoint, tmp_path, capsys):
     assert "num_hidden_layers=0 must be a positive integer" in fails(capsys, *check, "--layers", "0")
     assert "no config 'gpt'; there are: qwen3-0.6b" in fails(capsys, "check", "--random-config", "gpt")
     (tmp_path / "empty").mkdir()
+    assert "give the output folder of a training run" in fails(capsys, "plot", str(tmp_path / "empty"))
     error = fails(capsys, "generate", str(tmp_path / "empty"), "--prompt", "x")
     assert "config.json" in error and "Traceback" not in error
     assert "top_k must be at least 1" in fails(capsys, "generate", str(checkpoint), "--prompt", "x", "--top-k", "0")

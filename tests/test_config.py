@@ -140,7 +140,6 @@ def test_old_and_current_names_mean_the_same():
     [
         ({"model_type": "llama"}, "'llama' is not supported; supported are deepseek_v2, deepseek_v3, qwen3, qwen3_moe"),
         ({"n_group": 4, "new_field": 1}, "unknown field n_group=4; unknown field new_field=1"),
-        ({"quantization_config": {"bits": 4}}, "unknown field quantization_config"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope_type 'longrope' is not supported"),

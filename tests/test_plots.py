@@ -4,7 +4,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from moe_jax.plots import moving_average, plot_expert_load, plot_loss, relative_load
+from moe_jax.plots import moving_average, plot_expert_load, plot_loss, plot_run, relative_load
 
 
 def test_moving_average_is_the_mean_of_the_last_values(rng):
@@ -36,6 +36,9 @@ def test_pictures_are_written_whole_and_differ_with_their_data(tmp_path, rng):
     loads = rng.integers(0, 50, (40, 3, 16))
     plot_expert_load(steps, loads, [0, 2, 4], tmp_path / "load.png")
     assert matplotlib.image.imread(tmp_path / "load.png").std() > 0
+    end = matplotlib.image.imread(tmp_path / "load.png")
+    plot_expert_load(steps, loads, [0, 2, 4], tmp_path / "load.png", step=7)
+    assert (matplotlib.image.imread(tmp_path / "load.png") != end).any()
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["deep", "load.png", "loss.png"]
 
 
@@ -54,6 +57,10 @@ def test_bad_shapes_are_named_and_nothing_is_written(tmp_path):
         plot_expert_load(range(5), np.ones((5, 3, 8), int), [0, 1], tmp_path / "load.png")
     with pytest.raises(ValueError, match=r"got \(0, 2, 8\)"):
         plot_expert_load([], np.ones((0, 2, 8), int), [0, 1], tmp_path / "load.png")
+    with pytest.raises(ValueError, match="step 9 is none of the 2 steps from 3 to 5"):
+        plot_expert_load([3, 5], np.ones((2, 1, 4), int), [0], tmp_path / "load.png", step=9)
+    with pytest.raises(FileNotFoundError, match="no metrics.jsonl with a step"):
+        plot_run(tmp_path)
     assert not list(tmp_path.iterdir())
 
 

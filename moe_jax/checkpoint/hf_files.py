@@ -23,7 +23,7 @@ FLOAT_DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-"""The dtypes that weights may have in a file, by their names in safetensors headers."""
+"""The dtypes that weights may have in a file, by their names in safetensors headers; `checkpoint.fp8` adds F8_E4M3."""
 
 Slices = tuple[slice, ...]
 
@@ -122,14 +122,35 @@ def _open_indexed(index: Path, read_file, problems: list[str]) -> dict[str, Stor
 def _open_safetensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     # The handle stays open, and the file mapped, for as long as a StoredTensor of it lives.
     handle = safe_open(file, framework="numpy")
+    offsets = _offsets(file)
     for name in handle.keys():
         view = handle.get_slice(name)
-        yield name, StoredTensor(file, tuple(view.get_shape()), view.get_dtype(), _safetensors_reader(handle, name))
+        shape, dtype = tuple(view.get_shape()), view.get_dtype()
+        fp8 = dtype == "F8_E4M3"
+        read = _fp8_reader(file, shape, offsets[name]) if fp8 else _safetensors_reader(handle, name)
+        yield name, StoredTensor(file, shape, dtype, read)
 
 
 def _safetensors_reader(handle: Any, name: str) -> Callable[[Slices], np.ndarray]:
     def read(slices: Slices) -> np.ndarray:
         return handle.get_slice(name)[slices] if slices else handle.get_tensor(name)
+
+    return read
+
+
+def _offsets(file: Path) -> dict[str, int]:
+    """Where in a safetensors file each tensor begins: behind the header, 8 bytes with its length and JSON."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    return {name: 8 + length + tensor["data_offsets"][0] for name, tensor in header.items()}
+
+
+def _fp8_reader(file: Path, shape: tuple[int, ...], offset: int) -> Callable[[Slices], np.ndarray]:
+    # numpy has no such dtype, so that the library gives it to torch alone.
+    def read(slices: Slices) -> np.ndarray:
+        return np.array(np.memmap(file, ml_dtypes.float8_e4m3fn, "r", offset, shape)[slices])
 
     return read
 

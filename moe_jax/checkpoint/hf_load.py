@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from moe_jax.checkpoint.folders import previous_of
+from moe_jax.checkpoint.fp8 import dequantised, read_block_size
 from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, CheckpointError, open_tensors
 from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
 from moe_jax.checkpoint.streaming import Piece, held_parts, load_parameter, num_elements, piece_of
@@ -31,7 +32,7 @@ _logger = logging.getLogger(__name__)
 def from_pretrained(
     folder_or_hub_id: str | Path, *, dtype=jnp.bfloat16, param_dtype=None, mesh: Mesh | None = None, progress: bool = True
 ) -> Decoder:
-    """Loads a checkpoint of any architecture of `moe_jax.models`.
+    """Loads a checkpoint of any architecture of `moe_jax.models`; one in FP8 is dequantised on the way (`checkpoint.fp8`).
 
     Args:
       folder_or_hub_id: a folder with config.json and weights, or a hub id such as "Qwen/Qwen3-30B-A3B", which is downloaded.
@@ -102,7 +103,10 @@ def _find(folder_or_hub_id: str | Path) -> Path:
 def _checked_pieces(folder: Path, config: ModelConfig) -> dict[tuple, list[Piece]]:
     """Where each parameter's parts are stored. Raises CheckpointError with everything that does not fit the config."""
     problems: list[str] = []
+    block_size = read_block_size(folder)
     stored = open_tensors(folder, problems)
+    if block_size is not None:
+        stored = dequantised(stored, block_size, problems)
     fused = {t.name: t for t in fused_tensors(config) if t.name in stored}
     replaced = {(t.path, t.index[0]) for t in fused.values()}
     wanted = {t.name: t for t in hf_tensors(config) if (t.path, *t.index[:1]) not in replaced} | fused

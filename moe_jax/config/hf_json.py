@@ -16,7 +16,8 @@ from moe_jax.config.qwen3 import Qwen3Config, Qwen3MoeConfig
 
 IGNORED_FIELDS = frozenset(
     "architectures transformers_version torch_dtype dtype use_cache _name_or_path output_router_logits "
-    "output_attentions output_hidden_states return_dict _attn_implementation _experts_implementation".split()
+    "output_attentions output_hidden_states return_dict _attn_implementation _experts_implementation "
+    "quantization_config".split()  # how weights are stored: `checkpoint.fp8` reads it
 )
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn")

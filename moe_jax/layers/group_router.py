@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.layers.balance import Sequences
 from moe_jax.layers.router import ExpertBias, Router, Routing, at_least_f32, with_statistics
 
 TINY = 1e-20
@@ -67,9 +68,9 @@ class GroupRouter(Router):
         self.rule = rule
         self.expert_bias = ExpertBias(jnp.zeros((*stack, num_experts), jnp.float32)) if has_bias else None
 
-    def _route(self, logits, valid, expert_ids) -> Routing:
+    def _route(self, logits, valid, expert_ids, sequences) -> Routing:
         bias = None if self.expert_bias is None else self.expert_bias[...]
-        return route_by_groups(logits, self.num_experts_per_tok, self.rule, bias, valid, expert_ids)
+        return route_by_groups(logits, self.num_experts_per_tok, self.rule, bias, valid, expert_ids, sequences)
 
 
 def route_by_groups(
@@ -79,6 +80,7 @@ def route_by_groups(
     bias: Float[Array, "experts"] | None = None,
     valid: Bool[Array, "tokens"] | None = None,
     expert_ids: Int[Array, "tokens k"] | None = None,
+    sequences: Sequences | None = None,
 ) -> Routing:
     """s = sigmoid or softmax of the logits in f32. The experts are the k largest s + bias of the best groups; of theirs,
 
@@ -88,7 +90,7 @@ def route_by_groups(
     the bias and the experts not chosen, has none. The routing's probabilities are s / sum_e s_e (DeepSeek-V3, eq. 18).
 
     Args:
-      valid, expert_ids: as in `route`.
+      valid, expert_ids, sequences: as in `route`.
     """
     logits = logits.astype(at_least_f32(logits.dtype))
     scores = jax.nn.sigmoid(logits) if rule.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
@@ -98,7 +100,7 @@ def route_by_groups(
     if rule.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + TINY)
     probabilities = scores / (scores.sum(axis=-1, keepdims=True) + TINY) if rule.scoring_func == "sigmoid" else scores
-    return with_statistics(weights * rule.routed_scaling_factor, expert_ids, probabilities, logits, valid)
+    return with_statistics(weights * rule.routed_scaling_factor, expert_ids, probabilities, logits, valid, sequences)
 
 
 def _choose(preference: Float[Array, "tokens experts"], num_experts_per_tok: int, rule: GroupRule) -> Int[Array, "tokens k"]:

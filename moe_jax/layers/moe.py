@@ -7,6 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.experts import experts_mlp
+from moe_jax.layers.balance import Sequences
 from moe_jax.layers.linear import normal_parameter
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.router import Router, Routing
@@ -56,13 +57,14 @@ class MoE(nnx.Module):
         expert_ids: Int[Array, "tokens k"] | None = None,
         force_balanced: bool = False,
         expert_parallel: ExpertParallel | None = None,
+        sequences: Sequences | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], Routing]:
-        """Returns y in x's dtype and the routing; `valid`, `expert_ids` and `force_balanced` as in `Router`.
+        """Returns y in x's dtype and the routing; `valid`, `expert_ids`, `force_balanced` and `sequences` as in `Router`.
 
         With `expert_parallel` the call stands inside a `jax.shard_map` over its axis: x are this device's tokens, the router
         is whole, `experts` holds this device's part of the experts, and the routing's sums are of this device's tokens.
         """
-        routing = self.router(x, valid, expert_ids=expert_ids, force_balanced=force_balanced)
+        routing = self.router(x, valid, expert_ids=expert_ids, force_balanced=force_balanced, sequences=sequences)
         if expert_parallel is None:
             y = self.experts(x, routing.weights, routing.experts)
         else:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.layers.balance import Sequences, sequence_balance
 from moe_jax.layers.linear import normal_parameter
 
 
@@ -28,6 +29,9 @@ class RouterStatistics:
       num_tokens: how many tokens were valid.
       num_dropped: how many choices no expert computed for lack of capacity (padding's counted in): 0 unless
         `ExpertParallel.drop` is set.
+      entropy_sum: the sum of the entropies of the tokens' probabilities, in nats.
+      sequence_balance_sum: the sum over the sequences of `balance.sequence_balance`; 0 unless it was asked for.
+      num_sequences: how many sequences these are.
     """
 
     expert_load: Int[Array, "layers experts"]
@@ -35,6 +39,9 @@ class RouterStatistics:
     z_loss_sum: Float[Array, "layers"]
     num_tokens: Float[Array, ""]
     num_dropped: Int[Array, "layers"]
+    entropy_sum: Float[Array, "layers"]
+    sequence_balance_sum: Float[Array, "layers"]
+    num_sequences: Float[Array, ""]
 
 
 class Routing(NamedTuple):
@@ -46,6 +53,8 @@ class Routing(NamedTuple):
     probability_sum: Float[Array, "experts"]
     z_loss_sum: Float[Array, ""]
     num_dropped: Int[Array, ""]
+    entropy_sum: Float[Array, ""]
+    sequence_balance_sum: Float[Array, ""]
 
 
 class ExpertBias(nnx.Variable):
@@ -79,15 +88,16 @@ class Router(nnx.Module):
         *,
         expert_ids: Int[Array, "tokens k"] | None = None,
         force_balanced: bool = False,
+        sequences: Sequences | None = None,
     ) -> Routing:
         """Routes each token; see `route`. `force_balanced` deals the experts out in turn, for benchmarks."""
         logits = jnp.einsum("td,ed->te", x, self.weight[...].astype(x.dtype), preferred_element_type=at_least_f32(x.dtype))
         if force_balanced:
             expert_ids = balanced_expert_ids(x.shape[0], self.num_experts_per_tok, logits.shape[1])
-        return self._route(logits, valid, expert_ids)
+        return self._route(logits, valid, expert_ids, sequences)
 
-    def _route(self, logits, valid, expert_ids) -> Routing:
-        return route(logits, self.num_experts_per_tok, self.norm_topk_prob, valid, expert_ids)
+    def _route(self, logits, valid, expert_ids, sequences) -> Routing:
+        return route(logits, self.num_experts_per_tok, self.norm_topk_prob, valid, expert_ids, sequences)
 
 
 def route(
@@ -96,6 +106,7 @@ def route(
     norm_topk_prob: bool,
     valid: Bool[Array, "tokens"] | None = None,
     expert_ids: Int[Array, "tokens k"] | None = None,
+    sequences: Sequences | None = None,
 ) -> Routing:
     """p = softmax(logits) in f32; the k largest p are the weights, divided by their sum if `norm_topk_prob`.
 
@@ -105,6 +116,7 @@ def route(
       valid: tokens that count in the statistics (all if None); the others are routed and counted nowhere.
       expert_ids: routing replay: these experts instead of the top k, with weights from the live logits (as reinforcement
         learning needs when the rollout engine's choices must be trained on).
+      sequences: for the sequence-wise balance loss; None leaves it out.
     """
     logits = logits.astype(at_least_f32(logits.dtype))
     probabilities = jax.nn.softmax(logits, axis=-1)
@@ -112,7 +124,7 @@ def route(
     weights = jnp.take_along_axis(probabilities, experts, axis=-1)
     if norm_topk_prob:
         weights = weights / weights.sum(axis=-1, keepdims=True)
-    return with_statistics(weights, experts, probabilities, logits, valid)
+    return with_statistics(weights, experts, probabilities, logits, valid, sequences)
 
 
 def with_statistics(
@@ -121,14 +133,28 @@ def with_statistics(
     probabilities: Float[Array, "tokens experts"],
     logits: Float[Array, "tokens experts"],
     valid: Bool[Array, "tokens"] | None,
+    sequences: Sequences | None,
 ) -> Routing:
-    """The routing with its sums over the valid tokens (all if None)."""
+    """The routing with its sums over the valid tokens (all if None). `probabilities` are any scores, divided by their sum."""
     if valid is None:
         valid = jnp.ones(logits.shape[0], bool)
     counted = valid[:, None]
     load = jnp.zeros(logits.shape[1], jnp.int32).at[experts].add(jnp.broadcast_to(counted, experts.shape).astype(jnp.int32))
     z = jnp.where(valid, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0).sum()
-    return Routing(weights, experts, load, jnp.where(counted, probabilities, 0).sum(axis=0), z, jnp.zeros((), jnp.int32))
+    entropy = jnp.where(counted, jax.scipy.special.entr(jax.lax.stop_gradient(probabilities)), 0).sum()
+    balance = jnp.zeros((), logits.dtype)
+    if sequences is not None:
+        balance = sequence_balance(probabilities, experts.shape[1], sequences)
+    return Routing(
+        weights=weights,
+        experts=experts,
+        expert_load=load,
+        probability_sum=jnp.where(counted, probabilities, 0).sum(axis=0),
+        z_loss_sum=z,
+        num_dropped=jnp.zeros((), jnp.int32),
+        entropy_sum=entropy,
+        sequence_balance_sum=balance,
+    )
 
 
 def balanced_expert_ids(num_tokens: int, num_experts_per_tok: int, num_experts: int) -> Int[Array, "tokens k"]:
@@ -169,6 +195,15 @@ def router_z_loss(stats: RouterStatistics) -> Float[Array, ""]:
     """The mean of logsumexp(logits)^2 over valid tokens and layers: keeps the logits small."""
     layers = stats.z_loss_sum.shape[0]
     return stats.z_loss_sum.sum() / (jnp.maximum(stats.num_tokens, 1) * max(layers, 1))
+
+
+def sequence_balance_loss(stats: RouterStatistics) -> Float[Array, ""]:
+    """DeepSeek-V3's loss without alpha: the mean over sequences of `balance.sequence_balance`, summed over the layers.
+
+    Each layer has a loss of its own in the paper, so that its alpha = 0.0001 is the factor of this sum. Even loads give the
+    number of layers. 0 if the model was not asked for `sequence_balance`.
+    """
+    return stats.sequence_balance_sum.sum() / jnp.maximum(stats.num_sequences, 1)
 
 
 def at_least_f32(dtype):

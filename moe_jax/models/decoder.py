@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.config import ModelConfig, Stage
 from moe_jax.kernels.attention import attention
 from moe_jax.layers.attention import Attend
+from moe_jax.layers.balance import Sequences
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Embedding, Linear
 from moe_jax.layers.mlp import MLP
@@ -76,6 +77,7 @@ class Decoder(nnx.Module):
         context_parallel: ContextParallel | None = None,
         expert_parallel: ExpertParallel | None = None,
         layer_gathers: Sequence[LayerGather | None] | None = None,
+        sequence_balance: bool = False,
     ) -> HiddenStates:
         """Everything but the vocabulary projection, for losses that never hold all logits.
 
@@ -93,6 +95,7 @@ class Decoder(nnx.Module):
           expert_parallel: inside a `jax.shard_map` in which each device holds its own tokens and its part of the experts: how
             the tokens travel. The router's sums are then of this device's tokens (`layers.router.sum_over_mesh`).
           layer_gathers: inside `jax.shard_map`, `ShardedParameters.layers` where the stages' parameters are a device's parts.
+          sequence_balance: also sum what `layers.router.sequence_balance_loss` needs.
 
         Raises:
           ValueError: shapes that do not fit each other.
@@ -117,6 +120,7 @@ class Decoder(nnx.Module):
 
         x = self.embed_tokens(tokens, self.dtype)
         valid = (segment_ids != 0).reshape(-1)
+        sequences = Sequences.of(segment_ids, context_parallel) if sequence_balance else None
         routings, first_moe_layer = [], 0
         gathers = [None] * len(config.stages) if layer_gathers is None else layer_gathers
         for stage, layers, gather in zip(config.stages, self.stages, gathers, strict=True):
@@ -128,23 +132,25 @@ class Decoder(nnx.Module):
             first_moe_layer += stage.num_layers if stage.sparse else 0
 
             def body(shared, of_layer, carry, parameters, graph=graph):
-                cos, sin, segments, valid = shared
+                cos, sin, segments, valid, sequences = shared
                 layer, window, replay, biases = of_layer
                 x, memory = carry
                 attend = partial(_attend, context_parallel, segments, memory, layer, window)
                 block = nnx.merge(graph, parameters, *biases)
-                x, memory, routing = block(x, cos, sin, attend, valid, replay, force_balanced_routing, expert_parallel)
+                x, memory, routing = block(
+                    x, cos, sin, attend, valid, replay, force_balanced_routing, expert_parallel, sequences
+                )
                 return (x, memory), routing
 
             of_layer = jnp.arange(rows.start, rows.stop), None if windows is None else windows[rows], replay, biases
             run = partial(run_layers, jax.checkpoint(body, prevent_cse=False) if remat else body)
-            (x, memory), routing = run((cos, sin, segments, valid), of_layer, (x, memory), parameters, gather)
+            (x, memory), routing = run((cos, sin, segments, valid, sequences), of_layer, (x, memory), parameters, gather)
             if stage.sparse:
                 routings.append(routing)
 
         if memory is not None:
             memory = replace(memory, length=memory.length + tokens.shape[1])
-        router, chosen = _collect(routings, valid, tokens.shape, config)
+        router, chosen = _collect(routings, valid, sequences, tokens.shape)
         return HiddenStates(self.norm(x), router, chosen, memory)
 
     @property
@@ -211,17 +217,26 @@ class DecoderLayer(nnx.Module):
         self.mlp = mlp
 
     def __call__(
-        self, x: Float[Array, "batch seq hidden"], cos, sin, attend: Attend, valid, expert_ids, force_balanced, expert_parallel
+        self,
+        x: Float[Array, "batch seq hidden"],
+        cos,
+        sin,
+        attend: Attend,
+        valid,
+        expert_ids,
+        force_balanced,
+        expert_parallel,
+        sequences,
     ):
         """Returns (x, the cache that `attend` gave, the routing or None)."""
         attended, memory = self.self_attn(self.input_layernorm(x), cos, sin, attend)
         x = x + attended
         x_norm = self.post_attention_layernorm(x)
-        out, routing = self.feed_forward(x_norm, valid, expert_ids, force_balanced, expert_parallel)
+        out, routing = self.feed_forward(x_norm, valid, expert_ids, force_balanced, expert_parallel, sequences)
         return x + out, memory, routing
 
     def feed_forward(
-        self, x, valid, expert_ids, force_balanced, expert_parallel
+        self, x, valid, expert_ids, force_balanced, expert_parallel, sequences
     ) -> tuple[Float[Array, "batch seq hidden"], Routing | None]:
         """The second half of the layer before its residual sum."""
         return self.mlp(x), None
@@ -231,14 +246,20 @@ class SparseDecoderLayer(DecoderLayer):
     """A decoder layer whose feed-forward block is a MoE."""
 
     def feed_forward(
-        self, x, valid, expert_ids, force_balanced, expert_parallel
+        self, x, valid, expert_ids, force_balanced, expert_parallel, sequences
     ) -> tuple[Float[Array, "batch seq hidden"], Routing]:
         """Routes the tokens of all sequences together."""
         tokens = x.reshape(-1, x.shape[-1])
         if expert_ids is not None:
             expert_ids = expert_ids.reshape(tokens.shape[0], -1)
-        options = dict(expert_ids=expert_ids, force_balanced=force_balanced, expert_parallel=expert_parallel)
-        out, routing = self.mlp(tokens, valid, **options)
+        out, routing = self.mlp(
+            tokens,
+            valid,
+            expert_ids=expert_ids,
+            force_balanced=force_balanced,
+            expert_parallel=expert_parallel,
+            sequences=sequences,
+        )
         return out.reshape(x.shape), routing
 
 
@@ -274,14 +295,33 @@ def _attend(context_parallel: ContextParallel | None, segments, memory: KVCache 
 
 
 def _collect(
-    routings: list[Routing], valid, token_shape, config
+    routings: list[Routing], valid, sequences: Sequences | None, token_shape
 ) -> tuple[RouterStatistics, Int[Array, "moe_layers batch seq k"]]:
     """The stages' routings as one array over all MoE layers each."""
     num_tokens = valid.sum().astype(jnp.float32)
+    num_sequences = jnp.zeros((), jnp.float32) if sequences is None else sequences.share(jnp.float32).sum()
     if not routings:
-        empty = jnp.zeros((0, 0), jnp.float32)
-        stats = RouterStatistics(empty.astype(jnp.int32), empty, jnp.zeros(0, jnp.float32), num_tokens, jnp.zeros(0, jnp.int32))
+        of_layers, of_experts = jnp.zeros(0, jnp.float32), jnp.zeros((0, 0), jnp.float32)
+        stats = RouterStatistics(
+            expert_load=of_experts.astype(jnp.int32),
+            probability_sum=of_experts,
+            z_loss_sum=of_layers,
+            num_tokens=num_tokens,
+            num_dropped=of_layers.astype(jnp.int32),
+            entropy_sum=of_layers,
+            sequence_balance_sum=of_layers,
+            num_sequences=num_sequences,
+        )
         return stats, jnp.zeros((0, *token_shape, 0), jnp.int32)
     joined = jax.tree.map(lambda *layers: jnp.concatenate(layers), *routings)
-    stats = RouterStatistics(joined.expert_load, joined.probability_sum, joined.z_loss_sum, num_tokens, joined.num_dropped)
+    stats = RouterStatistics(
+        expert_load=joined.expert_load,
+        probability_sum=joined.probability_sum,
+        z_loss_sum=joined.z_loss_sum,
+        num_tokens=num_tokens,
+        num_dropped=joined.num_dropped,
+        entropy_sum=joined.entropy_sum,
+        sequence_balance_sum=joined.sequence_balance_sum,
+        num_sequences=num_sequences,
+    )
     return stats, joined.experts.reshape(joined.experts.shape[0], *token_shape, -1)

@@ -23,7 +23,7 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.processes import barrier, is_first_process
 from moe_jax.train.data import Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
-from moe_jax.train.metrics import MetricsWriter, max_mean_load, read_records
+from moe_jax.train.metrics import MetricsWriter, max_mean_load, min_mean_load, of_layers, read_records
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
 from moe_jax.train.settings import FinetuneSettings
 from moe_jax.train.step import TrainState, init_state, make_train_step, put_batch
@@ -97,13 +97,18 @@ def finetune(
     aux_loss_coef = settings.aux_loss_coef
     if aux_loss_coef is None:
         aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0)
+    sequence_loss_coef = settings.sequence_loss_coef
+    if sequence_loss_coef is None:
+        sequence_loss_coef = getattr(config, "aux_loss_alpha", 0.0) if getattr(config, "seq_aux", False) else 0.0
     graph, state = nnx.graphdef(model), init_state(model, optimizer)
     step_function = make_train_step(
         graph,
         optimizer,
         schedule=schedule,
         aux_loss_coef=aux_loss_coef,
+        sequence_loss_coef=sequence_loss_coef,
         z_loss_coef=settings.z_loss_coef,
+        expert_bias_update_rate=settings.expert_bias_update_rate,
         gradient_accumulation=settings.gradient_accumulation,
         remat=settings.remat,
         force_balanced_routing=settings.force_balanced_routing,
@@ -142,17 +147,25 @@ def finetune(
                 "step": step,
                 "loss": float(host["loss"]),
                 "aux_loss": float(host["aux_loss"]),
+                "sequence_loss": float(host["sequence_loss"]),
                 "z_loss": float(host["z_loss"]),
                 "grad_norm": float(host["grad_norm"]),
                 "learning_rate": float(host["learning_rate"]),
                 "tokens_per_second": float(host["num_tokens"]) / seconds,
                 "model_tflops": float(host["num_tokens"]) * flops_per_token / seconds / 1e12,
                 "max_mean_expert_load": max_mean_load(host["expert_load"]),
+                "min_mean_expert_load": min_mean_load(host["expert_load"]),
+                "num_dropped": int(host["num_dropped"]),
             }
+            if config.moe_layers:
+                record["router_entropy"] = float(host["router_entropy"].mean())
+            if "expert_bias_range" in host:
+                smallest, largest = host["expert_bias_range"].T
+                record["max_expert_bias_range"] = float((largest - smallest).max())
             if not (math.isfinite(float(host["total_loss"])) and math.isfinite(record["grad_norm"])):
                 raise FloatingPointError(_describe_failure(record, batch, documents))
             if writer is not None:
-                writer.write(record, host["expert_load"])
+                writer.write(record, of_layers(host, config.moe_layers))
                 progress.update()
                 if progress.disable:
                     print(f"step {step}: {_one_line(record)}", flush=True)

@@ -1,4 +1,7 @@
-"""What training writes down at every step: JSON Lines that survive a crash, and TensorBoard if asked."""
+"""What training writes down at every step: JSON Lines that survive a crash, and TensorBoard if asked.
+
+metrics.jsonl has a step's scalars, expert_load.jsonl how each layer's router dealt out its tokens (`of_layers`).
+"""
 
 import json
 import os
@@ -9,7 +12,7 @@ import numpy as np
 
 
 class MetricsWriter:
-    """Appends to `folder`/metrics.jsonl, and each step's expert loads to `folder`/expert_load.jsonl.
+    """Appends to `folder`/metrics.jsonl, and what there is of each layer to `folder`/expert_load.jsonl.
 
     A run that resumes from step n drops what was logged after n, so each step stands in the files once.
     """
@@ -26,11 +29,11 @@ class MetricsWriter:
                 raise ValueError("tensorboard=True needs the package tensorboardX: pip install tensorboardX") from error
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
 
-    def write(self, record: dict[str, Any], expert_load: np.ndarray) -> None:
-        """Logs one step: scalars with the key "step" among them, and expert_load [layers, experts] (not if it is empty)."""
+    def write(self, record: dict[str, Any], of_layers: dict[str, list]) -> None:
+        """Logs one step: scalars with the key "step" among them, and lists over the layers with experts, if there are any."""
         _append(self.metrics_file, record)
-        if expert_load.size:
-            _append(self.load_file, {"step": record["step"], "expert_load": expert_load.tolist()})
+        if of_layers:
+            _append(self.load_file, {"step": record["step"], **of_layers})
         if self.board is not None:
             for name, value in record.items():
                 if name != "step":
@@ -55,11 +58,30 @@ def read_records(file: Path) -> list[dict[str, Any]]:
     return records
 
 
+def of_layers(metrics: dict[str, np.ndarray], layers: tuple[int, ...]) -> dict[str, list]:
+    """What a step's metrics say of each layer with experts; nothing for a model without.
+
+    `layers` (their indices in the model), `expert_load` [layers, experts] in tokens, `router_entropy` [layers] in nats, and
+    `expert_bias_range` [layers, 2], the smallest and largest, where there are biases.
+    """
+    if not layers:
+        return {}
+    names = ("expert_load", "router_entropy", "expert_bias_range")
+    return {"layers": list(layers)} | {name: np.asarray(metrics[name]).tolist() for name in names if name in metrics}
+
+
 def max_mean_load(expert_load: np.ndarray) -> float:
     """The largest expert's load over the mean, of the worst layer: 1 is perfect balance. A model without experts: 1."""
     if not expert_load.size or not expert_load.sum():
         return 1.0
     return float((expert_load.max(axis=1) / np.maximum(expert_load.mean(axis=1), 1e-9)).max())
+
+
+def min_mean_load(expert_load: np.ndarray) -> float:
+    """The smallest expert's load over the mean, of the worst layer: 0 if an expert got no token. Without experts: 1."""
+    if not expert_load.size or not expert_load.sum():
+        return 1.0
+    return float((expert_load.min(axis=1) / np.maximum(expert_load.mean(axis=1), 1e-9)).min())
 
 
 def _keep_steps(file: Path, last_step: int) -> None:

@@ -27,7 +27,10 @@ class FinetuneSettings:
       weight_decay: AdamW's; norms and biases do not decay.
       max_grad_norm: gradients with a larger norm are scaled down to it.
       aux_loss_coef: the load-balancing loss's factor; None: the config's router_aux_loss_coef.
+      sequence_loss_coef: the factor of the balance loss within each sequence; None: the config's aux_loss_alpha where its
+        seq_aux says that it is meant so (DeepSeek's), else 0.
       z_loss_coef: the router z-loss's factor.
+      expert_bias_update_rate: how far a step moves the biases of models that balance their load with them; 0: not at all.
       seed: of the order of documents.
       checkpoint_every: steps between checkpoints; the last step always has one.
       keep_checkpoints: how many of the latest stay.
@@ -56,7 +59,9 @@ class FinetuneSettings:
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
     aux_loss_coef: float | None = None
+    sequence_loss_coef: float | None = None
     z_loss_coef: float = 0.0
+    expert_bias_update_rate: float = 0.001
     seed: int = 0
     checkpoint_every: int = 200
     keep_checkpoints: int = 3
@@ -84,13 +89,19 @@ def _problems(settings: FinetuneSettings) -> list[str]:
         "an integer of at least 0": ("warmup_steps",),
         "an integer from 0 to 2**32 - 1": ("seed",),
         "a number greater than 0": ("learning_rate", "max_grad_norm"),
-        "a number of at least 0": ("weight_decay", "z_loss_coef", "aux_loss_coef"),
+        "a number of at least 0": (
+            "weight_decay",
+            "aux_loss_coef",
+            "sequence_loss_coef",
+            "z_loss_coef",
+            "expert_bias_update_rate",
+        ),
         "a number from 0 to 1": ("min_learning_rate_ratio",),
     }
     for want, names in wanted.items():
         for name in names:
             value = getattr(settings, name)
-            if name == "aux_loss_coef" and value is None:
+            if name in ("aux_loss_coef", "sequence_loss_coef") and value is None:
                 continue
             if not _fits(value, want):
                 problems.append(f"{name}={value!r} must be {want}")

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int
 
+from moe_jax.layers.balance import move_bias
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.fsdp import ShardedParameters
@@ -29,7 +30,8 @@ class TrainState:
 
     The optimizer works on f32 masters whatever the parameters' dtype: f32 parameters are their own, bf16 ones have the rest of
     theirs in `low_halves` (`train.master_weights`; None beside f32). `expert_bias` is `nnx.state(model, ExpertBias)`, empty for
-    most architectures: no gradient and no optimizer sees it. `nnx.merge(graphdef, params, expert_bias)` is the model.
+    most architectures: the load moves it (`layers.balance`), no gradient and no optimizer sees it.
+    `nnx.merge(graphdef, params, expert_bias)` is the model.
     """
 
     step: Int[Array, ""]
@@ -73,7 +75,9 @@ def make_train_step(
     *,
     schedule: optax.Schedule | None = None,
     aux_loss_coef: float = 0.0,
+    sequence_loss_coef: float = 0.0,
     z_loss_coef: float = 0.0,
+    expert_bias_update_rate: float = 0.001,
     gradient_accumulation: int = 1,
     remat: bool = True,
     force_balanced_routing: bool = False,
@@ -88,13 +92,17 @@ def make_train_step(
     Args:
       graphdef: `nnx.graphdef(model)`.
       schedule: the learning rate, for the metrics only.
+      expert_bias_update_rate: how far a step moves each expert's bias (gamma of the DeepSeek-V3 report), for models that have
+        some; 0 leaves them as they are.
       parallelism: the mesh that the state lies on, and how the model is spread over it. Losses, gradients and metrics are
         those of the whole batch on one device. None: one device, or all collectives left to XLA.
 
     Returns:
-      metrics are f32 scalars: loss (cross-entropy a label), aux_loss, z_loss, total_loss, grad_norm (before clipping),
-      num_labels, num_tokens (without padding), learning_rate if there is a schedule; and int32: expert_load [moe_layers, E],
-      num_dropped (choices that no expert computed, over all layers; 0 unless `ExpertParallel.drop` is set).
+      metrics are f32 scalars: loss (cross-entropy a label), aux_loss, sequence_loss (0 if its factor is), z_loss, total_loss,
+      grad_norm (before clipping), num_labels, num_tokens (without padding), learning_rate if there is a schedule; f32
+      router_entropy [moe_layers] (mean over tokens, nats) and, after the step, expert_bias_range [moe_layers, 2] (smallest and
+      largest) if there are biases; and int32: expert_load [moe_layers, E], num_dropped (choices that no expert computed, over
+      all layers; 0 unless `ExpertParallel.drop` is set).
     """
 
     def micro_loss(params, expert_bias, batch, num_labels, **options):
@@ -102,6 +110,7 @@ def make_train_step(
             nnx.merge(graphdef, params, expert_bias),
             batch,
             aux_loss_coef=aux_loss_coef,
+            sequence_loss_coef=sequence_loss_coef,
             z_loss_coef=z_loss_coef,
             num_labels=num_labels,
             router_share=1 / gradient_accumulation,
@@ -111,12 +120,11 @@ def make_train_step(
         )
 
     def gradients(params, expert_bias, batch, num_labels) -> tuple[Array, LossParts, nnx.State]:
-        if parallelism is None:
-            compute = jax.value_and_grad(micro_loss, has_aux=True)
-        else:
+        of_batch = jax.value_and_grad(micro_loss, has_aux=True)
+        if parallelism is not None:
             dtype = nnx.merge(graphdef, params, expert_bias).dtype
-            compute = _on_mesh(micro_loss, parallelism, params, dtype)
-        (total, parts), grads = compute(params, expert_bias, batch, num_labels)
+            of_batch = _on_mesh(micro_loss, parallelism, params, dtype)
+        (total, parts), grads = of_batch(params, expert_bias, batch, num_labels)
         return total, parts, _as_f32(grads)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
@@ -132,20 +140,26 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, masters)
         masters = optax.apply_updates(masters, updates)
         params, low_halves = master_weights.split(masters) if split else (masters, None)
+        expert_bias = move_expert_bias(state.expert_bias, parts.expert_load, expert_bias_update_rate)
         metrics = {
             "loss": parts.cross_entropy / num_labels.clip(1),
             "aux_loss": parts.aux_loss / gradient_accumulation,
+            "sequence_loss": parts.sequence_loss / gradient_accumulation,
             "z_loss": parts.z_loss / gradient_accumulation,
             "total_loss": total,
             "grad_norm": optax.tree.norm(grads),
             "num_labels": num_labels,
             "num_tokens": parts.num_tokens,
             "expert_load": parts.expert_load,
+            "router_entropy": parts.entropy_sum / parts.num_tokens.clip(1),
             "num_dropped": parts.num_dropped,
         }
+        if stages := jax.tree.leaves(expert_bias):
+            biases = jnp.concatenate(stages)
+            metrics["expert_bias_range"] = jnp.stack([biases.min(axis=1), biases.max(axis=1)], axis=1)
         if schedule is not None:
             metrics["learning_rate"] = schedule(state.step)
-        return TrainState(state.step + 1, params, opt_state, low_halves, state.expert_bias), metrics
+        return TrainState(state.step + 1, params, opt_state, low_halves, expert_bias), metrics
 
     compiled: list[Callable] = []
 
@@ -194,7 +208,23 @@ def _split_rows(rows: int, sharding):
     return NamedSharding(sharding.mesh, PartitionSpec(tuple(axes)))
 
 
-def _on_mesh(micro_loss, parallelism: Parallelism, params: nnx.State, dtype):
+def move_expert_bias(expert_bias: nnx.State, expert_load: Int[Array, "moe_layers experts"], rate: float) -> nnx.State:
+    """`layers.balance.move_bias` of each stage's biases, [layers, experts] each, whose layers in turn are those of the load.
+
+    Raises:
+      ValueError: biases for more or fewer layers.
+    """
+    biases, structure = jax.tree.flatten(expert_bias)
+    if not biases or rate == 0:
+        return expert_bias
+    ends = np.cumsum([len(bias) for bias in biases])
+    if ends[-1] != len(expert_load):
+        raise ValueError(f"the model has biases for {ends[-1]} of its {len(expert_load)} layers with experts; all need one")
+    loads = jnp.split(expert_load, ends[:-1])
+    return jax.tree.unflatten(structure, [move_bias(bias, load, rate) for bias, load in zip(biases, loads, strict=True)])
+
+
+def _on_mesh(micro_loss, parallelism: Parallelism, params: nnx.State, dtype: jnp.dtype):
     """`jax.value_and_grad` of the loss with each device computing on its own tokens and its part of the parameters."""
     mesh, axes = parallelism.mesh, parallelism.token_axes
     sharded = ShardedParameters.of(params, mesh, dtype=dtype, token_axes=axes)

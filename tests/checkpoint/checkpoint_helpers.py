@@ -111,3 +111,41 @@ def edit_config(folder: Path, **fields) -> None:
     """Changes fields of a folder's config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+QUANTIZATION = dict(
+    quant_method="fp8",
+    fmt="e4m3",
+    activation_scheme="dynamic",
+    weight_block_size=[128, 128],
+    modules_to_not_convert=["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm"],
+)
+
+
+def quantise(weight: torch.Tensor, block=(128, 128)) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 and the scales of its blocks: DeepSeek's way, the largest number of a block becomes 448."""
+    rows, columns = weight.shape[-2:]
+    height, width = block
+    padded = torch.nn.functional.pad(weight.float(), (0, -columns % width, 0, -rows % height))
+    tiles = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
+    scales = tiles.abs().amax(dim=(-3, -1)).clamp(min=1e-12) / 448
+    quantised = (tiles / scales[..., :, None, :, None]).to(torch.float8_e4m3fn)
+    whole = quantised.float().flatten(-4, -3).flatten(-2, -1)[..., :rows, :columns]
+    return whole.to(torch.float8_e4m3fn).contiguous(), scales
+
+
+def write_fp8(folder, *, fused_layers=(), scale_dtype=torch.float32, **overrides) -> None:
+    """A Qwen3-MoE checkpoint with the projections in FP8, under the names of Qwen/Qwen3-30B-A3B-FP8."""
+    sizes = dict(hidden_size=256, intermediate_size=384, moe_intermediate_size=128, head_dim=64, num_hidden_layers=2)
+    write_checkpoint(folder, dtype=torch.bfloat16, **{**sizes, **overrides})
+    weights = read_weights(folder)
+    for layer in fused_layers:
+        weights = fuse_experts(weights, layer, num_experts=4)
+    stored = {}
+    for name, tensor in weights.items():
+        if "_proj" in name:
+            tensor, scales = quantise(tensor)
+            stored[f"{name}_scale_inv"] = scales.to(scale_dtype)
+        stored[name] = tensor
+    rewrite_weights(folder, stored)
+    edit_config(folder, quantization_config=QUANTIZATION)

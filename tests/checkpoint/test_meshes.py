@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoint_helpers import read_weights, same_bits, write_checkpoint
+from checkpoint_helpers import read_weights, same_bits, write_checkpoint, write_fp8
 
 HERE = Path(__file__).parent
 
@@ -65,3 +65,10 @@ def test_two_processes_read_their_own_slices(tmp_path):
     assert same_bits(read_weights(tmp_path / "out" / "hf"), read_weights(tmp_path / "in"))
     for process in counts:
         assert process["read"] == process["held"] < 0.75 * total
+
+
+def test_fp8_parts_are_cut_anywhere_in_their_blocks(tmp_path):
+    """The script compares them with a whole load."""
+    write_fp8(tmp_path / "in", moe_intermediate_size=96, num_hidden_layers=1)
+    (counts,) = run(tmp_path / "in", tmp_path / "out", dict(fsdp=4, expert=2), processes=1, devices=8)
+    assert counts["read"] == 2 * counts["held"]

@@ -1,5 +1,7 @@
 """Routing and its losses equal their formulas, and the gradients are those of the formulas."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_jax.layers.router import (
     RouterStatistics,
+    Routing,
     balanced_expert_ids,
     load_balancing_loss,
     load_balancing_loss_per_layer,
@@ -19,15 +22,17 @@ from moe_jax.layers.router import (
 
 def statistics(logits, k, valid):
     """Statistics of a stack of layers' logits [layers, tokens, experts]."""
-    layers = [route(jnp.asarray(layer, jnp.float32), k, True, valid) for layer in logits]
-    loads, probabilities, z = (jnp.stack([r[i] for r in layers]) for i in (2, 3, 4))
-    return RouterStatistics(
-        loads,
-        probabilities,
-        z,
-        jnp.float32(logits.shape[1] if valid is None else valid.sum()),
-        jnp.zeros(len(logits), jnp.int32),
-    )
+    compiled = jax.jit(route, static_argnums=(1, 2))
+    layers = [compiled(jnp.asarray(layer, jnp.float32), k, True, valid) for layer in logits]
+    num_tokens = logits.shape[1] if valid is None else valid.sum()
+    return stacked(layers, num_tokens)
+
+
+def stacked(layers: list[Routing], num_tokens) -> RouterStatistics:
+    """The statistics of layers' routings."""
+    fields = ("expert_load", "probability_sum", "z_loss_sum", "num_dropped", "entropy_sum", "sequence_balance_sum")
+    sums = {name: jnp.stack([getattr(layer, name) for layer in layers]) for name in fields}
+    return RouterStatistics(**sums, num_tokens=jnp.float32(num_tokens), num_sequences=jnp.float32(0))
 
 
 @settings(max_examples=20, deadline=None)
@@ -38,17 +43,19 @@ def test_the_losses_equal_their_formulas_written_as_loops(num_layers, tokens, ex
     logits = rng.normal(size=(num_layers, tokens, experts))
     valid = rng.random(tokens) < 0.7
     valid[0] = True
-    fractions, means, z = np.zeros((num_layers, experts)), np.zeros((num_layers, experts)), 0.0
+    fractions, means, z, entropy = np.zeros((num_layers, experts)), np.zeros((num_layers, experts)), 0.0, np.zeros(num_layers)
     for layer in range(num_layers):
         for t in np.flatnonzero(valid):
             p = np.exp(logits[layer, t]) / np.exp(logits[layer, t]).sum()
             fractions[layer, np.argsort(-p)[:k]] += 1 / valid.sum()
             means[layer] += p / valid.sum()
+            entropy[layer] -= p @ np.log(p)
             z += np.log(np.exp(logits[layer, t]).sum()) ** 2 / (valid.sum() * num_layers)
     stats = statistics(logits, k, jnp.asarray(valid))
     np.testing.assert_allclose(load_balancing_loss(stats), experts * (fractions.mean(0) * means.mean(0)).sum(), rtol=1e-5)
     np.testing.assert_allclose(load_balancing_loss_per_layer(stats), experts * (fractions * means).sum(1), rtol=1e-5)
     np.testing.assert_allclose(router_z_loss(stats), z, rtol=1e-5)
+    np.testing.assert_allclose(stats.entropy_sum, entropy, rtol=1e-5)
     np.testing.assert_array_equal(stats.expert_load.sum(1), [valid.sum() * k] * num_layers)
 
 
@@ -64,7 +71,7 @@ def test_the_balancing_gradient_is_that_of_the_probabilities_under_fixed_choices
 
 
 def test_a_perfectly_even_load_gives_k():
-    stats = RouterStatistics(jnp.full((2, 4), 6), jnp.full((2, 4), 3.0), jnp.zeros(2), jnp.float32(12), jnp.zeros(2, jnp.int32))
+    stats = replace(statistics(np.zeros((2, 12, 4)), 2, None), expert_load=jnp.full((2, 4), 6))
     assert float(load_balancing_loss(stats)) == 2.0
 
 

@@ -1,9 +1,11 @@
 """The loop learns, logs, refuses nonsense, and stops at a loss that is not finite."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 
+from moe_jax.plots import plot_run
 from moe_jax.train import FinetuneSettings, finetune
 from moe_jax.train.metrics import read_records
 
@@ -18,16 +20,26 @@ def settings(tmp_path, **changes):
 
 
 def test_the_loss_falls_and_every_step_is_logged(tmp_path):
-    result = finetune(settings(tmp_path), model=tiny.model(), tokenizer=tiny.tokenizer())
+    result = finetune(settings(tmp_path, sequence_loss_coef=1e-4), model=tiny.biased_model(), tokenizer=tiny.tokenizer())
     assert [record["step"] for record in result.metrics] == list(range(1, 31))
     assert result.metrics[-1]["loss"] < 0.6 * result.metrics[0]["loss"]
     assert set(result.metrics[0]) == {
-        "step", "loss", "aux_loss", "z_loss", "grad_norm", "learning_rate", "tokens_per_second", "model_tflops",
-        "max_mean_expert_load",
+        "step", "loss", "aux_loss", "sequence_loss", "z_loss", "grad_norm", "learning_rate", "tokens_per_second",
+        "model_tflops", "max_mean_expert_load", "min_mean_expert_load", "num_dropped", "router_entropy",
+        "max_expert_bias_range",
     }  # fmt: skip
     loads = read_records(tmp_path / "run" / "expert_load.jsonl")
+    assert [record["step"] for record in loads] == list(range(1, 31))
+    assert all(record["layers"] == [0, 1] and len(record["router_entropy"]) == 2 for record in loads)
+    bias = np.asarray(result.model.stages[0].mlp.router.expert_bias[...])
+    np.testing.assert_allclose(loads[-1]["expert_bias_range"], np.stack([bias.min(axis=1), bias.max(axis=1)], axis=1))
+    np.testing.assert_allclose(result.metrics[-1]["max_expert_bias_range"], np.ptp(bias, axis=1).max(), rtol=1e-6)
+    assert result.metrics[-1]["sequence_loss"] > 0 and np.ptp(bias) > 0
     assert all(0 < sum(layer) <= 4 * 32 * 2 for record in loads for layer in record["expert_load"])
     assert result.model(jnp.zeros((1, 4), jnp.int32)).logits.shape == (1, 4, 264)
+    pictures = plot_run(tmp_path / "run", tmp_path / "pictures", step=2)
+    assert [picture.name for picture in pictures] == ["loss.png", "expert_load.png"]
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
 def test_tensorboard_gets_every_scalar(tmp_path, capsys):

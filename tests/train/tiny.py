@@ -56,12 +56,25 @@ def model(**options):
 
 def deepseek(**options):
     """A dense layer and two with eight experts in four groups, of which a token uses two in two groups, and a shared one."""
-    config = moe_jax.DeepseekV3Config(
+    config = deepseek_config(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=8, n_group=4, topk_group=2)
+    made = moe_jax.from_config(config, rngs=nnx.Rngs(0), **{"dtype": jnp.float32, **options})
+    bias = made.stages[1].mlp.router.expert_bias
+    bias[...] = jnp.linspace(-0.1, 0.1, bias.size).reshape(bias.shape)
+    return made
+
+
+def biased_model(**options):
+    """Two layers, four experts with biases of zero, of which a token uses two, and a shared one."""
+    config = deepseek_config(num_hidden_layers=2, first_k_dense_replace=0, n_routed_experts=4, n_group=1, topk_group=1)
+    return moe_jax.from_config(config, rngs=nnx.Rngs(0), **{"dtype": jnp.float32, **options})
+
+
+def deepseek_config(**sizes):
+    return moe_jax.DeepseekV3Config(
         vocab_size=264,
         hidden_size=16,
         intermediate_size=32,
         moe_intermediate_size=16,
-        num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=2,
         q_lora_rank=16,
@@ -69,17 +82,10 @@ def deepseek(**options):
         qk_nope_head_dim=8,
         qk_rope_head_dim=4,
         v_head_dim=8,
-        n_routed_experts=8,
         num_experts_per_tok=2,
-        n_group=4,
-        topk_group=2,
-        first_k_dense_replace=1,
         initializer_range=0.1,
+        **sizes,
     )
-    made = moe_jax.from_config(config, rngs=nnx.Rngs(0), **{"dtype": jnp.float32, **options})
-    bias = made.stages[1].mlp.router.expert_bias
-    bias[...] = jnp.linspace(-0.1, 0.1, bias.size).reshape(bias.shape)
-    return made
 
 
 def write_texts(folder: Path) -> Path:

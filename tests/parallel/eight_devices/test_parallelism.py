@@ -40,7 +40,7 @@ def train(batch, parallelism=None, steps=2, make_model=tiny.model, **options):
         params, *biases = jax.tree.map_with_path(place, (params, *biases))
     optimizer = make_optimizer(1e-2)
     state = init_state(nnx.merge(graph, params, *biases), optimizer)
-    options = dict(aux_loss_coef=0.1, z_loss_coef=0.1) | options
+    options = dict(aux_loss_coef=0.1, sequence_loss_coef=0.1, z_loss_coef=0.1) | options
     step = make_train_step(graph, optimizer, parallelism=parallelism, **options)
     for _ in range(steps):
         state, metrics = step(state, put_batch(batch, state.params, parallelism))
@@ -66,6 +66,9 @@ def test_two_steps_are_those_of_one_device(sizes, options):
     for (path, ours), theirs in zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(expected.params), strict=True):
         # AdamW divides a gradient by its own size: where it is next to nothing, f32's noise moves the weight by a step.
         assert relative_error(ours, theirs) < 1e-3, jax.tree_util.keystr(path)
+    for ours, theirs in zip(jax.tree.leaves(state.expert_bias), jax.tree.leaves(expected.expert_bias), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert np.ptp(ours) > 0
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 1]
     assert all(isinstance(x.sharding, NamedSharding) for x in moments)
     ways = np.prod([sizes.get(name, 1) for name in ("fsdp", "expert", "context")])
