@@ -58,6 +58,8 @@ def main(settings: Settings) -> None:
     if settings.random_weights:
         model = random_model(NAMED_CONFIGS["qwen3-30b-a3b"], jnp.bfloat16, mesh=make_mesh(expert=gpus))
     result = train.finetune(finetune_settings, model=model)
+    if result.step < settings.steps:
+        raise SystemExit(143)  # told to stop, and saved: the same command goes on from there
     result.model.save_pretrained(f"{settings.output}/model", tokenizer_from=settings.tokenizer or settings.model)
 
 

@@ -4,6 +4,7 @@ Each process gets what `parallel.processes.initialize_processes` reads, and its 
 process that fails ends the others, which would wait for it; its status is the launcher's.
 """
 
+import itertools
 import os
 import queue
 import signal
@@ -56,7 +57,8 @@ class LaunchSettings:
 def launch(settings: LaunchSettings) -> int:
     """Runs the job; returns 0, or the status of the first process that failed, 128 + n where signal n ended it.
 
-    SIGINT, SIGTERM and SIGHUP are passed on; what does not end by them within `grace_seconds` is killed.
+    SIGINT, SIGTERM and SIGHUP are passed on, unless they are ignored here; what does not end by them within `grace_seconds` is
+    killed.
 
     Raises:
       ValueError: settings that make no sense; nothing has been started then.
@@ -66,7 +68,9 @@ def launch(settings: LaunchSettings) -> int:
     first = settings.host * len(environments)
     ended: queue.Queue[tuple[int, int]] = queue.Queue()
     job = _Job(settings.grace_seconds)
-    handlers = {number: signal.signal(number, lambda number, _: job.end(number)) for number in SIGNALS}
+    # What is ignored stays so: under nohup a job outlives its terminal.
+    caught = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    handlers = {number: signal.signal(number, lambda number, _: job.end(number)) for number in caught}
     try:
         for rank, variables in enumerate(environments, start=first):
             job.start(rank, settings.command, variables, ended)
@@ -209,7 +213,9 @@ def _problems(settings: LaunchSettings, count: int, gpus: int) -> list[str]:
 def _num_gpus(environment: Mapping[str, str]) -> int:
     """GPUs that a process started here would see; JAX is not asked, since it would take them."""
     if "CUDA_VISIBLE_DEVICES" in environment:
-        return len([name for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()])
+        # CUDA takes the names before the first that names no GPU: "-1" is how people hide all.
+        names = map(str.strip, environment["CUDA_VISIBLE_DEVICES"].split(","))
+        return len(list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names)))
     try:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60)
     except (FileNotFoundError, subprocess.TimeoutExpired):

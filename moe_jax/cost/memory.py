@@ -1,14 +1,12 @@
 """Bytes that one device needs at the peak of a training step.
 
-Three moments may be the peak: a layer's backward pass, when nearly all gradients are there; the loss, when none are but the
-logits of a chunk of the vocabulary; and AdamW, when no activations are left.
+Three moments may be the peak: a layer's backward pass, when nearly all gradients are there; the loss, when the vocabulary's
+alone are, beside the logits of a chunk of tokens; and AdamW, when no activations are left.
 """
 
 from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.run import BYTES, Run
-
-VOCABULARY_CHUNK = 16384
-"""`kernels.cross_entropy`."""
+from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
 
 
 def memory_bytes(run: Run) -> dict[str, float]:
@@ -82,10 +80,10 @@ def _context_workspace(run: Run) -> float:
 
 
 def _loss_workspace(run: Run) -> float:
-    """The vocabulary's projection and its gradient, logits, probabilities and their gradient of a chunk, the gradient of x."""
-    config = run.config
-    chunk = min(VOCABULARY_CHUNK, config.vocab_size)
-    return 2 * ELEMENT * config.vocab_size * config.hidden_size + run.tokens * ((4 + 4 + 2) * chunk + 4 * config.hidden_size)
+    """The vocabulary's projection, a chunk's logits and x, each with its gradient: one of the two in f32, the other in bf16."""
+    vocab, hidden = run.config.vocab_size, run.config.hidden_size
+    chunk = min(CHUNK_TOKENS, run.tokens)
+    return (ELEMENT + 4) * (vocab * hidden + chunk * vocab + run.tokens * hidden)
 
 
 def _optimizer_workspace(run: Run) -> float:

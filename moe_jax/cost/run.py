@@ -110,7 +110,6 @@ class Parameter:
     """One of the model's arrays; of a stage's arrays `layers` lie stacked in it."""
 
     path: tuple
-    size: int
     layers: int
     own_size: int
     """Elements that a device keeps."""
@@ -126,11 +125,6 @@ class Parameter:
         """Whether it belongs to a layer: then one layer at a time is gathered, one ahead of its use."""
         return self.path[0] == "stages"
 
-    @property
-    def is_vocabulary(self) -> bool:
-        """The embedding, or the projection to logits."""
-        return self.path[0] in ("embed_tokens", "lm_head")
-
 
 @functools.cache
 def _parameters(config: Qwen3Config, mesh: MeshShape) -> tuple[Parameter, ...]:
@@ -142,7 +136,7 @@ def _parameters(config: Qwen3Config, mesh: MeshShape) -> tuple[Parameter, ...]:
         own = math.prod(shape) // math.prod(getattr(mesh, name) for name in ways)
         used = own * math.prod(getattr(mesh, name) for name in gathered)
         layers = shape[0] if path[0] == "stages" else 1
-        found.append(Parameter(path, math.prod(shape), layers, own, ways, gathered, used))
+        found.append(Parameter(path, layers, own, ways, gathered, used))
     return tuple(found)
 
 

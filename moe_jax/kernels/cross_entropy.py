@@ -16,6 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.varying import vary_alike, vary_as
 
+CHUNK_TOKENS = 2048
+
 
 def cross_entropy(
     hidden: Float[Array, "tokens hidden"],
@@ -23,7 +25,7 @@ def cross_entropy(
     labels: Int[Array, "tokens"],
     mask: Bool[Array, "tokens"],
     *,
-    chunk_tokens: int = 2048,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The summed loss over masked-in tokens, and their number, f32 (f64 for f64); differentiable in hidden and head_weight.
 

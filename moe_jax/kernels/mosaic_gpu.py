@@ -14,7 +14,7 @@ SWIZZLED_COLUMNS = 64
 """Columns of a 16-bit operand in one row of the widest swizzle, 128 bytes."""
 
 BLOCKS_PER_CORE = 2
-"""Blocks of a persistent kernel, one after the other on a core.
+"""Blocks of a persistent kernel: one after the other on a core, or side by side where it has room for both.
 
 With one, a kernel that finds some cores taken by a collective ends as late as the blocks that waited for it, and a collective
 that finds all cores taken begins at the kernel's end.

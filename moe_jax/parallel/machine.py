@@ -144,7 +144,7 @@ H200 = Machine(
     host_latency=10e-6,
     # Fitted to two training steps whose experts are gathered: NCCL's blocks take cores from the kernels that they run beside.
     hidden=0.2,
-    # Fitted to the training steps of docs/performance.md.
+    # Fitted to four training steps, of which it is 2 % (docs/scaling.md).
     layer_overhead=0.1e-3,
 )
 """Eight to a host, linked all to all by NVLink (measured with four), multicast off."""

@@ -4,6 +4,7 @@ Who started them says how: `moe-jax launch` and people by environment variables 
 by what they give each process, which JAX itself knows to read (https://docs.jax.dev/en/latest/multi_process.html).
 """
 
+import hashlib
 import importlib.util
 import os
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 COORDINATOR = "MOE_JAX_COORDINATOR"
@@ -134,6 +136,13 @@ def barrier(name: str) -> None:
     """Waits until all processes are at the barrier of this name; alone it does nothing."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"moe_jax {name}")
+
+
+def unlike_the_first(text: str) -> list[int]:
+    """The processes whose text is another than that of process 0."""
+    digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32)
+    digests = np.atleast_2d(multihost_utils.process_allgather(digest))
+    return np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
 
 
 def leave(status: int) -> None:

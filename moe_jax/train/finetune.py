@@ -1,5 +1,6 @@
 """The fine-tuning loop: settings in, a trained model and its log out; interrupted anywhere, it goes on where it was."""
 
+import json
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -21,7 +22,7 @@ from moe_jax.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.parallel.processes import barrier, is_first_process
+from moe_jax.parallel.processes import barrier, is_first_process, unlike_the_first
 from moe_jax.train.data import Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
 from moe_jax.train.metrics import MetricsWriter, max_mean_load, min_mean_load, of_layers, read_records
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
@@ -120,6 +121,7 @@ def finetune(
     identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
     identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
     if jax.process_count() > 1:
+        _check_same_everywhere(asdict(settings) | identity)
         require_shared(output)
     checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints)
     start = checkpoints.latest_step() or 0
@@ -200,6 +202,14 @@ def _check_all_processes_compute(parallelism: Parallelism | None) -> None:
             f"there are {jax.process_count()} processes, and the model lies on devices of {processes}; load it onto a mesh of "
             f"all {jax.device_count()} devices"
         )
+
+
+def _check_same_everywhere(run: dict[str, Any]) -> None:
+    """Hosts may have been given other settings by mistake, or have other data under the same name."""
+    unlike = {name: unlike_the_first(json.dumps(value, sort_keys=True, default=str)) for name, value in run.items()}
+    wrong = [f"{name} of processes {numbers}" for name, numbers in unlike.items() if numbers]
+    if wrong:
+        raise ValueError(f"not the same as in process 0: {', '.join(wrong)}")
 
 
 def _one_line(record: dict[str, Any]) -> str:

@@ -43,6 +43,7 @@ def test_training_steps_on_four_gpus(mesh, rows, remat, seconds, gib):
 
 
 def test_memory_with_f32_parameters():
+    """8 rows with remat."""
     assert predict(step(8, param_dtype="float32")).memory_bytes / 2**30 == pytest.approx(113.9, rel=0.08)
 
 
