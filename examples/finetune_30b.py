@@ -8,7 +8,8 @@ Parameters with their masters and AdamW's moments take 8 bytes a parameter with 
 f32 (eight). Interrupted anywhere, the same command goes on from the last checkpoint, on as many GPUs or on others.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,9 @@ def main(settings: Settings) -> None:
     """Trains; the model is written to `output`/model as a Hugging Face folder."""
     initialize_processes()
     gpus = jax.device_count()
-    mesh = MeshShape(expert=gpus)
+    # Tokens travel to experts inside a host, and of few devices (docs/scaling.md); all else is gathered.
+    expert = math.gcd(gpus, 4)
+    mesh = MeshShape(fsdp=gpus // expert, expert=expert)
     finetune_settings = train.FinetuneSettings(
         model=settings.model,
         tokenizer=settings.tokenizer,
@@ -56,7 +59,7 @@ def main(settings: Settings) -> None:
     )
     model = None
     if settings.random_weights:
-        model = random_model(NAMED_CONFIGS["qwen3-30b-a3b"], jnp.bfloat16, mesh=make_mesh(expert=gpus))
+        model = random_model(NAMED_CONFIGS["qwen3-30b-a3b"], jnp.bfloat16, mesh=make_mesh(**asdict(mesh)))
     result = train.finetune(finetune_settings, model=model)
     if result.step < settings.steps:
         raise SystemExit(143)  # told to stop, and saved: the same command goes on from there

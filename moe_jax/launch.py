@@ -146,7 +146,8 @@ class _Job:
             status = process.wait()
             _signal_group(process, signal.SIGKILL)
             for reader in readers:
-                reader.join()
+                # A program that left its group may hold the pipe open for ever.
+                reader.join(timeout=10)
             ended.put((rank, status))
 
         for thread in (*readers, threading.Thread(target=wait, daemon=True)):
