@@ -104,6 +104,12 @@ class ModelConfig:
         raise NotImplementedError
 
     @property
+    def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of what a layer's cache keeps of a token: its keys and its values."""
+        heads = self.num_key_value_heads
+        return (heads, self.key_dim), (heads, self.value_dim)
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers with a mixture of experts."""
         return ()

@@ -117,6 +117,16 @@ class DeepseekV3Config(ModelConfig):
         return self.v_head_dim
 
     @property
+    def latent_dim(self) -> int:
+        """The width of what keys and values of all heads are made of: the latent, and the key part with positions."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """A token's latent, in place of the keys and values of its heads."""
+        return ((self.latent_dim,),)
+
+    @property
     def num_experts(self) -> int:
         """The routed experts, as other architectures call them."""
         return self.n_routed_experts

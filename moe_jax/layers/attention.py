@@ -1,22 +1,15 @@
 """Qwen3's attention: grouped queries with their own head size, RMSNorm on each query and key head, rotary positions."""
 
-from typing import Any, Protocol
-
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.config import Qwen3Config
+from moe_jax.layers.attend import Attend
+from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.rope import apply_rope
-
-
-class Attend(Protocol):
-    """What the queries of a layer see: masks, segments, a cache. The model passes it in."""
-
-    def __call__(self, q: Array, k: Array, v: Array, *, scale: float) -> tuple[Array, Any]:
-        """softmax(scale * q k^T + mask) v, and whatever comes beside it (an updated cache, or None)."""
 
 
 class Attention(nnx.Module):
@@ -51,13 +44,13 @@ class Attention(nnx.Module):
         cos: Float[Array, "batch seq half"],
         sin: Float[Array, "batch seq half"],
         attend: Attend,
-    ) -> tuple[Float[Array, "batch seq hidden"], Any]:
-        """Returns the output and whatever `attend` gave beside it."""
+    ) -> tuple[Float[Array, "batch seq hidden"], KVCache | None]:
+        """Returns the output and the cache with these tokens in it, if there is one."""
 
         def heads(y: Array) -> Array:
             return y.reshape(*y.shape[:-1], -1, self.head_dim)
 
         q = apply_rope(self.q_norm(heads(self.q_proj(x))), cos, sin)
         k = apply_rope(self.k_norm(heads(self.k_proj(x))), cos, sin)
-        out, extra = attend(q, k, heads(self.v_proj(x)), scale=self.head_dim**-0.5)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1)), extra
+        out, cache = attend(q, (k, heads(self.v_proj(x))), scale=self.head_dim**-0.5)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache

@@ -1,9 +1,10 @@
-"""The keys and values of earlier tokens, for decoding one token after the other."""
+"""What later tokens need of earlier ones, for decoding one token after the other: keys and values, or their latents."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig
@@ -15,19 +16,32 @@ class KVCache:
     """Room for `max_length` tokens of every sequence in every layer.
 
     Attributes:
-      k, v: rotated keys, and values, of all layers; rows from `length` on are unused.
+      kept: what the layers keep of each token, `ModelConfig.cache_shapes`: rotated keys, and values, or what both are made of;
+        rows from `length` on are unused.
       segment_ids: the cached tokens' segments; 0 (padding, unused rows) is seen by no token of a document.
       length: how many tokens are in, the same for every sequence: shorter prompts are padded on the left.
     """
 
-    k: Float[Array, "layers batch max_length kv_heads key_dim"]
-    v: Float[Array, "layers batch max_length kv_heads value_dim"]
+    kept: tuple[Float[Array, "layers batch max_length ..."], ...]
     segment_ids: Int[Array, "batch max_length"]
     length: Int[Array, ""]
 
+    def write(self, layer: Int[Array, ""], kept: tuple[Float[Array, "batch seq ..."], ...]) -> "KVCache":
+        """These tokens behind those of the layer that are in; `length` stays."""
+
+        def put(all_layers: Array, tokens: Array) -> Array:
+            start: list[Array | int] = [layer, 0, self.length, *[0] * (tokens.ndim - 2)]
+            return lax.dynamic_update_slice(all_layers, tokens[None].astype(all_layers.dtype), start)
+
+        return replace(self, kept=tuple(map(put, self.kept, kept)))
+
+    def read(self, layer: Int[Array, ""], dtype) -> tuple[Float[Array, "batch max_length ..."], ...]:
+        """All rows of the layer."""
+        return tuple(lax.dynamic_index_in_dim(a, layer, keepdims=False).astype(dtype) for a in self.kept)
+
 
 def init_cache(config: ModelConfig, batch: int, max_length: int, dtype) -> KVCache:
-    """An empty cache: layers * batch * max_length * kv_heads * (key_dim + value_dim) numbers of `dtype`."""
-    shape = (config.num_hidden_layers, batch, max_length, config.num_key_value_heads)
-    k, v = (jnp.zeros((*shape, width), dtype) for width in (config.key_dim, config.value_dim))
-    return KVCache(k, v, jnp.zeros((batch, max_length), jnp.int32), jnp.zeros((), jnp.int32))
+    """An empty cache: layers * batch * max_length * (the sum of the sizes of `config.cache_shapes`) numbers of `dtype`."""
+    rows = config.num_hidden_layers, batch, max_length
+    kept = tuple(jnp.zeros((*rows, *shape), dtype) for shape in config.cache_shapes)
+    return KVCache(kept, jnp.zeros((batch, max_length), jnp.int32), jnp.zeros((), jnp.int32))

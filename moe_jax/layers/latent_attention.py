@@ -1,17 +1,19 @@
 """Multi-head latent attention (DeepSeek-V2, 2024, https://arxiv.org/abs/2405.04434, section 2.1).
 
-A token's keys and values of all heads come from one short vector, its latent, and one rotary key that the heads share: what a
-cache has to hold, kv_lora_rank + qk_rope_head_dim numbers a token.
+A token's keys and values of all heads come from one short vector, its latent, and one rotary key that the heads share. These
+kv_lora_rank + qk_rope_head_dim numbers are what a cache holds of a token, and what travels where a sequence is split over
+devices: 576 for V3, whose heads' keys and values are 40960.
 """
 
-from typing import Any
+from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.config import DeepseekV3Config
-from moe_jax.layers.attention import Attend
+from moe_jax.layers.attend import Attend
+from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.rope import apply_rope, mscale_of_scores
@@ -28,6 +30,12 @@ class LatentAttention(nnx.Module):
         k, v         = split(kv_b_proj latent) in each head, the rope part behind every k
 
     A query and a key head are wider (qk_nope_head_dim + qk_rope_head_dim) than a value head (v_head_dim).
+
+    Few queries that see many cached tokens expand none of them: kv_b_proj = [K; V] in each head is *absorbed* (section 2.1.2),
+
+        q_nope . (K latent) = (K^T q_nope) . latent        sum_j p_j (V latent_j) = V sum_j p_j latent_j
+
+    which is attention of all heads to one key head, the latents, whose first kv_lora_rank numbers are its values.
     """
 
     def __init__(self, config: DeepseekV3Config, *, stack: tuple[int, ...] = (), param_dtype=jnp.float32, rngs: nnx.Rngs):
@@ -66,12 +74,17 @@ class LatentAttention(nnx.Module):
         cos: Float[Array, "batch seq half"],
         sin: Float[Array, "batch seq half"],
         attend: Attend,
-    ) -> tuple[Float[Array, "batch seq hidden"], Any]:
-        """Returns the output and whatever `attend` gave beside it."""
-        q = self.queries(x, cos, sin)
-        k, v = self.expand(*self.latents(x, cos, sin))
-        out, extra = attend(q, k, v, scale=self.scale)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1)), extra
+    ) -> tuple[Float[Array, "batch seq hidden"], KVCache | None]:
+        """Returns the output and the cache with these tokens in it, if there is one."""
+        q, latents = self.queries(x, cos, sin), self.latents(x, cos, sin)
+        if attend.cache is not None and self.absorbing_is_cheaper(x.shape[1]):
+            out, cache = attend(self.absorb(q), (latents,), _as_one_head, scale=self.scale)
+            out = self.values(out)
+        else:
+            # Parameters as an argument of their own: their gradients are summed over the devices whose latents arrive here.
+            weight = self.kv_b_proj.weight[...]
+            out, cache = attend(q, (latents,), partial(expand, self.config), weight, scale=self.scale)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
     def queries(self, x: Float[Array, "batch seq hidden"], cos, sin) -> Float[Array, "batch seq heads key_dim"]:
         """The part without positions, then the one with them, turned."""
@@ -80,22 +93,50 @@ class LatentAttention(nnx.Module):
         q_nope, q_rope = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
         return jnp.concatenate([q_nope, self._turned(q_rope, cos, sin)], axis=-1)
 
-    def latents(
-        self, x: Float[Array, "batch seq hidden"], cos, sin
-    ) -> tuple[Float[Array, "batch seq kv_lora_rank"], Float[Array, "batch seq rope_dim"]]:
-        """(the latent, the key with positions that all heads share): all that later tokens need of these."""
+    def latents(self, x: Float[Array, "batch seq hidden"], cos, sin) -> Float[Array, "batch seq latent_dim"]:
+        """The latent, then the key part with positions that all heads share: all that later tokens need of these."""
         latent, k_rope = jnp.split(self.kv_a_proj_with_mqa(x), [self.config.kv_lora_rank], axis=-1)
-        return self.kv_a_layernorm(latent), self._turned(k_rope[:, :, None], cos, sin)[:, :, 0]
+        return jnp.concatenate([self.kv_a_layernorm(latent), self._turned(k_rope[:, :, None], cos, sin)[:, :, 0]], axis=-1)
 
-    def expand(
-        self, latent: Float[Array, "batch seq kv_lora_rank"], k_rope: Float[Array, "batch seq rope_dim"]
-    ) -> tuple[Float[Array, "batch seq heads key_dim"], Float[Array, "batch seq heads value_dim"]]:
-        """Keys and values of every head."""
-        heads = self.config.num_attention_heads
-        of_heads = self.kv_b_proj(latent).reshape(*latent.shape[:-1], heads, -1)
-        k_nope, v = jnp.split(of_heads, [self.config.qk_nope_head_dim], axis=-1)
-        shared = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:-1], k_rope.shape[-1]))
-        return jnp.concatenate([k_nope, shared], axis=-1), v
+    def absorbing_is_cheaper(self, num_queries: int) -> bool:
+        """Whether wider heads for so many queries cost fewer FLOPs than expanding keys: for V3 up to 157 queries."""
+        config = self.config
+        wider = 2 * config.latent_dim - config.key_dim - config.value_dim
+        return num_queries * wider < config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
+
+    def absorb(self, q: Float[Array, "batch seq heads key_dim"]) -> Float[Array, "batch seq heads latent_dim"]:
+        """Queries whose product with latents is that of `q` with the keys expanded from them."""
+        q_nope, q_rope = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
+        to_keys, _ = _by_head(self.config, self.kv_b_proj.weight[...].astype(q.dtype))
+        return jnp.concatenate([jnp.einsum("bshn,hnr->bshr", q_nope, to_keys), q_rope], axis=-1)
+
+    def values(self, mean: Float[Array, "batch seq heads latent_dim"]) -> Float[Array, "batch seq heads value_dim"]:
+        """The mean of values, of the mean of the latents from which they would be expanded."""
+        _, to_values = _by_head(self.config, self.kv_b_proj.weight[...].astype(mean.dtype))
+        return jnp.einsum("bshr,hvr->bshv", mean[..., : self.config.kv_lora_rank], to_values)
 
     def _turned(self, x: Float[Array, "batch seq heads rope_dim"], cos, sin) -> Float[Array, "batch seq heads rope_dim"]:
         return apply_rope(x, cos, sin, interleaved=self.config.rope_interleave)
+
+
+def expand(
+    config: DeepseekV3Config, kv_b_proj: Float[Array, "out kv_lora_rank"], latents: Float[Array, "batch seq latent_dim"]
+) -> tuple[Float[Array, "batch seq heads key_dim"], Float[Array, "batch seq heads value_dim"]]:
+    """Keys and values of every head."""
+    latent, k_rope = jnp.split(latents, [config.kv_lora_rank], axis=-1)
+    of_heads = jnp.einsum("bsr,or->bso", latent, kv_b_proj.astype(latents.dtype))
+    of_heads = of_heads.reshape(*latent.shape[:-1], config.num_attention_heads, -1)
+    k_nope, v = jnp.split(of_heads, [config.qk_nope_head_dim], axis=-1)
+    shared = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:-1], k_rope.shape[-1]))
+    return jnp.concatenate([k_nope, shared], axis=-1), v
+
+
+def _by_head(config: DeepseekV3Config, kv_b_proj: Float[Array, "out kv_lora_rank"]) -> list[Array]:
+    """What a latent is multiplied with for keys [heads, qk_nope_head_dim, kv_lora_rank], and for values."""
+    of_heads = kv_b_proj.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+    return jnp.split(of_heads, [config.qk_nope_head_dim], axis=1)
+
+
+def _as_one_head(_, latents: Float[Array, "batch seq latent_dim"]) -> tuple[Array, Array]:
+    """Latents as the key and the value of one head; values are not cut out of them, which would copy what is read once."""
+    return latents[:, :, None], latents[:, :, None]

@@ -12,8 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig, Stage
-from moe_jax.kernels.attention import attention
-from moe_jax.layers.attention import Attend
+from moe_jax.layers.attend import Attend
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Embedding, Linear
@@ -85,7 +84,7 @@ class Decoder(nnx.Module):
           tokens: token ids. An id outside the vocabulary gives NaN.
           positions: for the rotary embedding; default: the index in the segment.
           segment_ids: 0 is padding; tokens attend within equal ids that neighbour each other. Default: all one segment.
-          cache: earlier tokens' keys and values. These tokens are written behind them and attend to all of their segment;
+          cache: earlier tokens (`layers.cache`). These tokens are written behind them and attend to all of their segment;
             pass `positions`, which the cache cannot know.
           expert_ids: routing replay: the experts to use (`HiddenStates.expert_ids` of another call), weighted by live logits.
           remat: recompute each layer in the backward pass and keep only its input.
@@ -135,7 +134,7 @@ class Decoder(nnx.Module):
                 cos, sin, segments, valid, sequences = shared
                 layer, window, replay, biases = of_layer
                 x, memory = carry
-                attend = partial(_attend, context_parallel, segments, memory, layer, window)
+                attend = Attend(segments, layer, window, memory, context_parallel)
                 block = nnx.merge(graph, parameters, *biases)
                 x, memory, routing = block(
                     x, cos, sin, attend, valid, replay, force_balanced_routing, expert_parallel, sequences
@@ -261,37 +260,6 @@ class SparseDecoderLayer(DecoderLayer):
             sequences=sequences,
         )
         return out.reshape(x.shape), routing
-
-
-def _attend(context_parallel: ContextParallel | None, segments, memory: KVCache | None, layer, window, q, k, v, *, scale):
-    """Attention among these tokens, or, with a cache, of these tokens to all cached ones after writing theirs.
-
-    `segments` are ids; with `context_parallel`, where attention is among the tokens of all devices, the segments' first tokens.
-    """
-    if context_parallel is not None:
-        return context_parallel.attention(q, k, v, segments, scale=scale, window=window), None
-    if memory is None:
-        out = attention(
-            q, k, v, scale=scale, query_segment_ids=segments, key_segment_ids=segments, window=window
-        )  # fmt: skip
-        return out, None
-    start = (layer, 0, memory.length, 0, 0)
-    memory = replace(
-        memory,
-        k=jax.lax.dynamic_update_slice(memory.k, k[None].astype(memory.k.dtype), start),
-        v=jax.lax.dynamic_update_slice(memory.v, v[None].astype(memory.v.dtype), start),
-    )
-    out = attention(
-        q,
-        jax.lax.dynamic_index_in_dim(memory.k, layer, keepdims=False).astype(q.dtype),
-        jax.lax.dynamic_index_in_dim(memory.v, layer, keepdims=False).astype(q.dtype),
-        scale=scale,
-        query_segment_ids=segments,
-        key_segment_ids=memory.segment_ids,
-        query_offset=memory.length,
-        window=window,
-    )
-    return out, memory
 
 
 def _collect(

@@ -8,6 +8,8 @@ Everything here is called inside `jax.shard_map` (with or without `check_vma`) o
                  memory for all keys; for few key heads, short sequences, or windows
     ulysses      queries and keys change from a part of the tokens to a part of the heads and back (Jacobs et al., 2023,
                  https://arxiv.org/abs/2309.14509): at most as many devices as key heads
+
+Where keys and values are made of something smaller, as in latent attention, `ring` and `all_gather` move that instead.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from moe_jax.kernels import partial_attention
 from moe_jax.kernels.attention import attention, resolve_attention_backend
 from moe_jax.kernels.flash_attention import refusal
 from moe_jax.kernels.varying import vary_alike
-from moe_jax.parallel.ring import Ring, ring_attention
+from moe_jax.parallel.ring import Expand, Kept, Ring, as_dtypes_of, gradients_of_kept, keys_and_values, ring_attention
 from moe_jax.parallel.sequence import Layout, shard_sequence, token_indices, unshard_sequence
 
 Method = Literal["ring", "all_gather", "ulysses"]
@@ -51,12 +53,23 @@ class ContextParallel:
         """Each token's index in its segment."""
         return own_tokens(starts.shape[1], axis_name=self.axis_name, layout=self.layout) - starts
 
-    def attention(self, q, k, v, starts: Int[Array, "batch seq"], *, scale: float, window=None) -> Array:
+    def attention(
+        self,
+        q,
+        kept: Kept,
+        starts: Int[Array, "batch seq"],
+        *,
+        scale: float,
+        expand: Expand | None = None,
+        weights=(),
+        window=None,
+    ) -> Array:
         """`context_attention` with the segments that begin at `starts`."""
         return context_attention(
             q,
-            k,
-            v,
+            *kept,
+            expand=expand,
+            weights=weights,
             scale=scale,
             axis_name=self.axis_name,
             layout=self.layout,
@@ -68,10 +81,10 @@ class ContextParallel:
 
 def context_attention(
     q: Float[Array, "batch seq heads head_dim"],
-    k: Float[Array, "batch seq kv_heads head_dim"],
-    v: Float[Array, "batch seq kv_heads value_dim"],
-    *,
+    *kept: Float[Array, "batch seq ..."],
     scale: float,
+    expand: Expand | None = None,
+    weights=(),
     axis_name: str = "context",
     layout: Layout = "zigzag",
     method: Method = "ring",
@@ -86,6 +99,10 @@ def context_attention(
     those among the last `window`. q and k come with their rotary positions, for which `ContextParallel.positions` is there.
 
     Args:
+      kept: k [batch, seq, kv_heads, head_dim] and v [batch, seq, kv_heads, value_dim], or what `expand` makes them of.
+      expand: (k, v) = expand(weights, *kept), closing over no array. `kept` travels in place of k and v (but with `ulysses`),
+        each device expands what arrives, and the gradients of `kept`, each device's in the dtype of `kept`, are summed in f32.
+      weights: arrays, the same on all devices of the axis; their gradients are summed in f32 over all that arrives.
       axis_name, layout: the mesh axis over which the sequence is split, and how.
       segment_ids: this device's (default: all one segment). Those of all devices are gathered, 4 bytes a token.
       segment_starts: instead of ids what `starts_of_segments` gives for them, computed once for many layers.
@@ -96,6 +113,9 @@ def context_attention(
         take the input; a length that the layout cannot split; with `ulysses` a number of heads or key heads that the devices do
         not divide.
     """
+    if expand is None and len(kept) != 2:
+        raise ValueError(f"without expand, kept must be k and v; got {len(kept)} arrays")
+    k, v = jax.eval_shape(partial(keys_and_values, expand), weights, kept)
     _check_shapes(q, k, v)
     if method not in get_args(Method):
         raise ValueError(f"unknown method {method!r}; choose one of {', '.join(map(repr, get_args(Method)))}")
@@ -111,8 +131,10 @@ def context_attention(
         segment_starts = starts_of_segments(segment_ids, axis_name=axis_name, layout=layout)
     if segment_starts is None:
         segment_starts = jnp.zeros(q.shape[:2], jnp.int32)
-    q, k, v, segment_starts, own = vary_alike((q, k, v, segment_starts, own))
+    q, kept, weights, segment_starts, own = vary_alike((q, kept, weights, segment_starts, own))
     if method == "ulysses":
+        # A device needs the keys of its heads alone.
+        k, v = keys_and_values(expand, weights, kept)
         return _ulysses_attention(q, k, v, segment_starts, window, scale, axis_name, layout, backend)
     first_token = segment_starts
     if window is not None:
@@ -120,9 +142,9 @@ def context_attention(
         window = jnp.clip(window, 1, own.shape[0] * lax.axis_size(axis_name)).astype(jnp.int32)
         first_token = jnp.maximum(first_token, own - window + 1)
     backend = resolve_attention_backend(backend, refusal(q, k, v, scale, None))
-    ring = Ring(axis_name, layout, float(scale), backend)
+    ring = Ring(axis_name, layout, float(scale), backend, expand)
     compute = ring_attention if method == "ring" else _all_gather_attention
-    return compute(q, k, v, first_token, ring)
+    return compute(q, kept, weights, first_token, ring)
 
 
 def _check_shapes(q: Array, k: Array, v: Array) -> None:
@@ -160,32 +182,41 @@ def _gather(x: Array, axis_name: str, layout: Layout) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _all_gather_attention(q, k, v, first_token, ring: Ring):
-    return _all_gather_forward(q, k, v, first_token, ring)[0]
+def _all_gather_attention(q, kept: Kept, weights, first_token, ring: Ring):
+    return _all_gather_forward(q, kept, weights, first_token, ring)[0]
 
 
-def _all_gather_forward(q, k, v, first_token, ring: Ring):
-    all_k, all_v = (_gather(a, ring.axis_name, ring.layout) for a in (k, v))
+def _all_gather_forward(q, kept: Kept, weights, first_token, ring: Ring):
+    keys = keys_and_values(ring.expand, weights, _gather_all(kept, ring))
     bounds = _all_gather_bounds(first_token, ring)
-    out, lse = partial_attention.forward(q, all_k, all_v, bounds, scale=ring.scale, backend=ring.backend)
+    out, lse = partial_attention.forward(q, *keys, bounds, scale=ring.scale, backend=ring.backend)
     out = out.astype(q.dtype)
-    return out, (q, k, v, first_token, out, lse)
+    return out, (q, kept, weights, first_token, out, lse)
 
 
-def _all_gather_backward(ring: Ring, kept, dout):
-    q, k, v, first_token, out, lse = kept
+def _all_gather_backward(ring: Ring, residuals, dout):
+    q, kept, weights, first_token, out, lse = residuals
     delta = jnp.einsum("bqhe,bqhe->bhq", dout.astype(lse.dtype), out.astype(lse.dtype))
-    keys = (_gather(a, ring.axis_name, ring.layout) for a in (k, v))
-    operands = dout, q, *keys, lse, delta, _all_gather_bounds(first_token, ring)
-    of_keys = partial_attention.gradients_of_keys(*operands, scale=ring.scale, backend=ring.backend)
-    shards = (shard_sequence(a, ring.size, ring.layout) for a in of_keys)
-    dk, dv = (lax.psum_scatter(a, ring.axis_name, scatter_dimension=1, tiled=True) for a in shards)
+    bounds = _all_gather_bounds(first_token, ring)
+
+    def gradient(of, keys, previous=None):
+        return of(dout, q, *keys, lse, delta, bounds, scale=ring.scale, backend=ring.backend, previous=previous)
+
+    whole = _gather_all(kept, ring)
+    of_keys = partial(gradient, partial_attention.gradients_of_keys)
+    of_whole, dweights = gradients_of_kept(ring.expand, weights, whole, of_keys, (None, None))
+    shards = (shard_sequence(a, ring.size, ring.layout) for a in of_whole)
+    dkept = tuple(lax.psum_scatter(a, ring.axis_name, scatter_dimension=1, tiled=True) for a in shards)
     # While the sums travel.
-    dq = partial_attention.gradient_of_queries(*operands, scale=ring.scale, backend=ring.backend)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    dq = gradient(partial_attention.gradient_of_queries, keys_and_values(ring.expand, weights, whole))
+    return dq.astype(q.dtype), as_dtypes_of(kept, dkept), as_dtypes_of(weights, dweights), None
 
 
 _all_gather_attention.defvjp(_all_gather_forward, _all_gather_backward)
+
+
+def _gather_all(kept: Kept, ring: Ring) -> Kept:
+    return tuple(_gather(a, ring.axis_name, ring.layout) for a in kept)
 
 
 def _all_gather_bounds(first_token: Int[Array, "batch seq"], ring: Ring) -> partial_attention.Bounds:

@@ -6,10 +6,15 @@ segment ids travel, and a step is one kernel without a branch, which skips what 
 
 Per step and device, for c tokens in bf16: k and v move, 4*c*kv_heads*head_dim bytes; backward dk and dv too, in f32,
 8*c*kv_heads*head_dim bytes, and are at home after the last step. out, dq, dk and dv are summed in f32 inside the kernels.
+
+Where keys and values are made of something smaller (latent attention), that travels in their place: each device expands what
+arrives, and takes its gradients back through the expansion before they leave.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +23,12 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels import partial_attention
 from moe_jax.parallel.sequence import Layout, token_indices, tokens_before
+
+Kept = tuple[Float[Array, "batch seq ..."], ...]
+"""k and v, or what they are made of."""
+
+Expand = Callable[..., tuple[Array, Array]]
+"""(k, v) = expand(weights, *kept), of any tokens and of each alone; its gradients are taken by `jax.vjp`."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,7 @@ class Ring:
     layout: Layout
     scale: float
     backend: str
+    expand: Expand | None = None
 
     @property
     def size(self) -> int:
@@ -47,77 +59,120 @@ class Ring:
         return before(first_token), jnp.broadcast_to(before(behind) - 1, first_token.shape)
 
 
+def keys_and_values(expand: Expand | None, weights, kept: Kept) -> tuple[Array, Array]:
+    """expand(weights, *kept); without `expand`, `kept` are keys and values."""
+    k, v = kept if expand is None else expand(weights, *kept)
+    return k, v
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def ring_attention(
     q: Float[Array, "batch seq heads head_dim"],
-    k: Float[Array, "batch seq kv_heads head_dim"],
-    v: Float[Array, "batch seq kv_heads value_dim"],
+    kept: Kept,
+    weights,
     first_token: Int[Array, "batch seq"],
     ring: Ring,
 ) -> Float[Array, "batch seq heads value_dim"]:
     """Attention of this device's queries to the tokens first_token[i] .. own index of the whole sequence, in q's dtype.
 
-    Inside `jax.shard_map`, where all arrays vary over the ring's axis. Kept for backward: q, k, v, out and lse.
+    Inside `jax.shard_map`, where all arrays vary over the ring's axis. `kept` and `weights` are the arguments of `ring.expand`,
+    without which `kept` is k [batch, seq, kv_heads, head_dim] and v [batch, seq, kv_heads, value_dim], and `weights` is ().
+    Kept for backward: the arguments, out and lse.
     """
-    return _forward(q, k, v, first_token, ring)[0]
+    return _forward(q, kept, weights, first_token, ring)[0]
 
 
-def _forward(q, k, v, first_token, ring: Ring):
-    travelling, sums = _pack(k, v), None
+def _forward(q, kept: Kept, weights, first_token, ring: Ring):
+    travelling, sums = _pack(kept), None
     for step in range(ring.size):
-        step_k, step_v = _unpack(travelling, k, v) if step > 0 else (k, v)
+        k, v = keys_and_values(ring.expand, weights, _unpack(travelling, kept) if step > 0 else kept)
         if step + 1 < ring.size:
             travelling = ring.pass_on(travelling)
         bounds = ring.visible(first_token, step)
-        sums = partial_attention.forward(q, step_k, step_v, bounds, scale=ring.scale, backend=ring.backend, previous=sums)
+        sums = partial_attention.forward(q, k, v, bounds, scale=ring.scale, backend=ring.backend, previous=sums)
         travelling, sums = _after_each_other(travelling, sums)
     assert sums is not None
     out, lse = sums
     out = out.astype(q.dtype)
-    return out, (q, k, v, first_token, out, lse)
+    return out, (q, kept, weights, first_token, out, lse)
 
 
-def _backward(ring: Ring, kept, dout):
-    q, k, v, first_token, out, lse = kept
+def _backward(ring: Ring, residuals, dout):
+    q, kept, weights, first_token, out, lse = residuals
     delta = jnp.einsum("bqhe,bqhe->bhq", dout.astype(lse.dtype), out.astype(lse.dtype))
 
-    def gradient(of, keys, step: int, previous):
+    def gradient(of, step: int, keys, previous):
         bounds = ring.visible(first_token, step)
         return of(dout, q, *keys, lse, delta, bounds, scale=ring.scale, backend=ring.backend, previous=previous)
 
+    def of_queries(step: int, kept: Kept, previous):
+        keys = keys_and_values(ring.expand, weights, kept)
+        return gradient(partial_attention.gradient_of_queries, step, keys, previous)
+
+    def of_kept(step: int, kept: Kept, previous):
+        of_keys = partial(gradient, partial_attention.gradients_of_keys, step)
+        return gradients_of_kept(ring.expand, weights, kept, of_keys, previous)
+
     # One hop at a time, each beside one kernel, for XLA keeps no two collectives in flight: the sums of dk and dv travel while
     # dq is computed, keys while dk and dv are, and the sums go home while a device computes what its own keys add to them.
-    travelling, sums = _pack(k, v), None
+    travelling, sums, dweights = _pack(kept), None, None
     if ring.size > 1:
         travelling = ring.pass_on(travelling)
-    dq = gradient(partial_attention.gradient_of_queries, (k, v), 0, None)
+    dq = of_queries(0, kept, None)
     for step in range(1, ring.size):
         (travelling, sums), dq = _after_each_other((travelling, sums), dq)
-        keys = _unpack(travelling, k, v)
+        arrived = _unpack(travelling, kept)
         if sums is not None:
             sums = ring.pass_on(sums)
-        dq = gradient(partial_attention.gradient_of_queries, keys, step, dq)
+        dq = of_queries(step, arrived, dq)
         (travelling, sums), dq = _after_each_other((travelling, sums), dq)
         if step + 1 < ring.size:
             travelling = ring.pass_on(travelling)
-        sums = None if sums is None else _unpack(sums, k, v)
-        sums = _pack(*gradient(partial_attention.gradients_of_keys, keys, step, sums))
-    (k, v), (dq, sums) = _after_each_other((k, v), (dq, sums))
+        sums = None if sums is None else _unpack(sums, kept)
+        sums, dweights = of_kept(step, arrived, (sums, dweights))
+        sums = _pack(sums)
+    kept, (dq, sums) = _after_each_other(kept, (dq, sums))
     if sums is not None:
         sums = ring.pass_on(sums)
-    dk, dv = gradient(partial_attention.gradients_of_keys, (k, v), 0, None)
+    dkept, dweights = of_kept(0, kept, (None, dweights))
     if sums is not None:
-        dk, dv = jax.tree.map(jnp.add, (dk, dv), _unpack(sums, k, v))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+        dkept = _add(dkept, _unpack(sums, kept))
+    return dq.astype(q.dtype), as_dtypes_of(kept, dkept), as_dtypes_of(weights, dweights), None
 
 
-def _pack(of_k: Array, of_v: Array) -> Array:
-    """Both as one array: XLA would run one of two hops beside a kernel and wait for the other."""
-    return jnp.concatenate([of_k.reshape(-1), of_v.reshape(-1)])
+def gradients_of_kept(expand: Expand | None, weights, kept: Kept, of_keys: Callable, previous) -> tuple:
+    """The gradients of (kept, weights) with `previous`, others or None of each, added: in f32.
+
+    `of_keys(keys, previous)` gives those of keys and values, the previous ones added; those taken back through `expand` are
+    in the dtypes of its arguments before they are added.
+    """
+    of_kept, of_weights = previous
+    if expand is None:
+        return of_keys(kept, of_kept), ()
+    keys, pullback = jax.vjp(expand, weights, *kept)
+    own_weights, *own_kept = pullback(as_dtypes_of(keys, of_keys(keys, None)))
+    return _add(of_kept, tuple(own_kept)), _add(of_weights, own_weights)
 
 
-def _unpack(message: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    return message[: k.size].reshape(k.shape), message[k.size :].reshape(v.shape)
+def _add(previous, gradients):
+    """The sum in f32 of arrays alike, or the one where there is no other."""
+    wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
+    return wide if previous is None else jax.tree.map(jnp.add, previous, wide)
+
+
+def as_dtypes_of(like, arrays):
+    """The arrays in the dtypes of `like`, a pytree alike."""
+    return jax.tree.map(lambda like, a: a.astype(like.dtype), like, arrays)
+
+
+def _pack(arrays: Kept) -> Array:
+    """All as one array: XLA would run one of two hops beside a kernel and wait for the other."""
+    return jnp.concatenate([a.reshape(-1) for a in arrays])
+
+
+def _unpack(message: Array, like: Kept) -> Kept:
+    parts = jnp.split(message, list(accumulate(a.size for a in like[:-1])))
+    return tuple(part.reshape(a.shape) for part, a in zip(parts, like, strict=True))
 
 
 def _after_each_other(later, earlier):

@@ -1,4 +1,7 @@
-"""On Hopper GPUs a ring is one kernel and one hop a step forward, two kernels and two hops a step backward."""
+"""On Hopper GPUs a ring is one kernel and one hop a step forward, two kernels and two hops a step backward; what travels."""
+
+import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -6,25 +9,57 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.config import NAMED_CONFIGS
+from moe_jax.layers.latent_attention import expand
 from moe_jax.parallel import context_attention
 
 
 @pytest.mark.parametrize("devices", [1, 4])
 def test_llama_3_8b_over_h200s(devices):
     """The keys of the last step and the sums of the first do not travel."""
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    mesh = AbstractMesh((devices,), ("context",), axis_types=(AxisType.Auto,), abstract_device=device)
     q, kv = (jax.ShapeDtypeStruct((1, devices * 8192, heads, 128), jnp.bfloat16) for heads in (32, 8))
-    split = P(None, "context")
-
-    def local(q, k, v):
-        return context_attention(q, k, v, scale=128**-0.5)
-
-    def both(q, k, v, dout):
-        out, pullback = jax.vjp(jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split), q, k, v)
-        return out, pullback(dout)
-
-    with jax.sharding.use_abstract_mesh(mesh):
-        text = jax.jit(both).trace(q, kv, kv, q).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(devices, partial(context_attention, scale=128**-0.5), q, (kv, kv), ())
     assert text.count("custom_call @mosaic_gpu") == 3 * devices
     assert text.count('"stablehlo.collective_permute"') == 3 * (devices - 1)
+
+
+LATENTS, GRADIENTS = f"{8192 * 576}xbf16", f"{8192 * 576}xf32"
+
+
+@pytest.mark.parametrize(
+    "method, kernels, travels",
+    [
+        ("ring", 8, {"collective_permute": [LATENTS] * 2 + [GRADIENTS]}),
+        ("all_gather", 4, {"all_gather": ["1x8192x576xbf16"] * 2, "reduce_scatter": ["1x16384x576xf32"]}),
+    ],
+)
+def test_of_deepseek_v3_latents_travel(method, kernels, travels):
+    """576 numbers of a token in place of 40960, and the sum of a replicated weight's gradients. dk and dv are a kernel each."""
+    config = NAMED_CONFIGS["deepseek-v3"]
+    shapes = (1, 16384, 128, 192), (1, 16384, 576), (32768, 512)
+    q, latents, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    attend = partial(context_attention, expand=partial(expand, config), scale=config.key_dim**-0.5, method=method)
+    text = lowered(2, attend, q, (latents,), weight)
+    assert text.count("custom_call @mosaic_gpu") == kernels
+    found = re.findall(r'"stablehlo\.(collective_\w+|all_\w+|reduce_scatter)".*? : \(tensor<(\w+)>\)', text, re.DOTALL)
+    expected = travels | {"all_reduce": ["32768x512xbf16"]}
+    assert {name: sorted(of for kind, of in found if kind == name) for name, _ in found} == expected
+
+
+def lowered(devices: int, attend, q, kept, weights) -> str:
+    """The program for H200s of `attend` and its gradients, the sequence split over the devices and the weights on all."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((devices,), ("context",), axis_types=(AxisType.Auto,), abstract_device=device)
+    split = P(None, "context")
+
+    def local(q, kept, weights):
+        return attend(q, *kept, weights=weights)
+
+    def both(q, kept, weights, dout):
+        on_mesh = jax.shard_map(local, mesh=mesh, in_specs=(split, split, P()), out_specs=split)
+        out, pullback = jax.vjp(on_mesh, q, kept, weights)
+        return out, pullback(dout)
+
+    dout = jax.ShapeDtypeStruct((*q.shape[:3], 128), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(both).trace(q, kept, weights, dout).lower(lowering_platforms=("cuda",)).as_text()

@@ -1,5 +1,6 @@
 """A model over split, packed sequences gives the single device's loss, statistics and every gradient."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import relative_error
 
 import moe_jax
+from moe_jax.layers.router import ExpertBias
 from moe_jax.layers.segments import segment_positions
 from moe_jax.parallel import ContextParallel, make_mesh, shard_sequence
 from moe_jax.train.loss import loss
@@ -19,11 +21,17 @@ from moe_jax.train.loss import loss
 BATCH, SEQ = 2, 48
 
 
-def model():
+def qwen():
     # A window in the second layer only: within the scan over layers it is a traced value.
     config = replace(
         tiny.model().config, num_attention_heads=4, num_key_value_heads=2, use_sliding_window=True, sliding_window=9
     )
+    return moe_jax.from_config(config, rngs=nnx.Rngs(0))
+
+
+def deepseek():
+    # What travels is latents.
+    config = replace(tiny.deepseek().config, num_hidden_layers=2, first_k_dense_replace=0)
     return moe_jax.from_config(config, rngs=nnx.Rngs(0))
 
 
@@ -40,34 +48,38 @@ def make_batch(rng):
     return {name: jnp.asarray(a, jnp.int32) for name, a in batch.items()}
 
 
-@pytest.fixture(scope="module")
-def single():
-    """(graph, parameters, batch, loss and gradients) of one device."""
-    graph, parameters = nnx.split(model(), nnx.Param)
+@functools.cache
+def single(make_model):
+    """(model of parameters, parameters, batch, loss and gradients) of one device."""
+    graph, parameters, biases = nnx.split(make_model(), nnx.Param, ExpertBias)
     batch = make_batch(np.random.default_rng())
 
-    def run(parameters, batch):
-        return loss(nnx.merge(graph, parameters), batch, aux_loss_coef=0.1, z_loss_coef=0.1)
+    def merge(parameters):
+        return nnx.merge(graph, parameters, biases)
 
-    return graph, parameters, batch, jax.jit(jax.value_and_grad(run, has_aux=True))(parameters, batch)
+    def run(parameters, batch):
+        return loss(merge(parameters), batch, aux_loss_coef=0.1, z_loss_coef=0.1)
+
+    return merge, parameters, batch, jax.jit(jax.value_and_grad(run, has_aux=True))(parameters, batch)
 
 
 @pytest.mark.parametrize(
-    "data, context, layout, method, remat, inside",
+    "make_model, data, context, layout, method, remat, inside",
     [
-        (1, 8, "zigzag", "ring", True, False),
-        (2, 4, "zigzag", "ring", False, True),
-        (1, 2, "striped", "all_gather", False, False),
+        (qwen, 1, 8, "zigzag", "ring", True, False),
+        (qwen, 2, 4, "zigzag", "ring", False, True),
+        (qwen, 1, 2, "striped", "all_gather", False, False),
+        (deepseek, 1, 2, "zigzag", "ring", True, False),
     ],
 )
-def test_loss_and_gradients_are_those_of_one_device(single, data, context, layout, method, remat, inside):
+def test_loss_and_gradients_are_those_of_one_device(make_model, data, context, layout, method, remat, inside):
     """`inside`: the gradient is taken inside `shard_map`, otherwise of it."""
-    graph, parameters, batch, ((total, parts), gradients) = single
+    merge, parameters, batch, ((total, parts), gradients) = single(make_model)
     how = ContextParallel(layout=layout, method=method)
 
     def local(parameters, batch):
         return loss(
-            nnx.merge(graph, parameters),
+            merge(parameters),
             batch,
             aux_loss_coef=0.1,
             z_loss_coef=0.1,
@@ -92,13 +104,11 @@ def test_loss_and_gradients_are_those_of_one_device(single, data, context, layou
         assert relative_error(actual, expected) < 1e-5, jax.tree_util.keystr(path)
 
 
-def test_positions_default_to_those_of_the_whole_sequence(single):
-    graph, parameters, batch, _ = single
+def test_positions_default_to_those_of_the_whole_sequence():
+    merge, parameters, batch, _ = single(qwen)
 
     def logits(context_parallel=None):
-        return lambda tokens, ids: (
-            nnx.merge(graph, parameters)(tokens, segment_ids=ids, context_parallel=context_parallel).logits
-        )
+        return lambda tokens, ids: merge(parameters)(tokens, segment_ids=ids, context_parallel=context_parallel).logits
 
     expected = jax.jit(logits())(batch["tokens"], batch["segment_ids"])
     mesh = make_mesh(context=2, devices=jax.devices()[:2])
@@ -107,7 +117,7 @@ def test_positions_default_to_those_of_the_whole_sequence(single):
     np.testing.assert_allclose(jax.jit(on_mesh)(*split), shard_sequence(expected, 2), atol=1e-5)
 
 
-def test_what_does_not_fit_is_refused(single):
-    graph, parameters, batch, _ = single
+def test_what_does_not_fit_is_refused():
+    merge, parameters, batch, _ = single(qwen)
     with pytest.raises(ValueError, match=r"mesh_axes must name the axis of context_parallel, 'context'; got \('data',\)"):
-        loss(nnx.merge(graph, parameters), batch, context_parallel=ContextParallel(), mesh_axes=("data",))
+        loss(merge(parameters), batch, context_parallel=ContextParallel(), mesh_axes=("data",))

@@ -1,0 +1,106 @@
+"""Whether DeepSeek-V3's biases alone even out experts that begin uneven: the demo's model and text, with biases and without.
+
+    python benchmarks/balance.py --output runs/balance          # about 6 minutes on 2 CPU cores
+
+The router's rows begin from 1 to 3 times their length, so that the experts with the longest are in most tokens' top k. No other
+loss balances. Prints, and draws, the load of the busiest expert over the mean, in each layer over `--window` steps.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from moe_jax import from_config
+from moe_jax.demo import small_config, write_json_lines
+from moe_jax.demo_text import library_texts, split_source, train_tokenizer
+from moe_jax.train import FinetuneSettings, finetune
+
+RATES = {"without biases": 0.0, "biases move by 0.001 a step": 0.001}
+
+
+def main() -> None:
+    """Trains twice, prints a table and writes loads.json and balance.png."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--window", type=int, default=25, help="steps whose loads are added up")
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    texts = library_texts(2)
+    write_json_lines(args.output / "text.jsonl", [{"text": piece} for text in texts for piece in split_source(text)])
+    tokenizer = train_tokenizer(texts, 4096)
+
+    curves = {}
+    for number, (name, rate) in enumerate(RATES.items()):
+        run = args.output / f"run{number}"
+        finetune(settings(args, run, rate), model=skewed_model(tokenizer), tokenizer=tokenizer)
+        records = [json.loads(line) for line in (run / "expert_load.jsonl").read_text().splitlines()]
+        curves[name] = busiest_over_mean(np.array([record["expert_load"] for record in records]), args.window)
+    (args.output / "loads.json").write_text(json.dumps({name: curve.tolist() for name, curve in curves.items()}) + "\n")
+    draw(curves, args.window, args.output / "balance.png")
+    print("busiest expert of the worst layer, over the mean, in the first and in the last window:")
+    for name, curve in curves.items():
+        print(f"  {name}: {curve[0].max():.2f}, {curve[-1].max():.3f}")
+
+
+def skewed_model(tokenizer):
+    """The demo's DeepSeek-V3, whose router prefers the experts with the higher numbers."""
+    model = from_config(small_config("deepseek_v3", len(tokenizer), tokenizer.eos_token_id), rngs=nnx.Rngs(0))
+    for stage in model.stages:
+        if hasattr(stage.mlp, "router"):
+            weight = stage.mlp.router.weight
+            weight[...] = weight[...] * jnp.linspace(1, 3, weight.shape[1])[None, :, None]
+    return model
+
+
+def settings(args: argparse.Namespace, run: Path, rate: float) -> FinetuneSettings:
+    """Those of the demo, with biases as the only thing that balances."""
+    return FinetuneSettings(
+        model="none",
+        data=str(args.output / "text.jsonl"),
+        data_format="text",
+        output=str(run),
+        seq_len=128,
+        batch_size=args.batch_size,
+        steps=args.steps,
+        learning_rate=3e-3,
+        warmup_steps=args.steps // 10,
+        checkpoint_every=args.steps,
+        dtype="float32",
+        remat=False,
+        aux_loss_coef=0.0,
+        sequence_loss_coef=0.0,
+        expert_bias_update_rate=rate,
+    )
+
+
+def busiest_over_mean(loads: np.ndarray, window: int) -> np.ndarray:
+    """[steps, layers, experts] -> [windows, layers]"""
+    whole = len(loads) // window * window
+    sums = loads[:whole].reshape(-1, window, *loads.shape[1:]).sum(axis=1)
+    return sums.max(axis=-1) / sums.mean(axis=-1)
+
+
+def draw(curves: dict[str, np.ndarray], window: int, path: Path) -> None:
+    """A line for each run and layer."""
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="busiest expert / mean", title="Load of the experts of each layer")
+    for (name, curve), color in zip(curves.items(), ("tab:gray", "tab:blue"), strict=True):
+        for layer, values in enumerate(curve.T):
+            steps = window * np.arange(1, len(values) + 1)
+            axes.plot(steps, values, color=color, linewidth=1.2, label=name if layer == 0 else None)
+    axes.axhline(1.1, color="tab:red", linestyle=":", linewidth=1)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    FigureCanvasAgg(figure).print_png(path)
+
+
+if __name__ == "__main__":
+    main()
