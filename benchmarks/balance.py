@@ -1,6 +1,6 @@
-"""Whether DeepSeek-V3's biases alone even out experts that begin uneven: the demo's model and text, with biases and without.
+"""Whether DeepSeek-V3's biases alone even out experts that begin uneven: the demo's model and text, by how far biases move.
 
-    python benchmarks/balance.py --output runs/balance          # about 6 minutes on 2 CPU cores
+    python benchmarks/balance.py --output runs/balance          # about 8 minutes on 2 CPU cores
 
 The router's rows begin from 1 to 3 times their length, so that the experts with the longest are in most tokens' top k. No other
 loss balances. Prints, and draws, the load of the busiest expert over the mean, in each layer over `--window` steps.
@@ -21,13 +21,12 @@ from moe_jax.demo import small_config, write_json_lines
 from moe_jax.demo_text import library_texts, split_source, train_tokenizer
 from moe_jax.train import FinetuneSettings, finetune
 
-RATES = {"without biases": 0.0, "biases move by 0.001 a step": 0.001}
-
 
 def main() -> None:
-    """Trains twice, prints a table and writes loads.json and balance.png."""
+    """Trains with each rate, prints a table and writes loads.json and balance.png."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.0, 0.001, 0.005], help="of a bias, a step")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--window", type=int, default=25, help="steps whose loads are added up")
@@ -38,11 +37,13 @@ def main() -> None:
     tokenizer = train_tokenizer(texts, 4096)
 
     curves = {}
-    for number, (name, rate) in enumerate(RATES.items()):
-        run = args.output / f"run{number}"
+    for rate in args.rates:
+        run = args.output / f"rate-{rate}"
         finetune(settings(args, run, rate), model=skewed_model(tokenizer), tokenizer=tokenizer)
         records = [json.loads(line) for line in (run / "expert_load.jsonl").read_text().splitlines()]
-        curves[name] = busiest_over_mean(np.array([record["expert_load"] for record in records]), args.window)
+        curves[f"rate {rate}" if rate else "no biases"] = busiest_over_mean(
+            np.array([record["expert_load"] for record in records]), args.window
+        )
     (args.output / "loads.json").write_text(json.dumps({name: curve.tolist() for name, curve in curves.items()}) + "\n")
     draw(curves, args.window, args.output / "balance.png")
     print("busiest expert of the worst layer, over the mean, in the first and in the last window:")
@@ -92,7 +93,7 @@ def draw(curves: dict[str, np.ndarray], window: int, path: Path) -> None:
     """A line for each run and layer."""
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="busiest expert / mean", title="Load of the experts of each layer")
-    for (name, curve), color in zip(curves.items(), ("tab:gray", "tab:blue"), strict=True):
+    for (name, curve), color in zip(curves.items(), ("tab:gray", "tab:blue", "tab:green", "tab:orange"), strict=False):
         for layer, values in enumerate(curve.T):
             steps = window * np.arange(1, len(values) + 1)
             axes.plot(steps, values, color=color, linewidth=1.2, label=name if layer == 0 else None)
