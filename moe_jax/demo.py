@@ -200,7 +200,7 @@ def small_config(model: str, vocab_size: int, eos_token_id: int) -> ModelConfig:
         return DeepseekV3Config(
             **common, num_key_value_heads=6, q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16,
             v_head_dim=32, moe_intermediate_size=96, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2,
-            first_k_dense_replace=1,
+            first_k_dense_replace=1, num_nextn_predict_layers=0,
         )  # fmt: skip
     common |= dict(num_key_value_heads=2, head_dim=32)
     if model == "qwen3":

@@ -47,6 +47,16 @@ def test_finetune_then_generate(checkpoint, tmp_path, capsys):
     assert "text" in capsys.readouterr().out
 
 
+def test_generate_with_drafts_prints_how_many_were_right(checkpoint, tmp_path, capsys):
+    tiny.deepseek(mtp=1).save_pretrained(tmp_path, tokenizer_from=checkpoint)
+    main(["generate", str(tmp_path), "--prompt", "text", "--max-new-tokens", "3", "--dtype", "float32", "--drafts"])
+    printed = capsys.readouterr()
+    assert "text" in printed.out and "drafts were right (" in printed.err
+    options = "--prompt", "x", "--drafts"
+    assert "leave out temperature" in fails(capsys, "generate", str(tmp_path), *options, "--temperature", "0.5")
+    assert "drafts need a model with a module" in fails(capsys, "generate", str(checkpoint), *options)
+
+
 def test_check_prints_the_report_and_writes_it(checkpoint, tmp_path, capsys):
     options = ["--prompt", "the same words", "--dtype", "float32", "--repeats", "1", "--json", str(tmp_path / "report.json")]
     main(["check", str(checkpoint), *options])

@@ -19,8 +19,8 @@ from moe_jax.checkpoint.folders import previous_of
 from moe_jax.checkpoint.fp8 import dequantised, read_block_size
 from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, CheckpointError, open_tensors
 from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
-from moe_jax.checkpoint.streaming import Piece, held_parts, load_parameter, num_elements, piece_of
-from moe_jax.config import DeepseekV3Config, ModelConfig, load_config
+from moe_jax.checkpoint.streaming import Piece, held_parts, load_parameter, num_elements, piece_of, same_values
+from moe_jax.config import ModelConfig, load_config
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import parameter_sharding
@@ -30,7 +30,13 @@ _logger = logging.getLogger(__name__)
 
 
 def from_pretrained(
-    folder_or_hub_id: str | Path, *, dtype=jnp.bfloat16, param_dtype=None, mesh: Mesh | None = None, progress: bool = True
+    folder_or_hub_id: str | Path,
+    *,
+    dtype=jnp.bfloat16,
+    param_dtype=None,
+    mesh: Mesh | None = None,
+    mtp: bool = True,
+    progress: bool = True,
 ) -> Decoder:
     """Loads a checkpoint of any architecture of `moe_jax.models`; one in FP8 is dequantised on the way (`checkpoint.fp8`).
 
@@ -40,6 +46,8 @@ def from_pretrained(
       param_dtype: what the parameters are held in, whatever the files hold (default: dtype). float32 for training. A bias
         that no gradient reaches (`layers.router.ExpertBias`) is float32 always.
       mesh: the devices to spread the parameters over (`moe_jax.parallel.make_mesh`); None: the default device.
+      mtp: with the modules that predict further tokens, if the checkpoint has some (`models.mtp`; 11.6e9 parameters in
+        DeepSeek-V3). Without them there is more memory for inference; a checkpoint written from the model lacks them then.
       progress: show a progress bar when stderr is a terminal.
 
     Raises:
@@ -50,7 +58,7 @@ def from_pretrained(
     folder = _find(folder_or_hub_id)
     config = load_config(folder)
     param_dtype = jnp.dtype(dtype if param_dtype is None else param_dtype)
-    pieces = _checked_pieces(folder, config)
+    config, pieces = _checked_pieces(folder, config, mtp)
 
     # eval_shape: the random initialisation is traced for its shapes and never computed.
     abstract = nnx.eval_shape(lambda: from_config(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
@@ -100,18 +108,25 @@ def _find(folder_or_hub_id: str | Path) -> Path:
     return folder
 
 
-def _checked_pieces(folder: Path, config: ModelConfig) -> dict[tuple, list[Piece]]:
-    """Where each parameter's parts are stored. Raises CheckpointError with everything that does not fit the config."""
+def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> tuple[ModelConfig, dict[tuple, list[Piece]]]:
+    """The config of what is to be loaded, and where each parameter's parts are stored.
+
+    Raises CheckpointError with everything that does not fit the config.
+    """
     problems: list[str] = []
     block_size = read_block_size(folder)
     stored = open_tensors(folder, problems)
     if block_size is not None:
         stored = dequantised(stored, block_size, problems)
+    further = [name for name in stored if _predicts_further(name, config)]
+    if further and mtp:
+        further = []
+    else:
+        config = config.without_mtp()
     fused = {t.name: t for t in fused_tensors(config) if t.name in stored}
     replaced = {(t.path, t.index[0]) for t in fused.values()}
     wanted = {t.name: t for t in hf_tensors(config) if (t.path, *t.index[:1]) not in replaced} | fused
-    problems += [f"{name}: missing" for name in wanted if name not in stored]
-    further = [name for name in stored if name not in wanted and _predicts_further(name, config)]
+    problems += [f"{name}: missing" for name, tensor in wanted.items() if name not in stored and not tensor.copy]
     for name, tensor in stored.items():
         if name not in wanted:
             if name not in further and tensor.size and not _ignored(name, config):
@@ -125,25 +140,19 @@ def _checked_pieces(folder: Path, config: ModelConfig) -> dict[tuple, list[Piece
             problems.append(f"{name}: dtype {tensor.dtype} in {tensor.file.name}, expected one of {', '.join(FLOAT_DTYPES)}")
     if problems:
         raise CheckpointError(folder, problems)
-    if further:
-        _logger.warning(
-            "%s: %d tensors of layers that predict further tokens, from layer %d on, are left out, and are not written back",
-            folder,
-            len(further),
-            config.num_hidden_layers,
-        )
+    names = {place.path: name for name, place in wanted.items() if not place.copy}
     pieces = defaultdict(list)
     for name, place in wanted.items():
-        pieces[place.path].append(piece_of(place, stored[name]))
-    return pieces
+        if not place.copy:
+            pieces[place.path].append(piece_of(place, stored[name]))
+        elif name in stored and not same_values(stored[name], stored[original := names[place.path]]):
+            _logger.warning("%s: %s is no copy of %s, which is taken for both", folder, name, original)
+    return config, pieces
 
 
 def _predicts_further(name: str, config: ModelConfig) -> bool:
-    """Multi-token prediction: layers behind the last one, `model.layers.61.*` in DeepSeek-V3's checkpoint."""
-    if not isinstance(config, DeepseekV3Config):
-        return False
-    layers = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
-    return any(name.startswith(f"model.layers.{layer}.") for layer in layers)
+    """Whether the tensor is of a module behind the last layer, `model.layers.61.*` in DeepSeek-V3's checkpoint."""
+    return any(name.startswith(f"model.layers.{stage.first_layer}.") for stage in config.mtp_stages)
 
 
 def _ignored(name: str, config: ModelConfig) -> bool:

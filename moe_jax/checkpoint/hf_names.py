@@ -22,7 +22,8 @@ Index = tuple[int | slice, ...]
 class HfTensor:
     """The tensor `name` of a checkpoint: it has `shape` and is `parameters[path][index]`; index () is the whole parameter.
 
-    The index of a stacked parameter begins with the layer's place in its stage. What is not `trained` has no gradient.
+    The index of a stacked parameter begins with the layer's place in its stage. What is not `trained` has no gradient. A `copy`
+    repeats a tensor of another name: it is written, and not read.
     """
 
     name: str
@@ -30,6 +31,7 @@ class HfTensor:
     path: tuple
     index: Index = ()
     trained: bool = True
+    copy: bool = False
 
 
 def hf_tensors(config: ModelConfig) -> list[HfTensor]:
@@ -38,7 +40,9 @@ def hf_tensors(config: ModelConfig) -> list[HfTensor]:
     tensors = [HfTensor("model.embed_tokens.weight", (vocab, hidden), ("embed_tokens", "weight"))]
     for s, stage in enumerate(config.stages):
         for row in range(stage.num_layers):
-            tensors += _layer(config, s, stage, row)
+            tensors += _layer(config, stage.first_layer + row, stage.sparse, ("stages", s), row)
+    for s, stage in enumerate(config.mtp_stages, start=len(config.stages)):
+        tensors += _predictor(config, stage, ("stages", s))
     tensors.append(HfTensor("model.norm.weight", (hidden,), ("norm", "weight")))
     if not config.tie_word_embeddings:
         tensors.append(HfTensor("lm_head.weight", (vocab, hidden), ("lm_head", "weight")))
@@ -47,12 +51,14 @@ def hf_tensors(config: ModelConfig) -> list[HfTensor]:
 
 def fused_tensors(config: ModelConfig) -> list[HfTensor]:
     """The tensors that a checkpoint with fused experts has in place of the per-expert ones."""
+    layers: list[tuple[tuple, Stage]] = [(("stages", s), stage) for s, stage in enumerate(config.stages)]
+    layers += [(("stages", len(layers) + k, "block"), stage) for k, stage in enumerate(config.mtp_stages)]
     tensors = []
-    for s, stage in enumerate(config.stages):
+    for path, stage in layers:
         for row in range(stage.num_layers if stage.sparse else 0):
             for name, shape in _expert_shapes(config).items():
                 hf_name = f"model.layers.{stage.first_layer + row}.mlp.experts.{name}"
-                tensors.append(HfTensor(hf_name, shape, ("stages", s, "mlp", "experts", name), (row,)))
+                tensors.append(HfTensor(hf_name, shape, (*path, "mlp", "experts", name), (row,)))
     return tensors
 
 
@@ -64,7 +70,8 @@ def export(config: ModelConfig, flat_params: Mapping[tuple, Any]) -> Iterator[tu
         same structure, such as gradients: what is not trained may be absent, and is left out then. Arrays may be sharded; all
         processes must call this together.
 
-    One layer of one parameter at a time is copied to the host, and what is yielded are views of that copy.
+    One layer of one parameter at a time is copied to the host, and what is yielded are views of that copy. Copies of a tensor
+    come under each of their names.
     """
     held: tuple[tuple, Index] | None = None
     block = np.empty(0)
@@ -78,20 +85,33 @@ def export(config: ModelConfig, flat_params: Mapping[tuple, Any]) -> Iterator[tu
         yield tensor.name, block[tensor.index[1:]]
 
 
-def _layer(config: ModelConfig, s: int, stage: Stage, row: int) -> Iterator[HfTensor]:
-    """The tensors of layer `stage.first_layer + row`."""
-    prefix = f"model.layers.{stage.first_layer + row}."
+def _predictor(config: ModelConfig, stage: Stage, path: tuple) -> Iterator[HfTensor]:
+    """`models.mtp`: the tensors of a module stand beside those of its layer, with copies of the embedding and of the head."""
+    prefix, hidden, shape = f"model.layers.{stage.first_layer}.", config.hidden_size, (config.vocab_size, config.hidden_size)
+    yield HfTensor(f"{prefix}embed_tokens.weight", shape, ("embed_tokens", "weight"), copy=True)
+    yield HfTensor(f"{prefix}enorm.weight", (hidden,), (*path, "enorm", "weight"), (0,))
+    yield HfTensor(f"{prefix}hnorm.weight", (hidden,), (*path, "hnorm", "weight"), (0,))
+    yield HfTensor(f"{prefix}eh_proj.weight", (hidden, 2 * hidden), (*path, "eh_proj", "weight"), (0,))
+    yield from _layer(config, stage.first_layer, stage.sparse, (*path, "block"), 0)
+    yield HfTensor(f"{prefix}shared_head.norm.weight", (hidden,), (*path, "norm", "weight"), (0,))
+    head = "embed_tokens" if config.tie_word_embeddings else "lm_head"
+    yield HfTensor(f"{prefix}shared_head.head.weight", shape, (head, "weight"), copy=True)
+
+
+def _layer(config: ModelConfig, layer: int, sparse: bool, path: tuple, row: int) -> Iterator[HfTensor]:
+    """The tensors of a layer, row `row` of the parameters at `path`."""
+    prefix = f"model.layers.{layer}."
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
     attention = _latent_attention(config) if isinstance(config, DeepseekV3Config) else _attention(config)
     shapes |= {f"self_attn.{name}": shape for name, shape in attention.items()}
     shapes["post_attention_layernorm.weight"] = (hidden,)
-    if not stage.sparse:
+    if not sparse:
         shapes |= {f"mlp.{name}": shape for name, shape in _feed_forward(hidden, config.intermediate_size).items()}
     for name, shape in shapes.items():
-        yield HfTensor(prefix + name, shape, ("stages", s, *name.split(".")), (row,))
-    if stage.sparse:
-        yield from _experts(config, prefix + "mlp.", ("stages", s, "mlp"), row)
+        yield HfTensor(prefix + name, shape, (*path, *name.split(".")), (row,))
+    if sparse:
+        yield from _experts(config, prefix + "mlp.", (*path, "mlp"), row)
 
 
 def _attention(config: Any) -> dict[str, tuple[int, ...]]:

@@ -53,6 +53,14 @@ def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
     return Piece(stored, (*bounds, *((0, size) for size in sizes)), tuple(kept))
 
 
+def same_values(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two stored matrices of one shape hold the same, read in chunks."""
+    step = max(1, READ_CHUNK_BYTES // (one.shape[1] * 4))
+    rows = one.shape[0]
+    chunks = ((slice(start, min(start + step, rows)), slice(None)) for start in range(0, rows, step))
+    return all(np.array_equal(one.read(chunk), other.read(chunk)) for chunk in chunks)
+
+
 def held_parts(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[jax.Device]]:
     """The parts of an array that this process's devices hold, and for each part its devices: each is read once."""
     holders: dict[Bounds, list[jax.Device]] = defaultdict(list)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,20 @@ class ModelConfig:
             else:
                 stages.append(Stage(layer, 1, sparse))
         return tuple(stages)
+
+    @property
+    def mtp_stages(self) -> tuple[Stage, ...]:
+        """The layers of the modules that predict further tokens, behind the last one: a stage each (`models.mtp`)."""
+        return ()
+
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a mixture of experts, those of such modules among them."""
+        return (*self.moe_layers, *(stage.first_layer for stage in self.mtp_stages if stage.sparse))
+
+    def without_mtp(self) -> Self:
+        """This config without those modules."""
+        return self
 
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:

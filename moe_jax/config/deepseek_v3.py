@@ -1,9 +1,9 @@
 """DeepSeek-V3 and R1, and DeepSeek-V2, whose layers differ in how the router scores and chooses experts."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
-from moe_jax.config.base import ModelConfig, rename, value_of
+from moe_jax.config.base import ModelConfig, Stage, rename, value_of
 
 SCORING_FUNCTIONS = ("sigmoid", "softmax")
 TOPK_METHODS = ("noaux_tc", "group_limited_greedy", "greedy")
@@ -21,7 +21,7 @@ class DeepseekV3Config(ModelConfig):
         greedy                 by score, among all
 
     `aux_loss_alpha` and `seq_aux` are the training's: the factor of the balance loss, and whether it is taken a sequence.
-    `num_nextn_predict_layers` counts the layers behind the last one that predict further tokens.
+    `num_nextn_predict_layers` counts the modules behind the last layer that predict further tokens (`models.mtp`).
     """
 
     vocab_size: int = 129280
@@ -144,8 +144,20 @@ class DeepseekV3Config(ModelConfig):
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers with a mixture of experts."""
-        layers = range(self.first_k_dense_replace, self.num_hidden_layers)
-        return tuple(layer for layer in layers if layer % self.moe_layer_freq == 0)
+        return tuple(layer for layer in range(self.num_hidden_layers) if self._is_sparse(layer))
+
+    @property
+    def mtp_stages(self) -> tuple[Stage, ...]:
+        """The layers of the modules that predict further tokens, behind the last one: a stage each (`models.mtp`)."""
+        last = self.num_hidden_layers + self.num_nextn_predict_layers
+        return tuple(Stage(layer, 1, self._is_sparse(layer)) for layer in range(self.num_hidden_layers, last))
+
+    def without_mtp(self) -> Self:
+        """This config without those modules."""
+        return replace(self, num_nextn_predict_layers=0)
+
+    def _is_sparse(self, layer: int) -> bool:
+        return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:

@@ -1,5 +1,6 @@
-"""Text out of a model: sampling, and decoding with a KV cache."""
+"""Text out of a model: sampling, decoding with a KV cache, and with drafts that the model checks."""
 
 from moe_jax.generation.generate import generate
+from moe_jax.generation.speculative import Drafts, generate_with_drafts
 
-__all__ = ["generate"]
+__all__ = ["Drafts", "generate", "generate_with_drafts"]

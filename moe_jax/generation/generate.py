@@ -6,16 +6,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
+from moe_jax.generation.prompts import as_ends, as_prompts, check_lengths, left_padded, new_tokens
 from moe_jax.generation.sampling import sample
 from moe_jax.layers.cache import init_cache
 from moe_jax.models.decoder import Decoder
-
-PROMPT_BUCKET = 64
-"""Prompt lengths are padded to a multiple of this many tokens, so that prompts of similar lengths share a compilation."""
 
 
 def generate(
@@ -46,23 +43,15 @@ def generate(
     Raises:
       ValueError: an empty prompt, an id outside the vocabulary, or an option outside its range.
     """
-    prompts, single = _as_prompts(prompt_tokens, model.config.vocab_size)
-    ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    prompts, single = as_prompts(prompt_tokens, model.config.vocab_size)
+    ends = as_ends(eos_token_id)
     _check_options(max_new_tokens, temperature, top_k, top_p, ends, model.config.vocab_size)
 
-    longest = max(map(len, prompts))
-    padded_length = -(-longest // PROMPT_BUCKET) * PROMPT_BUCKET
-    tokens = np.zeros((len(prompts), padded_length), np.int32)
-    segment_ids = np.zeros_like(tokens)
-    for row, prompt in enumerate(prompts):
-        tokens[row, padded_length - len(prompt) :] = prompt
-        segment_ids[row, padded_length - len(prompt) :] = 1
-
+    tokens, segment_ids = left_padded(prompts)
     graph, parameters = nnx.split(model)
     decode = _compiled(max_new_tokens, float(temperature), top_k, top_p, tuple(ends))
     produced, lengths = decode(graph, parameters, tokens, segment_ids, jax.random.key(seed))
-    rows = [row[:length].tolist() for row, length in zip(np.asarray(produced), np.asarray(lengths), strict=True)]
-    return rows[0] if single else rows
+    return new_tokens(produced, lengths, single)
 
 
 @functools.cache
@@ -109,31 +98,14 @@ def _decode(max_new_tokens, temperature, top_k, top_p, ends, graph, parameters, 
     return produced, lengths
 
 
-def _as_prompts(prompt_tokens, vocab_size: int) -> tuple[list[list[int]], bool]:
-    """The prompts as lists of ints, and whether one flat prompt was given."""
-    rows = prompt_tokens.tolist() if hasattr(prompt_tokens, "tolist") else list(prompt_tokens)
-    single = bool(rows) and not hasattr(rows[0], "__len__")
-    rows = [rows] if single else rows
-    prompts = [row.tolist() if hasattr(row, "tolist") else list(row) for row in rows]
-    if not prompts or not all(prompts):
-        raise ValueError("prompt_tokens must hold at least one prompt of at least one token; got " + repr(prompts)[:80])
-    for row, prompt in enumerate(prompts):
-        for token in prompt:
-            if isinstance(token, bool) or int(token) != token or not 0 <= token < vocab_size:
-                raise ValueError(f"prompt {row} holds {token!r}; token ids are integers from 0 to {vocab_size - 1}")
-    return prompts, single
-
-
 def _check_options(max_new_tokens, temperature, top_k, top_p, ends, vocab_size):
     problems = []
-    if max_new_tokens < 1:
-        problems.append(f"max_new_tokens must be at least 1; got {max_new_tokens}")
     if not temperature >= 0:
         problems.append(f"temperature must be 0 or more; got {temperature}")
     if top_k is not None and top_k < 1:
         problems.append(f"top_k must be at least 1; got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
         problems.append(f"top_p must lie in (0, 1]; got {top_p}")
-    problems += [f"eos_token_id {end} is outside the vocabulary of {vocab_size}" for end in ends if not 0 <= end < vocab_size]
+    problems += check_lengths(max_new_tokens, ends, vocab_size)
     if problems:
         raise ValueError("; ".join(problems))

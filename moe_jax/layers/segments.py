@@ -1,8 +1,10 @@
-"""Packed sequences: which tokens belong together, and where in its document a token stands."""
+"""Packed sequences: which tokens belong together, where in its document a token stands, and which stand behind it."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
+
+from moe_jax.parallel.context import ContextParallel
 
 
 def segment_positions(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
@@ -10,3 +12,22 @@ def segment_positions(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     starts = jnp.concatenate([jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+
+
+def later(x: Int[Array, "batch seq"], offset: int, context_parallel: ContextParallel | None = None) -> Int[Array, "batch seq"]:
+    """What stands `offset` tokens later in the row, 0 behind its end; with `context_parallel` of this device's tokens."""
+    if context_parallel is not None:
+        return context_parallel.later(x, offset)
+    return jnp.pad(x, ((0, 0), (0, offset)))[:, offset:]
+
+
+def reaches(
+    segment_ids: Int[Array, "batch seq"], offset: int, context_parallel: ContextParallel | None = None
+) -> Bool[Array, "batch seq"]:
+    """Whether a token's document goes on for `offset` tokens behind it: [7 7 7 8 8 0], 1 -> [1 1 0 1 0 0]."""
+    if context_parallel is None:
+        starts = jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - segment_positions(segment_ids)
+    else:
+        starts = context_parallel.starts_of_segments(segment_ids)
+    # Counted from 1: 0 is what stands behind the end.
+    return (segment_ids != 0) & (later(starts + 1, offset, context_parallel) == starts + 1)

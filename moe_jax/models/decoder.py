@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import ModelConfig, Stage
 from moe_jax.layers.attend import Attend
@@ -21,8 +21,9 @@ from moe_jax.layers.moe import MoE
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.rope import rope_tables
 from moe_jax.layers.router import ExpertBias, RouterStatistics, Routing, load_balancing_loss
-from moe_jax.layers.segments import segment_positions
+from moe_jax.layers.segments import later, reaches, segment_positions
 from moe_jax.layers.stack import run_layers
+from moe_jax.models.mtp import TokenPredictor
 from moe_jax.models.output import HiddenStates, ModelOutput
 from moe_jax.parallel.context import ContextParallel
 from moe_jax.parallel.expert import ExpertParallel
@@ -42,6 +43,7 @@ class Decoder(nnx.Module):
       rngs: `nnx.Rngs(seed)` for the random initialisation.
 
     Attributes:
+      stages: the layers of `config.stages`, and behind them the modules of `config.mtp_stages`.
       source: the folder that the weights were read from, if any; `save_pretrained` passes its tokenizer files along.
     """
 
@@ -52,7 +54,9 @@ class Decoder(nnx.Module):
         self.source: str | None = None
         std = config.initializer_range
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, stddev=std, param_dtype=param_dtype, rngs=rngs)
-        self.stages = nnx.List([self._decoder_layers(stage, param_dtype, rngs) for stage in config.stages])
+        layers = [self._decoder_layers(stage, param_dtype, rngs) for stage in config.stages]
+        predictors = [self._predictor(stage, param_dtype, rngs) for stage in config.mtp_stages]
+        self.stages = nnx.List([*layers, *predictors])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, param_dtype=param_dtype)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, stddev=std, param_dtype=param_dtype, rngs=rngs)
@@ -101,56 +105,112 @@ class Decoder(nnx.Module):
         """
         config = self.config
         self._check_shapes(tokens, positions, segment_ids, cache, expert_ids)
-        if cache is not None and context_parallel is not None:
-            raise ValueError("cache and context_parallel cannot be given together: cached tokens are not split over devices")
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
-        segments = segment_ids if context_parallel is None else context_parallel.starts_of_segments(segment_ids)
-        if positions is None:
-            positions = segment_positions(segment_ids) if context_parallel is None else context_parallel.positions(segments)
-        cos, sin = rope_tables(positions, config.rope_parameters, config.rotary_dim, config.max_position_embeddings)
+        counted = segment_ids != 0
+        shared, memory = self._surroundings(positions, segment_ids, cache, context_parallel, counted, sequence_balance)
         windows = None
         if any(config.layer_windows):
             windows = jnp.array([window or NO_WINDOW for window in config.layer_windows], jnp.int32)
-        memory = None
-        if cache is not None:
-            start = (0, cache.length)
-            memory = replace(cache, segment_ids=jax.lax.dynamic_update_slice(cache.segment_ids, segment_ids, start))
-
+        options = dict(
+            remat=remat,
+            force_balanced_routing=force_balanced_routing,
+            context_parallel=context_parallel,
+            expert_parallel=expert_parallel,
+        )
         x = self.embed_tokens(tokens, self.dtype)
-        valid = (segment_ids != 0).reshape(-1)
-        sequences = Sequences.of(segment_ids, context_parallel) if sequence_balance else None
         routings, first_moe_layer = [], 0
-        gathers = [None] * len(config.stages) if layer_gathers is None else layer_gathers
-        for stage, layers, gather in zip(config.stages, self.stages, gathers, strict=True):
-            graph, parameters, *biases = nnx.split(layers, nnx.Param, ExpertBias)
+        for s, stage in enumerate(config.stages):
             rows = slice(stage.first_layer, stage.first_layer + stage.num_layers)
             replay = None
             if stage.sparse and expert_ids is not None:
                 replay = expert_ids[first_moe_layer : first_moe_layer + stage.num_layers]
             first_moe_layer += stage.num_layers if stage.sparse else 0
-
-            def body(shared, of_layer, carry, parameters, graph=graph):
-                cos, sin, segments, valid, sequences = shared
-                layer, window, replay, biases = of_layer
-                x, memory = carry
-                attend = Attend(segments, layer, window, memory, context_parallel)
-                block = nnx.merge(graph, parameters, *biases)
-                x, memory, routing = block(
-                    x, cos, sin, attend, valid, replay, force_balanced_routing, expert_parallel, sequences
-                )
-                return (x, memory), routing
-
-            of_layer = jnp.arange(rows.start, rows.stop), None if windows is None else windows[rows], replay, biases
-            run = partial(run_layers, jax.checkpoint(body, prevent_cse=False) if remat else body)
-            (x, memory), routing = run((cos, sin, segments, valid, sequences), of_layer, (x, memory), parameters, gather)
+            of_layer = jnp.arange(rows.start, rows.stop), None if windows is None else windows[rows], replay
+            gather = None if layer_gathers is None else layer_gathers[s]
+            (x, memory), routing = _run_stage(self.stages[s], shared, of_layer, (x, memory), gather, **options)
             if stage.sparse:
                 routings.append(routing)
+        *_, sequences = shared
+        return _collect(self.norm(x), routings, counted, sequences, memory)
 
-        if memory is not None:
-            memory = replace(memory, length=memory.length + tokens.shape[1])
-        router, chosen = _collect(routings, valid, sequences, tokens.shape)
-        return HiddenStates(self.norm(x), router, chosen, memory)
+    def further_hidden_states(
+        self,
+        hidden: Float[Array, "batch seq hidden"],
+        tokens: Int[Array, "batch seq"],
+        positions: Int[Array, "batch seq"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        **options,
+    ) -> list[HiddenStates]:
+        """What `predict` gives of each module in turn: `head_weight` makes of entry k - 1 at i the logits of token i + k + 1.
+
+        Args:
+          hidden: `HiddenStates.hidden` for these tokens.
+          options: as in `predict`.
+        """
+        if segment_ids is None:
+            segment_ids = jnp.ones_like(tokens)
+        context_parallel = options.get("context_parallel")
+        further = []
+        for k in range(1, len(self.config.mtp_stages) + 1):
+            valid = reaches(segment_ids, k, context_parallel)
+            following = later(tokens, k, context_parallel)
+            further.append(self.predict(k, hidden, following, positions, segment_ids, valid=valid, **options))
+            hidden = further[-1].hidden
+        return further
+
+    def predict(
+        self,
+        module: int,
+        hidden: Float[Array, "batch seq hidden"],
+        following: Int[Array, "batch seq"],
+        positions: Int[Array, "batch seq"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        *,
+        valid: Bool[Array, "batch seq"] | None = None,
+        cache: KVCache | None = None,
+        remat: bool = False,
+        force_balanced_routing: bool = False,
+        context_parallel: ContextParallel | None = None,
+        expert_parallel: ExpertParallel | None = None,
+        layer_gathers: Sequence[LayerGather | None] | None = None,
+        sequence_balance: bool = False,
+    ) -> HiddenStates:
+        """Hidden states of one of the modules that predict further tokens (`models.mtp`).
+
+        Args:
+          module: its number, from 1.
+          hidden: `HiddenStates.hidden` of the model for module 1, else of module - 1.
+          following: for each token the one that stands `module` places behind it.
+          positions, segment_ids: those of the tokens that `hidden` is of.
+          valid: where there is such a token in the document, for the router's sums; default: everywhere but in padding. A
+            token where there is none is the document's last or near it, so that no other sees it.
+          cache: of this module's layer alone, as in `hidden_states`.
+          remat, force_balanced_routing, context_parallel, expert_parallel, layer_gathers, sequence_balance: as in
+            `hidden_states`. A sequence is that of the tokens that are counted.
+        """
+        stages = self.config.mtp_stages
+        if not 1 <= module <= len(stages):
+            raise ValueError(f"module must be from 1 to the {len(stages)} modules that this model has; got {module}")
+        self._check_shapes(following, positions, segment_ids, cache, None)
+        if segment_ids is None:
+            segment_ids = jnp.ones_like(following)
+        counted = segment_ids != 0 if valid is None else valid
+        shared, memory = self._surroundings(positions, segment_ids, cache, context_parallel, counted, sequence_balance)
+        s = len(self.config.stages) + module - 1
+        (x, memory), routing = _run_stage(
+            self.stages[s],
+            shared,
+            (jnp.zeros(1, jnp.int32), None, None),
+            ((hidden, self.embed_tokens(following, self.dtype)), memory),
+            None if layer_gathers is None else layer_gathers[s],
+            remat=remat,
+            force_balanced_routing=force_balanced_routing,
+            context_parallel=context_parallel,
+            expert_parallel=expert_parallel,
+        )
+        *_, sequences = shared
+        return _collect(x[0], [routing] if stages[module - 1].sparse else [], counted, sequences, memory)
 
     @property
     def head_weight(self) -> Float[Array, "vocab hidden"]:
@@ -174,6 +234,11 @@ class Decoder(nnx.Module):
         mlp = MLP(config.hidden_size, config.intermediate_size, stddev=config.initializer_range, **stacked, rngs=rngs)
         return DecoderLayer(config, mlp, self._attention(**stacked, rngs=rngs), **stacked)
 
+    def _predictor(self, stage: Stage, param_dtype, rngs: nnx.Rngs) -> TokenPredictor:
+        """A module that predicts further tokens, stacked as a stage of one layer."""
+        block = self._decoder_layers(stage, param_dtype, rngs)
+        return TokenPredictor(self.config, block, stack=(stage.num_layers,), param_dtype=param_dtype, rngs=rngs)
+
     def _attention(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> nnx.Module:
         """The attention of so many layers, called as `layers.attention.Attention` is."""
         raise NotImplementedError
@@ -181,6 +246,24 @@ class Decoder(nnx.Module):
     def _experts(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> MoE:
         """The mixture of experts of so many layers, for architectures that have some."""
         raise NotImplementedError
+
+    def _surroundings(
+        self, positions, segment_ids, cache: KVCache | None, context_parallel: ContextParallel | None, valid, sequence_balance
+    ):
+        """What layers know of the tokens, (cos, sin, segments, valid, sequences), and the cache with their segments in it."""
+        config = self.config
+        if cache is not None and context_parallel is not None:
+            raise ValueError("cache and context_parallel cannot be given together: cached tokens are not split over devices")
+        segments = segment_ids if context_parallel is None else context_parallel.starts_of_segments(segment_ids)
+        if positions is None:
+            positions = segment_positions(segment_ids) if context_parallel is None else context_parallel.positions(segments)
+        cos, sin = rope_tables(positions, config.rope_parameters, config.rotary_dim, config.max_position_embeddings)
+        memory = None
+        if cache is not None:
+            start = (0, cache.length)
+            memory = replace(cache, segment_ids=jax.lax.dynamic_update_slice(cache.segment_ids, segment_ids, start))
+        sequences = Sequences.of(jnp.where(valid, segment_ids, 0), context_parallel) if sequence_balance else None
+        return (cos, sin, segments, valid, sequences), memory
 
     def _check_shapes(self, tokens, positions, segment_ids, cache, expert_ids):
         if tokens.ndim != 2:
@@ -262,10 +345,34 @@ class SparseDecoderLayer(DecoderLayer):
         return out.reshape(x.shape), routing
 
 
-def _collect(
-    routings: list[Routing], valid, sequences: Sequences | None, token_shape
-) -> tuple[RouterStatistics, Int[Array, "moe_layers batch seq k"]]:
-    """The stages' routings as one array over all MoE layers each."""
+def _run_stage(
+    layers: nnx.Module, shared, of_layer, carry, gather, *, remat, force_balanced_routing, context_parallel, expert_parallel
+):
+    """The layers of a stage one after the other: (the (x, memory) behind the last, the routing of each).
+
+    `of_layer` is (index in the memory, window, experts to replay) of each layer.
+    """
+    graph, parameters, *biases = nnx.split(layers, nnx.Param, ExpertBias)
+
+    def body(shared, of_layer, carry, parameters):
+        cos, sin, segments, valid, sequences = shared
+        (layer, window, replay), biases = of_layer
+        x, memory = carry
+        attend = Attend(segments, layer, window, memory, context_parallel)
+        block = nnx.merge(graph, parameters, *biases)
+        x, memory, routing = block(
+            x, cos, sin, attend, valid.reshape(-1), replay, force_balanced_routing, expert_parallel, sequences
+        )  # fmt: skip
+        return (x, memory), routing
+
+    body = jax.checkpoint(body, prevent_cse=False) if remat else body
+    return run_layers(body, shared, (of_layer, biases), carry, parameters, gather)
+
+
+def _collect(hidden, routings: list[Routing], valid, sequences: Sequences | None, memory: KVCache | None) -> HiddenStates:
+    """The stages' routings as one array over all MoE layers each, and the tokens counted in the cache."""
+    if memory is not None:
+        memory = replace(memory, length=memory.length + valid.shape[1])
     num_tokens = valid.sum().astype(jnp.float32)
     num_sequences = jnp.zeros((), jnp.float32) if sequences is None else sequences.share(jnp.float32).sum()
     if not routings:
@@ -280,7 +387,7 @@ def _collect(
             sequence_balance_sum=of_layers,
             num_sequences=num_sequences,
         )
-        return stats, jnp.zeros((0, *token_shape, 0), jnp.int32)
+        return HiddenStates(hidden, stats, jnp.zeros((0, *valid.shape, 0), jnp.int32), memory)
     joined = jax.tree.map(lambda *layers: jnp.concatenate(layers), *routings)
     stats = RouterStatistics(
         expert_load=joined.expert_load,
@@ -292,4 +399,4 @@ def _collect(
         sequence_balance_sum=joined.sequence_balance_sum,
         num_sequences=num_sequences,
     )
-    return stats, joined.experts.reshape(joined.experts.shape[0], *token_shape, -1)
+    return HiddenStates(hidden, stats, joined.experts.reshape(joined.experts.shape[0], *valid.shape, -1), memory)

@@ -1,10 +1,9 @@
 """DeepSeek-V3 (DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437) and DeepSeek-V2 (https://arxiv.org/abs/2405.04434).
 
 Latent attention, dense first layers, and experts of two kinds: every token uses the shared ones, and k of the others, which
-the router chooses in a few groups. The layers that predict further tokens are not part of this model.
+the router chooses in a few groups. Behind the layers stand modules that predict further tokens (`models.mtp`).
 """
 
-from dataclasses import replace
 from typing import Any
 
 from flax import nnx
@@ -20,10 +19,6 @@ class DeepseekV3(Decoder):
     """A DeepSeek-V3 or V2 language model; arguments and calls as `Decoder`."""
 
     config: DeepseekV3Config
-
-    def __init__(self, config: DeepseekV3Config, **options):
-        # A checkpoint written from this model has none of the layers that predict further tokens.
-        super().__init__(replace(config, num_nextn_predict_layers=0), **options)
 
     def _attention(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> LatentAttention:
         return LatentAttention(self.config, stack=stack, param_dtype=param_dtype, rngs=rngs)

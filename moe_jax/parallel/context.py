@@ -53,6 +53,10 @@ class ContextParallel:
         """Each token's index in its segment."""
         return own_tokens(starts.shape[1], axis_name=self.axis_name, layout=self.layout) - starts
 
+    def later(self, x: Int[Array, "batch seq"], offset: int) -> Int[Array, "batch seq"]:
+        """See the function of this name."""
+        return later(x, offset, axis_name=self.axis_name, layout=self.layout)
+
     def attention(
         self,
         q,
@@ -169,6 +173,17 @@ def starts_of_segments(
     begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     starts = shard_sequence(lax.cummax(jnp.where(begins, index, 0), axis=1), axis_size, layout)
     return lax.dynamic_slice_in_dim(starts, lax.axis_index(axis_name) * length, length, axis=1)
+
+
+def later(
+    x: Int[Array, "batch seq"], offset: int, *, axis_name: str = "context", layout: Layout = "zigzag"
+) -> Int[Array, "batch seq"]:
+    """What stands `offset` tokens later in the sequence, wherever that lies; 0 behind its end. 4 bytes a token are gathered."""
+    length, axis_size = x.shape[1], lax.axis_size(axis_name)
+    moved = jnp.pad(_gather(x, axis_name, layout), ((0, 0), (0, offset)))[:, offset:]
+    return lax.dynamic_slice_in_dim(
+        shard_sequence(moved, axis_size, layout), lax.axis_index(axis_name) * length, length, axis=1
+    )
 
 
 def own_tokens(length: int, *, axis_name: str = "context", layout: Layout = "zigzag") -> Int[Array, "length"]:

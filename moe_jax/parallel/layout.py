@@ -24,6 +24,7 @@ _MATRICES = {
     "k_proj": 2,
     "v_proj": 2,
     "o_proj": 2,
+    "eh_proj": 2,
     "gate_proj": 2,
     "up_proj": 2,
     "down_proj": 2,

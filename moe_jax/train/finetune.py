@@ -78,8 +78,14 @@ def finetune(
         alone = settings.mesh.size == 1 and jax.process_count() == 1
         mesh = None if alone else make_mesh(**asdict(settings.mesh))
         dtype, param_dtype = jnp.dtype(settings.dtype), jnp.dtype(settings.param_dtype)
-        model = from_pretrained(settings.model, dtype=dtype, param_dtype=param_dtype, mesh=mesh)
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, mesh=mesh)
+        model = from_pretrained(settings.model, mtp=settings.mtp_loss_coef > 0, **options)
     config = model.config
+    if config.mtp_stages and not settings.mtp_loss_coef:
+        raise ValueError(
+            "mtp_loss_coef=0 would leave the model's modules that predict further tokens behind while the model changes; "
+            "give them a factor, or load the model without them: from_pretrained(..., mtp=False)"
+        )
     parallelism = _parallelism(model)
     _check_all_processes_compute(parallelism)
     stream = batches(documents, tokenizer, seq_len=settings.seq_len, batch_size=settings.batch_size, seed=settings.seed)
@@ -110,6 +116,7 @@ def finetune(
         sequence_loss_coef=sequence_loss_coef,
         z_loss_coef=settings.z_loss_coef,
         expert_bias_update_rate=settings.expert_bias_update_rate,
+        mtp_loss_coef=settings.mtp_loss_coef,
         gradient_accumulation=settings.gradient_accumulation,
         remat=settings.remat,
         force_balanced_routing=settings.force_balanced_routing,
@@ -159,15 +166,17 @@ def finetune(
                 "min_mean_expert_load": min_mean_load(host["expert_load"]),
                 "num_dropped": int(host["num_dropped"]),
             }
-            if config.moe_layers:
+            if config.routed_layers:
                 record["router_entropy"] = float(host["router_entropy"].mean())
             if "expert_bias_range" in host:
                 smallest, largest = host["expert_bias_range"].T
                 record["max_expert_bias_range"] = float((largest - smallest).max())
+            if config.mtp_stages:
+                record["mtp_loss"] = float(host["mtp_loss"])
             if not (math.isfinite(float(host["total_loss"])) and math.isfinite(record["grad_norm"])):
                 raise FloatingPointError(_describe_failure(record, batch, documents))
             if writer is not None:
-                writer.write(record, of_layers(host, config.moe_layers))
+                writer.write(record, of_layers(host, config.routed_layers))
                 progress.update()
                 if progress.disable:
                     print(f"step {step}: {_one_line(record)}", flush=True)

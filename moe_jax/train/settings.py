@@ -31,6 +31,8 @@ class FinetuneSettings:
         seq_aux says that it is meant so (DeepSeek's), else 0.
       z_loss_coef: the router z-loss's factor.
       expert_bias_update_rate: how far a step moves the biases of models that balance their load with them; 0: not at all.
+      mtp_loss_coef: the factor of the loss of further tokens, for models with modules that predict some (DeepSeek-V3 was
+        pretrained with 0.3, at the end 0.1). 0: the modules are left out, of the run and of the trained model.
       seed: of the order of documents.
       checkpoint_every: steps between checkpoints; the last step always has one.
       keep_checkpoints: how many of the latest stay.
@@ -62,6 +64,7 @@ class FinetuneSettings:
     sequence_loss_coef: float | None = None
     z_loss_coef: float = 0.0
     expert_bias_update_rate: float = 0.001
+    mtp_loss_coef: float = 0.1
     seed: int = 0
     checkpoint_every: int = 200
     keep_checkpoints: int = 3
@@ -94,6 +97,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
             "aux_loss_coef",
             "sequence_loss_coef",
             "z_loss_coef",
+            "mtp_loss_coef",
             "expert_bias_update_rate",
         ),
         "a number from 0 to 1": ("min_learning_rate_ratio",),

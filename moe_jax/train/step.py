@@ -78,6 +78,7 @@ def make_train_step(
     sequence_loss_coef: float = 0.0,
     z_loss_coef: float = 0.0,
     expert_bias_update_rate: float = 0.001,
+    mtp_loss_coef: float = 0.1,
     gradient_accumulation: int = 1,
     remat: bool = True,
     force_balanced_routing: bool = False,
@@ -94,15 +95,18 @@ def make_train_step(
       schedule: the learning rate, for the metrics only.
       expert_bias_update_rate: how far a step moves each expert's bias (gamma of the DeepSeek-V3 report), for models that have
         some; 0 leaves them as they are.
+      mtp_loss_coef: the factor of the loss of further tokens, for models with modules that predict some; 0 is for models
+        without: of modules that are not run the load is not known, by which biases move.
       parallelism: the mesh that the state lies on, and how the model is spread over it. Losses, gradients and metrics are
         those of the whole batch on one device. None: one device, or all collectives left to XLA.
 
     Returns:
-      metrics are f32 scalars: loss (cross-entropy a label), aux_loss, sequence_loss (0 if its factor is), z_loss, total_loss,
-      grad_norm (before clipping), num_labels, num_tokens (without padding), learning_rate if there is a schedule; f32
-      router_entropy [moe_layers] (mean over tokens, nats) and, after the step, expert_bias_range [moe_layers, 2] (smallest and
-      largest) if there are biases; and int32: expert_load [moe_layers, E], num_dropped (choices that no expert computed, over
-      all layers; 0 unless `ExpertParallel.drop` is set).
+      metrics are f32 scalars: loss (cross-entropy a label), aux_loss, sequence_loss (0 if its factor is), z_loss, mtp_loss
+      (cross-entropy of further tokens; 0 without modules that predict some), total_loss, grad_norm (before clipping),
+      num_labels, num_tokens (without padding), learning_rate if there is a schedule; f32 router_entropy [moe_layers] (mean over
+      tokens, nats) and, after the step, expert_bias_range [moe_layers, 2] (smallest, largest) if there are biases; and int32:
+      expert_load [moe_layers, E], num_dropped (choices that no expert computed, over all layers; 0 unless
+      `ExpertParallel.drop` is set). Modules' layers are the last of moe_layers.
     """
 
     def micro_loss(params, expert_bias, batch, num_labels, **options):
@@ -112,6 +116,7 @@ def make_train_step(
             aux_loss_coef=aux_loss_coef,
             sequence_loss_coef=sequence_loss_coef,
             z_loss_coef=z_loss_coef,
+            mtp_loss_coef=mtp_loss_coef,
             num_labels=num_labels,
             router_share=1 / gradient_accumulation,
             remat=remat,
@@ -146,12 +151,13 @@ def make_train_step(
             "aux_loss": parts.aux_loss / gradient_accumulation,
             "sequence_loss": parts.sequence_loss / gradient_accumulation,
             "z_loss": parts.z_loss / gradient_accumulation,
+            "mtp_loss": parts.mtp_cross_entropy / num_labels.clip(1),
             "total_loss": total,
             "grad_norm": optax.tree.norm(grads),
             "num_labels": num_labels,
             "num_tokens": parts.num_tokens,
             "expert_load": parts.expert_load,
-            "router_entropy": parts.entropy_sum / parts.num_tokens.clip(1),
+            "router_entropy": parts.entropy_sum / parts.routed_tokens.clip(1),
             "num_dropped": parts.num_dropped,
         }
         if stages := jax.tree.leaves(expert_bias):

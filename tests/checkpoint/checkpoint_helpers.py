@@ -35,6 +35,7 @@ DEEPSEEK_SIZES = dict(
     topk_group=1,
     num_experts_per_tok=2,
     first_k_dense_replace=1,
+    num_nextn_predict_layers=0,
 )
 
 

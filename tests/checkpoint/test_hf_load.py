@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import transformers
 from checkpoint_helpers import (
     edit_config,
     fuse_experts,
@@ -30,7 +31,7 @@ from moe_jax.checkpoint.hf_names import export
 
 def assert_holds(model, stored: dict[str, torch.Tensor]):
     """The model's parameters are the stored tensors, bit for bit."""
-    flat = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    flat = dict(nnx.to_flat_state(nnx.state(model)))
     exported = dict(export(model.config, flat))
     assert exported.keys() == stored.keys()
     for name, array in exported.items():
@@ -144,21 +145,41 @@ def test_rotary_tables_and_a_tied_head_are_ignored(tmp_path):
     assert_holds(from_pretrained(tmp_path, dtype=jnp.float32), stored)
 
 
-def test_layers_that_predict_further_tokens_are_left_out_with_one_line(tmp_path, caplog):
-    write_checkpoint(tmp_path, deepseek=True)
-    expected = parameters(from_pretrained(tmp_path, dtype=jnp.float32))
-    assert not caplog.records
-    weights = read_weights(tmp_path)
-    names = ("eh_proj", "enorm", "shared_head.head", "self_attn.q_a_proj", "mlp.experts.0.up_proj")
-    rewrite_weights(tmp_path, weights | {f"model.layers.3.{name}.weight": torch.ones(2, 2) for name in names})
+def test_modules_that_predict_further_tokens_are_loaded_where_there_are_some(tmp_path, caplog):
+    theirs = write_checkpoint(tmp_path, deepseek=True)
+    stored = read_weights(tmp_path)
+    edit_config(tmp_path, num_nextn_predict_layers=1)  # as in what transformers writes, which has none of their tensors
+    assert from_pretrained(tmp_path, dtype=jnp.float32).config.num_nextn_predict_layers == 0
+
+    layer = {name.replace("layers.2.", "layers.3."): tensor + 1 for name, tensor in stored.items() if "layers.2." in name}
+    shapes = {"enorm": (16,), "hnorm": (16,), "shared_head.norm": (16,), "eh_proj": (16, 32)}
+    own = layer | {f"model.layers.3.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    shared = {"embed_tokens": stored["model.embed_tokens.weight"], "shared_head.head": stored["lm_head.weight"]}
+    published = stored | own | {f"model.layers.3.{name}.weight": t.clone() for name, t in shared.items()}
+    rewrite_weights(tmp_path, published)
     model = from_pretrained(tmp_path, dtype=jnp.float32)
-    assert same_bits(parameters(model), expected)
-    assert [record.message.split(": ")[1] for record in caplog.records] == [
-        "5 tensors of layers that predict further tokens, from layer 3 on, are left out, and are not written back"
-    ]
-    assert model.config.num_nextn_predict_layers == 0
+    assert_holds(model, published)
+    model.save_pretrained(tmp_path / "again")
+    assert same_bits(read_weights(tmp_path / "again"), published)
+    assert from_pretrained(tmp_path / "again").config == model.config
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")  # takes no notice of them
+    assert same_bits(loaded.state_dict(), theirs.state_dict())
+    without = from_pretrained(tmp_path, dtype=jnp.float32, mtp=False)
+    assert without.config.num_nextn_predict_layers == 0
+    assert_holds(without, stored)
+    assert not [record for record in caplog.records if record.name.startswith("moe_jax")]
+
+    rewrite_weights(tmp_path, stored | own | {"model.layers.3.embed_tokens.weight": torch.randn(61, 16)})
+    assert_holds(from_pretrained(tmp_path, dtype=jnp.float32), published)
+    message = "model.layers.3.embed_tokens.weight is no copy of model.embed_tokens.weight, which is taken for both"
+    assert [record.message.split(": ")[1] for record in caplog.records if record.name.startswith("moe_jax")] == [message]
+
+    del own["model.layers.3.eh_proj.weight"]
+    rewrite_weights(tmp_path, stored | own | {"model.layers.3.gate.weight": torch.ones(2, 2)})
+    with pytest.raises(ValueError, match="eh_proj.weight: missing\n.*layers.3.gate.weight: unexpected"):
+        from_pretrained(tmp_path)
     edit_config(tmp_path, num_nextn_predict_layers=0)
-    with pytest.raises(ValueError, match="model.layers.3.eh_proj.weight: unexpected"):
+    with pytest.raises(ValueError, match="model.layers.3.enorm.weight: unexpected"):
         from_pretrained(tmp_path)
 
 

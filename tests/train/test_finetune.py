@@ -42,6 +42,16 @@ def test_the_loss_falls_and_every_step_is_logged(tmp_path):
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
+def test_further_tokens_are_learned_and_logged_or_refused(tmp_path):
+    model = tiny.deepseek(mtp=1, layers=1)
+    with pytest.raises(ValueError, match="mtp_loss_coef=0 would leave the model's modules"):
+        finetune(settings(tmp_path, mtp_loss_coef=0), model=model, tokenizer=tiny.tokenizer())
+    result = finetune(settings(tmp_path, steps=12), model=model, tokenizer=tiny.tokenizer())
+    losses = [record["mtp_loss"] for record in result.metrics]
+    assert losses[-1] < 0.9 * losses[0] and result.model.config.num_nextn_predict_layers == 1
+    assert len(read_records(tmp_path / "run" / "expert_load.jsonl")[0]["expert_load"]) == 1
+
+
 def test_tensorboard_gets_every_scalar(tmp_path, capsys):
     finetune(settings(tmp_path, steps=2, warmup_steps=0, tensorboard=True), model=tiny.model(), tokenizer=tiny.tokenizer())
     (events,) = (tmp_path / "run" / "tensorboard").iterdir()

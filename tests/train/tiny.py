@@ -54,24 +54,38 @@ def model(**options):
     return moe_jax.from_config(config, rngs=nnx.Rngs(0), **{"dtype": jnp.float32, **options})
 
 
-def deepseek(**options):
-    """A dense layer and two with eight experts in four groups, of which a token uses two in two groups, and a shared one."""
-    config = deepseek_config(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=8, n_group=4, topk_group=2)
+def deepseek(mtp=0, layers=3, vocab_size=264, **options):
+    """A dense layer and two with eight experts in four groups, of which a token uses two in two groups, and a shared one.
+
+    `mtp` is the number of modules that predict further tokens.
+    """
+    config = deepseek_config(
+        vocab_size=vocab_size,
+        num_hidden_layers=layers,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        num_nextn_predict_layers=mtp,
+    )
     made = moe_jax.from_config(config, rngs=nnx.Rngs(0), **{"dtype": jnp.float32, **options})
-    bias = made.stages[1].mlp.router.expert_bias
-    bias[...] = jnp.linspace(-0.1, 0.1, bias.size).reshape(bias.shape)
+    for stage in made.stages[1:]:
+        bias = getattr(stage, "block", stage).mlp.router.expert_bias
+        bias[...] = jnp.linspace(-0.1, 0.1, bias.size, dtype=jnp.float32).reshape(bias.shape)
     return made
 
 
 def biased_model(**options):
     """Two layers, four experts with biases of zero, of which a token uses two, and a shared one."""
-    config = deepseek_config(num_hidden_layers=2, first_k_dense_replace=0, n_routed_experts=4, n_group=1, topk_group=1)
+    config = deepseek_config(
+        num_hidden_layers=2, first_k_dense_replace=0, n_routed_experts=4, n_group=1, topk_group=1, num_nextn_predict_layers=0
+    )
     return moe_jax.from_config(config, rngs=nnx.Rngs(0), **{"dtype": jnp.float32, **options})
 
 
-def deepseek_config(**sizes):
+def deepseek_config(vocab_size=264, **sizes):
     return moe_jax.DeepseekV3Config(
-        vocab_size=264,
+        vocab_size=vocab_size,
         hidden_size=16,
         intermediate_size=32,
         moe_intermediate_size=16,

@@ -1,5 +1,7 @@
 """A training step with parameters, experts, rows and sequences spread over meshes of eight: one device's, metrics included."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,9 +55,12 @@ def train(batch, parallelism=None, steps=2, make_model=tiny.model, **options):
         ({"fsdp": 2, "expert": 4}, {}),
         ({"expert": 2, "context": 4}, {"remat": False}),
         ({"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2}),
-        ({"fsdp": 2, "expert": 2, "context": 2}, {"make_model": tiny.deepseek}),
+        (
+            {"fsdp": 2, "expert": 2, "context": 2},
+            {"make_model": partial(tiny.deepseek, mtp=1), "mtp_loss_coef": 0.3, "sequence_loss_coef": 0.1},
+        ),
     ],
-    ids=str,
+    ids=["moe-fsdp-expert", "moe-expert-context", "moe-data-fsdp-context", "deepseek-mtp"],
 )
 def test_two_steps_are_those_of_one_device(sizes, options):
     batch = make_batch(np.random.default_rng())

@@ -1,0 +1,149 @@
+"""Modules that predict further tokens: values and every gradient of the paper's equations, and documents kept apart."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from moe_jax.layers.router import ExpertBias
+from moe_jax.layers.segments import later, reaches
+from moe_jax.models.decoder import _run_stage
+from moe_jax.train import loss
+
+SEGMENTS = np.array([[1, 1, 1, 1, 1, 2, 2, 0], [3, 3, 3, 3, 3, 3, 3, 3]])
+
+
+def make_batch(rng):
+    positions = np.array([[0, 1, 2, 3, 4, 0, 1, 0], np.arange(8)])
+    tokens = rng.integers(0, 264, SEGMENTS.shape)
+    # The last token of the second row is followed by one that is not in the row.
+    labels = np.append(tokens[:, 1:], rng.integers(0, 264, (2, 1)), axis=1)
+    mask = np.append(SEGMENTS[:, 1:] == SEGMENTS[:, :-1], [[False], [True]], axis=1) & (SEGMENTS != 0)
+    mask &= rng.random(mask.shape) < 0.8
+    arrays = dict(tokens=tokens, labels=labels, loss_mask=mask, positions=positions, segment_ids=SEGMENTS)
+    return {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
+
+
+def jitted(function):
+    """Compiled without optimisation: most of these tests is compilation."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def rms_norm(x, weight, eps=1e-6):
+    return weight * x / jnp.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
+
+
+def chain_by_hand(model, batch):
+    """The mean over modules of equation 24 times the labels, document by document; decoder layers alone are the model's."""
+    embedding, head = model.embed_tokens.weight[...], model.head_weight
+    main = model.hidden_states(batch["tokens"], batch["positions"], batch["segment_ids"]).hidden
+    total = 0.0
+    for row in range(2):
+        for document in sorted({*SEGMENTS[row]} - {0}):
+            at = np.flatnonzero(SEGMENTS[row] == document)
+            tokens, labels, mask = (batch[name][row, at] for name in ("tokens", "labels", "loss_mask"))
+            hidden = main[row, at]
+            for k in (1, 2):
+                if len(at) <= k:
+                    break
+                module = jax.tree.map(lambda x: x[0], nnx.state(predictor(model, k)))
+                weight = {name: module[name]["weight"][...] for name in ("enorm", "hnorm", "eh_proj", "norm")}
+                # Equation 21 for i = 1 to T - k, with the embedding in front as in the published weights.
+                e = rms_norm(embedding[tokens[k:]], weight["enorm"])
+                h = rms_norm(hidden[:-1], weight["hnorm"])
+                joined = jnp.concatenate([e, h], axis=1) @ weight["eh_proj"].T
+                hidden = rms_norm(layer_alone(model, k, joined), weight["norm"])
+                log_probabilities = jax.nn.log_softmax(hidden @ head.T)
+                picked = jnp.take_along_axis(log_probabilities, labels[k:, None], axis=1)[:, 0]
+                total -= jnp.where(mask[k:] == 1, picked, 0).sum() / 2
+    return total
+
+
+def predictor(model, k):
+    return model.stages[len(model.config.stages) + k - 1]
+
+
+def layer_alone(model, k, x):
+    """The decoder layer of module k on one document [seq, hidden]."""
+    ids = jnp.ones((1, len(x)), jnp.int32)
+    around, _ = model._surroundings(None, ids, None, None, ids != 0, False)
+    modes = dict(remat=False, force_balanced_routing=False, context_parallel=None, expert_parallel=None)
+    (out, _), _ = _run_stage(predictor(model, k).block, around, (jnp.zeros(1, int), None, None), (x[None], None), None, **modes)
+    return out[0]
+
+
+def with_random_norms(model, rng):
+    """Norms that are not 1, so that swapping them would show."""
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if "norm" in str(path[-2]):
+            leaf[...] = jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
+    return model
+
+
+def test_two_modules_equal_the_papers_equations_with_every_gradient():
+    rng = np.random.default_rng()
+    with jax.enable_x64(True):
+        batch = make_batch(rng)
+        model = with_random_norms(tiny.deepseek(mtp=2, layers=1, dtype=jnp.float64), rng)
+        graph, params, biases = nnx.split(model, nnx.Param, ExpertBias)
+
+        def ours(params):
+            total, parts = loss(nnx.merge(graph, params, biases), batch, mtp_loss_coef=0.3, remat=True)
+            return parts.mtp_cross_entropy, (total, parts)
+
+        def by_hand(params):
+            return chain_by_hand(nnx.merge(graph, params, biases), batch)
+
+        (value, (total, parts)), gradients = jitted(jax.value_and_grad(ours, has_aux=True))(params)
+        expected, expected_gradients = jitted(jax.value_and_grad(by_hand))(params)
+        np.testing.assert_allclose(value, expected, rtol=1e-10)
+        np.testing.assert_allclose(total, (parts.cross_entropy + 0.3 * value) / batch["loss_mask"].sum(), rtol=1e-12)
+        # The shared embedding and head and the model's own layers are among these.
+        for (path, a), b in zip(nnx.to_flat_state(gradients), jax.tree.leaves(expected_gradients), strict=True):
+            assert np.abs(b).max() > 0, path
+            np.testing.assert_allclose(a[...], b, rtol=1e-6, atol=1e-11, err_msg=str(path))
+        counted = [reaches(jnp.asarray(SEGMENTS), k).sum() for k in (1, 2)]
+        np.testing.assert_array_equal(parts.expert_load.sum(axis=1), 2 * np.array(counted))
+
+
+def test_another_documents_tokens_change_nothing():
+    rng = np.random.default_rng()
+    batch, model = make_batch(rng), tiny.deepseek(mtp=2, layers=1)
+    other = {**batch, "tokens": jnp.where(SEGMENTS == 2, rng.integers(0, 264, SEGMENTS.shape), batch["tokens"])}
+
+    @jitted
+    def further(batch):
+        arguments = batch["tokens"], batch["positions"], batch["segment_ids"]
+        return model.further_hidden_states(model.hidden_states(*arguments).hidden, *arguments)
+
+    for k, (one, two) in enumerate(zip(further(batch), further(other), strict=True), start=1):
+        counted = np.asarray(reaches(jnp.asarray(SEGMENTS), k))
+        others = counted & (SEGMENTS != 2)
+        np.testing.assert_array_equal(one.hidden[others], two.hidden[others])
+        assert one.router.num_tokens == counted.sum() and one.router.expert_load.sum() == 2 * counted.sum()
+
+
+def test_without_a_factor_modules_are_not_run():
+    batch = make_batch(np.random.default_rng())
+    graph, state = nnx.split(nnx.eval_shape(lambda: tiny.deepseek(mtp=2)))
+    for factor, layers in ((0.0, 2), (0.1, 4)):
+        parts = jax.eval_shape(lambda state, factor=factor: loss(nnx.merge(graph, state), batch, mtp_loss_coef=factor), state)[
+            1
+        ]
+        assert parts.expert_load.shape == (layers, 8)
+
+
+def test_what_stands_later_and_whether_it_is_of_the_document():
+    ids = jnp.array([[7, 7, 7, 8, 8, 7, 7, 0, 0]])
+    np.testing.assert_array_equal(later(ids, 2), [[7, 8, 8, 7, 7, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(reaches(ids, 1), np.array([[1, 1, 0, 1, 0, 1, 0, 0, 0]], bool))
+    np.testing.assert_array_equal(reaches(ids, 2), np.array([[1, 0, 0, 0, 0, 0, 0, 0, 0]], bool))
+    assert not reaches(jnp.ones((1, 3), jnp.int32), 4).any()
+
+
+def test_a_module_that_is_not_there_is_named():
+    model = tiny.deepseek(mtp=1)
+    with pytest.raises(ValueError, match="module must be from 1 to the 1 modules that this model has; got 2"):
+        model.predict(2, jnp.zeros((1, 3, 16)), jnp.zeros((1, 3), jnp.int32))
