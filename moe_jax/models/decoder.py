@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from moe_jax.layers.rope import rope_tables
 from moe_jax.layers.router import ExpertBias, RouterStatistics, Routing, load_balancing_loss
 from moe_jax.layers.segments import later, reaches, segment_positions
 from moe_jax.layers.stack import run_layers
+from moe_jax.models.decoder_layer import DecoderLayer, SparseDecoderLayer
 from moe_jax.models.mtp import TokenPredictor
 from moe_jax.models.output import HiddenStates, ModelOutput
 from moe_jax.parallel.context import ContextParallel
@@ -224,7 +224,7 @@ class Decoder(nnx.Module):
 
         save_pretrained(self, folder, tokenizer_from=tokenizer_from)
 
-    def _decoder_layers(self, stage: Stage, param_dtype, rngs: nnx.Rngs) -> "DecoderLayer":
+    def _decoder_layers(self, stage: Stage, param_dtype, rngs: nnx.Rngs) -> DecoderLayer:
         """The layers of one stage, stacked."""
         config = self.config
         stacked: dict[str, Any] = dict(stack=(stage.num_layers,), param_dtype=param_dtype)
@@ -278,71 +278,6 @@ class Decoder(nnx.Module):
             wanted = (len(config.moe_layers), *tokens.shape, getattr(config, "num_experts_per_tok", 0))
             if expert_ids.shape != wanted:
                 raise ValueError(f"expert_ids must be [moe_layers, batch, seq, k] = {wanted}; got {expert_ids.shape}")
-
-
-class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the mlp is dense here."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        mlp: nnx.Module,
-        attention: nnx.Module,
-        *,
-        stack: tuple[int, ...] = (),
-        param_dtype=jnp.float32,
-    ):
-        norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, stack=stack, param_dtype=param_dtype)
-        self.input_layernorm = norm()
-        self.self_attn = attention
-        self.post_attention_layernorm = norm()
-        self.mlp = mlp
-
-    def __call__(
-        self,
-        x: Float[Array, "batch seq hidden"],
-        cos,
-        sin,
-        attend: Attend,
-        valid,
-        expert_ids,
-        force_balanced,
-        expert_parallel,
-        sequences,
-    ):
-        """Returns (x, the cache that `attend` gave, the routing or None)."""
-        attended, memory = self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        x = x + attended
-        x_norm = self.post_attention_layernorm(x)
-        out, routing = self.feed_forward(x_norm, valid, expert_ids, force_balanced, expert_parallel, sequences)
-        return x + out, memory, routing
-
-    def feed_forward(
-        self, x, valid, expert_ids, force_balanced, expert_parallel, sequences
-    ) -> tuple[Float[Array, "batch seq hidden"], Routing | None]:
-        """The second half of the layer before its residual sum."""
-        return self.mlp(x), None
-
-
-class SparseDecoderLayer(DecoderLayer):
-    """A decoder layer whose feed-forward block is a MoE."""
-
-    def feed_forward(
-        self, x, valid, expert_ids, force_balanced, expert_parallel, sequences
-    ) -> tuple[Float[Array, "batch seq hidden"], Routing]:
-        """Routes the tokens of all sequences together."""
-        tokens = x.reshape(-1, x.shape[-1])
-        if expert_ids is not None:
-            expert_ids = expert_ids.reshape(tokens.shape[0], -1)
-        out, routing = self.mlp(
-            tokens,
-            valid,
-            expert_ids=expert_ids,
-            force_balanced=force_balanced,
-            expert_parallel=expert_parallel,
-            sequences=sequences,
-        )
-        return out.reshape(x.shape), routing
 
 
 def _run_stage(

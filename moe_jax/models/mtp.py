@@ -22,7 +22,7 @@ class TokenPredictor(nnx.Module):
     """Module k: h_k[i] = norm(block(eh_proj [enorm(embedding of token i + k); hnorm(h_{k-1}[i])])), at the position of i.
 
     Args:
-      block: a decoder layer, called as `decoder.DecoderLayer` is.
+      block: a decoder layer, called as `decoder_layer.DecoderLayer` is.
     """
 
     def __init__(
