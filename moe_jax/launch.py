@@ -42,7 +42,8 @@ class LaunchSettings:
       hosts: on how many hosts the same is started.
       host: which of them this one is, from 0.
       coordinator: with several hosts, "host:port" of host 0, a port that is free there. Default: one of this host's own.
-      grace_seconds: how long processes that are told to end may take before they are killed.
+      grace_seconds: how long the others may take to end when a process has failed, before they are killed.
+      save_seconds: the same when the launcher was told to end by a signal: what a checkpoint takes.
     """
 
     command: tyro.conf.Positional[tuple[str, ...]]
@@ -52,13 +53,14 @@ class LaunchSettings:
     host: int = 0
     coordinator: str | None = None
     grace_seconds: float = 30.0
+    save_seconds: float = 600.0
 
 
 def launch(settings: LaunchSettings) -> int:
     """Runs the job; returns 0, or the status of the first process that failed, 128 + n where signal n ended it.
 
-    SIGINT, SIGTERM and SIGHUP are passed on, unless they are ignored here; what does not end by them within `grace_seconds` is
-    killed.
+    SIGINT, SIGTERM and SIGHUP are passed on, unless they are ignored here; what does not end by them within `save_seconds`, or
+    `grace_seconds` after another process has failed, is killed.
 
     Raises:
       ValueError: settings that make no sense; nothing has been started then.
@@ -67,10 +69,14 @@ def launch(settings: LaunchSettings) -> int:
     environments = process_environments(settings, os.environ)
     first = settings.host * len(environments)
     ended: queue.Queue[tuple[int, int]] = queue.Queue()
-    job = _Job(settings.grace_seconds)
+    job = _Job()
     # What is ignored stays so: under nohup a job outlives its terminal.
     caught = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    handlers = {number: signal.signal(number, lambda number, _: job.end(number)) for number in caught}
+
+    def pass_on(number, _):
+        job.end(number, settings.save_seconds)
+
+    handlers = {number: signal.signal(number, pass_on) for number in caught}
     try:
         for rank, variables in enumerate(environments, start=first):
             job.start(rank, settings.command, variables, ended)
@@ -81,7 +87,7 @@ def launch(settings: LaunchSettings) -> int:
                 status = 128 - returned if returned < 0 else returned
                 reason = f"was ended by {signal.Signals(-returned).name}" if returned < 0 else f"failed with status {returned}"
                 print(f"moe-jax launch: process {rank} {reason}", file=sys.stderr, flush=True)
-                job.end(signal.SIGTERM)
+                job.end(signal.SIGTERM, settings.grace_seconds)
     finally:
         job.kill()
         for number, handler in handlers.items():
@@ -123,10 +129,9 @@ def process_environments(settings: LaunchSettings, environment: Mapping[str, str
 class _Job:
     """The running processes, each the leader of a group of its own, so that what it starts ends with it."""
 
-    def __init__(self, grace_seconds: float):
-        self.grace_seconds = grace_seconds
+    def __init__(self):
         self.running: list[subprocess.Popen] = []
-        self.timer: threading.Timer | None = None
+        self.timers: list[threading.Timer] = []
 
     def start(self, rank: int, command: tuple[str, ...], variables: dict[str, str], ended: queue.Queue) -> None:
         """Starts one process; (rank, its status) goes into `ended` when it has ended and all of its output is printed."""
@@ -153,23 +158,23 @@ class _Job:
         for thread in (*readers, threading.Thread(target=wait, daemon=True)):
             thread.start()
 
-    def end(self, number: int) -> None:
-        """Passes a signal on, and kills after the time of grace."""
+    def end(self, number: int, seconds: float) -> None:
+        """Passes a signal on, and kills what still runs after so many seconds."""
         for process in self.running:
             if process.poll() is None:
                 _signal_group(process, number)
-        if self.timer is None:
-            self.timer = threading.Timer(self.grace_seconds, self.kill)
-            self.timer.daemon = True
-            self.timer.start()
+        timer = threading.Timer(seconds, self.kill)
+        timer.daemon = True
+        timer.start()
+        self.timers.append(timer)
 
     def kill(self) -> None:
         """Ends all that still runs."""
         for process in self.running:
             if process.poll() is None:
                 _signal_group(process, signal.SIGKILL)
-        if self.timer is not None:
-            self.timer.cancel()
+        for timer in self.timers:
+            timer.cancel()
 
 
 def _signal_group(process: subprocess.Popen, number: int) -> None:
@@ -206,8 +211,9 @@ def _problems(settings: LaunchSettings, count: int, gpus: int) -> list[str]:
         problems.append(f"host={settings.host} must be from 0 to hosts - 1, and hosts={settings.hosts} at least 1")
     if settings.hosts > 1 and settings.coordinator is None:
         problems.append("several hosts need coordinator: host:port of host 0")
-    if settings.grace_seconds < 0:
-        problems.append(f"grace_seconds={settings.grace_seconds} must not be negative")
+    for name in ("grace_seconds", "save_seconds"):
+        if getattr(settings, name) < 0:
+            problems.append(f"{name}={getattr(settings, name)} must not be negative")
     return problems
 
 

@@ -117,6 +117,19 @@ def test_signals_are_passed_on(capfd):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_after_a_signal_a_process_has_the_time_of_a_checkpoint(capfd):
+    """And not that of one whose neighbour has failed."""
+    source = (
+        "import signal, sys, time\n"
+        "def save(*_): time.sleep(0.5); print('saved'); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save); print('ready')\n"
+        "import os; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
+    )
+    assert launch(settings(source, processes=1, grace_seconds=0.0, save_seconds=300.0)) == 0
+    assert "saved" in capfd.readouterr().out
+    assert launch(settings(source, processes=1, save_seconds=0.1)) == 128 + signal.SIGKILL
+
+
 def test_what_is_ignored_stays_so():
     """As under nohup."""
     source = "import signal, sys; sys.exit(signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)"
@@ -159,6 +172,7 @@ def test_settings_that_make_no_sense_are_refused():
         ({"hosts": 2}, gpus, "several hosts need coordinator: host:port of host 0"),
         ({"hosts": 2, "host": 2, "coordinator": "a:1"}, gpus, "host=2 must be from 0 to hosts - 1"),
         ({"grace_seconds": -1}, gpus, "grace_seconds=-1 must not be negative"),
+        ({"save_seconds": -1}, gpus, "save_seconds=-1 must not be negative"),
     ):
         with pytest.raises(ValueError, match=message):
             process_environments(LaunchSettings(**{"command": ("x",), **options}), environment)
