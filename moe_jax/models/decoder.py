@@ -308,30 +308,31 @@ def _collect(hidden, routings: list[Routing], valid, sequences: Sequences | None
     """The stages' routings as one array over all MoE layers each, and the tokens counted in the cache."""
     if memory is not None:
         memory = replace(memory, length=memory.length + valid.shape[1])
-    num_tokens = valid.sum().astype(jnp.float32)
-    num_sequences = jnp.zeros((), jnp.float32) if sequences is None else sequences.share(jnp.float32).sum()
-    if not routings:
-        of_layers, of_experts = jnp.zeros(0, jnp.float32), jnp.zeros((0, 0), jnp.float32)
-        stats = RouterStatistics(
-            expert_load=of_experts.astype(jnp.int32),
-            probability_sum=of_experts,
-            z_loss_sum=of_layers,
-            num_tokens=num_tokens,
-            num_dropped=of_layers.astype(jnp.int32),
-            entropy_sum=of_layers,
-            sequence_balance_sum=of_layers,
-            num_sequences=num_sequences,
-        )
-        return HiddenStates(hidden, stats, jnp.zeros((0, *valid.shape, 0), jnp.int32), memory)
-    joined = jax.tree.map(lambda *layers: jnp.concatenate(layers), *routings)
+    joined = jax.tree.map(lambda *layers: jnp.concatenate(layers), *(routings or [_of_no_layer(valid.size)]))
     stats = RouterStatistics(
         expert_load=joined.expert_load,
         probability_sum=joined.probability_sum,
         z_loss_sum=joined.z_loss_sum,
-        num_tokens=num_tokens,
+        num_tokens=valid.sum().astype(jnp.float32),
         num_dropped=joined.num_dropped,
         entropy_sum=joined.entropy_sum,
         sequence_balance_sum=joined.sequence_balance_sum,
-        num_sequences=num_sequences,
+        num_sequences=jnp.zeros((), jnp.float32) if sequences is None else sequences.share(jnp.float32).sum(),
     )
-    return HiddenStates(hidden, stats, joined.experts.reshape(joined.experts.shape[0], *valid.shape, -1), memory)
+    layers, _, choices = joined.experts.shape
+    return HiddenStates(hidden, stats, joined.experts.reshape(layers, *valid.shape, choices), memory)
+
+
+def _of_no_layer(tokens: int) -> Routing:
+    """The stacked routing of a model without experts."""
+    of_layers, of_experts, of_tokens = (jnp.zeros(shape, jnp.float32) for shape in ((0,), (0, 0), (0, tokens, 0)))
+    return Routing(
+        weights=of_tokens,
+        experts=of_tokens.astype(jnp.int32),
+        expert_load=of_experts.astype(jnp.int32),
+        probability_sum=of_experts,
+        z_loss_sum=of_layers,
+        num_dropped=of_layers.astype(jnp.int32),
+        entropy_sum=of_layers,
+        sequence_balance_sum=of_layers,
+    )
