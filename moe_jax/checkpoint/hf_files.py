@@ -122,12 +122,15 @@ def _open_indexed(index: Path, read_file, problems: list[str]) -> dict[str, Stor
 def _open_safetensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     # The handle stays open, and the file mapped, for as long as a StoredTensor of it lives.
     handle = safe_open(file, framework="numpy")
-    offsets = _offsets(file)
+    offsets: dict[str, int] = {}
     for name in handle.keys():
         view = handle.get_slice(name)
         shape, dtype = tuple(view.get_shape()), view.get_dtype()
-        fp8 = dtype == "F8_E4M3"
-        read = _fp8_reader(file, shape, offsets[name]) if fp8 else _safetensors_reader(handle, name)
+        if dtype == "F8_E4M3":
+            offsets = offsets or _offsets(file)
+            read = _fp8_reader(file, shape, offsets[name])
+        else:
+            read = _safetensors_reader(handle, name)
         yield name, StoredTensor(file, shape, dtype, read)
 
 
