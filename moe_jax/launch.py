@@ -129,7 +129,7 @@ def process_environments(settings: LaunchSettings, environment: Mapping[str, str
 class _Job:
     """The running processes, each the leader of a group of its own, so that what it starts ends with it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.running: list[subprocess.Popen] = []
         self.timers: list[threading.Timer] = []
 

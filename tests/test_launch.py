@@ -38,9 +38,8 @@ def test_the_first_failure_ends_the_others_and_is_the_status(capfd):
 CONNECTED = """
 import sys
 import jax
-from moe_jax.checkpoint.folders import require_shared
 from moe_jax.parallel import initialize_processes
-from moe_jax.parallel.processes import barrier, unlike_the_first
+from moe_jax.parallel.processes import barrier, require_shared, unlike_the_first
 
 initialize_processes()
 initialize_processes()

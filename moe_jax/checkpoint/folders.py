@@ -2,15 +2,10 @@
 
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from moe_jax.parallel.processes import barrier, is_first_process
 
@@ -65,28 +60,6 @@ def replaced_folder(folder: str | Path, replaces: tuple[str, ...] = MODEL_FILES)
             shutil.rmtree(incomplete, ignore_errors=True)
         raise
     barrier("folder swapped")
-
-
-def require_shared(folder: str | Path) -> None:
-    """Makes the folder, and sees to it that all processes of the job have the same one; alone it only makes it.
-
-    Raises:
-      ValueError: on some processes it is another folder of the same name; all processes raise it.
-    """
-    folder = Path(folder).expanduser().resolve()
-    mark = folder / f".shared-{int(multihost_utils.broadcast_one_to_all(np.uint32(time.time_ns() % 2**32)))}"
-    if is_first_process():
-        folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-    barrier("mark made")
-    found = np.atleast_1d(multihost_utils.process_allgather(np.asarray(mark.exists())))
-    if is_first_process():
-        mark.unlink()
-    if not found.all():
-        raise ValueError(
-            f"processes {np.flatnonzero(~found).tolist()} of {jax.process_count()} do not see the folder {folder} of process "
-            "0: it must lie on a file system that all hosts share"
-        )
 
 
 def previous_of(folder: Path) -> Path:

@@ -8,8 +8,10 @@ import hashlib
 import importlib.util
 import os
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -136,6 +138,28 @@ def barrier(name: str) -> None:
     """Waits until all processes are at the barrier of this name; alone it does nothing."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"moe_jax {name}")
+
+
+def require_shared(folder: str | Path) -> None:
+    """Makes the folder, and sees to it that all processes of the job have the same one; alone it only makes it.
+
+    Raises:
+      ValueError: on some processes it is another folder of the same name; all processes raise it.
+    """
+    folder = Path(folder).expanduser().resolve()
+    mark = folder / f".shared-{int(multihost_utils.broadcast_one_to_all(np.uint32(time.time_ns() % 2**32)))}"
+    if is_first_process():
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    barrier("mark made")
+    found = np.atleast_1d(multihost_utils.process_allgather(np.asarray(mark.exists())))
+    if is_first_process():
+        mark.unlink()
+    if not found.all():
+        raise ValueError(
+            f"processes {np.flatnonzero(~found).tolist()} of {jax.process_count()} do not see the folder {folder} of process "
+            "0: it must lie on a file system that all hosts share"
+        )
 
 
 def unlike_the_first(text: str) -> list[int]:

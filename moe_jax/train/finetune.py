@@ -14,7 +14,6 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from tqdm import tqdm
 
-from moe_jax.checkpoint.folders import require_shared
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.config import config_to_dict
@@ -22,7 +21,7 @@ from moe_jax.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.parallel.processes import barrier, is_first_process, unlike_the_first
+from moe_jax.parallel.processes import barrier, is_first_process, require_shared, unlike_the_first
 from moe_jax.train.data import Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
 from moe_jax.train.metrics import MetricsWriter, max_mean_load, min_mean_load, of_layers, read_records
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
