@@ -167,23 +167,17 @@ def starts_of_segments(
 
     A segment is a run of equal ids, padding (0) too. The ids of all devices are gathered, 4 bytes a token of the sequence.
     """
-    length, axis_size = segment_ids.shape[1], lax.axis_size(axis_name)
     ids = _gather(segment_ids, axis_name, layout)
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)
     begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    starts = shard_sequence(lax.cummax(jnp.where(begins, index, 0), axis=1), axis_size, layout)
-    return lax.dynamic_slice_in_dim(starts, lax.axis_index(axis_name) * length, length, axis=1)
+    return _own_part(lax.cummax(jnp.where(begins, index, 0), axis=1), axis_name, layout)
 
 
 def later(
     x: Int[Array, "batch seq"], offset: int, *, axis_name: str = "context", layout: Layout = "zigzag"
 ) -> Int[Array, "batch seq"]:
     """What stands `offset` tokens later in the sequence, wherever that lies; 0 behind its end. 4 bytes a token are gathered."""
-    length, axis_size = x.shape[1], lax.axis_size(axis_name)
-    moved = jnp.pad(_gather(x, axis_name, layout), ((0, 0), (0, offset)))[:, offset:]
-    return lax.dynamic_slice_in_dim(
-        shard_sequence(moved, axis_size, layout), lax.axis_index(axis_name) * length, length, axis=1
-    )
+    return _own_part(jnp.pad(_gather(x, axis_name, layout), ((0, 0), (0, offset)))[:, offset:], axis_name, layout)
 
 
 def own_tokens(length: int, *, axis_name: str = "context", layout: Layout = "zigzag") -> Int[Array, "length"]:
@@ -194,6 +188,14 @@ def own_tokens(length: int, *, axis_name: str = "context", layout: Layout = "zig
 def _gather(x: Array, axis_name: str, layout: Layout) -> Array:
     """The tokens of all devices in the order of the sequence."""
     return unshard_sequence(lax.all_gather(x, axis_name, axis=1, tiled=True), lax.axis_size(axis_name), layout)
+
+
+def _own_part(whole: Array, axis_name: str, layout: Layout) -> Array:
+    """This device's tokens of those in the order of the sequence."""
+    axis_size = lax.axis_size(axis_name)
+    length = whole.shape[1] // axis_size
+    parts = shard_sequence(whole, axis_size, layout)
+    return lax.dynamic_slice_in_dim(parts, lax.axis_index(axis_name) * length, length, axis=1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
