@@ -20,6 +20,7 @@ from moe_jax import from_config
 from moe_jax.demo import small_config, write_json_lines
 from moe_jax.demo_text import library_texts, split_source, train_tokenizer
 from moe_jax.train import FinetuneSettings, finetune
+from moe_jax.train.metrics import read_records
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
     for rate in args.rates:
         run = args.output / f"rate-{rate}"
         finetune(settings(args, run, rate), model=skewed_model(tokenizer), tokenizer=tokenizer)
-        records = [json.loads(line) for line in (run / "expert_load.jsonl").read_text().splitlines()]
+        records = read_records(run / "expert_load.jsonl")
         curves[f"rate {rate}" if rate else "no biases"] = busiest_over_mean(
             np.array([record["expert_load"] for record in records]), args.window
         )

@@ -25,7 +25,7 @@ from moe_jax.config import DeepseekV3Config, ModelConfig, Qwen3Config, Qwen3MoeC
 from moe_jax.demo_text import library_texts, split_source, train_tokenizer
 from moe_jax.generation import generate
 from moe_jax.models.auto import from_config
-from moe_jax.plots import plot_expert_load, plot_loss
+from moe_jax.plots import plot_run
 from moe_jax.train import FinetuneSettings, finetune
 
 MAX_LOGIT_DIFFERENCE = 1e-3
@@ -113,14 +113,9 @@ def run_demo(settings: DemoSettings) -> DemoResult:
 
     with stage(4, "Resume from the checkpoint on disk"):
         result = finetune(training)
-        metrics = read_json_lines(output / "training" / "metrics.jsonl")
-        steps, losses = [line["step"] for line in metrics], [line["loss"] for line in metrics]
-        print(f"  loss {losses[0]:.2f} at step {steps[0]}, {np.mean(losses[-10:]):.2f} over the last 10 steps")
-        plot_loss(steps, losses, output / "loss.png", resumed_at=interrupted_at)
-        if config.moe_layers:
-            loads = read_json_lines(output / "training" / "expert_load.jsonl")
-            load = np.array([line["expert_load"] for line in loads])
-            plot_expert_load([line["step"] for line in loads], load, config.moe_layers, output / "expert_load.png")
+        losses = [record["loss"] for record in result.metrics]
+        print(f"  loss {losses[0]:.2f} at step {result.metrics[0]['step']}, {np.mean(losses[-10:]):.2f} over the last 10 steps")
+        plot_run(training.output, output, resumed_at=interrupted_at)
 
     with stage(5, "Export as a Hugging Face checkpoint"):
         save_pretrained(result.model, output / "model", tokenizer_from=output / "tokenizer", progress=False)
@@ -242,11 +237,6 @@ def logit_difference(folder: Path, tokens: list[int]) -> float:
         model = from_pretrained(folder, dtype=jnp.float32, progress=False)
         ours = np.asarray(nnx.jit(lambda model, tokens: model(tokens).logits[0])(model, jnp.array([tokens])))
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
-
-
-def read_json_lines(path: Path) -> list[dict]:
-    """The objects of a JSON Lines file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_json_lines(path: Path, objects: list[dict]) -> None:

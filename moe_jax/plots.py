@@ -16,13 +16,16 @@ SMOOTHING_STEPS = 10
 """How many neighbouring steps the bold loss line averages: enough to hide the difference between batches."""
 
 
-def plot_run(run: str | Path, output: str | Path | None = None, *, step: int | None = None) -> list[Path]:
+def plot_run(
+    run: str | Path, output: str | Path | None = None, *, step: int | None = None, resumed_at: int | None = None
+) -> list[Path]:
     """Draws what a training run wrote down: loss.png and, of a model with experts, expert_load.png. Returns their paths.
 
     Args:
       run: the output folder of `finetune`; it may be under way.
       output: the folder to write to (default: `run`).
       step: the step whose load is shown expert by expert (default: the last tenth of the run, averaged).
+      resumed_at: as in `plot_loss`.
 
     Raises:
       FileNotFoundError: `run` is not such a folder, or has no step yet.
@@ -33,7 +36,8 @@ def plot_run(run: str | Path, output: str | Path | None = None, *, step: int | N
     metrics, loads = read_records(run / "metrics.jsonl"), read_records(run / "expert_load.jsonl")
     if not metrics:
         raise FileNotFoundError(f"no metrics.jsonl with a step in {run}: give the output folder of a training run")
-    plot_loss([record["step"] for record in metrics], [record["loss"] for record in metrics], output / "loss.png")
+    steps, losses = ([record[name] for record in metrics] for name in ("step", "loss"))
+    plot_loss(steps, losses, output / "loss.png", resumed_at=resumed_at)
     if not loads:
         return [output / "loss.png"]
     plot_expert_load(
