@@ -2,15 +2,20 @@
 
     python benchmarks/attention.py
     python benchmarks/attention.py --shapes 8x4096 --documents 1024      # rows packed with documents of 1024 tokens: ours alone
+    python benchmarks/attention.py --heads 128 --kv-heads 128 --head-dim 192 --value-dim 128 --shapes 4x4096     # DeepSeek-V3's
 
-TFLOP/s count what a query sees: 4*B*H*N*d forward, 14*B*H*N*d with backward, N = S*S/2 pairs (S*documents/2 when packed). Times
-are the median of 5 groups of `--launches` calls between two synchronisations; random data.
+TFLOP/s count what a query sees, for queries of width d and values of width e: 2*B*H*N*(d+e) forward, B*H*N*(8*d+6*e) with
+backward, N = S*S/2 pairs (S*documents/2 when packed). Times are the median of 5 groups of `--launches` calls between two
+synchronisations; random data. cuDNN runs by what `jax.nn.dot_product_attention(implementation="cudnn")` calls, because that
+itself refuses values of another width than the keys'.
 """
 
 import argparse
+import time
 
 import jax
 import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo
 from timing import median_ms
 
 from moe_jax.kernels.flash_attention import flash_attention
@@ -22,14 +27,15 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["8x4096", "4x8192", "1x32768"], help="batch x tokens")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dim", type=int, default=128, help="of queries and keys")
+    parser.add_argument("--value-dim", type=int, help="of values; by default as wide")
     parser.add_argument("--documents", type=int, help="tokens of each document; by default a row is one document")
     parser.add_argument("--window", type=int)
     parser.add_argument("--launches", type=int, default=10)
     args = parser.parse_args()
-    print(
-        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, bf16, {args.heads} heads on {args.kv_heads} of {args.head_dim}"
-    )
+    args.value_dim = args.value_dim or args.head_dim
+    widths = f"{args.heads} heads on {args.kv_heads} of {args.head_dim} and {args.value_dim}"
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, bf16, {widths}")
     print(f"{'shape':>10} {'system':>8} {'forward ms':>11} {'TFLOP/s':>8} {'both ms':>9} {'TFLOP/s':>8}", flush=True)
     for shape in args.shapes:
         batch, tokens = map(int, shape.split("x"))
@@ -41,18 +47,21 @@ def main() -> None:
             return flash_attention(q, k, v, scale=scale, segment_ids=segment_ids, window=args.window)[0]
 
         def cudnn(q, k, v, scale=scale):
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=scale, implementation="cudnn")
+            causal = fused_attention_stablehlo.MaskType.CAUSAL
+            return fused_attention_stablehlo.dot_product_attention(q, k, v, scale=scale, mask_type=causal)
 
         systems = {"moe_jax": ours}
         # cuDNN as JAX offers it knows neither documents nor, with is_causal, a window.
         if args.documents is None and args.window is None:
             systems["cudnn"] = cudnn
-        flops = 2 * batch * args.heads * tokens * documents * args.head_dim
+        pairs = batch * args.heads * tokens * documents / 2
+        forward_flops = 2 * pairs * (args.head_dim + args.value_dim)
+        both_flops = forward_flops + pairs * (6 * args.head_dim + 4 * args.value_dim)
         for name, attention in systems.items():
             forward_ms, both_ms = measure(attention, batch, tokens, args)
             print(
-                f"{shape:>10} {name:>8} {forward_ms:>11.3f} {flops / forward_ms / 1e9:>8.0f} "
-                f"{both_ms:>9.3f} {3.5 * flops / both_ms / 1e9:>8.0f}",
+                f"{shape:>10} {name:>8} {forward_ms:>11.3f} {forward_flops / forward_ms / 1e9:>8.0f} "
+                f"{both_ms:>9.3f} {both_flops / both_ms / 1e9:>8.0f}",
                 flush=True,
             )
 
@@ -60,10 +69,14 @@ def main() -> None:
 def measure(attention, batch: int, tokens: int, args: argparse.Namespace) -> tuple[float, float]:
     """Milliseconds of a forward pass, and of one with the gradients to q, k and v."""
     keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), 4)
-    heads = (args.heads, args.kv_heads, args.kv_heads, args.heads)
     q, k, v, dy = (
-        jax.random.normal(key, (batch, tokens, count, args.head_dim), jnp.bfloat16)
-        for key, count in zip(keys, heads, strict=True)
+        jax.random.normal(key, (batch, tokens, heads, width), jnp.bfloat16)
+        for key, heads, width in zip(
+            keys,
+            (args.heads, args.kv_heads, args.kv_heads, args.heads),
+            (args.head_dim, args.head_dim, args.value_dim, args.value_dim),
+            strict=True,
+        )
     )
 
     def both(q, k, v, dy):
