@@ -127,7 +127,7 @@ def measure(config, graph, weights, args: argparse.Namespace) -> dict[str, float
 
         (token, cache), _ = jax.lax.scan(step, (token, cache), length=args.steps)
         # The next call writes over the same rows.
-        return token, dataclasses.replace(cache, length=cache.length - args.steps)
+        return token, dataclasses.replace(cache, written=cache.length - args.steps)
 
     token = jnp.ones((args.batch, 1), jnp.int32)
     run = jax.jit(decode, donate_argnums=2).lower(weights, token, cache).compile()

@@ -18,7 +18,7 @@ class Attend:
       segments: ids of these tokens' segments; with `context_parallel` the first tokens of their segments.
       layer: the layer's index in the cache.
       window: the sliding window, if there is one.
-      cache: earlier tokens, among whose segments these tokens' are already.
+      cache: room for these tokens behind earlier ones, if there are any; its segments have these tokens' already.
       context_parallel: how the sequences are split over devices, if they are.
     """
 
@@ -27,6 +27,11 @@ class Attend:
     window: Int[Array, ""] | None = None
     cache: KVCache | None = None
     context_parallel: ContextParallel | None = None
+
+    @property
+    def sees_cached_tokens(self) -> bool:
+        """Whether there are earlier tokens to see, in a cache, beside those of this call."""
+        return self.cache is not None and not self.cache.is_empty
 
     def __call__(
         self,
@@ -51,7 +56,9 @@ class Attend:
         offset: Array | int = 0
         if cache is not None:
             cache = cache.write(self.layer, kept)
-            kept, keys, offset = cache.read(self.layer, q.dtype), cache.segment_ids, cache.length
+            # A prompt's own tokens are all that it sees, and as queries and keys alike they fit the fused kernel.
+            if self.sees_cached_tokens:
+                kept, keys, offset = cache.read(self.layer, q.dtype), cache.segment_ids, cache.length
         k, v = keys_and_values(expand, weights, kept)
         out = attention(
             q,

@@ -15,16 +15,29 @@ from moe_jax.config import ModelConfig
 class KVCache:
     """Room for `max_length` tokens of every sequence in every layer.
 
+    An empty cache is another pytree than one with tokens in it: that it is empty is known while compiling, of an argument of
+    `jax.jit` too. A `lax` loop, which cannot turn one into the other, may begin with `replace(cache, written=jnp.int32(0))`.
+
     Attributes:
       kept: what the layers keep of each token, `ModelConfig.cache_shapes`: rotated keys, and values, or what both are made of;
         rows from `length` on are unused.
       segment_ids: the cached tokens' segments; 0 (padding, unused rows) is seen by no token of a document.
-      length: how many tokens are in, the same for every sequence: shorter prompts are padded on the left.
+      written: how many tokens are in, the same for every sequence: shorter prompts are padded on the left; None: none yet.
     """
 
     kept: tuple[Float[Array, "layers batch max_length ..."], ...]
     segment_ids: Int[Array, "batch max_length"]
-    length: Int[Array, ""]
+    written: Int[Array, ""] | None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was written yet."""
+        return self.written is None
+
+    @property
+    def length(self) -> Int[Array, ""] | int:
+        """How many tokens are in."""
+        return 0 if self.written is None else self.written
 
     def write(self, layer: Int[Array, ""], kept: tuple[Float[Array, "batch seq ..."], ...]) -> "KVCache":
         """These tokens behind those of the layer that are in; `length` stays."""
@@ -44,4 +57,4 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype) -> KVCac
     """An empty cache: layers * batch * max_length * (the sum of the sizes of `config.cache_shapes`) numbers of `dtype`."""
     rows = config.num_hidden_layers, batch, max_length
     kept = tuple(jnp.zeros((*rows, *shape), dtype) for shape in config.cache_shapes)
-    return KVCache(kept, jnp.zeros((batch, max_length), jnp.int32), jnp.zeros((), jnp.int32))
+    return KVCache(kept, jnp.zeros((batch, max_length), jnp.int32), written=None)

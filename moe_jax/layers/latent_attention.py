@@ -35,7 +35,8 @@ class LatentAttention(nnx.Module):
 
         q_nope . (K latent) = (K^T q_nope) . latent        sum_j p_j (V latent_j) = V sum_j p_j latent_j
 
-    which is attention of all heads to one key head, the latents, whose first kv_lora_rank numbers are its values.
+    which is attention of all heads to one key head, the latents, whose first kv_lora_rank numbers are its values. Tokens that
+    see each other alone are expanded: absorbing costs as much for each query as expanding for each key, and leaves wider heads.
     """
 
     def __init__(self, config: DeepseekV3Config, *, stack: tuple[int, ...] = (), param_dtype=jnp.float32, rngs: nnx.Rngs):
@@ -77,7 +78,7 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "batch seq hidden"], KVCache | None]:
         """Returns the output and the cache with these tokens in it, if there is one."""
         q, latents = self.queries(x, cos, sin), self.latents(x, cos, sin)
-        if attend.cache is not None and self.absorbing_is_cheaper(x.shape[1]):
+        if attend.sees_cached_tokens and self.absorbing_is_cheaper(x.shape[1]):
             out, cache = attend(self.absorb(q), (latents,), _as_one_head, scale=self.scale)
             out = self.values(out)
         else:

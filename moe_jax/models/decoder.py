@@ -89,7 +89,8 @@ class Decoder(nnx.Module):
           positions: for the rotary embedding; default: the index in the segment.
           segment_ids: 0 is padding; tokens attend within equal ids that neighbour each other. Default: all one segment.
           cache: earlier tokens (`layers.cache`). These tokens are written behind them and attend to all of their segment;
-            pass `positions`, which the cache cannot know.
+            pass `positions`, which the cache cannot know. Into an empty cache (`init_cache`) they are written alone, and attend
+            to each other as without one.
           expert_ids: routing replay: the experts to use (`HiddenStates.expert_ids` of another call), weighted by live logits.
           remat: recompute each layer in the backward pass and keep only its input.
           force_balanced_routing: deal tokens to experts in turn, ignoring the router's choice; for benchmarks only.
@@ -307,7 +308,7 @@ def _run_stage(
 def _collect(hidden, routings: list[Routing], valid, sequences: Sequences | None, memory: KVCache | None) -> HiddenStates:
     """The stages' routings as one array over all MoE layers each, and the tokens counted in the cache."""
     if memory is not None:
-        memory = replace(memory, length=memory.length + valid.shape[1])
+        memory = replace(memory, written=jnp.asarray(memory.length + valid.shape[1], jnp.int32))
     joined = jax.tree.map(lambda *layers: jnp.concatenate(layers), *(routings or [_of_no_layer(valid.size)]))
     stats = RouterStatistics(
         expert_load=joined.expert_load,

@@ -1,11 +1,19 @@
 """Greedy generation equals transformers token for token, in batches of unequal prompts; options and bad input."""
 
+import importlib
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from hf_reference import load_ours, reference
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import moe_jax
+from moe_jax.config import NAMED_CONFIGS
 
 
 @pytest.mark.parametrize(
@@ -28,6 +36,32 @@ def test_greedy_equals_transformers_token_for_token(model_type, overrides):
             torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         assert new == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "name, module", [("qwen3-30b-a3b", "generate"), ("deepseek-v3", "generate"), ("deepseek-v3", "speculative")]
+)
+def test_on_an_h200_the_prompt_alone_takes_the_fused_kernel(name, module, monkeypatch):
+    """Also in the cache of a module that drafts."""
+    attention, shapes = importlib.import_module("moe_jax.kernels.attention"), []
+
+    def recorded(q, k, v, **options):
+        shapes.append((q.shape, k.shape[1]))
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), None
+
+    monkeypatch.setattr(attention, "flash_attention", recorded)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.delenv("MOE_JAX_BACKEND", raising=False)
+    config = NAMED_CONFIGS[name]
+    graph, state = nnx.split(nnx.eval_shape(lambda: moe_jax.from_config(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
+    options = (8, 0.0, None, None, ()) if module == "generate" else (8, ())
+    decode = partial(importlib.import_module(f"moe_jax.generation.{module}")._decode, *options, graph)
+    prompts = [jax.ShapeDtypeStruct((2, 192), jnp.int32)] * 2
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)):
+        jax.eval_shape(decode, state, *prompts, *([jax.random.key(0)] if module == "generate" else []))
+    stages = len(config.stages) + (module == "speculative")
+    assert shapes == [((2, 192, config.num_attention_heads, config.key_dim), 192)] * stages
 
 
 def test_a_sequence_ends_with_its_eos_while_the_others_go_on():

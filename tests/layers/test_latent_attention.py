@@ -17,7 +17,7 @@ from moe_jax.layers.cache import init_cache
 from moe_jax.layers.latent_attention import LatentAttention
 
 CALLS = {40: "expanded", 3: "absorbed", 1: "absorbed"}
-"""Tokens in a call, and the form that is taken for so many queries."""
+"""Tokens in a call, and the form that is taken for so many queries that see cached tokens."""
 
 
 def test_logits_call_by_call_are_those_of_the_whole_forward():
@@ -62,7 +62,8 @@ def test_the_absorbed_form_at_published_widths(dtype, tolerance):
         return attention(jnp.asarray(x, dtype), jnp.cos(angles), jnp.sin(angles), Attend(ids, jnp.int32(3), cache=cache))
 
     room = jnp.pad(ids, ((0, 0), (0, 7)))
-    found, cache = attend(dtype, replace(init_cache(config, 2, 48, dtype), segment_ids=room))
+    # As if there were tokens in it: an empty cache is not read.
+    found, cache = attend(dtype, replace(init_cache(config, 2, 48, dtype), segment_ids=room, written=jnp.int32(0)))
     expected, _ = attend(jnp.float32, None)
     assert found.dtype == dtype
     found, expected = (np.where(ids[..., None] != 0, a, 0).astype(np.float32) for a in (found, expected))
