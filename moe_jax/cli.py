@@ -86,7 +86,8 @@ class Generate:
       top_k: draw from the k most likely tokens alone.
       top_p: draw from the most likely tokens whose probabilities reach p.
       seed: of the draw.
-      drafts: let the model's module for further tokens draft every second token: fewer passes, the same text (temperature 0).
+      drafts: let the model's module for further tokens draft some: fewer passes, and the same text at temperature 0; above it
+        another draw from the same distribution.
       dtype: what the model computes in.
     """
 
@@ -106,22 +107,21 @@ class Generate:
         from moe_jax.generation import generate, generate_with_drafts
         from moe_jax.train import load_tokenizer
 
-        drawing = self.temperature, self.top_k, self.top_p
-        if self.drafts and drawing != (0, None, None):
-            raise ValueError("drafts=True takes the most likely token each time: leave out temperature, top_k and top_p")
         model = from_pretrained(self.model, dtype=self.dtype, mtp=self.drafts)
         tokenizer = load_tokenizer(model.source or self.model)
         prompt = tokenizer(self.prompt, add_special_tokens=False)["input_ids"]
-        lengths: dict[str, Any] = dict(max_new_tokens=self.max_new_tokens, eos_token_id=model.config.eos_token_id)
+        options: dict[str, Any] = dict(
+            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p,
+            eos_token_id=model.config.eos_token_id, seed=self.seed,
+        )  # fmt: skip
         if self.drafts:
-            new, drafts = generate_with_drafts(model, prompt, **lengths)
+            new, drafts = generate_with_drafts(model, prompt, **options)
         else:
-            options: dict[str, Any] = dict(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
-            new = generate(model, prompt, **lengths, **options)
+            new = generate(model, prompt, **options)
         print(tokenizer.decode(prompt + new, skip_special_tokens=True))
         if self.drafts:
             rate = f"{drafts.acceptance_rate:.0%}"
-            print(f"{drafts.accepted} of {drafts.drafted} drafts were right ({rate})", file=sys.stderr)
+            print(f"{drafts.accepted} of {drafts.drafted} drafts were accepted ({rate})", file=sys.stderr)
 
 
 @dataclass(frozen=True)

@@ -47,13 +47,13 @@ def test_finetune_then_generate(checkpoint, tmp_path, capsys):
     assert "text" in capsys.readouterr().out
 
 
-def test_generate_with_drafts_prints_how_many_were_right(checkpoint, tmp_path, capsys):
+def test_generate_with_drafts_draws_and_prints_how_many_were_accepted(checkpoint, tmp_path, capsys):
     tiny.deepseek(mtp=1).save_pretrained(tmp_path, tokenizer_from=checkpoint)
-    main(["generate", str(tmp_path), "--prompt", "text", "--max-new-tokens", "3", "--dtype", "float32", "--drafts"])
+    options = "--prompt text --max-new-tokens 3 --temperature 0.7 --top-k 20 --top-p 0.9 --dtype float32 --drafts".split()
+    main(["generate", str(tmp_path), *options])
     printed = capsys.readouterr()
-    assert "text" in printed.out and "drafts were right (" in printed.err
-    options = "--prompt", "x", "--drafts"
-    assert "leave out temperature" in fails(capsys, "generate", str(tmp_path), *options, "--temperature", "0.5")
+    assert "text" in printed.out and "drafts were accepted (" in printed.err
+    assert "top_p must lie in (0, 1]; got 2.0" in fails(capsys, "generate", str(tmp_path), *options, "--top-p", "2")
     assert "drafts need a model with a module" in fails(capsys, "generate", str(checkpoint), *options)
 
 

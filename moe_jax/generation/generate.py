@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from moe_jax.generation.prompts import as_ends, as_prompts, check_lengths, left_padded, new_tokens
-from moe_jax.generation.sampling import sample
+from moe_jax.generation.sampling import check_sampling, sample
 from moe_jax.layers.cache import init_cache
 from moe_jax.models.decoder import Decoder
 
@@ -45,7 +45,9 @@ def generate(
     """
     prompts, single = as_prompts(prompt_tokens, model.config.vocab_size)
     ends = as_ends(eos_token_id)
-    _check_options(max_new_tokens, temperature, top_k, top_p, ends, model.config.vocab_size)
+    problems = check_sampling(temperature, top_k, top_p) + check_lengths(max_new_tokens, ends, model.config.vocab_size)
+    if problems:
+        raise ValueError("; ".join(problems))
 
     tokens, segment_ids = left_padded(prompts)
     graph, parameters = nnx.split(model)
@@ -96,16 +98,3 @@ def _decode(max_new_tokens, temperature, top_k, top_p, ends, graph, parameters, 
     state = (jnp.int32(1), first, cache, produced, jnp.ones(batch, jnp.int32), is_end(first))
     _, _, _, produced, lengths, _ = jax.lax.while_loop(unfinished, step_once, state)
     return produced, lengths
-
-
-def _check_options(max_new_tokens, temperature, top_k, top_p, ends, vocab_size):
-    problems = []
-    if not temperature >= 0:
-        problems.append(f"temperature must be 0 or more; got {temperature}")
-    if top_k is not None and top_k < 1:
-        problems.append(f"top_k must be at least 1; got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        problems.append(f"top_p must lie in (0, 1]; got {top_p}")
-    problems += check_lengths(max_new_tokens, ends, vocab_size)
-    if problems:
-        raise ValueError("; ".join(problems))

@@ -18,12 +18,43 @@ def sample(
     top_p keeps the most likely tokens up to and including the one with which their probabilities reach top_p (Holtzman et
     al., 2020, https://arxiv.org/abs/1904.09751). Row b draws from key folded with b: it does not depend on the other rows.
     """
-    logits = logits.astype(jnp.float32)
     if temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / temperature
+        return jnp.argmax(logits.astype(jnp.float32), axis=-1).astype(jnp.int32)
+    return draw(_restricted(logits, temperature, top_k, top_p), key)
+
+
+def distribution(
+    logits: Float[Array, "... vocab"], *, temperature: float, top_k: int | None = None, top_p: float | None = None
+) -> Float[Array, "... vocab"]:
+    """The probabilities, f32, that `sample` draws with; temperature 0: all on the argmax."""
+    if temperature == 0:
+        return jax.nn.one_hot(jnp.argmax(logits.astype(jnp.float32), axis=-1), logits.shape[-1])
+    return jax.nn.softmax(_restricted(logits, temperature, top_k, top_p), axis=-1)
+
+
+def draw(logits: Float[Array, "batch ... vocab"], key: Key[Array, ""]) -> Int[Array, "batch ..."]:
+    """Tokens from softmax(logits), those of row b from key folded with b."""
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> list[str]:
+    """What is wrong with these options, each as one clause."""
+    problems = []
+    if not temperature >= 0:
+        problems.append(f"temperature must be 0 or more; got {temperature}")
+    if top_k is not None and top_k < 1:
+        problems.append(f"top_k must be at least 1; got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        problems.append(f"top_p must lie in (0, 1]; got {top_p}")
+    return problems
+
+
+def _restricted(logits: Float[Array, "... vocab"], temperature: float, top_k: int | None, top_p: float | None):
+    """logits / temperature, f32, and -inf for tokens that are cut."""
+    logits = logits.astype(jnp.float32) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
-        smallest = jax.lax.top_k(logits, top_k)[0][:, -1:]
+        smallest = jax.lax.top_k(logits, top_k)[0][..., -1:]
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     if top_p is not None and top_p < 1:
         descending = jnp.sort(logits, axis=-1, descending=True)
@@ -31,5 +62,4 @@ def sample(
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
         smallest = jnp.where(before < top_p, descending, jnp.inf).min(axis=-1, keepdims=True)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    return logits

@@ -1,8 +1,15 @@
-"""Greedy generation in which the model's own module for further tokens drafts one, and the model checks it beside the next.
+"""Generation in which the model's own module for further tokens drafts one, and the model checks it beside the next.
 
 Speculative decoding (Leviathan et al., 2023, https://arxiv.org/abs/2211.17192) with multi-token prediction as the draft
 (DeepSeek-V3, 2024, https://arxiv.org/abs/2412.19437, section 5.4.3): a pass over two tokens, which reads the weights once,
-gives two tokens where the draft was right and one where it was not.
+gives two tokens where the draft was accepted and one where it was not.
+
+With p and q the distributions that `sampling.sample` draws with, of the model and of the module, a draft x drawn from q is
+accepted with probability min(1, p(x) / q(x)), and the token in its place is drawn from max(p - q, 0), normalised: together
+p. So sum_x min(p(x), q(x)) of the drafts are accepted, the most that any rule accepts of drafts from q, and all of them where
+q is p. The most likely token of q as the draft would need no q in the rule, but is accepted with p(x), which is no more than
+the largest probability of p however good the module. At temperature 0, p and q are 1 for one token each, and a draft is
+accepted if it is the model's choice.
 
 A cache counts the same number of tokens for all sequences. So each pass takes two rows of it, and a draft that was wrong
 stays there as padding, which no token sees: the caches have room for two tokens for each new one.
@@ -16,16 +23,17 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from moe_jax.generation.prompts import as_ends, as_prompts, check_lengths, left_padded, new_tokens
+from moe_jax.generation.sampling import check_sampling, distribution, draw
 from moe_jax.layers.cache import KVCache, init_cache
 from moe_jax.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """How many tokens were drafted, and how many of them were the model's own choice."""
+    """How many tokens were drafted, and how many of them the model accepted."""
 
     drafted: int
     accepted: int
@@ -41,16 +49,23 @@ def generate_with_drafts(
     prompt_tokens: Sequence[Sequence[int]] | Sequence[int] | Int[Array, "batch seq"],
     *,
     max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
     eos_token_id: int | Sequence[int] | None = None,
+    seed: int = 0,
 ) -> tuple[list[list[int]] | list[int], Drafts]:
-    """The tokens of `generate` at temperature 0, and how good the drafts were.
+    """Tokens as `generate` gives them, and how good the drafts were.
 
-    The tokens are the same but for rounding: a pass over two tokens may sum in another order than one over one, which decides
-    between logits that are equal up to that. Drawing at a temperature is not offered.
+    At temperature 0 they are the same tokens; above it they have the same distribution, but are another draw than that of
+    `generate` from this seed. Either holds but for rounding: a pass over two tokens may sum in another order than one over
+    one, which decides between logits that are equal up to that.
 
     Args:
       model: with a module that predicts further tokens; the first one drafts.
-      prompt_tokens, max_new_tokens, eos_token_id: as in `generate`.
+      prompt_tokens, max_new_tokens, temperature, top_k, top_p, eos_token_id: as in `generate`. The drafts are drawn at the
+        same temperature and restricted in the same way.
+      seed: as in `generate`, of the drafts too.
 
     Raises:
       ValueError: a model without such a module, or what `generate` refuses.
@@ -61,11 +76,12 @@ def generate_with_drafts(
         )
     prompts, single = as_prompts(prompt_tokens, model.config.vocab_size)
     ends = as_ends(eos_token_id)
-    if problems := check_lengths(max_new_tokens, ends, model.config.vocab_size):
+    problems = check_sampling(temperature, top_k, top_p) + check_lengths(max_new_tokens, ends, model.config.vocab_size)
+    if problems:
         raise ValueError("; ".join(problems))
     graph, parameters = nnx.split(model)
-    decode = _compiled(max_new_tokens, tuple(ends))
-    produced, lengths, drafted, accepted = decode(graph, parameters, *left_padded(prompts))
+    decode = _compiled(max_new_tokens, float(temperature), top_k, top_p, tuple(ends))
+    produced, lengths, drafted, accepted = decode(graph, parameters, *left_padded(prompts), jax.random.key(seed))
     return new_tokens(produced, lengths, single), Drafts(int(drafted), int(accepted))
 
 
@@ -80,11 +96,13 @@ def _compiled(*options) -> Callable:
 class _State:
     """Between two passes: `token` is the last new one, which no cache has, and `position` is its; `draft` is for the next.
 
-    `cache` is the model's, `module_cache` that of the module that drafts.
+    The draft is drawn from `draft_distribution`. `cache` is the model's, `module_cache` that of the module that drafts.
     """
 
+    passes: Int[Array, ""]
     token: Int[Array, "batch"]
     draft: Int[Array, "batch"]
+    draft_distribution: Float[Array, "batch vocab"]
     position: Int[Array, "batch"]
     cache: KVCache
     module_cache: KVCache
@@ -95,16 +113,20 @@ class _State:
     accepted: Int[Array, ""]
 
 
-def _decode(max_new_tokens, ends, graph, parameters, tokens, segment_ids):
+def _decode(max_new_tokens, temperature, top_k, top_p, ends, graph, parameters, tokens, segment_ids, key):
     """Returns the new tokens [batch, max_new_tokens], how many of each row are valid, and how many were drafted, accepted."""
     model = nnx.merge(graph, parameters)
     batch, prompt_length = tokens.shape
     positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
     rows = jnp.arange(batch)
 
-    def best(hidden):
-        logits = jnp.einsum("bsd,vd->bsv", hidden, model.head_weight.astype(model.dtype))
-        return jnp.argmax(logits.astype(jnp.float32), axis=-1).astype(jnp.int32)
+    def next_distribution(hidden: Float[Array, "batch ... hidden"]) -> Float[Array, "batch ... vocab"]:
+        logits = jnp.einsum("...d,vd->...v", hidden, model.head_weight.astype(model.dtype))
+        return distribution(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+
+    def draw_from(probabilities, number):
+        """Tokens are the even draws, drafts the odd ones."""
+        return draw(jnp.log(probabilities), jax.random.fold_in(key, number))
 
     def ends_with(token, lengths):
         is_end = jnp.isin(token, jnp.array(ends, jnp.int32)) if ends else jnp.zeros(batch, bool)
@@ -113,36 +135,44 @@ def _decode(max_new_tokens, ends, graph, parameters, tokens, segment_ids):
     def start() -> _State:
         room = batch, prompt_length + 2 * max_new_tokens, model.dtype
         states = model.hidden_states(tokens, positions, segment_ids, cache=init_cache(model.config, *room))
-        first = best(states.hidden[:, -1:])
-        following = jnp.concatenate([tokens[:, 1:], first], axis=1)
+        first = draw_from(next_distribution(states.hidden[:, -1]), 0)
+        following = jnp.concatenate([tokens[:, 1:], first[:, None]], axis=1)
         module_cache = init_cache(replace(model.config, num_hidden_layers=1), *room)
         module = model.predict(1, states.hidden, following, positions, segment_ids, cache=module_cache)
+        draft_distribution = next_distribution(module.hidden[:, -1])
         lengths = jnp.ones(batch, jnp.int32)
         return _State(
-            token=first[:, 0],
-            draft=best(module.hidden[:, -1:])[:, 0],
+            passes=jnp.int32(0),
+            token=first,
+            draft=draw_from(draft_distribution, 1),
+            draft_distribution=draft_distribution,
             position=positions[:, -1] + 1,
             cache=states.cache,
             module_cache=module.cache,
-            produced=jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(first[:, 0]),
+            produced=jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(first),
             lengths=lengths,
-            done=ends_with(first[:, 0], lengths),
+            done=ends_with(first, lengths),
             drafted=jnp.int32(0),
             accepted=jnp.int32(0),
         )
 
     def one_pass(state: _State) -> _State:
+        passes = state.passes + 1
         goes_on = ~state.done
         positions = state.position[:, None] + jnp.arange(2)
         pair = jnp.stack([state.token, state.draft], axis=1)
         segments = jnp.broadcast_to(goes_on[:, None], pair.shape).astype(jnp.int32)
         states = model.hidden_states(pair, positions, segments, cache=state.cache)
-        answers = best(states.hidden)
+        behind_token, behind_draft = jnp.unstack(next_distribution(states.hidden), axis=1)
+        in_place = given_draft(behind_token, state.draft_distribution, state.draft)
+        answers = draw_from(jnp.stack([in_place, behind_draft], axis=1), 2 * passes)
         right = answers[:, 0] == state.draft
         # What follows a wrong draft is nobody's.
         segments = segments.at[:, 1].mul(right)
         cached = jax.lax.dynamic_update_slice(states.cache.segment_ids, segments, (0, states.cache.length - 2))
         module = model.predict(1, states.hidden, answers, positions, segments, cache=state.module_cache)
+        last = right.astype(jnp.int32)
+        draft_distribution = next_distribution(module.hidden[rows, last])
 
         lengths, done, produced = state.lengths, state.done, state.produced
         for answer, counts in zip(answers.T, (goes_on, goes_on & right), strict=True):
@@ -150,10 +180,11 @@ def _decode(max_new_tokens, ends, graph, parameters, tokens, segment_ids):
             produced = produced.at[rows, jnp.where(counts, lengths, max_new_tokens)].set(answer, mode="drop")
             lengths += counts
             done |= counts & ends_with(answer, lengths)
-        last = right.astype(jnp.int32)
         return _State(
+            passes=passes,
             token=answers[rows, last],
-            draft=best(module.hidden)[rows, last],
+            draft=draw_from(draft_distribution, 2 * passes + 1),
+            draft_distribution=draft_distribution,
             position=state.position + 1 + last,
             cache=replace(states.cache, segment_ids=cached),
             module_cache=module.cache,
@@ -166,3 +197,20 @@ def _decode(max_new_tokens, ends, graph, parameters, tokens, segment_ids):
 
     state = jax.lax.while_loop(lambda state: ~state.done.all(), one_pass, start())
     return state.produced, state.lengths, state.drafted, state.accepted
+
+
+def given_draft(
+    p: Float[Array, "batch vocab"], q: Float[Array, "batch vocab"], draft: Int[Array, "batch"]
+) -> Float[Array, "batch vocab"]:
+    """The distribution of the token in a draft's place: c(y | x) = a(x) [y = x] + (1 - a(x)) max(p(y) - q(y), 0) / Z.
+
+    a(x) = min(1, p(x) / q(x)) is the chance that the draft x is accepted, Z = sum_y max(p(y) - q(y), 0). Over drafts from q,
+    sum_x q(x) c(y | x) = p(y). A draft that is not accepted has p(x) < q(x), so that it is not drawn again.
+    """
+    rows = jnp.arange(draft.shape[0])
+    accepted = jnp.minimum(1, p[rows, draft] / q[rows, draft])
+    left = jnp.maximum(p - q, 0)
+    # Where p is q up to rounding there may be nothing left, and yet a draft that is not accepted.
+    left = jnp.where(left.any(axis=-1, keepdims=True), left, p)
+    left = left / left.sum(axis=-1, keepdims=True)
+    return ((1 - accepted)[:, None] * left).at[rows, draft].add(accepted)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.generation.sampling import sample
+from moe_jax.generation.sampling import distribution, sample
 
 LOGITS = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.06, 0.04]))
 
@@ -31,6 +31,7 @@ def frequencies(**options):
     ],
 )
 def test_frequencies(options, expected):
+    np.testing.assert_allclose(distribution(LOGITS, **options), expected, rtol=1e-5)
     # Five standard deviations of a share of 20000 draws.
     np.testing.assert_allclose(frequencies(**options), expected, atol=5 * np.sqrt(0.25 / 20000))
     assert not frequencies(**options)[np.asarray(expected) == 0].any()
