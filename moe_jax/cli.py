@@ -249,6 +249,8 @@ class Plan:
       moment_dtype: as in `moe-jax finetune`.
       expert_load_imbalance: the busiest device's choices over the mean.
       context_method: how attention over a split sequence is computed (`moe-jax finetune` takes the ring).
+      hops: how the ring's hops are made. Default: copies where all devices are of one host and XLA_FLAGS has
+        --xla_gpu_collective_permute_mode=peer (docs/context_parallel.md), else NCCL.
       limit: how many meshes to list.
     """
 
@@ -263,12 +265,14 @@ class Plan:
     moment_dtype: Literal["bfloat16", "float32"] = "float32"
     expert_load_imbalance: float = 1.0
     context_method: Literal["ring", "all_gather", "ulysses"] = "ring"
+    hops: Literal["nccl", "copies"] | None = None
     limit: int = 10
 
     def run(self) -> None:
         """Prints the table."""
         from moe_jax import plan
-        from moe_jax.config import NAMED_CONFIGS, Qwen3Config, load_config
+        from moe_jax.config import NAMED_CONFIGS, load_config
+        from moe_jax.parallel.environment import hops_are_copied
         from moe_jax.parallel.machine import H200
 
         if self.config not in NAMED_CONFIGS and not Path(self.config).is_dir():
@@ -279,9 +283,8 @@ class Plan:
         if self.sequence_length < 1:
             raise ValueError(f"sequence_length must be at least 1; got {self.sequence_length}")
         config = NAMED_CONFIGS[self.config] if self.config in NAMED_CONFIGS else load_config(self.config)
-        if not isinstance(config, Qwen3Config):
-            raise ValueError(f"no cost is known of latent attention, which {self.config} has; give a Qwen3 or Qwen3-MoE config")
         rows = max(1, self.devices * 32768 // self.sequence_length) if self.rows is None else self.rows
+        copied = hops_are_copied(os.environ) and self.devices <= self.hosts_of
         predictions = plan.plan(
             config,
             self.devices,
@@ -294,6 +297,7 @@ class Plan:
             keys_per_token=self.keys_per_token,
             expert_load_imbalance=self.expert_load_imbalance,
             context_method=self.context_method,
+            hops=self.hops or ("copies" if copied else "nccl"),
         )
         hosts = f"{self.devices} x {H200.name} in hosts of {self.hosts_of}"
         print(f"{self.config}, {hosts}, {rows} x {self.sequence_length} tokens a step; predicted, not measured")

@@ -65,7 +65,7 @@ def _mtp_matmul_parameters(config: Any, *, every_expert: bool) -> int:
 
 
 def _layer_matrices(config: Any, sparse: bool, every_expert: bool) -> int:
-    hidden, attention = config.hidden_size, _attention_matrices(config)
+    hidden, attention = config.hidden_size, attention_matrices(config)
     if not sparse:
         return attention + 3 * hidden * config.intermediate_size
     experts = config.num_experts if every_expert else config.num_experts_per_tok
@@ -73,8 +73,8 @@ def _layer_matrices(config: Any, sparse: bool, every_expert: bool) -> int:
     return attention + hidden * (3 * experts * config.moe_intermediate_size + config.num_experts)
 
 
-def _attention_matrices(config: Any) -> int:
-    """Of one layer."""
+def attention_matrices(config: Any) -> int:
+    """Weights of one layer's attention, without norms and biases."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     if isinstance(config, DeepseekV3Config):
         queries, rank = heads * config.key_dim, config.q_lora_rank

@@ -1,10 +1,14 @@
 """`moe-jax plan`: the meshes on which a model's training step fits, the fastest first, as `moe_jax.cost` predicts them."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from moe_jax.config import Qwen3Config
+from moe_jax.config import ModelConfig
 from moe_jax.cost import Prediction, Run, predict
+from moe_jax.cost.run import BYTES
+from moe_jax.flops import num_parameters
+from moe_jax.parallel.environment import PEER_HOPS
 from moe_jax.parallel.machine import H200, Machine
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape
 
@@ -17,7 +21,7 @@ KINDS = {
 
 
 def plan(
-    config: Qwen3Config,
+    config: ModelConfig,
     devices: int,
     *,
     rows: int,
@@ -34,7 +38,7 @@ def plan(
       options: further fields of `cost.Run`.
 
     Raises:
-      ValueError: devices that do not fill hosts; a batch that no mesh can run, with reasons.
+      ValueError: devices that do not fill hosts; a batch that no mesh can run, with reasons; what `cost.predict` refuses.
     """
     if devices < 1:
         raise ValueError(f"devices={devices} must be at least 1")
@@ -92,12 +96,29 @@ def format_plan(predictions: list[Prediction], limit: int) -> str:
     if not fitting:
         smallest = min(predictions, key=lambda prediction: prediction.memory_bytes)
         room = f"an {machine.name} has {machine.memory / 2**30:.0f}"
-        return f"Nothing fits: the smallest needs more GiB than {room}.\n{HEADER}\n{row(smallest)}\n{_memory(smallest)}"
+        reason = f"Nothing fits: the smallest needs more GiB than {room}. {_remedy(smallest)}"
+        return f"{reason}\n{HEADER}\n{row(smallest)}\n{_memory(smallest)}"
     best = fitting[0]
     lines = [HEADER, *(row(prediction) for prediction in fitting[:limit])]
     if len(fitting) > limit:
         lines.append(f"and {len(fitting) - limit} more that fit")
-    return "\n".join([*lines, _memory(best), f"train so: moe-jax finetune {flags(best.run)} ..."])
+    copies = f"XLA_FLAGS={PEER_HOPS} " if best.run.hops == "copies" and best.run.mesh.context > 1 else ""
+    return "\n".join([*lines, _memory(best), f"train so: {copies}moe-jax finetune {flags(best.run)} ..."])
+
+
+def _remedy(prediction: Prediction) -> str:
+    """What would make it fit: state is that of the model, all else grows with the tokens of a device."""
+    state = sum(prediction.bytes[part] for part in ("parameters", "moments", "gradients"))
+    if state < prediction.machine.memory:
+        return f"{prediction.run.tokens} tokens a GPU are too many: take fewer rows, or more devices."
+    run, alone = prediction.run, f"Parameters, moments and gradients alone are {state / 2**30:.0f}"
+    whole = (4 + 2 * BYTES[run.moment_dtype] + BYTES[run.param_dtype]) * num_parameters(run.config)
+    devices = math.ceil(whole / prediction.machine.memory)
+    if run.mesh.size >= devices:
+        uneven = f"for {run.mesh.size} devices do not divide the model's matrices"
+        return f"{alone}, {uneven}: take a power of two, of at least {devices}."
+    smaller = "" if (run.param_dtype, run.moment_dtype) == ("bfloat16", "bfloat16") else ", or bf16 parameters and moments"
+    return f"{alone}: take more than {devices} devices{smaller}."
 
 
 def _memory(prediction: Prediction) -> str:

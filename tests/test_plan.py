@@ -11,6 +11,7 @@ from moe_jax.cli import main
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.plan import KINDS, flags, format_plan, meshes, plan
 
+DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]
 QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
 
 
@@ -71,15 +72,56 @@ def test_by_default_a_device_has_32768_tokens(capsys):
         assert f"{rows} x {length} tokens a step" in capsys.readouterr().out
 
 
-def test_where_nothing_fits_the_smallest_is_named():
-    predictions = plan(QWEN, 1, rows=1, sequence_length=4096)
-    assert format_plan(predictions, 10).startswith("Nothing fits: the smallest needs more GiB than an NVIDIA H200 has 132.")
+@pytest.mark.parametrize(
+    "config, devices, rows, remedy",
+    [
+        (
+            QWEN,
+            1,
+            1,
+            "Parameters, moments and gradients alone are 398: take more than 4 devices, or bf16 parameters and moments.",
+        ),
+        (DEEPSEEK, 64, 64, "Parameters, moments and gradients alone are 140: take more than 68 devices, or bf16"),
+        (
+            DEEPSEEK,
+            96,
+            96,
+            "Parameters, moments and gradients alone are 278, for 96 devices do not divide the model's matrices",
+        ),
+        (DEEPSEEK, 128, 2048, "65536 tokens a GPU are too many: take fewer rows, or more devices."),
+    ],
+)
+def test_where_nothing_fits_the_smallest_is_named_and_what_would(config, devices, rows, remedy):
+    printed = format_plan(plan(config, devices, rows=rows, sequence_length=4096, remat=True), 10)
+    assert printed.startswith(f"Nothing fits: the smallest needs more GiB than an NVIDIA H200 has 132. {remedy}")
+
+
+@pytest.mark.parametrize("devices", [512, 2048])
+def test_deepseek_v3_trains_on_whole_clusters(devices):
+    """14 bytes of each of 683e9 parameters, and few devices along `expert`: tokens do not cross the network."""
+    fitting = [p for p in plan(DEEPSEEK, devices, rows=8 * devices, sequence_length=4096, remat=True) if p.fits]
+    best, smallest = fitting[0].run, min(p.memory_bytes for p in fitting)
+    assert best.mesh.expert in (4, 8) and best.mesh.context == 1
+    assert 150e12 < fitting[0].flops_per_second < 400e12
+    assert smallest > 14 * 683e9 / devices
+
+
+def test_hops_are_those_that_the_flags_of_xla_make(capsys, monkeypatch):
+    """Copies take part in one process alone, that is on one host; what is asked for wins."""
+    sequence = "--sequence-length 262144 --limit 1"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x --xla_gpu_collective_permute_mode=peer")
+    for asked, copied in (("", True), ("--hops nccl", False)):
+        main(f"plan qwen3-30b-a3b --devices 8 {sequence} {asked}".split())
+        printed = capsys.readouterr().out
+        assert ("XLA_FLAGS=--xla_gpu_collective_permute_mode=peer moe-jax finetune --mesh.context 8" in printed) == copied
+    main(f"plan qwen3-30b-a3b --devices 16 --rows 2 {sequence}".split())
+    assert "XLA_FLAGS" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("deepseek-v3 --devices 4", "no cost is known of latent attention, which deepseek-v3 has"),
+        ("deepseek-v3 --devices 16 --hops copies", "hops='copies' needs all devices in one process, and a host has 8"),
         ("gpt --devices 4", "no config 'gpt'; give a folder with a config.json, or one of qwen3-0.6b"),
         ("qwen3-30b-a3b --devices 0", "devices=0 must be at least 1"),
         ("qwen3-30b-a3b --devices 12", "devices=12 must be whole hosts of 8, or fewer than one"),

@@ -1,4 +1,4 @@
-"""Seconds of one layer's computation on one GPU: experts, attention, projections, and what only moves bytes.
+"""Seconds of one layer's computation on one GPU: experts, router, projections, and what only moves bytes.
 
 Passes and letters are those of docs/kernels.md: K choices a token, R rows (choices that this device's experts compute), D
 hidden, I intermediate. Operands have 2 bytes an element.
@@ -7,7 +7,6 @@ hidden, I intermediate. Operands have 2 bytes an element.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moe_jax.config import Qwen3Config
 from moe_jax.parallel.machine import Machine
 
 ELEMENT = 2
@@ -66,18 +65,16 @@ def experts_seconds(work: Experts, machine: Machine) -> Passes:
     return Passes(begun + plan + gather + gate_up + down + combine, begun + plan + gather + gate_up, 2 * begun + backward)
 
 
-def router_seconds(tokens: int, hidden: int, num_experts: int, machine: Machine) -> Passes:
-    """A narrow matmul, softmax (f32 logits, read and written) and top-k; backward two matmuls of the same bytes."""
+def router_seconds(tokens: int, hidden: int, num_experts: int, machine: Machine, *, grouped: bool = False) -> Passes:
+    """A narrow matmul, scores (f32 logits, read and written) and top-k; backward two matmuls of the same bytes.
+
+    A `grouped` choice takes three top-k, the best of each group and the groups before the experts, each of f32 scores that are
+    read and written.
+    """
     read = (ELEMENT * hidden + 4 * 3 * num_experts) * tokens / machine.hbm
-    forward = read + tokens * machine.top_k
+    choices = 3 if grouped else 1
+    forward = read + (choices - 1) * 4 * 2 * num_experts * tokens / machine.hbm + choices * tokens * machine.top_k
     return Passes(forward, forward, 2 * read)
-
-
-def attention_seconds(tokens: int, keys: float, config: Qwen3Config, machine: Machine) -> Passes:
-    """4 FLOPs a key, head and channel forward and 2.5 times as many backward, whose kernels make the scores twice."""
-    flops = 4 * config.num_attention_heads * config.head_dim * keys * tokens
-    forward = flops / machine.attention_forward
-    return Passes(forward, forward, 2.5 * flops / machine.attention_backward)
 
 
 def matmul_seconds(tokens: int, weights: float, machine: Machine) -> Passes:
@@ -86,13 +83,7 @@ def matmul_seconds(tokens: int, weights: float, machine: Machine) -> Passes:
     return Passes(forward, forward, 2 * forward)
 
 
-def elementwise_seconds(tokens: int, config: Qwen3Config, machine: Machine, *, dense_inter: int = 0) -> Passes:
-    """Norms, rotary embeddings, residual sums and, in a dense layer, the activation, read and written once; twice backward.
-
-    Elements a token: 2D for each of two norms and 3D for each of two sums; 2(H + K)d for norm and rotation of H heads and K key
-    heads of d channels; 3I for the activation.
-    """
-    heads = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-    elements = 10 * config.hidden_size + 2 * heads + 3 * dense_inter
+def elementwise_seconds(tokens: int, elements: float, machine: Machine) -> Passes:
+    """So many elements a token, read or written; twice backward."""
     forward = ELEMENT * elements * tokens / machine.hbm
     return Passes(forward, forward, 2 * forward)

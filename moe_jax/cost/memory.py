@@ -4,6 +4,8 @@ Three moments may be the peak: a layer's backward pass, when nearly all gradient
 alone are, beside the logits of a chunk of tokens; and AdamW, when no activations are left.
 """
 
+from moe_jax.config import Stage
+from moe_jax.cost.attention import expanded_elements, kept_elements, key_value_elements, travelling_elements
 from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.run import BYTES, Run
 from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
@@ -14,10 +16,12 @@ def memory_bytes(run: Run) -> dict[str, float]:
     own = sum(p.own_size for p in run.parameters)
     parameters, moments = 4 * own, 2 * BYTES[run.moment_dtype] * own
     gradients = BYTES[run.param_dtype] * own
-    kept = sum(stage.num_layers * kept_by_layer(run, stage.sparse) for stage in run.config.stages)
-    backward = gradients + kept + _backward_workspace(run)
+    kept = sum(stage.num_layers * kept_by_layer(run, stage) for stage in run.stages)
+    # Gradients of the model's own loss wait while a module's pass and come back.
+    waiting = 4 * len(run.config.mtp_stages) * run.config.hidden_size * (run.config.vocab_size + run.tokens)
+    backward = max(gradients, waiting) + kept + _backward_workspace(run)
     optimizer = gradients + _optimizer_workspace(run)
-    peak = max(backward, kept + _loss_workspace(run), optimizer)
+    peak = max(backward, kept + waiting + _loss_workspace(run), optimizer)
     return {
         "parameters": parameters,
         "moments": moments,
@@ -27,24 +31,28 @@ def memory_bytes(run: Run) -> dict[str, float]:
     }
 
 
-def kept_by_layer(run: Run, sparse: bool) -> float:
-    """What one layer keeps for its backward pass: with remat its input alone."""
-    return ELEMENT * run.tokens * run.config.hidden_size if run.remat else _activations(run, sparse)
+def kept_by_layer(run: Run, stage: Stage) -> float:
+    """What one layer of a stage keeps for its backward pass: with remat its input alone, a module's embeddings among it."""
+    if not run.remat:
+        return _activations(run, stage)
+    return ELEMENT * run.tokens * run.config.hidden_size * (2 if run.is_module(stage) else 1)
 
 
-def _activations(run: Run, sparse: bool) -> float:
+def _activations(run: Run, stage: Stage) -> float:
     """What a layer keeps without remat.
 
-    x and its norm; queries and keys before and after norm and rotation, values, attention's output; x and its norm again. With
-    experts what dispatch brought, h, and the router's probabilities, weights and ids; in a dense layer gate, up and their
-    product.
+    x and its norm; what attention keeps; x and its norm again. With experts what dispatch brought, h, and the router's
+    probabilities, weights and ids; in a dense layer and of shared experts gate, up and their product. A module that predicts
+    further tokens keeps what it joins, before and after the norms, and what its last norm takes.
     """
     config = run.config
-    heads, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    elements = run.tokens * (4 * config.hidden_size + 3 * heads + 3 * keys)
-    if not sparse:
+    expanded = run.mesh.context == 1 or run.context_method == "ulysses"
+    elements = run.tokens * (4 * config.hidden_size + kept_elements(config, expanded=expanded))
+    elements += run.tokens * 5 * config.hidden_size if run.is_module(stage) else 0
+    if not stage.sparse:
         return ELEMENT * (elements + run.tokens * 3 * config.intermediate_size)
     moe = run.moe_config
+    elements += run.tokens * 3 * run.shared_inter
     if run.exchanges:
         elements += run.received * moe.hidden_size
     elements += run.room * 2 * moe.moe_intermediate_size
@@ -54,29 +62,36 @@ def _activations(run: Run, sparse: bool) -> float:
 def _backward_workspace(run: Run) -> float:
     """What one layer's backward pass has beside what is kept.
 
-    Parameters of two layers gathered, and gradients of two; with remat the layer's activations; and what the experts' backward
-    pass makes: the rows of dy, of x or dx, dh and the weighted activation, and the gradients that travel.
+    Parameters of two layers gathered, and gradients of two; with remat the layer's activations; and what the backward pass of
+    the experts makes: the rows of dy, of x or dx, dh and the weighted activation, and the gradients that travel; or that of
+    attention, the gradients of all that it took and gave, if these are more.
     """
-    gathered = 4 * ELEMENT * sum(p.used_size / p.layers for p in run.parameters if p.in_stage and p.gather_axes)
-    layers = []
-    for stage in run.config.stages:
-        config, elements = run.config, 0
+    config, layers = run.config, []
+    of_heads = config.num_attention_heads * (config.key_dim + config.value_dim) + key_value_elements(config)
+    for number, stage in enumerate(run.stages):
+        own = (p for p in run.parameters if p.in_stage and p.path[1] == number and p.gather_axes)
+        gathered = 4 * ELEMENT * sum(p.used_size / p.layers for p in own)
         if stage.sparse:
             moe = run.moe_config
             elements = run.room * (2 * moe.hidden_size + 3 * moe.moe_intermediate_size)
             elements += 2 * run.received * moe.hidden_size if run.exchanges else 0
         else:
             elements = run.tokens * 3 * config.intermediate_size
-        layers.append(ELEMENT * elements + (_activations(run, stage.sparse) if run.remat else 0))
-    return gathered + max(layers) + _context_workspace(run)
+        elements = max(elements, run.tokens * of_heads)
+        layers.append(gathered + ELEMENT * elements + (_activations(run, stage) if run.remat else 0))
+    return max(layers) + _context_workspace(run)
 
 
 def _context_workspace(run: Run) -> float:
-    """Keys and values of other devices with their f32 gradients: of two in the ring, of all with `all_gather`."""
+    """What travels, of two devices in the ring, of all with `all_gather`, and its f32 gradients.
+
+    Where keys and values are expanded from it, these too: of one device in the ring.
+    """
     if run.mesh.context == 1 or run.context_method == "ulysses":
         return 0
-    keys = 2 * run.tokens * run.config.num_key_value_heads * run.config.head_dim
-    return (ELEMENT + 4) * keys * (2 if run.context_method == "ring" else run.mesh.context)
+    arrived, at_once = (2, 1) if run.context_method == "ring" else (run.mesh.context, run.mesh.context)
+    elements = arrived * travelling_elements(run.config) + at_once * expanded_elements(run.config)
+    return (ELEMENT + 4) * run.tokens * elements
 
 
 def _loss_workspace(run: Run) -> float:

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh
 
-from moe_jax.config import Qwen3Config, Qwen3MoeConfig
+from moe_jax.config import DeepseekV3Config, ModelConfig, Qwen3MoeConfig, Stage
 from moe_jax.models.auto import from_config
 from moe_jax.parallel.context import Method
 from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, first_capacity
@@ -17,6 +17,7 @@ from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spe
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape
 
 Dtype = Literal["bfloat16", "float32"]
+Hops = Literal["nccl", "copies"]
 BYTES = {"bfloat16": 2, "float32": 4}
 
 
@@ -24,18 +25,22 @@ BYTES = {"bfloat16": 2, "float32": 4}
 class Run:
     """One optimizer step of `config` on `mesh`: `rows` sequences of `sequence_length` tokens over all devices.
 
+    Modules that predict further tokens are trained with the model; `config.without_mtp()` has none.
+
     Attributes:
       remat: each layer is computed again in the backward pass.
       param_dtype, moment_dtype: what parameters (their masters are f32 in either case) and AdamW's moments are kept in.
       keys_per_token: how many keys a token sees on average, as packed documents shorten it; None: half a row.
       expert_load_imbalance: choices that the busiest device of the axis `expert` computes, over the mean.
       context_method: how attention is computed where the mesh has an axis `context`.
+      hops: how the ring passes on what it has. "copies" is for one process that has all GPUs, with the flag
+        `parallel.environment.PEER_HOPS`.
 
     Raises:
       ValueError: what cannot run so: axes, rows or experts that cannot be dealt out, sequences that cannot be split.
     """
 
-    config: Qwen3Config
+    config: ModelConfig
     mesh: MeshShape
     rows: int
     sequence_length: int
@@ -45,6 +50,7 @@ class Run:
     keys_per_token: float | None = None
     expert_load_imbalance: float = 1.0
     context_method: Method = "ring"
+    hops: Hops = "nccl"
 
     def __post_init__(self):
         problems = _problems(self)
@@ -62,21 +68,36 @@ class Run:
         return min(self.expert_load_imbalance, self.mesh.expert)
 
     @property
-    def attended(self) -> tuple[float, ...]:
-        """For each layer, how many keys a token sees."""
-        keys = self.sequence_length / 2 if self.keys_per_token is None else self.keys_per_token
-        return tuple(min(keys, window or keys) for window in self.config.layer_windows)
+    def stages(self) -> tuple[Stage, ...]:
+        """The model's stages: runs of its layers, and behind them a stage for each module that predicts further tokens."""
+        return (*self.config.stages, *self.config.mtp_stages)
+
+    def is_module(self, stage: Stage) -> bool:
+        """Whether a stage is such a module."""
+        return stage.first_layer >= self.config.num_hidden_layers
 
     @property
-    def moe_config(self) -> Qwen3MoeConfig:
+    def attended(self) -> tuple[float, ...]:
+        """For each layer, those of modules among them, how many keys a token sees."""
+        keys = self.sequence_length / 2 if self.keys_per_token is None else self.keys_per_token
+        of_layers = tuple(min(keys, window or keys) for window in self.config.layer_windows)
+        return of_layers + (keys,) * len(self.config.mtp_stages)
+
+    @property
+    def moe_config(self) -> Qwen3MoeConfig | DeepseekV3Config:
         """The config, which has experts."""
-        assert isinstance(self.config, Qwen3MoeConfig)
+        assert isinstance(self.config, Qwen3MoeConfig | DeepseekV3Config)
         return self.config
+
+    @property
+    def shared_inter(self) -> int:
+        """The width of the experts that all tokens share, together."""
+        return getattr(self.config, "n_shared_experts", 0) * self.moe_config.moe_intermediate_size
 
     @property
     def exchanges(self) -> bool:
         """Whether tokens travel to experts."""
-        return self.mesh.expert > 1 and bool(self.config.moe_layers)
+        return self.mesh.expert > 1 and bool(self.config.routed_layers)
 
     @property
     def capacity(self) -> Capacity:
@@ -127,7 +148,7 @@ class Parameter:
 
 
 @functools.cache
-def _parameters(config: Qwen3Config, mesh: MeshShape) -> tuple[Parameter, ...]:
+def _parameters(config: ModelConfig, mesh: MeshShape) -> tuple[Parameter, ...]:
     abstract = AbstractMesh(tuple(asdict(mesh).values()), MESH_AXES)
     found = []
     for path, shape in _shapes(config):
@@ -141,7 +162,7 @@ def _parameters(config: Qwen3Config, mesh: MeshShape) -> tuple[Parameter, ...]:
 
 
 @functools.cache
-def _shapes(config: Qwen3Config) -> tuple[tuple[tuple, tuple[int, ...]], ...]:
+def _shapes(config: ModelConfig) -> tuple[tuple[tuple, tuple[int, ...]], ...]:
     model = nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0)))
     leaves = jax.tree.leaves_with_path(nnx.state(model, nnx.Param))
     return tuple((parameter_path(path), leaf.shape) for path, leaf in leaves)
@@ -164,6 +185,7 @@ def _problems(run: Run) -> list[str]:
         ("param_dtype", run.param_dtype, BYTES),
         ("moment_dtype", run.moment_dtype, BYTES),
         ("context_method", run.context_method, get_args(Method)),
+        ("hops", run.hops, get_args(Hops)),
     ):
         if value not in choices:
             problems.append(f"{name}={value!r} must be one of {', '.join(choices)}")
@@ -180,7 +202,7 @@ def _problems(run: Run) -> list[str]:
     split = 2 * mesh.context if mesh.context > 1 else 1
     if run.sequence_length % split:
         problems.append(f"sequence_length={run.sequence_length} must be a multiple of 2 * mesh.context = {split}")
-    experts = getattr(config, "num_experts", 0) if config.moe_layers else 0
+    experts = getattr(config, "num_experts", 0) if config.routed_layers else 0
     if experts % mesh.expert:
         problems.append(f"{experts} experts cannot be dealt out to mesh.expert={mesh.expert} devices; take a divisor")
     heads = config.num_attention_heads, config.num_key_value_heads

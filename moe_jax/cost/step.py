@@ -6,13 +6,14 @@ gradients, run beside the computation of another layer, and `Machine.hidden` of 
 docs/scaling.md compares it with what was measured.
 """
 
+import math
 from dataclasses import dataclass
 
 from moe_jax.config import Stage
+from moe_jax.cost.attention import attention_seconds, moved_elements
 from moe_jax.cost.layer import (
     Experts,
     Passes,
-    attention_seconds,
     elementwise_seconds,
     experts_seconds,
     matmul_seconds,
@@ -21,7 +22,8 @@ from moe_jax.cost.layer import (
 from moe_jax.cost.memory import kept_by_layer, memory_bytes
 from moe_jax.cost.run import BYTES, Run
 from moe_jax.cost.travel import context_seconds, exchange_seconds, gather_seconds, once_a_step_seconds
-from moe_jax.flops import training_flops_per_token
+from moe_jax.flops import attention_matrices, training_flops_per_token
+from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
 from moe_jax.parallel.machine import H200, Machine
 
 
@@ -69,12 +71,21 @@ class Prediction:
 
 
 def predict(run: Run, machine: Machine = H200) -> Prediction:
-    """The cost of one step of `run`."""
+    """The cost of one step of `run`.
+
+    Raises:
+      ValueError: hops by copies on more devices than a host of the machine has.
+    """
+    if run.hops == "copies" and run.mesh.size > machine.gpus_of_host:
+        raise ValueError(
+            f"hops='copies' needs all devices in one process, and a host has {machine.gpus_of_host}; the mesh has "
+            f"{run.mesh.size}: take hops='nccl'"
+        )
     layers: dict[str, float] = dict.fromkeys(("experts", "projections", "attention", "elementwise", "kept", "overhead"), 0.0)
     travel: dict[str, float] = dict.fromkeys(("exchange", "context", "gathers"), 0.0)
     hidden = 0.0
-    for number, stage in enumerate(run.config.stages):
-        computing = _layer_seconds(run, number, stage, machine)
+    for number, stage in enumerate(run.stages):
+        computing = layer_seconds(run, number, machine)
         for name, passes in computing.items():
             layers[name] += stage.num_layers * passes.total(run.remat)
         if stage.sparse:
@@ -85,27 +96,31 @@ def predict(run: Run, machine: Machine = H200) -> Prediction:
         backward = sum(passes.total(run.remat) for passes in computing.values()) - forward
         for beside, needed in zip((forward, backward), gather_seconds(run, number, machine), strict=True):
             hides = machine.hidden * min(needed, beside)
-            travel["gathers"] += stage.num_layers * (needed - hides)
+            # Before the loop one layer is gathered beside nothing, and its last pass gathers in vain.
+            travel["gathers"] += stage.num_layers * (needed - hides) + needed
             hidden += stage.num_layers * hides
     parts = layers | {"loss": _loss_seconds(run, machine), "optimizer": _optimizer_seconds(run, machine)} | travel
     parts["once a step"] = once_a_step_seconds(run, machine)
     return Prediction(run, machine, parts, hidden, memory_bytes(run))
 
 
-def _layer_seconds(run: Run, number: int, stage: Stage, machine: Machine) -> dict[str, Passes]:
-    """What a device computes in one layer of a stage."""
-    config, tokens = run.config, run.tokens
+def layer_seconds(run: Run, number: int, machine: Machine) -> dict[str, Passes]:
+    """What a device computes in one layer of a stage, by part."""
+    config, tokens, stage = run.config, run.tokens, run.stages[number]
     own = [p for p in run.parameters if p.in_stage and p.path[1] == number]
     attended = run.attended[stage.first_layer : stage.first_layer + stage.num_layers]
-    heads = config.num_attention_heads + config.num_key_value_heads
-    weights = 2 * config.hidden_size * heads * config.head_dim
-    if not stage.sparse:
-        weights += 3 * config.hidden_size * config.intermediate_size
-    dense_inter = 0 if stage.sparse else config.intermediate_size
+    hidden, dense_inter = config.hidden_size, run.shared_inter if stage.sparse else config.intermediate_size
+    weights = attention_matrices(config) + 3 * hidden * dense_inter
+    # Two norms and two sums; the activation of a dense block, and where experts stand beside it the sum of both.
+    elements = (10 + (3 if stage.sparse and dense_inter else 0)) * hidden + moved_elements(config) + 3 * dense_inter
+    if run.is_module(stage):
+        weights += 2 * hidden * hidden
+        # Three norms more, of which two are joined.
+        elements += 8 * hidden
     parts = {
         "projections": matmul_seconds(tokens, weights, machine),
         "attention": attention_seconds(tokens, sum(attended) / len(attended), config, machine),
-        "elementwise": elementwise_seconds(tokens, config, machine, dense_inter=dense_inter),
+        "elementwise": elementwise_seconds(tokens, elements, machine),
         "kept": _keeping_seconds(run, stage, machine),
         "overhead": Passes(*(machine.layer_overhead,) * 3),
     }
@@ -120,7 +135,7 @@ def _layer_seconds(run: Run, number: int, stage: Stage, machine: Machine) -> dic
 
 def _keeping_seconds(run: Run, stage: Stage, machine: Machine) -> Passes:
     """What is kept for backward is copied into the stack of the layers' (`layers/stack.py`), and out of it."""
-    copy = 2 * kept_by_layer(run, stage.sparse) / machine.hbm
+    copy = 2 * kept_by_layer(run, stage) / machine.hbm
     return Passes(copy, 0.0, copy)
 
 
@@ -129,13 +144,29 @@ def _sparse_seconds(run: Run, machine: Machine) -> Passes:
     k, experts = config.num_experts_per_tok, config.num_experts
     rows = run.imbalance * run.tokens * k
     work = Experts(run.received, k, rows, experts // run.mesh.expert, config.hidden_size, config.moe_intermediate_size)
-    both = experts_seconds(work, machine), router_seconds(run.tokens, config.hidden_size, experts, machine)
+    grouped = getattr(config, "num_groups", 1) > 1
+    router = router_seconds(run.tokens, config.hidden_size, experts, machine, grouped=grouped)
+    both = experts_seconds(work, machine), router
     return Passes(*(sum(seconds) for seconds in zip(*both, strict=True)))
 
 
 def _loss_seconds(run: Run, machine: Machine) -> float:
-    """A matmul for the logits and two for the gradients."""
-    return 6 * run.tokens * run.config.vocab_size * run.config.hidden_size / machine.vocabulary
+    """The model's, and one more of each module that predicts further tokens."""
+    config = run.config
+    one = vocabulary_seconds(run.tokens, config.vocab_size, config.hidden_size, machine)
+    return (1 + len(config.mtp_stages)) * one.total(False)
+
+
+def vocabulary_seconds(tokens: int, vocab: int, hidden: int, machine: Machine) -> Passes:
+    """A matmul for the logits and two for the gradients.
+
+    Logits are f32, written and read, for the gradients once more; the gradient of the weights, f32 too, is read and written for
+    each chunk of tokens.
+    """
+    matmul = 2 * tokens * vocab * hidden / machine.vocabulary
+    chunks = math.ceil(tokens / CHUNK_TOKENS)
+    forward = matmul + 8 * tokens * vocab / machine.hbm
+    return Passes(forward, forward, 2 * matmul + (4 * tokens + 8 * chunks * hidden) * vocab / machine.hbm)
 
 
 def _optimizer_seconds(run: Run, machine: Machine) -> float:

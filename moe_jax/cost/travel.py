@@ -2,7 +2,7 @@
 
 import math
 
-from moe_jax.config import Qwen3MoeConfig
+from moe_jax.cost.attention import expanded_elements, expansion_seconds, key_value_elements, travelling_elements
 from moe_jax.cost.layer import ELEMENT, Passes
 from moe_jax.cost.run import Run
 from moe_jax.parallel.expert.settings import further_capacity
@@ -16,12 +16,15 @@ from moe_jax.parallel.machine import (
 )
 from moe_jax.parallel.mesh import MESH_AXES
 
+OF_QUERIES = 0.4
+"""The share of attention's backward pass that computes the gradients of queries."""
+
 
 def exchange_seconds(run: Run, machine: Machine) -> Passes:
     """Dispatch and combine of one layer: forward one of each, backward one of each, and dispatch again under remat."""
     if not run.exchanges:
         return Passes(0.0, 0.0, 0.0)
-    config: Qwen3MoeConfig = run.moe_config
+    config = run.moe_config
     # Ids and weights of the choices, in f32, travel with a token.
     choices = 4 * 2 * config.num_experts_per_tok
     token = ELEMENT * config.hidden_size
@@ -58,25 +61,68 @@ def _further_rounds(run: Run) -> int:
 def context_seconds(run: Run, attention: Passes, machine: Machine) -> Passes:
     """What attention over a split sequence takes beside its kernels, in one layer; docs/context_parallel.md says what travels.
 
-    Hops of the ring do not hide behind kernels that take every core. With `all_gather` the sums of the keys' gradients travel
-    while those of the queries are computed, about two fifths of the backward pass.
+    Of the backward pass the gradients of queries are about two fifths. With `all_gather` the sums of the keys' gradients travel
+    beside them.
     """
-    devices, config = run.mesh.context, run.config
+    devices = run.mesh.context
     if devices == 1:
         return Passes(0.0, 0.0, 0.0)
-    keys = 2 * ELEMENT * run.tokens * config.num_key_value_heads * config.head_dim
+    keys = ELEMENT * run.tokens * travelling_elements(run.config)
     axes = ("context",)
+    if run.context_method == "ulysses":
+        return _ulysses_seconds(run, machine)
+    expansion = _expansions_seconds(run, machine)
     if run.context_method == "ring":
-        forward = (devices - 1) * ring_hop_seconds(machine, keys, axes, run.mesh)
-        return Passes(forward, forward, forward + (devices - 1) * ring_hop_seconds(machine, 2 * keys, axes, run.mesh))
-    if run.context_method == "all_gather":
-        # Put into the order of the sequence: read and written.
-        forward = all_gather_seconds(machine, devices * keys, axes, run.mesh) + 2 * devices * keys / machine.hbm
-        sums = reduce_scatter_seconds(machine, 2 * devices * keys, axes, run.mesh)
-        return Passes(forward, forward, forward + max(0.0, sums - 0.4 * attention.backward))
-    heads = config.num_attention_heads + config.num_key_value_heads
-    forward = all_to_all_seconds(machine, 2 * ELEMENT * run.tokens * heads * config.head_dim, axes, run.mesh)
-    return Passes(forward, forward, forward)
+        return Passes(*map(sum, zip(_ring_seconds(run, keys, attention, machine), expansion, strict=True)))
+    # Put into the order of the sequence: read and written.
+    forward = all_gather_seconds(machine, devices * keys, axes, run.mesh) + 2 * devices * keys / machine.hbm
+    sums = reduce_scatter_seconds(machine, 2 * devices * keys, axes, run.mesh)
+    backward = forward + max(0.0, sums - OF_QUERIES * attention.backward)
+    return Passes(forward + expansion.forward, forward + expansion.again, backward + expansion.backward)
+
+
+def _ring_seconds(run: Run, keys: float, attention: Passes, machine: Machine) -> Passes:
+    """Hops, and the sums of the steps: in f32, read and written in each step but the first.
+
+    NCCL's hops do not hide behind kernels that take every core. Copies hide behind the kernel that they run beside: forward
+    keys beside a step's attention; backward the sums of their gradients beside those of the queries, keys beside the rest.
+    """
+    devices, config, axes = run.mesh.context, run.config, ("context",)
+
+    def exposed(size: float, beside: float) -> float:
+        copied = run.hops == "copies"
+        hop = ring_hop_seconds(machine, size, axes, run.mesh, copied=copied)
+        return max(0.0, hop - beside / devices) if copied else hop
+
+    def added(elements: int) -> float:
+        return 2 * 4 * run.tokens * elements / machine.hbm
+
+    heads = config.num_attention_heads
+    forward = exposed(keys, attention.forward) + added(heads * config.value_dim)
+    backward = exposed(keys, (1 - OF_QUERIES) * attention.backward) + exposed(2 * keys, OF_QUERIES * attention.backward)
+    backward += added(heads * config.key_dim + key_value_elements(config))
+    return Passes(*((devices - 1) * seconds for seconds in (forward, forward, backward)))
+
+
+def _expansions_seconds(run: Run, machine: Machine) -> Passes:
+    """Keys and values made of latents on every device, beside those of its own tokens; backward for each of two kernels."""
+    devices, one = run.mesh.context, expansion_seconds(run.tokens, run.config, machine)
+    forward = (devices - 1) * one.forward
+    return Passes(forward, forward, 2 * devices * one.forward + (devices - 1) * one.backward)
+
+
+def _ulysses_seconds(run: Run, machine: Machine) -> Passes:
+    """Queries, keys and values go to a part of the heads, and the result back; latents go whole to all, and gradients home."""
+    config, axes = run.config, ("context",)
+    elements = config.num_attention_heads * (config.key_dim + config.value_dim)
+    elements += 0 if expanded_elements(config) else key_value_elements(config)
+    to_heads = all_to_all_seconds(machine, ELEMENT * run.tokens * elements, axes, run.mesh)
+    if not expanded_elements(config):
+        return Passes(to_heads, to_heads, to_heads)
+    latents = run.mesh.context * ELEMENT * run.tokens * travelling_elements(config)
+    gather = all_gather_seconds(machine, latents, axes, run.mesh) + 2 * latents / machine.hbm
+    sums = all_to_all_seconds(machine, latents, axes, run.mesh) + 2 * latents / machine.hbm
+    return Passes(to_heads + gather, to_heads + gather, to_heads + sums)
 
 
 def gather_seconds(run: Run, stage: int, machine: Machine) -> tuple[float, float]:

@@ -123,10 +123,10 @@ class LatentAttention(nnx.Module):
 def expand(
     config: DeepseekV3Config, kv_b_proj: Float[Array, "out kv_lora_rank"], latents: Float[Array, "batch seq latent_dim"]
 ) -> tuple[Float[Array, "batch seq heads key_dim"], Float[Array, "batch seq heads value_dim"]]:
-    """Keys and values of every head."""
+    """Keys and values of every head, or of those whose part of the matrix it is given."""
     latent, k_rope = jnp.split(latents, [config.kv_lora_rank], axis=-1)
     of_heads = jnp.einsum("bsr,or->bso", latent, kv_b_proj.astype(latents.dtype))
-    of_heads = of_heads.reshape(*latent.shape[:-1], config.num_attention_heads, -1)
+    of_heads = of_heads.reshape(*latent.shape[:-1], -1, config.qk_nope_head_dim + config.v_head_dim)
     k_nope, v = jnp.split(of_heads, [config.qk_nope_head_dim], axis=-1)
     shared = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:-1], k_rope.shape[-1]))
     return jnp.concatenate([k_nope, shared], axis=-1), v

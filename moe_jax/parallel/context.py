@@ -9,7 +9,8 @@ Everything here is called inside `jax.shard_map` (with or without `check_vma`) o
     ulysses      queries and keys change from a part of the tokens to a part of the heads and back (Jacobs et al., 2023,
                  https://arxiv.org/abs/2309.14509): at most as many devices as key heads
 
-Where keys and values are made of something smaller, as in latent attention, `ring` and `all_gather` move that instead.
+Where keys and values are made of something smaller, as in latent attention, that travels instead. With `ulysses` every device
+gathers it whole, and expands the keys and values of its own heads.
 """
 
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from moe_jax.kernels.flash_attention import refusal
 from moe_jax.kernels.varying import vary_alike
 from moe_jax.parallel.ring import Expand, Kept, Ring, as_dtypes_of, gradients_of_kept, keys_and_values, ring_attention
 from moe_jax.parallel.sequence import Layout, shard_sequence, token_indices, unshard_sequence
+from moe_jax.parallel.sums import sum_scatter
 
 Method = Literal["ring", "all_gather", "ulysses"]
 
@@ -104,9 +106,11 @@ def context_attention(
 
     Args:
       kept: k [batch, seq, kv_heads, head_dim] and v [batch, seq, kv_heads, value_dim], or what `expand` makes them of.
-      expand: (k, v) = expand(weights, *kept), closing over no array. `kept` travels in place of k and v (but with `ulysses`),
-        each device expands what arrives, and the gradients of `kept`, each device's in the dtype of `kept`, are summed in f32.
-      weights: arrays, the same on all devices of the axis; their gradients are summed in f32 over all that arrives.
+      expand: (k, v) = expand(weights, *kept), closing over no array. `kept` travels in place of k and v, each device expands
+        what arrives, and the gradients of `kept`, each device's in the dtype of `kept`, are summed in f32.
+      weights: arrays, the same on all devices of the axis; their gradients are summed in f32 over all that arrives. With
+        `ulysses` they have the heads, or rows of one head after the other, as leading axis, and of a part of them `expand`
+        makes the keys and values of these heads.
       axis_name, layout: the mesh axis over which the sequence is split, and how.
       segment_ids: this device's (default: all one segment). Those of all devices are gathered, 4 bytes a token.
       segment_starts: instead of ids what `starts_of_segments` gives for them, computed once for many layers.
@@ -114,8 +118,8 @@ def context_attention(
 
     Raises:
       ValueError: shapes that do not fit together; a window below 1; an unknown layout, method or backend, or one that does not
-        take the input; a length that the layout cannot split; with `ulysses` a number of heads or key heads that the devices do
-        not divide.
+        take the input; a length that the layout cannot split; with `ulysses` a number of heads or key heads, or of rows of
+        `weights`, that the devices do not divide.
     """
     if expand is None and len(kept) != 2:
         raise ValueError(f"without expand, kept must be k and v; got {len(kept)} arrays")
@@ -123,6 +127,8 @@ def context_attention(
     _check_shapes(q, k, v)
     if method not in get_args(Method):
         raise ValueError(f"unknown method {method!r}; choose one of {', '.join(map(repr, get_args(Method)))}")
+    if method == "ulysses":
+        _check_heads(q, k, None if expand is None else weights, axis_name)
     if segment_ids is not None and segment_starts is not None:
         raise ValueError("segment_ids and segment_starts say the same; give one of them")
     for name, array in (("segment_ids", segment_ids), ("segment_starts", segment_starts)):
@@ -137,9 +143,7 @@ def context_attention(
         segment_starts = jnp.zeros(q.shape[:2], jnp.int32)
     q, kept, weights, segment_starts, own = vary_alike((q, kept, weights, segment_starts, own))
     if method == "ulysses":
-        # A device needs the keys of its heads alone.
-        k, v = keys_and_values(expand, weights, kept)
-        return _ulysses_attention(q, k, v, segment_starts, window, scale, axis_name, layout, backend)
+        return _ulysses_attention(q, kept, expand, weights, segment_starts, window, scale, axis_name, layout, backend)
     first_token = segment_starts
     if window is not None:
         # A token sees itself at least, and a large window does not overflow.
@@ -157,6 +161,21 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
         raise ValueError(
             "q must be [batch, seq, heads, head_dim], k [batch, seq, kv_heads, head_dim], v [batch, seq, kv_heads, value_dim], "
             f"heads a multiple of kv_heads; got q {q.shape}, k {k.shape}, v {v.shape}"
+        )
+
+
+def _check_heads(q: Array, k: Array, weights, axis_name: str) -> None:
+    devices = lax.axis_size(axis_name)
+    if q.shape[2] % devices or k.shape[2] % devices:
+        raise ValueError(
+            f"method 'ulysses' splits heads over the {devices} devices of axis {axis_name!r}, which must divide the numbers "
+            f"of heads and of key heads; got {q.shape[2]} and {k.shape[2]}: take method 'ring' or 'all_gather'"
+        )
+    shapes = [weight.shape for weight in jax.tree.leaves(weights)]
+    if weights is not None and not (shapes and all(shape and shape[0] % k.shape[2] == 0 for shape in shapes)):
+        raise ValueError(
+            "method 'ulysses' expands the keys and values of a device's own heads alone: the leading axis of weights must be "
+            f"the {k.shape[2]} key heads, one after the other; got {shapes}: take method 'ring' or 'all_gather'"
         )
 
 
@@ -241,22 +260,29 @@ def _all_gather_bounds(first_token: Int[Array, "batch seq"], ring: Ring) -> part
     return first_token, jnp.broadcast_to(own, first_token.shape)
 
 
-def _ulysses_attention(q, k, v, segment_starts, window, scale: float, axis_name: str, layout: Layout, backend: str | None):
+def _ulysses_attention(
+    q, kept: Kept, expand, weights, segment_starts, window, scale: float, axis_name: str, layout: Layout, backend: str | None
+):
     axis_size = lax.axis_size(axis_name)
-    if q.shape[2] % axis_size or k.shape[2] % axis_size:
-        raise ValueError(
-            f"method 'ulysses' splits heads over the {axis_size} devices of axis {axis_name!r}, which must divide the numbers "
-            f"of heads and of key heads; got {q.shape[2]} and {k.shape[2]}: take method 'ring' or 'all_gather'"
-        )
 
     def to_heads(x: Array) -> Array:
         whole = lax.all_to_all(x, axis_name, split_axis=2, concat_axis=1, tiled=True)
         return unshard_sequence(whole, axis_size, layout)
 
+    def of_own_heads(weight: Array) -> Array:
+        rows = weight.shape[0] // axis_size
+        return lax.dynamic_slice_in_dim(weight, lax.axis_index(axis_name) * rows, rows)
+
+    if expand is None:
+        k, v = map(to_heads, kept)
+    else:
+        k, v = expand(jax.tree.map(of_own_heads, weights), *_gather_summing(axis_name, layout, kept))
     # Segments that begin at different tokens are different segments.
     ids = _gather(segment_starts, axis_name, layout)
     out = attention(
-        *map(to_heads, (q, k, v)),
+        to_heads(q),
+        k,
+        v,
         scale=scale,
         query_segment_ids=ids,
         key_segment_ids=ids,
@@ -264,3 +290,17 @@ def _ulysses_attention(q, k, v, segment_starts, window, scale: float, axis_name:
         backend=backend,
     )
     return lax.all_to_all(shard_sequence(out, axis_size, layout), axis_name, split_axis=1, concat_axis=2, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather_summing(axis_name: str, layout: Layout, kept: Kept) -> Kept:
+    """`kept` of all devices in the order of the sequence; each device's gradients travel home in its dtype, summed in f32."""
+    return tuple(_gather(a, axis_name, layout) for a in kept)
+
+
+def _sums_at_home(axis_name: str, layout: Layout, _, gradients: Kept) -> tuple[Kept]:
+    shards = (shard_sequence(a, lax.axis_size(axis_name), layout) for a in gradients)
+    return (tuple(sum_scatter(a, axis_name, 1).astype(a.dtype) for a in shards),)
+
+
+_gather_summing.defvjp(lambda axis_name, layout, kept: (_gather_summing(axis_name, layout, kept), None), _sums_at_home)

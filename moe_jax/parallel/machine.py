@@ -33,8 +33,11 @@ class Machine:
     """Seconds that an MoE layer's small kernels take whatever the tokens, forward; twice backward."""
     attention_forward: float
     attention_backward: float
-    """Per FLOP of five matmuls, of which 2.5 times the forward pass's are counted."""
+    """Per FLOP of five matmuls, of which the kernels make two twice."""
+    attention_backward_wide: float
+    """The same with keys wider than 128 channels."""
     vocabulary: float
+    """The matmuls of the vocabulary's loss, without the logits' and the gradient's bytes."""
     top_k: float
     """Seconds a token."""
     sort: float
@@ -43,7 +46,9 @@ class Machine:
     reduce_scatter: float
     all_to_all: float
     ring_hop: float
-    """A `ppermute` beside a kernel that takes every core."""
+    """A `ppermute` of NCCL's, beside a kernel that takes every core."""
+    ring_hop_copied: float
+    """A `ppermute` that is a copy from GPU to GPU and takes no core (`environment.PEER_HOPS`)."""
     between_hosts: float
     latency: float
     host_latency: float
@@ -52,6 +57,11 @@ class Machine:
     """The share of a gather's or sum's time that it takes nothing of the step when a layer's computation runs beside it."""
     layer_overhead: float
     """Seconds that a pass over a layer takes beside all that is counted."""
+
+    @property
+    def experts_training(self) -> float:
+        """FLOP/s of experts forward and backward: nine matmuls of a size, of which d_act is one."""
+        return 9 / (8 / self.experts_matmul + 1 / self.experts_d_act)
 
 
 def all_gather_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape) -> float:
@@ -87,10 +97,11 @@ def all_reduce_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShap
     return reduce_scatter_seconds(machine, size, axes, mesh) + all_gather_seconds(machine, size, axes, mesh)
 
 
-def ring_hop_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape) -> float:
+def ring_hop_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape, *, copied: bool = False) -> float:
     """`size` bytes from each device to the next of a ring; all wait for the slowest link."""
     devices, _, hosts = _group(machine, axes, mesh)
-    rate = machine.ring_hop if hosts == 1 else min(machine.ring_hop, machine.between_hosts)
+    inside = machine.ring_hop_copied if copied else machine.ring_hop
+    rate = inside if hosts == 1 else min(inside, machine.between_hosts)
     return _started(machine, devices, min(hosts, 2), size / rate)
 
 
@@ -127,10 +138,12 @@ H200 = Machine(
     experts_matmul=640e12,
     experts_d_act=490e12,
     experts_overhead=0.16e-3,
+    # 128 heads of 192 and 128: 4.58 ms for four sequences of 4096, with backward 27.2.
     attention_forward=600e12,
     attention_backward=415e12,
-    # 28 ms for 8192 tokens of Qwen3-30B-A3B, which are 20.4 TFLOP with the logits made twice.
-    vocabulary=728e12,
+    attention_backward_wide=316e12,
+    # 26.8 and 107 ms with gradients for 8192 and 32768 tokens of Qwen3-30B-A3B, 73.1 for 8192 of DeepSeek-V3.
+    vocabulary=727e12,
     # 0.16 ms for 32768 tokens; 0.19 ms for the argsort and the counts of their 262144 choices.
     top_k=4.9e-9,
     sort=0.72e-9,
@@ -138,6 +151,8 @@ H200 = Machine(
     reduce_scatter=277e9,
     all_to_all=280e9,
     ring_hop=100e9,
+    # What `pairwise` dispatched with it.
+    ring_hop_copied=234e9,
     # Assumed: cards of 400 Gb/s, 80 % of it; and 20 us to begin a collective, 10 us for each further host.
     between_hosts=40e9,
     latency=20e-6,

@@ -1,5 +1,7 @@
 """What predictions must obey whatever the machine: parts add up, splitting divides, nothing gets faster by more work."""
 
+import functools
+import math
 from dataclasses import replace
 
 import jax
@@ -9,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 
-from moe_jax.config import NAMED_CONFIGS, Qwen3Config, Qwen3MoeConfig
+from moe_jax.config import NAMED_CONFIGS, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 from moe_jax.cost import Run, predict
+from moe_jax.cost.attention import attention_seconds
+from moe_jax.cost.step import layer_seconds
+from moe_jax.cost.travel import context_seconds, gather_seconds
 from moe_jax.flops import num_parameters, training_flops_per_token
 from moe_jax.models.auto import from_config
 from moe_jax.parallel import ExpertParallel, Parallelism, ShardedParameters
@@ -19,23 +24,28 @@ from moe_jax.parallel.machine import H200
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape
 
 QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
+DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]
+LITE = NAMED_CONFIGS["deepseek-v2-lite"]
 MIXED = Qwen3MoeConfig(num_hidden_layers=4, mlp_only_layers=(0,), num_experts=12, num_experts_per_tok=3, vocab_size=1024)
 SIZES = st.sampled_from((1, 2, 3, 4, 8))
+LATENT = DeepseekV3Config(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=12, n_group=4, num_experts_per_tok=3)
 MESHES = st.builds(MeshShape, data=SIZES, fsdp=SIZES, expert=SIZES, context=SIZES)
 
 
-@settings(deadline=None, max_examples=40)
-@given(mesh=MESHES, rows=st.sampled_from((8, 24, 192)), length=st.sampled_from((96, 4096)))
-def test_runs_are_those_that_a_training_step_takes(mesh, rows, length):
+@settings(deadline=None, max_examples=60)
+@given(
+    config=st.sampled_from((MIXED, LATENT)), mesh=MESHES, rows=st.sampled_from((8, 24, 192)), length=st.sampled_from((96, 4096))
+)
+def test_runs_are_those_that_a_training_step_takes(config, mesh, rows, length):
     """The step's own checks, on a mesh without devices."""
     abstract = AbstractMesh((mesh.data, mesh.fsdp, mesh.expert, mesh.context), MESH_AXES)
 
     def check():
         Parallelism(abstract).check_batch(rows)
-        ShardedParameters.of(shapes(), abstract, dtype="bfloat16", token_axes=MESH_AXES)
+        ShardedParameters.of(shapes(config), abstract, dtype="bfloat16", token_axes=MESH_AXES)
         assert mesh.context == 1 or length % (2 * mesh.context) == 0
 
-    assert accepts(lambda: Run(MIXED, mesh, rows, length)) == accepts(check)
+    assert accepts(lambda: Run(config, mesh, rows, length)) == accepts(check)
 
 
 def accepts(check) -> bool:
@@ -46,11 +56,16 @@ def accepts(check) -> bool:
     return True
 
 
-def shapes() -> nnx.State:
-    return nnx.state(nnx.eval_shape(lambda: from_config(MIXED, rngs=nnx.Rngs(0))), nnx.Param)
+@functools.cache
+def shapes(config) -> nnx.State:
+    return nnx.state(nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0))), nnx.Param)
 
 
-@pytest.mark.parametrize("config", [QWEN, MIXED, Qwen3Config(num_hidden_layers=2)], ids=["sparse", "mixed", "dense"])
+@pytest.mark.parametrize(
+    "config",
+    [QWEN, MIXED, Qwen3Config(num_hidden_layers=2), DEEPSEEK, LITE],
+    ids=["sparse", "mixed", "dense", "deepseek-v3", "deepseek-v2"],
+)
 def test_parts_add_up(config):
     prediction = predict(Run(config, MeshShape(data=2, fsdp=2, expert=2), 8, 4096))
     assert all(seconds >= 0 for seconds in prediction.seconds.values())
@@ -59,6 +74,47 @@ def test_parts_add_up(config):
     assert prediction.flops_per_second / prediction.tokens_per_second == pytest.approx(training_flops_per_token(config, 4096))
     assert prediction.fits == (prediction.memory_bytes <= H200.memory)
     assert (prediction.seconds["exchange"] > 0) == bool(config.moe_layers)
+
+
+@pytest.mark.parametrize("config", [QWEN, MIXED, DEEPSEEK, LITE], ids=["sparse", "mixed", "deepseek-v3", "deepseek-v2"])
+def test_a_step_has_the_flops_of_its_model(config):
+    """With memory that costs nothing and FLOPs a second each; but for the tiles of the experts, which are not all filled."""
+    rates = ("dense_matmul", "experts_matmul", "experts_d_act", "attention_forward", "attention_backward", "vocabulary")
+    machine = replace(H200, hbm=math.inf, top_k=0, sort=0, experts_overhead=0, layer_overhead=0, **dict.fromkeys(rates, 1.0))
+    machine = replace(machine, attention_backward_wide=1.0)
+    run = Run(config, MeshShape(), 64, 4096, remat=False)
+    seconds = predict(run, machine).seconds
+    # Attention's backward pass makes the scores again.
+    pairs = sum(run.attended) * config.num_attention_heads
+    scores = (8 * config.key_dim + 6 * config.value_dim) - 6 * (config.key_dim + config.value_dim)
+    router = 6 * len(config.routed_layers) * config.hidden_size * config.num_experts
+    expected = training_flops_per_token(config, 4096) + scores * pairs - router
+    assert sum(seconds.values()) / run.tokens == pytest.approx(expected, rel=0.02)
+    exact = {name: seconds[name] for name in ("projections", "attention", "loss")}
+    experts = 18 * len(config.routed_layers) * config.num_experts_per_tok * config.hidden_size * config.moe_intermediate_size
+    assert sum(exact.values()) / run.tokens == pytest.approx(expected - experts, rel=1e-9)
+
+
+def test_a_module_that_predicts_a_further_token_is_a_layer_and_a_loss_more():
+    run = Run(DEEPSEEK, MeshShape(fsdp=8, expert=8), 64, 4096)
+    plain = replace(run, config=DEEPSEEK.without_mtp())
+    found, without = predict(run), predict(plain)
+    assert found.seconds["loss"] == 2 * without.seconds["loss"]
+    for part in ("experts", "attention", "exchange"):
+        of_layers = DEEPSEEK.num_hidden_layers if part == "attention" else len(DEEPSEEK.moe_layers)
+        assert found.seconds[part] == pytest.approx((1 + 1 / of_layers) * without.seconds[part])
+    # Beside a layer's, the projection of two hidden states to one.
+    of_layer, of_module = (layer_seconds(run, stage, H200)["projections"].forward for stage in (1, 2))
+    assert of_module - of_layer == pytest.approx(2 * run.tokens * 2 * 7168**2 / H200.dense_matmul)
+    assert found.memory_bytes > without.memory_bytes
+
+
+def test_a_stage_gathers_one_layer_more_than_it_has():
+    """The first before its loop, where nothing hides it, the last in vain."""
+    run = Run(QWEN, MeshShape(fsdp=8), 8, 4096)
+    needed = sum(gather_seconds(run, 0, H200))
+    found = predict(run, replace(H200, hidden=0.0)).seconds["gathers"]
+    assert found == pytest.approx(49 * needed)
 
 
 def test_one_device_keeps_everything_and_meets_nobody():
@@ -78,15 +134,16 @@ def test_every_axis_but_data_divides_the_state(axis, divides):
     assert many == pytest.approx(one / 8 if divides else one, rel=0.01)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=40)
 @given(
+    config=st.sampled_from((QWEN, DEEPSEEK)),
     mesh=st.sampled_from([MeshShape(fsdp=8), MeshShape(expert=8), MeshShape(2, 2, 2, 2), MeshShape(context=16)]),
     remat=st.booleans(),
     load=st.floats(1, 8),
     length=st.sampled_from((4096, 32768)),
 )
-def test_more_work_never_takes_less(mesh, remat, load, length):
-    run = Run(QWEN, mesh, 8 * mesh.size, length, remat=remat)
+def test_more_work_never_takes_less(config, mesh, remat, load, length):
+    run = Run(config, mesh, 8 * mesh.size, length, remat=remat)
     base = predict(run)
     assert predict(replace(run, rows=2 * run.rows)).step_seconds > base.step_seconds
     assert predict(replace(run, expert_load_imbalance=load)).step_seconds >= base.step_seconds
@@ -115,6 +172,69 @@ def test_all_gather_holds_the_keys_of_all_devices():
     assert gathered - ring == (2 + 4) * 2 * 4 * 128 * 6 * 2**20 / 8
 
 
+LINKS_ALONE = replace(H200, hbm=math.inf, dense_matmul=math.inf, latency=0.0)
+
+
+@pytest.mark.parametrize("config, elements", [(QWEN, 2 * 4 * 128), (DEEPSEEK, 512 + 64)])
+def test_what_travels_of_a_token_round_the_ring(config, elements):
+    """Keys and values, or the latent they are made of: in bf16 forward; backward so again, and the gradients in f32."""
+    run = Run(config, MeshShape(context=8), 1, 2**18)
+    found = context_seconds(run, attention(run), LINKS_ALONE)
+    forward = 7 * 2 * elements * run.tokens / H200.ring_hop
+    assert found == pytest.approx((forward, forward, 3 * forward))
+
+
+def test_what_travels_of_a_token_to_a_part_of_the_heads():
+    """Queries and results; latents to all devices, and their gradients back."""
+    run = Run(DEEPSEEK, MeshShape(context=8), 1, 2**18, context_method="ulysses")
+    found = context_seconds(run, attention(run), LINKS_ALONE)
+    to_heads = 7 / 8 * 2 * 128 * (192 + 128) * run.tokens / H200.all_to_all
+    latents = 7 * 2 * (512 + 64) * run.tokens
+    assert found.forward == found.again == pytest.approx(to_heads + latents / H200.all_gather)
+    assert found.backward == pytest.approx(to_heads + latents / H200.all_to_all)
+
+
+def test_every_device_of_a_ring_expands_every_latent():
+    """docs/context_parallel.md: beside causal attention a tenth of the FLOPs at 8192 tokens a device, however many."""
+    run = Run(DEEPSEEK, MeshShape(context=8), 1, 8 * 8192)
+    compute = replace(H200, hbm=math.inf, ring_hop=math.inf, latency=0.0)
+    found = context_seconds(run, attention(run), compute).forward * H200.dense_matmul
+    assert found == pytest.approx(7 * 2 * run.tokens * 512 * 128 * (128 + 128))
+    of_own_tokens_too = 8 / 7 * found
+    assert of_own_tokens_too / (attention(run).forward * H200.attention_forward) == pytest.approx(0.1, abs=0.001)
+
+
+def attention(run: Run):
+    return attention_seconds(run.tokens, run.attended[0], run.config, H200)
+
+
+def test_copies_hide_behind_attention_if_it_takes_longer():
+    few, many = (Run(QWEN, MeshShape(context=8), 1, length, hops="copies") for length in (8 * 64, 2**18))
+    machine = replace(H200, hbm=math.inf)
+    assert context_seconds(many, attention(many), machine) == (0, 0, 0)
+    hop = 2 * 2 * 4 * 128 * few.tokens / H200.ring_hop_copied + H200.latency
+    assert context_seconds(few, attention(few), machine).forward == pytest.approx(7 * hop - 7 / 8 * attention(few).forward)
+    assert predict(few).step_seconds < predict(replace(few, hops="nccl")).step_seconds
+
+
+def test_copies_are_refused_where_no_process_has_all_gpus():
+    run = Run(QWEN, MeshShape(fsdp=2, context=8), 2, 4096, hops="copies")
+    with pytest.raises(
+        ValueError, match="needs all devices in one process, and a host has 8; the mesh has 16: take hops='nccl'"
+    ):
+        predict(run)
+    assert predict(run, replace(H200, gpus_of_host=16)).seconds["context"] > 0
+
+
+def test_expanded_keys_of_the_ring_are_those_of_one_device():
+    """Of `all_gather` those of all: bf16 and f32, a latent of six devices more and keys and values of seven."""
+    ring, gathered = (
+        predict(Run(DEEPSEEK, MeshShape(context=8), 1, 2**18, context_method=method)).memory_bytes
+        for method in ("ring", "all_gather")
+    )
+    assert gathered - ring == (2 + 4) * (6 * 576 + 7 * 128 * (192 + 128)) * 2**18 / 8
+
+
 def test_further_rounds_cost_from_the_capacity_on():
     run = Run(QWEN, MeshShape(expert=8), 64, 4096)
     exchange = [predict(replace(run, expert_load_imbalance=load)).seconds["exchange"] for load in (1.0, 1.25, 1.26, 2.6)]
@@ -129,6 +249,11 @@ def test_further_rounds_cost_from_the_capacity_on():
         ({"mesh": MeshShape(expert=3), "rows": 3}, "128 experts cannot be dealt out to mesh.expert=3 devices"),
         ({"mesh": MeshShape(context=3)}, "sequence_length=4096 must be a multiple of 2 . mesh.context = 6"),
         ({"mesh": MeshShape(context=8), "context_method": "ulysses"}, "divide 32 heads and 4 key heads"),
+        ({"hops": "peer"}, "hops='peer' must be one of nccl, copies"),
+        (
+            {"config": DEEPSEEK, "mesh": MeshShape(expert=3), "rows": 3},
+            "256 experts cannot be dealt out to mesh.expert=3 devices",
+        ),
         ({"moment_dtype": "float16"}, "moment_dtype='float16' must be one of bfloat16, float32"),
         ({"keys_per_token": 5000.0}, "keys_per_token=5000.0 must be above 0, and at most sequence_length"),
         ({"expert_load_imbalance": float("nan")}, "expert_load_imbalance=nan must be a number of at least 1"),

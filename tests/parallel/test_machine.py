@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from moe_jax.parallel import ExpertParallel
 from moe_jax.parallel.machine import (
     H200,
     all_gather_seconds,
@@ -29,6 +30,20 @@ def test_inside_a_host_a_device_receives_all_but_its_own_part():
     assert all_gather_seconds(AT_ONCE, GB, ("fsdp",), mesh) == pytest.approx(0.75 * GB / H200.all_gather)
     assert all_to_all_seconds(AT_ONCE, GB, ("fsdp",), mesh) == pytest.approx(0.75 * GB / H200.all_to_all)
     assert ring_hop_seconds(AT_ONCE, GB, ("fsdp",), mesh) == pytest.approx(GB / H200.ring_hop)
+
+
+def test_a_hop_that_is_copied_is_faster_inside_a_host_alone():
+    inside, across = MeshShape(fsdp=4), MeshShape(fsdp=16)
+    assert ring_hop_seconds(AT_ONCE, GB, ("fsdp",), inside, copied=True) == pytest.approx(GB / H200.ring_hop_copied)
+    hops = (ring_hop_seconds(AT_ONCE, GB, ("fsdp",), across, copied=copied) for copied in (True, False))
+    assert list(hops) == pytest.approx([GB / H200.between_hosts] * 2)
+
+
+def test_the_rate_of_experts_is_that_of_nine_matmuls_of_a_size():
+    """Of gate, up and down one forward and two backward each; that of d_act is another kernel."""
+    times = [1 / H200.experts_matmul] * 8 + [1 / H200.experts_d_act]
+    assert H200.experts_training == pytest.approx(9 / sum(times))
+    assert ExpertParallel.flops_per_byte == H200.experts_training / H200.all_to_all
 
 
 def test_between_hosts_the_network_is_the_limit():

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from moe_jax.parallel.machine import H200
+
 Transport = Literal["gather", "all_to_all", "ragged", "pairwise"]
 
 TRANSPORTS = ("gather", "all_to_all", "ragged", "pairwise")
@@ -11,9 +13,6 @@ TRANSPORTS = ("gather", "all_to_all", "ragged", "pairwise")
 
 SMALLEST_CAPACITY = 64
 """Tokens from one device for another that always fit: few tokens are never spread evenly, and their buffers are small."""
-
-H200_FLOPS_PER_BYTE = 2000.0
-"""570 TFLOP/s of experts' matmuls while 280 GB/s leave the GPU over NVLink, both measured (docs/performance.md)."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class ExpertParallel:
       shadow_experts: how many experts at most a call may copy to all devices, where that makes the busiest device's work
         shorter by more than the copies take (`parallel.expert.shadow`).
       flops_per_byte: FLOPs of an expert's matmuls that a device does while a byte leaves it: what a shadow's copies cost. With
-        0 every shadow pays that takes rows from the busiest device.
+        0 every shadow pays that takes rows from the busiest device. Default: an H200's, by `parallel.machine`.
 
     Raises:
       ValueError: an unknown transport or drop, a capacity_factor that is not above 0, a group_size below 1 or without
@@ -44,7 +43,7 @@ class ExpertParallel:
     drop: Literal["position", "probability"] | None = None
     group_size: int = 1
     shadow_experts: int = 0
-    flops_per_byte: float = H200_FLOPS_PER_BYTE
+    flops_per_byte: float = H200.experts_training / H200.all_to_all
 
     def __post_init__(self):
         if self.transport not in (None, *TRANSPORTS):

@@ -1,6 +1,8 @@
 """Attention over a split sequence equals that of one device, in every layout and by every method, with its gradients."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -119,20 +121,26 @@ def test_errors_in_bf16_do_not_grow_with_the_ring():
 
 
 def expand(weight, latents, k_shared):
-    """Keys of 4 heads, the last part of all the same, and narrower values."""
-    k, v = jnp.split(jnp.einsum("bsr,rhd->bshd", latents, weight), [5], axis=-1)
+    """Keys of a head for each entry of `weight`, the last part of all the same, and narrower values."""
+    k, v = jnp.split(jnp.einsum("bsr,hrd->bshd", latents, weight), [5], axis=-1)
     shared = jnp.broadcast_to(k_shared[:, :, None], (*k.shape[:3], WIDTH - 5))
     return jnp.concatenate([k, shared], axis=-1), v
 
 
 @pytest.mark.parametrize(
-    "devices, layout, method", [(4, "zigzag", "ring"), (8, "striped", "all_gather"), (2, "contiguous", "ulysses")]
+    "devices, layout, method, travels",
+    [
+        # Of a token 9 numbers of what is kept, and where its segment begins; queries and results of 4 heads of 8 and 4.
+        (4, "zigzag", "ring", 3 * 9 + 1),
+        (8, "striped", "all_gather", 9 + 1),
+        (4, "zigzag", "ulysses", 4 * (8 + 4) + 9 + 2),
+    ],
 )
-def test_what_keys_and_values_are_made_of_travels(devices, layout, method):
+def test_what_keys_and_values_are_made_of_travels(devices, layout, method, travels):
     """Results and gradients of expanded keys on one device; in bf16 about as near to them as it comes itself."""
     rng, ids = np.random.default_rng(), packed(np.random.default_rng())
     runs = jnp.cumsum(ids != jnp.roll(ids, 1, axis=1), axis=1)
-    shapes = (BATCH, SEQ, 4, WIDTH), (BATCH, SEQ, 6), (BATCH, SEQ, WIDTH - 5), (6, 4, 9), (BATCH, SEQ, 4, 4)
+    shapes = (BATCH, SEQ, 4, WIDTH), (BATCH, SEQ, 6), (BATCH, SEQ, WIDTH - 5), (4, 6, 9), (BATCH, SEQ, 4, 4)
     *arrays, direction = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
 
     def whole(q, latents, k_shared, weight):
@@ -145,6 +153,7 @@ def test_what_keys_and_values_are_made_of_travels(devices, layout, method):
 
     specs = (SHARDED, SHARDED, SHARDED, P(), SHARDED)
     sharded = jax.shard_map(local, mesh=make_mesh(context=devices), in_specs=specs, out_specs=SHARDED)
+    assert elements_that_leave(sharded, *arrays, ids) == travels * BATCH * SEQ / devices
 
     def split(q, latents, k_shared, weight):
         *parts, own_ids = (shard_sequence(a, devices, layout) for a in (q, latents, k_shared, ids))
@@ -161,6 +170,13 @@ def test_what_keys_and_values_are_made_of_travels(devices, layout, method):
         for exact, one, ours in zip(expected, of_one, found, strict=True):
             assert ours.dtype == dtype
             assert relative_error(ours, exact) < limit(relative_error(one, exact))
+
+
+def elements_that_leave(f, *arguments):
+    """How many numbers a device gives to collectives in the forward pass."""
+    text = jax.jit(f).lower(*arguments).as_text()
+    shapes = re.findall(r"stablehlo\.(?:all_|collective_).*: \(tensor<([\dx]+)x[fi]\d+>\) ->", text)
+    return sum(math.prod(map(int, shape.split("x"))) for shape in shapes)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
@@ -181,6 +197,10 @@ def test_positions_and_segments_go_over_the_borders_of_devices(layout):
     "change, message",
     [
         ({"method": "ulysses"}, "over the 4 devices of axis 'context', .* got 8 and 2: take method 'ring' or 'all_gather'"),
+        (
+            {"method": "ulysses", "kv_heads": 8, "expand": lambda _, k, v: (k, v), "weights": jnp.ones((12, 2))},
+            r"must be the 8 key heads, one after the other; got \[\(12, 2\)\]: take method 'ring'",
+        ),
         ({"method": "usp"}, "unknown method 'usp'; choose one of 'ring', 'all_gather', 'ulysses'"),
         ({"layout": "zag"}, "unknown layout 'zag'"),
         ({"backend": "mosaic"}, "backend 'mosaic' does not take this input: q, k and v must all be bfloat16"),

@@ -70,6 +70,7 @@ def single(make_model):
         (qwen, 2, 4, "zigzag", "ring", False, True),
         (qwen, 1, 2, "striped", "all_gather", False, False),
         (deepseek, 1, 2, "zigzag", "ring", True, False),
+        (deepseek, 1, 2, "striped", "ulysses", False, False),
     ],
 )
 def test_loss_and_gradients_are_those_of_one_device(make_model, data, context, layout, method, remat, inside):

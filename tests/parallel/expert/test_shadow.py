@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.parallel.expert.settings import H200_FLOPS_PER_BYTE
+from moe_jax.parallel import ExpertParallel
 from moe_jax.parallel.expert.shadow import choices_of_shadows, rows_per_shadow, select_shadows
 
 select = jax.jit(select_shadows, static_argnums=(1, 2))
@@ -88,7 +88,7 @@ def test_tokens_of_the_owner_itself_are_no_reason_for_a_shadow():
 def test_a_skewed_load_is_shadowed_and_an_even_one_is_not():
     """The policy that FastMoE ships compares what the devices send, which is always the same, and shadows nothing."""
     popularity = np.array([0.5, 0.2, *[0.05] * 6])
-    rng, price = np.random.default_rng(), rows_per_shadow(H200_FLOPS_PER_BYTE, 2, 8)
+    rng, price = np.random.default_rng(), rows_per_shadow(ExpertParallel.flops_per_byte, 2, 8)
     load = np.stack([rng.multinomial(32768, popularity) for _ in range(8)])
     assert sorted(selected(load, 4, price)) == [0, 1]
     assert selected(np.full((8, 8), 4096), 4, price) == []
