@@ -39,7 +39,7 @@ CONNECTED = """
 import sys
 import jax
 from moe_jax.parallel import initialize_processes
-from moe_jax.parallel.processes import barrier, require_shared, unlike_the_first
+from moe_jax.parallel.processes import barrier, require_shared, texts_of_all, unlike_the_first
 
 initialize_processes()
 initialize_processes()
@@ -50,6 +50,7 @@ try:
 except ValueError as error:
     print(error)
 assert unlike_the_first("same") == [] and unlike_the_first(f"{jax.process_index()}") == [1]
+assert texts_of_all("long" * 5000 * jax.process_index()) == ["", "long" * 5000]
 if jax.process_index() == 1:
     raise KeyError("in the middle")
 barrier("never reached by all")

@@ -85,6 +85,16 @@ def from_pretrained(
     return model
 
 
+def read_config(folder_or_hub_id: str | Path, *, mtp: bool = True) -> ModelConfig:
+    """The config of the model that `from_pretrained` would load, after its checks; reads config.json and file headers alone.
+
+    Raises:
+      FileNotFoundError, ValueError: as `from_pretrained`.
+    """
+    folder = _find(folder_or_hub_id)
+    return _checked_pieces(folder, load_config(folder), mtp)[0]
+
+
 def _find(folder_or_hub_id: str | Path) -> Path:
     """The local folder, downloaded if it is on the hub; .bin files only where there are no others."""
     folder = Path(folder_or_hub_id).expanduser()

@@ -7,6 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.experts import experts_mlp
+from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.linear import normal_parameter
 from moe_jax.layers.mlp import MLP
@@ -70,7 +71,8 @@ class MoE(nnx.Module):
         else:
             weights = self.experts.gate_up_proj[...], self.experts.down_proj[...]
             y, exchange = expert_parallel_mlp(x, *weights, routing.weights, routing.experts, expert_parallel)
-            routing = routing._replace(num_dropped=exchange.num_dropped)
+            # As the tokens vary over the mesh, also what devices agree on: a sum over the mesh takes one type of all.
+            routing = routing._replace(**vary_as(exchange, x)._asdict())
         return y if self.shared_experts is None else y + self.shared_experts(x), routing
 
 

@@ -29,6 +29,8 @@ class RouterStatistics:
       num_tokens: how many tokens were valid.
       num_dropped: how many choices no expert computed for lack of capacity (padding's counted in): 0 unless
         `ExpertParallel.drop` is set.
+      num_rounds, num_shadows: rounds of the exchange with other devices' experts, and experts that were copied to all of them
+        for the call (`parallel.expert.Exchange`), summed over the devices; without an exchange 1 and 0.
       entropy_sum: the sum of the entropies of the tokens' probabilities, in nats.
       sequence_balance_sum: the sum over the sequences of `balance.sequence_balance`; 0 unless it was asked for.
       num_sequences: how many sequences these are.
@@ -39,6 +41,8 @@ class RouterStatistics:
     z_loss_sum: Float[Array, "layers"]
     num_tokens: Float[Array, ""]
     num_dropped: Int[Array, "layers"]
+    num_rounds: Int[Array, "layers"]
+    num_shadows: Int[Array, "layers"]
     entropy_sum: Float[Array, "layers"]
     sequence_balance_sum: Float[Array, "layers"]
     num_sequences: Float[Array, ""]
@@ -53,6 +57,8 @@ class Routing(NamedTuple):
     probability_sum: Float[Array, "experts"]
     z_loss_sum: Float[Array, ""]
     num_dropped: Int[Array, ""]
+    num_rounds: Int[Array, ""]
+    num_shadows: Int[Array, ""]
     entropy_sum: Float[Array, ""]
     sequence_balance_sum: Float[Array, ""]
 
@@ -152,6 +158,8 @@ def with_statistics(
         probability_sum=jnp.where(counted, probabilities, 0).sum(axis=0),
         z_loss_sum=z,
         num_dropped=jnp.zeros((), jnp.int32),
+        num_rounds=jnp.ones((), jnp.int32),
+        num_shadows=jnp.zeros((), jnp.int32),
         entropy_sum=entropy,
         sequence_balance_sum=balance,
     )

@@ -316,6 +316,8 @@ def _collect(hidden, routings: list[Routing], valid, sequences: Sequences | None
         z_loss_sum=joined.z_loss_sum,
         num_tokens=valid.sum().astype(jnp.float32),
         num_dropped=joined.num_dropped,
+        num_rounds=joined.num_rounds,
+        num_shadows=joined.num_shadows,
         entropy_sum=joined.entropy_sum,
         sequence_balance_sum=joined.sequence_balance_sum,
         num_sequences=jnp.zeros((), jnp.float32) if sequences is None else sequences.share(jnp.float32).sum(),
@@ -334,6 +336,8 @@ def _of_no_layer(tokens: int) -> Routing:
         probability_sum=of_experts,
         z_loss_sum=of_layers,
         num_dropped=of_layers.astype(jnp.int32),
+        num_rounds=of_layers.astype(jnp.int32),
+        num_shadows=of_layers.astype(jnp.int32),
         entropy_sum=of_layers,
         sequence_balance_sum=of_layers,
     )

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.parallel.context import ContextParallel
 from moe_jax.parallel.expert import ExpertParallel
@@ -60,6 +60,11 @@ class Parallelism:
         if rows % ways:
             axes = " x ".join(f"{name}={self._size(name)}" for name in self.row_axes)
             raise ValueError(f"a (micro-)batch of {rows} rows cannot be dealt out to {axes}; it must be a multiple of {ways}")
+
+    def own_rows(self, rows: int) -> list[int]:
+        """Which rows of a batch of so many lie, with all of their tokens or some, on devices of this process."""
+        parts = NamedSharding(self.mesh, PartitionSpec(self.row_axes)).addressable_devices_indices_map((rows,)).values()
+        return sorted({row for part in parts if part for row in range(*part[0].indices(rows))})
 
     def _size(self, name: str) -> int:
         return self.mesh.shape.get(name, 1)

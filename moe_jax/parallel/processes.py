@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import xla_bridge
 from jax.experimental import multihost_utils
 
 COORDINATOR = "MOE_JAX_COORDINATOR"
@@ -30,7 +31,8 @@ def initialize_processes(
     process_id: int | None = None,
     local_device_ids: Sequence[int] | None = None,
 ) -> None:
-    """Connects the processes of a job, so that `jax.devices()` are those of all. Alone, or a second time, it does nothing.
+    """Connects the processes of a job, so that `jax.devices()` are those of all. A second time it does nothing, and alone
+    nothing but hide GPUs that are not this process's.
 
     To be called before anything that asks JAX for devices. What is not given is taken from the environment variables
     MOE_JAX_COORDINATOR, MOE_JAX_NUM_PROCESSES, MOE_JAX_PROCESS_ID and MOE_JAX_LOCAL_DEVICE_IDS ("0,1"); where none of them is
@@ -39,7 +41,7 @@ def initialize_processes(
 
     Args:
       coordinator: "host:port", where process 0 is to listen.
-      num_processes: how many there are; 1 needs nothing else.
+      num_processes: how many there are; 1 needs neither coordinator nor process_id.
       process_id: which of them this one is, from 0.
       local_device_ids: which of the GPUs that are visible here are this process's. Default: all; under Slurm and Open MPI the
         one whose number is that of the process on its host.
@@ -53,7 +55,11 @@ def initialize_processes(
     arguments = arguments_by_hand(os.environ, coordinator, num_processes, process_id, local_device_ids)
     if arguments is None:
         arguments = arguments_of_cluster(os.environ)
-    if arguments is None or arguments.get("num_processes") == 1:
+    if arguments is None:
+        return
+    if arguments.get("num_processes") == 1:
+        if arguments["local_device_ids"] is not None:
+            _use_gpus_alone(arguments["local_device_ids"])
         return
     try:
         jax.distributed.initialize(**arguments)
@@ -162,6 +168,16 @@ def require_shared(folder: str | Path) -> None:
         )
 
 
+def texts_of_all(text: str) -> list[str]:
+    """The texts that all processes have, in their order; all call it together."""
+    own = np.frombuffer(text.encode(), np.uint8)
+    lengths = np.atleast_1d(multihost_utils.process_allgather(np.asarray(len(own))))
+    # In steps: each width is a program to compile.
+    width = -(-lengths.max() // 4096) * 4096
+    padded = multihost_utils.process_allgather(np.pad(own, (0, width - len(own))))
+    return [row[:length].tobytes().decode() for row, length in zip(np.atleast_2d(padded), lengths, strict=True)]
+
+
 def unlike_the_first(text: str) -> list[int]:
     """The processes whose text is another than that of process 0."""
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32)
@@ -176,6 +192,21 @@ def leave(status: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _use_gpus_alone(local_device_ids: Sequence[int]) -> None:
+    """Hides the other GPUs from JAX, as `jax.distributed.initialize` does in a job of several processes."""
+    ids = ",".join(map(str, local_device_ids))
+    names = "jax_cuda_visible_devices", "jax_rocm_visible_devices"
+    if all(jax.config.values[name] == ids for name in names):
+        return
+    if xla_bridge.backends_are_initialized():
+        raise RuntimeError(
+            f"initialize_processes: it must be called before anything that asks JAX for devices; these run already, and not on "
+            f"the GPUs {ids} alone"
+        )
+    for name in names:
+        jax.config.update(name, ids)
 
 
 def _leave_after_exception(kind, error, trace) -> None:

@@ -14,19 +14,20 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from tqdm import tqdm
 
-from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.checkpoint.hf_load import from_pretrained, read_config
 from moe_jax.checkpoint.training import TrainingCheckpoints
-from moe_jax.config import config_to_dict
+from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.parallel.processes import barrier, is_first_process, require_shared, unlike_the_first
-from moe_jax.train.data import Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
+from moe_jax.parallel.processes import barrier, is_first_process, require_shared, texts_of_all, unlike_the_first
+from moe_jax.train.data import Batches, Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
 from moe_jax.train.metrics import MetricsWriter, max_mean_load, min_mean_load, of_layers, read_records
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
 from moe_jax.train.settings import FinetuneSettings
-from moe_jax.train.step import TrainState, init_state, make_train_step, put_batch
+from moe_jax.train.step import TrainState, check_mtp_loss_coef, init_state, make_train_step, put_batch
 
 RESUME_MUST_MATCH = (
     "seq_len",
@@ -57,7 +58,7 @@ def finetune(
     """Trains; if `settings.output` holds checkpoints of the same run, goes on from the newest, bit for bit.
 
     All processes of a job (`parallel.initialize_processes`) call this together, with an output folder that they share. Each
-    reads the same batches and computes its devices' part; the first one writes logs. SIGTERM to any has them save and return.
+    computes its devices' part of the same batches; the first one writes logs. SIGTERM to any has them save and return.
 
     Args:
       settings: the run.
@@ -67,27 +68,45 @@ def finetune(
       stop_after: save and return after this step, as if interrupted.
 
     Raises:
-      ValueError: settings that make no sense, bad data, or a folder that holds another run; nothing has been written then.
+      ValueError: settings that make no sense, bad data, or a folder that holds another run; no weights have been read and
+        nothing has been written then.
       FloatingPointError: the loss is not finite; the message names the step and the documents of its batch.
     """
     output = Path(settings.output)
+    parallelism = _parallelism(settings, model)
     tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
     documents = open_documents(settings.data, settings.data_format)
+    config = read_config(settings.model, mtp=settings.mtp_loss_coef > 0) if model is None else model.config
+    check_mtp_loss_coef(config, settings.mtp_loss_coef)
+    _check_shadow_experts(settings.shadow_experts, parallelism, config)
+    stream = batches(
+        documents,
+        tokenizer,
+        seq_len=settings.seq_len,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        rows=None if parallelism is None else parallelism.own_rows(settings.batch_size),
+    )
+    identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
+    identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
+    if jax.process_count() > 1:
+        _check_same_everywhere(asdict(settings) | identity)
+        require_shared(output)
+    checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints)
+    start = checkpoints.latest_step() or 0
+    if start:
+        position = checkpoints.position(start)
+        _check_same_run(position["identity"], identity, output)
+        stream.set_state(position["data"])
+
     if model is None:
-        alone = settings.mesh.size == 1 and jax.process_count() == 1
-        mesh = None if alone else make_mesh(**asdict(settings.mesh))
-        dtype, param_dtype = jnp.dtype(settings.dtype), jnp.dtype(settings.param_dtype)
-        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, mesh=mesh)
-        model = from_pretrained(settings.model, mtp=settings.mtp_loss_coef > 0, **options)
-    config = model.config
-    if config.mtp_stages and not settings.mtp_loss_coef:
-        raise ValueError(
-            "mtp_loss_coef=0 would leave the model's modules that predict further tokens behind while the model changes; "
-            "give them a factor, or load the model without them: from_pretrained(..., mtp=False)"
+        model = from_pretrained(
+            settings.model,
+            dtype=jnp.dtype(settings.dtype),
+            param_dtype=jnp.dtype(settings.param_dtype),
+            mesh=None if parallelism is None else parallelism.mesh,
+            mtp=settings.mtp_loss_coef > 0,
         )
-    parallelism = _parallelism(model)
-    _check_all_processes_compute(parallelism)
-    stream = batches(documents, tokenizer, seq_len=settings.seq_len, batch_size=settings.batch_size, seed=settings.seed)
     schedule = warmup_cosine(
         settings.learning_rate,
         steps=settings.steps,
@@ -123,19 +142,8 @@ def finetune(
     )
     if settings.force_balanced_routing and is_first_process():
         tqdm.write("FORCED BALANCED ROUTING: the router is ignored. For benchmarks only; do not use the resulting model.")
-
-    identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
-    identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
-    if jax.process_count() > 1:
-        _check_same_everywhere(asdict(settings) | identity)
-        require_shared(output)
-    checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints)
-    start = checkpoints.latest_step() or 0
     if start:
-        position = checkpoints.position(start)
-        _check_same_run(position["identity"], identity, output)
         state = checkpoints.restore(start, _freed(state))
-        stream.set_state(position["data"])
     writer = MetricsWriter(output, resumed_step=start, tensorboard=settings.tensorboard) if is_first_process() else None
     flops_per_token = training_flops_per_token(config, settings.seq_len)
 
@@ -166,7 +174,8 @@ def finetune(
                 "num_dropped": int(host["num_dropped"]),
             }
             if config.routed_layers:
-                record["router_entropy"] = float(host["router_entropy"].mean())
+                for name in ("router_entropy", "num_rounds", "num_shadows"):
+                    record[name] = float(host[name].mean())
             if "expert_bias_range" in host:
                 smallest, largest = host["expert_bias_range"].T
                 record["max_expert_bias_range"] = float((largest - smallest).max())
@@ -184,9 +193,10 @@ def finetune(
             if checkpoints.told_to_stop(step):
                 last = step
             if step % settings.checkpoint_every == 0 or step == last:
-                checkpoints.save(step, state, {"data": stream.get_state(), "identity": identity})
+                checkpoints.save(step, state, {"data": _position_of_all(stream), "identity": identity})
     finally:
         progress.close()
+        stream.close()
         if writer is not None:
             writer.close()
         checkpoints.close()
@@ -195,21 +205,39 @@ def finetune(
     return FinetuneResult(trained, step, read_records(output / "metrics.jsonl"))
 
 
-def _parallelism(model: Decoder) -> Parallelism | None:
-    """How to train a model whose parameters lie on several devices."""
-    sharding = jax.tree.leaves(nnx.state(model, nnx.Param))[0].sharding
-    several = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
-    return Parallelism(sharding.mesh) if several else None
+def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Parallelism | None:
+    """The devices that training is spread over, those of the model if there is one, and how; None for one device.
 
-
-def _check_all_processes_compute(parallelism: Parallelism | None) -> None:
-    """Whether this is one run, and not one for each process in the same folder."""
-    processes = 1 if parallelism is None else len({device.process_index for device in parallelism.mesh.devices.flat})
+    Raises:
+      ValueError: they are not all devices of all processes, and so would be a run for each process in the same folder; or the
+        rows of a micro-batch cannot be dealt out to them.
+    """
+    if model is None:
+        alone = settings.mesh.size == 1 and jax.process_count() == 1
+        mesh = None if alone else make_mesh(**asdict(settings.mesh))
+    else:
+        sharding = jax.tree.leaves(nnx.state(model, nnx.Param))[0].sharding
+        several = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
+        mesh = sharding.mesh if several else None
+    processes = 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
     if processes < jax.process_count():
         raise ValueError(
             f"there are {jax.process_count()} processes, and the model lies on devices of {processes}; load it onto a mesh of "
             f"all {jax.device_count()} devices"
         )
+    if mesh is None:
+        return None
+    parallelism = Parallelism(mesh, ExpertParallel(shadow_experts=settings.shadow_experts))
+    parallelism.check_batch(settings.batch_size // settings.gradient_accumulation)
+    return parallelism
+
+
+def _check_shadow_experts(shadow_experts: int, parallelism: Parallelism | None, config: ModelConfig) -> None:
+    if shadow_experts and (parallelism is None or parallelism.expert_parallel is None):
+        raise ValueError(f"shadow_experts={shadow_experts} needs experts on several devices: a mesh.expert of 2 or more")
+    num_experts = getattr(config, "num_experts", 0) if config.routed_layers else 0
+    if shadow_experts > num_experts:
+        raise ValueError(f"shadow_experts={shadow_experts} must be at most the {num_experts} experts of a layer")
 
 
 def _check_same_everywhere(run: dict[str, Any]) -> None:
@@ -220,12 +248,21 @@ def _check_same_everywhere(run: dict[str, Any]) -> None:
         raise ValueError(f"not the same as in process 0: {', '.join(wrong)}")
 
 
+def _position_of_all(stream: Batches) -> dict[str, Any]:
+    """Where the data's streams are, those of other processes too."""
+    position: dict[str, Any] = {}
+    for text in texts_of_all(json.dumps(stream.get_state())):
+        position |= json.loads(text)
+    return position
+
+
 def _one_line(record: dict[str, Any]) -> str:
     """The step's metrics for the console."""
+    shadows = f", {record['num_shadows']:.1f} shadows a layer" if record.get("num_shadows") else ""
     return (
         f"loss {record['loss']:.4f}, aux {record['aux_loss']:.3f}, grad norm {record['grad_norm']:.3f}, "
         f"lr {record['learning_rate']:.2e}, {record['tokens_per_second']:.0f} tokens/s, "
-        f"{record['model_tflops']:.3g} TFLOP/s, max/mean load {record['max_mean_expert_load']:.2f}"
+        f"{record['model_tflops']:.3g} TFLOP/s, max/mean load {record['max_mean_expert_load']:.2f}{shadows}"
     )
 
 
@@ -240,9 +277,10 @@ def _describe_failure(record: dict[str, Any], batch: dict[str, np.ndarray], docu
     """The step and where its documents lie, so that bad data can be looked at."""
     sources = np.unique(batch["document"][batch["segment_ids"] > 0])
     places = "\n  ".join(documents.where(int(index)) for index in sources)
+    whose = "The rows" if jax.process_count() == 1 else f"Process {jax.process_index()}'s rows"
     return (
         f"step {record['step']}: loss {record['loss']}, gradient norm {record['grad_norm']} is not finite; training stopped, "
-        f"the last checkpoint is unharmed. The batch holds pieces of:\n  {places}"
+        f"the last checkpoint is unharmed. {whose} of the batch hold pieces of:\n  {places}"
     )
 
 

@@ -9,6 +9,7 @@ labels of the model, which has a few more, so that total is as in DeepSeek-V3's 
 (https://arxiv.org/abs/2412.19437).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +35,8 @@ class LossParts(NamedTuple):
 
     `cross_entropy` is summed over labels, `entropy_sum` over the `routed_tokens` of each layer; `sequence_loss` is 0 if its
     factor is. `mtp_cross_entropy` is that of the modules that predict further tokens, their mean. What is of layers has those
-    of the modules behind the model's, `num_dropped` counts in their choices.
+    of the modules behind the model's, `num_dropped` counts in their choices. `num_rounds` and `num_shadows` are means over the
+    devices.
     """
 
     cross_entropy: Float[Array, ""]
@@ -47,6 +49,8 @@ class LossParts(NamedTuple):
     entropy_sum: Float[Array, "moe_layers"]
     routed_tokens: Float[Array, "moe_layers"]
     num_dropped: Int[Array, ""]
+    num_rounds: Float[Array, "moe_layers"]
+    num_shadows: Float[Array, "moe_layers"]
     mtp_cross_entropy: Float[Array, ""]
 
 
@@ -113,6 +117,8 @@ def loss(
         entropy_sum=jnp.concatenate([p.entropy_sum for p in all_parts]),
         routed_tokens=jnp.concatenate([p.routed_tokens for p in all_parts]),
         num_dropped=jnp.stack([p.num_dropped for p in all_parts]).sum(),
+        num_rounds=jnp.concatenate([p.num_rounds for p in all_parts]),
+        num_shadows=jnp.concatenate([p.num_shadows for p in all_parts]),
         mtp_cross_entropy=jnp.stack([p.cross_entropy for p in modules]).mean(),
     )
 
@@ -123,6 +129,7 @@ def _parts(model: Decoder, states: HiddenStates, labels, mask, mesh_axes: tuple[
     summed, num_labels = cross_entropy(hidden, model.head_weight, labels.reshape(-1), mask.reshape(-1) != 0)
     summed, num_labels = jax.lax.psum((summed, num_labels), mesh_axes)
     router = sum_over_mesh(states.router, mesh_axes)
+    devices = math.prod(map(jax.lax.axis_size, mesh_axes))
     aux, sequence, z = load_balancing_loss(router), sequence_balance_loss(router), router_z_loss(router)
     return LossParts(
         cross_entropy=summed,
@@ -135,5 +142,7 @@ def _parts(model: Decoder, states: HiddenStates, labels, mask, mesh_axes: tuple[
         entropy_sum=router.entropy_sum,
         routed_tokens=jnp.full_like(router.entropy_sum, router.num_tokens),
         num_dropped=router.num_dropped.sum(),
+        num_rounds=router.num_rounds / devices,
+        num_shadows=router.num_shadows / devices,
         mtp_cross_entropy=jnp.zeros_like(summed),
     )

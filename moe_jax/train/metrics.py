@@ -61,12 +61,13 @@ def read_records(file: Path) -> list[dict[str, Any]]:
 def of_layers(metrics: dict[str, np.ndarray], layers: tuple[int, ...]) -> dict[str, list]:
     """What a step's metrics say of each layer with experts; nothing for a model without.
 
-    `layers` (their indices in the model), `expert_load` [layers, experts] in tokens, `router_entropy` [layers] in nats, and
+    `layers` (their indices in the model), `expert_load` [layers, experts] in tokens, `router_entropy` [layers] in nats,
+    `num_rounds` and `num_shadows` [layers] of the exchange with other devices' experts, means over the devices, and
     `expert_bias_range` [layers, 2], the smallest and largest, where there are biases.
     """
     if not layers:
         return {}
-    names = ("expert_load", "router_entropy", "expert_bias_range")
+    names = ("expert_load", "router_entropy", "num_rounds", "num_shadows", "expert_bias_range")
     return {"layers": list(layers)} | {name: np.asarray(metrics[name]).tolist() for name in names if name in metrics}
 
 

@@ -42,6 +42,8 @@ class FinetuneSettings:
       moment_dtype: what AdamW's two moments are kept in between steps, "float32" or "bfloat16" for half the memory.
       remat: recompute each layer in the backward pass: less memory, about a third more time.
       mesh: over how many devices rows, parameters, experts and sequences are spread (docs/scaling.md); all of them are used.
+      shadow_experts: how many experts at most a layer may copy to all devices along mesh.expert for a step, where that takes
+        more from the busiest device than the copies cost (docs/parallel_experts.md).
       tensorboard: write output/tensorboard too.
       force_balanced_routing: ignore the router's choices and deal experts out in turn. For benchmarks: it spoils a model.
     """
@@ -73,6 +75,7 @@ class FinetuneSettings:
     moment_dtype: str = "float32"
     remat: bool = True
     mesh: MeshShape = MeshShape()
+    shadow_experts: int = 0
     tensorboard: bool = False
     force_balanced_routing: bool = False
 
@@ -89,7 +92,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
         "a string that is not empty": ("model", "data", "output"),
         "an integer of at least 1": ("batch_size", "gradient_accumulation", "steps", "checkpoint_every", "keep_checkpoints"),
         "an integer of at least 2": ("seq_len",),
-        "an integer of at least 0": ("warmup_steps",),
+        "an integer of at least 0": ("warmup_steps", "shadow_experts"),
         "an integer from 0 to 2**32 - 1": ("seed",),
         "a number greater than 0": ("learning_rate", "max_grad_norm"),
         "a number of at least 0": (

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int
 
+from moe_jax.config import ModelConfig
 from moe_jax.layers.balance import move_bias
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.decoder import Decoder
@@ -96,7 +97,7 @@ def make_train_step(
       expert_bias_update_rate: how far a step moves each expert's bias (gamma of the DeepSeek-V3 report), for models that have
         some; 0 leaves them as they are.
       mtp_loss_coef: the factor of the loss of further tokens, for models with modules that predict some; 0 is for models
-        without: of modules that are not run the load is not known, by which biases move.
+        without (`check_mtp_loss_coef`).
       parallelism: the mesh that the state lies on, and how the model is spread over it. Losses, gradients and metrics are
         those of the whole batch on one device. None: one device, or all collectives left to XLA.
 
@@ -104,9 +105,14 @@ def make_train_step(
       metrics are f32 scalars: loss (cross-entropy a label), aux_loss, sequence_loss (0 if its factor is), z_loss, mtp_loss
       (cross-entropy of further tokens; 0 without modules that predict some), total_loss, grad_norm (before clipping),
       num_labels, num_tokens (without padding), learning_rate if there is a schedule; f32 router_entropy [moe_layers] (mean over
-      tokens, nats) and, after the step, expert_bias_range [moe_layers, 2] (smallest, largest) if there are biases; and int32:
+      tokens, nats), num_rounds and num_shadows [moe_layers] (of `parallel.expert.Exchange`, means over devices and
+      micro-batches) and, after the step, expert_bias_range [moe_layers, 2] (smallest, largest) if there are biases; and int32:
       expert_load [moe_layers, E], num_dropped (choices that no expert computed, over all layers; 0 unless
       `ExpertParallel.drop` is set). Modules' layers are the last of moe_layers.
+
+    Raises:
+      ValueError: at the first step, an `mtp_loss_coef` of 0 for a model with modules that predict further tokens, or rows that
+        cannot be dealt out to the micro-batches and devices.
     """
 
     def micro_loss(params, expert_bias, batch, num_labels, **options):
@@ -133,6 +139,7 @@ def make_train_step(
         return total, parts, _as_f32(grads)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+        check_mtp_loss_coef(nnx.merge(graphdef, state.params, state.expert_bias).config, mtp_loss_coef)
         num_labels = (batch["loss_mask"] != 0).sum().astype(jnp.float32)
         if parallelism is not None:
             parallelism.check_batch(batch["tokens"].shape[0] // gradient_accumulation)
@@ -159,6 +166,8 @@ def make_train_step(
             "expert_load": parts.expert_load,
             "router_entropy": parts.entropy_sum / parts.routed_tokens.clip(1),
             "num_dropped": parts.num_dropped,
+            "num_rounds": parts.num_rounds / gradient_accumulation,
+            "num_shadows": parts.num_shadows / gradient_accumulation,
         }
         if stages := jax.tree.leaves(expert_bias):
             biases = jnp.concatenate(stages)
@@ -180,11 +189,26 @@ def make_train_step(
     return jitted_step
 
 
+def check_mtp_loss_coef(config: ModelConfig, mtp_loss_coef: float) -> None:
+    """Whether modules that predict further tokens, if the model has some, learn too.
+
+    Raises:
+      ValueError: the factor of their loss is 0. Weight decay would shrink them, and of modules that are not run the load is not
+        known, by which biases move.
+    """
+    if config.mtp_stages and not mtp_loss_coef:
+        raise ValueError(
+            "mtp_loss_coef=0 would leave the model's modules that predict further tokens behind while the model changes; "
+            "give them a factor, or load the model without them: from_pretrained(..., mtp=False)"
+        )
+
+
 def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Parallelism | None = None) -> dict[str, jax.Array]:
     """The batch on the devices that hold the parameters, rows and sequences split as `parallelism` says.
 
     Without it, rows are split over the mesh axes `data` and `fsdp` as far as these divide them. Each of several processes
-    passes the same whole batch, and puts the parts of its own devices there.
+    passes a batch of all rows and puts the parts of its own devices there; other rows may hold anything
+    (`Parallelism.own_rows`).
     """
     if parallelism is None:
         return _put(batch, _split_rows(len(batch["tokens"]), _replicated(params)))

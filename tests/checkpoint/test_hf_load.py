@@ -25,7 +25,7 @@ from flax import nnx
 
 from moe_jax.checkpoint import hf_files, hf_load, streaming
 from moe_jax.checkpoint.hf_files import MAX_PROBLEMS_LISTED, CheckpointError
-from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.checkpoint.hf_load import from_pretrained, read_config
 from moe_jax.checkpoint.hf_names import export
 
 
@@ -166,6 +166,7 @@ def test_modules_that_predict_further_tokens_are_loaded_where_there_are_some(tmp
     assert same_bits(loaded.state_dict(), theirs.state_dict())
     without = from_pretrained(tmp_path, dtype=jnp.float32, mtp=False)
     assert without.config.num_nextn_predict_layers == 0
+    assert read_config(tmp_path) == model.config and read_config(tmp_path, mtp=False) == without.config
     assert_holds(without, stored)
     assert not [record for record in caplog.records if record.name.startswith("moe_jax")]
 

@@ -30,8 +30,8 @@ def statistics(logits, k, valid):
 
 def stacked(layers: list[Routing], num_tokens) -> RouterStatistics:
     """The statistics of layers' routings."""
-    fields = ("expert_load", "probability_sum", "z_loss_sum", "num_dropped", "entropy_sum", "sequence_balance_sum")
-    sums = {name: jnp.stack([getattr(layer, name) for layer in layers]) for name in fields}
+    of_layers = set(Routing._fields) - {"weights", "experts"}
+    sums = {name: jnp.stack([getattr(layer, name) for layer in layers]) for name in of_layers}
     return RouterStatistics(**sums, num_tokens=jnp.float32(num_tokens), num_sequences=jnp.float32(0))
 
 

@@ -4,6 +4,7 @@ import importlib.util
 
 import jax
 import pytest
+from jax._src import xla_bridge
 
 from moe_jax.parallel import initialize_processes
 from moe_jax.parallel.processes import arguments_by_hand, arguments_of_cluster, leave
@@ -17,6 +18,27 @@ def test_alone_nothing_starts():
     assert arguments_by_hand({}) is None and arguments_of_cluster({}) is None
     initialize_processes(num_processes=1)
     assert not jax.distributed.is_initialized()
+
+
+def test_alone_a_process_keeps_to_its_gpus(monkeypatch):
+    monkeypatch.setenv("MOE_JAX_NUM_PROCESSES", "1")
+    monkeypatch.setenv("MOE_JAX_LOCAL_DEVICE_IDS", "2,3")
+    names = "jax_cuda_visible_devices", "jax_rocm_visible_devices"
+    before = {name: jax.config.values[name] for name in names}
+    jax.devices()
+    with pytest.raises(RuntimeError, match="before anything that asks JAX for devices; .* not on the GPUs 2,3 alone"):
+        initialize_processes()
+    assert {name: jax.config.values[name] for name in names} == before
+    try:
+        monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+        initialize_processes()
+        assert {jax.config.values[name] for name in names} == {"2,3"}
+        monkeypatch.undo()
+        # A second time nothing is to be done.
+        initialize_processes(num_processes=1, local_device_ids=[2, 3])
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def test_by_hand_from_the_environment_and_from_arguments():

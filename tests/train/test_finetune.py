@@ -25,12 +25,13 @@ def test_the_loss_falls_and_every_step_is_logged(tmp_path):
     assert result.metrics[-1]["loss"] < 0.6 * result.metrics[0]["loss"]
     assert set(result.metrics[0]) == {
         "step", "loss", "aux_loss", "sequence_loss", "z_loss", "grad_norm", "learning_rate", "tokens_per_second",
-        "model_tflops", "max_mean_expert_load", "min_mean_expert_load", "num_dropped", "router_entropy",
-        "max_expert_bias_range",
+        "model_tflops", "max_mean_expert_load", "min_mean_expert_load", "num_dropped", "router_entropy", "num_rounds",
+        "num_shadows", "max_expert_bias_range",
     }  # fmt: skip
     loads = read_records(tmp_path / "run" / "expert_load.jsonl")
     assert [record["step"] for record in loads] == list(range(1, 31))
     assert all(record["layers"] == [0, 1] and len(record["router_entropy"]) == 2 for record in loads)
+    assert all(record["num_rounds"] == [1, 1] and record["num_shadows"] == [0, 0] for record in loads)
     bias = np.asarray(result.model.stages[0].mlp.router.expert_bias[...])
     np.testing.assert_allclose(loads[-1]["expert_bias_range"], np.stack([bias.min(axis=1), bias.max(axis=1)], axis=1))
     np.testing.assert_allclose(result.metrics[-1]["max_expert_bias_range"], np.ptp(bias, axis=1).max(), rtol=1e-6)
@@ -74,10 +75,16 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_files(tmp_path):
         finetune(settings(tmp_path), model=model, tokenizer=tiny.tokenizer())
 
 
+def test_shadow_experts_on_one_device_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="shadow_experts=1 needs experts on several devices: a mesh.expert of 2 or more"):
+        finetune(settings(tmp_path, shadow_experts=1), model=tiny.model(), tokenizer=tiny.tokenizer())
+    assert not (tmp_path / "run").exists()
+
+
 def test_all_wrong_settings_are_named_at_once(tmp_path):
     with pytest.raises(ValueError) as error:
-        settings(tmp_path, steps=0, batch_size=-3, dtype="int8", learning_rate=0.0, data_format="csv")
-    for part in ("steps=0", "batch_size=-3", "dtype='int8'", "learning_rate=0.0", "data_format='csv'"):
+        settings(tmp_path, steps=0, batch_size=-3, dtype="int8", learning_rate=0.0, data_format="csv", shadow_experts=-1)
+    for part in ("steps=0", "batch_size=-3", "dtype='int8'", "learning_rate=0.0", "data_format='csv'", "shadow_experts=-1"):
         assert part in str(error.value)
     with pytest.raises(ValueError, match="batch_size=4 must be a multiple of gradient_accumulation=3"):
         settings(tmp_path, gradient_accumulation=3)

@@ -1,4 +1,5 @@
-"""Training on a mesh gives the single device's losses, compiles once, resumes bit for bit, and goes on on another mesh."""
+"""Training on a mesh gives the single device's losses, compiles once, resumes bit for bit, and goes on on another mesh, with
+shadow experts too."""
 
 import os
 import subprocess
@@ -9,6 +10,7 @@ HERE = Path(__file__).parent
 
 SCRIPT = """
 import logging, sys
+from functools import partial
 import jax, numpy as np
 import tiny, moe_jax
 from moe_jax.train import FinetuneSettings, finetune
@@ -26,13 +28,20 @@ class Count(logging.Handler):
 logging.getLogger("jax._src.interpreters.pxla").addHandler(Count())
 jax.config.update("jax_log_compiles", True)
 
-def run(name, mesh, **stop):
+# Copies of so few weights never pay by themselves.
+free = partial(moe_jax.parallel.ExpertParallel, flops_per_byte=0.0)
+sys.modules["moe_jax.train.finetune"].ExpertParallel = free
+
+def run(name, mesh, shadow_experts=0, **stop):
     model = moe_jax.from_pretrained(folder + "/model", dtype=np.float32, mesh=mesh, progress=False)
     settings = FinetuneSettings(
         model="none", data=folder + "/texts", output=folder + "/" + name, seq_len=32, batch_size=4, steps=6, learning_rate=1e-2,
         warmup_steps=1, dtype="float32", checkpoint_every=3,
+        shadow_experts=shadow_experts,
     )
-    return [r["loss"] for r in finetune(settings, model=model, tokenizer=tiny.tokenizer(), **stop).metrics]
+    metrics = finetune(settings, model=model, tokenizer=tiny.tokenizer(), **stop).metrics
+    assert any(r["num_shadows"] for r in metrics[3:]) == bool(shadow_experts)
+    return [r["loss"] for r in metrics]
 
 one = run("one", None)
 compilations.clear()
@@ -43,7 +52,12 @@ np.testing.assert_allclose(many, one, rtol=1e-4)
 run("resumed", mesh, stop_after=3)
 assert run("resumed", mesh) == many
 run("moved", mesh, stop_after=3)
-np.testing.assert_allclose(run("moved", moe_jax.parallel.make_mesh(expert=2, context=2)), one, rtol=1e-4)
+moved = moe_jax.parallel.make_mesh(expert=2, context=2)
+try:
+    run("moved", moved, shadow_experts=5)
+except ValueError as error:
+    print(error)
+np.testing.assert_allclose(run("moved", moved, shadow_experts=2), one, rtol=1e-4)
 """
 
 
@@ -59,3 +73,4 @@ def test_a_mesh_changes_nothing_but_the_place(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "compilations 1" in done.stdout
+    assert "shadow_experts=5 must be at most the 4 experts of a layer" in done.stdout

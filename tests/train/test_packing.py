@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.train import batches, open_documents
-from moe_jax.train.data.packing import pieces
+from moe_jax.train.data.packing import PADDING, pieces
 
 
 @settings(max_examples=50, deadline=None)
@@ -32,6 +32,49 @@ def test_a_restored_position_gives_the_batches_that_would_have_come(steps, tmp_p
         expected, actual = next(first), next(second)
         for name in expected:
             np.testing.assert_array_equal(actual[name], expected[name])
+
+
+def equal(actual, expected, rows=slice(None)) -> bool:
+    return all((actual[name][rows] == expected[name][rows]).all() for name in PADDING)
+
+
+def test_processes_that_read_their_own_rows_read_the_batch_of_one_and_go_on_from_each_other(tmp_path):
+    """64 rows are two streams."""
+    documents = open_documents(tiny.write_texts(tmp_path))
+
+    def stream(rows=None):
+        return batches(documents, tiny.tokenizer(), seq_len=24, batch_size=64, seed=5, rows=rows)
+
+    parts = range(16), range(16, 40), range(40, 64)
+    whole, processes = stream(), [stream(rows) for rows in parts]
+
+    def follow(steps):
+        for _ in range(steps):
+            expected, actual = next(whole), [next(process) for process in processes]
+            assert all(equal(batch, expected, list(rows)) for batch, rows in zip(actual, parts, strict=True))
+            assert equal(actual[1], expected)
+            # The first and the last are without a stream each.
+            assert all((actual[0][name][32:] == padding).all() for name, padding in PADDING.items())
+            assert all((actual[2][name][:32] == padding).all() for name, padding in PADDING.items())
+
+    follow(3)
+    position = processes[0].get_state() | processes[2].get_state()
+    assert position == whole.get_state() == processes[1].get_state()
+    whole, processes = stream(), [stream(rows) for rows in parts]
+    for process in (whole, *processes):
+        process.set_state(position)
+    follow(2)
+
+
+def test_streams_share_out_each_epoch(tmp_path):
+    """Eight documents of a row each, so that 64 rows, of two streams, are eight epochs."""
+    for i in range(8):
+        (tmp_path / f"{i}.txt").write_text("x" * 15)
+    tokenizer = tiny.tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    batch = next(batches(open_documents(tmp_path), tokenizer, seq_len=16, batch_size=64))
+    assert (np.bincount(batch["document"][:, 0]) == 8).all()
+    assert not np.array_equal(batch["document"][:32], batch["document"][32:])
 
 
 def test_each_row_is_full_of_whole_segments(tmp_path):

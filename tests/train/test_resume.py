@@ -60,18 +60,23 @@ def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path):
     assert kept == [20, 24]
 
 
-def test_a_folder_with_another_run_is_refused(tmp_path):
+def test_a_folder_with_another_run_is_refused_before_weights_are_read(tmp_path, monkeypatch):
     from moe_jax.train import FinetuneSettings, finetune
 
-    data = tiny.write_texts(tmp_path / "texts")
+    data, checkpoint = tiny.write_texts(tmp_path / "texts"), tmp_path / "model"
+    tiny.model().save_pretrained(checkpoint)
     options = dict(
-        model="none", data=str(data), output=str(tmp_path / "run"), seq_len=16, batch_size=2, steps=4, warmup_steps=0
+        model=str(checkpoint), data=str(data), output=str(tmp_path / "run"), seq_len=16, batch_size=2, steps=4, warmup_steps=0
     )
     result = finetune(
         FinetuneSettings(**options, dtype="float32"), model=tiny.model(), tokenizer=tiny.tokenizer(), stop_after=2
     )
     assert result.step == 2 and len(result.metrics) == 2
+    monkeypatch.setattr(sys.modules["moe_jax.train.finetune"], "from_pretrained", None)
     with pytest.raises(ValueError, match="holds another run.*seed: checkpoint 0, now 1"):
-        finetune(FinetuneSettings(**options, dtype="float32", seed=1), model=tiny.model(), tokenizer=tiny.tokenizer())
+        finetune(FinetuneSettings(**options, dtype="float32", seed=1), tokenizer=tiny.tokenizer())
+    tiny.biased_model().save_pretrained(checkpoint)
+    with pytest.raises(ValueError, match="holds another run.*config: checkpoint .*'qwen3_moe'.*, now .*'deepseek_v3'"):
+        finetune(FinetuneSettings(**options, dtype="float32"), tokenizer=tiny.tokenizer())
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])

@@ -28,6 +28,16 @@ main(["finetune", *options, "--output", folder + "/two"])
 """
 
 
+APART = """
+import os, sys
+import moe_jax.train
+from moe_jax.cli import main
+sys.modules["moe_jax.train.finetune"].from_pretrained = None
+os.chdir(os.path.join(sys.argv[1], os.environ["MOE_JAX_PROCESS_ID"]))
+main(["finetune", *sys.argv[2:], "--output", "run"])
+"""
+
+
 def environment(**more) -> dict[str, str]:
     # Compiling is most of the time. Each device blocks a thread of XLA's pool in a collective.
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -50,7 +60,8 @@ def test_two_processes_are_one_and_stop_when_told(tmp_path):
     tiny.model().save_pretrained(tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     data = tiny.write_texts(tmp_path / "texts")
     paths = f"--model {tmp_path}/model --data {data} --mesh.fsdp 2 --mesh.expert 2 --mesh.context 2".split()
-    sizes = f"--seq-len 32 --batch-size 4 --steps {STEPS} --warmup-steps 1 --learning-rate 1e-2 --dtype float32".split()
+    # Rows of two streams of documents, one in each process.
+    sizes = f"--seq-len 32 --batch-size 64 --steps {STEPS} --warmup-steps 1 --learning-rate 1e-2 --dtype float32".split()
     options = [*paths, *sizes, "--checkpoint-every", "1", "--keep-checkpoints", "100"]
     one, two = tmp_path / "one", tmp_path / "two"
 
@@ -85,3 +96,17 @@ def test_two_processes_are_one_and_stop_when_told(tmp_path):
     assert len(gradients) == 14
     for name, array in moments(two / "checkpoints" / "1").items():
         assert np.linalg.norm(array - gradients[name]) <= 1e-5 * np.linalg.norm(gradients[name]), name
+
+
+def test_an_output_folder_that_is_not_shared_is_refused_before_weights_are_read(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tiny.model().save_pretrained(tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+    data = tiny.write_texts(tmp_path / "texts")
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    options = f"--model {tmp_path}/model --data {data} --mesh.fsdp 2 --batch-size 2".split()
+    command = [*PROGRAM, "launch", "--processes", "2", "--cpu-devices", "1", "--", sys.executable, "-c", APART, str(tmp_path)]
+    done = subprocess.run([*command, *options], env=environment(), capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2, done.stderr[-5000:]
+    assert f"processes [1] of 2 do not see the folder {tmp_path}/0/run of process 0" in done.stderr
+    assert not [*tmp_path.glob("*/run/*")]

@@ -1,7 +1,13 @@
-"""From documents on disk to an endless, shuffled, resumable stream of packed batches."""
+"""From documents on disk to endless, shuffled, resumable batches of packed rows.
+
+The documents of all epochs, in their order, are dealt out in turn to streams: one for each 32 rows of a batch or more, which it
+packs by itself. Their number follows from the batch size alone.
+"""
 
 import hashlib
 import os
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,18 +17,24 @@ import grain
 import numpy as np
 
 from moe_jax.train.data.documents import Documents, open_documents
-from moe_jax.train.data.packing import packed, pieces
+from moe_jax.train.data.packing import PACKING_ROWS, PADDING, packed, pieces
 
-__all__ = ["Documents", "batches", "load_tokenizer", "open_documents", "tokenizer_fingerprint"]
+__all__ = ["Batches", "Documents", "batches", "load_tokenizer", "open_documents", "tokenizer_fingerprint"]
+
+Rows = dict[str, np.ndarray]
+"""Arrays [rows, seq_len], by the names of `packing`."""
 
 
 def batches(
-    documents: Documents, tokenizer, *, seq_len: int, batch_size: int, seed: int = 0
-) -> grain.DatasetIterator[dict[str, np.ndarray]]:
+    documents: Documents, tokenizer, *, seq_len: int, batch_size: int, seed: int = 0, rows: Iterable[int] | None = None
+) -> "Batches":
     """An endless iterator of batches: dicts of int32 [batch_size, seq_len], see `packing`. Each epoch has its own order.
 
     `get_state()` is the position, a tree of JSON values; `set_state` goes back to it exactly, given the same arguments.
-    Text documents end with the tokenizer's eos token. Documents are tokenized in a thread of their own, a few ahead.
+    Text documents end with the tokenizer's eos token. The next batch is made in threads while a step computes.
+
+    Args:
+      rows: the rows that this process needs (`Parallelism.own_rows`); others may hold padding alone. Default: all.
 
     Raises:
       ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets; while
@@ -35,10 +47,59 @@ def batches(
             raise ValueError("chat data needs a tokenizer that gives character offsets (a tokenizer.json)")
     elif tokenizer.eos_token_id is None:
         raise ValueError("text data needs a tokenizer with an eos token to end documents with; this one has none")
-    stream = grain.MapDataset.source(documents).shuffle(seed=seed).repeat().map(partial(_tokenized, documents, tokenizer))
-    stream = stream.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=64))
-    stream = grain.experimental.FlatMapIterDataset(stream, _Cut(seq_len))
-    return iter(packed(stream, seq_len=seq_len, seed=seed).batch(batch_size, drop_remainder=True))
+    # The first call drops what truncation and padding a tokenizer has; while it does, no other thread may use it.
+    tokenizer("", add_special_tokens=False)
+    endless = grain.MapDataset.source(documents).shuffle(seed=seed).repeat()
+    rows_of_stream = _rows_of_stream(batch_size)
+    num_streams = batch_size // rows_of_stream
+    streams = {}
+    for i in sorted({row // rows_of_stream for row in (range(batch_size) if rows is None else rows)}):
+        stream = endless[i::num_streams].map(partial(_tokenized, documents, tokenizer))
+        stream = stream.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=64))
+        stream = grain.experimental.FlatMapIterDataset(stream, _Cut(seq_len))
+        stream = packed(stream, seq_len=seq_len, seed=seed).batch(rows_of_stream, drop_remainder=True)
+        streams[i] = iter(grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=1))
+    padding = {name: np.full((rows_of_stream, seq_len), value, np.int32) for name, value in PADDING.items()}
+    return Batches(streams, num_streams, padding)
+
+
+class Batches(Iterator[Rows]):
+    """The rows of `num_streams` streams, one stream's behind the other's; `padding` in place of streams that are not here.
+
+    What a packed row holds depends on all documents before it, but on those of its stream alone. So batches are the same
+    whatever the number of processes, and each process reads the streams of which it needs rows.
+    """
+
+    def __init__(self, streams: dict[int, grain.DatasetIterator[Rows]], num_streams: int, padding: Rows):
+        self._streams, self._num_streams, self._padding = streams, num_streams, padding
+        # Grain's iterators end their threads when they are deleted; at the interpreter's end they could not any more.
+        weakref.finalize(self, streams.clear)
+
+    def __next__(self) -> Rows:
+        parts = [next(self._streams[i]) if i in self._streams else self._padding for i in range(self._num_streams)]
+        return {name: np.concatenate([part[name] for part in parts]) for name in PADDING}
+
+    def get_state(self) -> dict[str, Any]:
+        """The position in these streams, by their number."""
+        return {str(i): stream.get_state() for i, stream in self._streams.items()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a position that has these streams, and may have others."""
+        for i, stream in self._streams.items():
+            stream.set_state(state[str(i)])
+
+    def close(self) -> None:
+        """Ends the threads that read ahead."""
+        for stream in self._streams.values():
+            stream.close()
+
+
+def _rows_of_stream(batch_size: int) -> int:
+    """The fewest rows, of at least PACKING_ROWS, that divide a batch; all of them where there are no such.
+
+    With fewer a stream would tokenize for batches to come before it gave its first row.
+    """
+    return next(rows for rows in range(min(PACKING_ROWS, batch_size), batch_size + 1) if batch_size % rows == 0)
 
 
 def load_tokenizer(folder_or_hub_id: str | Path):

@@ -13,8 +13,11 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 PACKING_ROWS = 32
-"""Rows that are filled at once: a piece goes into the first that has room. More rows leave less padding and make a resume
-read more documents again."""
+"""Rows that are filled at once: a piece goes into the first that has room. More rows leave less padding, make a resume read
+more documents again, and a batch be dealt out to fewer streams."""
+
+PADDING = {"tokens": 0, "labels": 0, "loss_mask": 0, "document": -1, "segment_ids": 0, "positions": 0}
+"""What stands where no document does."""
 
 FEATURES = ("tokens", "labels", "loss_mask", "document")
 
@@ -47,7 +50,7 @@ def packed(dataset: grain.IterDataset, *, seq_len: int, seed: int) -> grain.Iter
         num_packing_bins=PACKING_ROWS,
         seed=seed,
         meta_features=[name for name in FEATURES if name != "tokens"],
-        padding_struct={"tokens": 0, "labels": 0, "loss_mask": 0, "document": -1},
+        padding_struct={name: PADDING[name] for name in FEATURES},
     )
     return rows.map(_renamed)
 

@@ -88,6 +88,22 @@ def test_dropped_choices_are_a_metric():
     assert metrics["num_dropped"] == 0 and metrics["num_dropped"].dtype == jnp.int32
 
 
+def test_rounds_and_shadows_are_metrics_of_each_layer():
+    """Every token chooses experts 0 and 1: both have to leave their devices for the busiest one to do less."""
+
+    def make_model():
+        model = tiny.model()
+        weight = model.stages[0].mlp.router.weight
+        weight.set_value(jnp.zeros_like(weight))
+        return model
+
+    parallelism = Parallelism(make_mesh(expert=4, context=2), ExpertParallel(shadow_experts=3, flops_per_byte=0.0))
+    batch = make_batch(np.random.default_rng())
+    _, metrics = train(batch, parallelism, steps=1, make_model=make_model, gradient_accumulation=2)
+    for name, value in (("num_shadows", 2), ("num_rounds", 1)):
+        assert metrics[name].tolist() == [value, value] and metrics[name].dtype == jnp.float32
+
+
 def test_rows_that_cannot_be_dealt_out_are_refused():
     batch = {name: array[:6] for name, array in make_batch(np.random.default_rng()).items()}
     with pytest.raises(
