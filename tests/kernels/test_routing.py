@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.kernels import routing
-from moe_jax.kernels.routing import plan
+from moe_jax.kernels.routing import plan, plans
 
 
 @pytest.fixture(params=["pairs compared", "pairs sorted"], autouse=True, scope="module")
@@ -37,6 +37,23 @@ def test_plan_is_the_stable_sort(tokens, num_experts, k, seed):
     counts = np.bincount(key, minlength=num_experts + 1)[:num_experts]
     np.testing.assert_array_equal(result.offsets, np.concatenate([[0], np.cumsum(counts)]))
     assert (result.num_rows, result.num_experts) == (tokens * k, num_experts)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    parts=st.integers(1, 4),
+    tokens=st.integers(0, 20),
+    num_experts=st.sampled_from([1, 5, 64, 300]),
+    k=st.integers(1, 3),
+    alignment=st.sampled_from([1, 64]),
+    max_pairs=st.sampled_from([None, 1, 12]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_plans_of_parts_are_those_of_each_alone(parts, tokens, num_experts, k, alignment, max_pairs, seed):
+    experts = jnp.asarray(np.random.default_rng(seed).integers(-1, num_experts + 1, (parts, tokens, k)))
+    together = plans(experts, num_experts, alignment, max_pairs)
+    for part, chosen in zip(together, experts, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, part, plan(chosen, num_experts, alignment, max_pairs))
 
 
 @settings(max_examples=25, deadline=None)
