@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from moe_jax.kernels.grouped_matmul.mosaic import ROW_ALIGNMENT
-from moe_jax.kernels.grouped_matmul.mosaic.by_experts import outer
+from moe_jax.kernels.grouped_matmul.mosaic.by_experts import Part, outer
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows import matmul, matmul_gated_silu
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows_backward import matmul_gated_silu_backward
 from moe_jax.kernels.grouped_matmul.mosaic.ring import Tile
@@ -69,7 +69,7 @@ def run_pass(pass_name: Pass, tile: Tile, plan: Plan, *operands: Array) -> Array
             h, weight_of_row = more
             return matmul_gated_silu_backward(rows, other, h, weight_of_row, plan, tile)
         case "grouped_outer":
-            return outer(rows, other, plan, tile, rows.dtype)
+            return outer([Part(rows, other, plan)], tile, rows.dtype)
         case _:
             return matmul(rows, other, plan, tile, transpose=pass_name == "grouped_matmul_transposed")
 

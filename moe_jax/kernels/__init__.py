@@ -2,7 +2,7 @@
 
 from moe_jax.kernels.attention import attention
 from moe_jax.kernels.cross_entropy import cross_entropy
-from moe_jax.kernels.experts import down, experts_mlp, gate_up
+from moe_jax.kernels.experts import Part, down, experts_mlp, experts_mlp_of_parts, gate_up
 from moe_jax.kernels.routing import Plan, plan
 
-__all__ = ["Plan", "attention", "cross_entropy", "down", "experts_mlp", "gate_up", "plan"]
+__all__ = ["Part", "Plan", "attention", "cross_entropy", "down", "experts_mlp", "experts_mlp_of_parts", "gate_up", "plan"]

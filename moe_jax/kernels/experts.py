@@ -18,16 +18,26 @@ weights, plan. act is recomputed, and dweights needs neither the rows of y nor t
 outlives the pass that makes it (SonicMoE, https://arxiv.org/abs/2512.14080).
 """
 
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.backend import resolve_backend
-from moe_jax.kernels.grouped_matmul import implementation
-from moe_jax.kernels.routing import Plan
-from moe_jax.kernels.routing import plan as make_plan
+from moe_jax.kernels.grouped_matmul import OuterPart, grouped_outer_of_parts, implementation
+from moe_jax.kernels.routing import Plan, plan, plans
 from moe_jax.kernels.shapes import check_shape
 from moe_jax.kernels.varying import vary_alike, vary_as
+
+
+class Part(NamedTuple):
+    """Tokens and their choices."""
+
+    x: Float[Array, "tokens hidden"]
+    topk_weights: Float[Array, "tokens k"]
+    topk_experts: Int[Array, "tokens k"]
 
 
 def experts_mlp(
@@ -63,22 +73,45 @@ def experts_mlp(
         ValueError: shapes that do not fit together, a non-integer topk_experts, chunk_tokens or max_pairs < 1, a backend that
             is unknown or does not take the input.
     """
-    sizes: dict[str, int] = {}
-    check_shape("x", x, "tokens hidden", sizes)
-    check_shape("w_down", w_down, "experts hidden inter", sizes)
-    check_shape("w_gate_up", w_gate_up, "experts 2*inter hidden", sizes)
-    check_shape("topk_experts", topk_experts, "tokens k", sizes)
-    check_shape("topk_weights", topk_weights, "tokens k", sizes)
-    if not jnp.issubdtype(topk_experts.dtype, jnp.integer):
-        raise ValueError(f"topk_experts must have an integer dtype; got {topk_experts.dtype}")
-    for name, value in (("chunk_tokens", chunk_tokens), ("max_pairs", max_pairs)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1 or None; got {value}")
+    _check(x, w_gate_up, w_down, topk_weights, topk_experts)
+    _check_positive(chunk_tokens=chunk_tokens, max_pairs=max_pairs)
     if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
         chunk_tokens = None
     backend = resolve_backend(backend, x.dtype, x.shape[1], w_down.shape[2])
     arrays = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts))
-    return _experts_mlp(*arrays, backend, chunk_tokens, max_pairs)
+    x, w_gate_up, w_down, topk_weights, topk_experts = arrays
+    return _experts_mlp((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), backend, chunk_tokens, max_pairs)[0]
+
+
+def experts_mlp_of_parts(
+    parts: Sequence[Part],
+    w_gate_up: Float[Array, "experts 2*inter hidden"],
+    w_down: Float[Array, "experts hidden inter"],
+    *,
+    backend: str | None = None,
+    max_pairs: int | None = None,
+) -> tuple[Float[Array, "tokens hidden"], ...]:
+    """`experts_mlp` of several groups of as many tokens, one after the other, where some arrive later than others.
+
+    A part waits for its own tokens and for the parts before it, and its y is there before the parts behind it are computed; so
+    are its gradients. The weights' gradients come last, each summed over all parts in f32 in one pass and rounded once.
+
+    Args:
+        max_pairs: of each part, as in `experts_mlp`.
+
+    Raises:
+        ValueError: parts that differ in shape, or none, and what `experts_mlp` raises.
+    """
+    shapes = {jax.tree.map(jnp.shape, part) for part in parts}
+    if len(shapes) != 1:
+        raise ValueError(f"parts must be one or more of the same shapes; got {[tuple(part.x.shape) for part in parts]}")
+    for x, topk_weights, topk_experts in parts:
+        _check(x, w_gate_up, w_down, topk_weights, topk_experts)
+    _check_positive(max_pairs=max_pairs)
+    backend = resolve_backend(backend, parts[0].x.dtype, parts[0].x.shape[1], w_down.shape[2])
+    parts, w_gate_up, w_down = vary_alike((tuple(map(tuple, parts)), w_gate_up, w_down))
+    xs, weights, experts = zip(*parts, strict=True)
+    return _experts_mlp(xs, w_gate_up, w_down, weights, experts, backend, None, max_pairs)
 
 
 def gate_up(
@@ -128,19 +161,34 @@ def down(
     return _down(*vary_alike((act, w_down, weights, plan)), backend)
 
 
+def _check(x: Array, w_gate_up: Array, w_down: Array, topk_weights: Array, topk_experts: Array) -> None:
+    sizes: dict[str, int] = {}
+    check_shape("x", x, "tokens hidden", sizes)
+    check_shape("w_down", w_down, "experts hidden inter", sizes)
+    check_shape("w_gate_up", w_gate_up, "experts 2*inter hidden", sizes)
+    check_shape("topk_experts", topk_experts, "tokens k", sizes)
+    check_shape("topk_weights", topk_weights, "tokens k", sizes)
+    if not jnp.issubdtype(topk_experts.dtype, jnp.integer):
+        raise ValueError(f"topk_experts must have an integer dtype; got {topk_experts.dtype}")
+
+
+def _check_positive(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1 or None; got {value}")
+
+
 def _gate_up_forward(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Array:
     rows, source = implementation(backend).rows_of_tokens(x, plan)
     return implementation(backend).grouped_matmul(rows, w_gate_up, plan, source_of_row=source)
 
 
-def _gate_up_gradients(
-    dh: Array, x: Array, w_gate_up: Array, plan: Plan, backend: str, dw_dtype: jnp.dtype
-) -> tuple[Array, Array]:
-    """Returns dx and dw_gate_up."""
+def _gate_up_gradients(dh: Array, x: Array, w_gate_up: Array, plan: Plan, backend: str) -> tuple[Array, OuterPart]:
+    """Returns dx, and what dw_gate_up is the product of."""
     dx_rows = implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True)
     rows, source = implementation(backend).rows_of_tokens(x, plan)
-    dw = implementation(backend).grouped_outer(dh, rows, plan, dw_dtype, b_source_of_row=source)
-    return jnp.sum(_of_pairs(_wide(dx_rows), plan), axis=1).astype(x.dtype), dw
+    dx = jnp.sum(_of_pairs(_wide(dx_rows), plan), axis=1).astype(x.dtype)
+    return dx, OuterPart(dh, rows, plan, None, source)
 
 
 def _down_forward(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> Array:
@@ -157,84 +205,109 @@ def _down_gradients(
     g, wide_act, weight_of_row = _wide(g), _wide(act), _wide(_weight_of_row(weights, plan))[:, None]
     dweights = _of_pairs(jnp.sum(g * wide_act, axis=1), plan).astype(weights.dtype)
     weighted_act = (weight_of_row * wide_act).astype(act.dtype)
-    dw = implementation(backend).grouped_outer(rows, weighted_act, plan, dw_dtype, a_source_of_row=source)
+    dw = grouped_outer_of_parts(backend, [OuterPart(rows, weighted_act, plan, source)], dw_dtype)
     return weight_of_row * g, dw, dweights
 
 
 def _experts_mlp_alone(
-    x: Array,
+    xs: tuple[Array, ...],
     w_gate_up: Array,
     w_down: Array,
-    weights: Array,
-    experts: Array,
+    weights: tuple[Array, ...],
+    experts: tuple[Array, ...],
     backend: str,
     chunk_tokens: int | None,
     max_pairs: int | None,
-) -> Array:
-    """y, where no gradient is asked for."""
-    arrays = x, w_gate_up, w_down, weights, experts
+) -> tuple[Array, ...]:
+    """The y of each part, where no gradient is asked for."""
+    arrays = xs, w_gate_up, w_down, weights, experts
     return _experts_mlp_forward(*arrays, backend, chunk_tokens, max_pairs, for_backward=False)[0]
 
 
 def _experts_mlp_forward(
-    x: Array,
+    xs: tuple[Array, ...],
     w_gate_up: Array,
     w_down: Array,
-    weights: Array,
-    experts: Array,
+    weights: tuple[Array, ...],
+    experts: tuple[Array, ...],
     backend: str,
     chunk_tokens: int | None,
     max_pairs: int | None,
     for_backward: bool = True,
-) -> tuple[Array, tuple]:
-    """Returns y and what backward keeps; of a chunked call, h and the plan have a leading axis of chunks.
+) -> tuple[tuple[Array, ...], tuple]:
+    """Returns the y of each part and what backward keeps; of a chunked call, h and the plan have a leading axis of chunks.
 
     The rows of h of no pair are finite only `for_backward`, which multiplies them by zeros.
     """
 
-    def chunk(x: Array, weights: Array, experts: Array) -> tuple[Array, tuple[Array, Plan]]:
-        plan = make_plan(experts, w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT, max_pairs)
+    plan_of = dict(num_experts=w_gate_up.shape[0], row_alignment=implementation(backend).ROW_ALIGNMENT, max_pairs=max_pairs)
+
+    def part(x: Array, weights: Array, plan: Plan) -> tuple[Array, tuple[Array, Plan]]:
         rows, source = implementation(backend).rows_of_tokens(x, plan, fill=for_backward)
         h, act = implementation(backend).gated_matmul(rows, w_gate_up, plan, source_of_row=source)
         return _down_forward(act, w_down, weights, plan, backend), (h, plan)
 
     if chunk_tokens is None:
-        y, kept = chunk(x, weights, experts)
+        parts = zip(xs, weights, plans(jnp.stack(experts), **plan_of), strict=True)
+        ys, kept = zip(*_one_after_the_other(part, parts), strict=True)
     else:
-        # The last chunk is filled up with tokens that choose nobody.
-        fills = ((x, 0), (weights, 0), (experts, w_gate_up.shape[0]))
-        y, kept = jax.lax.map(lambda args: chunk(*args), tuple(_split(a, chunk_tokens, fill) for a, fill in fills))
-        y = _join(y, x.shape[0])
-    return y, (x, w_gate_up, w_down, weights, kept)
+        # A chunked call has one part, cut into chunks; the last is filled up with tokens that choose nobody.
+        fills = ((xs[0], 0), (weights[0], 0), (experts[0], w_gate_up.shape[0]))
+        chunks = tuple(_split(a, chunk_tokens, fill) for a, fill in fills)
+        y, kept = jax.lax.map(lambda chunk: part(chunk[0], chunk[1], plan(chunk[2], **plan_of)), chunks)
+        ys = (_join(y, xs[0].shape[0]),)
+    return ys, (xs, w_gate_up, w_down, weights, kept)
 
 
-def _experts_mlp_backward(backend: str, chunk_tokens: int | None, _, residuals: tuple, dy: Array) -> tuple:
-    x, w_gate_up, w_down, weights, (h, plan) = residuals
+def _experts_mlp_backward(backend: str, chunk_tokens: int | None, _, residuals: tuple, dys: tuple[Array, ...]) -> tuple:
+    xs, w_gate_up, w_down, weights, kept = residuals
 
-    def chunk(dy: Array, x: Array, weights: Array, h: Array, plan: Plan, gate_up_dtype, down_dtype) -> tuple:
+    def part(dy: Array, x: Array, weights: Array, h: Array, plan: Plan) -> tuple[tuple[Array, Array], tuple]:
+        """The gradients of x and weights, and the products that the weights' gradients are."""
         rows, source = implementation(backend).rows_of_tokens(dy, plan)
         dh, weighted_act, dweight_of_row = implementation(backend).gated_matmul_backward(
             rows, w_down, h, _weight_of_row(weights, plan), plan, source_of_row=source
         )
-        dw_down = implementation(backend).grouped_outer(rows, weighted_act, plan, down_dtype, a_source_of_row=source)
-        dx, dw_gate_up = _gate_up_gradients(dh, x, w_gate_up, plan, backend, gate_up_dtype)
-        return (dw_gate_up, dw_down), (dx, _of_pairs(dweight_of_row, plan).astype(weights.dtype))
+        dx, of_gate_up = _gate_up_gradients(dh, x, w_gate_up, plan, backend)
+        of_down = OuterPart(rows, weighted_act, plan, source, None)
+        return (dx, _of_pairs(dweight_of_row, plan).astype(weights.dtype)), (of_gate_up, of_down)
 
     if chunk_tokens is None:
-        (dw_gate_up, dw_down), (dx, dweights) = chunk(dy, x, weights, h, plan, w_gate_up.dtype, w_down.dtype)
-        return dx, dw_gate_up, dw_down, dweights, None
+        parts = zip(dys, xs, weights, *zip(*kept, strict=True), strict=True)
+        gradients, products = zip(*_one_after_the_other(part, parts), strict=True)
+        of_gate_up, of_down = zip(*products, strict=True)
+        dw_gate_up = grouped_outer_of_parts(backend, of_gate_up, w_gate_up.dtype)
+        dw_down = grouped_outer_of_parts(backend, of_down, w_down.dtype)
+        dxs, dweights = zip(*gradients, strict=True)
+        return dxs, dw_gate_up, dw_down, dweights, None
 
     wide = tuple(jnp.promote_types(w.dtype, jnp.float32) for w in (w_gate_up, w_down))
 
-    def add_chunk(sums: tuple[Array, Array], args: tuple) -> tuple:
-        dw, gradients = chunk(*args, *wide)
-        return jax.tree.map(jnp.add, sums, dw), gradients
+    def add_chunk(sums: tuple[Array, Array], chunk: tuple) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        gradients, products = part(*chunk)
+        dw = (grouped_outer_of_parts(backend, [product], dtype) for product, dtype in zip(products, wide, strict=True))
+        return jax.tree.map(jnp.add, sums, tuple(dw)), gradients
 
-    zeros = vary_as((jnp.zeros(w_gate_up.shape, wide[0]), jnp.zeros(w_down.shape, wide[1])), x)
-    chunks = tuple(_split(a, chunk_tokens, 0) for a in (dy, x, weights))
-    (dw_gate_up, dw_down), (dx, dweights) = jax.lax.scan(add_chunk, zeros, (*chunks, h, plan))
-    dx, dweights = _join(dx, x.shape[0]), _join(dweights, x.shape[0])
-    return dx, dw_gate_up.astype(w_gate_up.dtype), dw_down.astype(w_down.dtype), dweights, None
+    zeros = vary_as((jnp.zeros(w_gate_up.shape, wide[0]), jnp.zeros(w_down.shape, wide[1])), xs)
+    chunks = tuple(_split(a, chunk_tokens, 0) for (a,) in (dys, xs, weights))
+    (dw_gate_up, dw_down), of_tokens = jax.lax.scan(add_chunk, zeros, (*chunks, *kept))
+    dxs, dweights = ((_join(a, xs[0].shape[0]),) for a in of_tokens)
+    return dxs, dw_gate_up.astype(w_gate_up.dtype), dw_down.astype(w_down.dtype), dweights, None
+
+
+def _one_after_the_other(f: Callable, calls: Iterable[tuple]) -> list[tuple]:
+    """f of each tuple of arguments, (result, other) of each; none begins before the result of the one before it is there.
+
+    The compiler would fuse small operations of several calls otherwise, and the first result would be there with the last.
+    """
+    outcomes: list[tuple] = []
+    for arguments in calls:
+        if outcomes:
+            result, other = outcomes[-1]
+            result, arguments = jax.lax.optimization_barrier((result, arguments))
+            outcomes[-1] = result, other
+        outcomes.append(f(*arguments))
+    return outcomes
 
 
 def _of_pairs(of_rows: Float[Array, "rows ..."], plan: Plan) -> Float[Array, "tokens k ..."]:
@@ -266,7 +339,8 @@ def _wide(a: Array) -> Array:
 
 def _gate_up_vjp(backend: str, residuals: tuple, dh: Array) -> tuple[Array, Array, None]:
     x, w_gate_up, plan = residuals
-    return *_gate_up_gradients(dh, x, w_gate_up, plan, backend, w_gate_up.dtype), None
+    dx, product = _gate_up_gradients(dh, x, w_gate_up, plan, backend)
+    return dx, grouped_outer_of_parts(backend, [product], w_gate_up.dtype), None
 
 
 def _down_vjp(backend: str, residuals: tuple, dy: Array) -> tuple[Array, Array, Array, None]:

@@ -201,6 +201,36 @@ def test_chunks_add_bf16_weight_gradients_in_f32():
     assert error < 8e-3
 
 
+@pytest.mark.parametrize("routing", ["random", "one_takes_all", "half_empty"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_parts_give_what_all_their_tokens_give_at_once(count, routing):
+    with jax.enable_x64(True):
+        inputs = make_inputs(np.random.default_rng(), 7 * count, 5, 2, 8, 4, routing)
+
+        def in_parts(x, w_gate_up, w_down, weights, chosen):
+            parts = map(kernels.Part, *(jnp.split(a, count) for a in (x, weights, chosen)))
+            return jnp.concatenate(kernels.experts_mlp_of_parts(list(parts), w_gate_up, w_down))
+
+        compare(in_parts, oracle.experts_mlp, inputs, 1e-12)
+
+
+def test_a_part_waits_for_those_before_it_and_its_result_for_no_other():
+    """Else XLA joins small operations of all parts, and none begins before the last part's tokens are there."""
+    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 6, 3, 2, 8, 4, dtype=jnp.float32)
+    parts = list(map(kernels.Part, *(jnp.split(a, 3) for a in (x, weights, chosen))))
+    text = jax.jit(kernels.experts_mlp_of_parts).lower(parts, w_gate_up, w_down).as_text()
+    assert text.count("optimization_barrier") == 2
+
+
+def test_parts_of_several_sizes_are_refused():
+    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 6, 3, 2, 8, 4, dtype=jnp.float32)
+    parts = [kernels.Part(x[at], weights[at], chosen[at]) for at in (slice(0, 2), slice(2, 6))]
+    with pytest.raises(ValueError, match=r"parts must be one or more of the same shapes; got \[\(2, 8\), \(4, 8\)\]"):
+        kernels.experts_mlp_of_parts(parts, w_gate_up, w_down)
+    with pytest.raises(ValueError, match=r"got \[\]"):
+        kernels.experts_mlp_of_parts([], w_gate_up, w_down)
+
+
 @pytest.mark.parametrize("chunk_tokens", [None, 7])
 @pytest.mark.parametrize("sharding", ["shard_map", "shard_map unchecked", "gspmd"])
 def test_runs_on_a_mesh(sharding, chunk_tokens):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.kernels.grouped_matmul import xla
+from moe_jax.kernels.grouped_matmul import OuterPart, grouped_outer_of_parts, mosaic, xla
 from moe_jax.kernels.routing import plan
 
 
@@ -94,6 +94,19 @@ def test_narrow_dtypes_sum_in_f32(rng, dtype):
     np.testing.assert_allclose(np.asarray(dw[0], np.float64), want, rtol=2.0**-8 if dtype == "bfloat16" else 2.0**-11)
     y = xla.grouped_matmul(values.T, ones.T[None], plan(jnp.zeros((2, 1), jnp.int32), 1))
     np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=2.0**-8 if dtype == "bfloat16" else 2.0**-11)
+
+
+@pytest.mark.parametrize("backend", ["xla", "mosaic"])
+def test_products_of_parts_are_summed_in_f32_and_rounded_once(backend):
+    """256 and seven times 0.5: bf16 sums would stay at 256."""
+    parts = []
+    for value in [256] + 7 * [0.5]:
+        p = plan(jnp.zeros((1, 1), jnp.int32), 2, mosaic.ROW_ALIGNMENT)
+        a = jnp.zeros((p.num_rows, 128), jnp.bfloat16).at[0].set(value)
+        parts.append(OuterPart(a, jnp.zeros((p.num_rows, 128), jnp.bfloat16).at[0].set(1), p))
+    dw = grouped_outer_of_parts(backend, parts, jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(dw[0], np.float32), jnp.bfloat16(259.5).astype(np.float32))
+    assert not np.asarray(dw[1]).any()
 
 
 def test_work_grows_with_rows_not_with_experts():

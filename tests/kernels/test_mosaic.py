@@ -50,6 +50,19 @@ def test_room_for_fewer_rows_where_most_experts_live_elsewhere(rng):
         np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.parametrize("routing", ["random", "half_empty"])
+def test_parts_are_as_near_f64_as_the_xla_backend_on_all_their_tokens(rng, routing):
+    layer = make_layer(rng, routing, 3 * 40, 4, 2, 128, 64)
+    dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
+
+    def in_parts(x, w_gate_up, w_down, weights, chosen):
+        parts = map(kernels.Part, *(jnp.split(a, 3) for a in (x, weights, chosen)))
+        return jnp.concatenate(kernels.experts_mlp_of_parts(list(parts), w_gate_up, w_down, backend="mosaic"))
+
+    theirs = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="xla"), layer, dy)
+    assert_as_near_as(with_gradients(in_parts, layer, dy), theirs, layer, dy, few=3e-2)
+
+
 @settings(max_examples=6, deadline=None)
 @given(
     tokens=st.integers(0, 90),

@@ -4,9 +4,16 @@ Every backend module offers what `xla` describes: `grouped_matmul`, `grouped_out
 `gated_matmul` and `gated_matmul_backward`, `rows_of_tokens`, `refusal`, `is_native` and `ROW_ALIGNMENT`.
 """
 
+import functools
+from collections.abc import Sequence
 from types import ModuleType
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.grouped_matmul import mosaic, triton, xla
+from moe_jax.kernels.routing import Plan
 
 MODULES = {"mosaic": mosaic, "triton": triton, "xla": xla}
 """By name, the fastest first where it runs."""
@@ -15,3 +22,27 @@ MODULES = {"mosaic": mosaic, "triton": triton, "xla": xla}
 def implementation(backend: str) -> ModuleType:
     """The module of a backend that `resolve_backend` returned."""
     return MODULES[backend]
+
+
+class OuterPart(NamedTuple):
+    """The operands of a `grouped_outer`."""
+
+    a: Float[Array, "a_sources n"]
+    b: Float[Array, "b_sources m"]
+    plan: Plan
+    a_source_of_row: Int[Array, "rows"] | None = None
+    b_source_of_row: Int[Array, "rows"] | None = None
+
+
+def grouped_outer_of_parts(backend: str, parts: Sequence[OuterPart], dtype: jnp.dtype) -> Float[Array, "experts n m"]:
+    """The sum of `grouped_outer` over parts with the same experts, in at least f32 and rounded to `dtype` once."""
+    if backend == "mosaic":
+        return mosaic.grouped_outer_of_parts([part[:3] for part in parts], dtype)
+    sum_dtype = dtype if len(parts) == 1 else jnp.promote_types(dtype, jnp.float32)
+    products = [
+        implementation(backend).grouped_outer(
+            part.a, part.b, part.plan, sum_dtype, a_source_of_row=part.a_source_of_row, b_source_of_row=part.b_source_of_row
+        )
+        for part in parts
+    ]
+    return functools.reduce(jnp.add, products).astype(dtype)

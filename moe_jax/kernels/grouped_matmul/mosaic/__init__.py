@@ -7,10 +7,12 @@ is one sum over k in steps of 16, in one order whatever the tile: the bits of a 
 On a CPU the kernels run in JAX's GPU interpreter, slowly and with its race detector on.
 """
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.grouped_matmul.mosaic.by_experts import outer
+from moe_jax.kernels.grouped_matmul.mosaic.by_experts import Part, outer
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows import matmul, matmul_gated_silu
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows_backward import matmul_gated_silu_backward
 from moe_jax.kernels.grouped_matmul.mosaic.gather import gather_rows
@@ -114,10 +116,18 @@ def grouped_outer(
 
     Rows that fill an expert's last block must be zero in a or b, and finite in the other.
     """
-    a, b = _take(a, a_source_of_row), _take(b, b_source_of_row)
-    if plan.num_rows == 0:
-        return jnp.zeros((plan.num_experts, a.shape[1], b.shape[1]), dtype)
-    return outer(a, b, plan, _tile("grouped_outer", (a.shape[1], b.shape[1]), plan), dtype)
+    return grouped_outer_of_parts([(_take(a, a_source_of_row), _take(b, b_source_of_row), plan)], dtype)
+
+
+def grouped_outer_of_parts(parts: Sequence[tuple[Array, Array, Plan]], dtype: jnp.dtype) -> Float[Array, "experts n m"]:
+    """The sum of `grouped_outer` over parts (a, b, plan) of the same experts: summed in f32 in one kernel, rounded once."""
+    a, b, plan = parts[0]
+    matrix, num_experts = (a.shape[1], b.shape[1]), plan.num_experts
+    with_rows = [Part(*part) for part in parts if part[2].num_rows]
+    if not with_rows:
+        return jnp.zeros((num_experts, *matrix), dtype)
+    max_pairs = sum(part.plan.max_pairs for part in with_rows)
+    return outer(with_rows, choose_tile("grouped_outer", matrix, max_pairs / num_experts), dtype)
 
 
 def _take(x: Array, source_of_row: Array | None) -> Array:

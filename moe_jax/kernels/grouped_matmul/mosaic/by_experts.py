@@ -1,5 +1,9 @@
 """Each expert's own product of columns: out[e] = sum over the rows r of expert e of outer(a[r], b[r])."""
 
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,31 +16,54 @@ from moe_jax.kernels.mosaic_gpu import launch, operand_transforms
 from moe_jax.kernels.routing import Plan
 
 
-def outer(
-    a: Float[Array, "rows m"], b: Float[Array, "rows n"], plan: Plan, tile: Tile, dtype: jnp.dtype
-) -> Float[Array, "experts m n"]:
-    """out[e] = a[rows of e].T @ b[rows of e], summed in f32 and rounded to `dtype` once; zeros for an expert without rows.
+class Part(NamedTuple):
+    """Some tokens' rows."""
 
-    Rows that fill an expert's last block must be zero in a or b, and finite in the other.
+    a: Float[Array, "rows m"]
+    b: Float[Array, "rows n"]
+    plan: Plan
+
+
+def outer(parts: Sequence[Part], tile: Tile, dtype: jnp.dtype) -> Float[Array, "experts m n"]:
+    """out[e] = the sum over parts of a[rows of e].T @ b[rows of e], summed in f32 and rounded to `dtype` once; zeros for an
+    expert without rows.
+
+    Rows that fill an expert's last block must be zero in a or b, and finite in the other. An expert's rows lie in as many
+    places as there are parts; the ring runs on from one to the next, so that parts cost neither copies nor further sums.
     """
+    count, (a, b, plan) = len(parts), parts[0]
     m, n = a.shape[1], b.shape[1]
     row_tiles, column_tiles = m // tile.rows, n // tile.columns
     chunk = 128 // jnp.dtype(dtype).itemsize
 
-    def body(offsets_ref, a_ref, b_ref, out_ref, a_smem, b_smem, out_smem, full, empty):
+    def body(*references):
+        offsets_refs, a_refs, b_refs = (references[i * count : (i + 1) * count] for i in range(3))
+        out_ref, a_smem, b_smem, out_smem, full, empty = references[3 * count :]
+
         def describe(index):
             expert = lax.div(index, jnp.int32(row_tiles * column_tiles))
             place = lax.rem(index, jnp.int32(row_tiles * column_tiles))
-            first = pl.multiple_of(offsets_ref[expert], ROW_ALIGNMENT)
-            num_steps = lax.div(offsets_ref[expert + 1] - first, jnp.int32(STEP))
+            rows_from, steps_to = [], [jnp.int32(0)]
+            for offsets_ref in offsets_refs:
+                first = pl.multiple_of(offsets_ref[expert], ROW_ALIGNMENT)
+                rows_from.append(first)
+                steps_to.append(steps_to[-1] + lax.div(offsets_ref[expert + 1] - first, jnp.int32(STEP)))
             row = lax.div(place, jnp.int32(column_tiles)) * tile.rows
-            return num_steps, (expert, first, row, lax.rem(place, jnp.int32(column_tiles)) * tile.columns)
+            column = lax.rem(place, jnp.int32(column_tiles)) * tile.columns
+            return steps_to[-1], (expert, rows_from, steps_to, row, column)
 
         def load(place, k, slot, barrier):
-            _, first, row, column = place
-            ks = pl.ds(first + k * STEP, STEP)
-            plgpu.copy_gmem_to_smem(a_ref.at[ks, pl.ds(row, tile.rows)], a_smem.at[slot], barrier)
-            plgpu.copy_gmem_to_smem(b_ref.at[ks, pl.ds(column, tile.columns)], b_smem.at[slot], barrier)
+            _, rows_from, steps_to, row, column = place
+
+            def load_from(part):
+                ks = pl.ds(rows_from[part] + (k - steps_to[part]) * STEP, STEP)
+                plgpu.copy_gmem_to_smem(a_refs[part].at[ks, pl.ds(row, tile.rows)], a_smem.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(b_refs[part].at[ks, pl.ds(column, tile.columns)], b_smem.at[slot], barrier)
+
+            if count == 1:
+                return load_from(0)
+            for part in range(count):
+                pl.when((k >= steps_to[part]) & (k < steps_to[part + 1]))(partial(load_from, part))
 
         def multiply(accumulator, place, slot, warpgroup):
             a_own = a_smem.at[slot, :, pl.ds(tile.first_row(warpgroup), tile.own_rows)]
@@ -44,7 +71,7 @@ def outer(
             plgpu.wgmma(accumulator, a_own.transpose((1, 0)), b_own)
 
         def finish(accumulator, place, warpgroup):
-            expert, _, row, column = place
+            expert, _, _, row, column = place
             rows_out = pl.ds(row + tile.first_row(warpgroup), tile.own_rows)
             first_column = column + tile.column_part(warpgroup) * tile.own_columns
             for i, c in enumerate(range(0, tile.own_columns, chunk)):
@@ -73,4 +100,5 @@ def outer(
         plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
     ]
     shape = jax.ShapeDtypeStruct((plan.num_experts, m, n), dtype)
-    return launch("grouped_outer", body, [shape], scratch, warpgroups=CONSUMERS + 1)(plan.offsets, a, b)[0]
+    arrays = [plan.offsets for _, _, plan in parts] + [a for a, _, _ in parts] + [b for _, b, _ in parts]
+    return launch("grouped_outer", body, [shape], scratch, warpgroups=CONSUMERS + 1)(*arrays)[0]
