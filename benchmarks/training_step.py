@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="by default all")
     parser.add_argument("--mesh", nargs="+", default=["fsdp=1"], metavar="AXIS=N", help="axes data, fsdp, expert, context")
     parser.add_argument("--transport", help="of ExpertParallel; by default its own choice")
+    parser.add_argument("--capacity-factor", type=float, default=ExpertParallel.capacity_factor, help="of ExpertParallel")
     parser.add_argument("--shadow-experts", type=int, default=0, help="of ExpertParallel")
     parser.add_argument("--context-method", default="ring", choices=("ring", "all_gather", "ulysses"))
     parser.add_argument("--seq", type=int, default=4096)
@@ -64,7 +65,7 @@ def main() -> None:
     sizes = {name: int(size) for name, size in (axis.split("=") for axis in args.mesh)}
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     mesh = make_mesh(**sizes, devices=devices)
-    experts = ExpertParallel(transport=args.transport, shadow_experts=args.shadow_experts)
+    experts = ExpertParallel(transport=args.transport, capacity_factor=args.capacity_factor, shadow_experts=args.shadow_experts)
     parallelism = Parallelism(mesh, experts, ContextParallel(method=args.context_method))
     ceiling = measure_ceiling(256 if args.small else 8192)
     first = jax.process_index() == 0

@@ -227,7 +227,8 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
         )
     if mesh is None:
         return None
-    parallelism = Parallelism(mesh, ExpertParallel(shadow_experts=settings.shadow_experts))
+    experts = ExpertParallel(capacity_factor=settings.capacity_factor, shadow_experts=settings.shadow_experts)
+    parallelism = Parallelism(mesh, experts)
     parallelism.check_batch(settings.batch_size // settings.gradient_accumulation)
     return parallelism
 

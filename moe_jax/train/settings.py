@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape
 from moe_jax.train.data.documents import FORMATS
 
@@ -42,6 +43,9 @@ class FinetuneSettings:
       moment_dtype: what AdamW's two moments are kept in between steps, "float32" or "bfloat16" for half the memory.
       remat: recompute each layer in the backward pass: less memory, about a third more time.
       mesh: over how many devices rows, parameters, experts and sequences are spread (docs/scaling.md); all of them are used.
+      capacity_factor: how many times what an even routing brings fits into one exchange between experts' devices. With the
+        number of devices along mesh.expert everything fits, and no layer waits to learn whether it did
+        (docs/parallel_experts.md).
       shadow_experts: how many experts at most a layer may copy to all devices along mesh.expert for a step, where that takes
         more from the busiest device than the copies cost (docs/parallel_experts.md).
       tensorboard: write output/tensorboard too.
@@ -75,6 +79,7 @@ class FinetuneSettings:
     moment_dtype: str = "float32"
     remat: bool = True
     mesh: MeshShape = MeshShape()
+    capacity_factor: float = ExpertParallel.capacity_factor
     shadow_experts: int = 0
     tensorboard: bool = False
     force_balanced_routing: bool = False
@@ -94,7 +99,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
         "an integer of at least 2": ("seq_len",),
         "an integer of at least 0": ("warmup_steps", "shadow_experts"),
         "an integer from 0 to 2**32 - 1": ("seed",),
-        "a number greater than 0": ("learning_rate", "max_grad_norm"),
+        "a number greater than 0": ("learning_rate", "max_grad_norm", "capacity_factor"),
         "a number of at least 0": (
             "weight_decay",
             "aux_loss_coef",

@@ -83,8 +83,25 @@ def test_shadow_experts_on_one_device_are_refused(tmp_path):
 
 def test_all_wrong_settings_are_named_at_once(tmp_path):
     with pytest.raises(ValueError) as error:
-        settings(tmp_path, steps=0, batch_size=-3, dtype="int8", learning_rate=0.0, data_format="csv", shadow_experts=-1)
-    for part in ("steps=0", "batch_size=-3", "dtype='int8'", "learning_rate=0.0", "data_format='csv'", "shadow_experts=-1"):
+        settings(
+            tmp_path,
+            steps=0,
+            batch_size=-3,
+            dtype="int8",
+            learning_rate=0.0,
+            data_format="csv",
+            shadow_experts=-1,
+            capacity_factor=0,
+        )
+    for part in (
+        "steps=0",
+        "batch_size=-3",
+        "dtype='int8'",
+        "learning_rate=0.0",
+        "data_format='csv'",
+        "shadow_experts=-1",
+        "capacity_factor=0",
+    ):
         assert part in str(error.value)
     with pytest.raises(ValueError, match="batch_size=4 must be a multiple of gradient_accumulation=3"):
         settings(tmp_path, gradient_accumulation=3)

@@ -2,11 +2,14 @@
 
 The first round of the exchange carries what an even routing brings and some more. What is beyond queues for further rounds, as
 many as the longest queue of any device needs: none under an even routing, about n under the worst. So no token is ever lost
-and no buffer is made for the worst routing. The first round keeps for backward what `experts_mlp` keeps; a further one, whose
-number only the routing knows, keeps nothing and is computed again. Choices of shadow experts (`shadow`) take no part in it.
+and no buffer is made for the worst routing. Where one holds it all the same (`capacity_factor` of n) there are no further
+rounds, and the host need not wait to learn how many.
+
+The first round keeps for backward what `experts_mlp` keeps; a further one, whose number only the routing knows, keeps nothing
+and is computed again. Choices of shadow experts (`shadow`) take no part in the exchange.
 """
 
-import functools
+import os
 from functools import partial
 from typing import NamedTuple
 
@@ -15,9 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.experts import experts_mlp
+from moe_jax.kernels.experts import Part, experts_mlp, experts_mlp_of_parts
 from moe_jax.kernels.shapes import check_shape
 from moe_jax.kernels.varying import vary_as
+from moe_jax.parallel.environment import hops_are_copied
 from moe_jax.parallel.expert.exchange import combine, dispatch
 from moe_jax.parallel.expert.routes import (
     Queues,
@@ -120,7 +124,8 @@ def _exchange(
     queues = queue(owner, lax.stop_gradient(weights), devices, plan.first, parallel.drop or "position")
     is_first = in_first_round(queues, owner)
     arrays = x, w_gate_up, w_down, weights
-    if parallel.drop is not None:
+    holds_all = plan.first == (x.shape[0], experts.size)  # from one device for one other, whatever the routing
+    if parallel.drop is not None or holds_all:
         y = _first_round(plan, queues, is_first, experts, *arrays)
         return y, jnp.sum((owner >= 0) & ~is_first, dtype=jnp.int32), jnp.ones((), jnp.int32)
     rounds = further_rounds(queues, plan.further, parallel.axis_name)
@@ -152,7 +157,8 @@ class _Plan(NamedTuple):
 def _plan(tokens: int, k: int, devices: int, local_experts: int, parallel: ExpertParallel, backend: str | None) -> _Plan:
     num_experts = local_experts * devices
     first = first_capacity(tokens, k, num_experts, devices, parallel.capacity_factor)
-    transport = parallel.transport or ("gather" if first.tokens == tokens else "all_to_all")
+    of_all_tokens: Transport = "pairwise" if hops_are_copied(os.environ) else "gather"
+    transport = parallel.transport or (of_all_tokens if first.tokens == tokens else "all_to_all")
     if transport == "gather" and parallel.drop is None:
         first = first._replace(tokens=tokens)
     further = further_capacity(first, k)
@@ -187,34 +193,20 @@ def _round(
     # Weights and ids travel as one array: floats of 32 bits hold every id exactly, and 0 is what an empty slot holds.
     wide = jnp.promote_types(weights.dtype, jnp.float32)
     choices = jnp.concatenate([weights.astype(wide), (experts + 1).astype(wide)], axis=1)
-    tokens, choices = dispatch(x, route, *how), dispatch(choices, route, *how)
+    choices = dispatch(choices, route, *how)
+    if transport == "pairwise":
+        # The first step plans its rows while its tokens are on their way.
+        x, choices = lax.optimization_barrier((x, choices))
+    tokens = dispatch(x, route, *how)
     first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * w_down.shape[0]
     local_experts = choices[:, k:].astype(jnp.int32) - 1 - first_expert
 
     steps = plan.devices // plan.group_size if transport == "pairwise" else 1
-    parts = zip(
-        jnp.split(tokens, steps),
-        _fan_out(w_gate_up, steps),
-        _fan_out(w_down, steps),
-        jnp.split(choices[:, :k], steps),
-        jnp.split(local_experts, steps),
-        strict=True,
-    )
+    arrays = (jnp.split(a, steps) for a in (tokens, choices[:, :k], local_experts))
     max_pairs = plan.devices // steps * capacity.pairs
-    outputs = [experts_mlp(*part, backend=plan.backend, max_pairs=max_pairs) for part in parts]
+    parts = list(map(Part._make, zip(*arrays, strict=True)))
+    outputs = experts_mlp_of_parts(parts, w_gate_up, w_down, backend=plan.backend, max_pairs=max_pairs)
     return combine(jnp.concatenate(outputs), route, *how)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _fan_out(w: Array, count: int) -> tuple[Array, ...]:
-    """w for `count` uses, whose gradients are summed in f32 and rounded once."""
-    return (w,) * count
-
-
-_fan_out.defvjp(
-    lambda w, count: ((w,) * count, None),
-    lambda count, _, dws: (functools.reduce(jnp.add, map(_wide, dws)).astype(dws[0].dtype),),
-)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

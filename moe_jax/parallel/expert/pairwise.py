@@ -2,10 +2,12 @@
 
 In step s the devices of group a send to those of group a + s and receive from those of group a - s, each by a `ppermute` of its
 own. Nothing but data orders the steps: while step s computes, the tokens of step s + 1 may arrive and the outputs of step s - 1
-travel home. The same bytes as `all_to_all`; with g = 1 step 0 stays on the device.
+travel home. The same bytes as `all_to_all`; with g = 1 step 0 stays on the device. Where a buffer has room for all tokens,
+all of them are sent as they stand: nothing is packed, and what comes home is summed as it is.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +21,8 @@ def to_experts(x: Num[Array, "tokens features"], route: Route, axis_name: str, g
     """The tokens that the devices sent here, C slots of each, in the order of the steps; zeros in empty slots."""
     me, received = jax.lax.axis_index(axis_name), []
     for to in _partners(axis_name, group):
-        tokens = route.token_of_slot[jnp.asarray(to)[me]]
-        received.append(_permute(x.at[tokens].get(mode="fill", fill_value=0), axis_name, list(enumerate(to))))
+        block = x if _sends_all(route) else x.at[route.token_of_slot[jnp.asarray(to)[me]]].get(mode="fill", fill_value=0)
+        received.append(_permute(block, axis_name, list(enumerate(to))))
     return jnp.concatenate(received)
 
 
@@ -34,6 +36,8 @@ def to_home(
         _permute(block, axis_name, [(receiver, sender) for sender, receiver in enumerate(to)])
         for to, block in zip(partners, jnp.split(rows, devices), strict=True)
     ]
+    if _sends_all(route):
+        return functools.reduce(jnp.add, (block.astype(jnp.promote_types(block.dtype, jnp.float32)) for block in blocks))
     # The block of device d came home in the step in which this device sent to d.
     step_of_device = jnp.argsort(jnp.asarray(partners)[:, jax.lax.axis_index(axis_name)])
     moved = route.slot_of_token + (step_of_device - jnp.arange(devices)).astype(jnp.int32)[:, None] * slots
@@ -50,9 +54,13 @@ def _partners(axis_name: str, group: int) -> list[list[int]]:
     groups = devices // group
     return [
         [(i // group + step) % groups * group + (i + member) % group for i in range(devices)]
-        for step in range(groups)
+        for step in (*range(1, groups), 0)
         for member in range(group)
     ]
+
+
+def _sends_all(route: Route) -> bool:
+    return route.token_of_slot.shape[1] == route.slot_of_token.shape[1]
 
 
 def _permute(block: Array, axis_name: str, pairs: list[tuple[int, int]]) -> Array:

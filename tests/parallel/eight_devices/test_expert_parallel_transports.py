@@ -6,6 +6,7 @@ from expert_layer import ROUTINGS, arrays, assert_equal, direction, on_a_mesh, o
 from meshes import make_mesh
 
 from moe_jax.parallel import ExpertParallel
+from moe_jax.parallel.environment import PEER_HOPS
 from moe_jax.parallel.expert import TRANSPORTS
 
 
@@ -24,3 +25,27 @@ def test_equals_one_device_under_any_routing_and_itself_bit_for_bit(devices, tra
             assert rounds[0] > 1
             for a, b in zip(results, run(arrays(), direction(), routing(name))[0], strict=True):
                 np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("transport", ["gather", "all_to_all", "pairwise"])
+def test_buffers_for_the_worst_routing_need_no_further_rounds(transport):
+    def agrees_on_rounds(run):
+        return "pmax" in str(run.trace(arrays(), direction(), routing("even")).jaxpr)
+
+    run = on_a_mesh(ExpertParallel(transport=transport, capacity_factor=4), make_mesh(expert=4))
+    assert not agrees_on_rounds(run)
+    assert agrees_on_rounds(on_a_mesh(ExpertParallel(transport=transport), make_mesh(expert=4)))
+    for name in ROUTINGS:
+        results, (dropped, rounds, _) = run(arrays(), direction(), routing(name))
+        assert_equal(results, on_one_device(name))
+        assert not dropped.any() and (rounds == 1).all()
+
+
+def test_buffers_of_all_tokens_travel_pairwise_where_hops_are_copies(monkeypatch):
+    def permutes(flags):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        run = on_a_mesh(ExpertParallel(capacity_factor=4), make_mesh(expert=4))
+        return run.lower(arrays(), direction(), routing("even")).as_text().count("collective_permute")
+
+    assert permutes("") == 0
+    assert permutes(f"--xla_x {PEER_HOPS}") > 0
