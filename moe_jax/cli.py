@@ -249,8 +249,9 @@ class Plan:
       moment_dtype: as in `moe-jax finetune`.
       expert_load_imbalance: the busiest device's choices over the mean.
       context_method: how attention over a split sequence is computed (`moe-jax finetune` takes the ring).
-      hops: how the ring's hops are made. Default: copies where all devices are of one host and XLA_FLAGS has
-        --xla_gpu_collective_permute_mode=peer (docs/context_parallel.md), else NCCL.
+      hops: how the hops of a ring, and of tokens to the experts of few devices, are made. Default: copies where all devices are
+        of one host and XLA_FLAGS has --xla_gpu_collective_permute_mode=peer (docs/scaling.md, "Flags"), else NCCL.
+      capacity_factor: as in `moe-jax finetune`.
       limit: how many meshes to list.
     """
 
@@ -266,6 +267,7 @@ class Plan:
     expert_load_imbalance: float = 1.0
     context_method: Literal["ring", "all_gather", "ulysses"] = "ring"
     hops: Literal["nccl", "copies"] | None = None
+    capacity_factor: float = 1.25
     limit: int = 10
 
     def run(self) -> None:
@@ -298,6 +300,7 @@ class Plan:
             expert_load_imbalance=self.expert_load_imbalance,
             context_method=self.context_method,
             hops=self.hops or ("copies" if copied else "nccl"),
+            capacity_factor=self.capacity_factor,
         )
         hosts = f"{self.devices} x {H200.name} in hosts of {self.hosts_of}"
         print(f"{self.config}, {hosts}, {rows} x {self.sequence_length} tokens a step; predicted, not measured")

@@ -1,7 +1,7 @@
 """`moe-jax plan`: every mesh is tried, those that fit are listed, the fastest first, and what cannot be is said in one line."""
 
 import math
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from moe_jax.cli import main
 from moe_jax.config import NAMED_CONFIGS
-from moe_jax.plan import KINDS, flags, format_plan, meshes, plan
+from moe_jax.cost import Run
+from moe_jax.parallel.mesh import MeshShape
+from moe_jax.plan import KINDS, flags, format_plan, meshes, plan, xla_flags
 
 DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]
 QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
@@ -113,9 +115,15 @@ def test_hops_are_those_that_the_flags_of_xla_make(capsys, monkeypatch):
     for asked, copied in (("", True), ("--hops nccl", False)):
         main(f"plan qwen3-30b-a3b --devices 8 {sequence} {asked}".split())
         printed = capsys.readouterr().out
-        assert ("XLA_FLAGS=--xla_gpu_collective_permute_mode=peer moe-jax finetune --mesh.context 8" in printed) == copied
+        assert ('XLA_FLAGS="--xla_gpu_collective_permute_mode=peer" moe-jax finetune --mesh.context 8' in printed) == copied
     main(f"plan qwen3-30b-a3b --devices 16 --rows 2 {sequence}".split())
     assert "XLA_FLAGS" not in capsys.readouterr().out
+
+
+def test_an_exchange_by_copies_is_printed_with_both_flags_and_its_capacity():
+    run = Run(NAMED_CONFIGS["qwen3-30b-a3b"], MeshShape(expert=4), 32, 4096, hops="copies", capacity_factor=4.0)
+    assert xla_flags(run).count("--xla_gpu") == 2 and "--capacity-factor 4 " in f"{flags(run)} "
+    assert xla_flags(replace(run, hops="nccl")) == "" == xla_flags(replace(run, mesh=MeshShape(fsdp=4)))
 
 
 @pytest.mark.parametrize(

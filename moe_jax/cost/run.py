@@ -33,8 +33,9 @@ class Run:
       keys_per_token: how many keys a token sees on average, as packed documents shorten it; None: half a row.
       expert_load_imbalance: choices that the busiest device of the axis `expert` computes, over the mean.
       context_method: how attention is computed where the mesh has an axis `context`.
-      hops: how the ring passes on what it has. "copies" is for one process that has all GPUs, with the flag
-        `parallel.environment.PEER_HOPS`.
+      hops: how the ring passes on what it has, and tokens travel pairwise. "copies" is for one process that has all GPUs, with
+        the flags of `parallel.environment`.
+      capacity_factor: as in `parallel.ExpertParallel`.
 
     Raises:
       ValueError: what cannot run so: axes, rows or experts that cannot be dealt out, sequences that cannot be split.
@@ -51,6 +52,7 @@ class Run:
     expert_load_imbalance: float = 1.0
     context_method: Method = "ring"
     hops: Hops = "nccl"
+    capacity_factor: float = ExpertParallel.capacity_factor
 
     def __post_init__(self):
         problems = _problems(self)
@@ -102,12 +104,15 @@ class Run:
     @property
     def capacity(self) -> Capacity:
         """What one device sends to one other at most, in the first round of the exchange."""
-        config, factor = self.moe_config, ExpertParallel().capacity_factor
-        return first_capacity(self.tokens, config.num_experts_per_tok, config.num_experts, self.mesh.expert, factor)
+        config, sizes = self.moe_config, (self.mesh.expert, self.capacity_factor)
+        return first_capacity(self.tokens, config.num_experts_per_tok, config.num_experts, *sizes)
 
     @property
     def gathers_tokens(self) -> bool:
-        """Whether the exchange takes transport `gather` (as `parallel.expert.mlp` does by default), else `all_to_all`."""
+        """Whether all tokens go to all devices, by transport `gather` or, with copies, `pairwise`; else by `all_to_all`.
+
+        So `parallel.expert.mlp` does by default.
+        """
         return self.capacity.tokens == self.tokens
 
     @property
@@ -193,6 +198,8 @@ def _problems(run: Run) -> list[str]:
         problems.append(f"keys_per_token={run.keys_per_token!r} must be above 0, and at most sequence_length")
     if not 1 <= run.expert_load_imbalance < math.inf:
         problems.append(f"expert_load_imbalance={run.expert_load_imbalance!r} must be a number of at least 1")
+    if not 0 < run.capacity_factor < math.inf:
+        problems.append(f"capacity_factor={run.capacity_factor!r} must be a number above 0")
     if problems:
         return problems
     config, mesh = run.config, run.mesh

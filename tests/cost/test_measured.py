@@ -48,6 +48,13 @@ def test_training_steps_on_four_gpus(mesh, rows, remat, seconds, gib):
     assert prediction.fits
 
 
+@pytest.mark.parametrize("hops, capacity_factor, seconds, gib", [("nccl", 1.25, 2.377, 86.0), ("copies", 4.0, 2.283, 91.6)])
+def test_training_steps_with_the_loss_of_three_matmuls(hops, capacity_factor, seconds, gib):
+    prediction = predict(step(32, hops=hops, capacity_factor=capacity_factor))
+    assert prediction.step_seconds == pytest.approx(seconds, rel=0.055)
+    assert prediction.memory_bytes / 2**30 == pytest.approx(gib, rel=0.08)
+
+
 def test_memory_with_f32_parameters():
     """8 rows with remat."""
     assert predict(step(8, param_dtype="float32")).memory_bytes / 2**30 == pytest.approx(113.9, rel=0.08)
