@@ -21,8 +21,8 @@ def dispatch(
 ) -> Float[Array, "received features"]:
     """The tokens that the devices of the axis send to this one, C slots of each; rows that nobody sent are zero.
 
-    With "gather" C is the number of tokens and every token is sent; else C is that of `route`. Rows stand in the order of the
-    devices, with "pairwise" in the order of its steps.
+    With "gather" C is the number of tokens and every token is sent, as with "pairwise" if C is that number; else C is that of
+    `route`. Rows stand in the order of the devices, with "pairwise" in the order of its steps.
     """
     return _functions(transport, group_size)[0](x, route, axis_name)
 
@@ -31,9 +31,10 @@ def dispatch(
 def combine(
     rows: Float[Array, "received features"], route: Route, axis_name: str, transport: Transport, group_size: int = 1
 ) -> Float[Array, "tokens features"]:
-    """Sends each row back to where `dispatch` took it from; a token's rows are summed there, in the order of the devices.
+    """Sends each row back to where `dispatch` took it from; a token's rows are summed there.
 
-    Rows travel in their dtype; the sum is in at least f32, and so is the result.
+    Rows travel in their dtype. They are summed in the order of the devices or, where "pairwise" sends every token, of its
+    steps, in at least f32, and so is the result.
     """
     return _functions(transport, group_size)[1](rows, route, axis_name)
 

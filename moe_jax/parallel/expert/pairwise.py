@@ -2,8 +2,9 @@
 
 In step s the devices of group a send to those of group a + s and receive from those of group a - s, each by a `ppermute` of its
 own. Nothing but data orders the steps: while step s computes, the tokens of step s + 1 may arrive and the outputs of step s - 1
-travel home. The same bytes as `all_to_all`; with g = 1 step 0 stays on the device. Where a buffer has room for all tokens,
-all of them are sent as they stand: nothing is packed, and what comes home is summed as it is.
+travel home. Step 0, which with g = 1 stays on the device, comes last, so that no computation waits for its tokens and the last
+outputs travel beside it. The same bytes as `all_to_all`. Where a buffer has room for all tokens, all of them are sent as they
+stand: nothing is packed, and what comes home is summed as it is.
 """
 
 import dataclasses
