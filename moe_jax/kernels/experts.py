@@ -29,7 +29,7 @@ from moe_jax.kernels.backend import resolve_backend
 from moe_jax.kernels.grouped_matmul import OuterPart, grouped_outer_of_parts, implementation
 from moe_jax.kernels.routing import Plan, plan, plans
 from moe_jax.kernels.shapes import check_shape
-from moe_jax.kernels.varying import vary_alike, vary_as
+from moe_jax.kernels.varying import vary_alike, vary_as, varying_axes
 
 
 class Part(NamedTuple):
@@ -50,6 +50,7 @@ def experts_mlp(
     backend: str | None = None,
     chunk_tokens: int | None = None,
     max_pairs: int | None = None,
+    accumulate_into: tuple[Float[Array, "experts 2*inter hidden"], Float[Array, "experts hidden inter"]] | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """y[t] = sum_k topk_weights[t, k] * w_down[e] (silu(gate) * up), (gate, up) = w_gate_up[e] x[t], e = topk_experts[t, k].
 
@@ -65,22 +66,38 @@ def experts_mlp(
             chunk_tokens*K*D). Same result; the weight gradients of a chunked call are summed in f32 over the chunks.
         max_pairs: how many of the ids in [0, E) to make room for (of each chunk): R is max_pairs instead of T*K. Those beyond
             count as ids outside, the last experts' first.
+        accumulate_into: what earlier micro-batches gave as gradients of (w_gate_up, w_down), in f32 (f64 for f64). y does not
+            depend on it. Its own gradient is the new total, accumulate_into + the gradients of this call, unrounded: each
+            kernel adds what it computed to what lies there, in the same memory where the caller donates or carries it, and
+            what an expert without tokens has there stays as it is. The weights then have no gradient of their own (zero):
+
+                def loss(totals, x, ...):
+                    y = experts_mlp(x, w_gate_up, w_down, ..., accumulate_into=totals)
+                totals = jax.grad(loss)(totals, x, ...)      # totals + d loss / d (w_gate_up, w_down)
+
+            The gradient of y must reach it by one call alone: two would add it twice. So must those of all devices:
+            inside `shard_map` each device has totals of its own, to be summed over devices at the end.
 
     Expert ids are not checked, since under jit their values are unknown: a pair whose id is outside [0, E) adds nothing to
     its token and gets no gradient.
 
     Raises:
         ValueError: shapes that do not fit together, a non-integer topk_experts, chunk_tokens or max_pairs < 1, a backend that
-            is unknown or does not take the input.
+            is unknown or does not take the input, accumulate_into of another dtype or equal on devices that differ in x.
     """
-    _check(x, w_gate_up, w_down, topk_weights, topk_experts)
+    sizes = _check(x, w_gate_up, w_down, topk_weights, topk_experts)
     _check_positive(chunk_tokens=chunk_tokens, max_pairs=max_pairs)
     if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
         chunk_tokens = None
     backend = resolve_backend(backend, x.dtype, x.shape[1], w_down.shape[2])
     arrays = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts))
+    if accumulate_into is not None:
+        _check_totals(accumulate_into, arrays, sizes)
+        # The totals' gradient takes the place of the weights'.
+        arrays = (arrays[0], *map(jax.lax.stop_gradient, arrays[1:3]), *arrays[3:])
     x, w_gate_up, w_down, topk_weights, topk_experts = arrays
-    return _experts_mlp((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), backend, chunk_tokens, max_pairs)[0]
+    of_tokens = (topk_weights,), (topk_experts,)
+    return _experts_mlp((x,), w_gate_up, w_down, *of_tokens, accumulate_into, backend, chunk_tokens, max_pairs)[0]
 
 
 def experts_mlp_of_parts(
@@ -111,7 +128,7 @@ def experts_mlp_of_parts(
     backend = resolve_backend(backend, parts[0].x.dtype, parts[0].x.shape[1], w_down.shape[2])
     parts, w_gate_up, w_down = vary_alike((tuple(map(tuple, parts)), w_gate_up, w_down))
     xs, weights, experts = zip(*parts, strict=True)
-    return _experts_mlp(xs, w_gate_up, w_down, weights, experts, backend, None, max_pairs)
+    return _experts_mlp(xs, w_gate_up, w_down, weights, experts, None, backend, None, max_pairs)
 
 
 def gate_up(
@@ -161,7 +178,8 @@ def down(
     return _down(*vary_alike((act, w_down, weights, plan)), backend)
 
 
-def _check(x: Array, w_gate_up: Array, w_down: Array, topk_weights: Array, topk_experts: Array) -> None:
+def _check(x: Array, w_gate_up: Array, w_down: Array, topk_weights: Array, topk_experts: Array) -> dict[str, int]:
+    """Returns the size of each axis."""
     sizes: dict[str, int] = {}
     check_shape("x", x, "tokens hidden", sizes)
     check_shape("w_down", w_down, "experts hidden inter", sizes)
@@ -170,12 +188,26 @@ def _check(x: Array, w_gate_up: Array, w_down: Array, topk_weights: Array, topk_
     check_shape("topk_weights", topk_weights, "tokens k", sizes)
     if not jnp.issubdtype(topk_experts.dtype, jnp.integer):
         raise ValueError(f"topk_experts must have an integer dtype; got {topk_experts.dtype}")
+    return sizes
 
 
 def _check_positive(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1 or None; got {value}")
+
+
+def _check_totals(totals: tuple[Array, Array], arrays: tuple[Array, ...], sizes: dict[str, int]) -> None:
+    wanted = jnp.promote_types(arrays[0].dtype, jnp.float32)
+    axes = varying_axes(arrays)
+    shapes = "experts 2*inter hidden", "experts hidden inter"
+    for i, (total, shape) in enumerate(zip(totals, shapes, strict=True)):
+        name = f"accumulate_into[{i}]"
+        check_shape(name, total, shape, sizes)
+        if total.dtype != wanted:
+            raise ValueError(f"{name} must be {wanted.name}, in which gradients are summed; got {total.dtype}")
+        if missing := sorted(axes - varying_axes(total)):
+            raise ValueError(f"{name} must vary over the mesh axes {missing}, as tokens or weights do: a device adds its own")
 
 
 def _gate_up_forward(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Array:
@@ -215,12 +247,13 @@ def _experts_mlp_alone(
     w_down: Array,
     weights: tuple[Array, ...],
     experts: tuple[Array, ...],
+    totals: tuple[Array, Array] | None,
     backend: str,
     chunk_tokens: int | None,
     max_pairs: int | None,
 ) -> tuple[Array, ...]:
     """The y of each part, where no gradient is asked for."""
-    arrays = xs, w_gate_up, w_down, weights, experts
+    arrays = xs, w_gate_up, w_down, weights, experts, totals
     return _experts_mlp_forward(*arrays, backend, chunk_tokens, max_pairs, for_backward=False)[0]
 
 
@@ -230,6 +263,7 @@ def _experts_mlp_forward(
     w_down: Array,
     weights: tuple[Array, ...],
     experts: tuple[Array, ...],
+    totals: tuple[Array, Array] | None,
     backend: str,
     chunk_tokens: int | None,
     max_pairs: int | None,
@@ -256,11 +290,11 @@ def _experts_mlp_forward(
         chunks = tuple(_split(a, chunk_tokens, fill) for a, fill in fills)
         y, kept = jax.lax.map(lambda chunk: part(chunk[0], chunk[1], plan(chunk[2], **plan_of)), chunks)
         ys = (_join(y, xs[0].shape[0]),)
-    return ys, (xs, w_gate_up, w_down, weights, kept)
+    return ys, (xs, w_gate_up, w_down, weights, totals, kept)
 
 
 def _experts_mlp_backward(backend: str, chunk_tokens: int | None, _, residuals: tuple, dys: tuple[Array, ...]) -> tuple:
-    xs, w_gate_up, w_down, weights, kept = residuals
+    xs, w_gate_up, w_down, weights, totals, kept = residuals
 
     def part(dy: Array, x: Array, weights: Array, h: Array, plan: Plan) -> tuple[tuple[Array, Array], tuple]:
         """The gradients of x and weights, and the products that the weights' gradients are."""
@@ -272,27 +306,33 @@ def _experts_mlp_backward(backend: str, chunk_tokens: int | None, _, residuals: 
         of_down = OuterPart(rows, weighted_act, plan, source, None)
         return (dx, _of_pairs(dweight_of_row, plan).astype(weights.dtype)), (of_gate_up, of_down)
 
+    def of_matrices(products: Sequence[tuple[OuterPart, OuterPart]], dtypes: tuple, totals: tuple | None) -> tuple[Array, ...]:
+        """The weights' gradients, each the sum over parts, `totals` added."""
+        arguments = zip(zip(*products, strict=True), dtypes, (None, None) if totals is None else totals, strict=True)
+        return tuple(grouped_outer_of_parts(backend, parts, dtype, total) for parts, dtype, total in arguments)
+
+    dtypes = tuple(a.dtype for a in ((w_gate_up, w_down) if totals is None else totals))
     if chunk_tokens is None:
         parts = zip(dys, xs, weights, *zip(*kept, strict=True), strict=True)
         gradients, products = zip(*_one_after_the_other(part, parts), strict=True)
-        of_gate_up, of_down = zip(*products, strict=True)
-        dw_gate_up = grouped_outer_of_parts(backend, of_gate_up, w_gate_up.dtype)
-        dw_down = grouped_outer_of_parts(backend, of_down, w_down.dtype)
+        dw = of_matrices(products, dtypes, totals)
         dxs, dweights = zip(*gradients, strict=True)
-        return dxs, dw_gate_up, dw_down, dweights, None
+    else:
+        wide = tuple(jnp.promote_types(dtype, jnp.float32) for dtype in dtypes)
+        start = totals
+        if totals is None:
+            start = vary_as((jnp.zeros(w_gate_up.shape, wide[0]), jnp.zeros(w_down.shape, wide[1])), xs)
 
-    wide = tuple(jnp.promote_types(w.dtype, jnp.float32) for w in (w_gate_up, w_down))
+        def add_chunk(sums: tuple[Array, ...], chunk: tuple) -> tuple[tuple[Array, ...], tuple[Array, Array]]:
+            gradients, products = part(*chunk)
+            return of_matrices([products], wide, sums), gradients
 
-    def add_chunk(sums: tuple[Array, Array], chunk: tuple) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        gradients, products = part(*chunk)
-        dw = (grouped_outer_of_parts(backend, [product], dtype) for product, dtype in zip(products, wide, strict=True))
-        return jax.tree.map(jnp.add, sums, tuple(dw)), gradients
-
-    zeros = vary_as((jnp.zeros(w_gate_up.shape, wide[0]), jnp.zeros(w_down.shape, wide[1])), xs)
-    chunks = tuple(_split(a, chunk_tokens, 0) for (a,) in (dys, xs, weights))
-    (dw_gate_up, dw_down), of_tokens = jax.lax.scan(add_chunk, zeros, (*chunks, *kept))
-    dxs, dweights = ((_join(a, xs[0].shape[0]),) for a in of_tokens)
-    return dxs, dw_gate_up.astype(w_gate_up.dtype), dw_down.astype(w_down.dtype), dweights, None
+        chunks = tuple(_split(a, chunk_tokens, 0) for (a,) in (dys, xs, weights))
+        dw, of_tokens = jax.lax.scan(add_chunk, start, (*chunks, *kept))
+        dw = tuple(total.astype(dtype) for total, dtype in zip(dw, dtypes, strict=True))
+        dxs, dweights = ((_join(a, xs[0].shape[0]),) for a in of_tokens)
+    of_weights, of_totals = (dw, None) if totals is None else ((None, None), dw)
+    return dxs, *of_weights, dweights, None, of_totals
 
 
 def _one_after_the_other(f: Callable, calls: Iterable[tuple]) -> list[tuple]:
@@ -357,6 +397,6 @@ _down_op = jax.custom_vjp(_down_forward, nondiff_argnums=(4,))
 _down_op.defvjp(lambda *args: (_down_forward(*args), args[:4]), _down_vjp)
 _down = jax.jit(_down_op, static_argnums=4)
 
-_experts_mlp_op = jax.custom_vjp(_experts_mlp_alone, nondiff_argnums=(5, 6, 7))
+_experts_mlp_op = jax.custom_vjp(_experts_mlp_alone, nondiff_argnums=(6, 7, 8))
 _experts_mlp_op.defvjp(_experts_mlp_forward, _experts_mlp_backward)
-_experts_mlp = jax.jit(_experts_mlp_op, static_argnums=(5, 6, 7))
+_experts_mlp = jax.jit(_experts_mlp_op, static_argnums=(6, 7, 8))

@@ -24,8 +24,14 @@ INTERPRETED_BLOCKS = 2
 """Blocks in the interpreter: enough for two to run at once and for each to take several tiles."""
 
 
-def launch(name: str, body: Callable, outputs: list[jax.ShapeDtypeStruct], scratch: list, *, warpgroups: int) -> Callable:
-    """A persistent kernel: `body(*input references, *output references, *scratch references)` in each warpgroup of a block."""
+def launch(
+    name: str, body: Callable, outputs: list[jax.ShapeDtypeStruct], scratch: list, *, warpgroups: int, in_place: bool = False
+) -> Callable:
+    """A persistent kernel: `body(*input references, *output references, *scratch references)` in each warpgroup of a block.
+
+    With `in_place` there are no outputs: the body changes the last input, which is the result, in the same memory unless
+    something else reads that input later.
+    """
 
     def kernel(*references):
         pl.run_scoped(lambda *buffers: body(*references, *buffers), *scratch, collective_axes="warpgroup")
@@ -41,7 +47,13 @@ def launch(name: str, body: Callable, outputs: list[jax.ShapeDtypeStruct], scrat
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
         interpret=interpret(),
     )
-    return call_varying(run)
+
+    def run_in_place(*inputs):
+        changed = jax.new_ref(inputs[-1])
+        run(*inputs[:-1], changed)
+        return [jax.freeze(changed)]
+
+    return call_varying(run_in_place if in_place else run)
 
 
 def call_varying(run: Callable) -> Callable:

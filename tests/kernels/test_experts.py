@@ -1,5 +1,7 @@
 """experts_mlp and its halves equal the oracle, with every gradient, for any routing."""
 
+import math
+import re
 from functools import partial
 
 import jax
@@ -14,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax import kernels
 from moe_jax.kernels.activation import gated_silu
+from moe_jax.kernels.grouped_matmul import implementation
 
 ARGUMENTS = ("x", "w_gate_up", "w_down", "topk_weights")
 
@@ -149,6 +152,110 @@ def test_runs_under_scan_remat_and_vmap():
     np.testing.assert_allclose(batched[0], kernels.experts_mlp(*inputs), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk_tokens", [None, 7])
+def test_totals_grow_by_the_gradients_of_weights_and_nothing_else_changes(chunk_tokens):
+    with jax.enable_x64(True):
+        rng = np.random.default_rng()
+        x, *weights, topk_weights, chosen = make_inputs(rng, 20, 6, 2, 8, 4, "half_empty")
+        direction = jnp.asarray(rng.normal(size=x.shape))
+        totals = tuple(jnp.asarray(rng.normal(size=w.shape)).at[:, 0, 0].set(-0.0) for w in weights)
+
+        def loss(x, topk_weights, weights, totals):
+            how = {"chunk_tokens": chunk_tokens, "accumulate_into": totals}
+            return (kernels.experts_mlp(x, *weights, topk_weights, chosen, **how) * direction).sum()
+
+        arguments = x, topk_weights, tuple(weights)
+        y, expected = jax.value_and_grad(loss, argnums=(0, 1, 2))(*arguments, None)
+        y_with_totals, actual = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(*arguments, totals)
+        for one, other in zip((y_with_totals, *actual[:2]), (y, *expected[:2]), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+        assert not any(gradient.any() for gradient in actual[2])
+        for after, before, gradient in zip(actual[3], totals, expected[2], strict=True):
+            np.testing.assert_allclose(after, before + gradient, rtol=0, atol=1e-13 * np.abs(gradient).max())
+            np.testing.assert_array_equal(after[3:].view(jnp.int64), before[3:].view(jnp.int64))
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 16])
+def test_totals_of_micro_batches_take_no_memory_but_their_own(chunk_tokens):
+    """The compiled loop over micro-batches works on the arrays that it is given, and copies none."""
+    tokens, experts, k, hidden, inter = 64, 6, 2, 32, 64
+
+    def after_all(totals, weights, batches):
+        def after(totals, batch):
+            def loss(totals):
+                x, *routing = batch
+                how = {"chunk_tokens": chunk_tokens, "accumulate_into": totals}
+                return kernels.experts_mlp(x, *weights, *routing, **how).astype(jnp.float32).sum()
+
+            return jax.grad(loss)(totals), None
+
+        return jax.lax.scan(after, totals, batches)[0]
+
+    shapes = (experts, 2 * inter, hidden), (experts, hidden, inter)
+    weights, totals = (tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes) for dtype in (jnp.bfloat16, jnp.float32))
+    of_tokens = (hidden, jnp.bfloat16), (k, jnp.float32), (k, jnp.int32)
+    batches = tuple(jax.ShapeDtypeStruct((3, tokens, width), dtype) for width, dtype in of_tokens)
+    with jax.default_device(jax.devices("cpu")[0]):
+        compiled = jax.jit(after_all, donate_argnums=0).lower(totals, weights, batches).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == sum(4 * math.prod(shape) for shape in shapes)
+    for shape in shapes:
+        array = re.escape(f"f32[{','.join(map(str, shape))}]")
+        assert re.search(rf"= {array}\S* fusion\(", compiled.as_text()), "something of this shape is computed"
+        assert not re.search(rf"= {array}\S* copy\(", compiled.as_text())
+
+
+ON_GPU = [pytest.param(backend, marks=pytest.mark.gpu) for backend in ("mosaic", "triton")]
+
+
+@pytest.mark.parametrize("backend", ["xla", *ON_GPU])
+def test_totals_of_stacked_layers_grow_where_they_lie(backend):
+    """In our kernels bit for bit, though XLA takes each layer's totals out of the stack and puts them back."""
+    if not implementation(backend).is_native():
+        pytest.skip(f"backend {backend} is not written for this device")
+    rng = np.random.default_rng()
+    layers, (tokens, experts, k, hidden, inter) = 3, (300, 8, 2, 128, 64)
+    x, *weights, topk_weights, chosen = make_inputs(rng, tokens, experts, k, hidden, inter, "half_empty", jnp.float32)
+    x, how = x.astype(jnp.bfloat16), {"backend": backend}
+    totals = tuple(jnp.asarray(rng.normal(size=(layers, *w.shape)), jnp.float32) for w in weights)
+
+    def loss(scale, weights, totals):
+        y = kernels.experts_mlp(x * scale, *weights, topk_weights, chosen, **how, accumulate_into=totals)
+        return jnp.sin(y.astype(jnp.float32)).sum()
+
+    def of_layer(i, totals):
+        scale = (1 + i).astype(x.dtype)
+        after = jax.grad(loss, 2)(scale, weights, tuple(jax.lax.dynamic_index_in_dim(t, i, 0, keepdims=False) for t in totals))
+        return tuple(jax.lax.dynamic_update_index_in_dim(t, new, i, 0) for t, new in zip(totals, after, strict=True))
+
+    expected = [
+        [t[i] + d for t, d in zip(totals, jax.jit(jax.grad(loss, 1))(jnp.asarray(1 + i, x.dtype), weights, None), strict=True)]
+        for i in range(layers)
+    ]
+    actual = jax.jit(lambda totals: jax.lax.fori_loop(0, layers, of_layer, totals), donate_argnums=0)(totals)
+    for matrix in range(2):
+        # XLA may choose other matmuls in another program.
+        tolerance = 1e-5 if backend == "xla" else 0
+        np.testing.assert_allclose(actual[matrix], jnp.stack([after[matrix] for after in expected]), tolerance, tolerance)
+
+
+def test_totals_of_devices_are_their_own():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    x, *weights, topk_weights, chosen = make_inputs(np.random.default_rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)
+    totals = tuple(jnp.ones_like(w) for w in weights)
+
+    def after(totals, x, topk_weights, chosen):
+        return jax.grad(lambda t: kernels.experts_mlp(x, *weights, topk_weights, chosen, accumulate_into=t).sum())(totals)
+
+    def on_mesh(of_totals):
+        specs = of_totals, P("data"), P("data"), P("data")
+        return jax.shard_map(after, mesh=mesh, in_specs=specs, out_specs=of_totals)(totals, x, topk_weights, chosen)
+
+    for one, other in zip(on_mesh(P("data")), after(totals, x, topk_weights, chosen), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"accumulate_into\[0\] must vary over the mesh axes \['data'\]"):
+        on_mesh(P())
+
+
 def test_keeps_h_but_nothing_of_tokens_times_k_times_hidden():
     inputs = make_inputs(np.random.default_rng(), 32, 4, 2, 64, 4, dtype=jnp.float32)
     *arrays, chosen = inputs
@@ -282,5 +389,10 @@ def test_other_bad_arguments_are_named():
         kernels.experts_mlp(*inputs, chunk_tokens=0)
     with pytest.raises(ValueError, match="max_pairs must be at least 1 or None; got 0"):
         kernels.experts_mlp(*inputs, max_pairs=0)
+    totals = jnp.zeros_like(inputs[1]), jnp.zeros_like(inputs[2])
+    with pytest.raises(ValueError, match=r"accumulate_into\[0\] must be float32, in which .* summed; got bfloat16"):
+        kernels.experts_mlp(*inputs, accumulate_into=(totals[0].astype(jnp.bfloat16), totals[1]))
+    with pytest.raises(ValueError, match=r"accumulate_into\[1\] must .* with experts=4, hidden=8, inter=4; got \[3, 8, 4\]"):
+        kernels.experts_mlp(*inputs, accumulate_into=(totals[0], totals[1][:3]))
     with pytest.raises(ValueError, match="argument backend: unknown backend 'cuda'; choose one of 'mosaic', 'triton', 'xla'"):
         kernels.experts_mlp(*inputs, backend="cuda")

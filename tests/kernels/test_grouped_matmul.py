@@ -41,11 +41,13 @@ SHAPES = [(50, 6, 3), (1, 128, 8), (3, 16, 4), (200, 4, 1), (64, 5, 5), (90, 1, 
 
 @functools.partial(jax.jit, static_argnames="workspace_bytes")
 def all_three(x, rows, w, p, workspace_bytes):
+    """The last one twice: alone, and added to what is there, here w."""
     assert workspace_bytes == xla.WORKSPACE_BYTES, "traced under the patched constant"
     return (
         xla.grouped_matmul(x, w, p, source_of_row=p.token_of_row),
         xla.grouped_matmul(rows, w, p, transpose=True),
         xla.grouped_outer(rows, x, p, jnp.float32, b_source_of_row=p.token_of_row),
+        xla.grouped_outer(rows, x, p, jnp.float32, b_source_of_row=p.token_of_row, accumulate_into=w),
     )
 
 
@@ -65,6 +67,7 @@ def test_all_three_against_a_loop(rng, monkeypatch, shape, pattern, how):
     x = rng.standard_normal((tokens, d)).astype(np.float32)
     rows = rng.standard_normal((tokens * k, n)).astype(np.float32)
     w = rng.standard_normal((experts, n, d)).astype(np.float32)
+    w[:, 0, 0] = -0.0  # Which adding 0 would turn into 0.
 
     y, back = np.zeros((tokens * k, n)), np.zeros((tokens * k, d))
     dw = np.zeros((experts, n, d))
@@ -77,6 +80,10 @@ def test_all_three_against_a_loop(rng, monkeypatch, shape, pattern, how):
         results = jax.jit(lambda *a: all_three(*a, p, xla.WORKSPACE_BYTES))(x, rows, w)
     else:
         results = all_three(x, rows, w, p, workspace_bytes=xla.WORKSPACE_BYTES)
+    *results, total = results
+    has_rows = np.bincount(np.asarray(p.expert_of_row), minlength=experts)[:experts] > 0
+    np.testing.assert_array_equal(total[has_rows], w[has_rows] + np.asarray(results[2])[has_rows])
+    np.testing.assert_array_equal(np.asarray(total)[~has_rows].view(np.int32), w[~has_rows].view(np.int32))
     for got, want in zip(results, (y, back, dw), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-6 * max(1, np.abs(want).max()))
         assert not np.any(np.asarray(got)[np.all(want == 0, axis=tuple(range(1, want.ndim)))]), "rows and experts of nobody"
@@ -107,6 +114,24 @@ def test_products_of_parts_are_summed_in_f32_and_rounded_once(backend):
     dw = grouped_outer_of_parts(backend, parts, jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(dw[0], np.float32), jnp.bfloat16(259.5).astype(np.float32))
     assert not np.asarray(dw[1]).any()
+
+
+@pytest.mark.parametrize("backend", ["xla", "mosaic"])
+def test_products_of_parts_are_added_to_what_is_there(rng, backend):
+    """Of an expert with rows in the first part alone, in the second alone, in both and in none."""
+    parts, expected = [], rng.normal(size=(4, 128, 64)).astype(np.float32)
+    expected[3] = -0.0  # Which adding 0 would turn into 0.
+    before = jnp.asarray(expected)
+    for experts in ([0, 2], [2, 1]):
+        p = plan(jnp.asarray(experts, jnp.int32)[:, None], 4, mosaic.ROW_ALIGNMENT)
+        a, b = (np.zeros((p.num_rows, columns)) for columns in (128, 64))
+        for row, expert in zip(np.asarray(p.row_of_pair[:, 0]), experts, strict=True):
+            a[row], b[row] = (rng.integers(-4, 5, array.shape[1]) for array in (a, b))
+            expected[expert] += np.outer(a[row], b[row])
+        parts.append(OuterPart(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16), p))
+    total = np.asarray(grouped_outer_of_parts(backend, parts, jnp.float32, before))
+    np.testing.assert_allclose(total, expected, rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(total[3].view(np.int32), expected[3].view(np.int32))
 
 
 def test_work_grows_with_rows_not_with_experts():

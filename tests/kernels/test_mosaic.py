@@ -1,10 +1,12 @@
 """The Hopper kernels, in JAX's GPU interpreter with its race detector where there is no GPU, compiled where there is one."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_layers import assert_as_near_as, choose, make_layer, relative_error, with_gradients
+from expert_layers import assert_as_near_as, choose, exact_with_gradients, make_layer, relative_error, with_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -93,6 +95,46 @@ def test_the_three_matmuls_are_those_of_the_xla_backend_on_the_same_plan(tokens,
         assert not np.asarray(actual)[~np.asarray(expected).any(axis=tuple(range(1, np.ndim(expected))))].any()
 
 
+@pytest.mark.parametrize(
+    "routing, tokens, experts, k, m, n",
+    [("random", 70, 3, 2, 64, 256), ("one_takes_all", 130, 2, 1, 128, 128), ("half_empty", 3, 4, 1, 256, 64)],
+)
+def test_a_sum_by_experts_adds_to_what_is_there_and_leaves_the_rest_alone(rng, routing, tokens, experts, k, m, n):
+    rows = plan(jnp.asarray(choose(rng, routing, tokens, experts, k), jnp.int32), experts, mosaic.ROW_ALIGNMENT)
+    a, b = (jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16) for width in (m, n))
+    before = rng.normal(size=(experts, m, n)).astype(np.float32)
+    before[:, 0, 0] = -0.0  # Which adding 0 would turn into 0.
+    sources = {"a_source_of_row": rows.token_of_row, "b_source_of_row": rows.token_of_row}
+    alone = mosaic.grouped_outer(a, b, rows, jnp.float32, **sources)
+    total = np.asarray(mosaic.grouped_outer(a, b, rows, jnp.float32, **sources, accumulate_into=jnp.asarray(before)))
+    has_rows = np.diff(rows.offsets) > 0
+    np.testing.assert_array_equal(total[has_rows], before[has_rows] + np.asarray(alone)[has_rows])
+    np.testing.assert_array_equal(total[~has_rows].view(np.int32), before[~has_rows].view(np.int32))
+
+
+def test_totals_of_micro_batches_grow_by_the_gradients_of_every_chunk(rng):
+    layer = make_layer(rng, "half_empty", 30, 4, 1, 128, 64)
+    dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
+    totals = tuple(jnp.asarray(rng.normal(size=w.shape), jnp.float32) for w in layer[1:3])
+
+    def with_totals(x, weights):
+        def f(x, weights, totals):
+            how = {"backend": "mosaic", "chunk_tokens": 20, "accumulate_into": totals}
+            return kernels.experts_mlp(x, *layer[1:3], weights, layer[4], **how)
+
+        y, pullback = jax.vjp(f, x, weights, totals)
+        dx, d_weights, after = pullback(dy)
+        return y, dx, *after, d_weights
+
+    y, dx, *after, d_weights = jax.jit(with_totals)(layer[0], layer[3])
+    exact = exact_with_gradients(layer, dy)
+    for actual, expected in zip((y, dx, d_weights), (exact[0], exact[1], exact[4]), strict=True):
+        assert relative_error(actual, expected) < 1e-2
+    for total, before, expected in zip(after, totals, exact[2:4], strict=True):
+        assert relative_error(np.asarray(total, np.float64) - before, expected) < 1e-2
+        np.testing.assert_array_equal(total[2:], before[2:])
+
+
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_the_bits_of_a_token_do_not_depend_on_the_other_tokens(rng, tokens):
     x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 150, 3, 2, 128, 64)
@@ -170,6 +212,37 @@ def test_real_layers_lower_for_an_h200(experts, k, hidden, inter):
             assert lowered.as_text().count("custom_call @mosaic_gpu") == 9, (
                 "two gathers and four matmuls backward, one and two forward"
             )
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_totals_of_a_real_layer_are_added_to_where_they_lie(check_vma):
+    """On two devices, of which each has totals of its own: neither is copied, since the kernels' results take their memory."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
+    tokens, experts, k, hidden, inter = 8192, 128, 8, 2048, 768
+
+    def totals_after(totals, x, w_gate_up, w_down, weights, chosen):
+        def loss(totals):
+            arrays = x, w_gate_up, w_down, weights, chosen
+            return kernels.experts_mlp(*arrays, backend="mosaic", accumulate_into=totals).astype(jnp.float32).sum()
+
+        return jax.grad(loss)(totals)
+
+    f32, bf16, both = jnp.float32, jnp.bfloat16, [(experts, 2 * inter, hidden), (experts, hidden, inter)]
+    totals = tuple(jax.ShapeDtypeStruct((2 * experts, *shape[1:]), f32) for shape in both)
+    others = [((tokens, hidden), bf16), *((shape, bf16) for shape in both), ((tokens, k), f32), ((tokens, k), jnp.int32)]
+    specs = P("data"), P("data"), P(), P(), P("data"), P("data")
+    with jax.sharding.use_abstract_mesh(mesh):
+        on_mesh = jax.shard_map(totals_after, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)
+        traced = jax.jit(on_mesh, donate_argnums=0).trace(totals, *(jax.ShapeDtypeStruct(*other) for other in others))
+        lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for shape in both:
+        array = "x".join(map(str, shape)) + "xf32"
+        (call,) = (
+            line for line in lowered.splitlines() if "custom_call @mosaic_gpu" in line and line.endswith(f"-> tensor<{array}>")
+        )
+        assert re.search(r"output_operand_alias<output_tuple_indices = \[\], operand_index = 3\b", call), call[-300:]
+    assert lowered.count("tf.aliasing_output") + lowered.count("jax.buffer_donor") == 2
 
 
 @pytest.mark.parametrize("check_vma", [False, True])

@@ -54,13 +54,14 @@ gpu_device_info {
 }
 '''
 
-def compile(f, *shapes):
+def compile(f, *shapes, donate=()):
     "Compiles f for arguments of these (shape, dtype)."
     devices = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices
     mesh = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
     place = NamedSharding(mesh, PartitionSpec())
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        jax.jit(f).lower(*(jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes)).compile()
+        types = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
+        return jax.jit(f, donate_argnums=donate).lower(*types).compile()
 
 bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
 """
@@ -73,6 +74,27 @@ def step(x, w_gate_up, w_down, weights, chosen, dy):
 tokens = int(sys.argv[1])
 x, pairs = ((tokens, 2048), bf16), (tokens, 8)
 compile(step, x, ((128, 2 * 768, 2048), bf16), ((128, 2048, 768), bf16), (pairs, f32), (pairs, i32), x)
+"""
+
+TOTALS = """
+from moe_jax.kernels.grouped_matmul import mosaic
+from moe_jax.kernels.routing import plan
+from moe_jax.layers.stack import _put, _take
+
+def step(totals, dh, x, chosen):
+    rows = plan(chosen, 128, mosaic.ROW_ALIGNMENT)
+    sources = dict(a_source_of_row=rows.token_of_row, b_source_of_row=rows.token_of_row)
+
+    def layer(i, totals):
+        return _put(totals, mosaic.grouped_outer(dh, x, rows, f32, **sources, accumulate_into=_take(totals, i)), i)
+
+    return jax.lax.fori_loop(0, 4, layer, totals)
+
+for m, n in ((2 * 768, 2048), (2048, 768)):
+    compiled = compile(step, ((4, 128, m, n), f32), ((1024, m), bf16), ((1024, n), bf16), ((1024, 8), i32), donate=0)
+    found = compiled.memory_analysis()
+    assert found.alias_size_in_bytes == 4 * 128 * m * n * 4, found
+    assert found.temp_size_in_bytes < 128 * m * n * 4 / 2, f"a layer's totals are copied: {found}"
 """
 
 ATTENTION = """
@@ -99,6 +121,11 @@ ATTENTION_KERNELS = {"flash_attention_forward", "flash_attention_backward_querie
 @pytest.mark.parametrize("tokens", [64, 32768])
 def test_the_experts_of_qwen3_30b_spill_no_more_than_is_named(tokens):
     assert_no_spills(spilled_bytes(EXPERTS, tokens), EXPERTS_KERNELS)
+
+
+def test_totals_of_stacked_layers_are_added_to_where_they_lie_and_nothing_spills():
+    """XLA copies no layer's totals out of the stack and none back: the kernel reads and writes them there."""
+    assert_no_spills(spilled_bytes(TOTALS), {"grouped_outer"})
 
 
 def test_the_attention_of_qwen3_30b_spills_nothing():

@@ -63,7 +63,7 @@ def interpret_from_now_on():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def interpreted_call(executor, *inputs, kernel, out_shape, grid, **options):
+def interpreted_call(executor, *inputs, kernel, out_shape, grid, input_output_aliases=None, **options):
     constants = {name: value for name, value in options.items() if name in kernel.arg_names}
     arrays = [a for a in inputs if not isinstance(a, int)]
 
@@ -72,13 +72,13 @@ def interpreted_call(executor, *inputs, kernel, out_shape, grid, **options):
         values = [a if isinstance(a, int) else np.asarray(next(left)) for a in inputs]
         outputs = [(o.shape, o.dtype.name) for o in out_shape]
         return executor.submit(
-            run_in_interpreter, kernel.__module__, kernel.__name__, values, outputs, grid, constants
+            run_in_interpreter, kernel.__module__, kernel.__name__, values, outputs, grid, constants, input_output_aliases or {}
         ).result()
 
     return jax.pure_callback(run, out_shape, *arrays)
 
 
-def run_in_interpreter(module, name, inputs, outputs, grid, constants):
+def run_in_interpreter(module, name, inputs, outputs, grid, constants, aliases):
     """Runs in the interpreter's process. What a kernel leaves unwritten is NaN.
 
     The interpreter multiplies the bits of bfloat16 as if they were whole numbers and rounds to it by cutting off: it gets f32.
@@ -90,6 +90,8 @@ def run_in_interpreter(module, name, inputs, outputs, grid, constants):
 
     arguments = [a if isinstance(a, int) else torch.tensor(a.astype(wide(a.dtype.name))) for a in inputs]
     results = [torch.full(shape, math.nan, dtype=getattr(torch, wide(dtype))) for shape, dtype in outputs]
+    for number, output in aliases.items():
+        results[output] = arguments[number]
     getattr(importlib.import_module(module), name)[grid](*arguments, *results, **constants)
     return [result.numpy().astype(dtype) for result, (_, dtype) in zip(results, outputs, strict=True)]
 
@@ -142,6 +144,7 @@ def test_every_matmul_is_that_of_the_xla_backend_on_any_plan(runs, tokens, exper
     x, act, h = normal(tokens, hidden), normal(rows.num_rows, inter), normal(rows.num_rows, 2 * inter)
     w_gate_up, w_down = normal(experts, 2 * inter, hidden), normal(experts, hidden, inter)
     v = jnp.asarray(rng.random(rows.num_rows), jnp.float32)
+    before = -w_down.astype(jnp.float32)
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def all_matmuls(module, nothing, rows):
@@ -155,14 +158,16 @@ def test_every_matmul_is_that_of_the_xla_backend_on_any_plan(runs, tokens, exper
         return [jnp.where(owned.reshape(-1, *[1] * (a.ndim - 1)), a, 0) for a in by_rows] + [
             module.grouped_outer(x, of_rows[0], rows, jnp.float32, a_source_of_row=source),
             module.grouped_outer(of_rows[1], x, rows, jnp.bfloat16, b_source_of_row=source),
+            module.grouped_outer(x, of_rows[0], rows, jnp.float32, a_source_of_row=source, accumulate_into=before),
         ]
 
     results = all_matmuls(ours, math.nan, rows)
+    np.testing.assert_array_equal(results[-1], before + results[-3])
     for actual, expected in zip(results, all_matmuls(xla, 0, rows), strict=True):
         assert actual.shape == expected.shape and actual.dtype == expected.dtype
         assert relative_error(actual, expected) < 6e-3
     for without_rows in np.flatnonzero(np.asarray(rows.ends) == np.asarray(rows.offsets[:-1])):
-        assert all(not np.asarray(dw[without_rows]).any() for dw in results[-2:])
+        assert all(not np.asarray(dw[without_rows]).any() for dw in results[-3:-1])
 
 
 @needs_triton
@@ -230,6 +235,11 @@ def layer_shapes(tokens, experts, k, hidden, inter):
     return *arrays, *(jax.ShapeDtypeStruct((tokens, k), dtype) for dtype in (jnp.float32, jnp.int32)), arrays[0]
 
 
+def step_with_totals(totals, *arrays):
+    *arrays, dy = arrays
+    return jax.vjp(lambda t: kernels.experts_mlp(*arrays, backend="triton", accumulate_into=t), totals)[1](dy)
+
+
 def step(x, w_gate_up, w_down, weights, chosen, dy):
     y, pullback = jax.vjp(lambda *a: kernels.experts_mlp(*a, chosen, backend="triton"), x, w_gate_up, w_down, weights)
     return y, pullback(dy)
@@ -247,14 +257,17 @@ def test_kernels_compile_for_each_architecture_and_no_register_spills(monkeypatc
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     calls = []
 
-    def record(*inputs, out_shape, **options):
+    def record(*inputs, out_shape, input_output_aliases=None, **options):
         calls.append((*inputs, *out_shape, options))
         return [jnp.zeros(o.shape, o.dtype) for o in out_shape]
 
     monkeypatch.setattr(launch, "triton_call", lambda: record)
     jax.clear_caches()
-    jax.eval_shape(step, *layer_shapes(tokens, **QWEN3_30B))
+    shapes = layer_shapes(tokens, **QWEN3_30B)
+    jax.eval_shape(step, *shapes)
+    jax.eval_shape(step_with_totals, tuple(jax.ShapeDtypeStruct(w.shape, jnp.float32) for w in shapes[1:3]), *shapes)
     jax.clear_caches()
+    assert sum(options.get("accumulates", False) for *_, options in calls) == 2
     assert len({options["kernel"].__name__ for *_, options in calls}) == 4
 
     names = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32"}
@@ -289,6 +302,18 @@ def test_a_real_layer_lowers_for_an_h200(tokens):
         assert ours.is_native() and backend.resolve_backend("triton", jnp.bfloat16, 2048, 768) == "triton"
         lowered = jax.jit(step).trace(*layer_shapes(tokens, **QWEN3_30B)).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @triton_kernel_call") == 6
+
+
+@needs_triton
+def test_totals_are_added_to_where_they_lie():
+    if launch.missing_packages() is not None:
+        pytest.skip(f"needs jax_triton and JAX's CUDA plugin: {launch.missing_packages()}")
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    shapes = layer_shapes(8192, **QWEN3_30B)
+    totals = tuple(jax.ShapeDtypeStruct(w.shape, jnp.float32) for w in shapes[1:3])
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        lowered = jax.jit(step_with_totals).trace(totals, *shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"output_operand_alias<output_tuple_indices = \[\], operand_index = 6\b", lowered)) == 2
 
 
 @needs_triton

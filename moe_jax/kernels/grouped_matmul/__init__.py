@@ -4,10 +4,9 @@ Every backend module offers what `xla` describes: `grouped_matmul`, `grouped_out
 `gated_matmul` and `gated_matmul_backward`, `rows_of_tokens`, `refusal`, `is_native` and `ROW_ALIGNMENT`.
 """
 
-import functools
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -34,15 +33,22 @@ class OuterPart(NamedTuple):
     b_source_of_row: Int[Array, "rows"] | None = None
 
 
-def grouped_outer_of_parts(backend: str, parts: Sequence[OuterPart], dtype: jnp.dtype) -> Float[Array, "experts n m"]:
-    """The sum of `grouped_outer` over parts with the same experts, in at least f32 and rounded to `dtype` once."""
+def grouped_outer_of_parts(
+    backend: str,
+    parts: Sequence[OuterPart],
+    dtype: jnp.dtype,
+    accumulate_into: Float[Array, "experts n m"] | None = None,
+) -> Float[Array, "experts n m"]:
+    """The sum of `grouped_outer` over parts with the same experts, in at least f32 and rounded to `dtype` once.
+
+    To `accumulate_into`, of `dtype`, it is added as `grouped_outer` does: in the same memory unless something else reads that
+    later.
+    """
     if backend == "mosaic":
-        return mosaic.grouped_outer_of_parts([part[:3] for part in parts], dtype)
+        return mosaic.grouped_outer_of_parts([part[:3] for part in parts], dtype, accumulate_into)
     sum_dtype = dtype if len(parts) == 1 else jnp.promote_types(dtype, jnp.float32)
-    products = [
-        implementation(backend).grouped_outer(
-            part.a, part.b, part.plan, sum_dtype, a_source_of_row=part.a_source_of_row, b_source_of_row=part.b_source_of_row
-        )
-        for part in parts
-    ]
-    return functools.reduce(jnp.add, products).astype(dtype)
+    total: Any = accumulate_into
+    for a, b, plan, a_source, b_source in parts:
+        sources = {"a_source_of_row": a_source, "b_source_of_row": b_source}
+        total = implementation(backend).grouped_outer(a, b, plan, sum_dtype, **sources, accumulate_into=total)
+    return total.astype(dtype)

@@ -149,15 +149,20 @@ def grouped_outer(
     *,
     a_source_of_row: Int[Array, "rows"] | None = None,
     b_source_of_row: Int[Array, "rows"] | None = None,
+    accumulate_into: Float[Array, "experts n m"] | None = None,
 ) -> Float[Array, "experts n m"]:
     """dw[e] = sum over the rows r of expert e of outer(a[a_source_of_row[r]], b[b_source_of_row[r]]), in `dtype`.
 
     Sums in f32 (f64 for f64) in a fixed order, rounded to `dtype` once. An expert without rows gets exact zeros.
+
+    With `accumulate_into`, in `dtype`, which must be that of the sums, the result is accumulate_into + dw, each element added
+    once and rounded once, in the same memory unless something else reads `accumulate_into` later. Of an expert without rows
+    it is accumulate_into[e], bit for bit.
     """
     num_experts, num_rows = plan.num_experts, plan.num_rows
     n, m = a.shape[1], b.shape[1]
     if num_rows == 0:
-        return jnp.zeros((num_experts, n, m), dtype)
+        return jnp.zeros((num_experts, n, m), dtype) if accumulate_into is None else accumulate_into
     take_a, take_b = _taker(a, a_source_of_row, num_rows), _taker(b, b_source_of_row, num_rows)
     sum_bytes = jnp.promote_types(a.dtype, jnp.float32).itemsize
 
@@ -177,8 +182,19 @@ def grouped_outer(
         total = outer(starts, ends, direct_rows)
         return jax.lax.fori_loop(first_block[experts[0]], first_block[experts[-1] + 1], add_block, total).astype(dtype)
 
-    experts = jnp.arange(num_experts, dtype=jnp.int32)
-    return _map_groups(group_sum, group, experts, plan.offsets[:-1], plan.offsets[1:])
+    def added(before: Array, experts: Array, starts: Array, ends: Array) -> Array:
+        return jnp.where((starts < ends)[:, None, None], before + group_sum(experts, starts, ends), before)
+
+    def add_group(i: Array, totals: Array) -> Array:
+        of_group = [jax.lax.dynamic_slice_in_dim(a, i * group, group) for a in (totals, *per_expert)]
+        return jax.lax.dynamic_update_slice_in_dim(totals, added(*of_group), i * group, axis=0)
+
+    per_expert = jnp.arange(num_experts, dtype=jnp.int32), plan.offsets[:-1], plan.offsets[1:]
+    if accumulate_into is None:
+        return _map_groups(group_sum, group, *per_expert)
+    if group == num_experts:
+        return added(accumulate_into, *per_expert)
+    return jax.lax.fori_loop(0, num_experts // group, add_group, accumulate_into)
 
 
 def _batched_dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:

@@ -111,23 +111,27 @@ def grouped_outer(
     *,
     a_source_of_row: Int[Array, "rows"] | None = None,
     b_source_of_row: Int[Array, "rows"] | None = None,
+    accumulate_into: Float[Array, "experts n m"] | None = None,
 ) -> Float[Array, "experts n m"]:
-    """dw[e] = sum over the rows r of expert e of outer(a[r], b[r]), as `xla.grouped_outer`.
+    """dw[e] = sum over the rows r of expert e of outer(a[r], b[r]), as `xla.grouped_outer`, accumulate_into[e] added.
 
     Rows that fill an expert's last block must be zero in a or b, and finite in the other.
     """
-    return grouped_outer_of_parts([(_take(a, a_source_of_row), _take(b, b_source_of_row), plan)], dtype)
+    part = _take(a, a_source_of_row), _take(b, b_source_of_row), plan
+    return grouped_outer_of_parts([part], dtype, accumulate_into)
 
 
-def grouped_outer_of_parts(parts: Sequence[tuple[Array, Array, Plan]], dtype: jnp.dtype) -> Float[Array, "experts n m"]:
+def grouped_outer_of_parts(
+    parts: Sequence[tuple[Array, Array, Plan]], dtype: jnp.dtype, accumulate_into: Float[Array, "experts n m"] | None = None
+) -> Float[Array, "experts n m"]:
     """The sum of `grouped_outer` over parts (a, b, plan) of the same experts: summed in f32 in one kernel, rounded once."""
     a, b, plan = parts[0]
     matrix, num_experts = (a.shape[1], b.shape[1]), plan.num_experts
     with_rows = [Part(*part) for part in parts if part[2].num_rows]
     if not with_rows:
-        return jnp.zeros((num_experts, *matrix), dtype)
+        return jnp.zeros((num_experts, *matrix), dtype) if accumulate_into is None else accumulate_into
     max_pairs = sum(part.plan.max_pairs for part in with_rows)
-    return outer(with_rows, choose_tile("grouped_outer", matrix, max_pairs / num_experts), dtype)
+    return outer(with_rows, choose_tile("grouped_outer", matrix, max_pairs / num_experts), dtype, accumulate_into)
 
 
 def _take(x: Array, source_of_row: Array | None) -> Array:

@@ -24,17 +24,23 @@ class Part(NamedTuple):
     plan: Plan
 
 
-def outer(parts: Sequence[Part], tile: Tile, dtype: jnp.dtype) -> Float[Array, "experts m n"]:
+def outer(
+    parts: Sequence[Part], tile: Tile, dtype: jnp.dtype, accumulate_into: Float[Array, "experts m n"] | None = None
+) -> Float[Array, "experts m n"]:
     """out[e] = the sum over parts of a[rows of e].T @ b[rows of e], summed in f32 and rounded to `dtype` once; zeros for an
     expert without rows.
 
     Rows that fill an expert's last block must be zero in a or b, and finite in the other. An expert's rows lie in as many
     places as there are parts; the ring runs on from one to the next, so that parts cost neither copies nor further sums.
+
+    To `accumulate_into`, f32 as `dtype`, the sums are added in place; what an expert without rows has there is neither read nor
+    written.
     """
     count, (a, b, plan) = len(parts), parts[0]
     m, n = a.shape[1], b.shape[1]
     row_tiles, column_tiles = m // tile.rows, n // tile.columns
     chunk = 128 // jnp.dtype(dtype).itemsize
+    adds = accumulate_into is not None
 
     def body(*references):
         offsets_refs, a_refs, b_refs = (references[i * count : (i + 1) * count] for i in range(3))
@@ -71,15 +77,32 @@ def outer(parts: Sequence[Part], tile: Tile, dtype: jnp.dtype) -> Float[Array, "
             plgpu.wgmma(accumulator, a_own.transpose((1, 0)), b_own)
 
         def finish(accumulator, place, warpgroup):
-            expert, _, _, row, column = place
+            expert, _, steps_to, row, column = place
             rows_out = pl.ds(row + tile.first_row(warpgroup), tile.own_rows)
             first_column = column + tile.column_part(warpgroup) * tile.own_columns
-            for i, c in enumerate(range(0, tile.own_columns, chunk)):
-                slot = out_smem.at[warpgroup, i % 2]
-                plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)
-                slot[...] = accumulator[:, c : c + chunk].astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(slot, out_ref.at[expert, rows_out, pl.ds(first_column + c, chunk)])
+            chunks = [pl.ds(first_column + c, chunk) for c in range(0, tile.own_columns, chunk)]
+
+            def summed_before(columns):
+                return plgpu.load(out_ref.at[expert, rows_out, columns], layout=plgpu.Layout.WGMMA, optimized=False)
+
+            def store():
+                # Read one chunk ahead, so that memory is waited for at the first alone.
+                before = summed_before(chunks[0]) if adds else None
+                for i, columns in enumerate(chunks):
+                    total = accumulator[:, i * chunk : (i + 1) * chunk]
+                    if adds:
+                        total += before
+                        before = summed_before(chunks[i + 1]) if i + 1 < len(chunks) else None
+                    slot = out_smem.at[warpgroup, i % 2]
+                    plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)
+                    slot[...] = total.astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(slot, out_ref.at[expert, rows_out, columns])
+
+            if adds:
+                pl.when(steps_to[-1] > 0)(store)
+            else:
+                store()
 
         run_tiles(
             plan.num_experts * row_tiles * column_tiles,
@@ -99,6 +122,7 @@ def outer(parts: Sequence[Part], tile: Tile, dtype: jnp.dtype) -> Float[Array, "
         plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
         plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
     ]
-    shape = jax.ShapeDtypeStruct((plan.num_experts, m, n), dtype)
-    arrays = [plan.offsets for _, _, plan in parts] + [a for a, _, _ in parts] + [b for _, b, _ in parts]
-    return launch("grouped_outer", body, [shape], scratch, warpgroups=CONSUMERS + 1)(*arrays)[0]
+    added = [] if accumulate_into is None else [accumulate_into]
+    inputs = [plan.offsets for _, _, plan in parts] + [a for a, _, _ in parts] + [b for _, b, _ in parts] + added
+    outputs = [] if adds else [jax.ShapeDtypeStruct((plan.num_experts, m, n), dtype)]
+    return launch("grouped_outer", body, outputs, scratch, warpgroups=CONSUMERS + 1, in_place=adds)(*inputs)[0]

@@ -112,16 +112,18 @@ def grouped_outer(
     *,
     a_source_of_row: Int[Array, "rows"] | None = None,
     b_source_of_row: Int[Array, "rows"] | None = None,
+    accumulate_into: Float[Array, "experts n m"] | None = None,
 ) -> Float[Array, "experts n m"]:
-    """dw[e] = sum over the rows r of expert e of outer(a[r], b[r]), as `xla.grouped_outer`.
+    """dw[e] = sum over the rows r of expert e of outer(a[r], b[r]), as `xla.grouped_outer`, accumulate_into[e] added.
 
     Rows that fill an expert's last block are not read: they may hold anything.
     """
     if plan.num_rows == 0:
-        return jnp.zeros((plan.num_experts, a.shape[1], b.shape[1]), dtype)
+        nothing = jnp.zeros((plan.num_experts, a.shape[1], b.shape[1]), dtype)
+        return nothing if accumulate_into is None else accumulate_into
     sources = {"a_source_of_row": a_source_of_row, "b_source_of_row": b_source_of_row}
     tile = expert_tile(b.shape[1], a.dtype, gathers=any(source is not None for source in sources.values()))
-    return _kernels("by_experts").outer(a, b, plan, tile, dtype, **sources)
+    return _kernels("by_experts").outer(a, b, plan, tile, dtype, **sources, accumulate_into=accumulate_into)
 
 
 def _kernels(module: str) -> ModuleType:

@@ -22,19 +22,24 @@ def outer(
     *,
     a_source_of_row: Int[Array, "rows"] | None,
     b_source_of_row: Int[Array, "rows"] | None,
+    accumulate_into: Float[Array, "experts n m"] | None = None,
 ) -> Float[Array, "experts n m"]:
     """out[e] = a[rows of e].T @ b[rows of e], summed in f32 and rounded to `dtype` once; zeros for an expert without rows.
 
-    Rows of no pair are not read.
+    Rows of no pair are not read. To `accumulate_into`, f32 as `dtype`, the sums are added in place; what an expert without rows
+    has there is neither read nor written.
     """
     n, m = a.shape[1], b.shape[1]
     sources = [plan.offsets if source is None else source for source in (a_source_of_row, b_source_of_row)]
+    added = plan.offsets if accumulate_into is None else accumulate_into
     return launch(
         outer_kernel,
-        (plan.offsets, plan.ends, *sources, a, b, a.shape[0], b.shape[0]),
+        (plan.offsets, plan.ends, *sources, a, b, added, a.shape[0], b.shape[0]),
         [jax.ShapeDtypeStruct((plan.num_experts, n, m), dtype)],
         plan.num_experts * -(-n // tile.rows) * -(-m // tile.columns),
         tile,
+        in_place=None if accumulate_into is None else 6,
+        accumulates=accumulate_into is not None,
         n=n,
         m=m,
         gathers_a=a_source_of_row is not None,
@@ -53,9 +58,11 @@ def outer_kernel(
     b_source_of_row,
     a,
     b,
+    added,
     num_a_sources,
     num_b_sources,
     out,
+    accumulates: tl.constexpr,
     n: tl.constexpr,
     m: tl.constexpr,
     gathers_a: tl.constexpr,
@@ -64,7 +71,7 @@ def outer_kernel(
     tile_m: tl.constexpr,
     step: tl.constexpr,
 ):
-    """One tile of one expert's out [n, m]."""
+    """One tile of one expert's out [n, m], or what it adds to that of `added`."""
     m_tiles: tl.constexpr = tl.cdiv(m, tile_m)
     tiles: tl.constexpr = tl.cdiv(n, tile_n) * m_tiles
     expert = tl.program_id(0) // tiles
@@ -73,13 +80,38 @@ def outer_kernel(
     m_column = place % m_tiles * tile_m + tl.arange(0, tile_m)
     total = tl.zeros((tile_n, tile_m), tl.float32)
     end = tl.load(ends + expert)
-    for first in tl.range(tl.load(offsets + expert), end, step):
+    begin = tl.load(offsets + expert)
+    for first in tl.range(begin, end, step):
         row = first + tl.arange(0, step)
         a_rows = load_rows(a, a_source_of_row, row, end, num_a_sources, n_column, n, gathers_a, n % tile_n == 0)
         b_rows = load_rows(b, b_source_of_row, row, end, num_b_sources, m_column, m, gathers_b, m % tile_m == 0)
         total = tl.dot(tl.trans(a_rows), b_rows, total, input_precision="ieee")
-    pointers = out + expert.to(tl.int64) * (n * m) + n_column[:, None] * m + m_column[None, :]
-    tl.store(pointers, total.to(out.dtype.element_ty), mask=(n_column < n)[:, None] & (m_column < m)[None, :])
+    out_of_expert = (added if accumulates else out) + expert.to(tl.int64) * (n * m)
+    if accumulates:
+        if begin < end:
+            add_tile(out_of_expert, total, n_column, place % m_tiles * tile_m, n, m)
+    else:
+        store_tile(out_of_expert, total, n_column, m_column, n, m, False)
+
+
+@triton.jit
+def add_tile(out, tile, n_column, first_m_column, n: tl.constexpr, m: tl.constexpr):
+    """out[n_column, first_m_column and on] += tile, by halves of the columns: registers hold a whole tile once, not twice."""
+    half: tl.constexpr = tile.shape[1] // 2
+    left, right = tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, half)), (0, 2, 1)))
+    m_column = first_m_column + tl.arange(0, half)
+    store_tile(out, left, n_column, m_column, n, m, True)
+    store_tile(out, right, n_column, m_column + half, n, m, True)
+
+
+@triton.jit
+def store_tile(out, tile, n_column, m_column, n: tl.constexpr, m: tl.constexpr, adds: tl.constexpr):
+    """out[n_column, m_column] = tile, what is there added if `adds`."""
+    pointers = out + n_column[:, None] * m + m_column[None, :]
+    mask = (n_column < n)[:, None] & (m_column < m)[None, :]
+    if adds:
+        tile += tl.load(pointers, mask=mask)
+    tl.store(pointers, tile.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

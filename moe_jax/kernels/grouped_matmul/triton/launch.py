@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,20 +32,40 @@ class Tile:
     """Steps whose operands are in shared memory or on their way there."""
 
 
-def launch(kernel, inputs: tuple, outputs: list[jax.ShapeDtypeStruct], programs: int, tile: Tile, **constants) -> list[Array]:
+def launch(
+    kernel,
+    inputs: tuple,
+    outputs: list[jax.ShapeDtypeStruct],
+    programs: int,
+    tile: Tile,
+    *,
+    in_place: int | None = None,
+    **constants,
+) -> list[Array]:
     """Runs `programs` programs of a `@triton.jit` function, whose arguments are the inputs, the outputs and the constants.
 
-    Whole numbers among the inputs are run-time arguments: another value does not compile the kernel again.
+    Whole numbers among the inputs are run-time arguments: another value does not compile the kernel again. Input number
+    `in_place`, with arrays alone before it, is changed and returned as the only output: the kernel leaves its argument for that
+    alone. The result takes the input's memory unless something else reads that later.
     """
     major, minor = capability() or (0, 0)
     call = triton_call()
+    arguments, changed = list(inputs), None
+    version_arguments: dict[str, Any]
     if "out_type" in inspect.signature(call).parameters:
         version_arguments = {"out_type": outputs, "backend_options": {"enable_fp_fusion": True}}
+        if in_place is not None:
+            # An array changed in place is passed once, so that the argument for the output gets something else.
+            arguments[in_place] = changed = jax.new_ref(inputs[in_place])
+            arguments.append(inputs[0])
+            version_arguments["out_type"] = []
     else:
-        # jax_triton before 0.4, which fuses by default.
+        # jax_triton before 0.4, which fuses by default, and passes an array changed in place once more as the output.
         version_arguments = {"out_shape": outputs}
+        if in_place is not None:
+            version_arguments["input_output_aliases"] = {in_place: 0}
     results = call(
-        *inputs,
+        *arguments,
         kernel=kernel,
         grid=(programs,),
         name=kernel.__name__,
@@ -54,6 +75,8 @@ def launch(kernel, inputs: tuple, outputs: list[jax.ShapeDtypeStruct], programs:
         **version_arguments,
         **constants,
     )
+    if changed is not None:
+        results = [jax.freeze(changed)]
     # jax_triton types its results as equal on all devices.
     return vary_as(results, [a for a in inputs if not isinstance(a, int)])
 
