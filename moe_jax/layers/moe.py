@@ -1,5 +1,7 @@
 """The sparse feed-forward block: a router, experts of which each token uses k, and experts that all tokens share."""
 
+import functools
+import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -69,6 +71,8 @@ class MoE(nnx.Module):
         if expert_parallel is None:
             y = self.experts(x, routing.weights, routing.experts)
         else:
+            if self.experts.totals is not None:
+                raise ValueError("gradient totals are for experts that lie on one device; these are split over several")
             weights = self.experts.gate_up_proj[...], self.experts.down_proj[...]
             y, exchange = expert_parallel_mlp(x, *weights, routing.weights, routing.experts, expert_parallel)
             # As the tokens vary over the mesh, also what devices agree on: a sum over the mesh takes one type of all.
@@ -76,8 +80,30 @@ class MoE(nnx.Module):
         return y if self.shared_experts is None else y + self.shared_experts(x), routing
 
 
+class GradientTotal(nnx.Variable):
+    """What the gradient of a weight is added to; its own gradient is the sum (`kernels.experts_mlp`'s accumulate_into)."""
+
+
+class WeightWithTotal(nnx.Variable):
+    """A weight that has a `GradientTotal` and no gradient of its own."""
+
+
+def add_expert_gradients_to(model: nnx.Module, totals: nnx.State) -> None:
+    """`Experts.add_gradients_to` for all experts of a model; `totals` are laid out as the model's parameters.
+
+    For a model that has just been put together for one call, inside the function that is differentiated in `totals`.
+    """
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Experts):
+            of_module: Any = functools.reduce(operator.getitem, path, totals)
+            module.add_gradients_to(of_module["gate_up_proj"][...], of_module["down_proj"][...])
+
+
 class Experts(nnx.Module):
     """The experts' weights, fused as in transformers: gate_up_proj [E, 2I, D] (gate rows first) and down_proj [E, D, I]."""
+
+    gate_up_total: GradientTotal | None = None
+    down_total: GradientTotal | None = None
 
     def __init__(
         self,
@@ -92,11 +118,23 @@ class Experts(nnx.Module):
     ):
         gate_up_shape = (*stack, num_experts, 2 * moe_intermediate_size, hidden_size)
         down_shape = (*stack, num_experts, hidden_size, moe_intermediate_size)
-        self.gate_up_proj = normal_parameter(gate_up_shape, stddev, param_dtype, rngs)
-        self.down_proj = normal_parameter(down_shape, stddev, param_dtype, rngs)
+        self.gate_up_proj: nnx.Variable = normal_parameter(gate_up_shape, stddev, param_dtype, rngs)
+        self.down_proj: nnx.Variable = normal_parameter(down_shape, stddev, param_dtype, rngs)
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], weights: Float[Array, "tokens k"], experts: Int[Array, "tokens k"]
     ) -> Float[Array, "tokens hidden"]:
         """The weighted sum of the chosen experts' outputs (`kernels.experts_mlp`)."""
-        return experts_mlp(x, self.gate_up_proj[...], self.down_proj[...], weights, experts)
+        return experts_mlp(x, self.gate_up_proj[...], self.down_proj[...], weights, experts, accumulate_into=self.totals)
+
+    def add_gradients_to(self, gate_up: Array, down: Array) -> None:
+        """From here on the weights have no gradients: those are added to these f32 arrays of the weights' shapes."""
+        self.gate_up_proj, self.down_proj = WeightWithTotal(self.gate_up_proj[...]), WeightWithTotal(self.down_proj[...])
+        self.gate_up_total, self.down_total = GradientTotal(gate_up), GradientTotal(down)
+
+    @property
+    def totals(self) -> tuple[Array, Array] | None:
+        """What `add_gradients_to` was given."""
+        if self.gate_up_total is None or self.down_total is None:
+            return None
+        return self.gate_up_total[...], self.down_total[...]

@@ -17,11 +17,11 @@ from jax import lax
 from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.fsdp import LayerGather
 
-Body = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+Body = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
 
 
-def run_layers(body: Body, shared, of_layer, x, parameters, gather: LayerGather | None = None):
-    """x, y[l] = body(shared, of_layer[l], x, parameters[l]) for each layer l in turn; returns the last x and y, stacked.
+def run_layers(body: Body, shared, of_layer, x, parameters, gather: LayerGather | None = None, totals=None):
+    """x, y[l] = body(shared, of_layer[l], x, parameters[l], totals[l]) for each layer l in turn; the last x and y, stacked.
 
     Differentiable in x and parameters, each gradient in its argument's dtype; kept for backward is what `body` needs of each
     layer (`jax.checkpoint` it, and that is x). Memory is as with `lax.scan`.
@@ -36,29 +36,31 @@ def run_layers(body: Body, shared, of_layer, x, parameters, gather: LayerGather 
       x: what goes from layer to layer, of floats.
       parameters: arrays with the layers as leading axis.
       gather: how whole layers come out of parts.
+      totals: arrays with the layers as leading axis, whose gradients by way of `body` are they and more
+        (`kernels.experts_mlp`'s accumulate_into): their gradients are written over them.
     """
     if gather is None:
         gather = LayerGather.of_nothing(len(jax.tree.leaves(parameters)))
-    return _run_layers(body, gather, shared, of_layer, x, parameters)
+    return _run_layers(body, gather, shared, of_layer, x, parameters, totals)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run_layers(body: Body, gather: LayerGather, shared, of_layer, x, parameters):
+def _run_layers(body: Body, gather: LayerGather, shared, of_layer, x, parameters, totals):
     def step(x, arguments):
-        own, parts = arguments
-        return body(shared, own, x, gather.layer(parts, gather.fetch(parts)))
+        own, parts, of_totals = arguments
+        return body(shared, own, x, gather.layer(parts, gather.fetch(parts)), of_totals)
 
-    return lax.scan(step, x, (of_layer, parameters))
+    return lax.scan(step, x, (of_layer, parameters, totals))
 
 
-def _forward(body: Body, gather: LayerGather, shared, of_layer, x, parameters):
+def _forward(body: Body, gather: LayerGather, shared, of_layer, x, parameters, totals):
     last = jax.tree.leaves(parameters)[0].shape[0] - 1
 
     def layer(i, x, fetched):
-        arguments = shared, _take(of_layer, i), x, gather.layer(_take(parameters, i), fetched)
+        arguments = shared, _take(of_layer, i), x, gather.layer(_take(parameters, i), fetched), _take(totals, i)
         # Restored from where they lie: a copy of each layer's weights would double them.
         (x, y), pullback = jax.vjp(
-            body, *arguments, saveable_args=(False, False, True, False), in_nzs=(False, False, True, True)
+            body, *arguments, saveable_args=(False, False, True, False, False), in_nzs=(False, False, True, True, True)
         )
         return x, (y, pullback)
 
@@ -74,32 +76,33 @@ def _forward(body: Body, gather: LayerGather, shared, of_layer, x, parameters):
     kept = _unwritten(last + 1, shapes)
     _, x, _, kept = lax.while_loop(lambda state: state[0] <= last, step, (0, x, first, kept))
     y, pullbacks = jax.tree.unflatten(structure, kept)
-    return (x, y), (shared, of_layer, parameters, pullbacks)
+    return (x, y), (shared, of_layer, parameters, totals, pullbacks)
 
 
 def _backward(body: Body, gather: LayerGather, kept, gradients):
-    shared, of_layer, parameters, pullbacks = kept
+    shared, of_layer, parameters, totals, pullbacks = kept
     dx, dy = gradients
     last = jax.tree.leaves(parameters)[0].shape[0] - 1
 
     def step(state):
-        turn, dx, fetched, leaving, arrived, staying = state
+        turn, dx, fetched, leaving, arrived, staying, totals = state
         i = last - turn
         upcoming = gather.fetch(_take(parameters, jnp.maximum(i - 1, 0)))
         # In the first turn zeros, which the second one overwrites.
         arrived = _put(arrived, gather.own_parts(leaving, arrived), jnp.minimum(i + 1, last))
         pullback = _take(pullbacks, i)
-        arguments = shared, _take(of_layer, i), pullback.args_res[2], gather.layer(_take(parameters, i), fetched)
-        _, _, dx, dlayer = pullback.replace(args_res=list(arguments))((dx, _take(dy, i)))
+        layer = gather.layer(_take(parameters, i), fetched)
+        arguments = shared, _take(of_layer, i), pullback.args_res[2], layer, _take(totals, i)
+        _, _, dx, dlayer, dtotals = pullback.replace(args_res=list(arguments))((dx, _take(dy, i)))
         leaving, own = gather.split(dlayer)
-        return turn + 1, dx, upcoming, leaving, arrived, _put(staying, own, i)
+        return turn + 1, dx, upcoming, leaving, arrived, _put(staying, own, i), _put(totals, dtotals, i)
 
     fetched = gather.fetch(_take(parameters, last))
     arrived, staying = gather.split(_unwritten(last + 1, _take(parameters, 0)))
-    state = 0, dx, fetched, jax.tree.map(jnp.zeros_like, fetched), arrived, staying
-    _, dx, _, leaving, arrived, staying = lax.while_loop(lambda state: state[0] <= last, step, state)
+    state = 0, dx, fetched, jax.tree.map(jnp.zeros_like, fetched), arrived, staying, totals
+    _, dx, _, leaving, arrived, staying, totals = lax.while_loop(lambda state: state[0] <= last, step, state)
     arrived = _put(arrived, gather.own_parts(leaving, arrived), 0)
-    return None, None, dx, gather.join(parameters, arrived, staying)
+    return None, None, dx, gather.join(parameters, arrived, staying), totals
 
 
 _run_layers.defvjp(_forward, _backward)

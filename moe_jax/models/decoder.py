@@ -16,7 +16,7 @@ from moe_jax.layers.balance import Sequences
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Embedding, Linear
 from moe_jax.layers.mlp import MLP
-from moe_jax.layers.moe import MoE
+from moe_jax.layers.moe import GradientTotal, MoE, WeightWithTotal
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.rope import rope_tables
 from moe_jax.layers.router import ExpertBias, RouterStatistics, Routing, load_balancing_loss
@@ -288,21 +288,22 @@ def _run_stage(
 
     `of_layer` is (index in the memory, window, experts to replay) of each layer.
     """
-    graph, parameters, *biases = nnx.split(layers, nnx.Param, ExpertBias)
+    graph, parameters, *rest = nnx.split(layers, nnx.Param, GradientTotal, (ExpertBias, WeightWithTotal))
+    totals, others = rest
 
-    def body(shared, of_layer, carry, parameters):
+    def body(shared, of_layer, carry, parameters, totals):
         cos, sin, segments, valid, sequences = shared
-        (layer, window, replay), biases = of_layer
+        (layer, window, replay), others = of_layer
         x, memory = carry
         attend = Attend(segments, layer, window, memory, context_parallel)
-        block = nnx.merge(graph, parameters, *biases)
+        block = nnx.merge(graph, parameters, totals, others)
         x, memory, routing = block(
             x, cos, sin, attend, valid.reshape(-1), replay, force_balanced_routing, expert_parallel, sequences
         )  # fmt: skip
         return (x, memory), routing
 
     body = jax.checkpoint(body, prevent_cse=False) if remat else body
-    return run_layers(body, shared, (of_layer, biases), carry, parameters, gather)
+    return run_layers(body, shared, (of_layer, others), carry, parameters, gather, totals)
 
 
 def _collect(hidden, routings: list[Routing], valid, sequences: Sequences | None, memory: KVCache | None) -> HiddenStates:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 
 from moe_jax.config import ModelConfig
 from moe_jax.layers.balance import move_bias
+from moe_jax.layers.moe import add_expert_gradients_to
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.fsdp import ShardedParameters
@@ -87,7 +88,8 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
     """A jitted step(state, batch) -> (state, metrics). The state passed in is donated: its arrays are gone afterwards.
 
-    With `gradient_accumulation` n the batch runs as n micro-batches, whose gradients are summed in f32. Cross-entropy is
+    With `gradient_accumulation` n the batch runs as n micro-batches, whose gradients are summed in f32; on one device the
+    kernels add those of experts to their sums, unrounded and without a second array of that size. Cross-entropy is
     divided by the labels of the whole batch, so n does not change it; the router losses are means over micro-batches,
     each balanced within itself.
 
@@ -115,9 +117,12 @@ def make_train_step(
         cannot be dealt out to the micro-batches and devices.
     """
 
-    def micro_loss(params, expert_bias, batch, num_labels, **options):
+    def micro_loss(params, expert_bias, batch, num_labels, totals=None, **options):
+        model = nnx.merge(graphdef, params, expert_bias)
+        if totals is not None:
+            add_expert_gradients_to(model, totals)
         return loss(
-            nnx.merge(graphdef, params, expert_bias),
+            model,
             batch,
             aux_loss_coef=aux_loss_coef,
             sequence_loss_coef=sequence_loss_coef,
@@ -138,15 +143,18 @@ def make_train_step(
         (total, parts), grads = of_batch(params, expert_bias, batch, num_labels)
         return total, parts, _as_f32(grads)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+    def train_step(adds_in_place: bool, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         check_mtp_loss_coef(nnx.merge(graphdef, state.params, state.expert_bias).config, mtp_loss_coef)
         num_labels = (batch["loss_mask"] != 0).sum().astype(jnp.float32)
         if parallelism is not None:
             parallelism.check_batch(batch["tokens"].shape[0] // gradient_accumulation)
         batch = {name: batch[name] for name in ("tokens", "labels", "loss_mask", "positions", "segment_ids")}
-        total, parts, grads = _summed(
-            partial(gradients, state.params, state.expert_bias), batch, num_labels, gradient_accumulation
-        )
+        if adds_in_place:
+            of_batch = partial(micro_loss, expert_bias=state.expert_bias, num_labels=num_labels)
+            total, parts, grads = _summed_in_place(of_batch, state.params, batch, gradient_accumulation)
+        else:
+            of_batch = partial(gradients, state.params, state.expert_bias, num_labels=num_labels)
+            total, parts, grads = _summed(of_batch, batch, gradient_accumulation)
         split = state.low_halves is not None
         masters = master_weights.join(state.params, state.low_halves) if split else _as_f32(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, masters)
@@ -182,8 +190,11 @@ def make_train_step(
         if not compiled:
             # The state leaves laid out as it came: XLA's own choice could differ, and the next step would compile again.
             layout = jax.tree.map(lambda x: x.sharding, state)
+            # Split over devices, gradients of experts are added up after they have travelled.
+            one_device = parallelism is None and len(jax.tree.leaves(state.params)[0].sharding.device_set) == 1
+            step = partial(train_step, one_device and gradient_accumulation > 1)
             # Metrics are whole on every device, so that each process can read them.
-            compiled.append(jax.jit(train_step, donate_argnums=0, out_shardings=(layout, _replicated(state.params))))
+            compiled.append(jax.jit(step, donate_argnums=0, out_shardings=(layout, _replicated(state.params))))
         return compiled[0](state, batch)
 
     return jitted_step
@@ -278,10 +289,46 @@ def _on_mesh(micro_loss, parallelism: Parallelism, params: nnx.State, dtype: jnp
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(PartitionSpec(), sharded.specs))
 
 
-def _summed(gradients, batch: Batch, num_labels, micro_batches: int):
+def _summed(gradients, batch: Batch, micro_batches: int):
     """(total, parts, grads) summed over the micro-batches."""
     if micro_batches == 1:
-        return gradients(batch, num_labels)
+        return gradients(batch=batch)
+    stacked = _split(batch, micro_batches)
+
+    def add(sums, micro_batch):
+        return jax.tree.map(jnp.add, sums, gradients(batch=micro_batch)), None
+
+    return jax.lax.scan(add, _zeros(gradients, stacked), stacked)[0]
+
+
+def _summed_in_place(micro_loss, params: nnx.State, batch: Batch, micro_batches: int):
+    """As `_summed`, for parameters on one device: the kernels add the gradients of experts to their sums.
+
+    So these are not rounded to the parameters' dtype before, and no second array of the experts' size holds them.
+    """
+    weights, others = nnx.split_state(params, lambda path, _: "experts" in path, ...)
+    stacked = _split(batch, micro_batches)
+
+    def gradients(totals, batch):
+        def of_micro_batch(others, totals):
+            return micro_loss(nnx.merge_state(weights, others), batch=batch, totals=totals)
+
+        (total, parts), (grads, totals) = jax.value_and_grad(of_micro_batch, (0, 1), has_aux=True)(others, totals)
+        return (total, parts, _as_f32(grads)), totals
+
+    def add(carry, micro_batch):
+        sums, totals = carry
+        found, totals = gradients(totals, micro_batch)
+        return (jax.tree.map(jnp.add, sums, found), totals), None
+
+    totals = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    zeros = _zeros(lambda batch: gradients(totals, batch)[0], stacked)
+    ((total, parts, grads), totals), _ = jax.lax.scan(add, (zeros, totals), stacked)
+    return total, parts, nnx.merge_state(grads, totals)
+
+
+def _split(batch: Batch, micro_batches: int) -> Batch:
+    """The micro-batches along a leading axis."""
 
     def strided(x):
         # Micro-batch i has the rows i, i+n, ...: each stays spread over the same devices as the whole batch.
@@ -289,14 +336,13 @@ def _summed(gradients, batch: Batch, num_labels, micro_batches: int):
             raise ValueError(f"the batch has {x.shape[0]} rows, which gradient_accumulation={micro_batches} does not divide")
         return x.reshape(x.shape[0] // micro_batches, micro_batches, *x.shape[1:]).swapaxes(0, 1)
 
-    stacked = jax.tree.map(strided, batch)
-    shapes = jax.eval_shape(gradients, jax.tree.map(lambda x: x[0], stacked), num_labels)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.tree.map(strided, batch)
 
-    def add(sums, micro_batch):
-        return jax.tree.map(jnp.add, sums, gradients(micro_batch, num_labels)), None
 
-    return jax.lax.scan(add, zeros, stacked)[0]
+def _zeros(gradients, stacked: Batch):
+    """What the sums of `gradients(batch=...)` over micro-batches begin with."""
+    shapes = jax.eval_shape(lambda batch: gradients(batch=batch), jax.tree.map(lambda x: x[0], stacked))
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def _as_f32(tree):

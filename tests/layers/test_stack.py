@@ -1,5 +1,7 @@
 """run_layers equals lax.scan, with every gradient, and allocates what it stacks instead of filling it with zeros."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from moe_jax.layers.stack import run_layers
 LAYERS, WIDTH = 3, 8
 
 
-def layer(shared, of_layer, x, parameters):
+def layer(shared, of_layer, x, parameters, _=None):
     """Reads everything that a layer may, integers too, and gives a differentiable and an integer result beside x."""
     angle, shift = shared
     index, window = of_layer
@@ -57,6 +59,43 @@ def test_values_and_gradients_equal_a_scans(remat, window):
         expected_value, expected = jax.value_and_grad(loss(scanned, inputs), (0, 1))(*inputs[2:])
         np.testing.assert_allclose(value, expected_value, rtol=1e-12)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), gradients, expected)
+
+
+@jax.custom_vjp
+def times(x, w, total):
+    """x w, whose gradient to w goes to total."""
+    return x @ w
+
+
+times.defvjp(lambda x, w, total: (x @ w, (x, w, total)), lambda kept, dy: (dy @ kept[1].T, None, kept[2] + kept[0].T @ dy))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_totals_grow_by_the_gradients_in_their_own_memory(remat):
+    def body(_, w, x, parameters, total):
+        y = x @ w if total is None else times(x, w, total)
+        return x + jnp.tanh(y) * parameters, None
+
+    body = jax.checkpoint(body) if remat else body
+    rng = np.random.default_rng()
+    w, totals = (jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH)), jnp.float32) for _ in range(2))
+    x, parameters = jnp.asarray(rng.normal(size=(5, WIDTH))), jnp.asarray(rng.normal(size=(LAYERS, WIDTH)))
+
+    def loss(x, parameters, w, totals):
+        return jnp.sin(run_layers(body, None, w, x, parameters, totals=totals)[0]).sum()
+
+    def scanned(x, parameters, w):
+        return jnp.sin(jax.lax.scan(lambda x, xs: body(None, xs[0], x, xs[1], None), x, (w, parameters))[0]).sum()
+
+    run = jax.jit(jax.grad(loss, (0, 1, 3)), donate_argnums=3).lower(x, parameters, w, totals).compile()
+    expected = jax.jit(jax.grad(scanned, (0, 1, 2)))(x, parameters, w)
+    before = np.asarray(totals)
+    actual = run(x, parameters, w, totals)
+    for one, other in zip((*actual[:2], actual[2] - before), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    array = re.escape(f"f32[{LAYERS},{WIDTH},{WIDTH}]")
+    assert run.memory_analysis().alias_size_in_bytes == totals.nbytes
+    assert not re.search(rf"= {array}\S* copy\(", run.as_text()) and not re.search(rf"= {array}\S* broadcast\(", run.as_text())
 
 
 def test_only_what_the_layer_computes_is_kept():

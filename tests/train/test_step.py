@@ -97,6 +97,30 @@ def test_modules_for_further_tokens_must_learn_too():
         step(init_state(model, optimizer), make_batch(np.random.default_rng()))
 
 
+def test_gradients_of_experts_are_added_up_unrounded():
+    """Experts of stages and of a module that predicts further tokens, in bf16, whose gradients would be rounded to that."""
+    batch = make_batch(np.random.default_rng())
+    keeps_gradients = optax.GradientTransformation(lambda params: params, lambda grads, state, params: (grads, grads))
+
+    def gradients(model, parts):
+        graph = nnx.graphdef(model)
+        step = make_train_step(graph, keeps_gradients, gradient_accumulation=parts, remat=False)
+        state, _ = step(init_state(model, keeps_gradients), batch)
+        return nnx.to_flat_state(state.opt_state)
+
+    narrow = tiny.deepseek(mtp=1, layers=2, param_dtype=jnp.bfloat16)
+    wide = tiny.deepseek(mtp=1, layers=2)
+    nnx.update(wide, jax.tree.map(lambda p: p.astype(jnp.float32), nnx.state(narrow, nnx.Param)))
+    experts = 0
+    for (path, exact), (_, actual) in zip(gradients(wide, 1), gradients(narrow, 2), strict=True):
+        if "experts" in path:
+            experts += 1
+            size = jnp.linalg.norm(exact[...])
+            assert size > 0 and jnp.linalg.norm(actual[...] - exact[...]) < 1e-5 * size, path
+            assert (actual[...] != actual[...].astype(jnp.bfloat16)).mean() > 0.5, path
+    assert experts == 4
+
+
 def test_remat_changes_nothing():
     batch = make_batch(np.random.default_rng())
     optimizer = make_optimizer(1e-3)

@@ -1,0 +1,39 @@
+"""The MoE block: where the gradients of its experts go."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moe_jax.layers.moe import MoE, add_expert_gradients_to
+from moe_jax.parallel import ExpertParallel
+
+
+def test_gradients_of_experts_are_added_to_totals_and_others_stay():
+    rng = np.random.default_rng()
+    block = MoE(8, 16, 4, 2, shared_intermediate_size=8, rngs=nnx.Rngs(int(rng.integers(2**31))))
+    graph, params = nnx.split(block, nnx.Param)
+    weights, others = nnx.split_state(params, lambda path, _: path[0] == "experts", ...)
+    totals = jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape), jnp.float32), weights)
+    x = jnp.asarray(rng.normal(size=(10, 8)), jnp.float32)
+
+    def loss(weights, others, totals):
+        block = nnx.merge(graph, weights, others)
+        if totals is not None:
+            add_expert_gradients_to(block, totals)
+        return jnp.sin(block(x)[0]).sum()
+
+    d_weights, d_others = jax.jit(jax.grad(loss, (0, 1)))(weights, others, None)
+    none, d_others_beside, after = jax.jit(jax.grad(loss, (0, 1, 2)))(weights, others, totals)
+    assert not any(gradient.any() for gradient in jax.tree.leaves(none))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), d_others_beside, d_others)
+    jax.tree.map(lambda a, t, d: np.testing.assert_allclose(a, t + d, rtol=1e-5, atol=1e-6), after, totals, d_weights)
+    assert all(gradient.any() for gradient in jax.tree.leaves(d_weights))
+
+
+def test_totals_of_experts_on_several_devices_are_refused():
+    block = MoE(8, 16, 4, 2, rngs=nnx.Rngs(0))
+    block.experts.add_gradients_to(jnp.zeros((4, 32, 8)), jnp.zeros((4, 8, 16)))
+    with pytest.raises(ValueError, match="gradient totals are for experts that lie on one device; these are split"):
+        block(jnp.ones((3, 8)), expert_parallel=ExpertParallel())
