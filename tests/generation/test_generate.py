@@ -54,12 +54,11 @@ def test_on_an_h200_the_prompt_alone_takes_the_fused_kernel(name, module, monkey
     monkeypatch.delenv("MOE_JAX_BACKEND", raising=False)
     config = NAMED_CONFIGS[name]
     graph, state = nnx.split(nnx.eval_shape(lambda: moe_jax.from_config(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
-    options = (8, 0.0, None, None, ()) if module == "generate" else (8, ())
-    decode = partial(importlib.import_module(f"moe_jax.generation.{module}")._decode, *options, graph)
+    decode = partial(importlib.import_module(f"moe_jax.generation.{module}")._decode, 8, 0.0, None, None, (), graph)
     prompts = [jax.ShapeDtypeStruct((2, 192), jnp.int32)] * 2
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)):
-        jax.eval_shape(decode, state, *prompts, *([jax.random.key(0)] if module == "generate" else []))
+        jax.eval_shape(decode, state, *prompts, jax.random.key(0))
     stages = len(config.stages) + (module == "speculative")
     assert shapes == [((2, 192, config.num_attention_heads, config.key_dim), 192)] * stages
 
