@@ -16,29 +16,30 @@ DEEPSEEK_V3 = dict(tokens=4096, hidden=7168, inter=2048, experts=256)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("transport, gathers, permutes", [(None, 2, 0), ("pairwise", 0, 9)])
-def test_the_layer_of_qwen3_30b(transport, gathers, permutes, check_vma):
+@pytest.mark.parametrize("transport, steps, gathers, permutes", [(None, 1, 2, 0), ("pairwise", DEVICES, 0, 9)])
+def test_the_layer_of_qwen3_30b(transport, steps, gathers, permutes, check_vma):
     """By default a gather: with 8 choices on four devices nothing sends less. Tokens and choices travel, outputs return."""
     text = lowered(forward(ExpertParallel(transport=transport)), check_vma, **QWEN3_30B)
-    kernels = 3  # The gather of rows and two matmuls; the steps of pairwise call one function.
-    assert text.count("custom_call @mosaic_gpu") == 2 * kernels
+    kernels = 3  # The gather of rows and two matmuls, in each step of the first round and in the further ones.
+    assert text.count("custom_call @mosaic_gpu") == (steps + 1) * kernels
     assert text.count('"stablehlo.all_gather"') == gathers
     assert text.count('"stablehlo.collective_permute"') == permutes
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("transport, sizes", [("all_to_all", DEEPSEEK_V3), ("pairwise", QWEN3_30B)])
-def test_a_layer_with_its_gradients(transport, sizes, check_vma):
+@pytest.mark.parametrize("transport, steps, sizes", [("all_to_all", 1, DEEPSEEK_V3), ("pairwise", DEVICES, QWEN3_30B)])
+def test_a_layer_with_its_gradients(transport, steps, sizes, check_vma):
     layer = forward(ExpertParallel(transport=transport))
 
     def step(*arguments):
         y, pullback = jax.vjp(lambda *a: layer(*a, arguments[4]), *arguments[:4])
         return y, *pullback(y)
 
-    forward_kernels, backward_kernels = 3, 6
-    # The further rounds compute again what their backward pass needs.
-    kernels = 3 * forward_kernels + 2 * backward_kernels
-    assert lowered(step, check_vma, **sizes).count("custom_call @mosaic_gpu") == kernels
+    forward_kernels, backward_kernels, products = 3, 4, 2
+    # The further rounds compute again what their backward pass needs; the weights' gradients are of all steps together.
+    first = steps * (forward_kernels + backward_kernels) + products
+    further = 2 * forward_kernels + backward_kernels + products
+    assert lowered(step, check_vma, **sizes).count("custom_call @mosaic_gpu") == first + further
 
 
 def test_shadows_take_three_more_kernels_and_travel_in_one_of_several_branches():
