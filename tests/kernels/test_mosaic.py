@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from moe_jax import kernels
-from moe_jax.kernels.grouped_matmul import mosaic, xla
+from moe_jax.kernels.grouped_matmul import OuterPart, grouped_outer_of_parts, mosaic, xla
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows import row_tiles
 from moe_jax.kernels.routing import plan
 
@@ -52,17 +52,16 @@ def test_room_for_fewer_rows_where_most_experts_live_elsewhere(rng):
         np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("routing", ["random", "half_empty"])
-def test_parts_are_as_near_f64_as_the_xla_backend_on_all_their_tokens(rng, routing):
-    layer = make_layer(rng, routing, 3 * 40, 4, 2, 128, 64)
-    dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
-
-    def in_parts(x, w_gate_up, w_down, weights, chosen):
-        parts = map(kernels.Part, *(jnp.split(a, 3) for a in (x, weights, chosen)))
-        return jnp.concatenate(kernels.experts_mlp_of_parts(list(parts), w_gate_up, w_down, backend="mosaic"))
-
-    theirs = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="xla"), layer, dy)
-    assert_as_near_as(with_gradients(in_parts, layer, dy), theirs, layer, dy, few=3e-2)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_products_of_parts_are_those_of_all_their_rows(rng, routing):
+    parts = []
+    for _ in range(3):
+        rows = plan(jnp.asarray(choose(rng, routing, 50, 4, 2), jnp.int32), 4, mosaic.ROW_ALIGNMENT)
+        has_pair = np.asarray(rows.pair_of_row)[:, None] < rows.row_of_pair.size
+        a, b = (jnp.asarray(has_pair * rng.normal(size=(rows.num_rows, width)), jnp.bfloat16) for width in (128, 64))
+        parts.append(OuterPart(a, b, rows))
+    ours = grouped_outer_of_parts("mosaic", parts, jnp.float32)
+    assert relative_error(ours, grouped_outer_of_parts("xla", parts, jnp.float32)) < 1e-5
 
 
 @settings(max_examples=6, deadline=None)
