@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.backend import resolve_backend
 from moe_jax.kernels.grouped_matmul import OuterPart, grouped_outer_of_parts, implementation
 from moe_jax.kernels.routing import Plan, plan, plans
-from moe_jax.kernels.shapes import check_shape
+from moe_jax.kernels.shapes import check_experts_mlp, check_shape
 from moe_jax.kernels.varying import vary_alike, vary_as, varying_axes
 
 
@@ -85,7 +85,7 @@ def experts_mlp(
         ValueError: shapes that do not fit together, a non-integer topk_experts, chunk_tokens or max_pairs < 1, a backend that
             is unknown or does not take the input, accumulate_into of another dtype or equal on devices that differ in x.
     """
-    sizes = _check(x, w_gate_up, w_down, topk_weights, topk_experts)
+    sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts)
     _check_positive(chunk_tokens=chunk_tokens, max_pairs=max_pairs)
     if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
         chunk_tokens = None
@@ -123,7 +123,7 @@ def experts_mlp_of_parts(
     if len(shapes) != 1:
         raise ValueError(f"parts must be one or more of the same shapes; got {[tuple(part.x.shape) for part in parts]}")
     for x, topk_weights, topk_experts in parts:
-        _check(x, w_gate_up, w_down, topk_weights, topk_experts)
+        check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts)
     _check_positive(max_pairs=max_pairs)
     backend = resolve_backend(backend, parts[0].x.dtype, parts[0].x.shape[1], w_down.shape[2])
     parts, w_gate_up, w_down = vary_alike((tuple(map(tuple, parts)), w_gate_up, w_down))
@@ -176,19 +176,6 @@ def down(
     check_shape("weights", weights, "tokens k", sizes)
     backend = resolve_backend(backend, act.dtype, w_down.shape[1], act.shape[1], plan.row_alignment)
     return _down(*vary_alike((act, w_down, weights, plan)), backend)
-
-
-def _check(x: Array, w_gate_up: Array, w_down: Array, topk_weights: Array, topk_experts: Array) -> dict[str, int]:
-    """Returns the size of each axis."""
-    sizes: dict[str, int] = {}
-    check_shape("x", x, "tokens hidden", sizes)
-    check_shape("w_down", w_down, "experts hidden inter", sizes)
-    check_shape("w_gate_up", w_gate_up, "experts 2*inter hidden", sizes)
-    check_shape("topk_experts", topk_experts, "tokens k", sizes)
-    check_shape("topk_weights", topk_weights, "tokens k", sizes)
-    if not jnp.issubdtype(topk_experts.dtype, jnp.integer):
-        raise ValueError(f"topk_experts must have an integer dtype; got {topk_experts.dtype}")
-    return sizes
 
 
 def _check_positive(**counts: int | None) -> None:

@@ -1,6 +1,26 @@
 """Shape checks whose message names the argument, the shape found and the shape wanted."""
 
+import jax.numpy as jnp
 from jaxtyping import Array
+
+
+def check_experts_mlp(
+    x: Array, w_gate_up: Array, w_down: Array, topk_weights: Array, topk_experts: Array, *, experts: str = "experts"
+) -> dict[str, int]:
+    """Checks the arguments of a layer of experts, whose axis is called `experts`; returns the length of each axis.
+
+    Raises:
+        ValueError: shapes that do not fit together, a non-integer topk_experts.
+    """
+    sizes: dict[str, int] = {}
+    check_shape("x", x, "tokens hidden", sizes)
+    check_shape("w_down", w_down, f"{experts} hidden inter", sizes)
+    check_shape("w_gate_up", w_gate_up, f"{experts} 2*inter hidden", sizes)
+    check_shape("topk_experts", topk_experts, "tokens k", sizes)
+    check_shape("topk_weights", topk_weights, "tokens k", sizes)
+    if not jnp.issubdtype(topk_experts.dtype, jnp.integer):
+        raise ValueError(f"topk_experts must have an integer dtype; got {topk_experts.dtype}")
+    return sizes
 
 
 def check_shape(name: str, array: Array, wanted: str, sizes: dict[str, int]) -> None:

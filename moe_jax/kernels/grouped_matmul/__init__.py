@@ -45,7 +45,7 @@ def grouped_outer_of_parts(
     later.
     """
     if backend == "mosaic":
-        return mosaic.grouped_outer_of_parts([part[:3] for part in parts], dtype, accumulate_into)
+        return mosaic.grouped_outer_of_parts(parts, dtype, accumulate_into)
     sum_dtype = dtype if len(parts) == 1 else jnp.promote_types(dtype, jnp.float32)
     total: Any = accumulate_into
     for a, b, plan, a_source, b_source in parts:

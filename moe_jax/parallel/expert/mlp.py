@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts import Part, experts_mlp, experts_mlp_of_parts
-from moe_jax.kernels.shapes import check_shape
+from moe_jax.kernels.shapes import check_experts_mlp
 from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.environment import hops_are_copied
 from moe_jax.parallel.expert.exchange import combine, dispatch
@@ -73,14 +73,7 @@ def expert_parallel_mlp(
             experts, and what `experts_mlp` raises.
         NameError: outside `shard_map`, or one whose mesh lacks the axis.
     """
-    sizes: dict[str, int] = {}
-    check_shape("x", x, "tokens hidden", sizes)
-    check_shape("w_down", w_down, "local_experts hidden inter", sizes)
-    check_shape("w_gate_up", w_gate_up, "local_experts 2*inter hidden", sizes)
-    check_shape("topk_experts", topk_experts, "tokens k", sizes)
-    check_shape("topk_weights", topk_weights, "tokens k", sizes)
-    if not jnp.issubdtype(topk_experts.dtype, jnp.integer):
-        raise ValueError(f"topk_experts must have an integer dtype; got {topk_experts.dtype}")
+    check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts="local_experts")
     devices = _axis_size(parallel.axis_name)
     num_experts = devices * w_gate_up.shape[0]
     if parallel.shadow_experts > num_experts:

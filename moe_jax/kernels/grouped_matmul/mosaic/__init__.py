@@ -117,17 +117,18 @@ def grouped_outer(
 
     Rows that fill an expert's last block must be zero in a or b, and finite in the other.
     """
-    part = _take(a, a_source_of_row), _take(b, b_source_of_row), plan
-    return grouped_outer_of_parts([part], dtype, accumulate_into)
+    return grouped_outer_of_parts([(a, b, plan, a_source_of_row, b_source_of_row)], dtype, accumulate_into)
 
 
 def grouped_outer_of_parts(
-    parts: Sequence[tuple[Array, Array, Plan]], dtype: jnp.dtype, accumulate_into: Float[Array, "experts n m"] | None = None
+    parts: Sequence[tuple[Array, Array, Plan, Array | None, Array | None]],
+    dtype: jnp.dtype,
+    accumulate_into: Float[Array, "experts n m"] | None = None,
 ) -> Float[Array, "experts n m"]:
-    """The sum of `grouped_outer` over parts (a, b, plan) of the same experts: summed in f32 in one kernel, rounded once."""
-    a, b, plan = parts[0]
+    """The sum of `grouped_outer` over `grouped_matmul.OuterPart`s of the same experts: in f32 in one kernel, rounded once."""
+    a, b, plan, _, _ = parts[0]
     matrix, num_experts = (a.shape[1], b.shape[1]), plan.num_experts
-    with_rows = [Part(*part) for part in parts if part[2].num_rows]
+    with_rows = [Part(_take(a, of_a), _take(b, of_b), plan) for a, b, plan, of_a, of_b in parts if plan.num_rows]
     if not with_rows:
         return jnp.zeros((num_experts, *matrix), dtype) if accumulate_into is None else accumulate_into
     max_pairs = sum(part.plan.max_pairs for part in with_rows)
