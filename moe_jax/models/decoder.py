@@ -19,7 +19,7 @@ from moe_jax.layers.mlp import MLP
 from moe_jax.layers.moe import GradientTotal, MoE, WeightWithTotal
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.rope import rope_tables
-from moe_jax.layers.router import ExpertBias, RouterStatistics, Routing, load_balancing_loss
+from moe_jax.layers.router import ExpertBias, RouterStatistics, Routing, load_balancing_loss, route
 from moe_jax.layers.segments import later, reaches, segment_positions
 from moe_jax.layers.stack import run_layers
 from moe_jax.models.decoder_layer import DecoderLayer, SparseDecoderLayer
@@ -311,16 +311,11 @@ def _collect(hidden, routings: list[Routing], valid, sequences: Sequences | None
     if memory is not None:
         memory = replace(memory, written=jnp.asarray(memory.length + valid.shape[1], jnp.int32))
     joined = jax.tree.map(lambda *layers: jnp.concatenate(layers), *(routings or [_of_no_layer(valid.size)]))
+    sums = joined._asdict()
+    del sums["weights"], sums["experts"]
     stats = RouterStatistics(
-        expert_load=joined.expert_load,
-        probability_sum=joined.probability_sum,
-        z_loss_sum=joined.z_loss_sum,
+        **sums,
         num_tokens=valid.sum().astype(jnp.float32),
-        num_dropped=joined.num_dropped,
-        num_rounds=joined.num_rounds,
-        num_shadows=joined.num_shadows,
-        entropy_sum=joined.entropy_sum,
-        sequence_balance_sum=joined.sequence_balance_sum,
         num_sequences=jnp.zeros((), jnp.float32) if sequences is None else sequences.share(jnp.float32).sum(),
     )
     layers, _, choices = joined.experts.shape
@@ -329,16 +324,5 @@ def _collect(hidden, routings: list[Routing], valid, sequences: Sequences | None
 
 def _of_no_layer(tokens: int) -> Routing:
     """The stacked routing of a model without experts."""
-    of_layers, of_experts, of_tokens = (jnp.zeros(shape, jnp.float32) for shape in ((0,), (0, 0), (0, tokens, 0)))
-    return Routing(
-        weights=of_tokens,
-        experts=of_tokens.astype(jnp.int32),
-        expert_load=of_experts.astype(jnp.int32),
-        probability_sum=of_experts,
-        z_loss_sum=of_layers,
-        num_dropped=of_layers.astype(jnp.int32),
-        num_rounds=of_layers.astype(jnp.int32),
-        num_shadows=of_layers.astype(jnp.int32),
-        entropy_sum=of_layers,
-        sequence_balance_sum=of_layers,
-    )
+    of_a_layer = jax.eval_shape(lambda logits: route(logits, 0, False), jax.ShapeDtypeStruct((tokens, 0), jnp.float32))
+    return jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), of_a_layer)
