@@ -8,8 +8,9 @@ slots alone), beside a plain `lax.all_to_all` of the buffers of transport `all_t
 
 Layer: as many tokens and fewer experts on each device, the more devices. Efficiency is the time on one device with all experts
 over the time on n; "load" is the choices of the busiest device's experts over the mean, which bounds it. Outputs and gradients
-of what is timed are compared with one device that computes everything. "no overlap" is a transport with collectives that XLA
-may not run beside computation. "n shadows" is a transport with up to n shadow experts; "shadows" says how many the call took.
+of what is timed are compared with one device that computes everything. "by copies" has hops that are copies between GPUs in
+place of NCCL's kernels; "no overlap" has collectives that XLA may not run beside computation. "n shadows" is a transport with
+up to n shadow experts; "shadows" says how many the call took.
 
 Times are the median of 5 groups of `--launches` calls between two synchronisations. What fails is a row with its error, and the
 others go on; the process ends with 1 where something failed or differs.
@@ -29,10 +30,11 @@ from jax.sharding import PartitionSpec as P
 from timing import median_ms
 
 from moe_jax.kernels import experts_mlp
-from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
+from moe_jax.parallel import ExpertParallel, default_hops, expert_parallel_mlp
 from moe_jax.parallel.expert import TRANSPORTS, combine, dispatch
 from moe_jax.parallel.expert.routes import first_route, owners, queue
 from moe_jax.parallel.expert.settings import Transport, first_capacity
+from moe_jax.parallel.hops import COPIES, MANY_AT_ONCE
 
 SPLIT = P("expert")
 
@@ -115,12 +117,12 @@ def measure_exchange(counts: list[int], sizes: dict, args: argparse.Namespace):
             row["dispatch_ms"] = median_ms(plain, (buffer,), args.launches)
             row["dispatch_gbs"] = plain_gbs = leaving["all_to_all"] * row_bytes / row["dispatch_ms"]
         yield row
-        for transport in args.transports:
+        for what, transport, options in with_and_without_copies(devices, args):
             how = "expert", transport, group_size(transport, devices, args)
-            row = dict(measured="exchange", devices=devices, what=transport)
+            row = dict(measured="exchange", devices=devices, what=what)
             with failure_in(row):
-                send = on_mesh(lambda x, route, how=how: dispatch(x, route, *how), mesh)
-                back = on_mesh(lambda rows, route, how=how, x=x: combine(rows, route, *how).astype(x.dtype), mesh)
+                send = on_mesh(lambda x, route, how=how: dispatch(x, route, *how), mesh, options)
+                back = on_mesh(lambda rows, route, how=how, x=x: combine(rows, route, *how).astype(x.dtype), mesh, options)
                 received = jax.block_until_ready(send(x, route))
                 for name, f, argument in (("dispatch", send, x), ("combine", back, received)):
                     row[f"{name}_ms"] = median_ms(f, (argument, route), args.launches)
@@ -184,9 +186,18 @@ def layer_variants(devices: int, args: argparse.Namespace) -> list[tuple[str, Tr
     """Names, transports, shadows and compiler options of what is timed on so many devices."""
     if devices == 1:
         return [("one device", None, 0, {})]
-    variants: list[tuple[str, Transport | None, int, dict]] = [(name, name, 0, {}) for name in args.transports]
-    variants += [(f"{name}, {n} shadows", name, n, {}) for name in args.transports for n in args.shadows]
+    transports = with_and_without_copies(devices, args)
+    variants: list[tuple[str, Transport | None, int, dict]] = [(what, name, 0, options) for what, name, options in transports]
+    variants += [(f"{what}, {n} shadows", name, n, options) for what, name, options in transports for n in args.shadows]
     return variants + [(f"{name}, no overlap", name, 0, NO_OVERLAP) for name in args.transports if name == "pairwise"]
+
+
+def with_and_without_copies(devices: int, args: argparse.Namespace) -> list[tuple[str, Transport, dict]]:
+    """Names, transports and compiler options."""
+    variants: list[tuple[str, Transport, dict]] = [(name, name, {}) for name in args.transports]
+    if "pairwise" in args.transports and default_hops(make_mesh(devices)) == "copies":
+        variants.append(("pairwise by copies", "pairwise", COPIES | MANY_AT_ONCE))
+    return variants
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Attention over a sequence split over the GPUs of one host, beside one GPU that computes all of it.
 
     python benchmarks/ring_attention.py --output results.json
-    XLA_FLAGS=--xla_gpu_use_memcpy_local_p2p=true python benchmarks/ring_attention.py     # hops by copy, not by NCCL's kernels
+    python benchmarks/ring_attention.py --hops nccl        # not by copies from GPU to GPU
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/ring_attention.py --small                    # on a CPU
 
 For n GPUs the sequence has n * `--tokens` tokens, causal. Efficiency is the time of one GPU for the whole sequence over n times
@@ -16,7 +16,6 @@ methods in turn; random data.
 import argparse
 import functools
 import json
-import os
 import statistics
 import sys
 import time
@@ -30,8 +29,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.kernels import attention
-from moe_jax.parallel import context_attention, shard_sequence, unshard_sequence
+from moe_jax.parallel import context_attention, default_hops, shard_sequence, unshard_sequence
 from moe_jax.parallel.context import Method
+from moe_jax.parallel.hops import COPIES, Hops
 from moe_jax.parallel.sequence import Layout
 
 SPLIT = P(None, "context")
@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--devices", nargs="+", type=int, help="by default the powers of two up to all devices")
     parser.add_argument("--methods", nargs="+", choices=get_args(Method), default=list(get_args(Method)))
     parser.add_argument("--layout", choices=get_args(Layout), default="zigzag")
+    parser.add_argument("--hops", choices=get_args(Hops), help="by default copies where they can be made")
     parser.add_argument("--tokens", type=int, default=8192, help="of each device")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -75,11 +76,12 @@ def main() -> None:
     if args.small:
         args.tokens, args.heads, args.kv_heads, args.head_dim, args.dtype = 256, 8, 4, 16, "float32"
         args.launches, args.groups = 2, 3
+    args.hops = args.hops or default_hops(make_mesh(jax.device_count()))
     counts = args.devices or [2**i for i in range(jax.device_count().bit_length())]
 
     print(
         f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}, {args.heads} heads on "
-        f"{args.kv_heads} of {args.head_dim}, layout {args.layout}, XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}"
+        f"{args.kv_heads} of {args.head_dim}, layout {args.layout}, hops by {args.hops}"
     )
     print(" ".join(f"{name:>11}" for name in COLUMNS), flush=True)
     rows = []
@@ -89,7 +91,6 @@ def main() -> None:
             rows.append(row)
     if args.output is not None:
         setting = vars(args) | {"output": str(args.output), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
-        setting["xla_flags"] = os.environ.get("XLA_FLAGS", "")
         args.output.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n")
     if any(row.get("parity") == "WRONG" or "failure" in row for row in rows):
         sys.exit(1)
@@ -109,8 +110,8 @@ def measure(devices: int, args: argparse.Namespace) -> list[dict]:
     for name, (f, on, inputs) in systems.items():
         row = rows[name] = {"devices": devices, "tokens": tokens, "method": name}
         try:
-            step = functools.partial(on_mesh(functools.partial(forward_and_backward, f), on), *inputs)
-            forward = functools.partial(on_mesh(f, on), *inputs[:3])
+            step = functools.partial(on_mesh(functools.partial(forward_and_backward, f), on, args.hops), *inputs)
+            forward = functools.partial(on_mesh(f, on, args.hops), *inputs[:3])
             found = step()
             if name == ALONE:
                 expected = found
@@ -137,8 +138,8 @@ def measure(devices: int, args: argparse.Namespace) -> list[dict]:
 def measure_hop(k, v, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> dict:
     """What a step of the ring has to hide."""
     pairs = [(i, (i + 1) % mesh.size) for i in range(mesh.size)]
-    both = jax.block_until_ready(on_mesh(lambda k, v: jnp.concatenate([k, v]), mesh)(k, v))
-    hop = on_mesh(lambda both: jax.lax.ppermute(both, "context", pairs), mesh)
+    both = jax.block_until_ready(on_mesh(lambda k, v: jnp.concatenate([k, v]), mesh, args.hops)(k, v))
+    hop = on_mesh(lambda both: jax.lax.ppermute(both, "context", pairs), mesh, args.hops)
     ms = median_ms({HOP: functools.partial(hop, both)}, args.launches, args.groups)[HOP]
     return {"fwd_ms": ms, "gb_per_s": both.nbytes / mesh.size / ms / 1e6}
 
@@ -156,9 +157,10 @@ def make_inputs(tokens: int, args: argparse.Namespace) -> list[jax.Array]:
     return [jax.random.normal(key, shape, args.dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def on_mesh(f: Callable, mesh: jax.sharding.Mesh) -> Callable:
+def on_mesh(f: Callable, mesh: jax.sharding.Mesh, hops: Hops) -> Callable:
     """f on each device's part of its arguments, all split along their tokens, jitted."""
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT))
+    options = COPIES if hops == "copies" and mesh.size > 1 else None
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT), compiler_options=options)
 
 
 def attend_alone(q, k, v, *, scale: float):

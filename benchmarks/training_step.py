@@ -25,7 +25,7 @@ from flax import nnx
 from moe_jax.check import random_model
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.flops import num_parameters, training_flops_per_token
-from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism, initialize_processes, make_mesh
+from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism, default_hops, initialize_processes, make_mesh
 from moe_jax.train.optimizer import make_optimizer
 from moe_jax.train.step import init_state, make_train_step, put_batch
 
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--capacity-factor", type=float, default=ExpertParallel.capacity_factor, help="of ExpertParallel")
     parser.add_argument("--shadow-experts", type=int, default=0, help="of ExpertParallel")
     parser.add_argument("--context-method", default="ring", choices=("ring", "all_gather", "ulysses"))
+    parser.add_argument("--hops", choices=("nccl", "copies"), help="of Parallelism; by default copies where they can be made")
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=4, help="of the whole batch")
     parser.add_argument("--packed", action="store_true", help="rows of several documents; by default each row is one")
@@ -66,7 +67,8 @@ def main() -> None:
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     mesh = make_mesh(**sizes, devices=devices)
     experts = ExpertParallel(transport=args.transport, capacity_factor=args.capacity_factor, shadow_experts=args.shadow_experts)
-    parallelism = Parallelism(mesh, experts, ContextParallel(method=args.context_method))
+    hops = args.hops or default_hops(mesh)
+    parallelism = Parallelism(mesh, experts, ContextParallel(method=args.context_method), hops)
     ceiling = measure_ceiling(256 if args.small else 8192)
     first = jax.process_index() == 0
     show = print if first else lambda *_, **__: None
@@ -74,13 +76,19 @@ def main() -> None:
         f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}, {args.config}, {config.num_hidden_layers} layers, ",
         end="",
     )
-    show(f"{num_parameters(config) / 1e9:.2f} B parameters, {args.rows} x {args.seq} tokens, {' '.join(args.mesh)}")
+    show(f"{num_parameters(config) / 1e9:.2f} B parameters, {args.rows} x {args.seq} tokens, {' '.join(args.mesh)}, {hops}")
     show(f"matmul ceiling {ceiling:.0f} TFLOP/s")
     results = []
     for routing in args.routings:
         row = measure(args, config, parallelism, routing)
         gc.collect()
-        row |= {"routing": routing, "mesh": sizes, "ceiling": ceiling, "of_ceiling": row["tflops_per_gpu"] / ceiling}
+        row |= {
+            "routing": routing,
+            "mesh": sizes,
+            "hops": hops,
+            "ceiling": ceiling,
+            "of_ceiling": row["tflops_per_gpu"] / ceiling,
+        }
         results.append(row)
         speed = f"{row['tokens_per_second_per_gpu']:.0f} tokens/s/GPU, {row['tflops_per_gpu']:.1f} TFLOP/s/GPU"
         memory = f"peak {row['peak_gib']:.1f} GiB, state {row['state_gib']:.1f} GiB"

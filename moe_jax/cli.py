@@ -249,8 +249,7 @@ class Plan:
       moment_dtype: as in `moe-jax finetune`.
       expert_load_imbalance: the busiest device's choices over the mean.
       context_method: how attention over a split sequence is computed (`moe-jax finetune` takes the ring).
-      hops: how the hops of a ring, and of tokens to the experts of few devices, are made. Default: copies where all devices are
-        of one host and XLA_FLAGS has --xla_gpu_collective_permute_mode=peer (docs/scaling.md, "Flags"), else NCCL.
+      hops: as in `moe-jax finetune`. Default: copies where all devices are of one host, whose GPUs one process can have.
       capacity_factor: as in `moe-jax finetune`.
       limit: how many meshes to list.
     """
@@ -274,7 +273,6 @@ class Plan:
         """Prints the table."""
         from moe_jax import plan
         from moe_jax.config import NAMED_CONFIGS, load_config
-        from moe_jax.parallel.environment import hops_are_copied
         from moe_jax.parallel.machine import H200
 
         if self.config not in NAMED_CONFIGS and not Path(self.config).is_dir():
@@ -286,7 +284,6 @@ class Plan:
             raise ValueError(f"sequence_length must be at least 1; got {self.sequence_length}")
         config = NAMED_CONFIGS[self.config] if self.config in NAMED_CONFIGS else load_config(self.config)
         rows = max(1, self.devices * 32768 // self.sequence_length) if self.rows is None else self.rows
-        copied = hops_are_copied(os.environ) and self.devices <= self.hosts_of
         predictions = plan.plan(
             config,
             self.devices,
@@ -299,7 +296,7 @@ class Plan:
             keys_per_token=self.keys_per_token,
             expert_load_imbalance=self.expert_load_imbalance,
             context_method=self.context_method,
-            hops=self.hops or ("copies" if copied else "nccl"),
+            hops=self.hops or ("copies" if self.devices <= self.hosts_of else "nccl"),
             capacity_factor=self.capacity_factor,
         )
         hosts = f"{self.devices} x {H200.name} in hosts of {self.hosts_of}"

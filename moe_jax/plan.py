@@ -8,7 +8,6 @@ from moe_jax.config import ModelConfig
 from moe_jax.cost import Prediction, Run, predict
 from moe_jax.cost.run import BYTES
 from moe_jax.flops import num_parameters
-from moe_jax.parallel.environment import MANY_HOPS, PEER_HOPS
 from moe_jax.parallel.machine import H200, Machine
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape
 
@@ -102,13 +101,7 @@ def format_plan(predictions: list[Prediction], limit: int) -> str:
     lines = [HEADER, *(row(prediction) for prediction in fitting[:limit])]
     if len(fitting) > limit:
         lines.append(f"and {len(fitting) - limit} more that fit")
-    return "\n".join([*lines, _memory(best), f"train so: {xla_flags(best.run)}moe-jax finetune {flags(best.run)} ..."])
-
-
-def xla_flags(run: Run) -> str:
-    """The settings of XLA that the run's hops by copies need."""
-    needed = [PEER_HOPS] * (run.mesh.context > 1 or run.exchanges) + [MANY_HOPS] * run.exchanges
-    return f'XLA_FLAGS="{" ".join(needed)}" ' if run.hops == "copies" and needed else ""
+    return "\n".join([*lines, _memory(best), f"train so: moe-jax finetune {flags(best.run)} ..."])
 
 
 def _remedy(prediction: Prediction) -> str:
@@ -137,4 +130,5 @@ def flags(run: Run) -> str:
     batch = f"--batch-size {run.rows} --seq-len {run.sequence_length}"
     dtypes = f"--param-dtype {run.param_dtype} --moment-dtype {run.moment_dtype}"
     capacity = "" if run.capacity_factor == Run.capacity_factor else f"--capacity-factor {run.capacity_factor:g}"
-    return " ".join(part for part in (axes, batch, dtypes, capacity, "" if run.remat else "--no-remat") if part)
+    hops = f"--hops {run.hops}" if run.mesh.context > 1 or run.exchanges else ""
+    return " ".join(part for part in (axes, batch, dtypes, capacity, hops, "" if run.remat else "--no-remat") if part)

@@ -11,7 +11,7 @@ from moe_jax.cli import main
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import Run
 from moe_jax.parallel.mesh import MeshShape
-from moe_jax.plan import KINDS, flags, format_plan, meshes, plan, xla_flags
+from moe_jax.plan import KINDS, flags, format_plan, meshes, plan
 
 DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]
 QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
@@ -61,7 +61,7 @@ def test_thousands_of_gpus():
 def test_the_program_prints_the_table_and_how_to_train_so(capsys):
     main("plan qwen3-30b-a3b --devices 4 --rows 32 --moment-dtype bfloat16 --limit 3".split())
     printed = capsys.readouterr().out
-    fitting = [p for p in plan(QWEN, 4, rows=32, sequence_length=4096, moment_dtype="bfloat16") if p.fits]
+    fitting = [p for p in plan(QWEN, 4, rows=32, sequence_length=4096, moment_dtype="bfloat16", hops="copies") if p.fits]
     assert printed.count(" s ") == 3 and f"and {len(fitting) - 3} more that fit" in printed
     assert f"{fitting[0].step_seconds:.3f} s" in printed
     assert f"moe-jax finetune {flags(fitting[0].run)} ..." in printed
@@ -108,22 +108,18 @@ def test_deepseek_v3_trains_on_whole_clusters(devices):
     assert smallest > 14 * 683e9 / devices
 
 
-def test_hops_are_those_that_the_flags_of_xla_make(capsys, monkeypatch):
-    """Copies take part in one process alone, that is on one host; what is asked for wins."""
-    sequence = "--sequence-length 262144 --limit 1"
-    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x --xla_gpu_collective_permute_mode=peer")
-    for asked, copied in (("", True), ("--hops nccl", False)):
-        main(f"plan qwen3-30b-a3b --devices 8 {sequence} {asked}".split())
-        printed = capsys.readouterr().out
-        assert ('XLA_FLAGS="--xla_gpu_collective_permute_mode=peer" moe-jax finetune --mesh.context 8' in printed) == copied
-    main(f"plan qwen3-30b-a3b --devices 16 --rows 2 {sequence}".split())
-    assert "XLA_FLAGS" not in capsys.readouterr().out
+def test_hops_are_copies_on_one_host_unless_asked_for_otherwise(capsys):
+    """One process has the GPUs of one host alone."""
+    options = "--sequence-length 262144 --limit 1"
+    for devices, asked, hops in ((8, "", "copies"), (8, "--hops nccl", "nccl"), (16, "--rows 2", "nccl")):
+        main(f"plan qwen3-30b-a3b --devices {devices} {options} {asked}".split())
+        assert f"--hops {hops}" in capsys.readouterr().out
 
 
-def test_an_exchange_by_copies_is_printed_with_both_flags_and_its_capacity():
+def test_an_exchange_by_copies_is_printed_with_its_capacity():
     run = Run(NAMED_CONFIGS["qwen3-30b-a3b"], MeshShape(expert=4), 32, 4096, hops="copies", capacity_factor=4.0)
-    assert xla_flags(run).count("--xla_gpu") == 2 and "--capacity-factor 4 " in f"{flags(run)} "
-    assert xla_flags(replace(run, hops="nccl")) == "" == xla_flags(replace(run, mesh=MeshShape(fsdp=4)))
+    assert "--capacity-factor 4 --hops copies" in flags(run)
+    assert "--hops" not in flags(replace(run, mesh=MeshShape(fsdp=4)))
 
 
 @pytest.mark.parametrize(

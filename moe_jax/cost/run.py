@@ -13,11 +13,11 @@ from moe_jax.config import DeepseekV3Config, ModelConfig, Qwen3MoeConfig, Stage
 from moe_jax.models.auto import from_config
 from moe_jax.parallel.context import Method
 from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, first_capacity
+from moe_jax.parallel.hops import Hops
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape
 
 Dtype = Literal["bfloat16", "float32"]
-Hops = Literal["nccl", "copies"]
 BYTES = {"bfloat16": 2, "float32": 4}
 
 
@@ -33,8 +33,7 @@ class Run:
       keys_per_token: how many keys a token sees on average, as packed documents shorten it; None: half a row.
       expert_load_imbalance: choices that the busiest device of the axis `expert` computes, over the mean.
       context_method: how attention is computed where the mesh has an axis `context`.
-      hops: how the ring passes on what it has, and tokens travel pairwise. "copies" is for one process that has all GPUs, with
-        the flags of `parallel.environment`.
+      hops: as in `parallel.Parallelism`; "copies" is for one process that has all GPUs.
       capacity_factor: as in `parallel.ExpertParallel`.
 
     Raises:
@@ -109,11 +108,13 @@ class Run:
 
     @property
     def gathers_tokens(self) -> bool:
-        """Whether all tokens go to all devices, by transport `gather` or, with copies, `pairwise`; else by `all_to_all`.
-
-        So `parallel.expert.mlp` does by default.
-        """
+        """Whether all tokens go to all devices, by transport `gather` or `pairwise`; else by `all_to_all`."""
         return self.capacity.tokens == self.tokens
+
+    @property
+    def sends_pairwise(self) -> bool:
+        """Whether they do so by `pairwise`, as `parallel.Parallelism` has it."""
+        return self.exchanges and self.hops == "copies" and self.capacity_factor >= self.mesh.expert
 
     @property
     def received(self) -> int:

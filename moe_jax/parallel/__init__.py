@@ -3,6 +3,7 @@
 from moe_jax.parallel.context import ContextParallel, context_attention, own_tokens, starts_of_segments
 from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
 from moe_jax.parallel.fsdp import ShardedParameters
+from moe_jax.parallel.hops import default_hops
 from moe_jax.parallel.layout import parameter_sharding
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape, make_mesh
 from moe_jax.parallel.parallelism import Parallelism
@@ -17,6 +18,7 @@ __all__ = [
     "Parallelism",
     "ShardedParameters",
     "context_attention",
+    "default_hops",
     "expert_parallel_mlp",
     "initialize_processes",
     "make_mesh",

@@ -1,12 +1,13 @@
 """What a model's tokens, experts and parameters have to do with a mesh, in one value that a training step is given."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.parallel.context import ContextParallel
 from moe_jax.parallel.expert import ExpertParallel
+from moe_jax.parallel.hops import COPIES, MANY_AT_ONCE, Hops, check_hops
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,9 @@ class Parallelism:
     Every device has tokens of its own: the rows of a batch are split over `data`, `fsdp` and `expert`, the tokens of a row over
     `context`. Parameters are split over all axes but `data` (`parallel.layout`): the experts stay where they are and tokens
     travel to them along `expert`, all other matrices are gathered where they are used (`parallel.fsdp`).
+
+    Raises:
+      ValueError: hops that the mesh's devices cannot make.
     """
 
     mesh: Mesh
@@ -23,11 +27,33 @@ class Parallelism:
     """How tokens travel to experts, where the mesh has more than one device along `expert`."""
     context: ContextParallel = ContextParallel()
     """How sequences are split and attention is computed, where it has more than one along `context`."""
+    hops: Hops = "nccl"
+    """How data passes from device to device (`parallel.hops`). With "copies" programs are to be compiled with
+    `compiler_options`, as `make_train_step` compiles its step."""
+
+    def __post_init__(self):
+        check_hops(self.hops, self.mesh)
+
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """What `jax.jit` takes so that hops are made as `hops` says."""
+        experts, context = self.expert_parallel, self.context_parallel
+        if self.hops == "nccl" or (experts is None and context is None):
+            return {}
+        return COPIES | (MANY_AT_ONCE if experts is not None and experts.transport == "pairwise" else {})
 
     @property
     def expert_parallel(self) -> ExpertParallel | None:
-        """`expert`, if there is anything to spread."""
-        return self.expert if self._size(self.expert.axis_name) > 1 else None
+        """`expert`, if there is anything to spread.
+
+        By copies, and with buffers that everything fits into, tokens travel pairwise unless its transport is another.
+        """
+        devices = self._size(self.expert.axis_name)
+        if devices == 1:
+            return None
+        if self.expert.transport is None and self.hops == "copies" and self.expert.capacity_factor >= devices:
+            return replace(self.expert, transport="pairwise")
+        return self.expert
 
     @property
     def context_parallel(self) -> ContextParallel | None:

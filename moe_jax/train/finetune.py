@@ -20,6 +20,7 @@ from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.expert import ExpertParallel
+from moe_jax.parallel.hops import default_hops
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.processes import barrier, is_first_process, require_shared, texts_of_all, unlike_the_first
@@ -228,7 +229,7 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
     if mesh is None:
         return None
     experts = ExpertParallel(capacity_factor=settings.capacity_factor, shadow_experts=settings.shadow_experts)
-    parallelism = Parallelism(mesh, experts)
+    parallelism = Parallelism(mesh, experts, hops=settings.hops or default_hops(mesh))
     parallelism.check_batch(settings.batch_size // settings.gradient_accumulation)
     return parallelism
 

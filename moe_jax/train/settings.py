@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from moe_jax.parallel.expert.settings import ExpertParallel
+from moe_jax.parallel.hops import Hops
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape
 from moe_jax.train.data.documents import FORMATS
 
@@ -46,6 +48,8 @@ class FinetuneSettings:
       capacity_factor: how many times what an even routing brings fits into one exchange between experts' devices. With the
         number of devices along mesh.expert everything fits, and no layer waits to learn whether it did
         (docs/parallel_experts.md).
+      hops: how data passes from device to device, in a ring along mesh.context or pairwise to experts: "copies", between the
+        GPUs of one process, or "nccl". None: copies where they can be made.
       shadow_experts: how many experts at most a layer may copy to all devices along mesh.expert for a step, where that takes
         more from the busiest device than the copies cost (docs/parallel_experts.md).
       tensorboard: write output/tensorboard too.
@@ -80,6 +84,7 @@ class FinetuneSettings:
     remat: bool = True
     mesh: MeshShape = MeshShape()
     capacity_factor: float = ExpertParallel.capacity_factor
+    hops: Hops | None = None
     shadow_experts: int = 0
     tensorboard: bool = False
     force_balanced_routing: bool = False
@@ -120,6 +125,8 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     for name, choices in (("data_format", FORMATS), ("dtype", DTYPES), ("param_dtype", DTYPES), ("moment_dtype", DTYPES)):
         if getattr(settings, name) not in choices:
             problems.append(f"{name}={getattr(settings, name)!r} must be one of {', '.join(choices)}")
+    if settings.hops not in (None, *get_args(Hops)):
+        problems.append(f"hops={settings.hops!r} must be one of {', '.join(get_args(Hops))}, or None")
     for axis in MESH_AXES:
         if not _fits(getattr(settings.mesh, axis), "an integer of at least 1"):
             problems.append(f"mesh.{axis}={getattr(settings.mesh, axis)!r} must be an integer of at least 1")

@@ -194,7 +194,9 @@ def make_train_step(
             one_device = parallelism is None and len(jax.tree.leaves(state.params)[0].sharding.device_set) == 1
             step = partial(train_step, one_device and gradient_accumulation > 1)
             # Metrics are whole on every device, so that each process can read them.
-            compiled.append(jax.jit(step, donate_argnums=0, out_shardings=(layout, _replicated(state.params))))
+            shardings = layout, _replicated(state.params)
+            options = None if parallelism is None else parallelism.compiler_options
+            compiled.append(jax.jit(step, donate_argnums=0, out_shardings=shardings, compiler_options=options))
         return compiled[0](state, batch)
 
     return jitted_step

@@ -9,7 +9,6 @@ The first round keeps for backward what `experts_mlp` keeps; a further one, whos
 and is computed again. Choices of shadow experts (`shadow`) take no part in the exchange.
 """
 
-import os
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +20,6 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.experts import Part, experts_mlp, experts_mlp_of_parts
 from moe_jax.kernels.shapes import check_experts_mlp
 from moe_jax.kernels.varying import vary_as
-from moe_jax.parallel.environment import hops_are_copied
 from moe_jax.parallel.expert.exchange import combine, dispatch
 from moe_jax.parallel.expert.routes import (
     Queues,
@@ -150,8 +148,7 @@ class _Plan(NamedTuple):
 def _plan(tokens: int, k: int, devices: int, local_experts: int, parallel: ExpertParallel, backend: str | None) -> _Plan:
     num_experts = local_experts * devices
     first = first_capacity(tokens, k, num_experts, devices, parallel.capacity_factor)
-    of_all_tokens: Transport = "pairwise" if hops_are_copied(os.environ) else "gather"
-    transport = parallel.transport or (of_all_tokens if first.tokens == tokens else "all_to_all")
+    transport = parallel.transport or ("gather" if first.tokens == tokens else "all_to_all")
     if transport == "gather" and parallel.drop is None:
         first = first._replace(tokens=tokens)
     further = further_capacity(first, k)

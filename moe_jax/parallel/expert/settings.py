@@ -22,8 +22,8 @@ class ExpertParallel:
     Attributes:
       axis_name: the mesh axis; the layer is called inside a `jax.shard_map` over it.
       transport: one of TRANSPORTS. None takes "gather" where the buffers of an exchange would be as large as what a gather
-        brings (2 to 4 devices with 8 choices a token), or "pairwise" if there hops are copies (`parallel.environment`), else
-        "all_to_all".
+        brings (2 to 4 devices with 8 choices a token), else "all_to_all"; "pairwise" pays where hops are copies
+        (`parallel.hops`), and `Parallelism` takes it there.
       capacity_factor: buffers hold so many times what an even routing brings. What does not fit travels in further rounds; into
         n times as much, on n devices, everything fits.
       drop: None drops nothing. "position" computes what fits in one round, the earlier tokens first, and drops the rest;

@@ -6,7 +6,6 @@ from expert_layer import ROUTINGS, arrays, assert_equal, direction, on_a_mesh, o
 from meshes import make_mesh
 
 from moe_jax.parallel import ExpertParallel
-from moe_jax.parallel.environment import PEER_HOPS
 from moe_jax.parallel.expert import TRANSPORTS
 
 
@@ -39,13 +38,3 @@ def test_buffers_for_the_worst_routing_need_no_further_rounds(transport):
         results, (dropped, rounds, _) = run(arrays(), direction(), routing(name))
         assert_equal(results, on_one_device(name))
         assert not dropped.any() and (rounds == 1).all()
-
-
-def test_buffers_of_all_tokens_travel_pairwise_where_hops_are_copies(monkeypatch):
-    def permutes(flags):
-        monkeypatch.setenv("XLA_FLAGS", flags)
-        run = on_a_mesh(ExpertParallel(capacity_factor=4), make_mesh(expert=4))
-        return run.lower(arrays(), direction(), routing("even")).as_text().count("collective_permute")
-
-    assert permutes("") == 0
-    assert permutes(f"--xla_x {PEER_HOPS}") > 0

@@ -80,6 +80,12 @@ def test_two_steps_are_those_of_one_device(sizes, options):
     assert sum(x.addressable_shards[0].data.size for x in moments) < 1.2 * sum(x.size for x in moments) / ways
 
 
+def test_a_step_is_compiled_with_the_options_of_its_hops(monkeypatch):
+    monkeypatch.setattr(Parallelism, "compiler_options", {"xla_no_such_option": "1"})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        train(make_batch(np.random.default_rng()), Parallelism(make_mesh(fsdp=8)))
+
+
 def test_dropped_choices_are_a_metric():
     mesh = make_mesh(expert=4, data=2)
     tight = ExpertParallel(transport="all_to_all", drop="position", capacity_factor=0.1)

@@ -1,0 +1,43 @@
+"""Hops, by which data goes from one device to another: what a ring passes on, and tokens that travel to experts pairwise.
+
+Over "nccl" a hop is a kernel, which takes cores from those that compute. As one of "copies" it goes from GPU to GPU beside
+them: a ring of attention was 10 to 20 % faster, and an exchange with experts the fastest of all (docs/performance.md). XLA
+copies between the GPUs of one process alone. Which of the two it makes is an option of the program it compiles.
+"""
+
+from typing import Literal, get_args
+
+from jax.sharding import Mesh
+
+Hops = Literal["nccl", "copies"]
+
+COPIES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+"""Options of `jax.jit`: each `ppermute` is a copy."""
+
+MANY_AT_ONCE = {"xla_gpu_experimental_parallel_collective_overlap_limit": "8"}
+"""So many collectives may be under way; else one runs beside computation, and the others alone."""
+
+
+def default_hops(mesh: Mesh) -> Hops:
+    """Copies where they can be made."""
+    return "nccl" if _obstacle(mesh) else "copies"
+
+
+def check_hops(hops: Hops, mesh: Mesh) -> None:
+    """Whether the devices of the mesh can make such hops.
+
+    Raises:
+      ValueError: they cannot, or `hops` is none of "nccl" and "copies".
+    """
+    if hops not in get_args(Hops):
+        raise ValueError(f"hops={hops!r} must be one of {', '.join(get_args(Hops))}")
+    if hops == "copies" and (obstacle := _obstacle(mesh)):
+        raise ValueError(f"hops='copies' are between the GPUs of one process, and the mesh has {obstacle}: take hops='nccl'")
+
+
+def _obstacle(mesh: Mesh) -> str:
+    """Why there are no copies between the devices; empty if there are."""
+    processes, platforms = ({getattr(d, name) for d in mesh.devices.flat} for name in ("process_index", "platform"))
+    if len(processes) > 1:
+        return f"devices of {len(processes)} processes"
+    return "" if platforms == {"gpu"} else f"devices of platform {', '.join(sorted(platforms))}"
