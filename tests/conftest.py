@@ -6,6 +6,11 @@ import os
 # blocks. With a pool of two, as a machine of two cores has, the warpgroup that they wait for may never run.
 os.environ.setdefault("NPROC", "16")
 
+import cpu_flags
+
+if os.environ.get("JAX_PLATFORMS") == "cpu":
+    os.environ.setdefault("XLA_FLAGS", cpu_flags.UNOPTIMISED)
+
 import jax
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cpu_flags
 import pytest
 from checkpoint_helpers import read_weights, same_bits, write_checkpoint, write_fp8
 
@@ -18,10 +19,9 @@ def run(folder, output, axes, *, processes: int, devices: int) -> list[dict]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
-    flags = f"--xla_force_host_platform_device_count={devices // processes}"
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": flags,
+        "XLA_FLAGS": cpu_flags.of_devices(devices // processes),
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
     }
     started = [

@@ -26,11 +26,6 @@ def make_batch(rng):
     return {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
 
 
-def jitted(function):
-    """Compiled without optimisation: most of these tests is compilation."""
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def rms_norm(x, weight, eps=1e-6):
     return weight * x / jnp.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
 
@@ -96,8 +91,8 @@ def test_two_modules_equal_the_papers_equations_with_every_gradient():
         def by_hand(params):
             return chain_by_hand(nnx.merge(graph, params, biases), batch)
 
-        (value, (total, parts)), gradients = jitted(jax.value_and_grad(ours, has_aux=True))(params)
-        expected, expected_gradients = jitted(jax.value_and_grad(by_hand))(params)
+        (value, (total, parts)), gradients = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)
+        expected, expected_gradients = jax.jit(jax.value_and_grad(by_hand))(params)
         np.testing.assert_allclose(value, expected, rtol=1e-10)
         np.testing.assert_allclose(total, (parts.cross_entropy + 0.3 * value) / batch["loss_mask"].sum(), rtol=1e-12)
         # The shared embedding and head and the model's own layers are among these.
@@ -113,7 +108,7 @@ def test_another_documents_tokens_change_nothing():
     batch, model = make_batch(rng), tiny.deepseek(mtp=2, layers=1)
     other = {**batch, "tokens": jnp.where(SEGMENTS == 2, rng.integers(0, 264, SEGMENTS.shape), batch["tokens"])}
 
-    @jitted
+    @jax.jit
     def further(batch):
         arguments = batch["tokens"], batch["positions"], batch["segment_ids"]
         return model.further_hidden_states(model.hidden_states(*arguments).hidden, *arguments)

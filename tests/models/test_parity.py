@@ -85,9 +85,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(variant):
         picked = jnp.take_along_axis(log_probabilities, jnp.asarray(tokens)[:, 1:, None], axis=-1)
         return -picked.mean() + coefficient * out.aux_loss, out
 
-    # Most of this test is compilation.
-    step = jax.jit(jax.value_and_grad(loss_of, has_aux=True), compiler_options={"xla_backend_optimization_level": 0})
-    (loss, out), gradients = step(parameters)
+    (loss, out), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(parameters)
     assert_close(out.logits, expected.logits)
     np.testing.assert_allclose(loss, expected.loss.detach(), rtol=1e-6)
     if balanced:

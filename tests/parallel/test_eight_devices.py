@@ -5,14 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cpu_flags
 import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 SECONDS = 560
-
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""These programs are small, and take longer to optimise than to run."""
 
 
 @pytest.mark.parametrize("path", sorted((HERE / "eight_devices").glob("test_*.py")), ids=lambda path: path.stem)
@@ -20,7 +18,7 @@ def test_on_eight_devices(path):
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": FLAGS,
+        "XLA_FLAGS": cpu_flags.of_devices(8),
         # Each device blocks a thread of XLA's pool in a collective.
         "NPROC": "16",
     }

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cpu_flags
+
 HERE = Path(__file__).parent
 
 SCRIPT = """
@@ -66,7 +68,7 @@ def test_a_mesh_changes_nothing_but_the_place(tmp_path):
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": cpu_flags.of_devices(4),
     }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=500

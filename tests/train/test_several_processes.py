@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import cpu_flags
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -39,8 +40,8 @@ main(["finetune", *sys.argv[2:], "--output", "run"])
 
 
 def environment(**more) -> dict[str, str]:
-    # Compiling is most of the time. Each device blocks a thread of XLA's pool in a collective.
-    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    # Each device blocks a thread of XLA's pool in a collective.
+    flags = cpu_flags.UNOPTIMISED
     return {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "NPROC": "16", "JAX_PLATFORMS": "cpu", **more}
 
 
