@@ -75,8 +75,8 @@ def experts_mlp(
                     y = experts_mlp(x, w_gate_up, w_down, ..., accumulate_into=totals)
                 totals = jax.grad(loss)(totals, x, ...)      # totals + d loss / d (w_gate_up, w_down)
 
-            The gradient of y must reach it by one call alone: two would add it twice. So must those of all devices:
-            inside `shard_map` each device has totals of its own, to be summed over devices at the end.
+            The gradient of y must reach it by one call alone: two would add it twice. A `vmap` over tokens is several calls,
+            and so is `shard_map`, inside which each device has totals of its own, to be summed over devices at the end.
 
     Expert ids are not checked, since under jit their values are unknown: a pair whose id is outside [0, E) adds nothing to
     its token and gets no gradient.
@@ -92,7 +92,7 @@ def experts_mlp(
     backend = resolve_backend(backend, x.dtype, x.shape[1], w_down.shape[2])
     arrays = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts))
     if accumulate_into is not None:
-        _check_totals(accumulate_into, arrays, sizes)
+        accumulate_into = _checked_totals(accumulate_into, arrays, sizes)
         # The totals' gradient takes the place of the weights'.
         arrays = (arrays[0], *map(jax.lax.stop_gradient, arrays[1:3]), *arrays[3:])
     x, w_gate_up, w_down, topk_weights, topk_experts = arrays
@@ -117,11 +117,11 @@ def experts_mlp_of_parts(
         max_pairs: of each part, as in `experts_mlp`.
 
     Raises:
-        ValueError: parts that differ in shape, or none, and what `experts_mlp` raises.
+        ValueError: parts that differ in shape or dtype, or none, and what `experts_mlp` raises.
     """
-    shapes = {jax.tree.map(jnp.shape, part) for part in parts}
-    if len(shapes) != 1:
-        raise ValueError(f"parts must be one or more of the same shapes; got {[tuple(part.x.shape) for part in parts]}")
+    types = [", ".join(f"{a.dtype}{list(a.shape)}" for a in part) for part in parts]
+    if len(set(types)) != 1:
+        raise ValueError(f"parts must be one or more of the same shapes and dtypes; got {'; '.join(types) or 'none'}")
     for x, topk_weights, topk_experts in parts:
         check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts)
     _check_positive(max_pairs=max_pairs)
@@ -184,7 +184,10 @@ def _check_positive(**counts: int | None) -> None:
             raise ValueError(f"{name} must be at least 1 or None; got {value}")
 
 
-def _check_totals(totals: tuple[Array, Array], arrays: tuple[Array, ...], sizes: dict[str, int]) -> None:
+def _checked_totals(totals: Sequence[Array], arrays: tuple[Array, ...], sizes: dict[str, int]) -> tuple[Array, Array]:
+    if len(totals) != 2 or any(total is None for total in totals):
+        found = ["None" if total is None else str(list(total.shape)) for total in totals]
+        raise ValueError(f"accumulate_into must be two arrays, of w_gate_up's and of w_down's shape; got {', '.join(found)}")
     wanted = jnp.promote_types(arrays[0].dtype, jnp.float32)
     axes = varying_axes(arrays)
     shapes = "experts 2*inter hidden", "experts hidden inter"
@@ -195,6 +198,8 @@ def _check_totals(totals: tuple[Array, Array], arrays: tuple[Array, ...], sizes:
             raise ValueError(f"{name} must be {wanted.name}, in which gradients are summed; got {total.dtype}")
         if missing := sorted(axes - varying_axes(total)):
             raise ValueError(f"{name} must vary over the mesh axes {missing}, as tokens or weights do: a device adds its own")
+    gate_up, down = totals
+    return gate_up, down
 
 
 def _gate_up_forward(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Array:

@@ -272,6 +272,10 @@ class Decoder(nnx.Module):
         for name, array in (("positions", positions), ("segment_ids", segment_ids)):
             if array is not None and array.shape != tokens.shape:
                 raise ValueError(f"{name} must have tokens' shape {tokens.shape}; got {array.shape}")
+        if cache is not None and (len(cache.segment_ids) != len(tokens) or cache.segment_ids.shape[1] < tokens.shape[1]):
+            raise ValueError(
+                f"the cache has room for (sequences, tokens) = {cache.segment_ids.shape}; got tokens {tokens.shape}"
+            )
         if cache is not None and positions is None:
             raise ValueError("positions must be given with a cache: the index in the segment goes on from the cached tokens")
         if expert_ids is not None:

@@ -150,10 +150,11 @@ def require_shared(folder: str | Path) -> None:
     """Makes the folder, and sees to it that all processes of the job have the same one; alone it only makes it.
 
     Raises:
-      ValueError: on some processes it is another folder of the same name; all processes raise it.
+      ValueError: on some processes it is another folder of the same name; all processes raise it, and no folder is made.
     """
     folder = Path(folder).expanduser().resolve()
     mark = folder / f".shared-{int(multihost_utils.broadcast_one_to_all(np.uint32(time.time_ns() % 2**32)))}"
+    is_made_here = is_first_process() and not folder.exists()
     if is_first_process():
         folder.mkdir(parents=True, exist_ok=True)
         mark.touch()
@@ -162,6 +163,8 @@ def require_shared(folder: str | Path) -> None:
     if is_first_process():
         mark.unlink()
     if not found.all():
+        if is_made_here:
+            folder.rmdir()
         raise ValueError(
             f"processes {np.flatnonzero(~found).tolist()} of {jax.process_count()} do not see the folder {folder} of process "
             "0: it must lie on a file system that all hosts share"

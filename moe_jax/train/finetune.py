@@ -25,6 +25,7 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.processes import barrier, is_first_process, require_shared, texts_of_all, unlike_the_first
 from moe_jax.train.data import Batches, Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
+from moe_jax.train.master_weights import initial_low_halves
 from moe_jax.train.metrics import MetricsWriter, max_mean_load, min_mean_load, of_layers, read_records
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
 from moe_jax.train.settings import FinetuneSettings
@@ -77,9 +78,12 @@ def finetune(
     parallelism = _parallelism(settings, model)
     tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
     documents = open_documents(settings.data, settings.data_format)
+    if model is not None:
+        # Refuses dtypes that cannot be trained.
+        jax.eval_shape(initial_low_halves, nnx.state(model, nnx.Param))
     config = read_config(settings.model, mtp=settings.mtp_loss_coef > 0) if model is None else model.config
     check_mtp_loss_coef(config, settings.mtp_loss_coef)
-    _check_shadow_experts(settings.shadow_experts, parallelism, config)
+    _check_experts(settings.shadow_experts, parallelism, config)
     stream = batches(
         documents,
         tokenizer,
@@ -211,7 +215,7 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
 
     Raises:
       ValueError: they are not all devices of all processes, and so would be a run for each process in the same folder; or the
-        rows of a micro-batch cannot be dealt out to them.
+        rows of a micro-batch cannot be dealt out to them, or a sequence not be split.
     """
     if model is None:
         alone = settings.mesh.size == 1 and jax.process_count() == 1
@@ -231,13 +235,20 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
     experts = ExpertParallel(capacity_factor=settings.capacity_factor, shadow_experts=settings.shadow_experts)
     parallelism = Parallelism(mesh, experts, hops=settings.hops or default_hops(mesh))
     parallelism.check_batch(settings.batch_size // settings.gradient_accumulation)
+    ways = mesh.shape.get("context", 1)
+    if ways > 1 and settings.seq_len % (2 * ways):
+        raise ValueError(f"seq_len={settings.seq_len} must be a multiple of 2 * mesh.context = {2 * ways}")
     return parallelism
 
 
-def _check_shadow_experts(shadow_experts: int, parallelism: Parallelism | None, config: ModelConfig) -> None:
-    if shadow_experts and (parallelism is None or parallelism.expert_parallel is None):
+def _check_experts(shadow_experts: int, parallelism: Parallelism | None, config: ModelConfig) -> None:
+    exchange = None if parallelism is None else parallelism.expert_parallel
+    if shadow_experts and exchange is None:
         raise ValueError(f"shadow_experts={shadow_experts} needs experts on several devices: a mesh.expert of 2 or more")
     num_experts = getattr(config, "num_experts", 0) if config.routed_layers else 0
+    devices = 1 if parallelism is None or exchange is None else parallelism.mesh.shape[exchange.axis_name]
+    if num_experts % devices:
+        raise ValueError(f"{num_experts} experts cannot be dealt out to mesh.expert={devices} devices; take a divisor")
     if shadow_experts > num_experts:
         raise ValueError(f"shadow_experts={shadow_experts} must be at most the {num_experts} experts of a layer")
 

@@ -144,14 +144,16 @@ def make_train_step(
         return total, parts, _as_f32(grads)
 
     def train_step(adds_in_place: bool, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-        check_mtp_loss_coef(nnx.merge(graphdef, state.params, state.expert_bias).config, mtp_loss_coef)
+        model = nnx.merge(graphdef, state.params, state.expert_bias)
+        check_mtp_loss_coef(model.config, mtp_loss_coef)
         num_labels = (batch["loss_mask"] != 0).sum().astype(jnp.float32)
         if parallelism is not None:
             parallelism.check_batch(batch["tokens"].shape[0] // gradient_accumulation)
         batch = {name: batch[name] for name in ("tokens", "labels", "loss_mask", "positions", "segment_ids")}
         if adds_in_place:
             of_batch = partial(micro_loss, expert_bias=state.expert_bias, num_labels=num_labels)
-            total, parts, grads = _summed_in_place(of_batch, state.params, batch, gradient_accumulation)
+            dtype = jnp.promote_types(model.dtype, jnp.float32)
+            total, parts, grads = _summed_in_place(of_batch, state.params, dtype, batch, gradient_accumulation)
         else:
             of_batch = partial(gradients, state.params, state.expert_bias, num_labels=num_labels)
             total, parts, grads = _summed(of_batch, batch, gradient_accumulation)
@@ -303,8 +305,8 @@ def _summed(gradients, batch: Batch, micro_batches: int):
     return jax.lax.scan(add, _zeros(gradients, stacked), stacked)[0]
 
 
-def _summed_in_place(micro_loss, params: nnx.State, batch: Batch, micro_batches: int):
-    """As `_summed`, for parameters on one device: the kernels add the gradients of experts to their sums.
+def _summed_in_place(micro_loss, params: nnx.State, dtype: jnp.dtype, batch: Batch, micro_batches: int):
+    """As `_summed`, for parameters on one device: the kernels add the gradients of experts to their sums, in `dtype`.
 
     So these are not rounded to the parameters' dtype before, and no second array of the experts' size holds them.
     """
@@ -323,10 +325,10 @@ def _summed_in_place(micro_loss, params: nnx.State, batch: Batch, micro_batches:
         found, totals = gradients(totals, micro_batch)
         return (jax.tree.map(jnp.add, sums, found), totals), None
 
-    totals = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    totals = jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), weights)
     zeros = _zeros(lambda batch: gradients(totals, batch)[0], stacked)
     ((total, parts, grads), totals), _ = jax.lax.scan(add, (zeros, totals), stacked)
-    return total, parts, nnx.merge_state(grads, totals)
+    return total, parts, nnx.merge_state(grads, _as_f32(totals))
 
 
 def _split(batch: Batch, micro_batches: int) -> Batch:

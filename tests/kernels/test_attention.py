@@ -63,7 +63,7 @@ def test_gradients_do_not_depend_on_the_chunk(monkeypatch):
     monkeypatch.setattr(module, "QUERY_CHUNK", 3)
     chunked = jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
     for a, b in zip(whole, chunked, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_a_query_that_sees_nothing_stays_finite_with_its_gradient():
@@ -94,7 +94,8 @@ def test_the_fused_kernel_gives_what_xla_gives(rng):
     q, k, v, options = fused_inputs(rng)
     for window in (None, 40, jnp.int32(40)):
         fused, plain = (attention(q, k, v, window=window, backend=name, **options) for name in ("mosaic", "xla"))
-        np.testing.assert_allclose(np.asarray(fused, np.float32), np.asarray(plain, np.float32), atol=3e-2)
+        # Two steps of bf16, of which one is 1/32 at 4 and above.
+        np.testing.assert_allclose(np.asarray(fused, np.float32), np.asarray(plain, np.float32), rtol=1.6e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize(

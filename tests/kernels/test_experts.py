@@ -329,12 +329,14 @@ def test_a_part_waits_for_those_before_it_and_its_result_for_no_other():
     assert text.count("optimization_barrier") == 2
 
 
-def test_parts_of_several_sizes_are_refused():
+def test_parts_of_several_sizes_or_dtypes_are_refused():
     x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 6, 3, 2, 8, 4, dtype=jnp.float32)
     parts = [kernels.Part(x[at], weights[at], chosen[at]) for at in (slice(0, 2), slice(2, 6))]
-    with pytest.raises(ValueError, match=r"parts must be one or more of the same shapes; got \[\(2, 8\), \(4, 8\)\]"):
+    with pytest.raises(ValueError, match=r"the same shapes and dtypes; got float32\[2, 8\], .*; float32\[4, 8\], "):
         kernels.experts_mlp_of_parts(parts, w_gate_up, w_down)
-    with pytest.raises(ValueError, match=r"got \[\]"):
+    with pytest.raises(ValueError, match=r"got float32\[2, 8\], .*; bfloat16\[2, 8\], "):
+        kernels.experts_mlp_of_parts([parts[0], parts[0]._replace(x=x[:2].astype(jnp.bfloat16))], w_gate_up, w_down)
+    with pytest.raises(ValueError, match="one or more of the same shapes and dtypes; got none"):
         kernels.experts_mlp_of_parts([], w_gate_up, w_down)
 
 
@@ -394,5 +396,8 @@ def test_other_bad_arguments_are_named():
         kernels.experts_mlp(*inputs, accumulate_into=(totals[0].astype(jnp.bfloat16), totals[1]))
     with pytest.raises(ValueError, match=r"accumulate_into\[1\] must .* with experts=4, hidden=8, inter=4; got \[3, 8, 4\]"):
         kernels.experts_mlp(*inputs, accumulate_into=(totals[0], totals[1][:3]))
+    for wrong in ((totals[0], None), (*totals, totals[0])):
+        with pytest.raises(ValueError, match=r"accumulate_into must be two arrays, of .* shape; got \[4, 8, 8\], (None|\[4)"):
+            kernels.experts_mlp(*inputs, accumulate_into=wrong)
     with pytest.raises(ValueError, match="argument backend: unknown backend 'cuda'; choose one of 'mosaic', 'triton', 'xla'"):
         kernels.experts_mlp(*inputs, backend="cuda")

@@ -81,6 +81,15 @@ def test_a_prompt_and_the_tokens_behind_it_are_the_forward_without_a_cache(model
     assert not any(of_all[:, :, done:].any() for of_all in cache.kept)
 
 
+@pytest.mark.parametrize("batch, seq", [(3, 7), (2, 9)])
+def test_prompts_that_do_not_fit_the_cache_are_refused(batch, seq):
+    config = CONFIGS["qwen3"]
+    graph, state = nnx.split(nnx.eval_shape(lambda: moe_jax.from_config(config, rngs=nnx.Rngs(0))))
+    cache, arrays = init_cache(config, 2, 8, jnp.float32), prompts(config, batch, seq)
+    with pytest.raises(ValueError, match=rf"room for \(sequences, tokens\) = \(2, 8\); got tokens \({batch}, {seq}\)"):
+        nnx.merge(graph, state)(*arrays, cache=cache)
+
+
 @pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
 def test_the_fused_kernel_gives_the_prompt_what_xla_gives(model_type, monkeypatch):

@@ -22,7 +22,7 @@ def routing_of(k=2, valid=None):
 def test_experts_take_first_choices_before_second_and_no_more_than_their_capacity(k):
     valid = np.random.default_rng().random(24) < 0.8
     before, _ = routing_of(k=k, valid=jnp.asarray(valid))
-    after = compiled_drop(before, num_groups=3, capacity=3, valid=jnp.asarray(valid))
+    after = compiled_drop(before, num_groups=3, capacity=2, valid=jnp.asarray(valid))
     expected, load, dropped = np.array(before.weights), np.zeros(4, int), 0
     for group in range(3):
         taken = np.zeros(4, int)
@@ -31,7 +31,7 @@ def test_experts_take_first_choices_before_second_and_no_more_than_their_capacit
                 expert = int(before.experts[t, choice])
                 if not valid[t]:
                     continue
-                if taken[expert] == 3:
+                if taken[expert] == 2:
                     expected[t, choice] = 0
                     dropped += 1
                     continue

@@ -4,9 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax.sharding import AbstractMesh
 
+from moe_jax.parallel import Parallelism
+from moe_jax.parallel.mesh import MESH_AXES
 from moe_jax.plots import plot_run
 from moe_jax.train import FinetuneSettings, finetune
+from moe_jax.train.finetune import _check_experts
 from moe_jax.train.metrics import read_records
 
 
@@ -79,6 +83,18 @@ def test_shadow_experts_on_one_device_are_refused(tmp_path):
     with pytest.raises(ValueError, match="shadow_experts=1 needs experts on several devices: a mesh.expert of 2 or more"):
         finetune(settings(tmp_path, shadow_experts=1), model=tiny.model(), tokenizer=tiny.tokenizer())
     assert not (tmp_path / "run").exists()
+
+
+def test_parameters_that_cannot_be_trained_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="parameters must be all float32 or all bfloat16 to be trained; there are float16"):
+        finetune(settings(tmp_path), model=tiny.model(param_dtype=jnp.float16), tokenizer=tiny.tokenizer())
+    assert not (tmp_path / "run").exists()
+
+
+def test_experts_that_devices_do_not_divide_are_refused():
+    parallelism = Parallelism(AbstractMesh((1, 1, 3, 1), MESH_AXES))
+    with pytest.raises(ValueError, match="4 experts cannot be dealt out to mesh.expert=3 devices; take a divisor"):
+        _check_experts(0, parallelism, tiny.model().config)
 
 
 def test_all_wrong_settings_are_named_at_once(tmp_path):

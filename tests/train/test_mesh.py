@@ -34,12 +34,11 @@ jax.config.update("jax_log_compiles", True)
 free = partial(moe_jax.parallel.ExpertParallel, flops_per_byte=0.0)
 sys.modules["moe_jax.train.finetune"].ExpertParallel = free
 
-def run(name, mesh, shadow_experts=0, **stop):
+def run(name, mesh, shadow_experts=0, seq_len=32, **stop):
     model = moe_jax.from_pretrained(folder + "/model", dtype=np.float32, mesh=mesh, progress=False)
     settings = FinetuneSettings(
-        model="none", data=folder + "/texts", output=folder + "/" + name, seq_len=32, batch_size=4, steps=6, learning_rate=1e-2,
-        warmup_steps=1, dtype="float32", checkpoint_every=3,
-        shadow_experts=shadow_experts,
+        model="none", data=folder + "/texts", output=folder + "/" + name, seq_len=seq_len, batch_size=4, steps=6,
+        learning_rate=1e-2, warmup_steps=1, dtype="float32", checkpoint_every=3, shadow_experts=shadow_experts,
     )
     metrics = finetune(settings, model=model, tokenizer=tiny.tokenizer(), **stop).metrics
     assert any(r["num_shadows"] for r in metrics[3:]) == bool(shadow_experts)
@@ -55,10 +54,11 @@ run("resumed", mesh, stop_after=3)
 assert run("resumed", mesh) == many
 run("moved", mesh, stop_after=3)
 moved = moe_jax.parallel.make_mesh(expert=2, context=2)
-try:
-    run("moved", moved, shadow_experts=5)
-except ValueError as error:
-    print(error)
+for refused in (partial(run, "moved", moved, shadow_experts=5), partial(run, "refused", moved, seq_len=30)):
+    try:
+        refused()
+    except ValueError as error:
+        print(error)
 np.testing.assert_allclose(run("moved", moved, shadow_experts=2), one, rtol=1e-4)
 """
 
@@ -76,3 +76,5 @@ def test_a_mesh_changes_nothing_but_the_place(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "compilations 1" in done.stdout
     assert "shadow_experts=5 must be at most the 4 experts of a layer" in done.stdout
+    assert "seq_len=30 must be a multiple of 2 * mesh.context = 4" in done.stdout
+    assert not (tmp_path / "refused").exists()

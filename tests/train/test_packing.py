@@ -66,6 +66,13 @@ def test_processes_that_read_their_own_rows_read_the_batch_of_one_and_go_on_from
     follow(2)
 
 
+def test_a_position_of_other_streams_is_refused(tmp_path):
+    documents = open_documents(tiny.write_texts(tmp_path))
+    one, two = (batches(documents, tiny.tokenizer(), seq_len=24, batch_size=size) for size in (32, 64))
+    with pytest.raises(ValueError, match="of other streams: it has none of number 1. .* take the one that"):
+        two.set_state(one.get_state())
+
+
 def test_streams_share_out_each_epoch(tmp_path):
     """Eight documents of a row each, so that 64 rows, of two streams, are eight epochs."""
     for i in range(8):

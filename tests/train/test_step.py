@@ -122,6 +122,16 @@ def test_gradients_of_experts_are_added_up_unrounded():
     assert experts == 4
 
 
+def test_gradients_of_experts_are_added_up_in_f64_where_that_is_computed_in():
+    batch, optimizer = make_batch(np.random.default_rng()), optax.sgd(1.0)
+    with jax.enable_x64(True):
+        model = tiny.biased_model(dtype=jnp.float64, param_dtype=jnp.float32)
+        step = make_train_step(nnx.graphdef(model), optimizer, gradient_accumulation=2, remat=False)
+        state, metrics = step(init_state(model, optimizer), batch)
+    assert np.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0
+    assert {p.dtype.name for p in jax.tree.leaves(state.params)} == {"float32"}
+
+
 def test_remat_changes_nothing():
     batch = make_batch(np.random.default_rng())
     optimizer = make_optimizer(1e-3)

@@ -84,7 +84,16 @@ class Batches(Iterator[Rows]):
         return {str(i): stream.get_state() for i, stream in self._streams.items()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a position that has these streams, and may have others."""
+        """Goes to a position that has these streams, and may have others.
+
+        Raises:
+          ValueError: it has not all of these.
+        """
+        if missing := [i for i in self._streams if str(i) not in state]:
+            raise ValueError(
+                f"the position is of other streams: it has none of number {', '.join(map(str, missing))}. Documents are dealt "
+                "out by batch_size; take the one that the position was saved with"
+            )
         for i, stream in self._streams.items():
             stream.set_state(state[str(i)])
 

@@ -32,7 +32,7 @@ def make_batch(rng):
 
 
 def train(batch, parallelism=None, steps=2, make_model=tiny.model, **options):
-    """(parameters, metrics) after some steps of AdamW."""
+    """The state after some steps of AdamW, and the metrics of each."""
     graph, params, *biases = nnx.split(make_model(), nnx.Param, ExpertBias)
     if parallelism is not None:
 
@@ -44,8 +44,10 @@ def train(batch, parallelism=None, steps=2, make_model=tiny.model, **options):
     state = init_state(nnx.merge(graph, params, *biases), optimizer)
     options = dict(aux_loss_coef=0.1, sequence_loss_coef=0.1, z_loss_coef=0.1) | options
     step = make_train_step(graph, optimizer, parallelism=parallelism, **options)
+    metrics = []
     for _ in range(steps):
-        state, metrics = step(state, put_batch(batch, state.params, parallelism))
+        state, of_step = step(state, put_batch(batch, state.params, parallelism))
+        metrics.append(of_step)
     return state, metrics
 
 
@@ -66,8 +68,10 @@ def test_two_steps_are_those_of_one_device(sizes, options):
     batch = make_batch(np.random.default_rng())
     expected, expected_metrics = train(batch, **options)
     state, metrics = train(batch, Parallelism(make_mesh(**sizes)), **options)
-    for name, value in expected_metrics.items():
-        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+    # The second step inherits f32's noise through AdamW, as below.
+    for ours, theirs, rtol in zip(metrics, expected_metrics, (1e-5, 1e-4), strict=True):
+        for name, value in theirs.items():
+            np.testing.assert_allclose(ours[name], value, rtol=rtol, atol=1e-7, err_msg=name)
     for (path, ours), theirs in zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(expected.params), strict=True):
         # AdamW divides a gradient by its own size: where it is next to nothing, f32's noise moves the weight by a step.
         assert relative_error(ours, theirs) < 1e-3, jax.tree_util.keystr(path)
@@ -89,7 +93,7 @@ def test_a_step_is_compiled_with_the_options_of_its_hops(monkeypatch):
 def test_dropped_choices_are_a_metric():
     mesh = make_mesh(expert=4, data=2)
     tight = ExpertParallel(transport="all_to_all", drop="position", capacity_factor=0.1)
-    _, metrics = train(make_batch(np.random.default_rng()), Parallelism(mesh, tight), steps=1)
+    _, [metrics] = train(make_batch(np.random.default_rng()), Parallelism(mesh, tight), steps=1)
     # 64 tokens from a device to a device always fit.
     assert metrics["num_dropped"] == 0 and metrics["num_dropped"].dtype == jnp.int32
 
@@ -105,7 +109,7 @@ def test_rounds_and_shadows_are_metrics_of_each_layer():
 
     parallelism = Parallelism(make_mesh(expert=4, context=2), ExpertParallel(shadow_experts=3, flops_per_byte=0.0))
     batch = make_batch(np.random.default_rng())
-    _, metrics = train(batch, parallelism, steps=1, make_model=make_model, gradient_accumulation=2)
+    _, [metrics] = train(batch, parallelism, steps=1, make_model=make_model, gradient_accumulation=2)
     for name, value in (("num_shadows", 2), ("num_rounds", 1)):
         assert metrics[name].tolist() == [value, value] and metrics[name].dtype == jnp.float32
 
