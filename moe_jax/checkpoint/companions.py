@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from moe_jax.checkpoint.folders import MODEL_FILES
-from moe_jax.config import ModelConfig, config_to_dict
+from moe_jax.checkpoint.hub import downloaded
+from moe_jax.config import config_to_dict
 from moe_jax.models.decoder import Decoder
 
 TOKENIZER_FILES = (
@@ -23,20 +25,20 @@ class Companions:
 
     Args:
       model: its `source`, if any, gives the generation config and, unless `tokenizer_from` is given, the tokenizer.
-      tokenizer_from: the folder whose tokenizer files to copy.
+      tokenizer_from: the folder or hub id whose tokenizer files to copy.
 
     Attributes:
       replaces: patterns of what a save of these files takes the place of. Without tokenizer files, old ones are kept.
 
     Raises:
-      FileNotFoundError: `tokenizer_from` has no tokenizer files.
+      FileNotFoundError: `tokenizer_from` has no tokenizer files, or is neither a folder nor a model on the hub.
     """
 
     def __init__(self, model: Decoder, tokenizer_from: str | Path | None = None):
         # transformers 5 looks for dtype, transformers 4 for torch_dtype.
         dtype = model.embed_tokens.weight.dtype.name
         self.config = config_to_dict(model.config) | {"dtype": dtype, "torch_dtype": dtype}
-        self.generation = _generation_config(model.config, model.source)
+        self.generation = generation_config(model)
         tokenizer = _tokenizer_files(tokenizer_from, model.source)
         self.tokenizer = {file.name: file.read_bytes() for file in tokenizer}
         self.replaces = MODEL_FILES + (TOKENIZER_FILES if tokenizer else ())
@@ -54,11 +56,11 @@ def write_json(file: Path, fields: dict) -> None:
     file.write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def _generation_config(config: ModelConfig, source: str | None) -> dict:
-    """The source folder's generation_config.json, or one with the config's special tokens."""
-    if source is not None and (Path(source) / "generation_config.json").is_file():
-        return json.loads((Path(source) / "generation_config.json").read_text())
-    ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+def generation_config(model: Decoder) -> dict[str, Any]:
+    """The generation_config.json of the folder that the model came from, or one with the config's special tokens."""
+    if model.source is not None and (Path(model.source) / "generation_config.json").is_file():
+        return json.loads((Path(model.source) / "generation_config.json").read_text())
+    ids = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in ids.items() if value is not None}
 
 
@@ -67,8 +69,10 @@ def _tokenizer_files(tokenizer_from: str | Path | None, source: str | None) -> l
     folder = tokenizer_from if tokenizer_from is not None else source
     if folder is None:
         return []
-    files = [Path(folder).expanduser() / name for name in TOKENIZER_FILES]
-    files = [file for file in files if file.is_file()]
+    path = Path(folder).expanduser()
+    if tokenizer_from is not None and not path.is_dir():
+        path = downloaded(str(tokenizer_from), TOKENIZER_FILES)
+    files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
     if tokenizer_from is not None and not files:
         raise FileNotFoundError(f"tokenizer_from={str(folder)!r} has none of {', '.join(TOKENIZER_FILES)}")
     return files

@@ -72,6 +72,10 @@ def open_tensors(folder: Path, problems: list[str]) -> dict[str, StoredTensor]:
         files = sorted(folder.glob(pattern))
         if files:
             return _open_files(files, read_file, problems)
+    if (folder / "params").is_dir():
+        problems.append(
+            "this is an Orbax checkpoint: `moe-jax convert FOLDER TARGET --to hf` makes a Hugging Face folder of it"
+        )
     problems.append("no weight files: expected model.safetensors, *.safetensors with an index, or pytorch_model*.bin")
     return {}
 

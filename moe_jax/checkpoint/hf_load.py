@@ -8,10 +8,8 @@ import logging
 from collections import defaultdict
 from pathlib import Path
 
-import huggingface_hub
 import jax.numpy as jnp
 from flax import nnx
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from jax.sharding import Mesh
 from tqdm import tqdm
 
@@ -19,6 +17,7 @@ from moe_jax.checkpoint.folders import previous_of
 from moe_jax.checkpoint.fp8 import dequantised, read_block_size
 from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, CheckpointError, open_tensors
 from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
+from moe_jax.checkpoint.hub import downloaded
 from moe_jax.checkpoint.streaming import Piece, held_parts, load_parameter, num_elements, piece_of, same_values
 from moe_jax.config import ModelConfig, load_config
 from moe_jax.models.auto import from_config
@@ -103,18 +102,11 @@ def _find(folder_or_hub_id: str | Path) -> Path:
     previous = previous_of(folder)
     if previous.is_dir():
         raise FileNotFoundError(f"a save to {folder} was cut short; the checkpoint that was there lies whole in {previous}")
-    name = str(folder_or_hub_id)
-    wanted = f"{name!r} is neither a folder with a checkpoint nor a model on the Hugging Face hub"
-    try:
-        files = ["*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja"]
-        for weights in ("*.safetensors", "*.bin"):
-            folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=[*files, weights], ignore_patterns=["*/*"]))
-            if any(folder.glob(weights)):
-                break
-    except HFValidationError as error:
-        raise FileNotFoundError(wanted) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise FileNotFoundError(f"{wanted} that can be reached: {error}") from error
+    files = ["*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja"]
+    for weights in ("*.safetensors", "*.bin"):
+        folder = downloaded(str(folder_or_hub_id), [*files, weights])
+        if any(folder.glob(weights)):
+            break
     return folder
 
 
@@ -126,6 +118,8 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> tuple[Model
     problems: list[str] = []
     block_size = read_block_size(folder)
     stored = open_tensors(folder, problems)
+    if not stored:
+        raise CheckpointError(folder, problems)
     if block_size is not None:
         stored = dequantised(stored, block_size, problems)
     further = [name for name in stored if _predicts_further(name, config)]

@@ -32,13 +32,14 @@ def save_pretrained(
     that belong to no checkpoint are kept. One shard at a time is in host memory.
 
     Args:
-      tokenizer_from: the folder whose tokenizer files to copy (default: the folder that the model was loaded from, if any).
+      tokenizer_from: the folder or hub id whose tokenizer files to copy (default: the folder that the model was loaded from, if
+        any).
       max_shard_bytes: the largest size of a file, unless a single tensor is larger.
       progress: show a progress bar when stderr is a terminal.
 
     Raises:
       FileExistsError: `folder` has files and no config.json, so it is not a checkpoint that may be replaced.
-      FileNotFoundError: `tokenizer_from` has no tokenizer files.
+      FileNotFoundError: `tokenizer_from` has no tokenizer files, or is neither a folder nor a model on the hub.
     """
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive")

@@ -23,7 +23,7 @@ from checkpoint_helpers import (
 )
 from flax import nnx
 
-from moe_jax.checkpoint import hf_files, hf_load, streaming
+from moe_jax.checkpoint import hf_files, hf_load, hub, streaming
 from moe_jax.checkpoint.hf_files import MAX_PROBLEMS_LISTED, CheckpointError
 from moe_jax.checkpoint.hf_load import from_pretrained, read_config
 from moe_jax.checkpoint.hf_names import export
@@ -381,7 +381,7 @@ def test_hub_id_is_downloaded_with_torch_files_only_as_a_last_resort(moe_folder,
         asked.append((name, allow_patterns[-1]))
         return str(moe_folder)
 
-    monkeypatch.setattr(hf_load.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
     model = from_pretrained("someone/some-model", dtype=jnp.float32)
     assert asked == [("someone/some-model", "*.safetensors")]
     assert_holds(model, stored)

@@ -16,7 +16,7 @@ import transformers
 from checkpoint_helpers import MOE_SIZES, parameters, read_weights, same_bits, write_checkpoint
 from flax import nnx
 
-from moe_jax.checkpoint import hf_save
+from moe_jax.checkpoint import hf_save, hub
 from moe_jax.checkpoint.companions import TOKENIZER_FILES
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.hf_save import save_pretrained
@@ -110,6 +110,23 @@ def test_tokenizer_and_generation_config_are_passed_along(moe_folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="has none of tokenizer.json"):
         save_pretrained(model, tmp_path / "b", tokenizer_from=tmp_path)
     assert not (tmp_path / "b").exists()
+
+
+def test_tokenizer_from_a_hub_id(moe_folder, tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="neither a folder with a checkpoint nor a model"):
+        save_pretrained(random_model(), tmp_path / "b", tokenizer_from=tmp_path / "nothing")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "tokenizer.json").write_text("of the hub")
+    asked = []
+
+    def snapshot_download(name, *, allow_patterns, ignore_patterns):
+        asked.append((name, allow_patterns))
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
+    save_pretrained(from_pretrained(moe_folder), tmp_path / "a", tokenizer_from="someone/some-model")
+    assert asked == [("someone/some-model", list(TOKENIZER_FILES))]
+    assert (tmp_path / "a" / "tokenizer.json").read_text() == "of the hub"
 
 
 def test_saving_into_the_folder_it_came_from(moe_folder):
