@@ -53,7 +53,6 @@ def main(settings: Settings) -> None:
         seq_len=settings.seq_len,
         batch_size=settings.rows_per_gpu * gpus,
         steps=settings.steps,
-        warmup_steps=settings.steps // 10,
         learning_rate=settings.learning_rate,
         param_dtype="bfloat16",
         moment_dtype="float32" if gpus >= 8 else "bfloat16",

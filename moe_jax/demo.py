@@ -34,7 +34,7 @@ MAX_LOGIT_DIFFERENCE = 1e-3
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """Settings of the demo; the defaults take under 5 minutes on two CPU cores.
+    """Train, resume, export and sample a small model on this machine; the defaults take under 5 minutes on two CPU cores.
 
     Attributes:
       output: the folder to write to; an earlier demo there is replaced.
@@ -217,7 +217,6 @@ def training_settings(settings: DemoSettings, output: Path) -> FinetuneSettings:
         batch_size=settings.batch_size,
         steps=settings.steps,
         learning_rate=3e-3,
-        warmup_steps=settings.steps // 10,
         checkpoint_every=settings.steps,
         dtype="bfloat16" if jax.default_backend() == "gpu" else "float32",
         remat=False,

@@ -1,5 +1,7 @@
 """Checkpoints of a training run with Orbax: asynchronous, the newest n kept, complete or absent."""
 
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ class TrainingCheckpoints:
             raise ValueError(f"keep must be at least 1; got {keep}")
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True, create=True)
         self._manager = ocp.CheckpointManager(Path(folder).resolve(), options=options)
+        self._got_sigterm = False
+        self._handler_before: Any = None
 
     def latest_step(self) -> int | None:
         """The newest complete checkpoint's step; None if there is none."""
@@ -43,10 +47,28 @@ class TrainingCheckpoints:
         self._manager.save(step, args=args)
 
     def told_to_stop(self, step: int) -> bool:
-        """Whether all processes of a job are to save now and end, since one of them got SIGTERM; alone always False."""
-        return self._manager.reached_preemption(step)
+        """Whether all processes of a job are to save now and end, since one of them got SIGTERM; alone only after `listen`."""
+        return self._got_sigterm or self._manager.reached_preemption(step)
+
+    def listen(self) -> None:
+        """From here to `close`, which waits for what is being saved, SIGTERM ends nothing: `told_to_stop` says that it came.
+
+        Of several processes JAX hears it, and lets all know at the same step; threads but the main one cannot hear any.
+        """
+        if jax.process_count() > 1 or threading.current_thread() is not threading.main_thread():
+            return
+
+        def heard(*_) -> None:
+            self._got_sigterm = True
+
+        self._handler_before = signal.signal(signal.SIGTERM, heard) or signal.SIG_DFL
 
     def close(self) -> None:
         """Waits for saves under way."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        try:
+            self._manager.wait_until_finished()
+            self._manager.close()
+        finally:
+            if self._handler_before is not None:
+                signal.signal(signal.SIGTERM, self._handler_before)
+                self._handler_before = None

@@ -61,6 +61,7 @@ def finetune(
 
     All processes of a job (`parallel.initialize_processes`) call this together, with an output folder that they share. Each
     computes its devices' part of the same batches; the first one writes logs. SIGTERM to any has them save and return.
+    One process alone does so too.
 
     Args:
       settings: the run.
@@ -115,7 +116,7 @@ def finetune(
     schedule = warmup_cosine(
         settings.learning_rate,
         steps=settings.steps,
-        warmup_steps=settings.warmup_steps,
+        warmup_steps=min(100, settings.steps // 10) if settings.warmup_steps is None else settings.warmup_steps,
         min_ratio=settings.min_learning_rate_ratio,
     )
     optimizer = make_optimizer(
@@ -156,6 +157,7 @@ def finetune(
     step = start
     quiet = None if is_first_process() else True
     progress = tqdm(total=settings.steps, initial=start, desc="training", unit="step", disable=quiet)
+    checkpoints.listen()
     try:
         while step < last:
             began = time.perf_counter()

@@ -14,7 +14,11 @@ DTYPES = ("bfloat16", "float32")
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """Settings of `finetune`. Any wrong value raises a ValueError that lists all of them.
+    """Fine-tune a model on texts or chats. The same command goes on where an interrupted run was.
+
+    moe-jax finetune --model Qwen/Qwen3-30B-A3B --data chats.jsonl --output runs/mine --seq-len 4096 --steps 1000
+
+    The settings of `train.finetune`; any wrong value raises a ValueError that lists all of them.
 
     Attributes:
       model: a checkpoint folder or hub id.
@@ -27,6 +31,7 @@ class FinetuneSettings:
       gradient_accumulation: micro-batches in an optimizer step.
       steps: optimizer steps in all.
       learning_rate: the peak, reached after `warmup_steps`; it falls along a cosine to `min_learning_rate_ratio` of it.
+      warmup_steps: None: a tenth of `steps`, at most 100.
       weight_decay: AdamW's; norms and biases do not decay.
       max_grad_norm: gradients with a larger norm are scaled down to it.
       aux_loss_coef: the load-balancing loss's factor; None: the config's router_aux_loss_coef.
@@ -67,7 +72,7 @@ class FinetuneSettings:
     steps: int = 1000
     learning_rate: float = 1e-5
     min_learning_rate_ratio: float = 0.1
-    warmup_steps: int = 100
+    warmup_steps: int | None = None
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
     aux_loss_coef: float | None = None
@@ -118,7 +123,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     for want, names in wanted.items():
         for name in names:
             value = getattr(settings, name)
-            if name in ("aux_loss_coef", "sequence_loss_coef") and value is None:
+            if name in ("warmup_steps", "aux_loss_coef", "sequence_loss_coef") and value is None:
                 continue
             if not _fits(value, want):
                 problems.append(f"{name}={value!r} must be {want}")
@@ -142,7 +147,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
         problems.append(f"a micro-batch of {rows} rows cannot be dealt out to data x fsdp x expert = {ways} devices")
     if settings.mesh.context > 1 and settings.seq_len % (2 * settings.mesh.context):
         problems.append(f"seq_len={settings.seq_len} must be a multiple of 2 * mesh.context = {2 * settings.mesh.context}")
-    if settings.warmup_steps > settings.steps:
+    if settings.warmup_steps is not None and settings.warmup_steps > settings.steps:
         problems.append(f"warmup_steps={settings.warmup_steps} must not exceed steps={settings.steps}")
     if not Path(settings.data).expanduser().exists():
         problems.append(f"data={settings.data!r} does not exist")

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import tiny
 
-from moe_jax.train.metrics import read_records
+from moe_jax.checkpoint.training import TrainingCheckpoints
+from moe_jax.train import FinetuneSettings, finetune
+from moe_jax.train.metrics import MetricsWriter, read_records
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -60,9 +62,23 @@ def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path):
     assert kept == [20, 24]
 
 
-def test_a_folder_with_another_run_is_refused_before_weights_are_read(tmp_path, monkeypatch):
-    from moe_jax.train import FinetuneSettings, finetune
+def test_sigterm_to_a_process_that_is_alone_has_it_save_and_return(tmp_path, monkeypatch):
+    options = dict(model="none", data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "run"), dtype="float32")
+    settings = FinetuneSettings(**options, seq_len=16, batch_size=2, steps=5)
+    handler, write = signal.getsignal(signal.SIGTERM), MetricsWriter.write
 
+    def write_and_be_told(self, record, of_layers):
+        write(self, record, of_layers)
+        if record["step"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(MetricsWriter, "write", write_and_be_told)
+    assert finetune(settings, model=tiny.model(), tokenizer=tiny.tokenizer()).step == 2
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert TrainingCheckpoints(tmp_path / "run" / "checkpoints").latest_step() == 2
+
+
+def test_a_folder_with_another_run_is_refused_before_weights_are_read(tmp_path, monkeypatch):
     data, checkpoint = tiny.write_texts(tmp_path / "texts"), tmp_path / "model"
     tiny.model().save_pretrained(checkpoint)
     options = dict(
