@@ -4,6 +4,7 @@ Each is a dataclass; tyro makes its options.
 """
 
 import os
+import signal
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -74,14 +75,17 @@ class Plot:
 
 @dataclass(frozen=True)
 class Generate:
-    """Continue a prompt.
+    """Continue a prompt, or answer it.
 
     moe-jax generate runs/demo/model --prompt "import os" --max-new-tokens 64
+    moe-jax generate Qwen/Qwen3-30B-A3B --chat --prompt "Why is the sky blue?" --max-new-tokens 512
 
     Args:
       model: a Hugging Face folder or hub id.
       prompt: the text to continue.
-      max_new_tokens: how many tokens to add at most.
+      chat: the prompt is what a user says: it goes through the tokenizer's chat template, and the answer alone is printed.
+      max_new_tokens: how many tokens to add at most; fewer if a token comes that ends the text (generation_config.json names
+        it, or config.json).
       temperature: 0 takes the most likely token each time.
       top_k: draw from the k most likely tokens alone.
       top_p: draw from the most likely tokens whose probabilities reach p.
@@ -93,6 +97,7 @@ class Generate:
 
     model: tyro.conf.Positional[str]
     prompt: str
+    chat: bool = False
     max_new_tokens: int = 64
     temperature: float = 0.0
     top_k: int | None = None
@@ -102,23 +107,30 @@ class Generate:
     dtype: Dtype = "bfloat16"
 
     def run(self) -> None:
-        """Prints prompt and continuation."""
+        """Prints prompt and continuation, or the answer."""
+        from moe_jax.checkpoint.companions import generation_config
         from moe_jax.checkpoint.hf_load import from_pretrained
         from moe_jax.generation import generate, generate_with_drafts
         from moe_jax.train import load_tokenizer
 
         model = from_pretrained(self.model, dtype=self.dtype, mtp=self.drafts)
         tokenizer = load_tokenizer(model.source or self.model)
-        prompt = tokenizer(self.prompt, add_special_tokens=False)["input_ids"]
+        if self.chat and not tokenizer.chat_template:
+            raise ValueError(f"--chat needs a tokenizer with a chat template; that of {self.model} has none")
+        if self.chat:
+            messages = [{"role": "user", "content": self.prompt}]
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        else:
+            prompt = tokenizer(self.prompt, add_special_tokens=False)["input_ids"]
         options: dict[str, Any] = dict(
             max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p,
-            eos_token_id=model.config.eos_token_id, seed=self.seed,
+            eos_token_id=generation_config(model).get("eos_token_id", model.config.eos_token_id), seed=self.seed,
         )  # fmt: skip
         if self.drafts:
             new, drafts = generate_with_drafts(model, prompt, **options)
         else:
             new = generate(model, prompt, **options)
-        print(tokenizer.decode(prompt + new, skip_special_tokens=True))
+        print(tokenizer.decode(new if self.chat else prompt + new, skip_special_tokens=True))
         if self.drafts:
             rate = f"{drafts.acceptance_rate:.0%}"
             print(f"{drafts.accepted} of {drafts.drafted} drafts were accepted ({rate})", file=sys.stderr)
@@ -347,6 +359,9 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError, ArithmeticError) as error:
         print(f"moe-jax: {error}", file=sys.stderr)
         processes.leave(2)
+    except KeyboardInterrupt:
+        print("moe-jax: interrupted", file=sys.stderr)
+        processes.leave(128 + signal.SIGINT)
 
 
 def _finetune(settings: Any) -> None:
@@ -361,7 +376,7 @@ def _finetune(settings: Any) -> None:
             print(f"stopped after step {result.step} and saved; the same command goes on from there", flush=True)
         processes.leave(143)
     folder = Path(settings.output) / "model"
-    result.model.save_pretrained(folder)
+    result.model.save_pretrained(folder, tokenizer_from=settings.tokenizer)
     if first:
         print(f"trained to step {result.step}; Hugging Face checkpoint in {folder}")
 

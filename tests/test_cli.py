@@ -26,8 +26,9 @@ def fails(capsys, *arguments) -> str:
     return capsys.readouterr().err
 
 
-def test_convert_to_orbax_and_back_keeps_every_bit(checkpoint, tmp_path):
+def test_convert_to_orbax_and_back_keeps_every_bit(checkpoint, tmp_path, capsys):
     main(["convert", str(checkpoint), str(tmp_path / "orbax"), "--dtype", "float32"])
+    assert "this is an Orbax checkpoint: `moe-jax convert" in fails(capsys, "check", str(tmp_path / "orbax"))
     main(["convert", str(tmp_path / "orbax"), str(tmp_path / "hf"), "--to", "hf", "--dtype", "float32"])
     before, after = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
     assert before.keys() == after.keys()
@@ -38,13 +39,20 @@ def test_convert_to_orbax_and_back_keeps_every_bit(checkpoint, tmp_path):
 
 def test_finetune_then_generate(checkpoint, tmp_path, capsys):
     data, output = tiny.write_texts(tmp_path / "texts"), tmp_path / "run"
-    options = "--seq-len 16 --batch-size 2 --steps 3 --warmup-steps 1 --dtype float32".split()
-    main(["finetune", "--model", str(checkpoint), "--data", str(data), "--output", str(output), *options])
+    tiny.model().save_pretrained(tmp_path / "without-tokenizer")
+    options = "--seq-len 16 --batch-size 2 --steps 3 --dtype float32".split()
+    model = ["--model", str(tmp_path / "without-tokenizer"), "--tokenizer", str(checkpoint)]
+    main(["finetune", *model, "--data", str(data), "--output", str(output), *options])
     assert len((output / "metrics.jsonl").read_text().splitlines()) == 3
     main(["plot", str(output), "--step", "2"])
     assert {picture.name for picture in output.glob("*.png")} == {"loss.png", "expert_load.png"}
-    main(["generate", str(output / "model"), "--prompt", "text", "--max-new-tokens", "5", "--dtype", "float32"])
+    generate = ["generate", str(output / "model"), "--prompt", "text", "--max-new-tokens", "5", "--dtype", "float32"]
+    main(generate)
     assert "text" in capsys.readouterr().out
+    main([*generate, "--chat"])
+    assert "text" not in capsys.readouterr().out
+    (output / "model" / "chat_template.jinja").unlink()
+    assert "--chat needs a tokenizer with a chat template" in fails(capsys, *generate, "--chat")
 
 
 def test_generate_with_drafts_draws_and_prints_how_many_were_accepted(checkpoint, tmp_path, capsys):

@@ -10,7 +10,7 @@ def check_experts_mlp(
     """Checks the arguments of a layer of experts, whose axis is called `experts`; returns the length of each axis.
 
     Raises:
-        ValueError: shapes that do not fit together, a non-integer topk_experts.
+        ValueError: shapes that do not fit together, a non-integer topk_experts, an x of integers.
     """
     sizes: dict[str, int] = {}
     check_shape("x", x, "tokens hidden", sizes)
@@ -20,6 +20,8 @@ def check_experts_mlp(
     check_shape("topk_weights", topk_weights, "tokens k", sizes)
     if not jnp.issubdtype(topk_experts.dtype, jnp.integer):
         raise ValueError(f"topk_experts must have an integer dtype; got {topk_experts.dtype}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x must have a floating dtype; got {x.dtype}")
     return sizes
 
 

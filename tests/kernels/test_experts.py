@@ -385,6 +385,8 @@ def test_shapes_that_do_not_fit_the_plan_are_named():
 
 def test_other_bad_arguments_are_named():
     inputs = make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
+    with pytest.raises(ValueError, match="x must have a floating dtype; got int32"):
+        kernels.experts_mlp(inputs[0].astype(jnp.int32), *inputs[1:])
     with pytest.raises(ValueError, match="topk_experts must have an integer dtype; got float32"):
         kernels.experts_mlp(*inputs[:4], inputs[4].astype(jnp.float32))
     with pytest.raises(ValueError, match="chunk_tokens must be at least 1 or None; got 0"):

@@ -353,7 +353,7 @@ def test_absent_packages_are_refused_with_the_command_that_installs_them(monkeyp
     launch.missing_packages.cache_clear()
     try:
         assert not ours.is_native()
-        assert ours.refusal(jnp.dtype(jnp.bfloat16), 64, 64).endswith("; pip install moe_jax[triton]")
+        assert ours.refusal(jnp.dtype(jnp.bfloat16), 64, 64).endswith("; pip install jax-triton triton")
     finally:
         launch.missing_packages.cache_clear()
 

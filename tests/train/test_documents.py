@@ -1,12 +1,13 @@
 """Folders, texts and chats become batches; what is not understood is named with its file and line."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import tiny
 
-from moe_jax.train import batches, open_documents
+from moe_jax.train import batches, load_tokenizer, open_documents
 from moe_jax.train.data.chat import chat_tokens
 
 CHAT = [
@@ -69,7 +70,7 @@ def test_a_chat_trains_on_what_the_assistant_says_and_its_end(template, said):
     [
         (["{"], "a.jsonl:1: not JSON"),
         (["[1]"], "it has a list"),
-        ([{"prompt": "x"}], 'needs an object with the key "text"; it has the keys prompt'),
+        ([{"prompt": "x"}], r'the key "text" \(or, in all lines, "messages" for chats\); it has the keys prompt'),
         ([{"text": 3}], '"text" must be a string; it is a int'),
         ([{"text": "x"}, {"other": "y"}], 'a.jsonl:2: needs an object with the key "text"'),
         ([{"text": "   "}], "no document with any text"),
@@ -81,6 +82,21 @@ def test_a_chat_trains_on_what_the_assistant_says_and_its_end(template, said):
 def test_a_bad_line_is_named(tmp_path, lines, message):
     with pytest.raises(ValueError, match=message):
         open_documents(write_lines(tmp_path / "a.jsonl", *lines))
+
+
+def test_a_single_file_that_is_no_jsonl_is_refused(tmp_path):
+    (tmp_path / "a.json").write_text('[{"text": "x"}]')
+    with pytest.raises(ValueError, match="a.json is a single file and no .jsonl file: give a .jsonl file, or a folder"):
+        open_documents(tmp_path / "a.json")
+
+
+def test_a_missing_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"no tokenizer can be read from the folder {re.escape(str(tmp_path))}: "):
+        load_tokenizer(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"no tokenizer can be read from '.*/no/such', neither a folder nor a model on the hub: "
+    ):
+        load_tokenizer(tmp_path / "no" / "such")
 
 
 def test_templates_that_hide_the_assistant_and_missing_templates_are_refused(tmp_path):

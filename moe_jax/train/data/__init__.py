@@ -112,12 +112,21 @@ def _rows_of_stream(batch_size: int) -> int:
 
 
 def load_tokenizer(folder_or_hub_id: str | Path):
-    """The Hugging Face tokenizer of a checkpoint."""
+    """The Hugging Face tokenizer of a checkpoint.
+
+    Raises:
+      ValueError: there is none, or it cannot be read; names the folder or hub id, and says why.
+    """
     # Without torch, transformers advises on import that models are unavailable; tokenizers are all that is used here.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(folder_or_hub_id))
+    folder = Path(folder_or_hub_id).expanduser()
+    where = f"the folder {folder}" if folder.is_dir() else f"{str(folder_or_hub_id)!r}, neither a folder nor a model on the hub"
+    try:
+        return AutoTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer can be read from {where}: {error}") from error
 
 
 def tokenizer_fingerprint(tokenizer) -> str:

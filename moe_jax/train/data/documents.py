@@ -16,6 +16,7 @@ FORMATS = ("auto", "chat", "text", "folder")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_PROBLEMS = 10
 """An error lists this many bad lines or files, and counts the rest."""
+_OR_CHATS = ' (or, in all lines, "messages" for chats)'
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
     if data_format == "auto":
         data_format = _guess(files)
     if data_format == "folder" and path.is_file():
-        raise ValueError(f"data_format='folder' needs a folder; {path} is a file")
+        raise ValueError(f"{path} is a single file and no .jsonl file: give a .jsonl file, or a folder of text files")
 
     digest, problems = hashlib.blake2b(digest_size=16), []
     places: list[tuple[int, int, int, int]] = []
@@ -148,7 +149,7 @@ def _problem(content: bytes, data_format: str) -> str | None:
     key = "text" if data_format == "text" else "messages"
     if not isinstance(record, dict) or key not in record:
         keys = f"the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
-        return f'needs an object with the key "{key}"; it has {keys}'
+        return f'needs an object with the key "{key}"{_OR_CHATS if key == "text" else ""}; it has {keys}'
     if data_format == "chat":
         return _chat_problem(record["messages"])
     if not isinstance(record["text"], str):

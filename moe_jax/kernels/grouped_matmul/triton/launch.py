@@ -103,7 +103,7 @@ def missing_packages() -> str | None:
         importlib.import_module("triton")
         importlib.import_module("jax_triton")
     except ImportError as error:
-        return f"jax-triton cannot be imported ({error}); pip install moe_jax[triton]"
+        return f"jax-triton cannot be imported ({error}); pip install jax-triton triton"
     # jax_triton empties the variable, with which Triton compiles nothing for anyone else, such as torch.compile.
     if cache is None:
         os.environ.pop("TRITON_CACHE_DIR", None)
