@@ -348,9 +348,12 @@ def main(arguments: list[str] | None = None) -> None:
                 raise SystemExit(status)
             return
         processes.initialize_processes()
+        several = jax.distributed.is_initialized()
+        if not (several or (isinstance(command, FinetuneSettings) and command.mesh.size > 1)):
+            processes.use_one_gpu()
         if isinstance(command, FinetuneSettings):
             _finetune(command)
-        elif jax.distributed.is_initialized():
+        elif several:
             raise ValueError("only finetune runs in several processes; start this command once")
         elif isinstance(command, DemoSettings):
             run_demo(command)

@@ -24,6 +24,9 @@ NUM_PROCESSES = "MOE_JAX_NUM_PROCESSES"
 PROCESS_ID = "MOE_JAX_PROCESS_ID"
 LOCAL_DEVICE_IDS = "MOE_JAX_LOCAL_DEVICE_IDS"
 
+VISIBLE_DEVICES = "jax_cuda_visible_devices", "jax_rocm_visible_devices"
+"""Settings of JAX: numbers of GPUs, or "all"."""
+
 
 def initialize_processes(
     coordinator: str | None = None,
@@ -66,6 +69,18 @@ def initialize_processes(
     except RuntimeError as error:
         raise RuntimeError(f"initialize_processes: {error}") from error
     sys.excepthook = _leave_after_exception
+
+
+def use_one_gpu() -> None:
+    """Hides from JAX all GPUs of this process but its first, for programs of one device.
+
+    JAX takes memory on all that it sees, and where it sees several our kernels are not taken outside `jax.shard_map`. Where JAX
+    runs already nothing is hidden.
+    """
+    if not xla_bridge.backends_are_initialized():
+        for name in VISIBLE_DEVICES:
+            visible = jax.config.values[name]
+            jax.config.update(name, "0" if visible == "all" else visible.split(",")[0])
 
 
 def arguments_by_hand(
@@ -200,15 +215,14 @@ def leave(status: int) -> None:
 def _use_gpus_alone(local_device_ids: Sequence[int]) -> None:
     """Hides the other GPUs from JAX, as `jax.distributed.initialize` does in a job of several processes."""
     ids = ",".join(map(str, local_device_ids))
-    names = "jax_cuda_visible_devices", "jax_rocm_visible_devices"
-    if all(jax.config.values[name] == ids for name in names):
+    if all(jax.config.values[name] == ids for name in VISIBLE_DEVICES):
         return
     if xla_bridge.backends_are_initialized():
         raise RuntimeError(
             f"initialize_processes: it must be called before anything that asks JAX for devices; these run already, and not on "
             f"the GPUs {ids} alone"
         )
-    for name in names:
+    for name in VISIBLE_DEVICES:
         jax.config.update(name, ids)
 
 

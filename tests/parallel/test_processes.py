@@ -7,7 +7,7 @@ import pytest
 from jax._src import xla_bridge
 
 from moe_jax.parallel import initialize_processes
-from moe_jax.parallel.processes import arguments_by_hand, arguments_of_cluster, leave
+from moe_jax.parallel.processes import VISIBLE_DEVICES, arguments_by_hand, arguments_of_cluster, leave, use_one_gpu
 
 BY_HAND = {"MOE_JAX_COORDINATOR": "node0:1234", "MOE_JAX_NUM_PROCESSES": "4", "MOE_JAX_PROCESS_ID": "3"}
 SLURM = {"SLURM_JOB_ID": "9", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4"}
@@ -23,19 +23,35 @@ def test_alone_nothing_starts():
 def test_alone_a_process_keeps_to_its_gpus(monkeypatch):
     monkeypatch.setenv("MOE_JAX_NUM_PROCESSES", "1")
     monkeypatch.setenv("MOE_JAX_LOCAL_DEVICE_IDS", "2,3")
-    names = "jax_cuda_visible_devices", "jax_rocm_visible_devices"
-    before = {name: jax.config.values[name] for name in names}
+    before = {name: jax.config.values[name] for name in VISIBLE_DEVICES}
     jax.devices()
     with pytest.raises(RuntimeError, match="before anything that asks JAX for devices; .* not on the GPUs 2,3 alone"):
         initialize_processes()
-    assert {name: jax.config.values[name] for name in names} == before
+    assert {name: jax.config.values[name] for name in VISIBLE_DEVICES} == before
     try:
         monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
         initialize_processes()
-        assert {jax.config.values[name] for name in names} == {"2,3"}
+        assert {jax.config.values[name] for name in VISIBLE_DEVICES} == {"2,3"}
         monkeypatch.undo()
         # A second time nothing is to be done.
         initialize_processes(num_processes=1, local_device_ids=[2, 3])
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def test_a_program_of_one_device_sees_the_first_gpu_of_its_process(monkeypatch):
+    before = {name: jax.config.values[name] for name in VISIBLE_DEVICES}
+    jax.devices()
+    use_one_gpu()
+    assert {name: jax.config.values[name] for name in VISIBLE_DEVICES} == before
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+    try:
+        for visible, first in (("all", "0"), ("2,3", "2")):
+            for name in VISIBLE_DEVICES:
+                jax.config.update(name, visible)
+            use_one_gpu()
+            assert {jax.config.values[name] for name in VISIBLE_DEVICES} == {first}
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
