@@ -1,7 +1,7 @@
 """Pictures of a training run, as PNG files: the loss over steps, and how evenly the experts are loaded."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ def plot_run(
     if not metrics:
         raise FileNotFoundError(f"no metrics.jsonl with a step in {run}: give the output folder of a training run")
     steps, losses = ([record[name] for record in metrics] for name in ("step", "loss"))
-    plot_loss(steps, losses, output / "loss.png", resumed_at=resumed_at)
+    held_out = {record["step"]: record["eval_loss"] for record in metrics if "eval_loss" in record}
+    plot_loss(steps, losses, output / "loss.png", held_out=held_out, resumed_at=resumed_at)
     if not loads:
         return [output / "loss.png"]
     plot_expert_load(
@@ -50,12 +51,20 @@ def plot_run(
     return [output / "loss.png", output / "expert_load.png"]
 
 
-def plot_loss(steps: Sequence[int], losses: Sequence[float], path: str | Path, *, resumed_at: int | None = None) -> None:
+def plot_loss(
+    steps: Sequence[int],
+    losses: Sequence[float],
+    path: str | Path,
+    *,
+    held_out: Mapping[int, float] | None = None,
+    resumed_at: int | None = None,
+) -> None:
     """Draws the loss of each step and its moving average over `SMOOTHING_STEPS` steps.
 
     Args:
       steps, losses: of equal length, at least one.
       path: the PNG file to write.
+      held_out: the loss on held-out text at some steps.
       resumed_at: the step after which the run was interrupted and taken up again, drawn as a vertical line.
 
     Raises:
@@ -68,6 +77,8 @@ def plot_loss(steps: Sequence[int], losses: Sequence[float], path: str | Path, *
     axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="each step")
     smooth = moving_average(np.asarray(losses, np.float64), SMOOTHING_STEPS)
     axes.plot(steps, smooth, color="tab:blue", linewidth=2, label=f"mean of the last {SMOOTHING_STEPS} steps")
+    if held_out:
+        axes.plot(list(held_out), list(held_out.values()), "o-", color="tab:orange", markersize=4, label="held-out text")
     if resumed_at is not None:
         axes.axvline(resumed_at, color="tab:gray", linestyle="--", label="interrupted, then resumed")
     axes.grid(alpha=0.3)

@@ -1,6 +1,7 @@
 """Training: the loss, the optimizer, the step, the data, and the loop that ties them; each usable alone."""
 
 from moe_jax.train.data import batches, load_tokenizer, open_documents
+from moe_jax.train.evaluate import make_evaluation
 from moe_jax.train.finetune import FinetuneResult, finetune
 from moe_jax.train.loss import loss
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
@@ -16,6 +17,7 @@ __all__ = [
     "init_state",
     "load_tokenizer",
     "loss",
+    "make_evaluation",
     "make_optimizer",
     "make_train_step",
     "open_documents",

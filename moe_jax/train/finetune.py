@@ -25,6 +25,8 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.processes import barrier, is_first_process, require_shared, texts_of_all, unlike_the_first
 from moe_jax.train.data import Batches, Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
+from moe_jax.train.evaluate import make_evaluation
+from moe_jax.train.loss import Batch
 from moe_jax.train.master_weights import initial_low_halves
 from moe_jax.train.metrics import MetricsWriter, max_mean_load, min_mean_load, of_layers, read_records
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
@@ -37,6 +39,16 @@ RESUME_MUST_MATCH = (
     "gradient_accumulation",
     "steps",
     "learning_rate",
+    "min_learning_rate_ratio",
+    "warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+    "aux_loss_coef",
+    "sequence_loss_coef",
+    "z_loss_coef",
+    "expert_bias_update_rate",
+    "mtp_loss_coef",
+    "force_balanced_routing",
     "seed",
     "dtype",
     "param_dtype",
@@ -79,6 +91,7 @@ def finetune(
     parallelism = _parallelism(settings, model)
     tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
     documents = open_documents(settings.data, settings.data_format)
+    held_out = None if settings.eval_data is None else open_documents(settings.eval_data, settings.data_format)
     if model is not None:
         # Refuses dtypes that cannot be trained.
         jax.eval_shape(initial_low_halves, nnx.state(model, nnx.Param))
@@ -96,7 +109,8 @@ def finetune(
     identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
     identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
     if jax.process_count() > 1:
-        _check_same_everywhere(asdict(settings) | identity)
+        eval_fingerprint = None if held_out is None else held_out.fingerprint
+        _check_same_everywhere(asdict(settings) | identity | {"held-out data": eval_fingerprint})
         require_shared(output)
     checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints)
     start = checkpoints.latest_step() or 0
@@ -150,6 +164,8 @@ def finetune(
         tqdm.write("FORCED BALANCED ROUTING: the router is ignored. For benchmarks only; do not use the resulting model.")
     if start:
         state = checkpoints.restore(start, _freed(state))
+    evaluate = make_evaluation(graph, parallelism=parallelism)
+    eval_batches = [] if held_out is None else _first_batches(held_out, tokenizer, settings, state, parallelism)
     writer = MetricsWriter(output, resumed_step=start, tensorboard=settings.tensorboard) if is_first_process() else None
     flops_per_token = training_flops_per_token(config, settings.seq_len)
 
@@ -157,6 +173,12 @@ def finetune(
     step = start
     quiet = None if is_first_process() else True
     progress = tqdm(total=settings.steps, initial=start, desc="training", unit="step", disable=quiet)
+    if is_first_process():
+        tokens, devices = (
+            f"{settings.batch_size} x {settings.seq_len} tokens",
+            1 if parallelism is None else parallelism.mesh.size,
+        )
+        tqdm.write(f"{len(documents)} documents, {tokens} a step on {devices} device(s), steps {start + 1} to {settings.steps}")
     checkpoints.listen()
     try:
         while step < last:
@@ -190,6 +212,8 @@ def finetune(
                 record["mtp_loss"] = float(host["mtp_loss"])
             if not (math.isfinite(float(host["total_loss"])) and math.isfinite(record["grad_norm"])):
                 raise FloatingPointError(_describe_failure(record, batch, documents))
+            if eval_batches and (step % settings.eval_every == 0 or step == last):
+                record["eval_loss"] = evaluate(state, eval_batches)
             if writer is not None:
                 writer.write(record, of_layers(host, config.routed_layers))
                 progress.update()
@@ -263,6 +287,19 @@ def _check_same_everywhere(run: dict[str, Any]) -> None:
         raise ValueError(f"not the same as in process 0: {', '.join(wrong)}")
 
 
+def _first_batches(
+    documents: Documents, tokenizer: Any, settings: FinetuneSettings, state: TrainState, parallelism: Parallelism | None
+) -> list[Batch]:
+    """Batches of held-out text on the devices, a micro-batch's rows each."""
+    rows = settings.batch_size // settings.gradient_accumulation
+    own = None if parallelism is None else parallelism.own_rows(rows)
+    stream = batches(documents, tokenizer, seq_len=settings.seq_len, batch_size=rows, seed=settings.seed, rows=own)
+    try:
+        return [put_batch(next(stream), state.params, parallelism) for _ in range(settings.eval_batches)]
+    finally:
+        stream.close()
+
+
 def _position_of_all(stream: Batches) -> dict[str, Any]:
     """Where the data's streams are, those of other processes too."""
     position: dict[str, Any] = {}
@@ -274,8 +311,9 @@ def _position_of_all(stream: Batches) -> dict[str, Any]:
 def _one_line(record: dict[str, Any]) -> str:
     """The step's metrics for the console."""
     shadows = f", {record['num_shadows']:.1f} shadows a layer" if record.get("num_shadows") else ""
+    held_out = f", eval loss {record['eval_loss']:.4f}" if "eval_loss" in record else ""
     return (
-        f"loss {record['loss']:.4f}, aux {record['aux_loss']:.3f}, grad norm {record['grad_norm']:.3f}, "
+        f"loss {record['loss']:.4f}{held_out}, aux {record['aux_loss']:.3f}, grad norm {record['grad_norm']:.3f}, "
         f"lr {record['learning_rate']:.2e}, {record['tokens_per_second']:.0f} tokens/s, "
         f"{record['model_tflops']:.3g} TFLOP/s, max/mean load {record['max_mean_expert_load']:.2f}{shadows}"
     )

@@ -29,6 +29,9 @@ from moe_jax.parallel.fsdp import LayerGather
 Batch = dict[str, Int[Array, "batch seq"]]
 """tokens, labels (the next token of the same document), loss_mask (0 or 1), positions and segment_ids, all int32."""
 
+BATCH_ARRAYS = ("tokens", "labels", "loss_mask", "positions", "segment_ids")
+"""What a loss needs of a batch, which may have more."""
+
 
 class LossParts(NamedTuple):
     """What the total is made of, the router's losses without their factors, and what there is to know about the routing.

@@ -24,6 +24,9 @@ class FinetuneSettings:
       model: a checkpoint folder or hub id.
       data: a folder of text files, a .jsonl file, or a folder of .jsonl files.
       output: the folder for metrics and checkpoints. A run that finds checkpoints there goes on from the last one.
+      eval_data: text to measure the loss on that is not trained on, in the same format as `data`; None: none.
+      eval_every: steps between two measurements; after the last step there is always one.
+      eval_batches: of how many batches of a micro-batch's size, the same each time, drawn by `seed`.
       data_format: "folder", "text" (JSONL "text"), "chat" (JSONL "messages"), or "auto".
       tokenizer: a folder or hub id; None: the model's.
       seq_len: tokens in a row; documents are packed into rows, longer ones are cut.
@@ -64,6 +67,9 @@ class FinetuneSettings:
     model: str
     data: str
     output: str
+    eval_data: str | None = None
+    eval_every: int = 100
+    eval_batches: int = 8
     data_format: str = "auto"
     tokenizer: str | None = None
     seq_len: int = 4096
@@ -105,7 +111,15 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     problems = []
     wanted = {
         "a string that is not empty": ("model", "data", "output"),
-        "an integer of at least 1": ("batch_size", "gradient_accumulation", "steps", "checkpoint_every", "keep_checkpoints"),
+        "an integer of at least 1": (
+            "batch_size",
+            "gradient_accumulation",
+            "steps",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "eval_every",
+            "eval_batches",
+        ),
         "an integer of at least 2": ("seq_len",),
         "an integer of at least 0": ("warmup_steps", "shadow_experts"),
         "an integer from 0 to 2**32 - 1": ("seed",),
@@ -149,8 +163,9 @@ def _problems(settings: FinetuneSettings) -> list[str]:
         problems.append(f"seq_len={settings.seq_len} must be a multiple of 2 * mesh.context = {2 * settings.mesh.context}")
     if settings.warmup_steps is not None and settings.warmup_steps > settings.steps:
         problems.append(f"warmup_steps={settings.warmup_steps} must not exceed steps={settings.steps}")
-    if not Path(settings.data).expanduser().exists():
-        problems.append(f"data={settings.data!r} does not exist")
+    for name, path in (("data", settings.data), ("eval_data", settings.eval_data)):
+        if path is not None and not Path(path).expanduser().exists():
+            problems.append(f"{name}={path!r} does not exist")
     if Path(settings.output).expanduser().is_file():
         problems.append(f"output={settings.output!r} is a file; it must be a folder")
     return problems

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from moe_jax.parallel.layout import parameter_path
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.sequence import shard_sequence
 from moe_jax.train import master_weights
-from moe_jax.train.loss import Batch, LossParts, loss
+from moe_jax.train.loss import BATCH_ARRAYS, Batch, LossParts, loss
 
 
 @jax.tree_util.register_dataclass
@@ -149,7 +150,7 @@ def make_train_step(
         num_labels = (batch["loss_mask"] != 0).sum().astype(jnp.float32)
         if parallelism is not None:
             parallelism.check_batch(batch["tokens"].shape[0] // gradient_accumulation)
-        batch = {name: batch[name] for name in ("tokens", "labels", "loss_mask", "positions", "segment_ids")}
+        batch = {name: batch[name] for name in BATCH_ARRAYS}
         if adds_in_place:
             of_batch = partial(micro_loss, expert_bias=state.expert_bias, num_labels=num_labels)
             dtype = jnp.promote_types(model.dtype, jnp.float32)
@@ -271,26 +272,27 @@ def move_expert_bias(expert_bias: nnx.State, expert_load: Int[Array, "moe_layers
 
 def _on_mesh(micro_loss, parallelism: Parallelism, params: nnx.State, dtype: jnp.dtype):
     """`jax.value_and_grad` of the loss with each device computing on its own tokens and its part of the parameters."""
-    mesh, axes = parallelism.mesh, parallelism.token_axes
-    sharded = ShardedParameters.of(params, mesh, dtype=dtype, token_axes=axes)
+    mesh = parallelism.mesh
+    sharded = ShardedParameters.of(params, mesh, dtype=dtype, token_axes=parallelism.token_axes)
 
     def local(params, expert_bias, batch, num_labels):
         def of_parts(params):
-            return micro_loss(
-                sharded.enter(params),
-                expert_bias,
-                batch,
-                num_labels,
-                context_parallel=parallelism.context_parallel,
-                expert_parallel=parallelism.expert_parallel,
-                layer_gathers=sharded.layers,
-                mesh_axes=axes,
-            )
+            return micro_loss(sharded.enter(params), expert_bias, batch, num_labels, **mesh_options(parallelism, sharded))
 
         return jax.value_and_grad(of_parts, has_aux=True)(params)
 
     in_specs = sharded.specs, PartitionSpec(), parallelism.batch_spec, PartitionSpec()
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(PartitionSpec(), sharded.specs))
+
+
+def mesh_options(parallelism: Parallelism, sharded: ShardedParameters) -> dict[str, Any]:
+    """What `loss` is told where each device has its own tokens and parts of the parameters."""
+    return dict(
+        context_parallel=parallelism.context_parallel,
+        expert_parallel=parallelism.expert_parallel,
+        layer_gathers=sharded.layers,
+        mesh_axes=parallelism.token_axes,
+    )
 
 
 def _summed(gradients, batch: Batch, micro_batches: int):

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 from moe_jax.parallel import Parallelism
 from moe_jax.parallel.mesh import MESH_AXES
 from moe_jax.plots import plot_run
-from moe_jax.train import FinetuneSettings, finetune
+from moe_jax.train import FinetuneSettings, batches, finetune, loss, open_documents
 from moe_jax.train.finetune import _check_experts
 from moe_jax.train.metrics import read_records
 
@@ -45,6 +45,23 @@ def test_the_loss_falls_and_every_step_is_logged(tmp_path):
     pictures = plot_run(tmp_path / "run", tmp_path / "pictures", step=2)
     assert [picture.name for picture in pictures] == ["loss.png", "expert_load.png"]
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_held_out_text_is_measured_and_not_trained_on(tmp_path):
+    options = dict(steps=5, eval_data=str(tiny.write_texts(tmp_path / "held-out")), eval_every=2, eval_batches=3, batch_size=2)
+    result = finetune(settings(tmp_path, **options), model=tiny.model(), tokenizer=tiny.tokenizer())
+    found = {record["step"]: record["eval_loss"] for record in result.metrics if "eval_loss" in record}
+    assert sorted(found) == [2, 4, 5] and found[5] < found[2]
+    stream = batches(open_documents(options["eval_data"]), tiny.tokenizer(), seq_len=32, batch_size=2)
+    parts = [loss(result.model, {name: jnp.asarray(a) for name, a in next(stream).items()})[1] for _ in range(3)]
+    expected = sum(p.cross_entropy for p in parts) / sum(p.num_labels for p in parts)
+    np.testing.assert_allclose(found[5], expected, rtol=1e-5)
+    alone = finetune(
+        settings(tmp_path, steps=5, batch_size=2, output=str(tmp_path / "alone")),
+        model=tiny.model(),
+        tokenizer=tiny.tokenizer(),
+    )
+    assert [record["loss"] for record in alone.metrics] == [record["loss"] for record in result.metrics]
 
 
 def test_further_tokens_are_learned_and_logged_or_refused(tmp_path):

@@ -15,8 +15,7 @@ from moe_jax.layers.router import ExpertBias
 from moe_jax.layers.segments import segment_positions
 from moe_jax.parallel import ExpertParallel, Parallelism, make_mesh, parameter_sharding
 from moe_jax.parallel.layout import parameter_path
-from moe_jax.train import init_state, make_optimizer, make_train_step
-from moe_jax.train.step import put_batch
+from moe_jax.train import init_state, make_evaluation, make_optimizer, make_train_step, put_batch
 
 ROWS, SEQ = 8, 16
 
@@ -82,6 +81,18 @@ def test_two_steps_are_those_of_one_device(sizes, options):
     assert all(isinstance(x.sharding, NamedSharding) for x in moments)
     ways = np.prod([sizes.get(name, 1) for name in ("fsdp", "expert", "context")])
     assert sum(x.addressable_shards[0].data.size for x in moments) < 1.2 * sum(x.size for x in moments) / ways
+
+
+def test_the_loss_on_held_out_text_is_that_of_one_device():
+    batches = [make_batch(np.random.default_rng()) for _ in range(2)]
+
+    def evaluate(parallelism=None):
+        state, _ = train(batches[0], parallelism, steps=0)
+        evaluation = make_evaluation(nnx.graphdef(tiny.model()), parallelism=parallelism)
+        return evaluation(state, [put_batch(batch, state.params, parallelism) for batch in batches])
+
+    parallelism = Parallelism(make_mesh(fsdp=2, expert=2, context=2))
+    np.testing.assert_allclose(evaluate(parallelism), evaluate(), rtol=1e-5)
 
 
 def test_a_step_is_compiled_with_the_options_of_its_hops(monkeypatch):
