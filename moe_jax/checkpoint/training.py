@@ -28,6 +28,10 @@ class TrainingCheckpoints:
         """The newest complete checkpoint's step; None if there is none."""
         return self._manager.latest_step()
 
+    def steps(self) -> list[int]:
+        """Those of all complete checkpoints, in order."""
+        return sorted(self._manager.all_steps())
+
     def position(self, step: int) -> dict[str, Any]:
         """The JSON object saved with the step."""
         restored = self._manager.restore(step, args=ocp.args.Composite(position=ocp.args.JsonRestore()))
@@ -38,6 +42,13 @@ class TrainingCheckpoints:
         template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))
         return restored["state"]
+
+    def restore_parts(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
+        """Those fields of the state alone that `like` names, with its dtypes and shardings."""
+        args = ocp.args.PyTreeRestore(
+            item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
+        )
+        return self._manager.restore(step, args=ocp.args.Composite(state=args))["state"]
 
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
         """Begins to save; waits first for a save that is still under way. A step that exists is left as it is."""

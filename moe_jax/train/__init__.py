@@ -4,6 +4,7 @@ from moe_jax.train.data import batches, load_tokenizer, open_documents
 from moe_jax.train.evaluate import make_evaluation
 from moe_jax.train.finetune import FinetuneResult, finetune
 from moe_jax.train.loss import loss
+from moe_jax.train.model_of_run import model_of_run
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
 from moe_jax.train.settings import FinetuneSettings
 from moe_jax.train.step import TrainState, init_state, make_train_step, put_batch
@@ -20,6 +21,7 @@ __all__ = [
     "make_evaluation",
     "make_optimizer",
     "make_train_step",
+    "model_of_run",
     "open_documents",
     "put_batch",
     "warmup_cosine",

@@ -1,0 +1,51 @@
+"""The model of a training run that has not ended, or of an earlier step of one that has, from the run's checkpoints."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from moe_jax.checkpoint.training import TrainingCheckpoints
+from moe_jax.config import config_from_dict
+from moe_jax.layers.router import ExpertBias
+from moe_jax.models.auto import from_config
+from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.layout import parameter_path, parameter_sharding
+
+
+def model_of_run(
+    run: str | Path, *, step: int | None = None, dtype=jnp.bfloat16, param_dtype=None, mesh: Mesh | None = None
+) -> Decoder:
+    """The model as the checkpoint of `step` has it; its optimizer's state is not read.
+
+    Args:
+      run: the output folder of `finetune`.
+      step: default: that of the newest checkpoint.
+      dtype, param_dtype, mesh: as in `from_pretrained`.
+
+    Raises:
+      FileNotFoundError: `run` has no checkpoints, or none of this step.
+    """
+    folder = Path(run).expanduser() / "checkpoints"
+    checkpoints = TrainingCheckpoints(folder) if folder.is_dir() else None
+    steps = [] if checkpoints is None else checkpoints.steps()
+    if checkpoints is None or not steps:
+        raise FileNotFoundError(f"no checkpoints in {run}: give the output folder of a training run")
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {', '.join(map(str, steps))}")
+    config = config_from_dict(checkpoints.position(step)["identity"]["config"])
+
+    abstract = nnx.eval_shape(lambda: from_config(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
+    graph, *parts = nnx.split(abstract, nnx.Param, ExpertBias)
+
+    def place(path, leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=parameter_sharding(parameter_path(path), leaf.shape, mesh))
+
+    names = "params", "expert_bias"
+    like = {name: jax.tree.map_with_path(place, part) for name, part in zip(names, parts, strict=True)}
+    restored = checkpoints.restore_parts(step, like)
+    checkpoints.close()
+    return nnx.merge(graph, *(restored[name] for name in names))
