@@ -68,7 +68,7 @@ def test_a_process_that_fails_in_the_middle_does_not_wait_for_the_others(tmp_pat
     assert "[1] KeyError: 'in the middle'" in err and "process 1 failed with status 1" in err
     for rank in range(2):
         assert f"[{rank}] processes [1] of 2 do not see the folder {tmp_path}/folder/{rank} of process 0" in out
-    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["0"]
+    assert not any((tmp_path / "folder").iterdir())
 
 
 def test_who_does_not_end_is_killed_with_all_that_it_started(tmp_path):
