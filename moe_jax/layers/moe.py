@@ -16,6 +16,9 @@ from moe_jax.layers.mlp import MLP
 from moe_jax.layers.router import Router, Routing
 from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
 
+CHUNK_TOKENS = 65536
+"""Of more than twice as many tokens the experts compute so many at a time: as fast, and what is made of them is bounded."""
+
 
 class MoE(nnx.Module):
     """y[t] = sum_k weights[t, k] * down_e(silu(gate_e x[t]) * up_e x[t]) with e = experts[t, k]. Dropless.
@@ -125,7 +128,8 @@ class Experts(nnx.Module):
         self, x: Float[Array, "tokens hidden"], weights: Float[Array, "tokens k"], experts: Int[Array, "tokens k"]
     ) -> Float[Array, "tokens hidden"]:
         """The weighted sum of the chosen experts' outputs (`kernels.experts_mlp`)."""
-        return experts_mlp(x, self.gate_up_proj[...], self.down_proj[...], weights, experts, accumulate_into=self.totals)
+        matrices, chunk = (self.gate_up_proj[...], self.down_proj[...]), CHUNK_TOKENS if len(x) > 2 * CHUNK_TOKENS else None
+        return experts_mlp(x, *matrices, weights, experts, chunk_tokens=chunk, accumulate_into=self.totals)
 
     def add_gradients_to(self, gate_up: Array, down: Array) -> None:
         """From here on the weights have no gradients: those are added to these f32 arrays of the weights' shapes."""

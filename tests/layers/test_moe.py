@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from moe_jax.layers import moe
 from moe_jax.layers.moe import MoE, add_expert_gradients_to
 from moe_jax.parallel import ExpertParallel
 
@@ -30,6 +31,16 @@ def test_gradients_of_experts_are_added_to_totals_and_others_stay():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), d_others_beside, d_others)
     jax.tree.map(lambda a, t, d: np.testing.assert_allclose(a, t + d, rtol=1e-5, atol=1e-6), after, totals, d_weights)
     assert all(gradient.any() for gradient in jax.tree.leaves(d_weights))
+
+
+@pytest.mark.parametrize("tokens, chunked", [(16, False), (17, True)])
+def test_more_than_two_chunks_of_tokens_are_computed_a_chunk_at_a_time(monkeypatch, tokens, chunked):
+    block = MoE(8, 16, 4, 2, rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng().normal(size=(tokens, 8)), jnp.float32)
+    expected = block(x)[0]
+    monkeypatch.setattr(moe, "CHUNK_TOKENS", 8)
+    np.testing.assert_allclose(block(x)[0], expected, rtol=1e-5, atol=1e-6)
+    assert ("scan" in str(jax.make_jaxpr(lambda x: block(x)[0])(x))) == chunked
 
 
 def test_totals_of_experts_on_several_devices_are_refused():
