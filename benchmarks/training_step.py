@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--param-dtype", default="bfloat16", choices=("float32", "bfloat16"), help="masters are f32")
     parser.add_argument("--moment-dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--no-remat", action="store_true")
+    parser.add_argument("--offload", action="store_true", help="what remat keeps lies in the host's memory")
     parser.add_argument("--routings", nargs="+", default=["balanced", "own"], choices=("balanced", "own"))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="sizes for a CPU: to see that it runs")
@@ -110,7 +111,7 @@ def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing:
         graph,
         optimizer,
         aux_loss_coef=1e-3,
-        remat=not args.no_remat,
+        remat="offload" if args.offload else not args.no_remat,
         force_balanced_routing=routing == "balanced",
         parallelism=parallelism,
     )

@@ -7,7 +7,7 @@ part is written once, and a layer's weights are read again where they lie in the
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,17 @@ from moe_jax.parallel.fsdp import LayerGather
 
 Body = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
 
+Remat = bool | Literal["offload"]
+"""Whether a layer is computed again in the backward pass, of its input alone; with "offload" that is in the host's memory."""
 
-def run_layers(body: Body, shared, of_layer, x, parameters, gather: LayerGather | None = None, totals=None):
+
+def run_layers(
+    body: Body, shared, of_layer, x, parameters, gather: LayerGather | None = None, totals=None, *, remat: Remat = False
+):
     """x, y[l] = body(shared, of_layer[l], x, parameters[l], totals[l]) for each layer l in turn; the last x and y, stacked.
 
     Differentiable in x and parameters, each gradient in its argument's dtype; kept for backward is what `body` needs of each
-    layer (`jax.checkpoint` it, and that is x). Memory is as with `lax.scan`.
+    layer, with `remat` x alone. Memory is as with `lax.scan`.
 
     With `gather`, inside `jax.shard_map`, `parameters` are a device's parts. While a layer computes, the next one's are
     gathered, in backward too, where the gradients of the layer before travel to the devices that keep the parts.
@@ -41,11 +46,12 @@ def run_layers(body: Body, shared, of_layer, x, parameters, gather: LayerGather 
     """
     if gather is None:
         gather = LayerGather.of_nothing(len(jax.tree.leaves(parameters)))
-    return _run_layers(body, gather, shared, of_layer, x, parameters, totals)
+    body = jax.checkpoint(body, prevent_cse=False) if remat else body
+    return _run_layers(body, gather, remat == "offload", shared, of_layer, x, parameters, totals)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run_layers(body: Body, gather: LayerGather, shared, of_layer, x, parameters, totals):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _run_layers(body: Body, gather: LayerGather, offload: bool, shared, of_layer, x, parameters, totals):
     def step(x, arguments):
         own, parts, of_totals = arguments
         return body(shared, own, x, gather.layer(parts, gather.fetch(parts)), of_totals)
@@ -53,8 +59,9 @@ def _run_layers(body: Body, gather: LayerGather, shared, of_layer, x, parameters
     return lax.scan(step, x, (of_layer, parameters, totals))
 
 
-def _forward(body: Body, gather: LayerGather, shared, of_layer, x, parameters, totals):
+def _forward(body: Body, gather: LayerGather, offload: bool, shared, of_layer, x, parameters, totals):
     last = jax.tree.leaves(parameters)[0].shape[0] - 1
+    placed = partial(_in_memory, jax.memory.Space.Host) if offload else lambda arrays: arrays
 
     def layer(i, x, fetched):
         arguments = shared, _take(of_layer, i), x, gather.layer(_take(parameters, i), fetched), _take(totals, i)
@@ -62,7 +69,7 @@ def _forward(body: Body, gather: LayerGather, shared, of_layer, x, parameters, t
         (x, y), pullback = jax.vjp(
             body, *arguments, saveable_args=(False, False, True, False, False), in_nzs=(False, False, True, True, True)
         )
-        return x, (y, pullback)
+        return x, (y, placed(pullback))
 
     def step(state):
         i, x, fetched, kept = state
@@ -73,13 +80,14 @@ def _forward(body: Body, gather: LayerGather, shared, of_layer, x, parameters, t
     # Two traces of a pullback are two tree structures of the same leaves.
     first = gather.fetch(_take(parameters, 0))
     shapes, structure = jax.tree.flatten(jax.eval_shape(layer, 0, x, first)[1])
-    kept = _unwritten(last + 1, shapes)
+    y, pullbacks = jax.tree.unflatten(structure, _unwritten(last + 1, shapes))
+    kept = jax.tree.leaves((y, placed(pullbacks)))
     _, x, _, kept = lax.while_loop(lambda state: state[0] <= last, step, (0, x, first, kept))
     y, pullbacks = jax.tree.unflatten(structure, kept)
     return (x, y), (shared, of_layer, parameters, totals, pullbacks)
 
 
-def _backward(body: Body, gather: LayerGather, kept, gradients):
+def _backward(body: Body, gather: LayerGather, offload: bool, kept, gradients):
     shared, of_layer, parameters, totals, pullbacks = kept
     dx, dy = gradients
     last = jax.tree.leaves(parameters)[0].shape[0] - 1
@@ -90,7 +98,7 @@ def _backward(body: Body, gather: LayerGather, kept, gradients):
         upcoming = gather.fetch(_take(parameters, jnp.maximum(i - 1, 0)))
         # In the first turn zeros, which the second one overwrites.
         arrived = _put(arrived, gather.own_parts(leaving, arrived), jnp.minimum(i + 1, last))
-        pullback = _take(pullbacks, i)
+        pullback = _in_memory(jax.memory.Space.Device, _take(pullbacks, i)) if offload else _take(pullbacks, i)
         layer = gather.layer(_take(parameters, i), fetched)
         arguments = shared, _take(of_layer, i), pullback.args_res[2], layer, _take(totals, i)
         _, _, dx, dlayer, dtotals = pullback.replace(args_res=list(arguments))((dx, _take(dy, i)))
@@ -106,6 +114,10 @@ def _backward(body: Body, gather: LayerGather, kept, gradients):
 
 
 _run_layers.defvjp(_forward, _backward)
+
+
+def _in_memory(space: jax.memory.Space, arrays):
+    return jax.tree.map(lambda a: jax.device_put(a, space), arrays)
 
 
 def _take(stacked, i):

@@ -21,7 +21,7 @@ from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.rope import rope_tables
 from moe_jax.layers.router import ExpertBias, RouterStatistics, Routing, load_balancing_loss, route
 from moe_jax.layers.segments import later, reaches, segment_positions
-from moe_jax.layers.stack import run_layers
+from moe_jax.layers.stack import Remat, run_layers
 from moe_jax.models.decoder_layer import DecoderLayer, SparseDecoderLayer
 from moe_jax.models.mtp import TokenPredictor
 from moe_jax.models.output import HiddenStates, ModelOutput
@@ -75,7 +75,7 @@ class Decoder(nnx.Module):
         *,
         cache: KVCache | None = None,
         expert_ids: Int[Array, "moe_layers batch seq k"] | None = None,
-        remat: bool = False,
+        remat: Remat = False,
         force_balanced_routing: bool = False,
         context_parallel: ContextParallel | None = None,
         expert_parallel: ExpertParallel | None = None,
@@ -92,7 +92,7 @@ class Decoder(nnx.Module):
             pass `positions`, which the cache cannot know. Into an empty cache (`init_cache`) they are written alone, and attend
             to each other as without one.
           expert_ids: routing replay: the experts to use (`HiddenStates.expert_ids` of another call), weighted by live logits.
-          remat: recompute each layer in the backward pass and keep only its input.
+          remat: recompute each layer in the backward pass and keep only its input; "offload": in the host's memory.
           force_balanced_routing: deal tokens to experts in turn, ignoring the router's choice; for benchmarks only.
           context_parallel: inside a `jax.shard_map` in which each device holds its own part of every sequence: how they are
             split. The router's sums are then of this device's tokens (`layers.router.sum_over_mesh`).
@@ -170,7 +170,7 @@ class Decoder(nnx.Module):
         *,
         valid: Bool[Array, "batch seq"] | None = None,
         cache: KVCache | None = None,
-        remat: bool = False,
+        remat: Remat = False,
         force_balanced_routing: bool = False,
         context_parallel: ContextParallel | None = None,
         expert_parallel: ExpertParallel | None = None,
@@ -306,8 +306,7 @@ def _run_stage(
         )  # fmt: skip
         return (x, memory), routing
 
-    body = jax.checkpoint(body, prevent_cse=False) if remat else body
-    return run_layers(body, shared, (of_layer, others), carry, parameters, gather, totals)
+    return run_layers(body, shared, (of_layer, others), carry, parameters, gather, totals, remat=remat)
 
 
 def _collect(hidden, routings: list[Routing], valid, sequences: Sequences | None, memory: KVCache | None) -> HiddenStates:

@@ -156,7 +156,7 @@ def finetune(
         expert_bias_update_rate=settings.expert_bias_update_rate,
         mtp_loss_coef=settings.mtp_loss_coef,
         gradient_accumulation=settings.gradient_accumulation,
-        remat=settings.remat,
+        remat="offload" if settings.offload else settings.remat,
         force_balanced_routing=settings.force_balanced_routing,
         parallelism=parallelism,
     )

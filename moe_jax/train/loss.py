@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels import cross_entropy
 from moe_jax.layers.router import load_balancing_loss, router_z_loss, sequence_balance_loss, sum_over_mesh
 from moe_jax.layers.segments import later, reaches
+from moe_jax.layers.stack import Remat
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.output import HiddenStates
 from moe_jax.parallel.context import ContextParallel
@@ -67,7 +68,7 @@ def loss(
     mtp_loss_coef: float = 0.1,
     num_labels: Float[Array, ""] | None = None,
     router_share: float = 1.0,
-    remat: bool = False,
+    remat: Remat = False,
     force_balanced_routing: bool = False,
     context_parallel: ContextParallel | None = None,
     expert_parallel: ExpertParallel | None = None,

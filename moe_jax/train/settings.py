@@ -52,6 +52,7 @@ class FinetuneSettings:
         float32 in either case: bfloat16 parameters are the upper halves of theirs, so that no pass casts them.
       moment_dtype: what AdamW's two moments are kept in between steps, "float32" or "bfloat16" for half the memory.
       remat: recompute each layer in the backward pass: less memory, about a third more time.
+      offload: what remat keeps, each layer's input, waits in the host's memory: for long sequences (docs/scaling.md).
       mesh: over how many devices rows, parameters, experts and sequences are spread (docs/scaling.md); all of them are used.
       capacity_factor: how many times what an even routing brings fits into one exchange between experts' devices. With the
         number of devices along mesh.expert everything fits, and no layer waits to learn whether it did
@@ -93,6 +94,7 @@ class FinetuneSettings:
     param_dtype: str = "float32"
     moment_dtype: str = "float32"
     remat: bool = True
+    offload: bool = False
     mesh: MeshShape = MeshShape()
     capacity_factor: float = ExpertParallel.capacity_factor
     hops: Hops | None = None
@@ -144,6 +146,8 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     for name, choices in (("data_format", FORMATS), ("dtype", DTYPES), ("param_dtype", DTYPES), ("moment_dtype", DTYPES)):
         if getattr(settings, name) not in choices:
             problems.append(f"{name}={getattr(settings, name)!r} must be one of {', '.join(choices)}")
+    if settings.offload and not settings.remat:
+        problems.append("offload=True needs remat: without it far more is kept than a layer's input")
     if settings.hops not in (None, *get_args(Hops)):
         problems.append(f"hops={settings.hops!r} must be one of {', '.join(get_args(Hops))}, or None")
     for axis in MESH_AXES:

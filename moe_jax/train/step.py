@@ -17,6 +17,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.layers.balance import move_bias
 from moe_jax.layers.moe import add_expert_gradients_to
 from moe_jax.layers.router import ExpertBias
+from moe_jax.layers.stack import Remat
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.layout import parameter_path
@@ -83,7 +84,7 @@ def make_train_step(
     expert_bias_update_rate: float = 0.001,
     mtp_loss_coef: float = 0.1,
     gradient_accumulation: int = 1,
-    remat: bool = True,
+    remat: Remat = True,
     force_balanced_routing: bool = False,
     parallelism: Parallelism | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
@@ -101,6 +102,7 @@ def make_train_step(
         some; 0 leaves them as they are.
       mtp_loss_coef: the factor of the loss of further tokens, for models with modules that predict some; 0 is for models
         without (`check_mtp_loss_coef`).
+      remat: recompute each layer in the backward pass, and keep only its input; "offload": in the host's memory.
       parallelism: the mesh that the state lies on, and how the model is spread over it. Losses, gradients and metrics are
         those of the whole batch on one device. None: one device, or all collectives left to XLA.
 

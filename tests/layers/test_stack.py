@@ -1,6 +1,7 @@
 """run_layers equals lax.scan, with every gradient, and allocates what it stacks instead of filling it with zeros."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -48,14 +49,14 @@ def loss(run, inputs):
     return of
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [False, True, "offload"])
 @pytest.mark.parametrize("window", [False, True])
 def test_values_and_gradients_equal_a_scans(remat, window):
-    body = jax.checkpoint(layer) if remat else layer
+    run = partial(run_layers, layer, remat=remat)
     with jax.enable_x64(True):
         inputs = make_inputs(window)
-        jax.tree.map(np.testing.assert_array_equal, run_layers(body, *inputs), scanned(*inputs))
-        value, gradients = jax.jit(jax.value_and_grad(loss(lambda *a: run_layers(body, *a), inputs), (0, 1)))(*inputs[2:])
+        jax.tree.map(np.testing.assert_array_equal, run(*inputs), scanned(*inputs))
+        value, gradients = jax.jit(jax.value_and_grad(loss(run, inputs), (0, 1)))(*inputs[2:])
         expected_value, expected = jax.value_and_grad(loss(scanned, inputs), (0, 1))(*inputs[2:])
         np.testing.assert_allclose(value, expected_value, rtol=1e-12)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), gradients, expected)

@@ -138,5 +138,7 @@ def test_all_wrong_settings_are_named_at_once(tmp_path):
         assert part in str(error.value)
     with pytest.raises(ValueError, match="batch_size=4 must be a multiple of gradient_accumulation=3"):
         settings(tmp_path, gradient_accumulation=3)
+    with pytest.raises(ValueError, match="offload=True needs remat"):
+        settings(tmp_path, offload=True, remat=False)
     with pytest.raises(ValueError, match="warmup_steps=31 must not exceed steps=30"):
         settings(tmp_path, warmup_steps=31)

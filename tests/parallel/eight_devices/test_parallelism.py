@@ -53,7 +53,7 @@ def train(batch, parallelism=None, steps=2, make_model=tiny.model, **options):
 @pytest.mark.parametrize(
     "sizes, options",
     [
-        ({"fsdp": 2, "expert": 4}, {}),
+        ({"fsdp": 2, "expert": 4}, {"remat": "offload"}),
         ({"expert": 2, "context": 4}, {"remat": False}),
         ({"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2}),
         (
