@@ -90,6 +90,7 @@ class Generate:
 
     moe-jax generate runs/demo/model --prompt "import os" --max-new-tokens 64
     moe-jax generate Qwen/Qwen3-30B-A3B --chat --prompt "Why is the sky blue?" --max-new-tokens 512
+    moe-jax generate Qwen/Qwen3-235B-A22B --devices 8 --prompt "import os"
 
     Args:
       model: a Hugging Face folder or hub id.
@@ -103,6 +104,8 @@ class Generate:
       seed: of the draw.
       drafts: let the model's module for further tokens draft some: fewer passes, and the same text at temperature 0; above it
         another draw from the same distribution.
+      devices: how many GPUs the experts are dealt out to, for a model that is too large for one. Default: one, and in a job of
+        several processes all of them.
       dtype: what the model computes in.
     """
 
@@ -115,6 +118,7 @@ class Generate:
     top_p: float | None = None
     seed: int = 0
     drafts: bool = False
+    devices: int | None = None
     dtype: Dtype = "bfloat16"
 
     def run(self) -> None:
@@ -122,9 +126,10 @@ class Generate:
         from moe_jax.checkpoint.companions import generation_config
         from moe_jax.checkpoint.hf_load import from_pretrained
         from moe_jax.generation import generate, generate_with_drafts
+        from moe_jax.parallel.processes import is_first_process
         from moe_jax.train import load_tokenizer
 
-        model = from_pretrained(self.model, dtype=self.dtype, mtp=self.drafts)
+        model = from_pretrained(self.model, dtype=self.dtype, mtp=self.drafts, mesh=self._mesh())
         tokenizer = load_tokenizer(model.source or self.model)
         if self.chat and not tokenizer.chat_template:
             raise ValueError(f"--chat needs a tokenizer with a chat template; that of {self.model} has none")
@@ -141,10 +146,39 @@ class Generate:
             new, drafts = generate_with_drafts(model, prompt, **options)
         else:
             new = generate(model, prompt, **options)
+        if not is_first_process():
+            return
         print(tokenizer.decode(new if self.chat else prompt + new, skip_special_tokens=True))
         if self.drafts:
             rate = f"{drafts.acceptance_rate:.0%}"
             print(f"{drafts.accepted} of {drafts.drafted} drafts were accepted ({rate})", file=sys.stderr)
+
+    def _mesh(self):
+        """Of `devices`; None for one.
+
+        Raises:
+          ValueError: so many devices cannot take part, or would have nothing to do.
+        """
+        import jax
+
+        from moe_jax.checkpoint.hf_load import read_config
+        from moe_jax.generation import generation_mesh
+
+        there = jax.device_count()
+        count = self.devices if self.devices is not None else there if jax.process_count() > 1 else 1
+        if not 1 <= count <= there or (jax.process_count() > 1 and count != there):
+            some = "all" if jax.process_count() > 1 else "1 to"
+            raise ValueError(f"--devices must be {some} {there}, the devices that there are; got {self.devices}")
+        if count == 1:
+            return None
+        config = read_config(self.model, mtp=self.drafts)
+        mesh = generation_mesh(jax.devices()[:count], config)
+        if mesh.shape["expert"] < count:
+            has = f"{getattr(config, 'num_experts', 0)} experts" if config.moe_layers else "no experts"
+            raise ValueError(
+                f"--devices must divide the number of experts; {self.model} has {has}, and there are {count} devices"
+            )
+        return mesh
 
 
 @dataclass(frozen=True)
@@ -360,12 +394,12 @@ def main(arguments: list[str] | None = None) -> None:
             return
         processes.initialize_processes()
         several = jax.distributed.is_initialized()
-        if not (several or (isinstance(command, FinetuneSettings) and command.mesh.size > 1)):
+        if not several and _devices(command) == 1:
             processes.use_one_gpu()
         if isinstance(command, FinetuneSettings):
             _finetune(command)
-        elif several:
-            raise ValueError("only finetune runs in several processes; start this command once")
+        elif several and not isinstance(command, Generate):
+            raise ValueError("only finetune and generate run in several processes; start this command once")
         elif isinstance(command, DemoSettings):
             run_demo(command)
         else:
@@ -376,6 +410,13 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("moe-jax: interrupted", file=sys.stderr)
         processes.leave(128 + signal.SIGINT)
+
+
+def _devices(command: Any) -> int:
+    """How many devices the command asks for."""
+    if isinstance(command, Generate):
+        return command.devices or 1
+    return command.mesh.size if hasattr(command, "mesh") else 1
 
 
 def _finetune(settings: Any) -> None:

@@ -1,6 +1,7 @@
 """Text out of a model: sampling, decoding with a KV cache, and with drafts that the model checks."""
 
+from moe_jax.generation.devices import generation_mesh
 from moe_jax.generation.generate import generate
 from moe_jax.generation.speculative import Drafts, generate_with_drafts
 
-__all__ = ["Drafts", "generate", "generate_with_drafts"]
+__all__ = ["Drafts", "generate", "generate_with_drafts", "generation_mesh"]

@@ -1,16 +1,16 @@
 """Autoregressive generation: one prefill of all prompts, then one token at a time with a KV cache, in one compiled function."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Int
 
-from moe_jax.generation.prompts import as_ends, as_prompts, check_lengths, left_padded, new_tokens
-from moe_jax.generation.sampling import check_sampling, sample
+from moe_jax.generation.devices import Devices, decode_on_devices
+from moe_jax.generation.prompts import as_ends, as_prompts, check_lengths, new_tokens
+from moe_jax.generation.sampling import check_sampling, folded, sample
+from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.cache import init_cache
 from moe_jax.models.decoder import Decoder
 
@@ -29,7 +29,8 @@ def generate(
     """Continues each prompt, and returns the new tokens alone.
 
     Args:
-      model: any model of this library.
+      model: any model of this library. All devices that hold its parameters take part (`generation.devices`); several processes
+        call this alike, and each gets all results.
       prompt_tokens: token ids of one prompt, or of several of any lengths.
       max_new_tokens: how many tokens to add at most.
       temperature: 0 takes the most likely token; above it, tokens are drawn (see `generation.sampling.sample`).
@@ -49,52 +50,44 @@ def generate(
     if problems:
         raise ValueError("; ".join(problems))
 
-    tokens, segment_ids = left_padded(prompts)
-    graph, parameters = nnx.split(model)
-    decode = _compiled(max_new_tokens, float(temperature), top_k, top_p, tuple(ends))
-    produced, lengths = decode(graph, parameters, tokens, segment_ids, jax.random.key(seed))
+    options = max_new_tokens, float(temperature), top_k, top_p, tuple(ends)
+    produced, lengths = decode_on_devices(_decode, options, model, prompts, seed)
     return new_tokens(produced, lengths, single)
 
 
-@functools.cache
-def _compiled(*options) -> Callable:
-    """The jitted decoder of these options; under it jax keeps a compilation for each architecture and shape."""
-    return jax.jit(partial(_decode, *options), static_argnums=0)
-
-
-def _decode(max_new_tokens, temperature, top_k, top_p, ends, graph, parameters, tokens, segment_ids, key):
+def _decode(max_new_tokens, temperature, top_k, top_p, ends, devices: Devices, model, tokens, segment_ids, keys):
     """Returns the new tokens [batch, max_new_tokens] and how many of each row are valid."""
-    model = nnx.merge(graph, parameters)
     batch, prompt_length = tokens.shape
     positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
     draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
 
-    def is_end(token):
+    def ends_with(token):
         return jnp.isin(token, jnp.array(ends, jnp.int32)) if ends else jnp.zeros(batch, bool)
 
     def next_logits(tokens, positions, segment_ids, cache):
         """Logits of the last position alone: a long prompt's others are never made."""
-        states = model.hidden_states(tokens, positions, segment_ids, cache=cache)
+        states = model.hidden_states(tokens, positions, segment_ids, cache=cache, expert_parallel=devices.expert_parallel)
         logits = jnp.einsum("bd,vd->bv", states.hidden[:, -1], model.head_weight.astype(model.dtype))
         return logits, states.cache
 
     cache = init_cache(model.config, batch, prompt_length + max_new_tokens, model.dtype)
     logits, cache = next_logits(tokens, positions, segment_ids, cache)
-    first = draw(logits, jax.random.fold_in(key, 0))
+    first = draw(logits, folded(keys, 0))
     produced = jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(first)
 
     def unfinished(state):
         step, *_, done = state
-        return (step < max_new_tokens) & ~done.all()
+        return (step < max_new_tokens) & devices.any(~done)
 
     def step_once(state):
         step, token, cache, produced, lengths, done = state
         position = positions[:, -1:] + step
         logits, cache = next_logits(token[:, None], position, jnp.ones((batch, 1), jnp.int32), cache)
-        token = draw(logits, jax.random.fold_in(key, step))
+        token = draw(logits, folded(keys, step))
         produced = produced.at[:, step].set(token)
-        return step + 1, token, cache, produced, lengths + ~done, done | is_end(token)
+        return step + 1, token, cache, produced, lengths + ~done, done | ends_with(token)
 
-    state = (jnp.int32(1), first, cache, produced, jnp.ones(batch, jnp.int32), is_end(first))
+    lengths = vary_as(jnp.ones(batch, jnp.int32), tokens)
+    state = jnp.int32(1), first, cache, produced, lengths, ends_with(first) | ~segment_ids.any(axis=1)
     _, _, _, produced, lengths, _ = jax.lax.while_loop(unfinished, step_once, state)
     return produced, lengths

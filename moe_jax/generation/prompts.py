@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 PROMPT_BUCKET = 64
 """Prompt lengths are padded to a multiple of this many tokens, so that prompts of similar lengths share a compilation."""
@@ -24,10 +24,11 @@ def as_prompts(prompt_tokens, vocab_size: int) -> tuple[list[list[int]], bool]:
     return prompts, single
 
 
-def left_padded(prompts: list[list[int]]) -> tuple[Int[np.ndarray, "batch seq"], Int[np.ndarray, "batch seq"]]:
-    """Tokens and segment ids, the last column the last token of every prompt."""
+def left_padded(prompts: list[list[int]], multiple: int) -> tuple[Int[np.ndarray, "batch seq"], Int[np.ndarray, "batch seq"]]:
+    """Tokens and segment ids, the last column the last token of every prompt; rows of padding make a multiple of so many."""
     padded_length = -(-max(map(len, prompts)) // PROMPT_BUCKET) * PROMPT_BUCKET
-    tokens = np.zeros((len(prompts), padded_length), np.int32)
+    rows = -(-len(prompts) // multiple) * multiple
+    tokens = np.zeros((rows, padded_length), np.int32)
     segment_ids = np.zeros_like(tokens)
     for row, prompt in enumerate(prompts):
         tokens[row, padded_length - len(prompt) :] = prompt
@@ -49,8 +50,8 @@ def check_lengths(max_new_tokens: int, ends: list[int], vocab_size: int) -> list
 
 
 def new_tokens(
-    produced: Int[Array, "batch max_new_tokens"], lengths: Int[Array, "batch"], single: bool
+    produced: Int[np.ndarray, "batch max_new_tokens"], lengths: Int[np.ndarray, "batch"], single: bool
 ) -> list[list[int]] | list[int]:
     """The valid ones of each row; of the only row where one flat prompt was given."""
-    rows = [row[:length].tolist() for row, length in zip(np.asarray(produced), np.asarray(lengths), strict=True)]
+    rows = [row[:length].tolist() for row, length in zip(produced, lengths, strict=True)]
     return rows[0] if single else rows

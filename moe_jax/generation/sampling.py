@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int, Key
 
 def sample(
     logits: Float[Array, "batch vocab"],
-    key: Key[Array, ""],
+    keys: Key[Array, "batch"],
     *,
     temperature: float,
     top_k: int | None = None,
@@ -16,11 +16,11 @@ def sample(
     """One token per row from softmax(logits / temperature), cut to the top k and then to the top p; temperature 0: the argmax.
 
     top_p keeps the most likely tokens up to and including the one with which their probabilities reach top_p (Holtzman et
-    al., 2020, https://arxiv.org/abs/1904.09751). Row b draws from key folded with b: it does not depend on the other rows.
+    al., 2020, https://arxiv.org/abs/1904.09751). Each row has a key of its own: its draw does not depend on the other rows.
     """
     if temperature == 0:
         return jnp.argmax(logits.astype(jnp.float32), axis=-1).astype(jnp.int32)
-    return draw(_restricted(logits, temperature, top_k, top_p), key)
+    return draw(_restricted(logits, temperature, top_k, top_p), keys)
 
 
 def distribution(
@@ -32,10 +32,14 @@ def distribution(
     return jax.nn.softmax(_restricted(logits, temperature, top_k, top_p), axis=-1)
 
 
-def draw(logits: Float[Array, "batch ... vocab"], key: Key[Array, ""]) -> Int[Array, "batch ..."]:
-    """Tokens from softmax(logits), those of row b from key folded with b."""
-    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
+def draw(logits: Float[Array, "batch ... vocab"], keys: Key[Array, "batch"]) -> Int[Array, "batch ..."]:
+    """Tokens from softmax(logits), those of each row from its key."""
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+def folded(keys: Key[Array, "batch"], number) -> Key[Array, "batch"]:
+    """The rows' keys for the draw of this number."""
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, number)
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> list[str]:

@@ -15,18 +15,18 @@ A cache counts the same number of tokens for all sequences. So each pass takes t
 stays there as padding, which no token sees: the caches have room for two tokens for each new one.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.generation.prompts import as_ends, as_prompts, check_lengths, left_padded, new_tokens
-from moe_jax.generation.sampling import check_sampling, distribution, draw
+from moe_jax.generation.devices import Devices, decode_on_devices
+from moe_jax.generation.prompts import as_ends, as_prompts, check_lengths, new_tokens
+from moe_jax.generation.sampling import check_sampling, distribution, draw, folded
+from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.cache import KVCache, init_cache
 from moe_jax.models.decoder import Decoder
 
@@ -79,16 +79,9 @@ def generate_with_drafts(
     problems = check_sampling(temperature, top_k, top_p) + check_lengths(max_new_tokens, ends, model.config.vocab_size)
     if problems:
         raise ValueError("; ".join(problems))
-    graph, parameters = nnx.split(model)
-    decode = _compiled(max_new_tokens, float(temperature), top_k, top_p, tuple(ends))
-    produced, lengths, drafted, accepted = decode(graph, parameters, *left_padded(prompts), jax.random.key(seed))
-    return new_tokens(produced, lengths, single), Drafts(int(drafted), int(accepted))
-
-
-@functools.cache
-def _compiled(*options) -> Callable:
-    """As in `generate`."""
-    return jax.jit(partial(_decode, *options), static_argnums=0)
+    options = max_new_tokens, float(temperature), top_k, top_p, tuple(ends)
+    produced, lengths, drafted, accepted = decode_on_devices(_decode, options, model, prompts, seed)
+    return new_tokens(produced, lengths, single), Drafts(int(drafted.sum()), int(accepted.sum()))
 
 
 @jax.tree_util.register_dataclass
@@ -108,17 +101,17 @@ class _State:
     module_cache: KVCache
     produced: Int[Array, "batch max_new_tokens"]
     lengths: Int[Array, "batch"]
-    done: Int[Array, "batch"]
-    drafted: Int[Array, ""]
-    accepted: Int[Array, ""]
+    done: Bool[Array, "batch"]
+    drafted: Int[Array, "batch"]
+    accepted: Int[Array, "batch"]
 
 
-def _decode(max_new_tokens, temperature, top_k, top_p, ends, graph, parameters, tokens, segment_ids, key):
-    """Returns the new tokens [batch, max_new_tokens], how many of each row are valid, and how many were drafted, accepted."""
-    model = nnx.merge(graph, parameters)
+def _decode(max_new_tokens, temperature, top_k, top_p, ends, devices: Devices, model, tokens, segment_ids, keys):
+    """Returns the new tokens [batch, max_new_tokens] and, of each row, how many are valid, were drafted, were accepted."""
     batch, prompt_length = tokens.shape
     positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
     rows = jnp.arange(batch)
+    spread: dict[str, Any] = dict(expert_parallel=devices.expert_parallel)
 
     def next_distribution(hidden: Float[Array, "batch ... hidden"]) -> Float[Array, "batch ... vocab"]:
         logits = jnp.einsum("...d,vd->...v", hidden, model.head_weight.astype(model.dtype))
@@ -126,7 +119,7 @@ def _decode(max_new_tokens, temperature, top_k, top_p, ends, graph, parameters, 
 
     def draw_from(probabilities, number):
         """Tokens are the even draws, drafts the odd ones."""
-        return draw(jnp.log(probabilities), jax.random.fold_in(key, number))
+        return draw(jnp.log(probabilities), folded(keys, number))
 
     def ends_with(token, lengths):
         is_end = jnp.isin(token, jnp.array(ends, jnp.int32)) if ends else jnp.zeros(batch, bool)
@@ -134,13 +127,13 @@ def _decode(max_new_tokens, temperature, top_k, top_p, ends, graph, parameters, 
 
     def start() -> _State:
         room = batch, prompt_length + 2 * max_new_tokens, model.dtype
-        states = model.hidden_states(tokens, positions, segment_ids, cache=init_cache(model.config, *room))
+        states = model.hidden_states(tokens, positions, segment_ids, cache=init_cache(model.config, *room), **spread)
         first = draw_from(next_distribution(states.hidden[:, -1]), 0)
         following = jnp.concatenate([tokens[:, 1:], first[:, None]], axis=1)
         module_cache = init_cache(replace(model.config, num_hidden_layers=1), *room)
-        module = model.predict(1, states.hidden, following, positions, segment_ids, cache=module_cache)
+        module = model.predict(1, states.hidden, following, positions, segment_ids, cache=module_cache, **spread)
         draft_distribution = next_distribution(module.hidden[:, -1])
-        lengths = jnp.ones(batch, jnp.int32)
+        lengths = vary_as(jnp.ones(batch, jnp.int32), tokens)
         return _State(
             passes=jnp.int32(0),
             token=first,
@@ -151,9 +144,9 @@ def _decode(max_new_tokens, temperature, top_k, top_p, ends, graph, parameters, 
             module_cache=module.cache,
             produced=jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(first),
             lengths=lengths,
-            done=ends_with(first, lengths),
-            drafted=jnp.int32(0),
-            accepted=jnp.int32(0),
+            done=ends_with(first, lengths) | ~segment_ids.any(axis=1),
+            drafted=jnp.zeros_like(lengths),
+            accepted=jnp.zeros_like(lengths),
         )
 
     def one_pass(state: _State) -> _State:
@@ -162,7 +155,7 @@ def _decode(max_new_tokens, temperature, top_k, top_p, ends, graph, parameters, 
         positions = state.position[:, None] + jnp.arange(2)
         pair = jnp.stack([state.token, state.draft], axis=1)
         segments = jnp.broadcast_to(goes_on[:, None], pair.shape).astype(jnp.int32)
-        states = model.hidden_states(pair, positions, segments, cache=state.cache)
+        states = model.hidden_states(pair, positions, segments, cache=state.cache, **spread)
         behind_token, behind_draft = jnp.unstack(next_distribution(states.hidden), axis=1)
         in_place = given_draft(behind_token, state.draft_distribution, state.draft)
         answers = draw_from(jnp.stack([in_place, behind_draft], axis=1), 2 * passes)
@@ -170,7 +163,7 @@ def _decode(max_new_tokens, temperature, top_k, top_p, ends, graph, parameters, 
         # What follows a wrong draft is nobody's.
         segments = segments.at[:, 1].mul(right)
         cached = jax.lax.dynamic_update_slice(states.cache.segment_ids, segments, (0, states.cache.length - 2))
-        module = model.predict(1, states.hidden, answers, positions, segments, cache=state.module_cache)
+        module = model.predict(1, states.hidden, answers, positions, segments, cache=state.module_cache, **spread)
         last = right.astype(jnp.int32)
         draft_distribution = next_distribution(module.hidden[rows, last])
 
@@ -191,11 +184,11 @@ def _decode(max_new_tokens, temperature, top_k, top_p, ends, graph, parameters, 
             produced=produced,
             lengths=lengths,
             done=done,
-            drafted=state.drafted + goes_on.sum(),
-            accepted=state.accepted + (goes_on & right).sum(),
+            drafted=state.drafted + goes_on,
+            accepted=state.accepted + (goes_on & right),
         )
 
-    state = jax.lax.while_loop(lambda state: ~state.done.all(), one_pass, start())
+    state = jax.lax.while_loop(lambda state: devices.any(~state.done), one_pass, start())
     return state.produced, state.lengths, state.drafted, state.accepted
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import ModelConfig, Stage
+from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.attend import Attend
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.cache import KVCache
@@ -262,7 +263,8 @@ class Decoder(nnx.Module):
         memory = None
         if cache is not None:
             start = (0, cache.length)
-            memory = replace(cache, segment_ids=jax.lax.dynamic_update_slice(cache.segment_ids, segment_ids, start))
+            segments_in_cache = jax.lax.dynamic_update_slice(cache.segment_ids, segment_ids, start)
+            memory = replace(cache, kept=vary_as(cache.kept, segment_ids), segment_ids=segments_in_cache)
         sequences = Sequences.of(jnp.where(valid, segment_ids, 0), context_parallel) if sequence_balance else None
         return (cos, sin, segments, valid, sequences), memory
 

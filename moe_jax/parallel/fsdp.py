@@ -133,6 +133,13 @@ class ShardedParameters:
 
         return jax.tree.map_with_path(enter, params)
 
+    def gathered(self, params: nnx.State) -> nnx.State:
+        """All parameters but the experts whole, at once: for a program without gradients that uses them again and again."""
+        params = self.enter(params)
+        gathers = zip(sorted(params["stages"].items()), self.layers, strict=True)
+        stages = {name: gather.layer(stage, gather.fetch(stage)) for (name, stage), gather in gathers}
+        return nnx.merge_state(params, nnx.State({"stages": stages}))
+
 
 def _whole(how: Gather, dtype: jnp.dtype, part: Array) -> Array:
     part = part.astype(dtype)

@@ -1,4 +1,5 @@
-"""Run by test_meshes.py in one process or several: loads onto a mesh, writes the model back, prints what was read.
+"""Run by test_meshes.py in one process or several: loads onto a mesh, writes the model back, prints what was read and, by
+several processes, generated.
 
 Arguments: checkpoint folder, output folder, mesh axes as JSON, coordinator address, number of processes, this process.
 """
@@ -22,6 +23,7 @@ if int(processes) > 1:
 from moe_jax.checkpoint import hf_load, streaming  # noqa: E402  (jax.distributed must come before anything that asks for devices)
 from moe_jax.checkpoint.hf_save import save_pretrained  # noqa: E402
 from moe_jax.checkpoint.orbax_params import load_orbax, save_orbax  # noqa: E402
+from moe_jax.generation import generate  # noqa: E402
 from moe_jax.parallel import make_mesh, parameter_sharding  # noqa: E402
 
 read, copy = [0], streaming._copy
@@ -48,4 +50,5 @@ for (_, a), (_, b) in zip(nnx.to_flat_state(nnx.state(model)), nnx.to_flat_state
         np.testing.assert_array_equal(x.data, y.data)
 if int(processes) == 1:
     assert same_bits(parameters(model), parameters(hf_load.from_pretrained(folder, dtype=jnp.float32)))
-print(json.dumps({"read": read[0], "held": held}))
+generated = generate(model, [[1, 2, 3], [4]], max_new_tokens=5) if int(processes) > 1 else None
+print(json.dumps({"read": read[0], "held": held, "generated": generated}))

@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import cpu_flags
+import jax.numpy as jnp
 import pytest
 from checkpoint_helpers import read_weights, same_bits, write_checkpoint, write_fp8
+
+import moe_jax
 
 HERE = Path(__file__).parent
 
@@ -58,13 +61,16 @@ def test_eight_devices_read_every_byte_once(tmp_path, axes):
     assert counts["read"] == 2 * counts["held"]
 
 
-def test_two_processes_read_their_own_slices(tmp_path):
+def test_two_processes_read_their_own_slices_and_generate_together(tmp_path):
     write_checkpoint(tmp_path / "in", num_experts=8)
     total = stored_bytes(tmp_path / "in")
     counts = run(tmp_path / "in", tmp_path / "out", dict(fsdp=2, expert=2), processes=2, devices=4)
     assert same_bits(read_weights(tmp_path / "out" / "hf"), read_weights(tmp_path / "in"))
+    alone = moe_jax.from_pretrained(tmp_path / "in", dtype=jnp.float32, progress=False)
+    expected = moe_jax.generate(alone, [[1, 2, 3], [4]], max_new_tokens=5)
     for process in counts:
         assert process["read"] == process["held"] < 0.75 * total
+        assert process["generated"] == expected
 
 
 def test_fp8_parts_are_cut_anywhere_in_their_blocks(tmp_path):

@@ -14,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import moe_jax
 from moe_jax.config import NAMED_CONFIGS
+from moe_jax.generation import devices
 
 
 @pytest.mark.parametrize(
@@ -53,12 +54,14 @@ def test_on_an_h200_the_prompt_alone_takes_the_fused_kernel(name, module, monkey
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.delenv("MOE_JAX_BACKEND", raising=False)
     config = NAMED_CONFIGS[name]
-    graph, state = nnx.split(nnx.eval_shape(lambda: moe_jax.from_config(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
-    decode = partial(importlib.import_module(f"moe_jax.generation.{module}")._decode, 8, 0.0, None, None, (), graph)
-    prompts = [jax.ShapeDtypeStruct((2, 192), jnp.int32)] * 2
+    model = nnx.eval_shape(lambda: moe_jax.from_config(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    decode = importlib.import_module(f"moe_jax.generation.{module}")._decode
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)):
-        jax.eval_shape(decode, state, *prompts, jax.random.key(0))
+    mesh = AbstractMesh((1, 1), devices.AXES, axis_types=(AxisType.Auto,) * 2, abstract_device=device)
+    prompts = [jax.ShapeDtypeStruct((2, 192), jnp.int32)] * 2
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = devices.program(decode, (8, 0.0, None, None, ()), mesh)
+        jax.eval_shape(partial(program, *nnx.split(model, nnx.Param, ...)), *prompts, jax.ShapeDtypeStruct((), jnp.uint32))
     stages = len(config.stages) + (module == "speculative")
     assert shapes == [((2, 192, config.num_attention_heads, config.key_dim), 192)] * stages
 

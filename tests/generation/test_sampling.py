@@ -12,7 +12,8 @@ LOGITS = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.06, 0.04]))
 
 def frequencies(**options):
     rows = jnp.broadcast_to(LOGITS, (20000, 5))
-    tokens = sample(rows, jax.random.key(np.random.default_rng().integers(2**31)), **options)
+    keys = jax.random.split(jax.random.key(np.random.default_rng().integers(2**31)), 20000)
+    tokens = sample(rows, keys, **options)
     return np.bincount(np.asarray(tokens), minlength=5) / 20000
 
 
@@ -40,6 +41,7 @@ def test_frequencies(options, expected):
 def test_a_row_does_not_depend_on_the_others():
     key = jax.random.key(np.random.default_rng().integers(2**31))
     logits = jax.random.normal(key, (6, 50))
-    together = sample(logits, key, temperature=1.0)
-    others_changed = sample(logits.at[3:].add(jax.random.normal(key, (3, 50))), key, temperature=1.0)
+    keys = jax.random.split(key, 6)
+    together = sample(logits, keys, temperature=1.0)
+    others_changed = sample(logits.at[3:].add(jax.random.normal(key, (3, 50))), keys, temperature=1.0)
     np.testing.assert_array_equal(together[:3], others_changed[:3])

@@ -54,6 +54,21 @@ def model(**options):
     return moe_jax.from_config(config, rngs=nnx.Rngs(0), **{"dtype": jnp.float32, **options})
 
 
+def dense(**options):
+    """Two layers without experts."""
+    config = moe_jax.Qwen3Config(
+        vocab_size=264,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        initializer_range=0.1,
+    )
+    return moe_jax.from_config(config, rngs=nnx.Rngs(0), **{"dtype": jnp.float32, **options})
+
+
 def deepseek(mtp=0, layers=3, vocab_size=264, **options):
     """A dense layer and two with eight experts in four groups, of which a token uses two in two groups, and a shared one.
 

@@ -1,0 +1,74 @@
+"""A model on several devices generates what it does on one, whatever mesh its parameters lie on."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+import moe_jax
+from moe_jax.cli import main
+from moe_jax.generation import generate_with_drafts
+from moe_jax.parallel import make_mesh
+from moe_jax.parallel.layout import parameter_path, parameter_sharding
+
+PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11], [3] * 20, [9, 9]]
+
+
+def laid_out(model, **sizes):
+    """The model on a mesh of the first devices, as `from_pretrained(mesh=)` lays it out."""
+    graph, state = nnx.split(model)
+    mesh = make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+
+    def put(path, leaf):
+        return jax.device_put(leaf, parameter_sharding(parameter_path(path), leaf.shape, mesh))
+
+    return nnx.merge(graph, jax.tree.map_with_path(put, state))
+
+
+@pytest.mark.parametrize(
+    "make, sizes, options",
+    [
+        (tiny.model, dict(expert=4), dict(temperature=1.0, top_k=20, seed=3)),
+        # Of six devices two hold each a half of the experts.
+        (tiny.model, dict(data=2, fsdp=3), {}),
+        (tiny.deepseek, dict(fsdp=2, context=4), {}),
+        (tiny.dense, dict(fsdp=2), dict(temperature=1.0, top_p=0.9)),
+    ],
+    ids=["sampling", "six devices", "deepseek", "dense"],
+)
+def test_the_tokens_are_those_of_one_device(make, sizes, options):
+    # A third of the tokens end a sequence: on some devices all are done before those on others.
+    model, options = make(), dict(max_new_tokens=9, eos_token_id=range(0, 264, 3), **options)
+    expected = moe_jax.generate(model, PROMPTS, **options)
+    assert len({*map(len, expected)}) > 1
+    assert moe_jax.generate(laid_out(model, **sizes), PROMPTS, **options) == expected
+
+
+def test_drafts_are_those_of_one_device():
+    model = tiny.deepseek(mtp=1)
+    options = dict(max_new_tokens=9, temperature=0.5, seed=4)
+    assert generate_with_drafts(laid_out(model, expert=4), PROMPTS, **options) == generate_with_drafts(
+        model, PROMPTS, **options
+    )
+
+
+def test_one_of_several_devices_may_hold_the_model():
+    model = tiny.model()
+    graph, state = nnx.split(model)
+    elsewhere = nnx.merge(graph, jax.device_put(state, jax.devices()[5]))
+    assert moe_jax.generate(elsewhere, PROMPTS, max_new_tokens=3) == moe_jax.generate(model, PROMPTS, max_new_tokens=3)
+
+
+def test_the_command_deals_experts_out(tmp_path, capsys):
+    tiny.model().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    command = ["generate", str(tmp_path / "model"), "--prompt", "text", "--max-new-tokens", "4", "--dtype", "float32"]
+    main(command)
+    expected = capsys.readouterr().out
+    main([*command, "--devices", "4"])
+    assert capsys.readouterr().out == expected
+    for devices, message in (("3", "model has 4 experts, and there are 3 devices"), ("9", "must be 1 to 8"), ("0", "got 0")):
+        with pytest.raises(SystemExit):
+            main([*command, "--devices", devices])
+        assert message in capsys.readouterr().err
