@@ -301,7 +301,7 @@ class Plan:
       rows: sequences of one optimizer step over all devices. Default: 32768 tokens a device.
       sequence_length: tokens of each.
       keys_per_token: how many a token sees on average; fewer than half a row where documents are packed.
-      remat: True or False; by default both are tried.
+      remat: whether layers are computed again in the backward pass; by default both are tried, and `--offload` where it helps.
       param_dtype: as in `moe-jax finetune`.
       moment_dtype: as in `moe-jax finetune`.
       expert_load_imbalance: the busiest device's choices over the mean.
@@ -314,10 +314,10 @@ class Plan:
     config: tyro.conf.Positional[str]
     devices: int
     hosts_of: int = 8
-    rows: int | None = None
-    sequence_length: int = 4096
+    rows: Annotated[int | None, tyro.conf.arg(aliases=["--batch-size"])] = None
+    sequence_length: Annotated[int, tyro.conf.arg(aliases=["--seq-len"])] = 4096
     keys_per_token: float | None = None
-    remat: bool | None = None
+    remat: Literal["no", "yes", "offload"] | None = None
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     moment_dtype: Literal["bfloat16", "float32"] = "float32"
     expert_load_imbalance: float = 1.0
@@ -346,7 +346,7 @@ class Plan:
             self.devices,
             rows=rows,
             sequence_length=self.sequence_length,
-            remat=self.remat,
+            remat=None if self.remat is None else plan.REMAT[self.remat],
             machine=replace(H200, gpus_of_host=self.hosts_of),
             param_dtype=self.param_dtype,
             moment_dtype=self.moment_dtype,

@@ -8,6 +8,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.cost import Prediction, Run, predict
 from moe_jax.cost.run import BYTES
 from moe_jax.flops import num_parameters
+from moe_jax.layers.stack import Remat
 from moe_jax.parallel.machine import H200, Machine
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape
 
@@ -19,13 +20,17 @@ KINDS = {
 """The parts of a prediction, by what bounds them: arithmetic, bytes of the GPU's own memory, bytes between GPUs."""
 
 
+REMAT: dict[str, Remat] = {"no": False, "yes": True, "offload": "offload"}
+"""What is kept for backward: all, a layer's input, or that in the host's memory. By the names that people read and write."""
+
+
 def plan(
     config: ModelConfig,
     devices: int,
     *,
     rows: int,
     sequence_length: int,
-    remat: bool | None = None,
+    remat: Remat | None = None,
     machine: Machine = H200,
     **options,
 ) -> list[Prediction]:
@@ -33,7 +38,7 @@ def plan(
 
     Args:
       rows: of the whole batch, so that all meshes do the same work.
-      remat: None tries both.
+      remat: None tries False and True, and "offload" where True does not fit.
       options: further fields of `cost.Run`.
 
     Raises:
@@ -45,13 +50,15 @@ def plan(
         raise ValueError(f"devices={devices} must be whole hosts of {machine.gpus_of_host}, or fewer than one")
     predictions, refusals = [], []
     for mesh in meshes(devices):
-        for again in (False, True) if remat is None else (remat,):
+        for kept in REMAT.values() if remat is None else (remat,):
             try:
-                run = Run(config, mesh, rows, sequence_length, remat=again, **options)
+                run = Run(config, mesh, rows, sequence_length, remat=kept, **options)
             except ValueError as error:
                 refusals.append(str(error))
                 continue
             predictions.append(predict(run, machine))
+            if kept is True and predictions[-1].fits:
+                break
     if not predictions:
         # Of the first mesh, all `context`, and the last, all `data`.
         reasons = "; ".join(dict.fromkeys((refusals[0], refusals[-1])))
@@ -74,14 +81,15 @@ def meshes(devices: int) -> Iterator[MeshShape]:
 
 
 HEADER = "".join(f"{name:>8}" for name in MESH_AXES) + (
-    f"{'remat':>7}{'step':>11}{'tokens/s/GPU':>14}{'TFLOP/s/GPU':>13}{'GiB':>7}" + "".join(f"{kind:>11}" for kind in KINDS)
+    f"{'remat':>9}{'step':>11}{'tokens/s/GPU':>14}{'TFLOP/s/GPU':>13}{'GiB':>7}" + "".join(f"{kind:>11}" for kind in KINDS)
 )
 
 
 def row(prediction: Prediction) -> str:
     """One line in the columns of HEADER; the last are shares of the step."""
     run, step = prediction.run, prediction.step_seconds
-    mesh = "".join(f"{size:>8}" for size in asdict(run.mesh).values()) + f"{'yes' if run.remat else 'no':>7}"
+    remat = next(name for name, value in REMAT.items() if value == run.remat)
+    mesh = "".join(f"{size:>8}" for size in asdict(run.mesh).values()) + f"{remat:>9}"
     speed = f"{step:>9.3f} s{prediction.tokens_per_second:>14.0f}{prediction.flops_per_second / 1e12:>13.0f}"
     memory = f"{prediction.memory_bytes / 2**30:>7.0f}"
     shares = (sum(prediction.seconds.get(part, 0.0) for part in parts) / step for parts in KINDS.values())
@@ -121,7 +129,8 @@ def _remedy(prediction: Prediction) -> str:
 
 def _memory(prediction: Prediction) -> str:
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in prediction.bytes.items())
-    return f"GiB of the first: {parts}"
+    host = f"; and {prediction.host_bytes / 2**30:.0f} of the host's memory for each GPU" if prediction.host_bytes else ""
+    return f"GiB of the first: {parts}{host}"
 
 
 def flags(run: Run) -> str:
@@ -131,4 +140,5 @@ def flags(run: Run) -> str:
     dtypes = f"--param-dtype {run.param_dtype} --moment-dtype {run.moment_dtype}"
     capacity = "" if run.capacity_factor == Run.capacity_factor else f"--capacity-factor {run.capacity_factor:g}"
     hops = f"--hops {run.hops}" if run.mesh.context > 1 or run.exchanges else ""
-    return " ".join(part for part in (axes, batch, dtypes, capacity, hops, "" if run.remat else "--no-remat") if part)
+    remat = {False: "--no-remat", True: "", "offload": "--offload"}[run.remat]
+    return " ".join(part for part in (axes, batch, dtypes, capacity, hops, remat) if part)

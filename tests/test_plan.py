@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_jax.cli import main
 from moe_jax.config import NAMED_CONFIGS
-from moe_jax.cost import Run
+from moe_jax.cost import Run, predict
 from moe_jax.parallel.mesh import MeshShape
 from moe_jax.plan import KINDS, flags, format_plan, meshes, plan
 
@@ -42,9 +42,20 @@ def test_the_fastest_stands_first_and_all_that_run_are_there():
     seconds = [prediction.step_seconds for prediction in predictions]
     assert seconds == sorted(seconds)
     assert {prediction.run.mesh for prediction in predictions} == set(meshes(8))
-    assert {prediction.run.remat for prediction in predictions} == {True, False}
+    assert {prediction.run.remat for prediction in predictions} == {True, False, "offload"}
     assert {prediction.run.rows * 4096 / 8 for prediction in predictions} == {32 * 4096 / 8}
     assert {prediction.run.remat for prediction in plan(QWEN, 8, rows=32, sequence_length=4096, remat=True)} == {True}
+
+
+def test_a_layer_s_input_waits_in_the_host_s_memory_where_nothing_else_fits(capsys):
+    for prediction in plan(QWEN, 8, rows=32, sequence_length=4096):
+        with_remat = predict(replace(prediction.run, remat=True))
+        assert prediction.run.remat != "offload" or not with_remat.fits
+    main("plan qwen3-30b-a3b --devices 4 --rows 1 --sequence-length 1048576 --moment-dtype bfloat16".split())
+    printed = capsys.readouterr().out
+    assert "; and 48 of the host's memory for each GPU" in printed and "--offload" in printed
+    main("plan qwen3-30b-a3b --devices 4 --rows 1 --sequence-length 1048576 --moment-dtype bfloat16 --remat yes".split())
+    assert "Nothing fits" in capsys.readouterr().out
 
 
 def test_a_long_sequence_is_split():
@@ -106,6 +117,14 @@ def test_deepseek_v3_trains_on_whole_clusters(devices):
     assert best.mesh.expert in (4, 8) and best.mesh.context == 1
     assert 150e12 < fitting[0].flops_per_second < 400e12
     assert smallest > 14 * 683e9 / devices
+
+
+def test_the_batch_may_be_named_as_finetune_names_it(capsys):
+    printed = []
+    for names in ("--rows 8 --sequence-length 1024", "--batch-size 8 --seq-len 1024"):
+        main(f"plan qwen3-30b-a3b --devices 4 {names}".split())
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and "8 x 1024 tokens" in printed[0]
 
 
 def test_hops_are_copies_on_one_host_unless_asked_for_otherwise(capsys):

@@ -14,9 +14,11 @@ from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
 def memory_bytes(run: Run) -> dict[str, float]:
     """The peak by part; `workspace` is what it has beside the other four."""
     own = sum(p.own_size for p in run.parameters)
+    offloads = run.remat == "offload"
     parameters, moments = 4 * own, 2 * BYTES[run.moment_dtype] * own
     gradients = BYTES[run.param_dtype] * own
-    kept = sum(stage.num_layers * kept_by_layer(run, stage) for stage in run.stages)
+    # Of what is in the host's memory two layers' part is on its way.
+    kept = sum((2 if offloads else stage.num_layers) * kept_by_layer(run, stage) for stage in run.stages)
     # Gradients of the model's own loss wait while a module's pass and come back.
     waiting = 4 * len(run.config.mtp_stages) * run.config.hidden_size * (run.config.vocab_size + run.tokens)
     backward = max(gradients, waiting) + kept + _backward_workspace(run)
@@ -29,6 +31,11 @@ def memory_bytes(run: Run) -> dict[str, float]:
         "activations": min(kept, peak - gradients),
         "workspace": peak - gradients - min(kept, peak - gradients),
     }
+
+
+def host_bytes(run: Run) -> float:
+    """What a device keeps in its host's memory."""
+    return sum(stage.num_layers * kept_by_layer(run, stage) for stage in run.stages) if run.remat == "offload" else 0.0
 
 
 def kept_by_layer(run: Run, stage: Stage) -> float:
@@ -64,17 +71,20 @@ def _backward_workspace(run: Run) -> float:
 
     Parameters of two layers gathered, and gradients of two; with remat the layer's activations; and what the backward pass of
     the experts makes: the rows of dy, of x or dx, dh and the weighted activation, and the gradients that travel; or that of
-    attention, the gradients of all that it took and gave, if these are more.
+    attention, the gradients of all that it took and gave, if these are more. Experts that are computed in parts sum the
+    gradients of their weights in f32.
     """
     config, layers = run.config, []
     of_heads = config.num_attention_heads * (config.key_dim + config.value_dim) + key_value_elements(config)
     for number, stage in enumerate(run.stages):
-        own = (p for p in run.parameters if p.in_stage and p.path[1] == number and p.gather_axes)
-        gathered = 4 * ELEMENT * sum(p.used_size / p.layers for p in own)
+        own = [p for p in run.parameters if p.in_stage and p.path[1] == number]
+        gathered = 4 * ELEMENT * sum(p.used_size / p.layers for p in own if p.gather_axes)
         if stage.sparse:
             moe = run.moe_config
-            elements = run.room * (2 * moe.hidden_size + 3 * moe.moe_intermediate_size)
+            elements = run.computed_at_once * (2 * moe.hidden_size + 3 * moe.moe_intermediate_size)
             elements += 2 * run.received * moe.hidden_size if run.exchanges else 0
+            if run.computed_at_once < run.room:
+                gathered += 4 * sum(p.used_size / p.layers for p in own if "experts" in p.path)
         else:
             elements = run.tokens * 3 * config.intermediate_size
         elements = max(elements, run.tokens * of_heads)

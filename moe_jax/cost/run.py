@@ -10,6 +10,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from moe_jax.config import DeepseekV3Config, ModelConfig, Qwen3MoeConfig, Stage
+from moe_jax.layers.moe import CHUNK_TOKENS
+from moe_jax.layers.stack import Remat
 from moe_jax.models.auto import from_config
 from moe_jax.parallel.context import Method
 from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, first_capacity
@@ -28,7 +30,7 @@ class Run:
     Modules that predict further tokens are trained with the model; `config.without_mtp()` has none.
 
     Attributes:
-      remat: each layer is computed again in the backward pass.
+      remat: each layer is computed again in the backward pass, of its input alone; with "offload" that is in the host's memory.
       param_dtype, moment_dtype: what parameters (their masters are f32 in either case) and AdamW's moments are kept in.
       keys_per_token: how many keys a token sees on average, as packed documents shorten it; None: half a row.
       expert_load_imbalance: choices that the busiest device of the axis `expert` computes, over the mean.
@@ -44,7 +46,7 @@ class Run:
     mesh: MeshShape
     rows: int
     sequence_length: int
-    remat: bool = True
+    remat: Remat = True
     param_dtype: Dtype = "bfloat16"
     moment_dtype: Dtype = "float32"
     keys_per_token: float | None = None
@@ -127,6 +129,12 @@ class Run:
         return self.mesh.expert * self.capacity.pairs if self.exchanges else self.tokens * self.moe_config.num_experts_per_tok
 
     @property
+    def computed_at_once(self) -> int:
+        """Of these rows, those that the experts compute at a time: a part where one device has many tokens (`layers.moe`)."""
+        in_chunks = not self.exchanges and self.tokens > 2 * CHUNK_TOKENS
+        return CHUNK_TOKENS * self.moe_config.num_experts_per_tok if in_chunks else self.room
+
+    @property
     def parameters(self) -> tuple["Parameter", ...]:
         """The model's arrays and how `parallel.layout` splits them."""
         return _parameters(self.config, self.mesh)
@@ -195,6 +203,8 @@ def _problems(run: Run) -> list[str]:
     ):
         if value not in choices:
             problems.append(f"{name}={value!r} must be one of {', '.join(choices)}")
+    if not isinstance(run.remat, bool) and run.remat != "offload":
+        problems.append(f"remat={run.remat!r} must be True, False or 'offload'")
     if run.keys_per_token is not None and not 0 < run.keys_per_token <= run.sequence_length:
         problems.append(f"keys_per_token={run.keys_per_token!r} must be above 0, and at most sequence_length")
     if not 1 <= run.expert_load_imbalance < math.inf:

@@ -19,7 +19,7 @@ from moe_jax.cost.layer import (
     matmul_seconds,
     router_seconds,
 )
-from moe_jax.cost.memory import kept_by_layer, memory_bytes
+from moe_jax.cost.memory import host_bytes, kept_by_layer, memory_bytes
 from moe_jax.cost.run import BYTES, Run
 from moe_jax.cost.travel import context_seconds, exchange_seconds, gather_seconds, once_a_step_seconds
 from moe_jax.flops import attention_matrices, training_flops_per_token
@@ -52,6 +52,11 @@ class Prediction:
     def memory_bytes(self) -> float:
         """The peak of a device."""
         return sum(self.bytes.values())
+
+    @property
+    def host_bytes(self) -> float:
+        """What it keeps in its host's memory."""
+        return host_bytes(self.run)
 
     @property
     def fits(self) -> bool:
@@ -87,13 +92,13 @@ def predict(run: Run, machine: Machine = H200) -> Prediction:
     for number, stage in enumerate(run.stages):
         computing = layer_seconds(run, number, machine)
         for name, passes in computing.items():
-            layers[name] += stage.num_layers * passes.total(run.remat)
+            layers[name] += stage.num_layers * passes.total(bool(run.remat))
         if stage.sparse:
-            travel["exchange"] += stage.num_layers * exchange_seconds(run, machine).total(run.remat)
-        travel["context"] += stage.num_layers * context_seconds(run, computing["attention"], machine).total(run.remat)
+            travel["exchange"] += stage.num_layers * exchange_seconds(run, machine).total(bool(run.remat))
+        travel["context"] += stage.num_layers * context_seconds(run, computing["attention"], machine).total(bool(run.remat))
         # A pass of the loop computes one layer and gathers another.
         forward = sum(passes.forward for passes in computing.values())
-        backward = sum(passes.total(run.remat) for passes in computing.values()) - forward
+        backward = sum(passes.total(bool(run.remat)) for passes in computing.values()) - forward
         for beside, needed in zip((forward, backward), gather_seconds(run, number, machine), strict=True):
             hides = machine.hidden * min(needed, beside)
             # Before the loop one layer is gathered beside nothing, and its last pass gathers in vain.
@@ -135,7 +140,8 @@ def layer_seconds(run: Run, number: int, machine: Machine) -> dict[str, Passes]:
 
 def _keeping_seconds(run: Run, stage: Stage, machine: Machine) -> Passes:
     """What is kept for backward is copied into the stack of the layers' (`layers/stack.py`), and out of it."""
-    copy = 2 * kept_by_layer(run, stage) / machine.hbm
+    size = kept_by_layer(run, stage)
+    copy = size / machine.host_link if run.remat == "offload" else 2 * size / machine.hbm
     return Passes(copy, 0.0, copy)
 
 

@@ -1,7 +1,7 @@
 """What a GPU and its links do in a second, and with it how long a collective over axes of a mesh takes.
 
 Every figure of `H200` is a measurement, most of docs/performance.md, of a kernel or a collective alone. The two that were
-fitted to whole training steps, and the three that are assumed, are named as such.
+fitted to whole training steps, and the four that are assumed, are named as such.
 """
 
 from dataclasses import dataclass
@@ -50,6 +50,8 @@ class Machine:
     ring_hop_copied: float
     """A `ppermute` that is a copy from GPU to GPU and takes no core (`environment.PEER_HOPS`)."""
     between_hosts: float
+    host_link: float
+    """Between a GPU and its host's memory, in one direction."""
     latency: float
     host_latency: float
     """A collective's further seconds for each host that it spans."""
@@ -153,8 +155,9 @@ H200 = Machine(
     ring_hop=100e9,
     # 88 us for the 33.5 MB of 8192 tokens of Qwen3-30B-A3B.
     ring_hop_copied=380e9,
-    # Assumed: cards of 400 Gb/s, 80 % of it; and 20 us to begin a collective, 10 us for each further host.
+    # Assumed: cards of 400 Gb/s, 80 % of it; 16 lanes of PCIe 5; and 20 us to begin a collective, 10 us for each further host.
     between_hosts=40e9,
+    host_link=50e9,
     latency=20e-6,
     host_latency=10e-6,
     # Fitted to two training steps whose experts are gathered: NCCL's blocks take cores from the kernels that they run beside.

@@ -55,6 +55,16 @@ def test_training_steps_with_the_loss_of_three_matmuls(hops, capacity_factor, se
     assert prediction.memory_bytes / 2**30 == pytest.approx(gib, rel=0.08)
 
 
+@pytest.mark.parametrize("devices, remat, gib", [(4, True, 149.7), (4, "offload", 104.9), (8, True, 83.4)])
+def test_memory_of_a_million_tokens(devices, remat, gib):
+    """One row of 2**20 tokens, as the compiler counted it; on four devices the experts compute in parts."""
+    mesh, dtypes = MeshShape(context=devices), dict(moment_dtype="bfloat16")
+    prediction = predict(Run(QWEN, mesh, 1, 2**20, remat=remat, hops="copies", **dtypes))
+    assert prediction.memory_bytes / 2**30 == pytest.approx(gib, rel=0.05)
+    # x of 2048 channels from each of 48 layers.
+    assert prediction.host_bytes == (48 * 2**20 // devices * 2048 * 2 if remat == "offload" else 0)
+
+
 def test_memory_with_f32_parameters():
     """8 rows with remat."""
     assert predict(step(8, param_dtype="float32")).memory_bytes / 2**30 == pytest.approx(113.9, rel=0.08)

@@ -138,7 +138,7 @@ def test_every_axis_but_data_divides_the_state(axis, divides):
 @given(
     config=st.sampled_from((QWEN, DEEPSEEK)),
     mesh=st.sampled_from([MeshShape(fsdp=8), MeshShape(expert=8), MeshShape(2, 2, 2, 2), MeshShape(context=16)]),
-    remat=st.booleans(),
+    remat=st.sampled_from([False, True, "offload"]),
     load=st.floats(1, 8),
     length=st.sampled_from((4096, 32768)),
 )
@@ -149,9 +149,10 @@ def test_more_work_never_takes_less(config, mesh, remat, load, length):
     assert predict(replace(run, expert_load_imbalance=load)).step_seconds >= base.step_seconds
     assert predict(run, replace(H200, gpus_of_host=1)).step_seconds >= base.step_seconds
     assert predict(run, replace(H200, hidden=0.0)).step_seconds >= base.step_seconds
-    again, kept = (predict(replace(run, remat=remat)) for remat in (True, False))
+    again, kept = predict(replace(run, remat=remat or True)), predict(replace(run, remat=False))
     assert again.bytes["activations"] < kept.bytes["activations"]
     assert again.seconds["experts"] > kept.seconds["experts"]
+    assert (again.host_bytes > 0) == (remat == "offload")
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8, 32])
