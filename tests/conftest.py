@@ -1,6 +1,8 @@
 """What every test runs under."""
 
 import os
+import shutil
+import tempfile
 
 # JAX's GPU interpreter waits for barriers inside callbacks, which hold a thread of XLA's CPU pool each: six in a kernel of two
 # blocks. With a pool of two, as a machine of two cores has, the warpgroup that they wait for may never run.
@@ -17,6 +19,26 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 # Tests compare f32 with f32 and f64; on an NVIDIA GPU XLA multiplies f32 matrices in TF32 unless told otherwise.
 jax.config.update("jax_default_matmul_precision", "highest")
+
+COMPILED = "JAX_COMPILATION_CACHE_DIR"
+
+
+def pytest_configure(config):
+    """What several tests compile, or several processes of a test, is compiled once in this run on CPUs."""
+    starts_workers = getattr(config.option, "numprocesses", None)
+    on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
+    if on_cpu and COMPILED not in os.environ and not starts_workers:
+        # Of this worker alone: JAX does not guard a file that one process writes from another that reads it.
+        folder = tempfile.mkdtemp(prefix="moe_jax-compiled-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ |= {COMPILED: folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def pytest_collection_modifyitems(items):
+    """Those that take longest begin first, so that none of them runs on alone at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture

@@ -72,6 +72,7 @@ def test_products_of_parts_are_those_of_all_their_rows(rng, routing):
     routing=st.sampled_from(ROUTINGS),
     seed=st.integers(0, 2**31),
 )
+@pytest.mark.long
 def test_the_three_matmuls_are_those_of_the_xla_backend_on_the_same_plan(tokens, experts, k, routing, seed):
     rng = np.random.default_rng(seed)
     rows = plan(jnp.asarray(choose(rng, routing, tokens, experts, min(k, experts)), jnp.int32), experts, mosaic.ROW_ALIGNMENT)

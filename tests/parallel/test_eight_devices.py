@@ -13,6 +13,7 @@ ROOT = HERE.parent.parent
 SECONDS = 560
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", sorted((HERE / "eight_devices").glob("test_*.py")), ids=lambda path: path.stem)
 def test_on_eight_devices(path):
     environment = {

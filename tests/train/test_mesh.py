@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import cpu_flags
+import pytest
 
 HERE = Path(__file__).parent
 
@@ -63,6 +64,7 @@ np.testing.assert_allclose(run("moved", moved, shadow_experts=2), one, rtol=1e-4
 """
 
 
+@pytest.mark.long
 def test_a_mesh_changes_nothing_but_the_place(tmp_path):
     environment = {
         **os.environ,

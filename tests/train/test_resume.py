@@ -40,6 +40,7 @@ def comparable(output: Path) -> list[dict]:
     return [*records, *read_records(output / "expert_load.jsonl")]
 
 
+@pytest.mark.long
 def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path):
     data = tiny.write_texts(tmp_path / "texts")
     finish(start(data, tmp_path / "whole"))

@@ -11,6 +11,7 @@ import cpu_flags
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 import tiny
 
 from moe_jax.train.metrics import read_records
@@ -56,6 +57,7 @@ def moments(checkpoint: Path) -> dict[str, np.ndarray]:
     return {name: array for name, array in named.items() if "'mu'" in name}
 
 
+@pytest.mark.long
 def test_two_processes_are_one_and_stop_when_told(tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     tiny.model().save_pretrained(tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
@@ -81,9 +83,12 @@ def test_two_processes_are_one_and_stop_when_told(tmp_path):
     assert f"[0] stopped after step {len(records)} and saved" in printed
     assert "[0] step 1: loss" in printed and "[1] step" not in printed
 
-    cached = environment(JAX_NUM_CPU_DEVICES="8", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(tmp_path), *options], env=cached, capture_output=True, text=True, timeout=SECONDS
+        [sys.executable, "-c", ALONE, str(tmp_path), *options],
+        env=environment(JAX_NUM_CPU_DEVICES="8"),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr[-5000:]
     expected, actual = read_records(one / "metrics.jsonl"), read_records(two / "metrics.jsonl")
