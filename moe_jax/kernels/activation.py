@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moe_jax.kernels.precision import widened
+
 
 def gated_silu(h: Float[Array, "rows 2*inter"]) -> Float[Array, "rows inter"]:
     """silu(gate) * up for h = [gate | up], in at least f32 inside, in h's dtype outside."""
@@ -24,4 +26,4 @@ def gated_silu_backward(h: Float[Array, "rows 2*inter"], dact: Float[Array, "row
 
 
 def _halves(h: Array) -> list[Array]:
-    return jnp.split(h.astype(jnp.promote_types(h.dtype, jnp.float32)), 2, axis=1)
+    return jnp.split(widened(h), 2, axis=1)

@@ -16,6 +16,7 @@ from moe_jax.kernels.backend import ENVIRONMENT_VARIABLE, splitting_refusal
 from moe_jax.kernels.flash_attention import flash_attention
 from moe_jax.kernels.flash_attention import refusal as flash_refusal
 from moe_jax.kernels.mosaic_gpu import is_interpreted
+from moe_jax.kernels.precision import at_least_f32
 
 _logger = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ def _announce(backend: str, reason: str | None) -> None:
 def _masked_attention(q: Array, k: Array, v: Array, visible: Array, scale: float) -> Array:
     """Attention of all queries at once under `visible` [batch, queries, keys]."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    accumulate = jnp.promote_types(q.dtype, jnp.float32)
+    accumulate = at_least_f32(q.dtype)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, preferred_element_type=accumulate) * scale
     # A finite minimum, not -inf: a row with no visible key stays free of NaN in both passes.
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(accumulate).min)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.varying import vary_alike, vary_as
 
 CHUNK_TOKENS = 2048
@@ -58,13 +59,13 @@ def _loss_sum(chunk_tokens, hidden, head_weight, labels, mask):
     def add_chunk(total, chunk):
         return total + _loss_of_chunk(weight, *chunk)[0], None
 
-    start = vary_as(jnp.zeros((), _accumulator(hidden)), hidden)
+    start = vary_as(jnp.zeros((), at_least_f32(hidden.dtype)), hidden)
     return jax.lax.scan(add_chunk, start, _chunks(chunk_tokens, hidden, labels, mask))[0]
 
 
 def _forward(chunk_tokens, hidden, head_weight, labels, mask):
     """The loss and, in the accumulator's dtype, its gradients."""
-    accumulator = _accumulator(hidden)
+    accumulator = at_least_f32(hidden.dtype)
     weight = head_weight.astype(hidden.dtype)
 
     def add_chunk(state, chunk):
@@ -93,7 +94,7 @@ _loss_sum.defvjp(_forward, _backward)
 
 def _loss_of_chunk(weight, hidden, labels, mask):
     """(the summed loss, logits, their logsumexp)"""
-    logits = jnp.einsum("td,vd->tv", hidden, weight, preferred_element_type=_accumulator(hidden))
+    logits = jnp.einsum("td,vd->tv", hidden, weight, preferred_element_type=at_least_f32(hidden.dtype))
     logsumexp = jax.nn.logsumexp(logits, axis=1)
     label_logit = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
     return jnp.where(mask, logsumexp - label_logit, 0).sum(), logits, logsumexp
@@ -113,7 +114,3 @@ def _chunks(chunk_tokens, *arrays):
         return padded.reshape(size, number, *array.shape[1:]).swapaxes(0, 1)
 
     return tuple(strided(array) for array in arrays)
-
-
-def _accumulator(hidden):
-    return jnp.promote_types(hidden.dtype, jnp.float32)

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.backend import resolve_backend
 from moe_jax.kernels.grouped_matmul import OuterPart, grouped_outer_of_parts, implementation
+from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.routing import Plan, plan, plans
 from moe_jax.kernels.shapes import check_experts_mlp, check_shape
 from moe_jax.kernels.varying import vary_alike, vary_as, varying_axes
@@ -188,7 +189,7 @@ def _checked_totals(totals: Sequence[Array], arrays: tuple[Array, ...], sizes: d
     if len(totals) != 2 or any(total is None for total in totals):
         found = ["None" if total is None else str(list(total.shape)) for total in totals]
         raise ValueError(f"accumulate_into must be two arrays, of w_gate_up's and of w_down's shape; got {', '.join(found)}")
-    wanted = jnp.promote_types(arrays[0].dtype, jnp.float32)
+    wanted = at_least_f32(arrays[0].dtype)
     axes = varying_axes(arrays)
     shapes = "experts 2*inter hidden", "experts hidden inter"
     for i, (total, shape) in enumerate(zip(totals, shapes, strict=True)):
@@ -211,25 +212,25 @@ def _gate_up_gradients(dh: Array, x: Array, w_gate_up: Array, plan: Plan, backen
     """Returns dx, and what dw_gate_up is the product of."""
     dx_rows = implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True)
     rows, source = implementation(backend).rows_of_tokens(x, plan)
-    dx = jnp.sum(_of_pairs(_wide(dx_rows), plan), axis=1).astype(x.dtype)
+    dx = jnp.sum(_of_pairs(widened(dx_rows), plan), axis=1).astype(x.dtype)
     return dx, OuterPart(dh, rows, plan, None, source)
 
 
 def _down_forward(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> Array:
     y_rows = implementation(backend).grouped_matmul(act, w_down, plan)
-    return jnp.sum(_wide(weights)[:, :, None] * _of_pairs(_wide(y_rows), plan), axis=1).astype(act.dtype)
+    return jnp.sum(widened(weights)[:, :, None] * _of_pairs(widened(y_rows), plan), axis=1).astype(act.dtype)
 
 
 def _down_gradients(
-    dy: Array, act: Array, w_down: Array, weights: Array, plan: Plan, backend: str, dw_dtype: jnp.dtype
+    dy: Array, act: Array, w_down: Array, weights: Array, plan: Plan, backend: str
 ) -> tuple[Array, Array, Array]:
     """Returns dact in at least f32, dw_down, dweights."""
     rows, source = implementation(backend).rows_of_tokens(dy, plan)
     g = implementation(backend).grouped_matmul(rows, w_down, plan, source_of_row=source, transpose=True)
-    g, wide_act, weight_of_row = _wide(g), _wide(act), _wide(_weight_of_row(weights, plan))[:, None]
+    g, wide_act, weight_of_row = widened(g), widened(act), widened(_weight_of_row(weights, plan))[:, None]
     dweights = _of_pairs(jnp.sum(g * wide_act, axis=1), plan).astype(weights.dtype)
     weighted_act = (weight_of_row * wide_act).astype(act.dtype)
-    dw = grouped_outer_of_parts(backend, [OuterPart(rows, weighted_act, plan, source)], dw_dtype)
+    dw = grouped_outer_of_parts(backend, [OuterPart(rows, weighted_act, plan, source)], w_down.dtype)
     return weight_of_row * g, dw, dweights
 
 
@@ -310,7 +311,7 @@ def _experts_mlp_backward(backend: str, chunk_tokens: int | None, _, residuals: 
         dw = of_matrices(products, dtypes, totals)
         dxs, dweights = zip(*gradients, strict=True)
     else:
-        wide = tuple(jnp.promote_types(dtype, jnp.float32) for dtype in dtypes)
+        wide = tuple(at_least_f32(dtype) for dtype in dtypes)
         start = totals
         if totals is None:
             start = vary_as((jnp.zeros(w_gate_up.shape, wide[0]), jnp.zeros(w_down.shape, wide[1])), xs)
@@ -365,10 +366,6 @@ def _join(a: Array, tokens: int) -> Array:
     return a.reshape(-1, *a.shape[2:])[:tokens]
 
 
-def _wide(a: Array) -> Array:
-    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
-
-
 def _gate_up_vjp(backend: str, residuals: tuple, dh: Array) -> tuple[Array, Array, None]:
     x, w_gate_up, plan = residuals
     dx, product = _gate_up_gradients(dh, x, w_gate_up, plan, backend)
@@ -377,7 +374,7 @@ def _gate_up_vjp(backend: str, residuals: tuple, dh: Array) -> tuple[Array, Arra
 
 def _down_vjp(backend: str, residuals: tuple, dy: Array) -> tuple[Array, Array, Array, None]:
     act, w_down, weights, plan = residuals
-    dact, dw, dweights = _down_gradients(dy, act, w_down, weights, plan, backend, w_down.dtype)
+    dact, dw, dweights = _down_gradients(dy, act, w_down, weights, plan, backend)
     return dact.astype(act.dtype), dw, dweights, None
 
 

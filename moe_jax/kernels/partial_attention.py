@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels import flash_attention as flash
 from moe_jax.kernels.online_softmax import merge, softmax_sum
+from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.varying import vary_as
 
 CHUNK = 1024
@@ -38,7 +39,7 @@ def forward(
     """(out, lse) over this part and, if given, the `previous` (out, lse) over other keys; 0 and -inf where no key is seen."""
     if backend == "mosaic":
         return flash.forward_of_interval(q, k, v, *bounds, scale=scale, previous=previous)
-    wide = _accumulator(q)
+    wide = at_least_f32(q.dtype)
     if previous is None:
         previous = jnp.zeros((*q.shape[:3], v.shape[3]), wide), jnp.full((q.shape[0], *q.shape[2:0:-1]), -jnp.inf, wide)
 
@@ -70,7 +71,7 @@ def gradient_of_queries(
     """dq by way of this part, with `previous`, that by way of other parts, added."""
     if backend == "mosaic":
         return flash.gradient_of_queries(dout, q, k, v, lse, delta, *bounds, scale=scale, previous=previous)
-    wide = _accumulator(q)
+    wide = at_least_f32(q.dtype)
 
     def add_keys(queries, keys, dq):
         _, ds = _probabilities(queries, keys, scale)
@@ -97,7 +98,7 @@ def gradients_of_keys(
     """(dk, dv) of this part by way of these queries, with `previous`, those by way of other queries, added."""
     if backend == "mosaic":
         return flash.gradients_of_keys(dout, q, k, v, lse, delta, *bounds, scale=scale, previous=previous)
-    wide = _accumulator(q)
+    wide = at_least_f32(q.dtype)
 
     def add_queries(keys, queries, sums):
         (q, _, _, dout, _, _), (dk, dv) = queries, sums
@@ -109,10 +110,6 @@ def gradients_of_keys(
 
     start = (jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)) if previous is None else previous
     return _sums(add_queries, _keys(k, v), _queries(q, bounds, dout, lse, delta), start, _pairs(bounds, k.shape[1]).T)
-
-
-def _accumulator(q: Array) -> jnp.dtype:
-    return jnp.promote_types(q.dtype, jnp.float32)
 
 
 def _half_open(bounds: Bounds) -> Bounds:
@@ -169,7 +166,9 @@ def _split(a: Array) -> Array:
 
 def _scores(q, k, half_open: Bounds, number, scale: float) -> Float[Array, "batch kv_heads group queries keys"]:
     """scale * q k^T, -inf where a query does not see the key."""
-    scores = jnp.einsum("bqhgd,bkhd->bhgqk", _by_key_head(q, k.shape[2]), k, preferred_element_type=_accumulator(q)) * scale
+    scores = (
+        jnp.einsum("bqhgd,bkhd->bhgqk", _by_key_head(q, k.shape[2]), k, preferred_element_type=at_least_f32(q.dtype)) * scale
+    )
     before, end = (a[:, None, None, :, None] for a in half_open)
     number = number[:, None, None, None, :]
     return jnp.where((before < number) & (number <= end), scores, -jnp.inf)

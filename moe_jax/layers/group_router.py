@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.kernels.precision import at_least_f32
 from moe_jax.layers.balance import Sequences
-from moe_jax.layers.router import ExpertBias, Router, Routing, at_least_f32, with_statistics
+from moe_jax.layers.router import ExpertBias, Router, Routing, with_statistics
 
 TINY = 1e-20
 """Added to sums of scores before a division by them, as DeepSeek and transformers do."""

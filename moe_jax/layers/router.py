@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.kernels.precision import at_least_f32
 from moe_jax.layers.balance import Sequences, sequence_balance
 from moe_jax.layers.linear import normal_parameter
 
@@ -212,8 +213,3 @@ def sequence_balance_loss(stats: RouterStatistics) -> Float[Array, ""]:
     number of layers. 0 if the model was not asked for `sequence_balance`.
     """
     return stats.sequence_balance_sum.sum() / jnp.maximum(stats.num_sequences, 1)
-
-
-def at_least_f32(dtype):
-    """What scores are computed in: f32, or f64 for f64."""
-    return jnp.promote_types(dtype, jnp.float32)

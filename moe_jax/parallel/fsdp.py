@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
+from moe_jax.kernels.precision import widened
 from moe_jax.kernels.varying import varying_axes
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec
 from moe_jax.parallel.sums import sum_scatter
@@ -173,5 +174,5 @@ def _summed_over(parameter: Array, axes: tuple[str, ...]) -> Array:
 
 _summed_over.defvjp(
     lambda parameter, axes: (_summed_over(parameter, axes), None),
-    lambda axes, _, g: (lax.psum(g.astype(jnp.promote_types(g.dtype, jnp.float32)), axes).astype(g.dtype) if axes else g,),
+    lambda axes, _, g: (lax.psum(widened(g), axes).astype(g.dtype) if axes else g,),
 )

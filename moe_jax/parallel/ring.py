@@ -22,6 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels import partial_attention
+from moe_jax.kernels.precision import widened
 from moe_jax.parallel.sequence import Layout, token_indices, tokens_before
 
 Kept = tuple[Float[Array, "batch seq ..."], ...]
@@ -156,7 +157,7 @@ def gradients_of_kept(expand: Expand | None, weights, kept: Kept, of_keys: Calla
 
 def _add(previous, gradients):
     """The sum in f32 of arrays alike, or the one where there is no other."""
-    wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
+    wide = jax.tree.map(lambda g: widened(g), gradients)
     return wide if previous is None else jax.tree.map(jnp.add, previous, wide)
 
 

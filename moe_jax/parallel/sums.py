@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from moe_jax.kernels.precision import at_least_f32
+
 
 def sum_scatter(x: Array, mesh_axes: str | tuple[str, ...], axis: int) -> Array:
     """This device's part, along `axis`, of the sum of all devices' x, in at least f32; inside `jax.shard_map`.
@@ -14,7 +16,7 @@ def sum_scatter(x: Array, mesh_axes: str | tuple[str, ...], axis: int) -> Array:
     devices = lax.axis_size(mesh_axes)
     received = lax.all_to_all(x, mesh_axes, axis, axis, tiled=True)
     by_device = received.reshape(*x.shape[:axis], devices, x.shape[axis] // devices, *x.shape[axis + 1 :])
-    return by_device.sum(axis=axis, dtype=jnp.promote_types(x.dtype, jnp.float32))
+    return by_device.sum(axis=axis, dtype=at_least_f32(x.dtype))
 
 
 def sum_to_all(x: Array, mesh_axes: str | tuple[str, ...]) -> Array:

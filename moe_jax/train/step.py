@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int
 
 from moe_jax.config import ModelConfig
+from moe_jax.kernels.precision import at_least_f32
 from moe_jax.layers.balance import move_bias
 from moe_jax.layers.moe import add_expert_gradients_to
 from moe_jax.layers.router import ExpertBias
@@ -155,7 +156,7 @@ def make_train_step(
         batch = {name: batch[name] for name in BATCH_ARRAYS}
         if adds_in_place:
             of_batch = partial(micro_loss, expert_bias=state.expert_bias, num_labels=num_labels)
-            dtype = jnp.promote_types(model.dtype, jnp.float32)
+            dtype = at_least_f32(model.dtype)
             total, parts, grads = _summed_in_place(of_batch, state.params, dtype, batch, gradient_accumulation)
         else:
             of_batch = partial(gradients, state.params, state.expert_bias, num_labels=num_labels)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.grouped_matmul import mosaic, triton, xla
+from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.routing import Plan
 
 MODULES = {"mosaic": mosaic, "triton": triton, "xla": xla}
@@ -46,7 +47,7 @@ def grouped_outer_of_parts(
     """
     if backend == "mosaic":
         return mosaic.grouped_outer_of_parts(parts, dtype, accumulate_into)
-    sum_dtype = dtype if len(parts) == 1 else jnp.promote_types(dtype, jnp.float32)
+    sum_dtype = dtype if len(parts) == 1 else at_least_f32(dtype)
     total: Any = accumulate_into
     for a, b, plan, a_source, b_source in parts:
         sources = {"a_source_of_row": a_source, "b_source_of_row": b_source}

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.activation import gated_silu, gated_silu_backward
+from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.routing import Plan
 from moe_jax.kernels.varying import vary_as
 
@@ -76,8 +77,8 @@ def gated_matmul_backward(
     Returns dh, the gradient to h; weight_of_row * act, which the gradient of w_down needs; and <g, act>, the gradient to each
     row's weight, in at least f32.
     """
-    g = _wide(grouped_matmul(dy, w_down, plan, source_of_row=source_of_row, transpose=True))
-    act, weight = _wide(gated_silu(h)), _wide(weight_of_row)[:, None]
+    g = widened(grouped_matmul(dy, w_down, plan, source_of_row=source_of_row, transpose=True))
+    act, weight = widened(gated_silu(h)), widened(weight_of_row)[:, None]
     return gated_silu_backward(h, weight * g), (weight * act).astype(h.dtype), jnp.sum(g * act, axis=1)
 
 
@@ -164,7 +165,7 @@ def grouped_outer(
     if num_rows == 0:
         return jnp.zeros((num_experts, n, m), dtype) if accumulate_into is None else accumulate_into
     take_a, take_b = _taker(a, a_source_of_row, num_rows), _taker(b, b_source_of_row, num_rows)
-    sum_bytes = jnp.promote_types(a.dtype, jnp.float32).itemsize
+    sum_bytes = at_least_f32(a.dtype).itemsize
 
     direct_rows, height = _direct_rows(num_rows, num_experts), _block_height(num_rows, num_experts)
     first_block, block_expert, block_start, block_end = _overflow_blocks(plan, direct_rows, height, 1)
@@ -199,11 +200,7 @@ def grouped_outer(
 
 def _batched_dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
     """Matmul over the leading axis, summed in at least f32."""
-    return jax.lax.dot_general(a, b, (contract, ((0,), (0,))), preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
-
-
-def _wide(a: Array) -> Array:
-    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
+    return jax.lax.dot_general(a, b, (contract, ((0,), (0,))), preferred_element_type=at_least_f32(a.dtype))
 
 
 def _taker(x: Array, source_of_row: Array | None, num_rows: int) -> Callable[[Array, Array, int], Array]:

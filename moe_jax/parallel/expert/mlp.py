@@ -1,7 +1,8 @@
 """The experts of a Mixture-of-Experts layer, split over a mesh axis: `kernels.experts_mlp` where the experts live.
 
 The first round of the exchange carries what an even routing brings and some more. What is beyond queues for further rounds, as
-many as the longest queue of any device needs: none under an even routing, about n under the worst. So no token is ever lost
+many as the longest queue of any device needs: none under an even routing, n / `capacity_factor` where all choices fall on one
+device. So no token is ever lost
 and no buffer is made for the worst routing. Where one holds it all the same (`capacity_factor` of n) there are no further
 rounds, and the host need not wait to learn how many.
 
@@ -18,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts import Part, experts_mlp, experts_mlp_of_parts
+from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.shapes import check_experts_mlp
 from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.expert.exchange import combine, dispatch
@@ -181,7 +183,7 @@ def _round(
     how = plan.axis_name, transport, plan.group_size
     k = weights.shape[1]
     # Weights and ids travel as one array: floats of 32 bits hold every id exactly, and 0 is what an empty slot holds.
-    wide = jnp.promote_types(weights.dtype, jnp.float32)
+    wide = at_least_f32(weights.dtype)
     choices = jnp.concatenate([weights.astype(wide), (experts + 1).astype(wide)], axis=1)
     choices = dispatch(choices, route, *how)
     if transport == "pairwise":
@@ -231,7 +233,7 @@ def _all_rounds_backward(plan: _Plan, kept: tuple, dy: Array) -> tuple:
             of_turn = jax.vjp(partial(_further_round, plan, queues, turn, experts), *arrays)[1](dy)
             return turn + 1, jax.tree.map(jnp.add, sums, of_turn)
 
-        start = jnp.zeros((), jnp.int32), jax.tree.map(_wide, gradients)
+        start = jnp.zeros((), jnp.int32), jax.tree.map(widened, gradients)
         sums = lax.while_loop(lambda state: state[0] < rounds, add, start)[1]
         return jax.tree.map(lambda total, a: total.astype(a.dtype), sums, gradients)
 
@@ -241,7 +243,3 @@ def _all_rounds_backward(plan: _Plan, kept: tuple, dy: Array) -> tuple:
 
 
 _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
-
-
-def _wide(a: Array) -> Array:
-    return a.astype(jnp.promote_types(a.dtype, jnp.float32))

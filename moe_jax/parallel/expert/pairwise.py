@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
+from moe_jax.kernels.precision import widened
 from moe_jax.parallel.expert.routes import Route
 from moe_jax.parallel.expert.slots import unpack
 
@@ -38,7 +39,7 @@ def to_home(
         for to, block in zip(partners, jnp.split(rows, devices), strict=True)
     ]
     if _sends_all(route):
-        return functools.reduce(jnp.add, (block.astype(jnp.promote_types(block.dtype, jnp.float32)) for block in blocks))
+        return functools.reduce(jnp.add, (widened(block) for block in blocks))
     # The block of device d came home in the step in which this device sent to d.
     step_of_device = jnp.argsort(jnp.asarray(partners)[:, jax.lax.axis_index(axis_name)])
     moved = route.slot_of_token + (step_of_device - jnp.arange(devices)).astype(jnp.int32)[:, None] * slots

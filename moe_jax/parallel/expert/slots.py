@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
+from moe_jax.kernels.precision import at_least_f32
 from moe_jax.parallel.expert.routes import Route
 
 
@@ -15,4 +16,4 @@ def unpack(slots: Float[Array, "devices slots features"], route: Route) -> Float
     """out[t] = sum over d of the token's slot for d, in at least f32 and in the order of the devices."""
     flat = slots.reshape(-1, slots.shape[2])
     of_devices = flat.at[route.slot_of_token].get(mode="fill", fill_value=0)
-    return jnp.sum(of_devices, axis=0, dtype=jnp.promote_types(slots.dtype, jnp.float32))
+    return jnp.sum(of_devices, axis=0, dtype=at_least_f32(slots.dtype))
