@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from moe_jax.config import DeepseekV3Config, ModelConfig, Qwen3MoeConfig, Stage
-from moe_jax.layers.moe import CHUNK_TOKENS
+from moe_jax.layers.moe import EXPERT_CHUNK_TOKENS
 from moe_jax.layers.stack import Remat
 from moe_jax.models.auto import from_config
 from moe_jax.parallel.context import Method
@@ -131,8 +131,8 @@ class Run:
     @property
     def computed_at_once(self) -> int:
         """Of these rows, those that the experts compute at a time: a part where one device has many tokens (`layers.moe`)."""
-        in_chunks = not self.exchanges and self.tokens > 2 * CHUNK_TOKENS
-        return CHUNK_TOKENS * self.moe_config.num_experts_per_tok if in_chunks else self.room
+        in_chunks = not self.exchanges and self.tokens > 2 * EXPERT_CHUNK_TOKENS
+        return EXPERT_CHUNK_TOKENS * self.moe_config.num_experts_per_tok if in_chunks else self.room
 
     @property
     def parameters(self) -> tuple["Parameter", ...]:

@@ -2,11 +2,13 @@
 
 A step is the sum of its parts. The kernels of one layer come from `cost.layer`, the bytes that travel from the layout
 (`parallel.layout`) and the transport, the rates from `parallel.machine`. Gathers of a layer's parameters, and the sums of their
-gradients, run beside the computation of another layer, and `Machine.hidden` of them takes no time. Nothing else overlaps.
-docs/scaling.md compares it with what was measured.
+gradients, run beside the computation of another layer, and `Machine.hidden` of them takes no time. What hides of an exchange
+and of attention's hops, `cost.travel` says. Copies to and from the host's memory hide; nothing else overlaps. docs/scaling.md
+compares it with what was measured.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moe_jax.config import Stage
@@ -126,7 +128,6 @@ def layer_seconds(run: Run, number: int, machine: Machine) -> dict[str, Passes]:
         "projections": matmul_seconds(tokens, weights, machine),
         "attention": attention_seconds(tokens, sum(attended) / len(attended), config, machine),
         "elementwise": elementwise_seconds(tokens, elements, machine),
-        "kept": _keeping_seconds(run, stage, machine),
         "overhead": Passes(*(machine.layer_overhead,) * 3),
     }
     if run.param_dtype == "float32":
@@ -135,14 +136,21 @@ def layer_seconds(run: Run, number: int, machine: Machine) -> dict[str, Passes]:
         parts["elementwise"] = Passes(*(seconds + cast for seconds in parts["elementwise"]))
     if stage.sparse:
         parts["experts"] = _sparse_seconds(run, machine)
-    return parts
+    return parts | {"kept": _keeping_seconds(run, stage, parts.values(), machine)}
 
 
-def _keeping_seconds(run: Run, stage: Stage, machine: Machine) -> Passes:
-    """What is kept for backward is copied into the stack of the layers' (`layers/stack.py`), and out of it."""
+def _keeping_seconds(run: Run, stage: Stage, computing: Iterable[Passes], machine: Machine) -> Passes:
+    """What is kept for backward is copied into the stack of the layers' (`layers/stack.py`), and out of it.
+
+    To and from the host's memory that runs beside a layer's computation, and takes what is longer than it.
+    """
     size = kept_by_layer(run, stage)
-    copy = size / machine.host_link if run.remat == "offload" else 2 * size / machine.hbm
-    return Passes(copy, 0.0, copy)
+    if run.remat != "offload":
+        copy = 2 * size / machine.hbm
+        return Passes(copy, 0.0, copy)
+    copy = size / machine.host_link
+    forward, again, backward = (sum(seconds) for seconds in zip(*computing, strict=True))
+    return Passes(max(0.0, copy - forward), 0.0, max(0.0, copy - again - backward))
 
 
 def _sparse_seconds(run: Run, machine: Machine) -> Passes:

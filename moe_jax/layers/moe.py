@@ -16,7 +16,7 @@ from moe_jax.layers.mlp import MLP
 from moe_jax.layers.router import Router, Routing
 from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
 
-CHUNK_TOKENS = 65536
+EXPERT_CHUNK_TOKENS = 65536
 """Of more than twice as many tokens the experts compute so many at a time: as fast, and what is made of them is bounded."""
 
 
@@ -128,7 +128,10 @@ class Experts(nnx.Module):
         self, x: Float[Array, "tokens hidden"], weights: Float[Array, "tokens k"], experts: Int[Array, "tokens k"]
     ) -> Float[Array, "tokens hidden"]:
         """The weighted sum of the chosen experts' outputs (`kernels.experts_mlp`)."""
-        matrices, chunk = (self.gate_up_proj[...], self.down_proj[...]), CHUNK_TOKENS if len(x) > 2 * CHUNK_TOKENS else None
+        matrices, chunk = (
+            (self.gate_up_proj[...], self.down_proj[...]),
+            EXPERT_CHUNK_TOKENS if len(x) > 2 * EXPERT_CHUNK_TOKENS else None,
+        )
         return experts_mlp(x, *matrices, weights, experts, chunk_tokens=chunk, accumulate_into=self.totals)
 
     def add_gradients_to(self, gate_up: Array, down: Array) -> None:

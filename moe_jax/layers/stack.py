@@ -92,23 +92,28 @@ def _backward(body: Body, gather: LayerGather, offload: bool, kept, gradients):
     dx, dy = gradients
     last = jax.tree.leaves(parameters)[0].shape[0] - 1
 
+    def restored(i):
+        """What layer i kept, from the host's memory a layer ahead of its use."""
+        return _in_memory(jax.memory.Space.Device, _take(pullbacks, i)) if offload else None
+
     def step(state):
-        turn, dx, fetched, leaving, arrived, staying, totals = state
+        turn, dx, fetched, pullback, leaving, arrived, staying, totals = state
         i = last - turn
-        upcoming = gather.fetch(_take(parameters, jnp.maximum(i - 1, 0)))
+        following = jnp.maximum(i - 1, 0)
+        upcoming, upcoming_pullback = gather.fetch(_take(parameters, following)), restored(following)
         # In the first turn zeros, which the second one overwrites.
         arrived = _put(arrived, gather.own_parts(leaving, arrived), jnp.minimum(i + 1, last))
-        pullback = _in_memory(jax.memory.Space.Device, _take(pullbacks, i)) if offload else _take(pullbacks, i)
+        pullback = pullback if offload else _take(pullbacks, i)
         layer = gather.layer(_take(parameters, i), fetched)
         arguments = shared, _take(of_layer, i), pullback.args_res[2], layer, _take(totals, i)
         _, _, dx, dlayer, dtotals = pullback.replace(args_res=list(arguments))((dx, _take(dy, i)))
         leaving, own = gather.split(dlayer)
-        return turn + 1, dx, upcoming, leaving, arrived, _put(staying, own, i), _put(totals, dtotals, i)
+        return turn + 1, dx, upcoming, upcoming_pullback, leaving, arrived, _put(staying, own, i), _put(totals, dtotals, i)
 
     fetched = gather.fetch(_take(parameters, last))
     arrived, staying = gather.split(_unwritten(last + 1, _take(parameters, 0)))
-    state = 0, dx, fetched, jax.tree.map(jnp.zeros_like, fetched), arrived, staying, totals
-    _, dx, _, leaving, arrived, staying, totals = lax.while_loop(lambda state: state[0] <= last, step, state)
+    state = 0, dx, fetched, restored(last), jax.tree.map(jnp.zeros_like, fetched), arrived, staying, totals
+    _, dx, _, _, leaving, arrived, staying, totals = lax.while_loop(lambda state: state[0] <= last, step, state)
     arrived = _put(arrived, gather.own_parts(leaving, arrived), 0)
     return None, None, dx, gather.join(parameters, arrived, staying), totals
 

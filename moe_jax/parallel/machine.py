@@ -1,7 +1,7 @@
 """What a GPU and its links do in a second, and with it how long a collective over axes of a mesh takes.
 
-Every figure of `H200` is a measurement, most of docs/performance.md, of a kernel or a collective alone. The two that were
-fitted to whole training steps, and the four that are assumed, are named as such.
+Every figure of `H200` is a measurement, most of docs/performance.md, of a kernel or a collective alone, or fitted to whole
+layers and losses. The two that were fitted to whole training steps, and the four that are assumed, are named as such.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Machine:
     ring_hop: float
     """A `ppermute` of NCCL's, beside a kernel that takes every core."""
     ring_hop_copied: float
-    """A `ppermute` that is a copy from GPU to GPU and takes no core (`environment.PEER_HOPS`)."""
+    """A `ppermute` that is a copy from GPU to GPU and takes no core (`parallel.hops.COPIES`)."""
     between_hosts: float
     host_link: float
     """Between a GPU and its host's memory, in one direction."""

@@ -55,7 +55,7 @@ def test_training_steps_with_the_loss_of_three_matmuls(hops, capacity_factor, se
     assert prediction.memory_bytes / 2**30 == pytest.approx(gib, rel=0.08)
 
 
-@pytest.mark.parametrize("devices, remat, gib", [(4, True, 149.7), (4, "offload", 104.9), (8, True, 83.4)])
+@pytest.mark.parametrize("devices, remat, gib", [(4, True, 149.7), (4, "offload", 106.4), (8, True, 83.4)])
 def test_memory_of_a_million_tokens(devices, remat, gib):
     """One row of 2**20 tokens, as the compiler counted it; on four devices the experts compute in parts."""
     mesh, dtypes = MeshShape(context=devices), dict(moment_dtype="bfloat16")

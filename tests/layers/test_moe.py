@@ -38,7 +38,7 @@ def test_more_than_two_chunks_of_tokens_are_computed_a_chunk_at_a_time(monkeypat
     block = MoE(8, 16, 4, 2, rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng().normal(size=(tokens, 8)), jnp.float32)
     expected = block(x)[0]
-    monkeypatch.setattr(moe, "CHUNK_TOKENS", 8)
+    monkeypatch.setattr(moe, "EXPERT_CHUNK_TOKENS", 8)
     np.testing.assert_allclose(block(x)[0], expected, rtol=1e-5, atol=1e-6)
     assert ("scan" in str(jax.make_jaxpr(lambda x: block(x)[0])(x))) == chunked
 
