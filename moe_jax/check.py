@@ -22,6 +22,7 @@ from moe_jax.layers.router import ExpertBias
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import parameter_sharding
+from moe_jax.train import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,12 @@ def check_checkpoint(path: str | Path, prompt: str, *, dtype=jnp.bfloat16, repea
     """Checks a Hugging Face folder or hub id on a prompt.
 
     Raises:
-      ValueError: an empty prompt, `repeats` below 1, or a checkpoint that `from_pretrained` refuses.
+      ValueError: an empty prompt, `repeats` below 1, no tokenizer, or a checkpoint that `from_pretrained` refuses.
+      FileNotFoundError: there is no such folder and no such model on the hub.
     """
-    from transformers import AutoTokenizer
-
     _require_positive(repeats=repeats)
     model = from_pretrained(path, dtype=dtype, mtp=False)
-    tokenizer = AutoTokenizer.from_pretrained(model.source)
+    tokenizer = load_tokenizer(str(model.source))
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not tokens:
         raise ValueError("the prompt has no tokens; give some text")

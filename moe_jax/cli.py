@@ -20,7 +20,9 @@ class Convert:
     """Convert a checkpoint between Hugging Face's layout and Orbax, checking every tensor on the way.
 
     moe-jax convert Qwen/Qwen3-30B-A3B out/orbax --to orbax
+
     moe-jax convert out/orbax out/hf --to hf
+
     moe-jax convert runs/mine out/hf --to hf --tokenizer Qwen/Qwen3-30B-A3B
 
     Args:
@@ -64,6 +66,7 @@ class Plot:
     """Draw a training run, done or under way: its loss, and how evenly its experts are loaded.
 
     moe-jax plot runs/finetune
+
     moe-jax plot runs/finetune --step 100
 
     Args:
@@ -89,7 +92,9 @@ class Generate:
     """Continue a prompt, or answer it.
 
     moe-jax generate runs/demo/model --prompt "import os" --max-new-tokens 64
+
     moe-jax generate Qwen/Qwen3-30B-A3B --chat --prompt "Why is the sky blue?" --max-new-tokens 512
+
     moe-jax generate Qwen/Qwen3-235B-A22B --devices 8 --prompt "import os"
 
     Args:
@@ -102,8 +107,8 @@ class Generate:
       top_k: draw from the k most likely tokens alone.
       top_p: draw from the most likely tokens whose probabilities reach p.
       seed: of the draw.
-      drafts: let the model's module for further tokens draft some: fewer passes, and the same text at temperature 0; above it
-        another draw from the same distribution.
+      drafts: let the model's module for further tokens draft some: fewer passes. The text is the same at temperature 0, up to
+        rounding; above it another draw from the same distribution.
       devices: how many GPUs the experts are dealt out to, for a model that is too large for one. Default: one, and in a job of
         several processes all of them.
       dtype: what the model computes in.
@@ -130,7 +135,7 @@ class Generate:
         from moe_jax.train import load_tokenizer
 
         model = from_pretrained(self.model, dtype=self.dtype, mtp=self.drafts, mesh=self._mesh())
-        tokenizer = load_tokenizer(model.source or self.model)
+        tokenizer = load_tokenizer(str(model.source))
         if self.chat and not tokenizer.chat_template:
             raise ValueError(f"--chat needs a tokenizer with a chat template; that of {self.model} has none")
         if self.chat:
@@ -186,6 +191,7 @@ class Check:
     """Run one forward and one backward pass: next token, loss, gradient norm, seconds, peak memory.
 
     moe-jax check Qwen/Qwen3-30B-A3B --prompt "The capital of France is"
+
     moe-jax check --random-config qwen3-30b-a3b --tokens 100
 
     Args:
@@ -234,6 +240,7 @@ class Tune:
     """Time the Hopper kernels' tiles for a layer's experts on this GPU and write the fastest into a table.
 
     moe-jax tune --hidden 2048 --inter 1408 --experts 64 --top-k 6 --tokens 1 64 8192
+
     moe-jax tune --preset qwen3-30b-a3b deepseek-v3 --output tiles.json
 
     The kernels take the table that the environment variable MOE_JAX_TILES names. It changes their speed, not their results.
@@ -290,6 +297,7 @@ class Plan:
     """List the meshes on which a training step fits, the fastest first, with predicted time and memory. Needs no GPU.
 
     moe-jax plan qwen3-30b-a3b --devices 8
+
     moe-jax plan qwen3-235b-a22b --devices 512 --rows 4096 --moment-dtype bfloat16
 
     Predictions are for NVIDIA H200; docs/scaling.md says how far they are from what was measured.
@@ -404,7 +412,7 @@ def main(arguments: list[str] | None = None) -> None:
             run_demo(command)
         else:
             command.run()
-    except (ValueError, OSError, ArithmeticError) as error:
+    except (ValueError, OSError, ArithmeticError, ImportError) as error:
         print(f"moe-jax: {error}", file=sys.stderr)
         processes.leave(2)
     except KeyboardInterrupt:
@@ -430,7 +438,7 @@ def _finetune(settings: Any) -> None:
         if first:
             print(f"stopped after step {result.step} and saved; the same command goes on from there", flush=True)
         processes.leave(143)
-    folder = Path(settings.output) / "model"
+    folder = Path(settings.output).expanduser() / "model"
     result.model.save_pretrained(folder, tokenizer_from=settings.tokenizer)
     if first:
         print(f"trained to step {result.step}; Hugging Face checkpoint in {folder}")

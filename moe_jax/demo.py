@@ -4,6 +4,7 @@ A tokenizer is trained on the source files of Python's standard library, a model
 asked otherwise) learns them, is interrupted and resumes, is exported, compared with transformers, and writes code.
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -74,12 +75,14 @@ def run_demo(settings: DemoSettings) -> DemoResult:
     """Runs all stages and prints what each does and where its files lie.
 
     Raises:
-      ValueError: fewer than 2 steps: there would be nothing to interrupt.
+      ValueError: fewer than 2 steps: there would be nothing to interrupt; or no torch, which transformers' logits need.
       FileExistsError: the output folder holds something that is no demo's.
       ArithmeticError: the exported checkpoint gives other logits in transformers.
     """
     if settings.steps < 2:
         raise ValueError(f"steps must be at least 2, so that the run can be interrupted; got {settings.steps}")
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError("the demo compares the model with transformers' on torch: pip install torch")
     output = Path(settings.output)
     empty_output(output)
     start = time.perf_counter()

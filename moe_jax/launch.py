@@ -29,8 +29,14 @@ class LaunchSettings:
     """Start a program once for each GPU of this host, as one job.
 
     moe-jax launch -- moe-jax finetune --mesh.expert 4 --model Qwen/Qwen3-30B-A3B --data chats.jsonl --output runs/mine
-    moe-jax launch --processes 2 --cpu-devices 4 -- python my_training.py     without GPUs, to try things
-    moe-jax launch --hosts 2 --host 1 --coordinator node0:12355 -- ...     on the second of two hosts
+
+    Without GPUs, to try things:
+
+    moe-jax launch --processes 2 --cpu-devices 4 -- python my_training.py
+
+    On the second of two hosts:
+
+    moe-jax launch --hosts 2 --host 1 --coordinator node0:12355 -- ...
 
     A program of your own calls moe_jax.parallel.initialize_processes() first. Slurm's srun and mpirun start the processes
     themselves: docs/scaling.md.

@@ -54,6 +54,13 @@ def test_the_export_agrees_with_transformers_and_differs_from_the_initial_model(
     assert all(jax.tree.leaves(changed))
 
 
+def test_without_torch_it_does_not_begin(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install torch"):
+        run_demo(DemoSettings(output=str(tmp_path / "demo"), **SHRUNKEN))
+    assert not (tmp_path / "demo").exists()
+
+
 def test_it_prints_each_stage_and_the_text(demo, tmp_path, capsys):
     result = run_demo(DemoSettings(output=str(tmp_path / "dense"), model="qwen3", prompt="def ", **SHRUNKEN | {"steps": 2}))
     printed = capsys.readouterr().out

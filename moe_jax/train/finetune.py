@@ -84,10 +84,11 @@ def finetune(
 
     Raises:
       ValueError: settings that make no sense, bad data, or a folder that holds another run; no weights have been read and
-        nothing has been written then.
+        nothing has been written then, unless what the chat template refuses is a conversation behind the first batch.
+      FileNotFoundError: there is no such data, tokenizer or model.
       FloatingPointError: the loss is not finite; the message names the step and the documents of its batch.
     """
-    output = Path(settings.output)
+    output = Path(settings.output).expanduser()
     parallelism = _parallelism(settings, model)
     tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
     documents = open_documents(settings.data, settings.data_format)
@@ -106,6 +107,10 @@ def finetune(
         seed=settings.seed,
         rows=None if parallelism is None else parallelism.own_rows(settings.batch_size),
     )
+    # What the chat template refuses in the first batch is said before minutes of loading.
+    begin = stream.get_state()
+    next(stream)
+    stream.set_state(begin)
     identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
     identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
     if jax.process_count() > 1:

@@ -23,10 +23,8 @@ class MetricsWriter:
             _keep_steps(file, resumed_step)
         self.board = None
         if tensorboard:
-            try:
-                from tensorboardX import SummaryWriter
-            except ImportError as error:
-                raise ValueError("tensorboard=True needs the package tensorboardX: pip install tensorboardX") from error
+            from tensorboardX import SummaryWriter
+
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
 
     def write(self, record: dict[str, Any], of_layers: dict[str, list]) -> None:

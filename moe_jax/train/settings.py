@@ -1,5 +1,6 @@
 """What a user chooses about a fine-tuning run, checked as a whole before anything happens."""
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -18,7 +19,7 @@ class FinetuneSettings:
 
     moe-jax finetune --model Qwen/Qwen3-30B-A3B --data chats.jsonl --output runs/mine --seq-len 4096 --steps 1000
 
-    The settings of `train.finetune`; any wrong value raises a ValueError that lists all of them.
+    The settings of `train.finetune`; wrong values raise a ValueError that lists them.
 
     Attributes:
       model: a checkpoint folder or hub id.
@@ -26,14 +27,15 @@ class FinetuneSettings:
       output: the folder for metrics and checkpoints. A run that finds checkpoints there goes on from the last one.
       eval_data: text to measure the loss on that is not trained on, in the same format as `data`; None: none.
       eval_every: steps between two measurements; after the last step there is always one.
-      eval_batches: of how many batches of a micro-batch's size, the same each time, drawn by `seed`.
+      eval_batches: how many batches, of a micro-batch's rows, a measurement takes; drawn by `seed`, the same each time.
       data_format: "folder", "text" (JSONL "text"), "chat" (JSONL "messages"), or "auto".
       tokenizer: a folder or hub id; None: the model's.
       seq_len: tokens in a row; documents are packed into rows, longer ones are cut.
       batch_size: rows in an optimizer step, over all micro-batches.
       gradient_accumulation: micro-batches in an optimizer step.
       steps: optimizer steps in all.
-      learning_rate: the peak, reached after `warmup_steps`; it falls along a cosine to `min_learning_rate_ratio` of it.
+      learning_rate: the peak, reached after `warmup_steps`; from there it falls along a cosine.
+      min_learning_rate_ratio: which part of the peak it has at the end.
       warmup_steps: None: a tenth of `steps`, at most 100.
       weight_decay: AdamW's; norms and biases do not decay.
       max_grad_norm: gradients with a larger norm are scaled down to it.
@@ -170,6 +172,8 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     for name, path in (("data", settings.data), ("eval_data", settings.eval_data)):
         if path is not None and not Path(path).expanduser().exists():
             problems.append(f"{name}={path!r} does not exist")
+    if settings.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        problems.append("tensorboard=True needs the package tensorboardX: pip install tensorboardX")
     if Path(settings.output).expanduser().is_file():
         problems.append(f"output={settings.output!r} is a file; it must be a folder")
     return problems

@@ -1,5 +1,7 @@
 """The loop learns, logs, refuses nonsense, and stops at a loss that is not finite."""
 
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -80,6 +82,30 @@ def test_tensorboard_gets_every_scalar(tmp_path, capsys):
     content = events.read_bytes()
     assert all(name in content for name in (b"loss", b"grad_norm", b"max_mean_expert_load"))
     assert "step 2: loss" in capsys.readouterr().out
+
+
+def test_a_conversation_that_the_template_refuses_is_named_before_weights_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["moe_jax.train.finetune"], "from_pretrained", None)
+    tiny.model().save_pretrained(tmp_path / "model")
+    tiny.tokenizer("{{ raise_exception('roles must alternate') }}").save_pretrained(tmp_path / "model")
+    (tmp_path / "chats.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+    )
+    with pytest.raises(ValueError, match="roles must alternate"):
+        finetune(settings(tmp_path, model=str(tmp_path / "model"), data=str(tmp_path / "chats.jsonl")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_package_is_named_before_anything_happens(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="tensorboard=True needs the package tensorboardX"):
+        settings(tmp_path, tensorboard=True)
+
+
+def test_a_home_folder_may_be_written_short(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    finetune(settings(tmp_path, steps=1, warmup_steps=0, output="~/run"), model=tiny.model(), tokenizer=tiny.tokenizer())
+    assert len(read_records(tmp_path / "run" / "metrics.jsonl")) == 1
 
 
 def test_bf16_compute_keeps_f32_weights(tmp_path):

@@ -27,7 +27,6 @@ class Documents:
       format: "folder", "text" or "chat".
       files: the files, sorted; `file`, `line` (from 1), `offset` and `size` (bytes) say where each document lies.
       fingerprint: a hash of all files' contents, in order.
-      num_empty: documents left out because their text is empty.
     """
 
     format: str
@@ -37,7 +36,6 @@ class Documents:
     offset: np.ndarray
     size: np.ndarray
     fingerprint: str
-    num_empty: int
 
     def __len__(self) -> int:
         return len(self.file)
@@ -82,7 +80,6 @@ def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
 
     digest, problems = hashlib.blake2b(digest_size=16), []
     places: list[tuple[int, int, int, int]] = []
-    num_empty = 0
     for i, file in enumerate(files):
         offset = 0
         digest.update(b"\0file\0")
@@ -91,7 +88,7 @@ def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
                 digest.update(content)
                 problem = _problem(content, data_format)
                 if problem == "empty":
-                    num_empty += bool(content.strip())
+                    pass
                 elif problem:
                     problems.append(f"{file}: {problem}" if data_format == "folder" else f"{file}:{line}: {problem}")
                 else:
@@ -103,7 +100,7 @@ def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
     if not places:
         raise ValueError(f"no document with any text in {path} ({len(files)} files)")
     columns = np.asarray(places, np.int64).T
-    return Documents(data_format, tuple(files), columns[0], columns[1], columns[2], columns[3], digest.hexdigest(), num_empty)
+    return Documents(data_format, tuple(files), columns[0], columns[1], columns[2], columns[3], digest.hexdigest())
 
 
 def _files(path: Path, data_format: str) -> list[Path]:
