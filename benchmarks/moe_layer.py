@@ -28,14 +28,10 @@ from pathlib import Path
 
 from moe_layer_peers import IN_TORCH, PEERS, Layer, Shape, build, random_in_jax
 
+from moe_jax import tune
 from moe_jax.kernels.backend import BACKENDS
 
-PRESETS = {
-    "qwen3-30b-a3b": Shape(experts=128, k=8, hidden=2048, inter=768),
-    "qwen3-235b-a22b": Shape(experts=128, k=8, hidden=4096, inter=1536),
-    "deepseek-v3": Shape(experts=256, k=8, hidden=7168, inter=2048),
-    "mixtral-8x7b": Shape(experts=8, k=2, hidden=4096, inter=14336),
-}
+PRESETS = {name: Shape(layer.experts, layer.top_k, layer.hidden, layer.inter) for name, layer in tune.PRESETS.items()}
 """The sizes of published models' layers; the routing is the same for all, softmax over all experts and top-k."""
 
 COLUMNS = {

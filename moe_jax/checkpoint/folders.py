@@ -31,8 +31,8 @@ def replaced_folder(folder: str | Path, replaces: tuple[str, ...] = MODEL_FILES)
     All processes of a job call this together on a shared file system; the first one makes and swaps the folders.
 
     Raises:
-      FileExistsError: `folder` exists, is not empty and has no config.json: it is not a checkpoint, and replacing it would
-        lose somebody's files.
+      FileExistsError: `folder` is a file, or is not empty and has no config.json: it is not a checkpoint, and replacing it
+        would lose somebody's files.
     """
     folder = Path(folder).expanduser().resolve()
     incomplete = folder.with_name(f".{folder.name}.incomplete")

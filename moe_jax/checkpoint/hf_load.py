@@ -53,6 +53,7 @@ def from_pretrained(
       FileNotFoundError: there is no such folder and no such model on the hub.
       ValueError: config.json asks for something that is not supported, or (CheckpointError) tensors are missing, unexpected,
         of a wrong shape or dtype, or files are absent, truncated or corrupt; one error lists all of them.
+      ImportError: .bin files, and no torch to read them.
     """
     folder = _find(folder_or_hub_id)
     config = load_config(folder)

@@ -38,8 +38,9 @@ def save_pretrained(
       progress: show a progress bar when stderr is a terminal.
 
     Raises:
-      FileExistsError: `folder` has files and no config.json, so it is not a checkpoint that may be replaced.
+      FileExistsError: `folder` is a file, or has files and no config.json, so it is not a checkpoint that may be replaced.
       FileNotFoundError: `tokenizer_from` has no tokenizer files, or is neither a folder nor a model on the hub.
+      ValueError: `max_shard_bytes` is not positive.
     """
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive")

@@ -27,7 +27,7 @@ class RopeParameters:
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of neighbouring layers of one kind, stored stacked and run by one `lax.scan`."""
+    """A run of neighbouring layers of one kind, stored stacked and run by `layers.stack`."""
 
     first_layer: int
     num_layers: int

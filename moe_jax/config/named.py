@@ -1,4 +1,4 @@
-"""The published shapes, by name: for benchmarks and for `moe-jax check --random-config`."""
+"""The published shapes, by name: for benchmarks, examples, `moe-jax plan` and `moe-jax check --random-config`."""
 
 from moe_jax.config.base import ModelConfig, RopeParameters
 from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config

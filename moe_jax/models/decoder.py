@@ -103,7 +103,7 @@ class Decoder(nnx.Module):
           sequence_balance: also sum what `layers.router.sequence_balance_loss` needs.
 
         Raises:
-          ValueError: shapes that do not fit each other.
+          ValueError: shapes that do not fit each other, a cache without positions, or a cache beside context_parallel.
         """
         config = self.config
         self._check_shapes(tokens, positions, segment_ids, cache, expert_ids)
@@ -190,6 +190,9 @@ class Decoder(nnx.Module):
           cache: of this module's layer alone, as in `hidden_states`.
           remat, force_balanced_routing, context_parallel, expert_parallel, layer_gathers, sequence_balance: as in
             `hidden_states`. A sequence is that of the tokens that are counted.
+
+        Raises:
+          ValueError: no such module, and as `hidden_states`.
         """
         stages = self.config.mtp_stages
         if not 1 <= module <= len(stages):

@@ -1,7 +1,7 @@
 """The one place for settings of XLA and NCCL: what `moe-jax`, and with it the launcher, sets in the environment.
 
 A setting stands here if a measurement of ours needed it; what users set themselves wins. Tried on four H200s of one host with
-jax 0.11.2, without effect on speed, and so left alone (docs/performance.md, docs/scaling.md):
+jax 0.11.2, without gain, and so left alone (docs/performance.md, docs/scaling.md):
 
     XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true    these collectives are asynchronous without it
     XLA_FLAGS=--xla_gpu_use_memcpy_local_p2p=true

@@ -1,7 +1,7 @@
 """Transport `ragged`: as `all_to_all`, but of each buffer only the filled slots travel (`lax.ragged_all_to_all`).
 
-On four H200s under jax 0.11.2 that collective moved 7.8 GB/s where `all_to_all` moved 267: it is here for releases where it is
-fast. XLA has none for CPUs, where `emulated_ragged_all_to_all` stands in.
+On four H200s under jax 0.11.2 that collective was 34 times slower than `all_to_all`, at 7.8 GB/s: it is here for releases
+where it is fast. XLA has none for CPUs, where `emulated_ragged_all_to_all` stands in.
 """
 
 from functools import partial

@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from moe_jax.parallel.machine import H200
 
 Transport = Literal["gather", "all_to_all", "ragged", "pairwise"]
 
-TRANSPORTS = ("gather", "all_to_all", "ragged", "pairwise")
+TRANSPORTS = get_args(Transport)
 """docs/parallel_experts.md says what each moves and when it pays."""
 
 SMALLEST_CAPACITY = 64
