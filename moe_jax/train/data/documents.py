@@ -87,12 +87,10 @@ def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
             for line, content in enumerate([handle.read()] if data_format == "folder" else handle, start=1):
                 digest.update(content)
                 problem = _problem(content, data_format)
-                if problem == "empty":
-                    pass
-                elif problem:
-                    problems.append(f"{file}: {problem}" if data_format == "folder" else f"{file}:{line}: {problem}")
-                else:
+                if problem is None:
                     places.append((i, line, offset, len(content)))
+                elif problem != "empty":
+                    problems.append(f"{file}: {problem}" if data_format == "folder" else f"{file}:{line}: {problem}")
                 offset += len(content)
     if problems:
         more = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
