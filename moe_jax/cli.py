@@ -169,9 +169,11 @@ class Generate:
         from moe_jax.checkpoint.hf_load import read_config
         from moe_jax.generation import generation_mesh
 
+        if self.devices is not None and self.devices < 1:
+            raise ValueError(f"--devices must be at least 1; got {self.devices}")
         there = jax.device_count()
         count = self.devices if self.devices is not None else there if jax.process_count() > 1 else 1
-        if not 1 <= count <= there or (jax.process_count() > 1 and count != there):
+        if count > there or (jax.process_count() > 1 and count != there):
             some = "all" if jax.process_count() > 1 else "1 to"
             raise ValueError(f"--devices must be {some} {there}, the devices that there are; got {self.devices}")
         if count == 1:
@@ -402,7 +404,7 @@ def main(arguments: list[str] | None = None) -> None:
             return
         processes.initialize_processes()
         several = jax.distributed.is_initialized()
-        if not several and _devices(command) == 1:
+        if not (several or _takes_several_devices(command)):
             processes.use_one_gpu()
         if isinstance(command, FinetuneSettings):
             _finetune(command)
@@ -420,11 +422,11 @@ def main(arguments: list[str] | None = None) -> None:
         processes.leave(128 + signal.SIGINT)
 
 
-def _devices(command: Any) -> int:
-    """How many devices the command asks for."""
+def _takes_several_devices(command: Any) -> bool:
+    """By --devices of generate, or finetune's mesh."""
     if isinstance(command, Generate):
-        return command.devices or 1
-    return command.mesh.size if hasattr(command, "mesh") else 1
+        return command.devices is not None and command.devices > 1
+    return hasattr(command, "mesh") and command.mesh.size > 1
 
 
 def _finetune(settings: Any) -> None:

@@ -83,7 +83,7 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         raise ValueError(f"steps must be at least 2, so that the run can be interrupted; got {settings.steps}")
     if importlib.util.find_spec("torch") is None:
         raise ValueError("the demo compares the model with transformers' on torch: pip install torch")
-    output = Path(settings.output)
+    output = Path(settings.output).expanduser()
     empty_output(output)
     start = time.perf_counter()
     device = jax.devices()[0]

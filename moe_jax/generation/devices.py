@@ -2,13 +2,16 @@
 
 Whatever mesh the parameters lie on, here the devices form one of their own. As many of them as divide the experts hold a part
 of these each, as in training with expert parallelism. All other matrices are gathered, in the model's dtype, before the first
-token: a token then costs no gathering of weights.
+token: a token then costs no gathering of weights, and each device needs room for them whole, and for its part of the experts
+once more where the model's mesh deals them out otherwise.
 """
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -55,10 +58,15 @@ def decode_on_devices(
         for each of them. A row of padding alone is no prompt; its results are dropped.
       options: hashable; a compilation is kept for each.
     """
-    state = nnx.split(model, nnx.Param, ...)
+    graph, parameters, *rest = nnx.split(model, nnx.Param, ...)
     mesh = generation_mesh(_devices_of(model), model.config)
+    specs = ShardedParameters.of(parameters, mesh, dtype=model.dtype, token_axes=AXES).specs
+    parameters = jax.tree.map(partial(_placed, mesh), parameters, specs)
+    (others,) = jax.tree.map(partial(_placed, mesh, spec=PartitionSpec()), rest)
     tokens, segment_ids = left_padded(prompts, mesh.size)
-    results = _compiled(decode, options, mesh)(*state, tokens, segment_ids, np.uint32(seed % 2**32))
+    number = np.uint32(operator.index(seed) % 2**32)
+    with jax.set_mesh(mesh):
+        results = _compiled(decode, options, mesh)(graph, parameters, others, tokens, segment_ids, number)
     return tuple(np.asarray(rows)[: len(prompts)] for rows in results)
 
 
@@ -103,7 +111,20 @@ def row_keys(seed, rows) -> Key[Array, "batch"]:
 
 def _devices_of(model: Decoder) -> list[jax.Device]:
     """Those that hold the parameters, in the order of their mesh."""
-    sharding = jax.tree.leaves(nnx.state(model))[0].sharding
+    sharding = getattr(jax.tree.leaves(nnx.state(model))[0], "sharding", None)
+    if sharding is None:
+        return jax.local_devices()[:1]
     if isinstance(sharding, NamedSharding):
         return sharding.mesh.devices.ravel().tolist()
     return sorted(sharding.device_set, key=lambda device: device.id)
+
+
+def _placed(mesh: Mesh, array: Array, spec: PartitionSpec) -> Array:
+    """The array on this mesh: a program of two meshes, whose axes cut the devices in ways that cross, XLA cannot compile."""
+    there = NamedSharding(mesh, spec)
+    sharding = getattr(array, "sharding", None)
+    if sharding is not None and sharding.is_equivalent_to(there, array.ndim):
+        # Where it is already; under the mesh's name without a copy.
+        parts = [shard.data for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(array.shape, there, parts)
+    return jax.device_put(array, there)

@@ -38,7 +38,7 @@ def left_padded(prompts: list[list[int]], multiple: int) -> tuple[Int[np.ndarray
 
 def as_ends(eos_token_id: int | Sequence[int] | None) -> list[int]:
     """The tokens that end a sequence."""
-    return [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    return [] if eos_token_id is None else [int(end) for end in np.atleast_1d(eos_token_id)]
 
 
 def check_lengths(max_new_tokens: int, ends: list[int], vocab_size: int) -> list[str]:

@@ -107,10 +107,11 @@ def finetune(
         seed=settings.seed,
         rows=None if parallelism is None else parallelism.own_rows(settings.batch_size),
     )
-    # What the chat template refuses in the first batch is said before minutes of loading.
-    begin = stream.get_state()
-    next(stream)
-    stream.set_state(begin)
+    if not (output / "checkpoints").exists():
+        # What the chat template refuses in the first batch is said before minutes of loading.
+        begin = stream.get_state()
+        next(stream)
+        stream.set_state(begin)
     identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
     identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
     if jax.process_count() > 1:

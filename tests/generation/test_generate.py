@@ -84,6 +84,9 @@ def test_sampling_is_reproducible_by_its_seed_and_independent_of_the_prompts_aft
     one = moe_jax.generate(model, [[1, 2], [3]], seed=1, **options)
     assert one == moe_jax.generate(model, [[1, 2], [3]], seed=1, **options)
     assert one != moe_jax.generate(model, [[1, 2], [3]], seed=2, **options)
+    ends = one[0][3]
+    with_end = moe_jax.generate(model, [[1, 2], [3]], seed=1, eos_token_id=ends, **options)
+    assert with_end == moe_jax.generate(model, [[1, 2], [3]], seed=np.int32(1), eos_token_id=np.int64(ends), **options)
     assert moe_jax.generate(model, [[1, 2], [9, 9, 9]], seed=1, **options)[0] == one[0]
 
 

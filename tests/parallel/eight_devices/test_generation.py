@@ -32,10 +32,12 @@ def laid_out(model, **sizes):
         (tiny.model, dict(expert=4), dict(temperature=1.0, top_k=20, seed=3)),
         # Of six devices two hold each a half of the experts.
         (tiny.model, dict(data=2, fsdp=3), {}),
+        # Whose axes cut the devices across those of generation's mesh.
+        (tiny.model, dict(data=4, expert=2), {}),
         (tiny.deepseek, dict(fsdp=2, context=4), {}),
         (tiny.dense, dict(fsdp=2), dict(temperature=1.0, top_p=0.9)),
     ],
-    ids=["sampling", "six devices", "deepseek", "dense"],
+    ids=["sampling", "six devices", "crossing", "deepseek", "dense"],
 )
 def test_the_tokens_are_those_of_one_device(make, sizes, options):
     # A third of the tokens end a sequence: on some devices all are done before those on others.
@@ -57,7 +59,11 @@ def test_one_of_several_devices_may_hold_the_model():
     model = tiny.model()
     graph, state = nnx.split(model)
     elsewhere = nnx.merge(graph, jax.device_put(state, jax.devices()[5]))
-    assert moe_jax.generate(elsewhere, PROMPTS, max_new_tokens=3) == moe_jax.generate(model, PROMPTS, max_new_tokens=3)
+    expected = moe_jax.generate(model, PROMPTS, max_new_tokens=3)
+    with jax.set_mesh(make_mesh(fsdp=8)):
+        assert moe_jax.generate(elsewhere, PROMPTS, max_new_tokens=3) == expected
+    on_no_device = nnx.merge(graph, jax.device_get(state))
+    assert moe_jax.generate(on_no_device, PROMPTS, max_new_tokens=3) == expected
 
 
 def test_the_command_deals_experts_out(tmp_path, capsys):
@@ -68,7 +74,11 @@ def test_the_command_deals_experts_out(tmp_path, capsys):
     expected = capsys.readouterr().out
     main([*command, "--devices", "4"])
     assert capsys.readouterr().out == expected
-    for devices, message in (("3", "model has 4 experts, and there are 3 devices"), ("9", "must be 1 to 8"), ("0", "got 0")):
+    for devices, message in (
+        ("3", "model has 4 experts, and there are 3 devices"),
+        ("9", "must be 1 to 8"),
+        ("0", "at least 1; got 0"),
+    ):
         with pytest.raises(SystemExit):
             main([*command, "--devices", devices])
         assert message in capsys.readouterr().err
