@@ -12,9 +12,7 @@ of 5 groups of calls.
 """
 
 import argparse
-import statistics
 import sys
-import time
 from functools import partial
 
 import jax
@@ -26,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 from jaxtyping import Array, Float, Int
+from timing import median_ms
 
 from moe_jax.kernels.grouped_matmul.mosaic.by_experts import Part, outer
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows import matmul, row_tiles
@@ -66,9 +65,9 @@ def main() -> None:
                 if product == "rows":
                     results = [jnp.where(own, result, 0) for result in results]
                 agree &= all(bool((result == results[0]).all()) for result in results)
-                times = [seconds(jax.jit(run), first, other, rows, launches=args.launches) for run, first in runs]
+                times = [median_ms(jax.jit(run), (first, other, rows), args.launches) for run, first in runs]
                 size = f"{columns} x {args.hidden}"
-                print(f"{tokens:>8}{product:>9}{size:>15}" + "".join(f"{1e3 * t:>9.3f} ms" for t in times), flush=True)
+                print(f"{tokens:>8}{product:>9}{size:>15}" + "".join(f"{t:>9.3f} ms" for t in times), flush=True)
     if not agree:
         sys.exit("the results differ")
 
@@ -282,19 +281,6 @@ def wait_for_copies(groups: int) -> None:
         mgpu.warpgroup_barrier()
 
     wait()
-
-
-def seconds(run, *inputs, launches: int) -> float:
-    """Of one call."""
-    jax.block_until_ready(run(*inputs))
-    found = []
-    for _ in range(5):
-        began = time.perf_counter()
-        for _ in range(launches):
-            result = run(*inputs)
-        jax.block_until_ready(result)
-        found.append((time.perf_counter() - began) / launches)
-    return statistics.median(found)
 
 
 if __name__ == "__main__":

@@ -34,21 +34,26 @@ def tokenizer(chat_template: str | None = CHATML):
     return wrapped
 
 
+QWEN3 = dict(
+    vocab_size=264,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    initializer_range=0.1,
+)
+
+
 def model(**options):
     """Two layers, four experts, of which a token uses two."""
     config = moe_jax.Qwen3MoeConfig(
-        vocab_size=264,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
+        **QWEN3,
         moe_intermediate_size=16,
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        initializer_range=0.1,
         router_aux_loss_coef=0.01,
     )
     return moe_jax.from_config(config, rngs=nnx.Rngs(0), **{"dtype": jnp.float32, **options})
@@ -56,16 +61,7 @@ def model(**options):
 
 def dense(**options):
     """Two layers without experts."""
-    config = moe_jax.Qwen3Config(
-        vocab_size=264,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        initializer_range=0.1,
-    )
+    config = moe_jax.Qwen3Config(**QWEN3)
     return moe_jax.from_config(config, rngs=nnx.Rngs(0), **{"dtype": jnp.float32, **options})
 
 
