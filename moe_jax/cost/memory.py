@@ -14,11 +14,10 @@ from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
 def memory_bytes(run: Run) -> dict[str, float]:
     """The peak by part; `workspace` is what it has beside the other four."""
     own = sum(p.own_size for p in run.parameters)
-    offloads = run.remat == "offload"
     parameters, moments = 4 * own, 2 * BYTES[run.moment_dtype] * own
     gradients = BYTES[run.param_dtype] * own
     # Of what is in the host's memory two layers' part is on its way.
-    kept = sum((2 if offloads else stage.num_layers) * kept_by_layer(run, stage) for stage in run.stages)
+    kept = sum((2 if run.remat == "offload" else stage.num_layers) * kept_by_layer(run, stage) for stage in run.stages)
     # Gradients of the model's own loss wait while a module's pass and come back.
     waiting = 4 * len(run.config.mtp_stages) * run.config.hidden_size * (run.config.vocab_size + run.tokens)
     backward = max(gradients, waiting) + kept + _backward_workspace(run)

@@ -90,17 +90,17 @@ def predict(run: Run, machine: Machine = H200) -> Prediction:
         )
     layers: dict[str, float] = dict.fromkeys(("experts", "projections", "attention", "elementwise", "kept", "overhead"), 0.0)
     travel: dict[str, float] = dict.fromkeys(("exchange", "context", "gathers"), 0.0)
-    hidden = 0.0
+    hidden, again = 0.0, bool(run.remat)
     for number, stage in enumerate(run.stages):
         computing = layer_seconds(run, number, machine)
         for name, passes in computing.items():
-            layers[name] += stage.num_layers * passes.total(bool(run.remat))
+            layers[name] += stage.num_layers * passes.total(again)
         if stage.sparse:
-            travel["exchange"] += stage.num_layers * exchange_seconds(run, machine).total(bool(run.remat))
-        travel["context"] += stage.num_layers * context_seconds(run, computing["attention"], machine).total(bool(run.remat))
+            travel["exchange"] += stage.num_layers * exchange_seconds(run, machine).total(again)
+        travel["context"] += stage.num_layers * context_seconds(run, computing["attention"], machine).total(again)
         # A pass of the loop computes one layer and gathers another.
         forward = sum(passes.forward for passes in computing.values())
-        backward = sum(passes.total(bool(run.remat)) for passes in computing.values()) - forward
+        backward = sum(passes.total(again) for passes in computing.values()) - forward
         for beside, needed in zip((forward, backward), gather_seconds(run, number, machine), strict=True):
             hides = machine.hidden * min(needed, beside)
             # Before the loop one layer is gathered beside nothing, and its last pass gathers in vain.

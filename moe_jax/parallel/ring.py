@@ -157,7 +157,7 @@ def gradients_of_kept(expand: Expand | None, weights, kept: Kept, of_keys: Calla
 
 def _add(previous, gradients):
     """The sum in f32 of arrays alike, or the one where there is no other."""
-    wide = jax.tree.map(lambda g: widened(g), gradients)
+    wide = jax.tree.map(widened, gradients)
     return wide if previous is None else jax.tree.map(jnp.add, previous, wide)
 
 
