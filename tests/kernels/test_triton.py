@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from concurrent.futures import ProcessPoolExecutor
 
 import jax
@@ -354,6 +355,17 @@ def test_absent_packages_are_refused_with_the_command_that_installs_them(monkeyp
     try:
         assert not ours.is_native()
         assert ours.refusal(jnp.dtype(jnp.bfloat16), 64, 64).endswith("; pip install jax-triton triton")
+    finally:
+        launch.missing_packages.cache_clear()
+
+
+def test_jax_triton_without_jaxs_cuda_plugin_is_refused(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "compute_capability", lambda: "8.9")
+    for name in ("triton", "jax_triton", "jaxlib.gpu_triton"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    launch.missing_packages.cache_clear()
+    try:
+        assert ours.refusal(jnp.dtype(jnp.bfloat16), 64, 64).endswith("which is not installed; pip install jax[cuda13]")
     finally:
         launch.missing_packages.cache_clear()
 

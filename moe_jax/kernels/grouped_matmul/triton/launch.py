@@ -97,7 +97,7 @@ def capability() -> tuple[int, int] | None:
 
 @functools.cache
 def missing_packages() -> str | None:
-    """Why jax-triton cannot be imported, and what helps; None where it can."""
+    """Why jax-triton cannot be used, and what helps; None where it can."""
     cache = os.environ.get("TRITON_CACHE_DIR")
     try:
         importlib.import_module("triton")
@@ -109,6 +109,8 @@ def missing_packages() -> str | None:
         os.environ.pop("TRITON_CACHE_DIR", None)
     else:
         os.environ["TRITON_CACHE_DIR"] = cache
+    if not hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernel"):
+        return "jax-triton calls JAX's CUDA plugin, which is not installed; pip install jax[cuda13]"
     return None
 
 
