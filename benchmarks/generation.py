@@ -1,0 +1,64 @@
+"""Times `generate`, prompts in and tokens out, for a model with random weights.
+
+    python benchmarks/generation.py                        # Qwen3-30B-A3B in bf16: 61 GB of weights
+    python benchmarks/generation.py --small                # sizes for a CPU, in f32: to see that it runs
+
+A step is what a further token of every sequence takes: the difference between generating `--long` and `--short` tokens, over
+their number, so that prefill and the host's work cancel. Times are medians of `--runs` calls after a first. Tokens are the
+likeliest, and nothing ends early.
+"""
+
+import argparse
+import statistics
+import time
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe_jax.check import random_model
+from moe_jax.config import NAMED_CONFIGS
+from moe_jax.generation import generate
+
+SMALL = dict(num_hidden_layers=2, hidden_size=64, num_experts=8, moe_intermediate_size=64, vocab_size=512)
+
+
+def main() -> None:
+    """Prints a row for each number of prompts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=tuple(NAMED_CONFIGS), default="qwen3-30b-a3b")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--short", type=int, default=16)
+    parser.add_argument("--long", type=int, default=144)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--small", action="store_true", help="sizes of Qwen3-MoE for a CPU, in f32: to see that it runs")
+    args = parser.parse_args()
+    config = NAMED_CONFIGS["qwen3-30b-a3b" if args.small else args.config]
+    dtype = jnp.dtype(jnp.float32 if args.small else jnp.bfloat16)
+    model = random_model(replace(config, **SMALL) if args.small else config, dtype)
+    name = "small" if args.small else args.config
+    print(
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {name}, {dtype.name}, prompts of {args.prompt_tokens} tokens"
+    )
+    print(f"{'prompts':>8}{'a step':>12}{'tokens/s':>10}{f'{args.short} tokens':>14}")
+    for prompts in args.prompts:
+        tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (prompts, args.prompt_tokens)).tolist()
+        short, long = (seconds(model, tokens, count, args.runs) for count in (args.short, args.long))
+        step = (long - short) / (args.long - args.short)
+        print(f"{prompts:>8}{1e3 * step:>9.3f} ms{prompts / step:>10.0f}{short:>12.3f} s", flush=True)
+
+
+def seconds(model, tokens: list[list[int]], new_tokens: int, runs: int) -> float:
+    """Of one call: the median of `runs` after a first, which compiles."""
+    times = []
+    for _ in range(1 + runs):
+        began = time.perf_counter()
+        generate(model, tokens, max_new_tokens=new_tokens)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+if __name__ == "__main__":
+    main()
