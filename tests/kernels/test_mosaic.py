@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax import kernels
 from moe_jax.kernels.grouped_matmul import OuterPart, grouped_outer_of_parts, mosaic, xla
+from moe_jax.kernels.grouped_matmul.mosaic import tile_order
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows import row_tiles
 from moe_jax.kernels.routing import plan
 
@@ -157,6 +158,26 @@ def test_two_runs_give_the_same_bits(rng):
         np.testing.assert_array_equal(first, second)
 
 
+def test_the_order_of_tiles_changes_no_bit(rng, monkeypatch):
+    """One and three rows of tiles an expert, and several columns; as for large matrices, two rows go through them together."""
+    *arrays, _ = make_layer(rng, "random", 400, 2, 1, 384, 384)
+    layer = *arrays, jnp.asarray(np.arange(400)[:, None] >= 100, jnp.int32)
+    dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
+
+    def run():
+        jax.clear_caches()
+        return with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy)
+
+    row_after_row = run()
+    monkeypatch.setattr(tile_order, "SMALL_MATRIX_BYTES", 0)
+    monkeypatch.setattr(tile_order, "GROUP", 2)
+    try:
+        for actual, expected in zip(run(), row_after_row, strict=True):
+            np.testing.assert_array_equal(actual, expected)
+    finally:
+        jax.clear_caches()
+
+
 def test_f32_master_weights_get_f32_gradients_summed_once(rng):
     x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 100, 2, 1, 64, 128)
     layer = (x, w_gate_up.astype(jnp.float32), w_down.astype(jnp.float32), weights, chosen)
@@ -175,13 +196,14 @@ def test_f32_master_weights_get_f32_gradients_summed_once(rng):
 def test_row_tiles_cover_each_experts_blocks_once(counts, height):
     chosen = np.repeat(np.arange(len(counts)), counts)[:, None]
     rows = plan(jnp.asarray(chosen, jnp.int32), len(counts), mosaic.ROW_ALIGNMENT)
-    expert, first, heights, count = map(np.asarray, row_tiles(rows, height))
-    covered = [
-        (e, row) for e, start, own in zip(expert[: count[0]], first, heights, strict=False) for row in range(start, start + own)
-    ]
+    tiles = row_tiles(rows, height)
+    expert, first_row, own, first_tile, num_tiles = (np.asarray(field)[: tiles.total[0]] for field in tiles[:-1])
+    covered = [(e, row) for e, start, size in zip(expert, first_row, own, strict=True) for row in range(start, start + size)]
     offsets = np.asarray(rows.offsets)
     assert covered == [(e, row) for e in range(len(counts)) for row in range(offsets[e], offsets[e + 1])]
-    assert all(start + height <= rows.num_rows for start in first[: count[0]]), "loads stay inside the array"
+    assert all(start + height <= rows.num_rows for start in first_row), "loads stay inside the array"
+    assert first_tile.tolist() == [expert.tolist().index(e) for e in expert]
+    assert num_tiles.tolist() == [expert.tolist().count(e) for e in expert]
 
 
 @pytest.mark.parametrize(

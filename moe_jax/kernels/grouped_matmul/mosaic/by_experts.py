@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.grouped_matmul.mosaic.ring import CONSUMERS, ROW_ALIGNMENT, STEP, Tile, run_tiles
+from moe_jax.kernels.grouped_matmul.mosaic.tile_order import place_in_order, rows_in_group
 from moe_jax.kernels.mosaic_gpu import launch, operand_transforms
 from moe_jax.kernels.routing import Plan
 
@@ -40,6 +41,7 @@ def outer(
     m, n = a.shape[1], b.shape[1]
     row_tiles, column_tiles = m // tile.rows, n // tile.columns
     chunk = 128 // jnp.dtype(dtype).itemsize
+    group = rows_in_group((m, n), a.dtype)
     adds = accumulate_into is not None
 
     def body(*references):
@@ -49,14 +51,13 @@ def outer(
         def describe(index):
             expert = lax.div(index, jnp.int32(row_tiles * column_tiles))
             place = lax.rem(index, jnp.int32(row_tiles * column_tiles))
+            row, column = place_in_order(place, row_tiles, column_tiles, group)
             rows_from, steps_to = [], [jnp.int32(0)]
             for offsets_ref in offsets_refs:
                 first = pl.multiple_of(offsets_ref[expert], ROW_ALIGNMENT)
                 rows_from.append(first)
                 steps_to.append(steps_to[-1] + lax.div(offsets_ref[expert + 1] - first, jnp.int32(STEP)))
-            row = lax.div(place, jnp.int32(column_tiles)) * tile.rows
-            column = lax.rem(place, jnp.int32(column_tiles)) * tile.columns
-            return steps_to[-1], (expert, rows_from, steps_to, row, column)
+            return steps_to[-1], (expert, rows_from, steps_to, row * tile.rows, column * tile.columns)
 
         def load(place, k, slot, barrier):
             _, rows_from, steps_to, row, column = place

@@ -6,6 +6,7 @@ Cost for R rows: 2*R*K*N FLOPs; with tiles of 128 x 256, A and B cross from L2 R
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.grouped_matmul.mosaic.ring import CONSUMERS, ROW_ALIGNMENT, STEP, Tile, run_tiles
+from moe_jax.kernels.grouped_matmul.mosaic.tile_order import place_in_order, rows_in_group
 from moe_jax.kernels.mosaic_gpu import launch, operand_transforms
 from moe_jax.kernels.routing import Plan
 
@@ -94,10 +96,10 @@ def launch_rows(
     columns = w.shape[2] if transpose else w.shape[1]
     column_tiles = columns // tile.columns
     half = tile.own_columns // 2
-    experts, rows, heights, num_row_tiles = row_tiles(plan, tile.rows)
     dtype = a.dtype
+    group = rows_in_group((columns, summands), dtype)
 
-    def body(experts_ref, rows_ref, heights_ref, count_ref, a_ref, w_ref, *rest):
+    def body(experts_ref, rows_ref, heights_ref, first_tiles_ref, num_tiles_ref, total_ref, a_ref, w_ref, *rest):
         num_inputs, num_outputs = len(epilogue.inputs), len(epilogue.outputs)
         input_refs, output_refs, scratch_refs = (
             rest[:num_inputs],
@@ -108,9 +110,12 @@ def launch_rows(
         references = (*output_refs, *input_refs, *epilogue_scratch)
 
         def describe(index):
-            i = lax.div(index, jnp.int32(column_tiles))
-            row = pl.multiple_of(rows_ref[i], ROW_ALIGNMENT)
-            return summands // STEP, Place(experts_ref[i], row, heights_ref[i], lax.rem(index, jnp.int32(column_tiles)))
+            i, part = lax.div(index, jnp.int32(column_tiles)), lax.rem(index, jnp.int32(column_tiles))
+            if group > 1:
+                first = first_tiles_ref[i]
+                i, part = place_in_order(index - first * column_tiles, num_tiles_ref[i], column_tiles, group)
+                i += first
+            return summands // STEP, Place(experts_ref[i], pl.multiple_of(rows_ref[i], ROW_ALIGNMENT), heights_ref[i], part)
 
         def load(place, k, slot, barrier):
             ks = pl.ds(k * STEP, STEP)
@@ -158,7 +163,7 @@ def launch_rows(
             pl.when(has_rows)(lambda: epilogue.store(accumulator, place, warpgroup, write, references))
 
         run_tiles(
-            count_ref[0] * column_tiles,
+            total_ref[0] * column_tiles,
             describe,
             load,
             multiply,
@@ -181,21 +186,36 @@ def launch_rows(
         plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
     ]
     kernel = launch(epilogue.name, body, epilogue.outputs, scratch, warpgroups=CONSUMERS + 1)
-    return kernel(experts, rows, heights, num_row_tiles, a, w, *epilogue.inputs)
+    return kernel(*row_tiles(plan, tile.rows), a, w, *epilogue.inputs)
 
 
-def row_tiles(plan: Plan, height: int) -> tuple[Int[Array, "tiles"], Int[Array, "tiles"], Int[Array, "tiles"], Int[Array, "1"]]:
-    """Cuts each expert's rows into tiles of `height`: their expert, first row, rows; and how many tiles there are.
+class RowTiles(NamedTuple):
+    """Tiles of rows, each of one expert, ordered by row; those from `total` on are undefined."""
 
-    A tile may reach beyond its expert's last block of rows; `rows` says how many of it are the expert's own.
-    """
+    expert: Int[Array, "tiles"]
+    row: Int[Array, "tiles"]
+    """The tile's first."""
+    num_rows: Int[Array, "tiles"]
+    """Rows that are the expert's own: a tile may reach beyond its last block."""
+    first_tile: Int[Array, "tiles"]
+    """Of the same expert."""
+    num_tiles: Int[Array, "tiles"]
+    """Of the same expert."""
+    total: Int[Array, "1"]
+    """Tiles of all experts."""
+
+
+def row_tiles(plan: Plan, height: int) -> RowTiles:
+    """Cuts each expert's rows into tiles of `height`."""
     first_row = plan.offsets[:-1]
-    blocks = -(-(plan.offsets[1:] - first_row) // height)
-    ends = jnp.cumsum(blocks).astype(jnp.int32)
+    num_tiles = -(-(plan.offsets[1:] - first_row) // height)
+    ends = jnp.cumsum(num_tiles).astype(jnp.int32)
     # Each expert with rows ends with at most one tile that is not full.
     most = plan.num_rows // height + min(plan.num_experts, plan.num_rows // ROW_ALIGNMENT)
     index = jnp.arange(most, dtype=jnp.int32)
     expert = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
     expert = jnp.minimum(expert, plan.num_experts - 1)
-    row = first_row[expert] + (index - (ends - blocks)[expert]) * height
-    return expert, row, jnp.minimum(plan.offsets[expert + 1] - row, height), ends[-1:]
+    first_tile = (ends - num_tiles)[expert]
+    row = first_row[expert] + (index - first_tile) * height
+    num_rows = jnp.minimum(plan.offsets[expert + 1] - row, height)
+    return RowTiles(expert, row, num_rows, first_tile, num_tiles[expert], ends[-1:])
