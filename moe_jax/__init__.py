@@ -19,3 +19,5 @@ __all__ = [
     "parallel",
     "train",
 ]
+
+__version__ = "0.1.0"
