@@ -14,6 +14,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ from moe_jax.kernels.grouped_matmul.mosaic.ring import (
     STEP,
     Tile,
 )
-from moe_jax.kernels.grouped_matmul.mosaic.tile_order import place_in_order, rows_in_group
+from moe_jax.kernels.grouped_matmul.mosaic.tile_order import place_in_order, row_tile_in_order, rows_in_group
 from moe_jax.kernels.mosaic_gpu import launch, operand_transforms
 from moe_jax.kernels.routing import Plan, plan
 
@@ -62,7 +63,7 @@ def main() -> None:
         w_gate_up, w_down = normal(3, experts, 2 * inter, hidden), normal(4, experts, hidden, inter)
         for name, product, a, b in (
             ("down", rows_product, act, w_down),
-            ("dx", rows_product_transposed, dh, w_gate_up),
+            ("dx", partial(rows_product, transpose=True), dh, w_gate_up),
             ("dw_gate_up", outer_product, dh, x),
             ("dw_down", outer_product, x, act),
         ):
@@ -92,16 +93,10 @@ def widest(columns: int) -> int:
     return max(width for width in (64, 128, 192, 256) if columns % width == 0)
 
 
-def rows_product(a: Array, w: Array) -> tuple[Callable, Callable]:
-    """a[r] @ w[e(r)].T: as it is, and by turns with a tile."""
-    tile = Tile(128, widest(w.shape[1]), 3)
-    return lambda a, w, plan: matmul(a, w, plan, tile, transpose=False), lambda tile: by_rows(tile, transpose=False)
-
-
-def rows_product_transposed(a: Array, w: Array) -> tuple[Callable, Callable]:
-    """a[r] @ w[e(r)]."""
-    tile = Tile(128, widest(w.shape[2]), 3)
-    return lambda a, w, plan: matmul(a, w, plan, tile, transpose=True), lambda tile: by_rows(tile, transpose=True)
+def rows_product(a: Array, w: Array, *, transpose: bool = False) -> tuple[Callable, Callable]:
+    """a[r] @ w[e(r)].T, or @ w[e(r)] with `transpose`: as it is, and by turns with a tile."""
+    tile = Tile(128, widest(w.shape[2 if transpose else 1]), 3)
+    return partial(matmul, tile=tile, transpose=transpose), partial(by_rows, transpose=transpose)
 
 
 def outer_product(a: Array, b: Array) -> tuple[Callable, Callable]:
@@ -124,11 +119,7 @@ def by_rows(tile: Tile, *, transpose: bool) -> Callable:
             a_smem, b_smem, out_smem, full, empty = scratch
 
             def describe(index):
-                i, part = lax.div(index, jnp.int32(column_tiles)), lax.rem(index, jnp.int32(column_tiles))
-                if group > 1:
-                    first = first_tiles_ref[i]
-                    i, part = place_in_order(index - first * column_tiles, num_tiles_ref[i], column_tiles, group)
-                    i += first
+                i, part = row_tile_in_order(index, first_tiles_ref, num_tiles_ref, column_tiles, group)
                 row = pl.multiple_of(rows_ref[i], ROW_ALIGNMENT)
                 return summands // STEP, (experts_ref[i], row, heights_ref[i], part * tile.columns)
 

@@ -4,18 +4,18 @@
     python benchmarks/generation.py --small                # sizes for a CPU, in f32: to see that it runs
 
 A step is what a further token of every sequence takes: the difference between generating `--long` and `--short` tokens, over
-their number, so that prefill and the host's work cancel. Times are medians of `--runs` calls after a first. Tokens are the
-likeliest, and nothing ends early.
+their number, so that prefill and the host's work cancel. Times are medians of 5 calls. Tokens are the likeliest, and nothing
+ends early.
 """
 
 import argparse
-import statistics
-import time
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from timing import median_ms
 
 from moe_jax.check import random_model
 from moe_jax.config import NAMED_CONFIGS
@@ -32,7 +32,6 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--short", type=int, default=16)
     parser.add_argument("--long", type=int, default=144)
-    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="sizes of Qwen3-MoE for a CPU, in f32: to see that it runs")
     args = parser.parse_args()
     config = NAMED_CONFIGS["qwen3-30b-a3b" if args.small else args.config]
@@ -45,19 +44,10 @@ def main() -> None:
     print(f"{'prompts':>8}{'a step':>12}{'tokens/s':>10}{f'{args.short} tokens':>14}")
     for prompts in args.prompts:
         tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (prompts, args.prompt_tokens)).tolist()
-        short, long = (seconds(model, tokens, count, args.runs) for count in (args.short, args.long))
+        calls = (partial(generate, model, tokens, max_new_tokens=count) for count in (args.short, args.long))
+        short, long = (median_ms(call, (), 1) for call in calls)
         step = (long - short) / (args.long - args.short)
-        print(f"{prompts:>8}{1e3 * step:>9.3f} ms{prompts / step:>10.0f}{short:>12.3f} s", flush=True)
-
-
-def seconds(model, tokens: list[list[int]], new_tokens: int, runs: int) -> float:
-    """Of one call: the median of `runs` after a first, which compiles."""
-    times = []
-    for _ in range(1 + runs):
-        began = time.perf_counter()
-        generate(model, tokens, max_new_tokens=new_tokens)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
+        print(f"{prompts:>8}{step:>9.3f} ms{1e3 * prompts / step:>10.0f}{short:>11.1f} ms", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,12 @@ def choose(rng, routing, tokens, experts, k):
     return rng.integers(-1, experts + 1, (tokens, k)) if routing == "some_nobody" else np.full((tokens, k), experts)
 
 
+def chosen_so_often(counts, tokens):
+    """[tokens, 1]: expert e by the next counts[e] tokens, nobody by those left over; one shape, whatever the counts."""
+    chosen = np.repeat(np.arange(len(counts)), counts)
+    return jnp.asarray(np.pad(chosen, (0, tokens - chosen.size), constant_values=-1)[:, None], jnp.int32)
+
+
 def make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype=jnp.bfloat16):
     x, w_gate_up, w_down = (
         jnp.asarray(rng.normal(size=shape) * shape[-1] ** -0.5, dtype)

@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_layers import assert_as_near_as, choose, exact_with_gradients, make_layer, relative_error, with_gradients
+from expert_layers import (
+    assert_as_near_as,
+    choose,
+    chosen_so_often,
+    exact_with_gradients,
+    make_layer,
+    relative_error,
+    with_gradients,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -194,10 +202,7 @@ def test_f32_master_weights_get_f32_gradients_summed_once(rng):
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 400), min_size=8, max_size=8), st.sampled_from([64, 128]))
 def test_row_tiles_cover_each_experts_blocks_once(counts, height):
-    chosen = np.repeat(np.arange(8), counts)
-    # Of one length, so that what follows is compiled once; -1 is nobody.
-    chosen = np.pad(chosen, (0, 3200 - chosen.size), constant_values=-1)[:, None]
-    rows = plan(jnp.asarray(chosen, jnp.int32), len(counts), mosaic.ROW_ALIGNMENT)
+    rows = plan(chosen_so_often(counts, 3200), len(counts), mosaic.ROW_ALIGNMENT)
     tiles = row_tiles(rows, height)
     expert, first_row, own, first_tile, num_tiles = (np.asarray(field)[: tiles.total[0]] for field in tiles[:-1])
     covered = [(e, row) for e, start, size in zip(expert, first_row, own, strict=True) for row in range(start, start + size)]

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_layers import assert_as_near_as, choose, make_layer, relative_error, with_gradients
+from expert_layers import assert_as_near_as, choose, chosen_so_often, make_layer, relative_error, with_gradients
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
@@ -217,10 +217,7 @@ def test_a_chunked_call_gives_the_same(rng, runs):
 @given(st.lists(st.integers(0, 400), min_size=8, max_size=8), st.sampled_from([64, 128]), st.sampled_from([1, 64]))
 def test_row_tiles_cover_each_experts_pairs_once(counts, height, row_alignment):
     by_rows = importlib.import_module("moe_jax.kernels.grouped_matmul.triton.by_rows")
-    chosen = np.repeat(np.arange(8), counts)
-    # Of one length, so that what follows is compiled once; -1 is nobody.
-    chosen = np.pad(chosen, (0, 3200 - chosen.size), constant_values=-1)[:, None]
-    rows = plan(jnp.asarray(chosen, jnp.int32), len(counts), row_alignment)
+    rows = plan(chosen_so_often(counts, 3200), len(counts), row_alignment)
     expert, first, end, count = map(np.asarray, by_rows.row_tiles(rows, height))
     tiles = list(zip(expert, first, end, strict=True))[: count[0]]
     covered = [(e, row) for e, start, stop in tiles for row in range(start, stop)]

@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.grouped_matmul.mosaic.ring import CONSUMERS, ROW_ALIGNMENT, STEP, Tile, run_tiles
-from moe_jax.kernels.grouped_matmul.mosaic.tile_order import place_in_order, rows_in_group
+from moe_jax.kernels.grouped_matmul.mosaic.tile_order import row_tile_in_order, rows_in_group
 from moe_jax.kernels.mosaic_gpu import launch, operand_transforms
 from moe_jax.kernels.routing import Plan
 
@@ -110,11 +109,7 @@ def launch_rows(
         references = (*output_refs, *input_refs, *epilogue_scratch)
 
         def describe(index):
-            i, part = lax.div(index, jnp.int32(column_tiles)), lax.rem(index, jnp.int32(column_tiles))
-            if group > 1:
-                first = first_tiles_ref[i]
-                i, part = place_in_order(index - first * column_tiles, num_tiles_ref[i], column_tiles, group)
-                i += first
+            i, part = row_tile_in_order(index, first_tiles_ref, num_tiles_ref, column_tiles, group)
             return summands // STEP, Place(experts_ref[i], pl.multiple_of(rows_ref[i], ROW_ALIGNMENT), heights_ref[i], part)
 
         def load(place, k, slot, barrier):

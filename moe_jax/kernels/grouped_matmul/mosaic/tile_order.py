@@ -28,3 +28,19 @@ def place_in_order(index: jax.Array, row_tiles: jax.Array | int, column_tiles: i
     in_group = index - first_row * column_tiles
     height = jnp.minimum(row_tiles - first_row, group)
     return first_row + lax.rem(in_group, height), lax.div(in_group, height)
+
+
+def row_tile_in_order(
+    index: jax.Array, first_tiles_ref, num_tiles_ref, column_tiles: int, group: int
+) -> tuple[jax.Array, jax.Array]:
+    """Row tile and column of tile number `index` of all experts', each expert's in the order of `place_in_order`.
+
+    Args:
+        first_tiles_ref, num_tiles_ref: of each row tile, the first of the same expert and how many that has.
+    """
+    row, column = lax.div(index, jnp.int32(column_tiles)), lax.rem(index, jnp.int32(column_tiles))
+    if group == 1:
+        return row, column
+    first = first_tiles_ref[row]
+    row, column = place_in_order(index - first * column_tiles, num_tiles_ref[row], column_tiles, group)
+    return first + row, column
