@@ -11,6 +11,7 @@ from expert_layers import (
     choose,
     chosen_so_often,
     exact_with_gradients,
+    few_bits,
     make_layer,
     relative_error,
     with_gradients,
@@ -146,7 +147,8 @@ def test_totals_of_micro_batches_grow_by_the_gradients_of_every_chunk(rng):
 
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_the_bits_of_a_token_do_not_depend_on_the_other_tokens(rng, tokens):
-    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 150, 3, 2, 128, 64)
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 150, 4, 3, 128, 64)
+    weights = few_bits(weights)
     dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
 
     def run(count):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_layers import assert_as_near_as, choose, chosen_so_often, make_layer, relative_error, with_gradients
+from expert_layers import assert_as_near_as, choose, chosen_so_often, few_bits, make_layer, relative_error, with_gradients
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
@@ -174,7 +174,8 @@ def test_every_matmul_is_that_of_the_xla_backend_on_any_plan(runs, tokens, exper
 @needs_triton
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_the_bits_of_a_token_do_not_depend_on_the_other_tokens(rng, runs, tokens):
-    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 220, 3, 2, 256, 192)
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 220, 4, 3, 256, 192)
+    weights = few_bits(weights)
     dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
 
     def run(count):
