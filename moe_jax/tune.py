@@ -111,7 +111,7 @@ def entry(timing: Timing) -> Entry:
     return Entry(timing.pass_name, timing.matrix, timing.rows_per_expert, timing.best, measured)
 
 
-HEADER = f"{'pass':<26}{'matrix':>15}{'tokens':>8}{'tile':>15}{'ms':>10}{'TFLOP/s':>9}"
+HEADER = f"{'pass':<26}{'matrix':>15}{'tokens':>8}{'tile':>24}{'ms':>10}{'TFLOP/s':>9}"
 
 
 def rows(timing: Timing) -> Iterator[str]:
@@ -119,7 +119,7 @@ def rows(timing: Timing) -> Iterator[str]:
     flops = 2 * timing.tokens * timing.layer.top_k * timing.matrix[0] * timing.matrix[1]
     matrix = f"{timing.matrix[0]} x {timing.matrix[1]}"
     for tile, seconds in sorted(timing.seconds.items(), key=lambda item: item[1]):
-        shape = f"{tile.rows} x {tile.columns} x {tile.stages}"
+        shape = f"{tile.rows} x {tile.columns} x {tile.stages}" + (" by turns" if tile.by_turns else "")
         marks = [mark for mark, marked in (("best", timing.best), ("rule", timing.rule)) if tile == marked]
         figures = f"{1e3 * seconds:>10.4f}{flops / seconds / 1e12:>9.1f}"
-        yield f"{timing.pass_name:<26}{matrix:>15}{timing.tokens:>8}{shape:>15}{figures}  {' '.join(marks)}".rstrip()
+        yield f"{timing.pass_name:<26}{matrix:>15}{timing.tokens:>8}{shape:>24}{figures}  {' '.join(marks)}".rstrip()

@@ -32,11 +32,11 @@ def results(pass_name, tiles, matrix, chosen, experts, draw):
 @pytest.mark.parametrize(
     "pass_name, tiles",
     [
-        ("gated_matmul", [Tile(128, 256, 3), Tile(64, 256, 2), Tile(128, 128, 6)]),
-        ("grouped_matmul", [Tile(128, 256, 4), Tile(64, 128, 3)]),
-        ("grouped_matmul_transposed", [Tile(128, 256, 3), Tile(64, 256, 4)]),
-        ("gated_matmul_backward", [Tile(128, 256, 3), Tile(64, 256, 2), Tile(128, 64, 6)]),
-        ("grouped_outer", [Tile(128, 256, 4), Tile(64, 128, 2)]),
+        ("gated_matmul", [Tile(128, 256, 3), Tile(64, 256, 2), Tile(128, 128, 5, by_turns=True)]),
+        ("grouped_matmul", [Tile(128, 256, 4), Tile(64, 128, 3), Tile(128, 128, 4, by_turns=True)]),
+        ("grouped_matmul_transposed", [Tile(128, 256, 3), Tile(64, 256, 4), Tile(64, 128, 2, by_turns=True)]),
+        ("gated_matmul_backward", [Tile(128, 256, 3), Tile(64, 256, 2), Tile(128, 128, 4, by_turns=True)]),
+        ("grouped_outer", [Tile(128, 256, 4), Tile(64, 128, 2), Tile(128, 128, 3, by_turns=True)]),
     ],
 )
 def test_the_bits_do_not_depend_on_the_tile(pass_name, tiles):

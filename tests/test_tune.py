@@ -48,12 +48,13 @@ def test_a_tile_replaces_the_rules_if_it_is_faster_by_more_than_5_percent(gain, 
 
 
 def test_rows_show_the_fastest_first_and_mark_the_best_and_the_rules():
-    seconds = {Tile(128, 256, 3): 2e-3, Tile(64, 256, 4): 1e-3}
+    seconds = {Tile(128, 256, 3): 2e-3, Tile(64, 256, 4): 1e-3, Tile(128, 128, 5, by_turns=True): 4e-3}
     timing = Timing("grouped_matmul", (1024, 512), Layer(1024, 512, 8, 2), 1000, seconds)
-    first, second = (row.split() for row in tune.rows(timing))
+    first, second, third = (row.split() for row in tune.rows(timing))
     # 2 * 2000 rows * 1024 * 512 FLOPs in 1 ms.
     assert first == "grouped_matmul 1024 x 512 1000 64 x 256 x 4 1.0000 2.1 best".split()
     assert second == "grouped_matmul 1024 x 512 1000 128 x 256 x 3 2.0000 1.0 rule".split()
+    assert third == "grouped_matmul 1024 x 512 1000 128 x 128 x 5 by turns 4.0000 0.5".split()
 
 
 def test_the_command_prints_and_writes_a_table_that_keeps_other_layers(monkeypatch, tmp_path, capsys):

@@ -128,6 +128,7 @@ def test_every_pass_asks_for_its_own_matrix_and_average(monkeypatch):
         ({"rows_per_expert": "64"}, "rows_per_expert is '64'; it must be a number above 0"),
         ({"tile": [64, 256, 4]}, 'tile is [64, 256, 4]; it must be {"rows": 128, "columns": 256, "stages": 3}'),
         ({"tile": GOOD["tile"] | {"stages": 3.5}}, "or other whole numbers"),
+        ({"tile": GOOD["tile"] | {"by_turns": 1}}, 'or other whole numbers, and if you like "by_turns": true'),
         ({"tile": GOOD["tile"] | {"columns": 192}}, "columns is 192; with 64 rows it must be 128 or 256"),
         ({"tile": GOOD["tile"] | {"stages": 5}}, "stages is 5; with tiles of 64 x 256 it must be 2 to 4, what 232448 bytes"),
         ({"tokens": 8}, "an entry has pass, matrix, rows_per_expert, tile and, if you like, measured"),
@@ -158,9 +159,11 @@ def test_a_file_that_is_no_table_is_refused(monkeypatch, tmp_path):
 def test_a_written_table_keeps_what_it_had_for_other_keys(tmp_path):
     path = tmp_path / "mine.json"
     old, other, new = entry(128, 64), entry(128, 0.1), Entry("grouped_matmul", MATRIX, 64, Tile(64, 256, 4), "H200")
-    merge_into_table(path, [old, other])
+    by_turns = Entry("grouped_matmul", MATRIX, 512, Tile(128, 128, 5, by_turns=True))
+    merge_into_table(path, [old, other, by_turns])
     merge_into_table(path, [new])
-    assert sorted(read_table(path), key=lambda found: found.rows_per_expert) == [other, new]
+    assert sorted(read_table(path), key=lambda found: found.rows_per_expert) == [other, new, by_turns]
+    assert path.read_text().count("by_turns") == 1
     assert [file.name for file in tmp_path.iterdir() if file.name != "empty.json"] == ["mine.json"], "no temporary file is left"
     path.write_text(path.read_text().replace("256", "100"))
     broken = path.read_text()

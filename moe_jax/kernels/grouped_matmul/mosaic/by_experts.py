@@ -11,7 +11,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.grouped_matmul.mosaic.ring import CONSUMERS, ROW_ALIGNMENT, STEP, Tile, run_tiles
+from moe_jax.kernels.grouped_matmul.mosaic.ring import (
+    CONSUMERS,
+    ROW_ALIGNMENT,
+    STEP,
+    WGMMA_ROWS,
+    Tile,
+    ring_barriers,
+    run_tiles,
+)
 from moe_jax.kernels.grouped_matmul.mosaic.tile_order import place_in_order, rows_in_group
 from moe_jax.kernels.mosaic_gpu import launch, operand_transforms
 from moe_jax.kernels.routing import Plan
@@ -79,26 +87,27 @@ def outer(
 
         def finish(accumulator, place, warpgroup):
             expert, _, steps_to, row, column = place
-            rows_out = pl.ds(row + tile.first_row(warpgroup), tile.own_rows)
+            first_row = row + tile.first_row(warpgroup)
             first_column = column + tile.column_part(warpgroup) * tile.own_columns
-            chunks = [pl.ds(first_column + c, chunk) for c in range(0, tile.own_columns, chunk)]
+            starts = [(r, c) for r in range(0, tile.own_rows, WGMMA_ROWS) for c in range(0, tile.own_columns, chunk)]
+            targets = [out_ref.at[expert, pl.ds(first_row + r, WGMMA_ROWS), pl.ds(first_column + c, chunk)] for r, c in starts]
 
-            def summed_before(columns):
-                return plgpu.load(out_ref.at[expert, rows_out, columns], layout=plgpu.Layout.WGMMA, optimized=False)
+            def summed_before(target):
+                return plgpu.load(target, layout=plgpu.Layout.WGMMA, optimized=False)
 
             def store():
                 # Read one chunk ahead, so that memory is waited for at the first alone.
-                before = summed_before(chunks[0]) if adds else None
-                for i, columns in enumerate(chunks):
-                    total = accumulator[:, i * chunk : (i + 1) * chunk]
+                before = summed_before(targets[0]) if adds else None
+                for i, ((r, c), target) in enumerate(zip(starts, targets, strict=True)):
+                    total = accumulator[r : r + WGMMA_ROWS, c : c + chunk]
                     if adds:
                         total += before
-                        before = summed_before(chunks[i + 1]) if i + 1 < len(chunks) else None
+                        before = summed_before(targets[i + 1]) if i + 1 < len(targets) else None
                     slot = out_smem.at[warpgroup, i % 2]
                     plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)
                     slot[...] = total.astype(dtype)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(slot, out_ref.at[expert, rows_out, columns])
+                    plgpu.copy_smem_to_gmem(slot, target)
 
             if adds:
                 pl.when(steps_to[-1] > 0)(store)
@@ -119,9 +128,8 @@ def outer(
     scratch = [
         plgpu.SMEM((tile.stages, STEP, tile.rows), a.dtype, transforms=operand_transforms(a.dtype)),
         plgpu.SMEM((tile.stages, STEP, tile.columns), a.dtype, transforms=operand_transforms(a.dtype)),
-        plgpu.SMEM((CONSUMERS, 2, tile.own_rows, chunk), dtype, transforms=operand_transforms(dtype, chunk)),
-        plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-        plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
+        plgpu.SMEM((CONSUMERS, 2, WGMMA_ROWS, chunk), dtype, transforms=operand_transforms(dtype, chunk)),
+        *ring_barriers(tile, copies=2),
     ]
     added = [] if accumulate_into is None else [accumulate_into]
     inputs = [plan.offsets for _, _, plan in parts] + [a for a, _, _ in parts] + [b for _, b, _ in parts] + added

@@ -6,6 +6,7 @@ Cost for R rows: 2*R*K*N FLOPs; with tiles of 128 x 256, A and B cross from L2 R
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.grouped_matmul.mosaic.ring import CONSUMERS, ROW_ALIGNMENT, STEP, Tile, run_tiles
+from moe_jax.kernels.grouped_matmul.mosaic.ring import (
+    CONSUMERS,
+    ROW_ALIGNMENT,
+    STEP,
+    WGMMA_ROWS,
+    Tile,
+    ring_barriers,
+    run_tiles,
+)
 from moe_jax.kernels.grouped_matmul.mosaic.tile_order import row_tile_in_order, rows_in_group
 from moe_jax.kernels.mosaic_gpu import launch, operand_transforms
 from moe_jax.kernels.routing import Plan
@@ -60,7 +69,7 @@ def matmul_gated_silu(
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tile lies, and, in an epilogue, a warpgroup's share of it."""
+    """Where a tile lies, and, in an epilogue, 64 rows of a warpgroup's share of it."""
 
     expert: jax.Array
     row: jax.Array
@@ -78,11 +87,12 @@ class Epilogue:
     """Of the whole kernel, for profiles."""
     outputs: list[jax.ShapeDtypeStruct]
     store: Callable
-    """(accumulator, place, warpgroup, write, references); write(output reference, column, values) rounds and stores a chunk."""
+    """(sums of 64 rows, place, warpgroup, write, references); write(output reference, column, values) rounds and stores a
+    chunk."""
     inputs: tuple[Array, ...] = ()
     scratch: tuple = ()
     prepare: Callable = lambda place, warpgroup, references: None
-    """Runs before the tile's first step, for example to start loads that `store` waits for."""
+    """Runs before `store`, for a tile's first rows before its first step, for example to start loads that `store` waits for."""
     staged: int = 2
     """Chunks that `write` keeps in shared memory: with two, one is filled while the other is being stored."""
 
@@ -131,21 +141,20 @@ def launch_rows(
             b_own = b_smem.at[slot, :, own_columns] if transpose else b_smem.at[slot, own_columns].transpose((1, 0))
             plgpu.wgmma(accumulator, a_own, b_own)
 
-        def own(place, warpgroup):
-            """The warpgroup's share, and whether it has one: rows below an expert's last block belong to the next expert."""
-            first = tile.first_row(warpgroup)
+        def own(place, warpgroup, row):
+            """64 rows of the warpgroup's share, and whether they are the expert's: those below its last block are not."""
+            first = tile.first_row(warpgroup) + row
             part = place.part * tile.column_parts + tile.column_part(warpgroup)
             return dataclasses.replace(place, row=place.row + first, part=part), first < place.num_rows
 
         def prepare(place, warpgroup):
-            place, has_rows = own(place, warpgroup)
+            place, has_rows = own(place, warpgroup, 0)
             pl.when(has_rows)(lambda: epilogue.prepare(place, warpgroup, references))
 
         def finish(accumulator, place, warpgroup):
-            place, has_rows = own(place, warpgroup)
             written = 0
 
-            def write(output, column, values):
+            def write(place, output, column, values):
                 nonlocal written
                 slot = out_smem.at[warpgroup, written % epilogue.staged]
                 # The last tile's stores may have used any slot; during this tile's steps they have long finished.
@@ -153,9 +162,17 @@ def launch_rows(
                 written += 1
                 slot[...] = values.astype(dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(slot, output.at[pl.ds(place.row, tile.own_rows), pl.ds(column, CHUNK)])
+                plgpu.copy_smem_to_gmem(slot, output.at[pl.ds(place.row, WGMMA_ROWS), pl.ds(column, CHUNK)])
 
-            pl.when(has_rows)(lambda: epilogue.store(accumulator, place, warpgroup, write, references))
+            def store(row, place):
+                if row > 0:
+                    epilogue.prepare(place, warpgroup, references)
+                sums = accumulator[row : row + WGMMA_ROWS]
+                epilogue.store(sums, place, warpgroup, partial(write, place), references)
+
+            for row in range(0, tile.own_rows, WGMMA_ROWS):
+                own_place, has_rows = own(place, warpgroup, row)
+                pl.when(has_rows)(partial(store, row, own_place))
 
         run_tiles(
             total_ref[0] * column_tiles,
@@ -175,10 +192,9 @@ def launch_rows(
     scratch = [
         plgpu.SMEM((tile.stages, tile.rows, STEP), dtype, transforms=swizzled),
         plgpu.SMEM((tile.stages, *b_shape), dtype, transforms=swizzled),
-        plgpu.SMEM((CONSUMERS, epilogue.staged, tile.own_rows, CHUNK), dtype, transforms=swizzled),
+        plgpu.SMEM((CONSUMERS, epilogue.staged, WGMMA_ROWS, CHUNK), dtype, transforms=swizzled),
         *epilogue.scratch,
-        plgpu.Barrier(num_arrivals=1 + (2 * tile.column_parts if halves else 1), num_barriers=tile.stages),
-        plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
+        *ring_barriers(tile, copies=1 + (2 * tile.column_parts if halves else 1)),
     ]
     kernel = launch(epilogue.name, body, epilogue.outputs, scratch, warpgroups=CONSUMERS + 1)
     return kernel(*row_tiles(plan, tile.rows), a, w, *epilogue.inputs)

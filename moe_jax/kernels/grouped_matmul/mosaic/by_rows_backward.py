@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows import CHUNK, Epilogue, launch_rows
-from moe_jax.kernels.grouped_matmul.mosaic.ring import CONSUMERS, Tile
+from moe_jax.kernels.grouped_matmul.mosaic.ring import CONSUMERS, WGMMA_ROWS, Tile
 from moe_jax.kernels.mosaic_gpu import operand_transforms
 from moe_jax.kernels.routing import Plan
 
@@ -33,14 +33,12 @@ def matmul_gated_silu_backward(
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Returns dh and weighted_act in dy's dtype and dv in f32. Rows of no expert are left unwritten."""
     num_rows, inter = dy.shape[0], w_down.shape[2]
-    rows = tile.own_rows
-
     chunks = tile.own_columns // CHUNK
 
     def halves_of(reference, place, chunk):
         """The gate's and the up's columns of one chunk of the warpgroup's."""
         column = place.part * tile.own_columns + chunk * CHUNK
-        return [reference.at[pl.ds(place.row, rows), pl.ds(half * inter + column, CHUNK)] for half in range(2)]
+        return [reference.at[pl.ds(place.row, WGMMA_ROWS), pl.ds(half * inter + column, CHUNK)] for half in range(2)]
 
     def load_chunk(place, warpgroup, chunk, h_ref, h_smem, loaded):
         slot = (warpgroup, chunk % 2)
@@ -57,8 +55,8 @@ def matmul_gated_silu_backward(
     def store(g, place, warpgroup, write, references):
         dh_ref, act_ref, dv_ref, h_ref, v_ref, h_smem, loaded = references
         layout = plgpu.Layout.WGMMA.reduce(1)
-        v = plgpu.load(v_ref.at[pl.ds(place.row, rows)], layout=layout, optimized=False)
-        v = lax.broadcast_in_dim(v, (rows, CHUNK), [0])
+        v = plgpu.load(v_ref.at[pl.ds(place.row, WGMMA_ROWS)], layout=layout, optimized=False)
+        v = lax.broadcast_in_dim(v, (WGMMA_ROWS, CHUNK), [0])
         for chunk in range(chunks):
             if chunk >= 1:
                 # The gradients of the chunk before have left its slot, which the chunk after this one takes.
@@ -72,7 +70,7 @@ def matmul_gated_silu_backward(
             sigmoid = 1 / (1 + jnp.exp(-gate))
             silu = gate * sigmoid
             act = silu * up
-            dv_ref[place.part * chunks + chunk, pl.ds(place.row, rows)] = (own_g * act).sum(axis=1)
+            dv_ref[place.part * chunks + chunk, pl.ds(place.row, WGMMA_ROWS)] = (own_g * act).sum(axis=1)
             write(act_ref, place.part * tile.own_columns + chunk * CHUNK, v * act)
             dact = v * own_g
             # Every thread puts its gradients where it has read h.
@@ -92,7 +90,7 @@ def matmul_gated_silu_backward(
         store=store,
         inputs=(h, weight_of_row.astype(jnp.float32)),
         scratch=(
-            plgpu.SMEM((CONSUMERS, 2, 2, rows, CHUNK), h.dtype, transforms=operand_transforms(h.dtype)),
+            plgpu.SMEM((CONSUMERS, 2, 2, WGMMA_ROWS, CHUNK), h.dtype, transforms=operand_transforms(h.dtype)),
             plgpu.Barrier(num_arrivals=2, num_barriers=(CONSUMERS, 2)),
         ),
         prepare=prepare,

@@ -25,6 +25,9 @@ ROW_ALIGNMENT = STEP
 CONSUMERS = 2
 """Warpgroups that multiply; each holds an accumulator of its own."""
 
+WGMMA_ROWS = 64
+"""Rows of one wgmma, and of what an epilogue works on at a time."""
+
 LOADER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 """Registers a thread: together with 128 threads a warpgroup they fill the 65536 of a core."""
 
@@ -39,16 +42,18 @@ class Tile:
     rows: int
     columns: int
     stages: int
+    by_turns: bool = False
+    """They halve nothing and take tiles in turn, so that one multiplies while the other stores (CUTLASS's ping-pong)."""
 
     @property
     def own_rows(self) -> int:
         """Rows of one warpgroup."""
-        return self.rows // CONSUMERS if self.rows > 64 else self.rows
+        return self.rows // CONSUMERS if self.rows > WGMMA_ROWS and not self.by_turns else self.rows
 
     @property
     def own_columns(self) -> int:
         """Columns of one warpgroup."""
-        return self.columns if self.rows > 64 else self.columns // CONSUMERS
+        return self.columns if self.rows > WGMMA_ROWS or self.by_turns else self.columns // CONSUMERS
 
     def first_row(self, warpgroup):
         """Where in the tile a warpgroup's rows begin."""
@@ -62,6 +67,19 @@ class Tile:
     def column_parts(self) -> int:
         """1, or 2 where the warpgroups halve the columns."""
         return self.columns // self.own_columns
+
+
+def ring_barriers(tile: Tile, copies: int) -> tuple[plgpu.Barrier, plgpu.Barrier]:
+    """Full and empty, of the slots of a ring that `copies` copies fill.
+
+    By turns a slot is full for one of the warpgroups, and a barrier is waited for in every phase or gets out of step: each has
+    its own.
+    """
+    rings, readers = (CONSUMERS, 1) if tile.by_turns else (1, CONSUMERS)
+    return (
+        plgpu.Barrier(num_arrivals=copies, num_barriers=(rings, tile.stages)),
+        plgpu.Barrier(num_arrivals=readers, num_barriers=tile.stages),
+    )
 
 
 def run_tiles(
@@ -84,10 +102,14 @@ def run_tiles(
         multiply: (accumulator reference, tile, slot, warpgroup): issues the wgmma of one step.
         finish: (accumulator [rows, columns] f32, tile, warpgroup): stores the result.
         prepare: (tile, warpgroup): runs in a multiplying warpgroup before the tile's first step.
-        full, empty: barriers of the ring's slots.
+        full, empty: `ring_barriers`.
     """
     warpgroup = lax.axis_index("warpgroup")
-    stages = tile_shape.stages
+    stages, by_turns = tile_shape.stages, tile_shape.by_turns
+
+    def whose(info):
+        """Which warpgroup's turn it is."""
+        return lax.rem(info.local_index, jnp.int32(CONSUMERS))
 
     def slot_of(step):
         return lax.rem(step, jnp.int32(stages))
@@ -104,12 +126,13 @@ def run_tiles(
         @plgpu.nd_loop((num_tiles,), collective_axes="block", init_carry=jnp.int32(0))
         def total_steps(info, carry):
             num_steps, tile = describe(info.index[0])
+            ring = whose(info) if by_turns else 0
 
             @pl.loop(0, num_steps)
             def _steps(k):
                 wait_until_empty(carry + k)
                 slot = slot_of(carry + k)
-                load(tile, k, slot, full.at[slot])
+                load(tile, k, slot, full.at[ring, slot])
 
             return carry + num_steps
 
@@ -120,17 +143,17 @@ def run_tiles(
     @pl.when(warpgroup < CONSUMERS)
     def _multiply():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        ring = warpgroup if by_turns else 0
 
         @plgpu.nd_loop((num_tiles,), collective_axes="block", init_carry=jnp.int32(0))
         def _tiles(info, carry):
             num_steps, tile = describe(info.index[0])
-            prepare(tile, warpgroup)
 
             def accumulate(reference):
                 @pl.loop(0, num_steps)
                 def _steps(k):
                     slot = slot_of(carry + k)
-                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.barrier_wait(full.at[ring, slot])
                     multiply(reference, tile, slot, warpgroup)
                     # One wgmma stays in flight; the one before it has read its slot.
                     plgpu.wgmma_wait(1)
@@ -147,11 +170,15 @@ def run_tiles(
 
                 return total
 
-            finish(
-                pl.run_scoped(accumulate, plgpu.ACC((tile_shape.own_rows, tile_shape.own_columns), jnp.float32)),
-                tile,
-                warpgroup,
-            )
+            def compute():
+                prepare(tile, warpgroup)
+                accumulator = plgpu.ACC((tile_shape.own_rows, tile_shape.own_columns), jnp.float32)
+                finish(pl.run_scoped(accumulate, accumulator), tile, warpgroup)
+
+            if by_turns:
+                pl.when(whose(info) == warpgroup)(compute)
+            else:
+                compute()
             return carry + num_steps
 
         plgpu.wait_smem_to_gmem(0)

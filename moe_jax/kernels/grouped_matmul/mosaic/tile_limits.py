@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows import CHUNK
-from moe_jax.kernels.grouped_matmul.mosaic.ring import CONSUMERS, STEP, Tile
+from moe_jax.kernels.grouped_matmul.mosaic.ring import CONSUMERS, STEP, WGMMA_ROWS, Tile
 
 Pass = Literal["gated_matmul", "grouped_matmul", "grouped_matmul_transposed", "gated_matmul_backward", "grouped_outer"]
 """The kernels by the names that profiles show, docs/kernels.md says what each computes."""
@@ -31,25 +31,33 @@ def refusal(pass_name: Pass, matrix: tuple[int, int], tile: Tile) -> str | None:
     heights = fitting_rows(pass_name, matrix)
     if tile.rows not in heights:
         return f"rows is {tile.rows}; it must be {_one_of(heights)}"
-    widths = fitting_columns(pass_name, matrix, tile.rows)
+    by_turns = " by turns" if tile.by_turns else ""
+    widths = fitting_columns(pass_name, matrix, tile.rows, tile.by_turns)
     if tile.columns not in widths:
-        return f"columns is {tile.columns}; with {tile.rows} rows it must be {_one_of(widths)}"
+        return f"columns is {tile.columns}; with {tile.rows} rows{by_turns} it must be {_one_of(widths)}"
     most = most_stages(pass_name, tile)
     if not 2 <= tile.stages <= most:
         return (
-            f"stages is {tile.stages}; with tiles of {tile.rows} x {tile.columns} it must be 2 to {most}, "
+            f"stages is {tile.stages}; with tiles of {tile.rows} x {tile.columns}{by_turns} it must be 2 to {most}, "
             f"what {SHARED_MEMORY} bytes of shared memory hold"
         )
     return None
 
 
 def candidates(pass_name: Pass, matrix: tuple[int, int]) -> list[Tile]:
-    """The tiles worth measuring: every shape that fits, with 3 stages and with as many as fit up to 6; at most 12."""
-    tiles = []
+    """The tiles worth measuring, at most 14: every shape that fits, with 3 stages and with as many as fit up to 6; by turns the
+    two largest of 128 rows with as many as fit."""
+
+    def filled(tile: Tile) -> Tile:
+        return dataclasses.replace(tile, stages=min(most_stages(pass_name, tile), 6))
+
+    tiles: list[Tile] = []
     for rows in fitting_rows(pass_name, matrix):
         for columns in fitting_columns(pass_name, matrix, rows):
-            most = min(most_stages(pass_name, Tile(rows, columns, 0)), 6)
-            tiles += [Tile(rows, columns, stages) for stages in dict.fromkeys((3, most))]
+            tiles += dict.fromkeys((Tile(rows, columns, 3), filled(Tile(rows, columns, 3))))
+        if rows == 128:
+            widest = fitting_columns(pass_name, matrix, rows, by_turns=True)[-2:]
+            tiles += [filled(Tile(rows, columns, 3, by_turns=True)) for columns in widest]
     return tiles
 
 
@@ -58,11 +66,18 @@ def fitting_rows(pass_name: Pass, matrix: tuple[int, int]) -> list[int]:
     return [rows for rows in ROWS if pass_name != "grouped_outer" or matrix[0] % rows == 0]
 
 
-def fitting_columns(pass_name: Pass, matrix: tuple[int, int], rows: int) -> list[int]:
-    """Widths that divide the pass's columns and leave each warpgroup whole chunks, `gated_matmul` of gate and of up each."""
+def fitting_columns(pass_name: Pass, matrix: tuple[int, int], rows: int, by_turns: bool = False) -> list[int]:
+    """Widths that divide the pass's columns and leave each warpgroup whole chunks, `gated_matmul` of gate and of up each, and
+    sums that its registers hold."""
     total = matrix[0] if pass_name in ("gated_matmul", "grouped_matmul") else matrix[1]
     unit = 2 * CHUNK if pass_name == "gated_matmul" else CHUNK
-    return [columns for columns in COLUMNS if total % columns == 0 and Tile(rows, columns, 0).own_columns % unit == 0]
+    # A thread has 232 registers and holds a sum in 1 of them for every 128; the backward pass needs more for its epilogue.
+    most_sums = 128 * (128 if pass_name == "gated_matmul_backward" else 192)
+
+    def fits(tile: Tile) -> bool:
+        return total % tile.columns == 0 and tile.own_columns % unit == 0 and tile.own_rows * tile.own_columns <= most_sums
+
+    return [columns for columns in COLUMNS if fits(Tile(rows, columns, 0, by_turns))]
 
 
 def most_stages(pass_name: Pass, tile: Tile) -> int:
@@ -74,13 +89,14 @@ def most_stages(pass_name: Pass, tile: Tile) -> int:
 def shared_memory(pass_name: Pass, tile: Tile) -> int:
     """Bytes of shared memory that a pass allocates: its ring, chunks on their way to and from memory, barriers."""
     ring = tile.stages * (tile.rows + tile.columns) * STEP * 2
-    chunk = tile.own_rows * CHUNK * 2
+    chunk = WGMMA_ROWS * CHUNK * 2
     if pass_name == "gated_matmul_backward":
         # Of each warpgroup one chunk on its way out, two of gate and of up on their way in; and Pallas' scratch for a sum.
         rest = CONSUMERS * 5 * chunk + 8 * CONSUMERS * 2 + plgpu.CompilerParams().reduction_scratch_bytes
     else:
         rest = CONSUMERS * 2 * chunk
-    return ring + rest + 8 * 2 * tile.stages
+    barriers = (3 if tile.by_turns else 2) * tile.stages
+    return ring + rest + 8 * barriers
 
 
 def _one_of(sizes: list[int]) -> str:

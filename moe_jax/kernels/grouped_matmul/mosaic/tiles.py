@@ -6,9 +6,9 @@ an expert on average it holds, and the tile:
     {"pass": "grouped_matmul", "matrix": [2048, 768], "rows_per_expert": 64.0,
      "tile": {"rows": 64, "columns": 256, "stages": 4}, "measured": "NVIDIA H200, 2026-11-21, jax 0.11.2"}
 
-It is the nearest if no other for its pass and matrix was measured at an average whose ratio to the one asked for is nearer to
-1, and holds up to a ratio of 4. `moe-jax tune` writes such files; the packaged one comes from an H200. A tile changes how long
-a pass takes and no bit of what it computes.
+A tile whose warpgroups take turns says "by_turns": true too. An entry is the nearest if no other for its pass and matrix was
+measured at an average whose ratio to the one asked for is nearer to 1, and holds up to a ratio of 4. `moe-jax tune` writes such
+files; the packaged one comes from an H200. A tile changes how long a pass takes and no bit of what it computes.
 """
 
 import functools
@@ -144,10 +144,13 @@ def _parse(values: Any) -> Entry:
         raise ValueError(f"rows_per_expert is {rows!r}; it must be a number above 0")
     if (
         not isinstance(tile, dict)
-        or tile.keys() != {"rows", "columns", "stages"}
-        or any(type(n) is not int for n in tile.values())
+        or tile.keys() - {"by_turns"} != {"rows", "columns", "stages"}
+        or any(type(n) is not (bool if name == "by_turns" else int) for name, n in tile.items())
     ):
-        raise ValueError(f'tile is {tile}; it must be {{"rows": 128, "columns": 256, "stages": 3}} or other whole numbers')
+        raise ValueError(
+            f'tile is {tile}; it must be {{"rows": 128, "columns": 256, "stages": 3}} or other whole numbers, '
+            'and if you like "by_turns": true'
+        )
     entry = Entry(pass_name, (matrix[0], matrix[1]), float(rows), Tile(**tile), str(values.get("measured", "")))
     if reason := refusal(entry.pass_name, entry.matrix, entry.tile):
         raise ValueError(reason)
@@ -156,4 +159,6 @@ def _parse(values: Any) -> Entry:
 
 def _as_json(entry: Entry) -> dict:
     values = asdict(entry)
+    if not entry.tile.by_turns:
+        del values["tile"]["by_turns"]
     return {"pass": values.pop("pass_name"), **values}
