@@ -33,10 +33,10 @@ def results(pass_name, tiles, matrix, chosen, experts, draw):
     "pass_name, tiles",
     [
         ("gated_matmul", [Tile(128, 256, 3), Tile(64, 256, 2), Tile(128, 128, 5, by_turns=True)]),
-        ("grouped_matmul", [Tile(128, 256, 4), Tile(64, 128, 3), Tile(128, 128, 4, by_turns=True)]),
-        ("grouped_matmul_transposed", [Tile(128, 256, 3), Tile(64, 256, 4), Tile(64, 128, 2, by_turns=True)]),
+        ("grouped_matmul", [Tile(128, 256, 4), Tile(64, 128, 3), Tile(128, 192, 4, by_turns=True)]),
+        ("grouped_matmul_transposed", [Tile(128, 256, 3), Tile(64, 256, 4), Tile(64, 192, 2, by_turns=True)]),
         ("gated_matmul_backward", [Tile(128, 256, 3), Tile(64, 256, 2), Tile(128, 128, 4, by_turns=True)]),
-        ("grouped_outer", [Tile(128, 256, 4), Tile(64, 128, 2), Tile(128, 128, 3, by_turns=True)]),
+        ("grouped_outer", [Tile(128, 256, 4), Tile(64, 128, 2), Tile(128, 192, 3, by_turns=True)]),
     ],
 )
 def test_the_bits_do_not_depend_on_the_tile(pass_name, tiles):

@@ -73,7 +73,7 @@ def test_a_tile_is_allowed_if_it_divides_the_matrix_into_whole_chunks_that_fit(p
     allowed = (
         tile.rows in (64, 128)
         and tile.columns <= 256
-        and columns % tile.columns == 0
+        and (columns % tile.columns == 0 or (tile.by_turns and "gated" not in pass_name and tile.columns < columns))
         and tile.own_columns % chunk == 0
         and registers <= (128 if pass_name == "gated_matmul_backward" else 192)
         and (pass_name != "grouped_outer" or matrix[0] % tile.rows == 0)
@@ -99,7 +99,7 @@ def test_a_tile_is_allowed_if_it_divides_the_matrix_into_whole_chunks_that_fit(p
         (
             "grouped_matmul_transposed",
             Tile(128, 256, 3, by_turns=True),
-            "columns is 256; with 128 rows by turns it must be 64 or 128",
+            "columns is 256; with 128 rows by turns it must be 64 or 128 or 192",
         ),
         ("grouped_outer", Tile(64, 128, 9, by_turns=True), "stages is 9; with tiles of 64 x 128 by turns it must be 2 to 8,"),
         ("grouped_matmul_transposed", Tile(128, 256, 1), "stages is 1; with tiles of 128 x 256 it must be 2 to 4, what 232448"),

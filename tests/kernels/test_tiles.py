@@ -181,3 +181,15 @@ def test_a_table_decides_what_is_compiled(monkeypatch, tmp_path):
     use_own(monkeypatch, tmp_path / "own.json", entry(64, 8, matrix=(256, 64)))
     mosaic.grouped_matmul(x, w, rows)
     assert taken == [Tile(64, 256, 4), Tile(128, 64, 3)]
+
+
+def test_totals_are_added_with_a_tile_that_divides_the_matrix(monkeypatch):
+    """What lies beyond the matrix is another's: sums alone are cut off there, totals would be read there too."""
+    taken = []
+    monkeypatch.setattr(mosaic, "choose_tile", lambda *_: Tile(128, 192, 4, by_turns=True))
+    monkeypatch.setattr(mosaic, "outer", lambda parts, tile, dtype, accumulate_into: taken.append(tile))
+    rows = plan(jnp.zeros((4, 2), jnp.int32), 1, 64)
+    a = jnp.zeros((rows.num_rows, 128), jnp.bfloat16)
+    for n, totals in ((256, None), (256, 0), (384, 0)):
+        mosaic.grouped_outer(a, jnp.zeros((rows.num_rows, n), jnp.bfloat16), rows, jnp.float32, accumulate_into=totals)
+    assert taken == [Tile(128, 192, 4, by_turns=True), rule("grouped_outer", (128, 256), 8), Tile(128, 192, 4, by_turns=True)]

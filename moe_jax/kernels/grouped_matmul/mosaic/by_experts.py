@@ -43,11 +43,12 @@ def outer(
     places as there are parts; the ring runs on from one to the next, so that parts cost neither copies nor further sums.
 
     To `accumulate_into`, f32 as `dtype`, the sums are added in place; what an expert without rows has there is neither read nor
-    written.
+    written. The tile's columns must then divide n: totals are read by loads that know no border.
     """
     count, (a, b, plan) = len(parts), parts[0]
     m, n = a.shape[1], b.shape[1]
-    row_tiles, column_tiles = m // tile.rows, n // tile.columns
+    # Of the last tile's columns those beyond b's are read as zeros and not written.
+    row_tiles, column_tiles = m // tile.rows, -(-n // tile.columns)
     chunk = 128 // jnp.dtype(dtype).itemsize
     group = rows_in_group((m, n), a.dtype)
     adds = accumulate_into is not None

@@ -103,7 +103,8 @@ def launch_rows(
     """`halves`: a warpgroup's columns are as many of the first half of w's rows as of the second, so that gate meets up."""
     summands = a.shape[1]
     columns = w.shape[2] if transpose else w.shape[1]
-    column_tiles = columns // tile.columns
+    # Of the last tile's columns those beyond w's are read as zeros and not written.
+    column_tiles = -(-columns // tile.columns)
     half = tile.own_columns // 2
     dtype = a.dtype
     group = rows_in_group((columns, summands), dtype)

@@ -68,14 +68,17 @@ def fitting_rows(pass_name: Pass, matrix: tuple[int, int]) -> list[int]:
 
 def fitting_columns(pass_name: Pass, matrix: tuple[int, int], rows: int, by_turns: bool = False) -> list[int]:
     """Widths that divide the pass's columns and leave each warpgroup whole chunks, `gated_matmul` of gate and of up each, and
-    sums that its registers hold."""
+    sums that its registers hold. Plain products by turns take any width up to their columns': 192 is the widest that fits."""
     total = matrix[0] if pass_name in ("gated_matmul", "grouped_matmul") else matrix[1]
     unit = 2 * CHUNK if pass_name == "gated_matmul" else CHUNK
     # A thread has 232 registers and holds a sum in 1 of them for every 128; the backward pass needs more for its epilogue.
     most_sums = 128 * (128 if pass_name == "gated_matmul_backward" else 192)
 
+    takes_any = by_turns and not pass_name.startswith("gated")
+
     def fits(tile: Tile) -> bool:
-        return total % tile.columns == 0 and tile.own_columns % unit == 0 and tile.own_rows * tile.own_columns <= most_sums
+        covers = total % tile.columns == 0 or (takes_any and tile.columns < total)
+        return covers and tile.own_columns % unit == 0 and tile.own_rows * tile.own_columns <= most_sums
 
     return [columns for columns in COLUMNS if fits(Tile(rows, columns, 0, by_turns))]
 
