@@ -59,12 +59,12 @@ def time_tiles(
     return results
 
 
-def run_pass(pass_name: Pass, tile: Tile, plan: Plan, *operands: Array) -> Array | tuple[Array, ...]:
+def run_pass(pass_name: Pass, tile: Tile, plan: Plan, *operands: Array) -> Array | tuple[Array | None, ...]:
     """One pass with a tile of one's choice, on operands as `operand_shapes` lists them."""
     rows, other, *more = operands
     match pass_name:
         case "gated_matmul":
-            return matmul_gated_silu(rows, other, plan, tile)
+            return matmul_gated_silu(rows, other, plan, tile, keep_h=True)
         case "gated_matmul_backward":
             h, weight_of_row = more
             return matmul_gated_silu_backward(rows, other, h, weight_of_row, plan, tile)

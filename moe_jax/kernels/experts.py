@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels import mosaic_gpu
 from moe_jax.kernels.backend import resolve_backend
 from moe_jax.kernels.grouped_matmul import OuterPart, grouped_outer_of_parts, implementation
 from moe_jax.kernels.precision import at_least_f32, widened
@@ -234,6 +235,16 @@ def _down_gradients(
     return weight_of_row * g, dw, dweights
 
 
+def _experts_mlp(*arguments) -> tuple[Array, ...]:
+    """`_experts_mlp_alone` with its gradients. Where a `jax.checkpoint` keeps nothing of a forward pass, that computes y alone.
+
+    JAX has no such thing for the interpreter, whose callbacks are effects.
+    """
+    *_, backend, _, _ = arguments
+    is_interpreted = backend == "mosaic" and mosaic_gpu.is_interpreted()
+    return (_interpreted_experts_mlp if is_interpreted else _compiled_experts_mlp)(*arguments)
+
+
 def _experts_mlp_alone(
     xs: tuple[Array, ...],
     w_gate_up: Array,
@@ -264,14 +275,14 @@ def _experts_mlp_forward(
 ) -> tuple[tuple[Array, ...], tuple]:
     """Returns the y of each part and what backward keeps; of a chunked call, h and the plan have a leading axis of chunks.
 
-    The rows of h of no pair are finite only `for_backward`, which multiplies them by zeros.
+    Only `for_backward` there is an h, whose rows of no pair are finite: they are multiplied by zeros.
     """
 
     plan_of = dict(num_experts=w_gate_up.shape[0], row_alignment=implementation(backend).ROW_ALIGNMENT, max_pairs=max_pairs)
 
     def part(x: Array, weights: Array, plan: Plan) -> tuple[Array, tuple[Array, Plan]]:
         rows, source = implementation(backend).rows_of_tokens(x, plan, fill=for_backward)
-        h, act = implementation(backend).gated_matmul(rows, w_gate_up, plan, source_of_row=source)
+        h, act = implementation(backend).gated_matmul(rows, w_gate_up, plan, source_of_row=source, keep_h=for_backward)
         return _down_forward(act, w_down, weights, plan, backend), (h, plan)
 
     if chunk_tokens is None:
@@ -386,6 +397,11 @@ _down_op = jax.custom_vjp(_down_forward, nondiff_argnums=(4,))
 _down_op.defvjp(lambda *args: (_down_forward(*args), args[:4]), _down_vjp)
 _down = jax.jit(_down_op, static_argnums=4)
 
-_experts_mlp_op = jax.custom_vjp(_experts_mlp_alone, nondiff_argnums=(6, 7, 8))
-_experts_mlp_op.defvjp(_experts_mlp_forward, _experts_mlp_backward)
-_experts_mlp = jax.jit(_experts_mlp_op, static_argnums=(6, 7, 8))
+
+def _experts_mlp_op(optimize_remat: bool) -> Callable:
+    op = jax.custom_vjp(_experts_mlp_alone, nondiff_argnums=(6, 7, 8))
+    op.defvjp(_experts_mlp_forward, _experts_mlp_backward, optimize_remat=optimize_remat)
+    return jax.jit(op, static_argnums=(6, 7, 8))
+
+
+_compiled_experts_mlp, _interpreted_experts_mlp = _experts_mlp_op(optimize_remat=True), _experts_mlp_op(optimize_remat=False)

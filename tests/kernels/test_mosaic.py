@@ -202,6 +202,46 @@ def test_f32_master_weights_get_f32_gradients_summed_once(rng):
     np.testing.assert_array_equal(d_down.astype(jnp.bfloat16), rounded_down)
 
 
+def test_without_h_the_bits_are_the_same(rng):
+    """A forward pass alone, and the first of two under `jax.checkpoint`, which JAX does not interpret."""
+    *arrays, chosen = make_layer(rng, "some_nobody", 70, 3, 2, 128, 64)
+    dy = jnp.asarray(rng.normal(size=arrays[0].shape), jnp.bfloat16)
+
+    def layer(*arrays):
+        return kernels.experts_mlp(*arrays, chosen, backend="mosaic")
+
+    y, *gradients = with_gradients(lambda *a: layer(*a[:-1]), (*arrays, chosen), dy)
+    np.testing.assert_array_equal(layer(*arrays), y)
+    if mosaic.is_native():
+        with_remat = with_gradients(lambda *a: jax.checkpoint(layer)(*a[:-1]), (*arrays, chosen), dy)
+        for actual, expected in zip(with_remat, (y, *gradients), strict=True):
+            np.testing.assert_array_equal(actual, expected)
+
+
+def test_h_is_written_where_a_gradient_needs_it_alone():
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+
+    def layer(x, w_gate_up, w_down, weights, chosen):
+        return kernels.experts_mlp(x, w_gate_up, w_down, weights, chosen, backend="mosaic")
+
+    def gradients(layer):
+        return jax.grad(lambda *a: jnp.square(layer(*a).astype(jnp.float32)).sum(), argnums=(0, 1, 2, 3))
+
+    def kernels_that_write(f, columns):
+        shapes = [((100, 256), "bfloat16"), ((4, 640, 256), "bfloat16"), ((4, 256, 320), "bfloat16")]
+        arguments = [jax.ShapeDtypeStruct(*shape) for shape in (*shapes, ((100, 2), "float32"), ((100, 2), "int32"))]
+        lowered = jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        calls = [line.rpartition("->")[2] for line in lowered.splitlines() if "custom_call @mosaic_gpu" in line]
+        return sum(bool(re.search(rf"tensor<\d+x{columns}xbf16>", results)) for results in calls)
+
+    h, act = 640, 320
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        assert (kernels_that_write(layer, h), kernels_that_write(layer, act)) == (0, 1)
+        # Beside h and act there are the gradient of h and the weighted act.
+        assert [kernels_that_write(gradients(layer), width) for width in (h, act)] == [2, 2]
+        assert [kernels_that_write(gradients(jax.checkpoint(layer)), width) for width in (h, act)] == [2, 3]
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 400), min_size=8, max_size=8), st.sampled_from([64, 128]))
 def test_row_tiles_cover_each_experts_blocks_once(counts, height):

@@ -152,6 +152,7 @@ def test_every_matmul_is_that_of_the_xla_backend_on_any_plan(runs, tokens, exper
         of_rows = [jnp.where(owned.reshape(-1, *[1] * (a.ndim - 1)), a, nothing) for a in (act, h, v)]
         by_rows = (
             *module.gated_matmul(x, w_gate_up, rows, source_of_row=source),
+            module.gated_matmul(x, w_gate_up, rows, source_of_row=source, keep_h=False)[1],
             module.grouped_matmul(of_rows[0], w_down, rows),
             module.grouped_matmul(x, w_down, rows, source_of_row=source, transpose=True),
             *module.gated_matmul_backward(x, w_down, of_rows[1], of_rows[2], rows, source_of_row=source),
@@ -163,6 +164,7 @@ def test_every_matmul_is_that_of_the_xla_backend_on_any_plan(runs, tokens, exper
         ]
 
     results = all_matmuls(ours, math.nan, rows)
+    np.testing.assert_array_equal(results[2], results[1])
     np.testing.assert_array_equal(results[-1], before + results[-3])
     for actual, expected in zip(results, all_matmuls(xla, 0, rows), strict=True):
         assert actual.shape == expected.shape and actual.dtype == expected.dtype

@@ -57,10 +57,11 @@ def gated_matmul(
     plan: Plan,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
-) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"]]:
-    """h = `grouped_matmul(x, w)` = [gate | up] and act = silu(gate) * up."""
+    keep_h: bool = True,
+) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
+    """h = `grouped_matmul(x, w)` = [gate | up], None without `keep_h`, and act = silu(gate) * up."""
     h = grouped_matmul(x, w, plan, source_of_row=source_of_row)
-    return h, gated_silu(h)
+    return h if keep_h else None, gated_silu(h)
 
 
 def gated_matmul_backward(

@@ -78,12 +78,13 @@ def gated_matmul(
     plan: Plan,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
-) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"]]:
-    """h = x @ w[e].T = [gate | up] and act = silu(gate) * up, in one kernel. Rows of no expert are left unwritten."""
+    keep_h: bool = True,
+) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
+    """As `xla.gated_matmul`, in one kernel. Rows of no expert are left unwritten."""
     x = _take(x, source_of_row)
     if plan.num_rows == 0:
-        return jnp.zeros((0, w.shape[1]), x.dtype), jnp.zeros((0, w.shape[1] // 2), x.dtype)
-    return matmul_gated_silu(x, w.astype(x.dtype), plan, _tile("gated_matmul", w.shape[1:], plan))
+        return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
+    return matmul_gated_silu(x, w.astype(x.dtype), plan, _tile("gated_matmul", w.shape[1:], plan), keep_h=keep_h)
 
 
 def gated_matmul_backward(

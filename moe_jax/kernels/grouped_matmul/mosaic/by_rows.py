@@ -48,23 +48,26 @@ def matmul(
 
 
 def matmul_gated_silu(
-    a: Float[Array, "rows k"], w: Float[Array, "experts 2*inter k"], plan: Plan, tile: Tile
-) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"]]:
-    """h = a @ w[e].T = [gate | up] and act = silu(gate) * up, computed from the f32 sums before they are rounded to h."""
+    a: Float[Array, "rows k"], w: Float[Array, "experts 2*inter k"], plan: Plan, tile: Tile, *, keep_h: bool
+) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
+    """h = a @ w[e].T = [gate | up] and act = silu(gate) * up, computed from the f32 sums before they are rounded to h; without
+    `keep_h` h is None and not written."""
     inter, half = w.shape[1] // 2, tile.own_columns // 2
 
     def store(accumulator, place, warpgroup, write, references):
-        h_ref, act_ref = references
+        *h_ref, act_ref = references
         for c in range(0, half, CHUNK):
             gate, up = accumulator[:, c : c + CHUNK], accumulator[:, half + c : half + c + CHUNK]
             column = place.part * half + c
-            write(h_ref, column, gate)
-            write(h_ref, inter + column, up)
+            if keep_h:
+                write(h_ref[0], column, gate)
+                write(h_ref[0], inter + column, up)
             write(act_ref, column, gate / (1 + jnp.exp(-gate)) * up)
 
-    shapes = [jax.ShapeDtypeStruct((a.shape[0], width), a.dtype) for width in (2 * inter, inter)]
-    h, act = launch_rows(a, w, plan, tile, Epilogue("gated_matmul", shapes, store), transpose=False, halves=True)
-    return h, act
+    widths = (2 * inter, inter) if keep_h else (inter,)
+    shapes = [jax.ShapeDtypeStruct((a.shape[0], width), a.dtype) for width in widths]
+    *h, act = launch_rows(a, w, plan, tile, Epilogue("gated_matmul", shapes, store), transpose=False, halves=True)
+    return (h[0] if keep_h else None), act
 
 
 @dataclass(frozen=True)

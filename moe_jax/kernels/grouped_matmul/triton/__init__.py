@@ -79,12 +79,14 @@ def gated_matmul(
     plan: Plan,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
-) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"]]:
-    """h = x @ w[e].T = [gate | up] and act = silu(gate) * up, in one kernel. Rows of no pair are left unwritten."""
+    keep_h: bool = True,
+) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
+    """As `xla.gated_matmul`, in one kernel. Rows of no pair are left unwritten."""
     if plan.num_rows == 0:
-        return jnp.zeros((0, w.shape[1]), x.dtype), jnp.zeros((0, w.shape[1] // 2), x.dtype)
+        return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
     tile = row_tile(_rows_per_expert(plan), w.shape[1], x.dtype)
-    return _kernels("by_rows").matmul_gated_silu(x, w.astype(x.dtype), plan, tile, source_of_row=source_of_row)
+    options = dict(source_of_row=source_of_row, keep_h=keep_h)
+    return _kernels("by_rows").matmul_gated_silu(x, w.astype(x.dtype), plan, tile, **options)
 
 
 def gated_matmul_backward(

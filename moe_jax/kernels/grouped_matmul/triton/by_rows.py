@@ -39,14 +39,18 @@ def matmul_gated_silu(
     tile: Tile,
     *,
     source_of_row: Int[Array, "rows"] | None,
-) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"]]:
-    """h = a @ w[e].T = [gate | up] and act = silu(gate) * up, computed from the f32 sums before they are rounded to h."""
+    keep_h: bool,
+) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
+    """h = a @ w[e].T = [gate | up] and act = silu(gate) * up, computed from the f32 sums before they are rounded to h; without
+    `keep_h` h is None and not written."""
     inter = w.shape[1] // 2
-    outputs = [jax.ShapeDtypeStruct((plan.num_rows, width), a.dtype) for width in (2 * inter, inter)]
+    # The kernel has an argument for h also where it writes none.
+    h_shape = (plan.num_rows, 2 * inter) if keep_h else (1,)
+    outputs = [jax.ShapeDtypeStruct(shape, a.dtype) for shape in (h_shape, (plan.num_rows, inter))]
     column_tiles = -(-inter // (tile.columns // 2))
     inputs, programs, constants = arguments(a, w, plan, tile, source_of_row, column_tiles=column_tiles)
-    h, act = launch(matmul_gated_silu_kernel, inputs, outputs, programs, tile, inter=inter, **constants)
-    return h, act
+    h, act = launch(matmul_gated_silu_kernel, inputs, outputs, programs, tile, inter=inter, keep_h=keep_h, **constants)
+    return h if keep_h else None, act
 
 
 def arguments(
@@ -137,6 +141,7 @@ def matmul_gated_silu_kernel(
     h,
     act,
     inter: tl.constexpr,
+    keep_h: tl.constexpr,
     gathers: tl.constexpr,
     depth: tl.constexpr,
     column_tiles: tl.constexpr,
@@ -144,7 +149,7 @@ def matmul_gated_silu_kernel(
     tile_columns: tl.constexpr,
     step: tl.constexpr,
 ):
-    """One tile of act [rows, inter] and both of its tiles of h.
+    """One tile of act [rows, inter] and, to keep, both of its tiles of h.
 
     Columns of the sums are gate and up by turns: in every layout of an accumulator one thread holds both of such a pair.
     """
@@ -171,9 +176,10 @@ def matmul_gated_silu_kernel(
     total = tl.where(is_read[:, None], total, 0.0) if gathers else total
     gate, up = tl.split(tl.reshape(total, (tile_rows, half, 2)))
     column = first + tl.arange(0, half)
-    place = h + row.to(tl.int64)[:, None] * (2 * inter) + column[None, :]
-    store(place, gate, is_own, column < inter)
-    store(place + inter, up, is_own, column < inter)
+    if keep_h:
+        place = h + row.to(tl.int64)[:, None] * (2 * inter) + column[None, :]
+        store(place, gate, is_own, column < inter)
+        store(place + inter, up, is_own, column < inter)
     place = act + row.to(tl.int64)[:, None] * inter + column[None, :]
     store(place, gate / (1 + tl.exp(-gate)) * up, is_own, column < inter)
 
