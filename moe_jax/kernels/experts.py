@@ -53,6 +53,7 @@ def experts_mlp(
     chunk_tokens: int | None = None,
     max_pairs: int | None = None,
     accumulate_into: tuple[Float[Array, "experts 2*inter hidden"], Float[Array, "experts hidden inter"]] | None = None,
+    totals_in_stack: bool = False,
 ) -> Float[Array, "tokens hidden"]:
     """y[t] = sum_k topk_weights[t, k] * w_down[e] (silu(gate) * up), (gate, up) = w_gate_up[e] x[t], e = topk_experts[t, k].
 
@@ -80,6 +81,10 @@ def experts_mlp(
             The gradient of y must reach it by one call alone: two would add it twice. A `vmap` over tokens is several calls,
             and so is `shard_map`, inside which each device has totals of its own, to be summed over devices at the end.
 
+        totals_in_stack: accumulate_into are slices of stacked arrays, and their gradients go back to where these lay by
+            `lax.dynamic_update_slice`, as in `layers.stack`: the kernels then work there. Other slices are copied first: XLA
+            would let a kernel change the slice itself and take the result from elsewhere.
+
     Expert ids are not checked, since under jit their values are unknown: a pair whose id is outside [0, E) adds nothing to
     its token and gets no gradient.
 
@@ -99,7 +104,8 @@ def experts_mlp(
         arrays = (arrays[0], *map(jax.lax.stop_gradient, arrays[1:3]), *arrays[3:])
     x, w_gate_up, w_down, topk_weights, topk_experts = arrays
     of_tokens = (topk_weights,), (topk_experts,)
-    return _experts_mlp((x,), w_gate_up, w_down, *of_tokens, accumulate_into, backend, chunk_tokens, max_pairs)[0]
+    static = backend, chunk_tokens, max_pairs, totals_in_stack
+    return _experts_mlp((x,), w_gate_up, w_down, *of_tokens, accumulate_into, *static)[0]
 
 
 def experts_mlp_of_parts(
@@ -130,7 +136,7 @@ def experts_mlp_of_parts(
     backend = resolve_backend(backend, parts[0].x.dtype, parts[0].x.shape[1], w_down.shape[2])
     parts, w_gate_up, w_down = vary_alike((tuple(map(tuple, parts)), w_gate_up, w_down))
     xs, weights, experts = zip(*parts, strict=True)
-    return _experts_mlp(xs, w_gate_up, w_down, weights, experts, None, backend, None, max_pairs)
+    return _experts_mlp(xs, w_gate_up, w_down, weights, experts, None, backend, None, max_pairs, False)
 
 
 def gate_up(
@@ -240,7 +246,7 @@ def _experts_mlp(*arguments) -> tuple[Array, ...]:
 
     JAX has no such thing for the interpreter, whose callbacks are effects.
     """
-    *_, backend, _, _ = arguments
+    backend = arguments[6]
     is_interpreted = backend == "mosaic" and mosaic_gpu.is_interpreted()
     return (_interpreted_experts_mlp if is_interpreted else _compiled_experts_mlp)(*arguments)
 
@@ -255,10 +261,11 @@ def _experts_mlp_alone(
     backend: str,
     chunk_tokens: int | None,
     max_pairs: int | None,
+    totals_in_stack: bool,
 ) -> tuple[Array, ...]:
     """The y of each part, where no gradient is asked for."""
     arrays = xs, w_gate_up, w_down, weights, experts, totals
-    return _experts_mlp_forward(*arrays, backend, chunk_tokens, max_pairs, for_backward=False)[0]
+    return _experts_mlp_forward(*arrays, backend, chunk_tokens, max_pairs, totals_in_stack, for_backward=False)[0]
 
 
 def _experts_mlp_forward(
@@ -271,6 +278,7 @@ def _experts_mlp_forward(
     backend: str,
     chunk_tokens: int | None,
     max_pairs: int | None,
+    totals_in_stack: bool,
     for_backward: bool = True,
 ) -> tuple[tuple[Array, ...], tuple]:
     """Returns the y of each part and what backward keeps; of a chunked call, h and the plan have a leading axis of chunks.
@@ -297,8 +305,13 @@ def _experts_mlp_forward(
     return ys, (xs, w_gate_up, w_down, weights, totals, kept)
 
 
-def _experts_mlp_backward(backend: str, chunk_tokens: int | None, _, residuals: tuple, dys: tuple[Array, ...]) -> tuple:
+def _experts_mlp_backward(
+    backend: str, chunk_tokens: int | None, _, totals_in_stack: bool, residuals: tuple, dys: tuple[Array, ...]
+) -> tuple:
     xs, w_gate_up, w_down, weights, totals, kept = residuals
+    # Slices stay outside the kernel's call.
+    whole = jax.lax.optimization_barrier if totals is not None and not totals_in_stack else lambda arrays: arrays
+    totals = whole(totals)
 
     def part(dy: Array, x: Array, weights: Array, h: Array, plan: Plan) -> tuple[tuple[Array, Array], tuple]:
         """The gradients of x and weights, and the products that the weights' gradients are."""
@@ -335,7 +348,7 @@ def _experts_mlp_backward(backend: str, chunk_tokens: int | None, _, residuals: 
         dw, of_tokens = jax.lax.scan(add_chunk, start, (*chunks, *kept))
         dw = tuple(total.astype(dtype) for total, dtype in zip(dw, dtypes, strict=True))
         dxs, dweights = ((_join(a, xs[0].shape[0]),) for a in of_tokens)
-    of_weights, of_totals = (dw, None) if totals is None else ((None, None), dw)
+    of_weights, of_totals = (dw, None) if totals is None else ((None, None), whole(dw))
     return dxs, *of_weights, dweights, None, of_totals
 
 
@@ -399,9 +412,9 @@ _down = jax.jit(_down_op, static_argnums=4)
 
 
 def _experts_mlp_op(optimize_remat: bool) -> Callable:
-    op = jax.custom_vjp(_experts_mlp_alone, nondiff_argnums=(6, 7, 8))
+    op = jax.custom_vjp(_experts_mlp_alone, nondiff_argnums=(6, 7, 8, 9))
     op.defvjp(_experts_mlp_forward, _experts_mlp_backward, optimize_remat=optimize_remat)
-    return jax.jit(op, static_argnums=(6, 7, 8))
+    return jax.jit(op, static_argnums=(6, 7, 8, 9))
 
 
 _compiled_experts_mlp, _interpreted_experts_mlp = _experts_mlp_op(optimize_remat=True), _experts_mlp_op(optimize_remat=False)

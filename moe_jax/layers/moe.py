@@ -132,7 +132,9 @@ class Experts(nnx.Module):
             (self.gate_up_proj[...], self.down_proj[...]),
             EXPERT_CHUNK_TOKENS if len(x) > 2 * EXPERT_CHUNK_TOKENS else None,
         )
-        return experts_mlp(x, *matrices, weights, experts, chunk_tokens=chunk, accumulate_into=self.totals)
+        return experts_mlp(
+            x, *matrices, weights, experts, chunk_tokens=chunk, accumulate_into=self.totals, totals_in_stack=True
+        )
 
     def add_gradients_to(self, gate_up: Array, down: Array) -> None:
         """From here on the weights have no gradients: those are added to these f32 arrays of the weights' shapes."""

@@ -97,6 +97,25 @@ for m, n in ((2 * 768, 2048), (2048, 768)):
     assert found.temp_size_in_bytes < 128 * m * n * 4 / 2, f"a layer's totals are copied: {found}"
 """
 
+SCANNED_TOTALS = """
+import re
+
+def loss(totals, x, w_gate_up, w_down, weights, chosen):
+    def layer(x, arrays):
+        w_gate_up, w_down, *totals = arrays
+        how = dict(backend="mosaic", accumulate_into=totals)
+        return x + kernels.experts_mlp(x, w_gate_up, w_down, weights, chosen, **how), None
+
+    return jax.lax.scan(layer, x, (w_gate_up, w_down, *totals))[0].astype(f32).sum()
+
+x, pairs, gate_up, down = (256, 256), (256, 2), (3, 4, 256, 256), (3, 4, 256, 128)
+step = lambda gate_up, down, *others: jax.grad(loss)((gate_up, down), *others)
+shapes = (gate_up, f32), (down, f32), (x, bf16), (gate_up, bf16), (down, bf16), (pairs, f32), (pairs, i32)
+computations = re.split(r"\\n(?=%|ENTRY)", compile(step, *shapes).as_text())
+in_place = [text.split()[0] for text in computations if "mosaic_gpu" in text and "output_to_operand_aliasing" in text]
+assert in_place and not any("dynamic-slice-fusion" in name for name in in_place), in_place
+"""
+
 BY_TURNS = """
 from moe_jax.kernels.grouped_matmul.mosaic.tile_limits import PASSES, candidates
 from moe_jax.kernels.routing import plan
@@ -143,6 +162,11 @@ def test_the_experts_of_qwen3_30b_spill_no_more_than_is_named(tokens):
 def test_totals_of_stacked_layers_are_added_to_where_they_lie_and_nothing_spills():
     """XLA copies no layer's totals out of the stack and none back: the kernel reads and writes them there."""
     assert_no_spills(spilled_bytes(TOTALS), {"grouped_outer"})
+
+
+def test_totals_that_a_scan_slices_are_whole_when_a_kernel_changes_them():
+    """XLA fuses a kernel with slices of what it reads and writes, also where it is to change one and write the other."""
+    assert_no_spills(spilled_bytes(SCANNED_TOTALS), EXPERTS_KERNELS)
 
 
 def test_warpgroups_that_take_turns_spill_no_more_than_is_named():
