@@ -103,9 +103,8 @@ def experts_mlp(
         # The totals' gradient takes the place of the weights'.
         arrays = (arrays[0], *map(jax.lax.stop_gradient, arrays[1:3]), *arrays[3:])
     x, w_gate_up, w_down, topk_weights, topk_experts = arrays
-    of_tokens = (topk_weights,), (topk_experts,)
-    static = backend, chunk_tokens, max_pairs, totals_in_stack
-    return _experts_mlp((x,), w_gate_up, w_down, *of_tokens, accumulate_into, *static)[0]
+    options = dict(backend=backend, chunk_tokens=chunk_tokens, max_pairs=max_pairs, totals_in_stack=totals_in_stack)
+    return _experts_mlp((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), accumulate_into, **options)[0]
 
 
 def experts_mlp_of_parts(
@@ -136,7 +135,7 @@ def experts_mlp_of_parts(
     backend = resolve_backend(backend, parts[0].x.dtype, parts[0].x.shape[1], w_down.shape[2])
     parts, w_gate_up, w_down = vary_alike((tuple(map(tuple, parts)), w_gate_up, w_down))
     xs, weights, experts = zip(*parts, strict=True)
-    return _experts_mlp(xs, w_gate_up, w_down, weights, experts, None, backend, None, max_pairs, False)
+    return _experts_mlp(xs, w_gate_up, w_down, weights, experts, None, backend=backend, max_pairs=max_pairs)
 
 
 def gate_up(
@@ -241,14 +240,14 @@ def _down_gradients(
     return weight_of_row * g, dw, dweights
 
 
-def _experts_mlp(*arguments) -> tuple[Array, ...]:
+def _experts_mlp(*arrays, backend, chunk_tokens=None, max_pairs=None, totals_in_stack=False) -> tuple[Array, ...]:
     """`_experts_mlp_alone` with its gradients. Where a `jax.checkpoint` keeps nothing of a forward pass, that computes y alone.
 
     JAX has no such thing for the interpreter, whose callbacks are effects.
     """
-    backend = arguments[6]
     is_interpreted = backend == "mosaic" and mosaic_gpu.is_interpreted()
-    return (_interpreted_experts_mlp if is_interpreted else _compiled_experts_mlp)(*arguments)
+    op = _interpreted_experts_mlp if is_interpreted else _compiled_experts_mlp
+    return op(*arrays, backend, chunk_tokens, max_pairs, totals_in_stack)
 
 
 def _experts_mlp_alone(

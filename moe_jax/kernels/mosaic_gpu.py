@@ -30,7 +30,7 @@ def launch(
     """A persistent kernel: `body(*input references, *output references, *scratch references)` in each warpgroup of a block.
 
     With `in_place` there are no outputs: the body changes the last input, which is the result, in the same memory unless
-    something else reads that input later.
+    something else reads that input later. Input and result must not be slices of different arrays (docs/kernels.md).
     """
 
     def kernel(*references):
