@@ -155,6 +155,11 @@ def launch_rows(
             place, has_rows = own(place, warpgroup, 0)
             pl.when(has_rows)(lambda: epilogue.prepare(place, warpgroup, references))
 
+        def multiplies(place, warpgroup):
+            # Half a tile takes less time than a whole one, and the cores no longer read a large matrix in step: what one has
+            # read from memory has left the L2 cache when the next needs it.
+            return own(place, warpgroup, 0)[1] if group == 1 else True
+
         def finish(accumulator, place, warpgroup):
             written = 0
 
@@ -188,6 +193,7 @@ def launch_rows(
             full=full,
             empty=empty,
             prepare=prepare,
+            multiplies=multiplies,
         )
 
     swizzled = operand_transforms(dtype)

@@ -93,6 +93,7 @@ def run_tiles(
     full,
     empty,
     prepare: Callable = lambda tile, warpgroup: None,
+    multiplies: Callable = lambda tile, warpgroup: True,
 ) -> None:
     """Runs in every warpgroup of a block, inside the scope of the ring's buffers and barriers.
 
@@ -102,6 +103,8 @@ def run_tiles(
         multiply: (accumulator reference, tile, slot, warpgroup): issues the wgmma of one step.
         finish: (accumulator [rows, columns] f32, tile, warpgroup): stores the result.
         prepare: (tile, warpgroup): runs in a multiplying warpgroup before the tile's first step.
+        multiplies: (tile, warpgroup) -> whether the warpgroup has rows in the tile. One that has none leaves the tensor cores
+            to the other; its accumulator is zero.
         full, empty: `ring_barriers`.
     """
     warpgroup = lax.axis_index("warpgroup")
@@ -149,8 +152,10 @@ def run_tiles(
         def _tiles(info, carry):
             num_steps, tile = describe(info.index[0])
 
+            own_steps = jnp.where(multiplies(tile, warpgroup), num_steps, 0)
+
             def accumulate(reference):
-                @pl.loop(0, num_steps)
+                @pl.loop(0, own_steps)
                 def _steps(k):
                     slot = slot_of(carry + k)
                     plgpu.barrier_wait(full.at[ring, slot])
@@ -164,9 +169,15 @@ def run_tiles(
 
                 total = reference[...]
 
-                @pl.when(num_steps > 0)
+                @pl.when(own_steps > 0)
                 def _():
-                    plgpu.barrier_arrive(empty.at[slot_of(carry + num_steps - 1)])
+                    plgpu.barrier_arrive(empty.at[slot_of(carry + own_steps - 1)])
+
+                @pl.loop(own_steps, num_steps)
+                def _others_steps(k):
+                    slot = slot_of(carry + k)
+                    plgpu.barrier_wait(full.at[ring, slot])
+                    plgpu.barrier_arrive(empty.at[slot])
 
                 return total
 
