@@ -50,12 +50,17 @@ def entry(columns, rows_per_expert, pass_name="grouped_matmul", matrix=MATRIX):
         ("gated_matmul", (1536, 2048), 64, Tile(64, 256, 4)),
         ("gated_matmul", (1536, 2048), 65, Tile(128, 256, 3)),
         ("gated_matmul", (128, 2048), 1, Tile(128, 128, 3)),
-        ("grouped_matmul", (2048, 768), 2048, Tile(128, 256, 3)),
-        ("grouped_matmul", (192, 768), 1 / 16, Tile(128, 192, 3)),
+        ("grouped_matmul", (2048, 768), 2048, Tile(128, 192, 4, by_turns=True)),
+        ("grouped_matmul", (2048, 2112), 2048, Tile(128, 256, 3)),
+        ("grouped_matmul", (1024, 768), 2048, Tile(128, 256, 3)),
+        ("grouped_matmul", (192, 768), 1 / 16, Tile(128, 192, 4, by_turns=True)),
+        ("grouped_matmul_transposed", (1536, 2048), 2048, Tile(128, 192, 4, by_turns=True)),
+        ("grouped_matmul_transposed", (4096, 2048), 2048, Tile(128, 256, 3)),
         ("grouped_matmul_transposed", (256, 64), 1, Tile(128, 64, 3)),
         ("gated_matmul_backward", (2048, 768), 1, Tile(64, 256, 3)),
         ("gated_matmul_backward", (2048, 768), 100, Tile(128, 256, 3)),
-        ("grouped_outer", (2048, 768), 1, Tile(128, 256, 4)),
+        ("grouped_outer", (2048, 768), 1, Tile(128, 192, 4, by_turns=True)),
+        ("grouped_outer", (2048, 768), 8192, Tile(128, 256, 4)),
         ("grouped_outer", (192, 384), 100, Tile(64, 128, 4)),
     ],
 )
@@ -192,4 +197,4 @@ def test_totals_are_added_with_a_tile_that_divides_the_matrix(monkeypatch):
     a = jnp.zeros((rows.num_rows, 128), jnp.bfloat16)
     for n, totals in ((256, None), (256, 0), (384, 0)):
         mosaic.grouped_outer(a, jnp.zeros((rows.num_rows, n), jnp.bfloat16), rows, jnp.float32, accumulate_into=totals)
-    assert taken == [Tile(128, 192, 4, by_turns=True), rule("grouped_outer", (128, 256), 8), Tile(128, 192, 4, by_turns=True)]
+    assert taken == [Tile(128, 192, 4, by_turns=True), Tile(128, 256, 4), Tile(128, 192, 4, by_turns=True)]

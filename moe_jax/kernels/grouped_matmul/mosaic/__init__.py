@@ -18,7 +18,7 @@ from moe_jax.kernels.grouped_matmul.mosaic.by_rows_backward import matmul_gated_
 from moe_jax.kernels.grouped_matmul.mosaic.gather import gather_rows
 from moe_jax.kernels.grouped_matmul.mosaic.ring import ROW_ALIGNMENT, Tile
 from moe_jax.kernels.grouped_matmul.mosaic.tile_limits import Pass
-from moe_jax.kernels.grouped_matmul.mosaic.tiles import choose_tile, rule
+from moe_jax.kernels.grouped_matmul.mosaic.tiles import choose_tile, halved_tile
 from moe_jax.kernels.mosaic_gpu import compute_capability, is_interpreted
 from moe_jax.kernels.routing import Plan
 
@@ -135,7 +135,7 @@ def grouped_outer_of_parts(
     max_pairs = sum(part.plan.max_pairs for part in with_rows)
     tile = choose_tile("grouped_outer", matrix, max_pairs / num_experts)
     if accumulate_into is not None and matrix[1] % tile.columns:
-        tile = rule("grouped_outer", matrix, max_pairs / num_experts)
+        tile = halved_tile("grouped_outer", matrix, max_pairs / num_experts)
     return outer(with_rows, tile, dtype, accumulate_into)
 
 

@@ -65,7 +65,29 @@ def choose_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float
 
 
 def rule(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> Tile:
-    """128 rows and the widest tile that fits; by rows 64 x 256 where experts have 64 rows or fewer on average."""
+    """`halved_tile`, or 128 x 192 by turns for plain products of short sums: one warpgroup multiplies while the other stores,
+    which counts where a tile has few steps."""
+    halved = halved_tile(pass_name, matrix, rows_per_expert)
+    columns, summands = {
+        "grouped_matmul": matrix,
+        "grouped_matmul_transposed": (matrix[1], matrix[0]),
+        "grouped_outer": (matrix[1], rows_per_expert),
+    }.get(pass_name, (0, math.inf))
+    computed = -(-columns // TURNS.columns) * TURNS.columns
+    pays = halved.rows == TURNS.rows and summands <= SHORT_SUM and computed <= MOST_COMPUTED * columns
+    return TURNS if pays else halved
+
+
+TURNS = Tile(128, 192, 4, by_turns=True)
+SHORT_SUM, MOST_COMPUTED = 2048, 1.05
+"""Of a sum; and how many columns a ragged last tile may make of those that there are. docs/kernels.md has what was measured."""
+
+
+def halved_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> Tile:
+    """128 rows and the widest tile that divides the columns; by rows 64 x 256 where experts have 64 rows or fewer on average.
+
+    Its warpgroups halve it.
+    """
     if pass_name == "grouped_outer":
         rows = 128 if matrix[0] % 128 == 0 else 64
         return Tile(rows, max(fitting_columns(pass_name, matrix, rows)), 4)
