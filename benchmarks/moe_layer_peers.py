@@ -58,19 +58,10 @@ def jax_layer(system: str, shape: Shape, tokens: int, dtype: str, seed: int) -> 
     """Ours and the peers in JAX: the whole layer is one jitted function."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     import jax
-    import jax.numpy as jnp
 
-    experts, ours = _experts_in_jax(system), system not in IN_JAX
+    ours = system not in IN_JAX
     x, router, w_gate_up, w_down, dy = inputs = random_in_jax(shape, tokens, dtype, seed, transposed=not ours)
-
-    def layer(x, router, w_gate_up, w_down):
-        logits = jnp.einsum("td,ed->te", x, router)
-        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), shape.k)
-        return experts(x, w_gate_up, w_down, weights / weights.sum(axis=1, keepdims=True), chosen)
-
-    def forward_backward(x, router, w_gate_up, w_down, dy):
-        y, backward = jax.vjp(layer, x, router, w_gate_up, w_down)
-        return y, *backward(dy)
+    layer, forward_backward = passes_in_jax(system, shape.k)
 
     def residuals(x, *weights):
         found = jax.tree.leaves(jax.vjp(layer, x, *weights)[1])
@@ -98,6 +89,25 @@ def jax_layer(system: str, shape: Shape, tokens: int, dtype: str, seed: int) -> 
         to_common=(lambda *w: w) if ours else (lambda router, w_gate_up, w_down: (router, w_gate_up.mT, w_down.mT)),
         device=jax.devices()[0].device_kind,
     )
+
+
+def passes_in_jax(system: str, k: int) -> tuple[Callable, Callable]:
+    """The layer's forward pass, y of (x, router, w_gate_up, w_down), and y with the gradients of these, of them and dy."""
+    import jax
+    import jax.numpy as jnp
+
+    experts = _experts_in_jax(system)
+
+    def layer(x, router, w_gate_up, w_down):
+        logits = jnp.einsum("td,ed->te", x, router)
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), k)
+        return experts(x, w_gate_up, w_down, weights / weights.sum(axis=1, keepdims=True), chosen)
+
+    def forward_backward(x, router, w_gate_up, w_down, dy):
+        y, backward = jax.vjp(layer, x, router, w_gate_up, w_down)
+        return y, *backward(dy)
+
+    return layer, forward_backward
 
 
 def random_in_jax(shape: Shape, tokens: int, dtype: str, seed: int, transposed: bool = False) -> tuple:
