@@ -48,7 +48,7 @@ def test_training_steps_on_four_gpus(mesh, rows, remat, seconds, gib):
     assert prediction.fits
 
 
-@pytest.mark.parametrize("hops, capacity_factor, seconds, gib", [("nccl", 1.25, 2.377, 86.0), ("copies", 4.0, 2.283, 91.6)])
+@pytest.mark.parametrize("hops, capacity_factor, seconds, gib", [("nccl", 1.25, 2.377, 86.0), ("copies", 4.0, 2.220, 90.8)])
 def test_training_steps_with_the_loss_of_three_matmuls(hops, capacity_factor, seconds, gib):
     prediction = predict(step(32, hops=hops, capacity_factor=capacity_factor))
     assert prediction.step_seconds == pytest.approx(seconds, rel=0.055)
@@ -63,6 +63,14 @@ def test_memory_of_a_million_tokens(devices, remat, gib):
     assert prediction.memory_bytes / 2**30 == pytest.approx(gib, rel=0.05)
     # x of 2048 channels from each of 48 layers.
     assert prediction.host_bytes == (48 * 2**20 // devices * 2048 * 2 if remat == "offload" else 0)
+
+
+def test_a_step_on_a_million_tokens():
+    """Section "A row of a million tokens": two layers, what remat keeps in the host's memory."""
+    run = Run(replace(QWEN, num_hidden_layers=2), MeshShape(context=4), 1, 2**20, remat="offload", hops="copies")
+    prediction = predict(replace(run, moment_dtype="bfloat16"))
+    assert prediction.step_seconds == pytest.approx(43.25, rel=0.02)
+    assert prediction.memory_bytes / 2**30 == pytest.approx(41.5, rel=0.06)
 
 
 def test_memory_with_f32_parameters():
