@@ -247,13 +247,14 @@ def test_h_is_written_where_a_gradient_needs_it_alone():
 def test_row_tiles_cover_each_experts_blocks_once(counts, height):
     rows = plan(chosen_so_often(counts, 3200), len(counts), mosaic.ROW_ALIGNMENT)
     tiles = row_tiles(rows, height)
-    expert, first_row, own, first_tile, num_tiles = (np.asarray(field)[: tiles.total[0]] for field in tiles[:-1])
+    expert, first_row, own, first_tile, num_tiles = (np.asarray(field)[: tiles.ends[-1]] for field in tiles[:-1])
     covered = [(e, row) for e, start, size in zip(expert, first_row, own, strict=True) for row in range(start, start + size)]
     offsets = np.asarray(rows.offsets)
     assert covered == [(e, row) for e in range(len(counts)) for row in range(offsets[e], offsets[e + 1])]
     assert all(start + height <= rows.num_rows for start in first_row), "loads stay inside the array"
     assert first_tile.tolist() == [expert.tolist().index(e) for e in expert]
     assert num_tiles.tolist() == [expert.tolist().count(e) for e in expert]
+    assert np.diff(tiles.ends, prepend=0).tolist() == [expert.tolist().count(e) for e in range(len(counts))]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
@@ -112,7 +113,7 @@ def launch_rows(
     dtype = a.dtype
     group = rows_in_group((columns, summands), dtype)
 
-    def body(experts_ref, rows_ref, heights_ref, first_tiles_ref, num_tiles_ref, total_ref, a_ref, w_ref, *rest):
+    def body(experts_ref, rows_ref, heights_ref, first_tiles_ref, num_tiles_ref, ends_ref, a_ref, w_ref, *rest):
         num_inputs, num_outputs = len(epilogue.inputs), len(epilogue.outputs)
         input_refs, output_refs, scratch_refs = (
             rest[:num_inputs],
@@ -184,7 +185,7 @@ def launch_rows(
                 pl.when(has_rows)(partial(store, row, own_place))
 
         run_tiles(
-            total_ref[0] * column_tiles,
+            ends_ref[plan.num_experts - 1] * column_tiles,
             describe,
             load,
             multiply,
@@ -211,7 +212,7 @@ def launch_rows(
 
 
 class RowTiles(NamedTuple):
-    """Tiles of rows, each of one expert, ordered by row; those from `total` on are undefined."""
+    """Tiles of rows, each of one expert, ordered by row; those that no expert has are undefined."""
 
     expert: Int[Array, "tiles"]
     row: Int[Array, "tiles"]
@@ -222,21 +223,27 @@ class RowTiles(NamedTuple):
     """Of the same expert."""
     num_tiles: Int[Array, "tiles"]
     """Of the same expert."""
-    total: Int[Array, "1"]
-    """Tiles of all experts."""
+    ends: Int[Array, "experts"]
+    """Tiles of the experts up to this one; the last: of all."""
 
 
 def row_tiles(plan: Plan, height: int) -> RowTiles:
-    """Cuts each expert's rows into tiles of `height`."""
-    first_row = plan.offsets[:-1]
-    num_tiles = -(-(plan.offsets[1:] - first_row) // height)
-    ends = jnp.cumsum(num_tiles).astype(jnp.int32)
+    """Cuts each expert's rows into tiles of `height`, in one or two small kernels: where few tokens are decoded each counts."""
+    first_row, end_row = plan.offsets[:-1], plan.offsets[1:]
+    num_tiles = -(-(end_row - first_row) // height)
+    expert = jnp.arange(plan.num_experts, dtype=jnp.int32)
+    if height == ROW_ALIGNMENT:
+        ends = end_row // height
+    else:
+        ends = jnp.sum(jnp.where(expert <= expert[:, None], num_tiles, 0), axis=1, dtype=jnp.int32)
+    first_tile = ends - num_tiles
     # Each expert with rows ends with at most one tile that is not full.
     most = plan.num_rows // height + min(plan.num_experts, plan.num_rows // ROW_ALIGNMENT)
-    index = jnp.arange(most, dtype=jnp.int32)
-    expert = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
-    expert = jnp.minimum(expert, plan.num_experts - 1)
-    first_tile = (ends - num_tiles)[expert]
-    row = first_row[expert] + (index - first_tile) * height
-    num_rows = jnp.minimum(plan.offsets[expert + 1] - row, height)
-    return RowTiles(expert, row, num_rows, first_tile, num_tiles[expert], ends[-1:])
+    tile = jnp.arange(most, dtype=jnp.int32)[:, None]
+    row = first_row + (tile - first_tile) * height
+    # Of the expert that owns a tile: the sum over experts of what is zero for all others.
+    is_owner = (first_tile <= tile) & (tile < ends)
+    values = expert, row, jnp.minimum(end_row - row, height), first_tile, num_tiles
+    of_experts = tuple(jnp.where(is_owner, value, 0) for value in values)
+    of_owner = lax.reduce(of_experts, (jnp.int32(0),) * len(values), lambda a, b: tuple(map(jnp.add, a, b)), (1,))
+    return RowTiles._make([*of_owner, ends])
