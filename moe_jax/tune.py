@@ -15,7 +15,7 @@ from moe_jax.tile_timing import time_tiles
 
 GAIN = 1.05
 """A tile replaces the rule's if the rule's takes more than this times as long. Near equals change places from run to run, and
-once the power limit sets the clock, as it does in a training step but not in a pass timed alone."""
+what a tile gains in a layer is less than what it gains alone (docs/kernels.md)."""
 
 
 @dataclass(frozen=True)
