@@ -380,6 +380,7 @@ def test_a_layer_of_qwen3_30b_on_the_gpu_equals_f64_for_sampled_tokens_and_exper
     y, dx, d_gate_up, d_down, d_weights = first = step(*layer)
     for one, other in zip(first, step(*layer), strict=True):
         np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(jax.jit(kernels.experts_mlp)(*layer), y, err_msg="a forward pass alone writes no h")
 
     x, w_gate_up, w_down, weights, chosen = (np.asarray(a, np.float64) for a in layer)
     chosen, gradient = chosen.astype(int), np.asarray(dy, np.float64)
