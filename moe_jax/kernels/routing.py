@@ -86,13 +86,13 @@ def plans(
     expert = jnp.arange(num_experts + 1, dtype=jnp.int32)
     counts = jnp.sum(expert[:-1, None] == experts[:, None], axis=2, dtype=jnp.int32)
     is_earlier = expert[:, None] > expert[:-1]
-    begins = _masked_sum(is_earlier, counts[:, None])
+    begins = masked_sum(is_earlier, counts[:, None])
     if num_pairs < tokens * k:
         counts = jnp.clip(num_pairs - begins[:, :-1], 0, counts)
-    offsets = _masked_sum(is_earlier, -(-counts[:, None] // row_alignment) * row_alignment)
+    offsets = masked_sum(is_earlier, -(-counts[:, None] // row_alignment) * row_alignment)
     if pairs.size <= PAIRS_TO_COMPARE:
         is_before = (experts[:, :, None] == experts[:, None]) & (pairs[:, None] > pairs)
-        row = jnp.take_along_axis(offsets, experts, axis=1) + _masked_sum(is_before, jnp.ones_like(pairs))
+        row = jnp.take_along_axis(offsets, experts, axis=1) + masked_sum(is_before, jnp.ones_like(pairs))
     else:
         row = _sorted_rows(experts, offsets - begins)
 
@@ -147,6 +147,6 @@ def _sorted_rows(experts: Int[Array, "parts pairs"], shift: Int[Array, "parts ex
     return row.reshape(parts, pairs)
 
 
-def _masked_sum(mask: Bool[Array, "#parts n m"], values: Int[Array, "#parts #n m"]) -> Int[Array, "parts n"]:
+def masked_sum(mask: Bool[Array, "*#parts n m"], values: Int[Array, "*#parts #n m"]) -> Int[Array, "*parts n"]:
     """sum_j values[.., j] where mask[.., i, j]: for few values one kernel, where a cumulative sum would be several."""
     return jnp.sum(jnp.where(mask, values, 0), axis=-1, dtype=jnp.int32)

@@ -27,7 +27,7 @@ from moe_jax.kernels.grouped_matmul.mosaic.ring import (
 )
 from moe_jax.kernels.grouped_matmul.mosaic.tile_order import row_tile_in_order, rows_in_group
 from moe_jax.kernels.mosaic_gpu import launch, operand_transforms
-from moe_jax.kernels.routing import Plan
+from moe_jax.kernels.routing import Plan, masked_sum
 
 CHUNK = 64
 """Columns that an epilogue rounds, stages in shared memory and stores at a time."""
@@ -235,7 +235,7 @@ def row_tiles(plan: Plan, height: int) -> RowTiles:
     if height == ROW_ALIGNMENT:
         ends = end_row // height
     else:
-        ends = jnp.sum(jnp.where(expert <= expert[:, None], num_tiles, 0), axis=1, dtype=jnp.int32)
+        ends = masked_sum(expert <= expert[:, None], num_tiles[None])
     first_tile = ends - num_tiles
     # Each expert with rows ends with at most one tile that is not full.
     most = plan.num_rows // height + min(plan.num_experts, plan.num_rows // ROW_ALIGNMENT)

@@ -151,7 +151,6 @@ def run_tiles(
         @plgpu.nd_loop((num_tiles,), collective_axes="block", init_carry=jnp.int32(0))
         def _tiles(info, carry):
             num_steps, tile = describe(info.index[0])
-
             own_steps = jnp.where(multiplies(tile, warpgroup), num_steps, 0)
 
             def accumulate(reference):
