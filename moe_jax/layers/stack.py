@@ -32,7 +32,8 @@ def run_layers(
     layer, with `remat` x alone. Memory is as with `lax.scan`.
 
     With `gather`, inside `jax.shard_map`, `parameters` are a device's parts. While a layer computes, the next one's are
-    gathered, in backward too, where the gradients of the layer before travel to the devices that keep the parts.
+    gathered, in backward too, where the gradients of the layer before travel to the devices that keep the parts; by copies
+    (`parallel.hops`) both hide behind it.
 
     Args:
       body: the layer; it closes over no array.
@@ -46,12 +47,11 @@ def run_layers(
     """
     if gather is None:
         gather = LayerGather.of_nothing(len(jax.tree.leaves(parameters)))
-    body = jax.checkpoint(body, prevent_cse=False) if remat else body
-    return _run_layers(body, gather, remat == "offload", shared, of_layer, x, parameters, totals)
+    return _run_layers(body, gather, remat, shared, of_layer, x, parameters, totals)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _run_layers(body: Body, gather: LayerGather, offload: bool, shared, of_layer, x, parameters, totals):
+def _run_layers(body: Body, gather: LayerGather, remat: Remat, shared, of_layer, x, parameters, totals):
     def step(x, arguments):
         own, parts, of_totals = arguments
         return body(shared, own, x, gather.layer(parts, gather.fetch(parts)), of_totals)
@@ -59,9 +59,10 @@ def _run_layers(body: Body, gather: LayerGather, offload: bool, shared, of_layer
     return lax.scan(step, x, (of_layer, parameters, totals))
 
 
-def _forward(body: Body, gather: LayerGather, offload: bool, shared, of_layer, x, parameters, totals):
+def _forward(body: Body, gather: LayerGather, remat: Remat, shared, of_layer, x, parameters, totals):
     last = jax.tree.leaves(parameters)[0].shape[0] - 1
-    placed = partial(_in_memory, jax.memory.Space.Host) if offload else lambda arrays: arrays
+    placed = partial(_in_memory, jax.memory.Space.Host) if remat == "offload" else lambda arrays: arrays
+    body = jax.checkpoint(body, prevent_cse=False) if remat else body
 
     def layer(i, x, fetched):
         arguments = shared, _take(of_layer, i), x, gather.layer(_take(parameters, i), fetched), _take(totals, i)
@@ -73,9 +74,10 @@ def _forward(body: Body, gather: LayerGather, offload: bool, shared, of_layer, x
 
     def step(state):
         i, x, fetched, kept = state
-        upcoming = gather.fetch(_take(parameters, jnp.minimum(i + 1, last)))
+        sent = gather.send(_take(parameters, jnp.minimum(i + 1, last)))
         x, of_this = layer(i, x, fetched)
-        return i + 1, x, upcoming, _put(kept, jax.tree.leaves(of_this), i)
+        x, sent = gather.behind(x, sent)
+        return i + 1, x, gather.receive(sent), _put(kept, jax.tree.leaves(of_this), i)
 
     # Two traces of a pullback are two tree structures of the same leaves.
     first = gather.fetch(_take(parameters, 0))
@@ -87,10 +89,11 @@ def _forward(body: Body, gather: LayerGather, offload: bool, shared, of_layer, x
     return (x, y), (shared, of_layer, parameters, totals, pullbacks)
 
 
-def _backward(body: Body, gather: LayerGather, offload: bool, kept, gradients):
+def _backward(body: Body, gather: LayerGather, remat: Remat, kept, gradients):
     shared, of_layer, parameters, totals, pullbacks = kept
     dx, dy = gradients
     last = jax.tree.leaves(parameters)[0].shape[0] - 1
+    offload = remat == "offload"
 
     def restored(i):
         """What layer i kept, from the host's memory a layer ahead of its use."""
@@ -100,21 +103,41 @@ def _backward(body: Body, gather: LayerGather, offload: bool, kept, gradients):
         turn, dx, fetched, pullback, leaving, arrived, staying, totals = state
         i = last - turn
         following = jnp.maximum(i - 1, 0)
-        upcoming, upcoming_pullback = gather.fetch(_take(parameters, following)), restored(following)
-        # In the first turn zeros, which the second one overwrites.
-        arrived = _put(arrived, gather.own_parts(leaving, arrived), jnp.minimum(i + 1, last))
+        sent, upcoming_pullback = gather.send(_take(parameters, following)), restored(following)
+        sent_back = gather.send_gradients(leaving)
         pullback = pullback if offload else _take(pullbacks, i)
         layer = gather.layer(_take(parameters, i), fetched)
         arguments = shared, _take(of_layer, i), pullback.args_res[2], layer, _take(totals, i)
-        _, _, dx, dlayer, dtotals = pullback.replace(args_res=list(arguments))((dx, _take(dy, i)))
+        if remat:
+            # A pullback keeps arguments as lists of leaves.
+            x = jax.tree.unflatten(jax.tree.structure(dx), jax.tree.leaves(arguments[2]))
+            arguments = *arguments[:2], x, *arguments[3:]
+            _, pullback = jax.vjp(body, *arguments, in_nzs=(False, False, True, True, True))
+            # What is computed again hides one way, its gradients the other.
+            pullback, sent = gather.behind(pullback, sent)
+        else:
+            pullback = pullback.replace(args_res=list(arguments))
+        _, _, dx, dlayer, dtotals = pullback((dx, _take(dy, i)))
         leaving, own = gather.split(dlayer)
-        return turn + 1, dx, upcoming, upcoming_pullback, leaving, arrived, _put(staying, own, i), _put(totals, dtotals, i)
+        (dx, leaving), (sent, sent_back) = gather.behind((dx, leaving), (sent, sent_back))
+        # In the first turn zeros, which the second one overwrites.
+        arrived = _put(arrived, gather.receive_gradients(sent_back, arrived), jnp.minimum(i + 1, last))
+        return (
+            turn + 1,
+            dx,
+            gather.receive(sent),
+            upcoming_pullback,
+            leaving,
+            arrived,
+            _put(staying, own, i),
+            _put(totals, dtotals, i),
+        )
 
     fetched = gather.fetch(_take(parameters, last))
     arrived, staying = gather.split(_unwritten(last + 1, _take(parameters, 0)))
     state = 0, dx, fetched, restored(last), jax.tree.map(jnp.zeros_like, fetched), arrived, staying, totals
     _, dx, _, _, leaving, arrived, staying, totals = lax.while_loop(lambda state: state[0] <= last, step, state)
-    arrived = _put(arrived, gather.own_parts(leaving, arrived), 0)
+    arrived = _put(arrived, gather.receive_gradients(gather.send_gradients(leaving), arrived), 0)
     return None, None, dx, gather.join(parameters, arrived, staying), totals
 
 

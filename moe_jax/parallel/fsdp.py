@@ -18,6 +18,8 @@ from jaxtyping import Array
 
 from moe_jax.kernels.precision import widened
 from moe_jax.kernels.varying import varying_axes
+from moe_jax.parallel.direct import add_contributions, join_parts, send_contributions, send_part
+from moe_jax.parallel.hops import Hops
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec
 from moe_jax.parallel.sums import sum_scatter
 
@@ -33,6 +35,8 @@ class LayerGather:
     gathers: tuple[Gather, ...]
     dtype: jnp.dtype
     """In which matrices travel and are computed with."""
+    hops: Hops = "nccl"
+    """Whether they travel by NCCL's collectives or by copies."""
 
     @classmethod
     def of_nothing(cls, num_leaves: int) -> "LayerGather":
@@ -41,16 +45,35 @@ class LayerGather:
 
     def fetch(self, parts) -> list[Array]:
         """Those of the layer's parameters that are gathered, whole, of this device's parts."""
-        return [_whole(how, self.dtype, part) for how, part in zip(self._travels, self.split(parts)[0], strict=True)]
+        return self.receive(self.send(parts))
+
+    def send(self, parts) -> list:
+        """What `receive` makes them of."""
+        return [_sent(how, self.dtype, self.hops, part) for how, part in zip(self._travels, self.split(parts)[0], strict=True)]
+
+    def receive(self, sent: list) -> list[Array]:
+        """What `fetch` returns."""
+        return [_received(how, self.hops, arrived) for how, arrived in zip(self._travels, sent, strict=True)]
+
+    def behind(self, computed, sent):
+        """Both. By copies, what was sent is received not before `computed` is there: XLA would wait for it long before.
+
+        Over NCCL, one collective at a time, steps were no faster so (docs/performance.md).
+        """
+        return lax.optimization_barrier((computed, sent)) if self.hops == "copies" else (computed, sent)
 
     def layer(self, parts, fetched: list[Array]):
         """The layer's parameters: those fetched, and those that stay."""
         return self.join(parts, fetched, self.split(parts)[1])
 
-    def own_parts(self, gradients: list[Array], like: list[Array]) -> list[Array]:
-        """Of gradients of what was fetched, this device's parts, summed over the devices, in the dtypes of `like`."""
-        triples = zip(self._travels, like, gradients, strict=True)
-        return [_own_part(how, part.dtype, gradient) for how, part, gradient in triples]
+    def send_gradients(self, gradients: list[Array]) -> list:
+        """Of gradients of what was fetched, what `receive_gradients` makes this device's parts of."""
+        return [_sent_back(how, self.hops, gradient) for how, gradient in zip(self._travels, gradients, strict=True)]
+
+    def receive_gradients(self, sent: list, like: list[Array]) -> list[Array]:
+        """This device's parts, summed over the devices, in the dtypes of `like`."""
+        triples = zip(self._travels, sent, like, strict=True)
+        return [_received_back(how, self.hops, arrived).astype(part.dtype) for how, arrived, part in triples]
 
     def split(self, tree) -> tuple[list[Array], list[Array]]:
         """(leaves that travel, leaves that stay)."""
@@ -89,16 +112,18 @@ class ShardedParameters:
     """By path, of the parameters outside the stages that are gathered."""
     dtype: jnp.dtype
     token_axes: tuple[str, ...]
+    hops: Hops = "nccl"
 
     @classmethod
     def of(
-        cls, params: nnx.State, mesh: Mesh | AbstractMesh, *, dtype: jnp.dtype, token_axes: Sequence[str]
+        cls, params: nnx.State, mesh: Mesh | AbstractMesh, *, dtype: jnp.dtype, token_axes: Sequence[str], hops: Hops = "nccl"
     ) -> "ShardedParameters":
         """For the parameters (arrays or their shapes) of a model.
 
         Args:
           dtype: in which matrices are gathered: the model's.
           token_axes: the mesh axes over which tokens are split, so that gradients are summed over them.
+          hops: "copies" where the program is compiled with `Parallelism.compiler_options`.
 
         Raises:
           ValueError: experts that the mesh axis `expert` does not divide.
@@ -115,11 +140,11 @@ class ShardedParameters:
         }
         stages = sorted({names[1] for names in gathers if names[0] == "stages"})
         layers = (
-            LayerGather(tuple(how for names, how in gathers.items() if names[:2] == ("stages", stage)), jnp.dtype(dtype))
+            LayerGather(tuple(how for names, how in gathers.items() if names[:2] == ("stages", stage)), jnp.dtype(dtype), hops)
             for stage in stages
         )
         outside = {names: how for names, how in gathers.items() if names[0] != "stages" and how}
-        return cls(specs, tuple(layers), outside, jnp.dtype(dtype), tuple(token_axes))
+        return cls(specs, tuple(layers), outside, jnp.dtype(dtype), tuple(token_axes), hops)
 
     def enter(self, params: nnx.State) -> nnx.State:
         """Parameters for the model: whole outside the stages, in parts within, which the layers gather one ahead.
@@ -130,7 +155,7 @@ class ShardedParameters:
         def enter(path, part):
             part = _summed_over(part, tuple(sorted({*self.token_axes} - varying_axes(part))))
             how = self.outside.get(parameter_path(path))
-            return part if how is None else _gathered(how, self.dtype, part)
+            return part if how is None else _gathered(how, self.dtype, self.hops, part)
 
         return jax.tree.map_with_path(enter, params)
 
@@ -142,27 +167,51 @@ class ShardedParameters:
         return nnx.merge_state(params, nnx.State({"stages": stages}))
 
 
-def _whole(how: Gather, dtype: jnp.dtype, part: Array) -> Array:
+def _sent(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array):
     part = part.astype(dtype)
-    for axis, mesh_axes in how:
-        part = lax.all_gather(part, mesh_axes, axis=part.ndim + axis, tiled=True)
-    return part
+    *inner, (axis, mesh_axes) = how
+    for inner_axis, inner_axes in inner:
+        part = lax.all_gather(part, inner_axes, axis=part.ndim + inner_axis, tiled=True)
+    if hops == "copies":
+        return send_part(part, mesh_axes)
+    return lax.all_gather(part, mesh_axes, axis=part.ndim + axis, tiled=True)
 
 
-def _own_part(how: Gather, dtype: jnp.dtype, gradient: Array) -> Array:
-    for axis, mesh_axes in reversed(how):
+def _received(how: Gather, hops: Hops, sent) -> Array:
+    axis, mesh_axes = how[-1]
+    return join_parts(sent, mesh_axes, sent[0].ndim + axis) if hops == "copies" else sent
+
+
+def _sent_back(how: Gather, hops: Hops, gradient: Array):
+    axis, mesh_axes = how[-1]
+    if hops == "copies":
+        return send_contributions(gradient, mesh_axes, gradient.ndim + axis)
+    return sum_scatter(gradient, mesh_axes, gradient.ndim + axis)
+
+
+def _received_back(how: Gather, hops: Hops, sent) -> Array:
+    gradient = add_contributions(sent) if hops == "copies" else sent
+    for axis, mesh_axes in reversed(how[:-1]):
         gradient = sum_scatter(gradient, mesh_axes, gradient.ndim + axis)
-    return gradient.astype(dtype)
+    return gradient
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gathered(how: Gather, dtype: jnp.dtype, part: Array) -> Array:
-    return _whole(how, dtype, part)
+def _whole(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array) -> Array:
+    return _received(how, hops, _sent(how, dtype, hops, part))
+
+
+def _own_part(how: Gather, dtype: jnp.dtype, hops: Hops, gradient: Array) -> Array:
+    return _received_back(how, hops, _sent_back(how, hops, gradient)).astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gathered(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array) -> Array:
+    return _whole(how, dtype, hops, part)
 
 
 _gathered.defvjp(
-    lambda how, dtype, part: (_whole(how, dtype, part), jnp.zeros(0, part.dtype)),
-    lambda how, _, like, gradient: (_own_part(how, like.dtype, gradient),),
+    lambda how, dtype, hops, part: (_whole(how, dtype, hops, part), jnp.zeros(0, part.dtype)),
+    lambda how, _, hops, like, gradient: (_own_part(how, like.dtype, hops, gradient),),
 )
 
 

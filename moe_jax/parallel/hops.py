@@ -1,8 +1,9 @@
-"""Hops, by which data goes from one device to another: what a ring passes on, and tokens that travel to experts pairwise.
+"""Hops, by which data goes from one device to another: what a ring passes on, tokens that travel to experts pairwise, and
+matrices that are gathered.
 
 Over "nccl" a hop is a kernel, which takes cores from those that compute. As one of "copies" it goes from GPU to GPU beside
-them: a ring of attention was 10 to 20 % faster, and an exchange with experts the fastest of all (docs/performance.md). XLA
-copies between the GPUs of one process alone. Which of the two it makes is an option of the program it compiles.
+them: rings of attention, exchanges with experts and gathers were all faster so (docs/performance.md). XLA copies between the
+GPUs of one process alone. Which of the two it makes is an option of the program it compiles.
 """
 
 from typing import Literal, get_args
@@ -14,7 +15,7 @@ Hops = Literal["nccl", "copies"]
 COPIES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 """Options of `jax.jit`: each `ppermute` is a copy."""
 
-MANY_AT_ONCE = {"xla_gpu_experimental_parallel_collective_overlap_limit": "8"}
+MANY_AT_ONCE = {"xla_gpu_experimental_parallel_collective_overlap_limit": "64"}
 """So many collectives may be under way; else one runs beside computation, and the others alone."""
 
 

@@ -37,10 +37,7 @@ class Parallelism:
     @property
     def compiler_options(self) -> dict[str, str]:
         """What `jax.jit` takes so that hops are made as `hops` says."""
-        experts, context = self.expert_parallel, self.context_parallel
-        if self.hops == "nccl" or (experts is None and context is None):
-            return {}
-        return COPIES | (MANY_AT_ONCE if experts is not None and experts.transport == "pairwise" else {})
+        return {} if self.hops == "nccl" else COPIES | MANY_AT_ONCE
 
     @property
     def expert_parallel(self) -> ExpertParallel | None:

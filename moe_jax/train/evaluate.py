@@ -33,7 +33,7 @@ def make_evaluation(
         if parallelism is None:
             return of_batch(params, expert_bias, batch)
         dtype, axes = nnx.merge(graphdef, params, expert_bias).dtype, parallelism.token_axes
-        sharded = ShardedParameters.of(params, parallelism.mesh, dtype=dtype, token_axes=axes)
+        sharded = ShardedParameters.of(params, parallelism.mesh, dtype=dtype, token_axes=axes, hops=parallelism.hops)
 
         def local(params, expert_bias, batch):
             return of_batch(sharded.enter(params), expert_bias, batch, **mesh_options(parallelism, sharded))

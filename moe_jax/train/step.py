@@ -276,7 +276,7 @@ def move_expert_bias(expert_bias: nnx.State, expert_load: Int[Array, "moe_layers
 def _on_mesh(micro_loss, parallelism: Parallelism, params: nnx.State, dtype: jnp.dtype):
     """`jax.value_and_grad` of the loss with each device computing on its own tokens and its part of the parameters."""
     mesh = parallelism.mesh
-    sharded = ShardedParameters.of(params, mesh, dtype=dtype, token_axes=parallelism.token_axes)
+    sharded = ShardedParameters.of(params, mesh, dtype=dtype, token_axes=parallelism.token_axes, hops=parallelism.hops)
 
     def local(params, expert_bias, batch, num_labels):
         def of_parts(params):

@@ -29,14 +29,19 @@ def single():
 
 
 @pytest.mark.parametrize(
-    "sizes, remat",
-    [({"fsdp": 8}, True), ({"data": 2, "fsdp": 4}, False), ({"data": 4, "fsdp": 2}, True)],
+    "sizes, remat, hops",
+    [
+        ({"fsdp": 8}, True, "nccl"),
+        ({"data": 2, "fsdp": 4}, False, "nccl"),
+        ({"data": 4, "fsdp": 2}, True, "copies"),
+        ({"data": 2, "fsdp": 4}, False, "copies"),
+    ],
     ids=lambda value: str(value),
 )
-def test_loss_and_gradients_are_those_of_one_device(single, sizes, remat):
+def test_loss_and_gradients_are_those_of_one_device(single, sizes, remat, hops):
     graph, parameters, tokens, direction, expected, expected_gradients = single
     mesh, axes = make_mesh(**sizes), tuple(sizes)
-    sharded = ShardedParameters.of(parameters, mesh, dtype=jnp.float32, token_axes=axes)
+    sharded = ShardedParameters.of(parameters, mesh, dtype=jnp.float32, token_axes=axes, hops=hops)
 
     def local(parts, tokens, direction):
         def loss(parts):
