@@ -2,9 +2,9 @@
 
 A step is the sum of its parts. The kernels of one layer come from `cost.layer`, the bytes that travel from the layout
 (`parallel.layout`) and the transport, the rates from `parallel.machine`. Gathers of a layer's parameters, and the sums of their
-gradients, run beside the computation of another layer, and `Machine.hidden` of them takes no time. What hides of an exchange
-and of attention's hops, `cost.travel` says. Copies to and from the host's memory hide; nothing else overlaps. docs/scaling.md
-compares it with what was measured.
+gradients, run beside the computation of another layer: by copies they take but the memory's time, by NCCL `Machine.hidden` of
+them takes none. What hides of an exchange and of attention's hops, `cost.travel` says. Copies to and from the host's memory
+hide; nothing else overlaps. docs/scaling.md compares it with what was measured.
 """
 
 import math
@@ -102,9 +102,9 @@ def predict(run: Run, machine: Machine = H200) -> Prediction:
         forward = sum(passes.forward for passes in computing.values())
         backward = sum(passes.total(again) for passes in computing.values()) - forward
         for beside, needed in zip((forward, backward), gather_seconds(run, number, machine), strict=True):
-            hides = machine.hidden * min(needed, beside)
+            hides = (1.0 if run.hops == "copies" else machine.hidden) * min(needed.travel, beside)
             # Before the loop one layer is gathered beside nothing, and its last pass gathers in vain.
-            travel["gathers"] += stage.num_layers * (needed - hides) + needed
+            travel["gathers"] += stage.num_layers * (needed.travel - hides + needed.memory) + needed.travel
             hidden += stage.num_layers * hides
     parts = layers | {"loss": _loss_seconds(run, machine), "optimizer": _optimizer_seconds(run, machine)} | travel
     parts["once a step"] = once_a_step_seconds(run, machine)

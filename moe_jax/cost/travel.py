@@ -1,6 +1,7 @@
 """Seconds in which data travels between devices: tokens to experts, keys round a ring, parameters and their gradients."""
 
 import math
+from typing import NamedTuple
 
 from moe_jax.cost.attention import expanded_elements, expansion_seconds, key_value_elements, travelling_elements
 from moe_jax.cost.layer import ELEMENT, Passes
@@ -130,15 +131,40 @@ def _ulysses_seconds(run: Run, machine: Machine) -> Passes:
     return Passes(to_heads + gather, to_heads + gather, to_heads + sums)
 
 
-def gather_seconds(run: Run, stage: int, machine: Machine) -> tuple[float, float]:
-    """(forward, backward) of one layer: its matrices gathered, backward again, and their gradients sent to who keeps them."""
-    forward = sums = 0.0
+class Gathers(NamedTuple):
+    """Seconds of the matrices of one layer and pass that come from, and go to, other devices."""
+
+    travel: float
+    """Between devices: may hide behind computation."""
+    memory: float
+    """Of the device's memory, which computation beside it does not have meanwhile."""
+
+
+def gather_seconds(run: Run, stage: int, machine: Machine) -> tuple[Gathers, Gathers]:
+    """(forward, backward) of one layer: its matrices gathered, backward again, and their gradients sent to who keeps them.
+
+    By copies (`parallel.direct`) what arrives is read and written once more, into its place, and of gradients what leaves is
+    cut out and what arrives is read for the sum.
+    """
+    gather = sums = Gathers(0.0, 0.0)
     for p in run.parameters:
         if p.in_stage and p.path[1] == stage and p.gather_axes:
             size = ELEMENT * p.used_size / p.layers
-            forward += all_gather_seconds(machine, size, p.gather_axes, run.mesh)
-            sums += all_to_all_seconds(machine, size, p.gather_axes, run.mesh)
-    return forward, forward + sums
+            if run.hops == "copies":
+                own = size / math.prod(getattr(run.mesh, name) for name in p.gather_axes)
+                others = size - own
+                travel = ring_hop_seconds(machine, others, p.gather_axes, run.mesh, copied=True)
+                of_gather = Gathers(travel, (2 * others + 2 * size) / machine.hbm)
+                of_sums = Gathers(travel, (4 * others + size + own) / machine.hbm)
+            else:
+                of_gather = Gathers(all_gather_seconds(machine, size, p.gather_axes, run.mesh), 0.0)
+                of_sums = Gathers(all_to_all_seconds(machine, size, p.gather_axes, run.mesh), 0.0)
+            gather, sums = _added(gather, of_gather), _added(sums, of_sums)
+    return gather, _added(gather, sums)
+
+
+def _added(a: Gathers, b: Gathers) -> Gathers:
+    return Gathers(a.travel + b.travel, a.memory + b.memory)
 
 
 def once_a_step_seconds(run: Run, machine: Machine) -> float:

@@ -112,9 +112,24 @@ def test_a_module_that_predicts_a_further_token_is_a_layer_and_a_loss_more():
 def test_a_stage_gathers_one_layer_more_than_it_has():
     """The first before its loop, where nothing hides it, the last in vain."""
     run = Run(QWEN, MeshShape(fsdp=8), 8, 4096)
-    needed = sum(gather_seconds(run, 0, H200))
+    needed = sum(passes.travel for passes in gather_seconds(run, 0, H200))
     found = predict(run, replace(H200, hidden=0.0)).seconds["gathers"]
     assert found == pytest.approx(49 * needed)
+
+
+def test_gathers_by_copies_hide_but_for_the_memory_that_they_read_and_write():
+    """In units of what one of four devices is sent of a matrix; forward it arrives and is put into its place with its own."""
+    run = Run(QWEN, MeshShape(fsdp=4), 32, 4096, hops="copies")
+    forward, backward = gather_seconds(run, 0, H200)
+    size = sum(2 * p.used_size / p.layers for p in run.parameters if p.in_stage and p.gather_axes)
+    assert forward.memory == pytest.approx(3.5 * size / H200.hbm)
+    # Gathered again; gradients cut out, sent, and read for the sum, which is written.
+    assert backward.memory - forward.memory == pytest.approx(4.25 * size / H200.hbm)
+    assert backward.travel == pytest.approx(2 * forward.travel)
+    found = predict(run)
+    assert found.seconds["gathers"] == pytest.approx(48 * (forward.memory + backward.memory) + forward.travel + backward.travel)
+    # Beside too little they show.
+    assert predict(replace(run, rows=4, sequence_length=64)).seconds["gathers"] > found.seconds["gathers"]
 
 
 def test_one_device_keeps_everything_and_meets_nobody():
