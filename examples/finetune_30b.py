@@ -1,10 +1,11 @@
-"""Fine-tune all parameters of Qwen3-30B-A3B on all GPUs of a job: bf16 compute, f32 masters, experts spread over the GPUs.
+"""Fine-tune all parameters of Qwen3-30B-A3B on all GPUs of a job: bf16 compute, f32 masters, everything sharded.
 
     python examples/finetune_30b.py --model Qwen/Qwen3-30B-A3B --data chats.jsonl --output runs/30b
     python examples/finetune_30b.py --random-weights --tokenizer Qwen/Qwen3-30B-A3B --data texts --output runs/try --steps 20
     moe-jax launch -- python examples/finetune_30b.py ...      # a process for each GPU; more hosts: docs/scaling.md
 
-One process that has all GPUs is 4 % faster: tokens travel to experts by copies, beside them (docs/scaling.md).
+In one process that has all GPUs each layer's matrices are gathered by copies while another layer computes; several processes
+send tokens to experts instead, since NCCL's gathers hide less (docs/scaling.md).
 
 Parameters with their masters and AdamW's moments take 8 bytes a parameter with moments in bf16 (four GPUs of 141 GB) and 12 in
 f32 (eight). Interrupted anywhere, the same command goes on from the last checkpoint, on as many GPUs or on others.
@@ -34,7 +35,7 @@ class Settings:
     random_weights: bool = False
     steps: int = 1000
     seq_len: int = 4096
-    rows_per_gpu: int = 2
+    rows_per_gpu: int = 8
     learning_rate: float = 1e-5
 
 
@@ -42,8 +43,8 @@ def main(settings: Settings) -> None:
     """Trains; the model is written to `output`/model as a Hugging Face folder."""
     initialize_processes()
     gpus = jax.device_count()
-    # Tokens travel to experts inside a host, and of few devices (docs/scaling.md); all else is gathered.
-    expert = math.gcd(gpus, 4)
+    # Tokens travel to experts inside a host, and of few devices; all else is gathered.
+    expert = 1 if jax.process_count() == 1 else math.gcd(gpus, 4)
     mesh = MeshShape(fsdp=gpus // expert, expert=expert)
     finetune_settings = train.FinetuneSettings(
         model=settings.model,
