@@ -52,11 +52,19 @@ def run_layers(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _run_layers(body: Body, gather: LayerGather, remat: Remat, shared, of_layer, x, parameters, totals):
-    def step(x, arguments):
-        own, parts, of_totals = arguments
-        return body(shared, own, x, gather.layer(parts, gather.fetch(parts)), of_totals)
+    last = jax.tree.leaves(parameters)[0].shape[0] - 1
 
-    return lax.scan(step, x, (of_layer, parameters, totals))
+    def step(state, arguments):
+        x, fetched = state
+        i, own, parts, of_totals = arguments
+        sent = gather.send(_take(parameters, jnp.minimum(i + 1, last)))
+        x, y = body(shared, own, x, gather.layer(parts, fetched), of_totals)
+        x, sent = gather.behind(x, sent)
+        return (x, gather.receive(sent)), y
+
+    first = gather.fetch(_take(parameters, 0))
+    (x, _), y = lax.scan(step, (x, first), (jnp.arange(last + 1), of_layer, parameters, totals))
+    return x, y
 
 
 def _forward(body: Body, gather: LayerGather, remat: Remat, shared, of_layer, x, parameters, totals):
