@@ -3,68 +3,15 @@
 More shared memory than a block can have, 227 KiB, is refused while lowering.
 """
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from h200 import needs_compiler, run_script
 
-ROOT = Path(__file__).parents[2]
-
-COMPILER = ROOT / ".venv" / "cuda-compiler"
-"""Where `make cuda-compiler` puts JAX's CUDA plugin on a machine without a GPU: in the environment JAX would look for one."""
-
-
-def is_installed(plugin):
-    return importlib.util.find_spec("jax_plugins") is not None and importlib.util.find_spec(f"jax_plugins.{plugin}") is not None
-
-
-pytestmark = pytest.mark.skipif(
-    not COMPILER.exists() and not is_installed("xla_cuda13") and not is_installed("xla_cuda12"),
-    reason="needs the compiler in JAX's CUDA plugin, with or without a GPU: `make cuda-compiler` installs it",
-)
+pytestmark = needs_compiler
 
 SPILLS = {"gated_matmul_backward": 264}
 """Bytes a thread stores at most where the fastest tile does not fit into its registers (docs/kernels.md); others store none."""
-
-COMMON = """
-import sys
-import jax, numpy as np
-import jax.numpy as jnp
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from moe_jax import kernels
-from moe_jax.kernels.flash_attention import flash_attention
-
-H200 = '''
-platform_name: "CUDA"
-device_description_str: "NVIDIA H200"
-runtime_version { major: 13 minor: 0 }
-dnn_version_info { major: 9 minor: 8 }
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  core_count: 132  fpus_per_core: 128  threads_per_warp: 32  threads_per_core_limit: 2048  threads_per_block_limit: 1024
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-  shared_memory_per_core: 233472  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  device_memory_size: 150754820096  memory_bandwidth: 4800000000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98
-}
-'''
-
-def compile(f, *shapes, donate=()):
-    "Compiles f for arguments of these (shape, dtype)."
-    devices = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices
-    mesh = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
-    place = NamedSharding(mesh, PartitionSpec())
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        types = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
-        return jax.jit(f, donate_argnums=donate).lower(*types).compile()
-
-bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
-"""
 
 EXPERTS = """
 def step(x, w_gate_up, w_down, weights, chosen, dy):
@@ -179,18 +126,9 @@ def test_the_attention_of_qwen3_30b_spills_nothing():
 
 def spilled_bytes(script, *arguments):
     """{kernel: bytes that a thread of it stores because registers run out}, of what the script compiles."""
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        # The plugin looks for libraries that only running kernels needs.
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(COMPILER), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, "-c", COMMON + script, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels = re.findall(r"Compiling entry function '(\w+)_mosaic_gpu_kernel'.*\n.*\n.* (\d+) bytes spill stores", done.stdout)
+    kernels = re.findall(
+        r"Compiling entry function '(\w+)_mosaic_gpu_kernel'.*\n.*\n.* (\d+) bytes spill stores", run_script(script, *arguments)
+    )
     return {name: max(int(count) for other, count in kernels if other == name) for name, _ in kernels}
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from h200 import needs_compiler, run_script
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -124,3 +125,51 @@ def test_on_a_gpu_gradients_are_written_once(devices):
     shape = f"tensor<{LAYERS}x{WIDTH}x{WIDTH}xf32>"
     assert any("AllocateBuffer" in line and line.rstrip().endswith(shape) for line in text.splitlines())
     assert not any("broadcast_in_dim" in line and line.rstrip().endswith(shape) for line in text.splitlines())
+
+
+GATHERED = """
+from moe_jax.layers.stack import run_layers
+from moe_jax.parallel.fsdp import LayerGather
+from moe_jax.parallel.hops import COPIES, MANY_AT_ONCE
+
+mesh = make_mesh(4, "fsdp")
+gather = LayerGather((((-3, ("fsdp",)),),) * 2, bf16, "copies")
+has_gradient, remat = sys.argv[1] != "value", sys.argv[1] == "remat"
+
+def body(shared, of_layer, x, w, _):
+    return x + kernels.experts_mlp(x, *w, *shared, backend="mosaic"), ()
+
+def local(w, x, weights, chosen):
+    def loss(w):
+        return run_layers(body, (weights, chosen), (), x, w, gather, remat=remat)[0].astype(f32).sum()
+    return jax.grad(loss)(w) if has_gradient else loss(w)[None]
+
+split, of_layers = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")
+specs = of_layers, split, split, split
+f = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=of_layers if has_gradient else split)
+place = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+w = place((3, 8, 1024, 512), bf16, of_layers), place((3, 8, 512, 512), bf16, of_layers)
+tokens = place((4096, 512), bf16, split), place((4096, 2), f32, split), place((4096, 2), i32, split)
+with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    print(jax.jit(f).lower(w, *tokens).compile(COPIES | MANY_AT_ONCE).as_text())
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("what, loops", [("value", 1), ("gradient", 2), ("remat", 2)])
+def test_by_copies_what_travels_hides_behind_a_layers_kernels(what, loops):
+    """In the program of four H200s, between the start of each copy in a loop over layers and the wait for it a kernel runs."""
+    computations = re.split(r"\n(?=%|ENTRY)", run_script(GATHERED, what))
+    loops_that_copy = [c for c in computations if "collective-permute-start(" in c and not c.startswith("ENTRY")]
+    assert len(loops_that_copy) == loops
+    for loop in loops_that_copy:
+        lines = loop.splitlines()
+        kernels = [i for i, line in enumerate(lines) if "mosaic_gpu" in line and "custom-call(" in line]
+        starts = {
+            match[1]: i for i, line in enumerate(lines) if (match := re.search(r"%(\S+) = .* collective-permute-start\(", line))
+        }
+        waits = {
+            match[1]: i for i, line in enumerate(lines) if (match := re.search(r" collective-permute-done\(%(\S+?)\)", line))
+        }
+        assert starts.keys() == waits.keys() and len(starts) >= 3
+        assert all(any(starts[name] < i < waits[name] for i in kernels) for name in starts)

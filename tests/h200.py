@@ -1,0 +1,80 @@
+"""Programs compiled for an H200 without one, by the compiler in JAX's CUDA plugin."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+COMPILER = ROOT / ".venv" / "cuda-compiler"
+"""Where `make cuda-compiler` puts JAX's CUDA plugin on a machine without a GPU: in the environment JAX would look for one."""
+
+
+def is_installed(plugin):
+    return importlib.util.find_spec("jax_plugins") is not None and importlib.util.find_spec(f"jax_plugins.{plugin}") is not None
+
+
+needs_compiler = pytest.mark.skipif(
+    not COMPILER.exists() and not is_installed("xla_cuda13") and not is_installed("xla_cuda12"),
+    reason="needs the compiler in JAX's CUDA plugin, with or without a GPU: `make cuda-compiler` installs it",
+)
+
+COMMON = """
+import sys
+import jax, numpy as np
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from moe_jax import kernels
+from moe_jax.kernels.flash_attention import flash_attention
+
+H200 = '''
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+runtime_version { major: 13 minor: 0 }
+dnn_version_info { major: 9 minor: 8 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132  fpus_per_core: 128  threads_per_warp: 32  threads_per_core_limit: 2048  threads_per_block_limit: 1024
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  shared_memory_per_core: 233472  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  device_memory_size: 150754820096  memory_bandwidth: 4800000000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98
+}
+'''
+
+def make_mesh(devices, axis):
+    "So many H200s of one host."
+    devices = topologies.get_topology_desc("", "cuda", target_config=H200, topology=f"1x{devices}x1").devices
+    return Mesh(np.array(devices), (axis,), axis_types=(AxisType.Auto,))
+
+def compile(f, *shapes, donate=()):
+    "Compiles f for arguments of these (shape, dtype)."
+    mesh = make_mesh(1, "x")
+    place = NamedSharding(mesh, PartitionSpec())
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        types = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
+        return jax.jit(f, donate_argnums=donate).lower(*types).compile()
+
+bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
+"""
+
+
+def run_script(script, *arguments):
+    """What a script prints in a process of its own that can compile for an H200; `COMMON` stands before it."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        # The plugin looks for libraries that only running kernels needs.
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(COMPILER), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-c", COMMON + script, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
