@@ -70,15 +70,17 @@ def _run_layers(body: Body, gather: LayerGather, remat: Remat, shared, of_layer,
 def _forward(body: Body, gather: LayerGather, remat: Remat, shared, of_layer, x, parameters, totals):
     last = jax.tree.leaves(parameters)[0].shape[0] - 1
     placed = partial(_in_memory, jax.memory.Space.Host) if remat == "offload" else lambda arrays: arrays
-    body = jax.checkpoint(body, prevent_cse=False) if remat else body
 
     def layer(i, x, fetched):
         arguments = shared, _take(of_layer, i), x, gather.layer(_take(parameters, i), fetched), _take(totals, i)
+        if remat:
+            after, y = body(*arguments)
+            return after, (y, placed(x))
         # Restored from where they lie: a copy of each layer's weights would double them.
-        (x, y), pullback = jax.vjp(
+        (after, y), pullback = jax.vjp(
             body, *arguments, saveable_args=(False, False, True, False, False), in_nzs=(False, False, True, True, True)
         )
-        return x, (y, placed(pullback))
+        return after, (y, placed(pullback))
 
     def step(state):
         i, x, fetched, kept = state
@@ -90,41 +92,39 @@ def _forward(body: Body, gather: LayerGather, remat: Remat, shared, of_layer, x,
     # Two traces of a pullback are two tree structures of the same leaves.
     first = gather.fetch(_take(parameters, 0))
     shapes, structure = jax.tree.flatten(jax.eval_shape(layer, 0, x, first)[1])
-    y, pullbacks = jax.tree.unflatten(structure, _unwritten(last + 1, shapes))
-    kept = jax.tree.leaves((y, placed(pullbacks)))
+    y, saved = jax.tree.unflatten(structure, _unwritten(last + 1, shapes))
+    kept = jax.tree.leaves((y, placed(saved)))
     _, x, _, kept = lax.while_loop(lambda state: state[0] <= last, step, (0, x, first, kept))
-    y, pullbacks = jax.tree.unflatten(structure, kept)
-    return (x, y), (shared, of_layer, parameters, totals, pullbacks)
+    y, saved = jax.tree.unflatten(structure, kept)
+    return (x, y), (shared, of_layer, parameters, totals, saved)
 
 
 def _backward(body: Body, gather: LayerGather, remat: Remat, kept, gradients):
-    shared, of_layer, parameters, totals, pullbacks = kept
+    shared, of_layer, parameters, totals, saved = kept
     dx, dy = gradients
     last = jax.tree.leaves(parameters)[0].shape[0] - 1
     offload = remat == "offload"
 
     def restored(i):
-        """What layer i kept, from the host's memory a layer ahead of its use."""
-        return _in_memory(jax.memory.Space.Device, _take(pullbacks, i)) if offload else None
+        """What layer i saved, from the host's memory a layer ahead of its use."""
+        return _in_memory(jax.memory.Space.Device, _take(saved, i)) if offload else None
 
     def step(state):
-        turn, dx, fetched, pullback, leaving, arrived, staying, totals = state
+        turn, dx, fetched, of_this, leaving, arrived, staying, totals = state
         i = last - turn
         following = jnp.maximum(i - 1, 0)
-        sent, upcoming_pullback = gather.send(_take(parameters, following)), restored(following)
+        sent, of_following = gather.send(_take(parameters, following)), restored(following)
         sent_back = gather.send_gradients(leaving)
-        pullback = pullback if offload else _take(pullbacks, i)
+        of_this = of_this if offload else _take(saved, i)
         layer = gather.layer(_take(parameters, i), fetched)
-        arguments = shared, _take(of_layer, i), pullback.args_res[2], layer, _take(totals, i)
         if remat:
-            # A pullback keeps arguments as lists of leaves.
-            x = jax.tree.unflatten(jax.tree.structure(dx), jax.tree.leaves(arguments[2]))
-            arguments = *arguments[:2], x, *arguments[3:]
+            arguments = shared, _take(of_layer, i), of_this, layer, _take(totals, i)
             _, pullback = jax.vjp(body, *arguments, in_nzs=(False, False, True, True, True))
             # What is computed again hides one way, its gradients the other.
             pullback, sent = gather.behind(pullback, sent)
         else:
-            pullback = pullback.replace(args_res=list(arguments))
+            arguments = shared, _take(of_layer, i), of_this.args_res[2], layer, _take(totals, i)
+            pullback = of_this.replace(args_res=list(arguments))
         _, _, dx, dlayer, dtotals = pullback((dx, _take(dy, i)))
         leaving, own = gather.split(dlayer)
         (dx, leaving), (sent, sent_back) = gather.behind((dx, leaving), (sent, sent_back))
@@ -134,7 +134,7 @@ def _backward(body: Body, gather: LayerGather, remat: Remat, kept, gradients):
             turn + 1,
             dx,
             gather.receive(sent),
-            upcoming_pullback,
+            of_following,
             leaving,
             arrived,
             _put(staying, own, i),

@@ -51,6 +51,34 @@ def loss(run, inputs):
 
 
 @pytest.mark.parametrize("remat", [False, True, "offload"])
+def test_what_goes_from_layer_to_layer_may_be_passed_through_added_to_or_counted(remat):
+    """So that the gradient of a layer does not need all of it, or none."""
+
+    def body(shared, of_layer, carry, w, _=None):
+        x, same, total, count = carry
+        return (x + jnp.sin(w), same, total + jnp.square(w).sum() + same, count + 1), ()
+
+    def run(parameters, start):
+        return run_layers(body, (), (), (*start, jnp.int32(0)), parameters, remat=remat)[0]
+
+    def value(parameters, start):
+        x, _, total, _ = run(parameters, start)
+        return jnp.sin(x).sum() * total
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng()
+        w, start = jnp.asarray(rng.normal(size=(LAYERS, 4))), tuple(jnp.asarray(rng.normal(size=n)) for n in (4, (), ()))
+        assert run(w, start)[3] == LAYERS
+        found = jax.jit(jax.grad(value, (0, 1)))(w, start)
+
+        def expected(w, start):
+            x, same, total = start
+            return jnp.sin(x + jnp.sin(w).sum(axis=0)).sum() * (total + jnp.square(w).sum() + LAYERS * same)
+
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12), found, jax.grad(expected, (0, 1))(w, start))
+
+
+@pytest.mark.parametrize("remat", [False, True, "offload"])
 @pytest.mark.parametrize("window", [False, True])
 def test_values_and_gradients_equal_a_scans(remat, window):
     run = partial(run_layers, layer, remat=remat)
