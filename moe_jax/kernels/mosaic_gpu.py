@@ -29,6 +29,8 @@ def launch(
 ) -> Callable:
     """A persistent kernel: `body(*input references, *output references, *scratch references)` in each warpgroup of a block.
 
+    Functions that launch a kernel are jitted: a program that calls one again with the same shapes traces and lowers it once.
+
     With `in_place` there are no outputs: the body changes the last input, which is the result, in the same memory unless
     something else reads that input later. Input and result must not be slices of different arrays (docs/kernels.md).
     """

@@ -8,6 +8,8 @@ Cost for N visible (query, key) pairs of whole blocks: 4*B*H*N*(d + e) FLOPs, an
 the registers at once and are computed one after the other. Each sum has one order: the same bits each run.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -43,6 +45,7 @@ def keys_ring(head_dim: int, value_dim: int) -> Ring:
     return largest_ring(64, head_dim + value_dim, BLOCK_KV * (head_dim + value_dim))
 
 
+@partial(jax.jit, static_argnames=("scale", "ring", "out_dtype"))
 def backward_keys(
     q: Float[Array, "batch seq heads head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],

@@ -5,6 +5,8 @@
 Cost for N visible (query, key) pairs of whole blocks: 2*B*H*N*(2*d + e) FLOPs. Each sum has one order: the same bits each run.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -44,6 +46,7 @@ def queries_ring(head_dim: int, value_dim: int) -> Ring:
     return largest_ring(128 if max(head_dim, value_dim) <= 128 else 64, width, BLOCK_Q * (width + CHUNK))
 
 
+@partial(jax.jit, static_argnames=("scale", "ring", "out_dtype"))
 def backward_queries(
     q: Float[Array, "batch seq heads head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],

@@ -8,6 +8,7 @@ cross memory once, k and v once per 128 queries, from L2 where it holds them.
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,7 @@ def _out_chunk(head_dim: int, value_dim: int) -> int:
     return value_dim if max(head_dim, value_dim) <= 128 else 64
 
 
+@partial(jax.jit, static_argnames=("scale", "ring", "out_dtype"))
 def forward(
     q: Float[Array, "batch seq heads head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],

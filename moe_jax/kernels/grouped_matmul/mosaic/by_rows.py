@@ -33,6 +33,7 @@ CHUNK = 64
 """Columns that an epilogue rounds, stages in shared memory and stores at a time."""
 
 
+@partial(jax.jit, static_argnames=("tile", "transpose"))
 def matmul(
     a: Float[Array, "rows k"], w: Float[Array, "experts ..."], plan: Plan, tile: Tile, *, transpose: bool
 ) -> Float[Array, "rows n"]:
@@ -48,6 +49,7 @@ def matmul(
     return launch_rows(a, w, plan, tile, epilogue, transpose=transpose)[0]
 
 
+@partial(jax.jit, static_argnames=("tile", "keep_h"))
 def matmul_gated_silu(
     a: Float[Array, "rows k"], w: Float[Array, "experts 2*inter k"], plan: Plan, tile: Tile, *, keep_h: bool
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:

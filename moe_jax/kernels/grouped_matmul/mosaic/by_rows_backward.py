@@ -23,6 +23,7 @@ from moe_jax.kernels.mosaic_gpu import operand_transforms
 from moe_jax.kernels.routing import Plan
 
 
+@functools.partial(jax.jit, static_argnames="tile")
 def matmul_gated_silu_backward(
     dy: Float[Array, "rows hidden"],
     w_down: Float[Array, "experts hidden inter"],

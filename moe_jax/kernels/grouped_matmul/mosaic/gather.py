@@ -5,6 +5,8 @@ each would be read K times, long after it has left the L2 cache. Two blocks shar
 next rows, the other copies.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,6 +24,7 @@ CHUNK_BYTES = 16 * 2**10
 """Of one stage, at most, unless one token is larger."""
 
 
+@partial(jax.jit, static_argnames="fill")
 def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan, *, fill: bool = True) -> Float[Array, "rows hidden"]:
     """x in expert order. Rows that only fill an expert's last block are zero, without `fill` left unwritten as
     those from offsets[-1] on are."""
