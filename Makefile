@@ -42,7 +42,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@
 
-# Beside the environment, where JAX would look for a GPU; tests/kernels/test_ptxas.py alone uses it.
+# Beside the environment, where JAX would look for a GPU; tests that compile for an H200 (tests/h200.py) use it.
 cuda-compiler: $(INSTALLED)
 	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/cuda-compiler \

@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.kernels import attention
 from moe_jax.parallel import context_attention, default_hops, shard_sequence, unshard_sequence
 from moe_jax.parallel.context import Method
-from moe_jax.parallel.hops import COPIES, Hops
+from moe_jax.parallel.hops import COPIES, MANY_AT_ONCE, Hops
 from moe_jax.parallel.sequence import Layout
 
 SPLIT = P(None, "context")
@@ -159,7 +159,7 @@ def make_inputs(tokens: int, args: argparse.Namespace) -> list[jax.Array]:
 
 def on_mesh(f: Callable, mesh: jax.sharding.Mesh, hops: Hops) -> Callable:
     """f on each device's part of its arguments, all split along their tokens, jitted."""
-    options = COPIES if hops == "copies" and mesh.size > 1 else None
+    options = COPIES | MANY_AT_ONCE if hops == "copies" and mesh.size > 1 else None
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT), compiler_options=options)
 
 

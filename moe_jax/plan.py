@@ -139,6 +139,6 @@ def flags(run: Run) -> str:
     batch = f"--batch-size {run.rows} --seq-len {run.sequence_length}"
     dtypes = f"--param-dtype {run.param_dtype} --moment-dtype {run.moment_dtype}"
     capacity = "" if run.capacity_factor == Run.capacity_factor else f"--capacity-factor {run.capacity_factor:g}"
-    hops = f"--hops {run.hops}" if run.mesh.context > 1 or run.exchanges else ""
+    hops = f"--hops {run.hops}" if run.mesh.size > 1 else ""
     remat = {False: "--no-remat", True: "", "offload": "--offload"}[run.remat]
     return " ".join(part for part in (axes, batch, dtypes, capacity, hops, remat) if part)

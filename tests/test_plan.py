@@ -138,7 +138,8 @@ def test_hops_are_copies_on_one_host_unless_asked_for_otherwise(capsys):
 def test_an_exchange_by_copies_is_printed_with_its_capacity():
     run = Run(NAMED_CONFIGS["qwen3-30b-a3b"], MeshShape(expert=4), 32, 4096, hops="copies", capacity_factor=4.0)
     assert "--capacity-factor 4 --hops copies" in flags(run)
-    assert "--hops" not in flags(replace(run, mesh=MeshShape(fsdp=4)))
+    assert "--hops copies" in flags(replace(run, mesh=MeshShape(fsdp=4)))
+    assert "--hops" not in flags(replace(run, mesh=MeshShape()))
 
 
 @pytest.mark.parametrize(

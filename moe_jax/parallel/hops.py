@@ -10,6 +10,8 @@ from typing import Literal, get_args
 
 from jax.sharding import Mesh
 
+from moe_jax.parallel.mesh import MESH_AXES
+
 Hops = Literal["nccl", "copies"]
 
 COPIES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
@@ -41,4 +43,8 @@ def _obstacle(mesh: Mesh) -> str:
     processes, platforms = ({getattr(d, name) for d in mesh.devices.flat} for name in ("process_index", "platform"))
     if len(processes) > 1:
         return f"devices of {len(processes)} processes"
-    return "" if platforms == {"gpu"} else f"devices of platform {', '.join(sorted(platforms))}"
+    if platforms != {"gpu"}:
+        return f"devices of platform {', '.join(sorted(platforms))}"
+    axes = [name for name in mesh.axis_names if name in MESH_AXES]
+    in_order = axes == sorted(axes, key=MESH_AXES.index)
+    return "" if in_order else f"the axes {', '.join(axes)} in another order than {', '.join(MESH_AXES)}"

@@ -56,7 +56,7 @@ class Machine:
     host_latency: float
     """A collective's further seconds for each host that it spans."""
     hidden: float
-    """The share of a gather's or sum's time that it takes nothing of the step when a layer's computation runs beside it."""
+    """The share of NCCL's time for a gather or sum that takes nothing of the step when a layer's computation runs beside it."""
     layer_overhead: float
     """Seconds that a pass over a layer takes beside all that is counted."""
 
@@ -165,4 +165,4 @@ H200 = Machine(
     # Fitted to four training steps, of which it is 2 % (docs/scaling.md).
     layer_overhead=0.1e-3,
 )
-"""Eight to a host, linked all to all by NVLink (measured with four), multicast off."""
+"""Eight to a host, linked all to all by NVLink (rates measured with four), multicast off."""

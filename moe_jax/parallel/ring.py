@@ -114,7 +114,7 @@ def _backward(ring: Ring, residuals, dout):
         of_keys = partial(gradient, partial_attention.gradients_of_keys, step)
         return gradients_of_kept(ring.expand, weights, kept, of_keys, previous)
 
-    # One hop at a time, each beside one kernel, for XLA keeps no two collectives in flight: the sums of dk and dv travel while
+    # One hop at a time, each beside one kernel, for over NCCL XLA keeps no two in flight: the sums of dk and dv travel while
     # dq is computed, keys while dk and dv are, and the sums go home while a device computes what its own keys add to them.
     travelling, sums, dweights = _pack(kept), None, None
     if ring.size > 1:
@@ -167,7 +167,7 @@ def as_dtypes_of(like, arrays):
 
 
 def _pack(arrays: Kept) -> Array:
-    """All as one array: XLA would run one of two hops beside a kernel and wait for the other."""
+    """All as one array: over NCCL, XLA would run one of two hops beside a kernel and wait for the other."""
     return jnp.concatenate([a.reshape(-1) for a in arrays])
 
 

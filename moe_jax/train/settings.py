@@ -59,8 +59,8 @@ class FinetuneSettings:
       capacity_factor: how many times what an even routing brings fits into one exchange between experts' devices. With the
         number of devices along mesh.expert everything fits, and no layer waits to learn whether it did
         (docs/parallel_experts.md).
-      hops: how data passes from device to device, in a ring along mesh.context or pairwise to experts: "copies", between the
-        GPUs of one process, or "nccl". None: copies where they can be made.
+      hops: how data passes from device to device, matrices that are gathered, in a ring along mesh.context or pairwise to
+        experts: "copies", between the GPUs of one process, or "nccl". None: copies where they can be made.
       shadow_experts: how many experts at most a layer may copy to all devices along mesh.expert for a step, where that takes
         more from the busiest device than the copies cost (docs/parallel_experts.md).
       tensorboard: write output/tensorboard too.
