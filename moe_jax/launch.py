@@ -23,6 +23,8 @@ from moe_jax.parallel import processes
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+SECONDS_UNTIL_A_SIGNAL_IS_SEEN = 1.0
+
 
 @dataclass(frozen=True)
 class LaunchSettings:
@@ -88,7 +90,7 @@ def launch(settings: LaunchSettings) -> int:
             job.start(rank, settings.command, variables, ended)
         status = 0
         for _ in environments:
-            rank, returned = ended.get()
+            rank, returned = _wait_for_one(ended)
             if returned and not status:
                 status = 128 - returned if returned < 0 else returned
                 reason = f"was ended by {signal.Signals(-returned).name}" if returned < 0 else f"failed with status {returned}"
@@ -188,6 +190,15 @@ def _signal_group(process: subprocess.Popen, number: int) -> None:
         os.killpg(process.pid, number)
     except ProcessLookupError:
         pass
+
+
+def _wait_for_one(ended: queue.Queue[tuple[int, int]]) -> tuple[int, int]:
+    while True:
+        try:
+            # The kernel may give a signal to any thread, which does not wake this one, where Python handles it.
+            return ended.get(timeout=SECONDS_UNTIL_A_SIGNAL_IS_SEEN)
+        except queue.Empty:
+            pass
 
 
 def _print_lines(rank: int, source: IO[bytes], target: IO[str]) -> None:

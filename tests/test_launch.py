@@ -90,7 +90,12 @@ def test_who_does_not_end_is_killed_with_all_that_it_started(tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
-def test_signals_are_passed_on(capfd):
+@pytest.mark.parametrize(
+    "send",
+    [lambda number: os.kill(os.getpid(), number), lambda number: signal.pthread_kill(threading.get_ident(), number)],
+    ids=["to the process", "to a thread that does not handle it"],
+)
+def test_signals_are_passed_on(send, capfd):
     source = (
         "import signal, sys, time\n"
         "def stop(*_): print('told to stop'); sys.exit(3)\n"
@@ -104,7 +109,7 @@ def test_signals_are_passed_on(capfd):
         while out.count("ready") < 2 and not ended.wait(0.01):
             out += capfd.readouterr().out
         if not ended.is_set():
-            os.kill(os.getpid(), signal.SIGTERM)
+            send(signal.SIGTERM)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
