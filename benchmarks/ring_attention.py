@@ -104,7 +104,8 @@ def measure(devices: int, args: argparse.Namespace) -> list[dict]:
     split = [jax.device_put(shard_sequence(a, devices, args.layout), NamedSharding(mesh, SPLIT)) for a in whole]
     systems = {ALONE: (functools.partial(attend_alone, scale=scale), one, whole)}
     for method in args.methods:
-        systems[method] = functools.partial(context_attention, scale=scale, layout=args.layout, method=method), mesh, split
+        options = dict(scale=scale, layout=args.layout, method=method, hops=args.hops)
+        systems[method] = functools.partial(context_attention, **options), mesh, split
 
     rows, forwards, steps, expected = {}, {}, {}, None
     for name, (f, on, inputs) in systems.items():

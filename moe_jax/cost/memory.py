@@ -92,13 +92,14 @@ def _backward_workspace(run: Run) -> float:
 
 
 def _context_workspace(run: Run) -> float:
-    """What travels, of two devices in the ring, of all with `all_gather`, and its f32 gradients.
+    """What travels, of all devices with `all_gather`, of two turns' in the ring, and its f32 gradients.
 
-    Where keys and values are expanded from it, these too: of one device in the ring.
+    Where keys and values are expanded from it, these too: of one turn in the ring.
     """
     if run.mesh.context == 1 or run.context_method == "ulysses":
         return 0
-    arrived, at_once = (2, 1) if run.context_method == "ring" else (run.mesh.context, run.mesh.context)
+    is_ring, devices = run.context_method == "ring", run.mesh.context
+    arrived, at_once = (2 * run.ring_turn, run.ring_turn) if is_ring else (devices, devices)
     elements = arrived * travelling_elements(run.config) + at_once * expanded_elements(run.config)
     return (ELEMENT + 4) * run.tokens * elements
 

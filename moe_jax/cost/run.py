@@ -18,6 +18,7 @@ from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, first_cap
 from moe_jax.parallel.hops import Hops
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape
+from moe_jax.parallel.ring import devices_of_turn
 
 Dtype = Literal["bfloat16", "float32"]
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -133,6 +134,12 @@ class Run:
         """Of these rows, those that the experts compute at a time: a part where one device has many tokens (`layers.moe`)."""
         in_chunks = not self.exchanges and self.tokens > 2 * EXPERT_CHUNK_TOKENS
         return EXPERT_CHUNK_TOKENS * self.moe_config.num_experts_per_tok if in_chunks else self.room
+
+    @property
+    def ring_turn(self) -> int:
+        """How many other devices' keys a ring takes at once."""
+        elements = self.config.num_key_value_heads * (self.config.key_dim + self.config.value_dim)
+        return min(self.mesh.context - 1, devices_of_turn(BYTES["bfloat16"] * self.tokens * elements, self.hops))
 
     @property
     def parameters(self) -> tuple["Parameter", ...]:

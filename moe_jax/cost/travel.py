@@ -88,26 +88,29 @@ def context_seconds(run: Run, attention: Passes, machine: Machine) -> Passes:
 
 
 def _ring_seconds(run: Run, keys: float, attention: Passes, machine: Machine) -> Passes:
-    """Hops, and the sums of the steps: in f32, read and written in each step but the first.
+    """Hops, and the sums of the turns: in f32, read and written in each turn but the first.
 
     NCCL's hops do not hide behind kernels that take every core. Copies hide behind the kernel that they run beside: forward
-    keys beside a step's attention; backward the sums of their gradients beside those of the queries, keys beside the rest.
+    keys beside a turn's attention; backward the sums of their gradients beside those of the queries, keys beside the rest. The
+    keys of several devices in a turn are put into the order of the sequence, and the sums of their gradients taken apart.
     """
-    devices, config, axes = run.mesh.context, run.config, ("context",)
+    config, axes = run.config, ("context",)
+    devices, others = run.mesh.context, run.mesh.context - 1
+    turns = math.ceil(others / run.ring_turn)
+    copied, of_turn = run.hops == "copies", others / turns
 
     def exposed(size: float, beside: float) -> float:
-        copied = run.hops == "copies"
-        hop = ring_hop_seconds(machine, size, axes, run.mesh, copied=copied)
+        hop = ring_hop_seconds(machine, of_turn * size, axes, run.mesh, copied=copied)
         return max(0.0, hop - beside / devices) if copied else hop
 
-    def added(elements: int) -> float:
-        return 2 * 4 * run.tokens * elements / machine.hbm
+    def moved(size: float) -> float:
+        return 2 * size / machine.hbm
 
-    heads = config.num_attention_heads
-    forward = exposed(keys, attention.forward) + added(heads * config.value_dim)
+    heads, ordered = config.num_attention_heads, of_turn * keys if of_turn > 1 else 0.0
+    forward = exposed(keys, attention.forward) + moved(4 * run.tokens * heads * config.value_dim + ordered)
     backward = exposed(keys, (1 - OF_QUERIES) * attention.backward) + exposed(2 * keys, OF_QUERIES * attention.backward)
-    backward += added(heads * config.key_dim + key_value_elements(config))
-    return Passes(*((devices - 1) * seconds for seconds in (forward, forward, backward)))
+    backward += moved(4 * run.tokens * (heads * config.key_dim + of_turn * key_value_elements(config)) + 3 * ordered)
+    return Passes(*(turns * seconds for seconds in (forward, forward, backward)))
 
 
 def _expansions_seconds(run: Run, machine: Machine) -> Passes:

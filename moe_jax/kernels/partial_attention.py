@@ -5,9 +5,10 @@ lse and out over the whole sequence and delta[i] = <dout[i], out[i]>, a part's g
 
     p = exp(scale * q k^T - lse)    ds = p * (dout v^T - delta)    dq = scale * ds k    dk = scale * ds^T q    dv = p^T dout
 
-and the parts' add up to the whole's. Everything returned is f32, so that adding parts rounds nothing away. On Hopper each of
-the three functions is one kernel of `flash_attention` (backend "mosaic"), which skips what nobody sees and adds inside the
-kernel; backend "xla" goes over chunks of queries and keys, and a pair of chunks that nobody sees costs a branch.
+and the parts' add up to the whole's. What is returned is f32, so that adding parts rounds nothing away; for a last part it may
+be rounded. On Hopper each of the three functions is one kernel of `flash_attention` (backend "mosaic"), which skips what nobody
+sees and adds inside the kernel; backend "xla" goes over chunks of queries and keys, and a pair of chunks that nobody sees costs
+a branch.
 """
 
 import jax
@@ -35,11 +36,16 @@ def forward(
     scale: float,
     backend: str,
     previous: tuple[Array, Array] | None = None,
+    out_dtype: jnp.dtype | None = None,
 ) -> tuple[Float[Array, "batch queries heads value_dim"], Float[Array, "batch heads queries"]]:
-    """(out, lse) over this part and, if given, the `previous` (out, lse) over other keys; 0 and -inf where no key is seen."""
-    if backend == "mosaic":
-        return flash.forward_of_interval(q, k, v, *bounds, scale=scale, previous=previous)
+    """(out, lse) over this part and, if given, the `previous` (out, lse) over other keys; 0 and -inf where no key is seen.
+
+    out is f32 unless `out_dtype` says otherwise.
+    """
     wide = at_least_f32(q.dtype)
+    out_dtype = jnp.dtype(out_dtype or wide)
+    if backend == "mosaic":
+        return flash.forward_of_interval(q, k, v, *bounds, scale=scale, previous=previous, out_dtype=out_dtype)
     if previous is None:
         previous = jnp.zeros((*q.shape[:3], v.shape[3]), wide), jnp.full((q.shape[0], *q.shape[2:0:-1]), -jnp.inf, wide)
 
@@ -52,7 +58,7 @@ def forward(
 
     start = previous[0], previous[1].swapaxes(1, 2)
     out, lse = _sums(add_keys, (q, *_half_open(bounds)), _keys(k, v), start, _pairs(bounds, k.shape[1]))
-    return out, lse.swapaxes(1, 2)
+    return out.astype(out_dtype), lse.swapaxes(1, 2)
 
 
 def gradient_of_queries(
@@ -67,11 +73,14 @@ def gradient_of_queries(
     scale: float,
     backend: str,
     previous: Float[Array, "batch queries heads head_dim"] | None = None,
+    out_dtype: jnp.dtype | None = None,
 ) -> Float[Array, "batch queries heads head_dim"]:
-    """dq by way of this part, with `previous`, that by way of other parts, added."""
-    if backend == "mosaic":
-        return flash.gradient_of_queries(dout, q, k, v, lse, delta, *bounds, scale=scale, previous=previous)
+    """dq by way of this part, with `previous`, that by way of other parts, added; f32 unless `out_dtype` says otherwise."""
     wide = at_least_f32(q.dtype)
+    out_dtype = jnp.dtype(out_dtype or wide)
+    if backend == "mosaic":
+        operands = dout, q, k, v, lse, delta, *bounds
+        return flash.gradient_of_queries(*operands, scale=scale, previous=previous, out_dtype=out_dtype)
 
     def add_keys(queries, keys, dq):
         _, ds = _probabilities(queries, keys, scale)
@@ -79,7 +88,8 @@ def gradient_of_queries(
         return dq + scale * part.reshape(dq.shape)
 
     start = jnp.zeros(q.shape, wide) if previous is None else previous
-    return _sums(add_keys, _queries(q, bounds, dout, lse, delta), _keys(k, v), start, _pairs(bounds, k.shape[1]))
+    dq = _sums(add_keys, _queries(q, bounds, dout, lse, delta), _keys(k, v), start, _pairs(bounds, k.shape[1]))
+    return dq.astype(out_dtype)
 
 
 def gradients_of_keys(

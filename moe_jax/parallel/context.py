@@ -26,6 +26,7 @@ from moe_jax.kernels import partial_attention
 from moe_jax.kernels.attention import attention, resolve_attention_backend
 from moe_jax.kernels.flash_attention import refusal
 from moe_jax.kernels.varying import vary_alike
+from moe_jax.parallel.hops import Hops
 from moe_jax.parallel.ring import Expand, Kept, Ring, as_dtypes_of, gradients_of_kept, keys_and_values, ring_attention
 from moe_jax.parallel.sequence import Layout, shard_sequence, token_indices, unshard_sequence
 from moe_jax.parallel.sums import sum_scatter
@@ -41,11 +42,13 @@ class ContextParallel:
       axis_name: the mesh axis over which they are.
       layout: which tokens a device has; see `sequence`.
       method: how attention is computed; see `context_attention`.
+      hops: how the program makes hops (`parallel.hops`); `Parallelism` puts its own here.
     """
 
     axis_name: str = "context"
     layout: Layout = "zigzag"
     method: Method = "ring"
+    hops: Hops = "nccl"
 
     def starts_of_segments(self, segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
         """See the function of this name."""
@@ -80,6 +83,7 @@ class ContextParallel:
             axis_name=self.axis_name,
             layout=self.layout,
             method=self.method,
+            hops=self.hops,
             segment_starts=starts,
             window=window,
         )
@@ -94,6 +98,7 @@ def context_attention(
     axis_name: str = "context",
     layout: Layout = "zigzag",
     method: Method = "ring",
+    hops: Hops = "nccl",
     segment_ids: Int[Array, "batch seq"] | None = None,
     segment_starts: Int[Array, "batch seq"] | None = None,
     window: Int[Array, ""] | int | None = None,
@@ -112,6 +117,7 @@ def context_attention(
         `ulysses` they have the heads, or rows of one head after the other, as leading axis, and of a part of them `expand`
         makes the keys and values of these heads.
       axis_name, layout: the mesh axis over which the sequence is split, and how.
+      hops: how the program is compiled to make hops (`Parallelism.compiler_options`); with "copies" a ring has many under way.
       segment_ids: this device's (default: all one segment). Those of all devices are gathered, 4 bytes a token.
       segment_starts: instead of ids what `starts_of_segments` gives for them, computed once for many layers.
       backend: "mosaic" (default on Hopper in bf16 and f16) or "xla".
@@ -150,7 +156,7 @@ def context_attention(
         window = jnp.clip(window, 1, own.shape[0] * lax.axis_size(axis_name)).astype(jnp.int32)
         first_token = jnp.maximum(first_token, own - window + 1)
     backend = resolve_attention_backend(backend, refusal(q, k, v, scale, None))
-    ring = Ring(axis_name, layout, float(scale), backend, expand)
+    ring = Ring(axis_name, layout, float(scale), backend, expand, hops)
     compute = ring_attention if method == "ring" else _all_gather_attention
     return compute(q, kept, weights, first_token, ring)
 
@@ -225,8 +231,7 @@ def _all_gather_attention(q, kept: Kept, weights, first_token, ring: Ring):
 def _all_gather_forward(q, kept: Kept, weights, first_token, ring: Ring):
     keys = keys_and_values(ring.expand, weights, _gather_all(kept, ring))
     bounds = _all_gather_bounds(first_token, ring)
-    out, lse = partial_attention.forward(q, *keys, bounds, scale=ring.scale, backend=ring.backend)
-    out = out.astype(q.dtype)
+    out, lse = partial_attention.forward(q, *keys, bounds, scale=ring.scale, backend=ring.backend, out_dtype=q.dtype)
     return out, (q, kept, weights, first_token, out, lse)
 
 
@@ -235,8 +240,9 @@ def _all_gather_backward(ring: Ring, residuals, dout):
     delta = jnp.einsum("bqhe,bqhe->bhq", dout.astype(lse.dtype), out.astype(lse.dtype))
     bounds = _all_gather_bounds(first_token, ring)
 
-    def gradient(of, keys, previous=None):
-        return of(dout, q, *keys, lse, delta, bounds, scale=ring.scale, backend=ring.backend, previous=previous)
+    def gradient(of, keys, previous=None, **options):
+        options |= dict(scale=ring.scale, backend=ring.backend, previous=previous)
+        return of(dout, q, *keys, lse, delta, bounds, **options)
 
     whole = _gather_all(kept, ring)
     of_keys = partial(gradient, partial_attention.gradients_of_keys)
@@ -244,8 +250,9 @@ def _all_gather_backward(ring: Ring, residuals, dout):
     shards = (shard_sequence(a, ring.size, ring.layout) for a in of_whole)
     dkept = tuple(lax.psum_scatter(a, ring.axis_name, scatter_dimension=1, tiled=True) for a in shards)
     # While the sums travel.
-    dq = gradient(partial_attention.gradient_of_queries, keys_and_values(ring.expand, weights, whole))
-    return dq.astype(q.dtype), as_dtypes_of(kept, dkept), as_dtypes_of(weights, dweights), None
+    keys = keys_and_values(ring.expand, weights, whole)
+    dq = gradient(partial_attention.gradient_of_queries, keys, out_dtype=q.dtype)
+    return dq, as_dtypes_of(kept, dkept), as_dtypes_of(weights, dweights), None
 
 
 _all_gather_attention.defvjp(_all_gather_forward, _all_gather_backward)

@@ -54,8 +54,8 @@ class Parallelism:
 
     @property
     def context_parallel(self) -> ContextParallel | None:
-        """`context`, if there is anything to split."""
-        return self.context if self._size(self.context.axis_name) > 1 else None
+        """`context`, if there is anything to split, with hops as the program makes them."""
+        return replace(self.context, hops=self.hops) if self._size(self.context.axis_name) > 1 else None
 
     @property
     def row_axes(self) -> tuple[str, ...]:

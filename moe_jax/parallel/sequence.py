@@ -13,7 +13,10 @@ device's tokens stand in the order of the sequence, so that any interval of the 
 from typing import Literal, get_args
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
+
+from moe_jax.kernels.varying import vary_as
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 
@@ -72,6 +75,55 @@ def tokens_before(index: Int[Array, "..."], length: int, device, num_shards: int
     if layout == "striped":
         return jnp.clip((index - device + num_shards - 1) // num_shards, 0, length)
     return jnp.clip(index - device * length, 0, length)
+
+
+def join_in_order(parts: list[Array], devices: list[Int[Array, ""]], layout: Layout) -> Array:
+    """The tokens [batch, tokens, ...] of some devices, whose numbers may be traced, in the order of the sequence."""
+    if len(parts) == 1:
+        return parts[0]
+    batch, length, *rest = parts[0].shape
+    pieces, axis = _pieces(length, layout)
+    shape = [batch, *pieces]
+    shape[axis] *= len(parts)
+    whole = vary_as(lax.empty((*shape, *rest), parts[0].dtype), parts[0])
+    for part, places in zip(parts, _places(devices, layout), strict=True):
+        part = part.reshape(batch, *pieces, *rest)
+        for i, place in enumerate(places):
+            whole = lax.dynamic_update_slice_in_dim(whole, lax.slice_in_dim(part, i, i + 1, axis=axis), place, axis)
+    return whole.reshape(batch, -1, *rest)
+
+
+def split_in_order(whole: Array, devices: list[Int[Array, ""]], layout: Layout) -> list[Array]:
+    """The inverse of `join_in_order`."""
+    if len(devices) == 1:
+        return [whole]
+    batch, tokens, *rest = whole.shape
+    pieces, axis = _pieces(tokens // len(devices), layout)
+    shape = [batch, *pieces]
+    shape[axis] *= len(devices)
+    whole = whole.reshape(*shape, *rest)
+
+    def part(places: list[Array]) -> Array:
+        of_part = [lax.dynamic_slice_in_dim(whole, place, 1, axis) for place in places]
+        return jnp.concatenate(of_part, axis).reshape(batch, -1, *rest)
+
+    return [part(places) for places in _places(devices, layout)]
+
+
+def _pieces(length: int, layout: Layout) -> tuple[tuple[int, int], int]:
+    """A device's tokens as two axes behind the batch, and which of the array's axes counts pieces: between those of one device
+    lie others'."""
+    if layout == "striped":
+        return (length, 1), 2
+    return ((2, length // 2) if layout == "zigzag" else (1, length)), 1
+
+
+def _places(devices: list[Int[Array, ""]], layout: Layout) -> list[list[Int[Array, ""]]]:
+    """Where each device's pieces stand among those of all these devices."""
+    ranks = [sum(((other < device).astype(jnp.int32) for other in devices), jnp.int32(0)) for device in devices]
+    if layout == "zigzag":
+        return [[rank, 2 * len(devices) - 1 - rank] for rank in ranks]
+    return [[rank] for rank in ranks]
 
 
 def _check(seq: int, num_shards: int, layout: str) -> None:

@@ -228,8 +228,8 @@ def test_copies_hide_behind_attention_if_it_takes_longer():
     few, many = (Run(QWEN, MeshShape(context=8), 1, length, hops="copies") for length in (8 * 64, 2**18))
     machine = replace(H200, hbm=math.inf)
     assert context_seconds(many, attention(many), machine) == (0, 0, 0)
-    hop = 2 * 2 * 4 * 128 * few.tokens / H200.ring_hop_copied + H200.latency
-    assert context_seconds(few, attention(few), machine).forward == pytest.approx(7 * hop - 7 / 8 * attention(few).forward)
+    hops = 7 * 2 * 2 * 4 * 128 * few.tokens / H200.ring_hop_copied + H200.latency
+    assert context_seconds(few, attention(few), machine).forward == pytest.approx(hops - attention(few).forward / 8)
     assert predict(few).step_seconds < predict(replace(few, hops="nccl")).step_seconds
 
 

@@ -51,16 +51,17 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name, adds",
+    "name, adds, out_dtype",
     [
-        ("several chunks", False),
-        ("several chunks", True),
-        ("kernels", True),
-        ("kernels, dk and dv apart", False),
+        ("several chunks", False, None),
+        ("several chunks", True, None),
+        ("kernels", True, None),
+        ("kernels", True, jnp.bfloat16),
+        ("kernels, dk and dv apart", False, None),
     ],
 )
-def test_a_part_and_its_gradients_equal_the_definition(rng, monkeypatch, name, adds):
-    """Alone, and added to what other parts gave."""
+def test_a_part_and_its_gradients_equal_the_definition(rng, monkeypatch, name, adds, out_dtype):
+    """Alone, and added to what other parts gave; a last part's results rounded."""
     monkeypatch.setattr(partial_attention, "CHUNK", 64)
     *sizes, backend, tolerance = CASES[name]
     q, k, v, dout, bounds = make(rng, *sizes)
@@ -90,15 +91,21 @@ def test_a_part_and_its_gradients_equal_the_definition(rng, monkeypatch, name, a
     def found(q, k, v, dout, lse, delta, *previous):
         previous = previous if adds else (None,) * 3
         operands, options = (dout, q, k, v, lse, delta, bounds), {"scale": SCALE, "backend": backend}
-        out, lse = partial_attention.forward(q, k, v, bounds, previous=previous[0], **options)
-        dq = partial_attention.gradient_of_queries(*operands, previous=previous[1], **options)
+        last = options | {"out_dtype": out_dtype}
+        out, lse = partial_attention.forward(q, k, v, bounds, previous=previous[0], **last)
+        dq = partial_attention.gradient_of_queries(*operands, previous=previous[1], **last)
         return out, lse, dq, *partial_attention.gradients_of_keys(*operands, previous=previous[2], **options)
 
     out, lse, *gradients = found(q, k, v, dout, wanted_lse, delta, sums, of_queries, of_keys)
-    for actual, expected, added in zip(gradients, wanted, (of_queries, *of_keys), strict=True):
+    for actual, expected, added in zip(gradients[1:], wanted[1:], of_keys, strict=True):
         assert actual.dtype == jnp.float32
         assert relative_error(actual - added, expected) < tolerance
-    assert out.dtype == lse.dtype == jnp.float32
+    assert lse.dtype == jnp.float32
+    assert out.dtype == gradients[0].dtype == (out_dtype or jnp.float32)
+    if out_dtype is None:
+        assert relative_error(gradients[0] - of_queries, wanted[0]) < tolerance
+    else:
+        assert relative_error(gradients[0], wanted[0] + of_queries) < tolerance
     if adds:
         wanted_out, wanted_lse = merge(*sums, wanted_out, wanted_lse)
     empty = np.isneginf(wanted_lse)

@@ -1,4 +1,4 @@
-"""On Hopper GPUs a ring is one kernel and one hop a step forward, two kernels and two hops a step backward; what travels."""
+"""On Hopper GPUs a ring is one kernel a turn forward, two backward; over NCCL with one hop beside each; what travels."""
 
 import re
 from functools import partial
@@ -15,13 +15,29 @@ from moe_jax.layers.latent_attention import expand
 from moe_jax.parallel import context_attention
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_llama_3_8b_over_h200s(devices):
-    """The keys of the last step and the sums of the first do not travel."""
+@pytest.mark.parametrize(
+    "devices, hops, turns, travels",
+    [
+        (1, "nccl", 1, 0),
+        # The keys of the last turn and the sums of the first do not travel.
+        (4, "nccl", 4, 3 * 3),
+        # k, v and the sums for them are hops of their own.
+        (4, "copies", 2, 3 * 6),
+        (8, "copies", 2, 7 * 6),
+    ],
+)
+def test_llama_3_8b_over_h200s(devices, hops, turns, travels):
     q, kv = (jax.ShapeDtypeStruct((1, devices * 8192, heads, 128), jnp.bfloat16) for heads in (32, 8))
-    text = lowered(devices, partial(context_attention, scale=128**-0.5), q, (kv, kv), ())
-    assert num_kernels(text) == 3 * devices
-    assert text.count('"stablehlo.collective_permute"') == 3 * (devices - 1)
+    text = lowered(devices, partial(context_attention, scale=128**-0.5, hops=hops), q, (kv, kv), ())
+    assert num_kernels(text) == 3 * turns
+    assert text.count('"stablehlo.collective_permute"') == travels
+
+
+def test_a_turn_of_a_long_sequence_is_one_device():
+    """Whose keys and values are a quarter of a GiB."""
+    q, kv = (jax.ShapeDtypeStruct((1, 4 * 65536, heads, 128), jnp.bfloat16) for heads in (32, 8))
+    text = lowered(4, partial(context_attention, scale=128**-0.5, hops="copies"), q, (kv, kv), ())
+    assert num_kernels(text) == 3 * 4
 
 
 LATENTS, GRADIENTS = f"{8192 * 576}xbf16", f"{8192 * 576}xf32"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.parallel import shard_sequence, token_indices, unshard_sequence
-from moe_jax.parallel.sequence import tokens_before
+from moe_jax.parallel.sequence import join_in_order, split_in_order, tokens_before
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
@@ -40,6 +40,20 @@ def test_devices_have_the_tokens_that_the_layout_says(layout, devices, halves, a
         index = np.arange(-1, 90)
         counted = tokens_before(jnp.asarray(index), length, device, devices, layout)
         np.testing.assert_array_equal(counted, (own[None] < index[:, None]).sum(axis=1))
+
+
+@settings(max_examples=20, deadline=None)
+@given(layout=st.sampled_from(LAYOUTS), halves=st.integers(1, 5), order=st.permutations(range(6)), count=st.integers(1, 6))
+def test_parts_of_some_devices_are_put_in_order(layout, halves, order, count):
+    length, devices = 2 * halves, order[:count]
+    own = [np.asarray(token_indices(length, device, 6, layout)) for device in devices]
+    parts = [jnp.stack([tokens, -tokens], axis=1)[None] for tokens in own]
+    numbers = [jnp.int32(device) for device in devices]
+    joined = join_in_order(parts, numbers, layout)
+    np.testing.assert_array_equal(joined[0, :, 0], np.sort(np.concatenate(own)))
+    np.testing.assert_array_equal(joined[0, :, 1], -joined[0, :, 0])
+    for part, expected in zip(split_in_order(joined, numbers, layout), parts, strict=True):
+        np.testing.assert_array_equal(part, expected)
 
 
 def test_zigzag_gives_every_device_the_same_work_in_every_step():

@@ -1,7 +1,7 @@
 """Fused attention to a part of a sequence's keys: each query sees one interval of them, or none.
 
-The three functions that attention over keys which come in parts is made of (`kernels.partial_attention`). Results are f32, and
-sums over parts are formed inside the kernels.
+The three functions that attention over keys which come in parts is made of (`kernels.partial_attention`). Results are f32, but
+for those of a last part, and sums over parts are formed inside the kernels.
 """
 
 import math
@@ -29,8 +29,9 @@ def forward_of_interval(
     *,
     scale: float,
     previous: tuple[Array, Array] | None = None,
+    out_dtype: jnp.dtype = F32,
 ) -> tuple[Float[Array, "batch queries heads value_dim"], Float[Array, "batch heads queries"]]:
-    """out and lse, both f32, of queries that see the keys first_key[i] .. last_key[i]; 0 and -inf where these are none.
+    """out and lse (f32) of queries that see the keys first_key[i] .. last_key[i]; 0 and -inf where these are none.
 
     For keys that are a part of the sequence. With `previous`, the (out, lse) of the same queries over other keys, the result
     is over both parts. Neither bound may fall from one query to the next, and 0 <= first_key, last_key < keys. Not
@@ -42,7 +43,7 @@ def forward_of_interval(
         previous = fill_up(previous[0]), fill_up(previous[1], axis=2)
     ring = forward_ring(q.shape[3], v.shape[3])
     bounds = _fill_up_bounds(first_key, last_key, keys)
-    out, lse = forward(q, k, v, *bounds, previous, float(scale), ring, F32)
+    out, lse = forward(q, k, v, *bounds, previous, float(scale), ring, out_dtype)
     return out[:, :queries], lse[:, :, :queries]
 
 
@@ -58,8 +59,9 @@ def gradient_of_queries(
     *,
     scale: float,
     previous: Float[Array, "batch queries heads head_dim"] | None = None,
+    out_dtype: jnp.dtype = F32,
 ) -> Float[Array, "batch queries heads head_dim"]:
-    """dq in f32 by way of the pairs (query, key) of `forward_of_interval`, `previous` added.
+    """dq by way of the pairs (query, key) of `forward_of_interval`, `previous` added.
 
     `lse` is over all keys of the sequence and delta[i] = <dout[i], out[i]> with the whole `out`: so the gradients by way of
     the parts of the sequence add up to the whole's.
@@ -68,7 +70,7 @@ def gradient_of_queries(
     q, k, v, dout, lse, delta, first_key, last_key = _fill_up_backward(dout, q, k, v, lse, delta, first_key, last_key)
     previous = None if previous is None else fill_up(previous)
     ring = queries_ring(q.shape[3], v.shape[3])
-    dq = backward_queries(q, k, v, dout, lse, delta, first_key, last_key, previous, float(scale), ring, F32)
+    dq = backward_queries(q, k, v, dout, lse, delta, first_key, last_key, previous, float(scale), ring, out_dtype)
     return dq[:, :queries]
 
 
@@ -85,7 +87,7 @@ def gradients_of_keys(
     scale: float,
     previous: tuple[Array, Array] | None = None,
 ) -> tuple[Float[Array, "batch keys kv_heads head_dim"], Float[Array, "batch keys kv_heads value_dim"]]:
-    """(dk, dv) in f32, as `gradient_of_queries`; `previous`, those by way of other queries, added."""
+    """(dk, dv), both f32, as `gradient_of_queries`; `previous`, those by way of other queries, added."""
     keys = k.shape[1]
     q, k, v, dout, lse, delta, first_key, last_key = _fill_up_backward(dout, q, k, v, lse, delta, first_key, last_key)
     previous = None if previous is None else (fill_up(previous[0]), fill_up(previous[1]))

@@ -13,7 +13,7 @@ from meshes import make_mesh, relative_error
 
 from moe_jax.kernels import attention
 from moe_jax.layers.segments import segment_positions
-from moe_jax.parallel import ContextParallel, context_attention, shard_sequence, starts_of_segments, unshard_sequence
+from moe_jax.parallel import ContextParallel, context_attention, ring, shard_sequence, starts_of_segments, unshard_sequence
 
 BATCH, SEQ, WIDTH, SCALE = 2, 96, 8, 0.4
 SHARDED = P(None, "context")
@@ -54,13 +54,12 @@ def compare(results, arrays, segment_ids, window):
 
 
 @functools.cache
-def on_devices(devices, layout, method, backend=None, check_vma=True):
+def on_devices(devices, layout, method, hops="nccl", check_vma=True):
     """The same from `devices`, jitted."""
 
     def local(q, k, v, segment_ids, window):
-        return context_attention(
-            q, k, v, scale=SCALE, segment_ids=segment_ids, window=window, layout=layout, method=method, backend=backend
-        )  # fmt: skip
+        options = dict(segment_ids=segment_ids, window=window, layout=layout, method=method, hops=hops)
+        return context_attention(q, k, v, scale=SCALE, **options)
 
     mesh = make_mesh(context=devices)
     specs = (SHARDED,) * 4 + (P(),)
@@ -91,6 +90,26 @@ def test_equals_one_device(devices, layout, method, heads, kv_heads):
     rng = np.random.default_rng()
     run = on_devices(devices, layout, method)
     for window in (SEQ, 2**31 - 1, 1, *rng.integers(2, SEQ, 4)):
+        arrays, ids, window = make(rng, heads, kv_heads), packed(rng), jnp.int32(window)
+        compare(run(arrays, ids, window), arrays, ids, window)
+
+
+@pytest.mark.parametrize(
+    "devices, layout, at_once",
+    [
+        (8, "zigzag", 7),
+        (8, "striped", 3),
+        (4, "contiguous", 2),
+        (4, "zigzag", 1),
+    ],
+)
+def test_a_ring_takes_the_keys_of_many_devices_at_once(devices, layout, at_once, monkeypatch):
+    """Where hops are copies."""
+    rng, (heads, kv_heads) = np.random.default_rng(), (4, 2)
+    of_one_device = 2 * BATCH * SEQ // devices * kv_heads * WIDTH * 4
+    monkeypatch.setattr(ring, "KEYS_AT_ONCE", at_once * of_one_device)
+    run = on_devices.__wrapped__(devices, layout, "ring", hops="copies")
+    for window in (SEQ, *rng.integers(2, SEQ, 2)):
         arrays, ids, window = make(rng, heads, kv_heads), packed(rng), jnp.int32(window)
         compare(run(arrays, ids, window), arrays, ids, window)
 
@@ -128,15 +147,16 @@ def expand(weight, latents, k_shared):
 
 
 @pytest.mark.parametrize(
-    "devices, layout, method, travels",
+    "devices, layout, method, hops, travels",
     [
         # Of a token 9 numbers of what is kept, and where its segment begins; queries and results of 4 heads of 8 and 4.
-        (4, "zigzag", "ring", 3 * 9 + 1),
-        (8, "striped", "all_gather", 9 + 1),
-        (4, "zigzag", "ulysses", 4 * (8 + 4) + 9 + 2),
+        (4, "zigzag", "ring", "nccl", 3 * 9 + 1),
+        (4, "zigzag", "ring", "copies", 3 * 9 + 1),
+        (8, "striped", "all_gather", "nccl", 9 + 1),
+        (4, "zigzag", "ulysses", "nccl", 4 * (8 + 4) + 9 + 2),
     ],
 )
-def test_what_keys_and_values_are_made_of_travels(devices, layout, method, travels):
+def test_what_keys_and_values_are_made_of_travels(devices, layout, method, hops, travels):
     """Results and gradients of expanded keys on one device; in bf16 about as near to them as it comes itself."""
     rng, ids = np.random.default_rng(), packed(np.random.default_rng())
     runs = jnp.cumsum(ids != jnp.roll(ids, 1, axis=1), axis=1)
@@ -148,7 +168,7 @@ def test_what_keys_and_values_are_made_of_travels(devices, layout, method, trave
         return attention(q, k, v, scale=SCALE, query_segment_ids=runs, key_segment_ids=runs)
 
     def local(q, latents, k_shared, weight, ids):
-        options = dict(scale=SCALE, segment_ids=ids, layout=layout, method=method)
+        options = dict(scale=SCALE, segment_ids=ids, layout=layout, method=method, hops=hops)
         return context_attention(q, latents, k_shared, expand=expand, weights=weight, **options)
 
     specs = (SHARDED, SHARDED, SHARDED, P(), SHARDED)
