@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the experts' popularity")
     parser.add_argument("--tokens", type=int, default=LAYER["tokens"], help="of each device, in the layer")
     parser.add_argument("--capacity-factor", type=float, default=1.25)
-    parser.add_argument("--group-size", type=int, default=1, help="of transport pairwise")
+    parser.add_argument("--group-size", type=int, help="of transport pairwise; by default its own choice")
     parser.add_argument(
         "--shadows", nargs="*", type=int, default=[], help="also with so many shadow experts at most, in the layer"
     )
@@ -118,7 +118,7 @@ def measure_exchange(counts: list[int], sizes: dict, args: argparse.Namespace):
             row["dispatch_gbs"] = plain_gbs = leaving["all_to_all"] * row_bytes / row["dispatch_ms"]
         yield row
         for what, transport, options in with_and_without_copies(devices, args):
-            how = "expert", transport, group_size(transport, devices, args)
+            how = "expert", transport
             row = dict(measured="exchange", devices=devices, what=what)
             with failure_in(row):
                 send = on_mesh(lambda x, route, how=how: dispatch(x, route, *how), mesh, options)
@@ -152,7 +152,7 @@ def measure_layer(counts: list[int], sizes: dict, args: argparse.Namespace):
             settings = ExpertParallel(
                 transport=transport,
                 capacity_factor=args.capacity_factor,
-                group_size=group_size(transport, devices, args),
+                group_size=args.group_size if transport == "pairwise" else None,
                 shadow_experts=shadows,
                 flops_per_byte=args.flops_per_byte,
             )
@@ -252,11 +252,6 @@ def choose(key, tokens: int, experts: int, k: int, routing: str, args: argparse.
 def split_over(mesh):
     """Split along the first axis."""
     return NamedSharding(mesh, SPLIT)
-
-
-def group_size(transport: Transport | None, devices: int, args: argparse.Namespace) -> int:
-    """The group of pairwise, no larger than the mesh."""
-    return min(args.group_size, devices) if transport == "pairwise" else 1
 
 
 def relative_error(actual, expected) -> float:

@@ -54,9 +54,8 @@ def experts_seconds(work: Experts, machine: Machine) -> Passes:
         return max(flops / rate, matrices * weights / machine.hbm)
 
     plan = work.tokens * work.choices * machine.sort
-    # gather_rows reads a token once. XLA's combine reads a row for each choice, also of those that others compute.
-    gather = ELEMENT * work.hidden * (work.tokens + work.rows) / machine.hbm
-    combine = ELEMENT * work.hidden * work.tokens * (work.choices + 1) / machine.hbm
+    # A token is read once and its rows written, or its rows are read and it is written.
+    gather = combine = ELEMENT * work.hidden * (work.tokens + work.rows) / machine.hbm
     gate_up, down = matmul(2), matmul(1)
     # d_act, dw_down; dx, dw_gate_up; gathers of dy and x, the sum of dx.
     backward = matmul(1, machine.experts_d_act) + down + 2 * gate_up + 2 * gather + combine

@@ -19,6 +19,7 @@ outlives the pass that makes it (SonicMoE, https://arxiv.org/abs/2512.14080).
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from moe_jax.kernels import mosaic_gpu
 from moe_jax.kernels.backend import resolve_backend
 from moe_jax.kernels.grouped_matmul import OuterPart, grouped_outer_of_parts, implementation
 from moe_jax.kernels.precision import at_least_f32, widened
-from moe_jax.kernels.routing import Plan, plan, plans
+from moe_jax.kernels.routing import Plan, plan
 from moe_jax.kernels.shapes import check_experts_mlp, check_shape
 from moe_jax.kernels.varying import vary_alike, vary_as, varying_axes
 
@@ -103,7 +104,7 @@ def experts_mlp(
         # The totals' gradient takes the place of the weights'.
         arrays = (arrays[0], *map(jax.lax.stop_gradient, arrays[1:3]), *arrays[3:])
     x, w_gate_up, w_down, topk_weights, topk_experts = arrays
-    options = dict(backend=backend, chunk_tokens=chunk_tokens, max_pairs=max_pairs, totals_in_stack=totals_in_stack)
+    options = dict(backend=backend, chunk_tokens=chunk_tokens, max_pairs=(max_pairs,), totals_in_stack=totals_in_stack)
     return _experts_mlp((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), accumulate_into, **options)[0]
 
 
@@ -113,29 +114,34 @@ def experts_mlp_of_parts(
     w_down: Float[Array, "experts hidden inter"],
     *,
     backend: str | None = None,
-    max_pairs: int | None = None,
+    max_pairs: Sequence[int | None] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], ...]:
-    """`experts_mlp` of several groups of as many tokens, one after the other, where some arrive later than others.
+    """`experts_mlp` of several groups of tokens, one after the other, where some arrive later than others.
 
     A part waits for its own tokens and for the parts before it, and its y is there before the parts behind it are computed; so
     are its gradients. The weights' gradients come last, each summed over all parts in f32 in one pass and rounded once.
 
     Args:
-        max_pairs: of each part, as in `experts_mlp`.
+        max_pairs: as in `experts_mlp`, one for each part.
 
     Raises:
-        ValueError: parts that differ in shape or dtype, or none, and what `experts_mlp` raises.
+        ValueError: parts that differ in more than their numbers of tokens, or none, not one of max_pairs for each, and what
+            `experts_mlp` raises.
     """
-    types = [", ".join(f"{a.dtype}{list(a.shape)}" for a in part) for part in parts]
+    types = [", ".join(f"{a.dtype}[tokens, {a.shape[-1]}]" for a in part) for part in parts]
     if len(set(types)) != 1:
-        raise ValueError(f"parts must be one or more of the same shapes and dtypes; got {'; '.join(types) or 'none'}")
+        raise ValueError(f"parts must be one or more of the same dtypes and widths; got {'; '.join(types) or 'none'}")
     for x, topk_weights, topk_experts in parts:
         check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts)
-    _check_positive(max_pairs=max_pairs)
+    max_pairs = [None] * len(parts) if max_pairs is None else max_pairs
+    if len(max_pairs) != len(parts):
+        raise ValueError(f"max_pairs must be one for each of the {len(parts)} parts; got {len(max_pairs)}")
+    for pairs in max_pairs:
+        _check_positive(max_pairs=pairs)
     backend = resolve_backend(backend, parts[0].x.dtype, parts[0].x.shape[1], w_down.shape[2])
     parts, w_gate_up, w_down = vary_alike((tuple(map(tuple, parts)), w_gate_up, w_down))
     xs, weights, experts = zip(*parts, strict=True)
-    return _experts_mlp(xs, w_gate_up, w_down, weights, experts, None, backend=backend, max_pairs=max_pairs)
+    return _experts_mlp(xs, w_gate_up, w_down, weights, experts, None, backend=backend, max_pairs=tuple(max_pairs))
 
 
 def gate_up(
@@ -240,7 +246,7 @@ def _down_gradients(
     return weight_of_row * g, dw, dweights
 
 
-def _experts_mlp(*arrays, backend, chunk_tokens=None, max_pairs=None, totals_in_stack=False) -> tuple[Array, ...]:
+def _experts_mlp(*arrays, backend, max_pairs, chunk_tokens=None, totals_in_stack=False) -> tuple[Array, ...]:
     """`_experts_mlp_alone` with its gradients. Where a `jax.checkpoint` keeps nothing of a forward pass, that computes y alone.
 
     JAX has no such thing for the interpreter, whose callbacks are effects.
@@ -259,7 +265,7 @@ def _experts_mlp_alone(
     totals: tuple[Array, Array] | None,
     backend: str,
     chunk_tokens: int | None,
-    max_pairs: int | None,
+    max_pairs: tuple[int | None, ...],
     totals_in_stack: bool,
 ) -> tuple[Array, ...]:
     """The y of each part, where no gradient is asked for."""
@@ -276,7 +282,7 @@ def _experts_mlp_forward(
     totals: tuple[Array, Array] | None,
     backend: str,
     chunk_tokens: int | None,
-    max_pairs: int | None,
+    max_pairs: tuple[int | None, ...],
     totals_in_stack: bool,
     for_backward: bool = True,
 ) -> tuple[tuple[Array, ...], tuple]:
@@ -285,21 +291,20 @@ def _experts_mlp_forward(
     Only `for_backward` there is an h, whose rows of no pair are finite: they are multiplied by zeros.
     """
 
-    plan_of = dict(num_experts=w_gate_up.shape[0], row_alignment=implementation(backend).ROW_ALIGNMENT, max_pairs=max_pairs)
-
-    def part(x: Array, weights: Array, plan: Plan) -> tuple[Array, tuple[Array, Plan]]:
-        rows, source = implementation(backend).rows_of_tokens(x, plan, fill=for_backward)
-        h, act = implementation(backend).gated_matmul(rows, w_gate_up, plan, source_of_row=source, keep_h=for_backward)
-        return _down_forward(act, w_down, weights, plan, backend), (h, plan)
+    def part(max_pairs: int | None, x: Array, weights: Array, experts: Array) -> tuple[Array, tuple[Array, Plan]]:
+        planned = plan(experts, w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT, max_pairs)
+        rows, source = implementation(backend).rows_of_tokens(x, planned, fill=for_backward)
+        h, act = implementation(backend).gated_matmul(rows, w_gate_up, planned, source_of_row=source, keep_h=for_backward)
+        return _down_forward(act, w_down, weights, planned, backend), (h, planned)
 
     if chunk_tokens is None:
-        parts = zip(xs, weights, plans(jnp.stack(experts), **plan_of), strict=True)
-        ys, kept = zip(*_one_after_the_other(part, parts), strict=True)
+        calls = zip((partial(part, pairs) for pairs in max_pairs), zip(xs, weights, experts, strict=True), strict=True)
+        ys, kept = zip(*_one_after_the_other(calls), strict=True)
     else:
         # A chunked call has one part, cut into chunks; the last is filled up with tokens that choose nobody.
         fills = ((xs[0], 0), (weights[0], 0), (experts[0], w_gate_up.shape[0]))
         chunks = tuple(_split(a, chunk_tokens, fill) for a, fill in fills)
-        y, kept = jax.lax.map(lambda chunk: part(chunk[0], chunk[1], plan(chunk[2], **plan_of)), chunks)
+        y, kept = jax.lax.map(lambda chunk: part(max_pairs[0], *chunk), chunks)
         ys = (_join(y, xs[0].shape[0]),)
     return ys, (xs, w_gate_up, w_down, weights, totals, kept)
 
@@ -330,7 +335,7 @@ def _experts_mlp_backward(
     dtypes = tuple(a.dtype for a in ((w_gate_up, w_down) if totals is None else totals))
     if chunk_tokens is None:
         parts = zip(dys, xs, weights, *zip(*kept, strict=True), strict=True)
-        gradients, products = zip(*_one_after_the_other(part, parts), strict=True)
+        gradients, products = zip(*_one_after_the_other((part, arguments) for arguments in parts), strict=True)
         dw = of_matrices(products, dtypes, totals)
         dxs, dweights = zip(*gradients, strict=True)
     else:
@@ -351,13 +356,13 @@ def _experts_mlp_backward(
     return dxs, *of_weights, dweights, None, of_totals
 
 
-def _one_after_the_other(f: Callable, calls: Iterable[tuple]) -> list[tuple]:
-    """f of each tuple of arguments, (result, other) of each; none begins before the result of the one before it is there.
+def _one_after_the_other(calls: Iterable[tuple[Callable, tuple]]) -> list[tuple]:
+    """(result, other) = f(*arguments) of each; none begins before the result of the one before it is there.
 
     The compiler would fuse small operations of several calls otherwise, and the first result would be there with the last.
     """
     outcomes: list[tuple] = []
-    for arguments in calls:
+    for f, arguments in calls:
         if outcomes:
             result, other = outcomes[-1]
             result, arguments = jax.lax.optimization_barrier((result, arguments))
@@ -368,8 +373,9 @@ def _one_after_the_other(f: Callable, calls: Iterable[tuple]) -> list[tuple]:
 
 def _of_pairs(of_rows: Float[Array, "rows ..."], plan: Plan) -> Float[Array, "tokens k ..."]:
     """The rows of each token's choices; zero where no expert computes the choice, whose row may hold anything."""
-    of_pairs = of_rows.at[plan.row_of_pair].get(mode="promise_in_bounds")
     is_computed = plan.row_of_pair < plan.offsets[-1]
+    # All others read one row: of a device's tokens whose experts live elsewhere they are most.
+    of_pairs = of_rows.at[jnp.where(is_computed, plan.row_of_pair, 0)].get(mode="promise_in_bounds")
     return jnp.where(is_computed.reshape(is_computed.shape + (1,) * (of_rows.ndim - 1)), of_pairs, 0)
 
 

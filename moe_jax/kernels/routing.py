@@ -68,31 +68,24 @@ def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: 
         raise ValueError(
             f"topk_experts must be an integer array of shape [tokens, k]; got {topk_experts.dtype}{list(topk_experts.shape)}"
         )
-    return plans(topk_experts[None], num_experts, row_alignment, max_pairs)[0]
-
-
-def plans(
-    topk_experts: Int[Array, "parts tokens k"], num_experts: int, row_alignment: int = 1, max_pairs: int | None = None
-) -> list[Plan]:
-    """`plan` of each part, all from one sort: apart each would take as many small kernels."""
     for name, value in (("num_experts", num_experts), ("row_alignment", row_alignment), ("max_pairs", max_pairs)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}")
-    parts, tokens, k = topk_experts.shape
+    tokens, k = topk_experts.shape
     in_range = (topk_experts >= 0) & (topk_experts < num_experts)
-    experts = jnp.where(in_range, topk_experts, num_experts).astype(jnp.int32).reshape(parts, tokens * k)
+    experts = jnp.where(in_range, topk_experts, num_experts).astype(jnp.int32).reshape(tokens * k)
     pairs = jnp.arange(tokens * k, dtype=jnp.int32)
     num_pairs = tokens * k if max_pairs is None else min(tokens * k, max_pairs)
     expert = jnp.arange(num_experts + 1, dtype=jnp.int32)
-    counts = jnp.sum(expert[:-1, None] == experts[:, None], axis=2, dtype=jnp.int32)
+    counts = jnp.sum(expert[:-1, None] == experts, axis=1, dtype=jnp.int32)
     is_earlier = expert[:, None] > expert[:-1]
-    begins = masked_sum(is_earlier, counts[:, None])
+    begins = masked_sum(is_earlier, counts)
     if num_pairs < tokens * k:
-        counts = jnp.clip(num_pairs - begins[:, :-1], 0, counts)
-    offsets = masked_sum(is_earlier, -(-counts[:, None] // row_alignment) * row_alignment)
+        counts = jnp.clip(num_pairs - begins[:-1], 0, counts)
+    offsets = masked_sum(is_earlier, -(-counts // row_alignment) * row_alignment)
     if pairs.size <= PAIRS_TO_COMPARE:
-        is_before = (experts[:, :, None] == experts[:, None]) & (pairs[:, None] > pairs)
-        row = jnp.take_along_axis(offsets, experts, axis=1) + masked_sum(is_before, jnp.ones_like(pairs))
+        is_before = (experts[:, None] == experts) & (pairs[:, None] > pairs)
+        row = offsets[experts] + masked_sum(is_before, jnp.ones_like(pairs))
     else:
         row = _sorted_rows(experts, offsets - begins)
 
@@ -103,48 +96,40 @@ def plans(
         num_rows = (-(-(num_rows + fill) // row_alignment) + 1) * row_alignment if num_rows else 0
     elif num_pairs < tokens * k:
         num_rows += 1  # A row that no expert computes, for the pairs without one of their own.
-    ends = offsets[:, :-1] + counts
-    part = jnp.arange(parts, dtype=jnp.int32)[:, None]
-    place = part * num_rows + row
+    ends = offsets[:-1] + counts
+    place = row
     if num_pairs < tokens * k:
-        has_row = row < jnp.take_along_axis(jnp.pad(ends, ((0, 0), (0, 1))), experts, axis=1)
+        has_row = row < jnp.pad(ends, (0, 1))[experts]
         row = jnp.where(has_row, row, num_rows - 1)
         # The last row is nobody's: what shares it stays out.
-        place = jnp.where(has_row & (row < num_rows - 1), place, parts * num_rows)
+        place = jnp.where(has_row & (row < num_rows - 1), place, num_rows)
     all_own = num_pairs == tokens * k
 
-    def by_row(values: Int[Array, "parts pairs"], nobody: int) -> Int[Array, "parts rows"]:
-        empty = jnp.full(parts * num_rows, nobody, jnp.int32)
+    def by_row(values: Int[Array, "pairs"], nobody: int) -> Int[Array, "rows"]:
+        empty = jnp.full(num_rows, nobody, jnp.int32)
         mode = "promise_in_bounds" if all_own else "drop"
-        return empty.at[place].set(values, unique_indices=all_own, mode=mode).reshape(parts, num_rows)
+        return empty.at[place].set(values, unique_indices=all_own, mode=mode)
 
-    pair_of_row, expert_of_row = by_row(jnp.broadcast_to(pairs, experts.shape), tokens * k), by_row(experts, num_experts)
-    return [
-        Plan(
-            expert_of_row=expert_of_row[i],
-            token_of_row=pair_of_row[i] // max(k, 1),
-            pair_of_row=pair_of_row[i],
-            row_of_pair=row[i].reshape(tokens, k),
-            offsets=offsets[i],
-            ends=ends[i],
-            row_alignment=row_alignment,
-        )
-        for i in range(parts)
-    ]
+    pair_of_row = by_row(pairs, tokens * k)
+    return Plan(
+        expert_of_row=by_row(experts, num_experts),
+        token_of_row=pair_of_row // max(k, 1),
+        pair_of_row=pair_of_row,
+        row_of_pair=row.reshape(tokens, k),
+        offsets=offsets,
+        ends=ends,
+        row_alignment=row_alignment,
+    )
 
 
-def _sorted_rows(experts: Int[Array, "parts pairs"], shift: Int[Array, "parts experts+1"]) -> Int[Array, "parts pairs"]:
-    """Each pair's place among those of its part sorted by expert, stably, and `shift` of its expert."""
-    parts, pairs = experts.shape
-    part = jnp.arange(parts, dtype=jnp.int32)[:, None]
-    keys = part * shift.shape[1] + experts
+def _sorted_rows(experts: Int[Array, "pairs"], shift: Int[Array, "experts+1"]) -> Int[Array, "pairs"]:
+    """Each pair's place among those sorted by expert, stably, and `shift` of its expert."""
     # A radix sort makes one pass for each byte of the keys.
     narrow = next(dtype for dtype in (jnp.uint8, jnp.uint16, jnp.uint32) if shift.size - 1 <= jnp.iinfo(dtype).max)
-    place = jnp.arange(parts * pairs, dtype=jnp.int32)
-    sorted_keys, sorted_pairs = jax.lax.sort((keys.reshape(-1).astype(narrow), place), num_keys=1, is_stable=True)
-    sorted_row = place % pairs + shift.reshape(-1)[sorted_keys.astype(jnp.int32)]
-    row = jnp.zeros_like(place).at[sorted_pairs].set(sorted_row, unique_indices=True, mode="promise_in_bounds")
-    return row.reshape(parts, pairs)
+    place = jnp.arange(experts.size, dtype=jnp.int32)
+    sorted_experts, sorted_pairs = jax.lax.sort((experts.astype(narrow), place), num_keys=1, is_stable=True)
+    sorted_row = place + shift[sorted_experts.astype(jnp.int32)]
+    return jnp.zeros_like(place).at[sorted_pairs].set(sorted_row, unique_indices=True, mode="promise_in_bounds")
 
 
 def masked_sum(mask: Bool[Array, "*#parts n m"], values: Int[Array, "*#parts #n m"]) -> Int[Array, "*parts n"]:

@@ -309,14 +309,15 @@ def test_chunks_add_bf16_weight_gradients_in_f32():
 
 
 @pytest.mark.parametrize("routing", ["random", "one_takes_all", "half_empty"])
-@pytest.mark.parametrize("count", [1, 3])
-def test_parts_give_what_all_their_tokens_give_at_once(count, routing):
+@pytest.mark.parametrize("ends", [[], [7, 14], [3, 15]])
+def test_parts_give_what_all_their_tokens_give_at_once(ends, routing):
     with jax.enable_x64(True):
-        inputs = make_inputs(np.random.default_rng(), 7 * count, 5, 2, 8, 4, routing)
+        inputs = make_inputs(np.random.default_rng(), 21, 5, 2, 8, 4, routing)
 
         def in_parts(x, w_gate_up, w_down, weights, chosen):
-            parts = map(kernels.Part, *(jnp.split(a, count) for a in (x, weights, chosen)))
-            return jnp.concatenate(kernels.experts_mlp_of_parts(list(parts), w_gate_up, w_down))
+            parts = list(map(kernels.Part, *(jnp.split(a, ends) for a in (x, weights, chosen))))
+            room = [2 * part.x.shape[0] for part in parts]
+            return jnp.concatenate(kernels.experts_mlp_of_parts(parts, w_gate_up, w_down, max_pairs=room))
 
         compare(in_parts, oracle.experts_mlp, inputs, 1e-12)
 
@@ -329,15 +330,19 @@ def test_a_part_waits_for_those_before_it_and_its_result_for_no_other():
     assert text.count("optimization_barrier") == 2
 
 
-def test_parts_of_several_sizes_or_dtypes_are_refused():
+def test_parts_that_differ_in_more_than_their_tokens_are_refused():
     x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 6, 3, 2, 8, 4, dtype=jnp.float32)
-    parts = [kernels.Part(x[at], weights[at], chosen[at]) for at in (slice(0, 2), slice(2, 6))]
-    with pytest.raises(ValueError, match=r"the same shapes and dtypes; got float32\[2, 8\], .*; float32\[4, 8\], "):
-        kernels.experts_mlp_of_parts(parts, w_gate_up, w_down)
-    with pytest.raises(ValueError, match=r"got float32\[2, 8\], .*; bfloat16\[2, 8\], "):
-        kernels.experts_mlp_of_parts([parts[0], parts[0]._replace(x=x[:2].astype(jnp.bfloat16))], w_gate_up, w_down)
-    with pytest.raises(ValueError, match="one or more of the same shapes and dtypes; got none"):
+    part = kernels.Part(x, weights, chosen)
+    with pytest.raises(ValueError, match=r"the same dtypes and widths; got float32\[tokens, 8\], .*; float32\[tokens, 4\], "):
+        kernels.experts_mlp_of_parts([part, part._replace(x=x[:, :4])], w_gate_up, w_down)
+    with pytest.raises(ValueError, match=r"got float32\[tokens, 8\], .*; bfloat16\[tokens, 8\], "):
+        kernels.experts_mlp_of_parts([part, part._replace(x=x.astype(jnp.bfloat16))], w_gate_up, w_down)
+    with pytest.raises(ValueError, match="one or more of the same dtypes and widths; got none"):
         kernels.experts_mlp_of_parts([], w_gate_up, w_down)
+    with pytest.raises(ValueError, match="max_pairs must be one for each of the 2 parts; got 1"):
+        kernels.experts_mlp_of_parts([part, part], w_gate_up, w_down, max_pairs=[3])
+    with pytest.raises(ValueError, match="max_pairs must be at least 1 or None; got 0"):
+        kernels.experts_mlp_of_parts([part], w_gate_up, w_down, max_pairs=[0])
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 7])

@@ -4,7 +4,6 @@ Each is the transpose of the other (as in DeepEP, https://github.com/deepseek-ai
 that of combine is dispatch, whatever the transport. A token travels to a device once, however many of its experts live there.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -15,44 +14,49 @@ from moe_jax.parallel.expert.routes import Route
 from moe_jax.parallel.expert.settings import Transport
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def dispatch(
-    x: Float[Array, "tokens features"], route: Route, axis_name: str, transport: Transport, group_size: int = 1
+    x: Float[Array, "tokens features"],
+    route: Route,
+    axis_name: str,
+    transport: Transport,
+    leaving: Float[Array, "tokens features"] | None = None,
 ) -> Float[Array, "received features"]:
     """The tokens that the devices of the axis send to this one, C slots of each; rows that nobody sent are zero.
 
     With "gather" C is the number of tokens and every token is sent, as with "pairwise" if C is that number; else C is that of
-    `route`. Rows stand in the order of the devices, with "pairwise" in the order of its steps.
+    `route`. Rows stand in the order of the devices; with "pairwise" this device's own come first, then those of the device
+    before it, and so on.
+
+    Args:
+        leaving: with "pairwise", x as it is there once it may leave; what stays on the device does not wait for that.
     """
-    return _functions(transport, group_size)[0](x, route, axis_name)
+    if transport == "pairwise":
+        return pairwise.to_experts(x, route, axis_name, leaving)
+    return MODULES[transport].to_experts(x, route, axis_name)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def combine(
-    rows: Float[Array, "received features"], route: Route, axis_name: str, transport: Transport, group_size: int = 1
+    rows: Float[Array, "received features"], route: Route, axis_name: str, transport: Transport
 ) -> Float[Array, "tokens features"]:
     """Sends each row back to where `dispatch` took it from; a token's rows are summed there.
 
-    Rows travel in their dtype. They are summed in the order of the devices or, where "pairwise" sends every token, of its
-    steps, in at least f32, and so is the result.
+    Rows travel in their dtype. They are summed in the order of the devices or, where "pairwise" sends every token, as they
+    stand, in at least f32, and so is the result.
     """
-    return _functions(transport, group_size)[1](rows, route, axis_name)
+    return MODULES[transport].to_home(rows, route, axis_name)
 
 
-def _functions(transport: Transport, group_size: int) -> tuple[Callable, Callable]:
-    if transport == "pairwise":
-        return partial(pairwise.to_experts, group=group_size), partial(pairwise.to_home, group=group_size)
-    module = {"gather": gather, "all_to_all": all_to_all, "ragged": ragged}[transport]
-    return module.to_experts, module.to_home
+MODULES = {"gather": gather, "all_to_all": all_to_all, "ragged": ragged, "pairwise": pairwise}
 
 
-def _dispatch_forward(x, route, *how):
-    return dispatch(x, route, *how), route
+def _dispatch_forward(x, route, axis_name, transport, leaving):
+    return dispatch(x, route, axis_name, transport, leaving), route
 
 
-def _dispatch_backward(*arguments):
-    *how, route, d_rows = arguments
-    return combine(d_rows, route, *how).astype(d_rows.dtype), None
+def _dispatch_backward(axis_name, transport, route, d_rows):
+    return combine(d_rows, route, axis_name, transport).astype(d_rows.dtype), None, None
 
 
 def _combine_forward(rows, route, *how):

@@ -1,10 +1,9 @@
-"""Transport `pairwise`: the exchange in n/g steps, each with one group of g devices (FasterMoE, https://doi.org/10.1145/3503221.3508418).
+"""Transport `pairwise`: each device sends to each other by a `ppermute` of its own (FasterMoE, https://doi.org/10.1145/3503221.3508418).
 
-In step s the devices of group a send to those of group a + s and receive from those of group a - s, each by a `ppermute` of its
-own. Nothing but data orders the steps: while step s computes, the tokens of step s + 1 may arrive and the outputs of step s - 1
-travel home. Step 0, which with g = 1 stays on the device, comes last, so that no computation waits for its tokens and the last
-outputs travel beside it. The same bytes as `all_to_all`. Where a buffer has room for all tokens, all of them are sent as they
-stand: nothing is packed, and what comes home is summed as it is.
+A device's own tokens come first, then those of the device before it, and so on. Nothing but data orders them: while some are
+computed, others may arrive and the outputs of those before travel home. Which are computed together is the caller's choice
+(`mlp`). The same bytes as `all_to_all`. Where a buffer has room for all tokens, all of them are sent as they stand: nothing is
+packed, and what comes home is summed as it is.
 """
 
 import dataclasses
@@ -19,51 +18,44 @@ from moe_jax.parallel.expert.routes import Route
 from moe_jax.parallel.expert.slots import unpack
 
 
-def to_experts(x: Num[Array, "tokens features"], route: Route, axis_name: str, group: int) -> Num[Array, "received features"]:
-    """The tokens that the devices sent here, C slots of each, in the order of the steps; zeros in empty slots."""
-    me, received = jax.lax.axis_index(axis_name), []
-    for to in _partners(axis_name, group):
-        block = x if _sends_all(route) else x.at[route.token_of_slot[jnp.asarray(to)[me]]].get(mode="fill", fill_value=0)
-        received.append(_permute(block, axis_name, list(enumerate(to))))
-    return jnp.concatenate(received)
+def to_experts(
+    x: Num[Array, "tokens features"], route: Route, axis_name: str, leaving: Num[Array, "tokens features"] | None = None
+) -> Num[Array, "received features"]:
+    """The tokens that the devices sent here, C slots of each: its own, then by distance; zeros in empty slots.
+
+    Those for others are taken from `leaving`, if given.
+    """
+    devices, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+
+    def block(distance: int) -> Array:
+        tokens = x if distance == 0 or leaving is None else leaving
+        if _sends_all(route):
+            return tokens
+        return tokens.at[route.token_of_slot[(me + distance) % devices]].get(mode="fill", fill_value=0)
+
+    return jnp.concatenate([_hop(block(distance), axis_name, distance) for distance in range(devices)])
 
 
-def to_home(
-    rows: Float[Array, "received features"], route: Route, axis_name: str, group: int
-) -> Float[Array, "tokens features"]:
-    """Each token's sum over the slots in which it travelled; the rows stand in the order of the steps."""
+def to_home(rows: Float[Array, "received features"], route: Route, axis_name: str) -> Float[Array, "tokens features"]:
+    """Each token's sum over the slots in which it travelled; the rows stand as `to_experts` brought them."""
     devices, slots = route.token_of_slot.shape
-    partners = _partners(axis_name, group)
-    blocks = [
-        _permute(block, axis_name, [(receiver, sender) for sender, receiver in enumerate(to)])
-        for to, block in zip(partners, jnp.split(rows, devices), strict=True)
-    ]
+    blocks = [_hop(block, axis_name, -distance) for distance, block in enumerate(jnp.split(rows, devices))]
     if _sends_all(route):
         return functools.reduce(jnp.add, (widened(block) for block in blocks))
-    # The block of device d came home in the step in which this device sent to d.
-    step_of_device = jnp.argsort(jnp.asarray(partners)[:, jax.lax.axis_index(axis_name)])
-    moved = route.slot_of_token + (step_of_device - jnp.arange(devices)).astype(jnp.int32)[:, None] * slots
+    device = jnp.arange(devices, dtype=jnp.int32)
+    distance = (device - jax.lax.axis_index(axis_name)) % devices
+    moved = route.slot_of_token + ((distance - device) * slots)[:, None]
     travels = route.slot_of_token < devices * slots
-    in_steps = dataclasses.replace(route, slot_of_token=jnp.where(travels, moved, devices * slots))
-    return unpack(jnp.stack(blocks), in_steps)
-
-
-def _partners(axis_name: str, group: int) -> list[list[int]]:
-    """For each step of each member of a group, the device that device i sends to."""
-    devices = jax.lax.axis_size(axis_name)
-    if devices % group:
-        raise ValueError(f"group_size must divide the {devices} devices of axis {axis_name!r}; got {group}")
-    groups = devices // group
-    return [
-        [(i // group + step) % groups * group + (i + member) % group for i in range(devices)]
-        for step in (*range(1, groups), 0)
-        for member in range(group)
-    ]
+    by_distance = dataclasses.replace(route, slot_of_token=jnp.where(travels, moved, devices * slots))
+    return unpack(jnp.stack(blocks), by_distance)
 
 
 def _sends_all(route: Route) -> bool:
     return route.token_of_slot.shape[1] == route.slot_of_token.shape[1]
 
 
-def _permute(block: Array, axis_name: str, pairs: list[tuple[int, int]]) -> Array:
-    return block if all(source == target for source, target in pairs) else jax.lax.ppermute(block, axis_name, pairs)
+def _hop(block: Array, axis_name: str, distance: int) -> Array:
+    """The block of the device `distance` places before this one."""
+    devices = jax.lax.axis_size(axis_name)
+    pairs = [(i, (i + distance) % devices) for i in range(devices)]
+    return block if distance == 0 else jax.lax.ppermute(block, axis_name, pairs)

@@ -28,7 +28,7 @@ class ExpertParallel:
         n times as much, on n devices, everything fits.
       drop: None drops nothing. "position" computes what fits in one round, the earlier tokens first, and drops the rest;
         "probability" prefers the tokens that weigh most (GShard, https://arxiv.org/abs/2006.16668, section 2.2).
-      group_size: with "pairwise", how many devices one step exchanges with.
+      group_size: with "pairwise", how many other devices' tokens are computed together. None: as many as have 2^18 rows.
       shadow_experts: how many experts at most a call may copy to all devices, where that makes the busiest device's work
         shorter by more than the copies take (`parallel.expert.shadow`).
       flops_per_byte: FLOPs of an expert's matmuls that a device does while a byte leaves it: what a shadow's copies cost. With
@@ -43,7 +43,7 @@ class ExpertParallel:
     transport: Transport | None = None
     capacity_factor: float = 1.25
     drop: Literal["position", "probability"] | None = None
-    group_size: int = 1
+    group_size: int | None = None
     shadow_experts: int = 0
     flops_per_byte: float = H200.experts_training / H200.all_to_all
 
@@ -54,7 +54,7 @@ class ExpertParallel:
             raise ValueError(f"drop must be 'position', 'probability' or None; got {self.drop!r}")
         if not self.capacity_factor > 0:
             raise ValueError(f"capacity_factor must be above 0; got {self.capacity_factor}")
-        if self.group_size < 1 or (self.group_size > 1 and self.transport != "pairwise"):
+        if self.group_size is not None and (self.group_size < 1 or self.transport != "pairwise"):
             raise ValueError(f"group_size must be at least 1, and is for transport 'pairwise' alone; got {self.group_size}")
         if self.shadow_experts < 0:
             raise ValueError(f"shadow_experts must be at least 0; got {self.shadow_experts}")

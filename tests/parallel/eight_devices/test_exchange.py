@@ -13,7 +13,6 @@ from moe_jax.parallel.expert.routes import first_route, owners, queue
 from moe_jax.parallel.expert.settings import Capacity
 
 DEVICES, TOKENS, SLOTS, FEATURES = 4, 12, 7, 3
-HOW = [(transport, 1) for transport in TRANSPORTS] + [("pairwise", 2), ("pairwise", 4)]
 
 
 def on_mesh(f, outputs):
@@ -35,10 +34,10 @@ def route_of(chosen):
     return first_route(queue(owners(chosen, DEVICES, DEVICES), jnp.zeros(chosen.shape), DEVICES, capacity), capacity)
 
 
-@pytest.mark.parametrize("transport, group_size", HOW)
-def test_each_is_the_others_transpose(transport, group_size):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_each_is_the_others_transpose(transport):
     def local(x, rows, chosen):
-        how = route_of(chosen), "expert", transport, group_size
+        how = route_of(chosen), "expert", transport
         received, to_dispatch = jax.vjp(lambda x: dispatch(x, *how), x)
         summed, to_combine = jax.vjp(lambda rows: combine(rows, *how), rows)
         return received, summed, to_dispatch(rows)[0], to_combine(x)[0]
@@ -50,12 +49,12 @@ def test_each_is_the_others_transpose(transport, group_size):
     np.testing.assert_array_equal(d_rows, received)
 
 
-@pytest.mark.parametrize("transport, group_size", HOW)
-def test_tokens_arrive_where_their_experts_live(transport, group_size):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_tokens_arrive_where_their_experts_live(transport):
     x, rows, chosen = inputs(transport)
 
     def local(x, rows, chosen):
-        return (dispatch(x, route_of(chosen), "expert", transport, group_size),)
+        return (dispatch(x, route_of(chosen), "expert", transport),)
 
     received = np.asarray(on_mesh(local, 1)(x, rows, chosen)[0]).reshape(DEVICES, -1, FEATURES)
     for device in range(DEVICES):
@@ -65,7 +64,7 @@ def test_tokens_arrive_where_their_experts_live(transport, group_size):
             expected += [t for t in own if (np.asarray(chosen[t]) == device).any()][:SLOTS]
         found = [row for row in received[device] if row.any()]
         wanted = np.asarray(x)[range(DEVICES * TOKENS) if transport == "gather" else expected]
-        # Pairwise receives in the order of its steps.
+        # Pairwise receives by distance.
         np.testing.assert_array_equal(sorted(map(tuple, found)), sorted(map(tuple, wanted)))
 
 
