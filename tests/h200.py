@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,15 @@ def run_script(script, *arguments):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def kernels_beside_copies(computation):
+    """Of each copy that a compiled computation starts: how many of our kernels are between its start and the wait for it."""
+    lines = computation.splitlines()
+    kernels = [i for i, line in enumerate(lines) if "mosaic_gpu" in line and "custom-call(" in line]
+    starts = {
+        match[1]: i for i, line in enumerate(lines) if (match := re.search(r"%(\S+) = .* collective-permute-start\(", line))
+    }
+    waits = {match[1]: i for i, line in enumerate(lines) if (match := re.search(r" collective-permute-done\(%(\S+?)\)", line))}
+    assert starts.keys() == waits.keys()
+    return [sum(starts[name] < i < waits[name] for i in kernels) for name in starts]

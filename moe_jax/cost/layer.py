@@ -54,8 +54,11 @@ def experts_seconds(work: Experts, machine: Machine) -> Passes:
         return max(flops / rate, matrices * weights / machine.hbm)
 
     plan = work.tokens * work.choices * machine.sort
-    # A token is read once and its rows written, or its rows are read and it is written.
-    gather = combine = ELEMENT * work.hidden * (work.tokens + work.rows) / machine.hbm
+    # A token is read once and its rows written. XLA's combine reads these, and for a choice that others compute one row again
+    # and again: half as long, by the profile of a layer over four GPUs.
+    gather = ELEMENT * work.hidden * (work.tokens + work.rows) / machine.hbm
+    elsewhere = work.tokens * work.choices - work.rows
+    combine = gather + ELEMENT * work.hidden * elsewhere / 2 / machine.hbm
     gate_up, down = matmul(2), matmul(1)
     # d_act, dw_down; dx, dw_gate_up; gathers of dy and x, the sum of dx.
     backward = matmul(1, machine.experts_d_act) + down + 2 * gate_up + 2 * gather + combine

@@ -36,7 +36,7 @@ def exchange_seconds(run: Run, machine: Machine) -> Passes:
         return packing + all_to_all_seconds(machine, slots * of_slot, ("expert",), run.mesh)
 
     if run.sends_pairwise:
-        # All but the first copy run beside experts, and the outputs beside a device's own tokens.
+        # All but one copy of each exchange run beside experts.
         choices_seconds = all_gather_seconds(machine, run.received * choices, ("expert",), run.mesh)
         dispatch = choices_seconds + ring_hop_seconds(machine, run.tokens * token, ("expert",), run.mesh, copied=True)
         combine = run.received * token / machine.hbm

@@ -291,20 +291,25 @@ def _experts_mlp_forward(
     Only `for_backward` there is an h, whose rows of no pair are finite: they are multiplied by zeros.
     """
 
-    def part(max_pairs: int | None, x: Array, weights: Array, experts: Array) -> tuple[Array, tuple[Array, Plan]]:
+    def part(max_pairs: int | None, x: Array, weights: Array, experts: Array) -> tuple[tuple[Array, Array | None], Plan]:
+        """(y, h) and the plan."""
         planned = plan(experts, w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT, max_pairs)
         rows, source = implementation(backend).rows_of_tokens(x, planned, fill=for_backward)
         h, act = implementation(backend).gated_matmul(rows, w_gate_up, planned, source_of_row=source, keep_h=for_backward)
-        return _down_forward(act, w_down, weights, planned, backend), (h, planned)
+        return (_down_forward(act, w_down, weights, planned, backend), h), planned
 
     if chunk_tokens is None:
         calls = zip((partial(part, pairs) for pairs in max_pairs), zip(xs, weights, experts, strict=True), strict=True)
-        ys, kept = zip(*_one_after_the_other(calls), strict=True)
+        # h too, for where y is not computed again parts are to come one after the other as well.
+        results, plans = zip(*_one_after_the_other(calls), strict=True)
+        ys, hs = zip(*results, strict=True)
+        kept = tuple(zip(hs, plans, strict=True))
     else:
         # A chunked call has one part, cut into chunks; the last is filled up with tokens that choose nobody.
         fills = ((xs[0], 0), (weights[0], 0), (experts[0], w_gate_up.shape[0]))
         chunks = tuple(_split(a, chunk_tokens, fill) for a, fill in fills)
-        y, kept = jax.lax.map(lambda chunk: part(max_pairs[0], *chunk), chunks)
+        (y, h), planned = jax.lax.map(lambda chunk: part(max_pairs[0], *chunk), chunks)
+        kept = h, planned
         ys = (_join(y, xs[0].shape[0]),)
     return ys, (xs, w_gate_up, w_down, weights, totals, kept)
 

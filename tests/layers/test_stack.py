@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from h200 import needs_compiler, run_script
+from h200 import kernels_beside_copies, needs_compiler, run_script
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -191,13 +191,5 @@ def test_by_copies_what_travels_hides_behind_a_layers_kernels(what, loops):
     loops_that_copy = [c for c in computations if "collective-permute-start(" in c and not c.startswith("ENTRY")]
     assert len(loops_that_copy) == loops
     for loop in loops_that_copy:
-        lines = loop.splitlines()
-        kernels = [i for i, line in enumerate(lines) if "mosaic_gpu" in line and "custom-call(" in line]
-        starts = {
-            match[1]: i for i, line in enumerate(lines) if (match := re.search(r"%(\S+) = .* collective-permute-start\(", line))
-        }
-        waits = {
-            match[1]: i for i, line in enumerate(lines) if (match := re.search(r" collective-permute-done\(%(\S+?)\)", line))
-        }
-        assert starts.keys() == waits.keys() and len(starts) >= 3
-        assert all(any(starts[name] < i < waits[name] for i in kernels) for name in starts)
+        beside = kernels_beside_copies(loop)
+        assert len(beside) >= 3 and all(beside)

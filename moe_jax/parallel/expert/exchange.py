@@ -14,13 +14,9 @@ from moe_jax.parallel.expert.routes import Route
 from moe_jax.parallel.expert.settings import Transport
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def dispatch(
-    x: Float[Array, "tokens features"],
-    route: Route,
-    axis_name: str,
-    transport: Transport,
-    leaving: Float[Array, "tokens features"] | None = None,
+    x: Float[Array, "tokens features"], route: Route, axis_name: str, transport: Transport, steps: tuple[int, ...] = ()
 ) -> Float[Array, "received features"]:
     """The tokens that the devices of the axis send to this one, C slots of each; rows that nobody sent are zero.
 
@@ -29,34 +25,35 @@ def dispatch(
     before it, and so on.
 
     Args:
-        leaving: with "pairwise", x as it is there once it may leave; what stays on the device does not wait for that.
+        steps: with "pairwise", how many devices' rows are computed together, in this order; `combine` sends them home so.
     """
-    if transport == "pairwise":
-        return pairwise.to_experts(x, route, axis_name, leaving)
     return MODULES[transport].to_experts(x, route, axis_name)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def combine(
-    rows: Float[Array, "received features"], route: Route, axis_name: str, transport: Transport
+    rows: Float[Array, "received features"], route: Route, axis_name: str, transport: Transport, steps: tuple[int, ...] = ()
 ) -> Float[Array, "tokens features"]:
     """Sends each row back to where `dispatch` took it from; a token's rows are summed there.
 
     Rows travel in their dtype. They are summed in the order of the devices or, where "pairwise" sends every token, as they
     stand, in at least f32, and so is the result.
     """
+    if transport == "pairwise":
+        return pairwise.to_home(rows, route, axis_name, steps)
     return MODULES[transport].to_home(rows, route, axis_name)
 
 
 MODULES = {"gather": gather, "all_to_all": all_to_all, "ragged": ragged, "pairwise": pairwise}
 
 
-def _dispatch_forward(x, route, axis_name, transport, leaving):
-    return dispatch(x, route, axis_name, transport, leaving), route
+def _dispatch_forward(x, route, *how):
+    return dispatch(x, route, *how), route
 
 
-def _dispatch_backward(axis_name, transport, route, d_rows):
-    return combine(d_rows, route, axis_name, transport).astype(d_rows.dtype), None, None
+def _dispatch_backward(*arguments):
+    *how, route, d_rows = arguments
+    return combine(d_rows, route, *how).astype(d_rows.dtype), None
 
 
 def _combine_forward(rows, route, *how):

@@ -23,6 +23,7 @@ from moe_jax.kernels.experts import Part, experts_mlp, experts_mlp_of_parts
 from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.shapes import check_experts_mlp
 from moe_jax.kernels.varying import vary_as
+from moe_jax.parallel.expert import pairwise
 from moe_jax.parallel.expert.exchange import combine, dispatch
 from moe_jax.parallel.expert.routes import (
     Queues,
@@ -40,10 +41,6 @@ from moe_jax.parallel.expert.shadow import choices_of_shadows, lend, load_by_dev
 ROWS_AT_ONCE = 2**18
 """With `pairwise`, up to so many rows of other devices' tokens are computed together: fewer matmuls, which fill the GPU
 better, while memory for them and what travels behind the last of them stay bounded."""
-
-
-ARRIVE_IN_TIME = 4
-"""On so many devices the tokens of all others arrive while a device computes its own (Qwen3-30B-A3B on H200s)."""
 
 
 class Exchange(NamedTuple):
@@ -188,35 +185,37 @@ def _round(
     weights: Float[Array, "tokens k"],
 ) -> Float[Array, "tokens hidden"]:
     """The outputs of the tokens on `route`, in at least f32; 0 for the others."""
-    how = plan.axis_name, transport
-    k = weights.shape[1]
+    steps = _steps(plan) if transport == "pairwise" else (plan.devices,)
+    how, k = (plan.axis_name, transport, steps), weights.shape[1]
     # Weights and ids travel as one array: floats of 32 bits hold every id exactly, and 0 is what an empty slot holds.
     wide = at_least_f32(weights.dtype)
     choices = jnp.concatenate([weights.astype(wide), (experts + 1).astype(wide)], axis=1)
-    choices = dispatch(choices, route, *how)
-    steps = _steps(plan) if transport == "pairwise" else [plan.devices]
-    leaving, arrived = x, choices
-    if transport == "pairwise" and plan.devices > ARRIVE_IN_TIME:
-        # Choices are not to queue behind all tokens. The first step waits for neither.
-        leaving, arrived = lax.optimization_barrier((x, choices))
-    tokens = dispatch(x, route, *how, leaving)
+    if len(steps) > 2:
+        # The second step needs all choices: as hops they would queue behind those of all tokens.
+        holds_all = capacity.tokens == x.shape[0]
+        arrived = dispatch(choices, route, plan.axis_name, "gather" if holds_all else "all_to_all")
+        own, *others = pairwise.by_distance(arrived, plan.axis_name)
+        choices = jnp.concatenate([choices if holds_all else own, *others])
+    else:
+        choices = dispatch(choices, route, *how)
     first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * w_down.shape[0]
 
     def part(tokens: Array, choices: Array) -> Part:
+        # Of each step by itself: computed for all at once, no step would begin before the last choices are there.
         return Part(tokens, choices[:, :k], choices[:, k:].astype(jnp.int32) - 1 - first_expert)
 
+    tokens = dispatch(x, route, *how)
     ends = list(itertools.accumulate(step * (tokens.shape[0] // plan.devices) for step in steps[:-1]))
-    of_first, of_others = jnp.split(choices, ends)[:1], jnp.split(arrived, ends)[1:]
-    parts = list(map(part, jnp.split(tokens, ends), of_first + of_others))
+    parts = list(map(part, *(jnp.split(a, ends) for a in (tokens, choices))))
     max_pairs = [step * capacity.pairs for step in steps]
     outputs = experts_mlp_of_parts(parts, w_gate_up, w_down, backend=plan.backend, max_pairs=max_pairs)
     return combine(jnp.concatenate(outputs), route, *how)
 
 
-def _steps(plan: _Plan) -> list[int]:
+def _steps(plan: _Plan) -> tuple[int, ...]:
     """How many devices' tokens are computed together: its own alone, for which no device waits, then those of others."""
     at_once = plan.group_size or max(1, ROWS_AT_ONCE // plan.first.pairs)
-    return [1, *(min(at_once, plan.devices - first) for first in range(1, plan.devices, at_once))]
+    return 1, *(min(at_once, plan.devices - first) for first in range(1, plan.devices, at_once))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

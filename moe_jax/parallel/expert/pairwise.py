@@ -8,6 +8,7 @@ packed, and what comes home is summed as it is.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,36 +19,48 @@ from moe_jax.parallel.expert.routes import Route
 from moe_jax.parallel.expert.slots import unpack
 
 
-def to_experts(
-    x: Num[Array, "tokens features"], route: Route, axis_name: str, leaving: Num[Array, "tokens features"] | None = None
-) -> Num[Array, "received features"]:
-    """The tokens that the devices sent here, C slots of each: its own, then by distance; zeros in empty slots.
-
-    Those for others are taken from `leaving`, if given.
-    """
+def to_experts(x: Num[Array, "tokens features"], route: Route, axis_name: str) -> Num[Array, "received features"]:
+    """The tokens that the devices sent here, C slots of each: its own, then by distance; zeros in empty slots."""
     devices, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
 
     def block(distance: int) -> Array:
-        tokens = x if distance == 0 or leaving is None else leaving
         if _sends_all(route):
-            return tokens
-        return tokens.at[route.token_of_slot[(me + distance) % devices]].get(mode="fill", fill_value=0)
+            return x
+        return x.at[route.token_of_slot[(me + distance) % devices]].get(mode="fill", fill_value=0)
 
     return jnp.concatenate([_hop(block(distance), axis_name, distance) for distance in range(devices)])
 
 
-def to_home(rows: Float[Array, "received features"], route: Route, axis_name: str) -> Float[Array, "tokens features"]:
-    """Each token's sum over the slots in which it travelled; the rows stand as `to_experts` brought them."""
+def to_home(
+    rows: Float[Array, "received features"], route: Route, axis_name: str, steps: tuple[int, ...] = ()
+) -> Float[Array, "tokens features"]:
+    """Each token's sum over the slots in which it travelled; the rows stand as `to_experts` brought them.
+
+    Those of one step leave when those of the step before are at home: else XLA leaves all hops to the end, and runs none beside
+    the experts of the next step.
+    """
     devices, slots = route.token_of_slot.shape
-    blocks = [_hop(block, axis_name, -distance) for distance, block in enumerate(jnp.split(rows, devices))]
+    begins = set(itertools.accumulate(steps))
+    blocks: list[Array] = []
+    for distance, block in enumerate(jnp.split(rows, devices)):
+        if distance > 1 and distance in begins:
+            block, blocks[-1] = jax.lax.optimization_barrier((block, blocks[-1]))
+        blocks.append(_hop(block, axis_name, -distance))
     if _sends_all(route):
         return functools.reduce(jnp.add, (widened(block) for block in blocks))
     device = jnp.arange(devices, dtype=jnp.int32)
-    distance = (device - jax.lax.axis_index(axis_name)) % devices
-    moved = route.slot_of_token + ((distance - device) * slots)[:, None]
+    place = (device - jax.lax.axis_index(axis_name)) % devices
+    moved = route.slot_of_token + ((place - device) * slots)[:, None]
     travels = route.slot_of_token < devices * slots
     by_distance = dataclasses.replace(route, slot_of_token=jnp.where(travels, moved, devices * slots))
     return unpack(jnp.stack(blocks), by_distance)
+
+
+def by_distance(received: Num[Array, "received features"], axis_name: str) -> list[Num[Array, "slots features"]]:
+    """What each device sent, in the order of `to_experts`, of what stands in the devices' order."""
+    devices, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+    blocks = received.reshape(devices, -1, received.shape[1])
+    return [jax.lax.dynamic_index_in_dim(blocks, (me - distance) % devices, keepdims=False) for distance in range(devices)]
 
 
 def _sends_all(route: Route) -> bool:

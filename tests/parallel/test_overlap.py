@@ -1,0 +1,53 @@
+"""In programs compiled for four H200s, copies from GPU to GPU run beside the kernels that do not need what they bring."""
+
+from h200 import kernels_beside_copies, needs_compiler, run_script
+
+COMPILED = """
+from moe_jax.parallel import ExpertParallel, context_attention, expert_parallel_mlp
+from moe_jax.parallel.hops import COPIES, MANY_AT_ONCE
+
+def on_four(f, axis, spec, *shapes):
+    mesh = make_mesh(4, axis)
+    place = NamedSharding(mesh, spec)
+    arguments = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec))
+        print(program.lower(*arguments).compile(compiler_options=COPIES | MANY_AT_ONCE).as_text())
+"""
+
+RING = """
+def attend(q, k, v):
+    return context_attention(q, k, v, scale=128**-0.5, hops="copies")
+
+q, kv = (((1, 32768, heads, 128), bf16) for heads in (32, 8))
+on_four(attend, "context", PartitionSpec(None, "context"), q, kv, kv)
+"""
+
+EXPERTS = """
+settings = ExpertParallel(transport="pairwise", capacity_factor=4, group_size=int(sys.argv[1]))
+
+def layer(*arguments):
+    return expert_parallel_mlp(*arguments, settings)[0]
+
+tokens, matrices = ((32768, 2048), bf16), [((128, 1536, 2048), bf16), ((128, 2048, 768), bf16)]
+on_four(layer, "expert", PartitionSpec("expert"), tokens, *matrices, ((32768, 8), f32), ((32768, 8), i32))
+"""
+
+
+@needs_compiler
+def test_keys_arrive_while_a_device_attends_to_its_own():
+    assert kernels_beside_copies(run_script(COMPILED + RING)) == [1] * 6
+
+
+@needs_compiler
+def test_tokens_of_others_arrive_while_a_device_computes_its_own():
+    """And choices; outputs of the one step of the others travel home beside nothing."""
+    beside = kernels_beside_copies(run_script(COMPILED + EXPERTS, 3))
+    assert len(beside) == 6 and all(beside)
+
+
+@needs_compiler
+def test_outputs_travel_home_beside_the_next_step():
+    """Three devices' tokens arrive, and the outputs of all but the last leave, beside three kernels a step."""
+    beside = kernels_beside_copies(run_script(COMPILED + EXPERTS, 1))
+    assert len(beside) == 5 and all(beside)
