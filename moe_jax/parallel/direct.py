@@ -12,11 +12,12 @@ from jaxtyping import Array
 
 from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.varying import vary_as
+from moe_jax.parallel.hops import hop
 
 
 def send_part(part: Array, mesh_axes: tuple[str, ...]) -> list[Array]:
     """What this device gets of each device's part: its own, then from the one before it, and so on; inside `jax.shard_map`."""
-    return [_hop(part, mesh_axes, distance) for distance in range(lax.axis_size(mesh_axes))]
+    return [hop(part, mesh_axes, distance) for distance in range(lax.axis_size(mesh_axes))]
 
 
 def join_parts(arrived: list[Array], mesh_axes: tuple[str, ...], axis: int) -> Array:
@@ -39,17 +40,9 @@ def send_contributions(x: Array, mesh_axes: tuple[str, ...], axis: int) -> list[
     def contribution(distance: int) -> Array:
         return lax.dynamic_slice_in_dim(x, (own + distance) % devices * size, size, axis)
 
-    return [_hop(contribution(distance), mesh_axes, distance) for distance in range(devices)]
+    return [hop(contribution(distance), mesh_axes, distance) for distance in range(devices)]
 
 
 def add_contributions(arrived: list[Array]) -> Array:
     """Their sum in at least f32."""
     return reduce(jnp.add, (a.astype(at_least_f32(a.dtype)) for a in arrived))
-
-
-def _hop(message: Array, mesh_axes: tuple[str, ...], distance: int) -> Array:
-    """What the device `distance` before this one has."""
-    devices = lax.axis_size(mesh_axes)
-    if distance == 0:
-        return message
-    return lax.ppermute(message, mesh_axes, [(i, (i + distance) % devices) for i in range(devices)])

@@ -8,7 +8,9 @@ GPUs of one process alone. Which of the two it makes is an option of the program
 
 from typing import Literal, get_args
 
+from jax import lax
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from moe_jax.parallel.mesh import MESH_AXES
 
@@ -36,6 +38,14 @@ def check_hops(hops: Hops, mesh: Mesh) -> None:
         raise ValueError(f"hops={hops!r} must be one of {', '.join(get_args(Hops))}")
     if hops == "copies" and (obstacle := _obstacle(mesh)):
         raise ValueError(f"hops='copies' are between the GPUs of one process, and the mesh has {obstacle}: take hops='nccl'")
+
+
+def hop(message: Array, axis_name: str | tuple[str, ...], distance: int) -> Array:
+    """What the device `distance` places before this one has; inside `jax.shard_map`."""
+    devices = lax.axis_size(axis_name)
+    if distance % devices == 0:
+        return message
+    return lax.ppermute(message, axis_name, [(i, (i + distance) % devices) for i in range(devices)])
 
 
 def _obstacle(mesh: Mesh) -> str:

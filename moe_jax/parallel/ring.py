@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels import partial_attention
 from moe_jax.kernels.precision import widened
-from moe_jax.parallel.hops import Hops
+from moe_jax.parallel.hops import Hops, hop
 from moe_jax.parallel.sequence import Layout, join_in_order, split_in_order, token_indices, tokens_before
 
 Kept = tuple[Float[Array, "batch seq ..."], ...]
@@ -114,8 +114,7 @@ class Ring:
 
     def _hop(self, message: Kept, distance: int) -> Kept:
         """The message of the device `distance` places before this one."""
-        pairs = [(i, (i + distance) % self.size) for i in range(self.size)]
-        return tuple(lax.ppermute(a, self.axis_name, pairs) for a in message)
+        return tuple(hop(a, self.axis_name, distance) for a in message)
 
 
 def devices_of_turn(size: int, hops: Hops) -> int:

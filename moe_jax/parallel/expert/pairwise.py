@@ -1,9 +1,9 @@
 """Transport `pairwise`: each device sends to each other by a `ppermute` of its own (FasterMoE, https://doi.org/10.1145/3503221.3508418).
 
-A device's own tokens come first, then those of the device before it, and so on. Nothing but data orders them: while some are
-computed, others may arrive and the outputs of those before travel home. Which are computed together is the caller's choice
-(`mlp`). The same bytes as `all_to_all`. Where a buffer has room for all tokens, all of them are sent as they stand: nothing is
-packed, and what comes home is summed as it is.
+A device's own tokens come first, then those of the device before it, and so on. While some are computed, others may arrive and
+the outputs of those before travel home. Which are computed together is the caller's choice (`mlp`). The same bytes as
+`all_to_all`. Where a buffer has room for all tokens, all of them are sent as they stand: nothing is packed, and what comes home
+is summed as it is.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Num
 from moe_jax.kernels.precision import widened
 from moe_jax.parallel.expert.routes import Route
 from moe_jax.parallel.expert.slots import unpack
+from moe_jax.parallel.hops import hop
 
 
 def to_experts(x: Num[Array, "tokens features"], route: Route, axis_name: str) -> Num[Array, "received features"]:
@@ -28,7 +29,7 @@ def to_experts(x: Num[Array, "tokens features"], route: Route, axis_name: str) -
             return x
         return x.at[route.token_of_slot[(me + distance) % devices]].get(mode="fill", fill_value=0)
 
-    return jnp.concatenate([_hop(block(distance), axis_name, distance) for distance in range(devices)])
+    return jnp.concatenate([hop(block(distance), axis_name, distance) for distance in range(devices)])
 
 
 def to_home(
@@ -45,15 +46,15 @@ def to_home(
     for distance, block in enumerate(jnp.split(rows, devices)):
         if distance > 1 and distance in begins:
             block, blocks[-1] = jax.lax.optimization_barrier((block, blocks[-1]))
-        blocks.append(_hop(block, axis_name, -distance))
+        blocks.append(hop(block, axis_name, -distance))
     if _sends_all(route):
         return functools.reduce(jnp.add, (widened(block) for block in blocks))
     device = jnp.arange(devices, dtype=jnp.int32)
     place = (device - jax.lax.axis_index(axis_name)) % devices
     moved = route.slot_of_token + ((place - device) * slots)[:, None]
     travels = route.slot_of_token < devices * slots
-    by_distance = dataclasses.replace(route, slot_of_token=jnp.where(travels, moved, devices * slots))
-    return unpack(jnp.stack(blocks), by_distance)
+    as_they_stand = dataclasses.replace(route, slot_of_token=jnp.where(travels, moved, devices * slots))
+    return unpack(jnp.stack(blocks), as_they_stand)
 
 
 def by_distance(received: Num[Array, "received features"], axis_name: str) -> list[Num[Array, "slots features"]]:
@@ -65,10 +66,3 @@ def by_distance(received: Num[Array, "received features"], axis_name: str) -> li
 
 def _sends_all(route: Route) -> bool:
     return route.token_of_slot.shape[1] == route.slot_of_token.shape[1]
-
-
-def _hop(block: Array, axis_name: str, distance: int) -> Array:
-    """The block of the device `distance` places before this one."""
-    devices = jax.lax.axis_size(axis_name)
-    pairs = [(i, (i + distance) % devices) for i in range(devices)]
-    return block if distance == 0 else jax.lax.ppermute(block, axis_name, pairs)
