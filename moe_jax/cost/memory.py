@@ -92,7 +92,7 @@ def _backward_workspace(run: Run) -> float:
 
 
 def _context_workspace(run: Run) -> float:
-    """What travels, of all devices with `all_gather`, of two turns' in the ring, and its f32 gradients.
+    """What travels, of all devices with `all_gather`, of two turns in the ring, and its f32 gradients.
 
     Where keys and values are expanded from it, these too: of one turn in the ring.
     """

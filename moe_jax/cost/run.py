@@ -14,7 +14,7 @@ from moe_jax.layers.moe import EXPERT_CHUNK_TOKENS
 from moe_jax.layers.stack import Remat
 from moe_jax.models.auto import from_config
 from moe_jax.parallel.context import Method
-from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, first_capacity
+from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, devices_of_step, first_capacity
 from moe_jax.parallel.hops import Hops
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape
@@ -118,6 +118,11 @@ class Run:
     def sends_pairwise(self) -> bool:
         """Whether they do so by `pairwise`, as `parallel.Parallelism` has it."""
         return self.exchanges and self.hops == "copies" and self.capacity_factor >= self.mesh.expert
+
+    @property
+    def pairwise_step(self) -> int:
+        """How many other devices' tokens `pairwise` computes at once."""
+        return min(self.mesh.expert - 1, devices_of_step(self.capacity))
 
     @property
     def received(self) -> int:

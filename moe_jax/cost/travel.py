@@ -36,11 +36,18 @@ def exchange_seconds(run: Run, machine: Machine) -> Passes:
         return packing + all_to_all_seconds(machine, slots * of_slot, ("expert",), run.mesh)
 
     if run.sends_pairwise:
-        # All but one copy of each exchange run beside experts.
-        choices_seconds = all_gather_seconds(machine, run.received * choices, ("expert",), run.mesh)
-        dispatch = choices_seconds + ring_hop_seconds(machine, run.tokens * token, ("expert",), run.mesh, copied=True)
-        combine = run.received * token / machine.hbm
-    elif run.gathers_tokens:
+        # Copies run beside experts, but for what the last step sends home in a forward pass. With several steps, one that is
+        # computed again waits for a copy behind those of dy, and attention's backward pass for one home.
+        others = run.mesh.expert - 1
+        last = others % run.pairwise_step or run.pairwise_step
+        home = ring_hop_seconds(machine, last * run.tokens * token, ("expert",), run.mesh, copied=True)
+        summed = run.received * token / machine.hbm
+        if others == last:
+            return Passes(home + summed, 0.0, summed)
+        copy = ring_hop_seconds(machine, run.tokens * token, ("expert",), run.mesh, copied=True)
+        dispatch = all_gather_seconds(machine, run.received * choices, ("expert",), run.mesh)
+        return Passes(dispatch + home + summed, dispatch + copy, copy + summed)
+    if run.gathers_tokens:
         gathers = (all_gather_seconds(machine, run.received * size, ("expert",), run.mesh) for size in (token, choices))
         dispatch = sum(gathers)
         # Summed at home in f32.

@@ -128,11 +128,11 @@ def experts_mlp_of_parts(
         ValueError: parts that differ in more than their numbers of tokens, or none, not one of max_pairs for each, and what
             `experts_mlp` raises.
     """
-    types = [", ".join(f"{a.dtype}[tokens, {a.shape[-1]}]" for a in part) for part in parts]
-    if len(set(types)) != 1:
-        raise ValueError(f"parts must be one or more of the same dtypes and widths; got {'; '.join(types) or 'none'}")
     for x, topk_weights, topk_experts in parts:
         check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts)
+    types = [", ".join(f"{a.dtype}[tokens, {a.shape[1]}]" for a in part) for part in parts]
+    if len(set(types)) != 1:
+        raise ValueError(f"parts must be one or more of the same dtypes and widths; got {'; '.join(types) or 'none'}")
     max_pairs = [None] * len(parts) if max_pairs is None else max_pairs
     if len(max_pairs) != len(parts):
         raise ValueError(f"max_pairs must be one for each of the {len(parts)} parts; got {len(max_pairs)}")

@@ -3,7 +3,7 @@
 Everything here is called inside `jax.shard_map` (with or without `check_vma`) on a device's own tokens, laid out by
 `sequence.shard_sequence`. Three methods compute the same:
 
-    ring         keys go round the devices one hop a step while each computes (`ring`)
+    ring         keys go round the devices while each computes with those that are there (`ring`)
     all_gather   keys are gathered whole, their gradients reduced in f32 to the devices that hold them: two collectives and
                  memory for all keys; for few key heads, short sequences, or windows
     ulysses      queries and keys change from a part of the tokens to a part of the heads and back (Jacobs et al., 2023,
@@ -123,14 +123,16 @@ def context_attention(
       backend: "mosaic" (default on Hopper in bf16 and f16) or "xla".
 
     Raises:
-      ValueError: shapes that do not fit together; a window below 1; an unknown layout, method or backend, or one that does not
-        take the input; a length that the layout cannot split; with `ulysses` a number of heads or key heads, or of rows of
-        `weights`, that the devices do not divide.
+      ValueError: shapes that do not fit together; a window below 1; unknown hops; an unknown layout, method or backend, or one
+        that does not take the input; a length that the layout cannot split; with `ulysses` a number of heads or key heads, or
+        of rows of `weights`, that the devices do not divide.
     """
     if expand is None and len(kept) != 2:
         raise ValueError(f"without expand, kept must be k and v; got {len(kept)} arrays")
     k, v = jax.eval_shape(partial(keys_and_values, expand), weights, kept)
     _check_shapes(q, k, v)
+    if hops not in get_args(Hops):
+        raise ValueError(f"unknown hops {hops!r}; choose one of {', '.join(map(repr, get_args(Hops)))}")
     if method not in get_args(Method):
         raise ValueError(f"unknown method {method!r}; choose one of {', '.join(map(repr, get_args(Method)))}")
     if method == "ulysses":

@@ -63,7 +63,7 @@ class Ring:
         return lax.axis_size(self.axis_name)
 
     def turns(self, kept: Kept, weights) -> list[Turn]:
-        """The device itself, then all others."""
+        """The device itself, then all others, the last turn with those that are left."""
         keys = jax.eval_shape(partial(keys_and_values, self.expand), weights, kept)
         at_once = devices_of_turn(sum(a.size * a.dtype.itemsize for a in keys), self.hops)
         others = range(1, self.size)
@@ -83,7 +83,8 @@ class Ring:
     def pass_on(self, messages: list[Kept], turn: Turn, following: Turn) -> tuple[list[Kept], list[Kept]]:
         """The messages about the devices of a turn, passed on to those for whom these are in the following turn.
 
-        Returns what arrives here, and what went to the devices that it is about, since the following turn is shorter.
+        Returns what arrives here, and what went to the devices that it is about, since the following turn is shorter: sums, and
+        of no use with keys.
         """
         of = [min(i, len(turn) - 1) for i in range(len(following))]
         arriving = [self._hop(messages[i], distance - turn[i]) for i, distance in zip(of, following, strict=True)]

@@ -3,8 +3,8 @@
 For n devices, h = seq / 2n and causal attention, in which token t costs t keys:
 
     contiguous   device r has the 2h tokens from r*2h on: those that come last in the sequence work longest, others wait
-    zigzag       device r has the h tokens from r*h on and the h from (2n-1-r)*h on: all work alike, in every step of a ring
-    striped      device r has tokens r, r+n, r+2n, ...: all work alike, in small triangles in every step of a ring
+    zigzag       device r has the h tokens from r*h on and the h from (2n-1-r)*h on: all work alike, in every turn of a ring
+    striped      device r has tokens r, r+n, r+2n, ...: all work alike, in small triangles in every turn of a ring
 
 (Brandon et al., 2023, https://arxiv.org/abs/2311.09431 for striped; zigzag is that of ring-flash-attention.) In each of them a
 device's tokens stand in the order of the sequence, so that any interval of the sequence is an interval of a device's tokens.

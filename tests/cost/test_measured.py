@@ -76,7 +76,7 @@ def test_training_steps_whose_matrices_are_gathered_by_copies(layers, mesh, rows
 )
 def test_training_steps_whose_tokens_travel_by_copies(mesh, capacity_factor, seconds, gib):
     prediction = predict(step(32, mesh=mesh, hops="copies", capacity_factor=capacity_factor))
-    assert prediction.step_seconds == pytest.approx(seconds, rel=0.03)
+    assert prediction.step_seconds == pytest.approx(seconds, rel=0.035)
     assert prediction.memory_bytes / 2**30 == pytest.approx(gib, rel=0.05)
 
 

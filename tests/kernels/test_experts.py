@@ -333,8 +333,9 @@ def test_a_part_waits_for_those_before_it_and_its_result_for_no_other():
 def test_parts_that_differ_in_more_than_their_tokens_are_refused():
     x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 6, 3, 2, 8, 4, dtype=jnp.float32)
     part = kernels.Part(x, weights, chosen)
-    with pytest.raises(ValueError, match=r"the same dtypes and widths; got float32\[tokens, 8\], .*; float32\[tokens, 4\], "):
-        kernels.experts_mlp_of_parts([part, part._replace(x=x[:, :4])], w_gate_up, w_down)
+    one_choice = part._replace(topk_weights=weights[:, :1], topk_experts=chosen[:, :1])
+    with pytest.raises(ValueError, match=r"the same dtypes and widths; got .*, int32\[tokens, 2\]; .*, int32\[tokens, 1\]"):
+        kernels.experts_mlp_of_parts([part, one_choice], w_gate_up, w_down)
     with pytest.raises(ValueError, match=r"got float32\[tokens, 8\], .*; bfloat16\[tokens, 8\], "):
         kernels.experts_mlp_of_parts([part, part._replace(x=x.astype(jnp.bfloat16))], w_gate_up, w_down)
     with pytest.raises(ValueError, match="one or more of the same dtypes and widths; got none"):

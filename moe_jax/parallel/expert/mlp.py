@@ -35,12 +35,15 @@ from moe_jax.parallel.expert.routes import (
     owners,
     queue,
 )
-from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, Transport, first_capacity, further_capacity
+from moe_jax.parallel.expert.settings import (
+    Capacity,
+    ExpertParallel,
+    Transport,
+    devices_of_step,
+    first_capacity,
+    further_capacity,
+)
 from moe_jax.parallel.expert.shadow import choices_of_shadows, lend, load_by_device, rows_per_shadow, select_shadows
-
-ROWS_AT_ONCE = 2**18
-"""With `pairwise`, up to so many rows of other devices' tokens are computed together: fewer matmuls, which fill the GPU
-better, while memory for them and what travels behind the last of them stay bounded."""
 
 
 class Exchange(NamedTuple):
@@ -214,7 +217,7 @@ def _round(
 
 def _steps(plan: _Plan) -> tuple[int, ...]:
     """How many devices' tokens are computed together: its own alone, for which no device waits, then those of others."""
-    at_once = plan.group_size or max(1, ROWS_AT_ONCE // plan.first.pairs)
+    at_once = plan.group_size or devices_of_step(plan.first)
     return 1, *(min(at_once, plan.devices - first) for first in range(1, plan.devices, at_once))
 
 

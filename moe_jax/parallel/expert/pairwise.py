@@ -37,8 +37,8 @@ def to_home(
 ) -> Float[Array, "tokens features"]:
     """Each token's sum over the slots in which it travelled; the rows stand as `to_experts` brought them.
 
-    Those of one step leave when those of the step before are at home: else XLA leaves all hops to the end, and runs none beside
-    the experts of the next step.
+    Those of one step leave when the last of the step before is at home: else XLA leaves all hops to the end, and runs none
+    beside the experts of the next step.
     """
     devices, slots = route.token_of_slot.shape
     begins = set(itertools.accumulate(steps))

@@ -15,6 +15,11 @@ SMALLEST_CAPACITY = 64
 """Tokens from one device for another that always fit: few tokens are never spread evenly, and their buffers are small."""
 
 
+ROOM_OF_STEP = 2**18
+"""With "pairwise", other devices' tokens are computed together while there is room for no more rows than these, at least those
+of one device: fewer matmuls fill the GPU better, while their memory and what travels behind the last stay bounded."""
+
+
 @dataclass(frozen=True)
 class ExpertParallel:
     """The experts are split over the mesh axis `axis_name`: device i of n holds experts i*E/n to (i+1)*E/n.
@@ -28,7 +33,7 @@ class ExpertParallel:
         n times as much, on n devices, everything fits.
       drop: None drops nothing. "position" computes what fits in one round, the earlier tokens first, and drops the rest;
         "probability" prefers the tokens that weigh most (GShard, https://arxiv.org/abs/2006.16668, section 2.2).
-      group_size: with "pairwise", how many other devices' tokens are computed together. None: as many as have 2^18 rows.
+      group_size: with "pairwise", how many other devices' tokens are computed together. None: as many as ROOM_OF_STEP says.
       shadow_experts: how many experts at most a call may copy to all devices, where that makes the busiest device's work
         shorter by more than the copies take (`parallel.expert.shadow`).
       flops_per_byte: FLOPs of an expert's matmuls that a device does while a byte leaves it: what a shadow's copies cost. With
@@ -84,3 +89,8 @@ def first_capacity(tokens: int, k: int, num_experts: int, devices: int, factor: 
 def further_capacity(first: Capacity, k: int) -> Capacity:
     """So many tokens that their choices fit into the first round's rows wherever they fall."""
     return Capacity(max(1, first.pairs // k), first.pairs)
+
+
+def devices_of_step(first: Capacity) -> int:
+    """How many other devices' tokens "pairwise" computes together, by its own choice."""
+    return max(1, ROOM_OF_STEP // first.pairs)

@@ -223,6 +223,7 @@ def test_positions_and_segments_go_over_the_borders_of_devices(layout):
         ),
         ({"method": "usp"}, "unknown method 'usp'; choose one of 'ring', 'all_gather', 'ulysses'"),
         ({"layout": "zag"}, "unknown layout 'zag'"),
+        ({"hops": "copy"}, "unknown hops 'copy'; choose one of 'nccl', 'copies'"),
         ({"backend": "mosaic"}, "backend 'mosaic' does not take this input: q, k and v must all be bfloat16"),
         ({"local": 3}, "layout 'zigzag' over 4 devices needs a sequence length that is a multiple of 8; got 12"),
         ({"expand": lambda _, k, v: (k, v[:, :2])}, r"k \(1, 4, 2, 8\), v \(1, 2, 2, 8\)"),
