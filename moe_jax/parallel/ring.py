@@ -80,16 +80,14 @@ class Ring:
         parts = jnp.split(message[0], list(accumulate(a.size for a in like[:-1])))
         return tuple(part.reshape(a.shape) for part, a in zip(parts, like, strict=True))
 
-    def pass_on(self, messages: list[Kept], turn: Turn, following: Turn) -> tuple[list[Kept], list[Kept]]:
-        """The messages about the devices of a turn, passed on to those for whom these are in the following turn.
-
-        Returns what arrives here, and what went to the devices that it is about, since the following turn is shorter: sums, and
-        of no use with keys.
-        """
+    def pass_on(self, messages: list[Kept], turn: Turn, following: Turn) -> list[Kept]:
+        """The messages about a turn's devices, passed on to those for whom these are in the following turn: what arrives."""
         of = [min(i, len(turn) - 1) for i in range(len(following))]
-        arriving = [self._hop(messages[i], distance - turn[i]) for i, distance in zip(of, following, strict=True)]
-        last = range(len(following), len(turn))
-        return arriving, [self._hop(messages[i], self.size - turn[i]) for i in last]
+        return [self._hop(messages[i], distance - turn[i]) for i, distance in zip(of, following, strict=True)]
+
+    def send_home(self, messages: list[Kept], turn: Turn, following: Turn) -> list[Kept]:
+        """Those of them that are passed on no further, sent to the devices that they are about: what arrives."""
+        return [self._hop(messages[i], self.size - turn[i]) for i in range(len(following), len(turn))]
 
     def join(self, parts: list[Kept], turn: Turn) -> Kept:
         """The tokens of a turn's devices in the order of the sequence."""
@@ -151,7 +149,7 @@ def _forward(q, kept: Kept, weights, first_token, ring: Ring):
     messages, sums = [ring.pack(kept)], None
     for turn, following in zip(turns, [*turns[1:], []], strict=True):
         here = kept if turn == [0] else ring.join([ring.unpack(message, kept) for message in messages], turn)
-        messages, _ = ring.pass_on(messages, turn, following) if following else ([], [])
+        messages = ring.pass_on(messages, turn, following)
         k, v = keys_and_values(ring.expand, weights, here)
         sums = partial_attention.forward(
             q,
@@ -193,23 +191,23 @@ def _backward(ring: Ring, residuals, dout):
     sums: list[Kept] = []
     at_home: list[Kept] = []
     dweights = None
-    arriving = ring.pass_on([ring.pack(kept)], own, turns[0])[0] if turns else []
+    arriving = ring.pass_on([ring.pack(kept)], own, turns[0]) if turns else []
     dq = of_queries(own, kept, None)
     for before, turn, following in zip([own, *turns], turns, [*turns[1:], []], strict=False):
         (arriving, sums), dq = _after_each_other((arriving, sums), dq)
         here = ring.join([ring.unpack(message, kept) for message in arriving], turn)
         if sums:
-            sums, home = ring.pass_on(sums, before, turn)
-            at_home += home
+            at_home += ring.send_home(sums, before, turn)
+            sums = ring.pass_on(sums, before, turn)
         dq = of_queries(turn, here, dq)
         (arriving, sums), dq = _after_each_other((arriving, sums), dq)
-        arriving = ring.pass_on(arriving, turn, following)[0] if following else []
+        arriving = ring.pass_on(arriving, turn, following)
         previous = ring.join([ring.unpack(message, kept) for message in sums], turn) if sums else None
         of_turn, dweights = of_kept(turn, here, (previous, dweights))
         sums = [ring.pack(part) for part in ring.split(of_turn, turn)]
     kept, (dq, sums) = _after_each_other(kept, (dq, sums))
     if sums:
-        at_home += ring.pass_on(sums, turns[-1], [])[1]
+        at_home += ring.send_home(sums, turns[-1], [])
     dkept, dweights = of_kept(own, kept, (None, dweights))
     for message in at_home:
         dkept = _add(dkept, ring.unpack(message, kept))
