@@ -195,10 +195,10 @@ def _round(
     choices = jnp.concatenate([weights.astype(wide), (experts + 1).astype(wide)], axis=1)
     if len(steps) > 2:
         # The second step needs all choices: as hops they would queue behind those of all tokens.
-        holds_all = capacity.tokens == x.shape[0]
-        arrived = dispatch(choices, route, plan.axis_name, "gather" if holds_all else "all_to_all")
+        sends_all = pairwise.sends_all(route)
+        arrived = dispatch(choices, route, plan.axis_name, "gather" if sends_all else "all_to_all")
         own, *others = pairwise.by_distance(arrived, plan.axis_name)
-        choices = jnp.concatenate([choices if holds_all else own, *others])
+        choices = jnp.concatenate([choices if sends_all else own, *others])
     else:
         choices = dispatch(choices, route, *how)
     first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * w_down.shape[0]

@@ -25,7 +25,7 @@ def to_experts(x: Num[Array, "tokens features"], route: Route, axis_name: str) -
     devices, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
 
     def block(distance: int) -> Array:
-        if _sends_all(route):
+        if sends_all(route):
             return x
         return x.at[route.token_of_slot[(me + distance) % devices]].get(mode="fill", fill_value=0)
 
@@ -47,7 +47,7 @@ def to_home(
         if distance > 1 and distance in begins:
             block, blocks[-1] = jax.lax.optimization_barrier((block, blocks[-1]))
         blocks.append(hop(block, axis_name, -distance))
-    if _sends_all(route):
+    if sends_all(route):
         return functools.reduce(jnp.add, (widened(block) for block in blocks))
     device = jnp.arange(devices, dtype=jnp.int32)
     place = (device - jax.lax.axis_index(axis_name)) % devices
@@ -64,5 +64,6 @@ def by_distance(received: Num[Array, "received features"], axis_name: str) -> li
     return [jax.lax.dynamic_index_in_dim(blocks, (me - distance) % devices, keepdims=False) for distance in range(devices)]
 
 
-def _sends_all(route: Route) -> bool:
+def sends_all(route: Route) -> bool:
+    """Whether a buffer has room for all of a device's tokens, which then travel as they stand."""
     return route.token_of_slot.shape[1] == route.slot_of_token.shape[1]
