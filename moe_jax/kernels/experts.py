@@ -30,7 +30,7 @@ from moe_jax.kernels import mosaic_gpu
 from moe_jax.kernels.backend import resolve_backend
 from moe_jax.kernels.grouped_matmul import OuterPart, grouped_outer_of_parts, implementation
 from moe_jax.kernels.precision import at_least_f32, widened
-from moe_jax.kernels.routing import Plan, plan
+from moe_jax.kernels.routing import Plan, plan, plan_of_few
 from moe_jax.kernels.shapes import check_experts_mlp, check_shape
 from moe_jax.kernels.varying import vary_alike, vary_as, varying_axes
 
@@ -293,7 +293,11 @@ def _experts_mlp_forward(
 
     def part(max_pairs: int | None, x: Array, weights: Array, experts: Array) -> tuple[tuple[Array, Array | None], Plan]:
         """(y, h) and the plan."""
-        planned = plan(experts, w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT, max_pairs)
+        num_experts, alignment = w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT
+        if not for_backward and max_pairs is None and 0 < x.shape[0] <= alignment:
+            planned = plan_of_few(experts, num_experts, alignment)
+        else:
+            planned = plan(experts, num_experts, alignment, max_pairs)
         rows, source = implementation(backend).rows_of_tokens(x, planned, fill=for_backward)
         h, act = implementation(backend).gated_matmul(rows, w_gate_up, planned, source_of_row=source, keep_h=for_backward)
         return (_down_forward(act, w_down, weights, planned, backend), h), planned

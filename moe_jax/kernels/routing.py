@@ -34,6 +34,8 @@ class Plan:
     ends: Int[Array, "experts"]
     """Rows ends[e] <= row < offsets[e + 1] only fill expert e's last block."""
     row_alignment: int = field(metadata={"static": True}, default=1)
+    holds_all_tokens: bool = field(metadata={"static": True}, default=False)
+    """Row t of an expert's one block is kept for token t: for the rows of any block a matmul may take the tokens themselves."""
 
     @property
     def num_rows(self) -> int:
@@ -64,16 +66,9 @@ def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: 
     Raises:
         ValueError: topk_experts is not a 2-D integer array, or num_experts, row_alignment or max_pairs is below 1.
     """
-    if topk_experts.ndim != 2 or not jnp.issubdtype(topk_experts.dtype, jnp.integer):
-        raise ValueError(
-            f"topk_experts must be an integer array of shape [tokens, k]; got {topk_experts.dtype}{list(topk_experts.shape)}"
-        )
-    for name, value in (("num_experts", num_experts), ("row_alignment", row_alignment), ("max_pairs", max_pairs)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}")
+    _check(topk_experts, num_experts=num_experts, row_alignment=row_alignment, max_pairs=max_pairs)
     tokens, k = topk_experts.shape
-    in_range = (topk_experts >= 0) & (topk_experts < num_experts)
-    experts = jnp.where(in_range, topk_experts, num_experts).astype(jnp.int32).reshape(tokens * k)
+    experts = _experts_of_pairs(topk_experts, num_experts)
     pairs = jnp.arange(tokens * k, dtype=jnp.int32)
     num_pairs = tokens * k if max_pairs is None else min(tokens * k, max_pairs)
     expert = jnp.arange(num_experts + 1, dtype=jnp.int32)
@@ -120,6 +115,61 @@ def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: 
         ends=ends,
         row_alignment=row_alignment,
     )
+
+
+def plan_of_few(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: int) -> Plan:
+    """A plan for so few tokens that one block of rows holds them all: of each expert that somebody chose, row t is token t's.
+
+    A tile of `row_alignment` rows takes as long with one token in it as with all of them, and so nothing is sorted or gathered.
+    For forward passes: the pairs of a token that chose one expert twice share a row, and rows that only fill a block, those of
+    tokens that did not choose the expert, lie among the others.
+
+    Raises:
+        ValueError: as `plan`, or there are no tokens or more than row_alignment.
+    """
+    _check(topk_experts, num_experts=num_experts, row_alignment=row_alignment)
+    tokens, k = topk_experts.shape
+    if not 0 < tokens <= row_alignment:
+        raise ValueError(f"a plan of few is for 1 to row_alignment = {row_alignment} tokens; got {tokens}")
+    expert = jnp.arange(num_experts + 1, dtype=jnp.int32)
+    is_chosen = jnp.any(expert[:-1, None] == topk_experts.reshape(tokens * k), axis=1)
+    offsets = masked_sum(expert[:, None] > expert[:-1], is_chosen * jnp.int32(row_alignment))
+    first_row = jnp.where(_is_an_expert(topk_experts, num_experts), offsets.at[topk_experts].get(mode="clip"), offsets[-1])
+    row_of_pair = first_row + jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    # As in `plan`, and for pairs that no expert computes, one block more than the worst routing fills.
+    num_rows = (min(num_experts, tokens * k) + 1) * row_alignment
+    pairs = jnp.arange(tokens * k, dtype=jnp.int32)
+    pair_of_row = jnp.full(num_rows, tokens * k, jnp.int32).at[row_of_pair.reshape(-1)].set(pairs, mode="promise_in_bounds")
+    experts = _experts_of_pairs(topk_experts, num_experts)
+    return Plan(
+        expert_of_row=experts.at[pair_of_row].get(mode="fill", fill_value=num_experts),
+        token_of_row=pair_of_row // max(k, 1),
+        pair_of_row=pair_of_row,
+        row_of_pair=row_of_pair,
+        offsets=offsets,
+        ends=offsets[:-1] + is_chosen * jnp.int32(tokens),
+        row_alignment=row_alignment,
+        holds_all_tokens=True,
+    )
+
+
+def _check(topk_experts: Int[Array, "tokens k"], **counts: int | None) -> None:
+    if topk_experts.ndim != 2 or not jnp.issubdtype(topk_experts.dtype, jnp.integer):
+        raise ValueError(
+            f"topk_experts must be an integer array of shape [tokens, k]; got {topk_experts.dtype}{list(topk_experts.shape)}"
+        )
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
+
+
+def _experts_of_pairs(topk_experts: Int[Array, "tokens k"], num_experts: int) -> Int[Array, "pairs"]:
+    """num_experts for ids outside."""
+    return jnp.where(_is_an_expert(topk_experts, num_experts), topk_experts, num_experts).astype(jnp.int32).reshape(-1)
+
+
+def _is_an_expert(topk_experts: Int[Array, "tokens k"], num_experts: int) -> Bool[Array, "tokens k"]:
+    return (topk_experts >= 0) & (topk_experts < num_experts)
 
 
 def _sorted_rows(experts: Int[Array, "pairs"], shift: Int[Array, "experts+1"]) -> Int[Array, "pairs"]:

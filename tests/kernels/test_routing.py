@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.kernels import routing
-from moe_jax.kernels.routing import plan
+from moe_jax.kernels.routing import plan, plan_of_few
 
 SIZES = st.sampled_from([(0, 4, 2), (1, 1, 1), (7, 9, 5), (40, 3, 2)])
 """Tokens, experts, k: few, since each is compiled."""
@@ -100,6 +100,33 @@ def test_beyond_max_pairs_everyone_is_nobody(tokens, max_pairs, alignment, seed)
     assert most <= result.num_rows <= most + 1 + (min(num_experts, most) + 2) * (alignment - 1)
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.sampled_from([(1, 1, 1), (1, 6, 3), (7, 9, 5), (64, 3, 2)]),
+    alignment=st.sampled_from([64, 128]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_of_few_tokens_each_has_its_row_in_the_block_of_every_chosen_expert(sizes, alignment, seed):
+    tokens, num_experts, k = sizes
+    experts = np.random.default_rng(seed).integers(-1, num_experts + 1, (tokens, k))
+    result = jax.tree.map(np.asarray, plan_of_few(jnp.asarray(experts), num_experts, alignment))
+
+    is_chosen = np.isin(np.arange(num_experts), experts)
+    np.testing.assert_array_equal(result.offsets, np.cumsum([0, *(alignment * is_chosen)]))
+    np.testing.assert_array_equal(result.ends, result.offsets[:-1] + tokens * is_chosen)
+    owner = np.where((experts < 0) | (experts >= num_experts), num_experts, experts)
+    token = np.arange(tokens)[:, None]
+    np.testing.assert_array_equal(result.row_of_pair, result.offsets[owner] + token)
+    rows = result.row_of_pair
+    np.testing.assert_array_equal(result.expert_of_row[rows], owner)
+    np.testing.assert_array_equal(result.token_of_row[rows], np.broadcast_to(token, rows.shape))
+    np.testing.assert_array_equal(result.row_of_pair.reshape(-1)[result.pair_of_row[rows]], rows)
+    others = np.setdiff1d(np.arange(result.num_rows), rows)
+    for name, nobody in (("expert_of_row", num_experts), ("token_of_row", tokens), ("pair_of_row", tokens * k)):
+        assert (getattr(result, name)[others] == nobody).all()
+    assert result.num_rows % alignment == 0 and result.num_rows >= result.offsets[-1] + alignment
+
+
 def test_plan_under_jit_and_vmap(rng):
     experts = rng.integers(0, 6, (3, 11, 2)).astype(np.int32)
     batched = jax.vmap(lambda e: plan(e, 6))(experts)
@@ -119,3 +146,11 @@ def test_plan_refuses():
         plan(jnp.zeros((3, 2), jnp.int32), 4, 0)
     with pytest.raises(ValueError, match="max_pairs must be at least 1; got 0"):
         plan(jnp.zeros((3, 2), jnp.int32), 4, max_pairs=0)
+
+
+@pytest.mark.parametrize("tokens", [0, 65])
+def test_plan_of_few_refuses_what_does_not_fit_into_a_block(tokens):
+    with pytest.raises(ValueError, match=f"1 to row_alignment = 64 tokens; got {tokens}"):
+        plan_of_few(jnp.zeros((tokens, 2), jnp.int32), 4, 64)
+    with pytest.raises(ValueError, match="num_experts must be at least 1; got 0"):
+        plan_of_few(jnp.zeros((3, 2), jnp.int32), 0, 64)

@@ -7,14 +7,12 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from moe_jax.kernels.grouped_matmul.mosaic.ring import (
     CONSUMERS,
@@ -25,9 +23,10 @@ from moe_jax.kernels.grouped_matmul.mosaic.ring import (
     ring_barriers,
     run_tiles,
 )
-from moe_jax.kernels.grouped_matmul.mosaic.tile_order import row_tile_in_order, rows_in_group
+from moe_jax.kernels.grouped_matmul.mosaic.row_tiles import row_tiles
+from moe_jax.kernels.grouped_matmul.mosaic.tile_order import rows_in_group
 from moe_jax.kernels.mosaic_gpu import launch, operand_transforms
-from moe_jax.kernels.routing import Plan, masked_sum
+from moe_jax.kernels.routing import Plan
 
 CHUNK = 64
 """Columns that an epilogue rounds, stages in shared memory and stores at a time."""
@@ -45,7 +44,7 @@ def matmul(
 
     columns = w.shape[2] if transpose else w.shape[1]
     name = "grouped_matmul_transposed" if transpose else "grouped_matmul"
-    epilogue = Epilogue(name, [jax.ShapeDtypeStruct((a.shape[0], columns), a.dtype)], store)
+    epilogue = Epilogue(name, [jax.ShapeDtypeStruct((plan.num_rows, columns), a.dtype)], store)
     return launch_rows(a, w, plan, tile, epilogue, transpose=transpose)[0]
 
 
@@ -68,21 +67,9 @@ def matmul_gated_silu(
             write(act_ref, column, gate / (1 + jnp.exp(-gate)) * up)
 
     widths = (2 * inter, inter) if keep_h else (inter,)
-    shapes = [jax.ShapeDtypeStruct((a.shape[0], width), a.dtype) for width in widths]
+    shapes = [jax.ShapeDtypeStruct((plan.num_rows, width), a.dtype) for width in widths]
     *h, act = launch_rows(a, w, plan, tile, Epilogue("gated_matmul", shapes, store), transpose=False, halves=True)
     return (h[0] if keep_h else None), act
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tile lies, and, in an epilogue, 64 rows of a warpgroup's share of it."""
-
-    expert: jax.Array
-    row: jax.Array
-    num_rows: jax.Array
-    """Rows from `row` on that are the expert's own."""
-    part: jax.Array
-    """Which tile of columns; in an epilogue in units of the warpgroup's columns."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +93,22 @@ class Epilogue:
 def launch_rows(
     a: Array, w: Array, plan: Plan, tile: Tile, epilogue: Epilogue, *, transpose: bool, halves: bool = False
 ) -> list[Array]:
-    """`halves`: a warpgroup's columns are as many of the first half of w's rows as of the second, so that gate meets up."""
+    """`halves`: a warpgroup's columns are as many of the first half of w's rows as of the second, so that gate meets up.
+
+    Where `plan.holds_all_tokens`, `a` may be the tokens themselves.
+    """
     summands = a.shape[1]
+    are_tokens = plan.holds_all_tokens and a.shape[0] < plan.num_rows
     columns = w.shape[2] if transpose else w.shape[1]
     # Of the last tile's columns those beyond w's are read as zeros and not written.
     column_tiles = -(-columns // tile.columns)
     half = tile.own_columns // 2
     dtype = a.dtype
     group = rows_in_group((columns, summands), dtype)
+    tiles = row_tiles(plan, tile.rows, column_tiles, group)
 
-    def body(experts_ref, rows_ref, heights_ref, first_tiles_ref, num_tiles_ref, ends_ref, a_ref, w_ref, *rest):
+    def body(*references):
+        tiles_refs, (a_ref, w_ref, *rest) = references[: len(tiles.arrays)], references[len(tiles.arrays) :]
         num_inputs, num_outputs = len(epilogue.inputs), len(epilogue.outputs)
         input_refs, output_refs, scratch_refs = (
             rest[:num_inputs],
@@ -126,12 +119,13 @@ def launch_rows(
         references = (*output_refs, *input_refs, *epilogue_scratch)
 
         def describe(index):
-            i, part = row_tile_in_order(index, first_tiles_ref, num_tiles_ref, column_tiles, group)
-            return summands // STEP, Place(experts_ref[i], pl.multiple_of(rows_ref[i], ROW_ALIGNMENT), heights_ref[i], part)
+            place = tiles.find(index, *tiles_refs)
+            return summands // STEP, dataclasses.replace(place, row=pl.multiple_of(place.row, ROW_ALIGNMENT))
 
         def load(place, k, slot, barrier):
             ks = pl.ds(k * STEP, STEP)
-            plgpu.copy_gmem_to_smem(a_ref.at[pl.ds(place.row, tile.rows), ks], a_smem.at[slot], barrier)
+            # Rows beyond a's are read as zeros.
+            plgpu.copy_gmem_to_smem(a_ref.at[pl.ds(0 if are_tokens else place.row, tile.rows), ks], a_smem.at[slot], barrier)
             if halves:
                 for i in range(2 * tile.column_parts):
                     part = place.part * tile.column_parts + i // 2
@@ -187,7 +181,7 @@ def launch_rows(
                 pl.when(has_rows)(partial(store, row, own_place))
 
         run_tiles(
-            ends_ref[plan.num_experts - 1] * column_tiles,
+            tiles.count(*tiles_refs) * column_tiles,
             describe,
             load,
             multiply,
@@ -210,42 +204,4 @@ def launch_rows(
         *ring_barriers(tile, copies=1 + (2 * tile.column_parts if halves else 1)),
     ]
     kernel = launch(epilogue.name, body, epilogue.outputs, scratch, warpgroups=CONSUMERS + 1)
-    return kernel(*row_tiles(plan, tile.rows), a, w, *epilogue.inputs)
-
-
-class RowTiles(NamedTuple):
-    """Tiles of rows, each of one expert, ordered by row; those that no expert has are undefined."""
-
-    expert: Int[Array, "tiles"]
-    row: Int[Array, "tiles"]
-    """The tile's first."""
-    num_rows: Int[Array, "tiles"]
-    """Rows that are the expert's own: a tile may reach beyond its last block."""
-    first_tile: Int[Array, "tiles"]
-    """Of the same expert."""
-    num_tiles: Int[Array, "tiles"]
-    """Of the same expert."""
-    ends: Int[Array, "experts"]
-    """Tiles of the experts up to this one; the last: of all."""
-
-
-def row_tiles(plan: Plan, height: int) -> RowTiles:
-    """Cuts each expert's rows into tiles of `height`, in one or two small kernels: where few tokens are decoded each counts."""
-    first_row, end_row = plan.offsets[:-1], plan.offsets[1:]
-    num_tiles = -(-(end_row - first_row) // height)
-    expert = jnp.arange(plan.num_experts, dtype=jnp.int32)
-    if height == ROW_ALIGNMENT:
-        ends = end_row // height
-    else:
-        ends = masked_sum(expert <= expert[:, None], num_tiles[None])
-    first_tile = ends - num_tiles
-    # Each expert with rows ends with at most one tile that is not full.
-    most = plan.num_rows // height + min(plan.num_experts, plan.num_rows // ROW_ALIGNMENT)
-    tile = jnp.arange(most, dtype=jnp.int32)[:, None]
-    row = first_row + (tile - first_tile) * height
-    # Of the expert that owns a tile: the sum over experts of what is zero for all others.
-    is_owner = (first_tile <= tile) & (tile < ends)
-    values = expert, row, jnp.minimum(end_row - row, height), first_tile, num_tiles
-    of_experts = tuple(jnp.where(is_owner, value, 0) for value in values)
-    of_owner = lax.reduce(of_experts, (jnp.int32(0),) * len(values), lambda a, b: tuple(map(jnp.add, a, b)), (1,))
-    return RowTiles._make([*of_owner, ends])
+    return kernel(*tiles.arrays, a, w, *epilogue.inputs)
