@@ -45,19 +45,19 @@ def refusal(pass_name: Pass, matrix: tuple[int, int], tile: Tile) -> str | None:
 
 
 def candidates(pass_name: Pass, matrix: tuple[int, int]) -> list[Tile]:
-    """The tiles worth measuring, at most 14: every shape that fits, with 3 stages and with as many as fit up to 6; by turns the
-    two largest of 128 rows with as many as fit."""
+    """The tiles worth measuring, at most 15: every shape that fits, with 3 stages and with as many as fit up to 8; by turns the
+    two largest of 128 rows and 64 x 128 with as many as fit."""
 
     def filled(tile: Tile) -> Tile:
-        return dataclasses.replace(tile, stages=min(most_stages(pass_name, tile), 6))
+        return dataclasses.replace(tile, stages=min(most_stages(pass_name, tile), 8))
 
     tiles: list[Tile] = []
     for rows in fitting_rows(pass_name, matrix):
         for columns in fitting_columns(pass_name, matrix, rows):
             tiles += dict.fromkeys((Tile(rows, columns, 3), filled(Tile(rows, columns, 3))))
-        if rows == 128:
-            widest = fitting_columns(pass_name, matrix, rows, by_turns=True)[-2:]
-            tiles += [filled(Tile(rows, columns, 3, by_turns=True)) for columns in widest]
+        by_turns = fitting_columns(pass_name, matrix, rows, by_turns=True)
+        widths = by_turns[-2:] if rows == 128 else [columns for columns in by_turns if columns == 128]
+        tiles += [filled(Tile(rows, columns, 3, by_turns=True)) for columns in widths]
     return tiles
 
 
