@@ -36,11 +36,15 @@ def exchange_seconds(run: Run, machine: Machine) -> Passes:
         return packing + all_to_all_seconds(machine, slots * of_slot, ("expert",), run.mesh)
 
     if run.sends_pairwise:
-        # Copies run beside experts, but for what the last step sends home in a forward pass. With several steps, one that is
-        # computed again waits for a copy behind those of dy, and attention's backward pass for one home.
+        # Copies run beside experts: what the last step sends home in a forward pass beside the down pass of a device's own
+        # tokens. With several steps, one that is computed again waits for a copy behind those of dy, and attention's backward
+        # pass for one home.
         others = run.mesh.expert - 1
         last = others % run.pairwise_step or run.pairwise_step
         home = ring_hop_seconds(machine, last * run.tokens * token, ("expert",), run.mesh, copied=True)
+        own_choices = run.tokens * config.num_experts_per_tok / run.mesh.expert
+        own_down = 2 * own_choices * config.hidden_size * config.moe_intermediate_size / machine.experts_matmul
+        home = max(0.0, home - own_down)
         summed = run.received * token / machine.hbm
         if others == last:
             return Passes(home + summed, 0.0, summed)

@@ -20,7 +20,7 @@ outlives the pass that makes it (SonicMoE, https://arxiv.org/abs/2512.14080).
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +119,9 @@ def experts_mlp_of_parts(
     """`experts_mlp` of several groups of tokens, one after the other, where some arrive later than others.
 
     A part waits for its own tokens and for the parts before it, and its y is there before the parts behind it are computed; so
-    are its gradients. The weights' gradients come last, each summed over all parts in f32 in one pass and rounded once.
+    are its gradients. But of the first part, the caller's own tokens, the down pass comes last: something to compute while the
+    last outputs of others travel. The weights' gradients come last, each summed over all parts in f32 in one pass and rounded
+    once.
 
     Args:
         max_pairs: as in `experts_mlp`, one for each part.
@@ -291,21 +293,33 @@ def _experts_mlp_forward(
     Only `for_backward` there is an h, whose rows of no pair are finite: they are multiplied by zeros.
     """
 
-    def part(max_pairs: int | None, x: Array, weights: Array, experts: Array) -> tuple[tuple[Array, Array | None], Plan]:
-        """(y, h) and the plan."""
-        num_experts, alignment = w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT
+    num_experts, alignment = w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT
+
+    def act_of(max_pairs: int | None, x: Array, experts: Array) -> tuple[tuple[Array, Array | None], Plan]:
+        """(act, h) and the plan."""
         if not for_backward and max_pairs is None and 0 < x.shape[0] <= alignment:
             planned = plan_of_few(experts, num_experts, alignment)
         else:
             planned = plan(experts, num_experts, alignment, max_pairs)
         rows, source = implementation(backend).rows_of_tokens(x, planned, fill=for_backward)
         h, act = implementation(backend).gated_matmul(rows, w_gate_up, planned, source_of_row=source, keep_h=for_backward)
+        return (act, h), planned
+
+    def part(max_pairs: int | None, x: Array, weights: Array, experts: Array) -> tuple[tuple[Array, Array | None], Plan]:
+        """(y, h) and the plan."""
+        (act, h), planned = act_of(max_pairs, x, experts)
         return (_down_forward(act, w_down, weights, planned, backend), h), planned
 
     if chunk_tokens is None:
-        calls = zip((partial(part, pairs) for pairs in max_pairs), zip(xs, weights, experts, strict=True), strict=True)
+        _, *others = zip((partial(part, pairs) for pairs in max_pairs), zip(xs, weights, experts, strict=True), strict=True)
         # h too, for where y is not computed again parts are to come one after the other as well.
-        results, plans = zip(*_one_after_the_other(calls), strict=True)
+        calls = (partial(act_of, max_pairs[0]), (xs[0], experts[0])), *others
+        ((act, h), planned), *outcomes = _one_after_the_other(calls)
+        if outcomes:
+            # While others' outputs travel, there is something left to compute.
+            outcomes[-1], act = _behind(outcomes[-1], act)
+        y = _down_forward(act, w_down, weights[0], planned, backend)
+        results, plans = zip(((y, h), planned), *outcomes, strict=True)
         ys, hs = zip(*results, strict=True)
         kept = tuple(zip(hs, plans, strict=True))
     else:
@@ -373,11 +387,16 @@ def _one_after_the_other(calls: Iterable[tuple[Callable, tuple]]) -> list[tuple]
     outcomes: list[tuple] = []
     for f, arguments in calls:
         if outcomes:
-            result, other = outcomes[-1]
-            result, arguments = jax.lax.optimization_barrier((result, arguments))
-            outcomes[-1] = result, other
+            outcomes[-1], arguments = _behind(outcomes[-1], arguments)
         outcomes.append(f(*arguments))
     return outcomes
+
+
+def _behind(outcome: tuple, arguments: Any) -> tuple[tuple, Any]:
+    """Both, the arguments when the outcome's result is there."""
+    result, other = outcome
+    result, arguments = jax.lax.optimization_barrier((result, arguments))
+    return (result, other), arguments
 
 
 def _of_pairs(of_rows: Float[Array, "rows ..."], plan: Plan) -> Float[Array, "tokens k ..."]:

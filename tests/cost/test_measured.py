@@ -75,8 +75,9 @@ def test_training_steps_whose_matrices_are_gathered_by_copies(layers, mesh, rows
     [(MeshShape(expert=4), 4.0, 2.222, 91.9), (MeshShape(fsdp=2, expert=2), 2.0, 2.184, 88.1)],
 )
 def test_training_steps_whose_tokens_travel_by_copies(mesh, capacity_factor, seconds, gib):
+    """Measured when the last outputs travelled home beside nothing, 1 % of the step."""
     prediction = predict(step(32, mesh=mesh, hops="copies", capacity_factor=capacity_factor))
-    assert prediction.step_seconds == pytest.approx(seconds, rel=0.035)
+    assert prediction.step_seconds == pytest.approx(seconds, rel=0.04)
     assert prediction.memory_bytes / 2**30 == pytest.approx(gib, rel=0.05)
 
 
@@ -132,12 +133,19 @@ def test_moe_layers_on_one_gpu(model, tokens, forward, both):
     assert predicted[1] == pytest.approx(both, rel=0.08)
 
 
-@pytest.mark.parametrize("hops, capacity_factor, forward, both", [("nccl", 1.25, 2.49, 5.66), ("copies", 4.0, 1.886, 4.409)])
-def test_one_moe_layer_on_four_gpus(hops, capacity_factor, forward, both):
-    """Section "One MoE layer, and its exchange", uniform, without the router: `gather`, and `pairwise` by copies."""
-    run = step(8, hops=hops, capacity_factor=capacity_factor)
-    passes = experts_seconds(Experts(run.received, 8, 8 * run.tokens, 32, 2048, 768), H200), exchange_seconds(run, H200)
-    assert run.gathers_tokens and run.received == 4 * 8192
+@pytest.mark.parametrize(
+    "devices, hops, capacity_factor, forward, both",
+    [(4, "nccl", 1.25, 2.49, 5.66), (4, "copies", 4.0, 1.886, 4.409), (2, "copies", 2.0, 1.448, 4.285)],
+)
+def test_one_moe_layer_on_two_and_four_gpus(devices, hops, capacity_factor, forward, both):
+    """Section "One MoE layer, and its exchange", uniform, without the router: `gather`, and `pairwise` by copies.
+
+    On four, these before the down pass of a device's own tokens came last.
+    """
+    run = step(2 * devices, mesh=MeshShape(expert=devices), hops=hops, capacity_factor=capacity_factor)
+    work = Experts(run.received, 8, 8 * run.tokens, 128 // devices, 2048, 768)
+    passes = experts_seconds(work, H200), exchange_seconds(run, H200)
+    assert run.gathers_tokens and run.received == devices * 8192
     assert 1e3 * sum(p.forward for p in passes) == pytest.approx(forward, rel=0.06)
     assert 1e3 * sum(p.total(False) for p in passes) == pytest.approx(both, rel=0.1)
 

@@ -41,13 +41,13 @@ def test_keys_arrive_while_a_device_attends_to_its_own():
 
 @needs_compiler
 def test_tokens_of_others_arrive_while_a_device_computes_its_own():
-    """And choices; outputs of the one step of the others travel home beside nothing."""
+    """And choices; the outputs of the others, in one step, travel home beside the device's own down pass."""
     beside = kernels_beside_copies(run_script(COMPILED + EXPERTS, 3))
-    assert len(beside) == 6 and all(beside)
+    assert len(beside) == 9 and all(beside)
 
 
 @needs_compiler
 def test_outputs_travel_home_beside_the_next_step():
-    """Three devices' tokens arrive, and the outputs of all but the last leave, beside three kernels a step."""
+    """Three devices' tokens arrive, and the outputs of each leave, beside other kernels: three a step, at last one."""
     beside = kernels_beside_copies(run_script(COMPILED + EXPERTS, 1))
-    assert len(beside) == 5 and all(beside)
+    assert len(beside) == 6 and all(beside)
