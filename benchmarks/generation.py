@@ -1,6 +1,7 @@
 """Times `generate`, prompts in and tokens out, for a model with random weights.
 
     python benchmarks/generation.py                        # Qwen3-30B-A3B in bf16: 61 GB of weights
+    python benchmarks/generation.py --devices 2            # its experts dealt out over two GPUs, and the prompts
     python benchmarks/generation.py --small                # sizes for a CPU, in f32: to see that it runs
 
 A step is what a further token of every sequence takes: the difference between generating `--long` and `--short` tokens, over
@@ -20,6 +21,7 @@ from timing import median_ms
 from moe_jax.check import random_model
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.generation import generate
+from moe_jax.generation.devices import generation_mesh
 
 SMALL = dict(num_hidden_layers=2, hidden_size=64, num_experts=8, moe_intermediate_size=64, vocab_size=512)
 
@@ -32,14 +34,17 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--short", type=int, default=16)
     parser.add_argument("--long", type=int, default=144)
+    parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--small", action="store_true", help="sizes of Qwen3-MoE for a CPU, in f32: to see that it runs")
     args = parser.parse_args()
     config = NAMED_CONFIGS["qwen3-30b-a3b" if args.small else args.config]
     dtype = jnp.dtype(jnp.float32 if args.small else jnp.bfloat16)
-    model = random_model(replace(config, **SMALL) if args.small else config, dtype)
+    config = replace(config, **SMALL) if args.small else config
+    model = random_model(config, dtype, mesh=generation_mesh(jax.devices()[: args.devices], config))
     name = "small" if args.small else args.config
     print(
-        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {name}, {dtype.name}, prompts of {args.prompt_tokens} tokens"
+        f"{args.devices} x {jax.devices()[0].device_kind}, jax {jax.__version__}, {name}, {dtype.name}, "
+        f"prompts of {args.prompt_tokens} tokens"
     )
     print(f"{'prompts':>8}{'a step':>12}{'tokens/s':>10}{f'{args.short} tokens':>14}")
     for prompts in args.prompts:

@@ -297,7 +297,8 @@ def _experts_mlp_forward(
 
     def act_of(max_pairs: int | None, x: Array, experts: Array) -> tuple[tuple[Array, Array | None], Plan]:
         """(act, h) and the plan."""
-        if not for_backward and max_pairs is None and 0 < x.shape[0] <= alignment:
+        has_room_for_all = max_pairs is None or max_pairs >= experts.size
+        if not for_backward and has_room_for_all and 0 < x.shape[0] <= alignment:
             planned = plan_of_few(experts, num_experts, alignment)
         else:
             planned = plan(experts, num_experts, alignment, max_pairs)

@@ -236,10 +236,14 @@ def test_tokens_read_where_they_are_give_what_gathered_ones_give(rng, routing):
         assert relative_error(run(tokens), gathered[:tokens]) < 3e-3
 
 
-@pytest.mark.parametrize("tokens, kernels_launched", [(1, 2), (64, 2), (65, 3)])
-def test_up_to_64_tokens_are_neither_sorted_nor_gathered(tokens, kernels_launched):
+@pytest.mark.parametrize(
+    "tokens, max_pairs, kernels_launched", [(1, None, 2), (64, None, 2), (65, None, 3), (64, 128, 2), (64, 127, 3)]
+)
+def test_up_to_64_tokens_are_neither_sorted_nor_gathered(tokens, max_pairs, kernels_launched):
+    """Unless there is no room for all that they choose."""
+
     def layer(x, w_gate_up, w_down, weights, chosen):
-        return kernels.experts_mlp(x, w_gate_up, w_down, weights, chosen, backend="mosaic")
+        return kernels.experts_mlp(x, w_gate_up, w_down, weights, chosen, backend="mosaic", max_pairs=max_pairs)
 
     shapes = ((tokens, 256), "bfloat16"), ((4, 640, 256), "bfloat16"), ((4, 256, 320), "bfloat16")
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in (*shapes, ((tokens, 2), "float32"), ((tokens, 2), "int32"))]
