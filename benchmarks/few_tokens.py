@@ -46,7 +46,7 @@ def main() -> None:
     layer = Layer(**{name: getattr(args, name) or size for name, size in sizes.items()})
     weights = [draw(layer, args.dtype, seed) for seed in range(args.layers)]
     bandwidth = read_bandwidth(weights[0][1], args.calls)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {vars(args)}; XLA reads at {bandwidth / 1e12:.2f} TB/s")
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {vars(args)}; XLA reads at {bandwidth / 1e9:.0f} GB/s")
     print(f"{'tokens':>7} {'experts used':>13} {'us a layer':>11} {'floor us':>9} {'times the floor':>16}")
     for tokens in args.tokens:
         x = jax.random.normal(jax.random.key(tokens), (tokens, layer.hidden), args.dtype)

@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--short", type=int, default=16)
     parser.add_argument("--long", type=int, default=144)
-    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--devices", type=int, default=1, help="that the experts and the prompts are dealt out to")
     parser.add_argument("--small", action="store_true", help="sizes of Qwen3-MoE for a CPU, in f32: to see that it runs")
     args = parser.parse_args()
     config = NAMED_CONFIGS["qwen3-30b-a3b" if args.small else args.config]

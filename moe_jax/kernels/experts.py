@@ -30,7 +30,7 @@ from moe_jax.kernels import mosaic_gpu
 from moe_jax.kernels.backend import resolve_backend
 from moe_jax.kernels.grouped_matmul import OuterPart, grouped_outer_of_parts, implementation
 from moe_jax.kernels.precision import at_least_f32, widened
-from moe_jax.kernels.routing import Plan, plan, plan_of_few
+from moe_jax.kernels.routing import Plan, plan, plan_of_few, wide_ids
 from moe_jax.kernels.shapes import check_experts_mlp, check_shape
 from moe_jax.kernels.varying import vary_alike, vary_as, varying_axes
 
@@ -157,8 +157,9 @@ def gate_up(
 
     Raises:
         ValueError: shapes that do not fit together, a backend that is unknown or takes neither the input nor the plan's
-            row_alignment.
+            row_alignment, a plan that `holds_all_tokens`.
     """
+    _check_is_of_many(plan)
     sizes = {"tokens": plan.row_of_pair.shape[0], "experts": plan.num_experts}
     check_shape("x", x, "tokens hidden", sizes)
     check_shape("w_gate_up", w_gate_up, "experts 2*inter hidden", sizes)
@@ -178,8 +179,9 @@ def down(
 
     Raises:
         ValueError: shapes that do not fit together, a backend that is unknown or takes neither the input nor the plan's
-            row_alignment.
+            row_alignment, a plan that `holds_all_tokens`.
     """
+    _check_is_of_many(plan)
     sizes = {
         "rows": plan.num_rows,
         "tokens": plan.row_of_pair.shape[0],
@@ -197,6 +199,11 @@ def _check_positive(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1 or None; got {value}")
+
+
+def _check_is_of_many(plan: Plan) -> None:
+    if plan.holds_all_tokens:
+        raise ValueError("the plan is of plan_of_few, for a forward pass inside experts_mlp alone; make it by plan(...)")
 
 
 def _checked_totals(totals: Sequence[Array], arrays: tuple[Array, ...], sizes: dict[str, int]) -> tuple[Array, Array]:
@@ -298,7 +305,8 @@ def _experts_mlp_forward(
     def act_of(max_pairs: int | None, x: Array, experts: Array) -> tuple[tuple[Array, Array | None], Plan]:
         """(act, h) and the plan."""
         has_room_for_all = max_pairs is None or max_pairs >= experts.size
-        if not for_backward and has_room_for_all and 0 < x.shape[0] <= alignment:
+        # With an alignment of 1 that is one token.
+        if not for_backward and has_room_for_all and x.shape[0] <= alignment and experts.size:
             planned = plan_of_few(experts, num_experts, alignment)
         else:
             planned = plan(experts, num_experts, alignment, max_pairs)
@@ -325,7 +333,7 @@ def _experts_mlp_forward(
         kept = tuple(zip(hs, plans, strict=True))
     else:
         # A chunked call has one part, cut into chunks; the last is filled up with tokens that choose nobody.
-        fills = ((xs[0], 0), (weights[0], 0), (experts[0], w_gate_up.shape[0]))
+        fills = ((xs[0], 0), (weights[0], 0), (wide_ids(experts[0]), num_experts))
         chunks = tuple(_split(a, chunk_tokens, fill) for a, fill in fills)
         (y, h), planned = jax.lax.map(lambda chunk: part(max_pairs[0], *chunk), chunks)
         kept = h, planned

@@ -18,6 +18,10 @@ class Plan:
     Each expert's rows start at a multiple of `row_alignment`, so that a kernel's tiles never mix experts; rows that only fill
     up to the next multiple belong to no pair. Pairs whose expert lies outside [0, num_experts) come after offsets[-1]: no
     expert computes them.
+
+    A plan that `holds_all_tokens` (`plan_of_few`) has one block for each expert that was chosen, whose row t is kept for token
+    t, whether that chose the expert or not. Rows of no pair then lie among the others, and pairs of one token and one expert
+    share a row.
     """
 
     expert_of_row: Int[Array, "rows"]
@@ -35,7 +39,7 @@ class Plan:
     """Rows ends[e] <= row < offsets[e + 1] only fill expert e's last block."""
     row_alignment: int = field(metadata={"static": True}, default=1)
     holds_all_tokens: bool = field(metadata={"static": True}, default=False)
-    """Row t of an expert's one block is kept for token t: for the rows of any block a matmul may take the tokens themselves."""
+    """A matmul may read the tokens where they are in place of a block's rows."""
 
     @property
     def num_rows(self) -> int:
@@ -68,7 +72,7 @@ def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: 
     """
     _check(topk_experts, num_experts=num_experts, row_alignment=row_alignment, max_pairs=max_pairs)
     tokens, k = topk_experts.shape
-    experts = _experts_of_pairs(topk_experts, num_experts)
+    experts = _experts_of_pairs(wide_ids(topk_experts), num_experts)
     pairs = jnp.arange(tokens * k, dtype=jnp.int32)
     num_pairs = tokens * k if max_pairs is None else min(tokens * k, max_pairs)
     expert = jnp.arange(num_experts + 1, dtype=jnp.int32)
@@ -120,17 +124,19 @@ def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: 
 def plan_of_few(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: int) -> Plan:
     """A plan for so few tokens that one block of rows holds them all: of each expert that somebody chose, row t is token t's.
 
-    A tile of `row_alignment` rows takes as long with one token in it as with all of them, and so nothing is sorted or gathered.
-    For forward passes: the pairs of a token that chose one expert twice share a row, and rows that only fill a block, those of
-    tokens that did not choose the expert, lie among the others.
+    For forward passes: `Plan` says what differs. A tile of `row_alignment` rows takes as long with one token in it as with all
+    of them, so that nothing need be sorted or gathered.
 
     Raises:
-        ValueError: as `plan`, or there are no tokens or more than row_alignment.
+        ValueError: as `plan`, or there are no tokens, more than row_alignment, or none of their choices.
     """
     _check(topk_experts, num_experts=num_experts, row_alignment=row_alignment)
     tokens, k = topk_experts.shape
-    if not 0 < tokens <= row_alignment:
-        raise ValueError(f"a plan of few is for 1 to row_alignment = {row_alignment} tokens; got {tokens}")
+    if not 0 < tokens <= row_alignment or k == 0:
+        raise ValueError(
+            f"a plan of few is for 1 to row_alignment = {row_alignment} tokens with choices; got {tokens} with {k}"
+        )
+    topk_experts = wide_ids(topk_experts)
     expert = jnp.arange(num_experts + 1, dtype=jnp.int32)
     is_chosen = jnp.any(expert[:-1, None] == topk_experts.reshape(tokens * k), axis=1)
     offsets = masked_sum(expert[:, None] > expert[:-1], is_chosen * jnp.int32(row_alignment))
@@ -143,7 +149,7 @@ def plan_of_few(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alig
     experts = _experts_of_pairs(topk_experts, num_experts)
     return Plan(
         expert_of_row=experts.at[pair_of_row].get(mode="fill", fill_value=num_experts),
-        token_of_row=pair_of_row // max(k, 1),
+        token_of_row=pair_of_row // k,
         pair_of_row=pair_of_row,
         row_of_pair=row_of_pair,
         offsets=offsets,
@@ -161,6 +167,11 @@ def _check(topk_experts: Int[Array, "tokens k"], **counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}")
+
+
+def wide_ids(topk_experts: Int[Array, "tokens k"]) -> Int[Array, "tokens k"]:
+    """Of a dtype that holds num_experts too, with which ids are compared: 8 bits hold the ids of 256 experts and not 256."""
+    return topk_experts.astype(jnp.int32) if topk_experts.dtype.itemsize < 4 else topk_experts
 
 
 def _experts_of_pairs(topk_experts: Int[Array, "tokens k"], num_experts: int) -> Int[Array, "pairs"]:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax import kernels
 from moe_jax.kernels.activation import gated_silu
 from moe_jax.kernels.grouped_matmul import implementation
+from moe_jax.kernels.routing import plan_of_few
 
 ARGUMENTS = ("x", "w_gate_up", "w_down", "topk_weights")
 
@@ -320,6 +321,30 @@ def test_parts_give_what_all_their_tokens_give_at_once(ends, routing):
             return jnp.concatenate(kernels.experts_mlp_of_parts(parts, w_gate_up, w_down, max_pairs=room))
 
         compare(in_parts, oracle.experts_mlp, inputs, 1e-12)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("backend", ["mosaic", "xla"])
+def test_tokens_without_choices_get_nothing(tokens, backend):
+    *arrays, _, _ = make_inputs(np.random.default_rng(), tokens, 4, 2, 128, 64, dtype=jnp.bfloat16)
+    y = kernels.experts_mlp(*arrays, jnp.zeros((tokens, 0)), jnp.zeros((tokens, 0), jnp.int32), backend=backend)
+    np.testing.assert_array_equal(y, np.zeros((tokens, 128)))
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 4])
+def test_ids_of_8_bits_may_be_of_256_experts(chunk_tokens):
+    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 6, 256, 2, 8, 4, dtype=jnp.float32)
+    run = partial(kernels.experts_mlp, x, w_gate_up, w_down, weights, chunk_tokens=chunk_tokens, backend="xla")
+    np.testing.assert_array_equal(run(topk_experts=chosen.astype(jnp.uint8)), run(topk_experts=chosen))
+
+
+def test_a_plan_of_few_is_refused_where_gradients_may_be_asked_for():
+    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 1, 3, 2, 8, 4, dtype=jnp.float32)
+    rows = plan_of_few(chosen, 3, 1)
+    with pytest.raises(ValueError, match=r"of plan_of_few.*make it by plan"):
+        kernels.gate_up(x, w_gate_up, rows, backend="xla")
+    with pytest.raises(ValueError, match=r"of plan_of_few.*make it by plan"):
+        kernels.down(jnp.zeros((rows.num_rows, 4)), w_down, weights, rows, backend="xla")
 
 
 def test_a_part_waits_for_those_before_it_and_its_result_for_no_other():

@@ -148,9 +148,21 @@ def test_plan_refuses():
         plan(jnp.zeros((3, 2), jnp.int32), 4, max_pairs=0)
 
 
-@pytest.mark.parametrize("tokens", [0, 65])
-def test_plan_of_few_refuses_what_does_not_fit_into_a_block(tokens):
-    with pytest.raises(ValueError, match=f"1 to row_alignment = 64 tokens; got {tokens}"):
-        plan_of_few(jnp.zeros((tokens, 2), jnp.int32), 4, 64)
+@pytest.mark.parametrize("tokens, k", [(0, 2), (65, 2), (5, 0)])
+def test_plan_of_few_refuses_what_does_not_fit_into_a_block(tokens, k):
+    with pytest.raises(ValueError, match=f"1 to row_alignment = 64 tokens with choices; got {tokens} with {k}"):
+        plan_of_few(jnp.zeros((tokens, k), jnp.int32), 4, 64)
+
+
+def test_plan_of_few_refuses_no_experts():
     with pytest.raises(ValueError, match="num_experts must be at least 1; got 0"):
         plan_of_few(jnp.zeros((3, 2), jnp.int32), 0, 64)
+
+
+@pytest.mark.parametrize("make", [plan, plan_of_few])
+@pytest.mark.parametrize("dtype, num_experts", [("uint8", 256), ("int8", 127), ("int8", 128), ("int16", 300), ("uint32", 300)])
+def test_narrow_ids_are_those_of_32_bits(rng, make, dtype, num_experts):
+    """Also where the dtype holds all ids, and not their number."""
+    experts = rng.integers(0, min(num_experts, jnp.iinfo(dtype).max + 1), (9, 3))
+    narrow, wide = (make(jnp.asarray(experts, ids), num_experts, 64) for ids in (dtype, "int32"))
+    jax.tree.map(np.testing.assert_array_equal, narrow, wide)

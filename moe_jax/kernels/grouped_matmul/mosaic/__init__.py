@@ -46,11 +46,11 @@ def is_native() -> bool:
 
 def rows_of_tokens(
     x: Float[Array, "tokens hidden"], plan: Plan, *, fill: bool = True
-) -> tuple[Float[Array, "rows hidden"], None]:
+) -> tuple[Float[Array, "sources hidden"], None]:
     """x in expert order, as (array, source_of_row) for the matmuls below; with `fill` rows of no pair are zero up to
-    offsets[-1], as gradients need them. Where each expert's block is the tokens, these alone."""
+    offsets[-1], as gradients need them. Where `plan.holds_all_tokens`, which has no gradients, x as it is."""
     if plan.holds_all_tokens:
-        # A TMA copy reads less than 8 swizzled rows or a multiple of 8.
+        # Pallas copies less than 8 rows into a swizzled tile, or a multiple of 8.
         return jnp.pad(x, ((0, -x.shape[0] % 8 if x.shape[0] > 8 else 0), (0, 0))), None
     return (gather_rows(x, plan, fill=fill) if plan.num_rows else jnp.zeros((0, x.shape[1]), x.dtype)), None
 

@@ -50,7 +50,7 @@ def matmul(
 
 @partial(jax.jit, static_argnames=("tile", "keep_h"))
 def matmul_gated_silu(
-    a: Float[Array, "rows k"], w: Float[Array, "experts 2*inter k"], plan: Plan, tile: Tile, *, keep_h: bool
+    a: Float[Array, "sources k"], w: Float[Array, "experts 2*inter k"], plan: Plan, tile: Tile, *, keep_h: bool
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
     """h = a @ w[e].T = [gate | up] and act = silu(gate) * up, computed from the f32 sums before they are rounded to h; without
     `keep_h` h is None and not written."""
@@ -95,7 +95,7 @@ def launch_rows(
 ) -> list[Array]:
     """`halves`: a warpgroup's columns are as many of the first half of w's rows as of the second, so that gate meets up.
 
-    Where `plan.holds_all_tokens`, `a` may be the tokens themselves.
+    Where `plan.holds_all_tokens`, `a` may be the tokens themselves, which are fewer than the rows.
     """
     summands = a.shape[1]
     are_tokens = plan.holds_all_tokens and a.shape[0] < plan.num_rows
