@@ -159,7 +159,7 @@ def gate_up(
         ValueError: shapes that do not fit together, a backend that is unknown or takes neither the input nor the plan's
             row_alignment, a plan that `holds_all_tokens`.
     """
-    _check_is_of_many(plan)
+    _refuse_plan_of_few(plan)
     sizes = {"tokens": plan.row_of_pair.shape[0], "experts": plan.num_experts}
     check_shape("x", x, "tokens hidden", sizes)
     check_shape("w_gate_up", w_gate_up, "experts 2*inter hidden", sizes)
@@ -181,7 +181,7 @@ def down(
         ValueError: shapes that do not fit together, a backend that is unknown or takes neither the input nor the plan's
             row_alignment, a plan that `holds_all_tokens`.
     """
-    _check_is_of_many(plan)
+    _refuse_plan_of_few(plan)
     sizes = {
         "rows": plan.num_rows,
         "tokens": plan.row_of_pair.shape[0],
@@ -201,7 +201,7 @@ def _check_positive(**counts: int | None) -> None:
             raise ValueError(f"{name} must be at least 1 or None; got {value}")
 
 
-def _check_is_of_many(plan: Plan) -> None:
+def _refuse_plan_of_few(plan: Plan) -> None:
     if plan.holds_all_tokens:
         raise ValueError("the plan is of plan_of_few, for a forward pass inside experts_mlp alone; make it by plan(...)")
 
@@ -320,10 +320,11 @@ def _experts_mlp_forward(
         return (_down_forward(act, w_down, weights, planned, backend), h), planned
 
     if chunk_tokens is None:
-        _, *others = zip((partial(part, pairs) for pairs in max_pairs), zip(xs, weights, experts, strict=True), strict=True)
+        own = partial(act_of, max_pairs[0]), (xs[0], experts[0])
+        of_others = zip(xs[1:], weights[1:], experts[1:], strict=True)
+        others = zip((partial(part, pairs) for pairs in max_pairs[1:]), of_others, strict=True)
         # h too, for where y is not computed again parts are to come one after the other as well.
-        calls = (partial(act_of, max_pairs[0]), (xs[0], experts[0])), *others
-        ((act, h), planned), *outcomes = _one_after_the_other(calls)
+        ((act, h), planned), *outcomes = _one_after_the_other([own, *others])
         if outcomes:
             # While others' outputs travel, there is something left to compute.
             outcomes[-1], act = _behind(outcomes[-1], act)
