@@ -17,7 +17,8 @@ from dataclasses import asdict
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
+from moe_layer_peers import Shape, random_in_jax
 from timing import median_ms
 
 from moe_jax.kernels import experts_mlp
@@ -25,7 +26,7 @@ from moe_jax.kernels.backend import BACKENDS
 from moe_jax.tune import PRESETS, Layer
 
 TOLERANCE = 2e-2
-"""Of the last layer's y against f32, relative in the Frobenius norm: bf16 rounds x to 3 digits in each layer."""
+"""Of a layer's y against f32 of the same tokens, relative in the Frobenius norm."""
 
 Weights = tuple[Float[Array, "experts hidden"], Float[Array, "experts 2*inter hidden"], Float[Array, "experts hidden inter"]]
 
@@ -44,56 +45,42 @@ def main() -> None:
     args = parser.parse_args()
     sizes = asdict(PRESETS[args.preset])
     layer = Layer(**{name: getattr(args, name) or size for name, size in sizes.items()})
-    weights = [draw(layer, args.dtype, seed) for seed in range(args.layers)]
+    shape = Shape(layer.experts, layer.top_k, layer.hidden, layer.inter)
+    weights = [random_in_jax(shape, 1, args.dtype, seed)[1:4] for seed in range(args.layers)]
     bandwidth = read_bandwidth(weights[0][1], args.calls)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {vars(args)}; XLA reads at {bandwidth / 1e9:.0f} GB/s")
     print(f"{'tokens':>7} {'experts used':>13} {'us a layer':>11} {'floor us':>9} {'times the floor':>16}")
     for tokens in args.tokens:
         x = jax.random.normal(jax.random.key(tokens), (tokens, layer.hidden), args.dtype)
         run = jax.jit(lambda x, weights: run_layers(x, weights, layer.top_k, args.backend)).lower(x, weights).compile()
-        _, chosen, added = run(x, weights)
-        check(x, weights, chosen, added, args.backend)
-        used = statistics.mean(len(jnp.unique(ids)) for ids in chosen)
+        layers = run(x, weights)
+        check(layers, weights)
+        used = statistics.mean(len(jnp.unique(chosen)) for _, _, chosen, _ in layers)
         floor = used * 3 * layer.inter * layer.hidden * jnp.dtype(args.dtype).itemsize / bandwidth
         seconds = median_ms(run, (x, weights), args.calls) / 1e3 / args.layers
         print(f"{tokens:>7} {used:>13.1f} {1e6 * seconds:>11.1f} {1e6 * floor:>9.1f} {seconds / floor:>16.2f}", flush=True)
 
 
-def draw(layer: Layer, dtype: str, seed: int) -> Weights:
-    """Random router, w_gate_up and w_down."""
-    shapes = (layer.hidden,), (2 * layer.inter, layer.hidden), (layer.hidden, layer.inter)
-    keys = jax.random.split(jax.random.key(seed), 3)
-    normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
-    router, gate_up, down = (normal(key, (layer.experts, *shape), dtype) for key, shape in zip(keys, shapes, strict=True))
-    return router * layer.hidden**-0.5, gate_up * layer.hidden**-0.5, down * layer.inter**-0.5
-
-
-def run_layers(
-    x: Float[Array, "tokens hidden"], weights: list[Weights], top_k: int, backend: str | None
-) -> tuple[Float[Array, "tokens hidden"], list[Int[Array, "tokens k"]], list[Float[Array, "tokens hidden"]]]:
-    """The sum of x and what the layers add to it, the experts that each chose, and what each added."""
-    chosen, added = [], []
+def run_layers(x: Float[Array, "tokens hidden"], weights: list[Weights], top_k: int, backend: str | None) -> list[tuple]:
+    """Of each layer what its experts got and gave: (x, top-k weights, experts, y). The next layer gets x + y."""
+    layers = []
     for router, w_gate_up, w_down in weights:
         probabilities = jax.nn.softmax(jnp.einsum("td,ed->te", x, router).astype(jnp.float32))
-        top, ids = jax.lax.top_k(probabilities, top_k)
-        y = experts_mlp(x, w_gate_up, w_down, top / top.sum(axis=1, keepdims=True), ids, backend=backend)
+        top, chosen = jax.lax.top_k(probabilities, top_k)
+        top = top / top.sum(axis=1, keepdims=True)
+        y = experts_mlp(x, w_gate_up, w_down, top, chosen, backend=backend)
+        layers.append((x, top, chosen, y))
         x = x + y
-        chosen.append(ids)
-        added.append(y)
-    return x, chosen, added
+    return layers
 
 
-def check(x: Array, weights: list[Weights], chosen: list[Array], added: list[Array], backend: str | None) -> None:
-    """Ends the process with 1 where a layer's y is not that of backend `xla` in f32 for the same choices."""
-    for i, ((router, w_gate_up, w_down), ids, y) in enumerate(zip(weights, chosen, added, strict=True)):
-        probabilities = jax.nn.softmax(jnp.einsum("td,ed->te", x, router).astype(jnp.float32))
-        top = jnp.take_along_axis(probabilities, ids, axis=1)
-        wide = (a.astype(jnp.float32) for a in (x, w_gate_up, w_down))
-        expected = experts_mlp(*wide, top / top.sum(axis=1, keepdims=True), ids, backend="xla")
+def check(layers: list[tuple], weights: list[Weights]) -> None:
+    """Ends the process with 1 where a layer's y is not that of backend `xla` in f32."""
+    for i, ((x, top, chosen, y), (_, *matrices)) in enumerate(zip(layers, weights, strict=True)):
+        expected = experts_mlp(*(a.astype(jnp.float32) for a in (x, *matrices)), top, chosen, backend="xla")
         error = float(jnp.linalg.norm(y - expected) / jnp.linalg.norm(expected))
         if not error < TOLERANCE:
             sys.exit(f"{x.shape[0]} tokens, layer {i}: y is {error} from that in f32, more than {TOLERANCE}")
-        x = x + y
 
 
 def read_bandwidth(w: Array, calls: int) -> float:

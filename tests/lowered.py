@@ -2,6 +2,17 @@
 
 import re
 
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh
+
+H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"))
+
+
+def lowered_for_h200(f, *arguments) -> str:
+    """f's program for one H200. Layouts, alignment and shared memory are checked while lowering; no GPU is needed."""
+    with jax.sharding.use_abstract_mesh(H200):
+        return jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
 
 def num_kernels(text: str) -> int:
     """Hopper kernels that a program launches; what a function launches counts with each call of it, a loop's body once."""
