@@ -18,6 +18,7 @@ weights, plan. act is recomputed, and dweights needs neither the rows of y nor t
 outlives the pass that makes it (SonicMoE, https://arxiv.org/abs/2512.14080).
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from moe_jax.kernels import mosaic_gpu
 from moe_jax.kernels.backend import resolve_backend
 from moe_jax.kernels.grouped_matmul import OuterPart, grouped_outer_of_parts, implementation
 from moe_jax.kernels.precision import at_least_f32, widened
-from moe_jax.kernels.routing import Plan, plan, plan_of_few, wide_ids
+from moe_jax.kernels.routing import Plan, of_pairs, plan, plan_of_few, wide_ids
 from moe_jax.kernels.shapes import check_experts_mlp, check_shape
 from moe_jax.kernels.varying import vary_alike, vary_as, varying_axes
 
@@ -115,6 +116,7 @@ def experts_mlp_of_parts(
     *,
     backend: str | None = None,
     max_pairs: Sequence[int | None] | None = None,
+    shares: Sequence[int] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], ...]:
     """`experts_mlp` of several groups of tokens, one after the other, where some arrive later than others.
 
@@ -125,10 +127,12 @@ def experts_mlp_of_parts(
 
     Args:
         max_pairs: as in `experts_mlp`, one for each part.
+        shares: of how many devices each part's tokens are, as many of each. So many equal pieces of its y, and of its
+            gradient to x, are made one by one: what is sent from here is not copied out of the whole.
 
     Raises:
-        ValueError: parts that differ in more than their numbers of tokens, or none, not one of max_pairs for each, and what
-            `experts_mlp` raises.
+        ValueError: parts that differ in more than their numbers of tokens, or none, not one of max_pairs or shares for each,
+            shares that do not divide the tokens, and what `experts_mlp` raises.
     """
     for x, topk_weights, topk_experts in parts:
         check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts)
@@ -138,12 +142,17 @@ def experts_mlp_of_parts(
     max_pairs = [None] * len(parts) if max_pairs is None else max_pairs
     if len(max_pairs) != len(parts):
         raise ValueError(f"max_pairs must be one for each of the {len(parts)} parts; got {len(max_pairs)}")
+    shares = [1] * len(parts) if shares is None else shares
+    if len(shares) != len(parts) or any(n < 1 or part.x.shape[0] % n for part, n in zip(parts, shares, strict=True)):
+        tokens = [part.x.shape[0] for part in parts]
+        raise ValueError(f"shares must be one for each part, and divide its tokens; got {list(shares)} for {tokens} tokens")
     for pairs in max_pairs:
         _check_positive(max_pairs=pairs)
     backend = resolve_backend(backend, parts[0].x.dtype, parts[0].x.shape[1], w_down.shape[2])
     parts, w_gate_up, w_down = vary_alike((tuple(map(tuple, parts)), w_gate_up, w_down))
     xs, weights, experts = zip(*parts, strict=True)
-    return _experts_mlp(xs, w_gate_up, w_down, weights, experts, None, backend=backend, max_pairs=tuple(max_pairs))
+    options = dict(backend=backend, max_pairs=tuple(max_pairs), shares=tuple(shares))
+    return _experts_mlp(xs, w_gate_up, w_down, weights, experts, None, **options)
 
 
 def gate_up(
@@ -229,17 +238,27 @@ def _gate_up_forward(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Ar
     return implementation(backend).grouped_matmul(rows, w_gate_up, plan, source_of_row=source)
 
 
-def _gate_up_gradients(dh: Array, x: Array, w_gate_up: Array, plan: Plan, backend: str) -> tuple[Array, OuterPart]:
-    """Returns dx, and what dw_gate_up is the product of."""
+def _gate_up_gradients(
+    dh: Array, x: Array, w_gate_up: Array, plan: Plan, backend: str, shares: int | None
+) -> tuple[list[Array], OuterPart]:
+    """Returns dx of each share of the tokens, and what dw_gate_up is the product of."""
     dx_rows = implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True)
     rows, source = implementation(backend).rows_of_tokens(x, plan)
-    dx = jnp.sum(_of_pairs(widened(dx_rows), plan), axis=1).astype(x.dtype)
-    return dx, OuterPart(dh, rows, plan, None, source)
+    return _token_sums(dx_rows, plan, None, backend, shares), OuterPart(dh, rows, plan, None, source)
 
 
 def _down_forward(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> Array:
-    y_rows = implementation(backend).grouped_matmul(act, w_down, plan)
-    return jnp.sum(widened(weights)[:, :, None] * _of_pairs(widened(y_rows), plan), axis=1).astype(act.dtype)
+    return _down_of_shares(act, w_down, weights, plan, backend, None)[0]
+
+
+def _down_of_shares(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str, shares: int | None) -> list[Array]:
+    return _token_sums(implementation(backend).grouped_matmul(act, w_down, plan), plan, weights, backend, shares)
+
+
+def _token_sums(rows: Array, plan: Plan, weights: Array | None, backend: str, shares: int | None) -> list[Array]:
+    """Of each share of the tokens."""
+    sums = implementation(backend).token_sums
+    return [sums(rows, plan, weights, share=i, shares=shares) for i in range(shares or 1)]
 
 
 def _down_gradients(
@@ -249,20 +268,20 @@ def _down_gradients(
     rows, source = implementation(backend).rows_of_tokens(dy, plan)
     g = implementation(backend).grouped_matmul(rows, w_down, plan, source_of_row=source, transpose=True)
     g, wide_act, weight_of_row = widened(g), widened(act), widened(_weight_of_row(weights, plan))[:, None]
-    dweights = _of_pairs(jnp.sum(g * wide_act, axis=1), plan).astype(weights.dtype)
+    dweights = of_pairs(jnp.sum(g * wide_act, axis=1), plan).astype(weights.dtype)
     weighted_act = (weight_of_row * wide_act).astype(act.dtype)
     dw = grouped_outer_of_parts(backend, [OuterPart(rows, weighted_act, plan, source)], w_down.dtype)
     return weight_of_row * g, dw, dweights
 
 
-def _experts_mlp(*arrays, backend, max_pairs, chunk_tokens=None, totals_in_stack=False) -> tuple[Array, ...]:
+def _experts_mlp(*arrays, backend, max_pairs, shares=(None,), chunk_tokens=None, totals_in_stack=False) -> tuple[Array, ...]:
     """`_experts_mlp_alone` with its gradients. Where a `jax.checkpoint` keeps nothing of a forward pass, that computes y alone.
 
     JAX has no such thing for the interpreter, whose callbacks are effects.
     """
     is_interpreted = backend == "mosaic" and mosaic_gpu.is_interpreted()
     op = _interpreted_experts_mlp if is_interpreted else _compiled_experts_mlp
-    return op(*arrays, backend, chunk_tokens, max_pairs, totals_in_stack)
+    return op(*arrays, backend, chunk_tokens, max_pairs, shares, totals_in_stack)
 
 
 def _experts_mlp_alone(
@@ -275,11 +294,12 @@ def _experts_mlp_alone(
     backend: str,
     chunk_tokens: int | None,
     max_pairs: tuple[int | None, ...],
+    shares: tuple[int | None, ...],
     totals_in_stack: bool,
 ) -> tuple[Array, ...]:
     """The y of each part, where no gradient is asked for."""
     arrays = xs, w_gate_up, w_down, weights, experts, totals
-    return _experts_mlp_forward(*arrays, backend, chunk_tokens, max_pairs, totals_in_stack, for_backward=False)[0]
+    return _experts_mlp_forward(*arrays, backend, chunk_tokens, max_pairs, shares, totals_in_stack, for_backward=False)[0]
 
 
 def _experts_mlp_forward(
@@ -292,6 +312,7 @@ def _experts_mlp_forward(
     backend: str,
     chunk_tokens: int | None,
     max_pairs: tuple[int | None, ...],
+    shares: tuple[int | None, ...],
     totals_in_stack: bool,
     for_backward: bool = True,
 ) -> tuple[tuple[Array, ...], tuple]:
@@ -302,8 +323,8 @@ def _experts_mlp_forward(
 
     num_experts, alignment = w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT
 
-    def act_of(max_pairs: int | None, x: Array, experts: Array) -> tuple[tuple[Array, Array | None], Plan]:
-        """(act, h) and the plan."""
+    def act_of(max_pairs: int | None, x: Array, experts: Array) -> tuple[tuple[Array, Array | None], tuple[Plan, Array]]:
+        """(act, h), and the plan and x."""
         has_room_for_all = max_pairs is None or max_pairs >= experts.size
         # With an alignment of 1 that is one token.
         if not for_backward and has_room_for_all and x.shape[0] <= alignment and experts.size:
@@ -312,53 +333,71 @@ def _experts_mlp_forward(
             planned = plan(experts, num_experts, alignment, max_pairs)
         rows, source = implementation(backend).rows_of_tokens(x, planned, fill=for_backward)
         h, act = implementation(backend).gated_matmul(rows, w_gate_up, planned, source_of_row=source, keep_h=for_backward)
-        return (act, h), planned
+        return (act, h), (planned, x)
 
-    def part(max_pairs: int | None, x: Array, weights: Array, experts: Array) -> tuple[tuple[Array, Array | None], Plan]:
-        """(y, h) and the plan."""
-        (act, h), planned = act_of(max_pairs, x, experts)
-        return (_down_forward(act, w_down, weights, planned, backend), h), planned
+    def part(
+        max_pairs: int | None, shares: int | None, x: Array, weights: Array, experts: Array
+    ) -> tuple[tuple[list[Array], Array | None], tuple[Plan, Array]]:
+        """(y of each share, h), and the plan and x."""
+        (act, h), (planned, _) = act_of(max_pairs, x, experts)
+        return (_down_of_shares(act, w_down, weights, planned, backend, shares), h), (planned, x)
 
     if chunk_tokens is None:
         own = partial(act_of, max_pairs[0]), (xs[0], experts[0])
         of_others = zip(xs[1:], weights[1:], experts[1:], strict=True)
-        others = zip((partial(part, pairs) for pairs in max_pairs[1:]), of_others, strict=True)
+        others = zip(map(partial, itertools.repeat(part), max_pairs[1:], shares[1:]), of_others, strict=True)
         # h too, for where y is not computed again parts are to come one after the other as well.
-        ((act, h), planned), *outcomes = _one_after_the_other([own, *others])
+        ((act, h), of_own), *outcomes = _one_after_the_other([own, *others])
         if outcomes:
             # While others' outputs travel, there is something left to compute.
             outcomes[-1], act = _behind(outcomes[-1], act)
-        y = _down_forward(act, w_down, weights[0], planned, backend)
-        results, plans = zip(((y, h), planned), *outcomes, strict=True)
-        ys, hs = zip(*results, strict=True)
+        y = _down_of_shares(act, w_down, weights[0], of_own[0], backend, shares[0])
+        results, used = zip(((y, h), of_own), *outcomes, strict=True)
+        of_shares, hs = zip(*results, strict=True)
+        ys = tuple(map(jnp.concatenate, of_shares))
+        # x as the rows were gathered from it, so that XLA can see where backward gathers the same rows in one program.
+        plans, xs = zip(*used, strict=True)
         kept = tuple(zip(hs, plans, strict=True))
     else:
         # A chunked call has one part, cut into chunks; the last is filled up with tokens that choose nobody.
         fills = ((xs[0], 0), (weights[0], 0), (wide_ids(experts[0]), num_experts))
         chunks = tuple(_split(a, chunk_tokens, fill) for a, fill in fills)
-        (y, h), planned = jax.lax.map(lambda chunk: part(max_pairs[0], *chunk), chunks)
+
+        def of_chunk(chunk: tuple[Array, ...]) -> tuple[tuple[Array, Array | None], Plan]:
+            ((y,), h), (planned, _) = part(max_pairs[0], shares[0], *chunk)
+            return (y, h), planned
+
+        (y, h), planned = jax.lax.map(of_chunk, chunks)
         kept = h, planned
         ys = (_join(y, xs[0].shape[0]),)
     return ys, (xs, w_gate_up, w_down, weights, totals, kept)
 
 
 def _experts_mlp_backward(
-    backend: str, chunk_tokens: int | None, _, totals_in_stack: bool, residuals: tuple, dys: tuple[Array, ...]
+    backend: str,
+    chunk_tokens: int | None,
+    _,
+    shares: tuple[int | None, ...],
+    totals_in_stack: bool,
+    residuals: tuple,
+    dys: tuple[Array, ...],
 ) -> tuple:
     xs, w_gate_up, w_down, weights, totals, kept = residuals
     # Slices stay outside the kernel's call.
     whole = jax.lax.optimization_barrier if totals is not None and not totals_in_stack else lambda arrays: arrays
     totals = whole(totals)
 
-    def part(dy: Array, x: Array, weights: Array, h: Array, plan: Plan) -> tuple[tuple[Array, Array], tuple]:
-        """The gradients of x and weights, and the products that the weights' gradients are."""
+    def part(
+        shares: int | None, x: Array, weights: Array, h: Array, plan: Plan, dy: Array
+    ) -> tuple[tuple[list[Array], Array], tuple[OuterPart, OuterPart]]:
+        """The gradients of each share of x and of weights, and the products that the weights' gradients are."""
         rows, source = implementation(backend).rows_of_tokens(dy, plan)
         dh, weighted_act, dweight_of_row = implementation(backend).gated_matmul_backward(
             rows, w_down, h, _weight_of_row(weights, plan), plan, source_of_row=source
         )
-        dx, of_gate_up = _gate_up_gradients(dh, x, w_gate_up, plan, backend)
+        dx, of_gate_up = _gate_up_gradients(dh, x, w_gate_up, plan, backend, shares)
         of_down = OuterPart(rows, weighted_act, plan, source, None)
-        return (dx, _of_pairs(dweight_of_row, plan).astype(weights.dtype)), (of_gate_up, of_down)
+        return (dx, of_pairs(dweight_of_row, plan).astype(weights.dtype)), (of_gate_up, of_down)
 
     def of_matrices(products: Sequence[tuple[OuterPart, OuterPart]], dtypes: tuple, totals: tuple | None) -> tuple[Array, ...]:
         """The weights' gradients, each the sum over parts, `totals` added."""
@@ -367,10 +406,12 @@ def _experts_mlp_backward(
 
     dtypes = tuple(a.dtype for a in ((w_gate_up, w_down) if totals is None else totals))
     if chunk_tokens is None:
-        parts = zip(dys, xs, weights, *zip(*kept, strict=True), strict=True)
-        gradients, products = zip(*_one_after_the_other((part, arguments) for arguments in parts), strict=True)
+        parts = zip(shares, xs, weights, *zip(*kept, strict=True), strict=True)
+        calls = [(partial(part, *of_part), (dy,)) for of_part, dy in zip(parts, dys, strict=True)]
+        gradients, products = zip(*_one_after_the_other(calls), strict=True)
         dw = of_matrices(products, dtypes, totals)
-        dxs, dweights = zip(*gradients, strict=True)
+        of_shares, dweights = zip(*gradients, strict=True)
+        dxs = tuple(map(jnp.concatenate, of_shares))
     else:
         wide = tuple(at_least_f32(dtype) for dtype in dtypes)
         start = totals
@@ -378,8 +419,9 @@ def _experts_mlp_backward(
             start = vary_as((jnp.zeros(w_gate_up.shape, wide[0]), jnp.zeros(w_down.shape, wide[1])), xs)
 
         def add_chunk(sums: tuple[Array, ...], chunk: tuple) -> tuple[tuple[Array, ...], tuple[Array, Array]]:
-            gradients, products = part(*chunk)
-            return of_matrices([products], wide, sums), gradients
+            dy, x, weights, h, planned = chunk
+            ((dx,), dweights), products = part(shares[0], x, weights, h, planned, dy)
+            return of_matrices([products], wide, sums), (dx, dweights)
 
         chunks = tuple(_split(a, chunk_tokens, 0) for (a,) in (dys, xs, weights))
         dw, of_tokens = jax.lax.scan(add_chunk, start, (*chunks, *kept))
@@ -409,14 +451,6 @@ def _behind(outcome: tuple, arguments: Any) -> tuple[tuple, Any]:
     return (result, other), arguments
 
 
-def _of_pairs(of_rows: Float[Array, "rows ..."], plan: Plan) -> Float[Array, "tokens k ..."]:
-    """The rows of each token's choices; zero where no expert computes the choice, whose row may hold anything."""
-    is_computed = plan.row_of_pair < plan.offsets[-1]
-    # All others read one row: of a device's tokens whose experts live elsewhere they are most.
-    of_pairs = of_rows.at[jnp.where(is_computed, plan.row_of_pair, 0)].get(mode="promise_in_bounds")
-    return jnp.where(is_computed.reshape(is_computed.shape + (1,) * (of_rows.ndim - 1)), of_pairs, 0)
-
-
 def _weight_of_row(weights: Float[Array, "tokens k"], plan: Plan) -> Float[Array, "rows"]:
     """Each row's top-k weight; zero for a row of no pair."""
     return weights.reshape(-1).at[plan.pair_of_row].get(mode="fill", fill_value=0)
@@ -435,7 +469,7 @@ def _join(a: Array, tokens: int) -> Array:
 
 def _gate_up_vjp(backend: str, residuals: tuple, dh: Array) -> tuple[Array, Array, None]:
     x, w_gate_up, plan = residuals
-    dx, product = _gate_up_gradients(dh, x, w_gate_up, plan, backend)
+    (dx,), product = _gate_up_gradients(dh, x, w_gate_up, plan, backend, None)
     return dx, grouped_outer_of_parts(backend, [product], w_gate_up.dtype), None
 
 
@@ -455,9 +489,9 @@ _down = jax.jit(_down_op, static_argnums=4)
 
 
 def _experts_mlp_op(optimize_remat: bool) -> Callable:
-    op = jax.custom_vjp(_experts_mlp_alone, nondiff_argnums=(6, 7, 8, 9))
+    op = jax.custom_vjp(_experts_mlp_alone, nondiff_argnums=(6, 7, 8, 9, 10))
     op.defvjp(_experts_mlp_forward, _experts_mlp_backward, optimize_remat=optimize_remat)
-    return jax.jit(op, static_argnums=(6, 7, 8, 9))
+    return jax.jit(op, static_argnums=(6, 7, 8, 9, 10))
 
 
 _compiled_experts_mlp, _interpreted_experts_mlp = _experts_mlp_op(optimize_remat=True), _experts_mlp_op(optimize_remat=False)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Num
 
 PAIRS_TO_COMPARE = 2048
 """Up to so many pairs each is compared with each, which is one kernel, where a sort and what follows it are several."""
@@ -157,6 +157,15 @@ def plan_of_few(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alig
         row_alignment=row_alignment,
         holds_all_tokens=True,
     )
+
+
+def of_pairs(of_rows: Num[Array, "rows ..."], plan: Plan, tokens: slice = slice(None)) -> Num[Array, "tokens k ..."]:
+    """The rows of each token's choices; zero where no expert computes the choice, whose row may hold anything."""
+    row_of_pair = plan.row_of_pair[tokens]
+    is_computed = row_of_pair < plan.offsets[-1]
+    # All others read one row: of a device's tokens whose experts live elsewhere they are most.
+    of_pairs = of_rows.at[jnp.where(is_computed, row_of_pair, 0)].get(mode="promise_in_bounds")
+    return jnp.where(is_computed.reshape(is_computed.shape + (1,) * (of_rows.ndim - 1)), of_pairs, 0)
 
 
 def _check(topk_experts: Int[Array, "tokens k"], **counts: int | None) -> None:

@@ -318,7 +318,8 @@ def test_parts_give_what_all_their_tokens_give_at_once(ends, routing):
         def in_parts(x, w_gate_up, w_down, weights, chosen):
             parts = list(map(kernels.Part, *(jnp.split(a, ends) for a in (x, weights, chosen))))
             room = [2 * part.x.shape[0] for part in parts]
-            return jnp.concatenate(kernels.experts_mlp_of_parts(parts, w_gate_up, w_down, max_pairs=room))
+            shares = [next(n for n in (2, 3, 7) if part.x.shape[0] % n == 0) for part in parts]
+            return jnp.concatenate(kernels.experts_mlp_of_parts(parts, w_gate_up, w_down, max_pairs=room, shares=shares))
 
         compare(in_parts, oracle.experts_mlp, inputs, 1e-12)
 
@@ -370,6 +371,10 @@ def test_parts_that_differ_in_more_than_their_tokens_are_refused():
         kernels.experts_mlp_of_parts([part, part], w_gate_up, w_down, max_pairs=[3])
     with pytest.raises(ValueError, match="max_pairs must be at least 1 or None; got 0"):
         kernels.experts_mlp_of_parts([part], w_gate_up, w_down, max_pairs=[0])
+    with pytest.raises(
+        ValueError, match=r"shares must be one for each part, and divide its tokens; got \[4\] for \[6\] tokens"
+    ):
+        kernels.experts_mlp_of_parts([part], w_gate_up, w_down, shares=[4])
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 7])

@@ -10,8 +10,8 @@ from h200 import needs_compiler, run_script
 
 pytestmark = needs_compiler
 
-SPILLS = {"gated_matmul_backward": 264}
-"""Bytes a thread stores at most where the fastest tile does not fit into its registers (docs/kernels.md); others store none."""
+SPILLS = {"gated_matmul_backward": 264, "sum_rows": 8}
+"""Bytes a thread stores at most where what is fastest does not fit into its registers (docs/kernels.md); others store none."""
 
 EXPERTS = """
 def step(x, w_gate_up, w_down, weights, chosen, dy):
@@ -21,6 +21,20 @@ def step(x, w_gate_up, w_down, weights, chosen, dy):
 tokens = int(sys.argv[1])
 x, pairs = ((tokens, 2048), bf16), (tokens, 8)
 compile(step, x, ((128, 2 * 768, 2048), bf16), ((128, 2048, 768), bf16), (pairs, f32), (pairs, i32), x)
+"""
+
+SUMS = """
+from moe_jax.kernels.grouped_matmul import mosaic
+from moe_jax.kernels.routing import plan
+
+def step(rows, chosen, weights=None):
+    return mosaic.token_sums(rows, plan(chosen, 32, mosaic.ROW_ALIGNMENT), weights, share=1, shares=3)
+
+for hidden, k in ((2048, 8), (4096, 2), (2560, 6)):
+    pairs = 3 * 256, k
+    rows = jax.eval_shape(lambda: plan(jnp.zeros(pairs, i32), 32, mosaic.ROW_ALIGNMENT)).num_rows
+    for weights in ([], [(pairs, f32)]):
+        compile(step, ((rows, hidden), bf16), (pairs, i32), *weights)
 """
 
 TOTALS = """
@@ -104,6 +118,10 @@ ATTENTION_KERNELS = {"flash_attention_forward", "flash_attention_backward_querie
 @pytest.mark.parametrize("tokens", [64, 32768])
 def test_the_experts_of_qwen3_30b_spill_no_more_than_is_named(tokens):
     assert_no_spills(spilled_bytes(EXPERTS, tokens), EXPERTS_KERNELS)
+
+
+def test_sums_over_a_tokens_choices_spill_no_more_than_is_named():
+    assert_no_spills(spilled_bytes(SUMS), {"sum_rows"})
 
 
 def test_totals_of_stacked_layers_are_added_to_where_they_lie_and_nothing_spills():

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.activation import gated_silu, gated_silu_backward
 from moe_jax.kernels.precision import at_least_f32, widened
-from moe_jax.kernels.routing import Plan
+from moe_jax.kernels.routing import Plan, of_pairs
 from moe_jax.kernels.varying import vary_as
 
 ROW_ALIGNMENT = 1
@@ -141,6 +141,27 @@ def grouped_matmul(
 
     # The loop counts in ones: XLA drops a loop that counts in larger steps when it knows that one turn is enough.
     return jax.lax.fori_loop(0, -(-first_block[-1] // per_turn), turn, y)
+
+
+def token_sums(
+    rows: Float[Array, "rows features"],
+    plan: Plan,
+    weights: Float[Array, "tokens k"] | None = None,
+    *,
+    share: int = 0,
+    shares: int | None = None,
+) -> Float[Array, "share features"]:
+    """y[t] = sum_k weights[t, k] * rows[row(t, k)] over the choices that an expert computes; without weights these are 1.
+
+    Sums in f32 (f64 for f64), the result in rows' dtype. With `shares` the tokens are of so many devices, as many of each, and
+    most of their choices are computed elsewhere: the sums of the `share`-th device's tokens alone.
+    """
+    tokens = plan.row_of_pair.shape[0] // (shares or 1)
+    own = slice(share * tokens, (share + 1) * tokens)
+    summands = of_pairs(widened(rows), plan, own)
+    if weights is not None:
+        summands = widened(weights[own])[:, :, None] * summands
+    return jnp.sum(summands, axis=1).astype(rows.dtype)
 
 
 def grouped_outer(

@@ -13,6 +13,7 @@ from types import ModuleType
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels.grouped_matmul import xla
 from moe_jax.kernels.grouped_matmul.triton.launch import (
     capability,
     expert_tile,
@@ -104,6 +105,9 @@ def gated_matmul_backward(
     return _kernels("by_rows_backward").matmul_gated_silu_backward(
         dy, w_down.astype(dy.dtype), h, weight_of_row, plan, gated_backward_tile(dy.dtype), source_of_row=source_of_row
     )
+
+
+token_sums = xla.token_sums
 
 
 def grouped_outer(

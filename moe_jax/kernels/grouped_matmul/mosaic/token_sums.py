@@ -1,0 +1,114 @@
+"""Each token's sum over the rows of its choices: y[t] = sum_k weights[t, k] * rows[row(t, k)].
+
+Cost: the rows that experts computed read once and T*D elements written, at the speed of a copy where that is all rows. Rows of
+choices that nobody here computes, of a device's part of the experts most, are not read: XLA's gather reads some row for each.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from moe_jax.kernels.mosaic_gpu import launch
+from moe_jax.kernels.routing import Plan
+
+WARPGROUPS = 4
+"""Of a block, each with rows of its own on their way; together they hold all registers of a core."""
+
+THREADS = 128
+"""Of a warpgroup."""
+
+ROWS = 8
+"""Rows of which a warpgroup loads `columns_at_a_time`; of two such loads and their numbers more would not fit its registers."""
+
+VECTOR = 8
+"""Elements of 16 bits that a thread loads at once, at most."""
+
+
+def columns_at_a_time(hidden: int, k: int) -> int | None:
+    """Columns of one sum that a warpgroup forms at a time; None where this kernel cannot."""
+    return next((columns for columns in (1024, 512) if hidden % columns == 0 and 0 < k <= ROWS), None)
+
+
+@partial(jax.jit, static_argnames=("columns", "share", "shares"))
+def sum_rows(
+    rows: Float[Array, "rows hidden"],
+    plan: Plan,
+    weights: Float[Array, "tokens k"] | None,
+    *,
+    columns: int,
+    share: int,
+    shares: int,
+) -> Float[Array, "share hidden"]:
+    """The sums of the `share`-th of `shares` equal parts of the tokens, formed in f32 from the first choice to the last,
+    `columns_at_a_time`."""
+    (all_tokens, k), hidden = plan.row_of_pair.shape, rows.shape[1]
+    tokens = all_tokens // shares
+    # With few choices several tokens at a time, so that as much is on its way.
+    at_once = next(n for n in range(ROWS // k, 0, -1) if tokens % n == 0)
+    columns_parts = hidden // columns
+    items = tokens // at_once * columns_parts
+    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=min(VECTOR, columns // THREADS))
+
+    def body(row_ref, offsets_ref, *references):
+        *weight_ref, rows_ref, y_ref = references
+        computed_rows = offsets_ref[offsets_ref.shape[0] - 1]
+        own = lax.axis_index("block") * WARPGROUPS + lax.axis_index("warpgroup")
+        step = lax.axis_size("block") * WARPGROUPS
+
+        def place(turn):
+            """First token and columns of this warpgroup's item in that turn; behind the last one that again."""
+            item = jnp.minimum(own + turn * step, items - 1)
+            column = lax.rem(item, jnp.int32(columns_parts)) * columns
+            return lax.div(item, jnp.int32(columns_parts)) * at_once, pl.ds(column, columns)
+
+        def numbers(turn):
+            """The rows of the item's choices, and their weights."""
+            first, _ = place(turn)
+            pairs = [(share * tokens + first + i, choice) for i in range(at_once) for choice in range(k)]
+            own_weights = [weight_ref[0][pair] for pair in pairs] if weight_ref else [1] * len(pairs)
+            return [row_ref[pair] for pair in pairs], own_weights
+
+        def load(turn, numbers):
+            _, own_columns = place(turn)
+
+            def nothing():
+                return plgpu.layout_cast(jnp.zeros(columns, rows.dtype), layout)
+
+            def read(row):
+                return plgpu.load(rows_ref.at[row, own_columns], layout=layout, optimized=False)
+
+            return [lax.cond(row < computed_rows, partial(read, row), nothing) for row in numbers[0]]
+
+        def store(turn, loaded, numbers):
+            first, own_columns = place(turn)
+            terms = [a.astype(jnp.float32) * weight for a, weight in zip(loaded, numbers[1], strict=True)]
+            for i in range(at_once):
+                y = sum(terms[i * k + 1 : (i + 1) * k], start=terms[i * k])
+
+                @pl.when(own + turn * step < items)
+                def _(i=i, y=y):
+                    y_ref[first + i, own_columns] = y.astype(rows.dtype)
+
+        def two_turns(i, state):
+            # One item's rows are on their way while another is summed, and the numbers of those to come before them.
+            turn = 2 * i
+            loaded, of_this, of_next, of_second = state
+            of_third, of_fourth = numbers(turn + 3), numbers(turn + 4)
+            loaded_next = load(turn + 1, of_next)
+            store(turn, loaded, of_this)
+            loaded = load(turn + 2, of_second)
+            store(turn + 1, loaded_next, of_next)
+            return loaded, of_second, of_third, of_fourth
+
+        first, second, third = map(numbers, map(jnp.int32, range(3)))
+        turns = lax.div(items - own + step - 1, step)
+        lax.fori_loop(0, lax.div(turns + 1, jnp.int32(2)), two_turns, (load(jnp.int32(0), first), first, second, third))
+
+    inputs = [plan.row_of_pair, plan.offsets, *([] if weights is None else [weights]), rows]
+    output = jax.ShapeDtypeStruct((tokens, hidden), rows.dtype)
+    return launch("sum_rows", body, [output], [], warpgroups=WARPGROUPS)(*inputs)[0]
