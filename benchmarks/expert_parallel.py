@@ -225,6 +225,8 @@ def forward_and_backward(layer, mesh, options: dict | None = None):
 
     def step(x, w_gate_up, w_down, weights, chosen, dy):
         y, pullback = jax.vjp(lambda *a: layer(*a, chosen), x, w_gate_up, w_down, weights)
+        # As in training, where the gradient of y is not there before y is.
+        y, dy = jax.lax.optimization_barrier((y, dy))
         return y, *pullback(dy)
 
     return on_mesh(step, mesh, options)
