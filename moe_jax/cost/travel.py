@@ -37,8 +37,7 @@ def exchange_seconds(run: Run, machine: Machine) -> Passes:
 
     if run.sends_pairwise:
         # Copies run beside experts: what the last step sends home in a forward pass beside the down pass of a device's own
-        # tokens. With several steps, one that is computed again waits for a copy behind those of dy, and attention's backward
-        # pass for one home.
+        # tokens. With several steps tokens leave behind the choices.
         others = run.mesh.expert - 1
         last = others % run.pairwise_step or run.pairwise_step
         home = ring_hop_seconds(machine, last * run.tokens * token, ("expert",), run.mesh, copied=True)
@@ -48,9 +47,8 @@ def exchange_seconds(run: Run, machine: Machine) -> Passes:
         summed = run.received * token / machine.hbm
         if others == last:
             return Passes(home + summed, 0.0, summed)
-        copy = ring_hop_seconds(machine, run.tokens * token, ("expert",), run.mesh, copied=True)
         dispatch = all_gather_seconds(machine, run.received * choices, ("expert",), run.mesh)
-        return Passes(dispatch + home + summed, dispatch + copy, copy + summed)
+        return Passes(dispatch + home + summed, dispatch, summed)
     if run.gathers_tokens:
         gathers = (all_gather_seconds(machine, run.received * size, ("expert",), run.mesh) for size in (token, choices))
         dispatch = sum(gathers)

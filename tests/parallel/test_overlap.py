@@ -1,5 +1,7 @@
 """In programs compiled for four H200s, copies from GPU to GPU run beside the kernels that do not need what they bring."""
 
+import re
+
 from h200 import kernels_beside_copies, needs_compiler, run_script
 
 COMPILED = """
@@ -34,6 +36,26 @@ on_four(layer, "expert", PartitionSpec("expert"), tokens, *matrices, ((32768, 8)
 """
 
 
+TRAINED_EXPERTS = """
+from moe_jax.layers.stack import run_layers
+from moe_jax.parallel.fsdp import LayerGather
+
+settings = ExpertParallel(transport="pairwise", capacity_factor=4, group_size=1)
+
+def body(shared, of_layer, x, w, _):
+    return x + expert_parallel_mlp(x, *w, *shared, settings)[0], ()
+
+def gradients(x, gate_up, down, *choices):
+    def loss(w):
+        gather = LayerGather(((), ()), bf16, "copies")
+        return run_layers(body, choices, (), x, w, gather, remat=True)[0].astype(f32).sum()
+    return jax.grad(loss)((gate_up[None].repeat(3, 0), down[None].repeat(3, 0)))[0][0]
+
+tokens, matrices = ((32768, 2048), bf16), [((128, 1536, 2048), bf16), ((128, 2048, 768), bf16)]
+on_four(gradients, "expert", PartitionSpec("expert"), tokens, *matrices, ((32768, 8), f32), ((32768, 8), i32))
+"""
+
+
 @needs_compiler
 def test_keys_arrive_while_a_device_attends_to_its_own():
     assert kernels_beside_copies(run_script(COMPILED + RING)) == [1] * 6
@@ -51,3 +73,14 @@ def test_outputs_travel_home_beside_the_next_step():
     """Three devices' tokens arrive, and the outputs of each leave, beside other kernels: three a step, at last one."""
     beside = kernels_beside_copies(run_script(COMPILED + EXPERTS, 1))
     assert len(beside) == 6 and all(beside)
+
+
+@needs_compiler
+def test_gradients_travel_behind_the_tokens_of_what_is_computed_again():
+    """In a layer's backward pass with remat: tokens, gradients of outputs, gradients of tokens, each beside kernels."""
+    computations = re.split(r"\n(?=%|ENTRY)", run_script(COMPILED + TRAINED_EXPERTS))
+    (backward,) = [c for c in computations if "gated_matmul_backward" in c and "collective-permute-start(" in c]
+    beside = kernels_beside_copies(backward)
+    assert len(beside) == 9 and all(beside)
+    starts = [line for line in backward.splitlines() if "collective-permute-start(" in line]
+    assert ["/body/jvp()/" in line for line in starts] == [True] * 3 + [False] * 6

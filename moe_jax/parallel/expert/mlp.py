@@ -188,31 +188,53 @@ def _round(
     weights: Float[Array, "tokens k"],
 ) -> Float[Array, "tokens hidden"]:
     """The outputs of the tokens on `route`, in at least f32; 0 for the others."""
+    if transport == "pairwise":
+        x, w_down = _with_gradients_together(x, w_down)
     steps = _steps(plan) if transport == "pairwise" else (plan.devices,)
     how, k = (plan.axis_name, transport, steps), weights.shape[1]
     # Weights and ids travel as one array: floats of 32 bits hold every id exactly, and 0 is what an empty slot holds.
     wide = at_least_f32(weights.dtype)
     choices = jnp.concatenate([weights.astype(wide), (experts + 1).astype(wide)], axis=1)
     if len(steps) > 2:
-        # The second step needs all choices: as hops they would queue behind those of all tokens.
+        # The second step needs all choices: as hops they would queue behind those of all tokens, and so would a gather.
         sends_all = pairwise.sends_all(route)
         arrived = dispatch(choices, route, plan.axis_name, "gather" if sends_all else "all_to_all")
         own, *others = pairwise.by_distance(arrived, plan.axis_name)
+        x, others = _behind(x, others)
         choices = jnp.concatenate([choices if sends_all else own, *others])
     else:
         choices = dispatch(choices, route, *how)
+    tokens = dispatch(x, route, *how)
     first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * w_down.shape[0]
 
     def part(tokens: Array, choices: Array) -> Part:
         # Of each step by itself: computed for all at once, no step would begin before the last choices are there.
         return Part(tokens, choices[:, :k], choices[:, k:].astype(jnp.int32) - 1 - first_expert)
 
-    tokens = dispatch(x, route, *how)
     ends = list(itertools.accumulate(step * (tokens.shape[0] // plan.devices) for step in steps[:-1]))
     parts = list(map(part, *(jnp.split(a, ends) for a in (tokens, choices))))
     max_pairs = [step * capacity.pairs for step in steps]
-    outputs = experts_mlp_of_parts(parts, w_gate_up, w_down, backend=plan.backend, max_pairs=max_pairs)
+    shares = steps if transport == "pairwise" else (1,)
+    outputs = experts_mlp_of_parts(parts, w_gate_up, w_down, backend=plan.backend, max_pairs=max_pairs, shares=shares)
     return combine(jnp.concatenate(outputs), route, *how)
+
+
+@jax.custom_vjp
+def _behind(x: Array, arrived: list[Array]) -> tuple[Array, list[Array]]:
+    """Both, x when the others have arrived; their gradients do not wait for each other."""
+    return lax.optimization_barrier((x, arrived))
+
+
+_behind.defvjp(lambda *arrays: (_behind(*arrays), None), lambda _, gradients: gradients)
+
+
+@jax.custom_vjp
+def _with_gradients_together(x: Array, w_down: Array) -> tuple[Array, Array]:
+    """Both; x's gradient is there with w_down's, beside which the last of it travels home: XLA would compute that later."""
+    return x, w_down
+
+
+_with_gradients_together.defvjp(lambda *arrays: (arrays, None), lambda _, gradients: lax.optimization_barrier(gradients))
 
 
 def _steps(plan: _Plan) -> tuple[int, ...]:
