@@ -355,7 +355,7 @@ def _experts_mlp_forward(
         results, used = zip(((y, h), of_own), *outcomes, strict=True)
         of_shares, hs = zip(*results, strict=True)
         ys = tuple(map(jnp.concatenate, of_shares))
-        # x as the rows were gathered from it, so that XLA can see where backward gathers the same rows in one program.
+        # x as rows were gathered from it: where both passes are one program, XLA sees that backward gathers the same rows.
         plans, xs = zip(*used, strict=True)
         kept = tuple(zip(hs, plans, strict=True))
     else:

@@ -120,8 +120,8 @@ def _backward(body: Body, gather: LayerGather, remat: Remat, kept, gradients):
         if remat:
             arguments = shared, _take(of_layer, i), of_this, layer, _take(totals, i)
             _, pullback = jax.vjp(body, *arguments, in_nzs=(False, False, True, True, True))
-            # What is computed again hides one way, its gradients the other. Of dx what travels to experts would be sent before
-            # what is computed again needs.
+            # What is computed again hides one way, its gradients the other. And dx: experts elsewhere would be sent it before
+            # the tokens that are needed first.
             (pullback, dx), sent = gather.behind((pullback, dx), sent)
         else:
             arguments = shared, _take(of_layer, i), of_this.args_res[2], layer, _take(totals, i)

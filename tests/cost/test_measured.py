@@ -72,12 +72,12 @@ def test_training_steps_whose_matrices_are_gathered_by_copies(layers, mesh, rows
 
 @pytest.mark.parametrize(
     "mesh, capacity_factor, seconds, gib",
-    [(MeshShape(expert=4), 4.0, 2.222, 91.9), (MeshShape(fsdp=2, expert=2), 2.0, 2.184, 88.1)],
+    [(MeshShape(expert=4), 4.0, 2.207, 91.9), (MeshShape(fsdp=2, expert=2), 2.0, 2.184, 88.1)],
 )
 def test_training_steps_whose_tokens_travel_by_copies(mesh, capacity_factor, seconds, gib):
-    """Measured when the last outputs travelled home beside nothing, 1 % of the step."""
+    """Measured when copies queued in another order: four devices then waited 2 ms a layer for them, 5 % of the step."""
     prediction = predict(step(32, mesh=mesh, hops="copies", capacity_factor=capacity_factor))
-    assert prediction.step_seconds == pytest.approx(seconds, rel=0.04)
+    assert prediction.step_seconds == pytest.approx(seconds, rel=0.05)
     assert prediction.memory_bytes / 2**30 == pytest.approx(gib, rel=0.05)
 
 
@@ -140,7 +140,7 @@ def test_moe_layers_on_one_gpu(model, tokens, forward, both):
 def test_one_moe_layer_on_two_and_four_gpus(devices, hops, capacity_factor, forward, both):
     """Section "One MoE layer, and its exchange", uniform, without the router: `gather`, and `pairwise` by copies.
 
-    On four, these before the down pass of a device's own tokens came last.
+    By copies, on four before the down pass of a device's own tokens came last.
     """
     run = step(2 * devices, mesh=MeshShape(expert=devices), hops=hops, capacity_factor=capacity_factor)
     work = Experts(run.received, 8, 8 * run.tokens, 128 // devices, 2048, 768)

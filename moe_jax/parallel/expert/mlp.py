@@ -200,7 +200,7 @@ def _round(
         sends_all = pairwise.sends_all(route)
         arrived = dispatch(choices, route, plan.axis_name, "gather" if sends_all else "all_to_all")
         own, *others = pairwise.by_distance(arrived, plan.axis_name)
-        x, others = _behind(x, others)
+        x, others = _when_arrived(x, others)
         choices = jnp.concatenate([choices if sends_all else own, *others])
     else:
         choices = dispatch(choices, route, *how)
@@ -220,12 +220,12 @@ def _round(
 
 
 @jax.custom_vjp
-def _behind(x: Array, arrived: list[Array]) -> tuple[Array, list[Array]]:
+def _when_arrived(x: Array, arrived: list[Array]) -> tuple[Array, list[Array]]:
     """Both, x when the others have arrived; their gradients do not wait for each other."""
     return lax.optimization_barrier((x, arrived))
 
 
-_behind.defvjp(lambda *arrays: (_behind(*arrays), None), lambda _, gradients: gradients)
+_when_arrived.defvjp(lambda *arrays: (_when_arrived(*arrays), None), lambda _, gradients: gradients)
 
 
 @jax.custom_vjp

@@ -24,7 +24,17 @@ from moe_jax.kernels.grouped_matmul.mosaic.token_sums import columns_at_a_time, 
 from moe_jax.kernels.mosaic_gpu import compute_capability, is_interpreted
 from moe_jax.kernels.routing import Plan
 
-__all__ = ["ROW_ALIGNMENT", "gated_matmul", "gated_matmul_backward", "grouped_matmul", "grouped_outer", "is_native", "refusal"]
+__all__ = [
+    "ROW_ALIGNMENT",
+    "gated_matmul",
+    "gated_matmul_backward",
+    "grouped_matmul",
+    "grouped_outer",
+    "is_native",
+    "refusal",
+    "rows_of_tokens",
+    "token_sums",
+]
 
 
 def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
@@ -123,7 +133,7 @@ def token_sums(
     """
     tokens, k = plan.row_of_pair.shape
     columns = columns_at_a_time(rows.shape[1], k)
-    if shares is None or columns is None or tokens == 0:
+    if shares is None or columns is None or tokens < shares:
         return xla.token_sums(rows, plan, weights, share=share, shares=shares)
     return sum_rows(rows, plan, weights, columns=columns, share=share, shares=shares)
 

@@ -66,14 +66,15 @@ def sum_rows(
             column = lax.rem(item, jnp.int32(columns_parts)) * columns
             return lax.div(item, jnp.int32(columns_parts)) * at_once, pl.ds(column, columns)
 
-        def numbers(turn):
-            """The rows of the item's choices, and their weights."""
+        def pairs(turn):
             first, _ = place(turn)
-            pairs = [(share * tokens + first + i, choice) for i in range(at_once) for choice in range(k)]
-            own_weights = [weight_ref[0][pair] for pair in pairs] if weight_ref else [1] * len(pairs)
-            return [row_ref[pair] for pair in pairs], own_weights
+            return [(share * tokens + first + i, choice) for i in range(at_once) for choice in range(k)]
 
-        def load(turn, numbers):
+        def rows_of(turn):
+            return [row_ref[pair] for pair in pairs(turn)]
+
+        def load(turn, own_rows):
+            """What is to be summed, and its weights."""
             _, own_columns = place(turn)
 
             def nothing():
@@ -82,11 +83,12 @@ def sum_rows(
             def read(row):
                 return plgpu.load(rows_ref.at[row, own_columns], layout=layout, optimized=False)
 
-            return [lax.cond(row < computed_rows, partial(read, row), nothing) for row in numbers[0]]
+            summands = [lax.cond(row < computed_rows, partial(read, row), nothing) for row in own_rows]
+            return summands, [weight_ref[0][pair] for pair in pairs(turn)] if weight_ref else [1] * len(summands)
 
-        def store(turn, loaded, numbers):
+        def store(turn, loaded):
             first, own_columns = place(turn)
-            terms = [a.astype(jnp.float32) * weight for a, weight in zip(loaded, numbers[1], strict=True)]
+            terms = [a.astype(jnp.float32) * weight for a, weight in zip(*loaded, strict=True)]
             for i in range(at_once):
                 y = sum(terms[i * k + 1 : (i + 1) * k], start=terms[i * k])
 
@@ -95,19 +97,19 @@ def sum_rows(
                     y_ref[first + i, own_columns] = y.astype(rows.dtype)
 
         def two_turns(i, state):
-            # One item's rows are on their way while another is summed, and the numbers of those to come before them.
+            # One item's summands are on their way while another is summed, and the numbers of the rows that come then.
             turn = 2 * i
-            loaded, of_this, of_next, of_second = state
-            of_third, of_fourth = numbers(turn + 3), numbers(turn + 4)
-            loaded_next = load(turn + 1, of_next)
-            store(turn, loaded, of_this)
-            loaded = load(turn + 2, of_second)
-            store(turn + 1, loaded_next, of_next)
-            return loaded, of_second, of_third, of_fourth
+            loaded, rows_of_next, rows_of_second = state
+            rows_of_third, rows_of_fourth = rows_of(turn + 3), rows_of(turn + 4)
+            loaded_next = load(turn + 1, rows_of_next)
+            store(turn, loaded)
+            loaded = load(turn + 2, rows_of_second)
+            store(turn + 1, loaded_next)
+            return loaded, rows_of_third, rows_of_fourth
 
-        first, second, third = map(numbers, map(jnp.int32, range(3)))
+        first, second, third = map(rows_of, map(jnp.int32, range(3)))
         turns = lax.div(items - own + step - 1, step)
-        lax.fori_loop(0, lax.div(turns + 1, jnp.int32(2)), two_turns, (load(jnp.int32(0), first), first, second, third))
+        lax.fori_loop(0, lax.div(turns + 1, jnp.int32(2)), two_turns, (load(jnp.int32(0), first), second, third))
 
     inputs = [plan.row_of_pair, plan.offsets, *([] if weights is None else [weights]), rows]
     output = jax.ShapeDtypeStruct((tokens, hidden), rows.dtype)
