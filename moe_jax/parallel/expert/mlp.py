@@ -188,9 +188,11 @@ def _round(
     weights: Float[Array, "tokens k"],
 ) -> Float[Array, "tokens hidden"]:
     """The outputs of the tokens on `route`, in at least f32; 0 for the others."""
+    steps: tuple[int, ...] = (plan.devices,)
+    shares: tuple[int, ...] = (1,)
     if transport == "pairwise":
+        steps = shares = _steps(plan)
         x, w_down = _with_gradients_together(x, w_down)
-    steps = _steps(plan) if transport == "pairwise" else (plan.devices,)
     how, k = (plan.axis_name, transport, steps), weights.shape[1]
     # Weights and ids travel as one array: floats of 32 bits hold every id exactly, and 0 is what an empty slot holds.
     wide = at_least_f32(weights.dtype)
@@ -214,7 +216,6 @@ def _round(
     ends = list(itertools.accumulate(step * (tokens.shape[0] // plan.devices) for step in steps[:-1]))
     parts = list(map(part, *(jnp.split(a, ends) for a in (tokens, choices))))
     max_pairs = [step * capacity.pairs for step in steps]
-    shares = steps if transport == "pairwise" else (1,)
     outputs = experts_mlp_of_parts(parts, w_gate_up, w_down, backend=plan.backend, max_pairs=max_pairs, shares=shares)
     return combine(jnp.concatenate(outputs), route, *how)
 
