@@ -105,6 +105,8 @@ def passes_in_jax(system: str, k: int) -> tuple[Callable, Callable]:
 
     def forward_backward(x, router, w_gate_up, w_down, dy):
         y, backward = jax.vjp(layer, x, router, w_gate_up, w_down)
+        # dy is there when y is, as in training: from the start, XLA would begin the backward pass before the forward pass ends.
+        y, dy = jax.lax.optimization_barrier((y, dy))
         return y, *backward(dy)
 
     return layer, forward_backward
