@@ -331,7 +331,7 @@ def _experts_mlp_forward(
             planned = plan_of_few(experts, num_experts, alignment)
         else:
             planned = plan(experts, num_experts, alignment, max_pairs)
-        rows, source = implementation(backend).rows_of_tokens(x, planned, fill=for_backward)
+        rows, source = implementation(backend).rows_of_tokens(x, planned, for_gradients=for_backward)
         h, act = implementation(backend).gated_matmul(rows, w_gate_up, planned, source_of_row=source, keep_h=for_backward)
         return (act, h), (planned, x)
 

@@ -23,6 +23,14 @@ x, pairs = ((tokens, 2048), bf16), (tokens, 8)
 compile(step, x, ((128, 2 * 768, 2048), bf16), ((128, 2048, 768), bf16), (pairs, f32), (pairs, i32), x)
 """
 
+FORWARD = """
+def step(x, w_gate_up, w_down, weights, chosen):
+    return kernels.experts_mlp(x, w_gate_up, w_down, weights, chosen, backend="mosaic")
+
+pairs = 32768, 8
+compile(step, ((32768, 2048), bf16), ((128, 2 * 768, 2048), bf16), ((128, 2048, 768), bf16), (pairs, f32), (pairs, i32))
+"""
+
 SUMS = """
 from moe_jax.kernels.grouped_matmul import mosaic
 from moe_jax.kernels.routing import plan
@@ -118,6 +126,11 @@ ATTENTION_KERNELS = {"flash_attention_forward", "flash_attention_backward_querie
 @pytest.mark.parametrize("tokens", [64, 32768])
 def test_the_experts_of_qwen3_30b_spill_no_more_than_is_named(tokens):
     assert_no_spills(spilled_bytes(EXPERTS, tokens), EXPERTS_KERNELS)
+
+
+def test_a_forward_pass_alone_is_two_kernels_that_spill_nothing():
+    """The first gathers the rows."""
+    assert_no_spills(spilled_bytes(FORWARD), {"gated_matmul", "grouped_matmul"})
 
 
 def test_sums_over_a_tokens_choices_spill_no_more_than_is_named():

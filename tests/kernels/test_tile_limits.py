@@ -12,6 +12,7 @@ from lowered import num_kernels
 
 from moe_jax.kernels import routing
 from moe_jax.kernels.grouped_matmul.mosaic import tile_limits
+from moe_jax.kernels.grouped_matmul.mosaic.by_rows import matmul_gated_silu
 from moe_jax.kernels.grouped_matmul.mosaic.ring import Tile
 from moe_jax.kernels.grouped_matmul.mosaic.tile_limits import PASSES, candidates, refusal
 from moe_jax.tile_timing import operand_shapes, run_pass
@@ -30,12 +31,17 @@ TILES = st.builds(
 def lower(pass_name, matrix, tile):
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     experts = 4
+
+    def run(plan, *operands):
+        if pass_name == "gated_matmul, gathering":
+            return matmul_gated_silu(*operands, plan, tile, keep_h=False, source_of_row=plan.token_of_row)
+        return run_pass(pass_name, tile, plan, *operands)
+
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         plan = jax.eval_shape(lambda chosen: routing.plan(chosen, experts, 64), jax.ShapeDtypeStruct((100, 2), "int32"))
-        shapes = operand_shapes(pass_name, matrix, plan.num_rows, experts)
+        shapes = operand_shapes(pass_name.partition(",")[0], matrix, plan.num_rows, experts)
         operands = [jax.ShapeDtypeStruct(shape, "bfloat16" if len(shape) > 1 else "float32") for shape in shapes]
-        traced = jax.jit(lambda plan, *operands: run_pass(pass_name, tile, plan, *operands)).trace(plan, *operands)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
+        return jax.jit(run).trace(plan, *operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("pass_name", PASSES)
@@ -44,6 +50,13 @@ def test_every_candidate_lowers_for_an_h200(pass_name):
     assert {tile.columns for tile in candidates(pass_name, matrix)} >= {128, 256}
     for tile in candidates(pass_name, matrix):
         assert num_kernels(lower(pass_name, matrix, tile)) == 1, tile
+
+
+def test_what_fits_fits_where_the_pass_gathers_its_rows():
+    matrix = (768, 768)
+    for tile in candidates("gated_matmul", matrix):
+        tile = dataclasses.replace(tile, stages=tile_limits.most_stages("gated_matmul", tile))
+        assert num_kernels(lower("gated_matmul, gathering", matrix, tile)) == 1, tile
 
 
 @pytest.mark.parametrize("pass_name", PASSES)

@@ -45,9 +45,11 @@ def is_native() -> bool:
     return True
 
 
-def rows_of_tokens(x: Float[Array, "tokens hidden"], plan: Plan, *, fill: bool = True) -> tuple[Array, Int[Array, "rows"]]:
-    """x in expert order, as (array, source_of_row) for the matmuls below. Here the rows are gathered where they are used,
-    and rows of no pair are zero with and without `fill`."""
+def rows_of_tokens(
+    x: Float[Array, "tokens hidden"], plan: Plan, *, for_gradients: bool = True
+) -> tuple[Array, Int[Array, "rows"]]:
+    """x in expert order, as (array, source_of_row) for the matmuls below. Here rows are gathered where they are used, and those
+    of no pair are zero."""
     return x, plan.token_of_row
 
 

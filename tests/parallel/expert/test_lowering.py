@@ -24,8 +24,8 @@ DEEPSEEK_V3 = dict(tokens=4096, hidden=7168, inter=2048, experts=256)
 def test_the_layer_of_qwen3_30b(transport, steps, gathers, permutes, check_vma):
     """By default a gather: with 8 choices on four devices nothing sends less. Tokens and choices travel, outputs return."""
     text = lowered(forward(ExpertParallel(transport=transport)), check_vma, **QWEN3_30B)
-    # The gather of rows, two matmuls and the sums, in each step of the first round and in the further ones.
-    assert num_kernels(text) == sum(3 + devices for devices in [*steps, 1])
+    # Two matmuls, the first of which gathers rows, and the sums, in each step of the first round and in the further ones.
+    assert num_kernels(text) == sum(2 + devices for devices in [*steps, 1])
     assert text.count('"stablehlo.all_gather"') == gathers
     assert text.count('"stablehlo.collective_permute"') == permutes
 
@@ -39,16 +39,17 @@ def test_a_layer_with_its_gradients(transport, steps, sizes, check_vma):
         y, pullback = jax.vjp(lambda *a: layer(*a, arguments[4]), *arguments[:4])
         return y, *pullback(y)
 
-    forward_kernels, backward_kernels, products = 3, 4, 2
+    # What a backward pass follows gathers rows in a kernel of its own, which that pass needs too.
+    alone, forward_kernels, backward_kernels, products = 2, 3, 4, 2
     # The further rounds compute again what their backward pass needs; the weights' gradients are of all steps together.
     first = sum(forward_kernels + backward_kernels + 2 * devices for devices in steps) + products
-    further = 2 * (forward_kernels + 1) + backward_kernels + 1 + products
+    further = (alone + 1) + (forward_kernels + 1) + backward_kernels + 1 + products
     assert num_kernels(lowered(step, check_vma, **sizes)) == first + further
 
 
-def test_shadows_take_three_more_kernels_and_travel_in_one_of_several_branches():
+def test_shadows_take_two_more_kernels_and_travel_in_one_of_several_branches():
     text = lowered(forward(ExpertParallel(shadow_experts=2)), True, **QWEN3_30B)
-    assert num_kernels(text) == 2 * 4 + 3
+    assert num_kernels(text) == 2 * 3 + 2
     # Beside tokens, choices and load: one shadow, or two.
     assert text.count('"stablehlo.all_gather"') == 2 + 1 + 2
 

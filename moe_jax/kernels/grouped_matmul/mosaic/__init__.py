@@ -7,6 +7,7 @@ is one sum over k in steps of 16, in one order whatever the tile: the bits of a 
 On a CPU the kernels run in JAX's GPU interpreter, slowly and with its race detector on.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from moe_jax.kernels.grouped_matmul.mosaic.by_rows import matmul, matmul_gated_s
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows_backward import matmul_gated_silu_backward
 from moe_jax.kernels.grouped_matmul.mosaic.gather import gather_rows
 from moe_jax.kernels.grouped_matmul.mosaic.ring import ROW_ALIGNMENT, Tile
-from moe_jax.kernels.grouped_matmul.mosaic.tile_limits import Pass
+from moe_jax.kernels.grouped_matmul.mosaic.tile_limits import Pass, most_stages
 from moe_jax.kernels.grouped_matmul.mosaic.tiles import choose_tile, halved_tile
 from moe_jax.kernels.grouped_matmul.mosaic.token_sums import columns_at_a_time, sum_rows
 from moe_jax.kernels.mosaic_gpu import compute_capability, is_interpreted
@@ -57,14 +58,17 @@ def is_native() -> bool:
 
 
 def rows_of_tokens(
-    x: Float[Array, "tokens hidden"], plan: Plan, *, fill: bool = True
-) -> tuple[Float[Array, "sources hidden"], None]:
-    """x in expert order, as (array, source_of_row) for the matmuls below; with `fill` rows of no pair are zero up to
-    offsets[-1], as gradients need them. Where `plan.holds_all_tokens`, which has no gradients, x as it is."""
+    x: Float[Array, "tokens hidden"], plan: Plan, *, for_gradients: bool = True
+) -> tuple[Float[Array, "sources hidden"], Int[Array, "rows"] | None]:
+    """x in expert order, as (array, source_of_row) for the matmuls below.
+
+    `for_gradients` two matmuls read each row, and rows of no pair as zeros: they are gathered once for both. A forward pass
+    alone gathers them where they are used, and where `plan.holds_all_tokens` reads x as it is.
+    """
     if plan.holds_all_tokens:
         # Pallas copies less than 8 rows into a swizzled tile, or a multiple of 8.
         return jnp.pad(x, ((0, -x.shape[0] % 8 if x.shape[0] > 8 else 0), (0, 0))), None
-    return (gather_rows(x, plan, fill=fill) if plan.num_rows else jnp.zeros((0, x.shape[1]), x.dtype)), None
+    return (gather_rows(x, plan), None) if for_gradients and plan.num_rows else (x, plan.token_of_row)
 
 
 def grouped_matmul(
@@ -95,11 +99,16 @@ def gated_matmul(
     source_of_row: Int[Array, "rows"] | None = None,
     keep_h: bool = True,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """As `xla.gated_matmul`, in one kernel. Rows of no expert are left unwritten."""
-    x = _take(x, source_of_row)
+    """As `xla.gated_matmul`, in one kernel, which gathers the rows too. Rows of no expert are left unwritten."""
     if plan.num_rows == 0:
         return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
-    return matmul_gated_silu(x, w.astype(x.dtype), plan, _tile("gated_matmul", w.shape[1:], plan), keep_h=keep_h)
+    tile = _tile("gated_matmul", w.shape[1:], plan)
+    if is_interpreted():
+        x, source_of_row = _take(x, source_of_row), None
+    if source_of_row is not None:
+        # Copies of 16 bytes take longer to be there than TMA's.
+        tile = dataclasses.replace(tile, stages=min(tile.stages + 1, most_stages("gated_matmul", tile)))
+    return matmul_gated_silu(x, w.astype(x.dtype), plan, tile, keep_h=keep_h, source_of_row=source_of_row)
 
 
 def gated_matmul_backward(

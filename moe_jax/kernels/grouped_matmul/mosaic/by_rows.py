@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.grouped_matmul.mosaic.ring import (
     CONSUMERS,
@@ -22,6 +22,13 @@ from moe_jax.kernels.grouped_matmul.mosaic.ring import (
     Tile,
     ring_barriers,
     run_tiles,
+)
+from moe_jax.kernels.grouped_matmul.mosaic.row_copies import (
+    initialize,
+    landing_barriers,
+    read_sources,
+    start_copies,
+    wait_for_copies,
 )
 from moe_jax.kernels.grouped_matmul.mosaic.row_tiles import row_tiles
 from moe_jax.kernels.grouped_matmul.mosaic.tile_order import rows_in_group
@@ -50,10 +57,16 @@ def matmul(
 
 @partial(jax.jit, static_argnames=("tile", "keep_h"))
 def matmul_gated_silu(
-    a: Float[Array, "sources k"], w: Float[Array, "experts 2*inter k"], plan: Plan, tile: Tile, *, keep_h: bool
+    a: Float[Array, "sources k"],
+    w: Float[Array, "experts 2*inter k"],
+    plan: Plan,
+    tile: Tile,
+    *,
+    keep_h: bool,
+    source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
     """h = a @ w[e].T = [gate | up] and act = silu(gate) * up, computed from the f32 sums before they are rounded to h; without
-    `keep_h` h is None and not written."""
+    `keep_h` h is None and not written. With source_of_row, a[source_of_row] stands in a's place."""
     inter, half = w.shape[1] // 2, tile.own_columns // 2
 
     def store(accumulator, place, warpgroup, write, references):
@@ -68,7 +81,8 @@ def matmul_gated_silu(
 
     widths = (2 * inter, inter) if keep_h else (inter,)
     shapes = [jax.ShapeDtypeStruct((plan.num_rows, width), a.dtype) for width in widths]
-    *h, act = launch_rows(a, w, plan, tile, Epilogue("gated_matmul", shapes, store), transpose=False, halves=True)
+    epilogue = Epilogue("gated_matmul", shapes, store)
+    *h, act = launch_rows(a, w, plan, tile, epilogue, transpose=False, halves=True, source_of_row=source_of_row)
     return (h[0] if keep_h else None), act
 
 
@@ -91,7 +105,15 @@ class Epilogue:
 
 
 def launch_rows(
-    a: Array, w: Array, plan: Plan, tile: Tile, epilogue: Epilogue, *, transpose: bool, halves: bool = False
+    a: Array,
+    w: Array,
+    plan: Plan,
+    tile: Tile,
+    epilogue: Epilogue,
+    *,
+    transpose: bool,
+    halves: bool = False,
+    source_of_row: Array | None = None,
 ) -> list[Array]:
     """`halves`: a warpgroup's columns are as many of the first half of w's rows as of the second, so that gate meets up.
 
@@ -107,8 +129,13 @@ def launch_rows(
     group = rows_in_group((columns, summands), dtype)
     tiles = row_tiles(plan, tile.rows, column_tiles, group)
 
+    gathers = source_of_row is not None
+
     def body(*references):
         tiles_refs, (a_ref, w_ref, *rest) = references[: len(tiles.arrays)], references[len(tiles.arrays) :]
+        if gathers:
+            source_ref, *rest, landed = rest
+            initialize(landed)
         num_inputs, num_outputs = len(epilogue.inputs), len(epilogue.outputs)
         input_refs, output_refs, scratch_refs = (
             rest[:num_inputs],
@@ -122,10 +149,14 @@ def launch_rows(
             place = tiles.find(index, *tiles_refs)
             return summands // STEP, dataclasses.replace(place, row=pl.multiple_of(place.row, ROW_ALIGNMENT))
 
-        def load(place, k, slot, barrier):
+        def load(place, k, slot, barrier, *sources):
             ks = pl.ds(k * STEP, STEP)
-            # Rows beyond a's are read as zeros.
-            plgpu.copy_gmem_to_smem(a_ref.at[pl.ds(0 if are_tokens else place.row, tile.rows), ks], a_smem.at[slot], barrier)
+            if gathers:
+                start_copies(a_ref, *sources, k * STEP, a_smem.at[slot], landed, slot)
+            else:
+                # Rows beyond a's are read as zeros.
+                rows = pl.ds(0 if are_tokens else place.row, tile.rows)
+                plgpu.copy_gmem_to_smem(a_ref.at[rows, ks], a_smem.at[slot], barrier)
             if halves:
                 for i in range(2 * tile.column_parts):
                     part = place.part * tile.column_parts + i // 2
@@ -180,6 +211,10 @@ def launch_rows(
                 own_place, has_rows = own(place, warpgroup, row)
                 pl.when(has_rows)(partial(store, row, own_place))
 
+        of_copies = {
+            "begin": lambda place: (read_sources(source_ref, place.row, tile.rows),),
+            "also_wait": lambda step: wait_for_copies(landed, step, tile.stages),
+        }
         run_tiles(
             tiles.count(*tiles_refs) * column_tiles,
             describe,
@@ -191,6 +226,7 @@ def launch_rows(
             empty=empty,
             prepare=prepare,
             multiplies=multiplies,
+            **(of_copies if gathers else {}),
         )
 
     swizzled = operand_transforms(dtype)
@@ -201,7 +237,8 @@ def launch_rows(
         plgpu.SMEM((tile.stages, *b_shape), dtype, transforms=swizzled),
         plgpu.SMEM((CONSUMERS, epilogue.staged, WGMMA_ROWS, CHUNK), dtype, transforms=swizzled),
         *epilogue.scratch,
-        *ring_barriers(tile, copies=1 + (2 * tile.column_parts if halves else 1)),
+        *ring_barriers(tile, copies=(not gathers) + (2 * tile.column_parts if halves else 1)),
+        *([landing_barriers(tile.stages)] if gathers else []),
     ]
     kernel = launch(epilogue.name, body, epilogue.outputs, scratch, warpgroups=CONSUMERS + 1)
-    return kernel(*tiles.arrays, a, w, *epilogue.inputs)
+    return kernel(*tiles.arrays, a, w, *([source_of_row] if gathers else []), *epilogue.inputs)

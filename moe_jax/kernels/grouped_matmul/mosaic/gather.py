@@ -5,7 +5,7 @@ each would be read K times, long after it has left the L2 cache. Two blocks shar
 next rows, the other copies.
 """
 
-from functools import partial
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,9 @@ CHUNK_BYTES = 16 * 2**10
 """Of one stage, at most, unless one token is larger."""
 
 
-@partial(jax.jit, static_argnames="fill")
-def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan, *, fill: bool = True) -> Float[Array, "rows hidden"]:
-    """x in expert order. Rows that only fill an expert's last block are zero, without `fill` left unwritten as
-    those from offsets[-1] on are."""
+@jax.jit
+def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "rows hidden"]:
+    """x in expert order. Rows that only fill an expert's last block are zero, those from offsets[-1] on left unwritten."""
     tokens, hidden = x.shape
     # A TMA copy takes at most 256 elements along an axis: a token is copied as [hidden / width, width].
     width = next(width for width in (256, 128, 64) if hidden % width == 0)
@@ -37,16 +36,15 @@ def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan, *, fill: bool = Tr
 
     def gather_rows_kernel(rows_ref, ends_ref, offsets_ref, x_ref, out_ref):
         def scope(buffer, zeros, loaded):
-            if fill:
-                _fill_blocks(ends_ref, offsets_ref, out_ref, zeros)
+            _fill_blocks(ends_ref, offsets_ref, out_ref, zeros)
             _copy_tokens(rows_ref, offsets_ref, x_ref, out_ref, buffer, loaded, height=height)
             plgpu.wait_smem_to_gmem(0)
 
         pl.run_scoped(
             scope,
             plgpu.SMEM((STAGES, height, *token_shape), x.dtype),
-            # Two tokens: what the warpgroup fills must be a multiple of its 128 threads.
-            plgpu.SMEM((2, *token_shape), x.dtype),
+            # So many tokens that the warpgroup's 128 threads fill them 8 elements at a time.
+            plgpu.SMEM((1024 // math.gcd(hidden, 1024), *token_shape), x.dtype),
             plgpu.Barrier(num_barriers=STAGES),
         )
 

@@ -94,17 +94,21 @@ def run_tiles(
     empty,
     prepare: Callable = lambda tile, warpgroup: None,
     multiplies: Callable = lambda tile, warpgroup: True,
+    begin: Callable = lambda tile: (),
+    also_wait: Callable = lambda step: None,
 ) -> None:
     """Runs in every warpgroup of a block, inside the scope of the ring's buffers and barriers.
 
     Args:
         describe: tile index -> (number of steps, what the other callbacks want to know of the tile).
-        load: (tile, step, slot, barrier): starts the copies of one step into a slot of the ring.
+        load: (tile, step, slot, barrier, *what `begin` gave): starts the copies of one step into a slot of the ring.
         multiply: (accumulator reference, tile, slot, warpgroup): issues the wgmma of one step.
         finish: (accumulator [rows, columns] f32, tile, warpgroup): stores the result.
         prepare: (tile, warpgroup): runs in a multiplying warpgroup before the tile's first step.
         multiplies: (tile, warpgroup) -> whether the warpgroup has rows in the tile. One that has none leaves the tensor cores
             to the other; its accumulator is zero.
+        begin: tile -> what the loading warpgroup keeps in registers while it loads the tile.
+        also_wait: (number of the step among those of all tiles): waits for copies that do not arrive at `full`.
         full, empty: `ring_barriers`.
     """
     warpgroup = lax.axis_index("warpgroup")
@@ -130,12 +134,13 @@ def run_tiles(
         def total_steps(info, carry):
             num_steps, tile = describe(info.index[0])
             ring = whose(info) if by_turns else 0
+            begun = begin(tile)
 
             @pl.loop(0, num_steps)
             def _steps(k):
                 wait_until_empty(carry + k)
                 slot = slot_of(carry + k)
-                load(tile, k, slot, full.at[ring, slot])
+                load(tile, k, slot, full.at[ring, slot], *begun)
 
             return carry + num_steps
 
@@ -158,6 +163,7 @@ def run_tiles(
                 def _steps(k):
                     slot = slot_of(carry + k)
                     plgpu.barrier_wait(full.at[ring, slot])
+                    also_wait(carry + k)
                     multiply(reference, tile, slot, warpgroup)
                     # One wgmma stays in flight; the one before it has read its slot.
                     plgpu.wgmma_wait(1)

@@ -49,9 +49,11 @@ def is_native() -> bool:
     return (capability() or (0, 0)) >= (8, 0) and missing_packages() is None
 
 
-def rows_of_tokens(x: Float[Array, "tokens hidden"], plan: Plan, *, fill: bool = True) -> tuple[Array, Int[Array, "rows"]]:
-    """x in expert order, as (array, source_of_row) for the matmuls below. Here the rows are gathered where they are used,
-    and rows of no pair are not read, with and without `fill`."""
+def rows_of_tokens(
+    x: Float[Array, "tokens hidden"], plan: Plan, *, for_gradients: bool = True
+) -> tuple[Array, Int[Array, "rows"]]:
+    """x in expert order, as (array, source_of_row) for the matmuls below. Here rows are gathered where they are used, and those
+    of no pair are not read."""
     return x, plan.token_of_row
 
 
