@@ -220,7 +220,8 @@ def test_without_h_the_bits_are_the_same(rng):
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_rows_gathered_where_they_are_used_are_those_gathered_before(rng, routing):
     """A forward pass alone gathers them in its first matmul. What a token holds that chooses nobody reaches no row."""
-    tokens, hidden, inter = (3000, 1024, 384) if mosaic.is_native() else (150, 192, 128)
+    # So many that a GPU's blocks have several tiles each.
+    tokens, hidden, inter = (20000, 1024, 384) if mosaic.is_native() else (150, 192, 128)
     x, w_gate_up, _, _, chosen = make_layer(rng, routing, tokens, 5, 2, hidden, inter)
     x, chosen = x.at[-1].set(jnp.nan), chosen.at[-1].set(-1)
     rows = plan(chosen, 5, mosaic.ROW_ALIGNMENT)
@@ -296,6 +297,7 @@ def test_h_is_written_where_a_gradient_needs_it_alone():
         (8, 2, 4096, 14336),
         (64, 6, 2048, 1408),
         (3, 1, 64, 384),
+        (4, 2, 384, 128),
     ],
 )
 def test_real_layers_lower_for_an_h200(experts, k, hidden, inter):

@@ -48,8 +48,10 @@ def is_native() -> bool:
 def rows_of_tokens(
     x: Float[Array, "tokens hidden"], plan: Plan, *, for_gradients: bool = True
 ) -> tuple[Array, Int[Array, "rows"]]:
-    """x in expert order, as (array, source_of_row) for the matmuls below. Here rows are gathered where they are used, and those
-    of no pair are zero."""
+    """x in expert order, as (array, source_of_row) for the matmuls below; `for_gradients`: whether a backward pass follows.
+
+    Here rows are gathered where they are used in any case, and those of no pair are zero.
+    """
     return x, plan.token_of_row
 
 

@@ -62,8 +62,8 @@ def rows_of_tokens(
 ) -> tuple[Float[Array, "sources hidden"], Int[Array, "rows"] | None]:
     """x in expert order, as (array, source_of_row) for the matmuls below.
 
-    `for_gradients` two matmuls read each row, and rows of no pair as zeros: they are gathered once for both. A forward pass
-    alone gathers them where they are used, and where `plan.holds_all_tokens` reads x as it is.
+    With `for_gradients`, two matmuls read each row, and rows of no pair as zeros: they are gathered once for both. A forward
+    pass alone gathers them where they are used, and where `plan.holds_all_tokens` reads x as it is.
     """
     if plan.holds_all_tokens:
         # Pallas copies less than 8 rows into a swizzled tile, or a multiple of 8.

@@ -117,7 +117,9 @@ def launch_rows(
 ) -> list[Array]:
     """`halves`: a warpgroup's columns are as many of the first half of w's rows as of the second, so that gate meets up.
 
-    Where `plan.holds_all_tokens`, `a` may be the tokens themselves, which are fewer than the rows.
+    Where `plan.holds_all_tokens`, `a` may be the tokens themselves, which are fewer than the rows. With source_of_row the
+    loading warpgroup gathers the rows of `a` (`row_copies`): `full` then says that the columns of w are there, `landed` that
+    the rows are.
     """
     summands = a.shape[1]
     are_tokens = plan.holds_all_tokens and a.shape[0] < plan.num_rows

@@ -43,8 +43,8 @@ def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "r
         pl.run_scoped(
             scope,
             plgpu.SMEM((STAGES, height, *token_shape), x.dtype),
-            # So many tokens that the warpgroup's 128 threads fill them 8 elements at a time.
-            plgpu.SMEM((1024 // math.gcd(hidden, 1024), *token_shape), x.dtype),
+            # So many tokens that the warpgroup's 128 threads fill them 4 elements, 8 bytes, at a time.
+            plgpu.SMEM((512 // math.gcd(hidden, 512), *token_shape), x.dtype),
             plgpu.Barrier(num_barriers=STAGES),
         )
 

@@ -70,10 +70,10 @@ class Tile:
 
 
 def ring_barriers(tile: Tile, copies: int) -> tuple[plgpu.Barrier, plgpu.Barrier]:
-    """Full and empty, of the slots of a ring that `copies` copies fill.
+    """Full and empty, of the slots of a ring that `copies` copies by TMA fill.
 
-    By turns a slot is full for one of the warpgroups, and a barrier is waited for in every phase or gets out of step: each has
-    its own.
+    By turns a slot is full for one of the warpgroups, and one of Pallas' barriers is waited for in every phase or gets out of
+    step: each has its own.
     """
     rings, readers = (CONSUMERS, 1) if tile.by_turns else (1, CONSUMERS)
     return (

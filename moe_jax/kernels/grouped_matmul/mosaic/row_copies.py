@@ -27,8 +27,11 @@ THREADS = 128
 PIECE = 16
 """Bytes of one copy, the most that `cp.async` takes."""
 
-ROW = 2 * SWIZZLED_COLUMNS
-"""Bytes of a row in a slot, and of the swizzle, which swaps the pieces of a row by its number among 8."""
+ITEM = 2
+"""Bytes of an element."""
+
+ROW = ITEM * SWIZZLED_COLUMNS
+"""Bytes of a row in a slot, which starts at a multiple of 1024. Piece p of row r lies at p ^ (r % 8): the 128-byte swizzle."""
 
 PIECES = ROW // PIECE
 
@@ -90,12 +93,12 @@ def start_copies(a, sources: Int[Array, "copies"], column: jax.Array, target, la
         row, piece = arith.divui(_thread(), _constant(PIECES)), arith.remui(_thread(), _constant(PIECES))
         swapped = arith.xori(piece, arith.remui(row, _constant(8)))
         own_target = _sum(_address(target, I32), _times(row, ROW), _times(swapped, PIECE))
-        own_bytes = arith.addi(_times(_value(column), 2), _times(piece, PIECE))
+        own_bytes = arith.addi(_times(_value(column), ITEM), _times(piece, PIECE))
         own_source = arith.addi(_address(a, I64), arith.extui(_int(I64), own_bytes))
         for i in range(rows // ROWS_AT_ONCE):
             source = llvm.extractelement(sources.registers.item(), _constant(i))
             is_row = arith.cmpi(arith.CmpIPredicate.ult, source, _constant(num_sources))
-            offset = arith.muli(arith.extui(_int(I64), source), mgpu.c(2 * columns, _int(I64)))
+            offset = arith.muli(arith.extui(_int(I64), source), mgpu.c(ITEM * columns, _int(I64)))
             # Of a piece of PIECE bytes so many are read, none where the source is no row; the rest is zero.
             bytes_read = arith.select(is_row, _constant(PIECE), _constant(0))
             place = arith.addi(own_target, _constant(i * ROWS_AT_ONCE * ROW))
@@ -108,7 +111,11 @@ def start_copies(a, sources: Int[Array, "copies"], column: jax.Array, target, la
 
 
 def wait_for_copies(landed, step: jax.Array, stages: int) -> None:
-    """Waits until the copies of a step are there, counted over all tiles, and makes wgmma see them."""
+    """Waits until the copies of a step are there, the step's number being among those of all tiles, and makes wgmma see them.
+
+    `cp.async` writes through the generic proxy and wgmma reads through the async one: hence a fence in each thread that waits.
+    The way back needs none, wgmma's end implies it.
+    """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
     def emit(_, landed, slot, parity):
@@ -116,6 +123,7 @@ def wait_for_copies(landed, step: jax.Array, stages: int) -> None:
         nvvm.mbarrier_try_wait_parity(_barrier(landed, _value(slot)), _value(parity), ticks)
         mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;")
 
+    # From the step, since a warpgroup that has no rows in a tile, or whose turn it is not, leaves out phases.
     turns, slot = lax.div(step, jnp.int32(stages)), lax.rem(step, jnp.int32(stages))
     emit(landed, slot, lax.rem(turns, jnp.int32(2)))
 

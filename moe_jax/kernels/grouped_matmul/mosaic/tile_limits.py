@@ -90,7 +90,10 @@ def most_stages(pass_name: Pass, tile: Tile) -> int:
 
 
 def shared_memory(pass_name: Pass, tile: Tile) -> int:
-    """Bytes of shared memory that a pass allocates: its ring, chunks on their way to and from memory, barriers."""
+    """Bytes of shared memory that a pass allocates: its ring, chunks on their way to and from memory, barriers.
+
+    Without the 1024 of `row_copies.landing_barriers`: a slot of gate_up's ring takes a multiple of 8192, which leaves 3072.
+    """
     ring = tile.stages * (tile.rows + tile.columns) * STEP * 2
     chunk = WGMMA_ROWS * CHUNK * 2
     if pass_name == "gated_matmul_backward":

@@ -52,8 +52,7 @@ def is_native() -> bool:
 def rows_of_tokens(
     x: Float[Array, "tokens hidden"], plan: Plan, *, for_gradients: bool = True
 ) -> tuple[Array, Int[Array, "rows"]]:
-    """x in expert order, as (array, source_of_row) for the matmuls below. Here rows are gathered where they are used, and those
-    of no pair are not read."""
+    """As `xla.rows_of_tokens`: rows are gathered where they are used, and those of no pair are not read."""
     return x, plan.token_of_row
 
 
