@@ -217,7 +217,7 @@ def test_without_h_the_bits_are_the_same(rng):
             np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("routing", ["random", "one_takes_all"])
 def test_rows_gathered_where_they_are_used_are_those_gathered_before(rng, routing):
     """A forward pass alone gathers them in its first matmul. What a token holds that chooses nobody reaches no row."""
     # So many that a GPU's blocks have several tiles each.

@@ -36,7 +36,7 @@ from moe_jax.kernels.grouped_matmul.mosaic.by_rows import matmul_gated_silu
 from moe_jax.kernels.grouped_matmul.mosaic.ring import Tile
 from moe_jax.kernels.routing import plan
 
-for tile in (Tile(128, 128, 6), Tile(64, 256, 4), Tile(128, 128, 6, True), Tile(64, 128, 8, True)):
+for tile in (Tile(128, 128, 6), Tile(64, 256, 4)):
     def gate_up(x, w, chosen):
         rows = plan(chosen, 128, 64)
         return matmul_gated_silu(x, w, rows, tile, keep_h=False, source_of_row=rows.token_of_row)
