@@ -54,9 +54,9 @@ def experts_seconds(work: Experts, machine: Machine) -> Passes:
         return max(flops / rate, matrices * weights / machine.hbm)
 
     plan = work.tokens * work.choices * machine.sort
-    # Also in the first of two forward passes under remat, whose gather gate_up makes: 1 % of a layer too much.
     # A token is read once and its rows written. XLA's combine reads these, and for a choice that others compute one row again
     # and again: half as long, by the profile of a layer over four GPUs.
+    # The first of two forward passes under remat has no gather but in gate_up: counted all the same, 1 % of a layer.
     gather = ELEMENT * work.hidden * (work.tokens + work.rows) / machine.hbm
     elsewhere = work.tokens * work.choices - work.rows
     combine = gather + ELEMENT * work.hidden * elsewhere / 2 / machine.hbm

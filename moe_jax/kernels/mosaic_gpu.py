@@ -13,6 +13,8 @@ from moe_jax.kernels.varying import vary_as, varying_axes
 SWIZZLED_COLUMNS = 64
 """Columns of a 16-bit operand in one row of the widest swizzle, 128 bytes."""
 
+WARPGROUP_THREADS = 128
+
 BLOCKS_PER_CORE = 2
 """Blocks of a persistent kernel: one after the other on a core, or side by side where it has room for both.
 

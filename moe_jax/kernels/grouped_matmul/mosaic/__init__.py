@@ -99,7 +99,7 @@ def gated_matmul(
     source_of_row: Int[Array, "rows"] | None = None,
     keep_h: bool = True,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """As `xla.gated_matmul`, in one kernel, which gathers the rows too. Rows of no expert are left unwritten."""
+    """As `xla.gated_matmul`, in one kernel, which gathers rows by source_of_row too. Rows of no expert are left unwritten."""
     if plan.num_rows == 0:
         return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
     tile = _tile("gated_matmul", w.shape[1:], plan)

@@ -239,7 +239,7 @@ def launch_rows(
         plgpu.SMEM((tile.stages, *b_shape), dtype, transforms=swizzled),
         plgpu.SMEM((CONSUMERS, epilogue.staged, WGMMA_ROWS, CHUNK), dtype, transforms=swizzled),
         *epilogue.scratch,
-        *ring_barriers(tile, copies=(not gathers) + (2 * tile.column_parts if halves else 1)),
+        *ring_barriers(tile, copies=(0 if gathers else 1) + (2 * tile.column_parts if halves else 1)),
         *([landing_barriers(tile.stages)] if gathers else []),
     ]
     kernel = launch(epilogue.name, body, epilogue.outputs, scratch, warpgroups=CONSUMERS + 1)

@@ -13,14 +13,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.mosaic_gpu import launch
+from moe_jax.kernels.mosaic_gpu import WARPGROUP_THREADS, launch
 from moe_jax.kernels.routing import Plan
 
 WARPGROUPS = 4
 """Of a block, each with rows of its own on their way; together they hold all registers of a core."""
-
-THREADS = 128
-"""Of a warpgroup."""
 
 ROWS = 8
 """Rows of which a warpgroup loads `columns_at_a_time`; of two such loads and their numbers more would not fit its registers."""
@@ -52,7 +49,7 @@ def sum_rows(
     at_once = next(n for n in range(ROWS // k, 0, -1) if tokens % n == 0)
     columns_parts = hidden // columns
     items = tokens // at_once * columns_parts
-    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=min(VECTOR, columns // THREADS))
+    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=min(VECTOR, columns // WARPGROUP_THREADS))
 
     def body(row_ref, offsets_ref, *references):
         *weight_ref, rows_ref, y_ref = references
