@@ -67,8 +67,8 @@ def test_two_steps_are_those_of_one_device(sizes, options):
     batch = make_batch(np.random.default_rng())
     expected, expected_metrics = train(batch, **options)
     state, metrics = train(batch, Parallelism(make_mesh(**sizes)), **options)
-    # The second step inherits f32's noise through AdamW, as below.
-    for ours, theirs, rtol in zip(metrics, expected_metrics, (1e-5, 1e-4), strict=True):
+    # The second step inherits f32's noise through AdamW, as the parameters below do.
+    for ours, theirs, rtol in zip(metrics, expected_metrics, (1e-5, 1e-3), strict=True):
         for name, value in theirs.items():
             np.testing.assert_allclose(ours[name], value, rtol=rtol, atol=1e-7, err_msg=name)
     for (path, ours), theirs in zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(expected.params), strict=True):
