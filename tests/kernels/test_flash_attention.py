@@ -92,9 +92,10 @@ def test_equals_the_unfused_attention(rng):
 
 
 def test_two_runs_give_the_same_bits(rng):
-    arrays = make(rng, 1, 256, 2, 1, 64, 64)
-    ids = packed(rng, 1, 256, 3)
-    runs = [with_gradients(lambda *a: flash_attention(*a, scale=0.1, segment_ids=ids), *arrays) for _ in range(2)]
+    # As above, so that it is traced once.
+    arrays = make(rng, 1, 256, 1, 1, 128, 128)
+    ids, scale = packed(rng, 1, 256, 3), 128**-0.5
+    runs = [with_gradients(lambda *a: flash_attention(*a, scale=scale, segment_ids=ids), *arrays) for _ in range(2)]
     for first, second in zip(*runs, strict=True):
         np.testing.assert_array_equal(first, second)
 
@@ -107,7 +108,7 @@ def test_scores_of_hundreds_overflow_nothing(rng):
     np.testing.assert_allclose(results[1], definition(q, k, v, 100.0, ids, None)[1], rtol=1e-2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=8),
     window=st.none() | st.integers(1, 300) | st.just(2**31 - 1),

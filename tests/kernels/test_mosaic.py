@@ -32,14 +32,17 @@ ROUTINGS = ["random", "one_takes_all", "half_empty", "some_nobody"]
 pytestmark = pytest.mark.usefixtures("no_races")
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+SMALL = 37, 4, 2, 128, 128
+"""Tokens, experts, k, hidden, inter: where one size is as good as another, what is traced for it serves several tests."""
+
+
 @pytest.mark.parametrize(
-    "tokens, experts, k, hidden, inter, dtype",
+    "routing, tokens, experts, k, hidden, inter, dtype",
     [
-        (37, 4, 2, 128, 128, "bfloat16"),
-        (129, 2, 1, 64, 128, "float16"),
-        (170, 1, 1, 192, 256, "bfloat16"),
-        (1, 6, 3, 256, 192, "bfloat16"),
+        *((routing, *SMALL, "bfloat16") for routing in ROUTINGS),
+        ("half_empty", 129, 2, 1, 64, 128, "float16"),
+        ("random", 170, 1, 1, 192, 256, "bfloat16"),
+        ("some_nobody", 1, 6, 3, 256, 192, "bfloat16"),
     ],
 )
 def test_values_and_every_gradient_are_as_near_f64_as_the_xla_backends(rng, routing, tokens, experts, k, hidden, inter, dtype):
@@ -73,7 +76,7 @@ def test_products_of_parts_are_those_of_all_their_rows(rng, routing):
     assert relative_error(ours, grouped_outer_of_parts("xla", parts, jnp.float32)) < 1e-5
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     tokens=st.integers(0, 90),
     experts=st.integers(1, 7),
@@ -161,7 +164,7 @@ def test_the_bits_of_a_token_do_not_depend_on_the_other_tokens(rng):
 
 
 def test_two_runs_give_the_same_bits(rng):
-    layer = make_layer(rng, "random", 70, 5, 2, 128, 64)
+    layer = make_layer(rng, "random", *SMALL)
     dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
     runs = [with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy) for _ in range(2)]
     for first, second in zip(*runs, strict=True):
@@ -175,21 +178,19 @@ def test_the_order_of_tiles_changes_no_bit(rng, monkeypatch):
     dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
 
     def run():
-        jax.clear_caches()
         return with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy)
 
     row_after_row = run()
     monkeypatch.setattr(tile_order, "SMALL_MATRIX_BYTES", 0)
     monkeypatch.setattr(tile_order, "GROUP", 2)
-    try:
+    # What JAX has traced it traces again under another precision of f32 products, of which there are none here.
+    with jax.default_matmul_precision("high"):
         for actual, expected in zip(run(), row_after_row, strict=True):
             np.testing.assert_array_equal(actual, expected)
-    finally:
-        jax.clear_caches()
 
 
 def test_f32_master_weights_get_f32_gradients_summed_once(rng):
-    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 100, 2, 1, 64, 128)
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", *SMALL)
     layer = (x, w_gate_up.astype(jnp.float32), w_down.astype(jnp.float32), weights, chosen)
     dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
     _, _, d_gate_up, d_down, _ = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy)
@@ -203,7 +204,7 @@ def test_f32_master_weights_get_f32_gradients_summed_once(rng):
 
 def test_without_h_the_bits_are_the_same(rng):
     """A forward pass alone, and the first of two under `jax.checkpoint`, which JAX does not interpret."""
-    *arrays, chosen = make_layer(rng, "some_nobody", 70, 3, 2, 128, 64)
+    *arrays, chosen = make_layer(rng, "some_nobody", *SMALL)
     dy = jnp.asarray(rng.normal(size=arrays[0].shape), jnp.bfloat16)
 
     def layer(*arrays):

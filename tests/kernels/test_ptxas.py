@@ -51,11 +51,10 @@ from moe_jax.kernels.routing import plan
 def step(rows, chosen, weights=None):
     return mosaic.token_sums(rows, plan(chosen, 32, mosaic.ROW_ALIGNMENT), weights, share=1, shares=3)
 
-for hidden, k in ((2048, 8), (4096, 2), (2560, 6)):
+for hidden, k, weighted in ((2048, 8, True), (2048, 8, False), (4096, 2, False), (2560, 6, True)):
     pairs = 3 * 256, k
     rows = jax.eval_shape(lambda: plan(jnp.zeros(pairs, i32), 32, mosaic.ROW_ALIGNMENT)).num_rows
-    for weights in ([], [(pairs, f32)]):
-        compile(step, ((rows, hidden), bf16), (pairs, i32), *weights)
+    compile(step, ((rows, hidden), bf16), (pairs, i32), *[(pairs, f32)] * weighted)
 """
 
 TOTALS = """

@@ -28,7 +28,7 @@ def definition(logits, k, rule, bias):
     return weights * rule.routed_scaling_factor, experts
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_equals_the_definition(data):
     num_groups, of_group = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 5))

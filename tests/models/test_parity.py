@@ -17,14 +17,18 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 YARN_MSCALE = {**YARN, "mscale": 1.2, "mscale_all_dim": 0.8}
 VARIANTS = {
     "moe": ("qwen3_moe", {}),
-    "moe_norm_topk_prob": ("qwen3_moe", {"norm_topk_prob": True}),
     "moe_sparse_step": ("qwen3_moe", {"decoder_sparse_step": 2}),
     "moe_mlp_only_layers": ("qwen3_moe", {"mlp_only_layers": [0, 2]}),
-    "moe_tied": ("qwen3_moe", {"tie_word_embeddings": True}),
-    "moe_attention_bias": ("qwen3_moe", {"attention_bias": True}),
-    "moe_sliding_window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}),
-    "moe_rope_linear": ("qwen3_moe", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e7}}),
-    "moe_rope_yarn": ("qwen3_moe", {"rope_parameters": YARN, "norm_topk_prob": True}),
+    "moe_tied_bias": ("qwen3_moe", {"tie_word_embeddings": True, "attention_bias": True}),
+    "moe_sliding_window_rope_linear": (
+        "qwen3_moe",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e7},
+        },
+    ),
+    "moe_norm_topk_prob_rope_yarn": ("qwen3_moe", {"rope_parameters": YARN, "norm_topk_prob": True}),
     "moe_top1": ("qwen3_moe", {"num_experts_per_tok": 1}),
     # No choice can flip here, and with spread logits the router's gradient would be a difference of nearly equal terms, of
     # which f32 leaves transformers itself no more than 5 digits.
@@ -40,22 +44,27 @@ VARIANTS = {
         "qwen3",
         {"rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}},
     ),
-    "deepseek_one_dense_layer": ("deepseek_v3", {"first_k_dense_replace": 1}),
+    "dense_multi_head": ("qwen3", {"num_key_value_heads": 4, "head_dim": 8, "rms_norm_eps": 1e-3}),
     "deepseek_three_dense_layers": (
         "deepseek_v3",
         {"first_k_dense_replace": 3, "num_hidden_layers": 4, "n_group": 2, "topk_group": 1, "tie_word_embeddings": True},
     ),
     "deepseek_all_layers_dense": ("deepseek_v3", {"first_k_dense_replace": 2, "rms_norm_eps": 1e-3}),
-    "deepseek_whole_queries_two_shared": ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2}),
-    "deepseek_one_group_unnormed": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
-    "deepseek_eight_groups": ("deepseek_v3", {"n_group": 8, "topk_group": 3, "routed_scaling_factor": 1.0}),
-    "deepseek_yarn": ("deepseek_v3", {"rope_parameters": YARN}),
-    "deepseek_yarn_mscale": ("deepseek_v3", {"rope_parameters": YARN_MSCALE, "q_lora_rank": None}),
-    "deepseek_halves_no_shared": ("deepseek_v3", {"rope_interleave": False, "n_shared_experts": 0}),
-    "deepseek_bias": ("deepseek_v3", {"attention_bias": True, "num_experts_per_tok": 5}),
+    "deepseek_one_dense_layer_eight_groups": (
+        "deepseek_v3",
+        {"first_k_dense_replace": 1, "n_group": 8, "topk_group": 3, "routed_scaling_factor": 1.0},
+    ),
+    "deepseek_one_group_unnormed_halves_no_shared": (
+        "deepseek_v3",
+        {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False, "n_shared_experts": 0},
+    ),
+    "deepseek_yarn_bias": ("deepseek_v3", {"rope_parameters": YARN, "attention_bias": True, "num_experts_per_tok": 5}),
+    "deepseek_yarn_mscale_whole_queries_two_shared": (
+        "deepseek_v3",
+        {"rope_parameters": YARN_MSCALE, "q_lora_rank": None, "n_shared_experts": 2},
+    ),
     "deepseek_v2": ("deepseek_v2", {"rope_parameters": YARN_MSCALE, "routed_scaling_factor": 1.7}),
     "deepseek_v2_groups": ("deepseek_v2", {"topk_method": "group_limited_greedy", "q_lora_rank": None}),
-    "dense_multi_head": ("qwen3", {"num_key_value_heads": 4, "head_dim": 8, "rms_norm_eps": 1e-3}),
 }
 
 
@@ -128,7 +137,7 @@ def test_padding_changes_neither_the_real_tokens_nor_the_balancing_loss():
 def test_packed_documents_equal_each_document_alone(model_type, overrides):
     ours = load_ours(reference(model_type, 4, **overrides))
     rng = np.random.default_rng()
-    lengths = (5, 9, 3)
+    lengths = (5, 9, 5)
     documents = [rng.integers(0, 97, length) for length in lengths]
     packed = np.concatenate([*documents, np.zeros(2, int)])[None]
     segments = np.repeat([1, 2, 3, 0], [*lengths, 2])[None]

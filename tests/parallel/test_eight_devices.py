@@ -1,4 +1,4 @@
-"""Runs each file of `eight_devices/` in a process with 8 CPU devices, within a time limit: a deadlock fails it."""
+"""Runs the files of `eight_devices/` in processes with 8 CPU devices, within a time limit: a deadlock fails them."""
 
 import os
 import subprocess
@@ -11,11 +11,14 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 SECONDS = 560
+PROCESSES = 4
+"""Each takes every fourth file: it starts as long as several tests take."""
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("path", sorted((HERE / "eight_devices").glob("test_*.py")), ids=lambda path: path.stem)
-def test_on_eight_devices(path):
+@pytest.mark.parametrize("process", range(PROCESSES))
+def test_on_eight_devices(process):
+    files = sorted(map(str, (HERE / "eight_devices").glob("test_*.py")))[process::PROCESSES]
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -23,7 +26,7 @@ def test_on_eight_devices(path):
         # Each device blocks a thread of XLA's pool in a collective.
         "NPROC": "16",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -18,7 +18,7 @@ from moe_jax.train.metrics import read_records
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "moe_jax.cli"]
-STEPS = 20
+STEPS = 12
 SECONDS = 300
 
 ALONE = """

@@ -1,5 +1,7 @@
 """The loss and the step: masks, accumulation, the balancing losses' gradients, the schedule, what decays."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,11 +25,15 @@ def make_batch(rng, rows=4, length=12):
 
 def loss_and_gradients(batch, aux=0.0, z=0.0):
     graph, params = nnx.split(tiny.model(), nnx.Param)
+    return _loss_and_gradients(params, batch, graph, aux, z)
 
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _loss_and_gradients(params, batch, graph, aux, z):
     def total(params):
         return loss(nnx.merge(graph, params), batch, aux_loss_coef=aux, z_loss_coef=z)
 
-    return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+    return jax.value_and_grad(total, has_aux=True)(params)
 
 
 def test_equals_cross_entropy_over_the_labelled_tokens():

@@ -150,7 +150,6 @@ def expand(weight, latents, k_shared):
     "devices, layout, method, hops, travels",
     [
         # Of a token 9 numbers of what is kept, and where its segment begins; queries and results of 4 heads of 8 and 4.
-        (4, "zigzag", "ring", "nccl", 3 * 9 + 1),
         (4, "zigzag", "ring", "copies", 3 * 9 + 1),
         (8, "striped", "all_gather", "nccl", 9 + 1),
         (4, "zigzag", "ulysses", "nccl", 4 * (8 + 4) + 9 + 2),

@@ -66,7 +66,7 @@ def single(make_model):
 @pytest.mark.parametrize(
     "make_model, data, context, layout, method, remat, inside",
     [
-        (qwen, 1, 8, "zigzag", "ring", True, False),
+        (qwen, 1, 2, "zigzag", "ring", True, False),
         (qwen, 2, 4, "zigzag", "ring", False, True),
         (qwen, 1, 2, "striped", "all_gather", False, False),
         (deepseek, 1, 2, "zigzag", "ring", True, False),
