@@ -11,11 +11,12 @@ JAX_EXTRA ?= $(if $(DRIVER),$(shell [ "$(DRIVER)" -ge 580 ] && echo cuda13 || ec
 EXTRAS := dev$(if $(JAX_EXTRA),$(comma)$(JAX_EXTRA))
 INSTALLED := .venv/installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help demo test lint cuda-compiler
+.PHONY: help demo test test-thorough lint cuda-compiler
 help:
 	@echo "make demo   train, resume, export and sample a small Qwen3-MoE on this machine: under 5 minutes on 2 cores"
 	@echo "            MODEL=deepseek_v3 or qwen3 (dense) takes another model; DEMO_OPTIONS='--steps 50' and others: moe-jax demo --help"
-	@echo "make test   format, lint, types and the whole test suite"
+	@echo "make test   format, lint, types and the test suite"
+	@echo "make test-thorough   and further sizes and combinations, some minutes more"
 	@echo "make cuda-compiler   250 MB for machines without a GPU: make test then compiles the Hopper kernels to machine code"
 
 demo: $(INSTALLED)
@@ -24,6 +25,10 @@ demo: $(INSTALLED)
 # One thread per library in each of the two test processes: more would fight over two cores.
 test: lint
 	JAX_PLATFORMS=$${JAX_PLATFORMS-cpu} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+# Tests that start pytest themselves find this option too.
+test-thorough:
+	PYTEST_ADDOPTS='-m ""' $(MAKE) test
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

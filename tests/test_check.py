@@ -33,6 +33,7 @@ def test_the_report_is_that_of_the_plain_passes():
     assert f"Token ID: {report.next_token_id}" in format_report(report)
 
 
+@pytest.mark.thorough
 def test_a_few_layers_of_a_published_deepseek_v3_shrunken():
     sizes = dict(hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_attention_heads=2, num_key_value_heads=2)
     sizes |= dict(q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, vocab_size=50)

@@ -34,8 +34,16 @@ def results(pass_name, tiles, matrix, chosen, experts, draw):
     [
         ("gated_matmul", [Tile(128, 256, 3), Tile(64, 256, 2), Tile(128, 128, 5, by_turns=True)]),
         ("grouped_matmul", [Tile(128, 256, 4), Tile(64, 128, 3), Tile(128, 192, 4, by_turns=True)]),
-        ("grouped_matmul_transposed", [Tile(128, 256, 3), Tile(64, 256, 4), Tile(64, 192, 2, by_turns=True)]),
-        ("gated_matmul_backward", [Tile(128, 256, 3), Tile(64, 256, 2), Tile(128, 128, 4, by_turns=True)]),
+        pytest.param(
+            "grouped_matmul_transposed",
+            [Tile(128, 256, 3), Tile(64, 256, 4), Tile(64, 192, 2, by_turns=True)],
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            "gated_matmul_backward",
+            [Tile(128, 256, 3), Tile(64, 256, 2), Tile(128, 128, 4, by_turns=True)],
+            marks=pytest.mark.thorough,
+        ),
         ("grouped_outer", [Tile(128, 256, 4), Tile(64, 128, 2), Tile(128, 192, 3, by_turns=True)]),
     ],
 )

@@ -51,7 +51,11 @@ def stored_bytes(folder) -> int:
     return sum(tensor.nbytes for tensor in read_weights(folder).values())
 
 
-@pytest.mark.parametrize("axes", [dict(data=2, fsdp=2, expert=2), dict(fsdp=8)], ids=["data fsdp expert", "fsdp"])
+@pytest.mark.parametrize(
+    "axes",
+    [dict(data=2, fsdp=2, expert=2), pytest.param(dict(fsdp=8), marks=pytest.mark.thorough)],
+    ids=["data fsdp expert", "fsdp"],
+)
 def test_eight_devices_read_every_byte_once(tmp_path, axes):
     write_checkpoint(tmp_path / "in", mlp_only_layers=[1], attention_bias=True)
     (counts,) = run(tmp_path / "in", tmp_path / "out", axes, processes=1, devices=8)

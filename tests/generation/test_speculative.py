@@ -89,6 +89,7 @@ def test_a_draft_that_is_not_accepted_where_rounding_leaves_nothing_gives_way_to
     np.testing.assert_array_equal(given_draft(p, q, jnp.array([0])), p)
 
 
+@pytest.mark.thorough
 def test_three_tokens_are_as_frequent_as_the_model_says_and_as_many_drafts_accepted_as_it_and_the_module_agree():
     model, prompt, sequences = small_model(), [1, 2, 0], 4096
     options = dict(temperature=4.0, top_k=3, top_p=0.95)

@@ -79,7 +79,9 @@ def test_equals_the_oracle_at_more_tokens(tokens, experts, k, routing):
         compare(kernels.experts_mlp, oracle.experts_mlp, inputs, 1e-12)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-6), (jnp.bfloat16, 3e-2), (jnp.float16, 4e-3)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(jnp.float32, 1e-6), (jnp.bfloat16, 3e-2), pytest.param(jnp.float16, 4e-3, marks=pytest.mark.thorough)]
+)
 def test_low_precision_stays_near_the_same_data_in_f64(dtype, tolerance):
     with jax.enable_x64(True):
         inputs = make_inputs(np.random.default_rng(), 64, 8, 2, 32, 16, dtype=dtype)
@@ -378,7 +380,7 @@ def test_parts_that_differ_in_more_than_their_tokens_are_refused():
         kernels.experts_mlp_of_parts([part], w_gate_up, w_down, shares=[4])
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 7])
+@pytest.mark.parametrize("chunk_tokens", [None, pytest.param(7, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("sharding", ["shard_map", "shard_map unchecked", "gspmd"])
 def test_runs_on_a_mesh(sharding, chunk_tokens):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))

@@ -145,6 +145,7 @@ def test_a_forward_pass_alone_is_two_kernels_that_spill_nothing():
     assert_no_spills(spilled_bytes(FORWARD), {"gated_matmul", "grouped_matmul"})
 
 
+@pytest.mark.thorough
 def test_with_other_tiles_a_kernel_that_gathers_its_rows_spills_12_bytes_at_most():
     (spilled,) = spilled_bytes(GATHERING).values()
     assert spilled <= 12
@@ -164,6 +165,7 @@ def test_totals_that_a_scan_slices_are_whole_when_a_kernel_changes_them():
     assert_no_spills(spilled_bytes(SCANNED_TOTALS), EXPERTS_KERNELS)
 
 
+@pytest.mark.thorough
 def test_warpgroups_that_take_turns_spill_no_more_than_is_named():
     assert_no_spills(spilled_bytes(BY_TURNS), EXPERTS_KERNELS - {"gather_rows_kernel"})
 

@@ -44,6 +44,7 @@ def lower(pass_name, matrix, tile, gathers=False):
         return jax.jit(run).trace(plan, *operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pass_name", PASSES)
 def test_every_candidate_lowers_for_an_h200(pass_name):
     matrix = (768, 768)

@@ -184,7 +184,14 @@ with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
 
 
 @needs_compiler
-@pytest.mark.parametrize("what, loops", [("value", 1), ("gradient", 2), ("remat", 2)])
+@pytest.mark.parametrize(
+    "what, loops",
+    [
+        pytest.param("value", 1, marks=pytest.mark.thorough),
+        pytest.param("gradient", 2, marks=pytest.mark.thorough),
+        ("remat", 2),
+    ],
+)
 def test_by_copies_what_travels_hides_behind_a_layers_kernels(what, loops):
     """In the program of four H200s, between the start of each copy in a loop over layers and the wait for it a kernel runs."""
     computations = re.split(r"\n(?=%|ENTRY)", run_script(GATHERED, what))

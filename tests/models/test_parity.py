@@ -66,10 +66,13 @@ VARIANTS = {
     "deepseek_v2": ("deepseek_v2", {"rope_parameters": YARN_MSCALE, "routed_scaling_factor": 1.7}),
     "deepseek_v2_groups": ("deepseek_v2", {"topk_method": "group_limited_greedy", "q_lora_rank": None}),
 }
+THOROUGH = "moe_top1", "moe_all_experts", "dense_rope_dynamic", "dense_multi_head", "deepseek_all_layers_dense", "deepseek_v2"
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # transformers' block of no shared experts
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=[pytest.mark.thorough] * (name in THOROUGH)) for name in VARIANTS]
+)
 def test_logits_loss_and_every_gradient_equal_transformers(variant):
     model_type, overrides = VARIANTS[variant]
     rng = np.random.default_rng()

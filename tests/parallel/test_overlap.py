@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from h200 import kernels_beside_copies, needs_compiler, run_script
 
 COMPILED = """
@@ -69,6 +70,7 @@ def test_tokens_of_others_arrive_while_a_device_computes_its_own():
 
 
 @needs_compiler
+@pytest.mark.thorough
 def test_outputs_travel_home_beside_the_next_step():
     """Three devices' tokens arrive, and the outputs of each leave, beside other kernels: three a step, at last one."""
     beside = kernels_beside_copies(run_script(COMPILED + EXPERTS, 1))

@@ -17,7 +17,7 @@ def start(dtype="float32"):
     return nnx.graphdef(model), optimizer, init_state(model, optimizer)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 def test_training_goes_on_as_if_nothing_had_happened(dtype):
     graph, optimizer, state = start(dtype)
     step, batch = make_train_step(graph, optimizer, z_loss_coef=0.1), make_batch(np.random.default_rng())

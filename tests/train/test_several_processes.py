@@ -104,6 +104,7 @@ def test_two_processes_are_one_and_stop_when_told(tmp_path):
         assert np.linalg.norm(array - gradients[name]) <= 1e-5 * np.linalg.norm(gradients[name]), name
 
 
+@pytest.mark.thorough
 def test_an_output_folder_that_is_not_shared_is_refused_before_weights_are_read(tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     tiny.model().save_pretrained(tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")

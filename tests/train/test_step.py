@@ -128,6 +128,7 @@ def test_gradients_of_experts_are_added_up_unrounded():
     assert experts == 4
 
 
+@pytest.mark.thorough
 def test_gradients_of_experts_are_added_up_in_f64_where_that_is_computed_in():
     batch, optimizer = make_batch(np.random.default_rng()), optax.sgd(1.0)
     with jax.enable_x64(True):

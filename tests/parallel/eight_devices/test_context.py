@@ -79,7 +79,7 @@ def on_devices(devices, layout, method, hops="nccl", check_vma=True):
     "devices, layout, method, heads, kv_heads",
     [
         (4, "zigzag", "ring", 4, 1),
-        (2, "contiguous", "ring", 2, 2),
+        pytest.param(2, "contiguous", "ring", 2, 2, marks=pytest.mark.thorough),
         (3, "striped", "ring", 4, 2),
         (8, "zigzag", "all_gather", 4, 2),
         (2, "striped", "all_gather", 2, 2),
@@ -98,8 +98,8 @@ def test_equals_one_device(devices, layout, method, heads, kv_heads):
     "devices, layout, at_once",
     [
         (8, "zigzag", 7),
-        (8, "striped", 3),
-        (4, "contiguous", 2),
+        pytest.param(8, "striped", 3, marks=pytest.mark.thorough),
+        pytest.param(4, "contiguous", 2, marks=pytest.mark.thorough),
         (4, "zigzag", 1),
     ],
 )
@@ -120,6 +120,7 @@ def test_equals_one_device_without_check_vma():
     compare(on_devices(2, "zigzag", "ring", check_vma=False)(arrays, ids, window), arrays, ids, window)
 
 
+@pytest.mark.thorough
 def test_errors_in_bf16_do_not_grow_with_the_ring():
     """Of twenty draws together: in one of so few numbers errors differ by a tenth and more by chance."""
     rng = np.random.default_rng()
@@ -151,7 +152,7 @@ def expand(weight, latents, k_shared):
     [
         # Of a token 9 numbers of what is kept, and where its segment begins; queries and results of 4 heads of 8 and 4.
         (4, "zigzag", "ring", "copies", 3 * 9 + 1),
-        (8, "striped", "all_gather", "nccl", 9 + 1),
+        pytest.param(8, "striped", "all_gather", "nccl", 9 + 1, marks=pytest.mark.thorough),
         (4, "zigzag", "ulysses", "nccl", 4 * (8 + 4) + 9 + 2),
     ],
 )

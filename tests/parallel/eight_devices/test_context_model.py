@@ -68,9 +68,9 @@ def single(make_model):
     [
         (qwen, 1, 2, "zigzag", "ring", True, False),
         (qwen, 2, 4, "zigzag", "ring", False, True),
-        (qwen, 1, 2, "striped", "all_gather", False, False),
+        pytest.param(qwen, 1, 2, "striped", "all_gather", False, False, marks=pytest.mark.thorough),
         (deepseek, 1, 2, "zigzag", "ring", True, False),
-        (deepseek, 1, 2, "striped", "ulysses", False, False),
+        pytest.param(deepseek, 1, 2, "striped", "ulysses", False, False, marks=pytest.mark.thorough),
     ],
 )
 def test_loss_and_gradients_are_those_of_one_device(make_model, data, context, layout, method, remat, inside):

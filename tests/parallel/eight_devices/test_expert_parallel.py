@@ -45,6 +45,7 @@ def test_kept_for_backward_is_what_an_even_routing_needs(transport):
     assert factor * tokens * k <= h_rows <= factor * tokens * k + devices
 
 
+@pytest.mark.thorough
 def test_bf16_stays_near_f32():
     run = on_a_mesh(ExpertParallel(transport="pairwise"), make_mesh(expert=4))
     low = arrays(jnp.bfloat16)
@@ -58,7 +59,12 @@ def test_bf16_stays_near_f32():
 
 
 @pytest.mark.parametrize(
-    "drop, transport", [("position", "all_to_all"), ("probability", "pairwise"), ("probability", "gather")]
+    "drop, transport",
+    [
+        ("position", "all_to_all"),
+        ("probability", "pairwise"),
+        pytest.param("probability", "gather", marks=pytest.mark.thorough),
+    ],
 )
 def test_drops_what_its_policy_says_and_counts_it(drop, transport):
     devices, factor = 4, 0.5
@@ -94,7 +100,7 @@ def kept_by_policy(chosen, weights, devices, factor, drop):
     return kept, dropped
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_each_group_of_devices_takes_as_many_rounds_as_its_longest_queue_needs(check_vma):
     """data=2: one group's tokens all go to one expert, the other's to either device in turn. Weights are whole over `data`."""
     tokens = TOKENS // 4

@@ -11,7 +11,14 @@ from moe_jax.parallel import ExpertParallel
 from moe_jax.parallel.expert import TRANSPORTS
 
 
-@pytest.mark.parametrize("devices, transport", [*itertools.product((2, 8), TRANSPORTS), (4, "pairwise")])
+@pytest.mark.parametrize(
+    "devices, transport",
+    [
+        *itertools.product([8], TRANSPORTS),
+        (4, "pairwise"),
+        *(pytest.param(2, transport, marks=pytest.mark.thorough) for transport in TRANSPORTS),
+    ],
+)
 def test_equals_one_device_under_any_routing_and_itself_bit_for_bit(devices, transport):
     group_size = {4: 1, 8: 4}.get(devices) if transport == "pairwise" else None
     run = on_a_mesh(ExpertParallel(transport=transport, group_size=group_size), make_mesh(expert=devices))

@@ -32,7 +32,7 @@ def single():
     "sizes, remat, hops",
     [
         ({"fsdp": 8}, True, "nccl"),
-        ({"data": 2, "fsdp": 4}, False, "nccl"),
+        pytest.param({"data": 2, "fsdp": 4}, False, "nccl", marks=pytest.mark.thorough),
         ({"data": 4, "fsdp": 2}, True, "copies"),
         ({"data": 2, "fsdp": 4}, False, "copies"),
     ],

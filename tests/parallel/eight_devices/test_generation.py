@@ -33,9 +33,9 @@ def laid_out(model, **sizes):
         # Of six devices two hold each a half of the experts.
         (tiny.model, dict(data=2, fsdp=3), {}),
         # Whose axes cut the devices across those of generation's mesh.
-        (tiny.model, dict(data=4, expert=2), {}),
+        pytest.param(tiny.model, dict(data=4, expert=2), {}, marks=pytest.mark.thorough),
         (tiny.deepseek, dict(fsdp=2, context=4), {}),
-        (tiny.dense, dict(fsdp=2), dict(temperature=1.0, top_p=0.9)),
+        pytest.param(tiny.dense, dict(fsdp=2), dict(temperature=1.0, top_p=0.9), marks=pytest.mark.thorough),
     ],
     ids=["sampling", "six devices", "crossing", "deepseek", "dense"],
 )
@@ -55,6 +55,7 @@ def test_drafts_are_those_of_one_device():
     )
 
 
+@pytest.mark.thorough
 def test_one_of_several_devices_may_hold_the_model():
     model = tiny.model()
     graph, state = nnx.split(model)

@@ -54,7 +54,11 @@ def train(batch, parallelism=None, steps=2, make_model=tiny.model, **options):
     "sizes, options",
     [
         ({"fsdp": 2, "expert": 4}, {"remat": "offload"}),
-        ({"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2, "remat": False}),
+        pytest.param(
+            {"data": 2, "fsdp": 2, "context": 2},
+            {"gradient_accumulation": 2, "remat": False},
+            marks=pytest.mark.thorough,
+        ),
         (
             {"fsdp": 2, "expert": 2, "context": 2},
             {"make_model": partial(tiny.deepseek, mtp=1), "mtp_loss_coef": 0.3, "sequence_loss_coef": 0.1},

@@ -70,6 +70,7 @@ def test_each_group_of_devices_shadows_for_itself():
     assert_equal(results, value_and_gradients(reference, arrays(), direction(), chosen)[0])
 
 
+@pytest.mark.thorough
 def test_bf16_stays_near_f32_with_weights_of_either():
     """Copies of f32 weights travel in bf16, as which they are used."""
     run = on_a_mesh(shadowing(2), make_mesh(expert=4))
