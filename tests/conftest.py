@@ -1,5 +1,6 @@
 """What every test runs under."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -39,6 +40,14 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """Those that take longest begin first, so that none of them runs on alone at the end."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kept_objects_are_searched_once():
+    """What JAX's caches keep of a module's tests, gigabytes late in a run, is not searched for garbage after them."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
