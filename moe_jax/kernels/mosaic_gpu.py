@@ -27,7 +27,14 @@ INTERPRETED_BLOCKS = 2
 
 
 def launch(
-    name: str, body: Callable, outputs: list[jax.ShapeDtypeStruct], scratch: list, *, warpgroups: int, in_place: bool = False
+    name: str,
+    body: Callable,
+    outputs: list[jax.ShapeDtypeStruct],
+    scratch: list,
+    *,
+    warpgroups: int,
+    in_place: bool = False,
+    blocks_per_core: int = BLOCKS_PER_CORE,
 ) -> Callable:
     """A persistent kernel: `body(*input references, *output references, *scratch references)` in each warpgroup of a block.
 
@@ -44,7 +51,7 @@ def launch(
     run = plgpu.kernel(
         kernel,
         out_type=outputs,
-        grid=(grid_size(),),
+        grid=(grid_size(blocks_per_core),),
         grid_names=("block",),
         num_threads=warpgroups,
         thread_name="warpgroup",
@@ -87,12 +94,21 @@ def operand_transforms(dtype: jnp.dtype, columns: int = SWIZZLED_COLUMNS) -> tup
     return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
 
 
-def grid_size() -> int:
+def wgmma_registers(accumulator, a, b, staging) -> None:
+    """accumulator += a b, a being an array; the interpreter multiplies references only, for it a goes through `staging`."""
+    if staging is not None:
+        staging[...] = a
+        plgpu.commit_smem()
+        a = staging
+    plgpu.wgmma(accumulator, a, b)
+
+
+def grid_size(blocks_per_core: int = BLOCKS_PER_CORE) -> int:
     """Blocks of a persistent kernel."""
     if is_interpreted():
         return INTERPRETED_BLOCKS
     target = jax.sharding.get_abstract_mesh().abstract_device
-    return BLOCKS_PER_CORE * (target.num_cores if target is not None else jax.local_devices()[0].core_count)
+    return blocks_per_core * (target.num_cores if target is not None else jax.local_devices()[0].core_count)
 
 
 def is_interpreted() -> bool:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_jax.kernels.mosaic_gpu import grid_size, is_interpreted, operand_transforms
+from moe_jax.kernels.mosaic_gpu import grid_size, is_interpreted, operand_transforms, wgmma_registers
 from moe_jax.kernels.mosaic_gpu import launch as launch_kernel
 
 COMPUTERS = 2
@@ -147,15 +147,6 @@ def scores(a, b):
         return accumulator[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
-
-
-def wgmma_registers(accumulator, a, b, staging) -> None:
-    """accumulator += a b, a being an array; the interpreter multiplies references only, for it a goes through `staging`."""
-    if staging is not None:
-        staging[...] = a
-        plgpu.commit_smem()
-        a = staging
-    plgpu.wgmma(accumulator, a, b)
 
 
 def weighted_sum(out, weights, v, staging):

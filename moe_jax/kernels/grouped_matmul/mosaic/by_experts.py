@@ -81,7 +81,7 @@ def outer(
             for part in range(count):
                 pl.when((k >= steps_to[part]) & (k < steps_to[part + 1]))(partial(load_from, part))
 
-        def multiply(accumulator, place, slot, warpgroup):
+        def multiply(accumulator, place, k, slot, warpgroup):
             a_own = a_smem.at[slot, :, pl.ds(tile.first_row(warpgroup), tile.own_rows)]
             b_own = b_smem.at[slot, :, pl.ds(tile.column_part(warpgroup) * tile.own_columns, tile.own_columns)]
             plgpu.wgmma(accumulator, a_own.transpose((1, 0)), b_own)

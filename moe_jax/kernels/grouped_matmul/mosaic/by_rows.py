@@ -169,7 +169,7 @@ def launch_rows(
                 source = w_ref.at[place.expert, ks, ns] if transpose else w_ref.at[place.expert, ns, ks]
                 plgpu.copy_gmem_to_smem(source, b_smem.at[slot], barrier)
 
-        def multiply(accumulator, place, slot, warpgroup):
+        def multiply(accumulator, place, k, slot, warpgroup):
             a_own = a_smem.at[slot, pl.ds(tile.first_row(warpgroup), tile.own_rows)]
             own_columns = pl.ds(tile.column_part(warpgroup) * tile.own_columns, tile.own_columns)
             b_own = b_smem.at[slot, :, own_columns] if transpose else b_smem.at[slot, own_columns].transpose((1, 0))

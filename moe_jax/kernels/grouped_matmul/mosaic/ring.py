@@ -96,19 +96,21 @@ def run_tiles(
     multiplies: Callable = lambda tile, warpgroup: True,
     begin: Callable = lambda tile: (),
     also_wait: Callable = lambda step: None,
+    in_flight: int = 1,
 ) -> None:
     """Runs in every warpgroup of a block, inside the scope of the ring's buffers and barriers.
 
     Args:
         describe: tile index -> (number of steps, what the other callbacks want to know of the tile).
         load: (tile, step, slot, barrier, *what `begin` gave): starts the copies of one step into a slot of the ring.
-        multiply: (accumulator reference, tile, slot, warpgroup): issues the wgmma of one step.
+        multiply: (accumulator reference, tile, step, slot, warpgroup): issues the wgmma of one step.
         finish: (accumulator [rows, columns] f32, tile, warpgroup): stores the result.
         prepare: (tile, warpgroup): runs in a multiplying warpgroup before the tile's first step.
         multiplies: (tile, warpgroup) -> whether the warpgroup has rows in the tile. One that has none leaves the tensor cores
             to the other; its accumulator is zero.
         begin: tile -> what the loading warpgroup keeps in registers while it loads the tile.
         also_wait: (number of the step among those of all tiles): waits for copies that do not arrive at `full`.
+        in_flight: steps whose wgmma may go on when the next begins; 0 where wgmma reads registers, which that overwrites.
         full, empty: `ring_barriers`.
     """
     warpgroup = lax.axis_index("warpgroup")
@@ -164,9 +166,9 @@ def run_tiles(
                     slot = slot_of(carry + k)
                     plgpu.barrier_wait(full.at[ring, slot])
                     also_wait(carry + k)
-                    multiply(reference, tile, slot, warpgroup)
+                    multiply(reference, tile, k, slot, warpgroup)
                     # One wgmma stays in flight; the one before it has read its slot.
-                    plgpu.wgmma_wait(1)
+                    plgpu.wgmma_wait(in_flight)
 
                     @pl.when(k > 0)
                     def _():
