@@ -29,7 +29,8 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels import mosaic_gpu
 from moe_jax.kernels.backend import resolve_backend
-from moe_jax.kernels.grouped_matmul import OuterPart, grouped_outer_of_parts, implementation
+from moe_jax.kernels.grouped_matmul import OuterPart, grouped_outer_of_parts, implementation, mosaic
+from moe_jax.kernels.grouped_matmul.xla import sum_of_choices
 from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.routing import Plan, of_pairs, plan, plan_of_few, wide_ids
 from moe_jax.kernels.shapes import check_experts_mlp, check_shape
@@ -298,6 +299,11 @@ def _experts_mlp_alone(
     totals_in_stack: bool,
 ) -> tuple[Array, ...]:
     """The y of each part, where no gradient is asked for."""
+    if len(xs) == 1 and backend == "mosaic" and _has_room_for_all(max_pairs[0], experts[0]):
+        rows = mosaic.experts_of_few_pairs(xs[0], w_gate_up, w_down, experts[0])
+        if rows is not None:
+            of_pairs = widened(rows).reshape(*experts[0].shape, -1)
+            return (sum_of_choices(of_pairs, weights[0]).astype(xs[0].dtype),)
     arrays = xs, w_gate_up, w_down, weights, experts, totals
     return _experts_mlp_forward(*arrays, backend, chunk_tokens, max_pairs, shares, totals_in_stack, for_backward=False)[0]
 
@@ -325,9 +331,8 @@ def _experts_mlp_forward(
 
     def act_of(max_pairs: int | None, x: Array, experts: Array) -> tuple[tuple[Array, Array | None], tuple[Plan, Array]]:
         """(act, h), and the plan and x."""
-        has_room_for_all = max_pairs is None or max_pairs >= experts.size
         # With an alignment of 1 that is one token.
-        if not for_backward and has_room_for_all and x.shape[0] <= alignment and experts.size:
+        if not for_backward and _has_room_for_all(max_pairs, experts) and x.shape[0] <= alignment and experts.size:
             planned = plan_of_few(experts, num_experts, alignment)
         else:
             planned = plan(experts, num_experts, alignment, max_pairs)
@@ -429,6 +434,10 @@ def _experts_mlp_backward(
         dxs, dweights = ((_join(a, xs[0].shape[0]),) for a in of_tokens)
     of_weights, of_totals = (dw, None) if totals is None else ((None, None), whole(dw))
     return dxs, *of_weights, dweights, None, of_totals
+
+
+def _has_room_for_all(max_pairs: int | None, experts: Array) -> bool:
+    return max_pairs is None or max_pairs >= experts.size
 
 
 def _one_after_the_other(calls: Iterable[tuple[Callable, tuple]]) -> list[tuple]:

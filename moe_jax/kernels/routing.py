@@ -183,6 +183,13 @@ def wide_ids(topk_experts: Int[Array, "tokens k"]) -> Int[Array, "tokens k"]:
     return topk_experts.astype(jnp.int32) if topk_experts.dtype.itemsize < 4 else topk_experts
 
 
+def int32_ids(topk_experts: Int[Array, "tokens k"], num_experts: int) -> Int[Array, "tokens k"]:
+    """The ids, those outside [0, num_experts) still outside."""
+    if topk_experts.dtype.itemsize < 8:
+        return topk_experts.astype(jnp.int32)
+    return jnp.where(_is_an_expert(topk_experts, num_experts), topk_experts, -1).astype(jnp.int32)
+
+
 def _experts_of_pairs(topk_experts: Int[Array, "tokens k"], num_experts: int) -> Int[Array, "pairs"]:
     """num_experts for ids outside."""
     return jnp.where(_is_an_expert(topk_experts, num_experts), topk_experts, num_experts).astype(jnp.int32).reshape(-1)

@@ -31,6 +31,15 @@ pairs = 32768, 8
 compile(step, ((32768, 2048), bf16), ((128, 2 * 768, 2048), bf16), ((128, 2048, 768), bf16), (pairs, f32), (pairs, i32))
 """
 
+ONE_TOKEN = """
+def step(x, w_gate_up, w_down, weights, chosen):
+    return kernels.experts_mlp(x, w_gate_up, w_down, weights, chosen, backend="mosaic")
+
+for hidden, inter, experts, k in ((2048, 768, 128, 8), (7168, 2048, 256, 8), (4096, 14336, 8, 2)):
+    matrices = ((experts, 2 * inter, hidden), bf16), ((experts, hidden, inter), bf16)
+    compile(step, ((1, hidden), bf16), *matrices, ((1, k), f32), ((1, k), i32))
+"""
+
 GATHERING = """
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows import matmul_gated_silu
 from moe_jax.kernels.grouped_matmul.mosaic.ring import Tile
@@ -143,6 +152,10 @@ def test_the_experts_of_qwen3_30b_spill_no_more_than_is_named(tokens):
 def test_a_forward_pass_alone_is_two_kernels_that_spill_nothing():
     """The first gathers the rows."""
     assert_no_spills(spilled_bytes(FORWARD), {"gated_matmul", "grouped_matmul"})
+
+
+def test_the_experts_of_one_token_spill_nothing():
+    assert_no_spills(spilled_bytes(ONE_TOKEN), {"gated_matmul_of_pairs", "matmul_of_pairs"})
 
 
 @pytest.mark.thorough

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.kernels import routing
-from moe_jax.kernels.routing import plan, plan_of_few
+from moe_jax.kernels.routing import int32_ids, plan, plan_of_few
 
 SIZES = st.sampled_from([(0, 4, 2), (1, 1, 1), (7, 9, 5), (40, 3, 2)])
 """Tokens, experts, k: few, since each is compiled."""
@@ -166,3 +166,15 @@ def test_narrow_ids_are_those_of_32_bits(rng, make, dtype, num_experts):
     experts = rng.integers(0, min(num_experts, jnp.iinfo(dtype).max + 1), (9, 3))
     narrow, wide = (make(jnp.asarray(experts, ids), num_experts, 64) for ids in (dtype, "int32"))
     jax.tree.map(np.testing.assert_array_equal, narrow, wide)
+
+
+def test_ids_in_32_bits_name_the_same_experts_and_nobody_else():
+    """Also where the lower half of 64 bits would be an expert's."""
+    with jax.enable_x64(True):
+        ids = jnp.asarray([[2**32 + 3, 3, -1, 8]])
+        assert ids.dtype == jnp.int64
+        np.testing.assert_array_equal(int32_ids(ids, 8), [[-1, 3, -1, -1]])
+    for dtype in ("int8", "uint8", "int32", "uint32"):
+        found = int32_ids(jnp.asarray([[3, 127]], dtype), 8)
+        assert found.dtype == jnp.int32
+        np.testing.assert_array_equal(found, [[3, 127]])

@@ -163,9 +163,14 @@ def token_sums(
     tokens = plan.row_of_pair.shape[0] // (shares or 1)
     own = slice(share * tokens, (share + 1) * tokens)
     summands = of_pairs(widened(rows), plan, own)
-    if weights is not None:
-        summands = widened(weights[own])[:, :, None] * summands
-    return jnp.sum(summands, axis=1).astype(rows.dtype)
+    return sum_of_choices(summands, None if weights is None else weights[own]).astype(rows.dtype)
+
+
+def sum_of_choices(
+    of_pairs: Float[Array, "tokens k features"], weights: Float[Array, "tokens k"] | None
+) -> Float[Array, "tokens features"]:
+    """sum_k weights[t, k] * of_pairs[t, k], in of_pairs' dtype; without weights these are 1."""
+    return jnp.sum(of_pairs if weights is None else widened(weights)[:, :, None] * of_pairs, axis=1)
 
 
 def grouped_outer(

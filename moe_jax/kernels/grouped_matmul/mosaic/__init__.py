@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.grouped_matmul import xla
+from moe_jax.kernels.grouped_matmul.mosaic import by_pairs
 from moe_jax.kernels.grouped_matmul.mosaic.by_experts import Part, outer
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows import matmul, matmul_gated_silu
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows_backward import matmul_gated_silu_backward
@@ -23,10 +24,11 @@ from moe_jax.kernels.grouped_matmul.mosaic.tile_limits import Pass, most_stages
 from moe_jax.kernels.grouped_matmul.mosaic.tiles import choose_tile, halved_tile
 from moe_jax.kernels.grouped_matmul.mosaic.token_sums import columns_at_a_time, sum_rows
 from moe_jax.kernels.mosaic_gpu import compute_capability, is_interpreted
-from moe_jax.kernels.routing import Plan
+from moe_jax.kernels.routing import Plan, int32_ids
 
 __all__ = [
     "ROW_ALIGNMENT",
+    "experts_of_few_pairs",
     "gated_matmul",
     "gated_matmul_backward",
     "grouped_matmul",
@@ -69,6 +71,20 @@ def rows_of_tokens(
         # Pallas copies less than 8 rows into a swizzled tile, or a multiple of 8.
         return jnp.pad(x, ((0, -x.shape[0] % 8 if x.shape[0] > 8 else 0), (0, 0))), None
     return (gather_rows(x, plan), None) if for_gradients and plan.num_rows else (x, plan.token_of_row)
+
+
+def experts_of_few_pairs(
+    x: Float[Array, "tokens hidden"],
+    w_gate_up: Float[Array, "experts 2*inter hidden"],
+    w_down: Float[Array, "experts hidden inter"],
+    topk_experts: Int[Array, "tokens k"],
+) -> Float[Array, "tokens*k hidden"] | None:
+    """What each pair's expert gives for its token, in the order of pairs, zero where it is no expert: for a forward pass of so
+    few pairs that a plan is not worth its time. None where they are more, or of other sizes (`by_pairs.takes`)."""
+    if not by_pairs.takes(topk_experts, w_down):
+        return None
+    ids = int32_ids(topk_experts, w_down.shape[0])
+    return by_pairs.experts_of_pairs(x, w_gate_up.astype(x.dtype), w_down.astype(x.dtype), ids)
 
 
 def grouped_matmul(
