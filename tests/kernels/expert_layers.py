@@ -34,6 +34,13 @@ def make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype=jnp.bfloat
     return x, w_gate_up, w_down, weights, jnp.asarray(choose(rng, routing, tokens, experts, k), jnp.int32)
 
 
+def types_of(tokens, experts, k, hidden, inter):
+    """Of the arguments of `experts_mlp` in bf16."""
+    arrays = [(tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter)]
+    routing = [jax.ShapeDtypeStruct((tokens, k), dtype) for dtype in (jnp.float32, jnp.int32)]
+    return *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in arrays), *routing
+
+
 def few_bits(weights):
     """Rounded so that their products with rows in bf16 are exact in f32.
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_layers import few_bits, make_layer, relative_error
+from expert_layers import few_bits, make_layer, relative_error, types_of
 from lowered import lowered_for_h200, num_kernels
 from oracle import experts_mlp as exact_experts_mlp
 
@@ -41,12 +41,6 @@ def test_ids_of_few_bits_mean_the_same(rng):
     *arrays, chosen = make_layer(rng, "random", 1, 8, 2, 128, 128)
     chosen = chosen.at[0, 0].set(-1)
     np.testing.assert_array_equal(layer_of(*arrays, chosen.astype(jnp.int8)), layer_of(*arrays, chosen))
-
-
-def types_of(tokens, experts, k, hidden, inter):
-    arrays = [(tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter)]
-    routing = [jax.ShapeDtypeStruct((tokens, k), dtype) for dtype in (jnp.float32, jnp.int32)]
-    return *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in arrays), *routing
 
 
 def is_by_pairs(*sizes):

@@ -13,6 +13,7 @@ from expert_layers import (
     few_bits,
     make_layer,
     relative_error,
+    types_of,
     with_gradients,
 )
 from hypothesis import given, settings
@@ -310,13 +311,6 @@ def test_real_layers_lower_for_an_h200(experts, k, hidden, inter):
         types = types_of(tokens, experts, k, hidden, inter)
         lowered = lowered_for_h200(step, *types, types[0])
         assert num_kernels(lowered) == 9, "two gathers and four matmuls backward, one and two forward"
-
-
-def types_of(tokens, experts, k, hidden, inter):
-    """Of the arguments of `experts_mlp` in bf16."""
-    arrays = [(tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter)]
-    routing = [jax.ShapeDtypeStruct((tokens, k), dtype) for dtype in (jnp.float32, jnp.int32)]
-    return *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in arrays), *routing
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
