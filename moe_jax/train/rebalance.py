@@ -2,64 +2,92 @@
 
 Where an expert's weights go, its row of the router, the low halves of its masters and the optimizer's moments go too. The
 model, and a checkpoint written from it, are as good as before; only the numbers of the experts have changed. One thing looks at
-numbers: transformers' load-balancing loss averages expert i's load over all layers, so that its value changes a little.
+numbers: transformers' load-balancing loss averages expert i's load over all layers, so that its value changes a little. Where
+the router chooses among groups of experts (DeepSeek's), a group's experts stay neighbours.
 """
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Float, Int
+from functools import partial
+from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import Array, Float, Int, Num, PyTree
+
+from moe_jax.config import ModelConfig
 from moe_jax.parallel.expert.placement import balanced_order
 from moe_jax.parallel.layout import parameter_path
 from moe_jax.train.step import TrainState
 
 
 def rebalance(
-    state: TrainState, expert_load: Float[np.ndarray, "moe_layers experts"], devices: int
+    state: TrainState, config: ModelConfig, expert_load: Float[np.ndarray, "moe_layers experts"], devices: int
 ) -> tuple[TrainState, Int[np.ndarray, "moe_layers experts"]]:
     """The state with each layer's experts dealt out evenly to `devices` of the mesh axis `expert`, and the orders that did it.
 
     Args:
       state: is donated.
+      config: the model's.
       expert_load: of steps before this one, as the metrics give it; sums over some hundred steps say more than one.
-    """
-    orders = np.stack([balanced_order(load, devices) for load in np.asarray(expert_load)])
-    return move_experts(state, orders), orders
-
-
-def move_experts(state: TrainState, orders: Int[np.ndarray, "moe_layers experts"]) -> TrainState:
-    """The state with expert orders[l, i] of MoE layer l in place i. The state passed in is donated.
 
     Raises:
-      ValueError: orders that are no permutations, or are not of this model.
+      ValueError: devices that the experts cannot be dealt out to (`balanced_order`), or loads that are not of this model.
     """
-    stages = _orders_of_stages(state, np.asarray(orders))
+    orders = np.stack([balanced_order(load, devices, num_groups(config)) for load in np.asarray(expert_load)])
+    return move_experts(state, config, orders), orders
 
-    def move(path, array):
+
+def move_experts[Tree: PyTree](state: Tree, config: ModelConfig, orders: Int[np.ndarray, "moe_layers experts"]) -> Tree:
+    """The state with expert orders[l, i] of MoE layer l in place i. The state passed in is donated.
+
+    Args:
+      state: a TrainState, or several of its parts: parameters, and what lies in the same places for them.
+
+    Raises:
+      ValueError: orders that are no permutations, are not of this model, or part a group's experts.
+    """
+    orders = np.asarray(orders)
+    _check_orders(orders, config)
+    stages = _orders_of_stages(state, orders)
+
+    def move(path, array: Array) -> Array:
         names = parameter_path(path)
         if names[:1] != ("stages",) or not {"experts", "router"} & {*names}:
             return array
-        # One layer at a time: experts of one layer may meet on a device, all of them may not.
-        return jax.lax.map(lambda layer: layer[0][layer[1]], (array, jnp.asarray(stages[names[1]])))
+        return _move(array, stages[names[1]], array.sharding)
 
-    layout = jax.tree.map(lambda x: x.sharding, state)
-    return jax.jit(lambda state: jax.tree.map_with_path(move, state), donate_argnums=0, out_shardings=layout)(state)
+    # One array after the other: there is room for one of them twice, not for all.
+    return jax.tree.map_with_path(move, state)
 
 
-def _orders_of_stages(state: TrainState, orders: np.ndarray) -> dict[int, np.ndarray]:
-    """The rows of `orders` that belong to each stage with experts."""
-    shapes = {
-        names[1]: p.shape[:2]
-        for names, p in ((parameter_path(path), p) for path, p in jax.tree.leaves_with_path(state.params))
-        if names[-1] == "gate_up_proj"
-    }
-    layers, experts = sum(shape[0] for shape in shapes.values()), {shape[1] for shape in shapes.values()}
-    if orders.ndim != 2 or len(orders) != layers or {orders.shape[1]} != experts:
-        raise ValueError(
-            f"orders must be [moe_layers, experts] = [{layers}, {', '.join(map(str, experts))}]; got {orders.shape}"
-        )
-    if not (np.sort(orders, axis=1) == np.arange(orders.shape[1])).all():
+def num_groups(config: ModelConfig) -> int:
+    """Of how many groups of experts a router of this model's chooses some."""
+    return getattr(config, "num_groups", 1)
+
+
+@partial(jax.jit, donate_argnums=0, static_argnums=2)
+def _move(
+    stacked: Num[Array, "layers experts ..."], orders: Int[Array, "layers experts"], layout: Sharding
+) -> Num[Array, "layers experts ..."]:
+    # One layer at a time: experts of one layer may meet on a device, all of them may not.
+    moved = jax.lax.map(lambda layer: layer[0][layer[1]], (stacked, orders))
+    return jax.lax.with_sharding_constraint(moved, layout)
+
+
+def _check_orders(orders: np.ndarray, config: ModelConfig) -> None:
+    shape = len(config.routed_layers), getattr(config, "num_experts", 0)
+    if orders.shape != shape:
+        raise ValueError(f"orders must be [moe_layers, experts] = {list(shape)}; got {list(orders.shape)}")
+    if not (np.sort(orders, axis=1) == np.arange(shape[1])).all():
         raise ValueError("each row of orders must be a permutation of the experts")
-    ends = np.cumsum([shapes[stage][0] for stage in sorted(shapes)])
-    return {stage: orders[end - shapes[stage][0] : end] for stage, end in zip(sorted(shapes), ends, strict=True)}
+    group = orders.reshape(shape[0], num_groups(config), -1) // (shape[1] // num_groups(config))
+    if (group != group[:, :, :1]).any():
+        raise ValueError(f"the experts of each of the router's {num_groups(config)} groups must stay neighbours")
+
+
+def _orders_of_stages(state: PyTree, orders: np.ndarray) -> dict[Any, np.ndarray]:
+    """The rows of `orders` that belong to each stage with experts."""
+    named = ((parameter_path(path), array) for path, array in jax.tree.leaves_with_path(state))
+    layers = {n[1]: len(array) for n, array in named if n[:1] == ("stages",) and n[-1] == "gate_up_proj"}
+    ends = np.cumsum([layers[stage] for stage in sorted(layers)])
+    return {stage: orders[end - layers[stage] : end] for stage, end in zip(sorted(layers), ends, strict=True)}

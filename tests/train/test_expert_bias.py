@@ -52,7 +52,7 @@ def test_the_sequence_loss_reaches_the_router(trained):
 def test_experts_that_change_places_take_their_biases_along(trained):
     state, _ = trained
     before, orders = biases(state), np.asarray([[2, 0, 3, 1], [0, 3, 2, 1]])
-    moved = move_experts(jax.tree.map(lambda x: x.copy(), state), orders)
+    moved = move_experts(jax.tree.map(lambda x: x.copy(), state), tiny.biased_model().config, orders)
     np.testing.assert_array_equal(biases(moved), np.take_along_axis(before, orders, axis=1))
 
 

@@ -1,14 +1,18 @@
 """Experts that change places change nothing else: logits, losses and the next steps stay."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 from flax import nnx
 from test_step import make_batch
 
+from moe_jax.layers.router import ExpertBias
 from moe_jax.train import init_state, make_optimizer, make_train_step
 from moe_jax.train.rebalance import move_experts, rebalance
+
+CONFIG = tiny.model().config
 
 
 def start(dtype="float32"):
@@ -24,14 +28,14 @@ def test_training_goes_on_as_if_nothing_had_happened(dtype):
     state, _ = step(state, batch)
     rng = np.random.default_rng()
     orders = np.stack([rng.permutation(4) for _ in range(2)])
-    moved = move_experts(jax.tree.map(lambda x: x.copy(), state), orders)
+    moved = move_experts(jax.tree.map(lambda x: x.copy(), state), CONFIG, orders)
     state, metrics = step(state, batch)
     moved, moved_metrics = step(moved, batch)
     np.testing.assert_allclose(moved_metrics["total_loss"], metrics["total_loss"], rtol=1e-5)
     np.testing.assert_allclose(moved_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-4)
     load = np.take_along_axis(np.asarray(metrics["expert_load"]), orders, axis=1)
     np.testing.assert_array_equal(moved_metrics["expert_load"], load)
-    back = move_experts(moved, np.argsort(orders, axis=1))
+    back = move_experts(moved, CONFIG, np.argsort(orders, axis=1))
     for ours, theirs in zip(jax.tree.leaves(back.params), jax.tree.leaves(state.params), strict=True):
         ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
         # AdamW divides a gradient by its own size: where it is next to nothing, f32's noise moves the weight by a step.
@@ -41,16 +45,41 @@ def test_training_goes_on_as_if_nothing_had_happened(dtype):
 def test_rebalance_evens_out_the_devices():
     state = start()[2]
     gate_up = np.asarray(state.params["stages"][0]["mlp"]["experts"]["gate_up_proj"])
-    state, orders = rebalance(state, np.asarray([[9, 8, 1, 2], [1, 1, 1, 1]]), 2)
+    state, orders = rebalance(state, CONFIG, np.asarray([[9, 8, 1, 2], [1, 1, 1, 1]]), 2)
     np.testing.assert_array_equal(orders, [[0, 2, 1, 3], [0, 2, 1, 3]])
     moved = np.asarray(state.params["stages"][0]["mlp"]["experts"]["gate_up_proj"])
     np.testing.assert_array_equal(moved, np.take_along_axis(gate_up, orders[:, :, None, None], axis=1))
 
 
+def test_groups_of_experts_and_modules_for_further_tokens_compute_the_same():
+    model, tokens = tiny.deepseek(mtp=1), jnp.arange(16)[None]
+    graph, config, before = nnx.graphdef(model), model.config, model(tokens).logits
+    assert len(config.routed_layers) == 3
+    load = np.random.default_rng().integers(0, 100, (3, 8))
+    state, orders = rebalance(init_state(model, make_optimizer(1e-2)), config, load, 2)
+    moved = nnx.merge(graph, state.params, state.expert_bias)
+    np.testing.assert_allclose(moved(tokens).logits, before, atol=1e-5)
+    back = move_experts((state.params, state.expert_bias), config, np.argsort(orders, axis=1))
+    began = tiny.deepseek(mtp=1)
+    began = nnx.state(began, nnx.Param), nnx.state(began, ExpertBias)
+    for ours, theirs in zip(jax.tree.leaves(back), jax.tree.leaves(began), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize(
-    "orders, message", [([[0, 1, 2, 3]], "must be .moe_layers, experts. = .2, 4.*"), ([[0, 0, 1, 2]] * 2, "permutation")]
+    "orders, message",
+    [
+        ([[0, 1, 2, 3]], r"must be \[moe_layers, experts\] = \[2, 4\]; got \[1, 4\]"),
+        ([[0, 0, 1, 2]] * 2, "permutation"),
+    ],
 )
 def test_wrong_orders_are_refused(orders, message):
     state = start()[2]
     with pytest.raises(ValueError, match=message):
-        move_experts(state, np.asarray(orders))
+        move_experts(state, CONFIG, np.asarray(orders))
+
+
+def test_orders_that_part_a_group_are_refused():
+    model = tiny.deepseek()
+    with pytest.raises(ValueError, match="experts of each of the router's 4 groups must stay neighbours"):
+        move_experts(nnx.state(model), model.config, np.asarray([[0, 2, 1, 3, 4, 5, 6, 7]] * 2))

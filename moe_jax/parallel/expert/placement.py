@@ -4,29 +4,44 @@ import numpy as np
 from jaxtyping import Float, Int
 
 
-def balanced_order(expert_load: Float[np.ndarray, "experts"], devices: int) -> Int[np.ndarray, "experts"]:
+def balanced_order(expert_load: Float[np.ndarray, "experts"], devices: int, num_groups: int = 1) -> Int[np.ndarray, "experts"]:
     """The expert for each place, where device d of n holds places d*E/n to (d+1)*E/n.
 
     The experts, the most loaded first, each go to the device with the least load that has room: Graham's rule of the longest
     processing time with E/n places a device, as in DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB) without copies.
 
+    Where the router chooses among `num_groups` runs of neighbours, these stay together: whole groups are dealt out to the
+    devices, or, where a group fills several devices, its experts among these.
+
     Raises:
-      ValueError: devices that the experts cannot be dealt out to.
+      ValueError: devices that the experts, or their groups, cannot be dealt out to.
     """
-    num_experts = len(expert_load)
-    if devices < 1 or num_experts % devices:
-        raise ValueError(f"{num_experts} experts cannot be dealt out to {devices} devices; take a divisor")
-    places = num_experts // devices
-    held: list[list[int]] = [[] for _ in range(devices)]
-    loads = np.zeros(devices)
-    for expert in np.argsort(-np.asarray(expert_load), kind="stable"):
-        device = min((d for d in range(devices) if len(held[d]) < places), key=lambda d: loads[d])
-        held[device].append(int(expert))
-        loads[device] += expert_load[expert]
-    return np.concatenate([np.sort(experts) for experts in held]).astype(np.int32)
+    load = np.asarray(expert_load)
+    if devices < 1 or len(load) % devices:
+        raise ValueError(f"{len(load)} experts cannot be dealt out to {devices} devices; take a divisor")
+    if num_groups % devices and devices % num_groups:
+        raise ValueError(
+            f"{num_groups} groups of experts cannot be dealt out to {devices} devices; take a divisor or a multiple"
+        )
+    groups = np.arange(len(load)).reshape(num_groups, -1)
+    if devices <= num_groups:
+        return groups[_deal(load[groups].sum(axis=1), devices)].reshape(-1)
+    return np.concatenate([group[_deal(load[group], devices // num_groups)] for group in groups])
 
 
 def device_load(expert_load: Float[np.ndarray, "*layers experts"], devices: int) -> Float[np.ndarray, "*layers devices"]:
     """The choices that each device computes: the sum over the experts that it holds."""
     load = np.asarray(expert_load)
     return load.reshape(*load.shape[:-1], devices, -1).sum(axis=-1)
+
+
+def _deal(load: Float[np.ndarray, "items"], devices: int) -> Int[np.ndarray, "items"]:
+    """The item for each place."""
+    places = len(load) // devices
+    held: list[list[int]] = [[] for _ in range(devices)]
+    loads = np.zeros(devices)
+    for item in np.argsort(-load, kind="stable"):
+        device = min((d for d in range(devices) if len(held[d]) < places), key=lambda d: loads[d])
+        held[device].append(int(item))
+        loads[device] += load[item]
+    return np.concatenate([np.sort(items) for items in held]).astype(np.int32)

@@ -33,6 +33,17 @@ def test_skewed_loads_become_as_even_as_they_can():
     assert busiest(load, balanced_order(load, 8), 8) == pytest.approx(best)
 
 
+@pytest.mark.parametrize("devices, best", [(2, 23), (4, 16), (8, 10)])
+def test_groups_stay_together(devices, best):
+    load = np.asarray([9, 1, 5, 1, 4, 1, 2, 2, 3, 3, 1, 0, 3, 3, 2, 2])
+    order = balanced_order(load, devices, num_groups=4)
+    assert sorted(order) == list(range(16))
+    assert (order.reshape(4, 4) // 4 == order.reshape(4, 4)[:, :1] // 4).all()
+    assert busiest(load, order, devices) == best
+
+
 def test_devices_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="6 experts cannot be dealt out to 4 devices; take a divisor"):
         balanced_order(np.ones(6), 4)
+    with pytest.raises(ValueError, match="4 groups of experts cannot be dealt out to 6 devices; take a divisor or a multiple"):
+        balanced_order(np.ones(12), 6, num_groups=4)
