@@ -20,6 +20,7 @@ from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.expert import ExpertParallel
+from moe_jax.parallel.expert.placement import balanced_order
 from moe_jax.parallel.hops import default_hops
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
@@ -30,6 +31,7 @@ from moe_jax.train.loss import Batch
 from moe_jax.train.master_weights import initial_low_halves
 from moe_jax.train.metrics import MetricsWriter, max_mean_load, min_mean_load, of_layers, read_records
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
+from moe_jax.train.rebalance import Places, move_experts, num_groups
 from moe_jax.train.settings import FinetuneSettings
 from moe_jax.train.step import TrainState, check_mtp_loss_coef, init_state, make_train_step, put_batch
 
@@ -98,7 +100,7 @@ def finetune(
         jax.eval_shape(initial_low_halves, nnx.state(model, nnx.Param))
     config = read_config(settings.model, mtp=settings.mtp_loss_coef > 0) if model is None else model.config
     check_mtp_loss_coef(config, settings.mtp_loss_coef)
-    _check_experts(settings.shadow_experts, parallelism, config)
+    expert_devices = _check_experts(settings, parallelism, config)
     stream = batches(
         documents,
         tokenizer,
@@ -120,10 +122,12 @@ def finetune(
         require_shared(output)
     checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints)
     start = checkpoints.latest_step() or 0
+    places = Places.at_first(len(config.routed_layers), _num_experts(config)) if settings.rebalance_every else None
     if start:
         position = checkpoints.position(start)
         _check_same_run(position["identity"], identity, output)
         stream.set_state(position["data"])
+        places = Places.from_json(position["places"]) if position.get("places") else places
 
     if model is None:
         model = from_pretrained(
@@ -194,6 +198,9 @@ def finetune(
             step += 1
             host = jax.device_get(metrics)
             seconds = time.perf_counter() - began
+            if places is not None:
+                places = places.after_step(host["expert_load"])
+                host["expert_load"] = places.by_number(host["expert_load"])
             record = {
                 "step": step,
                 "loss": float(host["loss"]),
@@ -227,10 +234,13 @@ def finetune(
                     print(f"step {step}: {_one_line(record)}", flush=True)
                 else:
                     progress.set_postfix_str(_one_line(record))
+            if places is not None and settings.rebalance_every and step % settings.rebalance_every == 0:
+                state, places = places.rebalance(state, config, expert_devices)
             if checkpoints.told_to_stop(step):
                 last = step
             if step % settings.checkpoint_every == 0 or step == last:
-                checkpoints.save(step, state, {"data": _position_of_all(stream), "identity": identity})
+                position = {"data": _position_of_all(stream), "identity": identity}
+                checkpoints.save(step, state, position | {"places": places and places.to_json()})
     finally:
         progress.close()
         stream.close()
@@ -238,7 +248,8 @@ def finetune(
             writer.close()
         checkpoints.close()
     barrier("metrics written")
-    trained = nnx.merge(graph, state.params, state.expert_bias)
+    parts = state.params, state.expert_bias
+    trained = nnx.merge(graph, *(parts if places is None else move_experts(parts, config, places.back)))
     return FinetuneResult(trained, step, read_records(output / "metrics.jsonl"))
 
 
@@ -273,16 +284,28 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
     return parallelism
 
 
-def _check_experts(shadow_experts: int, parallelism: Parallelism | None, config: ModelConfig) -> None:
+def _check_experts(settings: FinetuneSettings, parallelism: Parallelism | None, config: ModelConfig) -> int:
+    """Returns how many devices the experts are dealt out to."""
     exchange = None if parallelism is None else parallelism.expert_parallel
-    if shadow_experts and exchange is None:
-        raise ValueError(f"shadow_experts={shadow_experts} needs experts on several devices: a mesh.expert of 2 or more")
-    num_experts = getattr(config, "num_experts", 0) if config.routed_layers else 0
+    for name in ("shadow_experts", "rebalance_every"):
+        if getattr(settings, name) and exchange is None:
+            raise ValueError(f"{name}={getattr(settings, name)} needs experts on several devices: a mesh.expert of 2 or more")
+    num_experts = _num_experts(config)
     devices = 1 if parallelism is None or exchange is None else parallelism.mesh.shape[exchange.axis_name]
     if num_experts % devices:
         raise ValueError(f"{num_experts} experts cannot be dealt out to mesh.expert={devices} devices; take a divisor")
-    if shadow_experts > num_experts:
-        raise ValueError(f"shadow_experts={shadow_experts} must be at most the {num_experts} experts of a layer")
+    if settings.shadow_experts > num_experts:
+        raise ValueError(f"shadow_experts={settings.shadow_experts} must be at most the {num_experts} experts of a layer")
+    if settings.rebalance_every:
+        if not num_experts:
+            raise ValueError(f"rebalance_every={settings.rebalance_every} needs a model with experts")
+        # Refuses groups of experts that these devices would part.
+        balanced_order(np.ones(num_experts), devices, num_groups(config))
+    return devices
+
+
+def _num_experts(config: ModelConfig) -> int:
+    return getattr(config, "num_experts", 0) if config.routed_layers else 0
 
 
 def _check_same_everywhere(run: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from moe_jax.layers.router import ExpertBias
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import parameter_path, parameter_sharding
+from moe_jax.train.rebalance import Places, move_experts
 
 
 def model_of_run(
@@ -36,16 +37,20 @@ def model_of_run(
     step = steps[-1] if step is None else step
     if step not in steps:
         raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {', '.join(map(str, steps))}")
-    config = config_from_dict(checkpoints.position(step)["identity"]["config"])
+    position = checkpoints.position(step)
+    config = config_from_dict(position["identity"]["config"])
 
     abstract = nnx.eval_shape(lambda: from_config(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
-    graph, *parts = nnx.split(abstract, nnx.Param, ExpertBias)
+    graph, *abstract_parts = nnx.split(abstract, nnx.Param, ExpertBias)
 
     def place(path, leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=parameter_sharding(parameter_path(path), leaf.shape, mesh))
 
     names = "params", "expert_bias"
-    like = {name: jax.tree.map_with_path(place, part) for name, part in zip(names, parts, strict=True)}
+    like = {name: jax.tree.map_with_path(place, part) for name, part in zip(names, abstract_parts, strict=True)}
     restored = checkpoints.restore_parts(step, like)
     checkpoints.close()
-    return nnx.merge(graph, *(restored[name] for name in names))
+    parts = [restored[name] for name in names]
+    if position.get("places"):
+        parts = move_experts(parts, config, Places.from_json(position["places"]).back)
+    return nnx.merge(graph, *parts)

@@ -6,6 +6,7 @@ numbers: transformers' load-balancing loss averages expert i's load over all lay
 the router chooses among groups of experts (DeepSeek's), a group's experts stay neighbours.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -63,6 +64,48 @@ def move_experts[Tree: PyTree](state: Tree, config: ModelConfig, orders: Int[np.
 def num_groups(config: ModelConfig) -> int:
     """Of how many groups of experts a router of this model's chooses some."""
     return getattr(config, "num_groups", 1)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a run's experts are, and how busy each place was since they last moved. A part of its checkpoints, as JSON."""
+
+    numbers: Int[np.ndarray, "moe_layers experts"]
+    """Of the expert in each place, in the model that the run began with."""
+    load: Int[np.ndarray, "moe_layers experts"]
+
+    @classmethod
+    def at_first(cls, moe_layers: int, num_experts: int) -> "Places":
+        """Every expert in its own place."""
+        numbers = np.tile(np.arange(num_experts), (moe_layers, 1))
+        return cls(numbers, np.zeros_like(numbers))
+
+    @classmethod
+    def from_json(cls, saved: dict[str, list]) -> "Places":
+        """What `to_json` gave."""
+        return cls(**{name: np.asarray(values) for name, values in saved.items()})
+
+    def to_json(self) -> dict[str, list]:
+        """Lists of numbers."""
+        return {"numbers": self.numbers.tolist(), "load": self.load.tolist()}
+
+    def after_step(self, expert_load: Int[np.ndarray, "moe_layers experts"]) -> "Places":
+        """With a step's load of each place added."""
+        return Places(self.numbers, self.load + expert_load)
+
+    def by_number(self, of_places: Int[np.ndarray, "moe_layers experts"]) -> Int[np.ndarray, "moe_layers experts"]:
+        """The same in the order of the experts' numbers."""
+        return np.take_along_axis(of_places, self.back, axis=1)
+
+    @property
+    def back(self) -> Int[np.ndarray, "moe_layers experts"]:
+        """The orders for `move_experts` with which every expert is in its own place again."""
+        return np.argsort(self.numbers, axis=1)
+
+    def rebalance(self, state: TrainState, config: ModelConfig, devices: int) -> tuple[TrainState, "Places"]:
+        """`rebalance` by the load since the last time."""
+        state, orders = rebalance(state, config, self.load, devices)
+        return state, Places(np.take_along_axis(self.numbers, orders, axis=1), np.zeros_like(self.load))
 
 
 @partial(jax.jit, donate_argnums=0, static_argnums=2)

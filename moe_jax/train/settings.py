@@ -63,6 +63,8 @@ class FinetuneSettings:
         experts: "copies", between the GPUs of one process, or "nccl". None: copies where they can be made.
       shadow_experts: how many experts at most a layer may copy to all devices along mesh.expert for a step, where that takes
         more from the busiest device than the copies cost (docs/parallel_experts.md).
+      rebalance_every: after so many steps experts change places between the devices along mesh.expert, by how busy they were
+        since the last time; 0: never. The run's log and the trained model have them under their old numbers (docs/scaling.md).
       tensorboard: write output/tensorboard too.
       force_balanced_routing: ignore the router's choices and deal experts out in turn. For benchmarks: it spoils a model.
     """
@@ -101,6 +103,7 @@ class FinetuneSettings:
     capacity_factor: float = ExpertParallel.capacity_factor
     hops: Hops | None = None
     shadow_experts: int = 0
+    rebalance_every: int = 0
     tensorboard: bool = False
     force_balanced_routing: bool = False
 
@@ -125,7 +128,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
             "eval_batches",
         ),
         "an integer of at least 2": ("seq_len",),
-        "an integer of at least 0": ("warmup_steps", "shadow_experts"),
+        "an integer of at least 0": ("warmup_steps", "shadow_experts", "rebalance_every"),
         "an integer from 0 to 2**32 - 1": ("seed",),
         "a number greater than 0": ("learning_rate", "max_grad_norm", "capacity_factor"),
         "a number of at least 0": (

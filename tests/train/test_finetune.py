@@ -122,9 +122,10 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_files(tmp_path):
         finetune(settings(tmp_path), model=model, tokenizer=tiny.tokenizer())
 
 
-def test_shadow_experts_on_one_device_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="shadow_experts=1 needs experts on several devices: a mesh.expert of 2 or more"):
-        finetune(settings(tmp_path, shadow_experts=1), model=tiny.model(), tokenizer=tiny.tokenizer())
+@pytest.mark.parametrize("name", ["shadow_experts", "rebalance_every"])
+def test_what_needs_experts_on_several_devices_is_refused_on_one(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name}=1 needs experts on several devices: a mesh.expert of 2 or more"):
+        finetune(settings(tmp_path, **{name: 1}), model=tiny.model(), tokenizer=tiny.tokenizer())
     assert not (tmp_path / "run").exists()
 
 
@@ -134,10 +135,16 @@ def test_parameters_that_cannot_be_trained_are_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_experts_that_devices_do_not_divide_are_refused():
+def test_experts_that_devices_do_not_divide_are_refused(tmp_path):
     parallelism = Parallelism(AbstractMesh((1, 1, 3, 1), MESH_AXES))
     with pytest.raises(ValueError, match="4 experts cannot be dealt out to mesh.expert=3 devices; take a divisor"):
-        _check_experts(0, parallelism, tiny.model().config)
+        _check_experts(settings(tmp_path), parallelism, tiny.model().config)
+
+
+def test_experts_that_a_model_lacks_cannot_change_places(tmp_path):
+    parallelism = Parallelism(AbstractMesh((1, 1, 2, 1), MESH_AXES))
+    with pytest.raises(ValueError, match="rebalance_every=1 needs a model with experts"):
+        _check_experts(settings(tmp_path, rebalance_every=1), parallelism, tiny.dense().config)
 
 
 def test_all_wrong_settings_are_named_at_once(tmp_path):

@@ -65,7 +65,9 @@ def test_two_processes_are_one_and_stop_when_told(tmp_path):
     paths = f"--model {tmp_path}/model --data {data} --mesh.fsdp 2 --mesh.expert 2 --mesh.context 2".split()
     # Rows of two streams of documents, one in each process.
     sizes = f"--seq-len 32 --batch-size 64 --steps {STEPS} --warmup-steps 1 --learning-rate 1e-2 --dtype float32".split()
-    options = [*paths, *sizes, "--checkpoint-every", "1", "--keep-checkpoints", "100"]
+    # Where experts change places, the load-balancing loss of several layers changes a little.
+    moves = "--rebalance-every 2 --aux-loss-coef 1e-3".split()
+    options = [*paths, *sizes, *moves, "--checkpoint-every", "1", "--keep-checkpoints", "100"]
     one, two = tmp_path / "one", tmp_path / "two"
 
     command = [*PROGRAM, "launch", "--processes", "2", "--cpu-devices", "4", "--", *PROGRAM, "finetune", *options]
@@ -95,7 +97,7 @@ def test_two_processes_are_one_and_stop_when_told(tmp_path):
     assert actual[: len(records)] == records and len(actual) == len(expected) == STEPS
     for name in ("loss", "aux_loss", "grad_norm", "max_mean_expert_load"):
         # Later steps inherit f32's noise through AdamW, which divides small gradients by their size.
-        for steps, tolerance in ((slice(0, 2), 1e-5), (slice(2, STEPS), 1e-3)):
+        for steps, tolerance in ((slice(0, 2), 1e-5), (slice(2, STEPS), 1e-3 if name != "aux_loss" else 0.1)):
             pairs = ([record[name] for record in run[steps]] for run in (actual, expected))
             np.testing.assert_allclose(*pairs, rtol=tolerance, err_msg=name)
     gradients = moments(one / "checkpoints" / "1")
