@@ -7,10 +7,11 @@ Exchange: GB/s that leave each device, empty slots included, by dispatch and by 
 slots alone), beside a plain `lax.all_to_all` of the buffers of transport `all_to_all`. Routes are made beforehand.
 
 Layer: as many tokens and fewer experts on each device, the more devices. Efficiency is the time on one device with all experts
-over the time on n; "load" is the choices of the busiest device's experts over the mean, which bounds it. Outputs and gradients
-of what is timed are compared with one device that computes everything. "by copies" has hops that are copies between GPUs in
-place of NCCL's kernels; "no overlap" has collectives that XLA may not run beside computation. "n shadows" is a transport with
-up to n shadow experts; "shadows" says how many the call took.
+over the time on n; "load" is the choices of the busiest device's experts over the mean, which bounds it. Routing "zipf" has the
+popular experts anywhere, "crowded" on the first devices, and "placed" is "crowded" after `train.rebalance` has dealt them out.
+Outputs and gradients of what is timed are compared with one device that computes everything. "by copies" has hops that are
+copies between GPUs in place of NCCL's kernels; "no overlap" has collectives that XLA may not run beside computation.
+"n shadows" is a transport with up to n shadow experts; "shadows" says how many the call took.
 
 Times are the median of 5 groups of `--launches` calls between two synchronisations. What fails is a row with its error, and the
 others go on; the process ends with 1 where something failed or differs.
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from timing import median_ms
@@ -32,6 +34,7 @@ from timing import median_ms
 from moe_jax.kernels import experts_mlp
 from moe_jax.parallel import ExpertParallel, default_hops, expert_parallel_mlp
 from moe_jax.parallel.expert import TRANSPORTS, combine, dispatch
+from moe_jax.parallel.expert.placement import balanced_order
 from moe_jax.parallel.expert.routes import first_route, owners, queue
 from moe_jax.parallel.expert.settings import Transport, first_capacity
 from moe_jax.parallel.hops import COPIES, MANY_AT_ONCE
@@ -43,6 +46,8 @@ EXCHANGE = dict(tokens=4096, hidden=7168, experts=256, k=8)
 
 LAYER = dict(tokens=8192, hidden=2048, inter=768, experts=128, k=8)
 """A layer of Qwen3-30B-A3B."""
+
+ROUTINGS = "uniform", "zipf", "crowded", "placed"
 
 NO_OVERLAP = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
 """A compiler option for GPUs."""
@@ -56,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", type=int, help="by default all; the layer also on one")
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=["gather", "all_to_all", "pairwise"])
-    parser.add_argument("--routings", nargs="+", choices=("uniform", "zipf"), default=["uniform", "zipf"])
+    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=["uniform", "zipf"])
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the experts' popularity")
     parser.add_argument("--tokens", type=int, default=LAYER["tokens"], help="of each device, in the layer")
     parser.add_argument("--capacity-factor", type=float, default=1.25)
@@ -239,16 +244,20 @@ def normal(key, shape, dtype, mesh, scale=1.0):
 
 
 def choose(key, tokens: int, experts: int, k: int, routing: str, args: argparse.Namespace, mesh):
-    """k different experts for each token; with "zipf" the i-th most popular of them in proportion i^-s, dealt out at random."""
+    """k different experts for each token; but for "uniform", the i-th most popular of them in proportion i^-s."""
 
     def draw(key):
         deal, noise = jax.random.split(key)
-        rank = jax.random.permutation(deal, experts) + 1.0
-        popularity = -args.zipf * jnp.log(rank) if routing == "zipf" else jnp.zeros(experts)
+        rank = 1.0 + (jax.random.permutation(deal, experts) if routing == "zipf" else jnp.arange(experts))
+        popularity = jnp.zeros(experts) if routing == "uniform" else -args.zipf * jnp.log(rank)
         # The k largest of log p + Gumbel noise are k draws without replacement.
         return jax.lax.top_k(popularity + jax.random.gumbel(noise, (tokens, experts)), k)[1]
 
-    return jax.jit(draw, out_shardings=split_over(mesh))(key)
+    chosen = jax.jit(draw, out_shardings=split_over(mesh))(key)
+    if routing != "placed":
+        return chosen
+    order = balanced_order(np.bincount(np.asarray(chosen).reshape(-1), minlength=experts), mesh.size)
+    return jax.jit(lambda chosen: jnp.argsort(order)[chosen], out_shardings=split_over(mesh))(chosen)
 
 
 def split_over(mesh):

@@ -6,7 +6,8 @@
 
 TFLOP/s are model FLOPs (`moe_jax.flops`: recomputed layers count once) of one GPU; "of ceiling" compares them with a dense bf16
 matmul of 8192^3 on one GPU in the same process. Attention counts the keys that a token sees: half a row on average, fewer where
-rows are packed. Routing is the router's own choice of random weights ("own"), or dealt out evenly ("balanced").
+rows are packed. Routing is the router's own choice of random weights ("own"), the same after experts changed places by a step's
+loads ("rebalanced"), or dealt out evenly ("balanced").
 """
 
 import argparse
@@ -26,7 +27,9 @@ from moe_jax.check import random_model
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.flops import num_parameters, training_flops_per_token
 from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism, default_hops, initialize_processes, make_mesh
+from moe_jax.parallel.expert.placement import device_load
 from moe_jax.train.optimizer import make_optimizer
+from moe_jax.train.rebalance import rebalance
 from moe_jax.train.step import init_state, make_train_step, put_batch
 
 
@@ -48,7 +51,7 @@ def main() -> None:
     parser.add_argument("--moment-dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--no-remat", action="store_true")
     parser.add_argument("--offload", action="store_true", help="what remat keeps lies in the host's memory")
-    parser.add_argument("--routings", nargs="+", default=["balanced", "own"], choices=("balanced", "own"))
+    parser.add_argument("--routings", nargs="+", default=["balanced", "own"], choices=("balanced", "own", "rebalanced"))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="sizes for a CPU: to see that it runs")
     parser.add_argument("--output", type=Path, help="a JSON file")
@@ -95,7 +98,10 @@ def main() -> None:
         memory = f"peak {row['peak_gib']:.1f} GiB, state {row['state_gib']:.1f} GiB"
         losses = f"loss {row['losses'][0]:.3f} to {row['losses'][-1]:.3f}"
         show(f"{routing:>9}: {row['seconds']:.3f} s, {speed} ({row['of_ceiling']:.1%} of ceiling), {memory}, ", end="")
-        show(f"max/mean load {row['load']:.2f}, {losses}, compiled in {row['compile_seconds']:.0f} s", flush=True)
+        loads = f"max/mean load {row['load']:.2f}, of devices {row['device_load']:.2f}"
+        show(f"{loads}, {losses}, compiled in {row['compile_seconds']:.0f} s", flush=True)
+        if routing == "rebalanced":
+            show(f"           experts moved in {row['rebalance_seconds']:.2f} s", flush=True)
     if first and args.output is not None:
         args.output.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -118,7 +124,15 @@ def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing:
     rows = random_batch(args, config.vocab_size)
     flops_per_token = training_flops_per_token(config, 1 + 2 * float(rows["positions"].mean()))
     batch = put_batch(rows, state.params, parallelism)
-    seconds, losses = [], []
+    expert_devices = parallelism.mesh.shape["expert"]
+    seconds, losses, of_rebalance = [], [], {}
+    if routing == "rebalanced":
+        # The first time it is compiled.
+        for _ in range(2):
+            state, metrics = step(state, batch)
+            began = time.perf_counter()
+            state, _ = jax.block_until_ready(rebalance(state, config, np.asarray(metrics["expert_load"]), expert_devices))
+            of_rebalance = {"rebalance_seconds": time.perf_counter() - began}
     for _ in range(args.steps + 1):
         began = time.perf_counter()
         state, metrics = step(state, batch)
@@ -137,9 +151,16 @@ def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing:
         "tflops_per_gpu": tokens * flops_per_token / median / devices / 1e12,
         "peak_gib": peak / 2**30,
         "state_gib": state_bytes / 2**30,
-        "load": float((load.max(axis=1) / load.mean(axis=1)).mean()),
+        "load": busiest(load),
+        "device_load": busiest(device_load(load, expert_devices)),
         "losses": losses,
+        **of_rebalance,
     }
+
+
+def busiest(load: np.ndarray) -> float:
+    """The largest over the mean, on average over the layers."""
+    return float((load.max(axis=1) / load.mean(axis=1)).mean())
 
 
 def random_batch(args: argparse.Namespace, vocab_size: int) -> dict[str, np.ndarray]:
