@@ -34,7 +34,13 @@ def rebalance(
     Raises:
       ValueError: devices that the experts cannot be dealt out to (`balanced_order`), or loads that are not of this model.
     """
-    orders = np.stack([balanced_order(load, devices, num_groups(config)) for load in np.asarray(expert_load)])
+    expert_load, groups = np.asarray(expert_load), num_groups(config)
+    _check_shape("expert_load", expert_load, config)
+    balanced = [balanced_order(load, devices, groups) for load in expert_load]
+    # The busiest experts come to the first device, or group, of the first layer, the second of the second, and so on: together
+    # they would weigh more in a load-balancing loss that averages over layers.
+    shift = expert_load.shape[1] // (devices if groups == 1 else min(devices, groups))
+    orders = np.stack([np.roll(order, i * shift) for i, order in enumerate(balanced)])
     return move_experts(state, config, orders), orders
 
 
@@ -42,7 +48,7 @@ def move_experts[Tree: PyTree](state: Tree, config: ModelConfig, orders: Int[np.
     """The state with expert orders[l, i] of MoE layer l in place i. The state passed in is donated.
 
     Args:
-      state: a TrainState, or several of its parts: parameters, and what lies in the same places for them.
+      state: a TrainState, or several of its parts, the parameters or their moments among them.
 
     Raises:
       ValueError: orders that are no permutations, are not of this model, or part a group's experts.
@@ -117,13 +123,20 @@ def _move(
     return jax.lax.with_sharding_constraint(moved, layout)
 
 
-def _check_orders(orders: np.ndarray, config: ModelConfig) -> None:
+def _check_shape(name: str, of_layers: np.ndarray, config: ModelConfig) -> None:
     shape = len(config.routed_layers), getattr(config, "num_experts", 0)
-    if orders.shape != shape:
-        raise ValueError(f"orders must be [moe_layers, experts] = {list(shape)}; got {list(orders.shape)}")
-    if not (np.sort(orders, axis=1) == np.arange(shape[1])).all():
-        raise ValueError("each row of orders must be a permutation of the experts")
-    group = orders.reshape(shape[0], num_groups(config), -1) // (shape[1] // num_groups(config))
+    if not all(shape):
+        raise ValueError("the model has no experts")
+    if of_layers.shape != shape:
+        raise ValueError(f"{name} must be [moe_layers, experts] = {list(shape)}; got {list(of_layers.shape)}")
+
+
+def _check_orders(orders: np.ndarray, config: ModelConfig) -> None:
+    _check_shape("orders", orders, config)
+    layers, experts = orders.shape
+    if not (np.issubdtype(orders.dtype, np.integer) and (np.sort(orders, axis=1) == np.arange(experts)).all()):
+        raise ValueError("each row of orders must be a permutation of the experts, in integers")
+    group = orders.reshape(layers, num_groups(config), -1) // (experts // num_groups(config))
     if (group != group[:, :, :1]).any():
         raise ValueError(f"the experts of each of the router's {num_groups(config)} groups must stay neighbours")
 

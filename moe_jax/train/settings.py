@@ -153,6 +153,10 @@ def _problems(settings: FinetuneSettings) -> list[str]:
             problems.append(f"{name}={getattr(settings, name)!r} must be one of {', '.join(choices)}")
     if settings.offload and not settings.remat:
         problems.append("offload=True needs remat: without it far more is kept than a layer's input")
+    if settings.rebalance_every and settings.force_balanced_routing:
+        problems.append(
+            "rebalance_every needs the router's own choices: force_balanced_routing deals experts out by their places"
+        )
     if settings.hops not in (None, *get_args(Hops)):
         problems.append(f"hops={settings.hops!r} must be one of {', '.join(get_args(Hops))}, or None")
     for axis in MESH_AXES:

@@ -141,6 +141,11 @@ def test_experts_that_devices_do_not_divide_are_refused(tmp_path):
         _check_experts(settings(tmp_path), parallelism, tiny.model().config)
 
 
+def test_forced_routing_and_experts_that_change_places_exclude_each_other(tmp_path):
+    with pytest.raises(ValueError, match="rebalance_every needs the router's own choices"):
+        settings(tmp_path, rebalance_every=1, force_balanced_routing=True)
+
+
 def test_experts_that_a_model_lacks_cannot_change_places(tmp_path):
     parallelism = Parallelism(AbstractMesh((1, 1, 2, 1), MESH_AXES))
     with pytest.raises(ValueError, match="rebalance_every=1 needs a model with experts"):

@@ -1,5 +1,7 @@
 """Experts that change places change nothing else: logits, losses and the next steps stay."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,9 +48,30 @@ def test_rebalance_evens_out_the_devices():
     state = start()[2]
     gate_up = np.asarray(state.params["stages"][0]["mlp"]["experts"]["gate_up_proj"])
     state, orders = rebalance(state, CONFIG, np.asarray([[9, 8, 1, 2], [1, 1, 1, 1]]), 2)
-    np.testing.assert_array_equal(orders, [[0, 2, 1, 3], [0, 2, 1, 3]])
+    np.testing.assert_array_equal(orders, [[0, 2, 1, 3], [1, 3, 0, 2]])
     moved = np.asarray(state.params["stages"][0]["mlp"]["experts"]["gate_up_proj"])
     np.testing.assert_array_equal(moved, np.take_along_axis(gate_up, orders[:, :, None, None], axis=1))
+
+
+@pytest.mark.parametrize("devices", [4, 8, 16])
+def test_the_busiest_experts_of_all_layers_do_not_meet_in_one_place(monkeypatch, devices):
+    config = dataclasses.replace(CONFIG, num_hidden_layers=4, num_experts=16)
+    monkeypatch.setattr("moe_jax.train.rebalance.move_experts", lambda state, *_: state)
+    load = np.random.default_rng().lognormal(0, 0.7, (4, 16))
+    _, orders = rebalance(None, config, load, devices)
+    places = np.argmax(np.take_along_axis(load, orders, axis=1), axis=1)
+    assert len(set(places * devices // 16)) == 4
+
+
+@pytest.mark.parametrize("load", [np.ones(4), np.ones((0, 4)), np.ones((2, 6))])
+def test_loads_of_another_model_are_refused(load):
+    with pytest.raises(ValueError, match=r"expert_load must be \[moe_layers, experts\] = \[2, 4\]; got"):
+        rebalance(None, CONFIG, load, 2)
+
+
+def test_a_model_without_experts_is_refused():
+    with pytest.raises(ValueError, match="the model has no experts"):
+        rebalance(None, tiny.dense().config, np.ones((0, 0)), 2)
 
 
 def test_groups_of_experts_and_modules_for_further_tokens_compute_the_same():
@@ -71,6 +94,7 @@ def test_groups_of_experts_and_modules_for_further_tokens_compute_the_same():
     [
         ([[0, 1, 2, 3]], r"must be \[moe_layers, experts\] = \[2, 4\]; got \[1, 4\]"),
         ([[0, 0, 1, 2]] * 2, "permutation"),
+        ([[0.0, 1.0, 2.0, 3.0]] * 2, "permutation of the experts, in integers"),
     ],
 )
 def test_wrong_orders_are_refused(orders, message):
