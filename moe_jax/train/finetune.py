@@ -73,6 +73,9 @@ def finetune(
 ) -> FinetuneResult:
     """Trains; if `settings.output` holds checkpoints of the same run, goes on from the newest, bit for bit.
 
+    On GPUs XLA chooses kernels by their time in each process, and sums round as they do: bit for bit there with
+    XLA_FLAGS=--xla_gpu_deterministic_ops=true.
+
     All processes of a job (`parallel.initialize_processes`) call this together, with an output folder that they share. Each
     computes its devices' part of the same batches; the first one writes logs. SIGTERM to any has them save and return.
     One process alone does so too.
@@ -234,7 +237,8 @@ def finetune(
                     print(f"step {step}: {_one_line(record)}", flush=True)
                 else:
                     progress.set_postfix_str(_one_line(record))
-            if places is not None and settings.rebalance_every and step % settings.rebalance_every == 0:
+            moves = settings.rebalance_every and step % settings.rebalance_every == 0 and step < settings.steps
+            if places is not None and moves:
                 state, places = places.rebalance(state, config, expert_devices)
             if checkpoints.told_to_stop(step):
                 last = step

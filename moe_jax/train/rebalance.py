@@ -2,8 +2,8 @@
 
 Where an expert's weights go, its row of the router, the low halves of its masters and the optimizer's moments go too. The
 model, and a checkpoint written from it, are as good as before; only the numbers of the experts have changed. One thing looks at
-numbers: transformers' load-balancing loss averages expert i's load over all layers, so that its value changes a little. Where
-the router chooses among groups of experts (DeepSeek's), a group's experts stay neighbours.
+numbers: transformers' load-balancing loss averages expert i's load over all layers, so that its value changes with the places.
+Where the router chooses among groups of experts (DeepSeek's), a group's experts stay neighbours.
 """
 
 from dataclasses import dataclass
@@ -36,11 +36,12 @@ def rebalance(
     """
     expert_load, groups = np.asarray(expert_load), num_groups(config)
     _check_shape("expert_load", expert_load, config)
-    balanced = [balanced_order(load, devices, groups) for load in expert_load]
+    orders = np.stack([balanced_order(load, devices, groups) for load in expert_load])
+    stays = (orders == np.arange(orders.shape[1])).all(axis=1)
     # The busiest experts come to the first device, or group, of the first layer, the second of the second, and so on: together
     # they would weigh more in a load-balancing loss that averages over layers.
-    shift = expert_load.shape[1] // (devices if groups == 1 else min(devices, groups))
-    orders = np.stack([np.roll(order, i * shift) for i, order in enumerate(balanced)])
+    shift = orders.shape[1] // (devices if groups == 1 else min(devices, groups))
+    orders = np.stack([order if stays[i] else np.roll(order, i * shift) for i, order in enumerate(orders)])
     return move_experts(state, config, orders), orders
 
 

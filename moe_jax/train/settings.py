@@ -64,7 +64,8 @@ class FinetuneSettings:
       shadow_experts: how many experts at most a layer may copy to all devices along mesh.expert for a step, where that takes
         more from the busiest device than the copies cost (docs/parallel_experts.md).
       rebalance_every: after so many steps experts change places between the devices along mesh.expert, by how busy they were
-        since the last time; 0: never. The run's log and the trained model have them under their old numbers (docs/scaling.md).
+        since the last time; 0: never. Log and trained model have them under their old numbers, the load-balancing loss of
+        several layers under their places (docs/scaling.md).
       tensorboard: write output/tensorboard too.
       force_balanced_routing: ignore the router's choices and deal experts out in turn. For benchmarks: it spoils a model.
     """

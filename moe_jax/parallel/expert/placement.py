@@ -13,6 +13,8 @@ def balanced_order(expert_load: Float[np.ndarray, "experts"], devices: int, num_
     Where the router chooses among `num_groups` runs of neighbours, these stay together: whole groups are dealt out to the
     devices, or, where a group fills several devices, its experts among these.
 
+    Where that makes the busiest device no less busy, every expert stays where it is.
+
     Raises:
       ValueError: devices that the experts, or their groups, cannot be dealt out to.
     """
@@ -23,10 +25,13 @@ def balanced_order(expert_load: Float[np.ndarray, "experts"], devices: int, num_
         raise ValueError(
             f"{num_groups} groups of experts cannot be dealt out to {devices} devices; take a divisor or a multiple"
         )
-    groups = np.arange(len(load)).reshape(num_groups, -1)
+    as_it_is = np.arange(len(load), dtype=np.int32)
+    groups = as_it_is.reshape(num_groups, -1)
     if devices <= num_groups:
-        return groups[_deal(load[groups].sum(axis=1), devices)].reshape(-1)
-    return np.concatenate([group[_deal(load[group], devices // num_groups)] for group in groups])
+        order = groups[_deal(load[groups].sum(axis=1), devices)].reshape(-1)
+    else:
+        order = np.concatenate([group[_deal(load[group], devices // num_groups)] for group in groups])
+    return order if device_load(load[order], devices).max() < device_load(load, devices).max() else as_it_is
 
 
 def device_load(expert_load: Float[np.ndarray, "*layers experts"], devices: int) -> Float[np.ndarray, "*layers devices"]:
@@ -44,4 +49,4 @@ def _deal(load: Float[np.ndarray, "items"], devices: int) -> Int[np.ndarray, "it
         device = min((d for d in range(devices) if len(held[d]) < places), key=lambda d: loads[d])
         held[device].append(int(item))
         loads[device] += load[item]
-    return np.concatenate([np.sort(items) for items in held]).astype(np.int32)
+    return np.concatenate([np.sort(items) for items in held])

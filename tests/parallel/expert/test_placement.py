@@ -13,7 +13,7 @@ LOADS = st.lists(st.integers(0, 1000), min_size=6, max_size=6)
 
 
 def busiest(load, order, devices):
-    return device_load(np.asarray(load)[order], devices).max()
+    return device_load(np.asarray(load)[list(order)], devices).max()
 
 
 @settings(deadline=None)
@@ -22,7 +22,7 @@ def test_order_is_a_permutation_within_four_thirds_of_the_best(load, devices):
     order = balanced_order(np.asarray(load), devices)
     assert sorted(order) == list(range(6))
     best = min(busiest(load, list(order), devices) for order in permutations(range(6)))
-    assert best <= busiest(load, order, devices) <= 4 / 3 * best
+    assert best <= busiest(load, order, devices) <= min(4 / 3 * best, busiest(load, range(6), devices))
 
 
 def test_skewed_loads_become_as_even_as_they_can():
