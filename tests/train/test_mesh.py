@@ -82,6 +82,8 @@ for refused in (partial(run, "moved", moved, shadow_experts=5), partial(run, "re
         print(error)
 np.testing.assert_allclose(run("moved", moved, shadow_experts=2), one, rtol=1e-4)
 
+# As even as so few experts are, they would often stay where they are.
+sys.modules["moe_jax.train.rebalance"].balanced_order = lambda load, *_: np.argsort(-load, kind="stable")
 # Stopped between two moves and resumed; the loads that decide about the second began before.
 places = run("places", mesh, rebalance_every=2)
 run("stopped", mesh, rebalance_every=2, stop_after=3)
