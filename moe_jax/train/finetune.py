@@ -39,7 +39,6 @@ RESUME_MUST_MATCH = (
     "seq_len",
     "batch_size",
     "gradient_accumulation",
-    "steps",
     "learning_rate",
     "min_learning_rate_ratio",
     "warmup_steps",
@@ -72,6 +71,9 @@ def finetune(
     settings: FinetuneSettings, *, model: Decoder | None = None, tokenizer: Any = None, stop_after: int | None = None
 ) -> FinetuneResult:
     """Trains; if `settings.output` holds checkpoints of the same run, goes on from the newest, bit for bit.
+
+    Of that run `settings.steps` may be changed: each step from there on has the learning rate that a run of so many steps would
+    have had there.
 
     On GPUs XLA chooses kernels by their time in each process, and sums round as they do: bit for bit there with
     XLA_FLAGS=--xla_gpu_deterministic_ops=true.
@@ -129,6 +131,10 @@ def finetune(
     if start:
         position = checkpoints.position(start)
         _check_same_run(position["identity"], identity, output)
+        if settings.steps < start:
+            raise ValueError(
+                f"{output} holds {start} steps of this run: steps={settings.steps} would end before; take {start} or more"
+            )
         stream.set_state(position["data"])
         places = Places.from_json(position["places"]) if position.get("places") else places
 

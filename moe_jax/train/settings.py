@@ -33,7 +33,7 @@ class FinetuneSettings:
       seq_len: tokens in a row; documents are packed into rows, longer ones are cut.
       batch_size: rows in an optimizer step, over all micro-batches.
       gradient_accumulation: micro-batches in an optimizer step.
-      steps: optimizer steps in all.
+      steps: optimizer steps in all. A run that has ended goes on when the command is given again with more.
       learning_rate: the peak, reached after `warmup_steps`; from there it falls along a cosine.
       min_learning_rate_ratio: which part of the peak it has at the end.
       warmup_steps: None: a tenth of `steps`, at most 100.

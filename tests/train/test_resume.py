@@ -14,6 +14,7 @@ import tiny
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.train import FinetuneSettings, finetune
 from moe_jax.train.metrics import MetricsWriter, read_records
+from moe_jax.train.optimizer import warmup_cosine
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -77,6 +78,30 @@ def test_sigterm_to_a_process_that_is_alone_has_it_save_and_return(tmp_path, mon
     assert finetune(settings, model=tiny.model(), tokenizer=tiny.tokenizer()).step == 2
     assert signal.getsignal(signal.SIGTERM) is handler
     assert TrainingCheckpoints(tmp_path / "run" / "checkpoints").latest_step() == 2
+
+
+def test_a_run_that_has_ended_goes_on_with_more_steps_and_not_with_fewer(tmp_path, monkeypatch):
+    lengths, schedule = [], warmup_cosine
+    monkeypatch.setattr(
+        sys.modules["moe_jax.train.finetune"],
+        "warmup_cosine",
+        lambda rate, *, steps, **options: lengths.append(steps) or schedule(rate, steps=steps, **options),
+    )
+
+    def run(folder, steps):
+        paths = dict(model="none", data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / folder))
+        # The same rate in runs of any length, so that all else can be compared.
+        rate = dict(learning_rate=1e-2, min_learning_rate_ratio=1.0)
+        settings = FinetuneSettings(**paths, **rate, steps=steps, seq_len=16, batch_size=2, dtype="float32")
+        assert finetune(settings, model=tiny.model(), tokenizer=tiny.tokenizer()).step == steps
+
+    run("lengthened", steps=2)
+    with pytest.raises(ValueError, match="lengthened holds 2 steps of this run: steps=1 would end before; take 2 or more"):
+        run("lengthened", steps=1)
+    run("lengthened", steps=4)
+    run("whole", steps=4)
+    assert comparable(tmp_path / "lengthened") == comparable(tmp_path / "whole")
+    assert lengths == [2, 4, 4]
 
 
 def test_a_folder_with_another_run_is_refused_before_weights_are_read(tmp_path, monkeypatch):
