@@ -54,7 +54,8 @@ def main() -> None:
         # cuDNN as JAX offers it knows neither documents nor, with is_causal, a window.
         if args.documents is None and args.window is None:
             systems["cudnn"] = cudnn
-        pairs = batch * args.heads * tokens * documents / 2
+        window = min(args.window or documents, documents)
+        pairs = batch * args.heads * tokens * (window - window**2 / documents / 2)
         forward_flops = 2 * pairs * (args.head_dim + args.value_dim)
         both_flops = forward_flops + pairs * (6 * args.head_dim + 4 * args.value_dim)
         for name, attention in systems.items():
