@@ -10,6 +10,7 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.backend import ENVIRONMENT_VARIABLE, splitting_refusal
@@ -42,7 +43,7 @@ def attention(
 
     Query i stands at key index query_offset + i. It sees key j if j is not after it, their segments are equal, and, with a
     window, j is one of the `window` keys that end with it. Heads h*G .. h*G+G-1 share key head h, G = heads / kv_heads.
-    A query that sees no key gives some finite average: it is padding, which nobody reads.
+    A query that sees no key gives some finite average: it is padding, which nobody reads. A traced window below 1 counts as 1.
 
     `backend` "mosaic" is `flash_attention`, taken by default on a Hopper GPU in bf16 and f16 where queries and keys are the
     same tokens (`key_segment_ids` is the very array of `query_segment_ids`); there a segment is a run of equal ids. "xla" takes
@@ -50,7 +51,7 @@ def attention(
     MOE_JAX_BACKEND=xla turns the kernel off.
 
     Raises:
-        ValueError: shapes that do not fit together, an unknown backend, or one that does not take the input.
+        ValueError: shapes that do not fit together, a window below 1, an unknown backend, or one that does not take the input.
     """
     queries = q.shape[1]
     if k.shape[:3] != v.shape[:3] or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
@@ -58,6 +59,11 @@ def attention(
             f"q [batch, queries, heads, head_dim] must match k [batch, keys, kv_heads, head_dim] "
             f"and v [batch, keys, kv_heads, value_dim], heads a multiple of kv_heads; got q {q.shape}, k {k.shape}, v {v.shape}"
         )
+    for name, ids, of in (("query_segment_ids", query_segment_ids, q), ("key_segment_ids", key_segment_ids, k)):
+        if ids.shape != of.shape[:2]:
+            raise ValueError(f"{name} must have shape {list(of.shape[:2])}, one of each token; got {list(ids.shape)}")
+    if isinstance(window, int | np.integer) and window < 1:
+        raise ValueError(f"window must be at least 1 or None; got {window}")
 
     refusal = _fused_refusal(q, k, v, scale, query_segment_ids, key_segment_ids, query_offset, window)
     if resolve_attention_backend(backend, refusal) == "mosaic":
@@ -68,7 +74,7 @@ def attention(
         keys = jnp.arange(k.shape[1])
         visible = keys[None, :] <= index[:, None]
         if window is not None:
-            visible &= keys[None, :] > index[:, None] - window
+            visible &= keys[None, :] > index[:, None] - jnp.maximum(window, 1)
         visible = visible & (segment_ids[:, :, None] == key_segment_ids[:, None, :])
         return _masked_attention(q, k, v, visible, scale)
 
@@ -133,10 +139,11 @@ def _announce(backend: str, reason: str | None) -> None:
 
 def _masked_attention(q: Array, k: Array, v: Array, visible: Array, scale: float) -> Array:
     """Attention of all queries at once under `visible` [batch, queries, keys]."""
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    kv_heads = k.shape[2]
+    grouped = q.reshape(*q.shape[:2], kv_heads, q.shape[2] // kv_heads, q.shape[3])
     accumulate = at_least_f32(q.dtype)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, preferred_element_type=accumulate) * scale
     # A finite minimum, not -inf: a row with no visible key stays free of NaN in both passes.
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(accumulate).min)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bhgqk,bkhe->bqhge", probabilities, v).reshape(*q.shape[:3], v.shape[3])
+    return jnp.einsum("bhgqk,bkhe->bqhge", probabilities, v).reshape(*q.shape[:3], v.shape[3]).astype(q.dtype)

@@ -82,6 +82,38 @@ def test_shapes_that_do_not_fit_are_named():
     ids = jnp.ones((1, 2), jnp.int32)
     with pytest.raises(ValueError, match=r"q \(1, 2, 3, 4\), k \(1, 2, 2, 4\)"):
         attention(q, k, k, scale=1.0, query_segment_ids=ids, key_segment_ids=ids)
+    with pytest.raises(ValueError, match=r"key_segment_ids must have shape \[1, 2\], one of each token; got \[1, 1\]"):
+        attention(k, k, k, scale=1.0, query_segment_ids=ids, key_segment_ids=ids[:, :1])
+
+
+@pytest.mark.parametrize("window", [0, np.int64(-3)])
+def test_a_window_of_nothing_is_refused(window):
+    q, ids = jnp.zeros((1, 2, 1, 4)), jnp.ones((1, 2), jnp.int32)
+    with pytest.raises(ValueError, match="window must be at least 1 or None"):
+        attention(q, q, q, scale=1.0, query_segment_ids=ids, key_segment_ids=ids, window=window)
+
+
+def test_a_traced_window_below_1_counts_as_1():
+    q = jnp.asarray(np.random.default_rng().normal(size=(1, 5, 1, 4)), jnp.float32)
+    ids = jnp.ones((1, 5), jnp.int32)
+    of_window = jax.jit(lambda window: attention(q, q, q, scale=1.0, query_segment_ids=ids, key_segment_ids=ids, window=window))
+    np.testing.assert_array_equal(of_window(0), q)
+
+
+@pytest.mark.parametrize("batch, queries", [(0, 4), (1, 0)])
+def test_no_queries_give_nothing(batch, queries):
+    q, k = jnp.zeros((batch, queries, 2, 4)), jnp.zeros((batch, 4, 1, 4))
+    ids = [jnp.ones(x.shape[:2], jnp.int32) for x in (q, k)]
+    assert attention(q, k, k, scale=1.0, query_segment_ids=ids[0], key_segment_ids=ids[1]).shape == (batch, queries, 2, 4)
+
+
+def test_a_scale_may_be_traced_and_the_result_has_the_dtype_of_q(rng):
+    q, k, v, options = fused_inputs(rng)
+    options.pop("scale")
+    out = jax.jit(lambda scale: attention(q, k.astype(jnp.float32), v.astype(jnp.float32), scale=scale, **options))(0.3)
+    assert out.dtype == jnp.bfloat16
+    traced = jax.jit(lambda scale: attention(q, k, v, scale=scale, **options))(0.3)
+    np.testing.assert_allclose(traced.astype(jnp.float32), out.astype(jnp.float32), atol=3e-2)
 
 
 def fused_inputs(rng, dtype=jnp.bfloat16, seq=130):

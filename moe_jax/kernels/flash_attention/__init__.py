@@ -14,6 +14,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.flash_attention.interval import fill_up, forward_of_interval, gradient_of_queries, gradients_of_keys
@@ -71,9 +72,11 @@ def refusal(q: Array, k: Array, v: Array, scale: float, window: Array | int | No
     for name, width in (("head_dim", q.shape[3]), ("value_dim", v.shape[3])):
         if width not in (64, 128, 192, 256):
             return f"{name} must be 64, 128, 192 or 256; got {width}"
+    if isinstance(scale, jax.core.Tracer):
+        return "scale must be a number that is known while the program is traced"
     if not scale > 0:
         return f"scale must be positive; got {scale}"
-    if isinstance(window, int) and window < 1:
+    if isinstance(window, int | np.integer) and window < 1:
         return f"window must be at least 1 or None; got {window}"
     return None
 
