@@ -69,7 +69,9 @@ def _reason_against(name: str, dtype: jnp.dtype) -> str | None:
 
 def splitting_refusal() -> str | None:
     """Why a kernel of ours is not taken by default where the compiler might have to split it; None where it need not."""
-    if jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
+    mesh = jax.sharding.get_abstract_mesh()
+    is_split = not mesh.manual_axes or any(size > 1 for name, size in mesh.shape.items() if name not in mesh.manual_axes)
+    if jax.device_count() > 1 and is_split:
         return "the compiler cannot split it over several devices; call it inside shard_map, or name it"
     return None
 

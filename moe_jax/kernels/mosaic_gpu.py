@@ -64,7 +64,14 @@ def launch(
         run(*inputs[:-1], changed)
         return [jax.freeze(changed)]
 
-    return call_varying(run_in_place if in_place else run)
+    call = call_varying(run_in_place if in_place else run)
+
+    def call_in_32_bits(*inputs):
+        # With jax_enable_x64 a kernel's indices, Python's numbers among them, would be of two widths.
+        with jax.enable_x64(False):
+            return call(*inputs)
+
+    return call_in_32_bits
 
 
 def call_varying(run: Callable) -> Callable:
@@ -108,13 +115,13 @@ def grid_size(blocks_per_core: int = BLOCKS_PER_CORE) -> int:
     if is_interpreted():
         return INTERPRETED_BLOCKS
     target = jax.sharding.get_abstract_mesh().abstract_device
-    return blocks_per_core * (target.num_cores if target is not None else jax.local_devices()[0].core_count)
+    return blocks_per_core * (target.num_cores if target is not None else _default_device().core_count)
 
 
 def is_interpreted() -> bool:
     """Whether JAX's GPU interpreter runs the kernels: where the target is a CPU."""
     target = jax.sharding.get_abstract_mesh().abstract_device
-    return (target.platform if target is not None else jax.default_backend()) == "cpu"
+    return (target if target is not None else _default_device()).platform == "cpu"
 
 
 def interpret() -> plgpu.InterpretGPUParams | bool:
@@ -127,4 +134,12 @@ def compute_capability() -> str | None:
     target = jax.sharding.get_abstract_mesh().abstract_device
     if target is not None:
         return "9.0" if "H100" in target.device_kind or "H200" in target.device_kind else None
-    return getattr(jax.local_devices()[0], "compute_capability", None)
+    return getattr(_default_device(), "compute_capability", None)
+
+
+def _default_device() -> jax.Device:
+    """Of this process: the one that `jax.default_device` names, else the first."""
+    chosen = jax.config.jax_default_device
+    if chosen is None or isinstance(chosen, str):
+        return jax.local_devices(backend=chosen)[0]
+    return chosen

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from moe_jax.kernels import backend
+from moe_jax.kernels import backend, mosaic_gpu
 from moe_jax.kernels.grouped_matmul import implementation, mosaic, triton, xla
 
 LAYER = (jnp.bfloat16, 128, 64)
@@ -71,6 +71,23 @@ def test_several_devices_take_xla_outside_shard_map(monkeypatch):
     with on("NVIDIA H200"):
         assert backend.resolve_backend(None, *LAYER) == "xla"
         assert backend.resolve_backend("mosaic", *LAYER) == "mosaic"
+
+
+@pytest.mark.parametrize("size, taken", [(1, "mosaic"), (2, "xla")])
+def test_inside_shard_map_the_kernels_are_taken_where_the_compiler_splits_nothing_more(monkeypatch, size, taken):
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    types = AxisType.Manual, AxisType.Auto
+    mesh = AbstractMesh((4, size), ("expert", "model"), abstract_device=device, axis_types=types)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert backend.resolve_backend(None, *LAYER) == taken
+
+
+@pytest.mark.parametrize("chosen", ["cpu", jax.devices("cpu")[0]])
+def test_where_a_cpu_is_the_default_device_the_kernels_are_interpreted(monkeypatch, chosen):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with jax.default_device(chosen):
+        assert mosaic_gpu.is_interpreted() and mosaic_gpu.compute_capability() is None
 
 
 def test_a_named_backend_is_taken_or_refused(monkeypatch):

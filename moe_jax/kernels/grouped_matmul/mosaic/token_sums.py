@@ -108,6 +108,6 @@ def sum_rows(
         turns = lax.div(items - own + step - 1, step)
         lax.fori_loop(0, lax.div(turns + 1, jnp.int32(2)), two_turns, (load(jnp.int32(0), first), second, third))
 
-    inputs = [plan.row_of_pair, plan.offsets, *([] if weights is None else [weights]), rows]
+    inputs = [plan.row_of_pair, plan.offsets, *([] if weights is None else [weights.astype(jnp.float32)]), rows]
     output = jax.ShapeDtypeStruct((tokens, hidden), rows.dtype)
     return launch("sum_rows", body, [output], [], warpgroups=WARPGROUPS)(*inputs)[0]
