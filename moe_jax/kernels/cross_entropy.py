@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.precision import at_least_f32
-from moe_jax.kernels.varying import vary_alike, vary_as
+from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike, vary_as
 
 CHUNK_TOKENS = 2048
 
@@ -31,14 +31,15 @@ def cross_entropy(
     """The summed loss over masked-in tokens, and their number, f32 (f64 for f64); differentiable in hidden and head_weight.
 
     Matmuls take operands in hidden's dtype and accumulate in f32; head_weight's gradient is accumulated in f32 over all
-    tokens and returned in its own dtype. Labels of masked-out tokens may be anything.
+    tokens and returned in its own dtype. Labels of masked-out tokens may be anything; with one
+    of another token outside [0, vocab) the loss is NaN.
 
     Args:
       chunk_tokens: the most tokens whose logits exist at a time. With gradients a chunk takes 6 bytes a logit beside the 4*V*D
         of head_weight's gradient, which each chunk reads and writes: larger chunks take memory, smaller ones bandwidth.
 
     Raises:
-      ValueError: shapes that do not fit, or chunk_tokens < 1.
+      ValueError: shapes that do not fit, chunk_tokens < 1, or arrays split over mesh axes of type Explicit.
     """
     tokens = hidden.shape[:1]
     if hidden.ndim != 2 or head_weight.ndim != 2 or hidden.shape[1] != head_weight.shape[1]:
@@ -47,6 +48,7 @@ def cross_entropy(
         raise ValueError(f"labels and mask must have shape {tokens}; got {labels.shape} and {mask.shape}")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1; got {chunk_tokens}")
+    refuse_explicit_axes(hidden=hidden, head_weight=head_weight, labels=labels, mask=mask)
     mask = mask.astype(bool)
     total = _loss_sum(chunk_tokens, *vary_alike((hidden, head_weight, labels, mask)))
     return total, mask.sum().astype(total.dtype)
@@ -96,6 +98,8 @@ def _loss_of_chunk(weight, hidden, labels, mask):
     """(the summed loss, logits, their logsumexp)"""
     logits = jnp.einsum("td,vd->tv", hidden, weight, preferred_element_type=at_least_f32(hidden.dtype))
     logsumexp = jax.nn.logsumexp(logits, axis=1)
+    # Negative indices would count from the end; what lies outside is filled with NaN.
+    labels = jnp.where(labels < 0, logits.shape[1], labels)
     label_logit = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
     return jnp.where(mask, logsumexp - label_logit, 0).sum(), logits, logsumexp
 

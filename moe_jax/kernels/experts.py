@@ -32,9 +32,9 @@ from moe_jax.kernels.backend import resolve_backend
 from moe_jax.kernels.grouped_matmul import OuterPart, grouped_outer_of_parts, implementation, mosaic
 from moe_jax.kernels.grouped_matmul.xla import sum_of_choices
 from moe_jax.kernels.precision import at_least_f32, widened
-from moe_jax.kernels.routing import Plan, of_pairs, plan, plan_of_few, wide_ids
+from moe_jax.kernels.routing import Plan, is_an_expert, of_pairs, plan, plan_of_few, wide_ids
 from moe_jax.kernels.shapes import check_experts_mlp, check_shape
-from moe_jax.kernels.varying import vary_alike, vary_as, varying_axes
+from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike, vary_as, varying_axes
 
 
 class Part(NamedTuple):
@@ -93,9 +93,11 @@ def experts_mlp(
 
     Raises:
         ValueError: shapes that do not fit together, a non-integer topk_experts, chunk_tokens or max_pairs < 1, a backend that
-            is unknown or does not take the input, accumulate_into of another dtype or equal on devices that differ in x.
+            is unknown or does not take the input, accumulate_into of another dtype or equal on devices that differ in x, or
+            arrays split over mesh axes of type Explicit.
     """
     sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts)
+    refuse_explicit_axes(x=x, w_gate_up=w_gate_up, w_down=w_down, topk_weights=topk_weights, topk_experts=topk_experts)
     _check_positive(chunk_tokens=chunk_tokens, max_pairs=max_pairs)
     if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
         chunk_tokens = None
@@ -106,6 +108,7 @@ def experts_mlp(
         # The totals' gradient takes the place of the weights'.
         arrays = (arrays[0], *map(jax.lax.stop_gradient, arrays[1:3]), *arrays[3:])
     x, w_gate_up, w_down, topk_weights, topk_experts = arrays
+    topk_weights = _of_experts(topk_weights, topk_experts, w_down.shape[0])
     options = dict(backend=backend, chunk_tokens=chunk_tokens, max_pairs=(max_pairs,), totals_in_stack=totals_in_stack)
     return _experts_mlp((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), accumulate_into, **options)[0]
 
@@ -135,8 +138,11 @@ def experts_mlp_of_parts(
         ValueError: parts that differ in more than their numbers of tokens, or none, not one of max_pairs or shares for each,
             shares that do not divide the tokens, and what `experts_mlp` raises.
     """
-    for x, topk_weights, topk_experts in parts:
+    refuse_explicit_axes(w_gate_up=w_gate_up, w_down=w_down)
+    for part in parts:
+        x, topk_weights, topk_experts = part
         check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts)
+        refuse_explicit_axes(**part._asdict())
     types = [", ".join(f"{a.dtype}[tokens, {a.shape[1]}]" for a in part) for part in parts]
     if len(set(types)) != 1:
         raise ValueError(f"parts must be one or more of the same dtypes and widths; got {'; '.join(types) or 'none'}")
@@ -152,6 +158,7 @@ def experts_mlp_of_parts(
     backend = resolve_backend(backend, parts[0].x.dtype, parts[0].x.shape[1], w_down.shape[2])
     parts, w_gate_up, w_down = vary_alike((tuple(map(tuple, parts)), w_gate_up, w_down))
     xs, weights, experts = zip(*parts, strict=True)
+    weights = tuple(_of_experts(*of_part, w_down.shape[0]) for of_part in zip(weights, experts, strict=True))
     options = dict(backend=backend, max_pairs=tuple(max_pairs), shares=tuple(shares))
     return _experts_mlp(xs, w_gate_up, w_down, weights, experts, None, **options)
 
@@ -163,7 +170,7 @@ def gate_up(
     *,
     backend: str | None = None,
 ) -> Float[Array, "rows 2*inter"]:
-    """h[r] = w_gate_up[e(r)] x[token(r)], rows sorted by expert as `plan` says, in x's dtype.
+    """h[r] = w_gate_up[e(r)] x[token(r)], rows sorted by expert as `plan` says, in x's dtype; zero in a row of no pair.
 
     Raises:
         ValueError: shapes that do not fit together, a backend that is unknown or takes neither the input nor the plan's
@@ -173,8 +180,9 @@ def gate_up(
     sizes = {"tokens": plan.row_of_pair.shape[0], "experts": plan.num_experts}
     check_shape("x", x, "tokens hidden", sizes)
     check_shape("w_gate_up", w_gate_up, "experts 2*inter hidden", sizes)
+    refuse_explicit_axes(x=x, w_gate_up=w_gate_up)
     backend = resolve_backend(backend, x.dtype, x.shape[1], w_gate_up.shape[1] // 2, plan.row_alignment)
-    return _gate_up(*vary_alike((x, w_gate_up, plan)), backend)
+    return _of_computed_pairs(_gate_up(*vary_alike((x, w_gate_up, plan)), backend), plan)
 
 
 def down(
@@ -186,6 +194,8 @@ def down(
     backend: str | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """y[t] = sum_k weights[t, k] * w_down[e] act[row(t, k)], summed over k in f32, in act's dtype.
+
+    Rows of no pair may hold anything, and have no gradient.
 
     Raises:
         ValueError: shapes that do not fit together, a backend that is unknown or takes neither the input nor the plan's
@@ -201,8 +211,24 @@ def down(
     check_shape("act", act, "rows inter", sizes)
     check_shape("w_down", w_down, "experts hidden inter", sizes)
     check_shape("weights", weights, "tokens k", sizes)
+    refuse_explicit_axes(act=act, w_down=w_down, weights=weights)
     backend = resolve_backend(backend, act.dtype, w_down.shape[1], act.shape[1], plan.row_alignment)
-    return _down(*vary_alike((act, w_down, weights, plan)), backend)
+    return _down(*vary_alike((_of_computed_pairs(act, plan), w_down, weights, plan)), backend)
+
+
+def _of_experts(
+    weights: Float[Array, "tokens k"], topk_experts: Int[Array, "tokens k"], num_experts: int
+) -> Float[Array, "tokens k"]:
+    """Zero where the choice is nobody: that weight, which may be NaN, is multiplied by zeros."""
+    return jnp.where(is_an_expert(topk_experts, num_experts), weights, 0)
+
+
+def _of_computed_pairs(rows: Float[Array, "rows features"], plan: Plan) -> Float[Array, "rows features"]:
+    """With zeros in the other rows, which kernels leave unwritten: a gradient to what is between `gate_up` and `down` sums over
+    all rows."""
+    row = jnp.arange(plan.num_rows, dtype=jnp.int32)
+    is_computed = (plan.pair_of_row < plan.row_of_pair.size) & (row < plan.offsets[-1])
+    return jnp.where(is_computed[:, None], rows, 0)
 
 
 def _check_positive(**counts: int | None) -> None:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num
 
+from moe_jax.kernels.varying import refuse_explicit_axes
+
 PAIRS_TO_COMPARE = 2048
 """Up to so many pairs each is compared with each, which is one kernel, where a sort and what follows it are several."""
 
@@ -68,9 +70,11 @@ def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: 
             most of whose experts live elsewhere, as in expert parallelism: memory follows max_pairs instead of tokens*k.
 
     Raises:
-        ValueError: topk_experts is not a 2-D integer array, or num_experts, row_alignment or max_pairs is below 1.
+        ValueError: topk_experts is not a 2-D integer array, or is split over mesh axes of type Explicit; or num_experts,
+            row_alignment or max_pairs is below 1.
     """
     _check(topk_experts, num_experts=num_experts, row_alignment=row_alignment, max_pairs=max_pairs)
+    refuse_explicit_axes(topk_experts=topk_experts)
     tokens, k = topk_experts.shape
     experts = _experts_of_pairs(wide_ids(topk_experts), num_experts)
     pairs = jnp.arange(tokens * k, dtype=jnp.int32)
@@ -140,7 +144,7 @@ def plan_of_few(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alig
     expert = jnp.arange(num_experts + 1, dtype=jnp.int32)
     is_chosen = jnp.any(expert[:-1, None] == topk_experts.reshape(tokens * k), axis=1)
     offsets = masked_sum(expert[:, None] > expert[:-1], is_chosen * jnp.int32(row_alignment))
-    first_row = jnp.where(_is_an_expert(topk_experts, num_experts), offsets.at[topk_experts].get(mode="clip"), offsets[-1])
+    first_row = jnp.where(is_an_expert(topk_experts, num_experts), offsets.at[topk_experts].get(mode="clip"), offsets[-1])
     row_of_pair = first_row + jnp.arange(tokens, dtype=jnp.int32)[:, None]
     # As in `plan`, and for pairs that no expert computes, one block more than the worst routing fills.
     num_rows = (min(num_experts, tokens * k) + 1) * row_alignment
@@ -187,16 +191,18 @@ def int32_ids(topk_experts: Int[Array, "tokens k"], num_experts: int) -> Int[Arr
     """The ids, those outside [0, num_experts) still outside."""
     if topk_experts.dtype.itemsize < 8:
         return topk_experts.astype(jnp.int32)
-    return jnp.where(_is_an_expert(topk_experts, num_experts), topk_experts, -1).astype(jnp.int32)
+    return jnp.where(is_an_expert(topk_experts, num_experts), topk_experts, -1).astype(jnp.int32)
+
+
+def is_an_expert(topk_experts: Int[Array, "tokens k"], num_experts: int) -> Bool[Array, "tokens k"]:
+    """Whether the choice is one of the experts, and not nobody."""
+    topk_experts = wide_ids(topk_experts)
+    return (topk_experts >= 0) & (topk_experts < num_experts)
 
 
 def _experts_of_pairs(topk_experts: Int[Array, "tokens k"], num_experts: int) -> Int[Array, "pairs"]:
     """num_experts for ids outside."""
-    return jnp.where(_is_an_expert(topk_experts, num_experts), topk_experts, num_experts).astype(jnp.int32).reshape(-1)
-
-
-def _is_an_expert(topk_experts: Int[Array, "tokens k"], num_experts: int) -> Bool[Array, "tokens k"]:
-    return (topk_experts >= 0) & (topk_experts < num_experts)
+    return jnp.where(is_an_expert(topk_experts, num_experts), topk_experts, num_experts).astype(jnp.int32).reshape(-1)
 
 
 def _sorted_rows(experts: Int[Array, "pairs"], shift: Int[Array, "experts+1"]) -> Int[Array, "pairs"]:

@@ -10,7 +10,7 @@ def check_experts_mlp(
     """Checks the arguments of a layer of experts, whose axis is called `experts`; returns the length of each axis.
 
     Raises:
-        ValueError: shapes that do not fit together, a non-integer topk_experts, an x of integers.
+        ValueError: shapes that do not fit together, a non-integer topk_experts, an x of integers, or axes of length 0.
     """
     sizes: dict[str, int] = {}
     check_shape("x", x, "tokens hidden", sizes)
@@ -22,6 +22,8 @@ def check_experts_mlp(
         raise ValueError(f"topk_experts must have an integer dtype; got {topk_experts.dtype}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x must have a floating dtype; got {x.dtype}")
+    if not sizes["hidden"] or not sizes["inter"]:
+        raise ValueError(f"hidden and inter must be at least 1; got {sizes['hidden']} and {sizes['inter']}")
     return sizes
 
 

@@ -24,6 +24,21 @@ def vary_as(results, inputs):
     return jax.tree.map(cast, results)
 
 
+def refuse_explicit_axes(**arrays: jax.typing.ArrayLike) -> None:
+    """Outside `shard_map`, arrays may be split over mesh axes along which JAX asks for the layout of every result.
+
+    Raises:
+        ValueError: one of the arrays is so.
+    """
+    for name, array in arrays.items():
+        spec = jax.typeof(array).sharding.spec
+        if any(axis is not None for axis in spec):
+            raise ValueError(
+                f"{name} is split as {spec} over mesh axes of type Explicit, which jax.make_mesh makes by default; take a mesh "
+                "of moe_jax.parallel.make_mesh or one with axis_types=(AxisType.Auto, ...), or call this inside jax.shard_map"
+            )
+
+
 def varying_axes(arrays) -> frozenset[str]:
     """The mesh axes over which a leaf of `arrays` varies."""
     return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(arrays)))

@@ -62,6 +62,14 @@ def test_labels_of_masked_tokens_do_not_matter():
     assert cross_entropy(hidden, weight, wild, mask)[0] == cross_entropy(hidden, weight, labels, mask)[0]
 
 
+@pytest.mark.parametrize("label", [-1, 53])
+def test_a_label_outside_the_vocabulary_makes_the_loss_nan(label):
+    hidden, weight, labels, mask = make_inputs(jnp.float32)
+    at = jnp.argmax(mask)
+    assert jnp.isnan(cross_entropy(hidden, weight, labels.at[at].set(label), mask)[0])
+    assert jnp.isfinite(cross_entropy(hidden, weight, labels.at[at].set(label), mask.at[at].set(False))[0])
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bit_operands_accumulate_in_f32_and_gradients_keep_their_dtypes(dtype):
     hidden, weight, labels, mask = make_inputs(jnp.float32)

@@ -290,6 +290,19 @@ def test_ids_out_of_range_are_nobody():
         assert not d_weights[(chosen < 0) | (chosen > 4)].any()
 
 
+@pytest.mark.parametrize("weight", [np.nan, np.inf])
+def test_the_weight_of_nobody_may_be_anything(weight):
+    *arrays, weights, chosen = make_inputs(np.random.default_rng(), 6, 4, 2, 8, 4, dtype=jnp.float32)
+    chosen = chosen.at[2, 0].set(-1).at[4, 1].set(4)
+    wild = jnp.where((chosen < 0) | (chosen == 4), weight, weights)
+    for actual, expected in zip(
+        [kernels.experts_mlp(*arrays, wild, chosen), *gradients((*arrays, wild, chosen))],
+        [kernels.experts_mlp(*arrays, weights, chosen), *gradients((*arrays, weights, chosen))],
+        strict=True,
+    ):
+        np.testing.assert_array_equal(actual, expected)
+
+
 @pytest.mark.parametrize("max_pairs", [20, 37, 60])
 def test_room_for_fewer_pairs_leaves_out_the_last_experts(max_pairs):
     """Of 60 pairs at most 37 are in range: with room for them all is as without the bound."""
@@ -423,8 +436,22 @@ def test_shapes_that_do_not_fit_the_plan_are_named():
         kernels.down(x, w_down, weights, rows)
 
 
+def test_mesh_axes_along_which_jax_asks_for_layouts_are_refused():
+    x, *others = make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    x, chosen = (jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (x, others[-1]))
+    with pytest.raises(ValueError, match=r"x is split as P\('data', None\) over mesh axes of type Explicit.*make_mesh"):
+        kernels.experts_mlp(x, *others)
+    with pytest.raises(ValueError, match="topk_experts is split"):
+        kernels.plan(chosen, 4)
+    in_parts = jax.shard_map(kernels.experts_mlp, mesh=mesh, in_specs=(P("data"), *[P()] * 4), out_specs=P("data"))
+    np.testing.assert_allclose(in_parts(x, *others), kernels.experts_mlp(np.asarray(x), *others), rtol=1e-5, atol=1e-5)
+
+
 def test_other_bad_arguments_are_named():
     inputs = make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
+    with pytest.raises(ValueError, match="hidden and inter must be at least 1; got 8 and 0"):
+        kernels.experts_mlp(inputs[0], inputs[1][:, :0], inputs[2][:, :, :0], *inputs[3:])
     with pytest.raises(ValueError, match="x must have a floating dtype; got int32"):
         kernels.experts_mlp(inputs[0].astype(jnp.int32), *inputs[1:])
     with pytest.raises(ValueError, match="topk_experts must have an integer dtype; got float32"):
