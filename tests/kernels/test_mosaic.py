@@ -54,6 +54,19 @@ def test_values_and_every_gradient_are_as_near_f64_as_the_xla_backends(rng, rout
     assert_as_near_as(ours, theirs, layer, dy, few=3e-2)
 
 
+def test_what_stands_between_gate_up_and_down_gets_gradients_of_the_rows_of_pairs_alone(rng):
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "some_nobody", *SMALL)
+    rows = plan(chosen, SMALL[1], mosaic.ROW_ALIGNMENT)
+
+    def loss(slope, backend):
+        gate, up = jnp.split(kernels.gate_up(x, w_gate_up, rows, backend=backend), 2, axis=1)
+        act = (jax.nn.silu(slope * gate.astype(jnp.float32)) * up).astype(x.dtype)
+        return jnp.square(kernels.down(act, w_down, weights, rows, backend=backend).astype(jnp.float32)).sum()
+
+    ours, theirs = (jax.grad(loss)(1.1, backend) for backend in ("mosaic", "xla"))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-2)
+
+
 def test_room_for_fewer_rows_where_most_experts_live_elsewhere(rng):
     *arrays, chosen = make_layer(rng, "random", 17, 16, 4, 128, 64)
     layer = arrays[0], arrays[1][:4], arrays[2][:4], arrays[3], chosen
@@ -313,6 +326,17 @@ def test_real_layers_lower_for_an_h200(experts, k, hidden, inter):
         assert num_kernels(lowered) == 9, "two gathers and four matmuls backward, one and two forward"
 
 
+def test_layers_lower_for_an_h200_where_jax_has_64_bits():
+    def step(x, w_gate_up, w_down, weights, chosen):
+        def loss(*arrays):
+            return kernels.experts_mlp(*arrays, chosen, backend="mosaic").astype(jnp.float32).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(x, w_gate_up, w_down, weights)
+
+    with jax.enable_x64(True):
+        assert num_kernels(lowered_for_h200(step, *types_of(300, 8, 2, 128, 128))) > 5
+
+
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_totals_of_a_real_layer_are_added_to_where_they_lie(check_vma):
     """On two devices, of which each has totals of its own: neither is copied, since the kernels' results take their memory."""
@@ -372,6 +396,10 @@ def test_a_replicated_weights_gradient_is_summed_over_devices(check_vma):
         ({"hidden": 96}, "hidden is 96; it must be a multiple of 64"),
         ({"inter": 32}, "inter is 32; it must be a multiple of 64"),
         ({"inter": 64}, "hidden is 64 and inter is 64; one of them must be a multiple of 128"),
+        (
+            {"hidden": 14400},
+            "hidden is 14400; gathering such rows takes 345632 bytes of shared memory, of which there are 232448",
+        ),
     ],
 )
 def test_what_it_does_not_take_is_refused_with_the_reason(rng, change, message):

@@ -130,6 +130,7 @@ def test_every_pass_asks_for_its_own_matrix_and_average(monkeypatch):
         ({"matrix": [2048]}, "matrix is [2048]; it must be [rows, columns], two multiples of 64"),
         ({"matrix": [2048, 100]}, "matrix is [2048, 100]; it must be [rows, columns], two multiples of 64"),
         ({"rows_per_expert": 0}, "rows_per_expert is 0; it must be a number above 0"),
+        ({"rows_per_expert": 10**400}, ": int too large"),
         ({"rows_per_expert": "64"}, "rows_per_expert is '64'; it must be a number above 0"),
         ({"tile": [64, 256, 4]}, 'tile is [64, 256, 4]; it must be {"rows": 128, "columns": 256, "stages": 3}'),
         ({"tile": GOOD["tile"] | {"stages": 3.5}}, "or other whole numbers"),
@@ -151,8 +152,14 @@ def test_a_bad_entry_is_one_error_that_names_file_and_entry(monkeypatch, tmp_pat
 
 def test_a_file_that_is_no_table_is_refused(monkeypatch, tmp_path):
     path = tmp_path / "mine.json"
-    for content, message in (("{", "is not JSON: "), ("[]", 'must be {"tiles": [...]}'), ('{"tiles": 3}', 'must be {"tiles"')):
-        path.write_text(content)
+    for content, message in (
+        (b"{", "is not JSON: "),
+        (b"\xff", "is not JSON: "),
+        (b"[" * 100_000, "is not JSON: "),
+        (b"[]", 'must be {"tiles": [...]}'),
+        (b'{"tiles": 3}', 'must be {"tiles"'),
+    ):
+        path.write_bytes(content)
         with pytest.raises(ValueError) as error:
             read_table(path)
         assert str(error.value).startswith(f"{path} {message}")

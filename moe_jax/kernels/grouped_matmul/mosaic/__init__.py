@@ -18,9 +18,9 @@ from moe_jax.kernels.grouped_matmul.mosaic import by_pairs
 from moe_jax.kernels.grouped_matmul.mosaic.by_experts import Part, outer
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows import matmul, matmul_gated_silu
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows_backward import matmul_gated_silu_backward
-from moe_jax.kernels.grouped_matmul.mosaic.gather import gather_rows
+from moe_jax.kernels.grouped_matmul.mosaic.gather import gather_rows, shared_bytes
 from moe_jax.kernels.grouped_matmul.mosaic.ring import ROW_ALIGNMENT, Tile
-from moe_jax.kernels.grouped_matmul.mosaic.tile_limits import Pass, most_stages
+from moe_jax.kernels.grouped_matmul.mosaic.tile_limits import SHARED_MEMORY, Pass, most_stages
 from moe_jax.kernels.grouped_matmul.mosaic.tiles import choose_tile, halved_tile
 from moe_jax.kernels.grouped_matmul.mosaic.token_sums import columns_at_a_time, sum_rows
 from moe_jax.kernels.mosaic_gpu import compute_capability, is_interpreted
@@ -51,6 +51,10 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
             return f"{name} is {size}; it must be a multiple of 64"
     if hidden % 128 and inter % 128:
         return f"hidden is {hidden} and inter is {inter}; one of them must be a multiple of 128"
+    if (needed := shared_bytes(hidden, jnp.dtype(dtype).itemsize)) > SHARED_MEMORY:
+        return (
+            f"hidden is {hidden}; gathering such rows takes {needed} bytes of shared memory, of which there are {SHARED_MEMORY}"
+        )
     return None
 
 

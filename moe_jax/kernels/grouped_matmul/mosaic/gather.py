@@ -23,6 +23,14 @@ STAGES = 4
 CHUNK_BYTES = 16 * 2**10
 """Of one stage, at most, unless one token is larger."""
 
+STORES = 64
+"""At most, of one chunk: each is written out in the kernel."""
+
+
+def shared_bytes(hidden: int, itemsize: int) -> int:
+    """What `gather_rows` needs of a core's shared memory, at the least."""
+    return (STAGES + _zero_tokens(hidden)) * hidden * itemsize + 8 * STAGES
+
 
 @jax.jit
 def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "rows hidden"]:
@@ -31,7 +39,7 @@ def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "r
     # A TMA copy takes at most 256 elements along an axis: a token is copied as [hidden / width, width].
     width = next(width for width in (256, 128, 64) if hidden % width == 0)
     token_shape = (hidden // width, width)
-    fits = max(1, CHUNK_BYTES // (hidden * x.dtype.itemsize))
+    fits = max(1, min(CHUNK_BYTES // (hidden * x.dtype.itemsize), STORES // plan.row_of_pair.shape[1]))
     height = next(height for height in (8, 4, 2, 1) if height <= fits and tokens % height == 0)
 
     def gather_rows_kernel(rows_ref, ends_ref, offsets_ref, x_ref, out_ref):
@@ -43,8 +51,7 @@ def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "r
         pl.run_scoped(
             scope,
             plgpu.SMEM((STAGES, height, *token_shape), x.dtype),
-            # So many tokens that the warpgroup's 128 threads fill them 4 elements, 8 bytes, at a time.
-            plgpu.SMEM((512 // math.gcd(hidden, 512), *token_shape), x.dtype),
+            plgpu.SMEM((_zero_tokens(hidden), *token_shape), x.dtype),
             plgpu.Barrier(num_barriers=STAGES),
         )
 
@@ -58,6 +65,11 @@ def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "r
     )
     inputs = plan.row_of_pair, plan.ends, plan.offsets, x.reshape(tokens, *token_shape)
     return call_varying(run)(*inputs).reshape(plan.num_rows, hidden)
+
+
+def _zero_tokens(hidden: int) -> int:
+    """So many that the warpgroup's 128 threads fill them 4 elements, 8 bytes, at a time."""
+    return 512 // math.gcd(hidden, 512)
 
 
 def _fill_blocks(ends_ref, offsets_ref, out_ref, zeros) -> None:

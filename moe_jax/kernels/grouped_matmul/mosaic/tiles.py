@@ -106,7 +106,7 @@ def read_table(path: str | Path) -> list[Entry]:
     """
     try:
         table = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(table, dict) or not isinstance(table.get("tiles"), list):
         raise ValueError(f'{path} must be {{"tiles": [...]}}, as `moe-jax tune` writes it')
@@ -116,7 +116,7 @@ def read_table(path: str | Path) -> list[Entry]:
             entry = _parse(values)
             if entry.key in entries:
                 raise ValueError("an entry before it is for the same pass, matrix and rows_per_expert; leave one of them out")
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise ValueError(f"{path}: tiles[{i}] = {json.dumps(values)}: {error}") from error
         entries[entry.key] = entry
     return list(entries.values())
