@@ -28,6 +28,13 @@ MARKED = (
     "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
 )
+# Qwen3's too: a line break stands between content and tool calls, where there is content.
+CALLING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}"
+    "{% if m['tool_calls'] %}{% if m['content'] %}{{ '\n' }}{% endif %}"
+    "<tool_call>{{ m['tool_calls'][0] }}</tool_call>{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 COUNTING = "{% for m in messages %}{{ loop.length }}{{ m['content'] }}<|im_end|>{% endfor %}"
 
 
@@ -63,6 +70,14 @@ def test_a_chat_trains_on_what_the_assistant_says_and_its_end(template, said):
     tokens, trained = chat_tokens(tokenizer, CHAT)
     assert tokenizer.decode(tokens[trained]) == said
     assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(CHAT, tokenize=False)
+
+
+@pytest.mark.parametrize("content, said", [(None, ""), ("", ""), ("let me see", "let me see\n")])
+def test_a_chat_trains_on_tool_calls_with_and_without_content(content, said):
+    chat = [*CHAT[:2], {"role": "assistant", "content": content, "tool_calls": ["add"]}, *CHAT[3:]]
+    tokenizer = tiny.tokenizer(CALLING)
+    tokens, trained = chat_tokens(tokenizer, chat)
+    assert tokenizer.decode(tokens[trained]) == f"{said}<tool_call>add</tool_call><|im_end|>bye<|im_end|>"
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,9 @@ def _span(tokenizer, messages: list[dict[str, Any]], tools, i: int, text: str) -
     up_to = messages[: i + 1]
     alone = _render(tokenizer, up_to, tools)
     turn_end = alone[len(alone) - _after_content(tokenizer, up_to, tools, i, alone) :]
-    if not text.startswith(before) or end < len(before) or not text.startswith(turn_end, end):
+    # Without content, what stands behind it may begin with characters of the generation prompt: Qwen3 writes a line break
+    # before tool calls if there is content, and another one ends the prompt.
+    if not text.startswith(before) or end + len(turn_end) < len(before) or not text.startswith(turn_end, end):
         raise ValueError(
             f"the tokenizer's chat template renders the messages before answer {i} differently by themselves than in the "
             "whole conversation, so the assistant's tokens cannot be found; use a template that marks them with "
