@@ -35,6 +35,7 @@ CALLING = (
     "<tool_call>{{ m['tool_calls'][0] }}</tool_call>{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+REFUSING = "{{ raise_exception('no tools here') }}"
 COUNTING = "{% for m in messages %}{{ loop.length }}{{ m['content'] }}<|im_end|>{% endfor %}"
 
 
@@ -78,6 +79,20 @@ def test_a_chat_trains_on_tool_calls_with_and_without_content(content, said):
     tokenizer = tiny.tokenizer(CALLING)
     tokens, trained = chat_tokens(tokenizer, chat)
     assert tokenizer.decode(tokens[trained]) == f"{said}<tool_call>add</tool_call><|im_end|>bye<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [REFUSING, MARKED + REFUSING], ids=["plain", "marked"])
+def test_what_a_template_refuses_is_said(template):
+    with pytest.raises(ValueError, match="the tokenizer's chat template refuses the first 5 messages: no tools here"):
+        chat_tokens(tiny.tokenizer(template), CHAT)
+
+
+def test_a_chat_that_the_assistant_begins_needs_a_template_that_marks_answers():
+    with pytest.raises(ValueError, match="begins with the assistant's message.*; put a system or user message first"):
+        chat_tokens(tiny.tokenizer(), CHAT[2:])
+    tokenizer = tiny.tokenizer(MARKED)
+    tokens, trained = chat_tokens(tokenizer, CHAT[2:])
+    assert tokenizer.decode(tokens[trained]) == "hi there<|im_end|>bye<|im_end|>"
 
 
 @pytest.mark.parametrize(

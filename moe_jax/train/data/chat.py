@@ -21,20 +21,19 @@ def chat_tokens(
     """Token ids of the whole conversation, and which of them the assistant wrote, its end-of-turn token included.
 
     Raises:
-      ValueError: the template cannot render the conversation, or its rendering of a part is not a part of the whole, so
-        that the answers cannot be told from the rest.
+      ValueError: the template cannot render the conversation; or it does not mark answers, and they cannot be told from the
+        rest: the first message is one, or the rendering of a part is not a part of the whole.
     """
     if GENERATION_TAG.search(tokenizer.get_chat_template(tools=tools)):
-        encoded = tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"verbose": False},
-        )
+        options = dict(tokenize=True, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False})
+        encoded = _render(tokenizer, messages, tools, **options)
         return np.asarray(encoded["input_ids"], np.int32), np.asarray(encoded["assistant_masks"], bool)
     text = _render(tokenizer, messages, tools)
+    if messages[0]["role"] == "assistant":
+        raise ValueError(
+            "the conversation begins with the assistant's message, and an answer is found behind the messages before it; put a "
+            "system or user message first, or use a template that marks answers with {% generation %} ... {% endgeneration %}"
+        )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts = np.asarray([start for start, _ in encoded["offset_mapping"]], np.int64)
     mask = np.zeros(len(starts), bool)
@@ -76,8 +75,9 @@ def _after_content(tokenizer, messages: list[dict[str, Any]], tools, i: int, tex
     return common
 
 
-def _render(tokenizer, messages, tools, add_generation_prompt: bool = False) -> str:
+def _render(tokenizer, messages, tools, **options) -> Any:
+    """What the chat template makes of the messages: text, unless the options ask for more."""
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return tokenizer.apply_chat_template(messages, tools=tools, **{"tokenize": False, **options})
     except Exception as error:  # templates raise whatever they like, jinja's TemplateError mostly
         raise ValueError(f"the tokenizer's chat template refuses the first {len(messages)} messages: {error}") from error
