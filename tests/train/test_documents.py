@@ -57,6 +57,10 @@ def test_lines_of_text_are_read_by_their_place(tmp_path):
     assert documents.where(1) == f"{file}:3 (byte 19)"
 
 
+def test_a_line_may_have_a_key_named_document(tmp_path):
+    assert open_documents(write_lines(tmp_path / "a.jsonl", {"text": "x", "document": "b.pdf"}))[0]["document"] == 0
+
+
 @pytest.mark.parametrize(
     "template, said",
     [

@@ -46,7 +46,7 @@ class Documents:
             content = handle.read(self.size[index])
         if self.format == "folder":
             return {"document": int(index), "text": content.decode()}
-        return {"document": int(index), **json.loads(content)}
+        return {**json.loads(content), "document": int(index)}
 
     def where(self, index: int) -> str:
         """The document's place, for messages: file, line and byte offset."""
