@@ -107,6 +107,11 @@ def test_a_chat_that_the_assistant_begins_needs_a_template_that_marks_answers():
         ([{"prompt": "x"}], r'the key "text" \(or, in all lines, "messages" for chats\); it has the keys prompt'),
         ([{"text": 3}], '"text" must be a string; it is a int'),
         ([{"text": "x"}, {"other": "y"}], 'a.jsonl:2: needs an object with the key "text"'),
+        (
+            [{"text": "fine \N{GRINNING FACE}"}, {"text": "cut \ud83d"}],
+            r"a.jsonl:2: not valid Unicode: the escape \\ud83d alone is",
+        ),
+        ([{"messages": [{**CHAT[2], "content": "cut \udca9"}]}], r"a.jsonl:1: not valid Unicode: the escape \\udca9 alone"),
         ([{"text": "   "}], "no document with any text"),
         ([{"messages": "hi"}], '"messages" must be a list'),
         ([{"messages": [{"role": "robot", "content": "x"}]}], "message 0 has the role 'robot'"),

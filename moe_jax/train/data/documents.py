@@ -141,6 +141,8 @@ def _problem(content: bytes, data_format: str) -> str | None:
         record = json.loads(text)
     except json.JSONDecodeError as error:
         return f"not JSON: {error.msg} at column {error.colno}"
+    if "\\u" in text and (half := _half_a_character(record)):
+        return f"not valid Unicode: the escape {half} alone is half of a character"
     key = "text" if data_format == "text" else "messages"
     if not isinstance(record, dict) or key not in record:
         keys = f"the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
@@ -150,6 +152,15 @@ def _problem(content: bytes, data_format: str) -> str | None:
     if not isinstance(record["text"], str):
         return f'"text" must be a string; it is a {type(record["text"]).__name__}'
     return None if record["text"].strip() else "empty"
+
+
+def _half_a_character(record: Any) -> str | None:
+    """The first surrogate without its other half, as JSON's escape, which alone can write one; None if there is none."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(error.object[error.start]):04x}"
+    return None
 
 
 def _chat_problem(messages: Any) -> str | None:
