@@ -115,6 +115,11 @@ def test_a_chat_that_the_assistant_begins_needs_a_template_that_marks_answers():
         ([{"text": "   "}], "no document with any text"),
         ([{"messages": "hi"}], '"messages" must be a list'),
         ([{"messages": [{"role": "robot", "content": "x"}]}], "message 0 has the role 'robot'"),
+        ([{"messages": [{"role": "user", "content": 3}]}], r'message 0 \(user\) needs a string "content"'),
+        (
+            [{"messages": [*CHAT, {"role": "user", "content": [{"type": "text", "text": "x"}]}]}],
+            "join the texts of its parts into",
+        ),
         ([{"messages": CHAT[:2]}], "no assistant message"),
     ],
 )

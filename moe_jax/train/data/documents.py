@@ -60,8 +60,8 @@ def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
     Args:
       path: a folder of UTF-8 text files (searched recursively, hidden ones left out; each file is a document), a .jsonl
         file, or a folder of .jsonl files.
-      data_format: "folder", "text" (JSONL with a string "text"), "chat" (JSONL with a list "messages", each with "role" and
-        "content"; optionally "tools"), or "auto": by what is there.
+      data_format: "folder", "text" (JSONL with a string "text"), "chat" (JSONL with a list "messages", each with "role" and a
+        string "content", or "tool_calls" without one; optionally "tools"), or "auto": by what is there.
 
     Raises:
       FileNotFoundError: there is no such path, or no file in it.
@@ -169,8 +169,11 @@ def _chat_problem(messages: Any) -> str | None:
     for i, message in enumerate(messages):
         if message.get("role") not in ROLES:
             return f"message {i} has the role {message.get('role')!r}; roles are {', '.join(ROLES)}"
-        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
-            return f'message {i} ({message["role"]}) needs "content"'
+        content = message.get("content")
+        if isinstance(content, list):
+            return f'message {i} ({message["role"]}) has "content" in parts; join the texts of its parts into one string'
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            return f'message {i} ({message["role"]}) needs a string "content"'
     if not any(message["role"] == "assistant" for message in messages):
         return "no assistant message, so there is nothing to learn from"
     return None
