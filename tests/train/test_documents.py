@@ -57,6 +57,14 @@ def test_lines_of_text_are_read_by_their_place(tmp_path):
     assert documents.where(1) == f"{file}:3 (byte 19)"
 
 
+def test_the_fingerprint_is_of_contents_and_of_what_is_read_of_them(tmp_path):
+    write_lines(tmp_path / "a.jsonl", {"messages": CHAT, "text": "x"})
+    kinds = [open_documents(tmp_path, kind).fingerprint for kind in ("auto", "chat", "text", "folder")]
+    assert kinds[0] == kinds[1] and len(set(kinds)) == 3
+    write_lines(tmp_path / "a.jsonl", {"messages": CHAT, "text": "y"})
+    assert open_documents(tmp_path).fingerprint not in kinds
+
+
 def test_a_line_may_have_a_key_named_document(tmp_path):
     assert open_documents(write_lines(tmp_path / "a.jsonl", {"text": "x", "document": "b.pdf"}))[0]["document"] == 0
 

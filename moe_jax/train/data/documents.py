@@ -26,7 +26,7 @@ class Documents:
     Attributes:
       format: "folder", "text" or "chat".
       files: the files, sorted; `file`, `line` (from 1), `offset` and `size` (bytes) say where each document lies.
-      fingerprint: a hash of all files' contents, in order.
+      fingerprint: a hash of the format and of all files' contents, in order.
     """
 
     format: str
@@ -78,7 +78,7 @@ def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
     if data_format == "folder" and path.is_file():
         raise ValueError(f"{path} is a single file and no .jsonl file: give a .jsonl file, or a folder of text files")
 
-    digest, problems = hashlib.blake2b(digest_size=16), []
+    digest, problems = hashlib.blake2b(data_format.encode(), digest_size=16), []
     places: list[tuple[int, int, int, int]] = []
     for i, file in enumerate(files):
         offset = 0
