@@ -136,6 +136,16 @@ def test_a_bad_line_is_named(tmp_path, lines, message):
         open_documents(write_lines(tmp_path / "a.jsonl", *lines))
 
 
+def test_in_a_folder_of_jsonl_files_and_others_the_format_must_be_said(tmp_path):
+    (tmp_path / "README.md").write_text("what this is")
+    write_lines(tmp_path / "train.jsonl", {"text": "x"})
+    with pytest.raises(
+        ValueError, match=r"holds \.jsonl files and others, such as README.md: say .* with data_format chat or text"
+    ):
+        open_documents(tmp_path)
+    assert len(open_documents(tmp_path, "text")) == 1 and len(open_documents(tmp_path, "folder")) == 2
+
+
 def test_a_single_file_that_is_no_jsonl_is_refused(tmp_path):
     (tmp_path / "a.json").write_text('[{"text": "x"}]')
     with pytest.raises(ValueError, match="a.json is a single file and no .jsonl file: give a .jsonl file, or a folder"):

@@ -65,7 +65,8 @@ def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
 
     Raises:
       FileNotFoundError: there is no such path, or no file in it.
-      ValueError: bad lines or files, listed by file and line; or not one document that has any text.
+      ValueError: bad lines or files, listed by file and line; not one document that has any text; or, with "auto", a folder
+        of .jsonl files and others.
     """
     path = Path(path).expanduser().resolve()
     if data_format not in FORMATS:
@@ -74,7 +75,7 @@ def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
         raise FileNotFoundError(f"no data at {path}: give a folder of text files or a .jsonl file")
     files = _files(path, data_format)
     if data_format == "auto":
-        data_format = _guess(files)
+        data_format = _guess(path, files)
     if data_format == "folder" and path.is_file():
         raise ValueError(f"{path} is a single file and no .jsonl file: give a .jsonl file, or a folder of text files")
 
@@ -114,11 +115,16 @@ def _files(path: Path, data_format: str) -> list[Path]:
     return found
 
 
-def _guess(files: list[Path]) -> str:
-    """ "folder" unless every file is .jsonl; then by the first line."""
-    jsonl = [file.suffix == ".jsonl" for file in files]
-    if not all(jsonl):
+def _guess(path: Path, files: list[Path]) -> str:
+    """ "folder" if no file is .jsonl; if all are, by the first line."""
+    others = [file for file in files if file.suffix != ".jsonl"]
+    if len(others) == len(files):
         return "folder"
+    if others:
+        raise ValueError(
+            f"{path} holds .jsonl files and others, such as {others[0].name}: say which are meant, with data_format chat or "
+            "text the .jsonl files alone, with folder all files as they are"
+        )
     with open(files[0], "rb") as handle:
         first = next((line for line in handle if line.strip()), b"")
     try:
