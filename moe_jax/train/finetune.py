@@ -22,7 +22,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.expert.placement import balanced_order
 from moe_jax.parallel.hops import default_hops
-from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.mesh import MESH_AXES, MeshShape, make_mesh
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.processes import barrier, is_first_process, require_shared, texts_of_all, unlike_the_first
 from moe_jax.train.data import Batches, Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
@@ -85,7 +85,8 @@ def finetune(
     Args:
       settings: the run.
       model: start from this model instead of reading `settings.model`. Its arrays are consumed. Parameters of f32, or of bf16
-        (`train.master_weights`); where they lie on a mesh of `make_mesh`, training is spread over it.
+        (`train.master_weights`); where they lie on a mesh of `make_mesh`, training is spread over it. Its dtypes and its mesh
+        count; a `settings.mesh` of several devices must be the same.
       tokenizer: use this one instead of reading `settings.tokenizer`.
       stop_after: save and return after this step, as if interrupted.
 
@@ -121,6 +122,7 @@ def finetune(
         stream.set_state(begin)
     identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
     identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
+    identity |= _own_dtypes(model)
     if jax.process_count() > 1:
         eval_fingerprint = None if held_out is None else held_out.fingerprint
         _check_same_everywhere(asdict(settings) | identity | {"held-out data": eval_fingerprint})
@@ -267,8 +269,9 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
     """The devices that training is spread over, those of the model if there is one, and how; None for one device.
 
     Raises:
-      ValueError: they are not all devices of all processes, and so would be a run for each process in the same folder; or the
-        rows of a micro-batch cannot be dealt out to them, or a sequence not be split.
+      ValueError: the settings name another mesh than the model's; they are not all devices of all processes, and so would be
+        a run for each process in the same folder; or the rows of a micro-batch cannot be dealt out to them, or a sequence not
+        be split.
     """
     if model is None:
         alone = settings.mesh.size == 1 and jax.process_count() == 1
@@ -277,6 +280,11 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
         sharding = jax.tree.leaves(nnx.state(model, nnx.Param))[0].sharding
         several = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
         mesh = sharding.mesh if several else None
+        lies_on = MeshShape() if mesh is None else MeshShape(**{axis: mesh.shape.get(axis, 1) for axis in MESH_AXES})
+        if settings.mesh not in (MeshShape(), lies_on):
+            raise ValueError(
+                f"settings.mesh={settings.mesh}, but the model lies on {lies_on}; load it there, or leave settings.mesh out"
+            )
     processes = 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
     if processes < jax.process_count():
         raise ValueError(
@@ -292,6 +300,13 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
     if ways > 1 and settings.seq_len % (2 * ways):
         raise ValueError(f"seq_len={settings.seq_len} must be a multiple of 2 * mesh.context = {2 * ways}")
     return parallelism
+
+
+def _own_dtypes(model: Decoder | None) -> dict[str, str]:
+    """What a model that was passed computes in and is held in: the settings do not say it then."""
+    if model is None:
+        return {}
+    return {"dtype": model.dtype.name, "param_dtype": jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype.name}
 
 
 def _check_experts(settings: FinetuneSettings, parallelism: Parallelism | None, config: ModelConfig) -> int:

@@ -9,7 +9,7 @@ import tiny
 from jax.sharding import AbstractMesh
 
 from moe_jax.parallel import Parallelism
-from moe_jax.parallel.mesh import MESH_AXES
+from moe_jax.parallel.mesh import MESH_AXES, MeshShape
 from moe_jax.plots import plot_run
 from moe_jax.train import FinetuneSettings, batches, finetune, loss, open_documents
 from moe_jax.train.finetune import _check_experts
@@ -132,6 +132,12 @@ def test_what_needs_experts_on_several_devices_is_refused_on_one(tmp_path, name)
 def test_parameters_that_cannot_be_trained_are_refused(tmp_path):
     with pytest.raises(ValueError, match="parameters must be all float32 or all bfloat16 to be trained; there are float16"):
         finetune(settings(tmp_path), model=tiny.model(param_dtype=jnp.float16), tokenizer=tiny.tokenizer())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mesh_that_is_not_the_models_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="settings.mesh=.*fsdp=2.*, but the model lies on .*fsdp=1.*; load it there"):
+        finetune(settings(tmp_path, mesh=MeshShape(fsdp=2)), model=tiny.model(), tokenizer=tiny.tokenizer())
     assert not (tmp_path / "run").exists()
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 import tiny
 
@@ -117,6 +118,11 @@ def test_a_folder_with_another_run_is_refused_before_weights_are_read(tmp_path, 
     monkeypatch.setattr(sys.modules["moe_jax.train.finetune"], "from_pretrained", None)
     with pytest.raises(ValueError, match="holds another run.*seed: checkpoint 0, now 1"):
         finetune(FinetuneSettings(**options, dtype="float32", seed=1), tokenizer=tiny.tokenizer())
+    in_bf16 = tiny.model(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    with pytest.raises(
+        ValueError, match="dtype: checkpoint 'float32', now 'bfloat16'; param_dtype: checkpoint 'float32', now 'bfloat16'"
+    ):
+        finetune(FinetuneSettings(**options, dtype="float32"), model=in_bf16, tokenizer=tiny.tokenizer())
     tiny.biased_model().save_pretrained(checkpoint)
     with pytest.raises(ValueError, match="holds another run.*config: checkpoint .*'qwen3_moe'.*, now .*'deepseek_v3'"):
         finetune(FinetuneSettings(**options, dtype="float32"), tokenizer=tiny.tokenizer())
