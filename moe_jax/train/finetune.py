@@ -94,7 +94,8 @@ def finetune(
       ValueError: settings that make no sense, bad data, or a folder that holds another run; no weights have been read and
         nothing has been written then, unless what the chat template refuses is a conversation behind the first batch.
       FileNotFoundError: there is no such data, tokenizer or model.
-      FloatingPointError: the loss is not finite; the message names the step and the documents of its batch.
+      FloatingPointError: the loss is not finite, and the message names the step and the documents of its batch; or that of the
+        held-out text is not.
     """
     output = Path(settings.output).expanduser()
     parallelism = _parallelism(settings, model)
@@ -106,6 +107,7 @@ def finetune(
         jax.eval_shape(initial_low_halves, nnx.state(model, nnx.Param))
     config = read_config(settings.model, mtp=settings.mtp_loss_coef > 0) if model is None else model.config
     check_mtp_loss_coef(config, settings.mtp_loss_coef)
+    _check_vocabulary(config, tokenizer)
     expert_devices = _check_experts(settings, parallelism, config)
     stream = batches(
         documents,
@@ -238,6 +240,7 @@ def finetune(
                 raise FloatingPointError(_describe_failure(record, batch, documents))
             if eval_batches and (step % settings.eval_every == 0 or step == last):
                 record["eval_loss"] = evaluate(state, eval_batches)
+                _check_eval_loss(record)
             if writer is not None:
                 writer.write(record, of_layers(host, config.routed_layers))
                 progress.update()
@@ -329,6 +332,15 @@ def _check_experts(settings: FinetuneSettings, parallelism: Parallelism | None, 
     return devices
 
 
+def _check_vocabulary(config: ModelConfig, tokenizer: Any) -> None:
+    """Tokens without an embedding would be NaN, and the loss with them, at the first document that has one."""
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {config.vocab_size}; take the model's "
+            "own tokenizer"
+        )
+
+
 def _num_experts(config: ModelConfig) -> int:
     return getattr(config, "num_experts", 0) if config.routed_layers else 0
 
@@ -389,6 +401,14 @@ def _describe_failure(record: dict[str, Any], batch: dict[str, np.ndarray], docu
         f"step {record['step']}: loss {record['loss']}, gradient norm {record['grad_norm']} is not finite; training stopped, "
         f"the last checkpoint is unharmed. {whose} of the batch hold pieces of:\n  {places}"
     )
+
+
+def _check_eval_loss(record: dict[str, Any]) -> None:
+    if not math.isfinite(record["eval_loss"]):
+        raise FloatingPointError(
+            f"step {record['step']}: the held-out loss {record['eval_loss']} is not finite; training stopped, the last "
+            "checkpoint is unharmed"
+        )
 
 
 def _check_same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> None:

@@ -122,6 +122,37 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_files(tmp_path):
         finetune(settings(tmp_path), model=model, tokenizer=tiny.tokenizer())
 
 
+def test_a_held_out_loss_that_is_not_finite_stops_too(tmp_path, monkeypatch):
+    metrics = dict.fromkeys(
+        (
+            "loss",
+            "total_loss",
+            "aux_loss",
+            "sequence_loss",
+            "z_loss",
+            "grad_norm",
+            "learning_rate",
+            "num_tokens",
+            "num_dropped",
+        ),
+        np.float32(1),
+    ) | {"expert_load": np.zeros((0, 0))}
+    module = sys.modules["moe_jax.train.finetune"]
+    monkeypatch.setattr(module, "make_train_step", lambda *_, **__: lambda state, batch: (state, metrics))
+    monkeypatch.setattr(module, "make_evaluation", lambda *_, **__: lambda *_: float("nan"))
+    held_out = dict(eval_data=str(tiny.write_texts(tmp_path / "held-out")), eval_every=1)
+    with pytest.raises(FloatingPointError, match="step 1: the held-out loss nan is not finite"):
+        finetune(settings(tmp_path, **held_out), model=tiny.dense(), tokenizer=tiny.tokenizer())
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([f"<more {i}>" for i in range(6)])
+    with pytest.raises(ValueError, match="the tokenizer has 265 tokens, and the model's vocabulary 264; take the model's own"):
+        finetune(settings(tmp_path), model=tiny.model(), tokenizer=tokenizer)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("name", ["shadow_experts", "rebalance_every"])
 def test_what_needs_experts_on_several_devices_is_refused_on_one(tmp_path, name):
     with pytest.raises(ValueError, match=f"{name}=1 needs experts on several devices: a mesh.expert of 2 or more"):
