@@ -9,6 +9,11 @@ import jax
 import orbax.checkpoint as ocp
 
 
+def finished_steps(folder: str | Path) -> list[int]:
+    """The steps of a run's complete checkpoints, in order; none where there is no folder, which is not made."""
+    return sorted(ocp.utils.checkpoint_steps(Path(folder)))
+
+
 class TrainingCheckpoints:
     """Checkpoints of (state, position): any pytree of arrays, and a JSON object such as the data's position.
 

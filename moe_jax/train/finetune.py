@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from moe_jax.checkpoint.hf_load import from_pretrained, read_config
-from moe_jax.checkpoint.training import TrainingCheckpoints
+from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
 from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
@@ -27,7 +27,6 @@ from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.processes import barrier, is_first_process, require_shared, texts_of_all, unlike_the_first
 from moe_jax.train.data import Batches, Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
 from moe_jax.train.evaluate import make_evaluation
-from moe_jax.train.loss import Batch
 from moe_jax.train.master_weights import initial_low_halves
 from moe_jax.train.metrics import MetricsWriter, max_mean_load, min_mean_load, of_layers, read_records
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
@@ -117,8 +116,9 @@ def finetune(
         seed=settings.seed,
         rows=None if parallelism is None else parallelism.own_rows(settings.batch_size),
     )
-    if not (output / "checkpoints").exists():
-        # What the chat template refuses in the first batch is said before minutes of loading.
+    # What the chat template refuses in the held-out text and in the first batch is said before minutes of loading.
+    held_out_batches = [] if held_out is None else _first_batches(held_out, tokenizer, settings, parallelism)
+    if not finished_steps(output / "checkpoints"):
         begin = stream.get_state()
         next(stream)
         stream.set_state(begin)
@@ -188,7 +188,7 @@ def finetune(
     if start:
         state = checkpoints.restore(start, _freed(state))
     evaluate = make_evaluation(graph, parallelism=parallelism)
-    eval_batches = [] if held_out is None else _first_batches(held_out, tokenizer, settings, state, parallelism)
+    eval_batches = [put_batch(batch, state.params, parallelism) for batch in held_out_batches]
     writer = MetricsWriter(output, resumed_step=start, tensorboard=settings.tensorboard) if is_first_process() else None
     flops_per_token = training_flops_per_token(config, settings.seq_len)
 
@@ -354,14 +354,14 @@ def _check_same_everywhere(run: dict[str, Any]) -> None:
 
 
 def _first_batches(
-    documents: Documents, tokenizer: Any, settings: FinetuneSettings, state: TrainState, parallelism: Parallelism | None
-) -> list[Batch]:
-    """Batches of held-out text on the devices, a micro-batch's rows each."""
+    documents: Documents, tokenizer: Any, settings: FinetuneSettings, parallelism: Parallelism | None
+) -> list[dict[str, np.ndarray]]:
+    """Batches of held-out text, a micro-batch's rows each."""
     rows = settings.batch_size // settings.gradient_accumulation
     own = None if parallelism is None else parallelism.own_rows(rows)
     stream = batches(documents, tokenizer, seq_len=settings.seq_len, batch_size=rows, seed=settings.seed, rows=own)
     try:
-        return [put_batch(next(stream), state.params, parallelism) for _ in range(settings.eval_batches)]
+        return [next(stream) for _ in range(settings.eval_batches)]
     finally:
         stream.close()
 

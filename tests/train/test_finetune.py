@@ -1,5 +1,6 @@
 """The loop learns, logs, refuses nonsense, and stops at a loss that is not finite."""
 
+import json
 import sys
 
 import jax.numpy as jnp
@@ -87,13 +88,21 @@ def test_tensorboard_gets_every_scalar(tmp_path, capsys):
 def test_a_conversation_that_the_template_refuses_is_named_before_weights_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["moe_jax.train.finetune"], "from_pretrained", None)
     tiny.model().save_pretrained(tmp_path / "model")
-    tiny.tokenizer("{{ raise_exception('roles must alternate') }}").save_pretrained(tmp_path / "model")
-    (tmp_path / "chats.jsonl").write_text(
-        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
-    )
-    with pytest.raises(ValueError, match="roles must alternate"):
-        finetune(settings(tmp_path, model=str(tmp_path / "model"), data=str(tmp_path / "chats.jsonl")))
+    tiny.tokenizer(
+        "{% if messages[0]['content'] == 'a' %}{{ raise_exception('roles must alternate') }}{% endif %}" + tiny.CHATML
+    ).save_pretrained(tmp_path / "model")
+    chats = {name: tmp_path / f"{name}.jsonl" for name in ("good", "bad")}
+    for asked, path in zip("ba", chats.values(), strict=True):
+        path.write_text(json.dumps({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "c"}]}))
+    for data, eval_data in (("bad", None), ("good", "bad")):
+        paths = dict(data=str(chats[data]), eval_data=eval_data and str(chats[eval_data]))
+        with pytest.raises(ValueError, match="bad.jsonl:1 .*roles must alternate"):
+            finetune(settings(tmp_path, model=str(tmp_path / "model"), **paths))
     assert not (tmp_path / "run").exists()
+    # What a run leaves that ended before its first checkpoint.
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ValueError, match="roles must alternate"):
+        finetune(settings(tmp_path, model=str(tmp_path / "model"), data=str(chats["bad"])))
 
 
 def test_a_missing_package_is_named_before_anything_happens(tmp_path, monkeypatch):
