@@ -196,7 +196,7 @@ def finetune(
     step = start
     quiet = None if is_first_process() else True
     progress = tqdm(total=settings.steps, initial=start, desc="training", unit="step", disable=quiet)
-    if is_first_process():
+    if is_first_process() and start < settings.steps:
         tokens, devices = (
             f"{settings.batch_size} x {settings.seq_len} tokens",
             1 if parallelism is None else parallelism.mesh.size,

@@ -26,6 +26,15 @@ def settings(tmp_path, **changes):
     return FinetuneSettings(**{**options, **changes})
 
 
+@pytest.fixture
+def steps_that_learn_nothing(monkeypatch):
+    """For tests of what surrounds them, with models without experts: nothing is compiled."""
+    numbers = "loss total_loss aux_loss sequence_loss z_loss grad_norm learning_rate num_tokens num_dropped"
+    metrics = dict.fromkeys(numbers.split(), np.float32(1)) | {"expert_load": np.zeros((0, 0))}
+    module = sys.modules["moe_jax.train.finetune"]
+    monkeypatch.setattr(module, "make_train_step", lambda *_, **__: lambda state, batch: (state, metrics))
+
+
 def test_the_loss_falls_and_every_step_is_logged(tmp_path):
     result = finetune(settings(tmp_path, sequence_loss_coef=1e-4), model=tiny.biased_model(), tokenizer=tiny.tokenizer())
     assert [record["step"] for record in result.metrics] == list(range(1, 31))
@@ -105,6 +114,12 @@ def test_a_conversation_that_the_template_refuses_is_named_before_weights_are_re
         finetune(settings(tmp_path, model=str(tmp_path / "model"), data=str(chats["bad"])))
 
 
+def test_steps_are_announced_where_there_are_any(tmp_path, capsys, steps_that_learn_nothing):
+    for announced in (True, False):
+        finetune(settings(tmp_path, steps=2), model=tiny.dense(), tokenizer=tiny.tokenizer())
+        assert ("9 documents, 4 x 32 tokens a step on 1 device(s), steps " in capsys.readouterr().out) == announced
+
+
 def test_a_missing_package_is_named_before_anything_happens(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="tensorboard=True needs the package tensorboardX"):
@@ -131,24 +146,8 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_files(tmp_path):
         finetune(settings(tmp_path), model=model, tokenizer=tiny.tokenizer())
 
 
-def test_a_held_out_loss_that_is_not_finite_stops_too(tmp_path, monkeypatch):
-    metrics = dict.fromkeys(
-        (
-            "loss",
-            "total_loss",
-            "aux_loss",
-            "sequence_loss",
-            "z_loss",
-            "grad_norm",
-            "learning_rate",
-            "num_tokens",
-            "num_dropped",
-        ),
-        np.float32(1),
-    ) | {"expert_load": np.zeros((0, 0))}
-    module = sys.modules["moe_jax.train.finetune"]
-    monkeypatch.setattr(module, "make_train_step", lambda *_, **__: lambda state, batch: (state, metrics))
-    monkeypatch.setattr(module, "make_evaluation", lambda *_, **__: lambda *_: float("nan"))
+def test_a_held_out_loss_that_is_not_finite_stops_too(tmp_path, monkeypatch, steps_that_learn_nothing):
+    monkeypatch.setattr(sys.modules["moe_jax.train.finetune"], "make_evaluation", lambda *_, **__: lambda *_: float("nan"))
     held_out = dict(eval_data=str(tiny.write_texts(tmp_path / "held-out")), eval_every=1)
     with pytest.raises(FloatingPointError, match="step 1: the held-out loss nan is not finite"):
         finetune(settings(tmp_path, **held_out), model=tiny.dense(), tokenizer=tiny.tokenizer())
