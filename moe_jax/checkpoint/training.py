@@ -19,12 +19,16 @@ class TrainingCheckpoints:
 
     Saving returns at once and goes on in the background; a checkpoint appears under its step's name only when it is whole, so
     a crash while saving leaves the one before.
+
+    `remove_unfinished`, for who saves here alone, removes what such a crash left. One that is being saved looks the same.
     """
 
-    def __init__(self, folder: str | Path, *, keep: int = 3):
+    def __init__(self, folder: str | Path, *, keep: int = 3, remove_unfinished: bool = False):
         if keep < 1:
             raise ValueError(f"keep must be at least 1; got {keep}")
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True, create=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=True, create=True, cleanup_tmp_directories=remove_unfinished
+        )
         self._manager = ocp.CheckpointManager(Path(folder).resolve(), options=options)
         self._got_sigterm = False
         self._handler_before: Any = None

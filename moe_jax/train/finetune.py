@@ -129,7 +129,7 @@ def finetune(
         eval_fingerprint = None if held_out is None else held_out.fingerprint
         _check_same_everywhere(asdict(settings) | identity | {"held-out data": eval_fingerprint})
         require_shared(output)
-    checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints)
+    checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
     start = checkpoints.latest_step() or 0
     places = Places.at_first(len(config.routed_layers), _num_experts(config)) if settings.rebalance_every else None
     if start:

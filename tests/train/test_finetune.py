@@ -120,6 +120,12 @@ def test_steps_are_announced_where_there_are_any(tmp_path, capsys, steps_that_le
         assert ("9 documents, 4 x 32 tokens a step on 1 device(s), steps " in capsys.readouterr().out) == announced
 
 
+def test_a_checkpoint_that_was_never_finished_is_removed(tmp_path, steps_that_learn_nothing):
+    (tmp_path / "run" / "checkpoints" / "1.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    finetune(settings(tmp_path, steps=2), model=tiny.dense(), tokenizer=tiny.tokenizer())
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
+
+
 def test_a_missing_package_is_named_before_anything_happens(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="tensorboard=True needs the package tensorboardX"):
