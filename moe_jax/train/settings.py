@@ -177,12 +177,18 @@ def _problems(settings: FinetuneSettings) -> list[str]:
         problems.append(f"seq_len={settings.seq_len} must be a multiple of 2 * mesh.context = {2 * settings.mesh.context}")
     if settings.warmup_steps is not None and settings.warmup_steps > settings.steps:
         problems.append(f"warmup_steps={settings.warmup_steps} must not exceed steps={settings.steps}")
+    output = Path(settings.output).expanduser()
     for name, path in (("data", settings.data), ("eval_data", settings.eval_data)):
-        if path is not None and not Path(path).expanduser().exists():
+        folder = None if path is None else Path(path).expanduser()
+        if folder is not None and not folder.exists():
             problems.append(f"{name}={path!r} does not exist")
+        elif folder is not None and output.resolve().is_relative_to(folder.resolve()):
+            problems.append(
+                f"output={settings.output!r} must lie outside of {name}={path!r}, or the run reads what it wrote as text"
+            )
     if settings.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         problems.append("tensorboard=True needs the package tensorboardX: pip install tensorboardX")
-    if Path(settings.output).expanduser().is_file():
+    if output.is_file():
         problems.append(f"output={settings.output!r} is a file; it must be a folder")
     return problems
 

@@ -229,5 +229,8 @@ def test_all_wrong_settings_are_named_at_once(tmp_path):
         settings(tmp_path, gradient_accumulation=3)
     with pytest.raises(ValueError, match="offload=True needs remat"):
         settings(tmp_path, offload=True, remat=False)
+    for name in ("data", "eval_data"):
+        with pytest.raises(ValueError, match=f"output='.*texts/run' must lie outside of {name}='.*texts', or"):
+            settings(tmp_path, **{name: str(tmp_path / "texts"), "output": str(tmp_path / "texts" / "run")})
     with pytest.raises(ValueError, match="warmup_steps=31 must not exceed steps=30"):
         settings(tmp_path, warmup_steps=31)
