@@ -75,15 +75,15 @@ def run_demo(settings: DemoSettings) -> DemoResult:
     """Runs all stages and prints what each does and where its files lie.
 
     Raises:
-      ValueError: fewer than 2 steps: there would be nothing to interrupt; or no torch, which transformers' logits need.
+      ValueError: options that make no sense, such as fewer than 2 steps: there would be nothing to interrupt; or no torch,
+        which transformers' logits need. An earlier demo is still there then.
       FileExistsError: the output folder holds something that is no demo's.
       ArithmeticError: the exported checkpoint gives other logits in transformers.
     """
-    if settings.steps < 2:
-        raise ValueError(f"steps must be at least 2, so that the run can be interrupted; got {settings.steps}")
+    output = Path(settings.output).expanduser()
+    check_options(settings, output)
     if importlib.util.find_spec("torch") is None:
         raise ValueError("the demo compares the model with transformers' on torch: pip install torch")
-    output = Path(settings.output).expanduser()
     empty_output(output)
     start = time.perf_counter()
     device = jax.devices()[0]
@@ -111,7 +111,7 @@ def run_demo(settings: DemoSettings) -> DemoResult:
 
     interrupted_at = settings.steps * 6 // 10 or 1
     with stage(3, f"Train, and interrupt the run after {interrupted_at} of {settings.steps} steps"):
-        training = training_settings(settings, output)
+        training = training_settings(settings, output, output / "text.jsonl")
         finetune(training, stop_after=interrupted_at)
 
     with stage(4, "Resume from the checkpoint on disk"):
@@ -158,15 +158,42 @@ CONTENTS = {
     "text.jsonl": "the training text, one piece of a file a line",
 }
 
+MARKER = ".moe-jax-demo"
+"""An empty file that says whose folder it is: users have folders with a text.jsonl or a model of their own."""
+
+
+def check_options(settings: DemoSettings, output: Path) -> None:
+    """Raises a ValueError that lists all options that some stage would refuse."""
+    least = {
+        "steps": (2, ", so that the run can be interrupted"),
+        "vocab_size": (257, ": all bytes, and the end of a text"),
+        "every_nth_file": (1, ""),
+        "new_tokens": (1, ""),
+    }
+    problems = [
+        f"{name} must be at least {bound}{why}; got {getattr(settings, name)}"
+        for name, (bound, why) in least.items()
+        if getattr(settings, name) < bound
+    ]
+    if not settings.prompt:
+        problems.append("prompt must not be empty")
+    try:
+        # The text is not there yet; any file stands for it.
+        training_settings(settings, output, Path(__file__))
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise ValueError("; ".join(problems))
+
 
 def empty_output(output: Path) -> None:
     """Makes the folder, or removes what an earlier demo wrote into it."""
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"{output} is a file; the demo needs a folder")
-    if output.is_dir() and any(output.iterdir()) and not (output / "text.jsonl").is_file():
+    if output.is_dir() and any(output.iterdir()) and not (output / MARKER).is_file():
         raise FileExistsError(f"{output} is not empty and is no earlier demo's output; name another folder")
     output.mkdir(parents=True, exist_ok=True)
-    # text.jsonl, which marks a demo's folder, goes last: a removal cut short can be repeated.
+    (output / MARKER).touch()
     for name in CONTENTS:
         path = output / name
         if path.is_dir():
@@ -209,11 +236,11 @@ def small_config(model: str, vocab_size: int, eos_token_id: int) -> ModelConfig:
     )  # fmt: skip
 
 
-def training_settings(settings: DemoSettings, output: Path) -> FinetuneSettings:
+def training_settings(settings: DemoSettings, output: Path, data: Path) -> FinetuneSettings:
     """How the demo trains: bf16 compute on a GPU, f32 on a CPU, which has no fast bf16."""
     return FinetuneSettings(
         model=str(output / "initial"),
-        data=str(output / "text.jsonl"),
+        data=str(data),
         data_format="text",
         output=str(output / "training"),
         seq_len=settings.seq_len,

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.cli import main
-from moe_jax.demo import CONTENTS, DemoSettings, empty_output, run_demo, small_config
+from moe_jax.demo import CONTENTS, MARKER, DemoSettings, empty_output, run_demo, small_config
 from moe_jax.demo_text import END_OF_TEXT, library_texts, split_source, train_tokenizer
 from moe_jax.models.auto import from_config
 
@@ -22,6 +22,7 @@ SHRUNKEN = dict(steps=10, batch_size=2, seq_len=32, vocab_size=600, every_nth_fi
 def demo(tmp_path_factory):
     """A finished run into a folder that holds the remains of an earlier one."""
     output = tmp_path_factory.mktemp("demo")
+    (output / MARKER).touch()
     (output / "text.jsonl").write_text("")
     (output / "training").mkdir()
     (output / "training" / "metrics.jsonl").write_text('{"step": 1, "loss": 99.0}\n')
@@ -40,7 +41,7 @@ def test_every_step_is_there_once_across_the_interruption(demo):
 
 def test_everything_that_it_lists_lies_there_and_nothing_else(demo):
     output, _ = demo
-    assert sorted(p.name for p in output.iterdir()) == sorted([*CONTENTS, "notes.txt"])
+    assert sorted(p.name for p in output.iterdir()) == sorted([*CONTENTS, MARKER, "notes.txt"])
     for name in ("loss.png", "expert_load.png"):
         assert matplotlib.image.imread(output / name).std() > 0
     assert (output / "notes.txt").read_text() == "the user's own"
@@ -105,15 +106,26 @@ def test_the_model_has_about_five_million_parameters():
 
 def test_a_folder_of_somebody_else_is_refused_and_left_alone(tmp_path):
     (tmp_path / "model").mkdir()
+    (tmp_path / "text.jsonl").write_text("the user's own")
     with pytest.raises(FileExistsError, match="is no earlier demo's output"):
         empty_output(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "text.jsonl"]
     (tmp_path / "file").write_text("x")
     with pytest.raises(FileExistsError, match="is a file"):
         empty_output(tmp_path / "file")
 
 
-def test_one_step_cannot_be_interrupted(tmp_path):
-    with pytest.raises(ValueError, match="steps must be at least 2.*got 1"):
-        run_demo(DemoSettings(output=str(tmp_path / "x"), steps=1))
-    assert not (tmp_path / "x").exists()
+def test_an_earlier_demo_stays_where_options_are_wrong(tmp_path):
+    for name in (MARKER, "text.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError) as error:
+        run_demo(DemoSettings(output=str(tmp_path), steps=1, every_nth_file=0, new_tokens=0, prompt="", batch_size=0))
+    for part in (
+        "steps must be at least 2, so that the run can be interrupted; got 1",
+        "every_nth_file must be at least 1; got 0",
+        "new_tokens must be at least 1",
+        "prompt must not be empty",
+        "batch_size=0 must be an integer of at least 1",
+    ):
+        assert part in str(error.value)
+    assert (tmp_path / "text.jsonl").exists()
