@@ -13,6 +13,7 @@ from moe_jax.layers.router import ExpertBias
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import parameter_path, parameter_sharding
+from moe_jax.train.master_weights import join
 from moe_jax.train.rebalance import Places, move_experts
 
 
@@ -20,6 +21,8 @@ def model_of_run(
     run: str | Path, *, step: int | None = None, dtype=jnp.bfloat16, param_dtype=None, mesh: Mesh | None = None
 ) -> Decoder:
     """The model as the checkpoint of `step` has it; its optimizer's state is not read.
+
+    Of a run with bf16 parameters an f32 model has the masters (`train.master_weights`).
 
     Args:
       run: the output folder of `finetune`.
@@ -40,6 +43,8 @@ def model_of_run(
     position = checkpoints.position(step)
     config = config_from_dict(position["identity"]["config"])
 
+    param_dtype = jnp.dtype(dtype if param_dtype is None else param_dtype)
+    in_halves = param_dtype == jnp.float32 and position["identity"]["param_dtype"] == "bfloat16"
     abstract = nnx.eval_shape(lambda: from_config(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
     graph, *abstract_parts = nnx.split(abstract, nnx.Param, ExpertBias)
 
@@ -48,8 +53,13 @@ def model_of_run(
 
     names = "params", "expert_bias"
     like = {name: jax.tree.map_with_path(place, part) for name, part in zip(names, abstract_parts, strict=True)}
+    if in_halves:
+        like["low_halves"] = jax.tree.map(lambda master: master.update(dtype=jnp.int16), like["params"])
+        like["params"] = jax.tree.map(lambda master: master.update(dtype=jnp.bfloat16), like["params"])
     restored = checkpoints.restore_parts(step, like)
     checkpoints.close()
+    if in_halves:
+        restored["params"] = join(restored["params"], restored["low_halves"])
     parts = [restored[name] for name in names]
     if position.get("places"):
         parts = move_experts(parts, config, Places.from_json(position["places"]).back)

@@ -7,8 +7,12 @@ import tiny
 from flax import nnx
 
 from moe_jax import from_pretrained
+from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.cli import main
+from moe_jax.config import config_to_dict
 from moe_jax.train import FinetuneSettings, finetune, model_of_run
+from moe_jax.train.master_weights import split
+from moe_jax.train.step import TrainState
 
 
 def assert_same(ours, theirs, dtype):
@@ -18,6 +22,18 @@ def assert_same(ours, theirs, dtype):
             b = b[...].astype(dtype)
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a[...], b[...])
+
+
+def test_of_bf16_parameters_it_has_the_f32_masters(tmp_path):
+    model = tiny.dense()
+    params, low_halves = split(nnx.state(model, nnx.Param))
+    state = TrainState(jnp.int32(2), params, (), low_halves)
+    checkpoints = TrainingCheckpoints(tmp_path / "checkpoints")
+    checkpoints.save(2, state, {"identity": {"config": config_to_dict(model.config), "param_dtype": "bfloat16"}})
+    checkpoints.close()
+    assert_same(model_of_run(tmp_path, param_dtype=jnp.float32), model, jnp.float32)
+    nnx.update(model, params)
+    assert_same(model_of_run(tmp_path), model, jnp.bfloat16)
 
 
 def test_it_is_the_model_of_the_step_with_its_biases(tmp_path):
