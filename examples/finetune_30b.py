@@ -8,7 +8,8 @@ In one process that has all GPUs each layer's matrices are gathered by copies wh
 send tokens to experts instead, since NCCL's gathers hide less (docs/scaling.md).
 
 Parameters with their masters and AdamW's moments take 8 bytes a parameter with moments in bf16 (four GPUs of 141 GB) and 12 in
-f32 (eight). Interrupted anywhere, the same command goes on from the last checkpoint, on as many GPUs or on others.
+f32 (eight). Interrupted anywhere, the same command goes on from the last checkpoint, on as many GPUs: their number
+sets the batch and the dtype of the moments, and a run keeps both.
 """
 
 import math
