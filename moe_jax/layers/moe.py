@@ -15,6 +15,7 @@ from moe_jax.layers.linear import normal_parameter
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.router import Router, Routing
 from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
+from moe_jax.parallel.mesh import axis_size
 
 EXPERT_CHUNK_TOKENS = 65536
 """Of more than twice as many tokens the experts compute so many at a time: as fast, and what is made of them is bounded."""
@@ -69,18 +70,34 @@ class MoE(nnx.Module):
 
         With `expert_parallel` the call stands inside a `jax.shard_map` over its axis: x are this device's tokens, the router
         is whole, `experts` holds this device's part of the experts, and the routing's sums are of this device's tokens.
+
+        Raises:
+          ValueError: `experts` that are not as many as the router's, on all devices of the axis together.
+          NameError: with `expert_parallel`, outside `shard_map` or in one whose mesh lacks the axis.
         """
         routing = self.router(x, valid, expert_ids=expert_ids, force_balanced=force_balanced, sequences=sequences)
+        self._check_experts(len(routing.expert_load), expert_parallel)
         if expert_parallel is None:
             y = self.experts(x, routing.weights, routing.experts)
         else:
-            if self.experts.totals is not None:
-                raise ValueError("gradient totals are for experts that lie on one device; these are split over several")
             weights = self.experts.gate_up_proj[...], self.experts.down_proj[...]
             y, exchange = expert_parallel_mlp(x, *weights, routing.weights, routing.experts, expert_parallel)
             # As the tokens vary over the mesh, also what devices agree on: a sum over the mesh takes one type of all.
             routing = routing._replace(**vary_as(exchange, x)._asdict())
         return y if self.shared_experts is None else y + self.shared_experts(x), routing
+
+    def _check_experts(self, num_experts: int, expert_parallel: ExpertParallel | None) -> None:
+        if expert_parallel is not None and self.experts.totals is not None:
+            raise ValueError("gradient totals are for experts that lie on one device; these are split over several")
+        devices = 1 if expert_parallel is None else axis_size(expert_parallel.axis_name)
+        held = self.experts.gate_up_proj.shape[-3]
+        # Choices of experts that nobody holds would add nothing, and nothing would say so.
+        if devices * held != num_experts:
+            how = "without expert_parallel" if expert_parallel is None else f"with axis_name={expert_parallel.axis_name!r}"
+            raise ValueError(
+                f"the router chooses among {num_experts} experts; {how}, {devices} x {held} are there: expert_parallel must "
+                "name the mesh axis over which the experts are split, and be None where each device holds them all"
+            )
 
 
 class GradientTotal(nnx.Variable):

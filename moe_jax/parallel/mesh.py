@@ -4,6 +4,7 @@ import math
 from dataclasses import astuple, dataclass
 
 import jax
+from jax import lax
 
 MESH_AXES = ("data", "fsdp", "expert", "context")
 """data: batch split, parameters whole. fsdp: batch and parameters split. expert: experts split. context: sequences split."""
@@ -39,3 +40,16 @@ def make_mesh(
         raise ValueError(f"the mesh {wanted} has {math.prod(sizes)} places; there are {len(devices)} devices")
     auto = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
     return jax.make_mesh(sizes, MESH_AXES, axis_types=auto, devices=devices)
+
+
+def axis_size(axis_name: str) -> int:
+    """How many devices stand along a mesh axis, inside a `jax.shard_map` over it.
+
+    Raises:
+      NameError: outside one, or in one whose mesh lacks the axis.
+    """
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        message = f"no mesh axis {axis_name!r} here; call it inside a jax.shard_map over that axis"
+        raise NameError(message) from None

@@ -19,7 +19,8 @@ class Parallelism:
     travel to them along `expert`, all other matrices are gathered where they are used (`parallel.fsdp`).
 
     Raises:
-      ValueError: hops that the mesh's devices cannot make.
+      ValueError: hops that the mesh's devices cannot make; tokens that would travel along another axis than the mesh's
+        `expert`, along which the experts lie; sequences split over an axis that the mesh lacks.
     """
 
     mesh: Mesh
@@ -33,6 +34,14 @@ class Parallelism:
 
     def __post_init__(self):
         check_hops(self.hops, self.mesh)
+        name = self.expert.axis_name
+        if self._size("expert") > 1 and name != "expert":
+            raise ValueError(
+                f"ExpertParallel.axis_name must be 'expert', along which the mesh splits the experts; got {name!r}"
+            )
+        if self.context.axis_name not in (*self.mesh.axis_names, ContextParallel.axis_name):
+            axes = ", ".join(self.mesh.axis_names)
+            raise ValueError(f"ContextParallel.axis_name must be an axis of the mesh, {axes}; got {self.context.axis_name!r}")
 
     @property
     def compiler_options(self) -> dict[str, str]:

@@ -1,13 +1,15 @@
-"""The MoE block: where the gradients of its experts go."""
+"""The MoE block: where the gradients of its experts go, and how many experts it must be given."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from moe_jax.layers import moe
-from moe_jax.layers.moe import MoE, add_expert_gradients_to
+from moe_jax.layers.moe import Experts, MoE, add_expert_gradients_to
 from moe_jax.parallel import ExpertParallel
 
 
@@ -48,3 +50,22 @@ def test_totals_of_experts_on_several_devices_are_refused():
     block.experts.add_gradients_to(jnp.zeros((4, 32, 8)), jnp.zeros((4, 8, 16)))
     with pytest.raises(ValueError, match="gradient totals are for experts that lie on one device; these are split"):
         block(jnp.ones((3, 8)), expert_parallel=ExpertParallel())
+
+
+def output_over_two_devices(block, **options):
+    """The type of what the block gives where each of two devices holds the block's experts."""
+    mesh = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,))
+    f = jax.shard_map(lambda x: block(x, **options)[0], mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+    return jax.eval_shape(f, jax.ShapeDtypeStruct((6, 8), jnp.float32))
+
+
+def test_experts_that_are_not_the_routers_are_refused():
+    """What is split needs `expert_parallel`, and what is whole must not have it."""
+    whole, half = (MoE(8, 16, 4, 2, rngs=nnx.Rngs(0)) for _ in range(2))
+    half.experts = Experts(8, 16, 2, rngs=nnx.Rngs(0))
+    assert output_over_two_devices(whole).shape == (6, 8)
+    assert output_over_two_devices(half, expert_parallel=ExpertParallel()).shape == (6, 8)
+    with pytest.raises(ValueError, match="among 4 experts; without expert_parallel, 1 x 2 are there: expert_parallel must"):
+        output_over_two_devices(half)
+    with pytest.raises(ValueError, match="among 4 experts; with axis_name='expert', 2 x 4 are there: expert_parallel must"):
+        output_over_two_devices(whole, expert_parallel=ExpertParallel())

@@ -44,6 +44,7 @@ from moe_jax.parallel.expert.settings import (
     further_capacity,
 )
 from moe_jax.parallel.expert.shadow import choices_of_shadows, lend, load_by_device, rows_per_shadow, select_shadows
+from moe_jax.parallel.mesh import axis_size
 
 
 class Exchange(NamedTuple):
@@ -82,7 +83,7 @@ def expert_parallel_mlp(
         NameError: outside `shard_map`, or one whose mesh lacks the axis.
     """
     check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts="local_experts")
-    devices = _axis_size(parallel.axis_name)
+    devices = axis_size(parallel.axis_name)
     num_experts = devices * w_gate_up.shape[0]
     if parallel.shadow_experts > num_experts:
         raise ValueError(f"shadow_experts must be at most the {num_experts} experts; got {parallel.shadow_experts}")
@@ -105,7 +106,7 @@ def _shadows(
     parallel: ExpertParallel, backend: str | None, x: Array, w_gate_up: Array, w_down: Array, weights: Array, experts: Array
 ) -> tuple[Array, Array, tuple]:
     """What shadows add to this device's tokens, how many they are, and the arguments of an exchange of the other choices."""
-    axis_name, num_experts = parallel.axis_name, _axis_size(parallel.axis_name) * w_down.shape[0]
+    axis_name, num_experts = parallel.axis_name, axis_size(parallel.axis_name) * w_down.shape[0]
     load = load_by_device(experts, num_experts, axis_name)
     cost = rows_per_shadow(parallel.flops_per_byte, x.dtype.itemsize, load.shape[0])
     shadows = select_shadows(load, parallel.shadow_experts, cost)
@@ -119,7 +120,7 @@ def _exchange(
     parallel: ExpertParallel, backend: str | None, x: Array, w_gate_up: Array, w_down: Array, weights: Array, experts: Array
 ) -> tuple[Array, Array, Array]:
     """What the experts of all devices add to this device's tokens, num_dropped and num_rounds."""
-    devices = _axis_size(parallel.axis_name)
+    devices = axis_size(parallel.axis_name)
     plan = _plan(x.shape[0], experts.shape[1], devices, w_gate_up.shape[0], parallel, backend)
     owner = owners(experts, plan.num_experts, devices)
     queues = queue(owner, lax.stop_gradient(weights), devices, plan.first, parallel.drop or "position")
@@ -132,14 +133,6 @@ def _exchange(
     rounds = further_rounds(queues, plan.further, parallel.axis_name)
     y = _all_rounds(plan, rounds, queues, is_first, experts, *arrays)
     return y, jnp.zeros((), jnp.int32), 1 + rounds
-
-
-def _axis_size(axis_name: str) -> int:
-    try:
-        return lax.axis_size(axis_name)
-    except NameError:
-        message = f"no mesh axis {axis_name!r} here; call it inside a jax.shard_map over that axis"
-        raise NameError(message) from None
 
 
 class _Plan(NamedTuple):
