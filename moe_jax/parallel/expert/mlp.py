@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts import Part, experts_mlp, experts_mlp_of_parts
 from moe_jax.kernels.precision import at_least_f32, widened
+from moe_jax.kernels.routing import int32_ids
 from moe_jax.kernels.shapes import check_experts_mlp
 from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.expert import pairwise
@@ -92,7 +93,8 @@ def expert_parallel_mlp(
         y = experts_mlp(*arrays, backend=backend) if topk_experts.size else vary_as(jnp.zeros_like(x), arrays)
         return y, Exchange(jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32))
 
-    experts = jnp.where((topk_experts >= 0) & (topk_experts < num_experts), topk_experts, -1).astype(jnp.int32)
+    experts = int32_ids(topk_experts, num_experts)
+    experts = jnp.where((experts >= 0) & (experts < num_experts), experts, -1)
     arrays = vary_as((*arrays[:-1], experts), (arrays, lax.axis_index(parallel.axis_name)))
     if parallel.shadow_experts == 0:
         y, num_dropped, num_rounds = _exchange(parallel, backend, *arrays)

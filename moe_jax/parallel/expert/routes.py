@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from moe_jax.kernels.routing import wide_ids
 from moe_jax.parallel.expert.settings import Capacity
 
 
@@ -42,6 +43,7 @@ class Route:
 
 def owners(topk_experts: Int[Array, "tokens k"], num_experts: int, devices: int) -> Int[Array, "tokens k"]:
     """The device that holds each choice; -1 for an id outside [0, num_experts)."""
+    topk_experts = wide_ids(topk_experts)
     in_range = (topk_experts >= 0) & (topk_experts < num_experts)
     owner = topk_experts // (num_experts // devices)
     return jnp.where(in_range, owner.astype(jnp.int32), -1)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,6 +50,13 @@ def test_every_copy_travels_once_in_its_turn(tokens, k, slots, order, seed):
         assert travelled == line
         assert sum(int(route.sent[device]) for route in routes) == len(line)
     np.testing.assert_array_equal(in_first_round(queues, owner), first)
+
+
+@pytest.mark.parametrize("dtype, num_experts", [("uint8", 256), ("int8", 128), ("int16", 6), ("uint32", 6)])
+def test_ids_of_few_bits_have_the_owners_of_wide_ones(dtype, num_experts):
+    last = [[0, num_experts // 2, num_experts - 1]]
+    np.testing.assert_array_equal(owners(jnp.asarray(last, dtype), num_experts, 2), [[0, 1, 1]])
+    np.testing.assert_array_equal(owners(jnp.asarray(last, dtype), num_experts, 1), [[0, 0, 0]])
 
 
 @settings(max_examples=10, deadline=None)
