@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.experts import experts_mlp
+from moe_jax.kernels.routing import int32_ids
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.linear import normal_parameter
@@ -69,7 +70,8 @@ class MoE(nnx.Module):
         """Returns y in x's dtype and the routing; `valid`, `expert_ids`, `force_balanced` and `sequences` as in `Router`.
 
         With `expert_parallel` the call stands inside a `jax.shard_map` over its axis: x are this device's tokens, the router
-        is whole, `experts` holds this device's part of the experts, and the routing's sums are of this device's tokens.
+        is whole, `experts` holds this device's part of the experts, and the routing's sums are of this device's tokens. Tokens
+        that are not valid go to no expert there and leave the room to the others; their y is that of the shared experts alone.
 
         Raises:
           ValueError: `experts` that are not as many as the router's, on all devices of the axis together.
@@ -81,7 +83,10 @@ class MoE(nnx.Module):
             y = self.experts(x, routing.weights, routing.experts)
         else:
             weights = self.experts.gate_up_proj[...], self.experts.down_proj[...]
-            y, exchange = expert_parallel_mlp(x, *weights, routing.weights, routing.experts, expert_parallel)
+            experts = routing.experts
+            if valid is not None:
+                experts = jnp.where(valid[:, None], int32_ids(experts, len(routing.expert_load)), -1)
+            y, exchange = expert_parallel_mlp(x, *weights, routing.weights, experts, expert_parallel)
             # As the tokens vary over the mesh, also what devices agree on: a sum over the mesh takes one type of all.
             routing = routing._replace(**vary_as(exchange, x)._asdict())
         return y if self.shared_experts is None else y + self.shared_experts(x), routing

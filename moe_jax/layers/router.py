@@ -28,8 +28,7 @@ class RouterStatistics:
       probability_sum: the sum of the router's probabilities of each expert.
       z_loss_sum: the sum of logsumexp(logits)^2.
       num_tokens: how many tokens were valid.
-      num_dropped: how many choices no expert computed for lack of capacity (padding's counted in): 0 unless
-        `ExpertParallel.drop` is set.
+      num_dropped: how many choices no expert computed for lack of capacity: 0 unless `ExpertParallel.drop` is set.
       num_rounds, num_shadows: rounds of the exchange with other devices' experts, and experts that were copied to all of them
         for the call (`parallel.expert.Exchange`), summed over the devices; without an exchange 1 and 0.
       entropy_sum: the sum of the entropies of the tokens' probabilities, in nats.

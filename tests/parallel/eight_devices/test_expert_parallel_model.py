@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, relative_error
 
+from moe_jax.layers.moe import MoE
 from moe_jax.layers.router import load_balancing_loss, router_z_loss, sum_over_mesh
 from moe_jax.parallel import ExpertParallel
 
@@ -38,7 +39,8 @@ def test_losses_gradients_and_statistics_are_those_of_one_device(settings):
     graph, parameters = nnx.split(tiny.model())
     tokens = jnp.asarray(rng.integers(0, 264, (8, 6)))
     segment_ids = jnp.asarray(rng.integers(0, 2, (8, 1)) | (np.arange(6) < 4), jnp.int32)
-    direction = jnp.asarray(rng.normal(size=(8, 6, 264)), jnp.float32)
+    # Padding goes to no expert where experts are split.
+    direction = jnp.asarray(rng.normal(size=(8, 6, 264)), jnp.float32) * (segment_ids != 0)[:, :, None]
 
     def on_one(parameters):
         of_logits, statistics = projected(parameters, graph, tokens, segment_ids, direction)
@@ -82,3 +84,26 @@ def test_dropped_choices_are_reported_by_layer():
     dropped = jax.jit(f)(parameters, tokens).num_dropped
     # 200 tokens of two choices a device, of which 64 tokens fit for each of four devices of one expert.
     assert dropped.shape == (2,) and (dropped >= 4 * (400 - 4 * 64)).all()
+
+
+def test_padding_pushes_no_token_out():
+    """Of 160 tokens a device 96 are padding and stand first; 64 fit from a device to a device."""
+    rng = np.random.default_rng()
+    block = MoE(8, 4, 8, 2, stddev=0.5, rngs=nnx.Rngs(int(rng.integers(2**31))))
+    x = jnp.asarray(rng.normal(size=(4 * 160, 8)), jnp.float32)
+    valid = jnp.tile(jnp.arange(160) >= 96, 4)
+    graph, parameters = nnx.split(block)
+
+    def local(parameters, x, valid):
+        settings = ExpertParallel(transport="all_to_all", drop="position", capacity_factor=0.01)
+        y, routing = nnx.merge(graph, parameters)(x, valid, expert_parallel=settings)
+        return y, routing.experts, routing.num_dropped[None]
+
+    specs = jax.tree.map_with_path(lambda path, _: P("expert") if "experts" in str(path) else P(), parameters)
+    f = jax.shard_map(local, mesh=make_mesh(expert=4), in_specs=(specs, P("expert"), P("expert")), out_specs=P("expert"))
+    y, experts, num_dropped = jax.jit(f)(parameters, x, valid)
+    expected, routing = block(x)
+    assert not num_dropped.any()
+    assert relative_error(y[valid], expected[valid]) < 1e-5
+    assert not y[~valid].any()
+    np.testing.assert_array_equal(experts, routing.experts)
