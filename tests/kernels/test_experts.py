@@ -11,7 +11,7 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax import kernels
@@ -406,6 +406,21 @@ def test_runs_on_a_mesh(sharding, chunk_tokens):
         check = sharding == "shard_map"
         on_mesh = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check)
     compare(on_mesh, oracle.experts_mlp, inputs, 1e-5)
+
+
+def test_a_shard_map_may_leave_axes_of_its_mesh_to_the_compiler():
+    mesh = AbstractMesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    inputs = make_inputs(np.random.default_rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)
+    specs = (P("expert"), P(), P(), P("expert"), P("expert"))
+
+    def of_all(*arguments):
+        on_mesh = jax.shard_map(
+            kernels.experts_mlp, mesh=mesh, in_specs=specs, out_specs=P("expert"), axis_names={"expert"}, check_vma=True
+        )
+        return jnp.sum(on_mesh(*arguments))
+
+    gradients = jax.eval_shape(jax.jit(jax.grad(of_all, argnums=(0, 1, 2, 3))), *inputs)
+    assert [a.shape for a in gradients] == [a.shape for a in inputs[:4]]
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,8 @@ def _overflow_blocks(plan: Plan, direct_rows: int, height: int, per_turn: int) -
     last = jnp.cumsum(-(-counts // height))
     first_block = jnp.concatenate([jnp.zeros(1, jnp.int32), last.astype(jnp.int32)])
     block = jnp.arange(plan.num_rows // height + plan.num_experts + per_turn, dtype=jnp.int32)
-    expert = jnp.searchsorted(first_block[1:], block, side="right", method="compare_all").astype(jnp.int32)
+    # Not `searchsorted`, whose types do not hold in a shard_map that is manual over some of the mesh's axes (jax 0.11.2).
+    expert = jnp.sum(first_block[1:] <= block[:, None], axis=1, dtype=jnp.int32)
     expert = jnp.minimum(expert, plan.num_experts - 1)
     start = starts[expert] + (block - first_block[expert]) * height
     end = jnp.where(block < first_block[-1], jnp.minimum(start + height, plan.offsets[expert + 1]), 0)
