@@ -82,6 +82,7 @@ def expert_parallel_mlp(
     Raises:
         ValueError: shapes that do not fit together, more shadow_experts than experts, and what `experts_mlp` raises.
         NameError: outside `shard_map`, or one whose mesh lacks the axis.
+        NotImplementedError: shadow_experts under `jax.vmap`.
     """
     check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts="local_experts")
     devices = axis_size(parallel.axis_name)

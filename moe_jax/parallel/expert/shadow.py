@@ -10,6 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int
 
@@ -92,11 +93,29 @@ def lend(weights: Weights, shadows: Int[Array, "slots"], axis_name: str, dtype: 
 
     The gradients of the copies travel in `dtype`, are summed over the devices in f32 and added where the owner's gradients
     lie. Each way moves as many slots as there are shadows, 2(n-1)/n of their bytes out of each device.
+
+    Raises:
+        NotImplementedError: under `jax.vmap` over shadows.
     """
     return _lend_forward(weights, shadows, axis_name, dtype)[0]
 
 
+@custom_vmap
+def _of_one_batch(shadows: Int[Array, "slots"]) -> Int[Array, "slots"]:
+    return shadows
+
+
+@_of_one_batch.def_vmap
+def _refuse_several(axis_size: int, in_batched: list[bool], shadows: Array):
+    # The weights are one for all batches: a gradient that `lend` passes on for each of them would count so many times.
+    raise NotImplementedError(
+        "shadow_experts under jax.vmap: shadows are chosen for all tokens of a call; pass those of all batches as one, or take "
+        "shadow_experts=0"
+    )
+
+
 def _lend_forward(weights: Weights, shadows: Array, axis_name: str, dtype: jnp.dtype):
+    shadows = _of_one_batch(shadows)
     local_experts = weights[0].shape[0]
     local = shadows - lax.axis_index(axis_name).astype(jnp.int32) * local_experts
     # Different numbers out of range for other devices' shadows: a scatter may then take every index for unique.

@@ -125,6 +125,20 @@ def test_a_sum_to_all_devices_rounds_once_whatever_the_shape():
     np.testing.assert_array_equal(everywhere(of_devices), jnp.broadcast_to(expected, (8, 5, 3)))
 
 
+def test_batches_of_a_vmap_have_no_shadows_of_their_own():
+    """The gradients of weights that they share would be counted once for each of them."""
+    x, w_gate_up, w_down, topk_weights = arrays()
+    layer = sharded(shadowing(1), make_mesh(expert=4))
+    twice = [jnp.stack([a, a]) for a in (x, topk_weights, routing("even"))]
+
+    def of_all(w_gate_up, w_down):
+        return jax.vmap(lambda x, *routed: layer(x, w_gate_up, w_down, *routed)[0])(*twice).sum()
+
+    for f in (of_all, jax.grad(of_all)):
+        with pytest.raises(NotImplementedError, match="shadow_experts under jax.vmap: .* pass those of all batches as one"):
+            jax.eval_shape(f, w_gate_up, w_down)
+
+
 def test_more_shadows_than_experts_are_refused():
     with pytest.raises(ValueError, match="shadow_experts must be at most the 16 experts; got 17"):
         sharded(shadowing(17), make_mesh(expert=4))(*arrays(), routing("even"))
