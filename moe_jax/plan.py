@@ -109,7 +109,7 @@ def format_plan(predictions: list[Prediction], limit: int) -> str:
     lines = [HEADER, *(row(prediction) for prediction in fitting[:limit])]
     if len(fitting) > limit:
         lines.append(f"and {len(fitting) - limit} more that fit")
-    return "\n".join([*lines, _memory(best), f"train so: moe-jax finetune {flags(best.run)} ..."])
+    return "\n".join([*lines, _memory(best), f"train so: {how_to_train(best.run)}"])
 
 
 def _remedy(prediction: Prediction) -> str:
@@ -131,6 +131,14 @@ def _memory(prediction: Prediction) -> str:
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in prediction.bytes.items())
     host = f"; and {prediction.host_bytes / 2**30:.0f} of the host's memory for each GPU" if prediction.host_bytes else ""
     return f"GiB of the first: {parts}{host}"
+
+
+def how_to_train(run: Run) -> str:
+    """The command that trains so, or what to give `make_train_step`, where `finetune` computes attention by another method."""
+    if run.mesh.context > 1 and run.context_method != "ring":
+        method = f"context=ContextParallel(method={run.context_method!r})"
+        return f"by moe_jax.train.make_train_step with Parallelism(mesh, {method}); moe-jax finetune takes the ring"
+    return f"moe-jax finetune {flags(run)} ..."
 
 
 def flags(run: Run) -> str:

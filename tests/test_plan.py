@@ -11,7 +11,7 @@ from moe_jax.cli import main
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import Run, predict
 from moe_jax.parallel.mesh import MeshShape
-from moe_jax.plan import KINDS, flags, format_plan, meshes, plan
+from moe_jax.plan import KINDS, flags, format_plan, how_to_train, meshes, plan
 
 DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]
 QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
@@ -133,6 +133,14 @@ def test_hops_are_copies_on_one_host_unless_asked_for_otherwise(capsys):
     for devices, asked, hops in ((8, "", "copies"), (8, "--hops nccl", "nccl"), (16, "--rows 2", "nccl")):
         main(f"plan qwen3-30b-a3b --devices {devices} {options} {asked}".split())
         assert f"--hops {hops}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+def test_no_command_is_printed_for_attention_that_finetune_does_not_compute(method):
+    run = Run(QWEN, MeshShape(expert=2, context=2), 2, 4096, context_method=method)
+    printed = how_to_train(run)
+    assert f"make_train_step with Parallelism(mesh, context=ContextParallel(method='{method}'))" in printed
+    assert how_to_train(replace(run, mesh=MeshShape(expert=4), rows=4)).startswith("moe-jax finetune --mesh.expert 4 ")
 
 
 def test_an_exchange_by_copies_is_printed_with_its_capacity():
