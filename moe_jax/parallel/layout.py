@@ -9,7 +9,7 @@ next. What is not in the table (norms, biases, routers) is whole on every device
 import math
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 # The module that holds the matrix -> how many axes it has. Stacked parameters have the layer axis in front of these; it stays
 # whole, since every device runs every layer.
@@ -34,9 +34,18 @@ _MATRICES = {
 
 
 def parameter_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
-    """Where the parameter at `path` (as in `nnx.to_flat_state`) lies, by its global shape; no mesh: on the default device."""
+    """Where the parameter at `path` (as in `nnx.to_flat_state`) lies, by its global shape; no mesh: on the default device.
+
+    Raises:
+      ValueError: a mesh with Explicit axes, over which XLA inserts no collectives.
+    """
     if mesh is None:
         return SingleDeviceSharding(jax.local_devices()[0])
+    if AxisType.Explicit in mesh.axis_types:
+        raise ValueError(
+            f"the mesh's axes {', '.join(mesh.axis_names)} must all be AxisType.Auto, as moe_jax.parallel.make_mesh makes "
+            "them; those of jax.make_mesh are Explicit unless its axis_types say otherwise"
+        )
     return NamedSharding(mesh, parameter_spec(path, shape, mesh))
 
 

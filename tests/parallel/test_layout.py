@@ -64,6 +64,12 @@ def test_without_a_mesh_parameters_lie_on_the_default_device():
     assert isinstance(parameter_sharding(("norm", "weight"), (32,), None), SingleDeviceSharding)
 
 
+def test_a_mesh_with_explicit_axes_is_refused():
+    explicit = jax.make_mesh((1,), ("fsdp",), devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match=r"axes fsdp must all be AxisType.Auto, as moe_jax.parallel.make_mesh makes them"):
+        parameter_sharding(("norm", "weight"), (32,), explicit)
+
+
 def test_a_mesh_must_use_every_device():
     with pytest.raises(ValueError, match="data=3 x fsdp=1 x expert=1 x context=1 has 3 places; there are 1 devices"):
         make_mesh(data=3, devices=jax.devices()[:1])
