@@ -16,11 +16,19 @@ def balanced_order(expert_load: Float[np.ndarray, "experts"], devices: int, num_
     Where that makes the busiest device no less busy, every expert stays where it is.
 
     Raises:
-      ValueError: devices that the experts, or their groups, cannot be dealt out to.
+      ValueError: devices that the experts, or their groups, cannot be dealt out to; loads that are not one number of at least
+        0 for each expert.
     """
     load = np.asarray(expert_load)
+    if load.ndim != 1:
+        raise ValueError(f"expert_load must be [experts]; got {list(load.shape)}")
+    meant = np.isfinite(load) & (load >= 0)
+    if not meant.all():
+        raise ValueError(f"expert_load must be numbers of at least 0; got {load[~meant][0]} for one expert")
     if devices < 1 or len(load) % devices:
         raise ValueError(f"{len(load)} experts cannot be dealt out to {devices} devices; take a divisor")
+    if num_groups < 1 or len(load) % num_groups:
+        raise ValueError(f"{len(load)} experts are not {num_groups} groups of one size")
     if num_groups % devices and devices % num_groups:
         raise ValueError(
             f"{num_groups} groups of experts cannot be dealt out to {devices} devices; take a divisor or a multiple"

@@ -42,6 +42,16 @@ def test_groups_stay_together(devices, best):
     assert busiest(load, order, devices) == best
 
 
+def test_groups_and_loads_that_cannot_be_meant_are_refused():
+    with pytest.raises(ValueError, match="9 experts are not 6 groups of one size"):
+        balanced_order(np.ones(9), 3, num_groups=6)
+    with pytest.raises(ValueError, match=r"expert_load must be \[experts\]; got \[2, 4\]"):
+        balanced_order(np.ones((2, 4)), 2)
+    for wrong in (np.nan, -1.0):
+        with pytest.raises(ValueError, match=f"expert_load must be numbers of at least 0; got {wrong} for one expert"):
+            balanced_order(np.array([3.0, wrong, 1.0, 2.0]), 2)
+
+
 def test_devices_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="6 experts cannot be dealt out to 4 devices; take a divisor"):
         balanced_order(np.ones(6), 4)
