@@ -40,7 +40,7 @@ class ExpertParallel:
         0 every shadow pays that takes rows from the busiest device. Default: an H200's, by `parallel.machine`.
 
     Raises:
-      ValueError: an unknown transport or drop, a capacity_factor that is not above 0, a group_size below 1 or without
+      ValueError: an unknown transport or drop, a capacity_factor that is no number above 0, a group_size below 1 or without
         "pairwise", a negative shadow_experts or flops_per_byte.
     """
 
@@ -57,8 +57,8 @@ class ExpertParallel:
             raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))} or None; got {self.transport!r}")
         if self.drop not in (None, "position", "probability"):
             raise ValueError(f"drop must be 'position', 'probability' or None; got {self.drop!r}")
-        if not self.capacity_factor > 0:
-            raise ValueError(f"capacity_factor must be above 0; got {self.capacity_factor}")
+        if not 0 < self.capacity_factor < math.inf:
+            raise ValueError(f"capacity_factor must be a number above 0; got {self.capacity_factor}")
         if self.group_size is not None and (self.group_size < 1 or self.transport != "pairwise"):
             raise ValueError(f"group_size must be at least 1, and is for transport 'pairwise' alone; got {self.group_size}")
         if self.shadow_experts < 0:

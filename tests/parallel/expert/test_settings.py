@@ -14,8 +14,9 @@ from moe_jax.parallel.expert.settings import first_capacity, further_capacity
     [
         ({"transport": "nccl"}, "transport must be one of 'gather', 'all_to_all', 'ragged', 'pairwise' or None; got 'nccl'"),
         ({"drop": "random"}, "drop must be 'position', 'probability' or None; got 'random'"),
-        ({"capacity_factor": 0}, "capacity_factor must be above 0; got 0"),
-        ({"capacity_factor": float("nan")}, "capacity_factor must be above 0; got nan"),
+        ({"capacity_factor": 0}, "capacity_factor must be a number above 0; got 0"),
+        ({"capacity_factor": float("nan")}, "capacity_factor must be a number above 0; got nan"),
+        ({"capacity_factor": float("inf")}, "capacity_factor must be a number above 0; got inf"),
         ({"group_size": 2}, "group_size must be at least 1, and is for transport 'pairwise' alone; got 2"),
         ({"group_size": 0, "transport": "pairwise"}, "group_size must be at least 1, .*; got 0"),
         ({"shadow_experts": -1}, "shadow_experts must be at least 0; got -1"),
