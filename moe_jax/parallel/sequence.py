@@ -30,6 +30,7 @@ def shard_sequence(x: Array, num_shards: int, layout: Layout = "zigzag", axis: i
         ValueError: an unknown layout, or a length that the layout cannot split.
     """
     _check(x.shape[axis], num_shards, layout)
+    axis %= x.ndim
     before, after, arrays = x.shape[:axis], x.shape[axis + 1 :], x.__array_namespace__()
     if layout == "zigzag":
         halves = x.reshape(*before, 2, num_shards, -1, *after)
@@ -43,6 +44,7 @@ def shard_sequence(x: Array, num_shards: int, layout: Layout = "zigzag", axis: i
 def unshard_sequence(x: Array, num_shards: int, layout: Layout = "zigzag", axis: int = 1) -> Array:
     """The inverse of `shard_sequence`: the tokens in the order of the sequence."""
     _check(x.shape[axis], num_shards, layout)
+    axis %= x.ndim
     before, after, arrays = x.shape[:axis], x.shape[axis + 1 :], x.__array_namespace__()
     if layout == "zigzag":
         halves = x.reshape(*before, num_shards, 2, -1, *after)

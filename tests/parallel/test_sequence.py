@@ -25,7 +25,7 @@ def test_twelve_tokens_on_three_devices(layout, expected):
 
 
 @settings(max_examples=20, deadline=None)
-@given(layout=st.sampled_from(LAYOUTS), devices=st.integers(1, 8), halves=st.integers(1, 5), axis=st.integers(0, 2))
+@given(layout=st.sampled_from(LAYOUTS), devices=st.integers(1, 8), halves=st.integers(1, 5), axis=st.integers(-3, 2))
 def test_devices_have_the_tokens_that_the_layout_says(layout, devices, halves, axis):
     length, shape = 2 * halves, [2, 3, 4]
     shape[axis] = length * devices
