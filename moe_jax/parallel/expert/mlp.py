@@ -56,7 +56,8 @@ class Exchange(NamedTuple):
     num_rounds: Int[Array, ""]
     """Rounds of the exchange, the same on all devices of the axis: 1 and the further ones."""
     num_shadows: Int[Array, ""]
-    """Experts that were copied to all devices of the axis, the same on each of them; 0 unless `shadow_experts` is set."""
+    """Experts that were copied to all devices of the axis: the same number on each of them, though its type, which says that it
+    may vary, does not know it. 0 unless `shadow_experts` is set."""
 
 
 def expert_parallel_mlp(
