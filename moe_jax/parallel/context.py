@@ -19,6 +19,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -27,6 +28,7 @@ from moe_jax.kernels.attention import attention, resolve_attention_backend
 from moe_jax.kernels.flash_attention import refusal
 from moe_jax.kernels.varying import vary_alike
 from moe_jax.parallel.hops import Hops
+from moe_jax.parallel.mesh import axis_size
 from moe_jax.parallel.ring import Expand, Kept, Ring, as_dtypes_of, gradients_of_kept, keys_and_values, ring_attention
 from moe_jax.parallel.sequence import Layout, shard_sequence, token_indices, unshard_sequence
 from moe_jax.parallel.sums import sum_scatter
@@ -42,13 +44,20 @@ class ContextParallel:
       axis_name: the mesh axis over which they are.
       layout: which tokens a device has; see `sequence`.
       method: how attention is computed; see `context_attention`.
-      hops: how the program makes hops (`parallel.hops`); `Parallelism` puts its own here.
+      hops: how the program makes hops (`parallel.hops`). In a `Parallelism` it says nothing: its own takes the place.
+
+    Raises:
+      ValueError: an unknown layout, method or hops.
     """
 
     axis_name: str = "context"
     layout: Layout = "zigzag"
     method: Method = "ring"
     hops: Hops = "nccl"
+
+    def __post_init__(self):
+        for name, value, known in (("layout", self.layout, Layout), ("method", self.method, Method), ("hops", self.hops, Hops)):
+            _check_known(name, value, known)
 
     def starts_of_segments(self, segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
         """See the function of this name."""
@@ -126,15 +135,14 @@ def context_attention(
       ValueError: shapes that do not fit together; a window below 1; unknown hops; an unknown layout, method or backend, or one
         that does not take the input; a length that the layout cannot split; with `ulysses` a number of heads or key heads, or
         of rows of `weights`, that the devices do not divide.
+      NameError: outside `shard_map`, or in one whose mesh lacks the axis.
     """
     if expand is None and len(kept) != 2:
         raise ValueError(f"without expand, kept must be k and v; got {len(kept)} arrays")
     k, v = jax.eval_shape(partial(keys_and_values, expand), weights, kept)
     _check_shapes(q, k, v)
-    if hops not in get_args(Hops):
-        raise ValueError(f"unknown hops {hops!r}; choose one of {', '.join(map(repr, get_args(Hops)))}")
-    if method not in get_args(Method):
-        raise ValueError(f"unknown method {method!r}; choose one of {', '.join(map(repr, get_args(Method)))}")
+    _check_known("hops", hops, Hops)
+    _check_known("method", method, Method)
     if method == "ulysses":
         _check_heads(q, k, None if expand is None else weights, axis_name)
     if segment_ids is not None and segment_starts is not None:
@@ -142,7 +150,7 @@ def context_attention(
     for name, array in (("segment_ids", segment_ids), ("segment_starts", segment_starts)):
         if array is not None and array.shape != q.shape[:2]:
             raise ValueError(f"{name} must be [batch, seq] = {q.shape[:2]}; got {array.shape}")
-    if isinstance(window, int) and window < 1:
+    if isinstance(window, int | np.integer) and window < 1:
         raise ValueError(f"window must be at least 1 or None; got {window}")
     own = own_tokens(q.shape[1], axis_name=axis_name, layout=layout)
     if segment_ids is not None:
@@ -163,6 +171,11 @@ def context_attention(
     return compute(q, kept, weights, first_token, ring)
 
 
+def _check_known(name: str, value: str, known) -> None:
+    if value not in get_args(known):
+        raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(map(repr, get_args(known)))}")
+
+
 def _check_shapes(q: Array, k: Array, v: Array) -> None:
     alike = q.ndim == k.ndim == v.ndim == 4 and k.shape[:2] == q.shape[:2] and k.shape[:3] == v.shape[:3]
     if not alike or k.shape[3] != q.shape[3] or q.shape[2] % k.shape[2]:
@@ -173,7 +186,7 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
 
 
 def _check_heads(q: Array, k: Array, weights, axis_name: str) -> None:
-    devices = lax.axis_size(axis_name)
+    devices = axis_size(axis_name)
     if q.shape[2] % devices or k.shape[2] % devices:
         raise ValueError(
             f"method 'ulysses' splits heads over the {devices} devices of axis {axis_name!r}, which must divide the numbers "
@@ -209,19 +222,21 @@ def later(
 
 def own_tokens(length: int, *, axis_name: str = "context", layout: Layout = "zigzag") -> Int[Array, "length"]:
     """The indices in the sequence of this device's `length` tokens."""
-    return token_indices(length, lax.axis_index(axis_name), lax.axis_size(axis_name), layout)
+    devices = axis_size(axis_name)
+    return token_indices(length, lax.axis_index(axis_name), devices, layout)
 
 
 def _gather(x: Array, axis_name: str, layout: Layout) -> Array:
     """The tokens of all devices in the order of the sequence."""
-    return unshard_sequence(lax.all_gather(x, axis_name, axis=1, tiled=True), lax.axis_size(axis_name), layout)
+    devices = axis_size(axis_name)
+    return unshard_sequence(lax.all_gather(x, axis_name, axis=1, tiled=True), devices, layout)
 
 
 def _own_part(whole: Array, axis_name: str, layout: Layout) -> Array:
     """This device's tokens of those in the order of the sequence."""
-    axis_size = lax.axis_size(axis_name)
-    length = whole.shape[1] // axis_size
-    parts = shard_sequence(whole, axis_size, layout)
+    devices = axis_size(axis_name)
+    length = whole.shape[1] // devices
+    parts = shard_sequence(whole, devices, layout)
     return lax.dynamic_slice_in_dim(parts, lax.axis_index(axis_name) * length, length, axis=1)
 
 
@@ -272,14 +287,14 @@ def _all_gather_bounds(first_token: Int[Array, "batch seq"], ring: Ring) -> part
 def _ulysses_attention(
     q, kept: Kept, expand, weights, segment_starts, window, scale: float, axis_name: str, layout: Layout, backend: str | None
 ):
-    axis_size = lax.axis_size(axis_name)
+    devices = axis_size(axis_name)
 
     def to_heads(x: Array) -> Array:
         whole = lax.all_to_all(x, axis_name, split_axis=2, concat_axis=1, tiled=True)
-        return unshard_sequence(whole, axis_size, layout)
+        return unshard_sequence(whole, devices, layout)
 
     def of_own_heads(weight: Array) -> Array:
-        rows = weight.shape[0] // axis_size
+        rows = weight.shape[0] // devices
         return lax.dynamic_slice_in_dim(weight, lax.axis_index(axis_name) * rows, rows)
 
     if expand is None:
@@ -298,7 +313,7 @@ def _ulysses_attention(
         window=window,
         backend=backend,
     )
-    return lax.all_to_all(shard_sequence(out, axis_size, layout), axis_name, split_axis=1, concat_axis=2, tiled=True)
+    return lax.all_to_all(shard_sequence(out, devices, layout), axis_name, split_axis=1, concat_axis=2, tiled=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -1,9 +1,10 @@
 """A mesh and what it is for fit together, or are refused. `eight_devices/test_parallelism.py` trains with them."""
 
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism
+from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism, context_attention
 
 
 def mesh(**sizes):
@@ -19,6 +20,26 @@ def test_tokens_travel_along_the_axis_that_splits_the_experts():
 def test_sequences_are_split_over_an_axis_of_the_mesh():
     with pytest.raises(ValueError, match="ContextParallel.axis_name must be an axis of the mesh, fsdp, context; got 'ctx'"):
         Parallelism(mesh(fsdp=2, context=4), context=ContextParallel(axis_name="ctx"))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"layout": "zig"}, "unknown layout 'zig'; choose one of 'contiguous', 'zigzag', 'striped'"),
+        ({"method": "rign"}, "unknown method 'rign'; choose one of 'ring', 'all_gather', 'ulysses'"),
+        ({"hops": "copy"}, "unknown hops 'copy'; choose one of 'nccl', 'copies'"),
+    ],
+)
+def test_unknown_ways_to_split_a_sequence_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ContextParallel(**settings)
+
+
+def test_outside_shard_map_the_error_says_where_to_call_it():
+    q = jnp.ones((1, 8, 2, 4))
+    for method in ("ring", "all_gather", "ulysses"):
+        with pytest.raises(NameError, match="no mesh axis 'context' here; call it inside a jax.shard_map over that axis"):
+            context_attention(q, q, q, scale=1.0, method=method)
 
 
 def test_a_mesh_needs_no_axis_for_what_it_does_not_split():

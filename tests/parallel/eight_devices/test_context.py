@@ -231,6 +231,7 @@ def test_positions_and_segments_go_over_the_borders_of_devices(layout):
         ({"kv_heads": 3}, r"heads a multiple of kv_heads; got q \(1, 4, 8, 8\), k \(1, 4, 3, 8\)"),
         ({"segment_ids": jnp.ones((1, 4)), "segment_starts": jnp.ones((1, 4))}, "give one of them"),
         ({"window": 0}, "window must be at least 1 or None; got 0"),
+        ({"window": np.int64(0)}, "window must be at least 1 or None; got 0"),
         ({"segment_ids": jnp.ones((1, 5))}, r"segment_ids must be \[batch, seq\] = \(1, 4\); got \(1, 5\)"),
     ],
 )
