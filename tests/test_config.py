@@ -69,10 +69,11 @@ def test_the_hub_file_of_deepseek_v3_is_the_named_config():
         ({"topk_group": 1, "num_experts_per_tok": 33}, "num_experts_per_tok=33 must be at most the 32 experts"),
         ({"n_shared_experts": -1}, "n_shared_experts=-1 must be 0 or more"),
         ({"kv_lora_rank": None}, "kv_lora_rank=None must be a positive integer"),
+        ({"qk_rope_head_dim": None}, "qk_rope_head_dim=None must be a positive integer"),
         ({"q_lora_rank": 0}, "q_lora_rank=0 must be a positive integer or null"),
         (
             {"mlp_bias": True, "sliding_window": 5},
-            "mlp_bias=True is not supported .only false.; unknown field sliding_window=5",
+            "mlp_bias=true is not supported .only false.; unknown field sliding_window=5",
         ),
         ({"model_type": "deepseek_v2"}, "norm_topk_prob=True is not supported"),
     ],
@@ -150,11 +151,52 @@ def test_old_and_current_names_mean_the_same():
         ({"num_experts_per_tok": 129}, "between 1 and num_experts=128"),
         ({"num_local_experts": 64}, "contradicts num_experts=128"),
         ({"hidden_size": "big"}, "hidden_size='big' must be a positive integer"),
+        ({"hidden_act": "gelu", "wild": 1}, "unknown field wild=1; .*hidden_act='gelu' is not supported"),
+        ({"qkv_bias": True, "use_qk_norm": False}, "qkv_bias=true is not supported .only false.; use_qk_norm=false"),
+        ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64 is not supported .only 0."),
+        ({"num_experts": None}, "num_experts=None must be an integer"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers=3 must be a list .in Python a tuple., each entry an integer"),
+        ({"eos_token_id": "3"}, "eos_token_id='3' must be an integer or a list"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None must be a number"),
+        ({"rope_theta": -1.0}, "rope field rope_theta=-1.0 must be positive"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope field factor=0 must be positive"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor='4' must be a number or null"),
+        ({"rope_scaling": 5}, "rope_scaling=5 must be an object of fields or null"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "rope_parameters of each type of layer .full_attention",
+        ),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         config_from_dict({**HUB_30B, **change})
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},
+        {"unsloth_version": "2025.5.1", "unsloth_fixed": True, "_attn_implementation_autoset": True},
+        {"id2label": {"0": "LABEL_0"}, "problem_type": None, "pruned_heads": {}, "is_encoder_decoder": False, "top_k": 50},
+    ],
+    ids=["coder", "unsloth", "transformers 4"],
+)
+def test_fields_that_change_nothing_are_read_over(harmless):
+    assert config_from_dict(HUB_30B | harmless) == config_from_dict(HUB_30B)
+
+
+def test_a_rope_field_that_transformers_ignores_is_ignored_with_a_warning(caplog):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = config_from_dict({**HUB_30B, "rope_scaling": {**yarn, "attn_factor": 0.878}})
+    assert config == config_from_dict({**HUB_30B, "rope_scaling": yarn})
+    assert "attn_factor=0.878 is ignored" in caplog.text
+
+
+def test_a_factor_of_yarn_that_is_null_is_written_as_the_number_it_means():
+    yarn = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 10240}
+    config = config_from_dict({**HUB_30B, "rope_scaling": yarn})
+    assert config_to_dict(config)["rope_scaling"]["factor"] == 4.0
 
 
 def test_layers_of_one_kind_form_stages():

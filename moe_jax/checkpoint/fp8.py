@@ -40,7 +40,11 @@ def read_block_size(folder: Path) -> BlockSize | None:
     given = json.loads((folder / "config.json").read_text()).get("quantization_config")
     if given is None:
         return None
-    method = given.get("quant_method") if isinstance(given, dict) else given
+    if not isinstance(given, dict):
+        raise ValueError(
+            f"{folder}: quantization_config={given!r} must be an object of fields, quant_method among them, or null"
+        )
+    method = given.get("quant_method")
     if method != "fp8":
         raise ValueError(f"{folder}: quant_method {method!r} is not supported, only 'fp8' is; take the checkpoint in bfloat16")
     fields = {k: v for k, v in given.items() if k not in FIELDS_THAT_CHANGE_NO_WEIGHT and k != "quant_method"}

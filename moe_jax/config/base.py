@@ -1,8 +1,10 @@
 """What the configurations of all architectures have in common: frozen dataclasses that check their values."""
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from types import UnionType
+from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,20 @@ class RopeParameters:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, each as one clause."""
+        problems = [f"rope field {problem}" for problem in wrong_types(self)]
+        for name in ("rope_theta", "factor", "original_max_position_embeddings"):
+            value = getattr(self, name)
+            if not problems and value is not None and value <= 0:
+                problems.append(f"rope field {name}={value} must be positive")
+        return problems
+
+    def yarn_factor(self, max_position_embeddings: int) -> float:
+        """By how much yarn stretches positions: `factor`, or where that is None this length over the original one."""
+        original_length = self.original_max_position_embeddings or max_position_embeddings
+        return self.factor if self.factor is not None else max_position_embeddings / original_length
 
 
 @dataclass(frozen=True)
@@ -72,9 +88,17 @@ class ModelConfig:
         "max_position_embeddings",
     )
     """The fields that must be integers above zero."""
+    supported: ClassVar[dict[str, tuple]] = {
+        "pruned_heads": ({}, None),
+        "is_encoder_decoder": (False, None),
+        "add_cross_attention": (False, None),
+    }
+    """Fields of config.json that are no fields here, and the values, the usual one first, with which they change nothing."""
 
     def __post_init__(self):
-        problems = [f"{n}={v!r} must be a positive integer" for n in self.positive if not _is_positive(v := getattr(self, n))]
+        problems = [f"{n}={v!r} must be a positive integer" for n in self.positive if not is_positive(v := getattr(self, n))]
+        problems += wrong_types(self, but=self.positive)
+        problems += [] if problems else self.rope_parameters.problems()
         problems = problems or self.problems()
         if problems:
             raise ValueError(f"{type(self).__name__}: " + "; ".join(problems))
@@ -86,6 +110,8 @@ class ModelConfig:
             problems.append(f"hidden_act={self.hidden_act!r} is not supported (only 'silu')")
         if self.attention_dropout:
             problems.append(f"attention_dropout={self.attention_dropout} is not supported (only 0)")
+        if self.rms_norm_eps < 0:
+            problems.append(f"rms_norm_eps={self.rms_norm_eps} must be 0 or more")
         return problems
 
     @property
@@ -149,6 +175,9 @@ class ModelConfig:
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
         """Brings the fields of a config.json, which has several dialects, to this class's, in place; adds what is wrong."""
+        for name, values in cls.supported.items():
+            if (value := given.pop(name, None)) not in values:
+                problems.append(f"{name}={json.dumps(value)} is not supported (only {json.dumps(values[0])})")
         if given.get("num_key_value_heads", 0) is None:
             given["num_key_value_heads"] = value_of(cls, given, "num_attention_heads")
 
@@ -169,5 +198,34 @@ def rename(given: dict[str, Any], old: str, new: str, problems: list[str]) -> No
             problems.append(f"{old}={value} contradicts {new}={given[new]}")
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def is_positive(value: Any) -> bool:
+    """Whether it is an integer above zero."""
+    return _is_of(value, int) and value > 0
+
+
+def wrong_types(fields: Any, but: tuple[str, ...] = ()) -> list[str]:
+    """The fields of a dataclass, all `but` these, whose values are not of the annotated type, each as one clause."""
+    hints = get_type_hints(type(fields))
+    given = {item.name: getattr(fields, item.name) for item in dataclasses.fields(fields) if item.name not in but}
+    return [f"{name}={value!r} must be {_name(hints[name])}" for name, value in given.items() if not _is_of(value, hints[name])]
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value of a config is of the annotated type. Integers are numbers too, and a null flag is one not set."""
+    if get_origin(kind) is UnionType:
+        return any(_is_of(value, choice) for choice in get_args(kind))
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_of(item, get_args(kind)[0]) for item in value)
+    if kind is bool:
+        return value is None or isinstance(value, bool)
+    return isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+
+
+def _name(kind: Any) -> str:
+    """The type as config.json has it."""
+    if get_origin(kind) is UnionType:
+        return " or ".join(map(_name, get_args(kind)))
+    if get_origin(kind) is tuple:
+        return f"a list (in Python a tuple), each entry {_name(get_args(kind)[0])}"
+    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(kind, kind.__name__)

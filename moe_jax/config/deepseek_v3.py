@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from moe_jax.config.base import ModelConfig, Stage, rename, value_of
+from moe_jax.config.base import ModelConfig, Stage, is_positive, rename, value_of
 
 SCORING_FUNCTIONS = ("sigmoid", "softmax")
 TOPK_METHODS = ("noaux_tc", "group_limited_greedy", "greedy")
@@ -62,6 +62,7 @@ class DeepseekV3Config(ModelConfig):
         *("moe_intermediate_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
         *("n_routed_experts", "num_experts_per_tok", "moe_layer_freq", "n_group", "topk_group"),
     )
+    supported: ClassVar[dict[str, tuple]] = ModelConfig.supported | {"mlp_bias": (False, None)}
     ignored: ClassVar[tuple[str, ...]] = ("auto_map", "ep_size", "pretraining_tp")
     """Fields of hub files that say where remote code lies or how a model was trained: they change nothing it computes."""
 
@@ -168,11 +169,10 @@ class DeepseekV3Config(ModelConfig):
         rename(given, "num_local_experts", "n_routed_experts", problems)
         rename(given, "num_mtp_layers", "num_nextn_predict_layers", problems)
         nope, rope = (value_of(cls, given, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
-        for name, right in (("head_dim", rope), ("qk_head_dim", nope + rope)):
-            if (value := given.pop(name, None)) not in (None, right):
+        sizes = is_positive(nope) and is_positive(rope)  # if not, the config's own checks say so
+        for name, right in (("head_dim", rope), ("qk_head_dim", nope + rope if sizes else None)):
+            if (value := given.pop(name, None)) not in (None, right) and sizes:
                 problems.append(f"{name}={value} contradicts qk_nope_head_dim={nope} and qk_rope_head_dim={rope}")
-        if given.pop("mlp_bias", False):
-            problems.append("mlp_bias=True is not supported (only false)")
         absent = dict(n_shared_experts=0, first_k_dense_replace=0, num_nextn_predict_layers=0, n_group=1, topk_group=1)
         for name, value in (absent | dict(norm_topk_prob=False, rope_interleave=False)).items():
             if given.get(name, value) is None:

@@ -7,6 +7,7 @@ change what the model computes, or is refused by name. Both dialects are read: t
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,22 @@ from moe_jax.config.base import ModelConfig, RopeParameters
 from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config
 from moe_jax.config.qwen3 import Qwen3Config, Qwen3MoeConfig
 
+_logger = logging.getLogger(__name__)
+
 IGNORED_FIELDS = frozenset(
     "architectures transformers_version torch_dtype dtype use_cache _name_or_path output_router_logits "
     "output_attentions output_hidden_states return_dict _attn_implementation _experts_implementation "
-    "quantization_config".split()  # how weights are stored: `checkpoint.fp8` reads it
+    "_attn_implementation_autoset unsloth_version unsloth_fixed "
+    "quantization_config "  # how weights are stored: `checkpoint.fp8` reads it
+    # What transformers 4 kept in every config: of classifiers, of encoders, of its own memory and file formats,
+    "id2label label2id problem_type finetuning_task task_specific_params tokenizer_class prefix "
+    "is_decoder cross_attention_hidden_size tie_encoder_decoder sep_token_id decoder_start_token_id "
+    "chunk_size_feed_forward torchscript use_bfloat16 tf_legacy_loss "
+    # and of how to generate, which stands in generation_config.json.
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p "
+    "typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens".split()
 )
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
@@ -59,9 +72,13 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
     for name in sorted(set(given) - known):
         problems.append(f"unknown field {name}={given.pop(name)!r}")
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-    if not problems:
-        return cls(**given, rope_parameters=rope)
-    raise ValueError(f"config of {model_type} is not understood: " + "; ".join(problems))
+    try:
+        config = cls(**given, rope_parameters=rope)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise ValueError(f"config of {model_type} is not understood: " + "; ".join(problems))
+    return config
 
 
 def config_to_dict(config: ModelConfig) -> dict[str, Any]:
@@ -71,6 +88,8 @@ def config_to_dict(config: ModelConfig) -> dict[str, Any]:
         value = getattr(config, item.name)
         values[item.name] = list(value) if isinstance(value, tuple) else value
     rope = {k: v for k, v in dataclasses.asdict(config.rope_parameters).items() if v is not None}
+    if rope["rope_type"] == "yarn":  # transformers refuses it without a factor
+        rope["factor"] = config.rope_parameters.yarn_factor(config.max_position_embeddings)
     values.pop("rope_parameters")
     values["rope_theta"] = rope.pop("rope_theta")
     if rope["truncate"]:
@@ -88,20 +107,30 @@ def _read_rope(given: dict[str, Any], problems: list[str]) -> RopeParameters:
     scaling = given.pop("rope_scaling", None)
     parameters = given.pop("rope_parameters", None)
     theta = given.pop("rope_theta", None)
+    for name, fields in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        if fields and not isinstance(fields, dict):
+            problems.append(f"{name}={fields!r} must be an object of fields or null")
+            return RopeParameters()
+        if any(isinstance(value, dict) for value in (fields or {}).values()):
+            problems.append(f"{name} of each type of layer ({', '.join(fields)}) is not supported (only one of all layers)")
+            return RopeParameters()
     rope: dict[str, Any] = dict(scaling or parameters or {})
     legacy_type = rope.pop("type", None)
     rope.setdefault("rope_type", legacy_type or "default")
     if rope.get("rope_theta") is None:
         rope["rope_theta"] = 10000.0 if theta is None else theta
-    partial = {rope.pop("partial_rotary_factor", 1.0), given.pop("partial_rotary_factor", 1.0)} - {None, 1.0}
-    if partial:
-        problems.append(f"partial_rotary_factor={partial.pop()!r} is not supported (only 1.0)")
+    for fields in (rope, given):
+        if (partial := fields.pop("partial_rotary_factor", None)) not in (None, 1.0):
+            problems.append(f"partial_rotary_factor={partial!r} is not supported (only 1.0)")
     if rope["rope_type"] not in ROPE_TYPES:
         problems.append(f"rope_type {rope['rope_type']!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
         return RopeParameters()
     if rope["rope_type"] == "default":
         # Config writers leave the scaling fields of other types behind; the default type reads none of them.
         return RopeParameters(rope_theta=rope["rope_theta"])
+    if "attn_factor" in rope:
+        name = "attn_factor"
+        _logger.warning("rope field %s=%r is ignored, as transformers does: it reads attention_factor", name, rope.pop(name))
     known = {f.name for f in dataclasses.fields(RopeParameters)}
     for name in sorted(set(rope) - known):
         problems.append(f"unknown rope field {name}={rope.pop(name)!r}")

@@ -1,9 +1,9 @@
 """Qwen3 and Qwen3-MoE."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from moe_jax.config.base import ModelConfig, rename, value_of
+from moe_jax.config.base import ModelConfig, is_positive, rename, value_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,12 @@ class Qwen3Config(ModelConfig):
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
     positive = (*ModelConfig.positive, "head_dim")
+    # Qwen3-Coder's files say these three: transformers reads none of them.
+    supported: ClassVar[dict[str, tuple]] = ModelConfig.supported | {
+        "qkv_bias": (False, None),
+        "use_qk_norm": (True, None),
+        "shared_expert_intermediate_size": (0, None),
+    }
 
     def problems(self) -> list[str]:
         """What is wrong with the values, each as one clause."""
@@ -150,5 +156,6 @@ class Qwen3MoeConfig(Qwen3Config):
 
 
 def _even_share(cls: type[Qwen3Config], given: dict[str, Any]) -> int:
-    """hidden_size / num_attention_heads."""
-    return value_of(cls, given, "hidden_size") // value_of(cls, given, "num_attention_heads")
+    """hidden_size / num_attention_heads; the default where they are no sizes, which the config's own checks say."""
+    hidden, heads = (value_of(cls, given, name) for name in ("hidden_size", "num_attention_heads"))
+    return hidden // heads if is_positive(hidden) and is_positive(heads) else cls.head_dim

@@ -56,7 +56,7 @@ def mscale_of_scores(rope: RopeParameters, max_position_embeddings: int) -> floa
     """DeepSeek's factor on attention's scores, (0.1 mscale_all_dim ln(factor) + 1)^2; 1 without scaling of positions."""
     if rope.rope_type == "default" or not rope.mscale_all_dim:
         return 1.0
-    factor = rope.factor if rope.rope_type != "yarn" else _yarn_factor(rope, max_position_embeddings)
+    factor = rope.factor if rope.rope_type != "yarn" else rope.yarn_factor(max_position_embeddings)
     assert factor is not None  # the config's reader has seen to it
     return _magnitude(factor, rope.mscale_all_dim) ** 2
 
@@ -68,7 +68,7 @@ def _frequencies(theta, head_dim: int) -> Float[Array, "half"]:
 def _yarn(rope: RopeParameters, head_dim: int, max_position_embeddings: int) -> tuple[Float[Array, "half"], float]:
     """YaRN's blend: fast dimensions keep their frequency, slow ones are interpolated by `factor`, a linear ramp between."""
     original_length = rope.original_max_position_embeddings or max_position_embeddings
-    factor = _yarn_factor(rope, max_position_embeddings)
+    factor = rope.yarn_factor(max_position_embeddings)
 
     def dimension_of(rotations: float) -> float:
         return head_dim * math.log(original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
@@ -92,11 +92,6 @@ def _yarn_magnitude(rope: RopeParameters, factor: float) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return _magnitude(factor, rope.mscale) / _magnitude(factor, rope.mscale_all_dim)
     return _magnitude(factor, 1.0)
-
-
-def _yarn_factor(rope: RopeParameters, max_position_embeddings: int) -> float:
-    original_length = rope.original_max_position_embeddings or max_position_embeddings
-    return rope.factor if rope.factor is not None else max_position_embeddings / original_length
 
 
 def _magnitude(factor: float, mscale: float) -> float:
