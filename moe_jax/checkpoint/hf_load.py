@@ -1,11 +1,13 @@
 """A Hugging Face checkpoint, in a folder or on the hub, as a model whose parameters already lie where they belong.
 
-Everything is checked from config.json and file headers before a byte of weights is read or of device memory is taken. Then
-weights stream (`streaming.py`): each process reads the slices that its own devices hold, a layer of a parameter at a time.
+Everything is checked from config.json and file headers before a byte of weights is read or of device memory is taken; of a
+model on the hub, config.json before the weights are downloaded. Then weights stream (`streaming.py`): each process reads the
+slices that its own devices hold, a layer of a parameter at a time.
 """
 
 import logging
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from tqdm import tqdm
 
 from moe_jax.checkpoint.folders import previous_of
 from moe_jax.checkpoint.fp8 import dequantised, read_block_size
-from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, CheckpointError, open_tensors
+from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, CheckpointError, StoredTensor, open_tensors
 from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
 from moe_jax.checkpoint.hub import downloaded
 from moe_jax.checkpoint.streaming import Piece, held_parts, load_parameter, num_elements, piece_of, same_values
@@ -26,6 +28,8 @@ from moe_jax.parallel.layout import parameter_sharding
 from moe_jax.parallel.processes import is_first_process
 
 _logger = logging.getLogger(__name__)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def from_pretrained(
@@ -86,7 +90,9 @@ def from_pretrained(
 
 
 def read_config(folder_or_hub_id: str | Path, *, mtp: bool = True) -> ModelConfig:
-    """The config of the model that `from_pretrained` would load, after its checks; reads config.json and file headers alone.
+    """The config of the model that `from_pretrained` would load, after its checks.
+
+    Reads config.json and file headers, and of the weights only what should be stored twice alike.
 
     Raises:
       FileNotFoundError, ValueError: as `from_pretrained`.
@@ -96,13 +102,20 @@ def read_config(folder_or_hub_id: str | Path, *, mtp: bool = True) -> ModelConfi
 
 
 def _find(folder_or_hub_id: str | Path) -> Path:
-    """The local folder, downloaded if it is on the hub; .bin files only where there are no others."""
+    """The local folder, downloaded if it is on the hub; .bin files only where there are no others.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no such model, or its config is refused, before its weights are downloaded.
+    """
     folder = Path(folder_or_hub_id).expanduser()
     if folder.is_dir():
         return folder.resolve()
     previous = previous_of(folder)
     if previous.is_dir():
         raise FileNotFoundError(f"a save to {folder} was cut short; the checkpoint that was there lies whole in {previous}")
+    folder = downloaded(str(folder_or_hub_id), ["*.json"])
+    load_config(folder)
+    read_block_size(folder)
     files = ["*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja"]
     for weights in ("*.safetensors", "*.bin"):
         folder = downloaded(str(folder_or_hub_id), [*files, weights])
@@ -121,6 +134,9 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> tuple[Model
     stored = open_tensors(folder, problems)
     if not stored:
         raise CheckpointError(folder, problems)
+    stored = _as_named_by_a_causal_model(stored)
+    if config.tie_word_embeddings and EMBEDDING not in stored and HEAD in stored:
+        stored[EMBEDDING] = stored.pop(HEAD)
     if block_size is not None:
         stored = dequantised(stored, block_size, problems)
     further = [name for name in stored if _predicts_further(name, config)]
@@ -145,6 +161,9 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> tuple[Model
             problems.append(f"{name}: dtype {tensor.dtype} in {tensor.file.name}, expected one of {', '.join(FLOAT_DTYPES)}")
     if problems:
         raise CheckpointError(folder, problems)
+    if config.tie_word_embeddings and HEAD in stored and not same_values(stored[EMBEDDING], stored[HEAD]):
+        _logger.warning("%s: tie_word_embeddings=true, but %s is no copy of %s: both are loaded", folder, HEAD, EMBEDDING)
+        return _checked_pieces(folder, replace(config, tie_word_embeddings=False), mtp)
     names = {place.path: name for name, place in wanted.items() if not place.copy}
     pieces = defaultdict(list)
     for name, place in wanted.items():
@@ -160,6 +179,13 @@ def _predicts_further(name: str, config: ModelConfig) -> bool:
     return any(name.startswith(f"model.layers.{stage.first_layer}.") for stage in config.mtp_stages)
 
 
+def _as_named_by_a_causal_model(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors under `model.`, which a checkpoint of the model without a head (Qwen3-Embedding) leaves out."""
+    if "embed_tokens.weight" not in stored or any(name.startswith("model.") for name in stored):
+        return stored
+    return {name if name.startswith("lm_head.") else f"model.{name}": tensor for name, tensor in stored.items()}
+
+
 def _ignored(name: str, config: ModelConfig) -> bool:
     """Tensors that other programs write and that the model computes itself: rotary tables, a head tied to the embedding."""
-    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+    return name.endswith(".rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings)

@@ -54,7 +54,9 @@ def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two stored matrices of one shape hold the same, read in chunks."""
+    """Whether two stored matrices hold the same, read in chunks."""
+    if one.shape != other.shape:
+        return False
     step = max(1, READ_CHUNK_BYTES // (one.shape[1] * 4))
     rows = one.shape[0]
     chunks = ((slice(start, min(start + step, rows)), slice(None)) for start in range(0, rows, step))

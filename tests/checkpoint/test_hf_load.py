@@ -145,6 +145,37 @@ def test_rotary_tables_and_a_tied_head_are_ignored(tmp_path):
     assert_holds(from_pretrained(tmp_path, dtype=jnp.float32), stored)
 
 
+def test_a_head_that_differs_from_the_embedding_is_loaded_though_the_config_ties_them(tmp_path, caplog):
+    write_checkpoint(tmp_path, moe=False, tie_word_embeddings=True)
+    stored = read_weights(tmp_path) | {"lm_head.weight": torch.randn(61, 16)}
+    rewrite_weights(tmp_path, stored)
+    model = from_pretrained(tmp_path, dtype=jnp.float32)
+    assert not model.config.tie_word_embeddings and read_config(tmp_path) == model.config
+    assert_holds(model, stored)
+    assert "lm_head.weight is no copy of model.embed_tokens.weight: both are loaded" in caplog.text
+    rewrite_weights(tmp_path, stored | {"lm_head.weight": torch.randn(60)})
+    with pytest.raises(CheckpointError, match=r"lm_head.weight: shape \[60\]"):
+        from_pretrained(tmp_path)
+
+
+def test_a_tied_embedding_may_be_stored_as_the_head_alone(tmp_path):
+    write_checkpoint(tmp_path, moe=False, tie_word_embeddings=True)
+    stored = read_weights(tmp_path)
+    as_head = {name.replace("model.embed_tokens", "lm_head"): tensor for name, tensor in stored.items()}
+    rewrite_weights(tmp_path, as_head)
+    assert_holds(from_pretrained(tmp_path, dtype=jnp.float32), stored)
+
+
+def test_a_checkpoint_of_the_model_without_a_head_loads(tmp_path):
+    write_checkpoint(tmp_path, moe=False, tie_word_embeddings=True)
+    stored = read_weights(tmp_path)
+    rewrite_weights(tmp_path, {name.removeprefix("model."): tensor for name, tensor in stored.items()})
+    assert_holds(from_pretrained(tmp_path, dtype=jnp.float32), stored)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match="problems: 1\n  lm_head.weight: missing"):
+        from_pretrained(tmp_path)
+
+
 def test_modules_that_predict_further_tokens_are_loaded_where_there_are_some(tmp_path, caplog):
     theirs = write_checkpoint(tmp_path, deepseek=True)
     stored = read_weights(tmp_path)
@@ -383,13 +414,21 @@ def test_hub_id_is_downloaded_with_torch_files_only_as_a_last_resort(moe_folder,
 
     monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
     model = from_pretrained("someone/some-model", dtype=jnp.float32)
-    assert asked == [("someone/some-model", "*.safetensors")]
+    assert asked == [("someone/some-model", "*.json"), ("someone/some-model", "*.safetensors")]
     assert_holds(model, stored)
     rewrite_weights(moe_folder, {})
     (moe_folder / "model.safetensors").unlink()
     torch.save(stored, moe_folder / "pytorch_model.bin")
     assert_holds(from_pretrained("someone/some-model", dtype=jnp.float32), stored)
-    assert [patterns for _, patterns in asked[1:]] == ["*.safetensors", "*.bin"]
+    assert [patterns for _, patterns in asked[2:]] == ["*.json", "*.safetensors", "*.bin"]
+
+    for refused in (dict(quantization_config={"quant_method": "gptq"}), dict(model_type="llama")):
+        asked.clear()
+        edit_config(moe_folder, **refused)
+        for load in (from_pretrained, read_config):
+            with pytest.raises(ValueError, match="gptq|llama"):
+                load("someone/some-model")
+        assert [patterns for _, patterns in asked] == ["*.json", "*.json"]  # and no weights
 
 
 def test_no_random_weights_are_made(moe_folder, monkeypatch):
