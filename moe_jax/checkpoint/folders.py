@@ -33,6 +33,8 @@ def replaced_folder(folder: str | Path, replaces: tuple[str, ...] = MODEL_FILES)
     Raises:
       FileExistsError: `folder` is a file, or is not empty and has no config.json: it is not a checkpoint, and replacing it
         would lose somebody's files.
+      ValueError: `folder` cannot be renamed, as a mount point, or must not be, as the one that the program runs in or in which
+        that lies.
     """
     folder = Path(folder).expanduser().resolve()
     incomplete = folder.with_name(f".{folder.name}.incomplete")
@@ -43,6 +45,10 @@ def replaced_folder(folder: str | Path, replaces: tuple[str, ...] = MODEL_FILES)
         raise FileExistsError(
             f"{folder} has files but no config.json, so it is not a checkpoint to replace: give another folder"
         )
+    if os.path.ismount(folder):
+        raise ValueError(f"{folder} is a mount point, which another folder cannot replace: give a folder in it")
+    if Path.cwd().is_relative_to(folder):
+        raise ValueError(f"{folder} is the current directory or holds it, and a save replaces it: give another folder")
     first = is_first_process()
     if first:
         if previous.is_dir():

@@ -40,7 +40,7 @@ def save_pretrained(
     Raises:
       FileExistsError: `folder` is a file, or has files and no config.json, so it is not a checkpoint that may be replaced.
       FileNotFoundError: `tokenizer_from` has no tokenizer files, or is neither a folder nor a model on the hub.
-      ValueError: `max_shard_bytes` is not positive.
+      ValueError: `max_shard_bytes` is not positive, or `folder` is a mount point, the current directory or holds it.
     """
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive")

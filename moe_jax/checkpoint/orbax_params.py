@@ -27,6 +27,7 @@ def save_orbax(model: Decoder, folder: str | Path, *, tokenizer_from: str | Path
     Raises:
       FileExistsError: `folder` is a file, or has files and no config.json, so it is not a checkpoint that may be replaced.
       FileNotFoundError: `tokenizer_from` has no tokenizer files, or is neither a folder nor a model on the hub.
+      ValueError: `folder` is a mount point, the current directory or holds it.
     """
     arrays = {_name(path): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
     companions = Companions(model, tokenizer_from)

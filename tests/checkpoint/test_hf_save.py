@@ -1,6 +1,7 @@
 """Saving: transformers loads what we write, nothing is lost on the way or in a crash, and round trips keep every bit."""
 
 import json
+import os
 import secrets
 import signal
 import subprocess
@@ -221,6 +222,19 @@ def test_somebody_elses_folder_is_not_replaced(tmp_path):
     (tmp_path / "empty").mkdir()
     save_pretrained(random_model(), tmp_path / "empty")
     from_pretrained(tmp_path / "empty")
+
+
+def test_a_folder_that_cannot_be_replaced_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    for folder in (".", ".."):
+        (Path(folder) / "config.json").write_text("{}")
+        with pytest.raises(ValueError, match="is the current directory or holds it"):
+            save_pretrained(random_model(), folder)
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "disk")
+    with pytest.raises(ValueError, match="disk is a mount point"):
+        save_pretrained(random_model(), tmp_path / "disk")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and Path.cwd() == tmp_path / "a" / "b"
 
 
 def test_a_link_to_a_folder_stays_a_link(tmp_path):
