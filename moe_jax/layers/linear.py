@@ -47,7 +47,9 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "batch seq"], dtype) -> Float[Array, "batch seq hidden"]:
         """The tokens' rows as `dtype`."""
-        return jnp.take(self.weight[...], tokens, axis=0, mode="fill").astype(dtype)
+        # `jnp.take` would count negative ids, such as a label's -100, from the table's end.
+        rows = self.weight[...].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        return rows.astype(dtype)
 
 
 def normal_parameter(shape: tuple[int, ...], stddev: float, dtype, rngs: nnx.Rngs) -> nnx.Param:
