@@ -14,6 +14,12 @@ def segment_positions(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
 
 
+def runs(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Each run of equal ids under a number of its own, padding 0: [7 7 0 8 7 7] -> [1 1 0 4 5 5]."""
+    starts = jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - segment_positions(segment_ids)
+    return jnp.where(segment_ids == 0, 0, starts + 1)
+
+
 def later(x: Int[Array, "batch seq"], offset: int, context_parallel: ContextParallel | None = None) -> Int[Array, "batch seq"]:
     """What stands `offset` tokens later in the row, 0 behind its end; with `context_parallel` of this device's tokens."""
     if context_parallel is not None:

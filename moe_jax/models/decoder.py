@@ -21,7 +21,7 @@ from moe_jax.layers.moe import GradientTotal, MoE, WeightWithTotal
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.rope import rope_tables
 from moe_jax.layers.router import ExpertBias, RouterStatistics, Routing, load_balancing_loss, route
-from moe_jax.layers.segments import later, reaches, segment_positions
+from moe_jax.layers.segments import later, reaches, runs, segment_positions
 from moe_jax.layers.stack import Remat, run_layers
 from moe_jax.models.decoder_layer import DecoderLayer, SparseDecoderLayer
 from moe_jax.models.mtp import TokenPredictor
@@ -88,7 +88,8 @@ class Decoder(nnx.Module):
         Args:
           tokens: token ids. An id outside the vocabulary gives NaN.
           positions: for the rotary embedding; default: the index in the segment.
-          segment_ids: 0 is padding; tokens attend within equal ids that neighbour each other. Default: all one segment.
+          segment_ids: 0 is padding; tokens attend within equal ids that neighbour each other, and with a cache within equal
+            ids. Default: all one segment.
           cache: earlier tokens (`layers.cache`). These tokens are written behind them and attend to all of their segment;
             pass `positions`, which the cache cannot know. Into an empty cache (`init_cache`) they are written alone, and attend
             to each other as without one.
@@ -259,7 +260,11 @@ class Decoder(nnx.Module):
         config = self.config
         if cache is not None and context_parallel is not None:
             raise ValueError("cache and context_parallel cannot be given together: cached tokens are not split over devices")
-        segments = segment_ids if context_parallel is None else context_parallel.starts_of_segments(segment_ids)
+        segments = segment_ids
+        if context_parallel is not None:
+            segments = context_parallel.starts_of_segments(segment_ids)
+        elif cache is None:
+            segments = runs(segment_ids)
         if positions is None:
             positions = segment_positions(segment_ids) if context_parallel is None else context_parallel.positions(segments)
         cos, sin = rope_tables(positions, config.rope_parameters, config.rotary_dim, config.max_position_embeddings)
