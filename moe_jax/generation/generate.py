@@ -36,7 +36,8 @@ def generate(
       temperature: 0 takes the most likely token; above it, tokens are drawn (see `generation.sampling.sample`).
       top_k, top_p: restrict the draw; None: no restriction.
       eos_token_id: the token, or tokens, that end a sequence; it is the last one returned. None: none does.
-      seed: of the draw. A prompt's result does not depend on the prompts beside it, but on its place among them.
+      seed: of the draw. A prompt's result does not depend on the prompts beside it, but on its place among them. Only with
+        rotary embeddings of rope_type "dynamic" the longest prompt decides for all, as in transformers.
 
     Returns:
       One list of new tokens per prompt, or one list where `prompt_tokens` was one flat prompt.

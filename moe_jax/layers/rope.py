@@ -6,10 +6,12 @@ sequence) and yarn (Peng et al., 2023, https://arxiv.org/abs/2309.00071).
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import RopeParameters
+from moe_jax.kernels.varying import varying_axes
 
 
 def rope_tables(
@@ -17,7 +19,8 @@ def rope_tables(
 ) -> tuple[Float[Array, "batch seq half"], Float[Array, "batch seq half"]]:
     """cos and sin of position * frequency, f32, for `apply_rope`.
 
-    The dynamic kind reads the sequence length from the largest position of this call, as transformers does.
+    The dynamic kind reads the sequence length from the largest position of this call, as transformers does; inside
+    `jax.shard_map`, of all devices over which positions vary.
     """
     if rope.rope_type == "yarn":
         frequencies, magnitude = _yarn(rope, head_dim, max_position_embeddings)
@@ -25,7 +28,9 @@ def rope_tables(
         theta: float | Array = rope.rope_theta
         factor = rope.factor or 1.0
         if rope.rope_type == "dynamic":
-            length = jnp.maximum(positions.max() + 1, max_position_embeddings).astype(jnp.float32)
+            # One base for all tokens: a sequence may lie on several devices.
+            last = jax.lax.pmax(positions.max(), tuple(sorted(varying_axes(positions))))
+            length = jnp.maximum(last + 1, max_position_embeddings).astype(jnp.float32)
             stretch = factor * length / max_position_embeddings - (factor - 1)
             theta = theta * stretch ** (head_dim / (head_dim - 2))
         frequencies, magnitude = _frequencies(theta, head_dim), 1.0

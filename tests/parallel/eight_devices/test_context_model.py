@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import relative_error
 
 import moe_jax
+from moe_jax.config import RopeParameters
 from moe_jax.layers.router import ExpertBias
 from moe_jax.layers.segments import segment_positions
 from moe_jax.parallel import ContextParallel, make_mesh, shard_sequence
@@ -116,6 +117,24 @@ def test_positions_default_to_those_of_the_whole_sequence():
     split = [shard_sequence(batch[name], 2) for name in ("tokens", "segment_ids")]
     on_mesh = jax.shard_map(logits(ContextParallel()), mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context"))
     np.testing.assert_allclose(jax.jit(on_mesh)(*split), shard_sequence(expected, 2), atol=1e-5)
+
+
+def test_dynamic_rotary_embeddings_have_one_base_on_all_devices():
+    rope = RopeParameters(rope_type="dynamic", factor=2.0)
+    config = replace(tiny.dense().config, num_hidden_layers=1, max_position_embeddings=8, rope_parameters=rope)
+    graph, parameters = nnx.split(moe_jax.from_config(config, rngs=nnx.Rngs(0)))
+    batch = make_batch(np.random.default_rng())
+
+    def logits(context_parallel=None):
+        model = nnx.merge(graph, parameters)
+        return lambda tokens, ids: model(tokens, segment_ids=ids, context_parallel=context_parallel).logits
+
+    expected = jax.jit(logits())(batch["tokens"], batch["segment_ids"])
+    mesh = make_mesh(data=2, context=2, devices=jax.devices()[:4])
+    split = [shard_sequence(batch[name], 2) for name in ("tokens", "segment_ids")]
+    spec = P("data", "context")  # the rows' documents are of other lengths
+    on_mesh = jax.shard_map(logits(ContextParallel()), mesh=mesh, in_specs=spec, out_specs=spec)
+    assert relative_error(jax.jit(on_mesh)(*split), shard_sequence(expected, 2)) < 1e-5
 
 
 def test_what_does_not_fit_is_refused():
