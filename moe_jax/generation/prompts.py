@@ -12,7 +12,7 @@ PROMPT_BUCKET = 64
 def as_prompts(prompt_tokens, vocab_size: int) -> tuple[list[list[int]], bool]:
     """The prompts as lists of ints, and whether one flat prompt was given."""
     rows = prompt_tokens.tolist() if hasattr(prompt_tokens, "tolist") else list(prompt_tokens)
-    single = bool(rows) and not hasattr(rows[0], "__len__")
+    single = bool(rows) and np.ndim(rows[0]) == 0
     rows = [rows] if single else rows
     prompts = [row.tolist() if hasattr(row, "tolist") else list(row) for row in rows]
     if not prompts or not all(prompts):

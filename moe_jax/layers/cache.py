@@ -13,7 +13,7 @@ from moe_jax.config import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Room for `max_length` tokens of every sequence in every layer.
+    """Room for `max_length` tokens of every sequence in every layer. What is written beyond overwrites the last ones.
 
     An empty cache is another pytree than one with tokens in it: that it is empty is known while compiling, of an argument of
     `jax.jit` too. A `lax` loop, which cannot turn one into the other, may begin with `replace(cache, written=jnp.int32(0))`.

@@ -92,7 +92,8 @@ class Decoder(nnx.Module):
             ids. Default: all one segment.
           cache: earlier tokens (`layers.cache`). These tokens are written behind them and attend to all of their segment;
             pass `positions`, which the cache cannot know. Into an empty cache (`init_cache`) they are written alone, and attend
-            to each other as without one.
+            to each other as without one. More than it has room for are an error, but under `jax.jit`, where its length is not
+            known, they overwrite its last ones.
           expert_ids: routing replay: the experts to use (`HiddenStates.expert_ids` of another call), weighted by live logits.
           remat: recompute each layer in the backward pass and keep only its input; "offload": in the host's memory.
           force_balanced_routing: deal tokens to experts in turn, ignoring the router's choice; for benchmarks only.
@@ -104,7 +105,7 @@ class Decoder(nnx.Module):
           sequence_balance: also sum what `layers.router.sequence_balance_loss` needs.
 
         Raises:
-          ValueError: shapes that do not fit each other, a cache without positions, or a cache beside context_parallel.
+          ValueError: shapes that do not fit each other, a cache without positions or room, or one beside context_parallel.
         """
         config = self.config
         self._check_shapes(tokens, positions, segment_ids, cache, expert_ids)
@@ -271,7 +272,9 @@ class Decoder(nnx.Module):
         memory = None
         if cache is not None:
             start = (0, cache.length)
-            segments_in_cache = jax.lax.dynamic_update_slice(cache.segment_ids, segment_ids, start)
+            # Where none were given, the segments have the tokens' dtype.
+            ids = segment_ids.astype(cache.segment_ids.dtype)
+            segments_in_cache = jax.lax.dynamic_update_slice(cache.segment_ids, ids, start)
             memory = replace(cache, kept=vary_as(cache.kept, segment_ids), segment_ids=segments_in_cache)
         sequences = Sequences.of(jnp.where(valid, segment_ids, 0), context_parallel) if sequence_balance else None
         return (cos, sin, segments, valid, sequences), memory
@@ -286,6 +289,10 @@ class Decoder(nnx.Module):
             raise ValueError(
                 f"the cache has room for (sequences, tokens) = {cache.segment_ids.shape}; got tokens {tokens.shape}"
             )
+        if cache is not None and not isinstance(cache.length, jax.core.Tracer):
+            length, room = int(cache.length), cache.segment_ids.shape[1]
+            if length + tokens.shape[1] > room:
+                raise ValueError(f"the cache has room for {room} tokens and holds {length}; got {tokens.shape[1]} more")
         if cache is not None and positions is None:
             raise ValueError("positions must be given with a cache: the index in the segment goes on from the cached tokens")
         if expert_ids is not None:

@@ -94,7 +94,7 @@ def test_one_flat_prompt_gives_one_flat_list():
     model = load_ours(reference("qwen3", 13))
     assert moe_jax.generate(model, [1, 2, 3], max_new_tokens=4) == moe_jax.generate(model, [[1, 2, 3]], max_new_tokens=4)[0]
     assert moe_jax.generate(model, np.array([[1, 2, 3]]), max_new_tokens=1)[0] == moe_jax.generate(
-        model, [1, 2, 3], max_new_tokens=1
+        model, [jnp.int32(1), jnp.int32(2), jnp.int32(3)], max_new_tokens=1
     )
 
 
