@@ -11,12 +11,14 @@ from moe_jax.models.decoder import Decoder
 
 TOKENIZER_FILES = (
     "tokenizer.json",
+    "tokenizer.model",
     "tokenizer_config.json",
     "vocab.json",
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
 )
 
 
