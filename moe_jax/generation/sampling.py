@@ -16,7 +16,8 @@ def sample(
     """One token per row from softmax(logits / temperature), cut to the top k and then to the top p; temperature 0: the argmax.
 
     top_p keeps the most likely tokens up to and including the one with which their probabilities reach top_p (Holtzman et
-    al., 2020, https://arxiv.org/abs/1904.09751). Each row has a key of its own: its draw does not depend on the other rows.
+    al., 2020, https://arxiv.org/abs/1904.09751), and those exactly as likely as that one. Each row has a key of its own: its
+    draw does not depend on the other rows.
     """
     if temperature == 0:
         return jnp.argmax(logits.astype(jnp.float32), axis=-1).astype(jnp.int32)
