@@ -54,7 +54,7 @@ class CheckReport:
 
 
 def check_checkpoint(path: str | Path, prompt: str, *, dtype=jnp.bfloat16, repeats: int = 5) -> CheckReport:
-    """Checks a Hugging Face folder or hub id on a prompt.
+    """Checks a Hugging Face folder or hub id on a prompt, with the special tokens that its tokenizer adds to a text.
 
     Raises:
       ValueError: an empty prompt, `repeats` below 1, no tokenizer, or a checkpoint that `from_pretrained` refuses.
@@ -63,7 +63,7 @@ def check_checkpoint(path: str | Path, prompt: str, *, dtype=jnp.bfloat16, repea
     _require_positive(repeats=repeats)
     model = from_pretrained(path, dtype=dtype, mtp=False)
     tokenizer = load_tokenizer(str(model.source))
-    tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    tokens = tokenizer(prompt)["input_ids"]
     if not tokens:
         raise ValueError("the prompt has no tokens; give some text")
     return check_model(model, tokens, tokenizer=tokenizer, repeats=repeats)

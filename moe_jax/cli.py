@@ -99,7 +99,7 @@ class Generate:
 
     Args:
       model: a Hugging Face folder or hub id.
-      prompt: the text to continue.
+      prompt: the text to continue; its tokenizer adds the special tokens that a text begins with, if any.
       chat: the prompt is what a user says: it goes through the tokenizer's chat template, and the answer alone is printed.
       max_new_tokens: how many tokens to add at most; fewer if a token comes that ends the text (generation_config.json names
         it, or config.json).
@@ -142,7 +142,7 @@ class Generate:
             messages = [{"role": "user", "content": self.prompt}]
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         else:
-            prompt = tokenizer(self.prompt, add_special_tokens=False)["input_ids"]
+            prompt = tokenizer(self.prompt)["input_ids"]
         options: dict[str, Any] = dict(
             max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p,
             eos_token_id=generation_config(model).get("eos_token_id", model.config.eos_token_id), seed=self.seed,

@@ -9,7 +9,7 @@ import pytest
 import tiny
 from flax import nnx
 
-from moe_jax.check import check_model, check_random, format_report, random_model
+from moe_jax.check import check_checkpoint, check_model, check_random, format_report, random_model
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.models.auto import from_config
 
@@ -31,6 +31,13 @@ def test_the_report_is_that_of_the_plain_passes():
     assert report.tensors_with_gradients == 3 + 2 * (2 + 4 + 2 + 1 + 4 * 3)
     assert report.forward_seconds > 0 and report.peak_memory_gib > 0
     assert f"Token ID: {report.next_token_id}" in format_report(report)
+
+
+def test_a_prompt_begins_as_its_tokenizer_begins_a_text(tmp_path):
+    tiny.tokenizer_with_a_beginning().save_pretrained(tmp_path / "tokenizer")
+    tiny.dense().save_pretrained(tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+    report = check_checkpoint(tmp_path / "model", "a", dtype=jnp.float32, repeats=1)
+    assert report.tokens == 2
 
 
 @pytest.mark.thorough

@@ -8,6 +8,7 @@ import pytest
 import tiny
 from safetensors.numpy import load_file
 
+from moe_jax import generation
 from moe_jax.cli import main
 
 
@@ -63,6 +64,17 @@ def test_generate_with_drafts_draws_and_prints_how_many_were_accepted(checkpoint
     assert "text" in printed.out and "drafts were accepted (" in printed.err
     assert "top_p must lie in (0, 1]; got 2.0" in fails(capsys, "generate", str(tmp_path), *options, "--top-p", "2")
     assert "drafts need a model with a module" in fails(capsys, "generate", str(checkpoint), *options)
+
+
+def test_a_prompt_begins_as_its_tokenizer_begins_a_text_but_not_behind_a_template(tmp_path, monkeypatch):
+    tiny.tokenizer_with_a_beginning().save_pretrained(tmp_path / "tokenizer")
+    tiny.dense().save_pretrained(tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+    prompts = []
+    monkeypatch.setattr(generation, "generate", lambda model, prompt, **options: prompts.append(prompt) or [])
+    for chat in ([], ["--chat"]):
+        main(["generate", str(tmp_path / "model"), "--prompt", "a", *chat])
+    (begin, a), (first, second, *_) = prompts
+    assert begin == first == 1 and 1 not in (a, second)
 
 
 def test_check_prints_the_report_and_writes_it(checkpoint, tmp_path, capsys):
