@@ -18,23 +18,20 @@ weights, plan. act is recomputed, and dweights needs neither the rows of y nor t
 outlives the pass that makes it (SonicMoE, https://arxiv.org/abs/2512.14080).
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels import mosaic_gpu
+from moe_jax.kernels import single_passes
 from moe_jax.kernels.backend import resolve_backend
-from moe_jax.kernels.grouped_matmul import OuterPart, grouped_outer_of_parts, implementation, mosaic
-from moe_jax.kernels.grouped_matmul.xla import sum_of_choices
-from moe_jax.kernels.precision import at_least_f32, widened
-from moe_jax.kernels.routing import Plan, is_an_expert, of_pairs, plan, plan_of_few, wide_ids
+from moe_jax.kernels.fused_passes import Options, experts_of_parts
+from moe_jax.kernels.precision import at_least_f32
+from moe_jax.kernels.routing import Plan, is_an_expert
 from moe_jax.kernels.shapes import check_experts_mlp, check_shape
-from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike, vary_as, varying_axes
+from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike, varying_axes
 
 
 class Part(NamedTuple):
@@ -109,8 +106,8 @@ def experts_mlp(
         arrays = (arrays[0], *map(jax.lax.stop_gradient, arrays[1:3]), *arrays[3:])
     x, w_gate_up, w_down, topk_weights, topk_experts = arrays
     topk_weights = _of_experts(topk_weights, topk_experts, w_down.shape[0])
-    options = dict(backend=backend, chunk_tokens=chunk_tokens, max_pairs=(max_pairs,), totals_in_stack=totals_in_stack)
-    return _experts_mlp((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), accumulate_into, **options)[0]
+    options = Options(backend, (max_pairs,), chunk_tokens=chunk_tokens, totals_in_stack=totals_in_stack)
+    return experts_of_parts((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), accumulate_into, options)[0]
 
 
 def experts_mlp_of_parts(
@@ -159,8 +156,8 @@ def experts_mlp_of_parts(
     parts, w_gate_up, w_down = vary_alike((tuple(map(tuple, parts)), w_gate_up, w_down))
     xs, weights, experts = zip(*parts, strict=True)
     weights = tuple(_of_experts(*of_part, w_down.shape[0]) for of_part in zip(weights, experts, strict=True))
-    options = dict(backend=backend, max_pairs=tuple(max_pairs), shares=tuple(shares))
-    return _experts_mlp(xs, w_gate_up, w_down, weights, experts, None, **options)
+    options = Options(backend, tuple(max_pairs), tuple(shares))
+    return experts_of_parts(xs, w_gate_up, w_down, weights, experts, None, options)
 
 
 def gate_up(
@@ -182,7 +179,7 @@ def gate_up(
     check_shape("w_gate_up", w_gate_up, "experts 2*inter hidden", sizes)
     refuse_explicit_axes(x=x, w_gate_up=w_gate_up)
     backend = resolve_backend(backend, x.dtype, x.shape[1], w_gate_up.shape[1] // 2, plan.row_alignment)
-    return _of_computed_pairs(_gate_up(*vary_alike((x, w_gate_up, plan)), backend), plan)
+    return _of_computed_pairs(single_passes.gate_up(*vary_alike((x, w_gate_up, plan)), backend), plan)
 
 
 def down(
@@ -213,33 +210,13 @@ def down(
     check_shape("weights", weights, "tokens k", sizes)
     refuse_explicit_axes(act=act, w_down=w_down, weights=weights)
     backend = resolve_backend(backend, act.dtype, w_down.shape[1], act.shape[1], plan.row_alignment)
-    return _down(*vary_alike((_of_computed_pairs(act, plan), w_down, weights, plan)), backend)
-
-
-def _of_experts(
-    weights: Float[Array, "tokens k"], topk_experts: Int[Array, "tokens k"], num_experts: int
-) -> Float[Array, "tokens k"]:
-    """Zero where the choice is nobody: that weight, which may be NaN, is multiplied by zeros."""
-    return jnp.where(is_an_expert(topk_experts, num_experts), weights, 0)
-
-
-def _of_computed_pairs(rows: Float[Array, "rows features"], plan: Plan) -> Float[Array, "rows features"]:
-    """With zeros in the other rows, which kernels leave unwritten: a gradient to what is between `gate_up` and `down` sums over
-    all rows."""
-    row = jnp.arange(plan.num_rows, dtype=jnp.int32)
-    is_computed = (plan.pair_of_row < plan.row_of_pair.size) & (row < plan.offsets[-1])
-    return jnp.where(is_computed[:, None], rows, 0)
+    return single_passes.down(*vary_alike((_of_computed_pairs(act, plan), w_down, weights, plan)), backend)
 
 
 def _check_positive(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1 or None; got {value}")
-
-
-def _refuse_plan_of_few(plan: Plan) -> None:
-    if plan.holds_all_tokens:
-        raise ValueError("the plan is of plan_of_few, for a forward pass inside experts_mlp alone; make it by plan(...)")
 
 
 def _checked_totals(totals: Sequence[Array], arrays: tuple[Array, ...], sizes: dict[str, int]) -> tuple[Array, Array]:
@@ -260,273 +237,21 @@ def _checked_totals(totals: Sequence[Array], arrays: tuple[Array, ...], sizes: d
     return gate_up, down
 
 
-def _gate_up_forward(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Array:
-    rows, source = implementation(backend).rows_of_tokens(x, plan)
-    return implementation(backend).grouped_matmul(rows, w_gate_up, plan, source_of_row=source)
+def _of_experts(
+    weights: Float[Array, "tokens k"], topk_experts: Int[Array, "tokens k"], num_experts: int
+) -> Float[Array, "tokens k"]:
+    """Zero where the choice is nobody: that weight, which may be NaN, is multiplied by zeros."""
+    return jnp.where(is_an_expert(topk_experts, num_experts), weights, 0)
 
 
-def _gate_up_gradients(
-    dh: Array, x: Array, w_gate_up: Array, plan: Plan, backend: str, shares: int | None
-) -> tuple[list[Array], OuterPart]:
-    """Returns dx of each share of the tokens, and what dw_gate_up is the product of."""
-    dx_rows = implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True)
-    rows, source = implementation(backend).rows_of_tokens(x, plan)
-    return _token_sums(dx_rows, plan, None, backend, shares), OuterPart(dh, rows, plan, None, source)
+def _refuse_plan_of_few(plan: Plan) -> None:
+    if plan.holds_all_tokens:
+        raise ValueError("the plan is of plan_of_few, for a forward pass inside experts_mlp alone; make it by plan(...)")
 
 
-def _down_forward(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> Array:
-    return _down_of_shares(act, w_down, weights, plan, backend, None)[0]
-
-
-def _down_of_shares(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str, shares: int | None) -> list[Array]:
-    return _token_sums(implementation(backend).grouped_matmul(act, w_down, plan), plan, weights, backend, shares)
-
-
-def _token_sums(rows: Array, plan: Plan, weights: Array | None, backend: str, shares: int | None) -> list[Array]:
-    """Of each share of the tokens."""
-    sums = implementation(backend).token_sums
-    return [sums(rows, plan, weights, share=i, shares=shares) for i in range(shares or 1)]
-
-
-def _down_gradients(
-    dy: Array, act: Array, w_down: Array, weights: Array, plan: Plan, backend: str
-) -> tuple[Array, Array, Array]:
-    """Returns dact in at least f32, dw_down, dweights."""
-    rows, source = implementation(backend).rows_of_tokens(dy, plan)
-    g = implementation(backend).grouped_matmul(rows, w_down, plan, source_of_row=source, transpose=True)
-    g, wide_act, weight_of_row = widened(g), widened(act), widened(_weight_of_row(weights, plan))[:, None]
-    dweights = of_pairs(jnp.sum(g * wide_act, axis=1), plan).astype(weights.dtype)
-    weighted_act = (weight_of_row * wide_act).astype(act.dtype)
-    dw = grouped_outer_of_parts(backend, [OuterPart(rows, weighted_act, plan, source)], w_down.dtype)
-    return weight_of_row * g, dw, dweights
-
-
-def _experts_mlp(*arrays, backend, max_pairs, shares=(None,), chunk_tokens=None, totals_in_stack=False) -> tuple[Array, ...]:
-    """`_experts_mlp_alone` with its gradients. Where a `jax.checkpoint` keeps nothing of a forward pass, that computes y alone.
-
-    JAX has no such thing for the interpreter, whose callbacks are effects.
-    """
-    is_interpreted = backend == "mosaic" and mosaic_gpu.is_interpreted()
-    op = _interpreted_experts_mlp if is_interpreted else _compiled_experts_mlp
-    return op(*arrays, backend, chunk_tokens, max_pairs, shares, totals_in_stack)
-
-
-def _experts_mlp_alone(
-    xs: tuple[Array, ...],
-    w_gate_up: Array,
-    w_down: Array,
-    weights: tuple[Array, ...],
-    experts: tuple[Array, ...],
-    totals: tuple[Array, Array] | None,
-    backend: str,
-    chunk_tokens: int | None,
-    max_pairs: tuple[int | None, ...],
-    shares: tuple[int | None, ...],
-    totals_in_stack: bool,
-) -> tuple[Array, ...]:
-    """The y of each part, where no gradient is asked for."""
-    if len(xs) == 1 and backend == "mosaic" and _has_room_for_all(max_pairs[0], experts[0]):
-        rows = mosaic.experts_of_few_pairs(xs[0], w_gate_up, w_down, experts[0])
-        if rows is not None:
-            of_pairs = widened(rows).reshape(*experts[0].shape, -1)
-            return (sum_of_choices(of_pairs, weights[0]).astype(xs[0].dtype),)
-    arrays = xs, w_gate_up, w_down, weights, experts, totals
-    return _experts_mlp_forward(*arrays, backend, chunk_tokens, max_pairs, shares, totals_in_stack, for_backward=False)[0]
-
-
-def _experts_mlp_forward(
-    xs: tuple[Array, ...],
-    w_gate_up: Array,
-    w_down: Array,
-    weights: tuple[Array, ...],
-    experts: tuple[Array, ...],
-    totals: tuple[Array, Array] | None,
-    backend: str,
-    chunk_tokens: int | None,
-    max_pairs: tuple[int | None, ...],
-    shares: tuple[int | None, ...],
-    totals_in_stack: bool,
-    for_backward: bool = True,
-) -> tuple[tuple[Array, ...], tuple]:
-    """Returns the y of each part and what backward keeps; of a chunked call, h and the plan have a leading axis of chunks.
-
-    Only `for_backward` there is an h, whose rows of no pair are finite: they are multiplied by zeros.
-    """
-
-    num_experts, alignment = w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT
-
-    def act_of(max_pairs: int | None, x: Array, experts: Array) -> tuple[tuple[Array, Array | None], tuple[Plan, Array]]:
-        """(act, h), and the plan and x."""
-        # With an alignment of 1 that is one token.
-        if not for_backward and _has_room_for_all(max_pairs, experts) and x.shape[0] <= alignment and experts.size:
-            planned = plan_of_few(experts, num_experts, alignment)
-        else:
-            planned = plan(experts, num_experts, alignment, max_pairs)
-        rows, source = implementation(backend).rows_of_tokens(x, planned, for_gradients=for_backward)
-        h, act = implementation(backend).gated_matmul(rows, w_gate_up, planned, source_of_row=source, keep_h=for_backward)
-        return (act, h), (planned, x)
-
-    def part(
-        max_pairs: int | None, shares: int | None, x: Array, weights: Array, experts: Array
-    ) -> tuple[tuple[list[Array], Array | None], tuple[Plan, Array]]:
-        """(y of each share, h), and the plan and x."""
-        (act, h), (planned, _) = act_of(max_pairs, x, experts)
-        return (_down_of_shares(act, w_down, weights, planned, backend, shares), h), (planned, x)
-
-    if chunk_tokens is None:
-        own = partial(act_of, max_pairs[0]), (xs[0], experts[0])
-        of_others = zip(xs[1:], weights[1:], experts[1:], strict=True)
-        others = zip(map(partial, itertools.repeat(part), max_pairs[1:], shares[1:]), of_others, strict=True)
-        # h too, for where y is not computed again parts are to come one after the other as well.
-        ((act, h), of_own), *outcomes = _one_after_the_other([own, *others])
-        if outcomes:
-            # While others' outputs travel, there is something left to compute.
-            outcomes[-1], act = _behind(outcomes[-1], act)
-        y = _down_of_shares(act, w_down, weights[0], of_own[0], backend, shares[0])
-        results, used = zip(((y, h), of_own), *outcomes, strict=True)
-        of_shares, hs = zip(*results, strict=True)
-        ys = tuple(map(jnp.concatenate, of_shares))
-        # x as rows were gathered from it: where both passes are one program, XLA sees that backward gathers the same rows.
-        plans, xs = zip(*used, strict=True)
-        kept = tuple(zip(hs, plans, strict=True))
-    else:
-        # A chunked call has one part, cut into chunks; the last is filled up with tokens that choose nobody.
-        fills = ((xs[0], 0), (weights[0], 0), (wide_ids(experts[0]), num_experts))
-        chunks = tuple(_split(a, chunk_tokens, fill) for a, fill in fills)
-
-        def of_chunk(chunk: tuple[Array, ...]) -> tuple[tuple[Array, Array | None], Plan]:
-            ((y,), h), (planned, _) = part(max_pairs[0], shares[0], *chunk)
-            return (y, h), planned
-
-        (y, h), planned = jax.lax.map(of_chunk, chunks)
-        kept = h, planned
-        ys = (_join(y, xs[0].shape[0]),)
-    return ys, (xs, w_gate_up, w_down, weights, totals, kept)
-
-
-def _experts_mlp_backward(
-    backend: str,
-    chunk_tokens: int | None,
-    _,
-    shares: tuple[int | None, ...],
-    totals_in_stack: bool,
-    residuals: tuple,
-    dys: tuple[Array, ...],
-) -> tuple:
-    xs, w_gate_up, w_down, weights, totals, kept = residuals
-    # Slices stay outside the kernel's call.
-    whole = jax.lax.optimization_barrier if totals is not None and not totals_in_stack else lambda arrays: arrays
-    totals = whole(totals)
-
-    def part(
-        shares: int | None, x: Array, weights: Array, h: Array, plan: Plan, dy: Array
-    ) -> tuple[tuple[list[Array], Array], tuple[OuterPart, OuterPart]]:
-        """The gradients of each share of x and of weights, and the products that the weights' gradients are."""
-        rows, source = implementation(backend).rows_of_tokens(dy, plan)
-        dh, weighted_act, dweight_of_row = implementation(backend).gated_matmul_backward(
-            rows, w_down, h, _weight_of_row(weights, plan), plan, source_of_row=source
-        )
-        dx, of_gate_up = _gate_up_gradients(dh, x, w_gate_up, plan, backend, shares)
-        of_down = OuterPart(rows, weighted_act, plan, source, None)
-        return (dx, of_pairs(dweight_of_row, plan).astype(weights.dtype)), (of_gate_up, of_down)
-
-    def of_matrices(products: Sequence[tuple[OuterPart, OuterPart]], dtypes: tuple, totals: tuple | None) -> tuple[Array, ...]:
-        """The weights' gradients, each the sum over parts, `totals` added."""
-        arguments = zip(zip(*products, strict=True), dtypes, (None, None) if totals is None else totals, strict=True)
-        return tuple(grouped_outer_of_parts(backend, parts, dtype, total) for parts, dtype, total in arguments)
-
-    dtypes = tuple(a.dtype for a in ((w_gate_up, w_down) if totals is None else totals))
-    if chunk_tokens is None:
-        parts = zip(shares, xs, weights, *zip(*kept, strict=True), strict=True)
-        calls = [(partial(part, *of_part), (dy,)) for of_part, dy in zip(parts, dys, strict=True)]
-        gradients, products = zip(*_one_after_the_other(calls), strict=True)
-        dw = of_matrices(products, dtypes, totals)
-        of_shares, dweights = zip(*gradients, strict=True)
-        dxs = tuple(map(jnp.concatenate, of_shares))
-    else:
-        wide = tuple(at_least_f32(dtype) for dtype in dtypes)
-        start = totals
-        if totals is None:
-            start = vary_as((jnp.zeros(w_gate_up.shape, wide[0]), jnp.zeros(w_down.shape, wide[1])), xs)
-
-        def add_chunk(sums: tuple[Array, ...], chunk: tuple) -> tuple[tuple[Array, ...], tuple[Array, Array]]:
-            dy, x, weights, h, planned = chunk
-            ((dx,), dweights), products = part(shares[0], x, weights, h, planned, dy)
-            return of_matrices([products], wide, sums), (dx, dweights)
-
-        chunks = tuple(_split(a, chunk_tokens, 0) for (a,) in (dys, xs, weights))
-        dw, of_tokens = jax.lax.scan(add_chunk, start, (*chunks, *kept))
-        dw = tuple(total.astype(dtype) for total, dtype in zip(dw, dtypes, strict=True))
-        dxs, dweights = ((_join(a, xs[0].shape[0]),) for a in of_tokens)
-    of_weights, of_totals = (dw, None) if totals is None else ((None, None), whole(dw))
-    return dxs, *of_weights, dweights, None, of_totals
-
-
-def _has_room_for_all(max_pairs: int | None, experts: Array) -> bool:
-    return max_pairs is None or max_pairs >= experts.size
-
-
-def _one_after_the_other(calls: Iterable[tuple[Callable, tuple]]) -> list[tuple]:
-    """(result, other) = f(*arguments) of each; none begins before the result of the one before it is there.
-
-    The compiler would fuse small operations of several calls otherwise, and the first result would be there with the last.
-    """
-    outcomes: list[tuple] = []
-    for f, arguments in calls:
-        if outcomes:
-            outcomes[-1], arguments = _behind(outcomes[-1], arguments)
-        outcomes.append(f(*arguments))
-    return outcomes
-
-
-def _behind(outcome: tuple, arguments: Any) -> tuple[tuple, Any]:
-    """Both, the arguments when the outcome's result is there."""
-    result, other = outcome
-    result, arguments = jax.lax.optimization_barrier((result, arguments))
-    return (result, other), arguments
-
-
-def _weight_of_row(weights: Float[Array, "tokens k"], plan: Plan) -> Float[Array, "rows"]:
-    """Each row's top-k weight; zero for a row of no pair."""
-    return weights.reshape(-1).at[plan.pair_of_row].get(mode="fill", fill_value=0)
-
-
-def _split(a: Array, size: int, fill: int) -> Array:
-    """[T, ...] -> [chunks, size, ...], the last chunk filled up with `fill`."""
-    chunks = -(-a.shape[0] // size)
-    a = jnp.pad(a, [(0, chunks * size - a.shape[0])] + [(0, 0)] * (a.ndim - 1), constant_values=fill)
-    return a.reshape(chunks, size, *a.shape[1:])
-
-
-def _join(a: Array, tokens: int) -> Array:
-    return a.reshape(-1, *a.shape[2:])[:tokens]
-
-
-def _gate_up_vjp(backend: str, residuals: tuple, dh: Array) -> tuple[Array, Array, None]:
-    x, w_gate_up, plan = residuals
-    (dx,), product = _gate_up_gradients(dh, x, w_gate_up, plan, backend, None)
-    return dx, grouped_outer_of_parts(backend, [product], w_gate_up.dtype), None
-
-
-def _down_vjp(backend: str, residuals: tuple, dy: Array) -> tuple[Array, Array, Array, None]:
-    act, w_down, weights, plan = residuals
-    dact, dw, dweights = _down_gradients(dy, act, w_down, weights, plan, backend)
-    return dact.astype(act.dtype), dw, dweights, None
-
-
-_gate_up_op = jax.custom_vjp(_gate_up_forward, nondiff_argnums=(3,))
-_gate_up_op.defvjp(lambda *args: (_gate_up_forward(*args), args[:3]), _gate_up_vjp)
-_gate_up = jax.jit(_gate_up_op, static_argnums=3)
-
-_down_op = jax.custom_vjp(_down_forward, nondiff_argnums=(4,))
-_down_op.defvjp(lambda *args: (_down_forward(*args), args[:4]), _down_vjp)
-_down = jax.jit(_down_op, static_argnums=4)
-
-
-def _experts_mlp_op(optimize_remat: bool) -> Callable:
-    op = jax.custom_vjp(_experts_mlp_alone, nondiff_argnums=(6, 7, 8, 9, 10))
-    op.defvjp(_experts_mlp_forward, _experts_mlp_backward, optimize_remat=optimize_remat)
-    return jax.jit(op, static_argnums=(6, 7, 8, 9, 10))
-
-
-_compiled_experts_mlp, _interpreted_experts_mlp = _experts_mlp_op(optimize_remat=True), _experts_mlp_op(optimize_remat=False)
+def _of_computed_pairs(rows: Float[Array, "rows features"], plan: Plan) -> Float[Array, "rows features"]:
+    """With zeros in the other rows, which kernels leave unwritten: a gradient to what is between `gate_up` and `down` sums over
+    all rows."""
+    row = jnp.arange(plan.num_rows, dtype=jnp.int32)
+    is_computed = (plan.pair_of_row < plan.row_of_pair.size) & (row < plan.offsets[-1])
+    return jnp.where(is_computed[:, None], rows, 0)
