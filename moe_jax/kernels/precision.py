@@ -1,5 +1,8 @@
-"""What sums and scores are formed in: f32, or f64 for f64."""
+"""What sums and scores are formed in: f32, or f64 for f64; and in which order."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -12,3 +15,13 @@ def at_least_f32(dtype: jnp.dtype) -> jnp.dtype:
 def widened(a: Array) -> Array:
     """The array in that."""
     return a.astype(at_least_f32(a.dtype))
+
+
+def sum_in_order(terms: Array, axis: int) -> Array:
+    """The sum over a short axis, from the first term to the last.
+
+    XLA has several orders for one reduction, and takes what it finds fastest for the sizes and the operations around it: the
+    same numbers would have other sums in another program.
+    """
+    in_order = [jax.lax.index_in_dim(terms, i, axis, keepdims=False) for i in range(terms.shape[axis])]
+    return functools.reduce(jnp.add, in_order) if in_order else jnp.sum(terms, axis)

@@ -425,6 +425,26 @@ def test_a_plan_of_another_alignment_is_refused(rng):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not mosaic.is_native(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("tokens", [1, 2, 16, 129])
+def test_the_bits_of_a_token_of_qwen3_30b_do_not_depend_on_8192_others_nor_on_gradients(rng, tokens):
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 8192, 128, 8, 2048, 768)
+    dy = jnp.asarray(rng.normal(size=x.shape), jnp.bfloat16)
+
+    @jax.jit
+    def run(x, weights, chosen, dy):
+        y, dx, _, _, d_weights = with_gradients(kernels.experts_mlp, (x, w_gate_up, w_down, weights, chosen), dy)
+        return y, dx, d_weights
+
+    of_all = run(x, weights, chosen, dy)
+    own = [a[:tokens] for a in (x, weights, chosen, dy)]
+    for alone, among_others in zip(run(*own), of_all, strict=True):
+        np.testing.assert_array_equal(alone, among_others[:tokens])
+    without_gradients = jax.jit(kernels.experts_mlp)(own[0], w_gate_up, w_down, *own[1:3])
+    np.testing.assert_array_equal(without_gradients, of_all[0][:tokens])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not mosaic.is_native(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("tokens", [1, 129, 8192])
 def test_a_layer_of_qwen3_30b_on_the_gpu_equals_f64_for_sampled_tokens_and_experts(rng, tokens):
     experts, k = 128, 8

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.activation import gated_silu, gated_silu_backward
-from moe_jax.kernels.precision import at_least_f32, widened
+from moe_jax.kernels.precision import at_least_f32, sum_in_order, widened
 from moe_jax.kernels.routing import Plan, of_pairs
 from moe_jax.kernels.varying import vary_as
 
@@ -169,8 +169,8 @@ def token_sums(
 def sum_of_choices(
     of_pairs: Float[Array, "tokens k features"], weights: Float[Array, "tokens k"] | None
 ) -> Float[Array, "tokens features"]:
-    """sum_k weights[t, k] * of_pairs[t, k], in of_pairs' dtype; without weights these are 1."""
-    return jnp.sum(of_pairs if weights is None else widened(weights)[:, :, None] * of_pairs, axis=1)
+    """sum_k weights[t, k] * of_pairs[t, k], from the first choice to the last, in of_pairs' dtype; no weights: all are 1."""
+    return sum_in_order(of_pairs if weights is None else widened(weights)[:, :, None] * of_pairs, axis=1)
 
 
 def grouped_outer(

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from moe_jax.kernels.grouped_matmul.mosaic.by_rows import CHUNK, Epilogue, launch_rows
 from moe_jax.kernels.grouped_matmul.mosaic.ring import CONSUMERS, WGMMA_ROWS, Tile
 from moe_jax.kernels.mosaic_gpu import operand_transforms
+from moe_jax.kernels.precision import sum_in_order
 from moe_jax.kernels.routing import Plan
 
 
@@ -98,5 +99,4 @@ def matmul_gated_silu_backward(
         staged=1,
     )
     dh, weighted_act, dv = launch_rows(dy, w_down, plan, tile, epilogue, transpose=True)
-    # One chunk after the other: the bits of dv then depend neither on the tile nor on how XLA sums an axis of some length.
-    return dh, weighted_act, functools.reduce(jnp.add, dv)
+    return dh, weighted_act, sum_in_order(dv, axis=0)

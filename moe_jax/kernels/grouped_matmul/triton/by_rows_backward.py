@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.grouped_matmul.triton.by_rows import arguments, rows_of_tile, sources_of_rows, store, sum_products
 from moe_jax.kernels.grouped_matmul.triton.launch import Tile, launch
+from moe_jax.kernels.precision import sum_in_order
 from moe_jax.kernels.routing import Plan
 
 
@@ -41,7 +42,7 @@ def matmul_gated_silu_backward(
     inputs += (h, weight_of_row.astype(jnp.float32), num_rows)
     kernel = matmul_gated_silu_backward_kernel
     dh, weighted_act, dv = launch(kernel, inputs, outputs, programs, tile, inter=inter, **constants)
-    return dh, weighted_act, dv.sum(axis=0)
+    return dh, weighted_act, sum_in_order(dv, axis=0)
 
 
 @triton.jit
