@@ -21,7 +21,8 @@ from moe_jax.flops import num_active_parameters, num_parameters
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
-from moe_jax.parallel.layout import parameter_sharding
+from moe_jax.parallel.layout import mesh_of, parameter_sharding
+from moe_jax.passes import passes_over
 from moe_jax.train import load_tokenizer
 
 
@@ -53,15 +54,20 @@ class CheckReport:
     peak_memory_gib: float
 
 
-def check_checkpoint(path: str | Path, prompt: str, *, dtype=jnp.bfloat16, repeats: int = 5) -> CheckReport:
+def check_checkpoint(
+    path: str | Path, prompt: str, *, dtype=jnp.bfloat16, mesh: Mesh | None = None, repeats: int = 5
+) -> CheckReport:
     """Checks a Hugging Face folder or hub id on a prompt, with the special tokens that its tokenizer adds to a text.
+
+    Args:
+      mesh: the devices to spread the parameters over (`moe_jax.parallel.make_mesh`); None: the default device.
 
     Raises:
       ValueError: an empty prompt, `repeats` below 1, no tokenizer, or a checkpoint that `from_pretrained` refuses.
       FileNotFoundError: there is no such folder and no such model on the hub.
     """
     _require_positive(repeats=repeats)
-    model = from_pretrained(path, dtype=dtype, mtp=False)
+    model = from_pretrained(path, dtype=dtype, mesh=mesh, mtp=False)
     tokenizer = load_tokenizer(str(model.source))
     tokens = tokenizer(prompt)["input_ids"]
     if not tokens:
@@ -69,44 +75,47 @@ def check_checkpoint(path: str | Path, prompt: str, *, dtype=jnp.bfloat16, repea
     return check_model(model, tokens, tokenizer=tokenizer, repeats=repeats)
 
 
-def check_random(config: ModelConfig, num_tokens: int, *, dtype=jnp.bfloat16, seed: int = 0, repeats: int = 5) -> CheckReport:
+def check_random(
+    config: ModelConfig,
+    num_tokens: int,
+    *,
+    dtype=jnp.bfloat16,
+    mesh: Mesh | None = None,
+    seed: int = 0,
+    repeats: int = 5,
+) -> CheckReport:
     """Checks a config with random weights on random tokens: speed and memory without a checkpoint.
 
     Modules that predict further tokens take no part in a pass over the model, and are left out here and above.
+
+    Args:
+      mesh: as in `check_checkpoint`.
 
     Raises:
       ValueError: `num_tokens` or `repeats` below 1.
     """
     _require_positive(num_tokens=num_tokens, repeats=repeats)
     tokens = np.random.default_rng(seed).integers(0, config.vocab_size, num_tokens)
-    return check_model(random_model(config.without_mtp(), dtype, seed), tokens.tolist(), repeats=repeats)
+    return check_model(random_model(config.without_mtp(), dtype, seed, mesh=mesh), tokens.tolist(), repeats=repeats)
 
 
 def check_model(model: Decoder, tokens: list[int], *, tokenizer: Any = None, repeats: int = 5) -> CheckReport:
-    """Runs the passes on one sequence."""
-    config = model.config
-    graph, parameters, *biases = nnx.split(model, nnx.Param, ExpertBias)
-    batch = jnp.asarray(tokens, jnp.int32)[None]
-
-    def last_logits(parameters, batch):
-        return nnx.merge(graph, parameters, *biases)(batch).logits[0, -1].astype(jnp.float32)
-
-    def logit_sum(parameters, batch):
-        return nnx.merge(graph, parameters, *biases)(batch).logits.astype(jnp.float32).sum()
-
+    """Runs the passes on one sequence, on the devices that hold the model."""
+    config, mesh = model.config, mesh_of(nnx.state(model, nnx.Param))
+    *passes, arguments = passes_over(model, tokens)
     began = time.perf_counter()
-    forward = jax.jit(last_logits).lower(parameters, batch).compile()
-    both = jax.jit(jax.value_and_grad(logit_sum)).lower(parameters, batch).compile()
+    forward, both = (jax.jit(f).lower(*arguments).compile() for f in passes)
     compile_seconds = time.perf_counter() - began
 
-    log_probabilities = jax.nn.log_softmax(forward(parameters, batch))
+    log_probabilities = jax.nn.log_softmax(forward(*arguments))
     next_token_id = int(log_probabilities.argmax())
-    forward_seconds = _median_seconds(lambda: forward(parameters, batch), repeats)
-    both_seconds = _median_seconds(lambda: both(parameters, batch), repeats)
-    loss, gradients = both(parameters, batch)
+    forward_seconds = _median_seconds(lambda: forward(*arguments), repeats)
+    both_seconds = _median_seconds(lambda: both(*arguments), repeats)
+    loss, gradients = both(*arguments)
     norm, largest, smallest = (float(x) for x in _gradient_statistics(gradients))
+    kind = jax.devices()[0].device_kind
     return CheckReport(
-        device=jax.devices()[0].device_kind,
+        device=kind if mesh is None else f"{mesh.size} x {kind}",
         dtype=str(model.dtype),
         tokens=len(tokens),
         parameters=num_parameters(config),
@@ -208,9 +217,10 @@ def _median_seconds(run, repeats: int) -> float:
 
 
 def _peak_memory() -> int:
-    """Peak bytes on the device; of this process where the device is the CPU."""
-    device = jax.devices()[0].memory_stats()
-    if device and "peak_bytes_in_use" in device:
-        return device["peak_bytes_in_use"]
+    """Peak bytes on a device; of this process where the device is the CPU."""
+    devices = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [stats["peak_bytes_in_use"] for stats in devices if "peak_bytes_in_use" in stats]
+    if peaks:
+        return max(peaks)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if os.uname().sysname == "Darwin" else peak * 1024

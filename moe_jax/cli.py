@@ -169,13 +169,7 @@ class Generate:
         from moe_jax.checkpoint.hf_load import read_config
         from moe_jax.generation import generation_mesh
 
-        if self.devices is not None and self.devices < 1:
-            raise ValueError(f"--devices must be at least 1; got {self.devices}")
-        there = jax.device_count()
-        count = self.devices if self.devices is not None else there if jax.process_count() > 1 else 1
-        if count > there or (jax.process_count() > 1 and count != there):
-            some = "all" if jax.process_count() > 1 else "1 to"
-            raise ValueError(f"--devices must be {some} {there}, the devices that there are; got {self.devices}")
+        count = _device_count(self.devices)
         if count == 1:
             return None
         config = read_config(self.model, mtp=self.drafts)
@@ -194,6 +188,8 @@ class Check:
 
     moe-jax check Qwen/Qwen3-30B-A3B --prompt "The capital of France is"
 
+    moe-jax check Qwen/Qwen3-235B-A22B --devices 8
+
     moe-jax check --random-config qwen3-30b-a3b --tokens 100
 
     Args:
@@ -202,6 +198,8 @@ class Check:
       random_config: instead of a checkpoint, random weights of a published shape.
       tokens: with --random-config, how many random tokens.
       layers: with --random-config, take this many layers only.
+      devices: how many GPUs the parameters are spread over, and the experts dealt out to, for a model that is too large for
+        one. Default: one, and in a job of several processes all of them.
       dtype: what the model computes in.
       repeats: how often each pass is timed; the median is reported.
       json: also write the report to this file.
@@ -212,26 +210,39 @@ class Check:
     random_config: str | None = None
     tokens: int = 100
     layers: int | None = None
+    devices: int | None = None
     dtype: Dtype = "bfloat16"
     repeats: int = 5
     json: str | None = None
 
     def run(self) -> None:
         """Prints the report."""
+        import jax
+
         from moe_jax import check
+        from moe_jax.checkpoint.hf_load import read_config
         from moe_jax.config import NAMED_CONFIGS
+        from moe_jax.generation import generation_mesh
+        from moe_jax.parallel.processes import is_first_process
 
         if (self.path is None) == (self.random_config is None):
             raise ValueError("give either a checkpoint's path or --random-config NAME")
         if self.path is not None:
-            report = check.check_checkpoint(self.path, self.prompt, dtype=self.dtype, repeats=self.repeats)
-        else:
-            if self.random_config not in NAMED_CONFIGS:
-                raise ValueError(f"no config {self.random_config!r}; there are: {', '.join(NAMED_CONFIGS)}")
+            config = read_config(self.path, mtp=False)
+        elif self.random_config in NAMED_CONFIGS:
             config = NAMED_CONFIGS[self.random_config]
-            if self.layers is not None:
-                config = replace(config, num_hidden_layers=self.layers)
-            report = check.check_random(config, self.tokens, dtype=self.dtype, repeats=self.repeats)
+            config = config if self.layers is None else replace(config, num_hidden_layers=self.layers)
+        else:
+            raise ValueError(f"no config {self.random_config!r}; there are: {', '.join(NAMED_CONFIGS)}")
+        count = _device_count(self.devices)
+        mesh = None if count == 1 else generation_mesh(jax.devices()[:count], config)
+        options: dict[str, Any] = dict(dtype=self.dtype, mesh=mesh, repeats=self.repeats)
+        if self.path is not None:
+            report = check.check_checkpoint(self.path, self.prompt, **options)
+        else:
+            report = check.check_random(config, self.tokens, **options)
+        if not is_first_process():
+            return
         print(check.format_report(report))
         if self.json is not None:
             _write_json(Path(self.json), asdict(report))
@@ -444,6 +455,24 @@ def _finetune(settings: Any) -> None:
     result.model.save_pretrained(folder, tokenizer_from=settings.tokenizer)
     if first:
         print(f"trained to step {result.step}; Hugging Face checkpoint in {folder}")
+
+
+def _device_count(devices: int | None) -> int:
+    """How many of the devices that there are take part.
+
+    Raises:
+      ValueError: so many cannot.
+    """
+    import jax
+
+    if devices is not None and devices < 1:
+        raise ValueError(f"--devices must be at least 1; got {devices}")
+    there = jax.device_count()
+    count = devices if devices is not None else there if jax.process_count() > 1 else 1
+    if count > there or (jax.process_count() > 1 and count != there):
+        some = "all" if jax.process_count() > 1 else "1 to"
+        raise ValueError(f"--devices must be {some} {there}, the devices that there are; got {devices}")
+    return count
 
 
 def _write_json(path: Path, values: dict) -> None:

@@ -33,6 +33,12 @@ _MATRICES = {
 }
 
 
+def mesh_of(parameters) -> Mesh | None:
+    """The mesh of several devices that the parameters (a pytree of arrays) lie on; None: they lie on one device."""
+    mesh = getattr(jax.tree.leaves(parameters)[0].sharding, "mesh", None)
+    return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
+
+
 def parameter_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
     """Where the parameter at `path` (as in `nnx.to_flat_state`) lies, by its global shape; no mesh: on the default device.
 

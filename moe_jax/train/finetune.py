@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from moe_jax.checkpoint.hf_load import from_pretrained, read_config
@@ -22,6 +21,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.expert.placement import balanced_order
 from moe_jax.parallel.hops import default_hops
+from moe_jax.parallel.layout import mesh_of
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape, make_mesh
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.processes import barrier, is_first_process, require_shared, texts_of_all, unlike_the_first
@@ -280,9 +280,7 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
         alone = settings.mesh.size == 1 and jax.process_count() == 1
         mesh = None if alone else make_mesh(**asdict(settings.mesh))
     else:
-        sharding = jax.tree.leaves(nnx.state(model, nnx.Param))[0].sharding
-        several = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
-        mesh = sharding.mesh if several else None
+        mesh = mesh_of(nnx.state(model, nnx.Param))
         lies_on = MeshShape() if mesh is None else MeshShape(**{axis: mesh.shape.get(axis, 1) for axis in MESH_AXES})
         if settings.mesh not in (MeshShape(), lies_on):
             raise ValueError(

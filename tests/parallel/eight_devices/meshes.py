@@ -1,14 +1,29 @@
-"""Meshes of some of the eight devices, and a comparison of values and gradients."""
+"""Meshes of some of the eight devices, models on them, and a comparison of values and gradients."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import AxisType
+
+import moe_jax
+from moe_jax.parallel.layout import parameter_path, parameter_sharding
 
 
 def make_mesh(**sizes):
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+
+
+def laid_out(model, **sizes):
+    """The model on a mesh of the first devices, as `from_pretrained(mesh=)` lays it out."""
+    graph, state = nnx.split(model)
+    mesh = moe_jax.parallel.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+
+    def put(path, leaf):
+        return jax.device_put(leaf, parameter_sharding(parameter_path(path), leaf.shape, mesh))
+
+    return nnx.merge(graph, jax.tree.map_with_path(put, state))
 
 
 def value_and_gradients(f, arrays, direction, *others):

@@ -1,29 +1,17 @@
 """A model on several devices generates what it does on one, whatever mesh its parameters lie on."""
 
 import jax
-import numpy as np
 import pytest
 import tiny
 from flax import nnx
+from meshes import laid_out
 
 import moe_jax
 from moe_jax.cli import main
 from moe_jax.generation import generate_with_drafts
 from moe_jax.parallel import make_mesh
-from moe_jax.parallel.layout import parameter_path, parameter_sharding
 
 PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11], [3] * 20, [9, 9]]
-
-
-def laid_out(model, **sizes):
-    """The model on a mesh of the first devices, as `from_pretrained(mesh=)` lays it out."""
-    graph, state = nnx.split(model)
-    mesh = make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
-
-    def put(path, leaf):
-        return jax.device_put(leaf, parameter_sharding(parameter_path(path), leaf.shape, mesh))
-
-    return nnx.merge(graph, jax.tree.map_with_path(put, state))
 
 
 @pytest.mark.parametrize(
