@@ -18,7 +18,7 @@ LAYERS = [
     {"train", "cost"},
     {"plots"},
     {"demo_text"},
-    {"tile_timing"},
+    {"passes", "tile_timing"},
     {"check", "demo", "launch", "plan", "tune"},
     {"cli"},
 ]
