@@ -419,8 +419,8 @@ def main(arguments: list[str] | None = None) -> None:
             processes.use_one_gpu()
         if isinstance(command, FinetuneSettings):
             _finetune(command)
-        elif several and not isinstance(command, Generate):
-            raise ValueError("only finetune and generate run in several processes; start this command once")
+        elif several and not isinstance(command, Generate | Check):
+            raise ValueError("only finetune, generate and check run in several processes; start this command once")
         elif isinstance(command, DemoSettings):
             run_demo(command)
         else:
@@ -434,8 +434,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _takes_several_devices(command: Any) -> bool:
-    """By --devices of generate, or finetune's mesh."""
-    if isinstance(command, Generate):
+    """By --devices of generate and check, or finetune's mesh."""
+    if isinstance(command, Generate | Check):
         return command.devices is not None and command.devices > 1
     return hasattr(command, "mesh") and command.mesh.size > 1
 

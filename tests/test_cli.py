@@ -8,8 +8,9 @@ import pytest
 import tiny
 from safetensors.numpy import load_file
 
-from moe_jax import generation
+from moe_jax import cli, generation
 from moe_jax.cli import main
+from moe_jax.parallel import processes
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,38 @@ def test_check_prints_the_report_and_writes_it(checkpoint, tmp_path, capsys):
     main(["check", str(checkpoint), *options])
     printed, report = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
     assert f"Token ID: {report['next_token_id']}" in printed and "Total gradient norm" in printed
+
+
+@pytest.mark.parametrize(
+    "command, sees_one_gpu",
+    [
+        ("check --random-config qwen3-0.6b", True),
+        ("check --random-config qwen3-0.6b --devices 1", True),
+        ("check --random-config qwen3-0.6b --devices 2", False),
+        ("generate model --prompt x", True),
+        ("generate model --prompt x --devices 2", False),
+        ("plan qwen3-0.6b --devices 8", True),
+    ],
+)
+def test_gpus_that_a_command_does_not_take_are_hidden_from_it(command, sees_one_gpu, monkeypatch):
+    hidden = []
+    monkeypatch.setattr(processes, "use_one_gpu", lambda: hidden.append(True))
+    for kind in (cli.Check, cli.Generate, cli.Plan):
+        monkeypatch.setattr(kind, "run", lambda self: None)
+    main(command.split())
+    assert bool(hidden) == sees_one_gpu
+
+
+def test_check_runs_in_several_processes(checkpoint, tmp_path, capfd):
+    check = ["check", str(checkpoint), "--prompt", "the same words", "--dtype", "float32", "--repeats", "1", "--json"]
+    main([*check, str(tmp_path / "alone.json")])
+    program = [sys.executable, "-m", "moe_jax.cli", *check, str(tmp_path / "launched.json")]
+    main(["launch", "--processes", "2", "--cpu-devices", "1", "--", *program])
+    assert "[0] 2 x cpu, float32, 14 tokens" in capfd.readouterr().out
+    alone, launched = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("alone", "launched"))
+    assert launched["next_token_id"] == alone["next_token_id"]
+    for name in ("logprob", "loss", "gradient_norm", "max_gradient", "min_gradient"):
+        np.testing.assert_allclose(launched[name], alone[name], rtol=1e-4)
 
 
 def test_help_teaches(capsys):
