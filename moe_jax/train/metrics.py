@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from moe_jax.config import ModelConfig
+
 
 class MetricsWriter:
     """Appends to `folder`/metrics.jsonl, and what there is of each layer to `folder`/expert_load.jsonl.
@@ -54,6 +56,41 @@ def read_records(file: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return records
+
+
+def record_of_step(
+    step: int, metrics: dict[str, np.ndarray], config: ModelConfig, seconds: float, flops_per_token: float
+) -> dict[str, Any]:
+    """A step's scalars as they are logged, of what `make_train_step`'s step gave and the seconds that it took."""
+    tokens_per_second = float(metrics["num_tokens"]) / seconds
+    losses = "loss", "aux_loss", "sequence_loss", "z_loss", "grad_norm", "learning_rate"
+    record = {"step": step} | {name: float(metrics[name]) for name in losses}
+    record |= {
+        "tokens_per_second": tokens_per_second,
+        "model_tflops": tokens_per_second * flops_per_token / 1e12,
+        "max_mean_expert_load": max_mean_load(metrics["expert_load"]),
+        "min_mean_expert_load": min_mean_load(metrics["expert_load"]),
+        "num_dropped": int(metrics["num_dropped"]),
+    }
+    if config.routed_layers:
+        record |= {name: float(metrics[name].mean()) for name in ("router_entropy", "num_rounds", "num_shadows")}
+    if "expert_bias_range" in metrics:
+        smallest, largest = metrics["expert_bias_range"].T
+        record["max_expert_bias_range"] = float((largest - smallest).max())
+    if config.mtp_stages:
+        record["mtp_loss"] = float(metrics["mtp_loss"])
+    return record
+
+
+def one_line(record: dict[str, Any]) -> str:
+    """The record for the console."""
+    shadows = f", {record['num_shadows']:.1f} shadows a layer" if record.get("num_shadows") else ""
+    held_out = f", eval loss {record['eval_loss']:.4f}" if "eval_loss" in record else ""
+    return (
+        f"loss {record['loss']:.4f}{held_out}, aux {record['aux_loss']:.3f}, grad norm {record['grad_norm']:.3f}, "
+        f"lr {record['learning_rate']:.2e}, {record['tokens_per_second']:.0f} tokens/s, "
+        f"{record['model_tflops']:.3g} TFLOP/s, max/mean load {record['max_mean_expert_load']:.2f}{shadows}"
+    )
 
 
 def of_layers(metrics: dict[str, np.ndarray], layers: tuple[int, ...]) -> dict[str, list]:

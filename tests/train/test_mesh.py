@@ -37,7 +37,7 @@ jax.config.update("jax_log_compiles", True)
 
 # Copies of so few weights never pay by themselves.
 free = partial(moe_jax.parallel.ExpertParallel, flops_per_byte=0.0)
-sys.modules["moe_jax.train.finetune"].ExpertParallel = free
+sys.modules["moe_jax.train.run"].ExpertParallel = free
 
 def run(name, mesh, shadow_experts=0, seq_len=32, rebalance_every=0, **stop):
     model = moe_jax.from_pretrained(folder + "/model", dtype=np.float32, mesh=mesh, progress=False)

@@ -1,4 +1,4 @@
-"""A tokenizer, texts and a model small enough to train in a test."""
+"""A tokenizer, texts, models and settings small enough to train in a test."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import moe_jax
+from moe_jax.train import FinetuneSettings
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -127,3 +128,13 @@ def write_texts(folder: Path) -> Path:
     for i in range(9):
         (folder / f"{i}.txt").write_text(f"text {i}: " + "the same words come again and again. " * (i + 1))
     return folder
+
+
+def settings(folder: Path, **changes) -> FinetuneSettings:
+    """Of a run in the folder, on texts there."""
+    data = write_texts(folder / "texts")
+    options = dict(
+        model="none", data=str(data), output=str(folder / "run"), seq_len=32, batch_size=4, steps=30, learning_rate=2e-2,
+        warmup_steps=2, dtype="float32",
+    )  # fmt: skip
+    return FinetuneSettings(**{**options, **changes})

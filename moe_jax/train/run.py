@@ -1,0 +1,231 @@
+"""What is settled before a run's weights are read: its data, devices and sizes fit together, and fit what its folder holds."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from moe_jax.checkpoint.hf_load import read_config
+from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
+from moe_jax.config import ModelConfig, config_to_dict
+from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.expert import ExpertParallel
+from moe_jax.parallel.expert.placement import balanced_order
+from moe_jax.parallel.hops import default_hops
+from moe_jax.parallel.layout import mesh_of
+from moe_jax.parallel.mesh import MESH_AXES, MeshShape, make_mesh
+from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.parallel.processes import require_shared, unlike_the_first
+from moe_jax.train.data import Batches, Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
+from moe_jax.train.master_weights import initial_low_halves
+from moe_jax.train.rebalance import Places, num_groups
+from moe_jax.train.settings import FinetuneSettings
+from moe_jax.train.step import check_mtp_loss_coef
+
+RESUME_MUST_MATCH = (
+    "seq_len",
+    "batch_size",
+    "gradient_accumulation",
+    "learning_rate",
+    "min_learning_rate_ratio",
+    "warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+    "aux_loss_coef",
+    "sequence_loss_coef",
+    "z_loss_coef",
+    "expert_bias_update_rate",
+    "mtp_loss_coef",
+    "force_balanced_routing",
+    "seed",
+    "dtype",
+    "param_dtype",
+    "moment_dtype",
+)
+"""Settings that may not change between the start of a run and its resumption: the run would be another."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that can start, or go on.
+
+    `steps_done` are those of its newest checkpoint, 0 where there is none; `batches` stands behind them. `held_out` are batches
+    of text that is not trained on. `identity` is what the run may not change on its way. `places` is where experts are, if they
+    move between the `expert_devices` that they are dealt out to.
+    """
+
+    config: ModelConfig
+    parallelism: Parallelism | None
+    expert_devices: int
+    documents: Documents
+    batches: Batches
+    held_out: list[dict[str, np.ndarray]]
+    identity: dict[str, Any]
+    checkpoints: TrainingCheckpoints
+    steps_done: int
+    places: Places | None
+
+
+def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) -> Run:
+    """The run that `finetune` was asked for; it has the arguments, and the errors raised.
+
+    Nothing has been written when it raises. Else there is the folder for checkpoints.
+    """
+    output = Path(settings.output).expanduser()
+    parallelism = _parallelism(settings, model)
+    tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
+    documents = open_documents(settings.data, settings.data_format)
+    held_out = None if settings.eval_data is None else open_documents(settings.eval_data, settings.data_format)
+    if model is not None:
+        # Refuses dtypes that cannot be trained.
+        jax.eval_shape(initial_low_halves, nnx.state(model, nnx.Param))
+    config = read_config(settings.model, mtp=settings.mtp_loss_coef > 0) if model is None else model.config
+    check_mtp_loss_coef(config, settings.mtp_loss_coef)
+    _check_vocabulary(config, tokenizer)
+    expert_devices = _check_experts(settings, parallelism, config)
+    stream = batches(
+        documents,
+        tokenizer,
+        seq_len=settings.seq_len,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        rows=None if parallelism is None else parallelism.own_rows(settings.batch_size),
+    )
+    # What the chat template refuses in the held-out text and in the first batch is said before minutes of loading.
+    held_out_batches = [] if held_out is None else _first_batches(held_out, tokenizer, settings, parallelism)
+    if not finished_steps(output / "checkpoints"):
+        begin = stream.get_state()
+        next(stream)
+        stream.set_state(begin)
+    identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
+    identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
+    identity |= _own_dtypes(model)
+    if jax.process_count() > 1:
+        eval_fingerprint = None if held_out is None else held_out.fingerprint
+        _check_same_everywhere(asdict(settings) | identity | {"held-out data": eval_fingerprint})
+        require_shared(output)
+    checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
+    steps_done = checkpoints.latest_step() or 0
+    places = Places.at_first(len(config.routed_layers), _num_experts(config)) if settings.rebalance_every else None
+    if steps_done:
+        position = checkpoints.position(steps_done)
+        _check_same_run(position["identity"], identity, output)
+        if settings.steps < steps_done:
+            raise ValueError(
+                f"{output} holds {steps_done} steps of this run: steps={settings.steps} would end before; take {steps_done} or "
+                "more"
+            )
+        stream.set_state(position["data"])
+        places = Places.from_json(position["places"]) if position.get("places") else places
+    return Run(
+        config, parallelism, expert_devices, documents, stream, held_out_batches, identity, checkpoints, steps_done, places
+    )
+
+
+def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Parallelism | None:
+    """The devices that training is spread over, those of the model if there is one, and how; None for one device.
+
+    Raises:
+      ValueError: the settings name another mesh than the model's; they are not all devices of all processes, and so would be
+        a run for each process in the same folder; or the rows of a micro-batch cannot be dealt out to them, or a sequence not
+        be split.
+    """
+    if model is None:
+        alone = settings.mesh.size == 1 and jax.process_count() == 1
+        mesh = None if alone else make_mesh(**asdict(settings.mesh))
+    else:
+        mesh = mesh_of(nnx.state(model, nnx.Param))
+        lies_on = MeshShape() if mesh is None else MeshShape(**{axis: mesh.shape.get(axis, 1) for axis in MESH_AXES})
+        if settings.mesh not in (MeshShape(), lies_on):
+            raise ValueError(
+                f"settings.mesh={settings.mesh}, but the model lies on {lies_on}; load it there, or leave settings.mesh out"
+            )
+    processes = 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
+    if processes < jax.process_count():
+        raise ValueError(
+            f"there are {jax.process_count()} processes, and the model lies on devices of {processes}; load it onto a mesh of "
+            f"all {jax.device_count()} devices"
+        )
+    if mesh is None:
+        return None
+    experts = ExpertParallel(capacity_factor=settings.capacity_factor, shadow_experts=settings.shadow_experts)
+    parallelism = Parallelism(mesh, experts, hops=settings.hops or default_hops(mesh))
+    parallelism.check_batch(settings.batch_size // settings.gradient_accumulation)
+    ways = mesh.shape.get("context", 1)
+    if ways > 1 and settings.seq_len % (2 * ways):
+        raise ValueError(f"seq_len={settings.seq_len} must be a multiple of 2 * mesh.context = {2 * ways}")
+    return parallelism
+
+
+def _check_vocabulary(config: ModelConfig, tokenizer: Any) -> None:
+    """Tokens without an embedding would be NaN, and the loss with them, at the first document that has one."""
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {config.vocab_size}; take the model's "
+            "own tokenizer"
+        )
+
+
+def _check_experts(settings: FinetuneSettings, parallelism: Parallelism | None, config: ModelConfig) -> int:
+    """Returns how many devices the experts are dealt out to."""
+    exchange = None if parallelism is None else parallelism.expert_parallel
+    for name in ("shadow_experts", "rebalance_every"):
+        if getattr(settings, name) and exchange is None:
+            raise ValueError(f"{name}={getattr(settings, name)} needs experts on several devices: a mesh.expert of 2 or more")
+    num_experts = _num_experts(config)
+    devices = 1 if parallelism is None or exchange is None else parallelism.mesh.shape[exchange.axis_name]
+    if num_experts % devices:
+        raise ValueError(f"{num_experts} experts cannot be dealt out to mesh.expert={devices} devices; take a divisor")
+    if settings.shadow_experts > num_experts:
+        raise ValueError(f"shadow_experts={settings.shadow_experts} must be at most the {num_experts} experts of a layer")
+    if settings.rebalance_every:
+        if not num_experts:
+            raise ValueError(f"rebalance_every={settings.rebalance_every} needs a model with experts")
+        # Refuses groups of experts that these devices would part.
+        balanced_order(np.ones(num_experts), devices, num_groups(config))
+    return devices
+
+
+def _num_experts(config: ModelConfig) -> int:
+    return getattr(config, "num_experts", 0) if config.routed_layers else 0
+
+
+def _first_batches(
+    documents: Documents, tokenizer: Any, settings: FinetuneSettings, parallelism: Parallelism | None
+) -> list[dict[str, np.ndarray]]:
+    """Batches of held-out text, a micro-batch's rows each."""
+    rows = settings.batch_size // settings.gradient_accumulation
+    own = None if parallelism is None else parallelism.own_rows(rows)
+    stream = batches(documents, tokenizer, seq_len=settings.seq_len, batch_size=rows, seed=settings.seed, rows=own)
+    try:
+        return [next(stream) for _ in range(settings.eval_batches)]
+    finally:
+        stream.close()
+
+
+def _own_dtypes(model: Decoder | None) -> dict[str, str]:
+    """What a model that was passed computes in and is held in: the settings do not say it then."""
+    if model is None:
+        return {}
+    return {"dtype": model.dtype.name, "param_dtype": jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype.name}
+
+
+def _check_same_everywhere(run: dict[str, Any]) -> None:
+    """Hosts may have been given other settings by mistake, or have other data under the same name."""
+    unlike = {name: unlike_the_first(json.dumps(value, sort_keys=True, default=str)) for name, value in run.items()}
+    wrong = [f"{name} of processes {numbers}" for name, numbers in unlike.items() if numbers]
+    if wrong:
+        raise ValueError(f"not the same as in process 0: {', '.join(wrong)}")
+
+
+def _check_same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> None:
+    # Through JSON, as it was saved: tuples are lists there.
+    different = [
+        f"{name}: checkpoint {saved.get(name)!r}, now {value!r}" for name, value in current.items() if saved.get(name) != value
+    ]
+    if different:
+        raise ValueError(f"{output} holds another run; choose another output folder. Different: " + "; ".join(different))

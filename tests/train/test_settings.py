@@ -1,0 +1,48 @@
+"""Settings that make no sense are refused, all of them at once."""
+
+import pytest
+from tiny import settings
+
+
+def test_all_wrong_settings_are_named_at_once(tmp_path):
+    with pytest.raises(ValueError) as error:
+        settings(
+            tmp_path,
+            steps=0,
+            batch_size=-3,
+            dtype="int8",
+            learning_rate=0.0,
+            data_format="csv",
+            shadow_experts=-1,
+            capacity_factor=0,
+        )
+    for part in (
+        "steps=0",
+        "batch_size=-3",
+        "dtype='int8'",
+        "learning_rate=0.0",
+        "data_format='csv'",
+        "shadow_experts=-1",
+        "capacity_factor=0",
+    ):
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match="batch_size=4 must be a multiple of gradient_accumulation=3"):
+        settings(tmp_path, gradient_accumulation=3)
+    with pytest.raises(ValueError, match="offload=True needs remat"):
+        settings(tmp_path, offload=True, remat=False)
+    for name in ("data", "eval_data"):
+        with pytest.raises(ValueError, match=f"output='.*texts/run' must lie outside of {name}='.*texts', or"):
+            settings(tmp_path, **{name: str(tmp_path / "texts"), "output": str(tmp_path / "texts" / "run")})
+    with pytest.raises(ValueError, match="warmup_steps=31 must not exceed steps=30"):
+        settings(tmp_path, warmup_steps=31)
+
+
+def test_forced_routing_and_experts_that_change_places_exclude_each_other(tmp_path):
+    with pytest.raises(ValueError, match="rebalance_every needs the router's own choices"):
+        settings(tmp_path, rebalance_every=1, force_balanced_routing=True)
+
+
+def test_a_missing_package_is_named_before_anything_happens(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="tensorboard=True needs the package tensorboardX"):
+        settings(tmp_path, tensorboard=True)
