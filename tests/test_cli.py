@@ -8,8 +8,10 @@ import pytest
 import tiny
 from safetensors.numpy import load_file
 
-from moe_jax import cli, generation
 from moe_jax.cli import main
+from moe_jax.commands.check import Check
+from moe_jax.commands.generate import Generate
+from moe_jax.commands.plan import Plan
 from moe_jax.parallel import processes
 
 
@@ -71,7 +73,7 @@ def test_a_prompt_begins_as_its_tokenizer_begins_a_text_but_not_behind_a_templat
     tiny.tokenizer_with_a_beginning().save_pretrained(tmp_path / "tokenizer")
     tiny.dense().save_pretrained(tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     prompts = []
-    monkeypatch.setattr(generation, "generate", lambda model, prompt, **options: prompts.append(prompt) or [])
+    monkeypatch.setattr("moe_jax.commands.generate.generate", lambda model, prompt, **options: prompts.append(prompt) or [])
     for chat in ([], ["--chat"]):
         main(["generate", str(tmp_path / "model"), "--prompt", "a", *chat])
     (begin, a), (first, second, *_) = prompts
@@ -99,7 +101,7 @@ def test_check_prints_the_report_and_writes_it(checkpoint, tmp_path, capsys):
 def test_gpus_that_a_command_does_not_take_are_hidden_from_it(command, sees_one_gpu, monkeypatch):
     hidden = []
     monkeypatch.setattr(processes, "use_one_gpu", lambda: hidden.append(True))
-    for kind in (cli.Check, cli.Generate, cli.Plan):
+    for kind in (Check, Generate, Plan):
         monkeypatch.setattr(kind, "run", lambda self: None)
     main(command.split())
     assert bool(hidden) == sees_one_gpu

@@ -20,6 +20,7 @@ LAYERS = [
     {"demo_text"},
     {"passes", "tile_timing"},
     {"check", "demo", "launch", "plan", "tune"},
+    {"commands"},
     {"cli"},
 ]
 """The parts of the package from the bottom up: a part imports parts below it and itself, never one above or beside it."""

@@ -6,6 +6,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from moe_jax import cli, tune
+from moe_jax.commands.tune import Tune
 from moe_jax.kernels.grouped_matmul.mosaic.ring import Tile
 from moe_jax.kernels.grouped_matmul.mosaic.tile_limits import candidates
 from moe_jax.kernels.grouped_matmul.mosaic.tiles import Entry, merge_into_table, read_table, rule
@@ -113,5 +114,5 @@ def test_what_cannot_be_tuned_is_one_line(monkeypatch, tmp_path, capsys):
 
 
 def test_the_commands_presets_are_the_models():
-    offered = get_args(get_args(get_type_hints(cli.Tune)["preset"])[0])
+    offered = get_args(get_args(get_type_hints(Tune)["preset"])[0])
     assert offered == tuple(PRESETS)

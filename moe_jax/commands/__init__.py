@@ -1,0 +1,1 @@
+"""The commands of the program `moe-jax`, each a dataclass of which tyro makes the options."""

@@ -1,0 +1,81 @@
+"""`moe-jax check`."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import tyro
+
+from moe_jax import check
+from moe_jax.checkpoint.hf_load import read_config
+from moe_jax.commands.options import Dtype, device_count
+from moe_jax.config import NAMED_CONFIGS
+from moe_jax.generation import generation_mesh
+from moe_jax.parallel.processes import is_first_process
+
+
+@dataclass(frozen=True)
+class Check:
+    """Run one forward and one backward pass: next token, loss, gradient norm, seconds, peak memory.
+
+    moe-jax check Qwen/Qwen3-30B-A3B --prompt "The capital of France is"
+
+    moe-jax check Qwen/Qwen3-235B-A22B --devices 8
+
+    moe-jax check --random-config qwen3-30b-a3b --tokens 100
+
+    Args:
+      path: a Hugging Face folder or hub id.
+      prompt: the text to run on.
+      random_config: instead of a checkpoint, random weights of a published shape.
+      tokens: with --random-config, how many random tokens.
+      layers: with --random-config, take this many layers only.
+      devices: how many GPUs the parameters are spread over, and the experts dealt out to, for a model that is too large for
+        one. Default: one, and in a job of several processes all of them.
+      dtype: what the model computes in.
+      repeats: how often each pass is timed; the median is reported.
+      json: also write the report to this file.
+    """
+
+    path: Annotated[str | None, tyro.conf.Positional] = None
+    prompt: str = "The capital of France is"
+    random_config: str | None = None
+    tokens: int = 100
+    layers: int | None = None
+    devices: int | None = None
+    dtype: Dtype = "bfloat16"
+    repeats: int = 5
+    json: str | None = None
+
+    def run(self) -> None:
+        """Prints the report."""
+        if (self.path is None) == (self.random_config is None):
+            raise ValueError("give either a checkpoint's path or --random-config NAME")
+        if self.path is not None:
+            config = read_config(self.path, mtp=False)
+        elif self.random_config in NAMED_CONFIGS:
+            config = NAMED_CONFIGS[self.random_config]
+            config = config if self.layers is None else replace(config, num_hidden_layers=self.layers)
+        else:
+            raise ValueError(f"no config {self.random_config!r}; there are: {', '.join(NAMED_CONFIGS)}")
+        count = device_count(self.devices)
+        mesh = None if count == 1 else generation_mesh(jax.devices()[:count], config)
+        options: dict[str, Any] = dict(dtype=self.dtype, mesh=mesh, repeats=self.repeats)
+        if self.path is not None:
+            report = check.check_checkpoint(self.path, self.prompt, **options)
+        else:
+            report = check.check_random(config, self.tokens, **options)
+        if not is_first_process():
+            return
+        print(check.format_report(report))
+        if self.json is not None:
+            _write_json(Path(self.json), asdict(report))
+
+
+def _write_json(path: Path, values: dict) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(values, indent=1) + "\n")
+    os.replace(temporary, path)

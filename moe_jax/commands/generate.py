@@ -1,0 +1,100 @@
+"""`moe-jax generate`."""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import tyro
+from jax.sharding import Mesh
+
+from moe_jax.checkpoint.companions import generation_config
+from moe_jax.checkpoint.hf_load import from_pretrained, read_config
+from moe_jax.commands.options import Dtype, device_count
+from moe_jax.generation import generate, generate_with_drafts, generation_mesh
+from moe_jax.parallel.processes import is_first_process
+from moe_jax.train import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a prompt, or answer it.
+
+    moe-jax generate runs/demo/model --prompt "import os" --max-new-tokens 64
+
+    moe-jax generate Qwen/Qwen3-30B-A3B --chat --prompt "Why is the sky blue?" --max-new-tokens 512
+
+    moe-jax generate Qwen/Qwen3-235B-A22B --devices 8 --prompt "import os"
+
+    Args:
+      model: a Hugging Face folder or hub id.
+      prompt: the text to continue; its tokenizer adds the special tokens that a text begins with, if any.
+      chat: the prompt is what a user says: it goes through the tokenizer's chat template, and the answer alone is printed.
+      max_new_tokens: how many tokens to add at most; fewer if a token comes that ends the text (generation_config.json names
+        it, or config.json).
+      temperature: 0 takes the most likely token each time.
+      top_k: draw from the k most likely tokens alone.
+      top_p: draw from the most likely tokens whose probabilities reach p.
+      seed: of the draw.
+      drafts: let the model's module for further tokens draft some: fewer passes. The text is the same at temperature 0, up to
+        rounding; above it another draw from the same distribution.
+      devices: how many GPUs the experts are dealt out to, for a model that is too large for one. Default: one, and in a job of
+        several processes all of them.
+      dtype: what the model computes in.
+    """
+
+    model: tyro.conf.Positional[str]
+    prompt: str
+    chat: bool = False
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    drafts: bool = False
+    devices: int | None = None
+    dtype: Dtype = "bfloat16"
+
+    def run(self) -> None:
+        """Prints prompt and continuation, or the answer."""
+        model = from_pretrained(self.model, dtype=self.dtype, mtp=self.drafts, mesh=self._mesh())
+        tokenizer = load_tokenizer(str(model.source))
+        if self.chat and not tokenizer.chat_template:
+            raise ValueError(f"--chat needs a tokenizer with a chat template; that of {self.model} has none")
+        if self.chat:
+            messages = [{"role": "user", "content": self.prompt}]
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        else:
+            prompt = tokenizer(self.prompt)["input_ids"]
+        options: dict[str, Any] = dict(
+            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p,
+            eos_token_id=generation_config(model).get("eos_token_id", model.config.eos_token_id), seed=self.seed,
+        )  # fmt: skip
+        if self.drafts:
+            new, drafts = generate_with_drafts(model, prompt, **options)
+        else:
+            new = generate(model, prompt, **options)
+        if not is_first_process():
+            return
+        print(tokenizer.decode(new if self.chat else prompt + new, skip_special_tokens=True))
+        if self.drafts:
+            rate = f"{drafts.acceptance_rate:.0%}"
+            print(f"{drafts.accepted} of {drafts.drafted} drafts were accepted ({rate})", file=sys.stderr)
+
+    def _mesh(self) -> Mesh | None:
+        """Of `devices`; None for one.
+
+        Raises:
+          ValueError: so many devices cannot take part, or would have nothing to do.
+        """
+        count = device_count(self.devices)
+        if count == 1:
+            return None
+        config = read_config(self.model, mtp=self.drafts)
+        mesh = generation_mesh(jax.devices()[:count], config)
+        if mesh.shape["expert"] < count:
+            has = f"{getattr(config, 'num_experts', 0)} experts" if config.moe_layers else "no experts"
+            raise ValueError(
+                f"--devices must divide the number of experts; {self.model} has {has}, and there are {count} devices"
+            )
+        return mesh
