@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
 from moe_jax.checkpoint.hf_names import hf_tensors
 from moe_jax.config import ModelConfig
 from moe_jax.flops import num_active_parameters, num_parameters
@@ -63,15 +63,18 @@ def check_checkpoint(
       mesh: the devices to spread the parameters over (`moe_jax.parallel.make_mesh`); None: the default device.
 
     Raises:
-      ValueError: an empty prompt, `repeats` below 1, no tokenizer, or a checkpoint that `from_pretrained` refuses.
+      ValueError: an empty prompt, `repeats` below 1, no tokenizer, or a checkpoint that `from_pretrained` refuses; no weights
+        have been read then.
       FileNotFoundError: there is no such folder and no such model on the hub.
     """
     _require_positive(repeats=repeats)
-    model = from_pretrained(path, dtype=dtype, mesh=mesh, mtp=False)
-    tokenizer = load_tokenizer(str(model.source))
+    folder = find_checkpoint(path)
+    read_config(folder, mtp=False)
+    tokenizer = load_tokenizer(folder)
     tokens = tokenizer(prompt)["input_ids"]
     if not tokens:
         raise ValueError("the prompt has no tokens; give some text")
+    model = from_pretrained(folder, dtype=dtype, mesh=mesh, mtp=False)
     return check_model(model, tokens, tokenizer=tokenizer, repeats=repeats)
 
 

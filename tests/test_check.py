@@ -40,6 +40,13 @@ def test_a_prompt_begins_as_its_tokenizer_begins_a_text(tmp_path):
     assert report.tokens == 2
 
 
+def test_a_checkpoint_without_a_tokenizer_is_refused_before_weights_are_read(tmp_path, monkeypatch):
+    tiny.dense().save_pretrained(tmp_path)
+    monkeypatch.setattr("moe_jax.check.from_pretrained", None)
+    with pytest.raises(ValueError, match=f"no tokenizer can be read from the folder {tmp_path}"):
+        check_checkpoint(tmp_path, "a")
+
+
 @pytest.mark.thorough
 def test_a_few_layers_of_a_published_deepseek_v3_shrunken():
     sizes = dict(hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_attention_heads=2, num_key_value_heads=2)

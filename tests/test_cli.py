@@ -41,7 +41,7 @@ def test_convert_to_orbax_and_back_keeps_every_bit(checkpoint, tmp_path, capsys)
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
 
 
-def test_finetune_then_generate(checkpoint, tmp_path, capsys):
+def test_finetune_then_generate(checkpoint, tmp_path, capsys, monkeypatch):
     data, output = tiny.write_texts(tmp_path / "texts"), tmp_path / "run"
     tiny.model().save_pretrained(tmp_path / "without-tokenizer")
     options = "--seq-len 16 --batch-size 2 --steps 3 --dtype float32".split()
@@ -56,15 +56,18 @@ def test_finetune_then_generate(checkpoint, tmp_path, capsys):
     main([*generate, "--chat"])
     assert "text" not in capsys.readouterr().out
     (output / "model" / "chat_template.jinja").unlink()
+    monkeypatch.setattr("moe_jax.commands.generate.from_pretrained", None)
     assert "--chat needs a tokenizer with a chat template" in fails(capsys, *generate, "--chat")
 
 
-def test_generate_with_drafts_draws_and_prints_how_many_were_accepted(checkpoint, tmp_path, capsys):
+def test_generate_with_drafts_draws_and_prints_how_many_were_accepted(checkpoint, tmp_path, capsys, monkeypatch):
     tiny.deepseek(mtp=1).save_pretrained(tmp_path, tokenizer_from=checkpoint)
     options = "--prompt text --max-new-tokens 3 --temperature 0.7 --top-k 20 --top-p 0.9 --dtype float32 --drafts".split()
     main(["generate", str(tmp_path), *options])
     printed = capsys.readouterr()
     assert "text" in printed.out and "drafts were accepted (" in printed.err
+    # Before weights are read.
+    monkeypatch.setattr("moe_jax.commands.generate.from_pretrained", None)
     assert "top_p must lie in (0, 1]; got 2.0" in fails(capsys, "generate", str(tmp_path), *options, "--top-p", "2")
     assert "drafts need a model with a module" in fails(capsys, "generate", str(checkpoint), *options)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_jax.checkpoint.folders import MODEL_FILES
 from moe_jax.checkpoint.hub import downloaded
-from moe_jax.config import config_to_dict
+from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.models.decoder import Decoder
 
 TOKENIZER_FILES = (
@@ -40,7 +40,7 @@ class Companions:
         # transformers 5 looks for dtype, transformers 4 for torch_dtype.
         dtype = model.embed_tokens.weight.dtype.name
         self.config = config_to_dict(model.config) | {"dtype": dtype, "torch_dtype": dtype}
-        self.generation = generation_config(model)
+        self.generation = generation_config(model.source, model.config)
         tokenizer = _tokenizer_files(tokenizer_from, model.source)
         self.tokenizer = {file.name: file.read_bytes() for file in tokenizer}
         self.replaces = MODEL_FILES + (TOKENIZER_FILES if tokenizer else ())
@@ -58,11 +58,11 @@ def write_json(file: Path, fields: dict) -> None:
     file.write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def generation_config(model: Decoder) -> dict[str, Any]:
-    """The generation_config.json of the folder that the model came from, or one with the config's special tokens."""
-    if model.source is not None and (Path(model.source) / "generation_config.json").is_file():
-        return json.loads((Path(model.source) / "generation_config.json").read_text())
-    ids = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+def generation_config(source: str | Path | None, config: ModelConfig) -> dict[str, Any]:
+    """The generation_config.json of the folder that a model came from, or one with its config's special tokens."""
+    if source is not None and (Path(source) / "generation_config.json").is_file():
+        return json.loads((Path(source) / "generation_config.json").read_text())
+    ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in ids.items() if value is not None}
 
 

@@ -59,7 +59,7 @@ def from_pretrained(
         of a wrong shape or dtype, or files are absent, truncated or corrupt; one error lists all of them.
       ImportError: .bin files, and no torch to read them.
     """
-    folder = _find(folder_or_hub_id)
+    folder = find_checkpoint(folder_or_hub_id)
     config = load_config(folder)
     param_dtype = jnp.dtype(dtype if param_dtype is None else param_dtype)
     config, pieces = _checked_pieces(folder, config, mtp)
@@ -97,11 +97,11 @@ def read_config(folder_or_hub_id: str | Path, *, mtp: bool = True) -> ModelConfi
     Raises:
       FileNotFoundError, ValueError: as `from_pretrained`.
     """
-    folder = _find(folder_or_hub_id)
+    folder = find_checkpoint(folder_or_hub_id)
     return _checked_pieces(folder, load_config(folder), mtp)[0]
 
 
-def _find(folder_or_hub_id: str | Path) -> Path:
+def find_checkpoint(folder_or_hub_id: str | Path) -> Path:
     """The local folder, downloaded if it is on the hub; .bin files only where there are no others.
 
     Raises:

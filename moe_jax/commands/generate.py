@@ -9,9 +9,12 @@ import tyro
 from jax.sharding import Mesh
 
 from moe_jax.checkpoint.companions import generation_config
-from moe_jax.checkpoint.hf_load import from_pretrained, read_config
+from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
 from moe_jax.commands.options import Dtype, device_count
+from moe_jax.config import ModelConfig
 from moe_jax.generation import generate, generate_with_drafts, generation_mesh
+from moe_jax.generation.request import checked_request
+from moe_jax.generation.speculative import check_drafts
 from moe_jax.parallel.processes import is_first_process
 from moe_jax.train import load_tokenizer
 
@@ -57,8 +60,9 @@ class Generate:
 
     def run(self) -> None:
         """Prints prompt and continuation, or the answer."""
-        model = from_pretrained(self.model, dtype=self.dtype, mtp=self.drafts, mesh=self._mesh())
-        tokenizer = load_tokenizer(str(model.source))
+        folder = find_checkpoint(self.model)
+        config = read_config(folder, mtp=self.drafts)
+        mesh, tokenizer = self._mesh(config), load_tokenizer(folder)
         if self.chat and not tokenizer.chat_template:
             raise ValueError(f"--chat needs a tokenizer with a chat template; that of {self.model} has none")
         if self.chat:
@@ -68,12 +72,17 @@ class Generate:
             prompt = tokenizer(self.prompt)["input_ids"]
         options: dict[str, Any] = dict(
             max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p,
-            eos_token_id=generation_config(model).get("eos_token_id", model.config.eos_token_id), seed=self.seed,
+            eos_token_id=generation_config(folder, config).get("eos_token_id", config.eos_token_id),
         )  # fmt: skip
+        # What generation would refuse, before minutes of loading.
+        checked_request(config, prompt, **options)
         if self.drafts:
-            new, drafts = generate_with_drafts(model, prompt, **options)
+            check_drafts(config)
+        model = from_pretrained(folder, dtype=self.dtype, mtp=self.drafts, mesh=mesh)
+        if self.drafts:
+            new, drafts = generate_with_drafts(model, prompt, seed=self.seed, **options)
         else:
-            new = generate(model, prompt, **options)
+            new = generate(model, prompt, seed=self.seed, **options)
         if not is_first_process():
             return
         print(tokenizer.decode(new if self.chat else prompt + new, skip_special_tokens=True))
@@ -81,7 +90,7 @@ class Generate:
             rate = f"{drafts.acceptance_rate:.0%}"
             print(f"{drafts.accepted} of {drafts.drafted} drafts were accepted ({rate})", file=sys.stderr)
 
-    def _mesh(self) -> Mesh | None:
+    def _mesh(self, config: ModelConfig) -> Mesh | None:
         """Of `devices`; None for one.
 
         Raises:
@@ -90,7 +99,6 @@ class Generate:
         count = device_count(self.devices)
         if count == 1:
             return None
-        config = read_config(self.model, mtp=self.drafts)
         mesh = generation_mesh(jax.devices()[:count], config)
         if mesh.shape["expert"] < count:
             has = f"{getattr(config, 'num_experts', 0)} experts" if config.moe_layers else "no experts"

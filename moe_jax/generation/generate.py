@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from moe_jax.generation.devices import Devices, decode_on_devices
-from moe_jax.generation.prompts import as_ends, as_prompts, check_lengths, new_tokens
-from moe_jax.generation.sampling import check_sampling, folded, sample
+from moe_jax.generation.prompts import new_tokens
+from moe_jax.generation.request import checked_request
+from moe_jax.generation.sampling import folded, sample
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.cache import init_cache
 from moe_jax.models.decoder import Decoder
@@ -45,13 +46,15 @@ def generate(
     Raises:
       ValueError: an empty prompt, an id outside the vocabulary, or an option outside its range.
     """
-    prompts, single = as_prompts(prompt_tokens, model.config.vocab_size)
-    ends = as_ends(eos_token_id)
-    problems = check_sampling(temperature, top_k, top_p) + check_lengths(max_new_tokens, ends, model.config.vocab_size)
-    if problems:
-        raise ValueError("; ".join(problems))
-
-    options = max_new_tokens, float(temperature), top_k, top_p, tuple(ends)
+    prompts, single, options = checked_request(
+        model.config,
+        prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        eos_token_id=eos_token_id,
+    )
     produced, lengths = decode_on_devices(_decode, options, model, prompts, seed)
     return new_tokens(produced, lengths, single)
 

@@ -1,7 +1,5 @@
 """Prompts as arrays, and what was produced as lists again."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from jaxtyping import Int
 
@@ -34,19 +32,6 @@ def left_padded(prompts: list[list[int]], multiple: int) -> tuple[Int[np.ndarray
         tokens[row, padded_length - len(prompt) :] = prompt
         segment_ids[row, padded_length - len(prompt) :] = 1
     return tokens, segment_ids
-
-
-def as_ends(eos_token_id: int | Sequence[int] | None) -> list[int]:
-    """The tokens that end a sequence."""
-    return [] if eos_token_id is None else [int(end) for end in np.atleast_1d(eos_token_id)]
-
-
-def check_lengths(max_new_tokens: int, ends: list[int], vocab_size: int) -> list[str]:
-    """What is wrong with where sequences end, each as one clause."""
-    problems = [] if max_new_tokens >= 1 else [f"max_new_tokens must be at least 1; got {max_new_tokens}"]
-    return problems + [
-        f"eos_token_id {end} is outside the vocabulary of {vocab_size}" for end in ends if not 0 <= end < vocab_size
-    ]
 
 
 def new_tokens(

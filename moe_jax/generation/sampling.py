@@ -43,18 +43,6 @@ def folded(keys: Key[Array, "batch"], number) -> Key[Array, "batch"]:
     return jax.vmap(jax.random.fold_in, (0, None))(keys, number)
 
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> list[str]:
-    """What is wrong with these options, each as one clause."""
-    problems = []
-    if not temperature >= 0:
-        problems.append(f"temperature must be 0 or more; got {temperature}")
-    if top_k is not None and top_k < 1:
-        problems.append(f"top_k must be at least 1; got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        problems.append(f"top_p must lie in (0, 1]; got {top_p}")
-    return problems
-
-
 def _restricted(logits: Float[Array, "... vocab"], temperature: float, top_k: int | None, top_p: float | None):
     """logits / temperature, f32, and -inf for tokens that are cut."""
     logits = logits.astype(jnp.float32) / temperature

@@ -23,9 +23,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.config import ModelConfig
 from moe_jax.generation.devices import Devices, decode_on_devices
-from moe_jax.generation.prompts import as_ends, as_prompts, check_lengths, new_tokens
-from moe_jax.generation.sampling import check_sampling, distribution, draw, folded
+from moe_jax.generation.prompts import new_tokens
+from moe_jax.generation.request import checked_request
+from moe_jax.generation.sampling import distribution, draw, folded
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.cache import KVCache, init_cache
 from moe_jax.models.decoder import Decoder
@@ -70,18 +72,30 @@ def generate_with_drafts(
     Raises:
       ValueError: a model without such a module, or what `generate` refuses.
     """
-    if not model.config.mtp_stages:
+    check_drafts(model.config)
+    prompts, single, options = checked_request(
+        model.config,
+        prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        eos_token_id=eos_token_id,
+    )
+    produced, lengths, drafted, accepted = decode_on_devices(_decode, options, model, prompts, seed)
+    return new_tokens(produced, lengths, single), Drafts(int(drafted.sum()), int(accepted.sum()))
+
+
+def check_drafts(config: ModelConfig) -> None:
+    """Whether there is something that drafts.
+
+    Raises:
+      ValueError: the model has no module that predicts further tokens.
+    """
+    if not config.mtp_stages:
         raise ValueError(
             "drafts need a model with a module that predicts further tokens (num_nextn_predict_layers), loaded too"
         )
-    prompts, single = as_prompts(prompt_tokens, model.config.vocab_size)
-    ends = as_ends(eos_token_id)
-    problems = check_sampling(temperature, top_k, top_p) + check_lengths(max_new_tokens, ends, model.config.vocab_size)
-    if problems:
-        raise ValueError("; ".join(problems))
-    options = max_new_tokens, float(temperature), top_k, top_p, tuple(ends)
-    produced, lengths, drafted, accepted = decode_on_devices(_decode, options, model, prompts, seed)
-    return new_tokens(produced, lengths, single), Drafts(int(drafted.sum()), int(accepted.sum()))
 
 
 @jax.tree_util.register_dataclass
