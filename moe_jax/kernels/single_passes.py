@@ -14,13 +14,13 @@ from moe_jax.kernels.routing import Plan, of_pairs
 @partial(jax.jit, static_argnums=3)
 def gate_up(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Float[Array, "rows 2*inter"]:
     """h in expert order; the backend may leave rows of no pair unwritten."""
-    return _gate_up(x, w_gate_up, plan, backend)
+    return _differentiable_gate_up(x, w_gate_up, plan, backend)
 
 
 @partial(jax.jit, static_argnums=4)
 def down(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> Float[Array, "tokens hidden"]:
     """y of act, whose rows of no pair are finite."""
-    return _down(act, w_down, weights, plan, backend)
+    return _differentiable_down(act, w_down, weights, plan, backend)
 
 
 def gate_up_gradients(
@@ -44,7 +44,6 @@ def weight_of_row(weights: Float[Array, "tokens k"], plan: Plan) -> Float[Array,
     return weights.reshape(-1).at[plan.pair_of_row].get(mode="fill", fill_value=0)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _gate_up(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Array:
     rows, source = implementation(backend).rows_of_tokens(x, plan)
     return implementation(backend).grouped_matmul(rows, w_gate_up, plan, source_of_row=source)
@@ -56,7 +55,6 @@ def _gate_up_backward(backend: str, residuals: tuple, dh: Array) -> tuple[Array,
     return dx, grouped_outer_of_parts(backend, [product], w_gate_up.dtype), None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _down(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> Array:
     return down_of_shares(act, w_down, weights, plan, backend)[0]
 
@@ -71,8 +69,11 @@ def _down_backward(backend: str, residuals: tuple, dy: Array) -> tuple[Array, Ar
     return (of_row * g).astype(act.dtype), grouped_outer_of_parts(backend, [product], w_down.dtype), dweights, None
 
 
-_gate_up.defvjp(lambda *args: (_gate_up(*args), args[:3]), _gate_up_backward)
-_down.defvjp(lambda *args: (_down(*args), args[:4]), _down_backward)
+_differentiable_gate_up = jax.custom_vjp(_gate_up, nondiff_argnums=(3,))
+_differentiable_gate_up.defvjp(lambda *args: (_gate_up(*args), args[:3]), _gate_up_backward)
+
+_differentiable_down = jax.custom_vjp(_down, nondiff_argnums=(4,))
+_differentiable_down.defvjp(lambda *args: (_down(*args), args[:4]), _down_backward)
 
 
 def _token_sums(rows: Array, plan: Plan, weights: Array | None, backend: str, shares: int | None) -> list[Array]:

@@ -140,6 +140,23 @@ def test_the_halves_compose_to_the_whole_with_their_own_gradients():
         compare(halves, oracle.experts_mlp, make_inputs(np.random.default_rng(), 33, 5, 2, 8, 4), 1e-12)
 
 
+def test_products_with_the_hessian_are_those_of_the_oracle():
+    def halves(x, w_gate_up, w_down, weights, chosen):
+        rows = kernels.plan(chosen, w_gate_up.shape[0])
+        h = kernels.gate_up(x, w_gate_up, rows, backend="xla")
+        return kernels.down(gated_silu(h), w_down, weights, rows, backend="xla")
+
+    def product(f, arrays, direction, chosen):
+        return jax.jvp(jax.grad(lambda *a: jnp.sin(f(*a, chosen)).sum(), argnums=(0, 1, 2, 3)), arrays, direction)[1]
+
+    with jax.enable_x64(True):
+        (*arrays, chosen), (*direction, _) = (make_inputs(np.random.default_rng(), 33, 5, 2, 8, 4) for _ in range(2))
+        expected = product(oracle.experts_mlp, tuple(arrays), tuple(direction), chosen)
+        for f in (halves, partial(kernels.experts_mlp, backend="xla")):
+            for actual, wanted in zip(product(f, tuple(arrays), tuple(direction), chosen), expected, strict=True):
+                np.testing.assert_allclose(actual, wanted, rtol=1e-9, atol=1e-9 * float(jnp.abs(wanted).max()))
+
+
 def test_runs_under_scan_remat_and_vmap():
     inputs = make_inputs(np.random.default_rng(), 10, 4, 2, 8, 4, dtype=jnp.float32)
     *_, weights, chosen = inputs
