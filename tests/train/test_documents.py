@@ -161,6 +161,13 @@ def test_a_missing_tokenizer_is_named(tmp_path):
         load_tokenizer(tmp_path / "no" / "such")
 
 
+def test_a_model_without_a_tokenizer_has_none(tmp_path):
+    """transformers makes one of special tokens alone, of config.json."""
+    tiny.dense().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"no tokenizer can be read from the folder {re.escape(str(tmp_path))}: there are no"):
+        load_tokenizer(tmp_path)
+
+
 def test_templates_that_hide_the_assistant_and_missing_templates_are_refused(tmp_path):
     with pytest.raises(ValueError, match="the assistant's tokens cannot be found"):
         chat_tokens(tiny.tokenizer(COUNTING), CHAT)

@@ -124,9 +124,13 @@ def load_tokenizer(folder_or_hub_id: str | Path):
     folder = Path(folder_or_hub_id).expanduser()
     where = f"the folder {folder}" if folder.is_dir() else f"{str(folder_or_hub_id)!r}, neither a folder nor a model on the hub"
     try:
-        return AutoTokenizer.from_pretrained(str(folder))
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer can be read from {where}: {error}") from error
+    # Of a config.json alone transformers makes one, with the special tokens that its class has.
+    if not tokenizer.get_vocab().keys() - tokenizer.all_special_tokens:
+        raise ValueError(f"no tokenizer can be read from {where}: there are no files of one")
+    return tokenizer
 
 
 def tokenizer_fingerprint(tokenizer) -> str:
