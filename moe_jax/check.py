@@ -4,6 +4,7 @@ import os
 import resource
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_co
 from moe_jax.checkpoint.hf_names import hf_tensors
 from moe_jax.config import ModelConfig
 from moe_jax.flops import num_active_parameters, num_parameters
+from moe_jax.generation import generation_mesh
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
@@ -55,12 +57,12 @@ class CheckReport:
 
 
 def check_checkpoint(
-    path: str | Path, prompt: str, *, dtype=jnp.bfloat16, mesh: Mesh | None = None, repeats: int = 5
+    path: str | Path, prompt: str, *, dtype=jnp.bfloat16, devices: Sequence[jax.Device] | None = None, repeats: int = 5
 ) -> CheckReport:
     """Checks a Hugging Face folder or hub id on a prompt, with the special tokens that its tokenizer adds to a text.
 
     Args:
-      mesh: the devices to spread the parameters over (`moe_jax.parallel.make_mesh`); None: the default device.
+      devices: which of them the parameters are spread over, and the experts dealt out to; None: the default device.
 
     Raises:
       ValueError: an empty prompt, `repeats` below 1, no tokenizer, or a checkpoint that `from_pretrained` refuses; no weights
@@ -69,12 +71,12 @@ def check_checkpoint(
     """
     _require_positive(repeats=repeats)
     folder = find_checkpoint(path)
-    read_config(folder, mtp=False)
+    config = read_config(folder, mtp=False)
     tokenizer = load_tokenizer(folder)
     tokens = tokenizer(prompt)["input_ids"]
     if not tokens:
         raise ValueError("the prompt has no tokens; give some text")
-    model = from_pretrained(folder, dtype=dtype, mesh=mesh, mtp=False)
+    model = from_pretrained(folder, dtype=dtype, mesh=_mesh(devices, config), mtp=False)
     return check_model(model, tokens, tokenizer=tokenizer, repeats=repeats)
 
 
@@ -83,7 +85,7 @@ def check_random(
     num_tokens: int,
     *,
     dtype=jnp.bfloat16,
-    mesh: Mesh | None = None,
+    devices: Sequence[jax.Device] | None = None,
     seed: int = 0,
     repeats: int = 5,
 ) -> CheckReport:
@@ -92,18 +94,23 @@ def check_random(
     Modules that predict further tokens take no part in a pass over the model, and are left out here and above.
 
     Args:
-      mesh: as in `check_checkpoint`.
+      devices: as in `check_checkpoint`.
 
     Raises:
       ValueError: `num_tokens` or `repeats` below 1.
     """
     _require_positive(num_tokens=num_tokens, repeats=repeats)
     tokens = np.random.default_rng(seed).integers(0, config.vocab_size, num_tokens)
-    return check_model(random_model(config.without_mtp(), dtype, seed, mesh=mesh), tokens.tolist(), repeats=repeats)
+    model = random_model(config.without_mtp(), dtype, seed, mesh=_mesh(devices, config))
+    return check_model(model, tokens.tolist(), repeats=repeats)
 
 
 def check_model(model: Decoder, tokens: list[int], *, tokenizer: Any = None, repeats: int = 5) -> CheckReport:
-    """Runs the passes on one sequence, on the devices that hold the model."""
+    """Runs the passes on one sequence, on the devices that hold the model.
+
+    Raises:
+      ValueError: experts that the mesh axis `expert` of these devices does not divide.
+    """
     config, mesh = model.config, mesh_of(nnx.state(model, nnx.Param))
     *passes, arguments = passes_over(model, tokens)
     began = time.perf_counter()
@@ -187,6 +194,10 @@ def _require_positive(**numbers: int) -> None:
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name} must be at least 1; got {number}")
+
+
+def _mesh(devices: Sequence[jax.Device] | None, config: ModelConfig) -> Mesh | None:
+    return None if devices is None else generation_mesh(devices, config)
 
 
 def _normal(key, shape, stddev, dtype, place):

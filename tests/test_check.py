@@ -43,7 +43,7 @@ def test_a_prompt_begins_as_its_tokenizer_begins_a_text(tmp_path):
 def test_a_checkpoint_without_a_tokenizer_is_refused_before_weights_are_read(tmp_path, monkeypatch):
     tiny.dense().save_pretrained(tmp_path)
     monkeypatch.setattr("moe_jax.check.from_pretrained", None)
-    with pytest.raises(ValueError, match=f"no tokenizer can be read from the folder {tmp_path}"):
+    with pytest.raises(ValueError, match="no tokenizer can be read from the folder"):
         check_checkpoint(tmp_path, "a")
 
 

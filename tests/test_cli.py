@@ -142,6 +142,14 @@ def test_launch_ends_with_the_status_of_what_it_started(capsys):
     assert "'no-such-program'" in fails(capsys, "launch", "--processes", "1", "--cpu-devices", "1", "--", "no-such-program")
 
 
+@pytest.mark.parametrize("options", ["--repeats 0", "--devices 0", "--devices 999", "--json /no/such/folder/report.json"])
+def test_bad_options_are_found_before_a_model_is_downloaded(options, monkeypatch, capsys):
+    monkeypatch.setattr("moe_jax.checkpoint.hf_load.downloaded", None)
+    commands = ["check org/model"] + ["generate org/model --prompt x"] * ("devices" in options)
+    for command in commands:
+        assert options.split()[0].strip("-") in fails(capsys, *command.split(), *options.split())
+
+
 def test_bad_input_is_one_line_and_status_two(checkpoint, tmp_path, capsys):
     assert "give either a checkpoint's path or --random-config" in fails(capsys, "check")
     check = ("check", "--random-config", "qwen3-30b-a3b")

@@ -62,7 +62,9 @@ def from_pretrained(
     folder = find_checkpoint(folder_or_hub_id)
     config = load_config(folder)
     param_dtype = jnp.dtype(dtype if param_dtype is None else param_dtype)
-    config, pieces = _checked_pieces(folder, config, mtp)
+    config, pieces, warnings = _checked_pieces(folder, config, mtp)
+    for warning in warnings:
+        _logger.warning("%s: %s", folder, warning)
 
     # eval_shape: the random initialisation is traced for its shapes and never computed.
     abstract = nnx.eval_shape(lambda: from_config(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
@@ -124,8 +126,8 @@ def find_checkpoint(folder_or_hub_id: str | Path) -> Path:
     return folder
 
 
-def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> tuple[ModelConfig, dict[tuple, list[Piece]]]:
-    """The config of what is to be loaded, and where each parameter's parts are stored.
+def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> tuple[ModelConfig, dict[tuple, list[Piece]], list[str]]:
+    """The config of what is to be loaded, where each parameter's parts are stored, and what a user may want to know of them.
 
     Raises CheckpointError with everything that does not fit the config.
     """
@@ -162,16 +164,18 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> tuple[Model
     if problems:
         raise CheckpointError(folder, problems)
     if config.tie_word_embeddings and HEAD in stored and not same_values(stored[EMBEDDING], stored[HEAD]):
-        _logger.warning("%s: tie_word_embeddings=true, but %s is no copy of %s: both are loaded", folder, HEAD, EMBEDDING)
-        return _checked_pieces(folder, replace(config, tie_word_embeddings=False), mtp)
+        config, untied, warnings = _checked_pieces(folder, replace(config, tie_word_embeddings=False), mtp)
+        warning = f"tie_word_embeddings=true, but {HEAD} is no copy of {EMBEDDING}: both are loaded"
+        return config, untied, [warning, *warnings]
+    warnings = []
     names = {place.path: name for name, place in wanted.items() if not place.copy}
     pieces = defaultdict(list)
     for name, place in wanted.items():
         if not place.copy:
             pieces[place.path].append(piece_of(place, stored[name]))
         elif name in stored and not same_values(stored[name], stored[original := names[place.path]]):
-            _logger.warning("%s: %s is no copy of %s, which is taken for both", folder, name, original)
-    return config, pieces
+            warnings.append(f"{name} is no copy of {original}, which is taken for both")
+    return config, pieces, warnings
 
 
 def _predicts_further(name: str, config: ModelConfig) -> bool:

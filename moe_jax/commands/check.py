@@ -10,10 +10,8 @@ import jax
 import tyro
 
 from moe_jax import check
-from moe_jax.checkpoint.hf_load import read_config
 from moe_jax.commands.options import Dtype, device_count
 from moe_jax.config import NAMED_CONFIGS
-from moe_jax.generation import generation_mesh
 from moe_jax.parallel.processes import is_first_process
 
 
@@ -54,20 +52,19 @@ class Check:
         """Prints the report."""
         if (self.path is None) == (self.random_config is None):
             raise ValueError("give either a checkpoint's path or --random-config NAME")
+        if self.json is not None and not Path(self.json).parent.is_dir():
+            raise ValueError(f"--json {self.json}: there is no folder {Path(self.json).parent}")
+        count = device_count(self.devices)
+        devices = None if count == 1 else jax.devices()[:count]
+        options: dict[str, Any] = dict(dtype=self.dtype, devices=devices, repeats=self.repeats)
         if self.path is not None:
-            config = read_config(self.path, mtp=False)
+            report = check.check_checkpoint(self.path, self.prompt, **options)
         elif self.random_config in NAMED_CONFIGS:
             config = NAMED_CONFIGS[self.random_config]
             config = config if self.layers is None else replace(config, num_hidden_layers=self.layers)
+            report = check.check_random(config, self.tokens, **options)
         else:
             raise ValueError(f"no config {self.random_config!r}; there are: {', '.join(NAMED_CONFIGS)}")
-        count = device_count(self.devices)
-        mesh = None if count == 1 else generation_mesh(jax.devices()[:count], config)
-        options: dict[str, Any] = dict(dtype=self.dtype, mesh=mesh, repeats=self.repeats)
-        if self.path is not None:
-            report = check.check_checkpoint(self.path, self.prompt, **options)
-        else:
-            report = check.check_random(config, self.tokens, **options)
         if not is_first_process():
             return
         print(check.format_report(report))

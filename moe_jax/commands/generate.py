@@ -60,9 +60,10 @@ class Generate:
 
     def run(self) -> None:
         """Prints prompt and continuation, or the answer."""
+        count = device_count(self.devices)
         folder = find_checkpoint(self.model)
         config = read_config(folder, mtp=self.drafts)
-        mesh, tokenizer = self._mesh(config), load_tokenizer(folder)
+        mesh, tokenizer = self._mesh(count, config), load_tokenizer(folder)
         if self.chat and not tokenizer.chat_template:
             raise ValueError(f"--chat needs a tokenizer with a chat template; that of {self.model} has none")
         if self.chat:
@@ -90,13 +91,12 @@ class Generate:
             rate = f"{drafts.acceptance_rate:.0%}"
             print(f"{drafts.accepted} of {drafts.drafted} drafts were accepted ({rate})", file=sys.stderr)
 
-    def _mesh(self, config: ModelConfig) -> Mesh | None:
-        """Of `devices`; None for one.
+    def _mesh(self, count: int, config: ModelConfig) -> Mesh | None:
+        """Of so many devices; None for one.
 
         Raises:
-          ValueError: so many devices cannot take part, or would have nothing to do.
+          ValueError: some of them would have nothing to do.
         """
-        count = device_count(self.devices)
         if count == 1:
             return None
         mesh = generation_mesh(jax.devices()[:count], config)
