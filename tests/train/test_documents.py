@@ -1,13 +1,12 @@
 """Folders, texts and chats become batches; what is not understood is named with its file and line."""
 
 import json
-import re
 
 import numpy as np
 import pytest
 import tiny
 
-from moe_jax.train import batches, load_tokenizer, open_documents
+from moe_jax.train import batches, open_documents
 from moe_jax.train.data.chat import chat_tokens
 
 CHAT = [
@@ -150,22 +149,6 @@ def test_a_single_file_that_is_no_jsonl_is_refused(tmp_path):
     (tmp_path / "a.json").write_text('[{"text": "x"}]')
     with pytest.raises(ValueError, match="a.json is a single file and no .jsonl file: give a .jsonl file, or a folder"):
         open_documents(tmp_path / "a.json")
-
-
-def test_a_missing_tokenizer_is_named(tmp_path):
-    with pytest.raises(ValueError, match=f"no tokenizer can be read from the folder {re.escape(str(tmp_path))}: "):
-        load_tokenizer(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"no tokenizer can be read from '.*/no/such', neither a folder nor a model on the hub: "
-    ):
-        load_tokenizer(tmp_path / "no" / "such")
-
-
-def test_a_model_without_a_tokenizer_has_none(tmp_path):
-    """transformers makes one of special tokens alone, of config.json."""
-    tiny.dense().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"no tokenizer can be read from the folder {re.escape(str(tmp_path))}: there are no"):
-        load_tokenizer(tmp_path)
 
 
 def test_templates_that_hide_the_assistant_and_missing_templates_are_refused(tmp_path):

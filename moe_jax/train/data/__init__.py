@@ -5,17 +5,16 @@ packs by itself. Their number follows from the batch size alone.
 """
 
 import hashlib
-import os
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
 
+from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.train.data.documents import Documents, open_documents
 from moe_jax.train.data.packing import PACKING_ROWS, PADDING, packed, pieces
 
@@ -109,28 +108,6 @@ def _rows_of_stream(batch_size: int) -> int:
     With fewer a stream would tokenize for batches to come before it gave its first row.
     """
     return next(rows for rows in range(min(PACKING_ROWS, batch_size), batch_size + 1) if batch_size % rows == 0)
-
-
-def load_tokenizer(folder_or_hub_id: str | Path):
-    """The Hugging Face tokenizer of a checkpoint.
-
-    Raises:
-      ValueError: there is none, or it cannot be read; names the folder or hub id, and says why.
-    """
-    # Without torch, transformers advises on import that models are unavailable; tokenizers are all that is used here.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer
-
-    folder = Path(folder_or_hub_id).expanduser()
-    where = f"the folder {folder}" if folder.is_dir() else f"{str(folder_or_hub_id)!r}, neither a folder nor a model on the hub"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer can be read from {where}: {error}") from error
-    # Of a config.json alone transformers makes one, with the special tokens that its class has.
-    if not tokenizer.get_vocab().keys() - tokenizer.all_special_tokens:
-        raise ValueError(f"no tokenizer can be read from {where}: there are no files of one")
-    return tokenizer
 
 
 def tokenizer_fingerprint(tokenizer) -> str:
