@@ -8,7 +8,7 @@ from typing import get_args
 from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.parallel.hops import Hops
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape
-from moe_jax.train.data.documents import FORMATS
+from moe_jax.train.data.files import FORMATS
 
 DTYPES = ("bfloat16", "float32")
 

@@ -1,6 +1,7 @@
 """Folders, texts and chats become batches; what is not understood is named with its file and line."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -68,6 +69,46 @@ def test_a_line_may_have_a_key_named_document(tmp_path):
     assert open_documents(write_lines(tmp_path / "a.jsonl", {"text": "x", "document": "b.pdf"}))[0]["document"] == 0
 
 
+@pytest.mark.parametrize("change", ["written to", "removed", "with its old time"])
+def test_a_file_that_changed_since_it_was_opened_is_named(tmp_path, change):
+    file = write_lines(tmp_path / "a.jsonl", {"text": "first"}, {"text": "second"})
+    documents = open_documents(tmp_path)
+    if change == "removed":
+        file.unlink()
+    else:
+        file.write_text("x" * file.stat().st_size if change == "with its old time" else "x")
+    if change == "with its old time":
+        os.utime(file, ns=(0, documents.stamps[0][1]))
+    message = f"changed while it was in use: {file} is not as it was when it was opened .document {file}:2 .byte 18.."
+    with pytest.raises(ValueError, match=message):
+        documents[1]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    for name, content in (("a.jsonl", '{"text": "x"}\n{"text": "y"}\n'), ("texts/b.txt", "x"), ("texts/c.txt", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    lines, files = open_documents(tmp_path / "a.jsonl"), open_documents(tmp_path / "texts")
+    assert [lines[i]["text"] for i in range(2)] == ["x", "y"]
+    assert len(files) == 1 and files[0]["text"] == "x"
+
+
+def test_white_space_is_no_text_in_any_format(tmp_path):
+    (tmp_path / "a.txt").write_text("\u00a0\u3000\n")
+    (tmp_path / "b.txt").write_text("b")
+    assert len(open_documents(tmp_path)) == 1
+    assert len(open_documents(write_lines(tmp_path / "c.jsonl", {"text": "\u00a0\u3000"}, {"text": "b"}))) == 1
+
+
+def test_text_that_is_no_utf_8_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes("hello".encode("utf-16-le"))
+    with pytest.raises(ValueError, match="a.txt: holds NUL bytes, so it is no UTF-8 text; convert UTF-16 with iconv"):
+        open_documents(tmp_path)
+    (tmp_path / "a.txt").write_bytes("hell\u00f6".encode("latin-1"))
+    with pytest.raises(ValueError, match="a.txt: not UTF-8 text: invalid start byte at byte 4"):
+        open_documents(tmp_path)
+
+
 @pytest.mark.parametrize(
     "template, said",
     [
@@ -110,6 +151,8 @@ def test_a_chat_that_the_assistant_begins_needs_a_template_that_marks_answers():
     "lines, message",
     [
         (["{"], "a.jsonl:1: not JSON"),
+        (['{"text": "x", "n": ' + "1" * 5000 + "}"], "a.jsonl:1: not readable JSON: a number of more than 4300 digits"),
+        (['{"text": "x", "n": ' + "[" * 10**5 + "]" * 10**5 + "}"], "a.jsonl:1: not readable JSON: .* nested too deeply"),
         (["[1]"], "it has a list"),
         ([{"prompt": "x"}], r'the key "text" \(or, in all lines, "messages" for chats\); it has the keys prompt'),
         ([{"text": 3}], '"text" must be a string; it is a int'),
