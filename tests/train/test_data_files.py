@@ -74,5 +74,7 @@ def test_compressed_data_is_refused_with_the_command_that_unpacks_it(tmp_path, n
 def test_data_that_is_no_regular_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     for path in ("/dev/null", tmp_path / "pipe.jsonl"):
-        with pytest.raises(ValueError, match=f"the data at {path} is a pipe or a device; .* to a regular file first"):
+        with pytest.raises(
+            ValueError, match=f"the data at {path} is a pipe or a device, .* write them to a regular file first"
+        ):
             open_documents(path)

@@ -6,9 +6,11 @@ import os
 import numpy as np
 import pytest
 import tiny
+from tokenizers import processors
 
 from moe_jax.train import batches, open_documents
 from moe_jax.train.data.chat import chat_tokens
+from moe_jax.train.data.tokenization import beginning
 
 CHAT = [
     {"role": "system", "content": "be brief"},
@@ -198,8 +200,33 @@ def test_templates_that_hide_the_assistant_and_missing_templates_are_refused(tmp
     with pytest.raises(ValueError, match="the assistant's tokens cannot be found"):
         chat_tokens(tiny.tokenizer(COUNTING), CHAT)
     documents = open_documents(write_lines(tmp_path / "a.jsonl", {"messages": CHAT}))
-    with pytest.raises(ValueError, match="this one has none"):
+    with pytest.raises(ValueError, match="this one has none. Give one with --chat-template FILE"):
         batches(documents, tiny.tokenizer(None), seq_len=8, batch_size=1)
+
+
+def test_a_text_begins_as_its_tokenizer_begins_a_text(tmp_path):
+    documents = open_documents(write_lines(tmp_path / "a.jsonl", {"text": "ab"}))
+    plain, begins = tiny.tokenizer(), tiny.tokenizer_with_a_beginning()
+    rows = {}
+    for name, tokenizer, begin in (("plain", plain, True), ("begins", begins, True), ("left out", begins, False)):
+        batch = next(batches(documents, tokenizer, seq_len=5, batch_size=1, begin_texts=begin))
+        rows[name] = batch["tokens"][0][batch["segment_ids"][0] == 1].tolist()
+    text = plain("ab")["input_ids"]
+    assert rows == {"plain": [*text, 0], "begins": [*begins("ab")["input_ids"], 0], "left out": [*text, 0]}
+    assert begins("ab")["input_ids"] == [1, *text]
+    ends = processors.TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", 2)])
+    plain.backend_tokenizer.post_processor = ends
+    assert beginning(plain) == [] and beginning(begins) == [1]
+
+
+def test_all_conversations_that_a_template_cannot_mask_are_named_at_once(tmp_path):
+    good, bad = {"messages": CHAT}, {"messages": CHAT[2:]}
+    file = write_lines(tmp_path / "a.jsonl", good, bad, good, *[bad] * 10)
+    documents = open_documents(file)
+    message = f"11 of 13 conversations begin with the assistant's message.*: {file}:2 .*; {file}:4 .*{file}:12 .*; and 1 more$"
+    with pytest.raises(ValueError, match=message):
+        batches(documents, tiny.tokenizer(), seq_len=8, batch_size=1)
+    batches(documents, tiny.tokenizer(MARKED), seq_len=8, batch_size=1)
 
 
 def test_a_batch_holds_what_its_picture_says(tmp_path):

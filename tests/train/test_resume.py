@@ -16,6 +16,7 @@ from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.train import FinetuneSettings, finetune
 from moe_jax.train.metrics import MetricsWriter, read_records
 from moe_jax.train.optimizer import warmup_cosine
+from moe_jax.train.run import prepare_run
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -103,6 +104,26 @@ def test_a_run_that_has_ended_goes_on_with_more_steps_and_not_with_fewer(tmp_pat
     run("whole", steps=4)
     assert comparable(tmp_path / "lengthened") == comparable(tmp_path / "whole")
     assert lengths == [2, 4, 4]
+
+
+def test_a_run_that_began_without_a_bos_token_goes_on_without(tmp_path, monkeypatch):
+    paths = dict(model="none", data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "run"))
+    settings = FinetuneSettings(**paths, seq_len=512, batch_size=2, steps=2, warmup_steps=0, dtype="float32")
+    tokenizer = tiny.tokenizer_with_a_beginning()
+
+    def prepared():
+        run = prepare_run(settings, tiny.dense(), tokenizer)
+        run.checkpoints.close()
+        return run, next(run.batches)["tokens"]
+
+    run, first = prepared()
+    assert run.identity["begin_texts"] and (first == 1).any()
+    old = {name: value for name, value in run.identity.items() if name != "begin_texts"}
+    checkpoints = TrainingCheckpoints(tmp_path / "run" / "checkpoints")
+    checkpoints.save(1, {"x": jnp.zeros(1)}, {"data": run.batches.get_state(), "identity": old})
+    checkpoints.close()
+    run, rows = prepared()
+    assert run.steps_done == 1 and "begin_texts" not in run.identity and not (rows == 1).any()
 
 
 def test_a_folder_with_another_run_is_refused_before_weights_are_read(tmp_path, monkeypatch):

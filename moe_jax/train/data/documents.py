@@ -119,7 +119,17 @@ def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
     if not places:
         raise ValueError(f"no document with any text in {Path(path).expanduser().resolve()} ({len(files)} files)")
     columns = np.asarray(places, np.int64).T
-    return Documents(data_format, tuple(files), *columns[:4], digest.hexdigest(), tuple(stamps), columns[4].astype(bool))
+    return Documents(
+        format=data_format,
+        files=tuple(files),
+        file=columns[0],
+        line=columns[1],
+        offset=columns[2],
+        size=columns[3],
+        fingerprint=digest.hexdigest(),
+        stamps=tuple(stamps),
+        begins_with_answer=columns[4].astype(bool),
+    )
 
 
 def _stamp(handle) -> tuple[int, int]:
@@ -131,7 +141,7 @@ def _stamp(handle) -> tuple[int, int]:
 class _Problems:
     """Bad lines or files, equal problems together."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.count = 0
         self._first: dict[str, str] = {}
         self._times: Counter[str] = Counter()
