@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from moe_jax.checkpoint.companions import tokenizer_files
+from moe_jax.checkpoint.folders import check_replaceable
 from moe_jax.checkpoint.hf_load import read_config
 from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
 from moe_jax.config import ModelConfig, config_to_dict
@@ -76,6 +78,10 @@ def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: An
     Nothing has been written when it raises. Else there is the folder for checkpoints.
     """
     output = Path(settings.output).expanduser()
+    # The trained model goes there at the end, with these files.
+    check_replaceable(output / "model")
+    if settings.tokenizer is not None and tokenizer is None:
+        tokenizer_files(settings.tokenizer, None)
     parallelism = _parallelism(settings, model)
     tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
     documents = open_documents(settings.data, settings.data_format)
