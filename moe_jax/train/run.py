@@ -1,6 +1,7 @@
 """What is settled before a run's weights are read: its data, devices and sizes fit together, and fit what its folder holds."""
 
 import json
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from moe_jax.checkpoint.companions import tokenizer_files
+from moe_jax.checkpoint.folders import check_replaceable
 from moe_jax.checkpoint.hf_load import read_config
 from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
 from moe_jax.config import ModelConfig, config_to_dict
@@ -21,6 +24,7 @@ from moe_jax.parallel.mesh import MESH_AXES, MeshShape, make_mesh
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.processes import require_shared, unlike_the_first
 from moe_jax.train.data import Batches, Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
+from moe_jax.train.lock import output_lock
 from moe_jax.train.master_weights import initial_low_halves
 from moe_jax.train.rebalance import Places, num_groups
 from moe_jax.train.settings import FinetuneSettings
@@ -70,12 +74,17 @@ class Run:
     places: Places | None
 
 
-def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) -> Run:
+def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any, until_end: ExitStack) -> Run:
     """The run that `finetune` was asked for; it has the arguments, and the errors raised.
 
-    Nothing has been written when it raises. Else there is the folder for checkpoints.
+    Nothing has been written when it raises, but in a folder that has a run. Else there is the folder for checkpoints, and
+    `until_end` holds it for this run.
     """
     output = Path(settings.output).expanduser()
+    # The trained model goes there at the end, with these files.
+    check_replaceable(output / "model")
+    if settings.tokenizer is not None and tokenizer is None:
+        tokenizer_files(settings.tokenizer, None)
     parallelism = _parallelism(settings, model)
     tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
     documents = open_documents(settings.data, settings.data_format)
@@ -110,6 +119,7 @@ def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: An
         eval_fingerprint = None if held_out is None else held_out.fingerprint
         _check_same_everywhere(asdict(settings) | identity | {"held-out data": eval_fingerprint})
         require_shared(output)
+    until_end.enter_context(output_lock(output))
     checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
     steps_done = checkpoints.latest_step() or 0
     places = Places.at_first(len(config.routed_layers), _num_experts(config)) if settings.rebalance_every else None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from moe_jax.checkpoint.folders import previous_of
 from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.parallel.hops import Hops
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape
@@ -186,11 +187,26 @@ def _problems(settings: FinetuneSettings) -> list[str]:
             problems.append(
                 f"output={settings.output!r} must lie outside of {name}={path!r}, or the run reads what it wrote as text"
             )
+    for name, path in (("model", settings.model), ("tokenizer", settings.tokenizer)):
+        folder = None if path is None else Path(path).expanduser()
+        if folder is not None and folder.is_dir() and _is_replaced(folder.resolve(), output):
+            problems.append(
+                f"{name}={path!r} must lie outside of output={settings.output!r}, where the run writes its own files and "
+                "replaces model/: copy it elsewhere, or give another output"
+            )
     if settings.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         problems.append("tensorboard=True needs the package tensorboardX: pip install tensorboardX")
     if output.is_file():
         problems.append(f"output={settings.output!r} is a file; it must be a folder")
     return problems
+
+
+def _is_replaced(folder: Path, output: Path) -> bool:
+    """Whether `folder` is the output folder, or lies in the folder of the trained model, which the run replaces at its end."""
+    model = (output / "model").resolve()
+    return folder == output.resolve() or any(
+        folder.is_relative_to(place) for place in (model, model.with_name(f".{model.name}.incomplete"), previous_of(model))
+    )
 
 
 def _fits(value, want: str) -> bool:

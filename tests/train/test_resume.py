@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -112,9 +113,10 @@ def test_a_run_that_began_without_a_bos_token_goes_on_without(tmp_path, monkeypa
     tokenizer = tiny.tokenizer_with_a_beginning()
 
     def prepared():
-        run = prepare_run(settings, tiny.dense(), tokenizer)
-        run.checkpoints.close()
-        return run, next(run.batches)["tokens"]
+        with ExitStack() as until_end:
+            run = prepare_run(settings, tiny.dense(), tokenizer, until_end)
+            run.checkpoints.close()
+            return run, next(run.batches)["tokens"]
 
     run, first = prepared()
     assert run.identity["begin_texts"] and (first == 1).any()

@@ -30,6 +30,22 @@ def test_what_needs_experts_on_several_devices_is_refused_on_one(tmp_path, name)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("place", ["model", "model/notes.txt"])
+def test_a_place_that_the_trained_model_cannot_take_is_refused(tmp_path, place):
+    (tmp_path / "run" / place).parent.mkdir(parents=True)
+    (tmp_path / "run" / place).touch()
+    with pytest.raises(FileExistsError, match="run/model (is a file; a checkpoint is a folder|has files but no config.json)"):
+        finetune(settings(tmp_path), model=tiny.model(), tokenizer=tiny.tokenizer())
+
+
+def test_a_tokenizer_whose_files_cannot_be_passed_on_is_refused(tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab.txt").write_text("[UNK]\nwords\n")
+    with pytest.raises(FileNotFoundError, match="tokenizer.* has none of tokenizer.json, "):
+        finetune(settings(tmp_path, tokenizer=str(tmp_path / "tokenizer")), model=tiny.model())
+    assert not (tmp_path / "run").exists()
+
+
 def test_parameters_that_cannot_be_trained_are_refused(tmp_path):
     with pytest.raises(ValueError, match="parameters must be all float32 or all bfloat16 to be trained; there are float16"):
         finetune(settings(tmp_path), model=tiny.model(param_dtype=jnp.float16), tokenizer=tiny.tokenizer())
