@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from moe_jax.checkpoint.companions import tokenizer_files
+from moe_jax.checkpoint.fingerprint import weights_fingerprint
 from moe_jax.checkpoint.folders import check_replaceable
 from moe_jax.checkpoint.hf_load import read_config
 from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
@@ -24,6 +25,7 @@ from moe_jax.parallel.mesh import MESH_AXES, MeshShape, make_mesh
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.processes import require_shared, unlike_the_first
 from moe_jax.train.data import Batches, Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
+from moe_jax.train.identity import MODEL, same_run, values_of
 from moe_jax.train.lock import output_lock
 from moe_jax.train.master_weights import initial_low_halves
 from moe_jax.train.rebalance import Places, num_groups
@@ -115,6 +117,7 @@ def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: An
     identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
     identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
     identity |= _own_dtypes(model) | ({"begin_texts": True} if begin_texts else {})
+    identity[MODEL] = weights_fingerprint(settings.model) if model is None else values_of(model)
     if jax.process_count() > 1:
         eval_fingerprint = None if held_out is None else held_out.fingerprint
         _check_same_everywhere(asdict(settings) | identity | {"held-out data": eval_fingerprint})
@@ -125,7 +128,7 @@ def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: An
     places = Places.at_first(len(config.routed_layers), _num_experts(config)) if settings.rebalance_every else None
     if steps_done:
         position = checkpoints.position(steps_done)
-        _check_same_run(position["identity"], identity, output)
+        identity = same_run(position["identity"], identity, output)
         if settings.steps < steps_done:
             raise ValueError(
                 f"{output} holds {steps_done} steps of this run: steps={settings.steps} would end before; take {steps_done} or "
@@ -247,12 +250,3 @@ def _check_same_everywhere(run: dict[str, Any]) -> None:
     wrong = [f"{name} of processes {numbers}" for name, numbers in unlike.items() if numbers]
     if wrong:
         raise ValueError(f"not the same as in process 0: {', '.join(wrong)}")
-
-
-def _check_same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> None:
-    # Through JSON, as it was saved: tuples are lists there.
-    different = [
-        f"{name}: checkpoint {saved.get(name)!r}, now {value!r}" for name, value in current.items() if saved.get(name) != value
-    ]
-    if different:
-        raise ValueError(f"{output} holds another run; choose another output folder. Different: " + "; ".join(different))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 import tiny
+from flax import nnx
 
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.train import FinetuneSettings, finetune
+from moe_jax.train.identity import MODEL, same_run
 from moe_jax.train.metrics import MetricsWriter, read_records
 from moe_jax.train.optimizer import warmup_cosine
 from moe_jax.train.run import prepare_run
@@ -151,3 +154,43 @@ def test_a_folder_with_another_run_is_refused_before_weights_are_read(tmp_path, 
         finetune(FinetuneSettings(**options, dtype="float32"), tokenizer=tiny.tokenizer())
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_the_same_settings_with_another_model_are_another_run(tmp_path, caplog, monkeypatch):
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    for name, seed in (("base", 0), ("other", 1)):
+        tiny.dense(rngs=nnx.Rngs(seed)).save_pretrained(tmp_path / name)
+    shutil.copytree(tmp_path / "base", tmp_path / "copied")
+
+    def run(steps, name=None, **passed):
+        paths = dict(model=str(tmp_path / (name or "none")), tokenizer=str(tmp_path / "tokenizer"))
+        return finetune(tiny.settings(tmp_path, steps=steps, warmup_steps=0, **paths), **passed)
+
+    run(1, "base")
+    for steps in (1, 2):
+        with pytest.raises(
+            ValueError, match="holds another run.*Different: model: its weights are not those that the run began"
+        ):
+            run(steps, "other")
+    assert run(2, "copied").step == 2 and not caplog.messages
+    run(3, model=tiny.dense())
+    assert "noted its starting weights in another way, so nothing tells whether `model` is the one" in caplog.text
+    with pytest.raises(ValueError, match="Different: model"):
+        run(4, "other")
+
+
+def test_another_model_that_is_passed_is_another_run(tmp_path):
+    def run(steps, seed):
+        settings = tiny.settings(tmp_path, steps=steps, warmup_steps=0)
+        finetune(settings, model=tiny.dense(rngs=nnx.Rngs(seed)), tokenizer=tiny.tokenizer())
+
+    run(1, seed=0)
+    with pytest.raises(ValueError, match="holds another run.*Different: model: its weights are not those that the run began"):
+        run(1, seed=1)
+    run(2, seed=0)
+
+
+def test_a_run_that_did_not_note_its_model_goes_on(tmp_path, caplog):
+    now = {"seed": 0, MODEL: "abc"}
+    assert same_run({"seed": 0}, now, tmp_path) == {"seed": 0}
+    assert f"the run in {tmp_path} did not note its starting weights, so nothing tells whether `model` is the" in caplog.text
