@@ -1,6 +1,8 @@
 """Training: the loss, the optimizer, the step, the data, and the loop that ties them; each usable alone."""
 
 from moe_jax.train.data import batches, load_tokenizer, open_documents
+from moe_jax.train.data.survey import Survey, survey
+from moe_jax.train.dry_run import dry_run
 from moe_jax.train.evaluate import make_evaluation
 from moe_jax.train.finetune import FinetuneResult, finetune
 from moe_jax.train.loss import loss
@@ -12,8 +14,10 @@ from moe_jax.train.step import TrainState, init_state, make_train_step, put_batc
 __all__ = [
     "FinetuneResult",
     "FinetuneSettings",
+    "Survey",
     "TrainState",
     "batches",
+    "dry_run",
     "finetune",
     "init_state",
     "load_tokenizer",
@@ -24,5 +28,6 @@ __all__ = [
     "model_of_run",
     "open_documents",
     "put_batch",
+    "survey",
     "warmup_cosine",
 ]

@@ -20,23 +20,26 @@ from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.processes import barrier, is_first_process, texts_of_all
+from moe_jax.train.announcement import announcement
 from moe_jax.train.data import Batches, Documents
 from moe_jax.train.evaluate import make_evaluation
-from moe_jax.train.metrics import MetricsWriter, of_layers, one_line, read_records, record_of_step
+from moe_jax.train.metrics import Clock, MetricsWriter, of_layers, one_line, read_records, record_of_step
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
 from moe_jax.train.rebalance import move_experts
 from moe_jax.train.run import Run, prepare_run
 from moe_jax.train.settings import FinetuneSettings
+from moe_jax.train.settings_file import write_settings
 from moe_jax.train.step import TrainState, init_state, make_train_step, put_batch
 
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """The trained model, the last step done, and the metrics of every step of the run, resumed parts included."""
+    """The trained model, the last step done, the metrics of every step of the run, resumed parts included, and if it ended."""
 
     model: Decoder
     step: int
     metrics: list[dict[str, Any]]
+    finished: bool = True
 
 
 def finetune(
@@ -70,9 +73,12 @@ def finetune(
       FloatingPointError: the loss is not finite, and the message names the step and the documents of its batch; or that of the
         held-out text is not.
     """
+    if settings.dry_run:
+        raise ValueError("settings.dry_run=True: call train.dry_run(settings), which trains nothing")
     with ExitStack() as until_end:
         run = prepare_run(settings, model, tokenizer, until_end)
-        return _train(run, settings, model, stop_after)
+        _announce(settings, run)
+        return _train(run, run.settings, model, stop_after)
 
 
 def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_after: int | None) -> FinetuneResult:
@@ -109,9 +115,8 @@ def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_aft
     output, first = Path(settings.output).expanduser(), is_first_process()
     writer = MetricsWriter(output, resumed_step=run.steps_done, tensorboard=settings.tensorboard) if first else None
     progress = tqdm(total=settings.steps, initial=run.steps_done, desc="training", unit="step", disable=None if first else True)
-    if first:
-        _announce(settings, run)
     step, last = run.steps_done, settings.steps if stop_after is None else min(stop_after, settings.steps)
+    clock = Clock()
     checkpoints.listen()
     try:
         while step < last:
@@ -133,10 +138,11 @@ def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_aft
             if writer is not None:
                 writer.write(record, of_layers(host, config.routed_layers))
                 progress.update()
+                said = one_line(record, compiled=step == run.steps_done + 1)
                 if progress.disable:
-                    print(f"step {step}: {one_line(record)}", flush=True)
+                    print(f"step {step}: {said}{clock.left(step, last)}", flush=True)
                 else:
-                    progress.set_postfix_str(one_line(record))
+                    progress.set_postfix_str(said)
             moves = settings.rebalance_every and step % settings.rebalance_every == 0 and step < settings.steps
             if places is not None and moves:
                 state, places = places.rebalance(state, config, run.expert_devices)
@@ -154,7 +160,7 @@ def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_aft
     barrier("metrics written")
     parts = state.params, state.expert_bias
     trained = nnx.merge(graph, *(parts if places is None else move_experts(parts, config, places.back)))
-    return FinetuneResult(trained, step, read_records(output / "metrics.jsonl"))
+    return FinetuneResult(trained, step, read_records(output / "metrics.jsonl"), finished=step >= settings.steps)
 
 
 def _train_step(
@@ -194,15 +200,12 @@ def _freed(state: TrainState) -> TrainState:
     return template
 
 
-def _announce(settings: FinetuneSettings, run: Run) -> None:
-    if settings.force_balanced_routing:
-        tqdm.write("FORCED BALANCED ROUTING: the router is ignored. For benchmarks only; do not use the resulting model.")
-    if run.steps_done < settings.steps:
-        devices = 1 if run.parallelism is None else run.parallelism.mesh.size
-        tqdm.write(
-            f"{len(run.documents)} documents, {settings.batch_size} x {settings.seq_len} tokens a step on {devices} device(s), "
-            f"steps {run.steps_done + 1} to {settings.steps}"
-        )
+def _announce(asked: FinetuneSettings, run: Run) -> None:
+    """Says what is ahead, and notes it in the output folder; nothing where no step is left."""
+    if run.steps_done < run.settings.steps and is_first_process():
+        tqdm.write(announcement(run, run.steps_done))
+        template = None if asked.chat_template is None else run.tokenizer.chat_template
+        write_settings(asked, steps=run.settings.steps, chat_template=template)
 
 
 def _describe_failure(record: dict[str, Any], batch: dict[str, np.ndarray], documents: Documents) -> str:
