@@ -1,6 +1,7 @@
 """What is settled before a run's weights are read: its data, devices and sizes fit together, and fit what its folder holds."""
 
 import json
+import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from moe_jax.parallel.hops import default_hops
 from moe_jax.parallel.layout import mesh_of
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape, make_mesh
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.parallel.processes import require_shared, unlike_the_first
+from moe_jax.parallel.processes import is_first_process, require_shared, unlike_the_first
 from moe_jax.train.data import Batches, Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
 from moe_jax.train.identity import MODEL, same_run, values_of
 from moe_jax.train.lock import output_lock
@@ -31,6 +32,8 @@ from moe_jax.train.master_weights import initial_low_halves
 from moe_jax.train.rebalance import Places, num_groups
 from moe_jax.train.settings import FinetuneSettings
 from moe_jax.train.step import check_mtp_loss_coef
+
+_logger = logging.getLogger(__name__)
 
 RESUME_MUST_MATCH = (
     "seq_len",
@@ -91,12 +94,15 @@ def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: An
     tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
     documents = open_documents(settings.data, settings.data_format)
     held_out = None if settings.eval_data is None else open_documents(settings.eval_data, settings.data_format)
+    if held_out is not None:
+        _check_held_out(held_out, documents, settings)
     if model is not None:
         # Refuses dtypes that cannot be trained.
         jax.eval_shape(initial_low_halves, nnx.state(model, nnx.Param))
     config = read_config(settings.model, mtp=settings.mtp_loss_coef > 0) if model is None else model.config
     check_mtp_loss_coef(config, settings.mtp_loss_coef)
     _check_vocabulary(config, tokenizer)
+    _warn_of_far_positions(config, settings.seq_len)
     expert_devices = _check_experts(settings, parallelism, config)
     stream = batches(
         documents,
@@ -181,6 +187,34 @@ def _check_vocabulary(config: ModelConfig, tokenizer: Any) -> None:
             f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {config.vocab_size}; take the model's "
             "own tokenizer"
         )
+
+
+def _check_held_out(held_out: Documents, documents: Documents, settings: FinetuneSettings) -> None:
+    """Refuses a held-out loss that would say nothing about the run: of another kind of text, or of text that is trained on."""
+    if held_out.format != documents.format:
+        raise ValueError(
+            f"eval_data={settings.eval_data!r} has the format {held_out.format}, and data={settings.data!r} "
+            f"{documents.format}: their losses could not be compared; take one format"
+        )
+    both = {file.resolve() for file in documents.files} & {file.resolve() for file in held_out.files}
+    if both or held_out.fingerprint == documents.fingerprint:
+        raise ValueError(
+            f"eval_data={settings.eval_data!r} must not be trained on, but data={settings.data!r} has "
+            + (f"{min(both)} too" if both else "the same contents")
+        )
+
+
+def _warn_of_far_positions(config: ModelConfig, seq_len: int) -> None:
+    """Says that long documents reach positions beyond the config's; no error, as training may be meant to extend a model."""
+    known, rope = config.max_position_embeddings, config.rope_parameters
+    if rope.rope_type == "yarn":
+        known = max(known, int(rope.yarn_factor(known) * (rope.original_max_position_embeddings or known)))
+    if seq_len > known and is_first_process():
+        _logger.warning(
+            "seq_len=%d is more than the %d positions of the model (max_position_embeddings): documents of more than %d tokens "
+            "are trained at positions that it has not seen; --seq-len %d cuts them there",
+            seq_len, known, known, known,
+        )  # fmt: skip
 
 
 def _check_experts(settings: FinetuneSettings, parallelism: Parallelism | None, config: ModelConfig) -> int:
