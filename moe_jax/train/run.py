@@ -104,6 +104,7 @@ def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: An
     _check_vocabulary(config, tokenizer)
     _warn_of_far_positions(config, settings.seq_len)
     expert_devices = _check_experts(settings, parallelism, config)
+    begin_texts = _begins_texts(output)
     stream = batches(
         documents,
         tokenizer,
@@ -111,16 +112,17 @@ def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: An
         batch_size=settings.batch_size,
         seed=settings.seed,
         rows=None if parallelism is None else parallelism.own_rows(settings.batch_size),
+        begin_texts=begin_texts,
     )
     # What the chat template refuses in the held-out text and in the first batch is said before minutes of loading.
-    held_out_batches = [] if held_out is None else _first_batches(held_out, tokenizer, settings, parallelism)
+    held_out_batches = [] if held_out is None else _first_batches(held_out, tokenizer, settings, parallelism, begin_texts)
     if not finished_steps(output / "checkpoints"):
         begin = stream.get_state()
         next(stream)
         stream.set_state(begin)
     identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
     identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
-    identity |= _own_dtypes(model)
+    identity |= _own_dtypes(model) | ({"begin_texts": True} if begin_texts else {})
     identity[MODEL] = weights_fingerprint(settings.model) if model is None else values_of(model)
     if jax.process_count() > 1:
         eval_fingerprint = None if held_out is None else held_out.fingerprint
@@ -143,6 +145,16 @@ def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: An
     return Run(
         config, parallelism, expert_devices, documents, stream, held_out_batches, identity, checkpoints, steps_done, places
     )
+
+
+def _begins_texts(output: Path) -> bool:
+    """False for a run that began when texts had no BOS token: it goes on without, or its data would be other data."""
+    try:
+        newest = output / "checkpoints" / str(finished_steps(output / "checkpoints")[-1])
+        return "begin_texts" in json.loads((newest / "position" / "metadata").read_text())["identity"]
+    except (IndexError, OSError, ValueError, KeyError):
+        # No checkpoint; or one that cannot be read, which is refused where it is needed.
+        return True
 
 
 def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Parallelism | None:
@@ -242,12 +254,17 @@ def _num_experts(config: ModelConfig) -> int:
 
 
 def _first_batches(
-    documents: Documents, tokenizer: Any, settings: FinetuneSettings, parallelism: Parallelism | None
+    documents: Documents,
+    tokenizer: Any,
+    settings: FinetuneSettings,
+    parallelism: Parallelism | None,
+    begin_texts: bool,
 ) -> list[dict[str, np.ndarray]]:
     """Batches of held-out text, a micro-batch's rows each."""
     rows = settings.batch_size // settings.gradient_accumulation
     own = None if parallelism is None else parallelism.own_rows(rows)
-    stream = batches(documents, tokenizer, seq_len=settings.seq_len, batch_size=rows, seed=settings.seed, rows=own)
+    options: dict[str, Any] = dict(seq_len=settings.seq_len, seed=settings.seed, begin_texts=begin_texts)
+    stream = batches(documents, tokenizer, batch_size=rows, rows=own, **options)
     try:
         return [next(stream) for _ in range(settings.eval_batches)]
     finally:

@@ -9,7 +9,7 @@ from moe_jax.checkpoint.folders import previous_of
 from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.parallel.hops import Hops
 from moe_jax.parallel.mesh import MESH_AXES, MeshShape
-from moe_jax.train.data.documents import FORMATS
+from moe_jax.train.data.files import FORMATS
 
 DTYPES = ("bfloat16", "float32")
 

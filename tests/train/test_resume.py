@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from moe_jax.train import FinetuneSettings, finetune
 from moe_jax.train.identity import MODEL, same_run
 from moe_jax.train.metrics import MetricsWriter, read_records
 from moe_jax.train.optimizer import warmup_cosine
+from moe_jax.train.run import prepare_run
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -106,6 +108,27 @@ def test_a_run_that_has_ended_goes_on_with_more_steps_and_not_with_fewer(tmp_pat
     run("whole", steps=4)
     assert comparable(tmp_path / "lengthened") == comparable(tmp_path / "whole")
     assert lengths == [2, 4, 4]
+
+
+def test_a_run_that_began_without_a_bos_token_goes_on_without(tmp_path, monkeypatch):
+    paths = dict(model="none", data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "run"))
+    settings = FinetuneSettings(**paths, seq_len=512, batch_size=2, steps=2, warmup_steps=0, dtype="float32")
+    tokenizer = tiny.tokenizer_with_a_beginning()
+
+    def prepared():
+        with ExitStack() as until_end:
+            run = prepare_run(settings, tiny.dense(), tokenizer, until_end)
+            run.checkpoints.close()
+            return run, next(run.batches)["tokens"]
+
+    run, first = prepared()
+    assert run.identity["begin_texts"] and (first == 1).any()
+    old = {name: value for name, value in run.identity.items() if name != "begin_texts"}
+    checkpoints = TrainingCheckpoints(tmp_path / "run" / "checkpoints")
+    checkpoints.save(1, {"x": jnp.zeros(1)}, {"data": run.batches.get_state(), "identity": old})
+    checkpoints.close()
+    run, rows = prepared()
+    assert run.steps_done == 1 and "begin_texts" not in run.identity and not (rows == 1).any()
 
 
 def test_a_folder_with_another_run_is_refused_before_weights_are_read(tmp_path, monkeypatch):
