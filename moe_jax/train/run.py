@@ -113,6 +113,7 @@ def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: An
         seed=settings.seed,
         rows=None if parallelism is None else parallelism.own_rows(settings.batch_size),
         begin_texts=begin_texts,
+        skip_bad=settings.skip_bad_documents,
     )
     # What the chat template refuses in the held-out text and in the first batch is said before minutes of loading.
     held_out_batches = [] if held_out is None else _first_batches(held_out, tokenizer, settings, parallelism, begin_texts)
@@ -264,6 +265,7 @@ def _first_batches(
     rows = settings.batch_size // settings.gradient_accumulation
     own = None if parallelism is None else parallelism.own_rows(rows)
     options: dict[str, Any] = dict(seq_len=settings.seq_len, seed=settings.seed, begin_texts=begin_texts)
+    options |= dict(skip_bad=settings.skip_bad_documents)
     stream = batches(documents, tokenizer, batch_size=rows, rows=own, **options)
     try:
         return [next(stream) for _ in range(settings.eval_batches)]

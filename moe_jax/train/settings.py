@@ -31,6 +31,8 @@ class FinetuneSettings:
       eval_every: steps between two measurements; after the last step there is always one.
       eval_batches: how many batches, of a micro-batch's rows, a measurement takes; drawn by `seed`, the same each time.
       data_format: "folder", "text" (JSONL "text"), "chat" (JSONL "messages"), or "auto".
+      skip_bad_documents: leave out conversations that the chat template refuses, and count them in the log, where otherwise
+        the first of them ends the run. May be changed when a run goes on.
       tokenizer: a folder or hub id; None: the model's.
       seq_len: tokens in a row; documents are packed into rows, longer ones are cut. More than the model's
         max_position_embeddings (with yarn, what that extends them to) gives a warning, and is trained.
@@ -80,6 +82,7 @@ class FinetuneSettings:
     eval_every: int = 100
     eval_batches: int = 8
     data_format: str = "auto"
+    skip_bad_documents: bool = False
     tokenizer: str | None = None
     seq_len: int = 4096
     batch_size: int = 8
