@@ -40,16 +40,21 @@ def _data(run: PlannedRun, found: Survey) -> str:
 
 
 def _cuts(run: PlannedRun, found: Survey) -> list[str]:
-    if not found.cut:
-        return []
     about = "" if found.exact else "about "
+    lines = []
+    if found.skipped:
+        lines.append(
+            f"{about}{found.skipped:,} of {found.documents:,} {_kind(run)} are left out: the chat template refuses them"
+        )
+    if not found.cut:
+        return lines
     line = f"{about}{found.cut:,} of {found.documents:,} {_kind(run)} are longer than a row and are cut"
     if found.answers_cut:
         line += (
             f"; {about}{found.answers_cut:,} of {found.answers:,} answers reach beyond the first cut, and are learned without "
             "what stood before it: a larger --seq-len keeps them whole"
         )
-    return [line]
+    return [*lines, line]
 
 
 def _epochs(run: PlannedRun, found: Survey) -> float:

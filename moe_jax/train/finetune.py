@@ -21,11 +21,11 @@ from moe_jax.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.processes import barrier, is_first_process, texts_of_all
 from moe_jax.train.announcement import announcement
-from moe_jax.train.data import Batches, Documents
+from moe_jax.train.data import Documents
 from moe_jax.train.evaluate import make_evaluation
 from moe_jax.train.metrics import Clock, MetricsWriter, of_layers, one_line, read_records, record_of_step
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
-from moe_jax.train.rebalance import move_experts
+from moe_jax.train.rebalance import Places, move_experts
 from moe_jax.train.run import Run, prepare_run
 from moe_jax.train.settings import FinetuneSettings
 from moe_jax.train.settings_file import write_settings
@@ -67,7 +67,8 @@ def finetune(
 
     Raises:
       ValueError: settings that make no sense, bad data, or a folder that holds another run; no weights have been read and
-        nothing has been written then, unless what the chat template refuses is a conversation behind the first batch.
+        nothing has been written then, unless what the chat template refuses is a conversation behind the first batch: the
+        steps before it are saved then, in a job of one process.
       FileNotFoundError: there is no such data, tokenizer or model.
       BlockingIOError: another run is under way in the output folder.
       FloatingPointError: the loss is not finite, and the message names the step and the documents of its batch; or that of the
@@ -116,12 +117,13 @@ def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_aft
     writer = MetricsWriter(output, resumed_step=run.steps_done, tensorboard=settings.tensorboard) if first else None
     progress = tqdm(total=settings.steps, initial=run.steps_done, desc="training", unit="step", disable=None if first else True)
     step, last = run.steps_done, settings.steps if stop_after is None else min(stop_after, settings.steps)
-    clock = Clock()
+    told, clock = 0, Clock()
     checkpoints.listen()
     try:
         while step < last:
             began = time.perf_counter()
-            batch = next(run.batches)
+            batch = _next_batch(run, step, state, places)
+            told = _tell_skipped(run.batches.skipped, told)
             state, metrics = train_step(state, put_batch(batch, state.params, parallelism))
             step += 1
             host = jax.device_get(metrics)
@@ -149,8 +151,7 @@ def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_aft
             if checkpoints.told_to_stop(step):
                 last = step
             if step % settings.checkpoint_every == 0 or step == last:
-                position = {"data": _position_of_all(run.batches), "identity": run.identity}
-                checkpoints.save(step, state, position | {"places": places and places.to_json()})
+                checkpoints.save(step, state, _position(run, places))
     finally:
         progress.close()
         run.batches.close()
@@ -227,9 +228,31 @@ def _check_eval_loss(record: dict[str, Any]) -> None:
         )
 
 
-def _position_of_all(stream: Batches) -> dict[str, Any]:
-    """Where the data's streams are, those of other processes too."""
-    position: dict[str, Any] = {}
-    for text in texts_of_all(json.dumps(stream.get_state())):
-        position |= json.loads(text)
-    return position
+def _next_batch(run: Run, step: int, state: TrainState, places: Places | None) -> dict[str, np.ndarray]:
+    """The batch of the step after `step`. If data ends the run, the steps so far are saved first.
+
+    Of several processes the others wait within the next step, so nothing can be saved then.
+    """
+    try:
+        return next(run.batches)
+    except (ValueError, OSError) as error:
+        if step == run.steps_done or jax.process_count() > 1:
+            raise
+        run.checkpoints.save(step, state, _position(run, places))
+        raise ValueError(f"{error}; the run is saved at step {step}") from error
+
+
+def _tell_skipped(skipped: dict[int, str], told: int) -> int:
+    """Says how many documents are left out, the first time and whenever their number has doubled; returns the number told."""
+    if len(skipped) < max(1, 2 * told):
+        return told
+    tqdm.write(f"skipped so far: {len(skipped)} conversation(s) that the chat template refuses; {list(skipped.values())[-1]}")
+    return len(skipped)
+
+
+def _position(run: Run, places: Places | None) -> dict[str, Any]:
+    """Where the run stands: its data's streams, those of other processes too, and its experts."""
+    data: dict[str, Any] = {}
+    for text in texts_of_all(json.dumps(run.batches.get_state())):
+        data |= json.loads(text)
+    return {"data": data, "identity": run.identity, "places": places and places.to_json()}

@@ -60,7 +60,7 @@ def same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> di
     return kept if noted is None else kept | {MODEL: noted}
 
 
-def _same_weights(noted: str | list[float], asked: str | list[float]) -> bool:
+def _same_weights(noted: Any, asked: Any) -> bool:
     if isinstance(noted, str):
         return noted == asked
     # A random initialisation rounds differently on other devices; bf16 has 2**-8 of a number.

@@ -1,6 +1,7 @@
 """What is settled before a run's weights are read: its data, devices and sizes fit together, and fit what its folder holds."""
 
 import json
+import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,6 +35,8 @@ from moe_jax.train.rebalance import Places, num_groups
 from moe_jax.train.settings import FinetuneSettings
 from moe_jax.train.settings_file import noted_steps
 from moe_jax.train.step import check_mtp_loss_coef
+
+_logger = logging.getLogger(__name__)
 
 RESUME_MUST_MATCH = (
     "seq_len",
@@ -137,12 +140,15 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
         tokenizer = with_chat_template(tokenizer, settings.chat_template)
     documents = open_documents(settings.data, settings.data_format)
     held_out = None if settings.eval_data is None else open_documents(settings.eval_data, settings.data_format)
+    if held_out is not None:
+        _check_held_out(held_out, documents, settings)
     if model is not None:
         # Refuses dtypes that cannot be trained.
         jax.eval_shape(initial_low_halves, nnx.state(model, nnx.Param))
     config = read_config(settings.model, mtp=settings.mtp_loss_coef > 0) if model is None else model.config
     check_mtp_loss_coef(config, settings.mtp_loss_coef)
     _check_vocabulary(config, tokenizer)
+    _warn_of_far_positions(config, settings.seq_len)
     expert_devices = _check_experts(settings, parallelism, config)
     steps_done, saved = saved_run(output)
     # A run that began when texts had no BOS token goes on without, or its data would be other data.
@@ -156,6 +162,7 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
         seed=settings.seed,
         rows=None if parallelism is None else parallelism.own_rows(settings.batch_size),
         begin_texts=begin_texts,
+        skip_bad=settings.skip_bad_documents,
     )
     # What the chat template refuses in the held-out text and in the first batch is said before minutes of loading.
     held_out_batches = [] if held_out is None else _first_batches(held_out, tokenizer, settings, parallelism, begin_texts)
@@ -202,6 +209,7 @@ def _with_survey(
 ) -> tuple[FinetuneSettings, Survey | None]:
     """The settings with the steps of their epochs; and the survey, where there had to be one."""
     options: dict[str, Any] = dict(seq_len=settings.seq_len, seed=settings.seed, begin_texts=begin_texts)
+    options |= dict(skip_bad=settings.skip_bad_documents)
     if settings.epochs is None:
         begins_here = is_first_process() and not resumed
         return settings, survey(documents, tokenizer, **options) if begins_here else None
@@ -257,6 +265,34 @@ def _check_vocabulary(config: ModelConfig, tokenizer: Any) -> None:
         )
 
 
+def _check_held_out(held_out: Documents, documents: Documents, settings: FinetuneSettings) -> None:
+    """Refuses a held-out loss that would say nothing about the run: of another kind of text, or of text that is trained on."""
+    if held_out.format != documents.format:
+        raise ValueError(
+            f"eval_data={settings.eval_data!r} has the format {held_out.format}, and data={settings.data!r} "
+            f"{documents.format}: their losses could not be compared; take one format"
+        )
+    both = {file.resolve() for file in documents.files} & {file.resolve() for file in held_out.files}
+    if both or held_out.fingerprint == documents.fingerprint:
+        raise ValueError(
+            f"eval_data={settings.eval_data!r} must not be trained on, but data={settings.data!r} has "
+            + (f"{min(both)} too" if both else "the same contents")
+        )
+
+
+def _warn_of_far_positions(config: ModelConfig, seq_len: int) -> None:
+    """Says that long documents reach positions beyond the config's; no error, as training may be meant to extend a model."""
+    known, rope = config.max_position_embeddings, config.rope_parameters
+    if rope.rope_type == "yarn":
+        known = max(known, int(rope.yarn_factor(known) * (rope.original_max_position_embeddings or known)))
+    if seq_len > known and is_first_process():
+        _logger.warning(
+            "seq_len=%d is more than the %d positions of the model (max_position_embeddings): documents of more than %d tokens "
+            "are trained at positions that it has not seen; --seq-len %d cuts them there",
+            seq_len, known, known, known,
+        )  # fmt: skip
+
+
 def _check_experts(settings: FinetuneSettings, parallelism: Parallelism | None, config: ModelConfig) -> int:
     """Returns how many devices the experts are dealt out to."""
     exchange = None if parallelism is None else parallelism.expert_parallel
@@ -292,6 +328,7 @@ def _first_batches(
     rows = settings.batch_size // settings.gradient_accumulation
     own = None if parallelism is None else parallelism.own_rows(rows)
     options: dict[str, Any] = dict(seq_len=settings.seq_len, seed=settings.seed, begin_texts=begin_texts)
+    options |= dict(skip_bad=settings.skip_bad_documents)
     stream = batches(documents, tokenizer, batch_size=rows, rows=own, **options)
     try:
         return [next(stream) for _ in range(settings.eval_batches)]

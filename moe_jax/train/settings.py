@@ -26,13 +26,17 @@ class FinetuneSettings:
       model: a checkpoint folder or hub id.
       data: a folder of text files, a .jsonl file, or a folder of .jsonl files.
       output: the folder for metrics and checkpoints. A run that finds checkpoints there goes on from the last one.
-      eval_data: text to measure the loss on that is not trained on, in the same format as `data`; None: none.
+      eval_data: text to measure the loss on that is not trained on, in the same format as `data`; None: none. A file that
+        `data` has too is refused.
       eval_every: steps between two measurements; after the last step there is always one.
       eval_batches: how many batches, of a micro-batch's rows, a measurement takes; drawn by `seed`, the same each time.
       data_format: "folder", "text" (JSONL "text"), "chat" (JSONL "messages"), or "auto".
+      skip_bad_documents: leave out conversations that the chat template refuses, and count them in the log, where otherwise
+        the first of them ends the run. May be changed when a run goes on.
       tokenizer: a folder or hub id; None: the model's.
       chat_template: a Jinja file to use in place of the tokenizer's template, or "chatml"; saved with the trained model.
-      seq_len: tokens in a row; documents are packed into rows, longer ones are cut.
+      seq_len: tokens in a row; documents are packed into rows, longer ones are cut. More than the model's
+        max_position_embeddings (with yarn, what that extends them to) gives a warning, and is trained.
       batch_size: rows in an optimizer step, over all micro-batches.
       gradient_accumulation: micro-batches in an optimizer step.
       steps: optimizer steps in all. A run that has ended goes on when the command is given again with more.
@@ -82,6 +86,7 @@ class FinetuneSettings:
     eval_every: int = 100
     eval_batches: int = 8
     data_format: str = "auto"
+    skip_bad_documents: bool = False
     tokenizer: str | None = None
     chat_template: str | None = None
     seq_len: int = 4096

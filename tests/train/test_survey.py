@@ -53,3 +53,11 @@ def test_a_sample_stands_for_the_whole(tmp_path):
     sample = survey(documents, tiny.tokenizer(), seq_len=64, max_documents=4)
     assert sample.measured == 4 and not sample.exact and sample.tokens == pytest.approx(whole.tokens, rel=0.02)
     assert survey(documents, tiny.tokenizer(), seq_len=64, max_seconds=0).measured == 1
+
+
+def test_conversations_that_a_template_refuses_are_counted_or_an_error(tmp_path):
+    documents = chats(tmp_path, SHORT, LONG[1:], SHORT)
+    with pytest.raises(ValueError, match="1 of 3 conversations begin with the assistant's message"):
+        survey(documents, tiny.tokenizer(), seq_len=64)
+    found = survey(documents, tiny.tokenizer(), seq_len=64, skip_bad=True)
+    assert (found.skipped, found.answers) == (1, 2)

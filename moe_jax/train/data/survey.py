@@ -26,6 +26,7 @@ class Survey:
       cut: documents that are longer than a row, and so cut.
       answers: answers of the assistant; 0 for texts.
       answers_cut: answers that reach beyond the first row of their conversation: learned without what stood before the cut.
+      skipped: conversations that are left out, as the chat template refuses them.
       rows: rows that are filled.
       padding: the share of a row's places that hold no token.
     """
@@ -37,6 +38,7 @@ class Survey:
     cut: int
     answers: int
     answers_cut: int
+    skipped: int
     rows: float
     padding: float
 
@@ -61,6 +63,7 @@ def survey(
     seq_len: int,
     seed: int = 0,
     begin_texts: bool = True,
+    skip_bad: bool = False,
     max_documents: int | None = 2000,
     max_seconds: float | None = 5.0,
 ) -> Survey:
@@ -68,14 +71,15 @@ def survey(
 
     Args:
       seq_len: tokens in a row.
-      begin_texts: as in `batches`.
+      begin_texts, skip_bad: as in `batches`.
       max_documents: how many to tokenize at most.
       max_seconds: after this time no further document is begun.
 
     Raises:
       ValueError: the tokenizer or a document is refused, as in `batches`.
     """
-    tokenized = tokenization(documents, tokenizer, begin_texts=begin_texts)
+    skipped: dict[int, str] = {}
+    tokenized = tokenization(documents, tokenizer, begin_texts=begin_texts, skipped=skipped if skip_bad else None)
     order = np.random.default_rng(seed).permutation(len(documents))[:max_documents]
     lengths: list[int] = []
     learned = cut = answers = answers_cut = measured = measured_bytes = 0
@@ -101,6 +105,7 @@ def survey(
         cut=round(cut * by_documents),
         answers=round(answers * by_documents),
         answers_cut=round(answers_cut * by_documents),
+        skipped=round(len(skipped) * by_documents),
         rows=sum(lengths) * by_bytes / (seq_len * (1 - padding)),
         padding=padding,
     )
