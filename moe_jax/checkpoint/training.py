@@ -39,8 +39,8 @@ class TrainingCheckpoints:
         self._folder = Path(folder).resolve()
         self._manager = ocp.CheckpointManager(self._folder, options=options)
         _leave_errors_to_the_caller()
-        self._got_sigterm = False
-        self._handler_before: Any = None
+        self.stopped_by: signal.Signals | None = None
+        self._handlers_before: dict[signal.Signals, Any] = {}
 
     def latest_step(self) -> int | None:
         """The newest complete checkpoint's step; None if there is none."""
@@ -89,20 +89,26 @@ class TrainingCheckpoints:
 
     def told_to_stop(self, step: int) -> bool:
         """Whether all processes of a job are to save now and end, since one of them got SIGTERM; alone only after `listen`."""
-        return self._got_sigterm or self._manager.reached_preemption(step)
+        return self.stopped_by is not None or self._manager.reached_preemption(step)
 
     def listen(self) -> None:
         """From here to `close`, which waits for what is being saved, SIGTERM ends nothing: `told_to_stop` says that it came.
 
-        Of several processes JAX hears it, and lets all know at the same step; threads but the main one cannot hear any.
+        The first SIGINT (Ctrl-C) likewise; a second one interrupts at once. `stopped_by` is the signal that came. Of several
+        processes JAX hears SIGTERM, and lets all know at the same step; threads but the main one cannot hear any.
         """
         if jax.process_count() > 1 or threading.current_thread() is not threading.main_thread():
             return
 
-        def heard(*_) -> None:
-            self._got_sigterm = True
+        def heard(number: int, _) -> None:
+            self.stopped_by = signal.Signals(number)
+            if number == signal.SIGINT:
+                signal.signal(signal.SIGINT, self._handlers_before[signal.SIGINT])
+                # print may be what was interrupted.
+                os.write(2, b"\ninterrupted: the run saves after this step and ends; Ctrl-C again ends it at once\n")
 
-        self._handler_before = signal.signal(signal.SIGTERM, heard) or signal.SIG_DFL
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._handlers_before[number] = signal.signal(number, heard) or signal.SIG_DFL
 
     def close(self) -> None:
         """Waits for saves under way.
@@ -115,9 +121,8 @@ class TrainingCheckpoints:
                 self._manager.wait_until_finished()
                 self._manager.close()
         finally:
-            if self._handler_before is not None:
-                signal.signal(signal.SIGTERM, self._handler_before)
-                self._handler_before = None
+            while self._handlers_before:
+                signal.signal(*self._handlers_before.popitem())
 
     @contextmanager
     def _written(self) -> Iterator[None]:
