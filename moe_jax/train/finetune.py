@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -55,7 +56,7 @@ def finetune(
 
     All processes of a job (`parallel.initialize_processes`) call this together, with an output folder that they share. Each
     computes its devices' part of the same batches; the first one writes logs. SIGTERM to any has them save and return.
-    One process alone does so too.
+    One process alone does so too, and at the first Ctrl-C it saves and raises KeyboardInterrupt.
 
     Args:
       settings: the run.
@@ -148,8 +149,12 @@ def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_aft
             moves = settings.rebalance_every and step % settings.rebalance_every == 0 and step < settings.steps
             if places is not None and moves:
                 state, places = places.rebalance(state, config, run.expert_devices)
-            if checkpoints.told_to_stop(step):
+            if checkpoints.told_to_stop(step) and step < last:
                 last = step
+                if checkpoints.stopped_by == signal.SIGINT:
+                    tqdm.write(
+                        f"interrupted: saving step {step}, from which the same command goes on; Ctrl-C again ends at once"
+                    )
             if step % settings.checkpoint_every == 0 or step == last:
                 checkpoints.save(step, state, _position(run, places))
     finally:
@@ -159,6 +164,9 @@ def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_aft
             writer.close()
         checkpoints.close()
     barrier("metrics written")
+    if checkpoints.stopped_by == signal.SIGINT and step < settings.steps:
+        tqdm.write(f"interrupted after step {step} and saved; the same command goes on from there")
+        raise KeyboardInterrupt(f"saved at step {step}")
     parts = state.params, state.expert_bias
     trained = nnx.merge(graph, *(parts if places is None else move_experts(parts, config, places.back)))
     return FinetuneResult(trained, step, read_records(output / "metrics.jsonl"), finished=step >= settings.steps)
