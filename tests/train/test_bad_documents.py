@@ -2,13 +2,14 @@
 
 import json
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 import tiny
 
 from moe_jax.checkpoint.training import finished_steps
-from moe_jax.train import batches, finetune, open_documents
+from moe_jax.train import batches, finetune, open_documents, survey
 from moe_jax.train.metrics import read_records
 
 TEMPLATE = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('refused') }}{% endif %}" + tiny.CHATML
@@ -37,7 +38,9 @@ def comparable(output):
     return [(record["step"], record["loss"], record["grad_norm"]) for record in read_records(output / "metrics.jsonl")]
 
 
-def test_the_steps_before_it_are_saved_and_the_run_goes_on_without_it(tmp_path, capsys):
+def test_the_steps_before_it_are_saved_and_the_run_goes_on_without_it(tmp_path, capsys, monkeypatch):
+    # Of many conversations the survey at the start sees a sample, here one.
+    monkeypatch.setattr("moe_jax.train.run.survey", partial(survey, max_documents=1))
     with pytest.raises(
         ValueError, match=r"chats.jsonl:(41|82) .*refused; --skip-bad-documents leaves .*; the run is saved at step 4$"
     ):
@@ -49,6 +52,12 @@ def test_the_steps_before_it_are_saved_and_the_run_goes_on_without_it(tmp_path, 
     )
     run(tmp_path, skip_bad_documents=True, output=str(tmp_path / "whole"))
     assert comparable(tmp_path / "run") == comparable(tmp_path / "whole") and len(comparable(tmp_path / "run")) == 6
+
+
+def test_of_few_conversations_it_is_named_before_the_first_step(tmp_path):
+    with pytest.raises(ValueError, match=r"chats.jsonl:(41|82) .*refused; --skip-bad-documents leaves .* when a run goes on$"):
+        run(tmp_path)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_error_leaves_the_position_before_the_batch(tmp_path):
