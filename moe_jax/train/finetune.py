@@ -149,12 +149,8 @@ def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_aft
             moves = settings.rebalance_every and step % settings.rebalance_every == 0 and step < settings.steps
             if places is not None and moves:
                 state, places = places.rebalance(state, config, run.expert_devices)
-            if checkpoints.told_to_stop(step) and step < last:
+            if checkpoints.told_to_stop(step):
                 last = step
-                if checkpoints.stopped_by == signal.SIGINT:
-                    tqdm.write(
-                        f"interrupted: saving step {step}, from which the same command goes on; Ctrl-C again ends at once"
-                    )
             if step % settings.checkpoint_every == 0 or step == last:
                 checkpoints.save(step, state, _position(run, places))
     finally:
