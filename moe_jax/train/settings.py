@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
 from moe_jax.parallel.expert.settings import ExpertParallel
-from moe_jax.parallel.hops import Hops
-from moe_jax.parallel.mesh import MESH_AXES, MeshShape
 from moe_jax.train.data.documents import FORMATS
 
 DTYPES = ("bfloat16", "float32")

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 from tiny import settings
 
 from moe_jax.parallel import Parallelism
-from moe_jax.parallel.mesh import MESH_AXES, MeshShape
+from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.train import finetune
 from moe_jax.train.run import _check_experts
 

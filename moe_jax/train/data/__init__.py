@@ -8,16 +8,17 @@ import hashlib
 import os
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grain
 import numpy as np
 
 from moe_jax.train.data.documents import Documents, open_documents
 from moe_jax.train.data.packing import PACKING_ROWS, PADDING, packed, pieces
+
+if TYPE_CHECKING:
+    import grain
 
 __all__ = ["Batches", "Documents", "batches", "load_tokenizer", "open_documents", "tokenizer_fingerprint"]
 
@@ -40,6 +41,9 @@ def batches(
       ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets; while
         iterating: a conversation that its template cannot render, by file and line.
     """
+    # Half a second, which commands and settings that read no data need not wait for.
+    import grain
+
     if documents.format == "chat":
         if not tokenizer.chat_template:
             raise ValueError("chat data needs a tokenizer with a chat template; this one has none")
@@ -56,7 +60,7 @@ def batches(
     for i in sorted({row // rows_of_stream for row in (range(batch_size) if rows is None else rows)}):
         stream = endless[i::num_streams].map(partial(_tokenized, documents, tokenizer))
         stream = stream.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=64))
-        stream = grain.experimental.FlatMapIterDataset(stream, _Cut(seq_len))
+        stream = grain.experimental.FlatMapIterDataset(stream, _cut(seq_len))
         stream = packed(stream, seq_len=seq_len, seed=seed).batch(rows_of_stream, drop_remainder=True)
         streams[i] = iter(grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=1))
     padding = {name: np.full((rows_of_stream, seq_len), value, np.int32) for name, value in PADDING.items()}
@@ -70,7 +74,7 @@ class Batches(Iterator[Rows]):
     whatever the number of processes, and each process reads the streams of which it needs rows.
     """
 
-    def __init__(self, streams: dict[int, grain.DatasetIterator[Rows]], num_streams: int, padding: Rows):
+    def __init__(self, streams: "dict[int, grain.DatasetIterator[Rows]]", num_streams: int, padding: Rows):
         self._streams, self._num_streams, self._padding = streams, num_streams, padding
         # Grain's iterators end their threads when they are deleted; at the interpreter's end they could not any more.
         weakref.finalize(self, streams.clear)
@@ -140,14 +144,15 @@ def tokenizer_fingerprint(tokenizer) -> str:
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-@dataclass(frozen=True)
-class _Cut(grain.experimental.FlatMapTransform):
-    """A tokenized document to its pieces."""
+def _cut(seq_len: int) -> "grain.experimental.FlatMapTransform":
+    """From a tokenized document to its pieces."""
+    import grain
 
-    seq_len: int
+    class Cut(grain.experimental.FlatMapTransform):
+        def flat_map(self, element: tuple[np.ndarray, np.ndarray, int]) -> list[dict[str, np.ndarray]]:
+            return pieces(*element, seq_len)
 
-    def flat_map(self, element: tuple[np.ndarray, np.ndarray, int]) -> list[dict[str, np.ndarray]]:
-        return pieces(*element, self.seq_len)
+    return Cut()
 
 
 def _tokenized(documents: Documents, tokenizer, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, int]:
