@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
 from moe_jax.checkpoint.hf_names import hf_tensors
+from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.config import ModelConfig
 from moe_jax.flops import num_active_parameters, num_parameters
 from moe_jax.generation import generation_mesh
@@ -25,7 +26,6 @@ from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of, parameter_sharding
 from moe_jax.passes import passes_over
-from moe_jax.train import load_tokenizer
 
 
 @dataclass(frozen=True)

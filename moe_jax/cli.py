@@ -19,6 +19,7 @@ from moe_jax.demo import DemoSettings, run_demo
 from moe_jax.launch import LaunchSettings, launch
 from moe_jax.parallel import environment, processes
 from moe_jax.train import FinetuneSettings, finetune
+from moe_jax.train.lock import output_lock
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -81,7 +82,8 @@ def _finetune(settings: Any) -> None:
             print(f"stopped after step {result.step} and saved; the same command goes on from there", flush=True)
         processes.leave(143)
     folder = Path(settings.output).expanduser() / "model"
-    result.model.save_pretrained(folder, tokenizer_from=settings.tokenizer)
+    with output_lock(folder.parent):
+        result.model.save_pretrained(folder, tokenizer_from=settings.tokenizer)
     if first:
         print(f"trained to step {result.step}; Hugging Face checkpoint in {folder}")
 

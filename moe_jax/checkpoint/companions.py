@@ -41,7 +41,7 @@ class Companions:
         dtype = model.embed_tokens.weight.dtype.name
         self.config = config_to_dict(model.config) | {"dtype": dtype, "torch_dtype": dtype}
         self.generation = generation_config(model.source, model.config)
-        tokenizer = _tokenizer_files(tokenizer_from, model.source)
+        tokenizer = tokenizer_files(tokenizer_from, model.source)
         self.tokenizer = {file.name: file.read_bytes() for file in tokenizer}
         self.replaces = MODEL_FILES + (TOKENIZER_FILES if tokenizer else ())
 
@@ -66,7 +66,7 @@ def generation_config(source: str | Path | None, config: ModelConfig) -> dict[st
     return {name: list(value) if isinstance(value, tuple) else value for name, value in ids.items() if value is not None}
 
 
-def _tokenizer_files(tokenizer_from: str | Path | None, source: str | None) -> list[Path]:
+def tokenizer_files(tokenizer_from: str | Path | None, source: str | None) -> list[Path]:
     """The tokenizer files to pass along; none if the model came from nowhere and no folder is given."""
     folder = tokenizer_from if tokenizer_from is not None else source
     if folder is None:

@@ -39,16 +39,7 @@ def replaced_folder(folder: str | Path, replaces: tuple[str, ...] = MODEL_FILES)
     folder = Path(folder).expanduser().resolve()
     incomplete = folder.with_name(f".{folder.name}.incomplete")
     previous = previous_of(folder)
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder} is a file; a checkpoint is a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
-        raise FileExistsError(
-            f"{folder} has files but no config.json, so it is not a checkpoint to replace: give another folder"
-        )
-    if os.path.ismount(folder):
-        raise ValueError(f"{folder} is a mount point, which another folder cannot replace: give a folder in it")
-    if Path.cwd().is_relative_to(folder):
-        raise ValueError(f"{folder} is the current directory or holds it, and a save replaces it: give another folder")
+    check_replaceable(folder)
     first = is_first_process()
     if first:
         if previous.is_dir():
@@ -66,6 +57,21 @@ def replaced_folder(folder: str | Path, replaces: tuple[str, ...] = MODEL_FILES)
             shutil.rmtree(incomplete, ignore_errors=True)
         raise
     barrier("folder swapped")
+
+
+def check_replaceable(folder: str | Path) -> None:
+    """Raises what `replaced_folder` would raise for `folder`, so that a program can know before hours of work."""
+    folder = Path(folder).expanduser().resolve()
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file; a checkpoint is a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+        raise FileExistsError(
+            f"{folder} has files but no config.json, so it is not a checkpoint to replace: move it away, or give another folder"
+        )
+    if os.path.ismount(folder):
+        raise ValueError(f"{folder} is a mount point, which another folder cannot replace: give a folder in it")
+    if Path.cwd().is_relative_to(folder):
+        raise ValueError(f"{folder} is the current directory or holds it, and a save replaces it: give another folder")
 
 
 def previous_of(folder: Path) -> Path:

@@ -10,13 +10,13 @@ from jax.sharding import Mesh
 
 from moe_jax.checkpoint.companions import generation_config
 from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
+from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.commands.options import Dtype, device_count
 from moe_jax.config import ModelConfig
 from moe_jax.generation import generate, generate_with_drafts, generation_mesh
 from moe_jax.generation.request import checked_request
 from moe_jax.generation.speculative import check_drafts
 from moe_jax.parallel.processes import is_first_process
-from moe_jax.train import load_tokenizer
 
 
 @dataclass(frozen=True)

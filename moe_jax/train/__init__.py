@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from moe_jax.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from moe_jax.train.data import batches, load_tokenizer, open_documents
+    from moe_jax.checkpoint.tokenizer import load_tokenizer
+    from moe_jax.train.data import batches, open_documents
     from moe_jax.train.evaluate import make_evaluation
     from moe_jax.train.finetune import FinetuneResult, finetune
     from moe_jax.train.loss import loss

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,17 @@ def finetune(
       ValueError: settings that make no sense, bad data, or a folder that holds another run; no weights have been read and
         nothing has been written then, unless what the chat template refuses is a conversation behind the first batch.
       FileNotFoundError: there is no such data, tokenizer or model.
+      BlockingIOError: another run is under way in the output folder.
       FloatingPointError: the loss is not finite, and the message names the step and the documents of its batch; or that of the
         held-out text is not.
     """
-    run = prepare_run(settings, model, tokenizer)
+    with ExitStack() as until_end:
+        run = prepare_run(settings, model, tokenizer, until_end)
+        return _train(run, settings, model, stop_after)
+
+
+def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_after: int | None) -> FinetuneResult:
+    """The run from its last step, or from the first, to its end."""
     config, parallelism, checkpoints, places = run.config, run.parallelism, run.checkpoints, run.places
     if model is None:
         model = from_pretrained(

@@ -3,7 +3,7 @@
     master bits = (parameter bits << 16) + low half, a signed 16-bit number
 
 The model computes with the parameter as it is, the master rounded to the nearest bf16 (halfway cases away from zero). No
-pass of a step casts billions of weights, and nothing of an update is lost. All is exact but NaN.
+pass of a step casts billions of weights, and nothing of an update is lost. All is exact but NaN, which stays NaN.
 """
 
 import jax
@@ -43,7 +43,9 @@ def _join(parameter: BFloat16[Array, "..."], low: Int16[Array, "..."]) -> Float3
 
 def _upper_half(master: Float32[Array, "..."]) -> BFloat16[Array, "..."]:
     bits = lax.bitcast_convert_type(master, jnp.int32)
-    return lax.bitcast_convert_type(((bits + 0x8000) >> 16).astype(jnp.int16), jnp.bfloat16)
+    nearest = lax.bitcast_convert_type(((bits + 0x8000) >> 16).astype(jnp.int16), jnp.bfloat16)
+    # Rounding up carries a NaN with the highest bits, 0x7FFF8000, into the sign: the number -0.
+    return jnp.where(jnp.isnan(master), jnp.bfloat16(jnp.nan), nearest)
 
 
 def _low_half(master: Float32[Array, "..."]) -> Int16[Array, "..."]:

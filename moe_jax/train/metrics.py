@@ -4,6 +4,7 @@ metrics.jsonl has a step's scalars, expert_load.jsonl how each layer's router de
 """
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from moe_jax.config import ModelConfig
+
+_logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
@@ -46,16 +49,22 @@ class MetricsWriter:
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """The records of a JSON Lines file; a last line cut off by a crash is left out. No file: no records."""
+    """Reads the records of a JSON Lines file, one for each step, in the order of steps; none where there is no file.
+
+    A step that stands there twice counts as it was written last. A last line cut off by a crash is left out silently, any
+    other bad line with a warning.
+    """
     if not file.exists():
         return []
-    records = []
-    for line in file.read_text().splitlines():
+    records, lines = {}, file.read_bytes().splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+            record = json.loads(line)
+            records[record["step"]] = record
+        except (ValueError, TypeError, KeyError):
+            if number < len(lines):
+                _logger.warning("%s:%d is no record of a step; left out", file, number)
+    return [records[step] for step in sorted(records)]
 
 
 def record_of_step(

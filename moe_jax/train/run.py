@@ -1,6 +1,8 @@
 """What is settled before a run's weights are read: its data, devices and sizes fit together, and fit what its folder holds."""
 
 import json
+import logging
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,11 @@ import jax
 import numpy as np
 from flax import nnx
 
+from moe_jax.checkpoint.companions import tokenizer_files
+from moe_jax.checkpoint.fingerprint import weights_fingerprint
+from moe_jax.checkpoint.folders import check_replaceable
 from moe_jax.checkpoint.hf_load import read_config
+from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
 from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.models.decoder import Decoder
@@ -20,12 +26,16 @@ from moe_jax.parallel.hops import default_hops
 from moe_jax.parallel.layout import mesh_of
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.parallel.processes import require_shared, unlike_the_first
-from moe_jax.train.data import Batches, Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
+from moe_jax.parallel.processes import is_first_process, require_shared, unlike_the_first
+from moe_jax.train.data import Batches, Documents, batches, open_documents, tokenizer_fingerprint
+from moe_jax.train.identity import MODEL, same_run, values_of
+from moe_jax.train.lock import output_lock
 from moe_jax.train.master_weights import initial_low_halves
 from moe_jax.train.rebalance import Places, num_groups
 from moe_jax.train.settings import FinetuneSettings
 from moe_jax.train.step import check_mtp_loss_coef
+
+_logger = logging.getLogger(__name__)
 
 RESUME_MUST_MATCH = (
     "seq_len",
@@ -71,23 +81,32 @@ class Run:
     places: Places | None
 
 
-def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) -> Run:
+def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any, until_end: ExitStack) -> Run:
     """The run that `finetune` was asked for; it has the arguments, and the errors raised.
 
-    Nothing has been written when it raises. Else there is the folder for checkpoints.
+    Nothing has been written when it raises, but in a folder that has a run. Else there is the folder for checkpoints, and
+    `until_end` holds it for this run.
     """
     output = Path(settings.output).expanduser()
+    # The trained model goes there at the end, with these files.
+    check_replaceable(output / "model")
+    if settings.tokenizer is not None and tokenizer is None:
+        tokenizer_files(settings.tokenizer, None)
     parallelism = _parallelism(settings, model)
     tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
     documents = open_documents(settings.data, settings.data_format)
     held_out = None if settings.eval_data is None else open_documents(settings.eval_data, settings.data_format)
+    if held_out is not None:
+        _check_held_out(held_out, documents, settings)
     if model is not None:
         # Refuses dtypes that cannot be trained.
         jax.eval_shape(initial_low_halves, nnx.state(model, nnx.Param))
     config = read_config(settings.model, mtp=settings.mtp_loss_coef > 0) if model is None else model.config
     check_mtp_loss_coef(config, settings.mtp_loss_coef)
     _check_vocabulary(config, tokenizer)
+    _warn_of_far_positions(config, settings.seq_len)
     expert_devices = _check_experts(settings, parallelism, config)
+    begin_texts = _begins_texts(output)
     stream = batches(
         documents,
         tokenizer,
@@ -95,26 +114,29 @@ def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: An
         batch_size=settings.batch_size,
         seed=settings.seed,
         rows=None if parallelism is None else parallelism.own_rows(settings.batch_size),
+        begin_texts=begin_texts,
     )
     # What the chat template refuses in the held-out text and in the first batch is said before minutes of loading.
-    held_out_batches = [] if held_out is None else _first_batches(held_out, tokenizer, settings, parallelism)
+    held_out_batches = [] if held_out is None else _first_batches(held_out, tokenizer, settings, parallelism, begin_texts)
     if not finished_steps(output / "checkpoints"):
         begin = stream.get_state()
         next(stream)
         stream.set_state(begin)
     identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
     identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
-    identity |= _own_dtypes(model)
+    identity |= _own_dtypes(model) | ({"begin_texts": True} if begin_texts else {})
+    identity[MODEL] = weights_fingerprint(settings.model) if model is None else values_of(model)
     if jax.process_count() > 1:
         eval_fingerprint = None if held_out is None else held_out.fingerprint
         _check_same_everywhere(asdict(settings) | identity | {"held-out data": eval_fingerprint})
         require_shared(output)
+    until_end.enter_context(output_lock(output))
     checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
     steps_done = checkpoints.latest_step() or 0
     places = Places.at_first(len(config.routed_layers), _num_experts(config)) if settings.rebalance_every else None
     if steps_done:
         position = checkpoints.position(steps_done)
-        _check_same_run(position["identity"], identity, output)
+        identity = same_run(position["identity"], identity, output)
         if settings.steps < steps_done:
             raise ValueError(
                 f"{output} holds {steps_done} steps of this run: steps={settings.steps} would end before; take {steps_done} or "
@@ -125,6 +147,16 @@ def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: An
     return Run(
         config, parallelism, expert_devices, documents, stream, held_out_batches, identity, checkpoints, steps_done, places
     )
+
+
+def _begins_texts(output: Path) -> bool:
+    """False for a run that began when texts had no BOS token: it goes on without, or its data would be other data."""
+    try:
+        newest = output / "checkpoints" / str(finished_steps(output / "checkpoints")[-1])
+        return "begin_texts" in json.loads((newest / "position" / "metadata").read_text())["identity"]
+    except (IndexError, OSError, ValueError, KeyError):
+        # No checkpoint; or one that cannot be read, which is refused where it is needed.
+        return True
 
 
 def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Parallelism | None:
@@ -171,6 +203,34 @@ def _check_vocabulary(config: ModelConfig, tokenizer: Any) -> None:
         )
 
 
+def _check_held_out(held_out: Documents, documents: Documents, settings: FinetuneSettings) -> None:
+    """Refuses a held-out loss that would say nothing about the run: of another kind of text, or of text that is trained on."""
+    if held_out.format != documents.format:
+        raise ValueError(
+            f"eval_data={settings.eval_data!r} has the format {held_out.format}, and data={settings.data!r} "
+            f"{documents.format}: their losses could not be compared; take one format"
+        )
+    both = {file.resolve() for file in documents.files} & {file.resolve() for file in held_out.files}
+    if both or held_out.fingerprint == documents.fingerprint:
+        raise ValueError(
+            f"eval_data={settings.eval_data!r} must not be trained on, but data={settings.data!r} has "
+            + (f"{min(both)} too" if both else "the same contents")
+        )
+
+
+def _warn_of_far_positions(config: ModelConfig, seq_len: int) -> None:
+    """Says that long documents reach positions beyond the config's; no error, as training may be meant to extend a model."""
+    known, rope = config.max_position_embeddings, config.rope_parameters
+    if rope.rope_type == "yarn":
+        known = max(known, int(rope.yarn_factor(known) * (rope.original_max_position_embeddings or known)))
+    if seq_len > known and is_first_process():
+        _logger.warning(
+            "seq_len=%d is more than the %d positions of the model (max_position_embeddings): documents of more than %d tokens "
+            "are trained at positions that it has not seen; --seq-len %d cuts them there",
+            seq_len, known, known, known,
+        )  # fmt: skip
+
+
 def _check_experts(settings: FinetuneSettings, parallelism: Parallelism | None, config: ModelConfig) -> int:
     """Returns how many devices the experts are dealt out to."""
     exchange = None if parallelism is None else parallelism.expert_parallel
@@ -196,12 +256,17 @@ def _num_experts(config: ModelConfig) -> int:
 
 
 def _first_batches(
-    documents: Documents, tokenizer: Any, settings: FinetuneSettings, parallelism: Parallelism | None
+    documents: Documents,
+    tokenizer: Any,
+    settings: FinetuneSettings,
+    parallelism: Parallelism | None,
+    begin_texts: bool,
 ) -> list[dict[str, np.ndarray]]:
     """Batches of held-out text, a micro-batch's rows each."""
     rows = settings.batch_size // settings.gradient_accumulation
     own = None if parallelism is None else parallelism.own_rows(rows)
-    stream = batches(documents, tokenizer, seq_len=settings.seq_len, batch_size=rows, seed=settings.seed, rows=own)
+    options: dict[str, Any] = dict(seq_len=settings.seq_len, seed=settings.seed, begin_texts=begin_texts)
+    stream = batches(documents, tokenizer, batch_size=rows, rows=own, **options)
     try:
         return [next(stream) for _ in range(settings.eval_batches)]
     finally:
@@ -221,12 +286,3 @@ def _check_same_everywhere(run: dict[str, Any]) -> None:
     wrong = [f"{name} of processes {numbers}" for name, numbers in unlike.items() if numbers]
     if wrong:
         raise ValueError(f"not the same as in process 0: {', '.join(wrong)}")
-
-
-def _check_same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> None:
-    # Through JSON, as it was saved: tuples are lists there.
-    different = [
-        f"{name}: checkpoint {saved.get(name)!r}, now {value!r}" for name, value in current.items() if saved.get(name) != value
-    ]
-    if different:
-        raise ValueError(f"{output} holds another run; choose another output folder. Different: " + "; ".join(different))

@@ -7,7 +7,7 @@ from typing import get_args
 
 from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
 from moe_jax.parallel.expert.settings import ExpertParallel
-from moe_jax.train.data.documents import FORMATS
+from moe_jax.train.data.files import FORMATS
 
 DTYPES = ("bfloat16", "float32")
 
@@ -24,12 +24,14 @@ class FinetuneSettings:
       model: a checkpoint folder or hub id.
       data: a folder of text files, a .jsonl file, or a folder of .jsonl files.
       output: the folder for metrics and checkpoints. A run that finds checkpoints there goes on from the last one.
-      eval_data: text to measure the loss on that is not trained on, in the same format as `data`; None: none.
+      eval_data: text to measure the loss on that is not trained on, in the same format as `data`; None: none. A file that
+        `data` has too is refused.
       eval_every: steps between two measurements; after the last step there is always one.
       eval_batches: how many batches, of a micro-batch's rows, a measurement takes; drawn by `seed`, the same each time.
       data_format: "folder", "text" (JSONL "text"), "chat" (JSONL "messages"), or "auto".
       tokenizer: a folder or hub id; None: the model's.
-      seq_len: tokens in a row; documents are packed into rows, longer ones are cut.
+      seq_len: tokens in a row; documents are packed into rows, longer ones are cut. More than the model's
+        max_position_embeddings (with yarn, what that extends them to) gives a warning, and is trained.
       batch_size: rows in an optimizer step, over all micro-batches.
       gradient_accumulation: micro-batches in an optimizer step.
       steps: optimizer steps in all. A run that has ended goes on when the command is given again with more.
@@ -185,11 +187,29 @@ def _problems(settings: FinetuneSettings) -> list[str]:
             problems.append(
                 f"output={settings.output!r} must lie outside of {name}={path!r}, or the run reads what it wrote as text"
             )
+    for name, path in (("model", settings.model), ("tokenizer", settings.tokenizer)):
+        folder = None if path is None else Path(path).expanduser()
+        if folder is not None and folder.is_dir() and _is_replaced(folder.resolve(), output):
+            problems.append(
+                f"{name}={path!r} must lie outside of output={settings.output!r}, where the run writes its own files and "
+                "replaces model/: copy it elsewhere, or give another output"
+            )
     if settings.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         problems.append("tensorboard=True needs the package tensorboardX: pip install tensorboardX")
     if output.is_file():
         problems.append(f"output={settings.output!r} is a file; it must be a folder")
     return problems
+
+
+def _is_replaced(folder: Path, output: Path) -> bool:
+    """Whether `folder` is the output folder, or lies in the folder of the trained model, which the run replaces at its end."""
+    # It asks JAX which process this is; settings are read without JAX.
+    from moe_jax.checkpoint.folders import previous_of
+
+    model = (output / "model").resolve()
+    return folder == output.resolve() or any(
+        folder.is_relative_to(place) for place in (model, model.with_name(f".{model.name}.incomplete"), previous_of(model))
+    )
 
 
 def _fits(value, want: str) -> bool:

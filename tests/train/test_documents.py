@@ -1,14 +1,16 @@
 """Folders, texts and chats become batches; what is not understood is named with its file and line."""
 
 import json
-import re
+import os
 
 import numpy as np
 import pytest
 import tiny
+from tokenizers import processors
 
-from moe_jax.train import batches, load_tokenizer, open_documents
+from moe_jax.train import batches, open_documents
 from moe_jax.train.data.chat import chat_tokens
+from moe_jax.train.data.tokenization import beginning
 
 CHAT = [
     {"role": "system", "content": "be brief"},
@@ -69,6 +71,46 @@ def test_a_line_may_have_a_key_named_document(tmp_path):
     assert open_documents(write_lines(tmp_path / "a.jsonl", {"text": "x", "document": "b.pdf"}))[0]["document"] == 0
 
 
+@pytest.mark.parametrize("change", ["written to", "removed", "with its old time"])
+def test_a_file_that_changed_since_it_was_opened_is_named(tmp_path, change):
+    file = write_lines(tmp_path / "a.jsonl", {"text": "first"}, {"text": "second"})
+    documents = open_documents(tmp_path)
+    if change == "removed":
+        file.unlink()
+    else:
+        file.write_text("x" * file.stat().st_size if change == "with its old time" else "x")
+    if change == "with its old time":
+        os.utime(file, ns=(0, documents.stamps[0][1]))
+    message = f"changed while it was in use: {file} is not as it was when it was opened .document {file}:2 .byte 18.."
+    with pytest.raises(ValueError, match=message):
+        documents[1]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    for name, content in (("a.jsonl", '{"text": "x"}\n{"text": "y"}\n'), ("texts/b.txt", "x"), ("texts/c.txt", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    lines, files = open_documents(tmp_path / "a.jsonl"), open_documents(tmp_path / "texts")
+    assert [lines[i]["text"] for i in range(2)] == ["x", "y"]
+    assert len(files) == 1 and files[0]["text"] == "x"
+
+
+def test_white_space_is_no_text_in_any_format(tmp_path):
+    (tmp_path / "a.txt").write_text("\u00a0\u3000\n")
+    (tmp_path / "b.txt").write_text("b")
+    assert len(open_documents(tmp_path)) == 1
+    assert len(open_documents(write_lines(tmp_path / "c.jsonl", {"text": "\u00a0\u3000"}, {"text": "b"}))) == 1
+
+
+def test_text_that_is_no_utf_8_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes("hello".encode("utf-16-le"))
+    with pytest.raises(ValueError, match="a.txt: holds NUL bytes, so it is no UTF-8 text; convert UTF-16 with iconv"):
+        open_documents(tmp_path)
+    (tmp_path / "a.txt").write_bytes("hell\u00f6".encode("latin-1"))
+    with pytest.raises(ValueError, match="a.txt: not UTF-8 text: invalid start byte at byte 4"):
+        open_documents(tmp_path)
+
+
 @pytest.mark.parametrize(
     "template, said",
     [
@@ -111,6 +153,8 @@ def test_a_chat_that_the_assistant_begins_needs_a_template_that_marks_answers():
     "lines, message",
     [
         (["{"], "a.jsonl:1: not JSON"),
+        (['{"text": "x", "n": ' + "1" * 5000 + "}"], "a.jsonl:1: not readable JSON: a number of more than 4300 digits"),
+        (['{"text": "x", "n": ' + "[" * 10**5 + "]" * 10**5 + "}"], "a.jsonl:1: not readable JSON: .* nested too deeply"),
         (["[1]"], "it has a list"),
         ([{"prompt": "x"}], r'the key "text" \(or, in all lines, "messages" for chats\); it has the keys prompt'),
         ([{"text": 3}], '"text" must be a string; it is a int'),
@@ -152,28 +196,37 @@ def test_a_single_file_that_is_no_jsonl_is_refused(tmp_path):
         open_documents(tmp_path / "a.json")
 
 
-def test_a_missing_tokenizer_is_named(tmp_path):
-    with pytest.raises(ValueError, match=f"no tokenizer can be read from the folder {re.escape(str(tmp_path))}: "):
-        load_tokenizer(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"no tokenizer can be read from '.*/no/such', neither a folder nor a model on the hub: "
-    ):
-        load_tokenizer(tmp_path / "no" / "such")
-
-
-def test_a_model_without_a_tokenizer_has_none(tmp_path):
-    """transformers makes one of special tokens alone, of config.json."""
-    tiny.dense().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"no tokenizer can be read from the folder {re.escape(str(tmp_path))}: there are no"):
-        load_tokenizer(tmp_path)
-
-
 def test_templates_that_hide_the_assistant_and_missing_templates_are_refused(tmp_path):
     with pytest.raises(ValueError, match="the assistant's tokens cannot be found"):
         chat_tokens(tiny.tokenizer(COUNTING), CHAT)
     documents = open_documents(write_lines(tmp_path / "a.jsonl", {"messages": CHAT}))
-    with pytest.raises(ValueError, match="this one has none"):
+    with pytest.raises(ValueError, match="this one has none. Give one with --chat-template FILE"):
         batches(documents, tiny.tokenizer(None), seq_len=8, batch_size=1)
+
+
+def test_a_text_begins_as_its_tokenizer_begins_a_text(tmp_path):
+    documents = open_documents(write_lines(tmp_path / "a.jsonl", {"text": "ab"}))
+    plain, begins = tiny.tokenizer(), tiny.tokenizer_with_a_beginning()
+    rows = {}
+    for name, tokenizer, begin in (("plain", plain, True), ("begins", begins, True), ("left out", begins, False)):
+        batch = next(batches(documents, tokenizer, seq_len=5, batch_size=1, begin_texts=begin))
+        rows[name] = batch["tokens"][0][batch["segment_ids"][0] == 1].tolist()
+    text = plain("ab")["input_ids"]
+    assert rows == {"plain": [*text, 0], "begins": [*begins("ab")["input_ids"], 0], "left out": [*text, 0]}
+    assert begins("ab")["input_ids"] == [1, *text]
+    ends = processors.TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", 2)])
+    plain.backend_tokenizer.post_processor = ends
+    assert beginning(plain) == [] and beginning(begins) == [1]
+
+
+def test_all_conversations_that_a_template_cannot_mask_are_named_at_once(tmp_path):
+    good, bad = {"messages": CHAT}, {"messages": CHAT[2:]}
+    file = write_lines(tmp_path / "a.jsonl", good, bad, good, *[bad] * 10)
+    documents = open_documents(file)
+    message = f"11 of 13 conversations begin with the assistant's message.*: {file}:2 .*; {file}:4 .*{file}:12 .*; and 1 more$"
+    with pytest.raises(ValueError, match=message):
+        batches(documents, tiny.tokenizer(), seq_len=8, batch_size=1)
+    batches(documents, tiny.tokenizer(MARKED), seq_len=8, batch_size=1)
 
 
 def test_a_batch_holds_what_its_picture_says(tmp_path):

@@ -22,6 +22,12 @@ def steps_that_learn_nothing(monkeypatch):
     monkeypatch.setattr(module, "make_train_step", lambda *_, **__: lambda state, batch: (state, metrics))
 
 
+def held_out_text(folder):
+    tiny.write_texts(folder / "held-out")
+    (folder / "held-out" / "more.txt").write_text("words that nobody trains on")
+    return str(folder / "held-out")
+
+
 def test_the_loss_falls_and_every_step_is_logged(tmp_path):
     result = finetune(settings(tmp_path, sequence_loss_coef=1e-4), model=tiny.biased_model(), tokenizer=tiny.tokenizer())
     assert [record["step"] for record in result.metrics] == list(range(1, 31))
@@ -47,7 +53,7 @@ def test_the_loss_falls_and_every_step_is_logged(tmp_path):
 
 
 def test_held_out_text_is_measured_and_not_trained_on(tmp_path):
-    options = dict(steps=5, eval_data=str(tiny.write_texts(tmp_path / "held-out")), eval_every=2, eval_batches=3, batch_size=2)
+    options = dict(steps=5, eval_data=held_out_text(tmp_path), eval_every=2, eval_batches=3, batch_size=2)
     result = finetune(settings(tmp_path, **options), model=tiny.model(), tokenizer=tiny.tokenizer())
     found = {record["step"]: record["eval_loss"] for record in result.metrics if "eval_loss" in record}
     assert sorted(found) == [2, 4, 5] and found[5] < found[2]
@@ -115,6 +121,6 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_files(tmp_path):
 
 def test_a_held_out_loss_that_is_not_finite_stops_too(tmp_path, monkeypatch, steps_that_learn_nothing):
     monkeypatch.setattr(sys.modules["moe_jax.train.finetune"], "make_evaluation", lambda *_, **__: lambda *_: float("nan"))
-    held_out = dict(eval_data=str(tiny.write_texts(tmp_path / "held-out")), eval_every=1)
+    held_out = dict(eval_data=held_out_text(tmp_path), eval_every=1)
     with pytest.raises(FloatingPointError, match="step 1: the held-out loss nan is not finite"):
         finetune(settings(tmp_path, **held_out), model=tiny.dense(), tokenizer=tiny.tokenizer())

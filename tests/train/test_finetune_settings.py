@@ -37,6 +37,19 @@ def test_all_wrong_settings_are_named_at_once(tmp_path):
         settings(tmp_path, warmup_steps=31)
 
 
+@pytest.mark.parametrize("name", ["model", "tokenizer"])
+def test_a_model_that_the_run_would_replace_is_refused(tmp_path, name):
+    for place in ("run/model", "run/model/base", "run", "run/initial"):
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "model")
+    for place in ("run/model", "run/model/base", "run", "link"):
+        with pytest.raises(
+            ValueError, match=f"{name}='.*{place}' must lie outside of output='.*run', where the run writes its"
+        ):
+            settings(tmp_path, **{name: str(tmp_path / place)})
+    settings(tmp_path, **{name: str(tmp_path / "run" / "initial")})
+
+
 def test_forced_routing_and_experts_that_change_places_exclude_each_other(tmp_path):
     with pytest.raises(ValueError, match="rebalance_every needs the router's own choices"):
         settings(tmp_path, rebalance_every=1, force_balanced_routing=True)

@@ -25,6 +25,12 @@ def test_the_parameter_is_the_nearest_bf16():
     np.testing.assert_array_equal(split(master)[0][~halfway], master.astype(jnp.bfloat16)[~halfway])
 
 
+def test_a_nan_stays_one():
+    bits = np.asarray([0x7FC00000, 0x7F800001, 0x7FFF8000, 0x7FFFFFFF, 0xFFFF8000, 0xFFFFFFFF], np.uint32)
+    params, low = split(jnp.asarray(bits.view(np.float32)))
+    assert jnp.isnan(params).all() and jnp.isnan(join(params, low)).all()
+
+
 def test_masters_begin_as_their_parameters():
     params = {"w": jnp.asarray([1.5, -2.0], jnp.bfloat16)}
     np.testing.assert_array_equal(join(params, initial_low_halves(params))["w"], params["w"].astype(jnp.float32))

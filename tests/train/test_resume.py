@@ -2,20 +2,25 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 import tiny
+from flax import nnx
 
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.train import FinetuneSettings, finetune
+from moe_jax.train.identity import MODEL, same_run
 from moe_jax.train.metrics import MetricsWriter, read_records
 from moe_jax.train.optimizer import warmup_cosine
+from moe_jax.train.run import prepare_run
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -105,6 +110,27 @@ def test_a_run_that_has_ended_goes_on_with_more_steps_and_not_with_fewer(tmp_pat
     assert lengths == [2, 4, 4]
 
 
+def test_a_run_that_began_without_a_bos_token_goes_on_without(tmp_path, monkeypatch):
+    paths = dict(model="none", data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "run"))
+    settings = FinetuneSettings(**paths, seq_len=512, batch_size=2, steps=2, warmup_steps=0, dtype="float32")
+    tokenizer = tiny.tokenizer_with_a_beginning()
+
+    def prepared():
+        with ExitStack() as until_end:
+            run = prepare_run(settings, tiny.dense(), tokenizer, until_end)
+            run.checkpoints.close()
+            return run, next(run.batches)["tokens"]
+
+    run, first = prepared()
+    assert run.identity["begin_texts"] and (first == 1).any()
+    old = {name: value for name, value in run.identity.items() if name != "begin_texts"}
+    checkpoints = TrainingCheckpoints(tmp_path / "run" / "checkpoints")
+    checkpoints.save(1, {"x": jnp.zeros(1)}, {"data": run.batches.get_state(), "identity": old})
+    checkpoints.close()
+    run, rows = prepared()
+    assert run.steps_done == 1 and "begin_texts" not in run.identity and not (rows == 1).any()
+
+
 def test_a_folder_with_another_run_is_refused_before_weights_are_read(tmp_path, monkeypatch):
     data, checkpoint = tiny.write_texts(tmp_path / "texts"), tmp_path / "model"
     tiny.model().save_pretrained(checkpoint)
@@ -128,3 +154,43 @@ def test_a_folder_with_another_run_is_refused_before_weights_are_read(tmp_path, 
         finetune(FinetuneSettings(**options, dtype="float32"), tokenizer=tiny.tokenizer())
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_the_same_settings_with_another_model_are_another_run(tmp_path, caplog, monkeypatch):
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    for name, seed in (("base", 0), ("other", 1)):
+        tiny.dense(rngs=nnx.Rngs(seed)).save_pretrained(tmp_path / name)
+    shutil.copytree(tmp_path / "base", tmp_path / "copied")
+
+    def run(steps, name=None, **passed):
+        paths = dict(model=str(tmp_path / (name or "none")), tokenizer=str(tmp_path / "tokenizer"))
+        return finetune(tiny.settings(tmp_path, steps=steps, warmup_steps=0, **paths), **passed)
+
+    run(1, "base")
+    for steps in (1, 2):
+        with pytest.raises(
+            ValueError, match="holds another run.*Different: model: its weights are not those that the run began"
+        ):
+            run(steps, "other")
+    assert run(2, "copied").step == 2 and not caplog.messages
+    run(3, model=tiny.dense())
+    assert "noted its starting weights in another way, so nothing tells whether `model` is the one" in caplog.text
+    with pytest.raises(ValueError, match="Different: model"):
+        run(4, "other")
+
+
+def test_another_model_that_is_passed_is_another_run(tmp_path):
+    def run(steps, seed):
+        settings = tiny.settings(tmp_path, steps=steps, warmup_steps=0)
+        finetune(settings, model=tiny.dense(rngs=nnx.Rngs(seed)), tokenizer=tiny.tokenizer())
+
+    run(1, seed=0)
+    with pytest.raises(ValueError, match="holds another run.*Different: model: its weights are not those that the run began"):
+        run(1, seed=1)
+    run(2, seed=0)
+
+
+def test_a_run_that_did_not_note_its_model_goes_on(tmp_path, caplog):
+    now = {"seed": 0, MODEL: "abc"}
+    assert same_run({"seed": 0}, now, tmp_path) == {"seed": 0}
+    assert f"the run in {tmp_path} did not note its starting weights, so nothing tells whether `model` is the" in caplog.text

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
@@ -9,10 +10,11 @@ import tiny
 from jax.sharding import AbstractMesh
 from tiny import settings
 
+from moe_jax.config.base import RopeParameters
 from moe_jax.parallel import Parallelism
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.train import finetune
-from moe_jax.train.run import _check_experts
+from moe_jax.train.run import _check_experts, _warn_of_far_positions
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
@@ -27,6 +29,22 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
 def test_what_needs_experts_on_several_devices_is_refused_on_one(tmp_path, name):
     with pytest.raises(ValueError, match=f"{name}=1 needs experts on several devices: a mesh.expert of 2 or more"):
         finetune(settings(tmp_path, **{name: 1}), model=tiny.model(), tokenizer=tiny.tokenizer())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("place", ["model", "model/notes.txt"])
+def test_a_place_that_the_trained_model_cannot_take_is_refused(tmp_path, place):
+    (tmp_path / "run" / place).parent.mkdir(parents=True)
+    (tmp_path / "run" / place).touch()
+    with pytest.raises(FileExistsError, match="run/model (is a file; a checkpoint is a folder|has files but no config.json)"):
+        finetune(settings(tmp_path), model=tiny.model(), tokenizer=tiny.tokenizer())
+
+
+def test_a_tokenizer_whose_files_cannot_be_passed_on_is_refused(tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab.txt").write_text("[UNK]\nwords\n")
+    with pytest.raises(FileNotFoundError, match="tokenizer.* has none of tokenizer.json, "):
+        finetune(settings(tmp_path, tokenizer=str(tmp_path / "tokenizer")), model=tiny.model())
     assert not (tmp_path / "run").exists()
 
 
@@ -52,6 +70,36 @@ def test_experts_that_a_model_lacks_cannot_change_places(tmp_path):
     parallelism = Parallelism(AbstractMesh((1, 1, 2, 1), MESH_AXES))
     with pytest.raises(ValueError, match="rebalance_every=1 needs a model with experts"):
         _check_experts(settings(tmp_path, rebalance_every=1), parallelism, tiny.dense().config)
+
+
+def test_held_out_text_of_another_format_is_refused(tmp_path):
+    (tmp_path / "held.jsonl").write_text(json.dumps({"text": "words"}))
+    with pytest.raises(
+        ValueError, match="eval_data='.*held.jsonl' has the format text, and data='.*texts' folder: their losses"
+    ):
+        finetune(settings(tmp_path, eval_data=str(tmp_path / "held.jsonl")), model=tiny.model(), tokenizer=tiny.tokenizer())
+    assert not (tmp_path / "run").exists()
+
+
+def test_held_out_text_that_is_trained_on_is_refused(tmp_path):
+    data, copied = tiny.write_texts(tmp_path / "texts"), tiny.write_texts(tmp_path / "copied")
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "linked.txt").symlink_to(data / "3.txt")
+    for held_out, why in ((data, "0.txt too"), (copied, "the same contents"), (tmp_path / "part", "3.txt too")):
+        with pytest.raises(ValueError, match=f"eval_data='{held_out}' must not be trained on, but data='.*texts' has .*{why}"):
+            finetune(settings(tmp_path, eval_data=str(held_out)), model=tiny.model(), tokenizer=tiny.tokenizer())
+    assert not (tmp_path / "run").exists()
+
+
+def test_positions_that_a_model_has_not_seen_give_a_warning(caplog):
+    yarn = RopeParameters(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024)
+    for rope, known in ((RopeParameters(), 2048), (yarn, 4096)):
+        config = replace(tiny.dense().config, max_position_embeddings=2048, rope_parameters=rope)
+        _warn_of_far_positions(config, known)
+        assert not caplog.messages
+        _warn_of_far_positions(config, known + 1)
+        assert f"seq_len={known + 1} is more than the {known} positions of the model (max_position_embeddings)" in caplog.text
+        caplog.clear()
 
 
 def test_a_conversation_that_the_template_refuses_is_named_before_weights_are_read(tmp_path, monkeypatch):

@@ -71,7 +71,7 @@ def model(**options):
 def dense(**options):
     """Two layers without experts."""
     config = moe_jax.Qwen3Config(**QWEN3)
-    return moe_jax.from_config(config, rngs=nnx.Rngs(0), **{"dtype": jnp.float32, **options})
+    return moe_jax.from_config(config, **{"rngs": nnx.Rngs(0), "dtype": jnp.float32, **options})
 
 
 def deepseek(mtp=0, layers=3, vocab_size=264, **options):

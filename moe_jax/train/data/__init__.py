@@ -4,61 +4,60 @@ The documents of all epochs, in their order, are dealt out in turn to streams: o
 packs by itself. Their number follows from the batch size alone.
 """
 
-import hashlib
-import os
 import weakref
 from collections.abc import Iterable, Iterator
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moe_jax.train.data.documents import Documents, open_documents
 from moe_jax.train.data.packing import PACKING_ROWS, PADDING, packed, pieces
+from moe_jax.train.data.tokenization import Tokenized, tokenization, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     import grain
 
-__all__ = ["Batches", "Documents", "batches", "load_tokenizer", "open_documents", "tokenizer_fingerprint"]
+__all__ = ["Batches", "Documents", "batches", "open_documents", "tokenizer_fingerprint"]
 
 Rows = dict[str, np.ndarray]
 """Arrays [rows, seq_len], by the names of `packing`."""
 
 
 def batches(
-    documents: Documents, tokenizer, *, seq_len: int, batch_size: int, seed: int = 0, rows: Iterable[int] | None = None
+    documents: Documents,
+    tokenizer,
+    *,
+    seq_len: int,
+    batch_size: int,
+    seed: int = 0,
+    rows: Iterable[int] | None = None,
+    begin_texts: bool = True,
 ) -> "Batches":
     """An endless iterator of batches: dicts of int32 [batch_size, seq_len], see `packing`. Each epoch has its own order.
 
     `get_state()` is the position, a tree of JSON values; `set_state` goes back to it exactly, given the same arguments.
-    Text documents end with the tokenizer's eos token. The next batch is made in threads while a step computes.
+    Text documents begin with what the tokenizer begins a text with, such as a BOS token, and end with its eos token. Chats
+    are what its template writes. The next batch is made in threads while a step computes.
 
     Args:
       rows: the rows that this process needs (`Parallelism.own_rows`); others may hold padding alone. Default: all.
+      begin_texts: False leaves out what the tokenizer begins a text with, as runs begun before version 0.2 did.
 
     Raises:
-      ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets; while
-        iterating: a conversation that its template cannot render, by file and line.
+      ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets; or
+        conversations begin with an answer, and its template does not mark answers. While iterating: a conversation that
+        its template cannot render, by file and line, or a file that has changed since it was opened.
     """
     # Half a second, which commands and settings that read no data need not wait for.
     import grain
 
-    if documents.format == "chat":
-        if not tokenizer.chat_template:
-            raise ValueError("chat data needs a tokenizer with a chat template; this one has none")
-        if not tokenizer.is_fast:
-            raise ValueError("chat data needs a tokenizer that gives character offsets (a tokenizer.json)")
-    elif tokenizer.eos_token_id is None:
-        raise ValueError("text data needs a tokenizer with an eos token to end documents with; this one has none")
-    # The first call drops what truncation and padding a tokenizer has; while it does, no other thread may use it.
-    tokenizer("", add_special_tokens=False)
+    tokenized = tokenization(documents, tokenizer, begin_texts=begin_texts)
     endless = grain.MapDataset.source(documents).shuffle(seed=seed).repeat()
     rows_of_stream = _rows_of_stream(batch_size)
     num_streams = batch_size // rows_of_stream
     streams = {}
     for i in sorted({row // rows_of_stream for row in (range(batch_size) if rows is None else rows)}):
-        stream = endless[i::num_streams].map(partial(_tokenized, documents, tokenizer))
+        stream = endless[i::num_streams].map(tokenized)
         stream = stream.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=64))
         stream = grain.experimental.FlatMapIterDataset(stream, _cut(seq_len))
         stream = packed(stream, seq_len=seq_len, seed=seed).batch(rows_of_stream, drop_remainder=True)
@@ -115,58 +114,12 @@ def _rows_of_stream(batch_size: int) -> int:
     return next(rows for rows in range(min(PACKING_ROWS, batch_size), batch_size + 1) if batch_size % rows == 0)
 
 
-def load_tokenizer(folder_or_hub_id: str | Path):
-    """The Hugging Face tokenizer of a checkpoint.
-
-    Raises:
-      ValueError: there is none, or it cannot be read; names the folder or hub id, and says why.
-    """
-    # Without torch, transformers advises on import that models are unavailable; tokenizers are all that is used here.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer
-
-    folder = Path(folder_or_hub_id).expanduser()
-    where = f"the folder {folder}" if folder.is_dir() else f"{str(folder_or_hub_id)!r}, neither a folder nor a model on the hub"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer can be read from {where}: {error}") from error
-    # Of a config.json alone transformers makes one, with the special tokens that its class has.
-    if not tokenizer.get_vocab().keys() - tokenizer.all_special_tokens:
-        raise ValueError(f"no tokenizer can be read from {where}: there are no files of one")
-    return tokenizer
-
-
-def tokenizer_fingerprint(tokenizer) -> str:
-    """A hash of what the tokenizer does to text and conversations."""
-    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
-    content = "\0".join((rules, str(tokenizer.eos_token_id), str(tokenizer.chat_template)))
-    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-
-
 def _cut(seq_len: int) -> "grain.experimental.FlatMapTransform":
     """From a tokenized document to its pieces."""
     import grain
 
     class Cut(grain.experimental.FlatMapTransform):
-        def flat_map(self, element: tuple[np.ndarray, np.ndarray, int]) -> list[dict[str, np.ndarray]]:
+        def flat_map(self, element: Tokenized) -> list[dict[str, np.ndarray]]:
             return pieces(*element, seq_len)
 
     return Cut()
-
-
-def _tokenized(documents: Documents, tokenizer, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, int]:
-    """(tokens, which are trained on, document)."""
-    index = record["document"]
-    if documents.format != "chat":
-        tokens = tokenizer(record["text"], add_special_tokens=False, verbose=False)["input_ids"]
-        return np.asarray([*tokens, tokenizer.eos_token_id], np.int32), np.ones(len(tokens) + 1, bool), index
-    from moe_jax.train.data.chat import chat_tokens
-
-    try:
-        tokens, trained = chat_tokens(tokenizer, record["messages"], record.get("tools"))
-    except ValueError as error:
-        raise ValueError(f"{documents.where(index)}: {error}") from error
-    if not trained[1:].any():
-        raise ValueError(f"{documents.where(index)}: the chat template leaves no token of the assistant to learn from")
-    return tokens, trained, index

@@ -5,28 +5,34 @@ offset, and gives a fingerprint that a resumed run compares. After that one docu
 """
 
 import hashlib
-import json
+import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-FORMATS = ("auto", "chat", "text", "folder")
-ROLES = ("system", "developer", "user", "assistant", "tool")
+from moe_jax.train.data.files import data_files
+from moe_jax.train.data.other_layouts import how_to_convert
+from moe_jax.train.data.records import BOM, read_record
+
 MAX_PROBLEMS = 10
 """An error lists this many bad lines or files, and counts the rest."""
-_OR_CHATS = ' (or, in all lines, "messages" for chats)'
 
 
 @dataclass(frozen=True)
 class Documents:
     """A random-access source: `documents[i]` is {"document": i, "text": str} or {"document": i, "messages": [...], ...}.
 
+    Reading raises a ValueError that names the file where it has changed since it was opened.
+
     Attributes:
       format: "folder", "text" or "chat".
       files: the files, sorted; `file`, `line` (from 1), `offset` and `size` (bytes) say where each document lies.
       fingerprint: a hash of the format and of all files' contents, in order.
+      stamps: each file's size in bytes and time of change in ns, as it was opened.
+      begins_with_answer: bool [documents], true for conversations whose first message is the assistant's.
     """
 
     format: str
@@ -36,17 +42,32 @@ class Documents:
     offset: np.ndarray
     size: np.ndarray
     fingerprint: str
+    stamps: tuple[tuple[int, int], ...]
+    begins_with_answer: np.ndarray
 
     def __len__(self) -> int:
         return len(self.file)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        with open(self.files[self.file[index]], "rb") as handle:
-            handle.seek(self.offset[index])
-            content = handle.read(self.size[index])
-        if self.format == "folder":
-            return {"document": int(index), "text": content.decode()}
-        return {**json.loads(content), "document": int(index)}
+        record = self._read(index)
+        if record is None:
+            raise ValueError(
+                f"the training data changed while it was in use: {self.files[self.file[index]]} is not as it was when it was "
+                f"opened (document {self.where(index)}); put the old file back, or begin a new run with the new one"
+            )
+        return {**record, "document": int(index)}
+
+    def _read(self, index: int) -> dict[str, Any] | None:
+        """The document's record; None if its file has changed."""
+        number = self.file[index]
+        try:
+            with open(self.files[number], "rb") as handle:
+                if _stamp(handle) != self.stamps[number]:
+                    return None
+                handle.seek(self.offset[index])
+                return read_record(handle.read(self.size[index]), self.format)
+        except (FileNotFoundError, ValueError):
+            return None
 
     def where(self, index: int) -> str:
         """The document's place, for messages: file, line and byte offset."""
@@ -58,128 +79,84 @@ def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
     """Opens and checks a data set.
 
     Args:
-      path: a folder of UTF-8 text files (searched recursively, hidden ones left out; each file is a document), a .jsonl
-        file, or a folder of .jsonl files.
+      path: a folder of UTF-8 text files (searched recursively through links, hidden ones left out; each file is a document), a
+        .jsonl file, or a folder of .jsonl files. A byte order mark at a file's beginning is dropped.
       data_format: "folder", "text" (JSONL with a string "text"), "chat" (JSONL with a list "messages", each with "role" and a
-        string "content", or "tool_calls" without one; optionally "tools"), or "auto": by what is there.
+        string "content", or "tool_calls" without one; optionally "tools"), or "auto": by what is there. Files that the
+        format leaves out are logged by name.
 
     Raises:
       FileNotFoundError: there is no such path, or no file in it.
-      ValueError: bad lines or files, listed by file and line; not one document that has any text; or, with "auto", a folder
-        of .jsonl files and others.
+      ValueError: bad lines or files, listed by file and line; not one document that has any text; a link that leads nowhere;
+        data that is compressed, a pipe or a device; or, with "auto", a folder of .jsonl files and others.
     """
-    path = Path(path).expanduser().resolve()
-    if data_format not in FORMATS:
-        raise ValueError(f"data_format must be one of {', '.join(FORMATS)}; got {data_format!r}")
-    if not path.exists():
-        raise FileNotFoundError(f"no data at {path}: give a folder of text files or a .jsonl file")
-    files = _files(path, data_format)
-    if data_format == "auto":
-        data_format = _guess(path, files)
-    if data_format == "folder" and path.is_file():
-        raise ValueError(f"{path} is a single file and no .jsonl file: give a .jsonl file, or a folder of text files")
-
-    digest, problems = hashlib.blake2b(data_format.encode(), digest_size=16), []
-    places: list[tuple[int, int, int, int]] = []
+    files, data_format = data_files(path, data_format)
+    digest, problems = hashlib.blake2b(data_format.encode(), digest_size=16), _Problems()
+    places: list[tuple[int, int, int, int, bool]] = []
+    stamps = []
     for i, file in enumerate(files):
-        offset = 0
         digest.update(b"\0file\0")
         with open(file, "rb") as handle:
+            stamps.append(_stamp(handle))
+            offset = 0
             for line, content in enumerate([handle.read()] if data_format == "folder" else handle, start=1):
                 digest.update(content)
-                problem = _problem(content, data_format)
-                if problem is None:
-                    places.append((i, line, offset, len(content)))
-                elif problem != "empty":
-                    problems.append(f"{file}: {problem}" if data_format == "folder" else f"{file}:{line}: {problem}")
+                mark = len(BOM) if line == 1 and content.startswith(BOM) else 0
+                try:
+                    record = read_record(content[mark:], data_format)
+                except ValueError as error:
+                    place = str(file) if data_format == "folder" else f"{file}:{line}"
+                    problems.add(str(error), place)
+                else:
+                    if record is not None:
+                        answer_first = data_format == "chat" and record["messages"][0]["role"] == "assistant"
+                        places.append((i, line, offset + mark, len(content) - mark, answer_first))
                 offset += len(content)
-    if problems:
-        more = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
-        raise ValueError(f"bad training data ({data_format}): " + "; ".join(problems[:MAX_PROBLEMS]) + more)
+    if problems.count:
+        code = None if data_format == "folder" else how_to_convert(files[0])
+        listed = f"bad training data ({data_format}): {problems.listed(len(places))}"
+        raise ValueError(listed if code is None else f"{listed}\n{code}")
     if not places:
-        raise ValueError(f"no document with any text in {path} ({len(files)} files)")
+        raise ValueError(f"no document with any text in {Path(path).expanduser().resolve()} ({len(files)} files)")
     columns = np.asarray(places, np.int64).T
-    return Documents(data_format, tuple(files), columns[0], columns[1], columns[2], columns[3], digest.hexdigest())
-
-
-def _files(path: Path, data_format: str) -> list[Path]:
-    if path.is_file():
-        return [path]
-    found = sorted(
-        p for p in path.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)
+    return Documents(
+        format=data_format,
+        files=tuple(files),
+        file=columns[0],
+        line=columns[1],
+        offset=columns[2],
+        size=columns[3],
+        fingerprint=digest.hexdigest(),
+        stamps=tuple(stamps),
+        begins_with_answer=columns[4].astype(bool),
     )
-    if data_format in ("chat", "text"):
-        found = [p for p in found if p.suffix == ".jsonl"]
-    if not found:
-        raise FileNotFoundError(f"no {'.jsonl ' if data_format in ('chat', 'text') else ''}files in the folder {path}")
-    return found
 
 
-def _guess(path: Path, files: list[Path]) -> str:
-    """ "folder" if no file is .jsonl; if all are, by the first line."""
-    others = [file for file in files if file.suffix != ".jsonl"]
-    if len(others) == len(files):
-        return "folder"
-    if others:
-        raise ValueError(
-            f"{path} holds .jsonl files and others, such as {others[0].name}: say which are meant, with data_format chat or "
-            "text the .jsonl files alone, with folder all files as they are"
-        )
-    with open(files[0], "rb") as handle:
-        first = next((line for line in handle if line.strip()), b"")
-    try:
-        return "chat" if "messages" in json.loads(first) else "text"
-    except (ValueError, TypeError):
-        return "text"
+def _stamp(handle) -> tuple[int, int]:
+    """The open file's size and time of change: what tells, at the cost of one system call, that it was written to."""
+    status = os.fstat(handle.fileno())
+    return status.st_size, status.st_mtime_ns
 
 
-def _problem(content: bytes, data_format: str) -> str | None:
-    """What is wrong with a file's or line's content; "empty" for nothing to learn from; None if it is fine."""
-    if not content.strip():
-        return "empty"
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        return f"not UTF-8 text: {error.reason} at byte {error.start}"
-    if data_format == "folder":
-        return None
-    try:
-        record = json.loads(text)
-    except json.JSONDecodeError as error:
-        return f"not JSON: {error.msg} at column {error.colno}"
-    if "\\u" in text and (half := _half_a_character(record)):
-        return f"not valid Unicode: the escape {half} alone is half of a character"
-    key = "text" if data_format == "text" else "messages"
-    if not isinstance(record, dict) or key not in record:
-        keys = f"the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
-        return f'needs an object with the key "{key}"{_OR_CHATS if key == "text" else ""}; it has {keys}'
-    if data_format == "chat":
-        return _chat_problem(record["messages"])
-    if not isinstance(record["text"], str):
-        return f'"text" must be a string; it is a {type(record["text"]).__name__}'
-    return None if record["text"].strip() else "empty"
+class _Problems:
+    """Bad lines or files, equal problems together."""
 
+    def __init__(self) -> None:
+        self.count = 0
+        self._first: dict[str, str] = {}
+        self._times: Counter[str] = Counter()
 
-def _half_a_character(record: Any) -> str | None:
-    """The first surrogate without its other half, as JSON's escape, which alone can write one; None if there is none."""
-    try:
-        json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        return f"\\u{ord(error.object[error.start]):04x}"
-    return None
+    def add(self, problem: str, place: str) -> None:
+        self.count += 1
+        self._first.setdefault(problem, place)
+        self._times[problem] += 1
 
-
-def _chat_problem(messages: Any) -> str | None:
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        return '"messages" must be a list of objects'
-    for i, message in enumerate(messages):
-        if message.get("role") not in ROLES:
-            return f"message {i} has the role {message.get('role')!r}; roles are {', '.join(ROLES)}"
-        content = message.get("content")
-        if isinstance(content, list):
-            return f'message {i} ({message["role"]}) has "content" in parts; join the texts of its parts into one string'
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            return f'message {i} ({message["role"]}) needs a string "content"'
-    if not any(message["role"] == "assistant" for message in messages):
-        return "no assistant message, so there is nothing to learn from"
-    return None
+    def listed(self, num_good: int) -> str:
+        """One clause for each problem, its first place in front."""
+        clauses = []
+        for problem, place in self._first.items():
+            times = self._times[problem]
+            same = f"the same in all {times}" if times == self.count + num_good else f"the same in {times - 1} more"
+            clauses.append(f"{place}: {problem}" + (f" ({same})" if times > 1 else ""))
+        rest = len(clauses) - MAX_PROBLEMS
+        return "; ".join(clauses[:MAX_PROBLEMS]) + (f"; and {rest} more" if rest > 0 else "")

@@ -1,0 +1,47 @@
+"""Tells two checkpoints of one architecture apart by a few megabytes of their weights."""
+
+import hashlib
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from moe_jax.checkpoint.hf_files import Slices, open_tensors
+from moe_jax.checkpoint.hf_load import find_checkpoint
+
+ELEMENTS = 4096
+"""At most this many elements are read of a tensor: the smallest step of training in bf16 changes some of them."""
+
+
+def weights_fingerprint(folder_or_hub_id: str | Path) -> str:
+    """A hash of all tensors' names, shapes and dtypes, and of some values of three tensors of each kind.
+
+    Tensors are of one kind if their names differ in numbers alone: of layers and experts the first, one in the middle and the
+    last are read. The hash does not depend on where the weights lie, or on how they are cut into files.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no such checkpoint.
+    """
+    tensors = open_tensors(find_checkpoint(folder_or_hub_id), [])
+    digest = hashlib.blake2b(digest_size=16)
+    kinds = defaultdict(list)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.shape} {tensor.dtype}\n".encode())
+        if tensor.size:
+            kinds[re.sub(r"\d+", "*", name)].append(tensor)
+    for kind in kinds.values():
+        for tensor in {id(tensor): tensor for tensor in (kind[0], kind[len(kind) // 2], kind[-1])}.values():
+            digest.update(np.ascontiguousarray(tensor.read(_first_elements(tensor.shape))).tobytes())
+    return digest.hexdigest()
+
+
+def _first_elements(shape: tuple[int, ...]) -> Slices:
+    """Slices of a block of at most ELEMENTS elements, the first of the tensor that lie together."""
+    slices: list[slice] = []
+    room = ELEMENTS
+    for size in reversed(shape):
+        taken = min(size, max(room, 1))
+        slices.insert(0, slice(0, taken))
+        room //= taken
+    return tuple(slices)

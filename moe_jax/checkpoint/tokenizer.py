@@ -1,0 +1,27 @@
+"""The Hugging Face tokenizer that lies beside a model's weights, or on the hub."""
+
+import os
+from pathlib import Path
+
+
+def load_tokenizer(folder_or_hub_id: str | Path):
+    """Loads the Hugging Face tokenizer of a checkpoint.
+
+    Raises:
+      ValueError: there is none, or its files cannot be read; names the folder or hub id, and says why.
+    """
+    # Without torch, transformers advises on import that models are unavailable; tokenizers are all that is used here.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer
+
+    folder = Path(folder_or_hub_id).expanduser()
+    where = f"the folder {folder}" if folder.is_dir() else f"{str(folder_or_hub_id)!r}, neither a folder nor a model on the hub"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:  # files that are JSON, but of no tokenizer, end in a TypeError, KeyError, AttributeError, ...
+        reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"no tokenizer can be read from {where}: {reason}") from error
+    # Of a config.json alone transformers makes one, with the special tokens that its class has.
+    if not tokenizer.get_vocab().keys() - tokenizer.all_special_tokens:
+        raise ValueError(f"no tokenizer can be read from {where}: there are no files of one")
+    return tokenizer

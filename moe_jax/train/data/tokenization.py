@@ -1,0 +1,88 @@
+"""A document as tokens, with a mask of those that the model learns to predict."""
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from moe_jax.train.data.chat import GENERATION_TAG, chat_tokens
+from moe_jax.train.data.documents import MAX_PROBLEMS, Documents
+
+Tokenized = tuple[np.ndarray, np.ndarray, int]
+"""Token ids, int32 [tokens]; which of them are learned, bool [tokens]; and the document's index."""
+
+
+def tokenization(documents: Documents, tokenizer: Any, *, begin_texts: bool = True) -> Callable[[dict[str, Any]], Tokenized]:
+    """Returns the function that makes tokens of a record `documents[i]`.
+
+    A text begins with what the tokenizer begins a text with (a BOS token, for tokenizers that add one), unless `begin_texts` is
+    false; it ends with the eos token. A chat is what the chat template writes.
+
+    Raises:
+      ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets; or there are
+        conversations that begin with an answer, and the template does not mark answers. From the function returned: the
+        template cannot render a conversation, by file and line.
+    """
+    if documents.format == "chat":
+        _check_chats(documents, tokenizer)
+    elif tokenizer.eos_token_id is None:
+        raise ValueError("text data needs a tokenizer with an eos token to end documents with; this one has none")
+    # The first call drops what truncation and padding a tokenizer has; while it does, no other thread may use it.
+    tokenizer("", add_special_tokens=False)
+    if documents.format == "chat":
+        return partial(_chat, documents, tokenizer)
+    return partial(_text, tokenizer, beginning(tokenizer) if begin_texts else [])
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """The special tokens that the tokenizer puts before a text; most put one, or none."""
+    plain, whole = (tokenizer("x", add_special_tokens=special)["input_ids"] for special in (False, True))
+    return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(plain)] == plain), [])
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """A hash of what the tokenizer does to text and conversations."""
+    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
+    content = "\0".join((rules, str(tokenizer.eos_token_id), str(tokenizer.chat_template)))
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def _check_chats(documents: Documents, tokenizer: Any) -> None:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "chat data needs a tokenizer with a chat template; this one has none. Give one with --chat-template FILE, a "
+            "Jinja file, or --chat-template chatml (in Python chat_template=...)"
+        )
+    if not tokenizer.is_fast:
+        raise ValueError("chat data needs a tokenizer that gives character offsets (a tokenizer.json)")
+    # A tokenizer with several templates takes one by the conversation: `chat_tokens` refuses there.
+    several = not isinstance(tokenizer.chat_template, str)
+    wrong = np.flatnonzero(documents.begins_with_answer)
+    if len(wrong) and not several and not GENERATION_TAG.search(tokenizer.chat_template):
+        more = f"; and {len(wrong) - MAX_PROBLEMS} more" if len(wrong) > MAX_PROBLEMS else ""
+        raise ValueError(
+            f"{len(wrong)} of {len(documents)} conversations begin with the assistant's message, and this chat template does "
+            "not mark answers, so an answer is found by the messages before it; put a system or user message first, or use a "
+            "template that marks answers with {% generation %} ... {% endgeneration %}: "
+            + "; ".join(documents.where(index) for index in wrong[:MAX_PROBLEMS])
+            + more
+        )
+
+
+def _text(tokenizer: Any, begin: list[int], record: dict[str, Any]) -> Tokenized:
+    tokens = tokenizer(record["text"], add_special_tokens=False, verbose=False)["input_ids"]
+    whole = np.asarray([*begin, *tokens, tokenizer.eos_token_id], np.int32)
+    return whole, np.ones(len(whole), bool), record["document"]
+
+
+def _chat(documents: Documents, tokenizer: Any, record: dict[str, Any]) -> Tokenized:
+    index = record["document"]
+    try:
+        tokens, trained = chat_tokens(tokenizer, record["messages"], record.get("tools"))
+    except ValueError as error:
+        raise ValueError(f"{documents.where(index)}: {error}") from error
+    if not trained[1:].any():
+        raise ValueError(f"{documents.where(index)}: the chat template leaves no token of the assistant to learn from")
+    return tokens, trained, index
