@@ -7,7 +7,10 @@ import sys
 
 import pytest
 
-PACKAGES = ("", ".config", ".cost", ".generation", ".kernels", ".parallel", ".parallel.expert", ".train")
+PACKAGES = [
+    *("", ".checkpoint", ".config", ".cost", ".generation", ".kernels", ".layers", ".models", ".parallel", ".parallel.expert"),
+    ".train",
+]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

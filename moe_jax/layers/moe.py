@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.experts import experts_mlp
@@ -47,7 +48,7 @@ class MoE(nnx.Module):
         shared_intermediate_size: int = 0,
         stddev: float = 0.02,
         stack: tuple[int, ...] = (),
-        param_dtype=jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         options: dict[str, Any] = dict(stddev=stddev, stack=stack, param_dtype=param_dtype, rngs=rngs)
@@ -138,7 +139,7 @@ class Experts(nnx.Module):
         *,
         stddev: float = 0.02,
         stack: tuple[int, ...] = (),
-        param_dtype=jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         gate_up_shape = (*stack, num_experts, 2 * moe_intermediate_size, hidden_size)

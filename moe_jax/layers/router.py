@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.precision import at_least_f32
@@ -80,7 +81,7 @@ class Router(nnx.Module):
         norm_topk_prob: bool,
         stddev: float = 0.02,
         stack: tuple[int, ...] = (),
-        param_dtype=jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         self.weight = normal_parameter((*stack, num_experts, hidden_size), stddev, param_dtype, rngs)

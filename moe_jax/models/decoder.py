@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import ModelConfig, Stage
@@ -48,7 +49,9 @@ class Decoder(nnx.Module):
       source: the folder that the weights were read from, if any; `save_pretrained` passes its tokenizer files along.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype=jnp.float32, param_dtype=None, rngs: nnx.Rngs):
+    def __init__(
+        self, config: ModelConfig, *, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike | None = None, rngs: nnx.Rngs
+    ):
         param_dtype = dtype if param_dtype is None else param_dtype
         self.config = config
         self.dtype = jnp.dtype(dtype)
