@@ -335,7 +335,7 @@ def _collect(hidden, routings: list[Routing], valid, sequences: Sequences | None
         memory = replace(memory, written=jnp.asarray(memory.length + valid.shape[1], jnp.int32))
     joined = jax.tree.map(lambda *layers: jnp.concatenate(layers), *(routings or [_of_no_layer(valid.size)]))
     sums = joined._asdict()
-    del sums["weights"], sums["experts"]
+    del sums["weights"], sums["experts"], sums["num_tokens"]
     stats = RouterStatistics(
         **sums,
         num_tokens=valid.sum().astype(jnp.float32),
