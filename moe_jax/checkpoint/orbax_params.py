@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from orbax.checkpoint import v1 as ocp
 
 from moe_jax.checkpoint.companions import Companions
@@ -37,7 +38,9 @@ def save_orbax(model: Decoder, folder: str | Path, *, tokenizer_from: str | Path
             companions.write(target)
 
 
-def load_orbax(folder: str | Path, *, dtype=jnp.bfloat16, param_dtype=None, mesh: Mesh | None = None) -> Decoder:
+def load_orbax(
+    folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16, param_dtype: DTypeLike | None = None, mesh: Mesh | None = None
+) -> Decoder:
     """The model that `save_orbax` wrote; arguments as in `hf_load.from_pretrained`, any mesh whatever it was written from.
 
     Raises:
