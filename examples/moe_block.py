@@ -11,7 +11,7 @@ import optax
 import tyro
 from flax import nnx
 
-from moe_jax.layers.moe import MoE
+from moe_jax.layers import MoE, load_balancing_loss
 
 
 @dataclass
@@ -38,12 +38,11 @@ class Classifier(nnx.Module):
 
 
 def loss_fn(model, points, labels):
-    """Cross entropy, and 0.01 of the load-balancing loss: experts * sum(share of tokens * mean probability)."""
+    """Cross entropy, and 0.01 of the load-balancing loss, which keeps all experts in use."""
     logits, routing = model(points)
     cross_entropy = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-    share, probability = routing.expert_load / len(points), routing.probability_sum / len(points)
-    balance = 8 * jnp.sum(share * probability)
-    return cross_entropy + 0.01 * balance, (jnp.mean(logits.argmax(-1) == labels), routing.expert_load)
+    loss = cross_entropy + 0.01 * load_balancing_loss(routing)
+    return loss, (jnp.mean(logits.argmax(-1) == labels), routing.expert_load)
 
 
 def main(settings: Settings) -> float:

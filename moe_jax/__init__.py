@@ -1,23 +1,39 @@
 """Mixture-of-Experts language models in JAX: load from Hugging Face, fine-tune, generate, write back."""
 
-from moe_jax import kernels, parallel, train
-from moe_jax.checkpoint.hf_load import from_pretrained
-from moe_jax.config import DeepseekV2Config, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig, load_config
-from moe_jax.generation import generate
-from moe_jax.models.auto import from_config
+from typing import TYPE_CHECKING
+
+from moe_jax.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from moe_jax import checkpoint, config, generation, kernels, layers, models, parallel, train
+    from moe_jax.checkpoint.hf_load import from_pretrained
+    from moe_jax.checkpoint.tokenizer import load_tokenizer
+    from moe_jax.config import DeepseekV2Config, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig, load_config
+    from moe_jax.generation import generate
+    from moe_jax.layers.moe import MoE
+    from moe_jax.models.auto import from_config
 
 __all__ = [
     "DeepseekV2Config",
     "DeepseekV3Config",
+    "MoE",
     "Qwen3Config",
     "Qwen3MoeConfig",
+    "checkpoint",
+    "config",
     "from_config",
     "from_pretrained",
     "generate",
+    "generation",
     "kernels",
+    "layers",
     "load_config",
+    "load_tokenizer",
+    "models",
     "parallel",
     "train",
 ]
 
 __version__ = "0.1.0"
+
+export_lazily(__name__)

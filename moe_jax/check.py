@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
 from moe_jax.checkpoint.hf_names import hf_tensors
@@ -57,7 +58,12 @@ class CheckReport:
 
 
 def check_checkpoint(
-    path: str | Path, prompt: str, *, dtype=jnp.bfloat16, devices: Sequence[jax.Device] | None = None, repeats: int = 5
+    path: str | Path,
+    prompt: str,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    devices: Sequence[jax.Device] | None = None,
+    repeats: int = 5,
 ) -> CheckReport:
     """Checks a Hugging Face folder or hub id on a prompt, with the special tokens that its tokenizer adds to a text.
 
@@ -84,7 +90,7 @@ def check_random(
     config: ModelConfig,
     num_tokens: int,
     *,
-    dtype=jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     devices: Sequence[jax.Device] | None = None,
     seed: int = 0,
     repeats: int = 5,
@@ -163,7 +169,9 @@ def format_report(report: CheckReport) -> str:
     )
 
 
-def random_model(config: ModelConfig, dtype, seed: int = 0, *, param_dtype=None, mesh: Mesh | None = None) -> Decoder:
+def random_model(
+    config: ModelConfig, dtype: DTypeLike, seed: int = 0, *, param_dtype: DTypeLike | None = None, mesh: Mesh | None = None
+) -> Decoder:
     """Random weights made where they lie, one layer of one parameter at a time: no f32 copy of a large one exists.
 
     Args:
@@ -200,7 +208,7 @@ def _mesh(devices: Sequence[jax.Device] | None, config: ModelConfig) -> Mesh | N
     return None if devices is None else generation_mesh(devices, config)
 
 
-def _normal(key, shape, stddev, dtype, place):
+def _normal(key, shape, stddev, dtype: DTypeLike, place):
     def draw(key, shape):
         return jax.random.normal(key, shape, dtype) * jnp.asarray(stddev, dtype)
 

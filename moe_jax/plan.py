@@ -9,8 +9,8 @@ from moe_jax.cost import Prediction, Run, predict
 from moe_jax.cost.run import BYTES
 from moe_jax.flops import num_parameters
 from moe_jax.layers.stack import Remat
+from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.parallel.machine import H200, Machine
-from moe_jax.parallel.mesh import MESH_AXES, MeshShape
 
 KINDS = {
     "computing": ("experts", "projections", "attention", "loss", "overhead"),

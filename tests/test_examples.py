@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,8 @@ def checkpoint(tmp_path):
 
 
 def test_every_example_has_a_test():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"finetune", "finetune_30b", "moe_block", "convert"}
+    stems = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert stems == {"convert", "finetune", "finetune_30b", "moe_block", "moe_block_sharded"}
 
 
 def test_finetune(checkpoint, tmp_path, capsys):
@@ -52,6 +55,12 @@ def test_finetune_30b_with_the_recipe_on_a_small_checkpoint(checkpoint, tmp_path
 def test_moe_block_learns():
     example = load("moe_block")
     assert example.main(example.Settings(steps=120)) > 0.75
+
+
+def test_moe_block_sharded_has_the_losses_of_one_device():
+    command = [sys.executable, str(EXAMPLES / "moe_block_sharded.py"), "--steps", "3"]
+    one, eight = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert one.startswith("1 device(s): loss 1.") and eight == one.replace("1 device", "8 device", 1)
 
 
 def test_convert(checkpoint, tmp_path, capsys):

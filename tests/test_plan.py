@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moe_jax.cli import main
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import Run, predict
-from moe_jax.parallel.mesh import MeshShape
+from moe_jax.parallel.choices import MeshShape
 from moe_jax.plan import KINDS, flags, format_plan, how_to_train, meshes, plan
 
 DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]

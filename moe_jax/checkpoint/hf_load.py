@@ -13,6 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from tqdm import tqdm
 
 from moe_jax.checkpoint.folders import previous_of
@@ -35,8 +36,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def from_pretrained(
     folder_or_hub_id: str | Path,
     *,
-    dtype=jnp.bfloat16,
-    param_dtype=None,
+    dtype: DTypeLike = jnp.bfloat16,
+    param_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     mtp: bool = True,
     progress: bool = True,

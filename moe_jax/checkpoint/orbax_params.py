@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from orbax.checkpoint import v1 as ocp
 
 from moe_jax.checkpoint.companions import Companions
@@ -21,7 +22,9 @@ from moe_jax.parallel.layout import parameter_sharding
 from moe_jax.parallel.processes import is_first_process
 
 
-def save_orbax(model: Decoder, folder: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
+def save_orbax(
+    model: Decoder, folder: str | Path, *, tokenizer_from: str | Path | None = None, chat_template: str | None = None
+) -> None:
     """Writes the parameters, config and tokenizer files; arguments and the folder's replacement as in `save_pretrained`.
 
     Raises:
@@ -30,14 +33,16 @@ def save_orbax(model: Decoder, folder: str | Path, *, tokenizer_from: str | Path
       ValueError: `folder` is a mount point, the current directory or holds it.
     """
     arrays = {_name(path): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
-    companions = Companions(model, tokenizer_from)
+    companions = Companions(model, tokenizer_from, chat_template)
     with replaced_folder(folder, companions.replaces) as target:
         ocp.save(target / "params", arrays)
         if is_first_process():
             companions.write(target)
 
 
-def load_orbax(folder: str | Path, *, dtype=jnp.bfloat16, param_dtype=None, mesh: Mesh | None = None) -> Decoder:
+def load_orbax(
+    folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16, param_dtype: DTypeLike | None = None, mesh: Mesh | None = None
+) -> Decoder:
     """The model that `save_orbax` wrote; arguments as in `hf_load.from_pretrained`, any mesh whatever it was written from.
 
     Raises:

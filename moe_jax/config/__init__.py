@@ -1,10 +1,15 @@
 """Model configurations with Hugging Face's field names: a file for each family, and reading and writing config.json."""
 
-from moe_jax.config.base import ModelConfig, RopeParameters, Stage
-from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config
-from moe_jax.config.hf_json import CONFIG_CLASSES, config_from_dict, config_to_dict, load_config
-from moe_jax.config.named import NAMED_CONFIGS
-from moe_jax.config.qwen3 import Qwen3Config, Qwen3MoeConfig
+from typing import TYPE_CHECKING
+
+from moe_jax.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from moe_jax.config.base import ModelConfig, RopeParameters, Stage
+    from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config
+    from moe_jax.config.hf_json import CONFIG_CLASSES, config_from_dict, config_to_dict, load_config
+    from moe_jax.config.named import NAMED_CONFIGS
+    from moe_jax.config.qwen3 import Qwen3Config, Qwen3MoeConfig
 
 __all__ = [
     "CONFIG_CLASSES",
@@ -20,3 +25,5 @@ __all__ = [
     "config_to_dict",
     "load_config",
 ]
+
+export_lazily(__name__)

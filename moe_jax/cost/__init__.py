@@ -1,6 +1,13 @@
 """A model of cost: how long a training step takes on a mesh, and how much memory it needs, before any GPU is asked for."""
 
-from moe_jax.cost.run import Run
-from moe_jax.cost.step import Prediction, predict
+from typing import TYPE_CHECKING
+
+from moe_jax.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from moe_jax.cost.run import Run
+    from moe_jax.cost.step import Prediction, predict
 
 __all__ = ["Prediction", "Run", "predict"]
+
+export_lazily(__name__)

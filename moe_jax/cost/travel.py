@@ -6,6 +6,7 @@ from typing import NamedTuple
 from moe_jax.cost.attention import expanded_elements, expansion_seconds, key_value_elements, travelling_elements
 from moe_jax.cost.layer import ELEMENT, Passes
 from moe_jax.cost.run import Run
+from moe_jax.parallel.choices import MESH_AXES
 from moe_jax.parallel.expert.settings import further_capacity
 from moe_jax.parallel.machine import (
     Machine,
@@ -15,7 +16,6 @@ from moe_jax.parallel.machine import (
     reduce_scatter_seconds,
     ring_hop_seconds,
 )
-from moe_jax.parallel.mesh import MESH_AXES
 
 OF_QUERIES = 0.4
 """The share of attention's backward pass that computes the gradients of queries."""

@@ -1,7 +1,14 @@
 """Text out of a model: sampling, decoding with a KV cache, and with drafts that the model checks."""
 
-from moe_jax.generation.devices import generation_mesh
-from moe_jax.generation.generate import generate
-from moe_jax.generation.speculative import Drafts, generate_with_drafts
+from typing import TYPE_CHECKING
+
+from moe_jax.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from moe_jax.generation.devices import generation_mesh
+    from moe_jax.generation.generate import generate
+    from moe_jax.generation.speculative import Drafts, generate_with_drafts
 
 __all__ = ["Drafts", "generate", "generate_with_drafts", "generation_mesh"]
+
+export_lazily(__name__)

@@ -1,8 +1,15 @@
 """Functions on arrays that the models are made of: no Flax, no mesh, no config."""
 
-from moe_jax.kernels.attention import attention
-from moe_jax.kernels.cross_entropy import cross_entropy
-from moe_jax.kernels.experts import Part, down, experts_mlp, experts_mlp_of_parts, gate_up
-from moe_jax.kernels.routing import Plan, plan
+from typing import TYPE_CHECKING
+
+from moe_jax.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from moe_jax.kernels.attention import attention
+    from moe_jax.kernels.cross_entropy import cross_entropy
+    from moe_jax.kernels.experts import Part, down, experts_mlp, experts_mlp_of_parts, gate_up
+    from moe_jax.kernels.routing import Plan, plan
 
 __all__ = ["Part", "Plan", "attention", "cross_entropy", "down", "experts_mlp", "experts_mlp_of_parts", "gate_up", "plan"]
+
+export_lazily(__name__)

@@ -1,1 +1,59 @@
 """Flax NNX modules that the models share; each takes and returns plain arrays."""
+
+from typing import TYPE_CHECKING
+
+from moe_jax.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from moe_jax.layers.attend import Attend
+    from moe_jax.layers.attention import Attention
+    from moe_jax.layers.balance import Sequences, move_bias
+    from moe_jax.layers.cache import KVCache
+    from moe_jax.layers.group_router import GroupRouter, GroupRule
+    from moe_jax.layers.gshard import drop_over_capacity, random_second_expert
+    from moe_jax.layers.latent_attention import LatentAttention
+    from moe_jax.layers.linear import Embedding, Linear
+    from moe_jax.layers.mlp import MLP
+    from moe_jax.layers.moe import Experts, MoE
+    from moe_jax.layers.norm import RMSNorm
+    from moe_jax.layers.router import (
+        ExpertBias,
+        Router,
+        RouterStatistics,
+        Routing,
+        load_balancing_loss,
+        load_balancing_loss_per_layer,
+        router_z_loss,
+        sequence_balance_loss,
+        sum_over_mesh,
+    )
+
+__all__ = [
+    "MLP",
+    "Attend",
+    "Attention",
+    "Embedding",
+    "ExpertBias",
+    "Experts",
+    "GroupRouter",
+    "GroupRule",
+    "KVCache",
+    "LatentAttention",
+    "Linear",
+    "MoE",
+    "RMSNorm",
+    "Router",
+    "RouterStatistics",
+    "Routing",
+    "Sequences",
+    "drop_over_capacity",
+    "load_balancing_loss",
+    "load_balancing_loss_per_layer",
+    "move_bias",
+    "random_second_expert",
+    "router_z_loss",
+    "sequence_balance_loss",
+    "sum_over_mesh",
+]
+
+export_lazily(__name__)

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.config import Qwen3Config
@@ -15,7 +16,9 @@ from moe_jax.layers.rope import apply_rope
 class Attention(nnx.Module):
     """o_proj(attend(rope(q_norm(q_proj x)), rope(k_norm(k_proj x)), v_proj x))."""
 
-    def __init__(self, config: Qwen3Config, *, stack: tuple[int, ...] = (), param_dtype=jnp.float32, rngs: nnx.Rngs):
+    def __init__(
+        self, config: Qwen3Config, *, stack: tuple[int, ...] = (), param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
+    ):
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
 

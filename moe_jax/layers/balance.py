@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from moe_jax.layers.segments import segment_positions
@@ -66,7 +67,7 @@ class Sequences:
         sums = jnp.zeros((slots, num_experts), jnp.int32).at[self.first_token[:, None], experts].add(counted)
         return _over_devices(sums, self.axis_name)[self.first_token]
 
-    def share(self, dtype) -> Float[Array, "tokens"]:
+    def share(self, dtype: DTypeLike) -> Float[Array, "tokens"]:
         """1 / length, 0 for padding: they sum to the number of documents."""
         return jnp.where(self.length > 0, 1 / jnp.maximum(self.length, 1).astype(dtype), 0)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig
@@ -48,12 +49,12 @@ class KVCache:
 
         return replace(self, kept=tuple(map(put, self.kept, kept)))
 
-    def read(self, layer: Int[Array, ""], dtype) -> tuple[Float[Array, "batch max_length ..."], ...]:
+    def read(self, layer: Int[Array, ""], dtype: DTypeLike) -> tuple[Float[Array, "batch max_length ..."], ...]:
         """All rows of the layer."""
         return tuple(lax.dynamic_index_in_dim(a, layer, keepdims=False).astype(dtype) for a in self.kept)
 
 
-def init_cache(config: ModelConfig, batch: int, max_length: int, dtype) -> KVCache:
+def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLike) -> KVCache:
     """An empty cache: layers * batch * max_length * (the sum of the sizes of `config.cache_shapes`) numbers of `dtype`."""
     rows = config.num_hidden_layers, batch, max_length
     kept = tuple(jnp.zeros((*rows, *shape), dtype) for shape in config.cache_shapes)

@@ -9,6 +9,7 @@ from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.config import DeepseekV3Config
@@ -39,7 +40,9 @@ class LatentAttention(nnx.Module):
     see each other alone are expanded: absorbing costs as much for each query as expanding for each key, and leaves wider heads.
     """
 
-    def __init__(self, config: DeepseekV3Config, *, stack: tuple[int, ...] = (), param_dtype=jnp.float32, rngs: nnx.Rngs):
+    def __init__(
+        self, config: DeepseekV3Config, *, stack: tuple[int, ...] = (), param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
+    ):
         heads, rope_dim = config.num_attention_heads, config.qk_rope_head_dim
 
         def linear(in_features: int, out_features: int, use_bias: bool = False) -> Linear:

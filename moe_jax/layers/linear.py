@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 
@@ -25,7 +26,7 @@ class Linear(nnx.Module):
         use_bias: bool = False,
         stddev: float = 0.02,
         stack: tuple[int, ...] = (),
-        param_dtype=jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         self.weight = normal_parameter((*stack, out_features, in_features), stddev, param_dtype, rngs)
@@ -42,16 +43,18 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """Rows of a table [vocab, hidden], chosen by token id. An id outside the table gives NaN, never another token's row."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, stddev: float = 0.02, param_dtype=jnp.float32, rngs: nnx.Rngs):
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, stddev: float = 0.02, param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
+    ):
         self.weight = normal_parameter((vocab_size, hidden_size), stddev, param_dtype, rngs)
 
-    def __call__(self, tokens: Int[Array, "batch seq"], dtype) -> Float[Array, "batch seq hidden"]:
+    def __call__(self, tokens: Int[Array, "batch seq"], dtype: DTypeLike) -> Float[Array, "batch seq hidden"]:
         """The tokens' rows as `dtype`."""
         # `jnp.take` would count negative ids, such as a label's -100, from the table's end.
         rows = self.weight[...].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         return rows.astype(dtype)
 
 
-def normal_parameter(shape: tuple[int, ...], stddev: float, dtype, rngs: nnx.Rngs) -> nnx.Param:
+def normal_parameter(shape: tuple[int, ...], stddev: float, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Param:
     """A parameter drawn from N(0, stddev^2), made in `dtype` itself so that no f32 copy of a large one exists."""
     return nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(stddev, dtype))

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.layers.linear import Linear
@@ -18,7 +19,7 @@ class MLP(nnx.Module):
         *,
         stddev: float = 0.02,
         stack: tuple[int, ...] = (),
-        param_dtype=jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         def linear(in_features: int, out_features: int) -> Linear:

@@ -1,11 +1,13 @@
 """The sparse feed-forward block: a router, experts of which each token uses k, and experts that all tokens share."""
 
 import functools
+import math
 import operator
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.experts import experts_mlp
@@ -31,8 +33,11 @@ class MoE(nnx.Module):
 
     Usable by itself in any Flax NNX model:
 
-        moe = MoE(512, 256, num_experts=16, num_experts_per_tok=4, norm_topk_prob=True, rngs=nnx.Rngs(0))
-        y, routing = moe(x)                                   # x [tokens, 512]
+        moe = MoE(512, 256, num_experts=16, num_experts_per_tok=4, rngs=nnx.Rngs(0))
+        y, routing = moe(x)                                   # x [..., 512], as [batch, seq, 512]
+        loss = task_loss(y) + 0.01 * load_balancing_loss(routing)
+
+    examples/moe_block.py and, over several devices, examples/moe_block_sharded.py are whole programs.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class MoE(nnx.Module):
         shared_intermediate_size: int = 0,
         stddev: float = 0.02,
         stack: tuple[int, ...] = (),
-        param_dtype=jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         options: dict[str, Any] = dict(stddev=stddev, stack=stack, param_dtype=param_dtype, rngs=rngs)
@@ -59,24 +64,35 @@ class MoE(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "tokens hidden"],
-        valid: Bool[Array, "tokens"] | None = None,
+        x: Float[Array, "*batch hidden"],
+        valid: Bool[Array, "*batch"] | None = None,
         *,
-        expert_ids: Int[Array, "tokens k"] | None = None,
+        expert_ids: Int[Array, "*batch k"] | None = None,
         force_balanced: bool = False,
         expert_parallel: ExpertParallel | None = None,
         sequences: Sequences | None = None,
-    ) -> tuple[Float[Array, "tokens hidden"], Routing]:
-        """Returns y in x's dtype and the routing; `valid`, `expert_ids`, `force_balanced` and `sequences` as in `Router`.
+    ) -> tuple[Float[Array, "*batch hidden"], Routing]:
+        """Returns y in x's dtype and the routing of x's tokens in one row; other arguments as in `Router`.
+
+        `valid` and `expert_ids` have the leading axes of x, or one axis of all tokens, as `routing.experts` has.
 
         With `expert_parallel` the call stands inside a `jax.shard_map` over its axis: x are this device's tokens, the router
         is whole, `experts` holds this device's part of the experts, and the routing's sums are of this device's tokens. Tokens
         that are not valid go to no expert there and leave the room to the others; their y is that of the shared experts alone.
 
         Raises:
-          ValueError: `experts` that are not as many as the router's, on all devices of the axis together.
+          ValueError: an x whose last axis is not the block's hidden size, a `valid` or `expert_ids` that does not fit x, or
+            `experts` that are not as many as the router's, on all devices of the axis together.
           NameError: with `expert_parallel`, outside `shard_map` or in one whose mesh lacks the axis.
         """
+        hidden = self.experts.gate_up_proj.shape[-1]
+        if x.ndim == 0 or x.shape[-1] != hidden:
+            raise ValueError(f"x must have shape [..., hidden] with hidden={hidden}; got {list(x.shape)}")
+        leading, x = x.shape[:-1], x.reshape(-1, hidden)
+        if valid is not None:
+            valid = _of_tokens("valid", valid, leading, ())
+        if expert_ids is not None:
+            expert_ids = _of_tokens("expert_ids", expert_ids, leading, (self.router.num_experts_per_tok,))
         routing = self.router(x, valid, expert_ids=expert_ids, force_balanced=force_balanced, sequences=sequences)
         self._check_experts(len(routing.expert_load), expert_parallel)
         if expert_parallel is None:
@@ -89,7 +105,9 @@ class MoE(nnx.Module):
             y, exchange = expert_parallel_mlp(x, *weights, routing.weights, experts, expert_parallel)
             # As the tokens vary over the mesh, also what devices agree on: a sum over the mesh takes one type of all.
             routing = routing._replace(**vary_as(exchange, x)._asdict())
-        return y if self.shared_experts is None else y + self.shared_experts(x), routing
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(x)
+        return y.reshape(*leading, hidden), routing
 
     def _check_experts(self, num_experts: int, expert_parallel: ExpertParallel | None) -> None:
         if expert_parallel is not None and self.experts.totals is not None:
@@ -103,6 +121,14 @@ class MoE(nnx.Module):
                 f"the router chooses among {num_experts} experts; {how}, {devices} x {held} are there: expert_parallel must "
                 "name the mesh axis over which the experts are split, and be None where each device holds them all"
             )
+
+
+def _of_tokens(name: str, array: Array, leading: tuple[int, ...], own_axes: tuple[int, ...]) -> Array:
+    """The array with one axis of tokens in place of `leading`, the leading axes of x."""
+    tokens = (math.prod(leading),)
+    if array.shape not in (leading + own_axes, tokens + own_axes):
+        raise ValueError(f"{name} must have shape {[*leading, *own_axes]} for this x; got {list(array.shape)}")
+    return array.reshape(tokens + own_axes)
 
 
 class GradientTotal(nnx.Variable):
@@ -138,7 +164,7 @@ class Experts(nnx.Module):
         *,
         stddev: float = 0.02,
         stack: tuple[int, ...] = (),
-        param_dtype=jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         gate_up_shape = (*stack, num_experts, 2 * moe_intermediate_size, hidden_size)

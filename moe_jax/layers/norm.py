@@ -5,13 +5,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
 class RMSNorm(nnx.Module):
     """y = w * x / sqrt(mean(x^2) + eps) over the last axis; the mean and the division in f32, the result in x's dtype."""
 
-    def __init__(self, size: int, *, eps: float, stack: tuple[int, ...] = (), param_dtype=jnp.float32):
+    def __init__(self, size: int, *, eps: float, stack: tuple[int, ...] = (), param_dtype: DTypeLike = jnp.float32):
         self.weight = nnx.Param(jnp.ones((*stack, size), param_dtype))
         self.eps = eps
 

@@ -11,9 +11,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.precision import at_least_f32
+from moe_jax.kernels.varying import vary_alike, vary_as
 from moe_jax.layers.balance import Sequences, sequence_balance
 from moe_jax.layers.linear import normal_parameter
 
@@ -49,7 +51,10 @@ class RouterStatistics:
 
 
 class Routing(NamedTuple):
-    """One layer's routing: weights f32 and experts int32 [tokens, k], and the layer's sums for RouterStatistics."""
+    """One layer's routing: weights f32 and experts int32 [tokens, k], and the layer's sums for RouterStatistics.
+
+    `load_balancing_loss`, `router_z_loss` and the other losses here take it as they take RouterStatistics.
+    """
 
     weights: Float[Array, "tokens k"]
     experts: Int[Array, "tokens k"]
@@ -61,6 +66,7 @@ class Routing(NamedTuple):
     num_shadows: Int[Array, ""]
     entropy_sum: Float[Array, ""]
     sequence_balance_sum: Float[Array, ""]
+    num_tokens: Float[Array, ""]
 
 
 class ExpertBias(nnx.Variable):
@@ -80,7 +86,7 @@ class Router(nnx.Module):
         norm_topk_prob: bool,
         stddev: float = 0.02,
         stack: tuple[int, ...] = (),
-        param_dtype=jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         self.weight = normal_parameter((*stack, num_experts, hidden_size), stddev, param_dtype, rngs)
@@ -162,6 +168,7 @@ def with_statistics(
         num_shadows=jnp.zeros((), jnp.int32),
         entropy_sum=entropy,
         sequence_balance_sum=balance,
+        num_tokens=vary_as(valid.sum().astype(jnp.float32), logits),
     )
 
 
@@ -179,30 +186,43 @@ def sum_over_mesh(stats: RouterStatistics, axis_names: str | tuple[str, ...]) ->
     return jax.tree.map(lambda a: jax.lax.psum(a, axis_names), stats)
 
 
-def load_balancing_loss(stats: RouterStatistics) -> Float[Array, ""]:
+def load_balancing_loss(routing: Routing | RouterStatistics, *, mesh_axes: str | tuple[str, ...] = ()) -> Float[Array, ""]:
     """E * sum_e f_e P_e with f and P averaged over the tokens of all layers together, as transformers computes it.
 
     f_e counts all k choices of a token, so a perfectly even load gives k, not 1.
+
+    Args:
+      routing: one layer's, as `MoE` returns it, or a model's (`ModelOutput.router`).
+      mesh_axes: inside `jax.shard_map`, the mesh axes over which tokens are split: the loss is of the tokens of all devices.
     """
-    layers, experts = stats.expert_load.shape
+    expert_load, probability_sum, num_tokens = _sums(routing, mesh_axes, "expert_load", "probability_sum")
+    layers, experts = expert_load.shape
     if layers == 0:
         return jnp.zeros((), jnp.float32)
-    rows = jnp.maximum(stats.num_tokens, 1) * layers
-    fraction = stats.expert_load.sum(axis=0).astype(stats.probability_sum.dtype) / rows
-    return experts * jnp.sum(fraction * (stats.probability_sum.sum(axis=0) / rows))
+    rows = num_tokens * layers
+    fraction = expert_load.sum(axis=0).astype(probability_sum.dtype) / rows
+    return experts * jnp.sum(fraction * (probability_sum.sum(axis=0) / rows))
 
 
-def load_balancing_loss_per_layer(stats: RouterStatistics) -> Float[Array, "layers"]:
-    """E * sum_e f_e P_e of each layer by itself: shows, and can prevent, the collapse of one layer that the mean hides."""
-    rows = jnp.maximum(stats.num_tokens, 1)
-    fraction = stats.expert_load.astype(stats.probability_sum.dtype) / rows
-    return stats.expert_load.shape[1] * jnp.sum(fraction * stats.probability_sum / rows, axis=-1)
+def load_balancing_loss_per_layer(
+    routing: Routing | RouterStatistics, *, mesh_axes: str | tuple[str, ...] = ()
+) -> Float[Array, "layers"]:
+    """E * sum_e f_e P_e of each layer by itself: shows, and can prevent, the collapse of one layer that the mean hides.
+
+    Arguments as in `load_balancing_loss`.
+    """
+    expert_load, probability_sum, num_tokens = _sums(routing, mesh_axes, "expert_load", "probability_sum")
+    fraction = expert_load.astype(probability_sum.dtype) / num_tokens
+    return expert_load.shape[1] * jnp.sum(fraction * probability_sum / num_tokens, axis=-1)
 
 
-def router_z_loss(stats: RouterStatistics) -> Float[Array, ""]:
-    """The mean of logsumexp(logits)^2 over valid tokens and layers: keeps the logits small."""
-    layers = stats.z_loss_sum.shape[0]
-    return stats.z_loss_sum.sum() / (jnp.maximum(stats.num_tokens, 1) * max(layers, 1))
+def router_z_loss(routing: Routing | RouterStatistics, *, mesh_axes: str | tuple[str, ...] = ()) -> Float[Array, ""]:
+    """The mean of logsumexp(logits)^2 over valid tokens and layers: keeps the logits small.
+
+    Arguments as in `load_balancing_loss`.
+    """
+    z_loss_sum, num_tokens = _sums(routing, mesh_axes, "z_loss_sum")
+    return z_loss_sum.sum() / (num_tokens * max(len(z_loss_sum), 1))
 
 
 def sequence_balance_loss(stats: RouterStatistics) -> Float[Array, ""]:
@@ -212,3 +232,14 @@ def sequence_balance_loss(stats: RouterStatistics) -> Float[Array, ""]:
     number of layers. 0 if the model was not asked for `sequence_balance`.
     """
     return stats.sequence_balance_sum.sum() / jnp.maximum(stats.num_sequences, 1)
+
+
+def _sums(routing: Routing | RouterStatistics, mesh_axes: str | tuple[str, ...], *names: str) -> list[Array]:
+    """The named sums [layers, ...] and the number of tokens, at least 1, over all devices along `mesh_axes`."""
+    sums = [getattr(routing, name) for name in names]
+    if isinstance(routing, Routing):
+        sums = [of_layer[None] for of_layer in sums]
+    *sums, num_tokens = vary_alike([*sums, routing.num_tokens])
+    if mesh_axes:
+        *sums, num_tokens = jax.lax.psum([*sums, num_tokens], mesh_axes)
+    return [*sums, jnp.maximum(num_tokens, 1)]

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from moe_jax.config import ModelConfig
 from moe_jax.models.decoder import Decoder
@@ -17,6 +18,8 @@ MODEL_CLASSES: dict[str, type[Decoder]] = {
 }
 
 
-def from_config(config: ModelConfig, *, dtype=jnp.float32, param_dtype=None, rngs: nnx.Rngs) -> Decoder:
+def from_config(
+    config: ModelConfig, *, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike | None = None, rngs: nnx.Rngs
+) -> Decoder:
     """A randomly initialised model of the config's architecture; arguments as in `Decoder`."""
     return MODEL_CLASSES[config.model_type](config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)

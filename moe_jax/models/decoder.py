@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import ModelConfig, Stage
@@ -48,7 +49,9 @@ class Decoder(nnx.Module):
       source: the folder that the weights were read from, if any; `save_pretrained` passes its tokenizer files along.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype=jnp.float32, param_dtype=None, rngs: nnx.Rngs):
+    def __init__(
+        self, config: ModelConfig, *, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike | None = None, rngs: nnx.Rngs
+    ):
         param_dtype = dtype if param_dtype is None else param_dtype
         self.config = config
         self.dtype = jnp.dtype(dtype)
@@ -334,7 +337,7 @@ def _collect(hidden, routings: list[Routing], valid, sequences: Sequences | None
         memory = replace(memory, written=jnp.asarray(memory.length + valid.shape[1], jnp.int32))
     joined = jax.tree.map(lambda *layers: jnp.concatenate(layers), *(routings or [_of_no_layer(valid.size)]))
     sums = joined._asdict()
-    del sums["weights"], sums["experts"]
+    del sums["weights"], sums["experts"], sums["num_tokens"]
     stats = RouterStatistics(
         **sums,
         num_tokens=valid.sum().astype(jnp.float32),

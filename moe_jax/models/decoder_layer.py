@@ -4,6 +4,7 @@ from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.config import ModelConfig
@@ -22,7 +23,7 @@ class DecoderLayer(nnx.Module):
         attention: nnx.Module,
         *,
         stack: tuple[int, ...] = (),
-        param_dtype=jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
     ):
         norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, stack=stack, param_dtype=param_dtype)
         self.input_layernorm = norm()

@@ -10,6 +10,7 @@ from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.config import ModelConfig
@@ -26,7 +27,13 @@ class TokenPredictor(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, block: nnx.Module, *, stack: tuple[int, ...] = (), param_dtype=jnp.float32, rngs: nnx.Rngs
+        self,
+        config: ModelConfig,
+        block: nnx.Module,
+        *,
+        stack: tuple[int, ...] = (),
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
     ):
         norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, stack=stack, param_dtype=param_dtype)
         self.enorm = norm()

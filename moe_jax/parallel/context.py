@@ -27,7 +27,7 @@ from moe_jax.kernels import partial_attention
 from moe_jax.kernels.attention import attention, resolve_attention_backend
 from moe_jax.kernels.flash_attention import refusal
 from moe_jax.kernels.varying import vary_alike
-from moe_jax.parallel.hops import Hops
+from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.mesh import axis_size
 from moe_jax.parallel.ring import Expand, Kept, Ring, as_dtypes_of, gradients_of_kept, keys_and_values, ring_attention
 from moe_jax.parallel.sequence import Layout, shard_sequence, token_indices, unshard_sequence

@@ -18,8 +18,8 @@ from jaxtyping import Array
 
 from moe_jax.kernels.precision import widened
 from moe_jax.kernels.varying import varying_axes
+from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.direct import add_contributions, join_parts, send_contributions, send_part
-from moe_jax.parallel.hops import Hops
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec
 from moe_jax.parallel.sums import sum_scatter
 

@@ -6,15 +6,13 @@ them: rings of attention, exchanges with experts and gathers were all faster so 
 GPUs of one process alone. Which of the two it makes is an option of the program it compiles.
 """
 
-from typing import Literal, get_args
+from typing import get_args
 
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from moe_jax.parallel.mesh import MESH_AXES
-
-Hops = Literal["nccl", "copies"]
+from moe_jax.parallel.choices import MESH_AXES, Hops
 
 COPIES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 """Options of `jax.jit`: each `ppermute` is a copy."""

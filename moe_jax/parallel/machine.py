@@ -6,7 +6,7 @@ layers and losses. The two that were fitted to whole training steps, and the fou
 
 from dataclasses import dataclass
 
-from moe_jax.parallel.mesh import MESH_AXES, MeshShape
+from moe_jax.parallel.choices import MESH_AXES, MeshShape
 
 Axes = tuple[str, ...]
 

@@ -1,28 +1,11 @@
 """The device mesh: named axes in one order, whichever of them a job uses."""
 
 import math
-from dataclasses import astuple, dataclass
 
 import jax
 from jax import lax
 
-MESH_AXES = ("data", "fsdp", "expert", "context")
-"""data: batch split, parameters whole. fsdp: batch and parameters split. expert: experts split. context: sequences split."""
-
-
-@dataclass(frozen=True)
-class MeshShape:
-    """How many devices stand along each axis of a mesh: `make_mesh(**asdict(shape))`."""
-
-    data: int = 1
-    fsdp: int = 1
-    expert: int = 1
-    context: int = 1
-
-    @property
-    def size(self) -> int:
-        """Devices in all."""
-        return math.prod(astuple(self))
+from moe_jax.parallel.choices import MESH_AXES
 
 
 def make_mesh(

@@ -29,7 +29,8 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels import partial_attention
 from moe_jax.kernels.precision import widened
-from moe_jax.parallel.hops import Hops, hop
+from moe_jax.parallel.choices import Hops
+from moe_jax.parallel.hops import hop
 from moe_jax.parallel.sequence import Layout, join_in_order, split_in_order, token_indices, tokens_before
 
 Kept = tuple[Float[Array, "batch seq ..."], ...]

@@ -1,15 +1,21 @@
 """Training: the loss, the optimizer, the step, the data, and the loop that ties them; each usable alone."""
 
-from moe_jax.train.data import batches, load_tokenizer, open_documents
-from moe_jax.train.data.survey import Survey, survey
-from moe_jax.train.dry_run import dry_run
-from moe_jax.train.evaluate import make_evaluation
-from moe_jax.train.finetune import FinetuneResult, finetune
-from moe_jax.train.loss import loss
-from moe_jax.train.model_of_run import model_of_run
-from moe_jax.train.optimizer import make_optimizer, warmup_cosine
-from moe_jax.train.settings import FinetuneSettings
-from moe_jax.train.step import TrainState, init_state, make_train_step, put_batch
+from typing import TYPE_CHECKING
+
+from moe_jax.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from moe_jax.checkpoint.tokenizer import load_tokenizer
+    from moe_jax.train.data import batches, open_documents
+    from moe_jax.train.data.survey import Survey, survey
+    from moe_jax.train.dry_run import dry_run
+    from moe_jax.train.evaluate import make_evaluation
+    from moe_jax.train.finetune import FinetuneResult, finetune
+    from moe_jax.train.loss import loss
+    from moe_jax.train.model_of_run import model_of_run
+    from moe_jax.train.optimizer import make_optimizer, warmup_cosine
+    from moe_jax.train.settings import FinetuneSettings
+    from moe_jax.train.step import TrainState, init_state, make_train_step, put_batch
 
 __all__ = [
     "FinetuneResult",
@@ -31,3 +37,5 @@ __all__ = [
     "survey",
     "warmup_cosine",
 ]
+
+export_lazily(__name__)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.config import config_from_dict
@@ -18,7 +19,12 @@ from moe_jax.train.rebalance import Places, move_experts
 
 
 def model_of_run(
-    run: str | Path, *, step: int | None = None, dtype=jnp.bfloat16, param_dtype=None, mesh: Mesh | None = None
+    run: str | Path,
+    *,
+    step: int | None = None,
+    dtype: DTypeLike = jnp.bfloat16,
+    param_dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
 ) -> Decoder:
     """The model as the checkpoint of `step` has it; its optimizer's state is not read.
 

@@ -15,17 +15,19 @@ from moe_jax.checkpoint.companions import tokenizer_files
 from moe_jax.checkpoint.fingerprint import weights_fingerprint
 from moe_jax.checkpoint.folders import check_replaceable
 from moe_jax.checkpoint.hf_load import read_config
+from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
 from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.expert.placement import balanced_order
 from moe_jax.parallel.hops import default_hops
 from moe_jax.parallel.layout import mesh_of
-from moe_jax.parallel.mesh import MESH_AXES, MeshShape, make_mesh
+from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.processes import is_first_process, require_shared, unlike_the_first
-from moe_jax.train.data import Batches, Documents, batches, load_tokenizer, open_documents, tokenizer_fingerprint
+from moe_jax.train.data import Batches, Documents, batches, open_documents, tokenizer_fingerprint
 from moe_jax.train.data.chat_templates import with_chat_template
 from moe_jax.train.data.survey import Survey, survey
 from moe_jax.train.identity import MODEL, same_run, values_of

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from moe_jax.checkpoint.folders import previous_of
+from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
 from moe_jax.parallel.expert.settings import ExpertParallel
-from moe_jax.parallel.hops import Hops
-from moe_jax.parallel.mesh import MESH_AXES, MeshShape
 from moe_jax.train.data.files import FORMATS
 
 DTYPES = ("bfloat16", "float32")
@@ -220,6 +218,9 @@ def _problems(settings: FinetuneSettings) -> list[str]:
 
 def _is_replaced(folder: Path, output: Path) -> bool:
     """Whether `folder` is the output folder, or lies in the folder of the trained model, which the run replaces at its end."""
+    # It asks JAX which process this is; settings are read without JAX.
+    from moe_jax.checkpoint.folders import previous_of
+
     model = (output / "model").resolve()
     return folder == output.resolve() or any(
         folder.is_relative_to(place) for place in (model, model.with_name(f".{model.name}.incomplete"), previous_of(model))

@@ -17,8 +17,8 @@ from moe_jax.cost.memory import memory_bytes
 from moe_jax.cost.step import layer_seconds, vocabulary_seconds
 from moe_jax.cost.travel import context_seconds, exchange_seconds
 from moe_jax.flops import num_parameters
+from moe_jax.parallel.choices import MeshShape
 from moe_jax.parallel.machine import H200
-from moe_jax.parallel.mesh import MeshShape
 
 QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
 DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]

@@ -19,9 +19,9 @@ from moe_jax.cost.travel import context_seconds, gather_seconds
 from moe_jax.flops import num_parameters, training_flops_per_token
 from moe_jax.models.auto import from_config
 from moe_jax.parallel import ExpertParallel, Parallelism, ShardedParameters
+from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.parallel.expert.mlp import _plan
 from moe_jax.parallel.machine import H200
-from moe_jax.parallel.mesh import MESH_AXES, MeshShape
 
 QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
 DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]

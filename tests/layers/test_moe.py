@@ -69,3 +69,26 @@ def test_experts_that_are_not_the_routers_are_refused():
         output_over_two_devices(half)
     with pytest.raises(ValueError, match="among 4 experts; with axis_name='expert', 2 x 4 are there: expert_parallel must"):
         output_over_two_devices(whole, expert_parallel=ExpertParallel())
+
+
+def test_leading_axes_of_x_come_back():
+    block = MoE(8, 16, 4, 2, shared_intermediate_size=8, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng()
+    x, valid = jnp.asarray(rng.normal(size=(2, 3, 8)), jnp.float32), jnp.asarray(rng.random((2, 3)) < 0.5)
+    y, routing = block(x, valid)
+    of_tokens, expected = block(x.reshape(6, 8), valid.reshape(6))
+    np.testing.assert_array_equal(y, of_tokens.reshape(2, 3, 8))
+    jax.tree.map(np.testing.assert_array_equal, routing, expected)
+    # The routing's own experts replay it, with x's leading axes or with one axis of tokens.
+    for replay in (routing.experts, routing.experts.reshape(2, 3, 2)):
+        np.testing.assert_array_equal(block(x, valid, expert_ids=replay)[0], y)
+
+
+def test_arguments_that_do_not_fit_are_named():
+    block = MoE(8, 16, 4, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"x must have shape \[\.\.\., hidden\] with hidden=8; got \[2, 3, 4\]"):
+        block(jnp.ones((2, 3, 4)))
+    with pytest.raises(ValueError, match=r"valid must have shape \[2, 3\] for this x; got \[3, 2\]"):
+        block(jnp.ones((2, 3, 8)), jnp.ones((3, 2), bool))
+    with pytest.raises(ValueError, match=r"expert_ids must have shape \[2, 3, 2\] for this x; got \[2, 3\]"):
+        block(jnp.ones((2, 3, 8)), expert_ids=jnp.ones((2, 3), int))

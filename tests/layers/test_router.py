@@ -30,7 +30,7 @@ def statistics(logits, k, valid):
 
 def stacked(layers: list[Routing], num_tokens) -> RouterStatistics:
     """The statistics of layers' routings."""
-    of_layers = set(Routing._fields) - {"weights", "experts"}
+    of_layers = set(Routing._fields) - {"weights", "experts", "num_tokens"}
     sums = {name: jnp.stack([getattr(layer, name) for layer in layers]) for name in of_layers}
     return RouterStatistics(**sums, num_tokens=jnp.float32(num_tokens), num_sequences=jnp.float32(0))
 
@@ -98,3 +98,13 @@ def test_balanced_ids_are_distinct_for_a_token_and_even_over_experts(tokens, k, 
     assert all(len(set(row)) == k for row in ids)
     load = np.bincount(ids.ravel(), minlength=experts)
     assert load.max() - load.min() <= 1
+
+
+def test_the_losses_take_one_layers_routing():
+    logits = jnp.asarray(np.random.default_rng().normal(size=(9, 5)), jnp.float32)
+    valid = jnp.arange(9) < 7
+    routing = route(logits, 2, True, valid)
+    stats = stacked([routing], 7)
+    for loss in (load_balancing_loss, load_balancing_loss_per_layer, router_z_loss):
+        np.testing.assert_allclose(loss(routing), loss(stats), rtol=1e-6)
+    assert float(route(logits, 2, True).num_tokens) == 9

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moe_jax.parallel import ExpertParallel
+from moe_jax.parallel.choices import MeshShape
 from moe_jax.parallel.machine import (
     H200,
     all_gather_seconds,
@@ -13,7 +14,6 @@ from moe_jax.parallel.machine import (
     reduce_scatter_seconds,
     ring_hop_seconds,
 )
-from moe_jax.parallel.mesh import MeshShape
 
 COLLECTIVES = [all_gather_seconds, all_reduce_seconds, all_to_all_seconds, reduce_scatter_seconds, ring_hop_seconds]
 AT_ONCE = replace(H200, latency=0.0, host_latency=0.0)

@@ -5,6 +5,7 @@ import json
 import pytest
 import tiny
 
+from moe_jax.cli import main
 from moe_jax.train import load_tokenizer
 from moe_jax.train.data.chat import chat_tokens
 from moe_jax.train.data.chat_templates import CHATML, with_chat_template
@@ -44,3 +45,15 @@ def test_it_is_the_one_template_of_the_saved_tokenizer(tmp_path):
     assert load_tokenizer(tmp_path / "old").chat_template == "old"
     assert load_tokenizer(tmp_path / "new").chat_template == CHATML
     assert "chat_template" not in json.loads((tmp_path / "new" / "tokenizer_config.json").read_text())
+
+
+def test_a_run_and_what_is_converted_of_it_have_the_template(tmp_path):
+    tiny.dense().save_pretrained(tmp_path / "base")
+    tiny.tokenizer(None).save_pretrained(tmp_path / "base")
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    paths = {"--model": tmp_path / "base", "--data": tmp_path / "chats.jsonl", "--output": tmp_path / "run"}
+    options = "--seq-len 64 --batch-size 1 --steps 1 --warmup-steps 0 --chat-template chatml --dtype float32".split()
+    main(["finetune", *(str(part) for pair in paths.items() for part in pair), *options])
+    tokenizer = ["--tokenizer", str(tmp_path / "base")]
+    main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf", *tokenizer])
+    assert all(load_tokenizer(folder).chat_template == CHATML for folder in (tmp_path / "run" / "model", tmp_path / "hf"))

@@ -12,7 +12,7 @@ from tiny import settings
 
 from moe_jax.config.base import RopeParameters
 from moe_jax.parallel import Parallelism
-from moe_jax.parallel.mesh import MESH_AXES, MeshShape
+from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.train import finetune
 from moe_jax.train.run import _check_experts, _warn_of_far_positions
 

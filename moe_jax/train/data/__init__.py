@@ -6,18 +6,18 @@ packs by itself. Their number follows from the batch size alone.
 
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grain
 import numpy as np
 
-from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.train.data.documents import Documents, open_documents
 from moe_jax.train.data.packing import PACKING_ROWS, PADDING, packed, pieces
 from moe_jax.train.data.tokenization import Tokenized, tokenization, tokenizer_fingerprint
 
-__all__ = ["Batches", "Documents", "batches", "load_tokenizer", "open_documents", "tokenizer_fingerprint"]
+if TYPE_CHECKING:
+    import grain
+
+__all__ = ["Batches", "Documents", "batches", "open_documents", "tokenizer_fingerprint"]
 
 Rows = dict[str, np.ndarray]
 """Arrays [rows, seq_len], by the names of `packing`."""
@@ -51,6 +51,9 @@ def batches(
         as it was before the batch): a conversation that its template cannot render, by file and line, or a file that has
         changed since it was opened.
     """
+    # Half a second, which commands and settings that read no data need not wait for.
+    import grain
+
     skipped: dict[int, str] = {}
     tokenized = tokenization(documents, tokenizer, begin_texts=begin_texts, skipped=skipped if skip_bad else None)
     endless = grain.MapDataset.source(documents).shuffle(seed=seed).repeat()
@@ -60,7 +63,7 @@ def batches(
     for i in sorted({row // rows_of_stream for row in (range(batch_size) if rows is None else rows)}):
         stream = endless[i::num_streams].map(tokenized)
         stream = stream.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=64))
-        stream = grain.experimental.FlatMapIterDataset(stream, _Cut(seq_len))
+        stream = grain.experimental.FlatMapIterDataset(stream, _cut(seq_len))
         stream = packed(stream, seq_len=seq_len, seed=seed).batch(rows_of_stream, drop_remainder=True)
         streams[i] = iter(grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=1))
     padding = {name: np.full((rows_of_stream, seq_len), value, np.int32) for name, value in PADDING.items()}
@@ -78,7 +81,7 @@ class Batches(Iterator[Rows]):
     """
 
     def __init__(
-        self, streams: dict[int, grain.DatasetIterator[Rows]], num_streams: int, padding: Rows, skipped: dict[int, str]
+        self, streams: "dict[int, grain.DatasetIterator[Rows]]", num_streams: int, padding: Rows, skipped: dict[int, str]
     ):
         self._streams, self._num_streams, self._padding, self.skipped = streams, num_streams, padding, skipped
         # Grain's iterators end their threads when they are deleted; at the interpreter's end they could not any more.
@@ -126,11 +129,12 @@ def _rows_of_stream(batch_size: int) -> int:
     return next(rows for rows in range(min(PACKING_ROWS, batch_size), batch_size + 1) if batch_size % rows == 0)
 
 
-@dataclass(frozen=True)
-class _Cut(grain.experimental.FlatMapTransform):
-    """A tokenized document to its pieces."""
+def _cut(seq_len: int) -> "grain.experimental.FlatMapTransform":
+    """From a tokenized document to its pieces."""
+    import grain
 
-    seq_len: int
+    class Cut(grain.experimental.FlatMapTransform):
+        def flat_map(self, element: Tokenized) -> list[dict[str, np.ndarray]]:
+            return pieces(*element, seq_len)
 
-    def flat_map(self, element: Tokenized) -> list[dict[str, np.ndarray]]:
-        return pieces(*element, self.seq_len)
+    return Cut()

@@ -8,9 +8,13 @@ The last token of a document has no label. A document longer than a row is cut i
 label of a piece's last token is the next piece's first, so cutting loses no label.
 """
 
-import grain
+from typing import TYPE_CHECKING
+
 import numpy as np
 from jaxtyping import Bool, Int
+
+if TYPE_CHECKING:
+    import grain
 
 PACKING_ROWS = 32
 """Rows that are filled at once: a piece goes into the first that has room. More rows leave less padding, make a resume read
@@ -42,8 +46,10 @@ def pieces(
     ]
 
 
-def packed(dataset: grain.IterDataset, *, seq_len: int, seed: int) -> grain.IterDataset:
+def packed(dataset: "grain.IterDataset", *, seq_len: int, seed: int) -> "grain.IterDataset":
     """Rows of exactly seq_len from a dataset of pieces, as the picture above."""
+    import grain
+
     rows = grain.experimental.FirstFitPackIterDataset(
         dataset,
         length_struct=dict.fromkeys(FEATURES, seq_len),
