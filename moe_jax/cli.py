@@ -18,8 +18,9 @@ from moe_jax.commands.tune import Tune
 from moe_jax.demo import DemoSettings, run_demo
 from moe_jax.launch import LaunchSettings, launch
 from moe_jax.parallel import environment, processes
-from moe_jax.train import FinetuneSettings, finetune
+from moe_jax.train import FinetuneSettings, dry_run, finetune
 from moe_jax.train.lock import output_lock
+from moe_jax.train.settings_file import chosen_template
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -74,16 +75,20 @@ def _takes_several_devices(command: Any) -> bool:
 
 
 def _finetune(settings: Any) -> None:
-    """Trains and exports. A run that was told to stop ends with the status of a program that SIGTERM ended, 143."""
+    """Trains and exports, or rehearses. A run that was told to stop ends with status 143, as a program that SIGTERM ended."""
+    if settings.dry_run:
+        dry_run(settings)
+        return
     result = finetune(settings)
     first = processes.is_first_process()
-    if result.step < settings.steps:
+    if not result.finished:
         if first:
             print(f"stopped after step {result.step} and saved; the same command goes on from there", flush=True)
         processes.leave(143)
     folder = Path(settings.output).expanduser() / "model"
+    template = None if settings.chat_template is None else chosen_template(folder.parent)
     with output_lock(folder.parent):
-        result.model.save_pretrained(folder, tokenizer_from=settings.tokenizer)
+        result.model.save_pretrained(folder, tokenizer_from=settings.tokenizer, chat_template=template)
     if first:
         print(f"trained to step {result.step}; Hugging Face checkpoint in {folder}")
 

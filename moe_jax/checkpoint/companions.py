@@ -28,6 +28,7 @@ class Companions:
     Args:
       model: its `source`, if any, gives the generation config and, unless `tokenizer_from` is given, the tokenizer.
       tokenizer_from: the folder or hub id whose tokenizer files to copy.
+      chat_template: takes the place of the tokenizer's own.
 
     Attributes:
       replaces: patterns of what a save of these files takes the place of. Without tokenizer files, old ones are kept.
@@ -36,13 +37,15 @@ class Companions:
       FileNotFoundError: `tokenizer_from` has no tokenizer files, or is neither a folder nor a model on the hub.
     """
 
-    def __init__(self, model: Decoder, tokenizer_from: str | Path | None = None):
+    def __init__(self, model: Decoder, tokenizer_from: str | Path | None = None, chat_template: str | None = None):
         # transformers 5 looks for dtype, transformers 4 for torch_dtype.
         dtype = model.embed_tokens.weight.dtype.name
         self.config = config_to_dict(model.config) | {"dtype": dtype, "torch_dtype": dtype}
         self.generation = generation_config(model.source, model.config)
         tokenizer = tokenizer_files(tokenizer_from, model.source)
         self.tokenizer = {file.name: file.read_bytes() for file in tokenizer}
+        if tokenizer and chat_template is not None:
+            self.tokenizer = _with_template(self.tokenizer, chat_template)
         self.replaces = MODEL_FILES + (TOKENIZER_FILES if tokenizer else ())
 
     def write(self, folder: Path) -> None:
@@ -78,3 +81,12 @@ def tokenizer_files(tokenizer_from: str | Path | None, source: str | None) -> li
     if tokenizer_from is not None and not files:
         raise FileNotFoundError(f"tokenizer_from={str(folder)!r} has none of {', '.join(TOKENIZER_FILES)}")
     return files
+
+
+def _with_template(files: dict[str, bytes], chat_template: str) -> dict[str, bytes]:
+    """The tokenizer's files with this template alone: a second one could be the one that is read."""
+    files = {name: content for name, content in files.items() if name != "chat_template.json"}
+    config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    if config.pop("chat_template", None) is not None:
+        files["tokenizer_config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    return files | {"chat_template.jinja": chat_template.encode()}

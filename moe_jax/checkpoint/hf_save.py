@@ -21,6 +21,7 @@ def save_pretrained(
     folder: str | Path,
     *,
     tokenizer_from: str | Path | None = None,
+    chat_template: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
     progress: bool = True,
 ) -> None:
@@ -34,6 +35,7 @@ def save_pretrained(
     Args:
       tokenizer_from: the folder or hub id whose tokenizer files to copy (default: the folder that the model was loaded from, if
         any).
+      chat_template: a Jinja template that takes the place of the tokenizer's own.
       max_shard_bytes: the largest size of a file, unless a single tensor is larger.
       progress: show a progress bar when stderr is a terminal.
 
@@ -44,7 +46,7 @@ def save_pretrained(
     """
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive")
-    companions = Companions(model, tokenizer_from)
+    companions = Companions(model, tokenizer_from, chat_template)
     with replaced_folder(folder, companions.replaces) as target:
         _write_weights(model, target, max_shard_bytes, progress)
         if is_first_process():

@@ -22,7 +22,9 @@ from moe_jax.parallel.layout import parameter_sharding
 from moe_jax.parallel.processes import is_first_process
 
 
-def save_orbax(model: Decoder, folder: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
+def save_orbax(
+    model: Decoder, folder: str | Path, *, tokenizer_from: str | Path | None = None, chat_template: str | None = None
+) -> None:
     """Writes the parameters, config and tokenizer files; arguments and the folder's replacement as in `save_pretrained`.
 
     Raises:
@@ -31,7 +33,7 @@ def save_orbax(model: Decoder, folder: str | Path, *, tokenizer_from: str | Path
       ValueError: `folder` is a mount point, the current directory or holds it.
     """
     arrays = {_name(path): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
-    companions = Companions(model, tokenizer_from)
+    companions = Companions(model, tokenizer_from, chat_template)
     with replaced_folder(folder, companions.replaces) as target:
         ocp.save(target / "params", arrays)
         if is_first_process():

@@ -11,6 +11,7 @@ from moe_jax.checkpoint.hf_save import save_pretrained
 from moe_jax.checkpoint.orbax_params import load_orbax, save_orbax
 from moe_jax.commands.options import Dtype
 from moe_jax.train import model_of_run
+from moe_jax.train.settings_file import chosen_template
 
 
 @dataclass(frozen=True)
@@ -50,5 +51,6 @@ class Convert:
         else:
             model = (load_orbax if is_orbax else from_pretrained)(self.source, dtype=self.dtype)
         save = save_orbax if self.to == "orbax" else save_pretrained
-        save(model, self.target, tokenizer_from=self.tokenizer)
+        template = chosen_template(Path(self.source).expanduser()) if is_run else None
+        save(model, self.target, tokenizer_from=self.tokenizer, chat_template=template)
         print(f"wrote {self.target}")

@@ -227,12 +227,14 @@ class Decoder(nnx.Module):
         """The vocabulary projection: the embedding table itself when the two are tied."""
         return self.embed_tokens.weight[...] if self.config.tie_word_embeddings else self.lm_head.weight[...]
 
-    def save_pretrained(self, folder: str | Path, *, tokenizer_from: str | Path | None = None) -> None:
+    def save_pretrained(
+        self, folder: str | Path, *, tokenizer_from: str | Path | None = None, chat_template: str | None = None
+    ) -> None:
         """Writes a Hugging Face checkpoint; see `moe_jax.checkpoint.hf_save.save_pretrained`."""
         # Checkpoints stand above models; this method is the one place that reaches up.
         from moe_jax.checkpoint.hf_save import save_pretrained
 
-        save_pretrained(self, folder, tokenizer_from=tokenizer_from)
+        save_pretrained(self, folder, tokenizer_from=tokenizer_from, chat_template=chat_template)
 
     def _decoder_layers(self, stage: Stage, param_dtype, rngs: nnx.Rngs) -> DecoderLayer:
         """The layers of one stage, stacked."""

@@ -7,6 +7,8 @@ from moe_jax.lazy import export_lazily
 if TYPE_CHECKING:
     from moe_jax.checkpoint.tokenizer import load_tokenizer
     from moe_jax.train.data import batches, open_documents
+    from moe_jax.train.data.survey import Survey, survey
+    from moe_jax.train.dry_run import dry_run
     from moe_jax.train.evaluate import make_evaluation
     from moe_jax.train.finetune import FinetuneResult, finetune
     from moe_jax.train.log_probs import log_probs
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
 __all__ = [
     "FinetuneResult",
     "FinetuneSettings",
+    "Survey",
     "TrainState",
     "batches",
+    "dry_run",
     "finetune",
     "init_state",
     "load_tokenizer",
@@ -32,6 +36,7 @@ __all__ = [
     "model_of_run",
     "open_documents",
     "put_batch",
+    "survey",
     "warmup_cosine",
 ]
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,23 +21,26 @@ from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.processes import barrier, is_first_process, texts_of_all
-from moe_jax.train.data import Batches, Documents
+from moe_jax.train.announcement import announcement
+from moe_jax.train.data import Documents
 from moe_jax.train.evaluate import make_evaluation
-from moe_jax.train.metrics import MetricsWriter, of_layers, one_line, read_records, record_of_step
+from moe_jax.train.metrics import Clock, MetricsWriter, of_layers, one_line, read_records, record_of_step
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
-from moe_jax.train.rebalance import move_experts
+from moe_jax.train.rebalance import Places, move_experts
 from moe_jax.train.run import Run, prepare_run
 from moe_jax.train.settings import FinetuneSettings
+from moe_jax.train.settings_file import write_settings
 from moe_jax.train.step import TrainState, init_state, make_train_step, put_batch
 
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """The trained model, the last step done, and the metrics of every step of the run, resumed parts included."""
+    """The trained model, the last step done, the metrics of every step of the run, resumed parts included, and if it ended."""
 
     model: Decoder
     step: int
     metrics: list[dict[str, Any]]
+    finished: bool = True
 
 
 def finetune(
@@ -52,7 +56,7 @@ def finetune(
 
     All processes of a job (`parallel.initialize_processes`) call this together, with an output folder that they share. Each
     computes its devices' part of the same batches; the first one writes logs. SIGTERM to any has them save and return.
-    One process alone does so too.
+    One process alone does so too, and at the first Ctrl-C it saves and raises KeyboardInterrupt.
 
     Args:
       settings: the run.
@@ -64,15 +68,19 @@ def finetune(
 
     Raises:
       ValueError: settings that make no sense, bad data, or a folder that holds another run; no weights have been read and
-        nothing has been written then, unless what the chat template refuses is a conversation behind the first batch.
+        nothing has been written then, unless what the chat template refuses is a conversation behind the first batch: the
+        steps before it are saved then, in a job of one process.
       FileNotFoundError: there is no such data, tokenizer or model.
       BlockingIOError: another run is under way in the output folder.
       FloatingPointError: the loss is not finite, and the message names the step and the documents of its batch; or that of the
         held-out text is not.
     """
+    if settings.dry_run:
+        raise ValueError("settings.dry_run=True: call train.dry_run(settings), which trains nothing")
     with ExitStack() as until_end:
         run = prepare_run(settings, model, tokenizer, until_end)
-        return _train(run, settings, model, stop_after)
+        _announce(settings, run)
+        return _train(run, run.settings, model, stop_after)
 
 
 def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_after: int | None) -> FinetuneResult:
@@ -109,14 +117,14 @@ def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_aft
     output, first = Path(settings.output).expanduser(), is_first_process()
     writer = MetricsWriter(output, resumed_step=run.steps_done, tensorboard=settings.tensorboard) if first else None
     progress = tqdm(total=settings.steps, initial=run.steps_done, desc="training", unit="step", disable=None if first else True)
-    if first:
-        _announce(settings, run)
     step, last = run.steps_done, settings.steps if stop_after is None else min(stop_after, settings.steps)
+    told, clock = 0, Clock()
     checkpoints.listen()
     try:
         while step < last:
             began = time.perf_counter()
-            batch = next(run.batches)
+            batch = _next_batch(run, step, state, places)
+            told = _tell_skipped(run.batches.skipped, told)
             state, metrics = train_step(state, put_batch(batch, state.params, parallelism))
             step += 1
             host = jax.device_get(metrics)
@@ -133,18 +141,22 @@ def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_aft
             if writer is not None:
                 writer.write(record, of_layers(host, config.routed_layers))
                 progress.update()
+                said = one_line(record, compiled=step == run.steps_done + 1)
                 if progress.disable:
-                    print(f"step {step}: {one_line(record)}", flush=True)
+                    print(f"step {step}: {said}{clock.left(step, last)}", flush=True)
                 else:
-                    progress.set_postfix_str(one_line(record))
+                    progress.set_postfix_str(said)
             moves = settings.rebalance_every and step % settings.rebalance_every == 0 and step < settings.steps
             if places is not None and moves:
                 state, places = places.rebalance(state, config, run.expert_devices)
-            if checkpoints.told_to_stop(step):
+            if checkpoints.told_to_stop(step) and step < last:
                 last = step
+                if checkpoints.stopped_by == signal.SIGINT:
+                    tqdm.write(
+                        f"interrupted: saving step {step}, from which the same command goes on; Ctrl-C again ends at once"
+                    )
             if step % settings.checkpoint_every == 0 or step == last:
-                position = {"data": _position_of_all(run.batches), "identity": run.identity}
-                checkpoints.save(step, state, position | {"places": places and places.to_json()})
+                checkpoints.save(step, state, _position(run, places))
     finally:
         progress.close()
         run.batches.close()
@@ -152,9 +164,12 @@ def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_aft
             writer.close()
         checkpoints.close()
     barrier("metrics written")
+    if checkpoints.stopped_by == signal.SIGINT and step < settings.steps:
+        tqdm.write(f"interrupted after step {step} and saved; the same command goes on from there")
+        raise KeyboardInterrupt(f"saved at step {step}")
     parts = state.params, state.expert_bias
     trained = nnx.merge(graph, *(parts if places is None else move_experts(parts, config, places.back)))
-    return FinetuneResult(trained, step, read_records(output / "metrics.jsonl"))
+    return FinetuneResult(trained, step, read_records(output / "metrics.jsonl"), finished=step >= settings.steps)
 
 
 def _train_step(
@@ -194,15 +209,12 @@ def _freed(state: TrainState) -> TrainState:
     return template
 
 
-def _announce(settings: FinetuneSettings, run: Run) -> None:
-    if settings.force_balanced_routing:
-        tqdm.write("FORCED BALANCED ROUTING: the router is ignored. For benchmarks only; do not use the resulting model.")
-    if run.steps_done < settings.steps:
-        devices = 1 if run.parallelism is None else run.parallelism.mesh.size
-        tqdm.write(
-            f"{len(run.documents)} documents, {settings.batch_size} x {settings.seq_len} tokens a step on {devices} device(s), "
-            f"steps {run.steps_done + 1} to {settings.steps}"
-        )
+def _announce(asked: FinetuneSettings, run: Run) -> None:
+    """Says what is ahead, and notes it in the output folder; nothing where no step is left."""
+    if run.steps_done < run.settings.steps and is_first_process():
+        tqdm.write(announcement(run, run.steps_done))
+        template = None if asked.chat_template is None else run.tokenizer.chat_template
+        write_settings(asked, steps=run.settings.steps, chat_template=template)
 
 
 def _describe_failure(record: dict[str, Any], batch: dict[str, np.ndarray], documents: Documents) -> str:
@@ -224,9 +236,31 @@ def _check_eval_loss(record: dict[str, Any]) -> None:
         )
 
 
-def _position_of_all(stream: Batches) -> dict[str, Any]:
-    """Where the data's streams are, those of other processes too."""
-    position: dict[str, Any] = {}
-    for text in texts_of_all(json.dumps(stream.get_state())):
-        position |= json.loads(text)
-    return position
+def _next_batch(run: Run, step: int, state: TrainState, places: Places | None) -> dict[str, np.ndarray]:
+    """The batch of the step after `step`. If data ends the run, the steps so far are saved first.
+
+    Of several processes the others wait within the next step, so nothing can be saved then.
+    """
+    try:
+        return next(run.batches)
+    except (ValueError, OSError) as error:
+        if step == run.steps_done or jax.process_count() > 1:
+            raise
+        run.checkpoints.save(step, state, _position(run, places))
+        raise ValueError(f"{error}; the run is saved at step {step}") from error
+
+
+def _tell_skipped(skipped: dict[int, str], told: int) -> int:
+    """Says how many documents are left out, the first time and whenever their number has doubled; returns the number told."""
+    if len(skipped) < max(1, 2 * told):
+        return told
+    tqdm.write(f"skipped so far: {len(skipped)} conversation(s) that the chat template refuses; {list(skipped.values())[-1]}")
+    return len(skipped)
+
+
+def _position(run: Run, places: Places | None) -> dict[str, Any]:
+    """Where the run stands: its data's streams, those of other processes too, and its experts."""
+    data: dict[str, Any] = {}
+    for text in texts_of_all(json.dumps(run.batches.get_state())):
+        data |= json.loads(text)
+    return {"data": data, "identity": run.identity, "places": places and places.to_json()}

@@ -6,6 +6,7 @@ metrics.jsonl has a step's scalars, expert_load.jsonl how each layer's router de
 import json
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +97,33 @@ def record_of_step(
     return record
 
 
-def one_line(record: dict[str, Any]) -> str:
-    """The record for the console."""
+class Clock:
+    """The time that is left, by the steps since the first of this process, which compiles."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def left(self, step: int, last: int) -> str:
+        """Returns the time from `step`, which has just ended, to the end of `last`; nothing where it is not known."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = step, now
+            return ""
+        first, began = self._first
+        seconds = round((now - began) / (step - first) * (last - step))
+        return f", {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left" if step < last else ""
+
+
+def one_line(record: dict[str, Any], *, compiled: bool = False) -> str:
+    """Returns the record for the console; of a step that `compiled`, without the speed."""
     shadows = f", {record['num_shadows']:.1f} shadows a layer" if record.get("num_shadows") else ""
     held_out = f", eval loss {record['eval_loss']:.4f}" if "eval_loss" in record else ""
     aux = f", aux {record['aux_loss']:.3f}" if "aux_loss" in record else ""
     load = f", max/mean load {record['max_mean_expert_load']:.2f}" if "max_mean_expert_load" in record else ""
+    speed = f"{record['tokens_per_second']:.0f} tokens/s, {record['model_tflops']:.3g} TFLOP/s"
     return (
         f"loss {record['loss']:.4f}{held_out}{aux}, grad norm {record['grad_norm']:.3f}, "
-        f"lr {record['learning_rate']:.2e}, {record['tokens_per_second']:.0f} tokens/s, "
-        f"{record['model_tflops']:.3g} TFLOP/s{load}{shadows}"
+        f"lr {record['learning_rate']:.2e}, {'compiled in this step' if compiled else speed}{load}{shadows}"
     )
 
 

@@ -3,7 +3,7 @@
 import json
 import logging
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,14 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.processes import is_first_process, require_shared, unlike_the_first
 from moe_jax.train.data import Batches, Documents, batches, open_documents, tokenizer_fingerprint
+from moe_jax.train.data.chat_templates import with_chat_template
+from moe_jax.train.data.survey import Survey, survey
 from moe_jax.train.identity import MODEL, same_run, values_of
 from moe_jax.train.lock import output_lock
 from moe_jax.train.master_weights import initial_low_halves
 from moe_jax.train.rebalance import Places, num_groups
 from moe_jax.train.settings import FinetuneSettings
+from moe_jax.train.settings_file import noted_steps
 from moe_jax.train.step import check_mtp_loss_coef
 
 _logger = logging.getLogger(__name__)
@@ -61,21 +64,35 @@ RESUME_MUST_MATCH = (
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run that can start, or go on.
+class PlannedRun:
+    """A run whose data, devices and sizes fit together.
 
-    `steps_done` are those of its newest checkpoint, 0 where there is none; `batches` stands behind them. `held_out` are batches
-    of text that is not trained on. `identity` is what the run may not change on its way. `places` is where experts are, if they
-    move between the `expert_devices` that they are dealt out to.
+    `settings` have the steps that epochs come to. `tokenizer` has the chat template of the settings. `held_out` are batches of
+    text that is not trained on. `identity` is what the run may not change on its way. `survey` measures the data of a run that
+    begins; processes but the first have none.
     """
 
+    settings: FinetuneSettings
+    tokenizer: Any
     config: ModelConfig
     parallelism: Parallelism | None
     expert_devices: int
     documents: Documents
     batches: Batches
     held_out: list[dict[str, np.ndarray]]
+    held_out_fingerprint: str | None
     identity: dict[str, Any]
+    survey: Survey | None
+
+
+@dataclass(frozen=True)
+class Run(PlannedRun):
+    """A run that can start, or go on.
+
+    `steps_done` are those of its newest checkpoint, 0 where there is none; `batches` stands behind them. `places` is where
+    experts are, if they move between the `expert_devices` that they are dealt out to.
+    """
+
     checkpoints: TrainingCheckpoints
     steps_done: int
     places: Places | None
@@ -88,47 +105,11 @@ def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: An
     `until_end` holds it for this run.
     """
     output = Path(settings.output).expanduser()
-    # The trained model goes there at the end, with these files.
-    check_replaceable(output / "model")
-    if settings.tokenizer is not None and tokenizer is None:
-        tokenizer_files(settings.tokenizer, None)
-    parallelism = _parallelism(settings, model)
-    tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
-    documents = open_documents(settings.data, settings.data_format)
-    held_out = None if settings.eval_data is None else open_documents(settings.eval_data, settings.data_format)
-    if held_out is not None:
-        _check_held_out(held_out, documents, settings)
-    if model is not None:
-        # Refuses dtypes that cannot be trained.
-        jax.eval_shape(initial_low_halves, nnx.state(model, nnx.Param))
-    config = read_config(settings.model, mtp=settings.mtp_loss_coef > 0) if model is None else model.config
-    check_mtp_loss_coef(config, settings.mtp_loss_coef)
-    _check_vocabulary(config, tokenizer)
-    _warn_of_far_positions(config, settings.seq_len)
-    expert_devices = _check_experts(settings, parallelism, config)
-    begin_texts = _begins_texts(output)
-    stream = batches(
-        documents,
-        tokenizer,
-        seq_len=settings.seq_len,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        rows=None if parallelism is None else parallelism.own_rows(settings.batch_size),
-        begin_texts=begin_texts,
-    )
-    # What the chat template refuses in the held-out text and in the first batch is said before minutes of loading.
-    held_out_batches = [] if held_out is None else _first_batches(held_out, tokenizer, settings, parallelism, begin_texts)
-    if not finished_steps(output / "checkpoints"):
-        begin = stream.get_state()
-        next(stream)
-        stream.set_state(begin)
-    identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
-    identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
-    identity |= _own_dtypes(model) | ({"begin_texts": True} if begin_texts else {})
-    identity[MODEL] = weights_fingerprint(settings.model) if model is None else values_of(model)
+    plan = plan_run(settings, model, tokenizer)
+    settings, config, stream = plan.settings, plan.config, plan.batches
+    identity = plan.identity | {MODEL: weights_fingerprint(settings.model) if model is None else values_of(model)}
     if jax.process_count() > 1:
-        eval_fingerprint = None if held_out is None else held_out.fingerprint
-        _check_same_everywhere(asdict(settings) | identity | {"held-out data": eval_fingerprint})
+        _check_same_everywhere(asdict(settings) | identity | {"held-out data": plan.held_out_fingerprint})
         require_shared(output)
     until_end.enter_context(output_lock(output))
     checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
@@ -144,19 +125,102 @@ def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: An
             )
         stream.set_state(position["data"])
         places = Places.from_json(position["places"]) if position.get("places") else places
-    return Run(
-        config, parallelism, expert_devices, documents, stream, held_out_batches, identity, checkpoints, steps_done, places
+    known = vars(plan) | {"identity": identity}
+    return Run(**known, checkpoints=checkpoints, steps_done=steps_done, places=places)
+
+
+def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) -> PlannedRun:
+    """Checks all that can be checked without weights, and writes nothing; arguments and errors as in `finetune`."""
+    output = Path(settings.output).expanduser()
+    # The trained model goes there at the end, with these files.
+    check_replaceable(output / "model")
+    if settings.tokenizer is not None and tokenizer is None:
+        tokenizer_files(settings.tokenizer, None)
+    parallelism = _parallelism(settings, model)
+    tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
+    if settings.chat_template is not None:
+        tokenizer = with_chat_template(tokenizer, settings.chat_template)
+    documents = open_documents(settings.data, settings.data_format)
+    held_out = None if settings.eval_data is None else open_documents(settings.eval_data, settings.data_format)
+    if held_out is not None:
+        _check_held_out(held_out, documents, settings)
+    if model is not None:
+        # Refuses dtypes that cannot be trained.
+        jax.eval_shape(initial_low_halves, nnx.state(model, nnx.Param))
+    config = read_config(settings.model, mtp=settings.mtp_loss_coef > 0) if model is None else model.config
+    check_mtp_loss_coef(config, settings.mtp_loss_coef)
+    _check_vocabulary(config, tokenizer)
+    _warn_of_far_positions(config, settings.seq_len)
+    expert_devices = _check_experts(settings, parallelism, config)
+    steps_done, saved = saved_run(output)
+    # A run that began when texts had no BOS token goes on without, or its data would be other data.
+    begin_texts = not saved or "begin_texts" in saved
+    settings, found = _with_survey(settings, documents, tokenizer, begin_texts, resumed=steps_done > 0)
+    stream = batches(
+        documents,
+        tokenizer,
+        seq_len=settings.seq_len,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        rows=None if parallelism is None else parallelism.own_rows(settings.batch_size),
+        begin_texts=begin_texts,
+        skip_bad=settings.skip_bad_documents,
+    )
+    # What the chat template refuses in the held-out text and in the first batch is said before minutes of loading.
+    held_out_batches = [] if held_out is None else _first_batches(held_out, tokenizer, settings, parallelism, begin_texts)
+    if not steps_done:
+        begin = stream.get_state()
+        next(stream)
+        stream.set_state(begin)
+    identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
+    identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
+    identity |= _own_dtypes(model) | ({"begin_texts": True} if begin_texts else {})
+    if saved:
+        # Starting weights are compared when they are read.
+        same_run(saved | {MODEL: ""}, identity | {MODEL: ""}, output)
+    return PlannedRun(
+        settings=settings,
+        tokenizer=tokenizer,
+        config=config,
+        parallelism=parallelism,
+        expert_devices=expert_devices,
+        documents=documents,
+        batches=stream,
+        held_out=held_out_batches,
+        held_out_fingerprint=None if held_out is None else held_out.fingerprint,
+        identity=identity,
+        survey=found,
     )
 
 
-def _begins_texts(output: Path) -> bool:
-    """False for a run that began when texts had no BOS token: it goes on without, or its data would be other data."""
+def saved_run(output: Path) -> tuple[int, dict[str, Any]]:
+    """Returns the step of the newest checkpoint and the identity that it holds; 0 and {} where there is none to read.
+
+    A checkpoint that cannot be read is refused by `TrainingCheckpoints`.
+    """
     try:
-        newest = output / "checkpoints" / str(finished_steps(output / "checkpoints")[-1])
-        return "begin_texts" in json.loads((newest / "position" / "metadata").read_text())["identity"]
+        step = finished_steps(output / "checkpoints")[-1]
+        position = json.loads((output / "checkpoints" / str(step) / "position" / "metadata").read_text())
+        return step, position["identity"]
     except (IndexError, OSError, ValueError, KeyError):
-        # No checkpoint; or one that cannot be read, which is refused where it is needed.
-        return True
+        return 0, {}
+
+
+def _with_survey(
+    settings: FinetuneSettings, documents: Documents, tokenizer: Any, begin_texts: bool, *, resumed: bool
+) -> tuple[FinetuneSettings, Survey | None]:
+    """The settings with the steps of their epochs; and the survey, where there had to be one."""
+    options: dict[str, Any] = dict(seq_len=settings.seq_len, seed=settings.seed, begin_texts=begin_texts)
+    options |= dict(skip_bad=settings.skip_bad_documents)
+    if settings.epochs is None:
+        begins_here = is_first_process() and not resumed
+        return settings, survey(documents, tokenizer, **options) if begins_here else None
+    steps, found = noted_steps(Path(settings.output).expanduser(), settings.epochs) if resumed else None, None
+    if steps is None:
+        # Of all documents: the number of steps must be the same each time, and in each process.
+        found = survey(documents, tokenizer, **options, max_documents=None, max_seconds=None)
+        steps = found.steps(settings.epochs, settings.batch_size)
+    return replace(settings, steps=steps, epochs=None), found
 
 
 def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Parallelism | None:
@@ -266,6 +330,7 @@ def _first_batches(
     rows = settings.batch_size // settings.gradient_accumulation
     own = None if parallelism is None else parallelism.own_rows(rows)
     options: dict[str, Any] = dict(seq_len=settings.seq_len, seed=settings.seed, begin_texts=begin_texts)
+    options |= dict(skip_bad=settings.skip_bad_documents)
     stream = batches(documents, tokenizer, batch_size=rows, rows=own, **options)
     try:
         return [next(stream) for _ in range(settings.eval_batches)]

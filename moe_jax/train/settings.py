@@ -29,12 +29,16 @@ class FinetuneSettings:
       eval_every: steps between two measurements; after the last step there is always one.
       eval_batches: how many batches, of a micro-batch's rows, a measurement takes; drawn by `seed`, the same each time.
       data_format: "folder", "text" (JSONL "text"), "chat" (JSONL "messages"), or "auto".
+      skip_bad_documents: leave out conversations that the chat template refuses, and count them in the log, where otherwise
+        the first of them ends the run. May be changed when a run goes on.
       tokenizer: a folder or hub id; None: the model's.
+      chat_template: a Jinja file to use in place of the tokenizer's template, or "chatml"; saved with the trained model.
       seq_len: tokens in a row; documents are packed into rows, longer ones are cut. More than the model's
         max_position_embeddings (with yarn, what that extends them to) gives a warning, and is trained.
       batch_size: rows in an optimizer step, over all micro-batches.
       gradient_accumulation: micro-batches in an optimizer step.
       steps: optimizer steps in all. A run that has ended goes on when the command is given again with more.
+      epochs: passes through the data, in place of `steps`; all documents are tokenized once to count the steps.
       learning_rate: the peak, reached after `warmup_steps`; from there it falls along a cosine.
       min_learning_rate_ratio: which part of the peak it has at the end.
       warmup_steps: None: a tenth of `steps`, at most 100.
@@ -69,6 +73,8 @@ class FinetuneSettings:
         several layers under their places (docs/scaling.md).
       tensorboard: write output/tensorboard too.
       force_balanced_routing: ignore the router's choices and deal experts out in turn. For benchmarks: it spoils a model.
+      dry_run: check everything, and print what the run would learn from, with a row of its first batch; train nothing, read no
+        weights, and write no file.
     """
 
     model: str
@@ -78,11 +84,14 @@ class FinetuneSettings:
     eval_every: int = 100
     eval_batches: int = 8
     data_format: str = "auto"
+    skip_bad_documents: bool = False
     tokenizer: str | None = None
+    chat_template: str | None = None
     seq_len: int = 4096
     batch_size: int = 8
     gradient_accumulation: int = 1
     steps: int = 1000
+    epochs: float | None = None
     learning_rate: float = 1e-5
     min_learning_rate_ratio: float = 0.1
     warmup_steps: int | None = None
@@ -108,6 +117,7 @@ class FinetuneSettings:
     rebalance_every: int = 0
     tensorboard: bool = False
     force_balanced_routing: bool = False
+    dry_run: bool = False
 
     def __post_init__(self):
         problems = _problems(self)
@@ -132,7 +142,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
         "an integer of at least 2": ("seq_len",),
         "an integer of at least 0": ("warmup_steps", "shadow_experts", "rebalance_every"),
         "an integer from 0 to 2**32 - 1": ("seed",),
-        "a number greater than 0": ("learning_rate", "max_grad_norm", "capacity_factor"),
+        "a number greater than 0": ("epochs", "learning_rate", "max_grad_norm", "capacity_factor"),
         "a number of at least 0": (
             "weight_decay",
             "aux_loss_coef",
@@ -146,7 +156,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     for want, names in wanted.items():
         for name in names:
             value = getattr(settings, name)
-            if name in ("warmup_steps", "aux_loss_coef", "sequence_loss_coef") and value is None:
+            if name in ("epochs", "warmup_steps", "aux_loss_coef", "sequence_loss_coef") and value is None:
                 continue
             if not _fits(value, want):
                 problems.append(f"{name}={value!r} must be {want}")
@@ -176,8 +186,13 @@ def _problems(settings: FinetuneSettings) -> list[str]:
         problems.append(f"a micro-batch of {rows} rows cannot be dealt out to data x fsdp x expert = {ways} devices")
     if settings.mesh.context > 1 and settings.seq_len % (2 * settings.mesh.context):
         problems.append(f"seq_len={settings.seq_len} must be a multiple of 2 * mesh.context = {2 * settings.mesh.context}")
-    if settings.warmup_steps is not None and settings.warmup_steps > settings.steps:
+    if settings.epochs is not None and settings.steps != FinetuneSettings.steps:
+        problems.append(f"epochs={settings.epochs} and steps={settings.steps} exclude each other: give one of them")
+    if settings.epochs is None and settings.warmup_steps is not None and settings.warmup_steps > settings.steps:
         problems.append(f"warmup_steps={settings.warmup_steps} must not exceed steps={settings.steps}")
+    template = settings.chat_template
+    if template not in (None, "chatml") and not Path(str(template)).expanduser().is_file():
+        problems.append(f"chat_template={template!r} is no file; give a Jinja file, or chatml")
     output = Path(settings.output).expanduser()
     for name, path in (("data", settings.data), ("eval_data", settings.eval_data)):
         folder = None if path is None else Path(path).expanduser()

@@ -1,5 +1,6 @@
 """The loop learns, logs, refuses nonsense, and stops at a loss that is not finite."""
 
+import json
 import sys
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import tiny
 from tiny import settings
 
 from moe_jax.plots import plot_run
-from moe_jax.train import batches, finetune, loss, open_documents
+from moe_jax.train import batches, finetune, loss, open_documents, survey
 from moe_jax.train.metrics import read_records
 
 
@@ -90,7 +91,34 @@ def test_tensorboard_gets_every_scalar(tmp_path, capsys):
 def test_steps_are_announced_where_there_are_any(tmp_path, capsys, steps_that_learn_nothing):
     for announced in (True, False):
         finetune(settings(tmp_path, steps=2), model=tiny.dense(), tokenizer=tiny.tokenizer())
-        assert ("9 documents, 4 x 32 tokens a step on 1 device(s), steps " in capsys.readouterr().out) == announced
+        printed = capsys.readouterr().out
+        assert ("9 documents: 1,746 tokens, 99% of them learned; rows of 32 tokens with " in printed) == announced
+        assert ("\n9 of 9 documents are longer than a row and are cut\nsteps 1 to 2, 4 x 32 tokens a" in printed) == announced
+
+
+def test_settings_are_noted_with_the_steps_that_epochs_come_to(tmp_path, monkeypatch, steps_that_learn_nothing):
+    found = survey(open_documents(tiny.write_texts(tmp_path / "texts")), tiny.tokenizer(), seq_len=32)
+    surveys, steps = [], {}
+    monkeypatch.setattr(
+        sys.modules["moe_jax.train.run"], "survey", lambda *_, **options: surveys.append(options) or survey(*_, **options)
+    )
+    for epochs in (0.5, 0.5, 1.0):
+        asked = settings(tmp_path, epochs=epochs, steps=1000, warmup_steps=0)
+        result = finetune(asked, model=tiny.dense(), tokenizer=tiny.tokenizer())
+        noted = json.loads((tmp_path / "run" / "settings.json").read_text())
+        assert result.finished and (noted["epochs"], noted["steps"]) == (epochs, result.step)
+        steps[epochs] = result.step
+    assert steps == {epochs: found.steps(epochs, batch_size=4) for epochs in (0.5, 1.0)}
+    # The second run has its steps from the file.
+    assert len(surveys) == 2 and all(options["max_documents"] is None for options in surveys)
+    assert noted["seq_len"] == 32 and set(noted["versions"]) == {"moe_jax", "jax"}
+
+
+def test_the_first_step_says_that_it_compiled_and_later_ones_what_is_left(tmp_path, capsys, steps_that_learn_nothing):
+    finetune(settings(tmp_path, steps=3), model=tiny.dense(), tokenizer=tiny.tokenizer())
+    first, second, third = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert "compiled in this step" in first and "tokens/s" not in first
+    assert "tokens/s" in second and second.endswith(" left") and not third.endswith(" left")
 
 
 def test_a_checkpoint_that_was_never_finished_is_removed(tmp_path, steps_that_learn_nothing):

@@ -50,6 +50,18 @@ def test_a_model_that_the_run_would_replace_is_refused(tmp_path, name):
     settings(tmp_path, **{name: str(tmp_path / "run" / "initial")})
 
 
+def test_epochs_take_the_place_of_steps(tmp_path):
+    with pytest.raises(ValueError, match="epochs=2 and steps=30 exclude each other"):
+        settings(tmp_path, epochs=2)
+    with pytest.raises(ValueError, match="epochs=0 must be a number greater than 0"):
+        settings(tmp_path, epochs=0, steps=1000)
+
+
+def test_a_chat_template_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="chat_template='none.jinja' is no file; give a Jinja file, or chatml"):
+        settings(tmp_path, chat_template="none.jinja")
+
+
 def test_forced_routing_and_experts_that_change_places_exclude_each_other(tmp_path):
     with pytest.raises(ValueError, match="rebalance_every needs the router's own choices"):
         settings(tmp_path, rebalance_every=1, force_balanced_routing=True)

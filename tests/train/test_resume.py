@@ -15,7 +15,7 @@ import pytest
 import tiny
 from flax import nnx
 
-from moe_jax.checkpoint.training import TrainingCheckpoints
+from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
 from moe_jax.train import FinetuneSettings, finetune
 from moe_jax.train.identity import MODEL, same_run
 from moe_jax.train.metrics import MetricsWriter, read_records
@@ -70,20 +70,34 @@ def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path):
     assert kept == [20, 24]
 
 
-def test_sigterm_to_a_process_that_is_alone_has_it_save_and_return(tmp_path, monkeypatch):
-    options = dict(model="none", data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "run"), dtype="float32")
-    settings = FinetuneSettings(**options, seq_len=16, batch_size=2, steps=5)
-    handler, write = signal.getsignal(signal.SIGTERM), MetricsWriter.write
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_is_alone_saves_when_it_is_told_to_stop(tmp_path, monkeypatch, number):
+    settings = tiny.settings(tmp_path, seq_len=16, batch_size=2, steps=5)
+    handler, write = signal.getsignal(number), MetricsWriter.write
 
     def write_and_be_told(self, record, of_layers):
         write(self, record, of_layers)
         if record["step"] == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     monkeypatch.setattr(MetricsWriter, "write", write_and_be_told)
-    assert finetune(settings, model=tiny.model(), tokenizer=tiny.tokenizer()).step == 2
-    assert signal.getsignal(signal.SIGTERM) is handler
-    assert TrainingCheckpoints(tmp_path / "run" / "checkpoints").latest_step() == 2
+    if number == signal.SIGTERM:
+        assert finetune(settings, model=tiny.model(), tokenizer=tiny.tokenizer()).step == 2
+    else:
+        with pytest.raises(KeyboardInterrupt, match="saved at step 2"):
+            finetune(settings, model=tiny.model(), tokenizer=tiny.tokenizer())
+    assert signal.getsignal(number) is handler
+    assert finished_steps(tmp_path / "run" / "checkpoints") == [2]
+
+
+def test_a_second_ctrl_c_interrupts_at_once(tmp_path):
+    checkpoints = TrainingCheckpoints(tmp_path)
+    checkpoints.listen()
+    signal.raise_signal(signal.SIGINT)
+    assert checkpoints.told_to_stop(1)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    checkpoints.close()
 
 
 def test_a_run_that_has_ended_goes_on_with_more_steps_and_not_with_fewer(tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ def batches(
     seed: int = 0,
     rows: Iterable[int] | None = None,
     begin_texts: bool = True,
+    skip_bad: bool = False,
 ) -> "Batches":
     """An endless iterator of batches: dicts of int32 [batch_size, seq_len], see `packing`. Each epoch has its own order.
 
@@ -42,16 +43,19 @@ def batches(
     Args:
       rows: the rows that this process needs (`Parallelism.own_rows`); others may hold padding alone. Default: all.
       begin_texts: False leaves out what the tokenizer begins a text with, as runs begun before version 0.2 did.
+      skip_bad: leave out conversations that the template cannot render, instead of raising. Positions fit either way.
 
     Raises:
       ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets; or
-        conversations begin with an answer, and its template does not mark answers. While iterating: a conversation that
-        its template cannot render, by file and line, or a file that has changed since it was opened.
+        conversations begin with an answer, and its template does not mark answers. While iterating (the position stays
+        as it was before the batch): a conversation that its template cannot render, by file and line, or a file that has
+        changed since it was opened.
     """
     # Half a second, which commands and settings that read no data need not wait for.
     import grain
 
-    tokenized = tokenization(documents, tokenizer, begin_texts=begin_texts)
+    skipped: dict[int, str] = {}
+    tokenized = tokenization(documents, tokenizer, begin_texts=begin_texts, skipped=skipped if skip_bad else None)
     endless = grain.MapDataset.source(documents).shuffle(seed=seed).repeat()
     rows_of_stream = _rows_of_stream(batch_size)
     num_streams = batch_size // rows_of_stream
@@ -63,7 +67,7 @@ def batches(
         stream = packed(stream, seq_len=seq_len, seed=seed).batch(rows_of_stream, drop_remainder=True)
         streams[i] = iter(grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=1))
     padding = {name: np.full((rows_of_stream, seq_len), value, np.int32) for name, value in PADDING.items()}
-    return Batches(streams, num_streams, padding)
+    return Batches(streams, num_streams, padding, skipped)
 
 
 class Batches(Iterator[Rows]):
@@ -71,15 +75,26 @@ class Batches(Iterator[Rows]):
 
     What a packed row holds depends on all documents before it, but on those of its stream alone. So batches are the same
     whatever the number of processes, and each process reads the streams of which it needs rows.
+
+    Attributes:
+      skipped: why documents that were read so far are left out, by their index.
     """
 
-    def __init__(self, streams: "dict[int, grain.DatasetIterator[Rows]]", num_streams: int, padding: Rows):
-        self._streams, self._num_streams, self._padding = streams, num_streams, padding
+    def __init__(
+        self, streams: "dict[int, grain.DatasetIterator[Rows]]", num_streams: int, padding: Rows, skipped: dict[int, str]
+    ):
+        self._streams, self._num_streams, self._padding, self.skipped = streams, num_streams, padding, skipped
         # Grain's iterators end their threads when they are deleted; at the interpreter's end they could not any more.
         weakref.finalize(self, streams.clear)
 
     def __next__(self) -> Rows:
-        parts = [next(self._streams[i]) if i in self._streams else self._padding for i in range(self._num_streams)]
+        before = self.get_state()
+        try:
+            parts = [next(self._streams[i]) if i in self._streams else self._padding for i in range(self._num_streams)]
+        except Exception:
+            # Some streams have given their rows already, and the one that failed is behind the bad document.
+            self.set_state(before)
+            raise
         return {name: np.concatenate([part[name] for part in parts]) for name in PADDING}
 
     def get_state(self) -> dict[str, Any]:

@@ -14,25 +14,43 @@ Tokenized = tuple[np.ndarray, np.ndarray, int]
 """Token ids, int32 [tokens]; which of them are learned, bool [tokens]; and the document's index."""
 
 
-def tokenization(documents: Documents, tokenizer: Any, *, begin_texts: bool = True) -> Callable[[dict[str, Any]], Tokenized]:
+class BadDocument(ValueError):
+    """A conversation that the chat template cannot render, or leaves nothing of to learn.
+
+    Attributes:
+      reason: file and line, and why.
+    """
+
+    def __init__(self, place: str, why: str):
+        self.reason = f"{place}: {why}"
+        super().__init__(f"{self.reason}; --skip-bad-documents leaves such conversations out, also when a run goes on")
+
+
+def tokenization(
+    documents: Documents, tokenizer: Any, *, begin_texts: bool = True, skipped: dict[int, str] | None = None
+) -> Callable[[dict[str, Any]], Tokenized]:
     """Returns the function that makes tokens of a record `documents[i]`.
 
     A text begins with what the tokenizer begins a text with (a BOS token, for tokenizers that add one), unless `begin_texts` is
     false; it ends with the eos token. A chat is what the chat template writes.
 
+    Where `skipped` is given, a conversation that would raise BadDocument has no token instead, and `skipped` tells why, by
+    the document's index.
+
     Raises:
       ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets; or there are
-        conversations that begin with an answer, and the template does not mark answers. From the function returned: the
-        template cannot render a conversation, by file and line.
+        conversations that begin with an answer, and the template does not mark answers. From the function returned:
+        BadDocument; or all documents are skipped.
     """
     if documents.format == "chat":
-        _check_chats(documents, tokenizer)
+        _check_chats(documents, tokenizer, skips=skipped is not None)
     elif tokenizer.eos_token_id is None:
         raise ValueError("text data needs a tokenizer with an eos token to end documents with; this one has none")
     # The first call drops what truncation and padding a tokenizer has; while it does, no other thread may use it.
     tokenizer("", add_special_tokens=False)
     if documents.format == "chat":
-        return partial(_chat, documents, tokenizer)
+        chat = partial(_chat, documents, tokenizer)
+        return chat if skipped is None else partial(_chat_or_nothing, documents, chat, skipped)
     return partial(_text, tokenizer, beginning(tokenizer) if begin_texts else [])
 
 
@@ -49,7 +67,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def _check_chats(documents: Documents, tokenizer: Any) -> None:
+def _check_chats(documents: Documents, tokenizer: Any, *, skips: bool) -> None:
     if not tokenizer.chat_template:
         raise ValueError(
             "chat data needs a tokenizer with a chat template; this one has none. Give one with --chat-template FILE, a "
@@ -60,14 +78,13 @@ def _check_chats(documents: Documents, tokenizer: Any) -> None:
     # A tokenizer with several templates takes one by the conversation: `chat_tokens` refuses there.
     several = not isinstance(tokenizer.chat_template, str)
     wrong = np.flatnonzero(documents.begins_with_answer)
-    if len(wrong) and not several and not GENERATION_TAG.search(tokenizer.chat_template):
+    if len(wrong) and not skips and not several and not GENERATION_TAG.search(tokenizer.chat_template):
         more = f"; and {len(wrong) - MAX_PROBLEMS} more" if len(wrong) > MAX_PROBLEMS else ""
         raise ValueError(
             f"{len(wrong)} of {len(documents)} conversations begin with the assistant's message, and this chat template does "
             "not mark answers, so an answer is found by the messages before it; put a system or user message first, or use a "
-            "template that marks answers with {% generation %} ... {% endgeneration %}: "
-            + "; ".join(documents.where(index) for index in wrong[:MAX_PROBLEMS])
-            + more
+            "template that marks answers with {% generation %} ... {% endgeneration %}, or leave them out with "
+            "--skip-bad-documents: " + "; ".join(documents.where(index) for index in wrong[:MAX_PROBLEMS]) + more
         )
 
 
@@ -82,7 +99,20 @@ def _chat(documents: Documents, tokenizer: Any, record: dict[str, Any]) -> Token
     try:
         tokens, trained = chat_tokens(tokenizer, record["messages"], record.get("tools"))
     except ValueError as error:
-        raise ValueError(f"{documents.where(index)}: {error}") from error
+        raise BadDocument(documents.where(index), str(error)) from error
     if not trained[1:].any():
-        raise ValueError(f"{documents.where(index)}: the chat template leaves no token of the assistant to learn from")
+        raise BadDocument(documents.where(index), "the chat template leaves no token of the assistant to learn from")
     return tokens, trained, index
+
+
+def _chat_or_nothing(
+    documents: Documents, chat: Callable[[dict[str, Any]], Tokenized], skipped: dict[int, str], record: dict[str, Any]
+) -> Tokenized:
+    try:
+        return chat(record)
+    except BadDocument as error:
+        skipped[record["document"]] = error.reason
+        # Rows would be waited for without end.
+        if len(skipped) == len(documents):
+            raise ValueError(f"all {len(documents)} conversations would be skipped; one of them: {error.reason}") from error
+        return np.zeros(0, np.int32), np.zeros(0, bool), record["document"]

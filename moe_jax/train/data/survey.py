@@ -1,0 +1,136 @@
+"""A data set measured before it is trained on: its tokens, the share that is learned, its cuts, and the rows that it fills."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from moe_jax.train.data.documents import Documents
+from moe_jax.train.data.packing import PACKING_ROWS, pieces
+from moe_jax.train.data.tokenization import Tokenized, tokenization
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Numbers of one epoch: each document once. They are estimates where fewer than all documents were measured.
+
+    Attributes:
+      documents: how many the data set has.
+      measured: how many of them were tokenized.
+      tokens: tokens in rows.
+      learned: the share of them that the model learns to predict.
+      cut: documents that are longer than a row, and so cut.
+      answers: answers of the assistant; 0 for texts.
+      answers_cut: answers that reach beyond the first row of their conversation: learned without what stood before the cut.
+      skipped: conversations that are left out, as the chat template refuses them.
+      rows: rows that are filled.
+      padding: the share of a row's places that hold no token.
+    """
+
+    documents: int
+    measured: int
+    tokens: int
+    learned: float
+    cut: int
+    answers: int
+    answers_cut: int
+    skipped: int
+    rows: float
+    padding: float
+
+    @property
+    def exact(self) -> bool:
+        """Tells whether all documents were measured."""
+        return self.measured == self.documents
+
+    def epochs(self, steps: int, batch_size: int) -> float:
+        """Returns how often `steps` steps of `batch_size` rows go through the data."""
+        return steps * batch_size / self.rows
+
+    def steps(self, epochs: float, batch_size: int) -> int:
+        """Returns the fewest steps that go through the data `epochs` times, at least 1."""
+        return max(1, math.ceil(epochs * self.rows / batch_size - 1e-9))
+
+
+def survey(
+    documents: Documents,
+    tokenizer: Any,
+    *,
+    seq_len: int,
+    seed: int = 0,
+    begin_texts: bool = True,
+    skip_bad: bool = False,
+    max_documents: int | None = 2000,
+    max_seconds: float | None = 5.0,
+) -> Survey:
+    """Measures documents drawn by `seed`, or all of them where both limits are None; then it is the same each time.
+
+    Args:
+      seq_len: tokens in a row.
+      begin_texts, skip_bad: as in `batches`.
+      max_documents: how many to tokenize at most.
+      max_seconds: after this time no further document is begun.
+
+    Raises:
+      ValueError: the tokenizer or a document is refused, as in `batches`.
+    """
+    skipped: dict[int, str] = {}
+    tokenized = tokenization(documents, tokenizer, begin_texts=begin_texts, skipped=skipped if skip_bad else None)
+    order = np.random.default_rng(seed).permutation(len(documents))[:max_documents]
+    lengths: list[int] = []
+    learned = cut = answers = answers_cut = measured = measured_bytes = 0
+    for index, (tokens, trained, _) in _measured(documents, tokenized, order, max_seconds):
+        measured, measured_bytes = measured + 1, measured_bytes + int(documents.size[index])
+        for piece in pieces(tokens, trained, index, seq_len):
+            lengths.append(len(piece["tokens"]))
+            learned += int(piece["loss_mask"].sum())
+        cut += len(tokens) > seq_len
+        if documents.format == "chat":
+            ends = np.flatnonzero(np.diff(trained.astype(np.int8), append=0) == -1)
+            answers, answers_cut = answers + len(ends), answers_cut + int((ends >= seq_len).sum())
+    if not lengths:
+        raise ValueError("no document has a token to learn: each is a single token")
+    # Documents differ in length, so a sample's bytes say more of the whole than its number of documents.
+    by_bytes, by_documents = float(documents.size.sum()) / measured_bytes, len(documents) / measured
+    padding = _padding(lengths, seq_len)
+    return Survey(
+        documents=len(documents),
+        measured=measured,
+        tokens=round(sum(lengths) * by_bytes),
+        learned=learned / sum(lengths),
+        cut=round(cut * by_documents),
+        answers=round(answers * by_documents),
+        answers_cut=round(answers_cut * by_documents),
+        skipped=round(len(skipped) * by_documents),
+        rows=sum(lengths) * by_bytes / (seq_len * (1 - padding)),
+        padding=padding,
+    )
+
+
+def _measured(
+    documents: Documents, tokenized: Callable[[dict[str, Any]], Tokenized], order: np.ndarray, max_seconds: float | None
+) -> Iterator[tuple[int, Tokenized]]:
+    """The documents in this order, at least one of them, until the time is up."""
+    began = time.monotonic()
+    for index in tqdm(order, desc="counting tokens", unit=" documents", delay=2, leave=False, disable=None):
+        yield int(index), tokenized(documents[int(index)])
+        if max_seconds is not None and time.monotonic() - began > max_seconds:
+            return
+
+
+def _padding(lengths: list[int], seq_len: int) -> float:
+    """The padding of rows that are filled as `packed` fills them, over a million pieces at most."""
+    filled, rows, room = 0, 0, [seq_len] * PACKING_ROWS
+    # Few pieces are taken again and again, as in training: what they leave of the last rows is no padding of the run.
+    for i in range(max(min(len(lengths), 10**6), 50 * PACKING_ROWS)):
+        length = lengths[i % len(lengths)]
+        bin_ = next((number for number, left in enumerate(room) if left >= length), None)
+        if bin_ is None:
+            filled, rows = filled + PACKING_ROWS * seq_len - sum(room), rows + PACKING_ROWS
+            bin_, room = 0, [seq_len] * PACKING_ROWS
+        room[bin_] -= length
+    return 1 - filled / (rows * seq_len) if rows else 0.0
