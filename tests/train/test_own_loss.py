@@ -8,7 +8,7 @@ import pytest
 import tiny
 from flax import nnx
 
-from moe_jax.train import init_state, log_probs, make_optimizer, make_train_step
+from moe_jax.train import finetune, init_state, log_probs, make_optimizer, make_train_step
 
 
 def make_batch(rows=4, length=12):
@@ -86,3 +86,32 @@ def test_what_a_loss_takes_the_place_of_is_refused_beside_it():
         one_step(make_batch(), loss=cross_entropy, z_loss_coef=0.1)
     with pytest.raises(ValueError, match="modules that predict further tokens, which `loss` does not train"):
         one_step(make_batch(), lambda: tiny.deepseek(mtp=1), loss=cross_entropy)
+
+
+def test_finetune_minimises_it_logs_its_metrics_and_goes_on_with_it_alone(tmp_path):
+    records, options = [], dict(model=tiny.dense(), tokenizer=tiny.tokenizer())
+    settings = tiny.settings(tmp_path, steps=4, batch_size=2)
+    result = finetune(settings, **options, loss=cross_entropy, on_step=records.append, stop_after=3)
+    assert records == result.metrics and [record["step"] for record in records] == [1, 2, 3]
+    assert set(records[0]) == {
+        *("step", "loss", "perplexity", "grad_norm", "learning_rate", "tokens_per_second", "model_tflops")
+    }
+    assert records[2]["loss"] < records[0]["loss"]
+    np.testing.assert_allclose(records[0]["perplexity"], np.exp(records[0]["loss"]), rtol=1e-5)
+    options["model"] = tiny.dense()
+    with pytest.raises(ValueError, match="loss: checkpoint 'cross_entropy', now None"):
+        finetune(settings, **options)
+
+
+@pytest.mark.parametrize(
+    "make_model, changes, message",
+    [
+        (tiny.dense, dict(z_loss_coef=0.1), "z_loss_coef=0.1: a factor of the built-in loss"),
+        (lambda: tiny.deepseek(mtp=1), {}, "modules that predict further tokens, which `loss` does not train"),
+    ],
+)
+def test_finetune_refuses_before_anything_is_written(tmp_path, make_model, changes, message):
+    settings = tiny.settings(tmp_path, steps=2, **changes)
+    with pytest.raises(ValueError, match=message):
+        finetune(settings, model=make_model(), tokenizer=tiny.tokenizer(), loss=cross_entropy)
+    assert not (tmp_path / "run").exists()
