@@ -57,8 +57,7 @@ def main(settings: Settings) -> None:
 
     train_step = jax.jit(train_step, donate_argnums=(0, 1))
     for step in range(1, settings.steps + 1):
-        batch = {name: array for name, array in next(batches).items() if name != "document"}
-        params, opt_state, parts = train_step(params, opt_state, batch)
+        params, opt_state, parts = train_step(params, opt_state, next(batches))
         loss = float(parts.cross_entropy / parts.num_labels)
         busiest = float(jnp.max(parts.expert_load / jnp.mean(parts.expert_load, axis=1, keepdims=True)))
         print(f"step {step}: loss {loss:.4f}, aux loss {float(parts.aux_loss):.3f}, busiest expert {busiest:.2f} x the mean")

@@ -9,7 +9,19 @@ if TYPE_CHECKING:
     from moe_jax.kernels.cross_entropy import cross_entropy
     from moe_jax.kernels.experts import Part, down, experts_mlp, experts_mlp_of_parts, gate_up
     from moe_jax.kernels.routing import Plan, plan
+    from moe_jax.kernels.token_log_probs import token_log_probs
 
-__all__ = ["Part", "Plan", "attention", "cross_entropy", "down", "experts_mlp", "experts_mlp_of_parts", "gate_up", "plan"]
+__all__ = [
+    "Part",
+    "Plan",
+    "attention",
+    "cross_entropy",
+    "down",
+    "experts_mlp",
+    "experts_mlp_of_parts",
+    "gate_up",
+    "plan",
+    "token_log_probs",
+]
 
 export_lazily(__name__)

@@ -15,9 +15,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.precision import at_least_f32
-from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike, vary_as
-
-CHUNK_TOKENS = 2048
+from moe_jax.kernels.varying import vary_alike, vary_as
+from moe_jax.kernels.vocabulary import (
+    CHUNK_TOKENS,
+    check_vocabulary_arguments,
+    error_of_logits,
+    joined_chunks,
+    logits_of_chunk,
+    token_chunks,
+)
 
 
 def cross_entropy(
@@ -41,14 +47,7 @@ def cross_entropy(
     Raises:
       ValueError: shapes that do not fit, chunk_tokens < 1, or arrays split over mesh axes of type Explicit.
     """
-    tokens = hidden.shape[:1]
-    if hidden.ndim != 2 or head_weight.ndim != 2 or hidden.shape[1] != head_weight.shape[1]:
-        raise ValueError(f"hidden must be [tokens, D] and head_weight [vocab, D]; got {hidden.shape} and {head_weight.shape}")
-    if labels.shape != tokens or mask.shape != tokens:
-        raise ValueError(f"labels and mask must have shape {tokens}; got {labels.shape} and {mask.shape}")
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1; got {chunk_tokens}")
-    refuse_explicit_axes(hidden=hidden, head_weight=head_weight, labels=labels, mask=mask)
+    check_vocabulary_arguments(hidden, head_weight, chunk_tokens, labels=labels, mask=mask)
     mask = mask.astype(bool)
     total = _loss_sum(chunk_tokens, *vary_alike((hidden, head_weight, labels, mask)))
     return total, mask.sum().astype(total.dtype)
@@ -62,7 +61,7 @@ def _loss_sum(chunk_tokens, hidden, head_weight, labels, mask):
         return total + _loss_of_chunk(weight, *chunk)[0], None
 
     start = vary_as(jnp.zeros((), at_least_f32(hidden.dtype)), hidden)
-    return jax.lax.scan(add_chunk, start, _chunks(chunk_tokens, hidden, labels, mask))[0]
+    return jax.lax.scan(add_chunk, start, token_chunks(chunk_tokens, hidden, labels, mask))[0]
 
 
 def _forward(chunk_tokens, hidden, head_weight, labels, mask):
@@ -74,14 +73,13 @@ def _forward(chunk_tokens, hidden, head_weight, labels, mask):
         total, d_weight = state
         hidden, labels, mask = chunk
         loss, logits, logsumexp = _loss_of_chunk(weight, *chunk)
-        is_label = labels[:, None] == jnp.arange(logits.shape[1])
-        d_logits = jnp.where(mask[:, None], jnp.exp(logits - logsumexp[:, None]) - is_label, 0).astype(hidden.dtype)
+        d_logits = jnp.where(mask[:, None], error_of_logits(logits, logsumexp, labels), 0).astype(hidden.dtype)
         d_weight += jnp.einsum("tv,td->vd", d_logits, hidden, preferred_element_type=accumulator)
         return (total + loss, d_weight), jnp.einsum("tv,vd->td", d_logits, weight, preferred_element_type=accumulator)
 
     start = vary_as((jnp.zeros((), accumulator), jnp.zeros(head_weight.shape, accumulator)), hidden)
-    (total, d_weight), d_hidden = jax.lax.scan(add_chunk, start, _chunks(chunk_tokens, hidden, labels, mask))
-    d_hidden = d_hidden.swapaxes(0, 1).reshape(-1, hidden.shape[1])[: hidden.shape[0]]
+    (total, d_weight), d_hidden = jax.lax.scan(add_chunk, start, token_chunks(chunk_tokens, hidden, labels, mask))
+    d_hidden = joined_chunks(d_hidden, len(hidden))
     # Empty arrays tell the backward pass the dtypes.
     return total, (d_hidden, d_weight, jnp.zeros(0, hidden.dtype), jnp.zeros(0, head_weight.dtype))
 
@@ -96,25 +94,5 @@ _loss_sum.defvjp(_forward, _backward)
 
 def _loss_of_chunk(weight, hidden, labels, mask):
     """(the summed loss, logits, their logsumexp)"""
-    logits = jnp.einsum("td,vd->tv", hidden, weight, preferred_element_type=at_least_f32(hidden.dtype))
-    logsumexp = jax.nn.logsumexp(logits, axis=1)
-    # Negative indices would count from the end; what lies outside is filled with NaN.
-    labels = jnp.where(labels < 0, logits.shape[1], labels)
-    label_logit = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
+    label_logit, logits, logsumexp = logits_of_chunk(weight, hidden, labels)
     return jnp.where(mask, logsumexp - label_logit, 0).sum(), logits, logsumexp
-
-
-def _chunks(chunk_tokens, *arrays):
-    """The arrays as [chunks, tokens of a chunk, ...], of equal chunks; what fills the last is masked out, as False is 0.
-
-    Chunk i has the tokens i, i + n, ...: where XLA splits tokens over devices, each chunk is split as they are.
-    """
-    tokens = arrays[0].shape[0]
-    number = max(1, -(-tokens // chunk_tokens))
-    size = -(-tokens // number)
-
-    def strided(array):
-        padded = jnp.pad(array, [(0, number * size - tokens), *[(0, 0)] * (array.ndim - 1)])
-        return padded.reshape(size, number, *array.shape[1:]).swapaxes(0, 1)
-
-    return tuple(strided(array) for array in arrays)

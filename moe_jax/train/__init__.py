@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from moe_jax.train.dry_run import dry_run
     from moe_jax.train.evaluate import make_evaluation
     from moe_jax.train.finetune import FinetuneResult, finetune
+    from moe_jax.train.log_probs import log_probs
     from moe_jax.train.loss import loss
     from moe_jax.train.model_of_run import model_of_run
     from moe_jax.train.optimizer import make_optimizer, warmup_cosine
@@ -27,6 +28,7 @@ __all__ = [
     "finetune",
     "init_state",
     "load_tokenizer",
+    "log_probs",
     "loss",
     "make_evaluation",
     "make_optimizer",

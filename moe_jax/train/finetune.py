@@ -25,6 +25,7 @@ from moe_jax.train.announcement import announcement
 from moe_jax.train.data import Documents
 from moe_jax.train.evaluate import make_evaluation
 from moe_jax.train.metrics import Clock, MetricsWriter, of_layers, one_line, read_records, record_of_step
+from moe_jax.train.objective import OwnLoss
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
 from moe_jax.train.rebalance import Places, move_experts
 from moe_jax.train.run import Run, prepare_run
@@ -44,7 +45,13 @@ class FinetuneResult:
 
 
 def finetune(
-    settings: FinetuneSettings, *, model: Decoder | None = None, tokenizer: Any = None, stop_after: int | None = None
+    settings: FinetuneSettings,
+    *,
+    model: Decoder | None = None,
+    tokenizer: Any = None,
+    stop_after: int | None = None,
+    loss: OwnLoss | None = None,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
 ) -> FinetuneResult:
     """Trains; if `settings.output` holds checkpoints of the same run, goes on from the newest, bit for bit.
 
@@ -65,6 +72,9 @@ def finetune(
         count; a `settings.mesh` of several devices must be the same.
       tokenizer: use this one instead of reading `settings.tokenizer`.
       stop_after: save and return after this step, as if interrupted.
+      loss: what to minimise in place of `train.loss`, as in `make_train_step`; its metrics stand in metrics.jsonl. A run
+        goes on with a loss of the same name alone.
+      on_step: called in the first process after each step with its record, the line of metrics.jsonl.
 
     Raises:
       ValueError: settings that make no sense, bad data, or a folder that holds another run; no weights have been read and
@@ -78,12 +88,19 @@ def finetune(
     if settings.dry_run:
         raise ValueError("settings.dry_run=True: call train.dry_run(settings), which trains nothing")
     with ExitStack() as until_end:
-        run = prepare_run(settings, model, tokenizer, until_end)
+        run = prepare_run(settings, model, tokenizer, until_end, loss)
         _announce(settings, run)
-        return _train(run, run.settings, model, stop_after)
+        return _train(run, run.settings, model, stop_after, loss, on_step)
 
 
-def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_after: int | None) -> FinetuneResult:
+def _train(
+    run: Run,
+    settings: FinetuneSettings,
+    model: Decoder | None,
+    stop_after: int | None,
+    loss: OwnLoss | None,
+    on_step: Callable[[dict[str, Any]], None] | None,
+) -> FinetuneResult:
     """The run from its last step, or from the first, to its end."""
     config, parallelism, checkpoints, places = run.config, run.parallelism, run.checkpoints, run.places
     if model is None:
@@ -107,7 +124,7 @@ def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_aft
         moment_dtype=settings.moment_dtype,
     )
     graph, state = nnx.graphdef(model), init_state(model, optimizer)
-    train_step = _train_step(graph, optimizer, schedule, settings, run)
+    train_step = _train_step(graph, optimizer, schedule, settings, run, loss)
     if run.steps_done:
         state = checkpoints.restore(run.steps_done, _freed(state))
     evaluate = make_evaluation(graph, parallelism=parallelism)
@@ -146,6 +163,8 @@ def _train(run: Run, settings: FinetuneSettings, model: Decoder | None, stop_aft
                     print(f"step {step}: {said}{clock.left(step, last)}", flush=True)
                 else:
                     progress.set_postfix_str(said)
+                if on_step is not None:
+                    on_step(record)
             moves = settings.rebalance_every and step % settings.rebalance_every == 0 and step < settings.steps
             if places is not None and moves:
                 state, places = places.rebalance(state, config, run.expert_devices)
@@ -174,13 +193,13 @@ def _train_step(
     schedule: optax.Schedule,
     settings: FinetuneSettings,
     run: Run,
+    loss: OwnLoss | None,
 ) -> Callable:
     """`make_train_step` with the factors of losses that the config says where the settings do not."""
-    aux_loss_coef = settings.aux_loss_coef
-    if aux_loss_coef is None:
+    aux_loss_coef, sequence_loss_coef = settings.aux_loss_coef or 0.0, settings.sequence_loss_coef or 0.0
+    if settings.aux_loss_coef is None and loss is None:
         aux_loss_coef = getattr(run.config, "router_aux_loss_coef", 0.0)
-    sequence_loss_coef = settings.sequence_loss_coef
-    if sequence_loss_coef is None:
+    if settings.sequence_loss_coef is None and loss is None:
         sequence_loss_coef = getattr(run.config, "aux_loss_alpha", 0.0) if getattr(run.config, "seq_aux", False) else 0.0
     return make_train_step(
         graph,
@@ -195,6 +214,7 @@ def _train_step(
         remat="offload" if settings.offload else settings.remat,
         force_balanced_routing=settings.force_balanced_routing,
         parallelism=run.parallelism,
+        loss=loss,
     )
 
 

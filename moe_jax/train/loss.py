@@ -28,10 +28,11 @@ from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.fsdp import LayerGather
 
 Batch = dict[str, Int[Array, "batch seq"]]
-"""tokens, labels (the next token of the same document), loss_mask (0 or 1), positions and segment_ids, all int32."""
+"""tokens, labels (the next token of the same document), loss_mask (0 or 1), positions and segment_ids, all int32; it may have
+more, as `train.batches` gives "document"."""
 
 BATCH_ARRAYS = ("tokens", "labels", "loss_mask", "positions", "segment_ids")
-"""What a loss needs of a batch, which may have more."""
+"""The arrays of a batch that `loss` reads."""
 
 
 class LossParts(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from moe_jax.config import ModelConfig
+from moe_jax.train.objective import TAKEN_NAMES
 
 _logger = logging.getLogger(__name__)
 
@@ -74,10 +75,14 @@ def record_of_step(
     """A step's scalars as they are logged, of what `make_train_step`'s step gave and the seconds that it took."""
     tokens_per_second = float(metrics["num_tokens"]) / seconds
     losses = "loss", "aux_loss", "sequence_loss", "z_loss", "grad_norm", "learning_rate"
-    record = {"step": step} | {name: float(metrics[name]) for name in losses}
+    record = {"step": step} | {name: float(metrics[name]) for name in losses if name in metrics}
     record |= {
         "tokens_per_second": tokens_per_second,
         "model_tflops": tokens_per_second * flops_per_token / 1e12,
+    }
+    if "expert_load" not in metrics:  # a loss of the user's, which has metrics of its own
+        return record | {name: float(value) for name, value in metrics.items() if name not in TAKEN_NAMES and value.ndim == 0}
+    record |= {
         "max_mean_expert_load": max_mean_load(metrics["expert_load"]),
         "min_mean_expert_load": min_mean_load(metrics["expert_load"]),
         "num_dropped": int(metrics["num_dropped"]),
@@ -113,11 +118,12 @@ def one_line(record: dict[str, Any], *, compiled: bool = False) -> str:
     """Returns the record for the console; of a step that `compiled`, without the speed."""
     shadows = f", {record['num_shadows']:.1f} shadows a layer" if record.get("num_shadows") else ""
     held_out = f", eval loss {record['eval_loss']:.4f}" if "eval_loss" in record else ""
+    aux = f", aux {record['aux_loss']:.3f}" if "aux_loss" in record else ""
+    load = f", max/mean load {record['max_mean_expert_load']:.2f}" if "max_mean_expert_load" in record else ""
     speed = f"{record['tokens_per_second']:.0f} tokens/s, {record['model_tflops']:.3g} TFLOP/s"
     return (
-        f"loss {record['loss']:.4f}{held_out}, aux {record['aux_loss']:.3f}, grad norm {record['grad_norm']:.3f}, "
-        f"lr {record['learning_rate']:.2e}, {'compiled in this step' if compiled else speed}, "
-        f"max/mean load {record['max_mean_expert_load']:.2f}{shadows}"
+        f"loss {record['loss']:.4f}{held_out}{aux}, grad norm {record['grad_norm']:.3f}, "
+        f"lr {record['learning_rate']:.2e}, {'compiled in this step' if compiled else speed}{load}{shadows}"
     )
 
 
@@ -128,7 +134,7 @@ def of_layers(metrics: dict[str, np.ndarray], layers: tuple[int, ...]) -> dict[s
     `num_rounds` and `num_shadows` [layers] of the exchange with other devices' experts, means over the devices, and
     `expert_bias_range` [layers, 2], the smallest and largest, where there are biases.
     """
-    if not layers:
+    if not layers or "expert_load" not in metrics:
         return {}
     names = ("expert_load", "router_entropy", "num_rounds", "num_shadows", "expert_bias_range")
     return {"layers": list(layers)} | {name: np.asarray(metrics[name]).tolist() for name in names if name in metrics}

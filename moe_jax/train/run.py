@@ -33,6 +33,7 @@ from moe_jax.train.data.survey import Survey, survey
 from moe_jax.train.identity import MODEL, same_run, values_of
 from moe_jax.train.lock import output_lock
 from moe_jax.train.master_weights import initial_low_halves
+from moe_jax.train.objective import OwnLoss, name_of, refuse_coefficients, refuse_further_predictors
 from moe_jax.train.rebalance import Places, num_groups
 from moe_jax.train.settings import FinetuneSettings
 from moe_jax.train.settings_file import noted_steps
@@ -98,7 +99,9 @@ class Run(PlannedRun):
     places: Places | None
 
 
-def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any, until_end: ExitStack) -> Run:
+def prepare_run(
+    settings: FinetuneSettings, model: Decoder | None, tokenizer: Any, until_end: ExitStack, loss: OwnLoss | None = None
+) -> Run:
     """The run that `finetune` was asked for; it has the arguments, and the errors raised.
 
     Nothing has been written when it raises, but in a folder that has a run. Else there is the folder for checkpoints, and
@@ -107,7 +110,10 @@ def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: An
     output = Path(settings.output).expanduser()
     plan = plan_run(settings, model, tokenizer)
     settings, config, stream = plan.settings, plan.config, plan.batches
-    identity = plan.identity | {MODEL: weights_fingerprint(settings.model) if model is None else values_of(model)}
+    if loss is not None:
+        _check_own_loss(settings, config)
+    identity = plan.identity | {"loss": None if loss is None else name_of(loss)}
+    identity |= {MODEL: weights_fingerprint(settings.model) if model is None else values_of(model)}
     if jax.process_count() > 1:
         _check_same_everywhere(asdict(settings) | identity | {"held-out data": plan.held_out_fingerprint})
         require_shared(output)
@@ -127,6 +133,13 @@ def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: An
         places = Places.from_json(position["places"]) if position.get("places") else places
     known = vars(plan) | {"identity": identity}
     return Run(**known, checkpoints=checkpoints, steps_done=steps_done, places=places)
+
+
+def _check_own_loss(settings: FinetuneSettings, config: ModelConfig) -> None:
+    refuse_coefficients(**{name: getattr(settings, name) for name in ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef")})
+    refuse_further_predictors(config)
+    if settings.rebalance_every:
+        raise ValueError(f"rebalance_every={settings.rebalance_every} needs the load of experts, which `loss` does not report")
 
 
 def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) -> PlannedRun:

@@ -25,7 +25,11 @@ from moe_jax.parallel.layout import parameter_path
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.sequence import shard_sequence
 from moe_jax.train import master_weights
-from moe_jax.train.loss import BATCH_ARRAYS, Batch, LossParts, loss
+from moe_jax.train.loss import BATCH_ARRAYS, Batch
+from moe_jax.train.objective import OwnLoss, next_tokens, own_loss, refuse_coefficients, refuse_further_predictors
+
+COUNTED = {"num_labels": "loss_mask", "num_tokens": "segment_ids"}
+"""Metrics that count an array's entries other than 0."""
 
 
 @jax.tree_util.register_dataclass
@@ -88,6 +92,7 @@ def make_train_step(
     remat: Remat = True,
     force_balanced_routing: bool = False,
     parallelism: Parallelism | None = None,
+    loss: OwnLoss | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
     """A jitted step(state, batch) -> (state, metrics). The state passed in is donated: its arrays are gone afterwards.
 
@@ -106,6 +111,18 @@ def make_train_step(
       remat: recompute each layer in the backward pass, and keep only its input; "offload": in the host's memory.
       parallelism: the mesh that the state lies on, and how the model is spread over it. Losses, gradients and metrics are
         those of the whole batch on one device. None: one device, or all collectives left to XLA.
+      loss: what to minimise in place of `train.loss`: loss(model, batch, *, mesh_axes, **options) -> (a scalar, a dict of
+        scalar metrics). It is called on each micro-batch, with all arrays that the batch has; scalars and metrics are averaged
+        over micro-batches. It passes `options` on to `train.log_probs` or `model.hidden_states`. With `parallelism` it is
+        called on each device inside `jax.shard_map`, with that device's tokens, and returns what is the same on all of them:
+
+            def loss(model, batch, *, mesh_axes, **options):
+                log_probs = train.log_probs(model, batch, **options)
+                summed, labels = jax.lax.psum((log_probs.sum(), batch["loss_mask"].sum()), mesh_axes)
+                return -summed / labels, {"perplexity": jnp.exp(-summed / labels)}
+
+        `mesh_axes` are () without `parallelism`, where `psum` does nothing. Biases of experts stay as they are. Arrays beside
+        the usual ones are [batch, ...]; where sequences are split over devices, [batch] or [batch, seq, ...].
 
     Returns:
       metrics are f32 scalars: loss (cross-entropy a label), aux_loss, sequence_loss (0 if its factor is), z_loss, mtp_loss
@@ -114,46 +131,51 @@ def make_train_step(
       tokens, nats), num_rounds and num_shadows [moe_layers] (of `parallel.expert.Exchange`, means over devices and
       micro-batches) and, after the step, expert_bias_range [moe_layers, 2] (smallest, largest) if there are biases; and int32:
       expert_load [moe_layers, E], num_dropped (choices that no expert computed, over all layers; 0 unless
-      `ExpertParallel.drop` is set). Modules' layers are the last of moe_layers.
+      `ExpertParallel.drop` is set). Modules' layers are the last of moe_layers. With `loss`: its metrics, loss (its value,
+      unless a metric has that name), total_loss, grad_norm, num_labels and num_tokens where the batch has a loss_mask and
+      segment_ids, and learning_rate.
 
     Raises:
-      ValueError: at the first step, an `mtp_loss_coef` of 0 for a model with modules that predict further tokens, or rows that
+      ValueError: `loss` beside a factor of the built-in loss's. At the first step, a `loss` that returns something else, or for
+        a model with modules that predict further tokens; without `loss`, an `mtp_loss_coef` of 0 for such a model; rows that
         cannot be dealt out to the micro-batches and devices.
     """
 
-    def micro_loss(params, expert_bias, batch, num_labels, totals=None, **options):
+    options: dict[str, Any] = dict(remat=remat, force_balanced_routing=force_balanced_routing)
+    coefficients = dict(aux_loss_coef=aux_loss_coef, sequence_loss_coef=sequence_loss_coef, z_loss_coef=z_loss_coef)
+    if loss is None:
+        objective = next_tokens(gradient_accumulation, mtp_loss_coef=mtp_loss_coef, **coefficients, **options)
+    else:
+        refuse_coefficients(**coefficients)
+        objective = own_loss(loss, gradient_accumulation, **options)
+
+    def micro_loss(params, expert_bias, batch, num_labels, totals=None, **of_mesh):
         model = nnx.merge(graphdef, params, expert_bias)
         if totals is not None:
             add_expert_gradients_to(model, totals)
-        return loss(
-            model,
-            batch,
-            aux_loss_coef=aux_loss_coef,
-            sequence_loss_coef=sequence_loss_coef,
-            z_loss_coef=z_loss_coef,
-            mtp_loss_coef=mtp_loss_coef,
-            num_labels=num_labels,
-            router_share=1 / gradient_accumulation,
-            remat=remat,
-            force_balanced_routing=force_balanced_routing,
-            **options,
-        )
+        return objective.of_batch(model, batch, num_labels, **of_mesh)
 
-    def gradients(params, expert_bias, batch, num_labels) -> tuple[Array, LossParts, nnx.State]:
+    def gradients(params, expert_bias, batch, num_labels) -> tuple[Array, Any, nnx.State]:
         of_batch = jax.value_and_grad(micro_loss, has_aux=True)
         if parallelism is not None:
             dtype = nnx.merge(graphdef, params, expert_bias).dtype
-            of_batch = _on_mesh(micro_loss, parallelism, params, dtype)
+            of_batch = _on_mesh(micro_loss, parallelism, params, dtype, batch)
         (total, parts), grads = of_batch(params, expert_bias, batch, num_labels)
         return total, parts, _as_f32(grads)
 
     def train_step(adds_in_place: bool, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         model = nnx.merge(graphdef, state.params, state.expert_bias)
-        check_mtp_loss_coef(model.config, mtp_loss_coef)
-        num_labels = (batch["loss_mask"] != 0).sum().astype(jnp.float32)
+        if loss is None:
+            check_mtp_loss_coef(model.config, mtp_loss_coef)
+        else:
+            refuse_further_predictors(model.config)
         if parallelism is not None:
-            parallelism.check_batch(batch["tokens"].shape[0] // gradient_accumulation)
-        batch = {name: batch[name] for name in BATCH_ARRAYS}
+            parallelism.check_batch(_num_rows(batch) // gradient_accumulation)
+        counted = {name: batch[array] for name, array in COUNTED.items() if array in batch}
+        counts = {name: (array != 0).sum().astype(jnp.float32) for name, array in counted.items()}
+        num_labels = counts.get("num_labels", jnp.ones(()))
+        if loss is None:
+            batch = {name: batch[name] for name in BATCH_ARRAYS}
         if adds_in_place:
             of_batch = partial(micro_loss, expert_bias=state.expert_bias, num_labels=num_labels)
             dtype = at_least_f32(model.dtype)
@@ -166,23 +188,11 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, masters)
         masters = optax.apply_updates(masters, updates)
         params, low_halves = master_weights.split(masters) if split else (masters, None)
-        expert_bias = move_expert_bias(state.expert_bias, parts.expert_load, expert_bias_update_rate)
-        metrics = {
-            "loss": parts.cross_entropy / num_labels.clip(1),
-            "aux_loss": parts.aux_loss / gradient_accumulation,
-            "sequence_loss": parts.sequence_loss / gradient_accumulation,
-            "z_loss": parts.z_loss / gradient_accumulation,
-            "mtp_loss": parts.mtp_cross_entropy / num_labels.clip(1),
-            "total_loss": total,
-            "grad_norm": optax.tree.norm(grads),
-            "num_labels": num_labels,
-            "num_tokens": parts.num_tokens,
-            "expert_load": parts.expert_load,
-            "router_entropy": parts.entropy_sum / parts.routed_tokens.clip(1),
-            "num_dropped": parts.num_dropped,
-            "num_rounds": parts.num_rounds / gradient_accumulation,
-            "num_shadows": parts.num_shadows / gradient_accumulation,
-        }
+        expert_bias = state.expert_bias
+        if loss is None:
+            expert_bias = move_expert_bias(expert_bias, parts.expert_load, expert_bias_update_rate)
+        metrics = {**counts, "total_loss": total, "grad_norm": optax.tree.norm(grads)}
+        metrics |= objective.metrics(total, parts, num_labels)
         if stages := jax.tree.leaves(expert_bias):
             biases = jnp.concatenate(stages)
             metrics["expert_bias_range"] = jnp.stack([biases.min(axis=1), biases.max(axis=1)], axis=1)
@@ -227,22 +237,32 @@ def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Para
 
     Without it, rows are split over the mesh axes `data` and `fsdp` as far as these divide them. Each of several processes
     passes a batch of all rows and puts the parts of its own devices there; other rows may hold anything
-    (`Parallelism.own_rows`).
+    (`Parallelism.own_rows`). Arrays are [batch, seq, ...], or, for a loss of one's own, [batch].
     """
     if parallelism is None:
-        return _put(batch, _split_rows(len(batch["tokens"]), _replicated(params)))
+        sharding = _split_rows(_num_rows(batch), _replicated(params))
+        return _put(batch, dict.fromkeys(batch, sharding))
     if (context := parallelism.context_parallel) is not None:
         ways = parallelism.mesh.shape[context.axis_name]
-        batch = jax.tree.map(lambda array: shard_sequence(array, ways, context.layout), batch)
-    parallelism.check_batch(len(batch["tokens"]))
-    return _put(batch, NamedSharding(parallelism.mesh, parallelism.batch_spec))
+        batch = jax.tree.map(lambda x: x if x.ndim < 2 else shard_sequence(x, ways, context.layout), batch)
+    parallelism.check_batch(_num_rows(batch))
+    return _put(batch, {name: NamedSharding(parallelism.mesh, spec) for name, spec in _batch_specs(batch, parallelism).items()})
 
 
-def _put(batch: dict[str, np.ndarray], sharding: Sharding) -> dict[str, jax.Array]:
-    if sharding.is_fully_addressable:
-        return jax.device_put(batch, sharding)
+def _put(batch: dict[str, np.ndarray], shardings: dict[str, Sharding]) -> dict[str, jax.Array]:
+    if all(sharding.is_fully_addressable for sharding in shardings.values()):
+        return jax.device_put(batch, shardings)
     # Here device_put would send every batch to all processes first, to see that it is the same everywhere.
-    return {name: jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for name, x in batch.items()}
+    return {name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__) for name, x in batch.items()}
+
+
+def _num_rows(batch: dict[str, Any]) -> int:
+    return next(iter(batch.values())).shape[0]
+
+
+def _batch_specs(batch: dict[str, Any], parallelism: Parallelism) -> dict[str, PartitionSpec]:
+    """`Parallelism.batch_spec` of each array, which may have rows alone."""
+    return {name: PartitionSpec(*parallelism.batch_spec[: array.ndim]) for name, array in batch.items()}
 
 
 def _split_rows(rows: int, sharding):
@@ -273,7 +293,7 @@ def move_expert_bias(expert_bias: nnx.State, expert_load: Int[Array, "moe_layers
     return jax.tree.unflatten(structure, [move_bias(bias, load, rate) for bias, load in zip(biases, loads, strict=True)])
 
 
-def _on_mesh(micro_loss, parallelism: Parallelism, params: nnx.State, dtype: jnp.dtype):
+def _on_mesh(micro_loss, parallelism: Parallelism, params: nnx.State, dtype: jnp.dtype, batch: Batch):
     """`jax.value_and_grad` of the loss with each device computing on its own tokens and its part of the parameters."""
     mesh = parallelism.mesh
     sharded = ShardedParameters.of(params, mesh, dtype=dtype, token_axes=parallelism.token_axes, hops=parallelism.hops)
@@ -284,7 +304,7 @@ def _on_mesh(micro_loss, parallelism: Parallelism, params: nnx.State, dtype: jnp
 
         return jax.value_and_grad(of_parts, has_aux=True)(params)
 
-    in_specs = sharded.specs, PartitionSpec(), parallelism.batch_spec, PartitionSpec()
+    in_specs = sharded.specs, PartitionSpec(), _batch_specs(batch, parallelism), PartitionSpec()
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(PartitionSpec(), sharded.specs))
 
 

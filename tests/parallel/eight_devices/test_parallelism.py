@@ -15,7 +15,7 @@ from moe_jax.layers.router import ExpertBias
 from moe_jax.layers.segments import segment_positions
 from moe_jax.parallel import ExpertParallel, Parallelism, make_mesh, parameter_sharding
 from moe_jax.parallel.layout import parameter_path
-from moe_jax.train import init_state, make_evaluation, make_optimizer, make_train_step, put_batch
+from moe_jax.train import init_state, log_probs, make_evaluation, make_optimizer, make_train_step, put_batch
 
 ROWS, SEQ = 8, 16
 
@@ -142,3 +142,23 @@ def test_without_parallelism_rows_are_split_as_far_as_they_can_be():
     for rows, of_a_device in ((8, 1), (4, 2), (6, 3), (3, 3)):
         tokens = put_batch({"tokens": np.zeros((rows, SEQ), np.int32)}, params)["tokens"]
         assert tokens.addressable_shards[0].data.shape == (of_a_device, SEQ)
+
+
+def test_a_loss_of_ones_own_is_one_devices():
+    def loss(model, batch, *, mesh_axes, **options):
+        found = batch["weight"][:, None] * log_probs(model, batch, **options)
+        summed, labels = jax.lax.psum((found.sum(), batch["loss_mask"].sum()), mesh_axes)
+        return -summed / labels, {"labels": labels}
+
+    rng = np.random.default_rng()
+    batch = make_batch(rng) | {"weight": rng.normal(size=ROWS).astype(np.float32)}
+    options = dict(loss=loss, aux_loss_coef=0.0, sequence_loss_coef=0.0, z_loss_coef=0.0, steps=1)
+    parallelism = Parallelism(make_mesh(fsdp=2, expert=2, context=2))
+    expected, (expected_metrics,) = train(batch, **options)
+    state, (metrics,) = train(batch, parallelism, **options)
+    for name, value in expected_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+    for ours, theirs in zip(*(jax.tree.leaves(s.opt_state) for s in (state, expected)), strict=True):
+        assert relative_error(ours, theirs) < 1e-4
+    with pytest.raises(ValueError, match=r"its value differs along data, expert, fsdp: sum it over them with"):
+        train(batch, parallelism, **options | {"loss": lambda model, batch, **_: (batch["weight"].sum(), {})})

@@ -1,0 +1,81 @@
+"""The chunked log-probabilities equal log_softmax over all logits, with their gradients, and never hold those logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.kernels import token_log_probs
+
+
+def plain(hidden, weight, labels):
+    log_probabilities = jax.nn.log_softmax(hidden @ weight.T)
+    return jnp.take_along_axis(log_probabilities, labels[:, None], axis=1)[:, 0]
+
+
+def make_inputs(dtype=jnp.float64, tokens=17, vocab=53):
+    rng = np.random.default_rng()
+    hidden, weight = jnp.asarray(rng.normal(size=(tokens, 8)), dtype), jnp.asarray(3 * rng.normal(size=(vocab, 8)), dtype)
+    return hidden, weight, jnp.asarray(rng.integers(0, vocab, tokens)), jnp.asarray(rng.normal(size=tokens), dtype)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 17, 1000])
+def test_equals_log_softmax_with_gradients(chunk):
+    with jax.enable_x64(True):
+        hidden, weight, labels, cotangent = make_inputs()
+        values, pullback = jax.vjp(lambda h, w: token_log_probs(h, w, labels, chunk_tokens=chunk), hidden, weight)
+        wanted, plain_pullback = jax.vjp(lambda h, w: plain(h, w, labels), hidden, weight)
+        np.testing.assert_allclose(values, wanted, rtol=1e-12)
+        for actual, expected in zip(pullback(cotangent), plain_pullback(cotangent), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_bf16_operands_give_f32_and_gradients_keep_their_dtypes():
+    hidden, weight, labels, cotangent = make_inputs(jnp.float32)
+    hidden, weight = hidden.astype(jnp.bfloat16), weight.astype(jnp.bfloat16).astype(jnp.float32)
+    values, pullback = jax.vjp(lambda h, w: token_log_probs(h, w, labels, chunk_tokens=5), hidden, weight)
+    assert values.dtype == jnp.float32
+    wanted, plain_pullback = jax.vjp(lambda h, w: plain(h, w, labels), hidden.astype(jnp.float32), weight)
+    np.testing.assert_allclose(values, wanted, rtol=1e-5, atol=1e-5)
+    gradients = pullback(cotangent)
+    assert [gradient.dtype for gradient in gradients] == [jnp.bfloat16, jnp.float32]
+    for actual, expected in zip(gradients, plain_pullback(cotangent), strict=True):
+        np.testing.assert_allclose(actual.astype(jnp.float32), expected, rtol=0.02, atol=0.02 * np.abs(expected).max())
+
+
+def test_all_logits_never_exist():
+    hidden, weight, labels, _ = make_inputs(jnp.float32)
+    gradient = jax.jit(jax.grad(lambda h, w: token_log_probs(h, w, labels, chunk_tokens=5).sum(), argnums=(0, 1)))
+    text = str(gradient.trace(hidden, weight).jaxpr)
+    assert "[5,53]" in text and "17,53" not in text and "20,53" not in text
+
+
+def test_a_label_outside_is_nan_for_its_token_alone_and_masked_out_harms_nothing():
+    hidden, weight, labels, _ = make_inputs(jnp.float32)
+    wild = labels.at[3].set(-100)
+    np.testing.assert_array_equal(np.isnan(token_log_probs(hidden, weight, wild)), np.arange(17) == 3)
+
+    def masked(hidden, weight, labels):
+        return jnp.where(jnp.arange(17) == 3, 0, token_log_probs(hidden, weight, labels)).sum()
+
+    gradients, expected = (jax.grad(masked, (0, 1))(hidden, weight, ids) for ids in (wild, labels))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), gradients, expected)
+
+
+def test_a_replicated_heads_gradient_sums_over_the_devices_of_a_shard_map():
+    hidden, weight, labels, _ = make_inputs(jnp.float32)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    sharded = jax.shard_map(token_log_probs, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P("data"))
+    gradients = jax.grad(lambda h, w: jnp.sin(sharded(h, w, labels)).sum(), (0, 1))(hidden, weight)
+    expected = jax.grad(lambda h, w: jnp.sin(plain(h, w, labels)).sum(), (0, 1))(hidden, weight)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients, expected)
+
+
+def test_shapes_that_do_not_fit_are_named():
+    hidden, weight, labels, _ = make_inputs(jnp.float32)
+    with pytest.raises(ValueError, match=r"labels must have shape \(17,\); got \(16,\)"):
+        token_log_probs(hidden, weight, labels[1:])
+    with pytest.raises(ValueError, match="hidden must be .*; got"):
+        token_log_probs(hidden[None], weight, labels)
