@@ -19,7 +19,7 @@ from moe_jax.checkpoint.folders import previous_of
 from moe_jax.checkpoint.fp8 import dequantised, read_block_size
 from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, CheckpointError, StoredTensor, open_tensors
 from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
-from moe_jax.checkpoint.hub import downloaded
+from moe_jax.checkpoint.hub import SMALL_FILES, downloaded
 from moe_jax.checkpoint.streaming import Piece, held_parts, load_parameter, num_elements, piece_of, same_values
 from moe_jax.config import ModelConfig, load_config
 from moe_jax.models.auto import from_config
@@ -109,20 +109,38 @@ def find_checkpoint(folder_or_hub_id: str | Path) -> Path:
     Raises:
       FileNotFoundError, ValueError: there is no such model, or its config is refused, before its weights are downloaded.
     """
-    folder = Path(folder_or_hub_id).expanduser()
-    if folder.is_dir():
-        return folder.resolve()
-    previous = previous_of(folder)
-    if previous.is_dir():
-        raise FileNotFoundError(f"a save to {folder} was cut short; the checkpoint that was there lies whole in {previous}")
-    folder = downloaded(str(folder_or_hub_id), ["*.json"])
-    load_config(folder)
-    read_block_size(folder)
-    files = ["*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja"]
+    folder = find_config(folder_or_hub_id)
+    if Path(folder_or_hub_id).expanduser().is_dir():
+        return folder
     for weights in ("*.safetensors", "*.bin"):
-        folder = downloaded(str(folder_or_hub_id), [*files, weights])
+        folder = downloaded(str(folder_or_hub_id), [*SMALL_FILES, weights])
         if any(folder.glob(weights)):
             break
+    return folder
+
+
+def find_config(folder_or_hub_id: str | Path) -> Path:
+    """The local folder with a model's config.json, downloaded without the weights if it is on the hub.
+
+    Raises:
+      FileNotFoundError: there is no such folder and no such model on the hub, or the folder has no config.json.
+      ValueError: its config is refused.
+    """
+    folder = Path(folder_or_hub_id).expanduser()
+    if folder.is_dir():
+        folder = folder.resolve()
+        if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
+            raise FileNotFoundError(
+                f"no config.json in {folder}, which looks like the output folder of a run; did you mean the model in it, "
+                f"{Path(folder_or_hub_id) / 'model'}?"
+            )
+    else:
+        previous = previous_of(folder)
+        if previous.is_dir():
+            raise FileNotFoundError(f"a save to {folder} was cut short; the checkpoint that was there lies whole in {previous}")
+        folder = downloaded(str(folder_or_hub_id), SMALL_FILES)
+    load_config(folder)
+    read_block_size(folder)
     return folder
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from moe_jax.checkpoint.hf_load import read_config
+from moe_jax.checkpoint.hf_load import find_config, read_config
 from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
 from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.models.decoder import Decoder
@@ -77,6 +77,9 @@ def prepare_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: An
     """
     output = Path(settings.output).expanduser()
     parallelism = _parallelism(settings, model)
+    if model is None:
+        # A misspelt model is named as such, before its tokenizer is looked for and before its weights are downloaded.
+        find_config(settings.model)
     tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
     documents = open_documents(settings.data, settings.data_format)
     held_out = None if settings.eval_data is None else open_documents(settings.eval_data, settings.data_format)
