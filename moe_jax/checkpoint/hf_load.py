@@ -24,6 +24,7 @@ from moe_jax.checkpoint.streaming import Piece, held_parts, load_parameter, num_
 from moe_jax.config import ModelConfig, load_config
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.inputs import float_dtype
 from moe_jax.parallel.layout import parameter_sharding
 from moe_jax.parallel.processes import is_first_process
 
@@ -55,13 +56,14 @@ def from_pretrained(
 
     Raises:
       FileNotFoundError: there is no such folder and no such model on the hub.
-      ValueError: config.json asks for something that is not supported, or (CheckpointError) tensors are missing, unexpected,
-        of a wrong shape or dtype, or files are absent, truncated or corrupt; one error lists all of them.
+      ValueError: a dtype is none, config.json asks for something that is not supported, or (CheckpointError) tensors are
+        missing, unexpected, of a wrong shape or dtype, or files are absent, truncated or corrupt; one error lists all of them.
       ImportError: .bin files, and no torch to read them.
     """
+    dtype = float_dtype(dtype)
+    param_dtype = dtype if param_dtype is None else float_dtype(param_dtype, "param_dtype")
     folder = find_checkpoint(folder_or_hub_id)
     config = load_config(folder)
-    param_dtype = jnp.dtype(dtype if param_dtype is None else param_dtype)
     config, pieces, warnings = _checked_pieces(folder, config, mtp)
     for warning in warnings:
         _logger.warning("%s: %s", folder, warning)
