@@ -3,7 +3,7 @@
 from moe_jax import kernels, parallel, train
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.config import DeepseekV2Config, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig, load_config
-from moe_jax.generation import generate
+from moe_jax.generation import chat, complete, generate
 from moe_jax.models.auto import from_config
 
 __all__ = [
@@ -11,6 +11,8 @@ __all__ = [
     "DeepseekV3Config",
     "Qwen3Config",
     "Qwen3MoeConfig",
+    "chat",
+    "complete",
     "from_config",
     "from_pretrained",
     "generate",
