@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from moe_jax.checkpoint.hf_load import from_pretrained
     from moe_jax.checkpoint.tokenizer import load_tokenizer
     from moe_jax.config import DeepseekV2Config, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig, load_config
-    from moe_jax.generation import generate
+    from moe_jax.generation import chat, complete, generate
     from moe_jax.layers.moe import MoE
     from moe_jax.models.auto import from_config
 
@@ -19,7 +19,9 @@ __all__ = [
     "MoE",
     "Qwen3Config",
     "Qwen3MoeConfig",
+    "chat",
     "checkpoint",
+    "complete",
     "config",
     "from_config",
     "from_pretrained",

@@ -57,7 +57,7 @@ def test_finetune_then_generate(checkpoint, tmp_path, capsys, monkeypatch):
     assert "text" not in capsys.readouterr().out
     (output / "model" / "chat_template.jinja").unlink()
     monkeypatch.setattr("moe_jax.commands.generate.from_pretrained", None)
-    assert "--chat needs a tokenizer with a chat template" in fails(capsys, *generate, "--chat")
+    assert "a chat needs a tokenizer with a chat template" in fails(capsys, *generate, "--chat")
 
 
 def test_generate_with_drafts_draws_and_prints_how_many_were_accepted(checkpoint, tmp_path, capsys, monkeypatch):

@@ -20,11 +20,12 @@ from moe_jax.checkpoint.folders import previous_of
 from moe_jax.checkpoint.fp8 import dequantised, read_block_size
 from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, CheckpointError, StoredTensor, open_tensors
 from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
-from moe_jax.checkpoint.hub import downloaded
+from moe_jax.checkpoint.hub import SMALL_FILES, downloaded
 from moe_jax.checkpoint.streaming import Piece, held_parts, load_parameter, num_elements, piece_of, same_values
 from moe_jax.config import ModelConfig, load_config
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.inputs import float_dtype
 from moe_jax.parallel.layout import parameter_sharding
 from moe_jax.parallel.processes import is_first_process
 
@@ -56,13 +57,14 @@ def from_pretrained(
 
     Raises:
       FileNotFoundError: there is no such folder and no such model on the hub.
-      ValueError: config.json asks for something that is not supported, or (CheckpointError) tensors are missing, unexpected,
-        of a wrong shape or dtype, or files are absent, truncated or corrupt; one error lists all of them.
+      ValueError: a dtype is none, config.json asks for something that is not supported, or (CheckpointError) tensors are
+        missing, unexpected, of a wrong shape or dtype, or files are absent, truncated or corrupt; one error lists all of them.
       ImportError: .bin files, and no torch to read them.
     """
+    dtype = float_dtype(dtype)
+    param_dtype = dtype if param_dtype is None else float_dtype(param_dtype, "param_dtype")
     folder = find_checkpoint(folder_or_hub_id)
     config = load_config(folder)
-    param_dtype = jnp.dtype(dtype if param_dtype is None else param_dtype)
     config, pieces, warnings = _checked_pieces(folder, config, mtp)
     for warning in warnings:
         _logger.warning("%s: %s", folder, warning)
@@ -110,20 +112,38 @@ def find_checkpoint(folder_or_hub_id: str | Path) -> Path:
     Raises:
       FileNotFoundError, ValueError: there is no such model, or its config is refused, before its weights are downloaded.
     """
-    folder = Path(folder_or_hub_id).expanduser()
-    if folder.is_dir():
-        return folder.resolve()
-    previous = previous_of(folder)
-    if previous.is_dir():
-        raise FileNotFoundError(f"a save to {folder} was cut short; the checkpoint that was there lies whole in {previous}")
-    folder = downloaded(str(folder_or_hub_id), ["*.json"])
-    load_config(folder)
-    read_block_size(folder)
-    files = ["*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja"]
+    folder = find_config(folder_or_hub_id)
+    if Path(folder_or_hub_id).expanduser().is_dir():
+        return folder
     for weights in ("*.safetensors", "*.bin"):
-        folder = downloaded(str(folder_or_hub_id), [*files, weights])
+        folder = downloaded(str(folder_or_hub_id), [*SMALL_FILES, weights])
         if any(folder.glob(weights)):
             break
+    return folder
+
+
+def find_config(folder_or_hub_id: str | Path) -> Path:
+    """The local folder with a model's config.json, downloaded without the weights if it is on the hub.
+
+    Raises:
+      FileNotFoundError: there is no such folder and no such model on the hub, or the folder has no config.json.
+      ValueError: its config is refused.
+    """
+    folder = Path(folder_or_hub_id).expanduser()
+    if folder.is_dir():
+        folder = folder.resolve()
+        if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
+            raise FileNotFoundError(
+                f"no config.json in {folder}, which looks like the output folder of a run; did you mean the model in it, "
+                f"{Path(folder_or_hub_id) / 'model'}?"
+            )
+    else:
+        previous = previous_of(folder)
+        if previous.is_dir():
+            raise FileNotFoundError(f"a save to {folder} was cut short; the checkpoint that was there lies whole in {previous}")
+        folder = downloaded(str(folder_or_hub_id), SMALL_FILES)
+    load_config(folder)
+    read_block_size(folder)
     return folder
 
 

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from moe_jax.checkpoint.hub import SMALL_FILES, downloaded
+
 
 def load_tokenizer(folder_or_hub_id: str | Path):
     """Loads the Hugging Face tokenizer of a checkpoint.
@@ -15,9 +17,14 @@ def load_tokenizer(folder_or_hub_id: str | Path):
     from transformers import AutoTokenizer
 
     folder = Path(folder_or_hub_id).expanduser()
-    where = f"the folder {folder}" if folder.is_dir() else f"{str(folder_or_hub_id)!r}, neither a folder nor a model on the hub"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        # transformers would ask the hub for each file by itself, five times each where there is no network.
+        found = folder if folder.is_dir() else downloaded(str(folder_or_hub_id), SMALL_FILES)
+    except FileNotFoundError as error:
+        raise ValueError(f"no tokenizer can be read: {error}") from error
+    where = f"the folder {folder}" if folder.is_dir() else f"{str(folder_or_hub_id)!r} on the hub"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(found))
     except Exception as error:  # files that are JSON, but of no tokenizer, end in a TypeError, KeyError, AttributeError, ...
         reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"no tokenizer can be read from {where}: {reason}") from error

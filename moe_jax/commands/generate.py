@@ -8,7 +8,6 @@ import jax
 import tyro
 from jax.sharding import Mesh
 
-from moe_jax.checkpoint.companions import generation_config
 from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
 from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.commands.options import Dtype, device_count
@@ -16,6 +15,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.generation import generate, generate_with_drafts, generation_mesh
 from moe_jax.generation.request import checked_request
 from moe_jax.generation.speculative import check_drafts
+from moe_jax.generation.text import added_text, chat_prompts, completion_tokens, text_options
 from moe_jax.parallel.processes import is_first_process
 
 
@@ -35,9 +35,10 @@ class Generate:
       chat: the prompt is what a user says: it goes through the tokenizer's chat template, and the answer alone is printed.
       max_new_tokens: how many tokens to add at most; fewer if a token comes that ends the text (generation_config.json names
         it, or config.json).
-      temperature: 0 takes the most likely token each time.
-      top_k: draw from the k most likely tokens alone.
-      top_p: draw from the most likely tokens whose probabilities reach p.
+      temperature: 0 takes the most likely token each time. Default: the temperature in generation_config.json if that says
+        do_sample, else 0.
+      top_k: draw from the k most likely tokens alone. Default: as in generation_config.json.
+      top_p: draw from the most likely tokens whose probabilities reach p. Default: as in generation_config.json.
       seed: of the draw.
       drafts: let the model's module for further tokens draft some: fewer passes. The text is the same at temperature 0, up to
         rounding; above it another draw from the same distribution.
@@ -50,7 +51,7 @@ class Generate:
     prompt: str
     chat: bool = False
     max_new_tokens: int = 64
-    temperature: float = 0.0
+    temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
@@ -64,29 +65,26 @@ class Generate:
         folder = find_checkpoint(self.model)
         config = read_config(folder, mtp=self.drafts)
         mesh, tokenizer = self._mesh(count, config), load_tokenizer(folder)
-        if self.chat and not tokenizer.chat_template:
-            raise ValueError(f"--chat needs a tokenizer with a chat template; that of {self.model} has none")
-        if self.chat:
-            messages = [{"role": "user", "content": self.prompt}]
-            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-        else:
-            prompt = tokenizer(self.prompt)["input_ids"]
+        encode = chat_prompts if self.chat else completion_tokens
+        (prompt,) = encode(tokenizer, [self.prompt])
         options: dict[str, Any] = dict(
-            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p,
-            eos_token_id=generation_config(folder, config).get("eos_token_id", config.eos_token_id),
+            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p
         )  # fmt: skip
+        options = text_options(folder, config, tokenizer, options, answers=self.chat)
         # What generation would refuse, before minutes of loading.
         checked_request(config, prompt, **options)
         if self.drafts:
             check_drafts(config)
         model = from_pretrained(folder, dtype=self.dtype, mtp=self.drafts, mesh=mesh)
+        new: Any
         if self.drafts:
             new, drafts = generate_with_drafts(model, prompt, seed=self.seed, **options)
         else:
             new = generate(model, prompt, seed=self.seed, **options)
         if not is_first_process():
             return
-        print(tokenizer.decode(new if self.chat else prompt + new, skip_special_tokens=True))
+        added = added_text(tokenizer, prompt, new)
+        print(added if self.chat else self.prompt + added)
         if self.drafts:
             rate = f"{drafts.acceptance_rate:.0%}"
             print(f"{drafts.accepted} of {drafts.drafted} drafts were accepted ({rate})", file=sys.stderr)

@@ -9,6 +9,7 @@ once more where the model's mesh deals them out otherwise.
 import functools
 import math
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from moe_jax.kernels.varying import vary_as
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.fsdp import ShardedParameters
+from moe_jax.parallel.processes import is_first_process
 
 AXES = ("fsdp", "expert")
 
@@ -65,6 +67,7 @@ def decode_on_devices(
     (others,) = jax.tree.map(partial(_placed, mesh, spec=PartitionSpec()), rest)
     tokens, segment_ids = left_padded(prompts, mesh.size)
     number = np.uint32(operator.index(seed) % 2**32)
+    _say_if_it_compiles((decode, options, mesh, graph), parameters, tokens, len(prompts))
     with jax.set_mesh(mesh):
         results = _compiled(decode, options, mesh)(graph, parameters, others, tokens, segment_ids, number)
     return tuple(np.asarray(rows)[: len(prompts)] for rows in results)
@@ -74,6 +77,21 @@ def generation_mesh(devices: Sequence[jax.Device], config: ModelConfig) -> Mesh:
     """The devices as (fsdp, expert). A model loaded onto this mesh is where generation needs it but for what it gathers."""
     experts = math.gcd(len(devices), getattr(config, "num_experts", 1)) if config.moe_layers else 1
     return Mesh(np.array(devices).reshape(-1, experts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+_said: set[tuple] = set()
+"""The programs that were said to be compiled, by all that their compilations depend on."""
+
+
+def _say_if_it_compiles(program: tuple, parameters: nnx.State, tokens: np.ndarray, num_prompts: int) -> None:
+    """Writes a line to a terminal where a call takes long only because it is the first of its kind."""
+    key = *program, tokens.shape, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(parameters))
+    if key in _said:
+        return
+    _said.add(key)
+    if sys.stderr.isatty() and is_first_process():
+        prompts = "a prompt" if num_prompts == 1 else f"{num_prompts} prompts"
+        print(f"compiling for {prompts} of at most {tokens.shape[1]} tokens ...", file=sys.stderr, flush=True)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 
 from moe_jax.generation.devices import Devices, decode_on_devices
 from moe_jax.generation.prompts import new_tokens
-from moe_jax.generation.request import checked_request
+from moe_jax.generation.request import checked_request, padding_ids
 from moe_jax.generation.sampling import folded, sample
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.cache import init_cache
@@ -26,25 +26,29 @@ def generate(
     top_p: float | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     seed: int = 0,
+    attention_mask: Int[Array, "batch seq"] | None = None,
 ) -> list[list[int]] | list[int]:
     """Continues each prompt, and returns the new tokens alone.
 
     Args:
       model: any model of this library. All devices that hold its parameters take part (`generation.devices`); several processes
         call this alike, and each gets all results.
-      prompt_tokens: token ids of one prompt, or of several of any lengths.
+      prompt_tokens: token ids of one prompt, or of several of any lengths; `complete` takes text.
       max_new_tokens: how many tokens to add at most.
       temperature: 0 takes the most likely token; above it, tokens are drawn (see `generation.sampling.sample`).
       top_k, top_p: restrict the draw; None: no restriction.
       eos_token_id: the token, or tokens, that end a sequence; it is the last one returned. None: none does.
       seed: of the draw. A prompt's result does not depend on the prompts beside it, but on its place among them. Only with
         rotary embeddings of rope_type "dynamic" the longest prompt decides for all, as in transformers.
+      attention_mask: for prompts that a tokenizer has padded, on either side, its mask: 1 for tokens, 0 for padding. Default:
+        no prompt is padded.
 
     Returns:
       One list of new tokens per prompt, or one list where `prompt_tokens` was one flat prompt.
 
     Raises:
-      ValueError: an empty prompt, an id outside the vocabulary, or an option outside its range.
+      ValueError: text in place of token ids, an empty prompt, an id outside the vocabulary, an option outside its range, or
+        prompts of one length without a mask of which some begin, or end, with the model's padding token.
     """
     prompts, single, options = checked_request(
         model.config,
@@ -54,6 +58,8 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         eos_token_id=eos_token_id,
+        attention_mask=attention_mask,
+        padding_ids=padding_ids(model),
     )
     produced, lengths = decode_on_devices(_decode, options, model, prompts, seed)
     return new_tokens(produced, lengths, single)

@@ -1,12 +1,20 @@
 """What is asked of a model: prompts and options, all of them checked before anything is computed."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from moe_jax.checkpoint.companions import generation_config
 from moe_jax.config import ModelConfig
 from moe_jax.generation.prompts import as_prompts
+from moe_jax.models.decoder import Decoder
+
+_logger = logging.getLogger(__name__)
+
+_warned_of: set[int] = set()
+"""The lengths that models were trained for and that were said to be exceeded: once each in a process."""
 
 
 class Options(NamedTuple):
@@ -28,13 +36,18 @@ def checked_request(
     top_k: int | None,
     top_p: float | None,
     eos_token_id: int | Sequence[int] | None,
+    attention_mask: Any = None,
+    padding_ids: Collection[int] = (),
 ) -> tuple[list[list[int]], bool, Options]:
-    """The prompts as lists of ints, whether one flat prompt was given, and the options. Arguments are those of `generate`.
+    """The prompts as lists of ints, whether one flat prompt was given, and the options. Warns once of too long a sequence.
+
+    Args:
+      padding_ids: see `padding_ids`; the others are those of `generate`.
 
     Raises:
-      ValueError: an empty prompt, an id outside the vocabulary, or options outside their ranges, all of these at once.
+      ValueError: prompts that `as_prompts` refuses; or options outside their ranges, all of these at once.
     """
-    prompts, single = as_prompts(prompt_tokens, config.vocab_size)
+    prompts, single = as_prompts(prompt_tokens, config.vocab_size, attention_mask, padding_ids)
     ends = tuple(int(end) for end in np.atleast_1d([] if eos_token_id is None else eos_token_id))
     problems = []
     if not temperature >= 0:
@@ -49,4 +62,25 @@ def checked_request(
     problems += [f"eos_token_id {end} is outside the vocabulary of {config.vocab_size}" for end in strangers]
     if problems:
         raise ValueError("; ".join(problems))
+    _warn_of_length(config, max(map(len, prompts)), max_new_tokens)
     return prompts, single, Options(max_new_tokens, float(temperature), top_k, top_p, ends)
+
+
+def padding_ids(model: Decoder) -> set[int]:
+    """The tokens that tokenizers pad this model's prompts with, by its config.json and generation_config.json."""
+    named = model.config.pad_token_id, generation_config(model.source, model.config).get("pad_token_id")
+    return {token for token in named if isinstance(token, int)}
+
+
+def _warn_of_length(config: ModelConfig, prompt: int, new: int) -> None:
+    rope, limit = config.rope_parameters, config.max_position_embeddings
+    if rope.factor and rope.original_max_position_embeddings:
+        limit = max(limit, int(rope.factor * rope.original_max_position_embeddings))
+    if prompt + new <= limit or rope.rope_type == "dynamic" or limit in _warned_of:
+        return
+    _warned_of.add(limit)
+    _logger.warning(
+        "a prompt of %d tokens and max_new_tokens=%d make %d, more than the model's max_position_embeddings of %d: text behind "
+        "that position may make no sense",
+        prompt, new, prompt + new, limit,
+    )  # fmt: skip

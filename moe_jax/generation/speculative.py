@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.config import ModelConfig
 from moe_jax.generation.devices import Devices, decode_on_devices
 from moe_jax.generation.prompts import new_tokens
-from moe_jax.generation.request import checked_request
+from moe_jax.generation.request import checked_request, padding_ids
 from moe_jax.generation.sampling import distribution, draw, folded
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.cache import KVCache, init_cache
@@ -56,6 +56,7 @@ def generate_with_drafts(
     top_p: float | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     seed: int = 0,
+    attention_mask: Int[Array, "batch seq"] | None = None,
 ) -> tuple[list[list[int]] | list[int], Drafts]:
     """Tokens as `generate` gives them, and how good the drafts were.
 
@@ -65,8 +66,8 @@ def generate_with_drafts(
 
     Args:
       model: with a module that predicts further tokens; the first one drafts.
-      prompt_tokens, max_new_tokens, temperature, top_k, top_p, eos_token_id: as in `generate`. The drafts are drawn at the
-        same temperature and restricted in the same way.
+      prompt_tokens, max_new_tokens, temperature, top_k, top_p, eos_token_id, attention_mask: as in `generate`. The drafts are
+        drawn at the same temperature and restricted in the same way.
       seed: as in `generate`, of the drafts too.
 
     Raises:
@@ -81,6 +82,8 @@ def generate_with_drafts(
         top_k=top_k,
         top_p=top_p,
         eos_token_id=eos_token_id,
+        attention_mask=attention_mask,
+        padding_ids=padding_ids(model),
     )
     produced, lengths, drafted, accepted = decode_on_devices(_decode, options, model, prompts, seed)
     return new_tokens(produced, lengths, single), Drafts(int(drafted.sum()), int(accepted.sum()))

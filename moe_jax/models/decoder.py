@@ -1,5 +1,6 @@
 """The frame of every architecture here: embedding, stages of decoder layers, norm and vocabulary projection."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from moe_jax.layers.router import ExpertBias, RouterStatistics, Routing, load_ba
 from moe_jax.layers.segments import later, reaches, runs, segment_positions
 from moe_jax.layers.stack import Remat, run_layers
 from moe_jax.models.decoder_layer import DecoderLayer, SparseDecoderLayer
+from moe_jax.models.inputs import check_options, check_shapes, float_dtype, integers, token_ids
 from moe_jax.models.mtp import TokenPredictor
 from moe_jax.models.output import HiddenStates, ModelOutput
 from moe_jax.parallel.context import ContextParallel
@@ -52,9 +54,9 @@ class Decoder(nnx.Module):
     def __init__(
         self, config: ModelConfig, *, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike | None = None, rngs: nnx.Rngs
     ):
-        param_dtype = dtype if param_dtype is None else param_dtype
         self.config = config
-        self.dtype = jnp.dtype(dtype)
+        self.dtype = float_dtype(dtype)
+        param_dtype = self.dtype if param_dtype is None else float_dtype(param_dtype, "param_dtype")
         self.source: str | None = None
         std = config.initializer_range
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, stddev=std, param_dtype=param_dtype, rngs=rngs)
@@ -66,7 +68,13 @@ class Decoder(nnx.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, stddev=std, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, tokens: Int[Array, "batch seq"], positions=None, segment_ids=None, **options) -> ModelOutput:
-        """Logits for every position; arguments as in `hidden_states`."""
+        """Logits for every position; arguments as in `hidden_states`.
+
+        Raises:
+          TypeError: an option that `hidden_states` has not.
+          ValueError: as `hidden_states`.
+        """
+        check_options(options, OPTIONS)
         states = self.hidden_states(tokens, positions, segment_ids, **options)
         logits = jnp.einsum("bsd,vd->bsv", states.hidden, self.head_weight.astype(self.dtype))
         return ModelOutput(logits, load_balancing_loss(states.router), states.router, states.expert_ids, states.cache)
@@ -89,7 +97,8 @@ class Decoder(nnx.Module):
         """Everything but the vocabulary projection, for losses that never hold all logits.
 
         Args:
-          tokens: token ids. An id outside the vocabulary gives NaN.
+          tokens: token ids, as an array or lists. An id outside the vocabulary is an error where values are known cheaply
+            (`models.inputs.token_ids`); under `jax.jit` it gives NaN.
           positions: for the rotary embedding; default: the index in the segment.
           segment_ids: 0 is padding; tokens attend within equal ids that neighbour each other, and with a cache within equal
             ids. Default: all one segment.
@@ -108,10 +117,14 @@ class Decoder(nnx.Module):
           sequence_balance: also sum what `layers.router.sequence_balance_loss` needs.
 
         Raises:
-          ValueError: shapes that do not fit each other, a cache without positions or room, or one beside context_parallel.
+          ValueError: tokens that are no integers or outside the vocabulary, shapes that do not fit each other, a cache without
+            positions or room, or one beside context_parallel.
         """
         config = self.config
-        self._check_shapes(tokens, positions, segment_ids, cache, expert_ids)
+        tokens = token_ids(tokens, config.vocab_size)
+        positions = None if positions is None else integers(positions, "positions")
+        segment_ids = None if segment_ids is None else integers(segment_ids, "segment_ids")
+        check_shapes(config, tokens, positions, segment_ids, cache, expert_ids)
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
         counted = segment_ids != 0
@@ -202,7 +215,8 @@ class Decoder(nnx.Module):
         stages = self.config.mtp_stages
         if not 1 <= module <= len(stages):
             raise ValueError(f"module must be from 1 to the {len(stages)} modules that this model has; got {module}")
-        self._check_shapes(following, positions, segment_ids, cache, None)
+        following = token_ids(following, self.config.vocab_size, "following")
+        check_shapes(self.config, following, positions, segment_ids, cache, None)
         if segment_ids is None:
             segment_ids = jnp.ones_like(following)
         counted = segment_ids != 0 if valid is None else valid
@@ -284,27 +298,13 @@ class Decoder(nnx.Module):
         sequences = Sequences.of(jnp.where(valid, segment_ids, 0), context_parallel) if sequence_balance else None
         return (cos, sin, segments, valid, sequences), memory
 
-    def _check_shapes(self, tokens, positions, segment_ids, cache, expert_ids):
-        if tokens.ndim != 2:
-            raise ValueError(f"tokens must be [batch, seq]; got shape {tokens.shape}")
-        for name, array in (("positions", positions), ("segment_ids", segment_ids)):
-            if array is not None and array.shape != tokens.shape:
-                raise ValueError(f"{name} must have tokens' shape {tokens.shape}; got {array.shape}")
-        if cache is not None and (len(cache.segment_ids) != len(tokens) or cache.segment_ids.shape[1] < tokens.shape[1]):
-            raise ValueError(
-                f"the cache has room for (sequences, tokens) = {cache.segment_ids.shape}; got tokens {tokens.shape}"
-            )
-        if cache is not None and not isinstance(cache.length, jax.core.Tracer):
-            length, room = int(cache.length), cache.segment_ids.shape[1]
-            if length + tokens.shape[1] > room:
-                raise ValueError(f"the cache has room for {room} tokens and holds {length}; got {tokens.shape[1]} more")
-        if cache is not None and positions is None:
-            raise ValueError("positions must be given with a cache: the index in the segment goes on from the cached tokens")
-        if expert_ids is not None:
-            config = self.config
-            wanted = (len(config.moe_layers), *tokens.shape, getattr(config, "num_experts_per_tok", 0))
-            if expert_ids.shape != wanted:
-                raise ValueError(f"expert_ids must be [moe_layers, batch, seq, k] = {wanted}; got {expert_ids.shape}")
+
+OPTIONS = tuple(
+    name
+    for name, parameter in inspect.signature(Decoder.hidden_states).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+)
+"""The options of a call: all keywords of `hidden_states`."""
 
 
 def _run_stage(

@@ -14,7 +14,7 @@ from flax import nnx
 from moe_jax.checkpoint.companions import tokenizer_files
 from moe_jax.checkpoint.fingerprint import weights_fingerprint
 from moe_jax.checkpoint.folders import check_replaceable
-from moe_jax.checkpoint.hf_load import read_config
+from moe_jax.checkpoint.hf_load import find_config, read_config
 from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
 from moe_jax.config import ModelConfig, config_to_dict
@@ -150,6 +150,9 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     if settings.tokenizer is not None and tokenizer is None:
         tokenizer_files(settings.tokenizer, None)
     parallelism = _parallelism(settings, model)
+    if model is None:
+        # A misspelt model is named as such, before its tokenizer is looked for and before its weights are downloaded.
+        find_config(settings.model)
     tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
     if settings.chat_template is not None:
         tokenizer = with_chat_template(tokenizer, settings.chat_template)

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import tracemalloc
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from checkpoint_helpers import (
     write_checkpoint,
 )
 from flax import nnx
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
 from moe_jax.checkpoint import hf_files, hf_load, hub, streaming
 from moe_jax.checkpoint.hf_files import MAX_PROBLEMS_LISTED, CheckpointError
@@ -404,23 +406,48 @@ def test_neither_a_folder_nor_a_hub_id(tmp_path):
         from_pretrained(tmp_path / "nothing" / "here")
 
 
+def test_the_output_folder_of_a_run_is_told_from_the_model_in_it(moe_folder):
+    run = moe_folder.rename(moe_folder.with_name("model")).parent
+    for load in (from_pretrained, read_config):
+        with pytest.raises(FileNotFoundError, match=f"did you mean the model in it, {re.escape(str(run / 'model'))}?"):
+            load(run)
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (RepositoryNotFoundError, r"nor a model on the Hugging Face hub \(a private one needs `hf auth login` or HF_TOKEN\)$"),
+        (GatedRepoError, "terms must be accepted on https://huggingface.co/someone/some-model; then log in"),
+        (HfHubHTTPError, "that can be reached: no route$"),
+    ],
+)
+def test_the_hub_says_no_in_one_line(error, message, monkeypatch):
+    def snapshot_download(name, **options):
+        raise error("no route\nPlease try again.", response=Mock())
+
+    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(FileNotFoundError, match=message):
+        from_pretrained("someone/some-model")
+
+
 def test_hub_id_is_downloaded_with_torch_files_only_as_a_last_resort(moe_folder, monkeypatch):
     stored = read_weights(moe_folder)
     asked = []
 
     def snapshot_download(name, *, allow_patterns, ignore_patterns):
-        asked.append((name, allow_patterns[-1]))
+        weights = [pattern for pattern in allow_patterns if pattern in ("*.safetensors", "*.bin")]
+        asked.append((name, *weights))
         return str(moe_folder)
 
     monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
     model = from_pretrained("someone/some-model", dtype=jnp.float32)
-    assert asked == [("someone/some-model", "*.json"), ("someone/some-model", "*.safetensors")]
+    assert asked == [("someone/some-model",), ("someone/some-model", "*.safetensors")]
     assert_holds(model, stored)
     rewrite_weights(moe_folder, {})
     (moe_folder / "model.safetensors").unlink()
     torch.save(stored, moe_folder / "pytorch_model.bin")
     assert_holds(from_pretrained("someone/some-model", dtype=jnp.float32), stored)
-    assert [patterns for _, patterns in asked[2:]] == ["*.json", "*.safetensors", "*.bin"]
+    assert [weights for _, *weights in asked[2:]] == [[], ["*.safetensors"], ["*.bin"]]
 
     for refused in (dict(quantization_config={"quant_method": "gptq"}), dict(model_type="llama")):
         asked.clear()
@@ -428,7 +455,7 @@ def test_hub_id_is_downloaded_with_torch_files_only_as_a_last_resort(moe_folder,
         for load in (from_pretrained, read_config):
             with pytest.raises(ValueError, match="gptq|llama"):
                 load("someone/some-model")
-        assert [patterns for _, patterns in asked] == ["*.json", "*.json"]  # and no weights
+        assert asked == [("someone/some-model",)] * 2  # and no weights
 
 
 def test_no_random_weights_are_made(moe_folder, monkeypatch):

@@ -1,6 +1,7 @@
 """Greedy generation equals transformers token for token, in batches of unequal prompts; options and bad input."""
 
 import importlib
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -105,6 +106,21 @@ def test_one_flat_prompt_gives_one_flat_list():
         ([], {}, "at least one prompt"),
         ([[1, 97]], {}, "prompt 0 holds 97; token ids are integers from 0 to 96"),
         ([[1.5]], {}, "prompt 0 holds 1.5"),
+        ("import os", {}, r"got the text 'import os': moe_jax.complete\(model, 'import os'\) takes text"),
+        (["a", "b"], {}, r"got a list of texts: moe_jax.complete\(model, \['a', ...\]\) takes texts"),
+        ([{"role": "user", "content": "a"}], {}, r"got messages: moe_jax.chat\(model, messages\) takes them"),
+        ({"input_ids": [[1]]}, {}, r"got a dict: generate\(model, encoded\['input_ids'\]\) takes"),
+        (
+            {"input_ids": [[1]], "attention_mask": [[1]]},
+            {},
+            r"encoded\['input_ids'\], attention_mask=encoded\['attention_mask'\]\)",
+        ),
+        (1, {}, "prompt_tokens must be a list of integers, or a list of such lists; got 1"),
+        ([[0, 1], [2, 3]], {}, "begin with the padding token 0 in 1 of 2 rows.*pass the tokenizer's attention_mask"),
+        (np.array([[2, 1], [3, 0]]), {}, "end with the padding token 0 in 1 of 2 rows.*pass attention_mask=np.ones_like"),
+        ([[1, 2]], {"attention_mask": [[1]]}, r"must have prompt_tokens' shape; got rows of \[1\] for \[2\] tokens"),
+        ([[1, 2, 3]], {"attention_mask": [[1, 0, 1]]}, r"one run of ones in each row.*row 0 is \[1, 0, 1\]"),
+        ([[1, 2]], {"attention_mask": [[0, 0]]}, r"one run of ones in each row.*row 0 is \[0, 0\]"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1; got 0"),
         ([[1]], {"temperature": -1.0}, "temperature must be 0 or more; got -1.0"),
         ([[1]], {"top_k": 0}, "top_k must be at least 1; got 0"),
@@ -112,5 +128,41 @@ def test_one_flat_prompt_gives_one_flat_list():
     ],
 )
 def test_bad_input_is_named(prompt, options, message):
+    model = load_ours(reference("qwen3", 14))
+    model.config = replace(model.config, pad_token_id=0)
     with pytest.raises(ValueError, match=message):
-        moe_jax.generate(load_ours(reference("qwen3", 14)), prompt, **options)
+        moe_jax.generate(model, prompt, **options)
+
+
+def test_padding_under_a_mask_changes_nothing_on_either_side():
+    model = load_ours(reference("qwen3", 13))
+    model.config = replace(model.config, pad_token_id=0)
+    expected = moe_jax.generate(model, [[5, 6, 7], [8]], max_new_tokens=4)
+    for padded, mask in ([[5, 6, 7], [8, 0, 0]], [[1, 1, 1], [1, 0, 0]]), ([[5, 6, 7], [0, 0, 8]], [[1, 1, 1], [0, 0, 1]]):
+        assert moe_jax.generate(model, np.array(padded), attention_mask=np.array(mask), max_new_tokens=4) == expected
+    meant = moe_jax.generate(model, [[5, 6], [8, 0]], attention_mask=np.ones((2, 2), int), max_new_tokens=4)
+    assert meant[1] == moe_jax.generate(model, [8, 0], max_new_tokens=4)
+
+
+def test_what_is_longer_than_the_model_was_made_for_is_said_once(caplog):
+    model = load_ours(reference("qwen3", 13))
+    model.config = replace(model.config, max_position_embeddings=5)
+    for _ in range(2):
+        moe_jax.generate(model, [1, 2, 3], max_new_tokens=4)
+    (record,) = caplog.records
+    assert (
+        "a prompt of 3 tokens and max_new_tokens=4 make 7, more than the model's max_position_embeddings of 5" in record.message
+    )
+
+
+def test_a_terminal_shows_once_that_a_program_compiles(capsys, monkeypatch):
+    model = load_ours(reference("qwen3", 13))
+    monkeypatch.setattr(devices, "_said", set())
+    capsys.readouterr()
+    moe_jax.generate(model, [1, 2, 3], max_new_tokens=4)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(devices, "_said", set())
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    for prompt in ([1, 2, 3], [4, 5]):
+        moe_jax.generate(model, prompt, max_new_tokens=4)
+    assert capsys.readouterr().err == "compiling for a prompt of at most 64 tokens ...\n"

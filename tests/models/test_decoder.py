@@ -1,10 +1,13 @@
 """What every architecture's frame does with tokens and segments."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import torch
 
+import moe_jax
 from moe_jax.layers.cache import init_cache
 
 
@@ -22,3 +25,57 @@ def test_tokens_of_any_integer_dtype_go_into_a_cache_while_there_is_room():
     np.testing.assert_allclose(output.logits, model(tokens).logits, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="room for 4 tokens and holds 3; got 2 more"):
         model(tokens[:, :2], positions[:, :2] + 3, cache=output.cache)
+
+
+def test_lists_are_tokens():
+    model = tiny.dense()
+    expected = model(jnp.array([[5, 6, 7]]), segment_ids=jnp.array([[0, 1, 1]])).logits
+    np.testing.assert_array_equal(model([[5, 6, 7]], segment_ids=[[0, 1, 1]]).logits, expected)
+
+
+@pytest.mark.parametrize(
+    "tokens, message",
+    [
+        ([[1, 264]], "tokens must be ids from 0 to 263, the model's vocabulary; got 264"),
+        (jnp.array([[1, -100]]), "tokens must be ids from 0 to 263, the model's vocabulary; got -100. Padding takes any id"),
+        ([[1.0]], "tokens must be an array of integers .*; got dtype float64"),
+        ([["a"]], r"tokens must be an array of integers .*moe_jax.complete\(model, text\) continues it"),
+        ([[1, 2], [3]], "the rows have different lengths: pad them, and pass segment_ids of 0 for padding"),
+        ([1, 2], r"tokens must be \[batch, seq\]; got shape \(2,\)"),
+    ],
+)
+def test_tokens_that_are_none_are_named(tokens, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.dense()(tokens)
+
+
+def test_ids_outside_the_vocabulary_are_nan_where_values_are_not_known():
+    model = tiny.dense()
+    assert jnp.isnan(jax.jit(lambda tokens: model(tokens).logits)(jnp.array([[3, 264]]))[0, 1]).all()
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ("attention_mask", "takes no attention_mask: pass it as segment_ids, in which 0 is padding"),
+        ("rematt", "takes no option 'rematt'; did you mean remat?"),
+        ("labels", "takes no option 'labels'; there are cache, expert_ids, remat"),
+    ],
+)
+def test_unknown_options_are_named(option, message):
+    with pytest.raises(TypeError, match=message):
+        tiny.dense()(jnp.ones((1, 2), int), **{option: 1})
+
+
+@pytest.mark.parametrize(
+    "wrong, meant", [("fp32", "float32"), ("bf16", "bfloat16"), ("flaot16", "float16"), (torch.half, "float16")]
+)
+def test_dtypes_are_named(wrong, meant):
+    for name in ("dtype", "param_dtype"):
+        message = f"{name} must be one of bfloat16, float16, float32, float64; got .*; {meant}\\?$"
+        with pytest.raises(ValueError, match=message):
+            tiny.dense(**{name: wrong})
+        with pytest.raises(ValueError, match=message):
+            moe_jax.from_pretrained("someone/some-model", **{name: wrong})
+    with pytest.raises(ValueError, match="dtype must be one of .*; got 'int32'$"):
+        tiny.dense(dtype="int32")

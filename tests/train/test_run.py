@@ -120,3 +120,8 @@ def test_a_conversation_that_the_template_refuses_is_named_before_weights_are_re
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ValueError, match="roles must alternate"):
         finetune(settings(tmp_path, model=str(tmp_path / "model"), data=str(chats["bad"])))
+
+
+def test_a_misspelt_model_is_named_before_its_tokenizer_is_looked_for(tmp_path):
+    with pytest.raises(FileNotFoundError, match="^'.*/nothing/here' is neither a folder with a checkpoint nor a model"):
+        finetune(settings(tmp_path, model=str(tmp_path / "nothing" / "here")))

@@ -1,0 +1,246 @@
+"""Text in, text out: continues prompts and answers messages, with the tokenizer and the defaults that lie beside a model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from moe_jax.checkpoint.companions import generation_config
+from moe_jax.checkpoint.hf_load import find_config, from_pretrained
+from moe_jax.checkpoint.tokenizer import load_tokenizer
+from moe_jax.config import ModelConfig, load_config
+from moe_jax.generation.generate import generate
+from moe_jax.generation.request import checked_request
+from moe_jax.models.decoder import Decoder
+
+Messages = str | Sequence[Mapping[str, Any]]
+"""A conversation: {"role": ..., "content": ...} of each message, or the text of a user's only message."""
+
+
+def complete(
+    model_or_path: Decoder | str | Path,
+    prompts: str | Sequence[str],
+    *,
+    tokenizer: Any = None,
+    max_new_tokens: int = 64,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> str | list[str]:
+    """Continues texts, and returns the added text alone, without special tokens.
+
+    A text ends with a token that generation_config.json, config.json or the tokenizer names as its end, or after
+    `max_new_tokens`.
+
+    Args:
+      model_or_path: a model, or the folder or hub id of one. A model that is named is loaded in each call, onto the default
+        device: in bfloat16 on an accelerator, in float32 on a CPU. Load it once by `from_pretrained` for several calls.
+      prompts: one text or several; their tokenizer adds the special tokens that a text begins with, if any.
+      tokenizer: a Hugging Face tokenizer. Default: the one beside the model's weights.
+      max_new_tokens: how many tokens to add at most.
+      temperature, top_k, top_p: as in `generate`. None: what generation_config.json names where it says do_sample, else the
+        most likely token each time. 0 as temperature always takes the most likely.
+      seed: of the draw.
+
+    Returns:
+      A str where `prompts` was one, else a list.
+
+    Raises:
+      FileNotFoundError: there is no such folder and no such model on the hub.
+      ValueError: a prompt is empty or no text, no tokenizer is found, or an option is outside its range.
+    """
+    single = isinstance(prompts, str)
+    several: list[Any] = [prompts] if single else list(prompts)
+    texts = _added(
+        model_or_path,
+        tokenizer,
+        lambda tokenizer: completion_tokens(tokenizer, several),
+        dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p),
+        seed=seed,
+    )
+    return texts[0] if single else texts
+
+
+def chat(
+    model_or_path: Decoder | str | Path,
+    messages: Messages | Sequence[Messages],
+    *,
+    tools: list | None = None,
+    template_options: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
+    max_new_tokens: int = 64,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> str | list[str]:
+    """Answers conversations, and returns the answers' text alone, without special tokens.
+
+    An answer ends as a text does in `complete`, and with the token that the chat template puts behind an answer.
+
+    Args:
+      model_or_path, tokenizer, max_new_tokens, temperature, top_k, top_p, seed: as in `complete`.
+      messages: one conversation, or a list of several. A conversation is a list of {"role": ..., "content": ...}, or a str: the
+        text of its only message, a user's.
+      tools: functions that the model may call, as `apply_chat_template` of the tokenizer takes them.
+      template_options: further values for the chat template, such as {"enable_thinking": False} for Qwen3.
+
+    Returns:
+      A str where there was one conversation, else a list.
+
+    Raises:
+      FileNotFoundError: there is no such folder and no such model on the hub.
+      ValueError: a conversation is empty or none, ends with the assistant's message or is refused by the template, the
+        tokenizer is not found or has no chat template, or an option is outside its range.
+    """
+    single = isinstance(messages, str) or (bool(messages) and isinstance(messages[0], Mapping))
+    conversations: list = [messages] if single else list(messages)
+    texts = _added(
+        model_or_path,
+        tokenizer,
+        lambda tokenizer: chat_prompts(tokenizer, conversations, tools, template_options),
+        dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p),
+        seed=seed,
+        answers=True,
+    )
+    return texts[0] if single else texts
+
+
+def completion_tokens(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
+    """The token ids of texts, with the special tokens that a text begins with.
+
+    Raises:
+      ValueError: there are none, or one is no text or has no token.
+    """
+    if wrong := [prompt for prompt in prompts if not isinstance(prompt, str)]:
+        advice = "; messages go into moe_jax.chat, and token ids into moe_jax.generate"
+        raise ValueError(f"prompts must be a text or a list of texts; got {wrong[0]!r:.80}{advice}")
+    if not prompts:
+        raise ValueError("prompts must hold at least one text; got none")
+    tokens = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    if not all(tokens):
+        raise ValueError(f"prompt {tokens.index([])} is empty: give at least one character to go on from")
+    return tokens
+
+
+def chat_prompts(
+    tokenizer: Any,
+    conversations: Sequence[Messages],
+    tools: list | None = None,
+    template_options: Mapping[str, Any] | None = None,
+) -> list[list[int]]:
+    """The token ids of conversations, up to where the chat template lets the assistant's answer begin.
+
+    Raises:
+      ValueError: there is no template, or it refuses a conversation; a conversation is empty, none, or has its answer already.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "a chat needs a tokenizer with a chat template, and this one has none; set tokenizer.chat_template, or continue "
+            "plain text with moe_jax.complete"
+        )
+    if not conversations:
+        raise ValueError("messages must hold at least one message; got none")
+    tokens = []
+    for conversation in conversations:
+        messages = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else list(conversation)
+        if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
+            raise ValueError(f'messages must be {{"role": ..., "content": ...}} each, or a text; got {conversation!r:.80}')
+        if messages[-1]["role"] == "assistant":
+            raise ValueError("the conversation ends with the assistant's message; chat answers a user's, or a tool's")
+        options = dict(template_options or {}, add_generation_prompt=True, return_dict=True)
+        try:
+            tokens.append(list(tokenizer.apply_chat_template(messages, tools=tools, **options)["input_ids"]))
+        except Exception as error:  # templates raise whatever they like, jinja's TemplateError mostly
+            raise ValueError(f"the tokenizer's chat template refuses the conversation: {error}") from error
+    return tokens
+
+
+def text_options(
+    source: str | Path | None, config: ModelConfig, tokenizer: Any, options: Mapping[str, Any], *, answers: bool = False
+) -> dict[str, Any]:
+    """The options of `generate`: the model's own in place of None, and the tokens that end a text or an answer.
+
+    Args:
+      source: the folder with the model's generation_config.json, if any.
+    """
+    defaults = generation_config(source, config)
+    sampling = {"temperature": 1.0, **defaults} if defaults.get("do_sample") else {"temperature": 0.0}
+    # Writers say "no restriction" as top_k 0 and top_p 1.
+    sampling |= {name: None for name in ("top_k", "top_p") if not sampling.get(name)}
+    filled = {name: sampling[name] if value is None and name in sampling else value for name, value in options.items()}
+    ends = defaults.get("eos_token_id", config.eos_token_id)
+    ends = tokenizer.eos_token_id if ends is None else ends
+    ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+    if answers:
+        ends |= _ends_of_answers(tokenizer)
+    return filled | {"eos_token_id": sorted(ends)}
+
+
+def added_text(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
+    """The text of the new tokens behind a prompt, without special tokens."""
+    before = tokenizer.decode(prompt, skip_special_tokens=True)
+    whole = tokenizer.decode([*prompt, *new], skip_special_tokens=True)
+    # By themselves, some tokenizers decode the first token without the space before it.
+    return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(new, skip_special_tokens=True)
+
+
+def _added(
+    model_or_path: Decoder | str | Path,
+    tokenizer: Any,
+    encode: Callable[[Any], list[list[int]]],
+    options: dict[str, Any],
+    *,
+    seed: int,
+    answers: bool = False,
+) -> list[str]:
+    """The text behind each of the prompts that `encode` makes with the tokenizer; all is checked before weights are read."""
+    if isinstance(model_or_path, Decoder):
+        source, config = model_or_path.source, model_or_path.config
+    elif isinstance(model_or_path, str | Path):
+        source = str(find_config(model_or_path))
+        config = load_config(Path(source))
+    else:
+        raise ValueError(
+            f"model_or_path must be a model of moe_jax, a folder or a hub id; got a {type(model_or_path).__name__}"
+        )
+    tokenizer = _tokenizer_beside(source) if tokenizer is None else tokenizer
+    prompts = encode(tokenizer)
+    options = text_options(source, config, tokenizer, options, answers=answers)
+    checked_request(config, prompts, **options)
+    model = model_or_path
+    if not isinstance(model, Decoder):
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        model = from_pretrained(model, dtype=dtype, mtp=False)
+    new: list = generate(model, prompts, seed=seed, **options)
+    return [added_text(tokenizer, prompt, tokens) for prompt, tokens in zip(prompts, new, strict=True)]
+
+
+def _tokenizer_beside(source: str | None) -> Any:
+    """The tokenizer in the model's folder."""
+    advice = "pass tokenizer=moe_jax.load_tokenizer(folder_or_hub_id)"
+    if source is None:
+        raise ValueError(f"this model was not read from a folder, so there is no tokenizer beside it: {advice}")
+    try:
+        return load_tokenizer(source)
+    except ValueError as error:
+        raise ValueError(f"{error}; {advice}") from error
+
+
+def _ends_of_answers(tokenizer: Any) -> set[int]:
+    """The special token that the chat template puts behind an answer, if any.
+
+    A model that was tuned from a base model ends its answers so, and its generation_config.json may name the base's end alone.
+    """
+    answer = "an answer of many words"
+    messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # a template may want other messages, such as a system's first
+        return set()
+    if answer not in text:
+        return set()
+    behind = tokenizer(text.rpartition(answer)[2].lstrip(), add_special_tokens=False)["input_ids"]
+    return {token for token in behind[:1] if token in (added := tokenizer.added_tokens_decoder) and added[token].special}

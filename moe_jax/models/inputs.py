@@ -1,0 +1,135 @@
+"""Checks of a model's arguments, so that a mistake is named before anything is computed."""
+
+import difflib
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+MAX_CHECKED_TOKENS = 1 << 16
+"""Ids on an accelerator are compared with the vocabulary up to this number: the copy to the host waits for the device."""
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+OTHER_NAMES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+}
+"""Names of the dtypes elsewhere."""
+
+
+def token_ids(tokens: Any, vocab_size: int, name: str = "tokens") -> Int[Array, "batch seq"]:
+    """Returns token ids [batch, seq] as an array: from an array or lists.
+
+    Raises:
+      ValueError: they are text, floats, of another shape, or, where their values are known (not under `jax.jit`) and copied
+        cheaply (on the host, or at most MAX_CHECKED_TOKENS), outside the vocabulary.
+    """
+    tokens = integers(tokens, name)
+    if tokens.ndim != 2:
+        raise ValueError(f"{name} must be [batch, seq]; got shape {tokens.shape}")
+    if _is_cheap_to_read(tokens):
+        ids = np.asarray(tokens)
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        if outside.size:
+            raise ValueError(
+                f"{name} must be ids from 0 to {vocab_size - 1}, the model's vocabulary; got {outside[0]}. Padding takes any "
+                "id of the vocabulary, and segment_ids of 0"
+            )
+    return jnp.asarray(tokens)
+
+
+def integers(values: Any, name: str) -> Any:
+    """Returns an array of integers; booleans, as in a mask, as 0 and 1.
+
+    Raises:
+      ValueError: they are none.
+    """
+    if not isinstance(values, jax.Array | np.ndarray):
+        try:
+            values = np.asarray(values)
+        except ValueError as error:
+            raise ValueError(
+                f"{name} must be [batch, seq]; the rows have different lengths: pad them, and pass segment_ids of 0 for padding"
+            ) from error
+    if values.dtype == bool:
+        return values.astype(np.int32)
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        text = (
+            "; a tokenizer makes ids of text, moe_jax.complete(model, text) continues it" if values.dtype.kind in "UO" else ""
+        )
+        raise ValueError(f"{name} must be an array of integers [batch, seq]; got dtype {values.dtype}{text}")
+    return values
+
+
+def check_shapes(config, tokens, positions, segment_ids, cache, expert_ids) -> None:
+    """Compares the shapes of a call's arguments with `tokens`, [batch, seq].
+
+    Raises:
+      ValueError: shapes that do not fit each other, or a cache without positions or room.
+    """
+    for name, array in (("positions", positions), ("segment_ids", segment_ids)):
+        if array is not None and array.shape != tokens.shape:
+            raise ValueError(f"{name} must have tokens' shape {tokens.shape}; got {array.shape}")
+    if cache is not None and (len(cache.segment_ids) != len(tokens) or cache.segment_ids.shape[1] < tokens.shape[1]):
+        raise ValueError(f"the cache has room for (sequences, tokens) = {cache.segment_ids.shape}; got tokens {tokens.shape}")
+    if cache is not None and not isinstance(cache.length, jax.core.Tracer):
+        length, room = int(cache.length), cache.segment_ids.shape[1]
+        if length + tokens.shape[1] > room:
+            raise ValueError(f"the cache has room for {room} tokens and holds {length}; got {tokens.shape[1]} more")
+    if cache is not None and positions is None:
+        raise ValueError("positions must be given with a cache: the index in the segment goes on from the cached tokens")
+    if expert_ids is not None:
+        wanted = (len(config.moe_layers), *tokens.shape, getattr(config, "num_experts_per_tok", 0))
+        if expert_ids.shape != wanted:
+            raise ValueError(f"expert_ids must be [moe_layers, batch, seq, k] = {wanted}; got {expert_ids.shape}")
+
+
+def check_options(given: Collection[str], known: Collection[str]) -> None:
+    """Compares the names of a call's options with the options that there are.
+
+    Raises:
+      TypeError: one is unknown; says which option is meant, or which there are.
+    """
+    for name in given:
+        if name == "attention_mask":
+            raise TypeError("a model takes no attention_mask: pass it as segment_ids, in which 0 is padding as in the mask")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise TypeError(f"a model takes no option {name!r}; {advice}")
+
+
+def float_dtype(dtype: Any, name: str = "dtype") -> jnp.dtype:
+    """Returns the dtype of a model's numbers.
+
+    Raises:
+      ValueError: it is none, by its name or its kind.
+    """
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        # Also torch.float32, which is written as such.
+        short = str(dtype).rpartition(".")[2].lower()
+        near = OTHER_NAMES.get(short) or next(iter(difflib.get_close_matches(short, DTYPES, 1)), None)
+        advice = f"; {near}?" if near else ""
+        raise ValueError(f"{name} must be one of {', '.join(DTYPES)}; got {dtype!r}{advice}")
+    return found
+
+
+def _is_cheap_to_read(tokens: Any) -> bool:
+    if isinstance(tokens, jax.core.Tracer):
+        return False
+    if isinstance(tokens, np.ndarray):
+        return True
+    return tokens.is_fully_addressable and (
+        tokens.size <= MAX_CHECKED_TOKENS or all(device.platform == "cpu" for device in tokens.devices())
+    )

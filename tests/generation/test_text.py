@@ -1,0 +1,123 @@
+"""Text goes in and comes out, with the tokenizer, the ends and the sampling defaults that lie beside a model."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+
+import moe_jax
+from moe_jax.generation.text import text_options
+
+TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("text")
+    tiny.tokenizer().save_pretrained(made / "tokenizer")
+    tiny.dense().save_pretrained(made / "model", tokenizer_from=made / "tokenizer")
+    return made / "model"
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return moe_jax.from_pretrained(folder, dtype="float32")
+
+
+def decoded(model, tokens: list[int], ends: list[int]) -> str:
+    new = moe_jax.generate(model, tokens, max_new_tokens=TOKENS, eos_token_id=ends)
+    return tiny.tokenizer().decode(new, skip_special_tokens=True)
+
+
+def test_complete_adds_to_a_text_and_to_several(folder, model):
+    expected = decoded(model, tiny.tokenizer()("ab")["input_ids"], [0])
+    assert moe_jax.complete(model, "ab", max_new_tokens=TOKENS) == expected
+    first, other = moe_jax.complete(folder, ["ab", "c"], max_new_tokens=TOKENS)
+    assert first == expected and other == moe_jax.complete(model, "c", max_new_tokens=TOKENS)
+
+
+def test_a_model_from_nowhere_takes_the_tokenizer_that_is_passed(model):
+    alone = tiny.dense()
+    with pytest.raises(ValueError, match="this model was not read from a folder.*: pass tokenizer=moe_jax.load_tokenizer"):
+        moe_jax.complete(alone, "ab")
+    assert moe_jax.complete(alone, "ab", tokenizer=tiny.tokenizer(), max_new_tokens=TOKENS) == moe_jax.complete(
+        model, "ab", max_new_tokens=TOKENS
+    )
+
+
+def test_chat_answers_a_text_a_conversation_and_several(model):
+    tokenizer, messages = tiny.tokenizer(), [{"role": "user", "content": "ab"}]
+    tokens = tokenizer("<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    expected = decoded(model, tokens, [0, 2])
+    options = dict(max_new_tokens=TOKENS)
+    assert moe_jax.chat(model, "ab", **options) == moe_jax.chat(model, messages, **options) == expected
+    assert moe_jax.chat(model, [messages, "ab"], **options) == [expected] * 2
+
+
+def test_the_template_sees_tools_and_its_options(model, monkeypatch):
+    prompts = []
+    monkeypatch.setattr("moe_jax.generation.text.generate", lambda model, tokens, **_: prompts.extend(tokens) or [[]])
+    tokenizer = tiny.tokenizer("{{ tools[0]['name'] }}{{ mood }}")
+    moe_jax.chat(model, "ab", tokenizer=tokenizer, tools=[{"name": "clock"}], template_options={"mood": "calm"})
+    assert tokenizer.decode(prompts[0]) == "clockcalm"
+
+
+@pytest.mark.parametrize(
+    "beside, given, expected",
+    [
+        ({}, {}, (0.0, None, None)),
+        ({"temperature": 0.6, "top_k": 20}, {}, (0.0, None, None)),
+        ({"do_sample": True}, {}, (1.0, None, None)),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}, {}, (0.6, 20, 0.95)),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 0}, {"top_p": 0.5}, (0.6, None, 0.5)),
+        ({"do_sample": True, "temperature": 0.6}, {"temperature": 0.0}, (0.0, None, None)),
+    ],
+)
+def test_sampling_defaults_are_those_of_the_model(tmp_path, beside, given, expected):
+    (tmp_path / "generation_config.json").write_text(json.dumps(beside))
+    options = dict.fromkeys(("temperature", "top_k", "top_p")) | given
+    filled = text_options(tmp_path, tiny.dense().config, tiny.tokenizer(), options)
+    assert (filled["temperature"], filled["top_k"], filled["top_p"]) == expected
+
+
+@pytest.mark.parametrize(
+    "beside, answers, ends",
+    [({}, False, [0]), ({"eos_token_id": 5}, False, [5]), ({"eos_token_id": [6, 5]}, True, [2, 5, 6])],
+    ids=["tokenizer", "generation_config", "answer"],
+)
+def test_a_text_ends_as_the_model_says_and_an_answer_also_as_its_template_does(tmp_path, beside, answers, ends):
+    (tmp_path / "generation_config.json").write_text(json.dumps(beside))
+    assert text_options(tmp_path, tiny.dense().config, tiny.tokenizer(), {}, answers=answers)["eos_token_id"] == ends
+
+
+@pytest.mark.parametrize(
+    "call, argument, message",
+    [
+        (moe_jax.complete, "", "prompt 0 is empty"),
+        (moe_jax.complete, [], "prompts must hold at least one text"),
+        (moe_jax.complete, [[1, 2]], r"prompts must be a text or a list of texts; got \[1, 2\]; messages go into moe_jax.chat"),
+        (moe_jax.chat, [], "messages must hold at least one message"),
+        (moe_jax.chat, [["a"]], 'messages must be {"role": ..., "content": ...} each, or a text'),
+        (moe_jax.chat, [{"role": "assistant", "content": "a"}], "ends with the assistant's message"),
+    ],
+)
+def test_what_is_no_text_is_named(model, call, argument, message):
+    with pytest.raises(ValueError, match=message):
+        call(model, argument)
+
+
+def test_a_missing_template_and_one_that_refuses_are_named(model):
+    with pytest.raises(ValueError, match="a chat needs a tokenizer with a chat template, and this one has none"):
+        moe_jax.chat(model, "ab", tokenizer=tiny.tokenizer(None))
+    refusing = tiny.tokenizer("{{ raise_exception('no users') }}")
+    with pytest.raises(ValueError, match="the tokenizer's chat template refuses the conversation: no users"):
+        moe_jax.chat(model, "ab", tokenizer=refusing)
+
+
+def test_what_is_refused_is_refused_before_weights_are_read(folder, monkeypatch):
+    monkeypatch.setattr("moe_jax.generation.text.from_pretrained", None)
+    with pytest.raises(ValueError, match="top_k must be at least 1"):
+        moe_jax.complete(folder, "ab", top_k=0)
+    with pytest.raises(ValueError, match="model_or_path must be a model of moe_jax, a folder or a hub id; got a ndarray"):
+        moe_jax.complete(np.ones(1), "ab")
