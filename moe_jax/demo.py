@@ -55,7 +55,7 @@ class DemoSettings:
 
     output: str = "runs/demo"
     model: Literal["qwen3_moe", "deepseek_v3", "qwen3"] = "qwen3_moe"
-    steps: int = 840
+    steps: int = 1100
     batch_size: int = 8
     seq_len: int = 128
     vocab_size: int = 1024
@@ -160,7 +160,7 @@ def run_demo(settings: DemoSettings) -> DemoResult:
     return DemoResult(losses, difference, texts)
 
 
-TEMPERATURE, TOP_P = 0.5, 0.95
+TEMPERATURE, TOP_P = 0.6, 0.8
 """How the demo draws tokens, and by generation_config.json whoever generates with its model."""
 
 CHATS = 2000

@@ -33,7 +33,7 @@ LEFT_OUT = frozenset(
 )
 """Other people's packages, tests, tools and tables; and wrappers for a GUI: a small model would write little else."""
 
-MIN_LINES, MAX_CHARACTERS = 3, 600
+MIN_LINES, MAX_CHARACTERS = 3, 400
 """Bounds of a function. A longer one would fill rows of its own, and a batch of the demo would be about few subjects."""
 
 
