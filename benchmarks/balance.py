@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from moe_jax import from_config
 from moe_jax.demo import small_config, write_json_lines
-from moe_jax.demo_text import library_texts, split_source, train_tokenizer
+from moe_jax.demo_text import library_functions, train_tokenizer
 from moe_jax.train import FinetuneSettings, finetune
 from moe_jax.train.metrics import read_records
 
@@ -33,9 +33,9 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=25, help="steps whose loads are added up")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    texts = library_texts(2)
-    write_json_lines(args.output / "text.jsonl", [{"text": piece} for text in texts for piece in split_source(text)])
-    tokenizer = train_tokenizer(texts, 4096)
+    texts = library_functions()
+    write_json_lines(args.output / "text.jsonl", [{"text": text} for text in texts])
+    tokenizer = train_tokenizer(texts, 1024)
 
     curves = {}
     for rate in args.rates:

@@ -1,55 +1,98 @@
-"""The demo's text, found on every machine with Python: the standard library's source files; and a tokenizer trained on it."""
+"""The demo's text, found on every machine with Python: the functions of its standard library; a tokenizer; and short chats."""
 
+import ast
+import random
 import sysconfig
+import warnings
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT, TURN_START, TURN_END = SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+"""They have the ids 0, 1 and 2. The latter two begin and end a turn of a chat."""
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' -%}
+{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
+{%- else -%}
+{{ message.content + '<|im_end|>' }}
+{%- endif -%}
+{{ '\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+"""ChatML, with the assistant's turns marked for training."""
+
 LEFT_OUT = frozenset(
-    "site-packages dist-packages test tests idlelib ensurepip lib2to3 turtledemo encodings pydoc_data __pycache__".split()
+    "site-packages dist-packages test tests idlelib ensurepip lib2to3 turtledemo encodings pydoc_data tkinter turtle.py "
+    "__pycache__".split()
 )
-"""Folders of other people's packages, of tests, of tools, and of tables that are hardly code."""
+"""Other people's packages, tests, tools and tables; and wrappers for a GUI: a small model would write little else."""
+
+MIN_LINES, MAX_CHARACTERS = 3, 400
+"""Bounds of a function. A longer one would fill rows of its own, and a batch of the demo would be about few subjects."""
 
 
-def library_texts(every_nth: int) -> list[str]:
-    """Each n-th source file of Python's standard library in the order of their paths, tests and tools left out."""
+def library_functions(every_nth: int = 1) -> list[str]:
+    """Short functions and methods from each n-th file of Python's standard library, shuffled; each text once.
+
+    They are written as `ast.unparse` does, without docstrings and comments: one style is learned sooner.
+
+    Raises:
+      FileNotFoundError: there are no source files, or no such function in them.
+    """
     library = Path(sysconfig.get_path("stdlib"))
     files = [path for path in sorted(library.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(library).parts)]
-    texts = [path.read_text("utf-8", errors="replace") for path in files[::every_nth]]
-    texts = [text for text in texts if text.strip()]
-    if not texts:
-        raise FileNotFoundError(f"no Python source files under {library}: is the standard library installed as .py files?")
-    return texts
+    found = [text for path in files[::every_nth] for text in functions_of(path.read_text("utf-8", errors="replace"))]
+    if not found:
+        raise FileNotFoundError(f"no Python functions under {library}: is the standard library installed as .py files?")
+    unique = list(dict.fromkeys(found))
+    random.Random(0).shuffle(unique)
+    return unique
 
 
-def split_source(text: str, at_least: int = 1000) -> list[str]:
-    """Cuts source text before unindented lines that follow a blank one, into pieces of `at_least` characters or more.
+def functions_of(source: str) -> list[str]:
+    """The functions and methods in `source` that are within the bounds; none where `source` is not this Python's."""
+    with warnings.catch_warnings():
+        # Old files hold invalid escapes, about which the parser warns.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        try:
+            tree = ast.parse(source)
+        except SyntaxError:
+            return []
+    texts = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            if ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:]
+            if node.body:
+                texts.append(ast.unparse(node) + "\n")
+    return [text for text in texts if text.count("\n") >= MIN_LINES and len(text) <= MAX_CHARACTERS]
 
-    The last piece may be shorter. Whole files in a row would fill a batch with one subject; pieces shuffle well.
-    """
-    pieces, start, blank_before = [], 0, False
-    position = 0
-    for line in text.splitlines(keepends=True):
-        if blank_before and not line[0].isspace() and position - start >= at_least:
-            pieces.append(text[start:position])
-            start = position
-        position += len(line)
-        blank_before = not line.strip()
-    return [*pieces, text[start:]] if text[start:].strip() else pieces
+
+def as_chat(function: str) -> dict[str, Any]:
+    """A conversation in which a user asks for `function` by its name and parameters, and the assistant writes it."""
+    node = next(node for node in ast.parse(function).body if isinstance(node, ast.FunctionDef))
+    question, answer = f"Write {node.name}({ast.unparse(node.args)}).", function.strip()
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens, the first of which ends a text."""
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens, the first of which ends a text, with a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, chat_template=CHAT_TEMPLATE
+    )

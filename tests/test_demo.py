@@ -1,6 +1,8 @@
-"""The demo, much shrunken, from text to generated code; its tokenizer; and the folders that it refuses."""
+"""The demo, much shrunken, from text to generated code; its text and tokenizer; and the folders that it refuses."""
 
+import ast
 import json
+import shlex
 
 import jax
 import matplotlib.image
@@ -11,11 +13,22 @@ from transformers import AutoTokenizer
 
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.cli import main
-from moe_jax.demo import CONTENTS, MARKER, DemoSettings, empty_output, run_demo, small_config
-from moe_jax.demo_text import END_OF_TEXT, library_texts, split_source, train_tokenizer
+from moe_jax.demo import CONTENTS, MARKER, DemoSettings, empty_output, is_python, run_demo, small_config
+from moe_jax.demo_text import (
+    END_OF_TEXT,
+    MAX_CHARACTERS,
+    SPECIAL_TOKENS,
+    TURN_END,
+    as_chat,
+    functions_of,
+    library_functions,
+    train_tokenizer,
+)
 from moe_jax.models.auto import from_config
+from moe_jax.train.data import open_documents
+from moe_jax.train.data.chat import chat_tokens
 
-SHRUNKEN = dict(steps=10, batch_size=2, seq_len=32, vocab_size=600, every_nth_file=60, new_tokens=8)
+SHRUNKEN = dict(steps=10, batch_size=2, seq_len=32, vocab_size=600, every_nth_file=60, samples=2, new_tokens=8)
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +79,12 @@ def test_it_prints_each_stage_and_the_text(demo, tmp_path, capsys):
     result = run_demo(DemoSettings(output=str(tmp_path / "dense"), model="qwen3", prompt="def ", **SHRUNKEN | {"steps": 2}))
     printed = capsys.readouterr().out
     assert all(f"[{number}/7]" in printed for number in range(1, 8))
-    assert result.text.startswith("def ") and str(tmp_path / "dense" / "model") in printed
+    assert len(result.texts) == 2 and all(text.startswith("def ") for text in result.texts)
+    assert f"{sum(map(is_python, result.texts))} of 2 are valid Python" in printed
     assert "expert_load" not in printed.split("What lies where")[1].replace("expert_load.jsonl", "")
+    commands = [shlex.split(line) for line in printed.split("Try next")[1].splitlines()[1:]]
+    assert [command[:2] for command in commands] == [["moe-jax", name] for name in ("generate", "finetune", "generate")]
+    assert str(tmp_path / "dense" / "model") in commands[0] and f"{tmp_path / 'dense'}-chat/model" in commands[2]
 
 
 def test_logits_that_disagree_end_the_demo_and_its_program(tmp_path, monkeypatch, capsys):
@@ -78,30 +95,61 @@ def test_logits_that_disagree_end_the_demo_and_its_program(tmp_path, monkeypatch
     assert status.value.code == 2 and "the logits of transformers differ by nan" in capsys.readouterr().err
 
 
+def test_the_model_says_how_it_generates_and_chats(demo):
+    output, _ = demo
+    tokenizer = AutoTokenizer.from_pretrained(output / "model")
+    settings = json.loads((output / "model" / "generation_config.json").read_text())
+    assert settings["do_sample"] and 0 < settings["temperature"] < 1 and 0 < settings["top_p"] < 1
+    assert tokenizer.convert_ids_to_tokens(settings["eos_token_id"]) == [END_OF_TEXT, TURN_END]
+    conversations = open_documents(output / "chats.jsonl")
+    assert conversations.format == "chat"
+    messages = conversations[0]["messages"]
+    tokens, learned = chat_tokens(tokenizer, messages)
+    assert tokenizer.decode(tokens[learned]) == messages[1]["content"] + TURN_END
+    asked = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(tokens).startswith(asked)
+
+
 def test_the_tokenizer_gives_every_text_back_and_loads_with_transformers(tmp_path):
-    texts = library_texts(100)
+    texts = library_functions(30)
     train_tokenizer(texts, 500).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert len(tokenizer) == 500 and tokenizer.eos_token == END_OF_TEXT and tokenizer.eos_token_id == 0
+    assert len(tokenizer) == 500 and tokenizer.eos_token == END_OF_TEXT
+    assert tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS) == [0, 1, 2]
     for text in [*texts[:3], "naïve\t\r\n  数 🙂", ""]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_pieces_of_a_source_are_the_whole_source_cut_at_top_level():
-    for text in library_texts(40):
-        pieces = split_source(text, at_least=300)
-        assert "".join(pieces) == text or text.startswith("".join(pieces)) and not text[sum(map(len, pieces)) :].strip()
-        assert all(len(piece) >= 300 for piece in pieces[:-1])
-        assert not any(piece[0].isspace() for piece in pieces[1:])
-    assert len(split_source("a = 1\n\n" * 500, at_least=100)) > 10
-    assert split_source("") == [] and split_source("x\n") == ["x\n"]
+def test_the_text_is_short_functions_once_each_in_an_order_of_its_own():
+    functions = library_functions(30)
+    assert functions == library_functions(30) and len(functions) == len(set(functions))
+    assert all(len(text) <= MAX_CHARACTERS for text in functions)
+    parsed = [ast.parse(text).body for text in functions]
+    assert all(len(body) == 1 and isinstance(body[0], ast.FunctionDef) for body in parsed)
 
 
-def test_the_model_has_about_five_million_parameters():
+def test_functions_come_without_docstrings_and_methods_without_their_class():
+    method = 'class A:\n    def f(self, a):\n        """Doc."""  # comment\n        b = a\n        return b\n'
+    assert functions_of(method) == ["def f(self, a):\n    b = a\n    return b\n"]
+    assert functions_of("def short():\n    return 1\n") == []
+    assert functions_of(f"def long():\n    a = {'x' * MAX_CHARACTERS}\n    return a\n") == []
+    assert functions_of("@a\n@b\n@c\ndef documented_alone():\n    'Doc.'\n") == []
+    assert functions_of("print 'Python 2'\n") == [] and functions_of("") == []
+
+
+def test_a_chat_asks_for_a_function_by_its_signature():
+    chat = as_chat("def f(self, a=1):\n    b = a\n    return b\n")
+    assert [message["content"] for message in chat["messages"]] == [
+        "Write f(self, a=1).",
+        "def f(self, a=1):\n    b = a\n    return b",
+    ]
+
+
+def test_the_model_has_about_three_million_parameters():
     for kind in ("qwen3_moe", "deepseek_v3", "qwen3"):
-        model = nnx.eval_shape(lambda kind=kind: from_config(small_config(kind, 4096, 0), rngs=nnx.Rngs(0)))
+        model = nnx.eval_shape(lambda kind=kind: from_config(small_config(kind, 1024, 0), rngs=nnx.Rngs(0)))
         sizes = [x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
-        assert kind == "qwen3" or 4e6 < sum(sizes) < 6e6
+        assert kind == "qwen3" or 2.5e6 < sum(sizes) < 3.5e6
 
 
 def test_a_folder_of_somebody_else_is_refused_and_left_alone(tmp_path):
@@ -119,11 +167,24 @@ def test_an_earlier_demo_stays_where_options_are_wrong(tmp_path):
     for name in (MARKER, "text.jsonl"):
         (tmp_path / name).touch()
     with pytest.raises(ValueError) as error:
-        run_demo(DemoSettings(output=str(tmp_path), steps=1, every_nth_file=0, new_tokens=0, prompt="", batch_size=0))
+        run_demo(
+            DemoSettings(
+                output=str(tmp_path),
+                steps=1,
+                every_nth_file=0,
+                samples=0,
+                new_tokens=0,
+                vocab_size=258,
+                prompt="",
+                batch_size=0,
+            )
+        )
     for part in (
         "steps must be at least 2, so that the run can be interrupted; got 1",
         "every_nth_file must be at least 1; got 0",
+        "samples must be at least 1; got 0",
         "new_tokens must be at least 1",
+        "vocab_size must be at least 259: all bytes, and the special tokens; got 258",
         "prompt must not be empty",
         "batch_size=0 must be an integer of at least 1",
     ):
