@@ -158,6 +158,9 @@ def test_bad_options_are_found_before_a_model_is_downloaded(options, monkeypatch
 def test_bad_input_is_one_line_and_status_two(checkpoint, tmp_path, capsys):
     assert "give either a checkpoint's path or --random-config" in fails(capsys, "check")
     check = ("check", "--random-config", "qwen3-30b-a3b")
+    for option in ("--tokens", "--layers"):
+        assert f"{option} goes with --random-config" in fails(capsys, "check", str(tmp_path), option, "7")
+    assert "is a folder; give a file" in fails(capsys, *check, "--json", str(tmp_path))
     assert "num_tokens must be at least 1; got 0" in fails(capsys, *check, "--tokens", "0")
     assert "repeats must be at least 1; got 0" in fails(capsys, *check, "--repeats", "0")
     assert "num_hidden_layers=0 must be a positive integer" in fails(capsys, *check, "--layers", "0")
