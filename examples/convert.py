@@ -10,6 +10,7 @@ import tyro
 from flax import nnx
 
 import moe_jax
+from moe_jax import checkpoint
 
 
 @dataclass
@@ -18,12 +19,13 @@ class Settings:
 
     source: tyro.conf.Positional[str]
     target: tyro.conf.Positional[str]
-    dtype: str = "bfloat16"
+    dtype: str | None = None  # the source's
 
 
 def main(settings: Settings) -> None:
     """Loads, prints every parameter's place and shape, saves."""
-    model = moe_jax.from_pretrained(settings.source, dtype=settings.dtype)
+    folder = checkpoint.find_checkpoint(settings.source)
+    model = moe_jax.from_pretrained(folder, dtype=settings.dtype or checkpoint.stored_dtype(folder).name)
     for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         print(".".join(map(str, path)), parameter.shape, parameter.dtype)
     total = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))

@@ -35,6 +35,7 @@ class CheckReport:
 
     `loss` is the sum of all logits and `backward_seconds` is that of forward and backward together less the forward's:
     the same pass that the stock implementation is measured with (seconds are medians after a first, compiling call).
+    `backward_seconds` is None where the difference is not above 0: the passes are too short for it.
     """
 
     device: str
@@ -52,7 +53,7 @@ class CheckReport:
     arrays_with_gradients: int
     max_gradient: float
     min_gradient: float
-    backward_seconds: float
+    backward_seconds: float | None
     compile_seconds: float
     peak_memory_gib: float
 
@@ -146,7 +147,7 @@ def check_model(model: Decoder, tokens: list[int], *, tokenizer: Any = None, rep
         arrays_with_gradients=len(jax.tree.leaves(gradients)),
         max_gradient=largest,
         min_gradient=smallest,
-        backward_seconds=both_seconds - forward_seconds,
+        backward_seconds=both_seconds - forward_seconds if both_seconds > forward_seconds else None,
         compile_seconds=compile_seconds,
         peak_memory_gib=_peak_memory() / 2**30,
     )
@@ -154,6 +155,9 @@ def check_model(model: Decoder, tokens: list[int], *, tokenizer: Any = None, rep
 
 def format_report(report: CheckReport) -> str:
     """The report as people read it."""
+    backward = "too short to tell from the forward time"
+    if report.backward_seconds is not None:
+        backward = f"{report.backward_seconds:.6f} s (forward and backward together, less the forward time)"
     token = "" if report.next_token is None else f"\nToken: {report.next_token!r}"
     return (
         f"{report.device}, {report.dtype}, {report.tokens} tokens, {report.parameters / 1e9:.3f} B parameters "
@@ -164,7 +168,7 @@ def format_report(report: CheckReport) -> str:
         f"Parameters with gradients: {report.tensors_with_gradients} tensors of a checkpoint, "
         f"held as {report.arrays_with_gradients} stacked arrays\n"
         f"Max gradient value: {report.max_gradient:.6f}\nMin gradient value: {report.min_gradient:.6f}\n"
-        f"Backward time: {report.backward_seconds:.6f} s (forward and backward together, less the forward time)\n"
+        f"Backward time: {backward}\n"
         f"Peak memory: {report.peak_memory_gib:.2f} GiB"
     )
 

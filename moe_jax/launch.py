@@ -7,6 +7,7 @@ process that fails ends the others, which would wait for it; its status is the l
 import itertools
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +25,9 @@ from moe_jax.parallel import processes
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 SECONDS_UNTIL_A_SIGNAL_IS_SEEN = 1.0
+
+CHATTER = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*")
+"""Lines of a library that say that all is well, many times for each process; no setting silences them."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +210,8 @@ def _print_lines(rank: int, source: IO[bytes], target: IO[str]) -> None:
     with source:
         for line in source:
             text = line.decode(errors="replace").rstrip().rpartition("\r")[2]
+            if CHATTER.fullmatch(text):
+                continue
             target.write(f"[{rank}] {text}\n")
             target.flush()
 

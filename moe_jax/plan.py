@@ -102,8 +102,9 @@ def format_plan(predictions: list[Prediction], limit: int) -> str:
     machine = predictions[0].machine
     if not fitting:
         smallest = min(predictions, key=lambda prediction: prediction.memory_bytes)
-        room = f"an {machine.name} has {machine.memory / 2**30:.0f}"
-        reason = f"Nothing fits: the smallest needs more GiB than {room}. {_remedy(smallest)}"
+        room = f"the {machine.memory / 2**30:.0f} of an {machine.name}"
+        need = f"{smallest.memory_bytes / 2**30:.0f} GiB"
+        reason = f"Nothing fits: the smallest needs {need}, more than {room}. {_remedy(smallest)}"
         return f"{reason}\n{HEADER}\n{row(smallest)}\n{_memory(smallest)}"
     best = fitting[0]
     lines = [HEADER, *(row(prediction) for prediction in fitting[:limit])]

@@ -31,6 +31,13 @@ def test_the_report_is_that_of_the_plain_passes():
     assert report.tensors_with_gradients == 3 + 2 * (2 + 4 + 2 + 1 + 4 * 3)
     assert report.forward_seconds > 0 and report.peak_memory_gib > 0
     assert f"Token ID: {report.next_token_id}" in format_report(report)
+    assert "too short to tell" in format_report(replace(report, backward_seconds=None))
+
+
+def test_a_backward_pass_takes_no_negative_time(monkeypatch):
+    times = iter([2e-3, 1e-3])
+    monkeypatch.setattr("moe_jax.check._median_seconds", lambda *_: next(times))
+    assert check_model(tiny.dense(), [1, 2], repeats=1).backward_seconds is None
 
 
 def test_a_prompt_begins_as_its_tokenizer_begins_a_text(tmp_path):

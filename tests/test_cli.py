@@ -6,7 +6,6 @@ import sys
 import numpy as np
 import pytest
 import tiny
-from safetensors.numpy import load_file
 
 from moe_jax.cli import main
 from moe_jax.commands.check import Check
@@ -31,14 +30,20 @@ def fails(capsys, *arguments) -> str:
 
 
 def test_convert_to_orbax_and_back_keeps_every_bit(checkpoint, tmp_path, capsys):
-    main(["convert", str(checkpoint), str(tmp_path / "orbax"), "--dtype", "float32"])
+    main(["convert", str(checkpoint), str(tmp_path / "orbax")])
     assert "this is an Orbax checkpoint: `moe-jax convert" in fails(capsys, "check", str(tmp_path / "orbax"))
-    main(["convert", str(tmp_path / "orbax"), str(tmp_path / "hf"), "--to", "hf", "--dtype", "float32"])
-    before, after = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        np.testing.assert_array_equal(after[name], tensor)
-    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+    main(["convert", str(tmp_path / "orbax"), str(tmp_path / "hf"), "--to", "hf"])
+    assert capsys.readouterr().out.splitlines()[-1] == f"wrote {tmp_path / 'hf'} in float32"
+    for file in checkpoint.iterdir():
+        assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_convert_to_a_narrower_dtype_says_so_and_what_it_replaces(checkpoint, tmp_path, capsys):
+    for _ in range(2):
+        main(["convert", str(checkpoint), str(tmp_path / "hf"), "--to", "hf", "--dtype", "bfloat16"])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"wrote {tmp_path / 'hf'} in bfloat16, rounded from float32"
+    assert second == f"{first}; the checkpoint that was there is replaced"
 
 
 def test_finetune_then_generate(checkpoint, tmp_path, capsys, monkeypatch):
@@ -153,6 +158,9 @@ def test_bad_options_are_found_before_a_model_is_downloaded(options, monkeypatch
 def test_bad_input_is_one_line_and_status_two(checkpoint, tmp_path, capsys):
     assert "give either a checkpoint's path or --random-config" in fails(capsys, "check")
     check = ("check", "--random-config", "qwen3-30b-a3b")
+    for option in ("--tokens", "--layers"):
+        assert f"{option} goes with --random-config" in fails(capsys, "check", str(tmp_path), option, "7")
+    assert "is a folder; give a file" in fails(capsys, *check, "--json", str(tmp_path))
     assert "num_tokens must be at least 1; got 0" in fails(capsys, *check, "--tokens", "0")
     assert "repeats must be at least 1; got 0" in fails(capsys, *check, "--repeats", "0")
     assert "num_hidden_layers=0 must be a positive integer" in fails(capsys, *check, "--layers", "0")

@@ -181,3 +181,10 @@ def test_settings_that_make_no_sense_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             process_environments(LaunchSettings(**{"command": ("x",), **options}), environment)
+
+
+def test_a_library_s_chatter_is_left_out_and_its_errors_are_not(capfd):
+    ready = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+    lost = "[Gloo] Rank 0 lost its connection"
+    launch(LaunchSettings((sys.executable, "-c", f"print({ready!r}); print({lost!r})"), processes=1, cpu_devices=1))
+    assert capfd.readouterr().out == f"[0] {lost}\n"

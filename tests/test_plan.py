@@ -1,17 +1,21 @@
 """`moe-jax plan`: every mesh is tried, those that fit are listed, the fastest first, and what cannot be is said in one line."""
 
 import math
-from dataclasses import astuple, replace
+import subprocess
+from dataclasses import astuple, fields, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_jax.cli import main
+from moe_jax.commands.plan import Plan
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import Run, predict
 from moe_jax.parallel.choices import MeshShape
+from moe_jax.parallel.gpus import GPUS
 from moe_jax.plan import KINDS, flags, format_plan, how_to_train, meshes, plan
+from moe_jax.train.settings import FinetuneSettings
 
 DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]
 QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
@@ -51,10 +55,11 @@ def test_a_layer_s_input_waits_in_the_host_s_memory_where_nothing_else_fits(caps
     for prediction in plan(QWEN, 8, rows=32, sequence_length=4096):
         with_remat = predict(replace(prediction.run, remat=True))
         assert prediction.run.remat != "offload" or not with_remat.fits
-    main("plan qwen3-30b-a3b --devices 4 --rows 1 --sequence-length 1048576 --moment-dtype bfloat16".split())
+    command = "plan qwen3-30b-a3b --devices 4 --rows 1 --seq-len 1048576 --param-dtype bfloat16 --moment-dtype bfloat16".split()
+    main(command)
     printed = capsys.readouterr().out
     assert "; and 48 of the host's memory for each GPU" in printed and "--offload" in printed
-    main("plan qwen3-30b-a3b --devices 4 --rows 1 --sequence-length 1048576 --moment-dtype bfloat16 --remat yes".split())
+    main([*command, "--remat", "yes"])
     assert "Nothing fits" in capsys.readouterr().out
 
 
@@ -70,7 +75,7 @@ def test_thousands_of_gpus():
 
 
 def test_the_program_prints_the_table_and_how_to_train_so(capsys):
-    main("plan qwen3-30b-a3b --devices 4 --rows 32 --moment-dtype bfloat16 --limit 3".split())
+    main("plan qwen3-30b-a3b --devices 4 --rows 32 --param-dtype bfloat16 --moment-dtype bfloat16 --limit 3".split())
     printed = capsys.readouterr().out
     fitting = [p for p in plan(QWEN, 4, rows=32, sequence_length=4096, moment_dtype="bfloat16", hops="copies") if p.fits]
     assert printed.count(" s ") == 3 and f"and {len(fitting) - 3} more that fit" in printed
@@ -106,7 +111,8 @@ def test_by_default_a_device_has_32768_tokens(capsys):
 )
 def test_where_nothing_fits_the_smallest_is_named_and_what_would(config, devices, rows, remedy):
     printed = format_plan(plan(config, devices, rows=rows, sequence_length=4096, remat=True), 10)
-    assert printed.startswith(f"Nothing fits: the smallest needs more GiB than an NVIDIA H200 has 132. {remedy}")
+    assert printed.startswith("Nothing fits: the smallest needs ")
+    assert f" GiB, more than the 132 of an NVIDIA H200. {remedy}" in printed
 
 
 @pytest.mark.parametrize("devices", [512, 2048])
@@ -159,7 +165,9 @@ def test_an_exchange_by_copies_is_printed_with_its_capacity():
         ("qwen3-30b-a3b --devices 12", "devices=12 must be whole hosts of 8, or fewer than one"),
         ("qwen3-30b-a3b --devices 4 --rows 0", "rows=0 must be an integer of at least 1"),
         ("qwen3-30b-a3b --devices 4 --rows 1 --sequence-length 4097", "must be a multiple of 2 * mesh.context = 8"),
-        ("qwen3-30b-a3b --devices 4 --sequence-length 0", "sequence_length must be at least 1; got 0"),
+        ("qwen3-30b-a3b --devices 4 --seq-len 1", "--seq-len must be at least 2, as in `moe-jax finetune`; got 1"),
+        ("qwen3-30b-a3b --devices 4 --gpu h20", "no GPU 'h20'; known are h200, h100, a100"),
+        ("qwen3-30b-a3b --devices 4 --memory 0", "memory=0.0 must be a number of GiB above 0"),
         ("qwen3-30b-a3b --devices 4 --limit 0", "limit must be at least 1; got 0"),
     ],
 )
@@ -177,3 +185,47 @@ def test_every_flag_is_one_that_finetune_knows(tmp_path):
     names = [word.removeprefix("--").removeprefix("no-") for word in text.split() if word.startswith("--")]
     known = {name.replace("_", "-") for name in FinetuneSettings.__dataclass_fields__}
     assert all(name.split(".")[0] in known for name in names)
+
+
+def test_other_gpus_have_their_own_rates_and_memory(capsys):
+    printed = {}
+    for gpu in ("h200", "h100", "a100"):
+        main(f"plan qwen3-8b --devices 8 --limit 1 --gpu {gpu}".split())
+        printed[gpu] = capsys.readouterr().out
+    assert "8 x NVIDIA A100 80 GB (75 GiB to use)" in printed["a100"]
+    assert ["scaled by data sheets" in text for text in printed.values()] == [False, True, True]
+    seconds = [
+        plan(NAMED_CONFIGS["qwen3-8b"], 8, rows=64, sequence_length=4096, machine=GPUS[gpu])[0].step_seconds for gpu in printed
+    ]
+    assert seconds[0] < seconds[1] < seconds[2] < 4 * seconds[0]
+
+
+def test_a_small_model_fits_one_small_gpu_and_memory_decides(capsys):
+    command = "plan qwen3-0.6b --devices 1 --rows 4 --seq-len 2048 --gpu rtx4090"
+    main(command.split())
+    assert "train so: moe-jax finetune --batch-size 4 --seq-len 2048 --param-dtype float32" in capsys.readouterr().out
+    main(f"{command} --memory 8".split())
+    assert "more than the 8 of an NVIDIA RTX 4090" in capsys.readouterr().out
+
+
+def test_the_defaults_are_those_of_finetune():
+    ours = {field.name: field.default for field in fields(Plan)}
+    theirs = {field.name: field.default for field in fields(FinetuneSettings)}
+    names = {"param_dtype", "moment_dtype", "capacity_factor", "hops"}
+    assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
+    assert ours["sequence_length"] == theirs["seq_len"]
+
+
+def test_the_batch_script_is_whole_and_trains_on_the_fastest_mesh(tmp_path, capsys):
+    script = tmp_path / "train.sbatch"
+    main(f"plan qwen3-30b-a3b --devices 16 --limit 1 --sbatch {script}".split())
+    flags_printed = capsys.readouterr().out.split("moe-jax finetune ")[1].split(" ...")[0]
+    text = script.read_text()
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8\n" in text and f"\n  {flags_printed}\n" in text
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    before = set(tmp_path.iterdir())
+    for arguments, message in (("--sbatch missing/x", "give a file"), ("--memory 8 --sbatch x", "nothing fits")):
+        with pytest.raises(SystemExit):
+            main(f"plan qwen3-30b-a3b --devices 16 {arguments}".split())
+        assert message in capsys.readouterr().err
+    assert set(tmp_path.iterdir()) == before

@@ -22,6 +22,7 @@ LAYERS = [
     {"demo_text"},
     {"passes", "tile_timing"},
     {"check", "demo", "launch", "plan", "tune"},
+    {"slurm"},
     {"commands"},
     {"cli"},
 ]

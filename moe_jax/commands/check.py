@@ -29,7 +29,7 @@ class Check:
       path: a Hugging Face folder or hub id.
       prompt: the text to run on.
       random_config: instead of a checkpoint, random weights of a published shape.
-      tokens: with --random-config, how many random tokens.
+      tokens: with --random-config, how many random tokens. Default: 100.
       layers: with --random-config, take this many layers only.
       devices: how many GPUs the parameters are spread over, and the experts dealt out to, for a model that is too large for
         one. Default: one, and in a job of several processes all of them.
@@ -41,7 +41,7 @@ class Check:
     path: Annotated[str | None, tyro.conf.Positional] = None
     prompt: str = "The capital of France is"
     random_config: str | None = None
-    tokens: int = 100
+    tokens: int | None = None
     layers: int | None = None
     devices: int | None = None
     dtype: Dtype = "bfloat16"
@@ -52,8 +52,13 @@ class Check:
         """Prints the report."""
         if (self.path is None) == (self.random_config is None):
             raise ValueError("give either a checkpoint's path or --random-config NAME")
+        for name in ("tokens", "layers"):
+            if self.path is not None and getattr(self, name) is not None:
+                raise ValueError(f"--{name} goes with --random-config; a checkpoint is checked whole, on the prompt's tokens")
         if self.json is not None and not Path(self.json).parent.is_dir():
             raise ValueError(f"--json {self.json}: there is no folder {Path(self.json).parent}")
+        if self.json is not None and Path(self.json).is_dir():
+            raise ValueError(f"--json {self.json} is a folder; give a file")
         count = device_count(self.devices)
         devices = None if count == 1 else jax.devices()[:count]
         options: dict[str, Any] = dict(dtype=self.dtype, devices=devices, repeats=self.repeats)
@@ -62,7 +67,7 @@ class Check:
         elif self.random_config in NAMED_CONFIGS:
             config = NAMED_CONFIGS[self.random_config]
             config = config if self.layers is None else replace(config, num_hidden_layers=self.layers)
-            report = check.check_random(config, self.tokens, **options)
+            report = check.check_random(config, 100 if self.tokens is None else self.tokens, **options)
         else:
             raise ValueError(f"no config {self.random_config!r}; there are: {', '.join(NAMED_CONFIGS)}")
         if not is_first_process():

@@ -6,9 +6,10 @@ from typing import Literal
 
 import tyro
 
-from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
 from moe_jax.checkpoint.hf_save import save_pretrained
 from moe_jax.checkpoint.orbax_params import load_orbax, save_orbax
+from moe_jax.checkpoint.stored_dtype import StoredDtype, stored_dtype
 from moe_jax.commands.options import Dtype
 from moe_jax.train import model_of_run
 from moe_jax.train.settings_file import chosen_template
@@ -29,7 +30,8 @@ class Convert:
         that has checkpoints.
       target: the folder to write; it is complete or absent.
       to: the layout to write.
-      dtype: what the weights are stored as.
+      dtype: the dtype of the weights in the target. Default: the source's; FP8 becomes bfloat16, and a training run's weights
+        are its float32 masters.
       step: of a training run, which checkpoint; default: the newest.
       tokenizer: the folder or hub id whose tokenizer files are copied; default: the source's, if it has some.
     """
@@ -37,7 +39,7 @@ class Convert:
     source: tyro.conf.Positional[str]
     target: tyro.conf.Positional[str]
     to: Literal["orbax", "hf"] = "orbax"
-    dtype: Dtype = "bfloat16"
+    dtype: Dtype | None = None
     step: int | None = None
     tokenizer: str | None = None
 
@@ -46,11 +48,24 @@ class Convert:
         is_run, is_orbax = ((Path(self.source).expanduser() / name).is_dir() for name in ("checkpoints", "params"))
         if self.step is not None and not is_run:
             raise ValueError(f"--step is for the output folder of a training run; {self.source} has no checkpoints")
+        source = self.source if is_run or is_orbax else find_checkpoint(self.source)
+        stored = StoredDtype("float32") if is_run else stored_dtype(source)
+        dtype = self.dtype or stored.name
+        if self.dtype is None and stored.remark:
+            print(stored.remark)
         if is_run:
-            model = model_of_run(self.source, step=self.step, dtype=self.dtype)
+            model = model_of_run(source, step=self.step, dtype=dtype)
         else:
-            model = (load_orbax if is_orbax else from_pretrained)(self.source, dtype=self.dtype)
+            model = (load_orbax if is_orbax else from_pretrained)(source, dtype=dtype)
+        replaces = (Path(self.target).expanduser() / "config.json").is_file()
         save = save_orbax if self.to == "orbax" else save_pretrained
         template = chosen_template(Path(self.source).expanduser()) if is_run else None
         save(model, self.target, tokenizer_from=self.tokenizer, chat_template=template)
-        print(f"wrote {self.target}")
+        rounded = f", rounded from {stored.name}" if _loses_bits(stored.name, dtype) else ""
+        replaced = "; the checkpoint that was there is replaced" if replaces else ""
+        print(f"wrote {self.target} in {dtype}{rounded}{replaced}")
+
+
+def _loses_bits(stored: str, written: str) -> bool:
+    """Whether numbers of the stored dtype are rounded when they are written."""
+    return stored != written and written != "float32"

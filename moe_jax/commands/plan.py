@@ -1,6 +1,6 @@
 """`moe-jax plan`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,7 +8,8 @@ import tyro
 
 from moe_jax import plan
 from moe_jax.config import NAMED_CONFIGS, load_config
-from moe_jax.parallel.machine import H200
+from moe_jax.parallel.gpus import machine
+from moe_jax.slurm import write_batch_script
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,16 @@ class Plan:
 
     moe-jax plan qwen3-235b-a22b --devices 512 --rows 4096 --moment-dtype bfloat16
 
-    Predictions are for NVIDIA H200; docs/scaling.md says how far they are from what was measured.
+    moe-jax plan qwen3-0.6b --devices 1 --gpu rtx4090
+
+    docs/scaling.md says how far predictions for NVIDIA H200 are from measurements. Rates of other GPUs are an H200's, scaled by
+    the data sheets; none was measured.
 
     Args:
       config: a published shape (qwen3-30b-a3b, ...) or a folder with a config.json.
       devices: GPUs in all.
+      gpu: h200, h100, a100, a100-40gb, l40s or rtx4090.
+      memory: GiB of a GPU, as nvidia-smi shows them. Default: those of `--gpu`.
       hosts_of: GPUs of one host.
       rows: sequences of one optimizer step over all devices. Default: 32768 tokens a device.
       sequence_length: tokens of each.
@@ -36,22 +42,26 @@ class Plan:
       hops: as in `moe-jax finetune`. Default: copies where all devices are of one host, whose GPUs one process can have.
       capacity_factor: as in `moe-jax finetune`.
       limit: how many meshes to list.
+      sbatch: write a batch script for Slurm to this file, which trains on the fastest mesh.
     """
 
     config: tyro.conf.Positional[str]
     devices: int
+    gpu: str = "h200"
+    memory: float | None = None
     hosts_of: int = 8
     rows: Annotated[int | None, tyro.conf.arg(aliases=["--batch-size"])] = None
     sequence_length: Annotated[int, tyro.conf.arg(aliases=["--seq-len"])] = 4096
     keys_per_token: float | None = None
     remat: Literal["no", "yes", "offload"] | None = None
-    param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    param_dtype: Literal["bfloat16", "float32"] = "float32"
     moment_dtype: Literal["bfloat16", "float32"] = "float32"
     expert_load_imbalance: float = 1.0
     context_method: Literal["ring", "all_gather", "ulysses"] = "ring"
     hops: Literal["nccl", "copies"] | None = None
     capacity_factor: float = 1.25
     limit: int = 10
+    sbatch: str | None = None
 
     def run(self) -> None:
         """Prints the table."""
@@ -60,8 +70,9 @@ class Plan:
             raise ValueError(f"no config {self.config!r}; give a folder with a config.json, or one of {names}")
         if self.limit < 1:
             raise ValueError(f"limit must be at least 1; got {self.limit}")
-        if self.sequence_length < 1:
-            raise ValueError(f"sequence_length must be at least 1; got {self.sequence_length}")
+        if self.sequence_length < 2:
+            raise ValueError(f"--seq-len must be at least 2, as in `moe-jax finetune`; got {self.sequence_length}")
+        found = machine(self.gpu, memory=self.memory, gpus_of_host=self.hosts_of)
         config = NAMED_CONFIGS[self.config] if self.config in NAMED_CONFIGS else load_config(self.config)
         rows = max(1, self.devices * 32768 // self.sequence_length) if self.rows is None else self.rows
         predictions = plan.plan(
@@ -70,7 +81,7 @@ class Plan:
             rows=rows,
             sequence_length=self.sequence_length,
             remat=None if self.remat is None else plan.REMAT[self.remat],
-            machine=replace(H200, gpus_of_host=self.hosts_of),
+            machine=found,
             param_dtype=self.param_dtype,
             moment_dtype=self.moment_dtype,
             keys_per_token=self.keys_per_token,
@@ -79,6 +90,14 @@ class Plan:
             hops=self.hops or ("copies" if self.devices <= self.hosts_of else "nccl"),
             capacity_factor=self.capacity_factor,
         )
-        hosts = f"{self.devices} x {H200.name} in hosts of {self.hosts_of}"
+        hosts = f"{self.devices} x {found.name} ({found.memory / 2**30:.0f} GiB to use) in hosts of {self.hosts_of}"
         print(f"{self.config}, {hosts}, {rows} x {self.sequence_length} tokens a step; predicted, not measured")
+        if self.gpu.lower() != "h200":
+            print("Rates are those measured on an H200, scaled by data sheets; before Hopper a step takes longer than this.")
         print(plan.format_plan(predictions, self.limit))
+        if self.sbatch is not None:
+            best = next((prediction for prediction in predictions if prediction.fits), None)
+            if best is None:
+                raise ValueError(f"--sbatch {self.sbatch}: nothing fits, so there is no run to write a script for")
+            write_batch_script(Path(self.sbatch), best.run, self.hosts_of)
+            print(f"wrote {self.sbatch}; set its model, data and output, then: sbatch {self.sbatch}")

@@ -7,6 +7,15 @@ from moe_jax.config.qwen3 import Qwen3Config, Qwen3MoeConfig
 _QWEN3_ROPE = RopeParameters(rope_theta=1e6)
 
 
+def _qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int, *, tied: bool = False) -> Qwen3Config:
+    """A dense Qwen3; all have 8 heads of keys, and heads of 128."""
+    return Qwen3Config(
+        hidden_size=hidden_size, intermediate_size=intermediate_size, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=8, max_position_embeddings=40960, tie_word_embeddings=tied, rope_parameters=_QWEN3_ROPE,
+        bos_token_id=151643, eos_token_id=151645,
+    )  # fmt: skip
+
+
 def _deepseek_rope(mscale: float) -> RopeParameters:
     return RopeParameters(
         rope_type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1,
@@ -15,11 +24,12 @@ def _deepseek_rope(mscale: float) -> RopeParameters:
 
 
 NAMED_CONFIGS: dict[str, ModelConfig] = {
-    "qwen3-0.6b": Qwen3Config(
-        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-        max_position_embeddings=40960, tie_word_embeddings=True, rope_parameters=_QWEN3_ROPE,
-        bos_token_id=151643, eos_token_id=151645,
-    ),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64),
     "qwen3-30b-a3b": Qwen3MoeConfig(
         num_hidden_layers=48, max_position_embeddings=40960, norm_topk_prob=True, rope_parameters=_QWEN3_ROPE,
         bos_token_id=151643, eos_token_id=151645,

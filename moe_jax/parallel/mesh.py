@@ -20,7 +20,10 @@ def make_mesh(
     sizes = (data, fsdp, expert, context)
     if math.prod(sizes) != len(devices) or min(sizes) < 1:
         wanted = " x ".join(f"{name}={size}" for name, size in zip(MESH_AXES, sizes, strict=True))
-        raise ValueError(f"the mesh {wanted} has {math.prod(sizes)} places; there are {len(devices)} devices")
+        problem = f"the mesh {wanted} has {math.prod(sizes)} places; there are {len(devices)} devices"
+        if min(sizes) >= 1 and all(device.platform == "cpu" for device in devices):
+            problem += f". To try a mesh on a CPU, set JAX_NUM_CPU_DEVICES={math.prod(sizes)} before Python starts"
+        raise ValueError(problem)
     auto = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
     return jax.make_mesh(sizes, MESH_AXES, axis_types=auto, devices=devices)
 

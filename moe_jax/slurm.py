@@ -1,0 +1,51 @@
+"""A whole batch script for Slurm that runs `moe-jax finetune` with one process for each GPU."""
+
+import math
+import os
+from pathlib import Path
+
+from moe_jax.cost import Run
+from moe_jax.plan import flags
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name=finetune
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={gpus}
+#SBATCH --gpus-per-node={gpus}
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --output=%x-%j.log
+# Slurm sends SIGTERM ten minutes before the end, and the run saves. Put back into the queue, the job goes on from there.
+#SBATCH --signal=TERM@600
+#SBATCH --requeue
+
+set -euo pipefail
+# Fill in these paths. All hosts must see the same files under them.
+MODEL=/shared/models/my-model      # a folder with config.json and weights
+DATA=/shared/data/chats.jsonl
+OUTPUT=/shared/runs/mine
+source /shared/moe_jax/.venv/bin/activate
+
+# Every process would ask the hub otherwise; download once beforehand: hf download NAME --local-dir "$MODEL"
+export HF_HOME=/shared/huggingface HF_HUB_OFFLINE=1
+
+srun --kill-on-bad-exit moe-jax finetune --model "$MODEL" --data "$DATA" --output "$OUTPUT" \\
+  {flags}
+"""
+
+
+def write_batch_script(path: Path, run: Run, gpus_of_host: int) -> None:
+    """Writes the script that trains on the mesh of `run`; the file is complete or absent.
+
+    Raises:
+      ValueError: `path` is a folder or lies in no folder; or `finetune` cannot run `run` (attention not by the ring).
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"--sbatch {path}: give a file in a folder that exists")
+    if run.mesh.context > 1 and run.context_method != "ring":
+        raise ValueError(f"--sbatch: moe-jax finetune splits sequences by the ring alone; this run takes {run.context_method}")
+    gpus = min(gpus_of_host, run.mesh.size)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(SCRIPT.format(nodes=math.ceil(run.mesh.size / gpus), gpus=gpus, flags=flags(run)))
+    os.replace(temporary, path)
