@@ -30,11 +30,16 @@ def decoded(model, tokens: list[int], ends: list[int]) -> str:
     return tiny.tokenizer().decode(new, skip_special_tokens=True)
 
 
-def test_complete_adds_to_a_text_and_to_several(folder, model):
+def test_complete_adds_to_a_text_and_to_several(model):
     expected = decoded(model, tiny.tokenizer()("ab")["input_ids"], [0])
     assert moe_jax.complete(model, "ab", max_new_tokens=TOKENS) == expected
-    first, other = moe_jax.complete(folder, ["ab", "c"], max_new_tokens=TOKENS)
+    first, other = moe_jax.complete(model, ["ab", "c"], max_new_tokens=TOKENS)
     assert first == expected and other == moe_jax.complete(model, "c", max_new_tokens=TOKENS)
+
+
+def test_a_model_may_be_named_by_its_folder(folder):
+    expected = moe_jax.complete(moe_jax.from_pretrained(folder), "ab", max_new_tokens=TOKENS)
+    assert moe_jax.complete(folder, "ab", max_new_tokens=TOKENS) == expected
 
 
 def test_a_model_from_nowhere_takes_the_tokenizer_that_is_passed(model):
