@@ -157,7 +157,7 @@ def _reason(error: Exception) -> str:
     if number:
         return os.strerror(int(number.group(1)))
     # TensorStore repeats the whole specification of the array.
-    return text.splitlines()[0].split(" [tensorstore_spec=")[0] if text else type(error).__name__
+    return text.splitlines()[0].split(" [tensorstore_spec")[0] if text else type(error).__name__
 
 
 def _leave_errors_to_the_caller() -> None:

@@ -64,7 +64,7 @@ def test_a_damaged_checkpoint_is_named_with_the_way_on(tmp_path, damaged):
     with pytest.raises(ValueError, match=way) as error:
         checkpoints.position(5)
         checkpoints.restore(5, {"a": jnp.zeros(100000)})
-    assert len(str(error.value)) < 700
+    assert "tensorstore_spec" not in str(error.value)
     shutil.rmtree(checkpoint)
     again = TrainingCheckpoints(tmp_path)
     assert again.position(3) == {"at": 3}
