@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from flax import nnx
 
 import moe_jax
 
@@ -30,7 +31,7 @@ def checkpoint(tmp_path):
 
 def test_every_example_has_a_test():
     stems = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert stems == {"convert", "finetune", "finetune_30b", "moe_block", "moe_block_sharded"}
+    assert stems == {"convert", "distillation", "finetune", "finetune_30b", "moe_block", "moe_block_sharded"}
 
 
 def test_finetune(checkpoint, tmp_path, capsys):
@@ -50,6 +51,17 @@ def test_finetune_30b_with_the_recipe_on_a_small_checkpoint(checkpoint, tmp_path
     assert moe_jax.from_pretrained(tmp_path / "out" / "model", progress=False).config.num_experts == 4
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_distillation_brings_the_student_nearer_to_the_teacher(checkpoint, tmp_path, capsys):
+    example = load("distillation")
+    tiny.dense(rngs=nnx.Rngs(1)).save_pretrained(tmp_path / "student", tokenizer_from=tmp_path / "tokenizer")
+    data = tiny.write_texts(tmp_path / "texts")
+    models = dict(teacher=str(checkpoint), student=str(tmp_path / "student"), output=str(tmp_path / "out"))
+    example.main(example.Settings(**models, data=str(data), steps=6, batch_size=2, seq_len=16, learning_rate=1e-2))
+    steps = [line.split("distance ")[1] for line in capsys.readouterr().out.splitlines() if "distance" in line]
+    assert len(steps) == 6 and all(float(distance) >= 0 for distance in steps)
+    assert moe_jax.from_pretrained(tmp_path / "out", progress=False).config.model_type == "qwen3"
 
 
 def test_moe_block_learns():

@@ -61,6 +61,9 @@ def experts_mlp(
     of another dtype are cast where they are used. Differentiable in x, both weights and topk_weights, each gradient in its
     argument's dtype; weight gradients are summed in f32 and rounded once.
 
+    The gradient is by hand, in reverse mode, and once: `jax.jvp` of this function is a TypeError, and a gradient of its
+    gradient a ValueError. On backend "xla" a product with the Hessian goes forward over reverse, `jax.jvp(jax.grad(f), ...)`.
+
     Args:
         backend: "mosaic" (Hopper GPUs, bf16 and f16), "triton" (NVIDIA GPUs from Ampere on, bf16, f16 and f32) or "xla"
             (everywhere); by default the environment variable MOE_JAX_BACKEND, else the first of them that is written for

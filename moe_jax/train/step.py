@@ -121,8 +121,10 @@ def make_train_step(
                 summed, labels = jax.lax.psum((log_probs.sum(), batch["loss_mask"].sum()), mesh_axes)
                 return -summed / labels, {"perplexity": jnp.exp(-summed / labels)}
 
-        `mesh_axes` are () without `parallelism`, where `psum` does nothing. Biases of experts stay as they are. Arrays beside
-        the usual ones are [batch, ...]; where sequences are split over devices, [batch] or [batch, seq, ...].
+        Arrays that it closes over are compiled in as constants: a teacher's or a reference model's log-probabilities belong in
+        the batch (examples/distillation.py). `mesh_axes` are () without `parallelism`, where `psum` does nothing. Biases of
+        experts stay as they are. Arrays beside the usual ones are [batch, ...]; where sequences are split over devices,
+        [batch] or [batch, seq, ...].
 
     Returns:
       metrics are f32 scalars: loss (cross-entropy a label), aux_loss, sequence_loss (0 if its factor is), z_loss, mtp_loss

@@ -157,6 +157,19 @@ def test_products_with_the_hessian_are_those_of_the_oracle():
                 np.testing.assert_allclose(actual, wanted, rtol=1e-9, atol=1e-9 * float(jnp.abs(wanted).max()))
 
 
+def test_forward_mode_and_a_gradients_gradient_are_refused_as_the_docstring_says():
+    *arrays, chosen = make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
+
+    def total(x):
+        return kernels.experts_mlp(x, *arrays[1:], chosen, backend="xla").sum()
+
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        jax.jvp(total, arrays[:1], arrays[:1])
+    with pytest.raises(ValueError):
+        jax.grad(lambda x: jax.grad(total)(x).sum())(arrays[0])
+    assert "jax.jvp" in kernels.experts_mlp.__doc__ and "gradient of its" in kernels.experts_mlp.__doc__
+
+
 def test_runs_under_scan_remat_and_vmap():
     inputs = make_inputs(np.random.default_rng(), 10, 4, 2, 8, 4, dtype=jnp.float32)
     *_, weights, chosen = inputs

@@ -1,11 +1,12 @@
-"""An embedding gives rows of its table, or NaN."""
+"""An embedding gives rows of its table, or NaN; parameters are drawn."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moe_jax.layers.linear import Embedding
+from moe_jax.layers import linear
+from moe_jax.layers.linear import Embedding, normal_parameter
 
 
 def test_an_id_outside_the_table_is_nan_and_has_no_gradient():
@@ -15,3 +16,15 @@ def test_an_id_outside_the_table_is_nan_and_has_no_gradient():
     np.testing.assert_array_equal(rows[0], [weight[0], weight[3], *np.full((3, 3), np.nan)])
     gradient = jax.grad(lambda table: jnp.nansum(table(jnp.array([[3, -1, 3]]), jnp.float32)))(table)
     np.testing.assert_array_equal(gradient.weight[...], [[0] * 3, [0] * 3, [0] * 3, [2] * 3])
+
+
+def test_a_large_parameter_is_drawn_by_parts_that_all_differ(monkeypatch):
+    key = nnx.Rngs(0).params()
+    small = normal_parameter((6, 10), 0.5, jnp.float32, nnx.Rngs(0))[...]
+    np.testing.assert_array_equal(small, jax.random.normal(key, (6, 10)) * 0.5)
+    monkeypatch.setattr(linear, "WHOLE_DRAW", 2**10)
+    monkeypatch.setattr(linear, "PART", 2**8)
+    large = normal_parameter((3, 50, 40), 0.5, jnp.bfloat16, nnx.Rngs(0))[...]
+    assert large.shape == (3, 50, 40) and large.dtype == jnp.bfloat16
+    rows = np.asarray(large, np.float64).reshape(-1, 40)
+    assert abs(rows.std() - 0.5) < 0.03 and abs(rows.mean()) < 0.03 and len(np.unique(rows, axis=0)) == 150
