@@ -1,96 +1,168 @@
-"""The program `moe-jax`: reads which command is asked for, and runs it where its devices and processes allow it."""
+"""The program `moe-jax`: reads which command is asked for, and runs it where its devices and processes allow it.
 
+It imports the one command that is asked for, and JAX when that runs: help comes at once.
+"""
+
+import difflib
 import os
+import select
 import signal
 import sys
-from pathlib import Path
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
-import jax
-import tyro
+from moe_jax import __version__
+from moe_jax.commands.other_names import refuse_other_names
+from moe_jax.parallel import environment
 
-from moe_jax.commands.check import Check
-from moe_jax.commands.convert import Convert
-from moe_jax.commands.generate import Generate
-from moe_jax.commands.plan import Plan
-from moe_jax.commands.plot import Plot
-from moe_jax.commands.tune import Tune
-from moe_jax.demo import DemoSettings, run_demo
-from moe_jax.launch import LaunchSettings, launch
-from moe_jax.parallel import environment, processes
-from moe_jax.train import FinetuneSettings, dry_run, finetune
-from moe_jax.train.lock import output_lock
-from moe_jax.train.settings_file import chosen_template
+
+@dataclass(frozen=True)
+class Command:
+    """The class in `moe_jax.commands` that holds a command's options, and a line of help."""
+
+    name: str
+    summary: str
+    several_processes: bool = False
+    """Whether it runs as several processes of one job."""
+
+
+COMMANDS = {
+    "Train": {
+        "finetune": Command("Finetune", "train a model on texts or chats, and export it", several_processes=True),
+        "demo": Command("Demo", "train, resume, export and sample a small model here, in 5 minutes on a CPU"),
+        "plan": Command("Plan", "predict time and memory of a training step for every mesh; needs no GPU"),
+        "launch": Command("Launch", "start a program once for each GPU of this host, as one job"),
+    },
+    "Use": {
+        "generate": Command("Generate", "continue a prompt, or answer it", several_processes=True),
+        "convert": Command("Convert", "convert a checkpoint between Hugging Face's layout and Orbax"),
+    },
+    "Look": {
+        "plot": Command("Plot", "draw a training run: its loss, and the load of its experts"),
+        "check": Command("Check", "time one forward and one backward pass of a model", several_processes=True),
+        "tune": Command("Tune", "find the fastest tiles of the Hopper kernels for a model's experts"),
+    },
+}
+"""The commands by task. Each has a module of its name in `moe_jax.commands`."""
+
+BY_NAME = {name: command for group in COMMANDS.values() for name, command in group.items()}
+
+BROKEN_PIPE = 128 + 13
+"""The status of a program that SIGPIPE ended."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs one command. Bad input ends with one line on standard error and exit status 2."""
     # Before JAX starts.
     environment.set_defaults(os.environ)
-
-    commands: dict[str, Any] = {
-        "convert": Convert,
-        "finetune": FinetuneSettings,
-        "plot": Plot,
-        "plan": Plan,
-        "launch": LaunchSettings,
-        "generate": Generate,
-        "check": Check,
-        "demo": DemoSettings,
-        "tune": Tune,
-    }
     try:
-        command = tyro.extras.subcommand_cli_from_dict(
-            commands, prog="moe-jax", description="Mixture-of-Experts language models in JAX.", args=arguments
-        )
-        if isinstance(command, LaunchSettings):
-            if status := launch(command):
-                raise SystemExit(status)
-            return
-        processes.initialize_processes()
-        several = jax.distributed.is_initialized()
-        if not (several or _takes_several_devices(command)):
-            processes.use_one_gpu()
-        if isinstance(command, FinetuneSettings):
-            _finetune(command)
-        elif several and not isinstance(command, Generate | Check):
-            raise ValueError("only finetune, generate and check run in several processes; start this command once")
-        elif isinstance(command, DemoSettings):
-            run_demo(command)
-        else:
-            command.run()
+        _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
     except (ValueError, OSError, ArithmeticError, ImportError) as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            _leave(BROKEN_PIPE)
         print(f"moe-jax: {error}", file=sys.stderr)
-        processes.leave(2)
+        _leave(2)
     except KeyboardInterrupt:
         print("moe-jax: interrupted", file=sys.stderr)
-        processes.leave(128 + signal.SIGINT)
+        _leave(128 + signal.SIGINT)
 
 
-def _takes_several_devices(command: Any) -> bool:
-    """By --devices of generate and check, or finetune's mesh."""
-    if isinstance(command, Generate | Check):
-        return command.devices is not None and command.devices > 1
-    return hasattr(command, "mesh") and command.mesh.size > 1
+def top_help() -> str:
+    """The page of `moe-jax --help`."""
+    lines = ["usage: moe-jax COMMAND [OPTIONS]", "", "Mixture-of-Experts language models in JAX."]
+    for task, commands in COMMANDS.items():
+        lines += ["", f"{task}:", *(f"  {name:<10}{command.summary}" for name, command in commands.items())]
+    return "\n".join([
+        *lines, "",
+        "moe-jax COMMAND --help lists a command's options; moe-jax --version prints the version.",
+        "moe-jax --tyro-print-completion bash (or zsh, tcsh) prints a script that completes options in your shell.",
+    ])  # fmt: skip
 
 
-def _finetune(settings: Any) -> None:
-    """Trains and exports, or rehearses. A run that was told to stop ends with status 143, as a program that SIGTERM ended."""
-    if settings.dry_run:
-        dry_run(settings)
+def _run(arguments: list[str]) -> None:
+    name, *rest = arguments or [""]
+    if name in ("-h", "--help"):
+        print(top_help())
+    elif name == "--version":
+        print(f"moe-jax {__version__}")
+    elif name.startswith("--tyro-print-completion"):
+        _print_completion(arguments)
+    elif name not in BY_NAME:
+        raise ValueError(_no_command(name))
+    else:
+        _run_command(name, rest)
+
+
+def _run_command(name: str, arguments: list[str]) -> None:
+    import tyro
+
+    refuse_other_names(name, arguments)
+    command: Any = tyro.cli(_command_class(name), prog=f"moe-jax {name}", args=arguments)
+    if name == "launch":
+        command.run()
         return
-    result = finetune(settings)
-    first = processes.is_first_process()
-    if not result.finished:
-        if first:
-            print(f"stopped after step {result.step} and saved; the same command goes on from there", flush=True)
-        processes.leave(143)
-    folder = Path(settings.output).expanduser() / "model"
-    template = None if settings.chat_template is None else chosen_template(folder.parent)
-    with output_lock(folder.parent):
-        result.model.save_pretrained(folder, tokenizer_from=settings.tokenizer, chat_template=template)
-    if first:
-        print(f"trained to step {result.step}; Hugging Face checkpoint in {folder}")
+    if name == "finetune":
+        # Wrong values are said before JAX starts.
+        command.settings  # noqa: B018
+    import jax
+
+    from moe_jax.parallel import processes
+
+    processes.initialize_processes()
+    several, may_be_several = jax.distributed.is_initialized(), BY_NAME[name].several_processes
+    if not several and not (may_be_several and _num_devices(command) > 1):
+        processes.use_one_gpu()
+    if several and not may_be_several:
+        raise ValueError("only finetune, generate and check run in several processes; start this command once")
+    command.run()
+
+
+def _command_class(name: str) -> Any:
+    return getattr(import_module(f"moe_jax.commands.{name}"), BY_NAME[name].name)
+
+
+def _num_devices(command: Any) -> int:
+    """By finetune's mesh, or --devices of generate and check."""
+    return command.mesh.size if hasattr(command, "mesh") else command.devices or 1
+
+
+def _no_command(name: str) -> str:
+    if not name:
+        return "no command given; moe-jax --help lists them"
+    near = difflib.get_close_matches(name, BY_NAME, n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return f"no command {name!r}; {meant}moe-jax --help lists them"
+
+
+def _print_completion(arguments: list[str]) -> None:
+    """Of all commands, each of which is imported."""
+    import tyro
+
+    commands = {name: _command_class(name) for name in BY_NAME}
+    tyro.extras.subcommand_cli_from_dict(commands, prog="moe-jax", args=arguments)
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads (`| head`); then it goes nowhere from here on, so that Python's own
+    flush at its end does not fail again."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    # Closed readers are told of without being asked for.
+    gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone
+
+
+def _leave(status: int) -> None:
+    """Ends the program; where JAX runs, as `processes.leave` does."""
+    if "jax" in sys.modules:
+        from moe_jax.parallel import processes
+
+        processes.leave(status)
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from typing import IO
 import tyro
 
 from moe_jax.parallel import environment as xla
-from moe_jax.parallel import processes
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -120,20 +119,20 @@ def process_environments(settings: LaunchSettings, environment: Mapping[str, str
         raise ValueError("launch: " + "; ".join(problems))
     common = {"PYTHONUNBUFFERED": "1", **environment}
     xla.set_defaults(common)
-    common[processes.NUM_PROCESSES] = str(settings.hosts * count)
+    common[xla.NUM_PROCESSES] = str(settings.hosts * count)
     if settings.coordinator is None:
-        common[processes.COORDINATOR] = _free_address()
+        common[xla.COORDINATOR] = _free_address()
         # Nobody outside has to reach a job of one host.
-        common["JAX_COORDINATOR_BIND_ADDRESS"] = common[processes.COORDINATOR]
+        common["JAX_COORDINATOR_BIND_ADDRESS"] = common[xla.COORDINATOR]
     else:
-        common[processes.COORDINATOR] = settings.coordinator
+        common[xla.COORDINATOR] = settings.coordinator
     if settings.cpu_devices is not None:
         common |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(settings.cpu_devices)}
     each = []
     for i in range(count):
-        own = {processes.PROCESS_ID: str(settings.host * count + i)}
+        own = {xla.PROCESS_ID: str(settings.host * count + i)}
         if gpus:
-            own[processes.LOCAL_DEVICE_IDS] = ",".join(map(str, range(i * gpus // count, (i + 1) * gpus // count)))
+            own[xla.LOCAL_DEVICE_IDS] = ",".join(map(str, range(i * gpus // count, (i + 1) * gpus // count)))
         each.append(common | own)
     return each
 

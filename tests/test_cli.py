@@ -1,13 +1,17 @@
 """The program runs each command, teaches with --help, and answers bad input with one line and status 2."""
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 
-from moe_jax.cli import main
+from moe_jax import cli
+from moe_jax.cli import BY_NAME, main
 from moe_jax.commands.check import Check
 from moe_jax.commands.generate import Generate
 from moe_jax.commands.plan import Plan
@@ -61,7 +65,7 @@ def test_finetune_then_generate(checkpoint, tmp_path, capsys, monkeypatch):
     main([*generate, "--chat"])
     assert "text" not in capsys.readouterr().out
     (output / "model" / "chat_template.jinja").unlink()
-    monkeypatch.setattr("moe_jax.commands.generate.from_pretrained", None)
+    monkeypatch.setattr("moe_jax.checkpoint.hf_load.from_pretrained", None)
     assert "a chat needs a tokenizer with a chat template" in fails(capsys, *generate, "--chat")
 
 
@@ -72,7 +76,7 @@ def test_generate_with_drafts_draws_and_prints_how_many_were_accepted(checkpoint
     printed = capsys.readouterr()
     assert "text" in printed.out and "drafts were accepted (" in printed.err
     # Before weights are read.
-    monkeypatch.setattr("moe_jax.commands.generate.from_pretrained", None)
+    monkeypatch.setattr("moe_jax.checkpoint.hf_load.from_pretrained", None)
     assert "top_p must lie in (0, 1]; got 2.0" in fails(capsys, "generate", str(tmp_path), *options, "--top-p", "2")
     assert "drafts need a model with a module" in fails(capsys, "generate", str(checkpoint), *options)
 
@@ -81,7 +85,7 @@ def test_a_prompt_begins_as_its_tokenizer_begins_a_text_but_not_behind_a_templat
     tiny.tokenizer_with_a_beginning().save_pretrained(tmp_path / "tokenizer")
     tiny.dense().save_pretrained(tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     prompts = []
-    monkeypatch.setattr("moe_jax.commands.generate.generate", lambda model, prompt, **options: prompts.append(prompt) or [])
+    monkeypatch.setattr("moe_jax.generation.generate", lambda model, prompt, **options: prompts.append(prompt) or [])
     for chat in ([], ["--chat"]):
         main(["generate", str(tmp_path / "model"), "--prompt", "a", *chat])
     (begin, a), (first, second, *_) = prompts
@@ -128,14 +132,64 @@ def test_check_runs_in_several_processes(checkpoint, tmp_path, capfd):
 
 
 def test_help_teaches(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    main(["--help"])
     printed = capsys.readouterr().out
-    commands = ("convert", "finetune", "plot", "plan", "launch", "generate", "check", "demo", "tune")
-    assert all(command in printed for command in commands)
+    assert all(f"\n  {command} " in printed for command in BY_NAME) and len(printed.splitlines()) <= 24
     with pytest.raises(SystemExit):
         main(["check", "--help"])
     assert "moe-jax check --random-config qwen3-30b-a3b" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["--help", "--version", *(f"{name} --help" for name in BY_NAME if name != "demo")])
+def test_help_does_not_import_jax(command):
+    """JAX takes seconds to import."""
+    program = (
+        "import sys; from moe_jax.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program, *command.split()], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_every_command_has_its_class():
+    parts = Path(cli.__file__).parent / "commands"
+    assert {path.stem for path in parts.glob("*.py")} == {"__init__", "options", "other_names", *BY_NAME}
+    for name in BY_NAME:
+        assert callable(cli._command_class(name).run)
+
+
+def test_completion_knows_the_commands(capsys):
+    with pytest.raises(SystemExit) as status:
+        main(["--tyro-print-completion", "bash"])
+    assert not status.value.code and "finetune" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, meant",
+    [
+        ("finetun --model x", "no command 'finetun'; did you mean finetune?"),
+        ("--verbose", "no command '--verbose'; moe-jax --help lists them"),
+        ("", "no command given; moe-jax --help lists them"),
+        ("finetune --lr 1e-4", "finetune has no --lr; did you mean --learning-rate?"),
+        (
+            "finetune --per_device_train_batch_size=4",
+            "finetune has no --per_device_train_batch_size; did you mean --batch-size",
+        ),
+        ("generate m --prompt x --max-tokens 3", "generate has no --max-tokens; did you mean --max-new-tokens?"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_corrected(arguments, meant, capsys):
+    assert meant in fails(capsys, *arguments.split())
+
+
+def test_a_closed_pipe_ends_silently():
+    read, write = os.pipe()
+    os.close(read)
+    program = [sys.executable, "-m", "moe_jax.cli", "--help"]
+    ended = subprocess.run(program, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 def test_launch_ends_with_the_status_of_what_it_started(capsys):

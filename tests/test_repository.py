@@ -28,8 +28,9 @@ LAYERS = [
 ]
 """The parts of the package from the bottom up: a part imports parts below it and itself, never one above or beside it."""
 
-ALLOWED_UPWARDS = {("models", "moe_jax.checkpoint.hf_save.save_pretrained")}
-"""`model.save_pretrained(folder)` is a method because users of transformers look for it there; it imports when called."""
+ALLOWED_UPWARDS = {("models", "moe_jax.checkpoint.hf_save.save_pretrained"), ("cli", "moe_jax.__version__")}
+"""`model.save_pretrained(folder)` is a method because users of transformers look for it there; it imports when called.
+`moe-jax --version` prints the package's own version."""
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 ALL_PYTHON = SOURCES + sorted(path for folder in ("tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py"))

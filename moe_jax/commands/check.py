@@ -6,13 +6,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import tyro
 
-from moe_jax import check
 from moe_jax.commands.options import Dtype, device_count
 from moe_jax.config import NAMED_CONFIGS
-from moe_jax.parallel.processes import is_first_process
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,11 @@ class Check:
 
     def run(self) -> None:
         """Prints the report."""
+        import jax
+
+        from moe_jax import check
+        from moe_jax.parallel.processes import is_first_process
+
         if (self.path is None) == (self.random_config is None):
             raise ValueError("give either a checkpoint's path or --random-config NAME")
         for name in ("tokens", "layers"):

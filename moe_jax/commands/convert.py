@@ -6,13 +6,7 @@ from typing import Literal
 
 import tyro
 
-from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
-from moe_jax.checkpoint.hf_save import save_pretrained
-from moe_jax.checkpoint.orbax_params import load_orbax, save_orbax
-from moe_jax.checkpoint.stored_dtype import StoredDtype, stored_dtype
 from moe_jax.commands.options import Dtype
-from moe_jax.train import model_of_run
-from moe_jax.train.settings_file import chosen_template
 
 
 @dataclass(frozen=True)
@@ -45,6 +39,13 @@ class Convert:
 
     def run(self) -> None:
         """Loads and writes."""
+        from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
+        from moe_jax.checkpoint.hf_save import save_pretrained
+        from moe_jax.checkpoint.orbax_params import load_orbax, save_orbax
+        from moe_jax.checkpoint.stored_dtype import StoredDtype, stored_dtype
+        from moe_jax.train import model_of_run
+        from moe_jax.train.settings_file import chosen_template
+
         is_run, is_orbax = ((Path(self.source).expanduser() / name).is_dir() for name in ("checkpoints", "params"))
         if self.step is not None and not is_run:
             raise ValueError(f"--step is for the output folder of a training run; {self.source} has no checkpoints")

@@ -2,21 +2,16 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import tyro
-from jax.sharding import Mesh
 
-from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
-from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.commands.options import Dtype, device_count
-from moe_jax.config import ModelConfig
-from moe_jax.generation import generate, generate_with_drafts, generation_mesh
-from moe_jax.generation.request import checked_request
-from moe_jax.generation.speculative import check_drafts
-from moe_jax.generation.text import added_text, chat_prompts, completion_tokens, text_options
-from moe_jax.parallel.processes import is_first_process
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from moe_jax.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -61,6 +56,14 @@ class Generate:
 
     def run(self) -> None:
         """Prints prompt and continuation, or the answer."""
+        from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
+        from moe_jax.checkpoint.tokenizer import load_tokenizer
+        from moe_jax.generation import generate, generate_with_drafts
+        from moe_jax.generation.request import checked_request
+        from moe_jax.generation.speculative import check_drafts
+        from moe_jax.generation.text import added_text, chat_prompts, completion_tokens, text_options
+        from moe_jax.parallel.processes import is_first_process
+
         count = device_count(self.devices)
         folder = find_checkpoint(self.model)
         config = read_config(folder, mtp=self.drafts)
@@ -89,7 +92,7 @@ class Generate:
             rate = f"{drafts.acceptance_rate:.0%}"
             print(f"{drafts.accepted} of {drafts.drafted} drafts were accepted ({rate})", file=sys.stderr)
 
-    def _mesh(self, count: int, config: ModelConfig) -> Mesh | None:
+    def _mesh(self, count: int, config: "ModelConfig") -> "Mesh | None":
         """Of so many devices; None for one.
 
         Raises:
@@ -97,6 +100,10 @@ class Generate:
         """
         if count == 1:
             return None
+        import jax
+
+        from moe_jax.generation import generation_mesh
+
         mesh = generation_mesh(jax.devices()[:count], config)
         if mesh.shape["expert"] < count:
             has = f"{getattr(config, 'num_experts', 0)} experts" if config.moe_layers else "no experts"

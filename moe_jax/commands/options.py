@@ -2,8 +2,6 @@
 
 from typing import Literal
 
-import jax
-
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 
@@ -13,6 +11,8 @@ def device_count(devices: int | None) -> int:
     Raises:
       ValueError: so many cannot.
     """
+    import jax
+
     if devices is not None and devices < 1:
         raise ValueError(f"--devices must be at least 1; got {devices}")
     there = jax.device_count()

@@ -6,10 +6,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from moe_jax import plan
 from moe_jax.config import NAMED_CONFIGS, load_config
 from moe_jax.parallel.gpus import machine
-from moe_jax.slurm import write_batch_script
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,9 @@ class Plan:
 
     def run(self) -> None:
         """Prints the table."""
+        from moe_jax import plan
+        from moe_jax.slurm import write_batch_script
+
         if self.config not in NAMED_CONFIGS and not Path(self.config).is_dir():
             names = ", ".join(NAMED_CONFIGS)
             raise ValueError(f"no config {self.config!r}; give a folder with a config.json, or one of {names}")

@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from moe_jax import tune
-from moe_jax.kernels.grouped_matmul.mosaic import tiles
-
 
 @dataclass(frozen=True)
 class Tune:
@@ -41,6 +38,9 @@ class Tune:
 
     def run(self) -> None:
         """Prints every time, and writes the table after each layer."""
+        from moe_jax import tune
+        from moe_jax.kernels.grouped_matmul.mosaic import tiles
+
         sizes = [size for size in (self.hidden, self.inter, self.experts, self.top_k) if size is not None]
         if len(sizes) != (0 if self.preset else 4):
             raise ValueError("give either --preset NAME or all four of --hidden, --inter, --experts and --top-k")

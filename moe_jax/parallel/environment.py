@@ -15,6 +15,12 @@ Where a machine does not allow NVLink multicast, its user sets NCCL_NVLS_ENABLE=
 
 from collections.abc import MutableMapping
 
+COORDINATOR = "MOE_JAX_COORDINATOR"
+NUM_PROCESSES = "MOE_JAX_NUM_PROCESSES"
+PROCESS_ID = "MOE_JAX_PROCESS_ID"
+LOCAL_DEVICE_IDS = "MOE_JAX_LOCAL_DEVICE_IDS"
+"""The variables that say which process of a job this one is (`parallel.processes`)."""
+
 DEFAULTS = {
     # JAX takes 75 % of a GPU otherwise: too little for a 30 B model with its gradients on one, or its training on four.
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",

@@ -19,10 +19,7 @@ import numpy as np
 from jax._src import xla_bridge
 from jax.experimental import multihost_utils
 
-COORDINATOR = "MOE_JAX_COORDINATOR"
-NUM_PROCESSES = "MOE_JAX_NUM_PROCESSES"
-PROCESS_ID = "MOE_JAX_PROCESS_ID"
-LOCAL_DEVICE_IDS = "MOE_JAX_LOCAL_DEVICE_IDS"
+from moe_jax.parallel.environment import COORDINATOR, LOCAL_DEVICE_IDS, NUM_PROCESSES, PROCESS_ID
 
 VISIBLE_DEVICES = "jax_cuda_visible_devices", "jax_rocm_visible_devices"
 """Settings of JAX: numbers of GPUs, or "all"."""

@@ -1,0 +1,14 @@
+"""`moe-jax demo`."""
+
+from dataclasses import dataclass
+
+from moe_jax.demo import DemoSettings, run_demo
+
+
+@dataclass(frozen=True)
+class Demo(DemoSettings):  # noqa: D101 (the settings' own)
+    __doc__ = DemoSettings.__doc__
+
+    def run(self) -> None:
+        """Runs the demo."""
+        run_demo(self)

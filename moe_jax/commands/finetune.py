@@ -1,0 +1,94 @@
+"""`moe-jax finetune`: the fields of `FinetuneSettings` as options, in groups."""
+
+from dataclasses import MISSING, field, fields, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import tyro
+
+from moe_jax.parallel.choices import MeshShape
+from moe_jax.train.settings import FinetuneSettings
+
+GROUPS = {
+    "run": (
+        "model", "data", "output", "steps", "epochs", "seq_len", "batch_size", "gradient_accumulation", "seed",
+        "checkpoint_every", "keep_checkpoints", "dry_run",
+    ),
+    "data": ("data_format", "tokenizer", "chat_template", "skip_bad_documents", "eval_data", "eval_every", "eval_batches"),
+    "optimizer": ("learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "max_grad_norm"),
+    "mixture of experts": (
+        "aux_loss_coef", "sequence_loss_coef", "z_loss_coef", "expert_bias_update_rate", "mtp_loss_coef",
+        "force_balanced_routing",
+    ),
+    "memory": ("dtype", "param_dtype", "moment_dtype", "remat", "offload"),
+    "exchange between devices": ("capacity_factor", "hops", "shadow_experts", "rebalance_every"),
+    "log": ("tensorboard",),
+}  # fmt: skip
+"""The fields of `FinetuneSettings` by the group in which `--help` lists them; `mesh` is a group of its own."""
+
+
+def settings_of(command: Any) -> FinetuneSettings:
+    """The settings that a `Finetune` command was given.
+
+    Raises:
+      ValueError: settings that `FinetuneSettings` refuses.
+    """
+    groups = (vars(getattr(command, _attribute(name))) for name in GROUPS)
+    return FinetuneSettings(mesh=command.mesh, **{name: value for group in groups for name, value in group.items()})
+
+
+def _run(command: Any) -> None:
+    """Trains and exports, or rehearses. A run that was told to stop ends with status 143, as a program that SIGTERM ended."""
+    from moe_jax.parallel import processes
+    from moe_jax.train import dry_run, finetune
+    from moe_jax.train.lock import output_lock
+    from moe_jax.train.settings_file import chosen_template
+
+    settings = command.settings
+    if settings.dry_run:
+        dry_run(settings)
+        return
+    result = finetune(settings)
+    first = processes.is_first_process()
+    if not result.finished:
+        if first:
+            print(f"stopped after step {result.step} and saved; the same command goes on from there", flush=True)
+        processes.leave(143)
+    folder = Path(settings.output).expanduser() / "model"
+    template = None if settings.chat_template is None else chosen_template(folder.parent)
+    with output_lock(folder.parent):
+        result.model.save_pretrained(folder, tokenizer_from=settings.tokenizer, chat_template=template)
+    if first:
+        print(f"trained to step {result.step}; Hugging Face checkpoint in {folder}")
+
+
+def _group(title: str) -> Any:
+    """A dataclass of the settings' fields of one group: tyro makes one box of the help of each dataclass."""
+    defaults, hints = {each.name: each.default for each in fields(FinetuneSettings)}, get_type_hints(FinetuneSettings)
+    members: list[Any] = [
+        (name, hints[name]) if defaults[name] is MISSING else (name, hints[name], field(default=defaults[name]))
+        for name in GROUPS[title]
+    ]
+    group = make_dataclass(title.title().replace(" ", ""), members, frozen=True)
+    # The options' descriptions, without the class's own, which would stand in every box.
+    group.__doc__ = "\n    Attributes:" + _documentation()[1]
+    return Annotated[group, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=title)]
+
+
+def _documentation() -> tuple[str, str]:
+    """The settings' docstring before and behind "Attributes:"."""
+    summary, _, attributes = str(FinetuneSettings.__doc__).partition("Attributes:")
+    return summary, attributes
+
+
+def _attribute(title: str) -> str:
+    return title.replace(" ", "_") + "_"
+
+
+Finetune = make_dataclass(
+    "Finetune",
+    [*((_attribute(title), _group(title)) for title in GROUPS), ("mesh", MeshShape, field(default=MeshShape()))],
+    frozen=True,
+    namespace={"run": _run, "settings": property(settings_of)},
+)
+Finetune.__doc__ = _documentation()[0].partition("The settings of")[0].rstrip()

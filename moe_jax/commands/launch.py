@@ -1,0 +1,15 @@
+"""`moe-jax launch`."""
+
+from dataclasses import dataclass
+
+from moe_jax.launch import LaunchSettings, launch
+
+
+@dataclass(frozen=True)
+class Launch(LaunchSettings):  # noqa: D101 (the settings' own)
+    __doc__ = LaunchSettings.__doc__
+
+    def run(self) -> None:
+        """Runs the job, and leaves with its status where that is not 0."""
+        if status := launch(self):
+            raise SystemExit(status)

@@ -1,0 +1,73 @@
+"""Names that other programs give to options of ours, so that an error can say which one is meant."""
+
+_FINETUNE = {
+    "adam-weight-decay": "--weight-decay",
+    "base-model": "--model",
+    "bf16": "--dtype bfloat16, which is the default; --param-dtype and --moment-dtype choose what is stored",
+    "block-size": "--seq-len",
+    "clip-grad-norm": "--max-grad-norm",
+    "cutoff-len": "--seq-len",
+    "dataset": "--data",
+    "dataset-name": "--data",
+    "dataset-path": "--data",
+    "eval-dataset": "--eval-data",
+    "eval-steps": "--eval-every",
+    "fp32": "--dtype float32",
+    "global-batch-size": "--batch-size",
+    "grad-accum": "--gradient-accumulation",
+    "gradient-accumulation-steps": "--gradient-accumulation, and --batch-size counts the rows of all micro-batches",
+    "gradient-checkpointing": "--remat, which is the default",
+    "learning-rate-warmup-steps": "--warmup-steps",
+    "lr": "--learning-rate",
+    "max-length": "--seq-len",
+    "max-seq-len": "--seq-len",
+    "max-seq-length": "--seq-len",
+    "max-steps": "--steps",
+    "micro-batch-size": "--batch-size, the rows of an optimizer step, with --gradient-accumulation",
+    "model-name": "--model",
+    "model-name-or-path": "--model",
+    "model-path": "--model",
+    "num-epochs": "--epochs",
+    "num-steps": "--steps",
+    "num-train-epochs": "--epochs",
+    "out-dir": "--output",
+    "output-dir": "--output",
+    "per-device-train-batch-size": "--batch-size, the rows of an optimizer step over all devices",
+    "random-seed": "--seed",
+    "save-steps": "--checkpoint-every",
+    "save-total-limit": "--keep-checkpoints",
+    "sequence-length": "--seq-len",
+    "tokenizer-name": "--tokenizer",
+    "tokenizer-path": "--tokenizer",
+    "train-batch-size": "--batch-size",
+    "train-file": "--data",
+    "train-steps": "--steps",
+    "validation-file": "--eval-data",
+    "wd": "--weight-decay",
+}
+
+OTHER_NAMES = {
+    "finetune": _FINETUNE,
+    "generate": {
+        "bf16": "--dtype bfloat16, which is the default",
+        "fp32": "--dtype float32",
+        "max-length": "--max-new-tokens",
+        "max-tokens": "--max-new-tokens",
+        "n-predict": "--max-new-tokens",
+        "num-tokens": "--max-new-tokens",
+        "speculative": "--drafts",
+        "temp": "--temperature",
+        "tensor-parallel-size": "--devices",
+    },
+}
+"""By command: {other programs' name: our option, and more words about it}."""
+
+
+def refuse_other_names(command: str, arguments: list[str]) -> None:
+    """Raises a ValueError that names our option if one of the arguments is another program's name for it."""
+    known = OTHER_NAMES.get(command, {})
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        key = name.removeprefix("--").replace("_", "-").lower()
+        if name.startswith("--") and key in known:
+            raise ValueError(f"{command} has no {name}; did you mean {known[key]}?")
