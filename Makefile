@@ -15,16 +15,16 @@ INSTALLED := .venv/installed-$(subst $(comma),-,$(EXTRAS))
 help:
 	@echo "make demo   train, resume, export and sample a small Qwen3-MoE on this machine: under 5 minutes on 2 cores"
 	@echo "            MODEL=deepseek_v3 or qwen3 (dense) takes another model; DEMO_OPTIONS='--steps 50' and others: moe-jax demo --help"
-	@echo "make test   format, lint, types and the test suite"
+	@echo "make test   format, lint, types and the test suite; FILES='tests/layers tests/test_cli.py' runs these alone"
 	@echo "make test-thorough   and further sizes and combinations, some minutes more"
 	@echo "make cuda-compiler   250 MB for machines without a GPU: make test then compiles the Hopper kernels to machine code"
 
 demo: $(INSTALLED)
 	$(BIN)/moe-jax demo $(if $(MODEL),--model $(MODEL)) $(DEMO_OPTIONS)
 
-# One thread per library in each of the two test processes: more would fight over two cores.
+# One thread per library in each of the two test processes: more would fight over two cores. FILES run in one process.
 test: lint
-	JAX_PLATFORMS=$${JAX_PLATFORMS-cpu} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
+	JAX_PLATFORMS=$${JAX_PLATFORMS-cpu} OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(FILES),,-n 2 --dist worksteal) -q $(FILES)
 
 # Tests that start pytest themselves find this option too.
 test-thorough:
