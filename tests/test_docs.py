@@ -1,12 +1,16 @@
 """The pages keep their promises: snippets run, commands parse, numbers stand where links say, the site has no dead link."""
 
 import ast
+import importlib
 import itertools
 import logging
 import math
 import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +69,58 @@ def test_python_snippets_run_as_pasted(code, checkpoints, tmp_path, monkeypatch)
     exec(compile(code, "snippet", "exec"), {"__name__": "snippet"})
     if Path("chats.jsonl").exists():
         assert train.open_documents("chats.jsonl").format == "chat"
+
+
+MODULES = ("", ".generation", ".models", ".layers", ".kernels", ".train", ".parallel", ".checkpoint", ".config", ".cost")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    done = build(ROOT, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def build(root: Path, folder: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_site_has_pages_and_the_files_they_link_to(site):
+    assert (site / "index.html").is_file() and (site / "examples" / "finetune.py").is_file()
+
+
+def test_dead_links_fail_the_build(tmp_path):
+    root = tmp_path / "copy"
+    shutil.copytree(DOCS, root / "docs")
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, root)
+    for name in ("moe_jax", "examples"):
+        (root / name).symlink_to(ROOT / name)
+    (root / "docs" / "api.md").write_text("# API\n\n[1](scaling.md#nothing) [2](../examples/nothing.py) [3](nothing.md)\n")
+    done = build(root, tmp_path / "site")
+    assert done.returncode != 0 and done.stderr.count("WARNING") == 3
+
+
+def test_the_site_loads_nothing_from_elsewhere(site):
+    for page in site.glob("*.html"):
+        assert not re.findall(r'<(?:script|img|link)[^>]*(?:src|href)="https?:', page.read_text()), page.name
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_api_page_has_every_public_name(name, site):
+    module = importlib.import_module(f"moe_jax{name}")
+    shown = set(re.findall(r'id="([^"]+)"', (site / "api.html").read_text()))
+    public = {public: getattr(module, public) for public in getattr(module, "__all__", ())}
+    missing = [
+        public
+        for public, value in public.items()
+        if callable(value) and not shown & {f"{module.__name__}.{public}", f"{value.__module__}.{value.__name__}"}
+    ]
+    assert not missing, f"add to docs/api.md, behind {module.__name__}: {missing}"
 
 
 def test_readme_says_what_fits():
