@@ -11,20 +11,21 @@ JAX_EXTRA ?= $(if $(DRIVER),$(shell [ "$(DRIVER)" -ge 580 ] && echo cuda13 || ec
 EXTRAS := dev$(if $(JAX_EXTRA),$(comma)$(JAX_EXTRA))
 INSTALLED := .venv/installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help demo test test-thorough lint cuda-compiler
+.PHONY: help demo test test-thorough lint docs cuda-compiler
 help:
 	@echo "make demo   train, resume, export and sample a small Qwen3-MoE on this machine: under 5 minutes on 2 cores"
 	@echo "            MODEL=deepseek_v3 or qwen3 (dense) takes another model; DEMO_OPTIONS='--steps 50' and others: moe-jax demo --help"
-	@echo "make test   format, lint, types and the test suite"
+	@echo "make test   format, lint, types and the test suite; FILES='tests/layers tests/test_cli.py' runs these alone"
 	@echo "make test-thorough   and further sizes and combinations, some minutes more"
+	@echo "make docs   the site in site/, checked for dead links; open site/index.html"
 	@echo "make cuda-compiler   250 MB for machines without a GPU: make test then compiles the Hopper kernels to machine code"
 
 demo: $(INSTALLED)
 	$(BIN)/moe-jax demo $(if $(MODEL),--model $(MODEL)) $(DEMO_OPTIONS)
 
-# One thread per library in each of the two test processes: more would fight over two cores.
+# One thread per library in each of the two test processes: more would fight over two cores. FILES run in one process.
 test: lint
-	JAX_PLATFORMS=$${JAX_PLATFORMS-cpu} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
+	JAX_PLATFORMS=$${JAX_PLATFORMS-cpu} OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(FILES),,-n 2 --dist worksteal) -q $(FILES)
 
 # Tests that start pytest themselves find this option too.
 test-thorough:
@@ -34,6 +35,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# mkdocs.yml says `strict`: dead links fail. With --quiet they would not.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "site/index.html"
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@for python in python3.12 python3 none; do \

@@ -1,0 +1,289 @@
+"""The pages keep their promises: snippets run, commands parse, numbers stand where links say, the site has no dead link."""
+
+import ast
+import importlib
+import itertools
+import logging
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import tyro
+import yaml
+
+from moe_jax import cli, train
+from moe_jax.config import NAMED_CONFIGS
+from moe_jax.cost import Run
+from moe_jax.cost.attention import travelling_elements
+from moe_jax.cost.memory import memory_bytes
+from moe_jax.parallel import MeshShape
+from moe_jax.parallel.gpus import machine
+from moe_jax.train.data.chat import chat_tokens
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+PAGES = [ROOT / "README.md"] + [
+    DOCS / f"{name}.md"
+    for name in ("getting_started", "data", "your_own_loss", "your_own_model", "many_gpus", "troubleshooting")
+]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+VARIABLE = re.compile(r"\$(\w+)")
+GIB = 2**30
+
+
+def fences(page: Path, *languages: str) -> list[str]:
+    return [code for language, code in FENCE.findall(page.read_text()) if language in languages]
+
+
+def snippets() -> list:
+    return [pytest.param(code, id=f"{page.stem}-{i}") for page in PAGES for i, code in enumerate(fences(page, "python"))]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Tiny models in place of the hub's, by their hub ids."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    tiny.tokenizer().save_pretrained(folder / "tokenizer")
+    found = {}
+    for hub_id, model in {"Qwen/Qwen3-0.6B": tiny.dense(), "Qwen/Qwen3-30B-A3B": tiny.model()}.items():
+        found[hub_id] = folder / hub_id.split("/")[1]
+        model.save_pretrained(found[hub_id], tokenizer_from=folder / "tokenizer")
+    return found
+
+
+@pytest.mark.parametrize("code", snippets())
+def test_python_snippets_run_as_pasted(code, checkpoints, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for hub_id, folder in checkpoints.items():
+        code = code.replace(f'"{hub_id}"', repr(str(folder)))
+    log = logging.getLogger("moe_jax")
+    monkeypatch.setattr(log, "level", log.level)
+    exec(compile(code, "snippet", "exec"), {"__name__": "snippet"})
+    if Path("chats.jsonl").exists():
+        assert train.open_documents("chats.jsonl").format == "chat"
+
+
+MODULES = ("", ".generation", ".models", ".layers", ".kernels", ".train", ".parallel", ".checkpoint", ".config", ".cost")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    done = build(ROOT, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def build(root: Path, folder: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_site_has_pages_and_the_files_they_link_to(site):
+    assert (site / "index.html").is_file() and (site / "examples" / "finetune.py").is_file()
+
+
+def test_dead_links_fail_the_build(tmp_path):
+    root = tmp_path / "copy"
+    shutil.copytree(DOCS, root / "docs")
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, root)
+    for name in ("moe_jax", "examples"):
+        (root / name).symlink_to(ROOT / name)
+    (root / "docs" / "api.md").write_text("# API\n\n[1](scaling.md#nothing) [2](../examples/nothing.py) [3](nothing.md)\n")
+    done = build(root, tmp_path / "site")
+    assert done.returncode != 0 and done.stderr.count("WARNING") == 3
+
+
+def test_the_site_loads_nothing_from_elsewhere(site):
+    for page in site.glob("*.html"):
+        assert not re.findall(r'<(?:script|img|link)[^>]*(?:src|href)="https?:', page.read_text()), page.name
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_api_page_has_every_public_name(name, site):
+    module = importlib.import_module(f"moe_jax{name}")
+    shown = set(re.findall(r'id="([^"]+)"', (site / "api.html").read_text()))
+    public = {public: getattr(module, public) for public in getattr(module, "__all__", ())}
+    missing = [
+        public
+        for public, value in public.items()
+        if callable(value) and not shown & {f"{module.__name__}.{public}", f"{value.__module__}.{value.__name__}"}
+    ]
+    assert not missing, f"add to docs/api.md, behind {module.__name__}: {missing}"
+
+
+def test_readme_says_what_fits():
+    assert fits_table() in (ROOT / "README.md").read_text(), f"README's table should be\n{fits_table()}"
+
+
+GPUS = {"24 GB": "rtx4090", "48 GB": "l40s", "80 GB": "h100", "141 GB": "h200"}
+
+PUBLISHED = {
+    "Qwen3-0.6B": "qwen3-0.6b",
+    "Qwen3-8B": "qwen3-8b",
+    "DeepSeek-V2-Lite": "deepseek-v2-lite",
+    "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen3-235B-A22B": "qwen3-235b-a22b",
+    "DeepSeek-V3": "deepseek-v3",
+}
+TASKS = {"generate": None, "fine-tune": ("float32", "float32"), "fine-tune, bf16": ("bfloat16", "bfloat16")}
+
+
+def fits_table() -> str:
+    """README's table, from the model of cost."""
+    columns = [(task, devices) for task in TASKS for devices in (1, 8)]
+    names = [f"{task}, {'one GPU' if devices == 1 else 'each of eight'}" for task, devices in columns]
+    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for label, name in PUBLISHED.items():
+        needs = [needed(NAMED_CONFIGS[name], TASKS[task], devices) for task, devices in columns]
+        lines.append(f"| {label} | " + " | ".join(map(cell, needs)) + " |")
+    return "\n".join(lines)
+
+
+def cell(need: float) -> str:
+    """GiB, and the smallest GPU that has them."""
+    size = f"{need / GIB:,.0f}" if need > 9.95 * GIB else f"{need / GIB:.1f}"
+    return next((f"{size}: {gpu}" for gpu, name in GPUS.items() if need <= machine(name).memory), f"{size}: no")
+
+
+def needed(config, dtypes, devices: int) -> float:
+    """Bytes of one GPU: of weights and cache to generate, of a training step otherwise."""
+    if dtypes is not None:
+        run = Run(config, MeshShape(fsdp=devices), devices, 4096, param_dtype=dtypes[0], moment_dtype=dtypes[1], hops="copies")
+        return sum(memory_bytes(run).values())
+    config = config.without_mtp()
+    experts = math.gcd(devices, config.num_experts) if config.moe_layers else 1
+    run = Run(config, MeshShape(fsdp=devices // experts, expert=experts), devices, 4096)
+    cache = 4096 * config.num_hidden_layers * travelling_elements(config)
+    return 2 * (sum(parameter.used_size for parameter in run.parameters) + cache)
+
+
+def test_readmes_numbers_stand_where_its_links_point():
+    table = (ROOT / "README.md").read_text().split("| bf16, NVIDIA H200 |")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(table) == 5
+    for row in table:
+        what, *figures = row.strip("| ").split(" | ")
+        page, anchor = re.search(r"\]\(docs/(\w+\.md)#([\w-]+)\)", what).groups()
+        section = section_of(DOCS / page, anchor)
+        for number in re.findall(r"\d+\.?\d*", " ".join(figures).replace("16 H100", "")):
+            assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]*\d)", section), f"{number} is not in {page}#{anchor}"
+
+
+def section_of(page: Path, anchor: str) -> str:
+    """The text below the heading with this anchor, up to the next heading of its level or above."""
+    lines = page.read_text().splitlines()
+    for i, line in enumerate(lines):
+        level, _, title = line.partition(" ")
+        if set(level) == {"#"} and slug(title) == anchor:
+            ends = (j for j in range(i + 1, len(lines)) if re.match(rf"#{{1,{len(level)}}} ", lines[j]))
+            return "\n".join(lines[i : next(ends, len(lines))])
+    raise AssertionError(f"{page.name} has no heading #{anchor}")
+
+
+def slug(title: str) -> str:
+    """A heading's anchor, on GitHub and in the site."""
+    return re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-")
+
+
+def test_pages_agree_on_what_ran_in_several_processes():
+    said = re.search(r"## What was run\n\n(.*?)\n\n", (DOCS / "many_gpus.md").read_text()).group(1)
+    assert "`moe-jax launch`" in said
+    for page in (ROOT / "README.md", DOCS / "scaling.md"):
+        assert said in page.read_text(), f"{page.name} must say of processes what docs/many_gpus.md says: {said}"
+
+
+def test_readme_begins_with_make_demo_and_make_test():
+    first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:40])
+    assert "make demo" in first_screen and "make test" in first_screen
+
+
+def test_the_template_in_data_md_shows_what_is_learned():
+    (template,) = fences(DOCS / "data.md", "jinja")
+    tokenizer = tiny.tokenizer(template)
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}]
+    tokens, learned = chat_tokens(tokenizer, messages)
+    assert tokenizer.decode(tokens[learned]) == "4.<|im_end|>"
+
+
+def test_contributing_names_paths_that_exist():
+    named = re.findall(r"\b(?:tests|moe_jax)/[\w/.]*\w", CONTRIBUTING.read_text())
+    assert len(named) > 20 and not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_troubleshooting_quotes_messages_that_exist():
+    quoted = re.findall(r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(quoted) > 10
+    messages = [text for path in sorted((ROOT / "moe_jax").rglob("*.py")) for text in literals(ast.parse(path.read_text()))]
+    for quote in quoted:
+        pattern = ".*".join(map(re.escape, quote.split("...")))
+        assert any(re.search(pattern, message, re.DOTALL) for message in messages), f"nothing says {quote!r} any more"
+
+
+def literals(tree: ast.AST) -> list[str]:
+    """All string literals, with three dots for what an f-string inserts."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values))
+    return found
+
+
+def commands() -> list:
+    """Every whole `moe-jax` line of the pages; the command that `launch` would start is one of its own."""
+    found = []
+    for page in [*PAGES, CONTRIBUTING, *(DOCS / f"{name}.md" for name in ("scaling", "balancing", "parallel_experts"))]:
+        blocks = fences(page, "", "bash") + [
+            argument for block in fences(page, "yaml") for argument in arguments_of_pods(block)
+        ]
+        for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+            if "moe-jax" not in line or "..." in line or line.startswith("#"):
+                continue
+            words = shlex.split(
+                VARIABLE.sub(lambda found: "0" if "INDEX" in found[1] else found[1], line).split("||")[0], comments=True
+            )
+            found += [(page, words[i + 1 :]) for i, word in enumerate(words) if word == "moe-jax"]
+    return [pytest.param(words, id=f"{page.stem}: {' '.join(words)[:60]}") for page, words in found]
+
+
+def arguments_of_pods(text: str) -> list[str]:
+    """The command lines of a Kubernetes file's containers."""
+    jobs = [document for document in yaml.safe_load_all(text) if document["kind"] == "Job"]
+    return [line for job in jobs for pod in job["spec"]["template"]["spec"]["containers"] for line in pod["args"]]
+
+
+class Parsed(Exception):
+    """Ends the program where it would begin to work."""
+
+
+@pytest.mark.parametrize("words", commands())
+def test_commands_parse(words, tmp_path, monkeypatch):
+    parse = tyro.cli
+
+    def stop(*arguments, **options):
+        command = parse(*arguments, **options)
+        # finetune checks its values here.
+        raise Parsed(getattr(command, "settings", command))
+
+    monkeypatch.setattr(tyro, "cli", stop)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.chdir(tmp_path)
+    words = [word.removeprefix("/") for word in words]
+    for option, value in itertools.pairwise(words):
+        if option in ("--data", "--chat-template"):
+            Path(value).parent.mkdir(parents=True, exist_ok=True)
+            Path(value).touch()
+    with pytest.raises(Parsed):
+        cli.main(words)
