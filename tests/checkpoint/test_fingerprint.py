@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from moe_jax.checkpoint.fingerprint import weights_fingerprint
+from moe_jax.config import NAMED_CONFIGS, config_to_dict
 
 
 @pytest.fixture
@@ -26,6 +27,7 @@ def fingerprint(folder, tensors, files=1):
     for file in set(weight_map.values()):
         save_file({name: tensors[name] for name in names if weight_map[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(config_to_dict(NAMED_CONFIGS["qwen3-30b-a3b"])))
     return weights_fingerprint(folder)
 
 
