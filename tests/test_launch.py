@@ -95,19 +95,19 @@ def test_who_does_not_end_is_killed_with_all_that_it_started(tmp_path):
     [lambda number: os.kill(os.getpid(), number), lambda number: signal.pthread_kill(threading.get_ident(), number)],
     ids=["to the process", "to a thread that does not handle it"],
 )
-def test_signals_are_passed_on(send, capfd):
+def test_signals_are_passed_on(send, tmp_path, capfd):
     source = (
-        "import signal, sys, time\n"
+        "import os, pathlib, signal, sys, time\n"
         "def stop(*_): print('told to stop'); sys.exit(3)\n"
-        "signal.signal(signal.SIGTERM, stop); print('ready'); time.sleep(600)"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        f"pathlib.Path({str(tmp_path)!r}, os.environ['MOE_JAX_PROCESS_ID']).touch(); time.sleep(600)"
     )
     before = signal.getsignal(signal.SIGTERM)
-    out, ended = "", threading.Event()
+    ended = threading.Event()
 
     def interrupt():
-        nonlocal out
-        while out.count("ready") < 2 and not ended.wait(0.01):
-            out += capfd.readouterr().out
+        while len(list(tmp_path.iterdir())) < 2 and not ended.wait(0.01):
+            pass
         if not ended.is_set():
             send(signal.SIGTERM)
 

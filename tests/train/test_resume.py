@@ -91,13 +91,18 @@ def test_a_process_that_is_alone_saves_when_it_is_told_to_stop(tmp_path, monkeyp
 
 
 def test_a_second_ctrl_c_interrupts_at_once(tmp_path):
-    checkpoints = TrainingCheckpoints(tmp_path)
-    checkpoints.listen()
-    signal.raise_signal(signal.SIGINT)
-    assert checkpoints.told_to_stop(1)
-    with pytest.raises(KeyboardInterrupt):
+    # Programs started in the background of a shell ignore Ctrl-C, and so would this one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        checkpoints = TrainingCheckpoints(tmp_path)
+        checkpoints.listen()
         signal.raise_signal(signal.SIGINT)
-    checkpoints.close()
+        assert checkpoints.told_to_stop(1)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        checkpoints.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_run_that_has_ended_goes_on_with_more_steps_and_not_with_fewer(tmp_path, monkeypatch):
