@@ -6,7 +6,7 @@
 
 A step is what a further token of every sequence takes: the difference between generating `--long` and `--short` tokens, over
 their number, so that prefill and the host's work cancel. Times are medians of 5 calls. Tokens are the likeliest, and nothing
-ends early.
+ends early. The peak is the largest of the process so far, weights and cache included, on the first device.
 """
 
 import argparse
@@ -46,13 +46,14 @@ def main() -> None:
         f"{args.devices} x {jax.devices()[0].device_kind}, jax {jax.__version__}, {name}, {dtype.name}, "
         f"prompts of {args.prompt_tokens} tokens"
     )
-    print(f"{'prompts':>8}{'a step':>12}{'tokens/s':>10}{f'{args.short} tokens':>14}")
+    print(f"{'prompts':>8}{'a step':>12}{'tokens/s':>10}{f'{args.short} tokens':>14}{'peak':>12}")
     for prompts in args.prompts:
         tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (prompts, args.prompt_tokens)).tolist()
         calls = (partial(generate, model, tokens, max_new_tokens=count) for count in (args.short, args.long))
         short, long = (median_ms(call, (), 1) for call in calls)
         step = (long - short) / (args.long - args.short)
-        print(f"{prompts:>8}{step:>9.3f} ms{1e3 * prompts / step:>10.0f}{short:>11.1f} ms", flush=True)
+        peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
+        print(f"{prompts:>8}{step:>9.3f} ms{1e3 * prompts / step:>10.0f}{short:>11.1f} ms{peak:>8.2f} GiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -98,8 +98,8 @@ def main() -> None:
         memory = f"peak {row['peak_gib']:.1f} GiB, state {row['state_gib']:.1f} GiB"
         losses = f"loss {row['losses'][0]:.3f} to {row['losses'][-1]:.3f}"
         show(f"{routing:>9}: {row['seconds']:.3f} s, {speed} ({row['of_ceiling']:.1%} of ceiling), {memory}, ", end="")
-        loads = f"max/mean load {row['load']:.2f}, of devices {row['device_load']:.2f}"
-        show(f"{loads}, {losses}, compiled in {row['compile_seconds']:.0f} s", flush=True)
+        loads = f"max/mean load {row['load']:.2f}, of devices {row['device_load']:.2f}, " if "load" in row else ""
+        show(f"{loads}{losses}, compiled in {row['compile_seconds']:.0f} s", flush=True)
         if routing == "rebalanced":
             show(f"           experts moved in {row['rebalance_seconds']:.2f} s", flush=True)
     if first and args.output is not None:
@@ -143,6 +143,7 @@ def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing:
     median = statistics.median(seconds[1:])
     tokens = args.rows * args.seq
     load = np.asarray(metrics["expert_load"])
+    loads = {"load": busiest(load), "device_load": busiest(device_load(load, expert_devices))} if len(load) else {}
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     return {
         "seconds": median,
@@ -151,9 +152,8 @@ def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing:
         "tflops_per_gpu": tokens * flops_per_token / median / devices / 1e12,
         "peak_gib": peak / 2**30,
         "state_gib": state_bytes / 2**30,
-        "load": busiest(load),
-        "device_load": busiest(device_load(load, expert_devices)),
         "losses": losses,
+        **loads,
         **of_rebalance,
     }
 
