@@ -77,7 +77,7 @@ def test_generate_with_drafts_draws_and_prints_how_many_were_accepted(checkpoint
     assert "text" in printed.out and "drafts were accepted (" in printed.err
     # Before weights are read.
     monkeypatch.setattr("moe_jax.checkpoint.hf_load.from_pretrained", None)
-    assert "top_p must lie in (0, 1]; got 2.0" in fails(capsys, "generate", str(tmp_path), *options, "--top-p", "2")
+    assert "top_p must be a number in (0, 1]; got 2.0" in fails(capsys, "generate", str(tmp_path), *options, "--top-p", "2")
     assert "drafts need a model with a module" in fails(capsys, "generate", str(checkpoint), *options)
 
 
@@ -223,4 +223,4 @@ def test_bad_input_is_one_line_and_status_two(checkpoint, tmp_path, capsys):
     assert "give the output folder of a training run" in fails(capsys, "plot", str(tmp_path / "empty"))
     error = fails(capsys, "generate", str(tmp_path / "empty"), "--prompt", "x")
     assert "config.json" in error and "Traceback" not in error
-    assert "top_k must be at least 1" in fails(capsys, "generate", str(checkpoint), "--prompt", "x", "--top-k", "0")
+    assert "top_k must be an integer, at least 1" in fails(capsys, "generate", str(checkpoint), "--prompt", "x", "--top-k", "0")

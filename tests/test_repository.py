@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "moe_jax"
 LAYERS = [
-    {"lazy"},
+    {"lazy", "messages"},
     {"kernels"},
     {"parallel"},
     {"config"},

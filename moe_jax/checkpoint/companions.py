@@ -62,9 +62,16 @@ def write_json(file: Path, fields: dict) -> None:
 
 
 def generation_config(source: str | Path | None, config: ModelConfig) -> dict[str, Any]:
-    """The generation_config.json of the folder that a model came from, or one with its config's special tokens."""
-    if source is not None and (Path(source) / "generation_config.json").is_file():
-        return json.loads((Path(source) / "generation_config.json").read_text())
+    """The generation_config.json of the folder that a model came from, or one with its config's special tokens.
+
+    Raises:
+      ValueError: the file holds no JSON object.
+    """
+    if source is not None and (file := Path(source) / "generation_config.json").is_file():
+        try:
+            return dict(json.loads(file.read_text()))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{file} must hold a JSON object; mend or remove it: {error}") from error
     ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in ids.items() if value is not None}
 

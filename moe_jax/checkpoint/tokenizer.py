@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from moe_jax.checkpoint.hub import SMALL_FILES, downloaded
 
@@ -32,3 +33,9 @@ def load_tokenizer(folder_or_hub_id: str | Path):
     if not tokenizer.get_vocab().keys() - tokenizer.all_special_tokens:
         raise ValueError(f"no tokenizer can be read from {where}: there are no files of one")
     return tokenizer
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """The special tokens that the tokenizer puts before a text; most put one, or none."""
+    plain, whole = (tokenizer("x", add_special_tokens=special)["input_ids"] for special in (False, True))
+    return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(plain)] == plain), [])

@@ -109,14 +109,17 @@ def _unpadded(rows: list[list[Any]], attention_mask: Any) -> list[list[Any]]:
 
 
 def _padding_in(rows: list[list[Any]], padding_ids: Collection[int]) -> str | None:
-    """How rows of one length look padded: some begin, or end, with a padding token, and others do not."""
-    if len(rows) < 2 or len({len(row) for row in rows}) > 1 or not rows[0]:
-        return None
+    """How rows look padded.
+
+    Either a row begins, or ends, with two padding tokens or more; or rows are of one length, and some begin, or end, with a
+    padding token and others do not.
+    """
+    one_length = len({len(row) for row in rows}) == 1
     for token in sorted(padding_ids):
-        for verb, at in (("begin", 0), ("end", -1)):
-            with_it = sum(row[at] == token for row in rows)
-            if 0 < with_it < len(rows):
-                return f"{verb} with the padding token {token} in {with_it} of {len(rows)} rows"
+        for verb, directed in (("begin", rows), ("end", [row[::-1] for row in rows])):
+            padded = sum(row[:1] == [token] for row in directed)
+            if any(row[:2] == [token, token] for row in directed) or (one_length and 0 < padded < len(rows)):
+                return f"{verb} with the padding token {token} in {padded} of {len(rows)} rows"
     return None
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection, Sequence
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,14 +51,14 @@ def checked_request(
     prompts, single = as_prompts(prompt_tokens, config.vocab_size, attention_mask, padding_ids)
     ends = tuple(int(end) for end in np.atleast_1d([] if eos_token_id is None else eos_token_id))
     problems = []
-    if not temperature >= 0:
-        problems.append(f"temperature must be 0 or more; got {temperature}")
-    if top_k is not None and top_k < 1:
-        problems.append(f"top_k must be at least 1; got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        problems.append(f"top_p must lie in (0, 1]; got {top_p}")
-    if max_new_tokens < 1:
-        problems.append(f"max_new_tokens must be at least 1; got {max_new_tokens}")
+    if not (isinstance(temperature, Real) and temperature >= 0):
+        problems.append(f"temperature must be a number, 0 or more; got {temperature!r}")
+    if top_k is not None and not (isinstance(top_k, Integral) and top_k >= 1):
+        problems.append(f"top_k must be an integer, at least 1; got {top_k!r}")
+    if top_p is not None and not (isinstance(top_p, Real) and 0 < top_p <= 1):
+        problems.append(f"top_p must be a number in (0, 1]; got {top_p!r}")
+    if not (isinstance(max_new_tokens, Integral) and max_new_tokens >= 1):
+        problems.append(f"max_new_tokens must be an integer, at least 1; got {max_new_tokens!r}")
     strangers = [end for end in ends if not 0 <= end < config.vocab_size]
     problems += [f"eos_token_id {end} is outside the vocabulary of {config.vocab_size}" for end in strangers]
     if problems:
@@ -67,9 +68,14 @@ def checked_request(
 
 
 def padding_ids(model: Decoder) -> set[int]:
-    """The tokens that tokenizers pad this model's prompts with, by its config.json and generation_config.json."""
-    named = model.config.pad_token_id, generation_config(model.source, model.config).get("pad_token_id")
-    return {token for token in named if isinstance(token, int)}
+    """The tokens that tokenizers pad this model's prompts with, by its config.json and generation_config.json.
+
+    Where neither names one, users pad with the end of a text.
+    """
+    config, beside = model.config, generation_config(model.source, model.config)
+    named: set[Any] = {config.pad_token_id, beside.get("pad_token_id")} - {None}
+    ends = [] if config.eos_token_id is None else np.atleast_1d(config.eos_token_id).tolist()
+    return named or set(ends)
 
 
 def _warn_of_length(config: ModelConfig, prompt: int, new: int) -> None:

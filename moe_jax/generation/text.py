@@ -6,10 +6,11 @@ from typing import Any
 
 from moe_jax.checkpoint.companions import generation_config
 from moe_jax.checkpoint.hf_load import find_config, from_pretrained
-from moe_jax.checkpoint.tokenizer import load_tokenizer
+from moe_jax.checkpoint.tokenizer import beginning, load_tokenizer
 from moe_jax.config import ModelConfig, load_config
 from moe_jax.generation.generate import generate
 from moe_jax.generation.request import checked_request
+from moe_jax.messages import check_messages, check_template
 from moe_jax.models.decoder import Decoder
 
 Messages = str | Sequence[Mapping[str, Any]]
@@ -49,16 +50,14 @@ def complete(
       FileNotFoundError: there is no such folder and no such model on the hub.
       ValueError: a prompt is empty or no text, no tokenizer is found, or an option is outside its range.
     """
-    single = isinstance(prompts, str)
-    several: list[Any] = [prompts] if single else list(prompts)
     texts = _added(
         model_or_path,
         tokenizer,
-        lambda tokenizer: completion_tokens(tokenizer, several),
+        lambda tokenizer: completion_tokens(tokenizer, [prompts] if isinstance(prompts, str) else prompts),
         dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p),
         seed=seed,
     )
-    return texts[0] if single else texts
+    return texts[0] if isinstance(prompts, str) else texts
 
 
 def chat(
@@ -93,6 +92,8 @@ def chat(
       ValueError: a conversation is empty or none, ends with the assistant's message or is refused by the template, the
         tokenizer is not found or has no chat template, or an option is outside its range.
     """
+    if not isinstance(messages, str | list | tuple):
+        raise ValueError(f"messages must be a text, a list of messages, or a list of either; got {messages!r:.80}")
     single = isinstance(messages, str) or (bool(messages) and isinstance(messages[0], Mapping))
     conversations: list = [messages] if single else list(messages)
     texts = _added(
@@ -112,12 +113,15 @@ def completion_tokens(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]
     Raises:
       ValueError: there are none, or one is no text or has no token.
     """
-    if wrong := [prompt for prompt in prompts if not isinstance(prompt, str)]:
+    wrong = [prompt for prompt in prompts if not isinstance(prompt, str)] if isinstance(prompts, list | tuple) else [prompts]
+    if wrong:
         advice = "; messages go into moe_jax.chat, and token ids into moe_jax.generate"
         raise ValueError(f"prompts must be a text or a list of texts; got {wrong[0]!r:.80}{advice}")
     if not prompts:
         raise ValueError("prompts must hold at least one text; got none")
-    tokens = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    # What some tokenizers put behind a text is its end, and a prompt has none.
+    begin = beginning(tokenizer)
+    tokens = [begin + tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
     if not all(tokens):
         raise ValueError(f"prompt {tokens.index([])} is empty: give at least one character to go on from")
     return tokens
@@ -143,14 +147,16 @@ def chat_prompts(
         raise ValueError("messages must hold at least one message; got none")
     tokens = []
     for conversation in conversations:
-        messages = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else list(conversation)
-        if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
-            raise ValueError(f'messages must be {{"role": ..., "content": ...}} each, or a text; got {conversation!r:.80}')
+        messages: Any = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else conversation
+        check_messages(messages)
+        check_template(tokenizer.get_chat_template(tools=tools), messages, tools)
+        if not messages:
+            raise ValueError("messages must hold at least one message; got an empty conversation")
         if messages[-1]["role"] == "assistant":
             raise ValueError("the conversation ends with the assistant's message; chat answers a user's, or a tool's")
         options = dict(template_options or {}, add_generation_prompt=True, return_dict=True)
         try:
-            tokens.append(list(tokenizer.apply_chat_template(messages, tools=tools, **options)["input_ids"]))
+            tokens.append(list(tokenizer.apply_chat_template(list(messages), tools=tools, **options)["input_ids"]))
         except Exception as error:  # templates raise whatever they like, jinja's TemplateError mostly
             raise ValueError(f"the tokenizer's chat template refuses the conversation: {error}") from error
     return tokens
@@ -165,6 +171,8 @@ def text_options(
       source: the folder with the model's generation_config.json, if any.
     """
     defaults = generation_config(source, config)
+    # A value may be null.
+    defaults = {name: value for name, value in defaults.items() if value is not None}
     sampling = {"temperature": 1.0, **defaults} if defaults.get("do_sample") else {"temperature": 0.0}
     # Writers say "no restriction" as top_k 0 and top_p 1.
     sampling |= {name: None for name in ("top_k", "top_p") if not sampling.get(name)}
@@ -204,7 +212,10 @@ def _added(
         raise ValueError(
             f"model_or_path must be a model of moe_jax, a folder or a hub id; got a {type(model_or_path).__name__}"
         )
-    tokenizer = _tokenizer_beside(source) if tokenizer is None else tokenizer
+    if tokenizer is None:
+        tokenizer = _tokenizer_beside(source)
+    elif not callable(tokenizer):
+        raise ValueError(f"tokenizer must be one that moe_jax.load_tokenizer returns; got {tokenizer!r:.80}")
     prompts = encode(tokenizer)
     options = text_options(source, config, tokenizer, options, answers=answers)
     checked_request(config, prompts, **options)

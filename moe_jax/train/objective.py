@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from moe_jax.config import ModelConfig
@@ -108,6 +109,8 @@ def _check_result(found: Any) -> None:
     if taken := sorted(found[1].keys() & set(TAKEN_NAMES)):
         raise ValueError(f"loss returned the metric(s) {', '.join(taken)}, which a step has already; take other names")
     for name, value in {"its value": found[0], **found[1]}.items():
+        if not isinstance(value, jax.Array | np.ndarray | np.number | float | int):
+            raise ValueError(f"loss must return scalars; {name} is a {type(value).__name__}")
         if jnp.shape(value):
             raise ValueError(f"loss must return scalars; {name} has shape {list(jnp.shape(value))}")
         if axes := varying_axes(value):

@@ -240,7 +240,13 @@ def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Para
     Without it, rows are split over the mesh axes `data` and `fsdp` as far as these divide them. Each of several processes
     passes a batch of all rows and puts the parts of its own devices there; other rows may hold anything
     (`Parallelism.own_rows`). Arrays are [batch, seq, ...], or, for a loss of one's own, [batch].
+
+    Raises:
+      ValueError: arrays differ in their number of rows, or one has none.
     """
+    shapes = {name: np.shape(array) for name, array in batch.items()}
+    if () in shapes.values() or len({shape[0] for shape in shapes.values()}) != 1:
+        raise ValueError(f"all arrays of a batch must be [batch, ...], of the same number of rows; got the shapes {shapes}")
     if parallelism is None:
         sharding = _split_rows(_num_rows(batch), _replicated(params))
         return _put(batch, dict.fromkeys(batch, sharding))

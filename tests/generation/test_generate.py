@@ -118,13 +118,21 @@ def test_one_flat_prompt_gives_one_flat_list():
         (1, {}, "prompt_tokens must be a list of integers, or a list of such lists; got 1"),
         ([[0, 1], [2, 3]], {}, "begin with the padding token 0 in 1 of 2 rows.*pass the tokenizer's attention_mask"),
         (np.array([[2, 1], [3, 0]]), {}, "end with the padding token 0 in 1 of 2 rows.*pass attention_mask=np.ones_like"),
+        ([[0, 0, 1]], {}, "begin with the padding token 0 in 1 of 1 rows"),
+        ([[1, 0, 0], [2, 0, 0, 0]], {}, "end with the padding token 0 in 2 of 2 rows"),
         ([[1, 2]], {"attention_mask": [[1]]}, r"must have prompt_tokens' shape; got rows of \[1\] for \[2\] tokens"),
         ([[1, 2, 3]], {"attention_mask": [[1, 0, 1]]}, r"one run of ones in each row.*row 0 is \[1, 0, 1\]"),
         ([[1, 2]], {"attention_mask": [[0, 0]]}, r"one run of ones in each row.*row 0 is \[0, 0\]"),
-        ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1; got 0"),
-        ([[1]], {"temperature": -1.0}, "temperature must be 0 or more; got -1.0"),
-        ([[1]], {"top_k": 0}, "top_k must be at least 1; got 0"),
-        ([[1]], {"top_p": 0.0, "eos_token_id": 97}, r"top_p must lie in \(0, 1\]; got 0.0; eos_token_id 97 is outside"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be an integer, at least 1; got 0"),
+        ([[1]], {"max_new_tokens": 1.5}, "max_new_tokens must be an integer, at least 1; got 1.5"),
+        (
+            [[1]],
+            {"top_k": 2.5, "temperature": "1"},
+            "temperature must be a number, 0 or more; got '1'; top_k must be an integer",
+        ),
+        ([[1]], {"temperature": -1.0}, "temperature must be a number, 0 or more; got -1.0"),
+        ([[1]], {"top_k": 0}, "top_k must be an integer, at least 1; got 0"),
+        ([[1]], {"top_p": 0.0, "eos_token_id": 97}, r"top_p must be a number in \(0, 1\]; got 0.0; eos_token_id 97 is outside"),
     ],
 )
 def test_bad_input_is_named(prompt, options, message):
@@ -132,6 +140,15 @@ def test_bad_input_is_named(prompt, options, message):
     model.config = replace(model.config, pad_token_id=0)
     with pytest.raises(ValueError, match=message):
         moe_jax.generate(model, prompt, **options)
+
+
+def test_without_a_padding_token_the_end_of_texts_is_taken_for_one():
+    model = load_ours(reference("qwen3", 13))
+    model.config = replace(model.config, pad_token_id=None, eos_token_id=(5, 6))
+    with pytest.raises(ValueError, match="begin with the padding token 6 in 1 of 2 rows"):
+        moe_jax.generate(model, [[6, 1], [2, 3]], max_new_tokens=1)
+    model.config = replace(model.config, pad_token_id=0)
+    assert len(moe_jax.generate(model, [[6, 1], [2, 3]], max_new_tokens=1)) == 2
 
 
 def test_padding_under_a_mask_changes_nothing_on_either_side():

@@ -140,7 +140,9 @@ def test_a_model_without_such_a_module_and_bad_options_are_refused():
     with pytest.raises(ValueError, match="drafts need a model with a module that predicts further tokens"):
         generate_with_drafts(tiny.deepseek(), [1])
     model = tiny.deepseek(mtp=1)
-    with pytest.raises(ValueError, match="max_new_tokens must be at least 1; got 0; eos_token_id 264 is outside"):
+    with pytest.raises(ValueError, match="max_new_tokens must be an integer, at least 1; got 0; eos_token_id 264 is outside"):
         generate_with_drafts(model, [1], max_new_tokens=0, eos_token_id=264)
-    with pytest.raises(ValueError, match=r"temperature must be 0 or more; got -1; top_k must be .* got 0; top_p must .* got 2"):
+    with pytest.raises(
+        ValueError, match=r"temperature must be a number, 0 or more; got -1; top_k must be .* got 0; top_p must .* got 2"
+    ):
         generate_with_drafts(model, [1], temperature=-1, top_k=0, top_p=2)

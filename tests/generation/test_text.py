@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import tiny
+from tokenizers import processors
 
 import moe_jax
 from moe_jax.generation.text import text_options
@@ -35,6 +36,23 @@ def test_complete_adds_to_a_text_and_to_several(model):
     assert moe_jax.complete(model, "ab", max_new_tokens=TOKENS) == expected
     first, other = moe_jax.complete(model, ["ab", "c"], max_new_tokens=TOKENS)
     assert first == expected and other == moe_jax.complete(model, "c", max_new_tokens=TOKENS)
+
+
+def test_a_prompt_has_no_end(model):
+    ending = tiny.tokenizer()
+    ending.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|im_end|>", special_tokens=[("<|im_end|>", 2)]
+    )
+    assert ending("ab")["input_ids"][-1] == 2
+    assert moe_jax.complete(model, "ab", tokenizer=ending, max_new_tokens=TOKENS) == moe_jax.complete(
+        model, "ab", max_new_tokens=TOKENS
+    )
+
+
+def test_a_generation_config_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ValueError, match="generation_config.json must hold a JSON object; mend or remove it"):
+        text_options(tmp_path, tiny.dense().config, tiny.tokenizer(), {})
 
 
 def test_a_model_may_be_named_by_its_folder(folder):
@@ -74,6 +92,7 @@ def test_the_template_sees_tools_and_its_options(model, monkeypatch):
         ({}, {}, (0.0, None, None)),
         ({"temperature": 0.6, "top_k": 20}, {}, (0.0, None, None)),
         ({"do_sample": True}, {}, (1.0, None, None)),
+        ({"do_sample": True, "temperature": None, "top_p": None}, {}, (1.0, None, None)),
         ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}, {}, (0.6, 20, 0.95)),
         ({"do_sample": True, "temperature": 0.6, "top_k": 0}, {"top_p": 0.5}, (0.6, None, 0.5)),
         ({"do_sample": True, "temperature": 0.6}, {"temperature": 0.0}, (0.0, None, None)),
@@ -103,13 +122,29 @@ def test_a_text_ends_as_the_model_says_and_an_answer_also_as_its_template_does(t
         (moe_jax.complete, [], "prompts must hold at least one text"),
         (moe_jax.complete, [[1, 2]], r"prompts must be a text or a list of texts; got \[1, 2\]; messages go into moe_jax.chat"),
         (moe_jax.chat, [], "messages must hold at least one message"),
-        (moe_jax.chat, [["a"]], 'messages must be {"role": ..., "content": ...} each, or a text'),
+        (moe_jax.chat, [["a"]], r'"messages" must be a list of {"role": ..., "content": ...}; got \[\'a\'\]'),
+        (moe_jax.chat, {"role": "user", "content": "a"}, "messages must be a text, a list of messages, or a list of either"),
+        (moe_jax.chat, [{"role": "user"}], r'message 0 \(user\) needs a string "content"'),
+        (
+            moe_jax.chat,
+            [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+            r'message 0 \(user\) has "content" in parts',
+        ),
+        (moe_jax.chat, [{"role": "human", "content": "a"}], "message 0 has the role 'human'; roles are system"),
+        (moe_jax.complete, None, "prompts must be a text or a list of texts; got None"),
         (moe_jax.chat, [{"role": "assistant", "content": "a"}], "ends with the assistant's message"),
     ],
 )
 def test_what_is_no_text_is_named(model, call, argument, message):
     with pytest.raises(ValueError, match=message):
         call(model, argument)
+
+
+def test_a_tokenizer_and_its_template_must_fit(model):
+    with pytest.raises(ValueError, match="tokenizer must be one that moe_jax.load_tokenizer returns; got 'folder'"):
+        moe_jax.complete(model, "ab", tokenizer="folder")
+    with pytest.raises(ValueError, match="the chat template would leave out tools: it never mentions them"):
+        moe_jax.chat(model, "ab", tools=[{"name": "clock"}])
 
 
 def test_a_missing_template_and_one_that_refuses_are_named(model):
@@ -122,7 +157,7 @@ def test_a_missing_template_and_one_that_refuses_are_named(model):
 
 def test_what_is_refused_is_refused_before_weights_are_read(folder, monkeypatch):
     monkeypatch.setattr("moe_jax.generation.text.from_pretrained", None)
-    with pytest.raises(ValueError, match="top_k must be at least 1"):
+    with pytest.raises(ValueError, match="top_k must be an integer, at least 1"):
         moe_jax.complete(folder, "ab", top_k=0)
     with pytest.raises(ValueError, match="model_or_path must be a model of moe_jax, a folder or a hub id; got a ndarray"):
         moe_jax.complete(np.ones(1), "ab")

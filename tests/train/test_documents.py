@@ -104,7 +104,9 @@ def test_white_space_is_no_text_in_any_format(tmp_path):
 
 def test_text_that_is_no_utf_8_is_named(tmp_path):
     (tmp_path / "a.txt").write_bytes("hello".encode("utf-16-le"))
-    with pytest.raises(ValueError, match="a.txt: holds NUL bytes, so it is no UTF-8 text; convert UTF-16 with iconv"):
+    with pytest.raises(
+        ValueError, match="a.txt: holds NUL bytes, so it is no UTF-8 text; write Parquet or Arrow as JSON Lines"
+    ):
         open_documents(tmp_path)
     (tmp_path / "a.txt").write_bytes("hell\u00f6".encode("latin-1"))
     with pytest.raises(ValueError, match="a.txt: not UTF-8 text: invalid start byte at byte 4"):
@@ -133,6 +135,30 @@ def test_a_chat_trains_on_tool_calls_with_and_without_content(content, said):
     tokenizer = tiny.tokenizer(CALLING)
     tokens, trained = chat_tokens(tokenizer, chat)
     assert tokenizer.decode(tokens[trained]) == f"{said}<tool_call>add</tool_call><|im_end|>bye<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [tiny.CHATML, MARKED], ids=["chatml", "marked"])
+def test_an_answer_of_weight_0_is_not_learned(template):
+    tokenizer = tiny.tokenizer(template)
+    _, both = chat_tokens(tokenizer, CHAT)
+    for i, said in (2, "bye<|im_end|>"), (4, "hi there<|im_end|>"):
+        weighted = [{**message, "weight": 0} if j == i else message for j, message in enumerate(CHAT)]
+        tokens, trained = chat_tokens(tokenizer, weighted)
+        assert tokenizer.decode(tokens[trained]) == said and (both & trained == trained).all()
+
+
+def test_answers_of_weight_0_that_a_template_does_not_mark_one_by_one_are_refused():
+    chat = [*CHAT[:2], {**CHAT[2], "weight": 0}, {"role": "assistant", "content": "bye"}]
+    joined = "{% for m in messages[2:] %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+    with pytest.raises(ValueError, match='marks 1 spans for 2 answers, so the answers of "weight" 0 cannot be found'):
+        chat_tokens(tiny.tokenizer(joined), chat)
+
+
+@pytest.mark.parametrize("change, tools, left_out", [({"tool_calls": ["add"]}, None, "tool_calls"), ({}, ["add"], "tools")])
+def test_a_template_that_would_leave_tools_out_is_refused(change, tools, left_out):
+    chat = [*CHAT[:2], {**CHAT[2], **change}, *CHAT[3:]]
+    with pytest.raises(ValueError, match=f"the chat template would leave out {left_out}: it never mentions them"):
+        chat_tokens(tiny.tokenizer(), chat, tools)
 
 
 @pytest.mark.parametrize("template", [REFUSING, MARKED + REFUSING], ids=["plain", "marked"])
@@ -173,6 +199,8 @@ def test_a_chat_that_the_assistant_begins_needs_a_template_that_marks_answers():
             "join the texts of its parts into",
         ),
         ([{"messages": CHAT[:2]}], "no assistant message"),
+        ([{"messages": [{**message, "weight": 0} for message in CHAT]}], "no assistant message, or all of weight 0"),
+        ([{"messages": [*CHAT, {**CHAT[2], "weight": 0.5}]}], r'message 5 \(assistant\) has "weight" 0.5; it is 0 or 1'),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, lines, message):
@@ -188,6 +216,15 @@ def test_in_a_folder_of_jsonl_files_and_others_the_format_must_be_said(tmp_path)
     ):
         open_documents(tmp_path)
     assert len(open_documents(tmp_path, "text")) == 1 and len(open_documents(tmp_path, "folder")) == 2
+
+
+def test_a_folder_of_json_files_in_a_known_layout_is_no_text(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"instruction": "Add.", "output": "5"}]))
+    with pytest.raises(ValueError, match=r"holds .json files alone; data_format folder .*\nThis is Alpaca data. To convert it"):
+        open_documents(tmp_path)
+    assert len(open_documents(tmp_path, "folder")) == 1
+    (tmp_path / "a.json").write_text('{"any": "settings"}')
+    assert len(open_documents(tmp_path)) == 1
 
 
 def test_a_single_file_that_is_no_jsonl_is_refused(tmp_path):

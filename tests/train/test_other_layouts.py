@@ -16,12 +16,13 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("ending", ["jsonl", "json"])
+@pytest.mark.parametrize("ending", ["jsonl", "ndjson", "json"])
 def test_the_code_that_the_error_prints_converts_the_data(tmp_path, monkeypatch, name, ending):
-    if (name, ending) == ("chat", "jsonl"):
+    if name == "chat" and ending != "json":
         return
     rows, file = [LAYOUTS[name]] * 10, tmp_path / f"data.{ending}"
-    file.write_text(json.dumps(rows) if ending == "json" else "".join(json.dumps(row) + "\n" for row in rows))
+    text = json.dumps(rows) if ending == "json" else "\n".join(json.dumps(row) + "\n" for row in rows)
+    file.write_text(text, encoding="utf-8-sig")
     with pytest.raises(ValueError, match=f"This is {name} data. To convert it to chats") as error:
         open_documents(file)
     said, code = str(error.value).split(":\n\n")
@@ -30,6 +31,26 @@ def test_the_code_that_the_error_prints_converts_the_data(tmp_path, monkeypatch,
     exec(code)
     documents = open_documents(tmp_path / "chats.jsonl")
     assert len(documents) == 10 and documents[9]["messages"] == CHAT
+
+
+def test_the_code_does_not_write_over_what_it_reads(tmp_path, monkeypatch):
+    file = tmp_path / "chats.jsonl"
+    file.write_text(before := json.dumps(LAYOUTS["ShareGPT"]) + "\n")
+    with pytest.raises(ValueError, match="To convert it to chats") as error:
+        open_documents(file)
+    monkeypatch.chdir(tmp_path)
+    exec(str(error.value).split(":\n\n")[1])
+    assert file.read_text() == before and open_documents(tmp_path / "converted.jsonl")[0]["messages"] == CHAT
+
+
+def test_the_code_keeps_what_stands_beside_the_messages(tmp_path, monkeypatch):
+    file = tmp_path / "chats.json"
+    file.write_text(json.dumps([{"messages": CHAT, "tools": ["add"]}]))
+    with pytest.raises(ValueError, match="To convert it to chats") as error:
+        open_documents(file)
+    monkeypatch.chdir(tmp_path)
+    exec(str(error.value).split(":\n\n")[1])
+    assert open_documents(tmp_path / "chats.jsonl")[0]["tools"] == ["add"]
 
 
 def test_equal_problems_are_said_once(tmp_path):

@@ -73,6 +73,8 @@ def test_scalars_are_means_over_micro_batches_and_extra_arrays_arrive():
         (jnp.zeros(()), r"loss must return \(a scalar, a dict of scalars\); got"),
         ((jnp.zeros(3), {}), r"loss must return scalars; its value has shape \[3\]"),
         ((jnp.zeros(()), {"margin": jnp.zeros(3)}), r"loss must return scalars; margin has shape \[3\]"),
+        ((jnp.zeros(()), {"margin": "wide"}), "loss must return scalars; margin is a str"),
+        ((jnp.zeros(()), {"margin": {"of": 1.0}}), "loss must return scalars; margin is a dict"),
         ((jnp.zeros(()), {"grad_norm": jnp.zeros(())}), r"metric\(s\) grad_norm, which a step has already"),
     ],
 )

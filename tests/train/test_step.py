@@ -11,7 +11,7 @@ import tiny
 from flax import nnx
 
 from moe_jax.layers.router import load_balancing_loss, router_z_loss
-from moe_jax.train import init_state, loss, make_optimizer, make_train_step, warmup_cosine
+from moe_jax.train import init_state, loss, make_optimizer, make_train_step, put_batch, warmup_cosine
 
 
 def make_batch(rng, rows=4, length=12):
@@ -165,3 +165,9 @@ def test_matrices_decay_and_norms_do_not():
     for path, update in nnx.to_flat_state(updates):
         moved = bool(jnp.abs(update[...]).max() > 0)
         assert moved == (not any("norm" in str(part) for part in path)), path
+
+
+@pytest.mark.parametrize("other", [np.zeros(()), np.zeros((3, 2))], ids=["no rows", "others"])
+def test_arrays_of_a_batch_have_the_same_rows(other):
+    with pytest.raises(ValueError, match="all arrays of a batch must be .* the same number of rows; got the shapes"):
+        put_batch({"tokens": np.zeros((4, 2), np.int32), "other": other}, nnx.state(tiny.dense()))

@@ -12,22 +12,30 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
+from moe_jax.messages import check_template
+
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def chat_tokens(
     tokenizer: Any, messages: list[dict[str, Any]], tools: list | None = None
 ) -> tuple[Int[np.ndarray, "tokens"], Bool[np.ndarray, "tokens"]]:
-    """Token ids of the whole conversation, and which of them the assistant wrote, its end-of-turn token included.
+    """Token ids of the whole conversation, and which of them are learned: the assistant's, its end-of-turn tokens included.
+
+    An answer with "weight" 0 is not learned, as in OpenAI's format.
 
     Raises:
-      ValueError: the template cannot render the conversation; or it does not mark answers, and they cannot be told from the
-        rest: the first message is one, or the rendering of a part is not a part of the whole.
+      ValueError: the template cannot render the conversation, or would leave its tools out; or answers cannot be told from the
+        rest. Without marks the first message is one, or the rendering of a part is not a part of the whole; with marks they
+        are not one for each answer, and some answer has weight 0.
     """
-    if GENERATION_TAG.search(tokenizer.get_chat_template(tools=tools)):
+    template = tokenizer.get_chat_template(tools=tools)
+    check_template(template, messages, tools)
+    if GENERATION_TAG.search(template):
         options = dict(tokenize=True, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False})
         encoded = _render(tokenizer, messages, tools, **options)
-        return np.asarray(encoded["input_ids"], np.int32), np.asarray(encoded["assistant_masks"], bool)
+        marked = np.asarray(encoded["assistant_masks"], bool)
+        return np.asarray(encoded["input_ids"], np.int32), _without_weight_0(marked, messages)
     text = _render(tokenizer, messages, tools)
     if messages[0]["role"] == "assistant":
         raise ValueError(
@@ -38,10 +46,25 @@ def chat_tokens(
     starts = np.asarray([start for start, _ in encoded["offset_mapping"]], np.int64)
     mask = np.zeros(len(starts), bool)
     for i, message in enumerate(messages):
-        if message["role"] == "assistant":
+        if message["role"] == "assistant" and message.get("weight", 1):
             first, last = _span(tokenizer, messages, tools, i, text)
             mask |= (starts >= first) & (starts < last)
     return np.asarray(encoded["input_ids"], np.int32), mask
+
+
+def _without_weight_0(marked: np.ndarray, messages: list[dict[str, Any]]) -> np.ndarray:
+    """The marked tokens, without those of answers of weight 0."""
+    weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+    if all(weights):
+        return marked
+    begins = marked & ~np.roll(marked, 1)
+    begins[:1] = marked[:1]
+    if begins.sum() != len(weights):
+        raise ValueError(
+            f"the chat template marks {begins.sum()} spans for {len(weights)} answers, "
+            'so the answers of "weight" 0 cannot be found'
+        )
+    return marked & np.asarray([0, *weights], bool)[begins.cumsum()]
 
 
 def _span(tokenizer, messages: list[dict[str, Any]], tools, i: int, text: str) -> tuple[int, int]:

@@ -48,7 +48,7 @@ def data_files(path: str | Path, data_format: str) -> tuple[list[Path], str]:
 
 def is_jsonl(file: Path) -> bool:
     """Tells JSON Lines by the name, in capitals or not."""
-    return file.suffix.lower() == ".jsonl"
+    return file.suffix.lower() in (".jsonl", ".ndjson")
 
 
 def named(paths: Iterable[Path]) -> str:
@@ -98,6 +98,8 @@ def _guess(path: Path, files: list[Path]) -> str:
     """Finds "folder" where no file is .jsonl; where all are, "chat" or "text" by the first line that is not empty."""
     others = [file for file in files if not is_jsonl(file)]
     if len(others) == len(files):
+        if path.is_dir() and all(file.suffix.lower() == ".json" for file in files) and (code := how_to_convert(files[0])):
+            raise ValueError(f"{path} holds .json files alone; data_format folder takes them as texts as they are\n{code}")
         return "folder"
     if others:
         raise ValueError(

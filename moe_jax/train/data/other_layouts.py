@@ -6,12 +6,12 @@ from typing import Any
 
 _ALPACA = """\
 ask = row["instruction"] + ("\\n\\n" + row["input"] if row.get("input") else "")
-messages = [{"role": "user", "content": ask}, {"role": "assistant", "content": row["output"]}]"""
+chat = {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": row["output"]}]}"""
 _SHAREGPT = """\
-roles = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
-messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]"""
+roles = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
+chat = {"messages": [{"role": roles[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]}"""
 _PAIR = """\
-messages = [{"role": "user", "content": row["ASK"]}, {"role": "assistant", "content": row["ANSWER"]}]"""
+chat = {"messages": [{"role": "user", "content": row["ASK"]}, {"role": "assistant", "content": row["ANSWER"]}]}"""
 
 _LAYOUTS = (
     ("Alpaca", ("instruction", "output"), _ALPACA),
@@ -20,28 +20,31 @@ _LAYOUTS = (
         (f"{ask}/{answer}", (ask, answer), _PAIR.replace("ASK", ask).replace("ANSWER", answer))
         for ask, answer in (("prompt", "completion"), ("prompt", "response"), ("question", "answer"))
     ),
-    ("chat", ("messages",), 'messages = row["messages"]'),
+    ("chat", ("messages",), "chat = row"),
 )
-"""Each layout's name, the keys that a row has, and what makes `messages` of the dictionary `row`."""
+"""Each layout's name, the keys that a row has, and what makes `chat`, a line of the new file, of the dictionary `row`."""
 
 
 def how_to_convert(file: Path) -> str | None:
-    """Returns Python code that writes chats.jsonl from `file`, rows of JSON a line or in a list; None if no layout is known."""
+    """Returns Python code that writes chats from `file`, rows of JSON a line or in a list; None if no layout is known."""
     with open(file, "rb") as handle:
-        head = handle.read(1 << 20).decode(errors="replace")
+        head = handle.read(1 << 20).decode("utf-8-sig", errors="replace")
     is_list = head.lstrip().startswith("[")
     row = _first_row(head)
     if not isinstance(row, dict) or "text" in row or ("messages" in row and not is_list):
         return None
     for name, keys, code in _LAYOUTS:
         if all(key in row for key in keys):
+            # Not a file that may be the source itself.
+            target = "chats.jsonl" if file.name != "chats.jsonl" else "converted.jsonl"
+            rows = "json.load(source)" if is_list else "map(json.loads, filter(str.strip, source))"
             return (
                 f"This is {name} data. To convert it to chats:\n\n"
                 "import json\n\n"
-                f"with open({str(file)!r}) as source, open('chats.jsonl', 'w') as target:\n"
-                f"    for row in {'json.load(source)' if is_list else 'map(json.loads, source)'}:\n"
+                f"with open({str(file)!r}, encoding='utf-8-sig') as source, open({target!r}, 'w') as target:\n"
+                f"    for row in {rows}:\n"
                 + "".join(f"        {line}\n" for line in code.splitlines())
-                + '        target.write(json.dumps({"messages": messages}) + "\\n")'
+                + '        target.write(json.dumps(chat) + "\\n")'
             )
     return None
 

@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+from moe_jax.messages import check_messages
+
 BOM = "\N{ZERO WIDTH NO-BREAK SPACE}".encode()
 """A mark that some editors write at the beginning of a file; no part of the text."""
 _OR_CHATS = ' (or, in all lines, "messages" for chats)'
@@ -18,7 +19,10 @@ def read_record(content: bytes, data_format: str) -> dict[str, Any] | None:
     if not content.strip():
         return None
     if b"\0" in content:
-        raise ValueError("holds NUL bytes, so it is no UTF-8 text; convert UTF-16 with iconv -f UTF-16 -t UTF-8")
+        raise ValueError(
+            "holds NUL bytes, so it is no UTF-8 text; write Parquet or Arrow as JSON Lines (to_json of datasets), and convert "
+            "UTF-16 with iconv -f UTF-16 -t UTF-8"
+        )
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -55,17 +59,6 @@ def _parsed(text: str) -> Any:
 
 
 def _check_messages(messages: Any) -> None:
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError('"messages" must be a list of objects')
-    for i, message in enumerate(messages):
-        if message.get("role") not in ROLES:
-            raise ValueError(f"message {i} has the role {message.get('role')!r}; roles are {', '.join(ROLES)}")
-        content = message.get("content")
-        if isinstance(content, list):
-            raise ValueError(
-                f'message {i} ({message["role"]}) has "content" in parts; join the texts of its parts into one string'
-            )
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise ValueError(f'message {i} ({message["role"]}) needs a string "content"')
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("no assistant message, so there is nothing to learn from")
+    check_messages(messages)
+    if not any(message["role"] == "assistant" and message.get("weight", 1) for message in messages):
+        raise ValueError("no assistant message, or all of weight 0, so there is nothing to learn from")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_jax.checkpoint.tokenizer import beginning
 from moe_jax.train.data.chat import GENERATION_TAG, chat_tokens
 from moe_jax.train.data.documents import MAX_PROBLEMS, Documents
 
@@ -52,12 +53,6 @@ def tokenization(
         chat = partial(_chat, documents, tokenizer)
         return chat if skipped is None else partial(_chat_or_nothing, documents, chat, skipped)
     return partial(_text, tokenizer, beginning(tokenizer) if begin_texts else [])
-
-
-def beginning(tokenizer: Any) -> list[int]:
-    """The special tokens that the tokenizer puts before a text; most put one, or none."""
-    plain, whole = (tokenizer("x", add_special_tokens=special)["input_ids"] for special in (False, True))
-    return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(plain)] == plain), [])
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
