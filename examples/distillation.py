@@ -51,10 +51,9 @@ def main(settings: Settings) -> None:
     def distillation(model, batch, *, mesh_axes, **options):
         log_probs = train.log_probs(model, batch, **options)
         distances = jnp.square(log_probs - batch["teacher_log_probs"])
-        sums = -log_probs.sum(), distances.sum(), batch["loss_mask"].sum()
-        cross_entropy, distance, labels = jax.lax.psum(sums, mesh_axes)
-        loss = (cross_entropy + settings.weight * distance) / labels
-        return loss, {"cross_entropy": cross_entropy / labels, "distance": distance / labels}
+        sums = -log_probs.sum(), distances.sum()
+        cross_entropy, distance = (summed / batch["num_labels"] for summed in jax.lax.psum(sums, mesh_axes))
+        return cross_entropy + settings.weight * distance, {"cross_entropy": cross_entropy, "distance": distance}
 
     schedule = train.warmup_cosine(settings.learning_rate, steps=settings.steps, warmup_steps=settings.steps // 10)
     optimizer = train.make_optimizer(schedule)

@@ -45,7 +45,7 @@ def _in_files(folder: Path) -> set[str]:
     tensors = open_tensors(folder, problems)
     if not tensors:
         raise CheckpointError(folder, problems)
-    return {tensor.dtype for name, tensor in tensors.items() if not name.endswith(NOT_WEIGHTS)}
+    return {tensor.dtype for name, tensor in tensors.items() if tensor.dtype in NAMES and not name.endswith(NOT_WEIGHTS)}
 
 
 def _in_orbax(folder: Path) -> set[str]:

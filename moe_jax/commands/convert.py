@@ -27,7 +27,8 @@ class Convert:
       dtype: the dtype of the weights in the target. Default: the source's; FP8 becomes bfloat16, and a training run's weights
         are its float32 masters.
       step: of a training run, which checkpoint; default: the newest.
-      tokenizer: the folder or hub id whose tokenizer files are copied; default: the source's, if it has some.
+      tokenizer: the folder or hub id whose tokenizer files are copied; default: the source's, if it has some; of a
+        training run, those that it was trained with.
     """
 
     source: tyro.conf.Positional[str]
@@ -61,10 +62,25 @@ class Convert:
         replaces = (Path(self.target).expanduser() / "config.json").is_file()
         save = save_orbax if self.to == "orbax" else save_pretrained
         template = chosen_template(Path(self.source).expanduser()) if is_run else None
-        save(model, self.target, tokenizer_from=self.tokenizer, chat_template=template)
+        tokenizer = self.tokenizer or (_tokenizer_of_run(Path(self.source).expanduser()) if is_run else None)
+        save(model, self.target, tokenizer_from=tokenizer, chat_template=template)
         rounded = f", rounded from {stored.name}" if _loses_bits(stored.name, dtype) else ""
         replaced = "; the checkpoint that was there is replaced" if replaces else ""
         print(f"wrote {self.target} in {dtype}{rounded}{replaced}")
+
+
+def _tokenizer_of_run(output: Path) -> str | None:
+    """Where the run's tokenizer is, if it can be had; says so if not."""
+    from moe_jax.checkpoint.companions import tokenizer_files
+    from moe_jax.train.settings_file import noted_tokenizer
+
+    named = noted_tokenizer(output)
+    try:
+        tokenizer_files(named, None)
+    except FileNotFoundError as error:
+        print(f"no tokenizer is written; name one with --tokenizer: {error}")
+        return None
+    return named
 
 
 def _loses_bits(stored: str, written: str) -> bool:

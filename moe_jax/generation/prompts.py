@@ -61,7 +61,9 @@ def new_tokens(
 def _refuse_text(prompts: Any) -> None:
     """Raises ValueError with the call that is right for text, messages, or a tokenizer's result."""
     wrong = "prompt_tokens must be token ids; got"
-    first = prompts[0] if isinstance(prompts, list | tuple) and prompts else prompts
+    first = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
     if isinstance(prompts, str):
         raise ValueError(f"{wrong} the text {_short(prompts)}: moe_jax.complete(model, {_short(prompts)}) takes text")
     if isinstance(first, str):

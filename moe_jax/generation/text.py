@@ -40,7 +40,8 @@ def complete(
       tokenizer: a Hugging Face tokenizer. Default: the one beside the model's weights.
       max_new_tokens: how many tokens to add at most.
       temperature, top_k, top_p: as in `generate`. None: what generation_config.json names where it says do_sample, else the
-        most likely token each time. 0 as temperature always takes the most likely.
+        most likely token each time. 0 as temperature always takes the most likely. Without a top_k there, all tokens can be
+        drawn (transformers takes 50).
       seed: of the draw.
 
     Returns:
@@ -154,6 +155,8 @@ def chat_prompts(
             raise ValueError("messages must hold at least one message; got an empty conversation")
         if messages[-1]["role"] == "assistant":
             raise ValueError("the conversation ends with the assistant's message; chat answers a user's, or a tool's")
+        if taken := sorted(set(template_options or {}) & {"add_generation_prompt", "return_dict", "tokenize", "tools"}):
+            raise ValueError(f"template_options are values for the chat template; {', '.join(taken)} cannot be among them")
         options = dict(template_options or {}, add_generation_prompt=True, return_dict=True)
         try:
             tokens.append(list(tokenizer.apply_chat_template(list(messages), tools=tools, **options)["input_ids"]))

@@ -90,7 +90,7 @@ class MoE(nnx.Module):
             raise ValueError(f"x must have shape [..., hidden] with hidden={hidden}; got {list(x.shape)}")
         leading, x = x.shape[:-1], x.reshape(-1, hidden)
         if valid is not None:
-            valid = _of_tokens("valid", valid, leading, ())
+            valid = _of_tokens("valid", valid, leading, ()) != 0
         if expert_ids is not None:
             expert_ids = _of_tokens("expert_ids", expert_ids, leading, (self.router.num_experts_per_tok,))
         routing = self.router(x, valid, expert_ids=expert_ids, force_balanced=force_balanced, sequences=sequences)

@@ -74,6 +74,8 @@ def check_shapes(config, tokens, positions, segment_ids, cache, expert_ids) -> N
     Raises:
       ValueError: shapes that do not fit each other, or a cache without positions or room.
     """
+    if 0 in tokens.shape:
+        raise ValueError(f"tokens must hold at least one token; got shape {tokens.shape}")
     for name, array in (("positions", positions), ("segment_ids", segment_ids)):
         if array is not None and array.shape != tokens.shape:
             raise ValueError(f"{name} must have tokens' shape {tokens.shape}; got {array.shape}")
@@ -113,7 +115,8 @@ def float_dtype(dtype: Any, name: str = "dtype") -> jnp.dtype:
       ValueError: it is none, by its name or its kind.
     """
     try:
-        found = jnp.dtype(dtype)
+        # Of None numpy makes float64.
+        found = None if dtype is None else jnp.dtype(dtype)
     except TypeError:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):

@@ -15,6 +15,8 @@ def announcement(run: PlannedRun, steps_done: int) -> str:
         f"steps {steps_done + 1} to {settings.steps}, {settings.batch_size} x {settings.seq_len} tokens a step on "
         f"{devices} device{'s' if devices > 1 else ''}"
     )
+    if steps_done >= settings.steps:
+        steps = f"all {settings.steps} steps are taken: nothing is left to do"
     lines = []
     if settings.force_balanced_routing:
         lines.append("FORCED BALANCED ROUTING: the router is ignored. For benchmarks only; do not use the resulting model.")

@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 
 
 def values_of(model: Decoder) -> list[float]:
-    """Eight values of each parameter of a model in memory, which tell its weights from another model's."""
+    """Eight values of each parameter of a model in memory: enough to tell another model, not every change of some weights."""
     params = nnx.state(model, nnx.Param)
     mesh = mesh_of(params)
 

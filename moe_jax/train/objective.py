@@ -63,7 +63,9 @@ def own_loss(function: OwnLoss, micro_batches: int, *, remat: Remat, force_balan
     options: dict[str, Any] = {"remat": remat} | ({"force_balanced_routing": True} if force_balanced_routing else {})
 
     def of_batch(model: Decoder, batch: Batch, num_labels: Float[Array, ""], **of_mesh: Any):
-        found = function(model, batch, **({"mesh_axes": ()} | options | of_mesh))
+        # With it, a mean over the micro-batches is one over all labels, whichever micro-batch they are in.
+        share = {"num_labels": num_labels.clip(1) / micro_batches} if "loss_mask" in batch else {}
+        found = function(model, share | batch, **({"mesh_axes": ()} | options | of_mesh))
         _check_result(found)
         return jax.tree.map(lambda scalar: jnp.asarray(scalar, jnp.float32) / micro_batches, found)
 

@@ -34,6 +34,15 @@ def chosen_template(output: Path) -> str | None:
     return file.read_text(encoding="utf-8") if file.is_file() else None
 
 
+def noted_tokenizer(output: Path) -> str | None:
+    """Reads the folder or hub id of the tokenizer of the run in the folder; None if settings.json names none."""
+    try:
+        record = json.loads((output / "settings.json").read_text())
+        return record["tokenizer"] or record["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def noted_steps(output: Path, epochs: float) -> int | None:
     """Reads the steps that the run in the folder counted for so many epochs; None if it did not count them."""
     try:

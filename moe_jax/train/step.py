@@ -112,14 +112,15 @@ def make_train_step(
       parallelism: the mesh that the state lies on, and how the model is spread over it. Losses, gradients and metrics are
         those of the whole batch on one device. None: one device, or all collectives left to XLA.
       loss: what to minimise in place of `train.loss`: loss(model, batch, *, mesh_axes, **options) -> (a scalar, a dict of
-        scalar metrics). It is called on each micro-batch, with all arrays that the batch has; scalars and metrics are averaged
-        over micro-batches. It passes `options` on to `train.log_probs` or `model.hidden_states`. With `parallelism` it is
+        scalar metrics). It is called on each micro-batch, with all arrays that the batch has, and with "num_labels", the
+        labels of the whole batch over the number of micro-batches; scalars and metrics are averaged over micro-batches.
+        It passes `options` on to `train.log_probs` or `model.hidden_states`. With `parallelism` it is
         called on each device inside `jax.shard_map`, with that device's tokens, and returns what is the same on all of them:
 
             def loss(model, batch, *, mesh_axes, **options):
                 log_probs = train.log_probs(model, batch, **options)
-                summed, labels = jax.lax.psum((log_probs.sum(), batch["loss_mask"].sum()), mesh_axes)
-                return -summed / labels, {"perplexity": jnp.exp(-summed / labels)}
+                mean = jax.lax.psum(log_probs.sum(), mesh_axes) / batch["num_labels"]
+                return -mean, {"mean_log_prob": mean}
 
         Arrays that it closes over are compiled in as constants: a teacher's or a reference model's log-probabilities belong in
         the batch (examples/distillation.py). `mesh_axes` are () without `parallelism`, where `psum` does nothing. Biases of

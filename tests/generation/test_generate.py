@@ -109,6 +109,8 @@ def test_one_flat_prompt_gives_one_flat_list():
         ("import os", {}, r"got the text 'import os': moe_jax.complete\(model, 'import os'\) takes text"),
         (["a", "b"], {}, r"got a list of texts: moe_jax.complete\(model, \['a', ...\]\) takes texts"),
         ([{"role": "user", "content": "a"}], {}, r"got messages: moe_jax.chat\(model, messages\) takes them"),
+        ([[{"role": "user", "content": "a"}]], {}, r"got messages: moe_jax.chat\(model, messages\) takes them"),
+        (np.array(["a"]), {}, r"got a list of texts: moe_jax.complete\(model, \['a', ...\]\) takes texts"),
         ({"input_ids": [[1]]}, {}, r"got a dict: generate\(model, encoded\['input_ids'\]\) takes"),
         (
             {"input_ids": [[1]], "attention_mask": [[1]]},

@@ -147,6 +147,11 @@ def test_a_tokenizer_and_its_template_must_fit(model):
         moe_jax.chat(model, "ab", tools=[{"name": "clock"}])
 
 
+def test_options_of_our_own_are_no_template_options(model):
+    with pytest.raises(ValueError, match="template_options are values for the chat template; tokenize cannot be among them"):
+        moe_jax.chat(model, "ab", template_options={"tokenize": False})
+
+
 def test_a_missing_template_and_one_that_refuses_are_named(model):
     with pytest.raises(ValueError, match="a chat needs a tokenizer with a chat template, and this one has none"):
         moe_jax.chat(model, "ab", tokenizer=tiny.tokenizer(None))

@@ -77,6 +77,8 @@ def test_leading_axes_of_x_come_back():
     x, valid = jnp.asarray(rng.normal(size=(2, 3, 8)), jnp.float32), jnp.asarray(rng.random((2, 3)) < 0.5)
     y, routing = block(x, valid)
     of_tokens, expected = block(x.reshape(6, 8), valid.reshape(6))
+    # Whatever is not 0 is valid, and none counts twice.
+    jax.tree.map(np.testing.assert_array_equal, block(x, 2 * valid.astype(jnp.int32))[1], routing)
     np.testing.assert_array_equal(y, of_tokens.reshape(2, 3, 8))
     jax.tree.map(np.testing.assert_array_equal, routing, expected)
     # The routing's own experts replay it, with x's leading axes or with one axis of tokens.

@@ -79,3 +79,11 @@ def test_dtypes_are_named(wrong, meant):
             moe_jax.from_pretrained("someone/some-model", **{name: wrong})
     with pytest.raises(ValueError, match="dtype must be one of .*; got 'int32'$"):
         tiny.dense(dtype="int32")
+    with pytest.raises(ValueError, match="dtype must be one of .*; got None$"):
+        moe_jax.from_pretrained("someone/some-model", dtype=None)
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 3)])
+def test_no_tokens_are_refused(shape):
+    with pytest.raises(ValueError, match="tokens must hold at least one token"):
+        tiny.dense()(jnp.ones(shape, int))

@@ -13,6 +13,10 @@ LAYOUTS = {
     "prompt/completion": {"prompt": "hello", "completion": "hi"},
     "chat": {"messages": CHAT},
 }
+FURTHER = {
+    "OpenAI's turns": ("chat", {"conversations": CHAT}),
+    "TRL's messages": ("prompt/completion", {"prompt": CHAT[:1], "completion": CHAT[1:]}),
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -31,6 +35,23 @@ def test_the_code_that_the_error_prints_converts_the_data(tmp_path, monkeypatch,
     exec(code)
     documents = open_documents(tmp_path / "chats.jsonl")
     assert len(documents) == 10 and documents[9]["messages"] == CHAT
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_messages_under_other_names_are_moved(tmp_path, monkeypatch, name):
+    layout, row = FURTHER[name]
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=f"This is {layout} data. To convert it to chats") as error:
+        open_documents(tmp_path / "data.jsonl")
+    monkeypatch.chdir(tmp_path)
+    exec(str(error.value).split(":\n\n")[1])
+    assert open_documents(tmp_path / "chats.jsonl")[0]["messages"] == CHAT
+
+
+def test_keys_that_the_code_leaves_out_are_named(tmp_path):
+    (tmp_path / "data.jsonl").write_text(json.dumps(LAYOUTS["Alpaca"] | {"system": "be brief", "history": []}) + "\n")
+    with pytest.raises(ValueError, match=r"To convert it to chats \(without system, history\):"):
+        open_documents(tmp_path / "data.jsonl")
 
 
 def test_the_code_does_not_write_over_what_it_reads(tmp_path, monkeypatch):
