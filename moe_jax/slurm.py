@@ -12,13 +12,13 @@ SCRIPT = """\
 #SBATCH --job-name=finetune
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node={gpus}
-#SBATCH --gpus-per-node={gpus}
+#SBATCH --gres=gpu:{gpus}
 #SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
-#SBATCH --output=%x-%j.log
-# Slurm sends SIGTERM ten minutes before the end, and the run saves. Put back into the queue, the job goes on from there.
-#SBATCH --signal=TERM@600
+#SBATCH --signal=TERM@300
 #SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
 
 set -euo pipefail
 # Fill in these paths. All hosts must see the same files under them.
@@ -30,8 +30,12 @@ source /shared/moe_jax/.venv/bin/activate
 # Every process would ask the hub otherwise; download once beforehand: hf download NAME --local-dir "$MODEL"
 export HF_HOME=/shared/huggingface HF_HUB_OFFLINE=1
 
-srun --kill-on-bad-exit moe-jax finetune --model "$MODEL" --data "$DATA" --output "$OUTPUT" \\
-  {flags}
+status=0
+srun --kill-on-bad-exit=1 moe-jax finetune --model "$MODEL" --data "$DATA" --output "$OUTPUT" \\
+  {flags} || status=$?
+# 143: Slurm has sent SIGTERM before the end of the time, and the run has saved. The next job goes on from there.
+if [ "$status" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$status"
 """
 
 

@@ -1,8 +1,10 @@
 """`moe-jax plan`: every mesh is tried, those that fit are listed, the fastest first, and what cannot be is said in one line."""
 
 import math
+import re
 import subprocess
 from dataclasses import astuple, fields, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -221,7 +223,12 @@ def test_the_batch_script_is_whole_and_trains_on_the_fastest_mesh(tmp_path, caps
     main(f"plan qwen3-30b-a3b --devices 16 --limit 1 --sbatch {script}".split())
     flags_printed = capsys.readouterr().out.split("moe-jax finetune ")[1].split(" ...")[0]
     text = script.read_text()
-    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8\n" in text and f"\n  {flags_printed}\n" in text
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8\n" in text and f"\n  {flags_printed} || status=$?\n" in text
+    in_docs = (Path(__file__).parents[1] / "docs" / "many_gpus.md").read_text().split("```bash")
+    (in_docs,) = (block.split("```")[0] for block in in_docs if "#SBATCH" in block)
+    options, documented = (set(re.findall(r"#SBATCH (--[a-z-]+)", found)) for found in (text, in_docs))
+    assert options == documented - {"--exclusive"}
+    assert text.splitlines()[-2:] == in_docs.strip().splitlines()[-2:]
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     before = set(tmp_path.iterdir())
     for arguments, message in (("--sbatch missing/x", "give a file"), ("--memory 8 --sbatch x", "nothing fits")):
