@@ -17,6 +17,8 @@ from moe_jax.layers import MoE
 reveal_type(moe_jax.from_pretrained("folder", dtype="float32", param_dtype=None))
 reveal_type(moe_jax.train.finetune)
 reveal_type(MoE)
+reveal_type(moe_jax.complete("folder", "text"))
+reveal_type(moe_jax.chat("folder", ["text", "other"]))
 """
 
 
@@ -37,3 +39,4 @@ def test_mypy_knows_the_types_of_an_editable_install(tmp_path):
     assert types[0] == '"moe_jax.models.decoder.Decoder"', found
     assert types[1].startswith('"def (settings: moe_jax.train.settings.FinetuneSettings')
     assert types[2].startswith('"def (hidden_size: int, moe_intermediate_size: int')
+    assert types[3:5] == ['"str"', '"list[str]"'], found

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 from moe_jax.checkpoint.companions import generation_config
 from moe_jax.checkpoint.hf_load import find_config, from_pretrained
@@ -17,9 +17,37 @@ Messages = str | Sequence[Mapping[str, Any]]
 """A conversation: {"role": ..., "content": ...} of each message, or the text of a user's only message."""
 
 
+class TextOptions(TypedDict, total=False):
+    """The options that `complete` and `chat` have in common."""
+
+    tokenizer: Any
+    max_new_tokens: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    seed: int
+
+
+class ChatOptions(TextOptions, total=False):
+    """The options of `chat`."""
+
+    tools: list | None
+    template_options: Mapping[str, Any] | None
+
+
+@overload
+def complete(model_or_path: Decoder | str | Path, prompts: str, **options: Unpack[TextOptions]) -> str: ...
+
+
+@overload
+def complete(
+    model_or_path: Decoder | str | Path, prompts: list[str] | tuple[str, ...], **options: Unpack[TextOptions]
+) -> list[str]: ...
+
+
 def complete(
     model_or_path: Decoder | str | Path,
-    prompts: str | Sequence[str],
+    prompts: str | list[str] | tuple[str, ...],
     *,
     tokenizer: Any = None,
     max_new_tokens: int = 64,
@@ -61,9 +89,21 @@ def complete(
     return texts[0] if isinstance(prompts, str) else texts
 
 
+@overload
+def chat(
+    model_or_path: Decoder | str | Path, messages: str | Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
+) -> str: ...
+
+
+@overload
+def chat(
+    model_or_path: Decoder | str | Path, messages: list[Messages] | tuple[Messages, ...], **options: Unpack[ChatOptions]
+) -> list[str]: ...
+
+
 def chat(
     model_or_path: Decoder | str | Path,
-    messages: Messages | Sequence[Messages],
+    messages: Messages | list[Messages] | tuple[Messages, ...],
     *,
     tools: list | None = None,
     template_options: Mapping[str, Any] | None = None,
