@@ -171,10 +171,6 @@ def test_completion_knows_the_commands(capsys):
         ("finetun --model x", "no command 'finetun'; did you mean finetune?"),
         ("--verbose", "no command '--verbose'; moe-jax --help lists them"),
         ("", "no command given; moe-jax --help lists them"),
-        (
-            "generate --model x --prompt y",
-            "generate has no --model; did you mean the folder or hub id as the first word, without",
-        ),
         ("finetune --lr 1e-4", "finetune has no --lr; did you mean --learning-rate?"),
         (
             "finetune --per_device_train_batch_size=4",

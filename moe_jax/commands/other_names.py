@@ -53,7 +53,6 @@ OTHER_NAMES = {
         "fp32": "--dtype float32",
         "max-length": "--max-new-tokens",
         "max-tokens": "--max-new-tokens",
-        "model": "the folder or hub id as the first word, without --model",
         "n-predict": "--max-new-tokens",
         "num-tokens": "--max-new-tokens",
         "speculative": "--drafts",
