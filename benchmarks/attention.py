@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo
 from timing import median_ms
 
-from moe_jax.kernels.flash_attention import flash_attention
+from moe_jax.kernels.attention.mosaic.flash import flash_attention
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from moe_jax import from_config
-from moe_jax.demo import small_config, write_json_lines
-from moe_jax.demo_text import library_functions, train_tokenizer
-from moe_jax.train import FinetuneSettings, finetune
+from moe_jax.demo.run import small_config, write_json_lines
+from moe_jax.demo.text import library_functions, train_tokenizer
+from moe_jax.recipes import FinetuneSettings, finetune
 from moe_jax.train.metrics import read_records
 
 

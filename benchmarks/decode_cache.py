@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moe_jax.check import random_model
 from moe_jax.config import NAMED_CONFIGS, DeepseekV3Config
 from moe_jax.layers.cache import KVCache, init_cache
 from moe_jax.layers.latent_attention import LatentAttention, expand
 from moe_jax.models.deepseek_v3 import DeepseekV3
+from moe_jax.models.random_weights import random_model
 
 SMALL = dict(
     vocab_size=256, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_attention_heads=8,

@@ -33,11 +33,11 @@ from timing import median_ms
 
 from moe_jax.kernels import experts_mlp
 from moe_jax.parallel import ExpertParallel, default_hops, expert_parallel_mlp
+from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
 from moe_jax.parallel.expert import TRANSPORTS, combine, dispatch
 from moe_jax.parallel.expert.placement import balanced_order
 from moe_jax.parallel.expert.routes import first_route, owners, queue
 from moe_jax.parallel.expert.settings import Transport, first_capacity
-from moe_jax.parallel.hops import COPIES, MANY_AT_ONCE
 
 SPLIT = P("expert")
 

@@ -22,8 +22,8 @@ from moe_layer_peers import Shape, random_in_jax
 from timing import median_ms
 
 from moe_jax.kernels import experts_mlp
-from moe_jax.kernels.backend import BACKENDS
-from moe_jax.tune import PRESETS, Layer
+from moe_jax.kernels.experts.choose_backend import BACKENDS
+from moe_jax.kernels.experts.mosaic.tune import PRESETS, Layer
 
 TOLERANCE = 2e-2
 """Of a layer's y against f32 of the same tokens, relative in the Frobenius norm."""

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from timing import median_ms
 
-from moe_jax.check import random_model
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.generation import generate
 from moe_jax.generation.devices import generation_mesh
+from moe_jax.models.random_weights import random_model
 
 SMALL = dict(num_hidden_layers=2, hidden_size=64, num_experts=8, moe_intermediate_size=64, vocab_size=512)
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from moe_jax.kernels import experts_mlp
-from moe_jax.kernels.backend import BACKENDS
+from moe_jax.kernels.experts.choose_backend import BACKENDS
 
 WAYS = ("none", "xla", "kernels")
 TOLERANCE = 1e-2

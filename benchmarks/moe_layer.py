@@ -28,8 +28,8 @@ from pathlib import Path
 
 from moe_layer_peers import IN_TORCH, PEERS, Layer, Shape, build, random_in_jax
 
-from moe_jax import tune
-from moe_jax.kernels.backend import BACKENDS
+from moe_jax.kernels.experts.choose_backend import BACKENDS
+from moe_jax.kernels.experts.mosaic import tune
 
 PRESETS = {name: Shape(layer.experts, layer.top_k, layer.hidden, layer.inter) for name, layer in tune.PRESETS.items()}
 """The sizes of published models' layers; the routing is the same for all, softmax over all experts and top-k."""

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from decode_cache import SMALL, TOLERANCE
 from flax import nnx
 
-from moe_jax.check import random_model
 from moe_jax.config import NAMED_CONFIGS, ModelConfig
 from moe_jax.layers.cache import KVCache, init_cache
+from moe_jax.models.random_weights import random_model
 
 SYSTEMS = ("empty", "any", "no cache")
 

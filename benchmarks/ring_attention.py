@@ -31,9 +31,9 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.kernels import attention
 from moe_jax.parallel import context_attention, default_hops, shard_sequence, unshard_sequence
 from moe_jax.parallel.choices import Hops
-from moe_jax.parallel.context import Method
-from moe_jax.parallel.hops import COPIES, MANY_AT_ONCE
-from moe_jax.parallel.sequence import Layout
+from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
+from moe_jax.parallel.sequence.attention import Method
+from moe_jax.parallel.sequence.layouts import Layout
 
 SPLIT = P(None, "context")
 

@@ -20,8 +20,8 @@ import jax
 from moe_layer import PRESETS
 from moe_layer_peers import passes_in_jax, random_in_jax
 
-from moe_jax.kernels.grouped_matmul import mosaic
-from moe_jax.kernels.grouped_matmul.mosaic.tiles import ENVIRONMENT_VARIABLE, choose_tile, halved_tile, rule
+from moe_jax.kernels.experts import mosaic
+from moe_jax.kernels.experts.mosaic.tiles import ENVIRONMENT_VARIABLE, choose_tile, halved_tile, rule
 
 WARM_UP_SECONDS = 1.0
 CHOICES = {"packaged": choose_tile, "rule": rule, "halved": halved_tile}

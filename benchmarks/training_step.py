@@ -4,10 +4,10 @@
     moe-jax launch -- python benchmarks/training_step.py --mesh expert=4 --rows 4      # a process for each GPU
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/training_step.py --small --mesh fsdp=2 expert=2  # CPU
 
-TFLOP/s are model FLOPs (`moe_jax.flops`: recomputed layers count once) of one GPU; "of ceiling" compares them with a dense bf16
-matmul of 8192^3 on one GPU in the same process. Attention counts the keys that a token sees: half a row on average, fewer where
-rows are packed. Routing is the router's own choice of random weights ("own"), the same after experts changed places by a step's
-loads ("rebalanced"), or dealt out evenly ("balanced").
+TFLOP/s are model FLOPs (`moe_jax.cost.flops`: recomputed layers count once) of one GPU; "of ceiling" compares them with a dense
+bf16 matmul of 8192^3 on one GPU in the same process. Attention counts the keys that a token sees: half a row on average, fewer
+where rows are packed. Routing is the router's own choice of random weights ("own"), the same after experts changed places by a
+step's loads ("rebalanced"), or dealt out evenly ("balanced").
 """
 
 import argparse
@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moe_jax.check import random_model
 from moe_jax.config import NAMED_CONFIGS
-from moe_jax.flops import num_parameters, training_flops_per_token
+from moe_jax.cost.flops import num_parameters, training_flops_per_token
+from moe_jax.models.random_weights import random_model
 from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism, default_hops, initialize_processes, make_mesh
 from moe_jax.parallel.expert.placement import device_load
 from moe_jax.train.optimizer import make_optimizer

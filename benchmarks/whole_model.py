@@ -52,7 +52,7 @@ def measure_moe_jax(args: argparse.Namespace) -> dict[str, float]:
     import os
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    from moe_jax.check import check_random
+    from moe_jax.check.report import check_random
 
     report = check_random(_config(args), args.tokens, repeats=args.runs)
     return {

@@ -29,7 +29,7 @@ def main(settings: Settings) -> None:
     for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         print(".".join(map(str, path)), parameter.shape, parameter.dtype)
     total = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    model.save_pretrained(settings.target)
+    moe_jax.save_pretrained(model, settings.target)
     print(f"wrote {total / 1e6:.2f} M parameters to {settings.target}")
 
 

@@ -65,7 +65,7 @@ def main(settings: Settings) -> None:
         state, metrics = train_step(state, batch)
         print(f"step {step}: cross-entropy {metrics['cross_entropy']:.4f}, distance {metrics['distance']:.4f}")
     trained = nnx.merge(graph, state.params, state.expert_bias)
-    trained.save_pretrained(settings.output, tokenizer_from=settings.student)
+    moe_jax.save_pretrained(trained, settings.output, tokenizer_from=settings.student)
     print(f"wrote {settings.output}")
 
 

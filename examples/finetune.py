@@ -2,7 +2,8 @@
 
     python examples/finetune.py --model Qwen/Qwen3-30B-A3B --data chats.jsonl --output runs/mine
 
-The loop is plain JAX and optax on moe_jax's pieces. What it leaves out, `moe_jax.train.finetune` has: resuming, metrics files.
+The loop is plain JAX and optax on moe_jax's pieces. What it leaves out, `moe_jax.recipes.finetune` has:
+resuming, metrics files.
 """
 
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def main(settings: Settings) -> None:
         print(f"step {step}: loss {loss:.4f}, aux loss {float(parts.aux_loss):.3f}, busiest expert {busiest:.2f} x the mean")
 
     trained = nnx.merge(graph, params, *others)
-    trained.save_pretrained(settings.output, tokenizer_from=settings.model)
+    moe_jax.save_pretrained(trained, settings.output, tokenizer_from=settings.model)
     print(f"wrote {settings.output}")
 
 

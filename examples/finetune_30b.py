@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import tyro
 
-from moe_jax import train
-from moe_jax.check import random_model
+import moe_jax
 from moe_jax.config import NAMED_CONFIGS
+from moe_jax.models.random_weights import random_model
 from moe_jax.parallel import MeshShape, initialize_processes, make_mesh
 
 
@@ -47,7 +47,7 @@ def main(settings: Settings) -> None:
     # Tokens travel to experts inside a host, and of few devices; all else is gathered.
     expert = 1 if jax.process_count() == 1 else math.gcd(gpus, 4)
     mesh = MeshShape(fsdp=gpus // expert, expert=expert)
-    finetune_settings = train.FinetuneSettings(
+    finetune_settings = moe_jax.recipes.FinetuneSettings(
         model=settings.model,
         tokenizer=settings.tokenizer,
         data=settings.data,
@@ -64,10 +64,10 @@ def main(settings: Settings) -> None:
     model = None
     if settings.random_weights:
         model = random_model(NAMED_CONFIGS["qwen3-30b-a3b"], jnp.bfloat16, mesh=make_mesh(**asdict(mesh)))
-    result = train.finetune(finetune_settings, model=model)
+    result = moe_jax.recipes.finetune(finetune_settings, model=model)
     if result.step < settings.steps:
         raise SystemExit(143)  # told to stop, and saved: the same command goes on from there
-    result.model.save_pretrained(f"{settings.output}/model", tokenizer_from=settings.tokenizer or settings.model)
+    moe_jax.save_pretrained(result.model, f"{settings.output}/model", tokenizer_from=settings.tokenizer or settings.model)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from moe_jax.lazy import export_lazily
+from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from moe_jax import checkpoint, config, generation, kernels, layers, models, parallel, train
+    from moe_jax import checkpoint, config, generation, kernels, layers, models, parallel, recipes, train
     from moe_jax.checkpoint.hf_load import from_pretrained
+    from moe_jax.checkpoint.hf_save import save_pretrained
     from moe_jax.checkpoint.tokenizer import load_tokenizer
     from moe_jax.config import DeepseekV2Config, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig, load_config
     from moe_jax.generation import chat, complete, generate
@@ -33,6 +34,8 @@ __all__ = [
     "load_tokenizer",
     "models",
     "parallel",
+    "recipes",
+    "save_pretrained",
     "train",
 ]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from moe_jax import __version__
 from moe_jax.commands.other_names import refuse_other_names
-from moe_jax.parallel import environment
+from moe_jax.runtime import environment
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _run_command(name: str, arguments: list[str]) -> None:
         command.settings  # noqa: B018
     import jax
 
-    from moe_jax.parallel import processes
+    from moe_jax.runtime import processes
 
     processes.initialize_processes()
     several, may_be_several = jax.distributed.is_initialized(), BY_NAME[name].several_processes
@@ -159,7 +159,7 @@ def _reader_is_gone() -> bool:
 def _leave(status: int) -> None:
     """Ends the program; where JAX runs, as `processes.leave` does."""
     if "jax" in sys.modules:
-        from moe_jax.parallel import processes
+        from moe_jax.runtime import processes
 
         processes.leave(status)
     raise SystemExit(status)

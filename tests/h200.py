@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from moe_jax import kernels
-from moe_jax.kernels.flash_attention import flash_attention
+from moe_jax.kernels.attention.mosaic.flash import flash_attention
 
 H200 = '''
 platform_name: "CUDA"

@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 import tiny
 
+import moe_jax
 from moe_jax import cli
 from moe_jax.cli import BY_NAME, main
 from moe_jax.commands.check import Check
 from moe_jax.commands.generate import Generate
 from moe_jax.commands.plan import Plan
-from moe_jax.parallel import processes
+from moe_jax.runtime import processes
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     tiny.tokenizer().save_pretrained(folder / "tokenizer")
-    tiny.model().save_pretrained(folder / "model", tokenizer_from=folder / "tokenizer")
+    moe_jax.save_pretrained(tiny.model(), folder / "model", tokenizer_from=folder / "tokenizer")
     return folder / "model"
 
 
@@ -52,7 +53,7 @@ def test_convert_to_a_narrower_dtype_says_so_and_what_it_replaces(checkpoint, tm
 
 def test_finetune_then_generate(checkpoint, tmp_path, capsys, monkeypatch):
     data, output = tiny.write_texts(tmp_path / "texts"), tmp_path / "run"
-    tiny.model().save_pretrained(tmp_path / "without-tokenizer")
+    moe_jax.save_pretrained(tiny.model(), tmp_path / "without-tokenizer")
     options = "--seq-len 16 --batch-size 2 --steps 3 --dtype float32".split()
     model = ["--model", str(tmp_path / "without-tokenizer"), "--tokenizer", str(checkpoint)]
     main(["finetune", *model, "--data", str(data), "--output", str(output), *options])
@@ -83,7 +84,7 @@ def test_generate_with_drafts_draws_and_prints_how_many_were_accepted(checkpoint
 
 def test_a_prompt_begins_as_its_tokenizer_begins_a_text_but_not_behind_a_template(tmp_path, monkeypatch):
     tiny.tokenizer_with_a_beginning().save_pretrained(tmp_path / "tokenizer")
-    tiny.dense().save_pretrained(tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+    moe_jax.save_pretrained(tiny.dense(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     prompts = []
     monkeypatch.setattr("moe_jax.generation.generate", lambda model, prompt, **options: prompts.append(prompt) or [])
     for chat in ([], ["--chat"]):

@@ -18,13 +18,14 @@ import tiny
 import tyro
 import yaml
 
+import moe_jax
 from moe_jax import cli, train
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import Run
 from moe_jax.cost.attention import travelling_elements
+from moe_jax.cost.gpus import machine
 from moe_jax.cost.memory import memory_bytes
 from moe_jax.parallel import MeshShape
-from moe_jax.parallel.gpus import machine
 from moe_jax.train.data.chat import chat_tokens
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +56,7 @@ def checkpoints(tmp_path_factory):
     found = {}
     for hub_id, model in {"Qwen/Qwen3-0.6B": tiny.dense(), "Qwen/Qwen3-30B-A3B": tiny.model()}.items():
         found[hub_id] = folder / hub_id.split("/")[1]
-        model.save_pretrained(found[hub_id], tokenizer_from=folder / "tokenizer")
+        moe_jax.save_pretrained(model, found[hub_id], tokenizer_from=folder / "tokenizer")
     return found
 
 

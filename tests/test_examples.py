@@ -25,7 +25,7 @@ def load(name):
 @pytest.fixture
 def checkpoint(tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
-    tiny.model().save_pretrained(tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+    moe_jax.save_pretrained(tiny.model(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     return tmp_path / "model"
 
 
@@ -55,7 +55,7 @@ def test_finetune_30b_with_the_recipe_on_a_small_checkpoint(checkpoint, tmp_path
 
 def test_distillation_brings_the_student_nearer_to_the_teacher(checkpoint, tmp_path, capsys):
     example = load("distillation")
-    tiny.dense(rngs=nnx.Rngs(1)).save_pretrained(tmp_path / "student", tokenizer_from=tmp_path / "tokenizer")
+    moe_jax.save_pretrained(tiny.dense(rngs=nnx.Rngs(1)), tmp_path / "student", tokenizer_from=tmp_path / "tokenizer")
     data = tiny.write_texts(tmp_path / "texts")
     models = dict(teacher=str(checkpoint), student=str(tmp_path / "student"), output=str(tmp_path / "out"))
     example.main(example.Settings(**models, data=str(data), steps=6, batch_size=2, seq_len=16, learning_rate=1e-2))

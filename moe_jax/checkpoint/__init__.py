@@ -8,7 +8,7 @@ checkpoint.save_pretrained(model, "hf")         # back to a Hugging Face folder
 
 from typing import TYPE_CHECKING
 
-from moe_jax.lazy import export_lazily
+from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
     from moe_jax.checkpoint.hf_files import CheckpointError

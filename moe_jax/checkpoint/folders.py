@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
-from moe_jax.parallel.processes import barrier, is_first_process
+from moe_jax.runtime.processes import barrier, is_first_process
 
 MODEL_FILES = (
     "config.json",

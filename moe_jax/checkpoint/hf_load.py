@@ -27,7 +27,7 @@ from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.inputs import float_dtype
 from moe_jax.parallel.layout import parameter_sharding
-from moe_jax.parallel.processes import is_first_process
+from moe_jax.runtime.processes import is_first_process
 
 _logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from moe_jax.checkpoint.companions import Companions, write_json
 from moe_jax.checkpoint.folders import replaced_folder
 from moe_jax.checkpoint.hf_names import export, hf_tensors
 from moe_jax.models.decoder import Decoder
-from moe_jax.parallel.processes import is_first_process
+from moe_jax.runtime.processes import is_first_process
 
 
 def save_pretrained(

@@ -19,7 +19,7 @@ from moe_jax.config import load_config
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import parameter_sharding
-from moe_jax.parallel.processes import is_first_process
+from moe_jax.runtime.processes import is_first_process
 
 
 def save_orbax(

@@ -49,8 +49,8 @@ class Check:
         """Prints the report."""
         import jax
 
-        from moe_jax import check
-        from moe_jax.parallel.processes import is_first_process
+        from moe_jax.check import report as check
+        from moe_jax.runtime.processes import is_first_process
 
         if (self.path is None) == (self.random_config is None):
             raise ValueError("give either a checkpoint's path or --random-config NAME")

@@ -44,8 +44,8 @@ class Convert:
         from moe_jax.checkpoint.hf_save import save_pretrained
         from moe_jax.checkpoint.orbax_params import load_orbax, save_orbax
         from moe_jax.checkpoint.stored_dtype import StoredDtype, stored_dtype
+        from moe_jax.recipes.finetuning.settings_file import chosen_template
         from moe_jax.train import model_of_run
-        from moe_jax.train.settings_file import chosen_template
 
         is_run, is_orbax = ((Path(self.source).expanduser() / name).is_dir() for name in ("checkpoints", "params"))
         if self.step is not None and not is_run:
@@ -72,7 +72,7 @@ class Convert:
 def _tokenizer_of_run(output: Path) -> str | None:
     """Where the run's tokenizer is, if it can be had; says so if not."""
     from moe_jax.checkpoint.companions import tokenizer_files
-    from moe_jax.train.settings_file import noted_tokenizer
+    from moe_jax.recipes.finetuning.settings_file import noted_tokenizer
 
     named = noted_tokenizer(output)
     try:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moe_jax.demo import DemoSettings, run_demo
+from moe_jax.demo.run import DemoSettings, run_demo
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 
 from moe_jax.parallel.choices import MeshShape
-from moe_jax.train.settings import FinetuneSettings
+from moe_jax.recipes.finetuning.settings import FinetuneSettings
 
 GROUPS = {
     "run": (
@@ -39,10 +39,11 @@ def settings_of(command: Any) -> FinetuneSettings:
 
 def _run(command: Any) -> None:
     """Trains and exports, or rehearses. A run that was told to stop ends with status 143, as a program that SIGTERM ended."""
-    from moe_jax.parallel import processes
-    from moe_jax.train import dry_run, finetune
-    from moe_jax.train.lock import output_lock
-    from moe_jax.train.settings_file import chosen_template
+    from moe_jax.checkpoint.hf_save import save_pretrained
+    from moe_jax.recipes import dry_run, finetune
+    from moe_jax.recipes.finetuning.lock import output_lock
+    from moe_jax.recipes.finetuning.settings_file import chosen_template
+    from moe_jax.runtime import processes
 
     settings = command.settings
     if settings.dry_run:
@@ -57,7 +58,7 @@ def _run(command: Any) -> None:
     folder = Path(settings.output).expanduser() / "model"
     template = None if settings.chat_template is None else chosen_template(folder.parent)
     with output_lock(folder.parent):
-        result.model.save_pretrained(folder, tokenizer_from=settings.tokenizer, chat_template=template)
+        save_pretrained(result.model, folder, tokenizer_from=settings.tokenizer, chat_template=template)
     if first:
         print(f"trained to step {result.step}; Hugging Face checkpoint in {folder}")
 

@@ -62,7 +62,7 @@ class Generate:
         from moe_jax.generation.request import checked_request
         from moe_jax.generation.speculative import check_drafts
         from moe_jax.generation.text import added_text, chat_prompts, completion_tokens, text_options
-        from moe_jax.parallel.processes import is_first_process
+        from moe_jax.runtime.processes import is_first_process
 
         count = device_count(self.devices)
         folder = find_checkpoint(self.model)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moe_jax.launch import LaunchSettings, launch
+from moe_jax.runtime.launch import LaunchSettings, launch
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from moe_jax.config import NAMED_CONFIGS, load_config
-from moe_jax.parallel.gpus import machine
+from moe_jax.cost.gpus import machine
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Plan:
 
     def run(self) -> None:
         """Prints the table."""
-        from moe_jax import plan
-        from moe_jax.slurm import write_batch_script
+        from moe_jax.cost import plan
+        from moe_jax.cost.slurm import write_batch_script
 
         if self.config not in NAMED_CONFIGS and not Path(self.config).is_dir():
             names = ", ".join(NAMED_CONFIGS)

@@ -26,7 +26,7 @@ class Plot:
 
     def run(self) -> None:
         """Draws, and prints where the pictures are."""
-        from moe_jax.plots import plot_run
+        from moe_jax.train.plots import plot_run
 
         for path in plot_run(self.run_folder, self.output, step=self.step):
             print(f"wrote {path}")

@@ -38,8 +38,7 @@ class Tune:
 
     def run(self) -> None:
         """Prints every time, and writes the table after each layer."""
-        from moe_jax import tune
-        from moe_jax.kernels.grouped_matmul.mosaic import tiles
+        from moe_jax.kernels.experts.mosaic import tiles, tune
 
         sizes = [size for size in (self.hidden, self.inter, self.experts, self.top_k) if size is not None]
         if len(sizes) != (0 if self.preset else 4):

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from moe_jax.lazy import export_lazily
+from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
     from moe_jax.config.base import ModelConfig, RopeParameters, Stage

@@ -8,7 +8,7 @@ import math
 
 from moe_jax.config import DeepseekV3Config, ModelConfig
 from moe_jax.cost.layer import ELEMENT, Passes, matmul_seconds
-from moe_jax.parallel.machine import Machine
+from moe_jax.cost.machine import Machine
 
 
 def attention_seconds(tokens: int, keys: float, config: ModelConfig, machine: Machine) -> Passes:

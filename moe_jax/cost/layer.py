@@ -7,7 +7,7 @@ hidden, I intermediate. Operands have 2 bytes an element.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moe_jax.parallel.machine import Machine
+from moe_jax.cost.machine import Machine
 
 ELEMENT = 2
 """Bytes."""

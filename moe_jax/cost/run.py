@@ -14,10 +14,10 @@ from moe_jax.layers.moe import EXPERT_CHUNK_TOKENS
 from moe_jax.layers.stack import Remat
 from moe_jax.models.auto import from_config
 from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
-from moe_jax.parallel.context import Method
 from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, devices_of_step, first_capacity
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec
-from moe_jax.parallel.ring import devices_of_turn
+from moe_jax.parallel.sequence.attention import Method
+from moe_jax.parallel.sequence.ring import devices_of_turn
 
 Dtype = Literal["bfloat16", "float32"]
 BYTES = {"bfloat16": 2, "float32": 4}

@@ -1,7 +1,7 @@
 """How long a training step takes and how much memory a device needs, for a model on a mesh: predicted, not measured.
 
 A step is the sum of its parts. The kernels of one layer come from `cost.layer`, the bytes that travel from the layout
-(`parallel.layout`) and the transport, the rates from `parallel.machine`. Gathers of a layer's parameters, and the sums of their
+(`parallel.layout`) and the transport, the rates from `cost.machine`. Gathers of a layer's parameters, and the sums of their
 gradients, run beside the computation of another layer: by copies they take but the memory's time, by NCCL `Machine.hidden` of
 them takes none. What hides of an exchange and of attention's hops, `cost.travel` says. Copies to and from the host's memory
 hide; nothing else overlaps. docs/scaling.md compares it with what was measured.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from moe_jax.config import Stage
 from moe_jax.cost.attention import attention_seconds, moved_elements
+from moe_jax.cost.flops import attention_matrices, training_flops_per_token
 from moe_jax.cost.layer import (
     Experts,
     Passes,
@@ -21,12 +22,11 @@ from moe_jax.cost.layer import (
     matmul_seconds,
     router_seconds,
 )
+from moe_jax.cost.machine import H200, Machine
 from moe_jax.cost.memory import host_bytes, kept_by_layer, memory_bytes
 from moe_jax.cost.run import BYTES, Run
 from moe_jax.cost.travel import context_seconds, exchange_seconds, gather_seconds, once_a_step_seconds
-from moe_jax.flops import attention_matrices, training_flops_per_token
 from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
-from moe_jax.parallel.machine import H200, Machine
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Prediction:
 
     @property
     def flops_per_second(self) -> float:
-        """Model FLOPs of one device (`moe_jax.flops`: what is computed again counts once)."""
+        """Model FLOPs of one device (`moe_jax.cost.flops`: what is computed again counts once)."""
         keys = self.run.sequence_length / 2 if self.run.keys_per_token is None else self.run.keys_per_token
         return training_flops_per_token(self.run.config, 2 * keys) * self.tokens_per_second
 

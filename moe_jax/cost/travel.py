@@ -5,10 +5,7 @@ from typing import NamedTuple
 
 from moe_jax.cost.attention import expanded_elements, expansion_seconds, key_value_elements, travelling_elements
 from moe_jax.cost.layer import ELEMENT, Passes
-from moe_jax.cost.run import Run
-from moe_jax.parallel.choices import MESH_AXES
-from moe_jax.parallel.expert.settings import further_capacity
-from moe_jax.parallel.machine import (
+from moe_jax.cost.machine import (
     Machine,
     all_gather_seconds,
     all_reduce_seconds,
@@ -16,6 +13,9 @@ from moe_jax.parallel.machine import (
     reduce_scatter_seconds,
     ring_hop_seconds,
 )
+from moe_jax.cost.run import Run
+from moe_jax.parallel.choices import MESH_AXES
+from moe_jax.parallel.expert.settings import further_capacity
 
 OF_QUERIES = 0.4
 """The share of attention's backward pass that computes the gradients of queries."""
@@ -155,8 +155,8 @@ class Gathers(NamedTuple):
 def gather_seconds(run: Run, stage: int, machine: Machine) -> tuple[Gathers, Gathers]:
     """(forward, backward) of one layer: its matrices gathered, backward again, and their gradients sent to who keeps them.
 
-    By copies (`parallel.direct`) what arrives is read and written once more, into its place, and of gradients what leaves is
-    cut out and what arrives is read for the sum.
+    By copies (`parallel.collectives.direct`) what arrives is read and written once more, into its place, and of gradients
+    what leaves is cut out and what arrives is read for the sum.
     """
     gather = sums = Gathers(0.0, 0.0)
     for p in run.parameters:

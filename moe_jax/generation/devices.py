@@ -28,7 +28,7 @@ from moe_jax.kernels.varying import vary_as
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.fsdp import ShardedParameters
-from moe_jax.parallel.processes import is_first_process
+from moe_jax.runtime.processes import is_first_process
 
 AXES = ("fsdp", "expert")
 

@@ -6,11 +6,11 @@ from typing import Any, TypedDict, Unpack, overload
 
 from moe_jax.checkpoint.companions import generation_config
 from moe_jax.checkpoint.hf_load import find_config, from_pretrained
+from moe_jax.checkpoint.messages import check_messages, check_template
 from moe_jax.checkpoint.tokenizer import beginning, load_tokenizer
 from moe_jax.config import ModelConfig, load_config
 from moe_jax.generation.generate import generate
 from moe_jax.generation.request import checked_request
-from moe_jax.messages import check_messages, check_template
 from moe_jax.models.decoder import Decoder
 
 Messages = str | Sequence[Mapping[str, Any]]

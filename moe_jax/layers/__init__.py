@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from moe_jax.lazy import export_lazily
+from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
     from moe_jax.layers.attend import Attend
@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from moe_jax.layers.balance import Sequences, move_bias
     from moe_jax.layers.cache import KVCache
     from moe_jax.layers.group_router import GroupRouter, GroupRule
-    from moe_jax.layers.gshard import drop_over_capacity, random_second_expert
     from moe_jax.layers.latent_attention import LatentAttention
     from moe_jax.layers.linear import Embedding, Linear
     from moe_jax.layers.mlp import MLP
@@ -46,11 +45,9 @@ __all__ = [
     "RouterStatistics",
     "Routing",
     "Sequences",
-    "drop_over_capacity",
     "load_balancing_loss",
     "load_balancing_loss_per_layer",
     "move_bias",
-    "random_second_expert",
     "router_z_loss",
     "sequence_balance_loss",
     "sum_over_mesh",

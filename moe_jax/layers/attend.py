@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.attention import attention
+from moe_jax.kernels.attention.api import attention
 from moe_jax.layers.cache import KVCache
-from moe_jax.parallel.context import ContextParallel
-from moe_jax.parallel.ring import Expand, Kept, keys_and_values
+from moe_jax.parallel.sequence.attention import ContextParallel
+from moe_jax.parallel.sequence.ring import Expand, Kept, keys_and_values
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from moe_jax.layers.segments import segment_positions
-from moe_jax.parallel.context import ContextParallel
+from moe_jax.parallel.sequence.attention import ContextParallel
 
 
 def move_bias(

@@ -10,8 +10,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.kernels.experts import experts_mlp
-from moe_jax.kernels.routing import int32_ids
+from moe_jax.kernels.experts.api import experts_mlp
+from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.linear import normal_parameter

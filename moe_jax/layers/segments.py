@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from moe_jax.parallel.context import ContextParallel
+from moe_jax.parallel.sequence.attention import ContextParallel
 
 
 def segment_positions(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:

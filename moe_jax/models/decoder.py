@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,9 +28,9 @@ from moe_jax.models.decoder_layer import DecoderLayer, SparseDecoderLayer
 from moe_jax.models.inputs import check_options, check_shapes, float_dtype, integers, token_ids
 from moe_jax.models.mtp import TokenPredictor
 from moe_jax.models.output import HiddenStates, ModelOutput
-from moe_jax.parallel.context import ContextParallel
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.fsdp import LayerGather
+from moe_jax.parallel.sequence.attention import ContextParallel
 
 NO_WINDOW = 2**30
 """A sliding window longer than any sequence, for the layers of a sliding model that see everything."""
@@ -240,15 +239,6 @@ class Decoder(nnx.Module):
     def head_weight(self) -> Float[Array, "vocab hidden"]:
         """The vocabulary projection: the embedding table itself when the two are tied."""
         return self.embed_tokens.weight[...] if self.config.tie_word_embeddings else self.lm_head.weight[...]
-
-    def save_pretrained(
-        self, folder: str | Path, *, tokenizer_from: str | Path | None = None, chat_template: str | None = None
-    ) -> None:
-        """Writes a Hugging Face checkpoint; see `moe_jax.checkpoint.hf_save.save_pretrained`."""
-        # Checkpoints stand above models; this method is the one place that reaches up.
-        from moe_jax.checkpoint.hf_save import save_pretrained
-
-        save_pretrained(self, folder, tokenizer_from=tokenizer_from, chat_template=chat_template)
 
     def _decoder_layers(self, stage: Stage, param_dtype, rngs: nnx.Rngs) -> DecoderLayer:
         """The layers of one stage, stacked."""

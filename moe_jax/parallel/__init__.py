@@ -2,19 +2,19 @@
 
 from typing import TYPE_CHECKING
 
-from moe_jax.lazy import export_lazily
+from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
     from moe_jax.parallel.choices import MESH_AXES, MeshShape
-    from moe_jax.parallel.context import ContextParallel, context_attention, own_tokens, starts_of_segments
+    from moe_jax.parallel.collectives.hops import default_hops
     from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
     from moe_jax.parallel.fsdp import ShardedParameters
-    from moe_jax.parallel.hops import default_hops
     from moe_jax.parallel.layout import parameter_sharding
     from moe_jax.parallel.mesh import make_mesh
     from moe_jax.parallel.parallelism import Parallelism
-    from moe_jax.parallel.processes import initialize_processes
-    from moe_jax.parallel.sequence import shard_sequence, token_indices, unshard_sequence
+    from moe_jax.parallel.sequence.attention import ContextParallel, context_attention, own_tokens, starts_of_segments
+    from moe_jax.parallel.sequence.layouts import shard_sequence, token_indices, unshard_sequence
+    from moe_jax.runtime.processes import initialize_processes
 
 __all__ = [
     "MESH_AXES",

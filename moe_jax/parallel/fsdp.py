@@ -19,9 +19,9 @@ from jaxtyping import Array
 from moe_jax.kernels.precision import widened
 from moe_jax.kernels.varying import varying_axes
 from moe_jax.parallel.choices import Hops
-from moe_jax.parallel.direct import add_contributions, join_parts, send_contributions, send_part
+from moe_jax.parallel.collectives.direct import add_contributions, join_parts, send_contributions, send_part
+from moe_jax.parallel.collectives.sums import sum_scatter
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec
-from moe_jax.parallel.sums import sum_scatter
 
 Gather = tuple[tuple[int, tuple[str, ...]], ...]
 """How an array comes out of the devices' parts: (an axis, the last is -1; the mesh axes over which it is joined), as often as

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.parallel.choices import Hops
-from moe_jax.parallel.context import ContextParallel
+from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE, check_hops
 from moe_jax.parallel.expert import ExpertParallel
-from moe_jax.parallel.hops import COPIES, MANY_AT_ONCE, check_hops
+from moe_jax.parallel.sequence.attention import ContextParallel
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from moe_jax.layers.segments import later, reaches
 from moe_jax.layers.stack import Remat
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.output import HiddenStates
-from moe_jax.parallel.context import ContextParallel
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.fsdp import LayerGather
+from moe_jax.parallel.sequence.attention import ContextParallel
 
 Batch = dict[str, Int[Array, "batch seq"]]
 """tokens, labels (the next token of the same document), loss_mask (0 or 1), positions and segment_ids, all int32; it may have

@@ -23,7 +23,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.layout import parameter_path
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.parallel.sequence import shard_sequence
+from moe_jax.parallel.sequence.layouts import shard_sequence
 from moe_jax.train import master_weights
 from moe_jax.train.loss import BATCH_ARRAYS, Batch
 from moe_jax.train.objective import OwnLoss, next_tokens, own_loss, refuse_coefficients, refuse_further_predictors

@@ -7,6 +7,7 @@ import pytest
 from checkpoint_helpers import MOE_SIZES, edit_config, parameters, read_weights, same_bits
 from flax import nnx
 
+import moe_jax
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.orbax_params import load_orbax, save_orbax
 from moe_jax.config import Qwen3Config, Qwen3MoeConfig
@@ -82,8 +83,8 @@ def test_from_hugging_face_and_back(moe_folder, tmp_path):
 
 def test_one_format_takes_the_place_of_the_other(tmp_path):
     model = random_model("float32")
-    model.save_pretrained(tmp_path / "out")
+    moe_jax.save_pretrained(model, tmp_path / "out")
     save_orbax(model, tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.safetensors"))
-    model.save_pretrained(tmp_path / "out")
+    moe_jax.save_pretrained(model, tmp_path / "out")
     assert not (tmp_path / "out" / "params").exists()

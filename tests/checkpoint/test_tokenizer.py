@@ -5,6 +5,7 @@ import re
 import pytest
 import tiny
 
+import moe_jax
 from moe_jax.checkpoint import hub
 from moe_jax.checkpoint.tokenizer import load_tokenizer
 
@@ -28,7 +29,7 @@ def test_a_tokenizer_on_the_hub_is_asked_for_once(tmp_path, monkeypatch):
 
 def test_a_model_without_a_tokenizer_has_none(tmp_path):
     """transformers makes one of special tokens alone, of config.json."""
-    tiny.dense().save_pretrained(tmp_path)
+    moe_jax.save_pretrained(tiny.dense(), tmp_path)
     with pytest.raises(ValueError, match=f"no tokenizer can be read from the folder {re.escape(str(tmp_path))}: there are no"):
         load_tokenizer(tmp_path)
 

@@ -2,13 +2,14 @@
 
 import tiny
 
+import moe_jax
 from moe_jax.cli import main
-from moe_jax.train import finetune
+from moe_jax.recipes import finetune
 
 
 def test_a_runs_tokenizer_goes_along(tmp_path, capsys):
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
-    tiny.dense().save_pretrained(tmp_path / "base", tokenizer_from=tmp_path / "tokenizer")
+    moe_jax.save_pretrained(tiny.dense(), tmp_path / "base", tokenizer_from=tmp_path / "tokenizer")
     texts = tiny.write_texts(tmp_path / "texts")
     settings = tiny.settings(tmp_path, model=str(tmp_path / "base"), data=str(texts), steps=1, warmup_steps=0)
     finetune(settings)

@@ -9,7 +9,7 @@ from moe_jax.commands.finetune import GROUPS, Finetune
 from moe_jax.commands.generate import Generate
 from moe_jax.commands.other_names import OTHER_NAMES
 from moe_jax.parallel.choices import MeshShape
-from moe_jax.train.settings import FinetuneSettings
+from moe_jax.recipes.finetuning.settings import FinetuneSettings
 
 
 @pytest.fixture

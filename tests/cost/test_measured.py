@@ -12,13 +12,13 @@ import pytest
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import Run, predict
 from moe_jax.cost.attention import attention_seconds
+from moe_jax.cost.flops import num_parameters
 from moe_jax.cost.layer import Experts, experts_seconds, router_seconds
+from moe_jax.cost.machine import H200
 from moe_jax.cost.memory import memory_bytes
 from moe_jax.cost.step import layer_seconds, vocabulary_seconds
 from moe_jax.cost.travel import context_seconds, exchange_seconds
-from moe_jax.flops import num_parameters
 from moe_jax.parallel.choices import MeshShape
-from moe_jax.parallel.machine import H200
 
 QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
 DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]

@@ -14,14 +14,14 @@ from jax.sharding import AbstractMesh
 from moe_jax.config import NAMED_CONFIGS, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 from moe_jax.cost import Run, predict
 from moe_jax.cost.attention import attention_seconds
+from moe_jax.cost.flops import num_parameters, training_flops_per_token
+from moe_jax.cost.machine import H200
 from moe_jax.cost.step import layer_seconds
 from moe_jax.cost.travel import context_seconds, gather_seconds
-from moe_jax.flops import num_parameters, training_flops_per_token
 from moe_jax.models.auto import from_config
 from moe_jax.parallel import ExpertParallel, Parallelism, ShardedParameters
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.parallel.expert.mlp import _plan
-from moe_jax.parallel.machine import H200
 
 QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
 DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]

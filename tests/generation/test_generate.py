@@ -45,7 +45,7 @@ def test_greedy_equals_transformers_token_for_token(model_type, overrides):
 )
 def test_on_an_h200_the_prompt_alone_takes_the_fused_kernel(name, module, monkeypatch):
     """Also in the cache of a module that drafts."""
-    attention, shapes = importlib.import_module("moe_jax.kernels.attention"), []
+    attention, shapes = importlib.import_module("moe_jax.kernels.attention.api"), []
 
     def recorded(q, k, v, **options):
         shapes.append((q.shape, k.shape[1]))

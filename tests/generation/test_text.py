@@ -17,7 +17,7 @@ TOKENS = 6
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("text")
     tiny.tokenizer().save_pretrained(made / "tokenizer")
-    tiny.dense().save_pretrained(made / "model", tokenizer_from=made / "tokenizer")
+    moe_jax.save_pretrained(tiny.dense(), made / "model", tokenizer_from=made / "tokenizer")
     return made / "model"
 
 

@@ -41,9 +41,9 @@ for hidden, inter, experts, k in ((2048, 768, 128, 8), (7168, 2048, 256, 8), (40
 """
 
 GATHERING = """
-from moe_jax.kernels.grouped_matmul.mosaic.by_rows import matmul_gated_silu
-from moe_jax.kernels.grouped_matmul.mosaic.ring import Tile
-from moe_jax.kernels.routing import plan
+from moe_jax.kernels.experts.mosaic.by_rows import matmul_gated_silu
+from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.experts.routing import plan
 
 for tile in (Tile(128, 128, 6), Tile(64, 256, 4)):
     def gate_up(x, w, chosen):
@@ -54,8 +54,8 @@ for tile in (Tile(128, 128, 6), Tile(64, 256, 4)):
 """
 
 SUMS = """
-from moe_jax.kernels.grouped_matmul import mosaic
-from moe_jax.kernels.routing import plan
+from moe_jax.kernels.experts.backends import mosaic
+from moe_jax.kernels.experts.routing import plan
 
 def step(rows, chosen, weights=None):
     return mosaic.token_sums(rows, plan(chosen, 32, mosaic.ROW_ALIGNMENT), weights, share=1, shares=3)
@@ -67,8 +67,8 @@ for hidden, k, weighted in ((2048, 8, True), (2048, 8, False), (4096, 2, False),
 """
 
 TOTALS = """
-from moe_jax.kernels.grouped_matmul import mosaic
-from moe_jax.kernels.routing import plan
+from moe_jax.kernels.experts.backends import mosaic
+from moe_jax.kernels.experts.routing import plan
 from moe_jax.layers.stack import _put, _take
 
 def step(totals, dh, x, chosen):
@@ -107,9 +107,9 @@ assert in_place and not any("dynamic-slice-fusion" in name for name in in_place)
 """
 
 BY_TURNS = """
-from moe_jax.kernels.grouped_matmul.mosaic.tile_limits import PASSES, candidates
-from moe_jax.kernels.routing import plan
-from moe_jax.tile_timing import operand_shapes, run_pass
+from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, candidates
+from moe_jax.kernels.experts.routing import plan
+from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass
 
 def step(tile, pass_name, chosen, *operands):
     return run_pass(pass_name, tile, plan(chosen, 128, 64), *operands)

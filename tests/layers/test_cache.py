@@ -17,7 +17,7 @@ from moe_jax.config import NAMED_CONFIGS
 from moe_jax.layers.cache import init_cache
 
 # The package exports the function under the module's name.
-attention = importlib.import_module("moe_jax.kernels.attention")
+attention = importlib.import_module("moe_jax.kernels.attention.api")
 
 DEVICE = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 H200 = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=DEVICE)

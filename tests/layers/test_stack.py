@@ -158,7 +158,7 @@ def test_on_a_gpu_gradients_are_written_once(devices):
 GATHERED = """
 from moe_jax.layers.stack import run_layers
 from moe_jax.parallel.fsdp import LayerGather
-from moe_jax.parallel.hops import COPIES, MANY_AT_ONCE
+from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
 
 mesh = make_mesh(4, "fsdp")
 gather = LayerGather((((-3, ("fsdp",)),),) * 2, bf16, "copies")

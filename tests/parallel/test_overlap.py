@@ -7,7 +7,7 @@ from h200 import kernels_beside_copies, needs_compiler, run_script
 
 COMPILED = """
 from moe_jax.parallel import ExpertParallel, context_attention, expert_parallel_mlp
-from moe_jax.parallel.hops import COPIES, MANY_AT_ONCE
+from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
 
 def on_four(f, axis, spec, *shapes):
     mesh = make_mesh(4, axis)

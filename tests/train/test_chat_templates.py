@@ -5,6 +5,7 @@ import json
 import pytest
 import tiny
 
+import moe_jax
 from moe_jax.cli import main
 from moe_jax.train import load_tokenizer
 from moe_jax.train.data.chat import chat_tokens
@@ -41,14 +42,14 @@ def test_it_is_the_one_template_of_the_saved_tokenizer(tmp_path):
     (tmp_path / "old" / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((tmp_path / "old" / "tokenizer_config.json").read_text())
     (tmp_path / "old" / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "old"}))
-    tiny.dense().save_pretrained(tmp_path / "new", tokenizer_from=tmp_path / "old", chat_template=CHATML)
+    moe_jax.save_pretrained(tiny.dense(), tmp_path / "new", tokenizer_from=tmp_path / "old", chat_template=CHATML)
     assert load_tokenizer(tmp_path / "old").chat_template == "old"
     assert load_tokenizer(tmp_path / "new").chat_template == CHATML
     assert "chat_template" not in json.loads((tmp_path / "new" / "tokenizer_config.json").read_text())
 
 
 def test_a_run_and_what_is_converted_of_it_have_the_template(tmp_path):
-    tiny.dense().save_pretrained(tmp_path / "base")
+    moe_jax.save_pretrained(tiny.dense(), tmp_path / "base")
     tiny.tokenizer(None).save_pretrained(tmp_path / "base")
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     paths = {"--model": tmp_path / "base", "--data": tmp_path / "chats.jsonl", "--output": tmp_path / "run"}

@@ -10,7 +10,8 @@ from moe_jax import from_pretrained
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.cli import main
 from moe_jax.config import config_to_dict
-from moe_jax.train import FinetuneSettings, finetune, model_of_run
+from moe_jax.recipes import FinetuneSettings, finetune
+from moe_jax.train import model_of_run
 from moe_jax.train.master_weights import split
 from moe_jax.train.step import TrainState
 

@@ -8,7 +8,7 @@ from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import moe_jax
-from moe_jax.train import FinetuneSettings
+from moe_jax.recipes import FinetuneSettings
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

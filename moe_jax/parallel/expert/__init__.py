@@ -5,7 +5,7 @@ docs/parallel_experts.md compares the transports.
 
 from typing import TYPE_CHECKING
 
-from moe_jax.lazy import export_lazily
+from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
     from moe_jax.parallel.expert.exchange import combine, dispatch

@@ -6,8 +6,8 @@
 import jax
 from jaxtyping import Array, Float, Num
 
+from moe_jax.parallel.collectives.sums import sum_scatter
 from moe_jax.parallel.expert.routes import Route
-from moe_jax.parallel.sums import sum_scatter
 
 
 def to_experts(x: Num[Array, "tokens features"], route: Route, axis_name: str) -> Num[Array, "received features"]:

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.experts import Part, experts_mlp, experts_mlp_of_parts
+from moe_jax.kernels.experts.api import Part, experts_mlp, experts_mlp_of_parts
+from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.precision import at_least_f32, widened
-from moe_jax.kernels.routing import int32_ids
 from moe_jax.kernels.shapes import check_experts_mlp
 from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.expert import pairwise

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from moe_jax.kernels.routing import wide_ids
+from moe_jax.kernels.experts.routing import wide_ids
 from moe_jax.parallel.expert.settings import Capacity
 
 

@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from moe_jax.parallel.machine import H200
-
 Transport = Literal["gather", "all_to_all", "ragged", "pairwise"]
 
 TRANSPORTS = get_args(Transport)
@@ -18,6 +16,10 @@ SMALLEST_CAPACITY = 64
 ROOM_OF_STEP = 2**18
 """With "pairwise", other devices' tokens are computed together while there is room for no more rows than these, at least those
 of one device: fewer matmuls fill the GPU better, while their memory and what travels behind the last stay bounded."""
+
+
+FLOPS_PER_BYTE = 2210.5263157894738
+"""`cost.machine.H200`: FLOP/s of the experts' nine matmuls over the bytes/s of an all-to-all over NVLink."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class ExpertParallel:
       shadow_experts: how many experts at most a call may copy to all devices, where that makes the busiest device's work
         shorter by more than the copies take (`parallel.expert.shadow`).
       flops_per_byte: FLOPs of an expert's matmuls that a device does while a byte leaves it: what a shadow's copies cost. With
-        0 every shadow pays that takes rows from the busiest device. Default: an H200's, by `parallel.machine`.
+        0 every shadow pays that takes rows from the busiest device. Default: that of an H200.
 
     Raises:
       ValueError: an unknown transport or drop, a capacity_factor that is no number above 0, a group_size below 1 or without
@@ -50,7 +52,7 @@ class ExpertParallel:
     drop: Literal["position", "probability"] | None = None
     group_size: int | None = None
     shadow_experts: int = 0
-    flops_per_byte: float = H200.experts_training / H200.all_to_all
+    flops_per_byte: float = FLOPS_PER_BYTE
 
     def __post_init__(self):
         if self.transport not in (None, *TRANSPORTS):

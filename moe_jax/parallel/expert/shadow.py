@@ -14,7 +14,7 @@ from jax.custom_batching import custom_vmap
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int
 
-from moe_jax.parallel.sums import sum_to_all
+from moe_jax.parallel.collectives.sums import sum_to_all
 
 Weights = tuple[Array, Array]
 """Of some experts: w_gate_up and w_down."""

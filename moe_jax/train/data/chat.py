@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from moe_jax.messages import check_template
+from moe_jax.checkpoint.messages import check_template
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

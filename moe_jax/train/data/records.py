@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from moe_jax.messages import check_messages
+from moe_jax.checkpoint.messages import check_messages
 
 BOM = "\N{ZERO WIDTH NO-BREAK SPACE}".encode()
 """A mark that some editors write at the beginning of a file; no part of the text."""

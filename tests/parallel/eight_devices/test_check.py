@@ -9,8 +9,9 @@ import pytest
 import tiny
 from meshes import laid_out
 
+import moe_jax
+from moe_jax.check.passes import passes_over
 from moe_jax.cli import main
-from moe_jax.passes import passes_over
 
 TOKENS = [5, 3, 260, 3, 3, 17, 80]
 
@@ -36,7 +37,7 @@ def test_logits_and_every_gradient_are_those_of_one_device(make, sizes):
 
 def test_the_program_takes_a_number_of_devices(tmp_path, capsys):
     tiny.tokenizer_with_a_beginning().save_pretrained(tmp_path / "tokenizer")
-    tiny.model().save_pretrained(tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+    moe_jax.save_pretrained(tiny.model(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     reports = []
     for devices in (1, 8):
         report = tmp_path / f"{devices}.json"

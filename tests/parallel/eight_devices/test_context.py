@@ -13,7 +13,8 @@ from meshes import make_mesh, relative_error
 
 from moe_jax.kernels import attention
 from moe_jax.layers.segments import segment_positions
-from moe_jax.parallel import ContextParallel, context_attention, ring, shard_sequence, starts_of_segments, unshard_sequence
+from moe_jax.parallel import ContextParallel, context_attention, shard_sequence, starts_of_segments, unshard_sequence
+from moe_jax.parallel.sequence import ring
 
 BATCH, SEQ, WIDTH, SCALE = 2, 96, 8, 0.4
 SHARDED = P(None, "context")

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
-from moe_jax.parallel.direct import add_contributions, join_parts, send_contributions, send_part
-from moe_jax.parallel.sums import sum_scatter
+from moe_jax.parallel.collectives.direct import add_contributions, join_parts, send_contributions, send_part
+from moe_jax.parallel.collectives.sums import sum_scatter
 
 AXES = [("fsdp",), ("expert",), ("fsdp", "expert")]
 

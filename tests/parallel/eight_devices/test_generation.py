@@ -56,7 +56,7 @@ def test_one_of_several_devices_may_hold_the_model():
 
 
 def test_the_command_deals_experts_out(tmp_path, capsys):
-    tiny.model().save_pretrained(tmp_path / "model")
+    moe_jax.save_pretrained(tiny.model(), tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     command = ["generate", str(tmp_path / "model"), "--prompt", "text", "--max-new-tokens", "4", "--dtype", "float32"]
     main(command)

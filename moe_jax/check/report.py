@@ -1,0 +1,211 @@
+"""What `moe-jax check` does: one forward and one backward pass of a model, what they give and how long they take."""
+
+import os
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from moe_jax.check.passes import passes_over
+from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
+from moe_jax.checkpoint.hf_names import hf_tensors
+from moe_jax.checkpoint.tokenizer import load_tokenizer
+from moe_jax.config import ModelConfig
+from moe_jax.cost.flops import num_active_parameters, num_parameters
+from moe_jax.generation import generation_mesh
+from moe_jax.models.decoder import Decoder
+from moe_jax.models.random_weights import random_model
+from moe_jax.parallel.layout import mesh_of
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """The findings of a check, in the order in which they are printed.
+
+    `loss` is the sum of all logits and `backward_seconds` is that of forward and backward together less the forward's:
+    the same pass that the stock implementation is measured with (seconds are medians after a first, compiling call).
+    `backward_seconds` is None where the difference is not above 0: the passes are too short for it.
+    """
+
+    device: str
+    dtype: str
+    tokens: int
+    parameters: int
+    active_parameters: int
+    next_token_id: int
+    next_token: str | None
+    logprob: float
+    forward_seconds: float
+    loss: float
+    gradient_norm: float
+    tensors_with_gradients: int
+    arrays_with_gradients: int
+    max_gradient: float
+    min_gradient: float
+    backward_seconds: float | None
+    compile_seconds: float
+    peak_memory_gib: float
+
+
+def check_checkpoint(
+    path: str | Path,
+    prompt: str,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    devices: Sequence[jax.Device] | None = None,
+    repeats: int = 5,
+) -> CheckReport:
+    """Checks a Hugging Face folder or hub id on a prompt, with the special tokens that its tokenizer adds to a text.
+
+    Args:
+      devices: which of them the parameters are spread over, and the experts dealt out to; None: the default device.
+
+    Raises:
+      ValueError: an empty prompt, `repeats` below 1, no tokenizer, or a checkpoint that `from_pretrained` refuses; no weights
+        have been read then.
+      FileNotFoundError: there is no such folder and no such model on the hub.
+    """
+    _require_positive(repeats=repeats)
+    folder = find_checkpoint(path)
+    config = read_config(folder, mtp=False)
+    tokenizer = load_tokenizer(folder)
+    tokens = tokenizer(prompt)["input_ids"]
+    if not tokens:
+        raise ValueError("the prompt has no tokens; give some text")
+    model = from_pretrained(folder, dtype=dtype, mesh=_mesh(devices, config), mtp=False)
+    return check_model(model, tokens, tokenizer=tokenizer, repeats=repeats)
+
+
+def check_random(
+    config: ModelConfig,
+    num_tokens: int,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    devices: Sequence[jax.Device] | None = None,
+    seed: int = 0,
+    repeats: int = 5,
+) -> CheckReport:
+    """Checks a config with random weights on random tokens: speed and memory without a checkpoint.
+
+    Modules that predict further tokens take no part in a pass over the model, and are left out here and above.
+
+    Args:
+      devices: as in `check_checkpoint`.
+
+    Raises:
+      ValueError: `num_tokens` or `repeats` below 1.
+    """
+    _require_positive(num_tokens=num_tokens, repeats=repeats)
+    tokens = np.random.default_rng(seed).integers(0, config.vocab_size, num_tokens)
+    model = random_model(config.without_mtp(), dtype, seed, mesh=_mesh(devices, config))
+    return check_model(model, tokens.tolist(), repeats=repeats)
+
+
+def check_model(model: Decoder, tokens: list[int], *, tokenizer: Any = None, repeats: int = 5) -> CheckReport:
+    """Runs the passes on one sequence, on the devices that hold the model.
+
+    Raises:
+      ValueError: experts that the mesh axis `expert` of these devices does not divide.
+    """
+    config, mesh = model.config, mesh_of(nnx.state(model, nnx.Param))
+    *passes, arguments = passes_over(model, tokens)
+    began = time.perf_counter()
+    forward, both = (jax.jit(f).lower(*arguments).compile() for f in passes)
+    compile_seconds = time.perf_counter() - began
+
+    log_probabilities = jax.nn.log_softmax(forward(*arguments))
+    next_token_id = int(log_probabilities.argmax())
+    forward_seconds = _median_seconds(lambda: forward(*arguments), repeats)
+    both_seconds = _median_seconds(lambda: both(*arguments), repeats)
+    loss, gradients = both(*arguments)
+    norm, largest, smallest = (float(x) for x in _gradient_statistics(gradients))
+    kind = jax.devices()[0].device_kind
+    return CheckReport(
+        device=kind if mesh is None else f"{mesh.size} x {kind}",
+        dtype=str(model.dtype),
+        tokens=len(tokens),
+        parameters=num_parameters(config),
+        active_parameters=num_active_parameters(config),
+        next_token_id=next_token_id,
+        next_token=None if tokenizer is None else tokenizer.decode([next_token_id]),
+        logprob=float(log_probabilities[next_token_id]),
+        forward_seconds=forward_seconds,
+        loss=float(loss),
+        gradient_norm=norm,
+        tensors_with_gradients=sum(tensor.trained for tensor in hf_tensors(config)),
+        arrays_with_gradients=len(jax.tree.leaves(gradients)),
+        max_gradient=largest,
+        min_gradient=smallest,
+        backward_seconds=both_seconds - forward_seconds if both_seconds > forward_seconds else None,
+        compile_seconds=compile_seconds,
+        peak_memory_gib=_peak_memory() / 2**30,
+    )
+
+
+def format_report(report: CheckReport) -> str:
+    """The report as people read it."""
+    backward = "too short to tell from the forward time"
+    if report.backward_seconds is not None:
+        backward = f"{report.backward_seconds:.6f} s (forward and backward together, less the forward time)"
+    token = "" if report.next_token is None else f"\nToken: {report.next_token!r}"
+    return (
+        f"{report.device}, {report.dtype}, {report.tokens} tokens, {report.parameters / 1e9:.3f} B parameters "
+        f"({report.active_parameters / 1e9:.3f} B active); compiled in {report.compile_seconds:.1f} s\n"
+        f"\nNext token\nToken ID: {report.next_token_id}{token}\nLogprob: {report.logprob:.6f}\n"
+        f"Forward time: {report.forward_seconds:.6f} s\n"
+        f"\nBackward pass of the sum of all logits\nLoss: {report.loss:.4f}\nTotal gradient norm: {report.gradient_norm:.6f}\n"
+        f"Parameters with gradients: {report.tensors_with_gradients} tensors of a checkpoint, "
+        f"held as {report.arrays_with_gradients} stacked arrays\n"
+        f"Max gradient value: {report.max_gradient:.6f}\nMin gradient value: {report.min_gradient:.6f}\n"
+        f"Backward time: {backward}\n"
+        f"Peak memory: {report.peak_memory_gib:.2f} GiB"
+    )
+
+
+def _require_positive(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1; got {number}")
+
+
+def _mesh(devices: Sequence[jax.Device] | None, config: ModelConfig) -> Mesh | None:
+    return None if devices is None else generation_mesh(devices, config)
+
+
+def _gradient_statistics(gradients):
+    """Norm, maximum and minimum over all gradients, in f32."""
+    leaves = jax.tree.leaves(gradients)
+    # One layer at a time: a stacked gradient as f32 at once would be twice the gradient itself.
+    squares = [jax.lax.map(lambda row: jnp.square(row.astype(jnp.float32)).sum(), leaf).sum() for leaf in leaves]
+    norm = jnp.sqrt(sum(squares))
+    return norm, jnp.stack([leaf.max() for leaf in leaves]).max(), jnp.stack([leaf.min() for leaf in leaves]).min()
+
+
+def _median_seconds(run, repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        jax.block_until_ready(run())
+        seconds.append(time.perf_counter() - began)
+    # The first call still loads and tunes kernels.
+    return statistics.median(seconds[1:])
+
+
+def _peak_memory() -> int:
+    """Peak bytes on a device; of this process where the device is the CPU."""
+    devices = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [stats["peak_bytes_in_use"] for stats in devices if "peak_bytes_in_use" in stats]
+    if peaks:
+        return max(peaks)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if os.uname().sysname == "Darwin" else peak * 1024

@@ -1,0 +1,153 @@
+"""`moe-jax plan`: the meshes on which a model's training step fits, the fastest first, as `moe_jax.cost` predicts them."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from moe_jax.config import ModelConfig
+from moe_jax.cost import Prediction, Run, predict
+from moe_jax.cost.flops import num_parameters
+from moe_jax.cost.machine import H200, Machine
+from moe_jax.cost.run import BYTES
+from moe_jax.layers.stack import Remat
+from moe_jax.parallel.choices import MESH_AXES, MeshShape
+
+KINDS = {
+    "computing": ("experts", "projections", "attention", "loss", "overhead"),
+    "HBM": ("elementwise", "kept", "optimizer"),
+    "links": ("exchange", "context", "gathers", "once a step"),
+}
+"""The parts of a prediction, by what bounds them: arithmetic, bytes of the GPU's own memory, bytes between GPUs."""
+
+
+REMAT: dict[str, Remat] = {"no": False, "yes": True, "offload": "offload"}
+"""What is kept for backward: all, a layer's input, or that in the host's memory. By the names that people read and write."""
+
+
+def plan(
+    config: ModelConfig,
+    devices: int,
+    *,
+    rows: int,
+    sequence_length: int,
+    remat: Remat | None = None,
+    machine: Machine = H200,
+    **options,
+) -> list[Prediction]:
+    """Predictions for every mesh of so many devices that can run the batch, whether it fits or not, the fastest first.
+
+    Args:
+      rows: of the whole batch, so that all meshes do the same work.
+      remat: None tries False and True, and "offload" where True does not fit.
+      options: further fields of `cost.Run`.
+
+    Raises:
+      ValueError: devices that do not fill hosts; a batch that no mesh can run, with reasons; what `cost.predict` refuses.
+    """
+    if devices < 1:
+        raise ValueError(f"devices={devices} must be at least 1")
+    if machine.gpus_of_host < 1 or (devices > machine.gpus_of_host and devices % machine.gpus_of_host):
+        raise ValueError(f"devices={devices} must be whole hosts of {machine.gpus_of_host}, or fewer than one")
+    predictions, refusals = [], []
+    for mesh in meshes(devices):
+        for kept in REMAT.values() if remat is None else (remat,):
+            try:
+                run = Run(config, mesh, rows, sequence_length, remat=kept, **options)
+            except ValueError as error:
+                refusals.append(str(error))
+                continue
+            predictions.append(predict(run, machine))
+            if kept is True and predictions[-1].fits:
+                break
+    if not predictions:
+        # Of the first mesh, all `context`, and the last, all `data`.
+        reasons = "; ".join(dict.fromkeys((refusals[0], refusals[-1])))
+        raise ValueError(f"no mesh of {devices} devices can run this: {reasons}")
+    return sorted(predictions, key=lambda prediction: prediction.step_seconds)
+
+
+def meshes(devices: int) -> Iterator[MeshShape]:
+    """Every shape with so many devices."""
+
+    def shapes(devices: int, axes: int) -> Iterator[tuple[int, ...]]:
+        if axes == 1:
+            yield (devices,)
+            return
+        for size in range(1, devices + 1):
+            if devices % size == 0:
+                yield from ((size, *rest) for rest in shapes(devices // size, axes - 1))
+
+    yield from (MeshShape(*sizes) for sizes in shapes(devices, len(MESH_AXES)))
+
+
+HEADER = "".join(f"{name:>8}" for name in MESH_AXES) + (
+    f"{'remat':>9}{'step':>11}{'tokens/s/GPU':>14}{'TFLOP/s/GPU':>13}{'GiB':>7}" + "".join(f"{kind:>11}" for kind in KINDS)
+)
+
+
+def row(prediction: Prediction) -> str:
+    """One line in the columns of HEADER; the last are shares of the step."""
+    run, step = prediction.run, prediction.step_seconds
+    remat = next(name for name, value in REMAT.items() if value == run.remat)
+    mesh = "".join(f"{size:>8}" for size in asdict(run.mesh).values()) + f"{remat:>9}"
+    speed = f"{step:>9.3f} s{prediction.tokens_per_second:>14.0f}{prediction.flops_per_second / 1e12:>13.0f}"
+    memory = f"{prediction.memory_bytes / 2**30:>7.0f}"
+    shares = (sum(prediction.seconds.get(part, 0.0) for part in parts) / step for parts in KINDS.values())
+    return mesh + speed + memory + "".join(f"{share:>11.0%}" for share in shares)
+
+
+def format_plan(predictions: list[Prediction], limit: int) -> str:
+    """The table of the first `limit` that fit, and how to train so; if none fits, what the smallest would need."""
+    fitting = [prediction for prediction in predictions if prediction.fits]
+    machine = predictions[0].machine
+    if not fitting:
+        smallest = min(predictions, key=lambda prediction: prediction.memory_bytes)
+        room = f"the {machine.memory / 2**30:.0f} of an {machine.name}"
+        need = f"{smallest.memory_bytes / 2**30:.0f} GiB"
+        reason = f"Nothing fits: the smallest needs {need}, more than {room}. {_remedy(smallest)}"
+        return f"{reason}\n{HEADER}\n{row(smallest)}\n{_memory(smallest)}"
+    best = fitting[0]
+    lines = [HEADER, *(row(prediction) for prediction in fitting[:limit])]
+    if len(fitting) > limit:
+        lines.append(f"and {len(fitting) - limit} more that fit")
+    return "\n".join([*lines, _memory(best), f"train so: {how_to_train(best.run)}"])
+
+
+def _remedy(prediction: Prediction) -> str:
+    """What would make it fit: state is that of the model, all else grows with the tokens of a device."""
+    state = sum(prediction.bytes[part] for part in ("parameters", "moments", "gradients"))
+    if state < prediction.machine.memory:
+        return f"{prediction.run.tokens} tokens a GPU are too many: take fewer rows, or more devices."
+    run, alone = prediction.run, f"Parameters, moments and gradients alone are {state / 2**30:.0f}"
+    whole = (4 + 2 * BYTES[run.moment_dtype] + BYTES[run.param_dtype]) * num_parameters(run.config)
+    devices = math.ceil(whole / prediction.machine.memory)
+    if run.mesh.size >= devices:
+        uneven = f"for {run.mesh.size} devices do not divide the model's matrices"
+        return f"{alone}, {uneven}: take a power of two, of at least {devices}."
+    smaller = "" if (run.param_dtype, run.moment_dtype) == ("bfloat16", "bfloat16") else ", or bf16 parameters and moments"
+    return f"{alone}: take more than {devices} devices{smaller}."
+
+
+def _memory(prediction: Prediction) -> str:
+    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in prediction.bytes.items())
+    host = f"; and {prediction.host_bytes / 2**30:.0f} of the host's memory for each GPU" if prediction.host_bytes else ""
+    return f"GiB of the first: {parts}{host}"
+
+
+def how_to_train(run: Run) -> str:
+    """The command that trains so, or what to give `make_train_step`, where `finetune` computes attention by another method."""
+    if run.mesh.context > 1 and run.context_method != "ring":
+        method = f"context=ContextParallel(method={run.context_method!r})"
+        return f"by moe_jax.train.make_train_step with Parallelism(mesh, {method}); moe-jax finetune takes the ring"
+    return f"moe-jax finetune {flags(run)} ..."
+
+
+def flags(run: Run) -> str:
+    """What `moe-jax finetune` takes for the same step."""
+    axes = " ".join(f"--mesh.{name} {size}" for name, size in asdict(run.mesh).items() if size > 1)
+    batch = f"--batch-size {run.rows} --seq-len {run.sequence_length}"
+    dtypes = f"--param-dtype {run.param_dtype} --moment-dtype {run.moment_dtype}"
+    capacity = "" if run.capacity_factor == Run.capacity_factor else f"--capacity-factor {run.capacity_factor:g}"
+    hops = f"--hops {run.hops}" if run.mesh.size > 1 else ""
+    remat = {False: "--no-remat", True: "", "offload": "--offload"}[run.remat]
+    return " ".join(part for part in (axes, batch, dtypes, capacity, hops, remat) if part)

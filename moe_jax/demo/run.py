@@ -1,0 +1,328 @@
+"""What `moe-jax demo` does: the whole main job on this machine, from raw text to a checkpoint that transformers loads.
+
+A tokenizer is trained on the functions of Python's standard library, a model of about 3 M parameters (a Qwen3-MoE unless
+asked otherwise) learns them, is interrupted and resumes, is exported, compared with transformers, and writes functions.
+"""
+
+import ast
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.checkpoint.hf_save import save_pretrained
+from moe_jax.config import DeepseekV3Config, ModelConfig, Qwen3Config, Qwen3MoeConfig
+from moe_jax.demo.text import SPECIAL_TOKENS, TURN_END, as_chat, library_functions, train_tokenizer
+from moe_jax.generation import generate
+from moe_jax.models.auto import from_config
+from moe_jax.recipes import FinetuneSettings, finetune
+from moe_jax.train.plots import plot_run
+
+MAX_LOGIT_DIFFERENCE = 1e-3
+"""Largest difference from transformers' logits, relative to the largest logit, that the demo accepts (f32 gives about 1e-6)."""
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """Train, resume, export and sample a small model on this machine; the defaults take under 5 minutes on two CPU cores.
+
+    Attributes:
+      output: the folder to write to; an earlier demo there is replaced.
+      model: the architecture: with a mixture of experts (Qwen3's or DeepSeek's), or dense.
+      steps: training steps; the run is interrupted after 60 % of them.
+      batch_size: sequences a step.
+      seq_len: tokens a sequence.
+      vocab_size: of the tokenizer, at most.
+      every_nth_file: train on each n-th file of the library alone.
+      prompt: the beginning of a function, which the trained model completes.
+      samples: how many times it does.
+      new_tokens: how many tokens it adds at most; it ends where the function does.
+      seed: of the initial weights, the order of the data and the sampling.
+    """
+
+    output: str = "runs/demo"
+    model: Literal["qwen3_moe", "deepseek_v3", "qwen3"] = "qwen3_moe"
+    steps: int = 1100
+    batch_size: int = 8
+    seq_len: int = 128
+    vocab_size: int = 1024
+    every_nth_file: int = 1
+    prompt: str = "def"
+    samples: int = 4
+    new_tokens: int = 200
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """The losses of all steps, the relative difference from transformers' logits, and the generated texts."""
+
+    losses: list[float]
+    logit_difference: float
+    texts: list[str]
+
+
+def run_demo(settings: DemoSettings) -> DemoResult:
+    """Runs all stages and prints what each does and where its files lie.
+
+    Raises:
+      ValueError: options that make no sense, such as fewer than 2 steps: there would be nothing to interrupt; or no torch,
+        which transformers' logits need. An earlier demo is still there then.
+      FileExistsError: the output folder holds something that is no demo's.
+      ArithmeticError: the exported checkpoint gives other logits in transformers.
+    """
+    output = Path(settings.output).expanduser()
+    check_options(settings, output)
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError("the demo compares the model with transformers' on torch: pip install torch")
+    empty_output(output)
+    start = time.perf_counter()
+    device = jax.devices()[0]
+    print(f"moe_jax demo on {jax.device_count()} {device.platform} device(s), {device.device_kind}. Output: {output.resolve()}")
+
+    with stage(1, "Collect text and train a tokenizer"):
+        functions = library_functions(settings.every_nth_file)
+        write_json_lines(output / "text.jsonl", [{"text": text} for text in functions])
+        write_json_lines(output / "chats.jsonl", [as_chat(text) for text in functions[:CHATS]])
+        tokenizer = train_tokenizer(functions, settings.vocab_size)
+        tokenizer.save_pretrained(output / "tokenizer")
+        print(f"  {len(functions):,} short functions of Python's standard library, {sum(map(len, functions)):,} characters")
+        print(f"  byte-level BPE with {len(tokenizer)} tokens, and a chat template")
+
+    with stage(2, "Make a small model with random weights"):
+        config = small_config(settings.model, len(tokenizer), tokenizer.eos_token_id)
+        model = from_config(config, rngs=nnx.Rngs(settings.seed))
+        num_parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+        save_pretrained(model, output / "initial", tokenizer_from=output / "tokenizer", progress=False)
+        # Every model that is trained from this one takes it over.
+        write_json_lines(output / "initial" / "generation_config.json", [generation_defaults()])
+        print(f"  {config.model_type}, {config.num_hidden_layers} layers, {num_parameters / 1e6:.1f} M parameters", end="")
+        if isinstance(config, Qwen3MoeConfig | DeepseekV3Config):
+            print(f", {config.num_experts} experts a layer of which each token takes {config.num_experts_per_tok}", end="")
+        print()
+        del model
+
+    interrupted_at = settings.steps * 6 // 10 or 1
+    with stage(3, f"Train, and interrupt the run after {interrupted_at} of {settings.steps} steps"):
+        training = training_settings(settings, output, output / "text.jsonl")
+        finetune(training, stop_after=interrupted_at)
+
+    with stage(4, "Resume from the checkpoint on disk"):
+        result = finetune(training)
+        losses = [record["loss"] for record in result.metrics]
+        print(f"  loss {losses[0]:.2f} at step {result.metrics[0]['step']}, {np.mean(losses[-10:]):.2f} over the last 10 steps")
+        if "max_mean_expert_load" in result.metrics[-1]:
+            busiest = np.mean([record["max_mean_expert_load"] for record in result.metrics[-10:]])
+            print(f"  the busiest expert of the worst layer has {busiest:.2f} times the mean load over the last 10 steps")
+        plot_run(training.output, output, resumed_at=interrupted_at)
+
+    with stage(5, "Export as a Hugging Face checkpoint"):
+        save_pretrained(result.model, output / "model", tokenizer_from=output / "tokenizer", progress=False)
+
+    with stage(6, "Load the export with transformers and compare the logits"):
+        difference = logit_difference(output / "model", tokenizer.encode("".join(functions[:10]))[: settings.seq_len])
+        print(f"  largest difference {difference:.1e} of the largest logit (accepted: {MAX_LOGIT_DIFFERENCE:.0e})")
+        if not difference <= MAX_LOGIT_DIFFERENCE:
+            raise ArithmeticError(
+                f"the logits of transformers differ by {difference:.1e} of the largest logit; "
+                f"at most {MAX_LOGIT_DIFFERENCE:.0e} would be right"
+            )
+
+    with stage(7, f"Complete {settings.prompt!r}, {settings.samples} times"):
+        prompt = tokenizer.encode(settings.prompt)
+        new = generate(
+            result.model, [prompt] * settings.samples, max_new_tokens=settings.new_tokens, temperature=TEMPERATURE, top_p=TOP_P,
+            eos_token_id=tokenizer.eos_token_id, seed=settings.seed,
+        )  # fmt: skip
+        texts = [str(tokenizer.decode(prompt + tokens, skip_special_tokens=True)) for tokens in new]
+        print("\n".join(f"  | {line}" for text in texts for line in [*text.splitlines(), ""]))
+        print(f"  {sum(map(is_python, texts))} of {len(texts)} are valid Python")
+
+    print(f"\nDone in {time.perf_counter() - start:.0f} s. What lies where:")
+    for name, content in CONTENTS.items():
+        if (output / name).exists():
+            print(f"  {output / name!s:32} {content}")
+    print("\nTry next: complete a function; teach the model to answer in a chat; and ask it for a function.")
+    print("\n".join(f"  {command}" for command in try_next(output)))
+    return DemoResult(losses, difference, texts)
+
+
+TEMPERATURE, TOP_P = 0.6, 0.8
+"""How the demo draws tokens, and by generation_config.json whoever generates with its model."""
+
+CHATS = 2000
+"""How many functions are written as conversations, too."""
+
+CONTENTS = {
+    "loss.png": "the loss of each step",
+    "expert_load.png": "how evenly the experts are used",
+    "model": "the trained model: Hugging Face safetensors and tokenizer",
+    "initial": "the same before training",
+    "tokenizer": "the tokenizer alone",
+    "training": "metrics.jsonl, expert_load.jsonl and checkpoints of the run",
+    "text.jsonl": "the training text, one function a line",
+    "chats.jsonl": "conversations to fine-tune the model on",
+}
+
+MARKER = ".moe-jax-demo"
+"""An empty file that says whose folder it is: users have folders with a text.jsonl or a model of their own."""
+
+
+def check_options(settings: DemoSettings, output: Path) -> None:
+    """Raises a ValueError that lists all options that some stage would refuse."""
+    least = {
+        "steps": (2, ", so that the run can be interrupted"),
+        "vocab_size": (256 + len(SPECIAL_TOKENS), ": all bytes, and the special tokens"),
+        "every_nth_file": (1, ""),
+        "samples": (1, ""),
+        "new_tokens": (1, ""),
+    }
+    problems = [
+        f"{name} must be at least {bound}{why}; got {getattr(settings, name)}"
+        for name, (bound, why) in least.items()
+        if getattr(settings, name) < bound
+    ]
+    if not settings.prompt:
+        problems.append("prompt must not be empty")
+    try:
+        # The text is not there yet; any file stands for it.
+        training_settings(settings, output, Path(__file__))
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def empty_output(output: Path) -> None:
+    """Makes the folder, or removes what an earlier demo wrote into it."""
+    if output.exists() and not output.is_dir():
+        raise FileExistsError(f"{output} is a file; the demo needs a folder")
+    if output.is_dir() and any(output.iterdir()) and not (output / MARKER).is_file():
+        raise FileExistsError(f"{output} is not empty and is no earlier demo's output; name another folder")
+    output.mkdir(parents=True, exist_ok=True)
+    (output / MARKER).touch()
+    for name in CONTENTS:
+        path = output / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def stage(number: int, title: str) -> Iterator[None]:
+    """Prints the stage's title before it and its seconds after it."""
+    print(f"\n[{number}/7] {title}", flush=True)
+    start = time.perf_counter()
+    yield
+    print(f"  {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def small_config(model: str, vocab_size: int, eos_token_id: int) -> ModelConfig:
+    """A model of about 3 M parameters that two CPU cores train in minutes.
+
+    initializer_range is about 1 / sqrt(hidden_size): at the usual 0.02 so narrow a model needs many more steps to leave the
+    plateau where it knows the frequencies of tokens alone. A small vocabulary and 3 layers pay for more steps: in equal CPU
+    time 4096 tokens and 4 layers end at a higher loss per byte.
+    """
+    common: dict[str, Any] = dict(
+        vocab_size=vocab_size, hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=6,
+        max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=eos_token_id, initializer_range=0.06,
+    )  # fmt: skip
+    if model == "deepseek_v3":
+        return DeepseekV3Config(
+            **common, num_key_value_heads=6, q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16,
+            v_head_dim=32, moe_intermediate_size=96, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2,
+            first_k_dense_replace=1, num_nextn_predict_layers=0,
+        )  # fmt: skip
+    common |= dict(num_key_value_heads=2, head_dim=32)
+    if model == "qwen3":
+        return Qwen3Config(**common)
+    return Qwen3MoeConfig(
+        **common, moe_intermediate_size=96, num_experts=16, num_experts_per_tok=4, norm_topk_prob=True,
+        router_aux_loss_coef=0.05,
+    )  # fmt: skip
+
+
+def training_settings(settings: DemoSettings, output: Path, data: Path) -> FinetuneSettings:
+    """How the demo trains: bf16 compute on a GPU, f32 on a CPU, which has no fast bf16.
+
+    The load-balancing loss averages over layers, so that each may be uneven in its own way: with it alone the busiest expert
+    carried 2.5 times the mean. The loss within each sequence is a sum over layers, and evens out every one of them.
+    """
+    return FinetuneSettings(
+        model=str(output / "initial"),
+        data=str(data),
+        data_format="text",
+        output=str(output / "training"),
+        seq_len=settings.seq_len,
+        batch_size=settings.batch_size,
+        steps=settings.steps,
+        learning_rate=5e-3,
+        sequence_loss_coef=0.03,
+        checkpoint_every=settings.steps,
+        dtype="bfloat16" if jax.default_backend() == "gpu" else "float32",
+        remat=False,
+        seed=settings.seed,
+    )
+
+
+def logit_difference(folder: Path, tokens: list[int]) -> float:
+    """max |ours - transformers'| / max |transformers'| over the logits of `tokens`, both computed in f32 from `folder`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([tokens])).logits[0].numpy()
+    # GPUs multiply f32 in TF32 unless told otherwise.
+    with jax.default_matmul_precision("highest"):
+        model = from_pretrained(folder, dtype=jnp.float32, progress=False)
+        ours = np.asarray(nnx.jit(lambda model, tokens: model(tokens).logits[0])(model, jnp.array([tokens])))
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def generation_defaults() -> dict[str, Any]:
+    """The model's generation_config.json: a text ends with the first special token, an answer in a chat with the last."""
+    ends = [0, SPECIAL_TOKENS.index(TURN_END)]
+    return {"eos_token_id": ends, "pad_token_id": 0, "do_sample": True, "temperature": TEMPERATURE, "top_p": TOP_P}
+
+
+def is_python(text: str) -> bool:
+    """Whether `text` parses."""
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def try_next(output: Path) -> list[str]:
+    """Three commands that go on with the trained model."""
+    folder, chat = shlex.quote(str(output)), shlex.quote(f"{output}-chat")
+    dtype = "" if jax.default_backend() == "gpu" else " --dtype float32"
+    return [
+        f'moe-jax generate {folder}/model --prompt "def read_file(path):"{dtype}',
+        f"moe-jax finetune --model {folder}/model --data {folder}/chats.jsonl --output {chat} --steps 60 --batch-size 8 "
+        f"--seq-len 256 --learning-rate 1e-3{dtype}",
+        f'moe-jax generate {chat}/model --chat --prompt "Write read_lines(path)."{dtype}',
+    ]
+
+
+def write_json_lines(path: Path, objects: list[dict]) -> None:
+    """Writes `path` at once, one object a line."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(json.dumps(item) + "\n" for item in objects))
+    os.replace(temporary, path)

@@ -1,0 +1,149 @@
+"""Causal attention over packed segments with grouped queries: fused on Hopper, elsewhere in plain XLA, chunked over queries.
+
+Cost in XLA for q [B,S,H,d] against N keys: 4*B*H*S*N*d FLOPs (masked keys are computed too), B*H*QUERY_CHUNK*N scores in
+memory. `flash_attention` skips what is masked and holds no scores in memory.
+"""
+
+import functools
+import logging
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.attention.mosaic.flash import flash_attention
+from moe_jax.kernels.attention.mosaic.flash import refusal as flash_refusal
+from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE, splitting_refusal
+from moe_jax.kernels.hopper.mosaic_gpu import is_interpreted
+from moe_jax.kernels.precision import at_least_f32
+
+_logger = logging.getLogger(__name__)
+
+ATTENTION_BACKENDS = ("mosaic", "xla")
+
+QUERY_CHUNK = 1024
+"""Queries per chunk: long enough for full-speed matmuls, short enough that 32 heads x 4096 keys of f32 scores are 0.5 GiB."""
+
+
+def attention(
+    q: Float[Array, "batch queries heads head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
+    *,
+    scale: float,
+    query_segment_ids: Int[Array, "batch queries"],
+    key_segment_ids: Int[Array, "batch keys"],
+    query_offset: Int[Array, ""] | int = 0,
+    window: Int[Array, ""] | int | None = None,
+    backend: str | None = None,
+) -> Float[Array, "batch queries heads value_dim"]:
+    """softmax(scale * q k^T + mask) v, scores and softmax in f32, the result in q's dtype.
+
+    Query i stands at key index query_offset + i. It sees key j if j is not after it, their segments are equal, and, with a
+    window, j is one of the `window` keys that end with it. Heads h*G .. h*G+G-1 share key head h, G = heads / kv_heads.
+    A query that sees no key gives some finite average: it is padding, which nobody reads. A traced window below 1 counts as 1.
+
+    `backend` "mosaic" is `flash_attention`, taken by default on a Hopper GPU in bf16 and f16 where queries and keys are the
+    same tokens (`key_segment_ids` is the very array of `query_segment_ids`); there a segment is a run of equal ids. "xla" takes
+    everything: above QUERY_CHUNK queries, chunks run one after the other and are recomputed in the backward pass.
+    MOE_JAX_BACKEND=xla turns the kernel off.
+
+    Raises:
+        ValueError: shapes that do not fit together, a window below 1, an unknown backend, or one that does not take the input.
+    """
+    queries = q.shape[1]
+    if k.shape[:3] != v.shape[:3] or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"q [batch, queries, heads, head_dim] must match k [batch, keys, kv_heads, head_dim] "
+            f"and v [batch, keys, kv_heads, value_dim], heads a multiple of kv_heads; got q {q.shape}, k {k.shape}, v {v.shape}"
+        )
+    for name, ids, of in (("query_segment_ids", query_segment_ids, q), ("key_segment_ids", key_segment_ids, k)):
+        if ids.shape != of.shape[:2]:
+            raise ValueError(f"{name} must have shape {list(of.shape[:2])}, one of each token; got {list(ids.shape)}")
+    if isinstance(window, int | np.integer) and window < 1:
+        raise ValueError(f"window must be at least 1 or None; got {window}")
+
+    refusal = _fused_refusal(q, k, v, scale, query_segment_ids, key_segment_ids, query_offset, window)
+    if resolve_attention_backend(backend, refusal) == "mosaic":
+        return flash_attention(q, k, v, scale=scale, segment_ids=query_segment_ids, window=window)[0]
+
+    def chunk(q: Array, segment_ids: Array, offset) -> Array:
+        index = offset + jnp.arange(q.shape[1])
+        keys = jnp.arange(k.shape[1])
+        visible = keys[None, :] <= index[:, None]
+        if window is not None:
+            visible &= keys[None, :] > index[:, None] - jnp.maximum(window, 1)
+        visible = visible & (segment_ids[:, :, None] == key_segment_ids[:, None, :])
+        return _masked_attention(q, k, v, visible, scale)
+
+    if queries <= QUERY_CHUNK:
+        return chunk(q, query_segment_ids, query_offset)
+
+    num_chunks = -(-queries // QUERY_CHUNK)
+    padding = num_chunks * QUERY_CHUNK - queries
+
+    def split(x: Array) -> Array:
+        x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], num_chunks, QUERY_CHUNK, *x.shape[2:]), 1, 0)
+
+    offsets = query_offset + jnp.arange(num_chunks) * QUERY_CHUNK
+    out = jax.lax.map(jax.checkpoint(lambda xs: chunk(*xs)), (split(q), split(query_segment_ids), offsets))
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *out.shape[3:])[:, :queries]
+
+
+def _fused_refusal(q, k, v, scale, query_segment_ids, key_segment_ids, query_offset, window) -> str | None:
+    """Why `flash_attention` cannot compute this attention; None where it can."""
+    if key_segment_ids is not query_segment_ids or not isinstance(query_offset, int) or query_offset:
+        return "queries and keys must be the same tokens: one array of segment ids, query_offset 0"
+    return flash_refusal(q, k, v, scale, window)
+
+
+def resolve_attention_backend(backend: str | None, refusal: str | None) -> str:
+    """The backend to use: `backend` if given, else "mosaic" where it fits, else "xla"; what is taken is logged once.
+
+    `refusal` says why "mosaic" cannot compute the attention, None if it can.
+
+    Raises:
+        ValueError: an unknown backend, or one that does not take the input.
+    """
+    if backend not in (None, *ATTENTION_BACKENDS):
+        raise ValueError(
+            f"argument backend: unknown backend {backend!r}; choose one of {', '.join(map(repr, ATTENTION_BACKENDS))}"
+        )
+    if backend == "mosaic" and refusal is not None:
+        raise ValueError(f"argument backend: backend 'mosaic' does not take this input: {refusal}")
+    reason = refusal
+    if backend is None:
+        reason = refusal or _reason_against_fused()
+        backend = "mosaic" if reason is None else "xla"
+    _announce(backend, reason)
+    return backend
+
+
+def _reason_against_fused() -> str | None:
+    """Why the kernel is not taken by default though it could run."""
+    if os.environ.get(ENVIRONMENT_VARIABLE) == "xla":
+        return f"{ENVIRONMENT_VARIABLE} is 'xla'"
+    if is_interpreted():
+        return "it is not written for this device"
+    return splitting_refusal()
+
+
+@functools.cache
+def _announce(backend: str, reason: str | None) -> None:
+    """Logs each choice once a process."""
+    _logger.info("attention runs on backend %r%s", backend, f"; 'mosaic' not: {reason}" if reason else "")
+
+
+def _masked_attention(q: Array, k: Array, v: Array, visible: Array, scale: float) -> Array:
+    """Attention of all queries at once under `visible` [batch, queries, keys]."""
+    kv_heads = k.shape[2]
+    grouped = q.reshape(*q.shape[:2], kv_heads, q.shape[2] // kv_heads, q.shape[3])
+    accumulate = at_least_f32(q.dtype)
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, preferred_element_type=accumulate) * scale
+    # A finite minimum, not -inf: a row with no visible key stays free of NaN in both passes.
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(accumulate).min)
+    probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bhgqk,bkhe->bqhge", probabilities, v).reshape(*q.shape[:3], v.shape[3]).astype(q.dtype)

@@ -1,0 +1,211 @@
+"""Grouped matmuls on Hopper in Pallas Mosaic GPU: TMA and wgmma, one loading and two multiplying warpgroups, persistent blocks.
+
+Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs, where R' are the rows filled up to whole tiles (32 more for each
+expert on average, and as many in tiles of 128); weights of experts that have rows are read, others are not. Each output element
+is one sum over k in steps of 16, in one order whatever the tile: the bits of a row do not depend on the rows beside it.
+
+On a CPU the kernels run in JAX's GPU interpreter, slowly and with its race detector on.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.experts import xla
+from moe_jax.kernels.experts.mosaic import by_pairs
+from moe_jax.kernels.experts.mosaic.by_experts import Part, outer
+from moe_jax.kernels.experts.mosaic.by_rows import matmul, matmul_gated_silu
+from moe_jax.kernels.experts.mosaic.by_rows_backward import matmul_gated_silu_backward
+from moe_jax.kernels.experts.mosaic.gather import gather_rows, shared_bytes
+from moe_jax.kernels.experts.mosaic.tile_limits import SHARED_MEMORY, Pass, most_stages
+from moe_jax.kernels.experts.mosaic.tiles import choose_tile, halved_tile
+from moe_jax.kernels.experts.mosaic.token_sums import columns_at_a_time, sum_rows
+from moe_jax.kernels.experts.routing import Plan, int32_ids
+from moe_jax.kernels.hopper.mosaic_gpu import compute_capability, is_interpreted
+from moe_jax.kernels.hopper.ring import ROW_ALIGNMENT, Tile
+
+__all__ = [
+    "ROW_ALIGNMENT",
+    "experts_of_few_pairs",
+    "gated_matmul",
+    "gated_matmul_backward",
+    "grouped_matmul",
+    "grouped_outer",
+    "is_native",
+    "refusal",
+    "rows_of_tokens",
+    "token_sums",
+]
+
+
+def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
+    """Why this backend cannot compute such experts, and what would be right; None where it can."""
+    if not is_interpreted() and compute_capability() != "9.0":
+        return f"it needs a Hopper GPU (compute capability 9.0); this is {compute_capability() or 'no NVIDIA GPU'}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"x is {jnp.dtype(dtype).name}; it computes in bfloat16 and float16"
+    for name, size in (("hidden", hidden), ("inter", inter)):
+        if size % 64 or not size:
+            return f"{name} is {size}; it must be a multiple of 64"
+    if hidden % 128 and inter % 128:
+        return f"hidden is {hidden} and inter is {inter}; one of them must be a multiple of 128"
+    if (needed := shared_bytes(hidden, jnp.dtype(dtype).itemsize)) > SHARED_MEMORY:
+        return (
+            f"hidden is {hidden}; gathering such rows takes {needed} bytes of shared memory, of which there are {SHARED_MEMORY}"
+        )
+    return None
+
+
+def is_native() -> bool:
+    """Whether the target runs this backend at the speed it was written for."""
+    return compute_capability() == "9.0"
+
+
+def rows_of_tokens(
+    x: Float[Array, "tokens hidden"], plan: Plan, *, for_gradients: bool = True
+) -> tuple[Float[Array, "sources hidden"], Int[Array, "rows"] | None]:
+    """x in expert order, as (array, source_of_row) for the matmuls below.
+
+    With `for_gradients`, two matmuls read each row, and rows of no pair as zeros: they are gathered once for both. A forward
+    pass alone gathers them where they are used, and where `plan.holds_all_tokens` reads x as it is.
+    """
+    if plan.holds_all_tokens:
+        # Pallas copies less than 8 rows into a swizzled tile, or a multiple of 8.
+        return jnp.pad(x, ((0, -x.shape[0] % 8 if x.shape[0] > 8 else 0), (0, 0))), None
+    return (gather_rows(x, plan), None) if for_gradients and plan.num_rows else (x, plan.token_of_row)
+
+
+def experts_of_few_pairs(
+    x: Float[Array, "tokens hidden"],
+    w_gate_up: Float[Array, "experts 2*inter hidden"],
+    w_down: Float[Array, "experts hidden inter"],
+    topk_experts: Int[Array, "tokens k"],
+) -> Float[Array, "tokens*k hidden"] | None:
+    """What each pair's expert gives for its token, in the order of pairs, zero where it is no expert: for a forward pass of so
+    few pairs that a plan is not worth its time. None where they are more, or of other sizes (`by_pairs.takes`)."""
+    if not by_pairs.takes(topk_experts, w_down):
+        return None
+    ids = int32_ids(topk_experts, w_down.shape[0])
+    return by_pairs.experts_of_pairs(x, w_gate_up.astype(x.dtype), w_down.astype(x.dtype), ids)
+
+
+def grouped_matmul(
+    x: Float[Array, "sources in"],
+    w: Float[Array, "experts ..."],
+    plan: Plan,
+    *,
+    source_of_row: Int[Array, "rows"] | None = None,
+    transpose: bool = False,
+) -> Float[Array, "rows out"]:
+    """y[r] = x[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`, where e is row r's expert.
+
+    As `xla.grouped_matmul`, but rows of no expert are left unwritten. Weights of another dtype are cast to x's first.
+    """
+    x = _take(x, source_of_row)
+    out = w.shape[2] if transpose else w.shape[1]
+    if plan.num_rows == 0:
+        return jnp.zeros((0, out), x.dtype)
+    tile = _tile("grouped_matmul_transposed" if transpose else "grouped_matmul", w.shape[1:], plan)
+    return matmul(x, w.astype(x.dtype), plan, tile, transpose=transpose)
+
+
+def gated_matmul(
+    x: Float[Array, "sources in"],
+    w: Float[Array, "experts 2*inter in"],
+    plan: Plan,
+    *,
+    source_of_row: Int[Array, "rows"] | None = None,
+    keep_h: bool = True,
+) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
+    """As `xla.gated_matmul`, in one kernel, which gathers rows by source_of_row too. Rows of no expert are left unwritten."""
+    if plan.num_rows == 0:
+        return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
+    tile = _tile("gated_matmul", w.shape[1:], plan)
+    if is_interpreted():
+        x, source_of_row = _take(x, source_of_row), None
+    if source_of_row is not None:
+        # Copies of 16 bytes take longer to be there than TMA's.
+        tile = dataclasses.replace(tile, stages=min(tile.stages + 1, most_stages("gated_matmul", tile)))
+    return matmul_gated_silu(x, w.astype(x.dtype), plan, tile, keep_h=keep_h, source_of_row=source_of_row)
+
+
+def gated_matmul_backward(
+    dy: Float[Array, "sources out"],
+    w_down: Float[Array, "experts out inter"],
+    h: Float[Array, "rows 2*inter"],
+    weight_of_row: Float[Array, "rows"],
+    plan: Plan,
+    *,
+    source_of_row: Int[Array, "rows"] | None = None,
+) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
+    """As `xla.gated_matmul_backward`, in one kernel. Rows of no expert are left unwritten."""
+    dy = _take(dy, source_of_row)
+    if plan.num_rows == 0:
+        return h, h[:, : w_down.shape[2]], jnp.zeros(0, jnp.float32)
+    tile = _tile("gated_matmul_backward", w_down.shape[1:], plan)
+    return matmul_gated_silu_backward(dy, w_down.astype(dy.dtype), h, weight_of_row, plan, tile)
+
+
+def token_sums(
+    rows: Float[Array, "rows features"],
+    plan: Plan,
+    weights: Float[Array, "tokens k"] | None = None,
+    *,
+    share: int = 0,
+    shares: int | None = None,
+) -> Float[Array, "share features"]:
+    """As `xla.token_sums`; with `shares` in a kernel, where features are a multiple of 512 and choices at most 8.
+
+    Where all rows are here XLA is as fast: both read and write at the memory's speed.
+    """
+    tokens, k = plan.row_of_pair.shape
+    columns = columns_at_a_time(rows.shape[1], k)
+    if shares is None or columns is None or tokens < shares:
+        return xla.token_sums(rows, plan, weights, share=share, shares=shares)
+    return sum_rows(rows, plan, weights, columns=columns, share=share, shares=shares)
+
+
+def grouped_outer(
+    a: Float[Array, "a_sources n"],
+    b: Float[Array, "b_sources m"],
+    plan: Plan,
+    dtype: jnp.dtype,
+    *,
+    a_source_of_row: Int[Array, "rows"] | None = None,
+    b_source_of_row: Int[Array, "rows"] | None = None,
+    accumulate_into: Float[Array, "experts n m"] | None = None,
+) -> Float[Array, "experts n m"]:
+    """dw[e] = sum over the rows r of expert e of outer(a[r], b[r]), as `xla.grouped_outer`, accumulate_into[e] added.
+
+    Rows that fill an expert's last block must be zero in a or b, and finite in the other.
+    """
+    return grouped_outer_of_parts([(a, b, plan, a_source_of_row, b_source_of_row)], dtype, accumulate_into)
+
+
+def grouped_outer_of_parts(
+    parts: Sequence[tuple[Array, Array, Plan, Array | None, Array | None]],
+    dtype: jnp.dtype,
+    accumulate_into: Float[Array, "experts n m"] | None = None,
+) -> Float[Array, "experts n m"]:
+    """The sum of `grouped_outer` over `grouped_matmul.OuterPart`s of the same experts: in f32 in one kernel, rounded once."""
+    a, b, plan, _, _ = parts[0]
+    matrix, num_experts = (a.shape[1], b.shape[1]), plan.num_experts
+    with_rows = [Part(_take(a, of_a), _take(b, of_b), plan) for a, b, plan, of_a, of_b in parts if plan.num_rows]
+    if not with_rows:
+        return jnp.zeros((num_experts, *matrix), dtype) if accumulate_into is None else accumulate_into
+    max_pairs = sum(part.plan.max_pairs for part in with_rows)
+    tile = choose_tile("grouped_outer", matrix, max_pairs / num_experts)
+    if accumulate_into is not None and matrix[1] % tile.columns:
+        tile = halved_tile("grouped_outer", matrix, max_pairs / num_experts)
+    return outer(with_rows, tile, dtype, accumulate_into)
+
+
+def _take(x: Array, source_of_row: Array | None) -> Array:
+    return x if source_of_row is None else x.at[source_of_row].get(mode="fill", fill_value=0)
+
+
+def _tile(pass_name: Pass, matrix: tuple[int, ...], plan: Plan) -> Tile:
+    rows, columns = matrix
+    return choose_tile(pass_name, (rows, columns), plan.max_pairs / plan.num_experts)

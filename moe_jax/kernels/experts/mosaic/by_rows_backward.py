@@ -1,0 +1,102 @@
+"""The gradient through an expert's second matrix and its activation, in one kernel.
+
+With g = dy[r] @ w_down[e], s = sigmoid(gate), act = gate * s * up and the row's top-k weight v:
+
+    dgate = v * g * up * s * (1 + gate * (1 - s))      dup = v * g * gate * s
+    weighted_act = v * act                             dv = <g, act>
+
+Cost for R rows: 2*R*D*I FLOPs; besides the matmul's operands h [R, 2I] is read, dh [R, 2I] and weighted_act [R, I] written.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, Epilogue, launch_rows
+from moe_jax.kernels.experts.routing import Plan
+from moe_jax.kernels.hopper.mosaic_gpu import operand_transforms
+from moe_jax.kernels.hopper.ring import CONSUMERS, WGMMA_ROWS, Tile
+from moe_jax.kernels.precision import sum_in_order
+
+
+@functools.partial(jax.jit, static_argnames="tile")
+def matmul_gated_silu_backward(
+    dy: Float[Array, "rows hidden"],
+    w_down: Float[Array, "experts hidden inter"],
+    h: Float[Array, "rows 2*inter"],
+    weight_of_row: Float[Array, "rows"],
+    plan: Plan,
+    tile: Tile,
+) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
+    """Returns dh and weighted_act in dy's dtype and dv in f32. Rows of no expert are left unwritten."""
+    num_rows, inter = dy.shape[0], w_down.shape[2]
+    chunks = tile.own_columns // CHUNK
+
+    def halves_of(reference, place, chunk):
+        """The gate's and the up's columns of one chunk of the warpgroup's."""
+        column = place.part * tile.own_columns + chunk * CHUNK
+        return [reference.at[pl.ds(place.row, WGMMA_ROWS), pl.ds(half * inter + column, CHUNK)] for half in range(2)]
+
+    def load_chunk(place, warpgroup, chunk, h_ref, h_smem, loaded):
+        slot = (warpgroup, chunk % 2)
+        for half, source in enumerate(halves_of(h_ref, place, chunk)):
+            plgpu.copy_gmem_to_smem(source, h_smem.at[*slot, half], loaded.at[*slot])
+
+    def prepare(place, warpgroup, references):
+        *_, h_ref, _, h_smem, loaded = references
+        # The gradients of the last tile have left the slots.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for chunk in range(min(chunks, 2)):
+            load_chunk(place, warpgroup, chunk, h_ref, h_smem, loaded)
+
+    def store(g, place, warpgroup, write, references):
+        dh_ref, act_ref, dv_ref, h_ref, v_ref, h_smem, loaded = references
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        v = plgpu.load(v_ref.at[pl.ds(place.row, WGMMA_ROWS)], layout=layout, optimized=False)
+        v = lax.broadcast_in_dim(v, (WGMMA_ROWS, CHUNK), [0])
+        for chunk in range(chunks):
+            if chunk >= 1:
+                # The gradients of the chunk before have left its slot, which the chunk after this one takes.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                if chunk + 1 < chunks:
+                    load_chunk(place, warpgroup, chunk + 1, h_ref, h_smem, loaded)
+            slot = (warpgroup, chunk % 2)
+            plgpu.barrier_wait(loaded.at[*slot])
+            gate, up = (plgpu.layout_cast(h_smem[*slot, half].astype(jnp.float32), plgpu.Layout.WGMMA) for half in range(2))
+            own_g = g[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+            sigmoid = 1 / (1 + jnp.exp(-gate))
+            silu = gate * sigmoid
+            act = silu * up
+            dv_ref[place.part * chunks + chunk, pl.ds(place.row, WGMMA_ROWS)] = (own_g * act).sum(axis=1)
+            write(act_ref, place.part * tile.own_columns + chunk * CHUNK, v * act)
+            dact = v * own_g
+            # Every thread puts its gradients where it has read h.
+            h_smem[*slot, 0] = (dact * up * (sigmoid + silu * (1 - sigmoid))).astype(h.dtype)
+            h_smem[*slot, 1] = (dact * silu).astype(h.dtype)
+            plgpu.commit_smem()
+            for half, target in enumerate(halves_of(dh_ref, place, chunk)):
+                plgpu.copy_smem_to_gmem(h_smem.at[*slot, half], target)
+
+    epilogue = Epilogue(
+        name="gated_matmul_backward",
+        outputs=[
+            jax.ShapeDtypeStruct((num_rows, 2 * inter), dy.dtype),
+            jax.ShapeDtypeStruct((num_rows, inter), dy.dtype),
+            jax.ShapeDtypeStruct((inter // CHUNK, num_rows), jnp.float32),
+        ],
+        store=store,
+        inputs=(h, weight_of_row.astype(jnp.float32)),
+        scratch=(
+            plgpu.SMEM((CONSUMERS, 2, 2, WGMMA_ROWS, CHUNK), h.dtype, transforms=operand_transforms(h.dtype)),
+            plgpu.Barrier(num_arrivals=2, num_barriers=(CONSUMERS, 2)),
+        ),
+        prepare=prepare,
+        staged=1,
+    )
+    dh, weighted_act, dv = launch_rows(dy, w_down, plan, tile, epilogue, transpose=True)
+    return dh, weighted_act, sum_in_order(dv, axis=0)

@@ -1,0 +1,186 @@
+"""Which tile each pass takes: the nearest entry of the user's table, else of the packaged one, else what a rule says.
+
+A table is a JSON file {"tiles": [...]}. Each entry says for which pass, for which matrix of an expert, and for how many rows
+an expert on average it holds, and the tile:
+
+    {"pass": "grouped_matmul", "matrix": [2048, 768], "rows_per_expert": 64.0,
+     "tile": {"rows": 64, "columns": 256, "stages": 4}, "measured": "NVIDIA H200, 2026-11-21, jax 0.11.2"}
+
+A tile whose warpgroups take turns says "by_turns": true too. An entry is the nearest if no other for its pass and matrix was
+measured at an average whose ratio to the one asked for is nearer to 1, and holds up to a ratio of 4. `moe-jax tune` writes such
+files; the packaged one comes from an H200. A tile changes how long a pass takes and no bit of what it computes.
+"""
+
+import functools
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, Pass, fitting_columns, refusal
+from moe_jax.kernels.hopper.ring import Tile
+
+ENVIRONMENT_VARIABLE = "MOE_JAX_TILES"
+"""Names the user's table. A file is read once a process, when the first kernel is traced."""
+
+PACKAGED = Path(__file__).with_name("tiles.json")
+
+REACH = 4.0
+"""How far, as a ratio, the average number of rows may lie from the one that an entry was measured with."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tile and what it is for."""
+
+    pass_name: Pass
+    matrix: tuple[int, int]
+    """Of one expert, as stored: [2*inter, hidden] of w_gate_up or [hidden, inter] of w_down."""
+    rows_per_expert: float
+    """tokens * k / experts."""
+    tile: Tile
+    measured: str = ""
+    """On what device, when, with which versions."""
+
+    @property
+    def key(self) -> tuple:
+        """What only one entry of a table may be for."""
+        return self.pass_name, self.matrix, self.rows_per_expert
+
+
+def choose_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> Tile:
+    """The tile of a pass, from shapes alone: nothing is measured.
+
+    Raises:
+        ValueError: MOE_JAX_TILES names a file that is no table, whichever of its entries is wrong.
+        OSError: or a file that cannot be read.
+    """
+    for path in (os.environ.get(ENVIRONMENT_VARIABLE), PACKAGED):
+        if path and (entry := _nearest(_read_once(path), pass_name, matrix, rows_per_expert)):
+            return entry.tile
+    return rule(pass_name, matrix, rows_per_expert)
+
+
+def rule(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> Tile:
+    """`halved_tile`, or 128 x 192 by turns for plain products of short sums: one warpgroup multiplies while the other stores,
+    which counts where a tile has few steps."""
+    halved = halved_tile(pass_name, matrix, rows_per_expert)
+    columns, summands = {
+        "grouped_matmul": matrix,
+        "grouped_matmul_transposed": (matrix[1], matrix[0]),
+        "grouped_outer": (matrix[1], rows_per_expert),
+    }.get(pass_name, (0, math.inf))
+    computed = -(-columns // TURNS.columns) * TURNS.columns
+    pays = halved.rows == TURNS.rows and summands <= SHORT_SUM and computed <= MOST_COMPUTED * columns
+    return TURNS if pays else halved
+
+
+TURNS = Tile(128, 192, 4, by_turns=True)
+SHORT_SUM, MOST_COMPUTED = 2048, 1.05
+"""Of a sum; and how many columns a ragged last tile may make of those that there are. docs/kernels.md has what was measured."""
+
+
+def halved_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> Tile:
+    """128 rows and the widest tile that divides the columns; by rows 64 x 256 where experts have 64 rows or fewer on average.
+
+    Its warpgroups halve it.
+    """
+    if pass_name == "grouped_outer":
+        rows = 128 if matrix[0] % 128 == 0 else 64
+        return Tile(rows, max(fitting_columns(pass_name, matrix, rows)), 4)
+    # In the backward pass chunks of h take the shared memory of a fourth stage.
+    if rows_per_expert <= 64 and 256 in fitting_columns(pass_name, matrix, 64):
+        return Tile(64, 256, 3 if pass_name == "gated_matmul_backward" else 4)
+    return Tile(128, max(fitting_columns(pass_name, matrix, 128)), 3)
+
+
+def read_table(path: str | Path) -> list[Entry]:
+    """The entries of a table, each of them checked.
+
+    Raises:
+        ValueError: the file is not such a table; names the entry, what is wrong with it and what would be right.
+        OSError: the file cannot be read.
+    """
+    try:
+        table = json.loads(Path(path).read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(table, dict) or not isinstance(table.get("tiles"), list):
+        raise ValueError(f'{path} must be {{"tiles": [...]}}, as `moe-jax tune` writes it')
+    entries: dict[tuple, Entry] = {}
+    for i, values in enumerate(table["tiles"]):
+        try:
+            entry = _parse(values)
+            if entry.key in entries:
+                raise ValueError("an entry before it is for the same pass, matrix and rows_per_expert; leave one of them out")
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"{path}: tiles[{i}] = {json.dumps(values)}: {error}") from error
+        entries[entry.key] = entry
+    return list(entries.values())
+
+
+def merge_into_table(path: Path, entries: Iterable[Entry]) -> None:
+    """Writes entries into a table, in place of those with the same key; the file is complete or as before.
+
+    Raises:
+        ValueError: the file exists and is not a table.
+    """
+    merged = {entry.key: entry for entry in [*(read_table(path) if path.exists() else []), *entries]}
+    lines = [json.dumps(_as_json(merged[key])) for key in sorted(merged)]
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text('{"tiles": [\n' + ",\n".join(lines) + "\n]}\n")
+    os.replace(temporary, path)
+
+
+@functools.cache
+def _read_once(path: str | Path) -> list[Entry]:
+    try:
+        return read_table(path)
+    except FileNotFoundError as error:
+        message = f"environment variable {ENVIRONMENT_VARIABLE} names {path}, which is not there; `moe-jax tune` writes a table"
+        raise FileNotFoundError(message) from error
+
+
+def _nearest(entries: list[Entry], pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> Entry | None:
+    def distance(entry: Entry) -> float:
+        return abs(math.log(entry.rows_per_expert / rows_per_expert))
+
+    alike = [entry for entry in entries if (entry.pass_name, entry.matrix) == (pass_name, matrix)]
+    entry = min(alike, key=lambda entry: (distance(entry), entry.rows_per_expert), default=None)
+    return entry if entry is not None and distance(entry) <= math.log(REACH) + 1e-9 else None
+
+
+def _parse(values: Any) -> Entry:
+    needed = {"pass", "matrix", "rows_per_expert", "tile"}
+    if not isinstance(values, dict) or not needed <= values.keys() <= needed | {"measured"}:
+        raise ValueError("an entry has pass, matrix, rows_per_expert, tile and, if you like, measured")
+    pass_name, matrix, rows, tile = values["pass"], values["matrix"], values["rows_per_expert"], values["tile"]
+    if pass_name not in PASSES:
+        raise ValueError(f"pass is {pass_name!r}; it must be one of {', '.join(PASSES)}")
+    if not isinstance(matrix, list) or len(matrix) != 2 or not all(type(n) is int and n > 0 and n % 64 == 0 for n in matrix):
+        raise ValueError(f"matrix is {matrix}; it must be [rows, columns], two multiples of 64")
+    if type(rows) not in (int, float) or not 0 < rows < math.inf:
+        raise ValueError(f"rows_per_expert is {rows!r}; it must be a number above 0")
+    if (
+        not isinstance(tile, dict)
+        or tile.keys() - {"by_turns"} != {"rows", "columns", "stages"}
+        or any(type(n) is not (bool if name == "by_turns" else int) for name, n in tile.items())
+    ):
+        raise ValueError(
+            f'tile is {tile}; it must be {{"rows": 128, "columns": 256, "stages": 3}} or other whole numbers, '
+            'and if you like "by_turns": true'
+        )
+    entry = Entry(pass_name, (matrix[0], matrix[1]), float(rows), Tile(**tile), str(values.get("measured", "")))
+    if reason := refusal(entry.pass_name, entry.matrix, entry.tile):
+        raise ValueError(reason)
+    return entry
+
+
+def _as_json(entry: Entry) -> dict:
+    values = asdict(entry)
+    if not entry.tile.by_turns:
+        del values["tile"]["by_turns"]
+    return {"pass": values.pop("pass_name"), **values}

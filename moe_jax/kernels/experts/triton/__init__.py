@@ -1,0 +1,141 @@
+"""Grouped matmuls in Triton, called through jax-triton: any NVIDIA GPU from Ampere on (compute capability 8.0).
+
+Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs, where R' are the rows filled up to whole tiles of 64 or 128 for
+each expert; weights of experts that have rows are read, others are not. Rows are gathered where they are loaded. Each output
+element is one sum in one order whatever the tile: the bits of a row do not depend on the rows beside it.
+
+`triton` and `jax_triton` are optional packages, imported when a kernel is first asked for.
+"""
+
+import importlib
+from types import ModuleType
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.experts import xla
+from moe_jax.kernels.experts.routing import Plan
+from moe_jax.kernels.experts.triton.launch import (
+    capability,
+    expert_tile,
+    gated_backward_tile,
+    missing_packages,
+    row_tile,
+)
+
+ROW_ALIGNMENT = 1
+"""A tile's loads and stores go row by row, so that an expert's rows may start anywhere; plans of any alignment are computed."""
+
+
+def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
+    """Why this backend cannot compute such experts, and what would be right; None where it can."""
+    version = capability()
+    if version is None:
+        return "it needs an NVIDIA GPU; this is none"
+    if version < (8, 0):
+        return f"it needs an NVIDIA GPU of compute capability 8.0 or above; this has {version[0]}.{version[1]}"
+    if missing_packages() is not None:
+        return missing_packages()
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"x is {jnp.dtype(dtype).name}; it computes in bfloat16, float16 and float32"
+    for name, size in (("hidden", hidden), ("inter", inter)):
+        if size < 1:
+            return f"{name} is {size}; it must be at least 1"
+    return None
+
+
+def is_native() -> bool:
+    """Whether the target runs this backend at the speed it was written for."""
+    return (capability() or (0, 0)) >= (8, 0) and missing_packages() is None
+
+
+def rows_of_tokens(
+    x: Float[Array, "tokens hidden"], plan: Plan, *, for_gradients: bool = True
+) -> tuple[Array, Int[Array, "rows"]]:
+    """As `xla.rows_of_tokens`: rows are gathered where they are used, and those of no pair are not read."""
+    return x, plan.token_of_row
+
+
+def grouped_matmul(
+    x: Float[Array, "sources in"],
+    w: Float[Array, "experts ..."],
+    plan: Plan,
+    *,
+    source_of_row: Int[Array, "rows"] | None = None,
+    transpose: bool = False,
+) -> Float[Array, "rows out"]:
+    """y[r] = x[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`, where e is row r's expert.
+
+    As `xla.grouped_matmul`, but rows of no pair are left unwritten. Weights of another dtype are cast to x's first.
+    """
+    out = w.shape[2] if transpose else w.shape[1]
+    if plan.num_rows == 0:
+        return jnp.zeros((0, out), x.dtype)
+    tile = row_tile(_rows_per_expert(plan), out, x.dtype)
+    return _kernels("by_rows").matmul(x, w.astype(x.dtype), plan, tile, source_of_row=source_of_row, transpose=transpose)
+
+
+def gated_matmul(
+    x: Float[Array, "sources in"],
+    w: Float[Array, "experts 2*inter in"],
+    plan: Plan,
+    *,
+    source_of_row: Int[Array, "rows"] | None = None,
+    keep_h: bool = True,
+) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
+    """As `xla.gated_matmul`, in one kernel. Rows of no pair are left unwritten."""
+    if plan.num_rows == 0:
+        return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
+    tile = row_tile(_rows_per_expert(plan), w.shape[1], x.dtype)
+    options = dict(source_of_row=source_of_row, keep_h=keep_h)
+    return _kernels("by_rows").matmul_gated_silu(x, w.astype(x.dtype), plan, tile, **options)
+
+
+def gated_matmul_backward(
+    dy: Float[Array, "sources out"],
+    w_down: Float[Array, "experts out inter"],
+    h: Float[Array, "rows 2*inter"],
+    weight_of_row: Float[Array, "rows"],
+    plan: Plan,
+    *,
+    source_of_row: Int[Array, "rows"] | None = None,
+) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
+    """As `xla.gated_matmul_backward`, in one kernel. Rows of no pair are left unwritten."""
+    if plan.num_rows == 0:
+        return h, h[:, : w_down.shape[2]], jnp.zeros(0, jnp.float32)
+    return _kernels("by_rows_backward").matmul_gated_silu_backward(
+        dy, w_down.astype(dy.dtype), h, weight_of_row, plan, gated_backward_tile(dy.dtype), source_of_row=source_of_row
+    )
+
+
+token_sums = xla.token_sums
+
+
+def grouped_outer(
+    a: Float[Array, "a_sources n"],
+    b: Float[Array, "b_sources m"],
+    plan: Plan,
+    dtype: jnp.dtype,
+    *,
+    a_source_of_row: Int[Array, "rows"] | None = None,
+    b_source_of_row: Int[Array, "rows"] | None = None,
+    accumulate_into: Float[Array, "experts n m"] | None = None,
+) -> Float[Array, "experts n m"]:
+    """dw[e] = sum over the rows r of expert e of outer(a[r], b[r]), as `xla.grouped_outer`, accumulate_into[e] added.
+
+    Rows that fill an expert's last block are not read: they may hold anything.
+    """
+    if plan.num_rows == 0:
+        nothing = jnp.zeros((plan.num_experts, a.shape[1], b.shape[1]), dtype)
+        return nothing if accumulate_into is None else accumulate_into
+    sources = {"a_source_of_row": a_source_of_row, "b_source_of_row": b_source_of_row}
+    tile = expert_tile(b.shape[1], a.dtype, gathers=any(source is not None for source in sources.values()))
+    return _kernels("by_experts").outer(a, b, plan, tile, dtype, **sources, accumulate_into=accumulate_into)
+
+
+def _kernels(module: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{module}")
+
+
+def _rows_per_expert(plan: Plan) -> float:
+    return plan.max_pairs / plan.num_experts

@@ -1,0 +1,240 @@
+"""Rows times their expert's matrix: out[r] = a[source(r)] @ w[e(r)].T or @ w[e(r)], with silu(gate) * up on the sums.
+
+Cost for R rows: 2*R*K*N FLOPs; with tiles of 128 x 256, A and B cross from L2 R*N*K*(1/256 + 1/128) elements. Programs that run
+at the same time are column tiles of neighbouring row tiles, mostly of one expert, whose matrix L2 keeps.
+
+Imports `triton`, so it is itself imported only when a kernel is asked for.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.experts.routing import Plan
+from moe_jax.kernels.experts.triton.launch import Tile, launch
+
+
+def matmul(
+    a: Float[Array, "sources k"],
+    w: Float[Array, "experts ..."],
+    plan: Plan,
+    tile: Tile,
+    *,
+    source_of_row: Int[Array, "rows"] | None,
+    transpose: bool,
+) -> Float[Array, "rows n"]:
+    """out[r] = a[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`. Rows of no pair are left unwritten."""
+    columns = w.shape[2] if transpose else w.shape[1]
+    outputs = [jax.ShapeDtypeStruct((plan.num_rows, columns), a.dtype)]
+    inputs, programs, constants = arguments(a, w, plan, tile, source_of_row, column_tiles=-(-columns // tile.columns))
+    return launch(matmul_kernel, inputs, outputs, programs, tile, columns=columns, transpose=transpose, **constants)[0]
+
+
+def matmul_gated_silu(
+    a: Float[Array, "sources k"],
+    w: Float[Array, "experts 2*inter k"],
+    plan: Plan,
+    tile: Tile,
+    *,
+    source_of_row: Int[Array, "rows"] | None,
+    keep_h: bool,
+) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
+    """h = a @ w[e].T = [gate | up] and act = silu(gate) * up, computed from the f32 sums before they are rounded to h; without
+    `keep_h` h is None and not written."""
+    inter = w.shape[1] // 2
+    # The kernel has an argument for h also where it writes none.
+    h_shape = (plan.num_rows, 2 * inter) if keep_h else (1,)
+    outputs = [jax.ShapeDtypeStruct(shape, a.dtype) for shape in (h_shape, (plan.num_rows, inter))]
+    column_tiles = -(-inter // (tile.columns // 2))
+    inputs, programs, constants = arguments(a, w, plan, tile, source_of_row, column_tiles=column_tiles)
+    h, act = launch(matmul_gated_silu_kernel, inputs, outputs, programs, tile, inter=inter, keep_h=keep_h, **constants)
+    return h if keep_h else None, act
+
+
+def arguments(
+    a: Array, w: Array, plan: Plan, tile: Tile, source_of_row: Array | None, *, column_tiles: int
+) -> tuple[tuple, int, dict]:
+    """What every kernel by rows takes: its first inputs, how many programs run it, and constants."""
+    experts, rows, ends, count = row_tiles(plan, tile.rows)
+    gathers = source_of_row is not None
+    inputs = (experts, rows, ends, count, source_of_row if gathers else rows, a, w, a.shape[0])
+    constants = {
+        "gathers": gathers,
+        "depth": a.shape[1],
+        "column_tiles": column_tiles,
+        "tile_rows": tile.rows,
+        "tile_columns": tile.columns,
+        "step": tile.step,
+    }
+    return inputs, experts.shape[0] * column_tiles, constants
+
+
+def row_tiles(plan: Plan, height: int) -> tuple[Int[Array, "tiles"], Int[Array, "tiles"], Int[Array, "tiles"], Int[Array, "1"]]:
+    """Cuts each expert's pairs into tiles of `height` rows: their expert, first row and end; and how many tiles there are."""
+    counts = plan.ends - plan.offsets[:-1]
+    tiles = -(-counts // height)
+    last = jnp.cumsum(tiles).astype(jnp.int32)
+    # Each expert with rows ends with at most one tile that is not full.
+    most = plan.max_pairs // height + min(plan.num_experts, plan.max_pairs)
+    index = jnp.arange(most, dtype=jnp.int32)
+    expert = jnp.searchsorted(last, index, side="right", method="compare_all").astype(jnp.int32)
+    expert = jnp.minimum(expert, plan.num_experts - 1)
+    row = plan.offsets[expert] + (index - (last - tiles)[expert]) * height
+    return expert, row, jnp.minimum(row + height, plan.ends[expert]), last[-1:]
+
+
+@triton.jit
+def matmul_kernel(
+    tile_expert,
+    tile_row,
+    tile_end,
+    num_tiles,
+    source_of_row,
+    a,
+    w,
+    num_sources,
+    out,
+    columns: tl.constexpr,
+    transpose: tl.constexpr,
+    gathers: tl.constexpr,
+    depth: tl.constexpr,
+    column_tiles: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+    step: tl.constexpr,
+):
+    """One tile of out [rows, columns]; w is [experts, columns, depth], with `transpose` [experts, depth, columns]."""
+    i = tl.program_id(0) // column_tiles
+    if i >= tl.load(num_tiles):
+        return
+    column = tl.program_id(0) % column_tiles * tile_columns + tl.arange(0, tile_columns)
+    row, is_own = rows_of_tile(tile_row, tile_end, i, tile_rows)
+    matrix = w + tl.load(tile_expert + i).to(tl.int64) * (columns * depth)
+    source, is_read = sources_of_rows(source_of_row, row, num_sources, gathers)
+    total = sum_products(
+        a + source.to(tl.int64)[:, None] * depth,
+        matrix + column[None, :] * (1 if transpose else depth),
+        columns if transpose else 1,
+        column < columns,
+        columns % tile_columns == 0,
+        depth,
+        tile_rows,
+        tile_columns,
+        step,
+    )
+    total = tl.where(is_read[:, None], total, 0.0) if gathers else total
+    store(out + row.to(tl.int64)[:, None] * columns + column[None, :], total, is_own, column < columns)
+
+
+@triton.jit
+def matmul_gated_silu_kernel(
+    tile_expert,
+    tile_row,
+    tile_end,
+    num_tiles,
+    source_of_row,
+    a,
+    w,
+    num_sources,
+    h,
+    act,
+    inter: tl.constexpr,
+    keep_h: tl.constexpr,
+    gathers: tl.constexpr,
+    depth: tl.constexpr,
+    column_tiles: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+    step: tl.constexpr,
+):
+    """One tile of act [rows, inter] and, to keep, both of its tiles of h.
+
+    Columns of the sums are gate and up by turns: in every layout of an accumulator one thread holds both of such a pair.
+    """
+    i = tl.program_id(0) // column_tiles
+    if i >= tl.load(num_tiles):
+        return
+    half: tl.constexpr = tile_columns // 2
+    first = tl.program_id(0) % column_tiles * half
+    pair = tl.arange(0, tile_columns)
+    row, is_own = rows_of_tile(tile_row, tile_end, i, tile_rows)
+    matrix = w + tl.load(tile_expert + i).to(tl.int64) * (2 * inter * depth)
+    source, is_read = sources_of_rows(source_of_row, row, num_sources, gathers)
+    total = sum_products(
+        a + source.to(tl.int64)[:, None] * depth,
+        matrix + (pair % 2 * inter + first + pair // 2)[None, :] * depth,
+        1,
+        first + pair // 2 < inter,
+        inter % half == 0,
+        depth,
+        tile_rows,
+        tile_columns,
+        step,
+    )
+    total = tl.where(is_read[:, None], total, 0.0) if gathers else total
+    gate, up = tl.split(tl.reshape(total, (tile_rows, half, 2)))
+    column = first + tl.arange(0, half)
+    if keep_h:
+        place = h + row.to(tl.int64)[:, None] * (2 * inter) + column[None, :]
+        store(place, gate, is_own, column < inter)
+        store(place + inter, up, is_own, column < inter)
+    place = act + row.to(tl.int64)[:, None] * inter + column[None, :]
+    store(place, gate / (1 + tl.exp(-gate)) * up, is_own, column < inter)
+
+
+@triton.jit
+def rows_of_tile(tile_row, tile_end, i, tile_rows: tl.constexpr):
+    """The rows of tile i and which of them are its expert's; the others repeat the last, so that loads need no mask."""
+    row = tl.load(tile_row + i) + tl.arange(0, tile_rows)
+    end = tl.load(tile_end + i)
+    return tl.minimum(row, end - 1), row < end
+
+
+@triton.jit
+def sources_of_rows(source_of_row, row, num_sources, gathers: tl.constexpr):
+    """Where in `a` rows are, and whether there; a row that is not reads row 0, and its sums must be replaced by zeros."""
+    source = tl.load(source_of_row + row) if gathers else row
+    is_read = (source >= 0) & (source < num_sources)
+    return tl.where(is_read, source, 0) if gathers else source, is_read
+
+
+@triton.jit
+def sum_products(
+    a_rows,
+    w_columns,
+    w_stride: tl.constexpr,
+    is_column,
+    all_columns: tl.constexpr,
+    depth: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+    step: tl.constexpr,
+):
+    """[tile_rows, tile_columns] sums over depth in f32, one after the other.
+
+    `a_rows` [tile_rows, 1] and `w_columns` [1, tile_columns] point at the first summands; the next is 1 and `w_stride` further.
+    """
+    k = tl.arange(0, step)
+    a_pointers = a_rows + k[None, :]
+    w_pointers = w_columns + k[:, None] * w_stride
+    total = tl.zeros((tile_rows, tile_columns), tl.float32)
+    for first in range(0, depth, step):
+        if depth % step == 0:
+            a_step = tl.load(a_pointers)
+            w_step = tl.load(w_pointers) if all_columns else tl.load(w_pointers, mask=is_column[None, :], other=0.0)
+        else:
+            is_k = first + k < depth
+            a_step = tl.load(a_pointers, mask=is_k[None, :], other=0.0)
+            w_step = tl.load(w_pointers, mask=is_k[:, None] & is_column[None, :], other=0.0)
+        total = tl.dot(a_step, w_step, total, input_precision="ieee")
+        a_pointers += step
+        w_pointers += step * w_stride
+    return total
+
+
+@triton.jit
+def store(pointers, values, is_row, is_column):
+    """Rounds values to what `pointers` point at."""
+    tl.store(pointers, values.to(pointers.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

@@ -1,0 +1,157 @@
+"""How a Triton kernel is called from JAX, what that needs, and the tiles that the kernels work in.
+
+The packages `triton` and `jax_triton` are optional: nothing here imports them before a kernel is asked for.
+"""
+
+import functools
+import importlib
+import inspect
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from moe_jax.kernels.hopper import mosaic_gpu
+from moe_jax.kernels.varying import vary_as
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program computes, rows x columns summed `step` at a time, and what it computes it with."""
+
+    rows: int
+    columns: int
+    step: int
+    warps: int
+    stages: int
+    """Steps whose operands are in shared memory or on their way there."""
+
+
+def launch(
+    kernel,
+    inputs: tuple,
+    outputs: list[jax.ShapeDtypeStruct],
+    programs: int,
+    tile: Tile,
+    *,
+    in_place: int | None = None,
+    **constants,
+) -> list[Array]:
+    """Runs `programs` programs of a `@triton.jit` function, whose arguments are the inputs, the outputs and the constants.
+
+    Whole numbers among the inputs are run-time arguments: another value does not compile the kernel again. Input number
+    `in_place`, with arrays alone before it, is changed and returned as the only output: the kernel leaves its argument for that
+    alone. The result takes the input's memory unless something else reads that later.
+    """
+    major, minor = capability() or (0, 0)
+    call = triton_call()
+    arguments, changed = list(inputs), None
+    version_arguments: dict[str, Any]
+    if "out_type" in inspect.signature(call).parameters:
+        version_arguments = {"out_type": outputs, "backend_options": {"enable_fp_fusion": True}}
+        if in_place is not None:
+            # An array changed in place is passed once, so that the argument for the output gets something else.
+            arguments[in_place] = changed = jax.new_ref(inputs[in_place])
+            arguments.append(inputs[0])
+            version_arguments["out_type"] = []
+    else:
+        # jax_triton before 0.4, which fuses by default, and passes an array changed in place once more as the output.
+        version_arguments = {"out_shape": outputs}
+        if in_place is not None:
+            version_arguments["input_output_aliases"] = {in_place: 0}
+    results = call(
+        *arguments,
+        kernel=kernel,
+        grid=(programs,),
+        name=kernel.__name__,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        compute_capability=10 * major + minor,
+        **version_arguments,
+        **constants,
+    )
+    if changed is not None:
+        results = [jax.freeze(changed)]
+    # jax_triton types its results as equal on all devices.
+    return vary_as(results, [a for a in inputs if not isinstance(a, int)])
+
+
+def triton_call() -> Callable:
+    """jax_triton's function of that name."""
+    reason = missing_packages()
+    if reason is not None:
+        raise ImportError(reason)
+    return importlib.import_module("jax_triton").triton_call
+
+
+def capability() -> tuple[int, int] | None:
+    """(9, 0) for Hopper; None where the target is no NVIDIA GPU."""
+    version = re.fullmatch(r"(\d+)\.(\d+)", mosaic_gpu.compute_capability() or "")
+    return (int(version[1]), int(version[2])) if version else None
+
+
+@functools.cache
+def missing_packages() -> str | None:
+    """Why jax-triton cannot be used, and what helps; None where it can."""
+    cache = os.environ.get("TRITON_CACHE_DIR")
+    try:
+        importlib.import_module("triton")
+        importlib.import_module("jax_triton")
+    except ImportError as error:
+        return f"jax-triton cannot be imported ({error}); pip install jax-triton triton"
+    # jax_triton empties the variable, with which Triton compiles nothing for anyone else, such as torch.compile.
+    if cache is None:
+        os.environ.pop("TRITON_CACHE_DIR", None)
+    else:
+        os.environ["TRITON_CACHE_DIR"] = cache
+    if not hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernel"):
+        return "jax-triton calls JAX's CUDA plugin, which is not installed; pip install jax[cuda13]"
+    return None
+
+
+def row_tile(rows_per_expert: float, columns: int, dtype: jnp.dtype) -> Tile:
+    """The tile of a matmul by rows.
+
+    At 64 rows a matmul takes as long as reading its weights, so lower tiles would gain nothing; and Triton multiplies them
+    with other instructions, which may round otherwise: the bits of a row would depend on how many others there are.
+    """
+    if dtype == jnp.float32:
+        return F32_TILE
+    few = rows_per_expert <= 64
+    if _has_large_tiles():
+        return Tile(64, 128, 64, 4, 4) if few else Tile(128, 256 if columns % 256 == 0 else 128, 64, 8, 4)
+    return Tile(64, 128, 32, 4, 4) if few else Tile(128, 128, 32, 8, 4)
+
+
+def gated_backward_tile(dtype: jnp.dtype) -> Tile:
+    """One tile for any number of rows: the sum over a row's columns is in the order that the tile gives."""
+    if dtype == jnp.float32:
+        return F32_TILE
+    return Tile(128, 128, 64, 8, 4) if _has_large_tiles() else Tile(128, 128, 32, 8, 3)
+
+
+def expert_tile(columns: int, dtype: jnp.dtype, *, gathers: bool) -> Tile:
+    """The tile of a matmul by experts; its `step` counts rows.
+
+    Where rows are gathered, Triton loads their numbers two steps before the rows: of five stages, three hold operands.
+    """
+    if dtype == jnp.float32:
+        return F32_TILE
+    stages = 5 if gathers else 3
+    if _has_large_tiles():
+        return Tile(128, 256 if columns % 256 == 0 else 128, 64, 8, stages)
+    return Tile(128, 128, 32, 8, stages)
+
+
+F32_TILE = Tile(64, 64, 32, 4, 2)
+"""f32 is multiplied by the ordinary units: tensor cores would round its operands to TF32."""
+
+
+def _has_large_tiles() -> bool:
+    """Hopper and Blackwell servers: 227 KiB of shared memory, and accumulators that 128 x 256 tiles fit in."""
+    return capability() in ((9, 0), (10, 0), (10, 3))

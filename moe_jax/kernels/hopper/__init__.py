@@ -1,0 +1,1 @@
+"""Building blocks of the kernels for Hopper GPUs, shared by the experts' and by attention's kernels."""

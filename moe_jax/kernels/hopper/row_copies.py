@@ -1,0 +1,167 @@
+"""Rows that lie anywhere in memory, copied into a slot of the ring: a[source[r]] where TMA would copy rows r, r + 1, ...
+
+Each thread of the loading warpgroup copies 16 bytes at a time (`cp.async`), 8 of them a row's 128. The copies themselves arrive
+at a barrier of the slot once they are there, so that no thread waits for them but those that multiply; SonicMoE gathers so
+(https://arxiv.org/abs/2512.14080). Which rows a tile takes stands in registers from its first step on: read in each step, from
+memory or from shared memory, it made the kernel a tenth to a fifth slower, as if the load waited behind the copies before it.
+
+These barriers are words of shared memory that are initialized and waited for here, since Pallas passes none of its own to
+`inline_mgpu`. JAX's interpreter knows no `inline_mgpu` either: what it runs must have gathered its rows before.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
+from jaxtyping import Array, Int
+
+from moe_jax.kernels.hopper.mosaic_gpu import SWIZZLED_COLUMNS, WARPGROUP_THREADS, operand_transforms
+
+PIECE = 16
+"""Bytes of one copy, the most that `cp.async` takes."""
+
+ITEM = 2
+"""Bytes of an element."""
+
+ROW = ITEM * SWIZZLED_COLUMNS
+"""Bytes of a row in a slot, which starts at a multiple of 1024. Piece p of row r lies at p ^ (r % 8): the 128-byte swizzle."""
+
+PIECES = ROW // PIECE
+
+ROWS_AT_ONCE = WARPGROUP_THREADS // PIECES
+
+SCALAR = plgpu.Layout.WG_SPLAT(())
+
+I32, I64 = 32, 64
+
+
+def landing_barriers(stages: int):
+    """Scratch: a barrier of 8 bytes for each slot of the ring."""
+    return plgpu.SMEM((2 * stages,), jnp.int32)
+
+
+def initialize(landed) -> None:
+    """Called by all warpgroups of a block before any of them uses the barriers."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def emit(_, landed):
+        is_first = mgpu.utils.single_thread_predicate(scope=mgpu.utils.ThreadSubset.BLOCK)
+        for slot in range(landed.type.shape[0] // 2):
+            nvvm.mbarrier_init(_barrier(landed, _constant(slot)), _constant(WARPGROUP_THREADS), predicate=is_first)
+        nvvm.fence_mbarrier_init()
+        gpu.barrier()
+
+    emit(landed)
+
+
+def read_sources(source_of_row, first_row: jax.Array, rows: int) -> Int[Array, "copies"]:
+    """The sources of the rows from first_row on, of each thread those that it copies, in its registers. The last of
+    source_of_row stands for those behind it."""
+    layout = _layout(rows)
+    own_rows = rows // ROWS_AT_ONCE
+    result = plgpu.ShapeDtypeStruct((own_rows * WARPGROUP_THREADS,), jnp.int32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=result)
+    def emit(_, source_of_row, first_row):
+        own_row = arith.addi(_value(first_row), arith.divui(_thread(), _constant(PIECES)))
+        last = _constant(source_of_row.type.shape[0] - 1)
+        sources = llvm.mlir_undef(ir.VectorType.get((own_rows,), _int(I32)))
+        for i in range(own_rows):
+            row = arith.minui(arith.addi(own_row, _constant(i * ROWS_AT_ONCE)), last)
+            place = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(source_of_row), [arith.extui(_int(I64), row)], _int(I32))
+            sources = llvm.insertelement(sources, llvm.load(_int(I32), place), _constant(i))
+        return mgpu.FragmentedArray(_registers=np.array([sources], object), _layout=layout.to_mgpu(), _is_signed=True)
+
+    return emit(source_of_row, first_row)
+
+
+def start_copies(a, sources: Int[Array, "copies"], column: jax.Array, target, landed, slot: jax.Array) -> None:
+    """Starts to copy a[sources, column : column + 64] into `target` [rows, 64], a slot of the ring, whose barrier completes its
+    phase once the copies are there. A source that is no row of `a` gives zeros."""
+    (num_sources, columns), (rows, _) = a.shape, target.shape
+    types = plgpu.RefType(), _layout(rows), SCALAR, plgpu.RefType(operand_transforms(a.dtype)), plgpu.RefType(), SCALAR
+
+    @plgpu.inline_mgpu(arg_types=types)
+    def emit(_, a, sources, column, target, landed, slot):
+        row, piece = arith.divui(_thread(), _constant(PIECES)), arith.remui(_thread(), _constant(PIECES))
+        swapped = arith.xori(piece, arith.remui(row, _constant(8)))
+        own_target = _sum(_address(target, I32), _times(row, ROW), _times(swapped, PIECE))
+        own_bytes = arith.addi(_times(_value(column), ITEM), _times(piece, PIECE))
+        own_source = arith.addi(_address(a, I64), arith.extui(_int(I64), own_bytes))
+        for i in range(rows // ROWS_AT_ONCE):
+            source = llvm.extractelement(sources.registers.item(), _constant(i))
+            is_row = arith.cmpi(arith.CmpIPredicate.ult, source, _constant(num_sources))
+            offset = arith.muli(arith.extui(_int(I64), source), mgpu.c(ITEM * columns, _int(I64)))
+            # Of a piece of PIECE bytes so many are read, none where the source is no row; the rest is zero.
+            bytes_read = arith.select(is_row, _constant(PIECE), _constant(0))
+            place = arith.addi(own_target, _constant(i * ROWS_AT_ONCE * ROW))
+            copy = f"cp.async.cg.shared.global [$0], [$1], {PIECE}, $2;"
+            mgpu.utils.inline_ptx(copy, place, arith.addi(own_source, offset), bytes_read)
+        barrier = llvm.ptrtoint(_int(I32), _barrier(landed, _value(slot)))
+        mgpu.utils.inline_ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", barrier)
+
+    emit(a, sources, column, target, landed, slot)
+
+
+def wait_for_copies(landed, step: jax.Array, stages: int) -> None:
+    """Waits until the copies of a step are there, the step's number being among those of all tiles, and makes wgmma see them.
+
+    `cp.async` writes through the generic proxy and wgmma reads through the async one: hence a fence in each thread that waits.
+    The way back needs none, wgmma's end implies it.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
+    def emit(_, landed, slot, parity):
+        ticks = _constant(10_000_000)  # How long the hardware may suspend the thread before it looks again.
+        nvvm.mbarrier_try_wait_parity(_barrier(landed, _value(slot)), _value(parity), ticks)
+        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;")
+
+    # From the step, since a warpgroup that has no rows in a tile, or whose turn it is not, leaves out phases.
+    turns, slot = lax.div(step, jnp.int32(stages)), lax.rem(step, jnp.int32(stages))
+    emit(landed, slot, lax.rem(turns, jnp.int32(2)))
+
+
+def _layout(rows: int):
+    """Of an array that holds a number for each row that a thread copies; their order in the whole means nothing."""
+    own_rows = rows // ROWS_AT_ONCE
+    return plgpu.Layout.WG_STRIDED((own_rows * WARPGROUP_THREADS,), vec_size=own_rows)
+
+
+def _barrier(landed, slot):
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(landed), [slot], _int(I64))
+
+
+def _thread():
+    """Its number in the warpgroup."""
+    return arith.remui(mgpu.utils.thread_idx(), _constant(WARPGROUP_THREADS))
+
+
+def _address(reference, bits: int):
+    return llvm.ptrtoint(_int(bits), mgpu.utils.memref_ptr(reference))
+
+
+def _value(scalar):
+    value = scalar.registers.item()
+    return arith.index_cast(_int(I32), value) if isinstance(value.type, ir.IndexType) else value
+
+
+def _times(value, factor: int):
+    return arith.muli(value, _constant(factor))
+
+
+def _sum(first, *others):
+    for other in others:
+        first = arith.addi(first, other)
+    return first
+
+
+def _constant(value: int):
+    return mgpu.c(value, _int(I32))
+
+
+def _int(bits: int):
+    return ir.IntegerType.get_signless(bits)

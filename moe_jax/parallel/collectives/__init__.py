@@ -1,0 +1,1 @@
+"""Sums, gathers and transfers between devices, in one order of summation."""

@@ -1,0 +1,1 @@
+"""Sequences split over devices: layouts of tokens, ring attention, and attention of what a device holds."""

@@ -1,0 +1,71 @@
+"""What a run says about its data and its length before it starts."""
+
+from moe_jax.recipes.finetuning.prepare import PlannedRun
+from moe_jax.train.data.survey import Survey
+
+MANY_EPOCHS = 100
+"""More passes through the data than this are hardly meant."""
+
+
+def announcement(run: PlannedRun, steps_done: int) -> str:
+    """Returns a few lines: tokens, learned share, padding and cuts where the data was surveyed, steps and epochs."""
+    settings, found = run.settings, run.survey
+    devices = 1 if run.parallelism is None else run.parallelism.mesh.size
+    steps = (
+        f"steps {steps_done + 1} to {settings.steps}, {settings.batch_size} x {settings.seq_len} tokens a step on "
+        f"{devices} device{'s' if devices > 1 else ''}"
+    )
+    if steps_done >= settings.steps:
+        steps = f"all {settings.steps} steps are taken: nothing is left to do"
+    lines = []
+    if settings.force_balanced_routing:
+        lines.append("FORCED BALANCED ROUTING: the router is ignored. For benchmarks only; do not use the resulting model.")
+    if found is None:
+        return "\n".join([*lines, f"{len(run.documents)} {_kind(run)}; {steps}"])
+    lines += [_data(run, found), *_cuts(run, found), f"{steps}: {_number(_epochs(run, found))} epochs"]
+    if _epochs(run, found) > MANY_EPOCHS:
+        three = found.steps(3, settings.batch_size)
+        lines.append(
+            f"WARNING: each document would be learned {_number(_epochs(run, found))} times. Give fewer steps, or --epochs: 3 "
+            f"epochs are {three} step{'s' if three > 1 else ''}"
+        )
+    return "\n".join(lines)
+
+
+def _data(run: PlannedRun, found: Survey) -> str:
+    about = "" if found.exact else "about "
+    sample = "" if found.exact else f" (measured on {found.measured:,} of them)"
+    return (
+        f"{found.documents:,} {_kind(run)}{sample}: {about}{found.tokens:,} tokens, {found.learned:.0%} of them learned; rows "
+        f"of {run.settings.seq_len} tokens with {found.padding:.0%} padding"
+    )
+
+
+def _cuts(run: PlannedRun, found: Survey) -> list[str]:
+    about = "" if found.exact else "about "
+    lines = []
+    if found.skipped:
+        lines.append(
+            f"{about}{found.skipped:,} of {found.documents:,} {_kind(run)} are left out: the chat template refuses them"
+        )
+    if not found.cut:
+        return lines
+    line = f"{about}{found.cut:,} of {found.documents:,} {_kind(run)} are longer than a row and are cut"
+    if found.answers_cut:
+        line += (
+            f"; {about}{found.answers_cut:,} of {found.answers:,} answers reach beyond the first cut, and are learned without "
+            "what stood before it: a larger --seq-len keeps them whole"
+        )
+    return [*lines, line]
+
+
+def _epochs(run: PlannedRun, found: Survey) -> float:
+    return found.epochs(run.settings.steps, run.settings.batch_size)
+
+
+def _kind(run: PlannedRun) -> str:
+    return "conversations" if run.documents.format == "chat" else "documents"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 20 else f"{value:.2g}"

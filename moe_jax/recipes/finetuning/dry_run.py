@@ -1,0 +1,64 @@
+"""A rehearsal of a run: everything is checked, and what it would learn from is shown; nothing is trained or written."""
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_jax.models.decoder import Decoder
+from moe_jax.recipes.finetuning.announcement import announcement
+from moe_jax.recipes.finetuning.prepare import plan_run, saved_run
+from moe_jax.recipes.finetuning.settings import FinetuneSettings
+from moe_jax.runtime.processes import is_first_process
+from moe_jax.train.data import Documents
+
+LEARNED = "[[", "]]"
+LEARNED_ON_A_TERMINAL = "\033[32m", "\033[0m"
+
+
+def dry_run(settings: FinetuneSettings, *, model: Decoder | None = None, tokenizer: Any = None) -> None:
+    """Prints what `finetune` says before it starts, and the first row of its first batch, with the learned text marked.
+
+    Args: as in `finetune`. No weights are read, and no file is written.
+
+    Raises:
+      ValueError, FileNotFoundError: as `finetune` before it reads weights.
+    """
+    run = plan_run(settings, model, tokenizer)
+    steps_done, _ = saved_run(Path(settings.output).expanduser())
+    try:
+        batch = next(run.batches)
+    finally:
+        run.batches.close()
+    if is_first_process():
+        row = int(np.argmax(batch["loss_mask"].any(axis=1)))
+        print(announcement(run, steps_done))
+        print(f"\nA row of the first batch; learned text is {'green' if sys.stdout.isatty() else 'in [[ ]]'}:\n")
+        marks = LEARNED_ON_A_TERMINAL if sys.stdout.isatty() else LEARNED
+        print(described_row({name: array[row] for name, array in batch.items()}, run.documents, run.tokenizer, marks))
+        print("\ndry run: nothing was trained or written")
+
+
+def described_row(row: dict[str, np.ndarray], documents: Documents, tokenizer: Any, marks: tuple[str, str]) -> str:
+    """Returns the text of a packed row, int32 [seq_len] by name, segment by segment, with what is learned between `marks`.
+
+    A piece's first token counts as not learned: where a document was cut, the piece before it learned it.
+    """
+    parts = []
+    for segment in range(1, int(row["segment_ids"].max()) + 1):
+        inside = np.flatnonzero(row["segment_ids"] == segment)
+        tokens = row["tokens"][inside]
+        learned = np.append(False, row["loss_mask"][inside][:-1] > 0)
+        parts.append(
+            f"--- segment {segment}: {len(inside)} tokens, {int(row['loss_mask'][inside].sum())} learned, of "
+            f"{documents.where(int(row['document'][inside[0]]))}"
+        )
+        text = ""
+        for is_learned, places in itertools.groupby(range(len(tokens)), key=lambda i: bool(learned[i])):
+            said = tokenizer.decode([int(tokens[i]) for i in places], skip_special_tokens=False)
+            text += f"{marks[0]}{said}{marks[1]}" if is_learned else said
+        parts.append(text)
+    parts.append(f"--- padding: {int((row['segment_ids'] == 0).sum())} tokens")
+    return "\n".join(parts)

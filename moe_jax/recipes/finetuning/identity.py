@@ -1,0 +1,67 @@
+"""Tells whether the checkpoints in an output folder are of the run that is asked for."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.layout import mesh_of
+from moe_jax.runtime.processes import is_first_process
+
+MODEL = "model"
+"""The entry of a run's identity that tells its starting weights; runs begun before version 0.2 have none."""
+
+_logger = logging.getLogger(__name__)
+
+
+def values_of(model: Decoder) -> list[float]:
+    """Eight values of each parameter of a model in memory: enough to tell another model, not every change of some weights."""
+    params = nnx.state(model, nnx.Param)
+    mesh = mesh_of(params)
+
+    def sample(leaves: list[jax.Array]) -> jax.Array:
+        rows = [leaf[tuple(size // 2 for size in leaf.shape[:-1])][:8] for leaf in leaves]
+        return jnp.concatenate([row.astype(jnp.float32) for row in rows])
+
+    # Replicated, so that each process of a job has all of them.
+    placed = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return np.asarray(jax.jit(sample, out_shardings=placed)(jax.tree.leaves(params))).tolist()
+
+
+def same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> dict[str, Any]:
+    """Returns the identity that the run in `output` goes on with.
+
+    Starting weights are compared where the run noted them in the same way: a hash of a checkpoint's, or values of a model
+    passed from Python. Elsewhere the run goes on with what it noted, if anything, and a warning.
+
+    Raises:
+      ValueError: it is another run; names what differs.
+    """
+    kept = {name: value for name, value in current.items() if name != MODEL}
+    # Through JSON, as it was saved: tuples are lists there.
+    different = [
+        f"{name}: checkpoint {saved.get(name)!r}, now {value!r}" for name, value in kept.items() if saved.get(name) != value
+    ]
+    noted, asked = saved.get(MODEL), current[MODEL]
+    if type(noted) is not type(asked):
+        if is_first_process():
+            how = "did not note its starting weights" if noted is None else "noted its starting weights in another way"
+            _logger.warning("the run in %s %s, so nothing tells whether `model` is the one that it began with", output, how)
+    elif not _same_weights(noted, asked):
+        different.append("model: its weights are not those that the run began with")
+    if different:
+        raise ValueError(f"{output} holds another run; choose another output folder. Different: " + "; ".join(different))
+    return kept if noted is None else kept | {MODEL: noted}
+
+
+def _same_weights(noted: Any, asked: Any) -> bool:
+    if isinstance(noted, str):
+        return noted == asked
+    # A random initialisation rounds differently on other devices; bf16 has 2**-8 of a number.
+    return len(noted) == len(asked) and np.allclose(noted, asked, rtol=2**-7, atol=0, equal_nan=True)

@@ -1,0 +1,369 @@
+"""What is settled before a run's weights are read: its data, devices and sizes fit together, and fit what its folder holds."""
+
+import json
+import logging
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from moe_jax.checkpoint.companions import tokenizer_files
+from moe_jax.checkpoint.fingerprint import weights_fingerprint
+from moe_jax.checkpoint.folders import check_replaceable
+from moe_jax.checkpoint.hf_load import find_config, read_config
+from moe_jax.checkpoint.tokenizer import load_tokenizer
+from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
+from moe_jax.config import ModelConfig, config_to_dict
+from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.choices import MESH_AXES, MeshShape
+from moe_jax.parallel.collectives.hops import default_hops
+from moe_jax.parallel.expert import ExpertParallel
+from moe_jax.parallel.expert.placement import balanced_order
+from moe_jax.parallel.layout import mesh_of
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.recipes.finetuning.identity import MODEL, same_run, values_of
+from moe_jax.recipes.finetuning.lock import output_lock
+from moe_jax.recipes.finetuning.settings import FinetuneSettings
+from moe_jax.recipes.finetuning.settings_file import noted_steps
+from moe_jax.runtime.processes import is_first_process, require_shared, unlike_the_first
+from moe_jax.train.data import Batches, Documents, batches, open_documents, tokenizer_fingerprint
+from moe_jax.train.data.chat_templates import with_chat_template
+from moe_jax.train.data.survey import Survey, survey
+from moe_jax.train.master_weights import initial_low_halves
+from moe_jax.train.objective import OwnLoss, name_of, refuse_coefficients, refuse_further_predictors
+from moe_jax.train.rebalance import Places, num_groups
+from moe_jax.train.step import check_mtp_loss_coef
+
+_logger = logging.getLogger(__name__)
+
+RESUME_MUST_MATCH = (
+    "seq_len",
+    "batch_size",
+    "gradient_accumulation",
+    "learning_rate",
+    "min_learning_rate_ratio",
+    "warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+    "aux_loss_coef",
+    "sequence_loss_coef",
+    "z_loss_coef",
+    "expert_bias_update_rate",
+    "mtp_loss_coef",
+    "force_balanced_routing",
+    "seed",
+    "dtype",
+    "param_dtype",
+    "moment_dtype",
+)
+"""Settings that may not change between the start of a run and its resumption: the run would be another."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run whose data, devices and sizes fit together.
+
+    `settings` have the steps that epochs come to. `tokenizer` has the chat template of the settings. `held_out` are batches of
+    text that is not trained on. `identity` is what the run may not change on its way. `survey` measures the data of a run that
+    begins; processes but the first have none.
+    """
+
+    settings: FinetuneSettings
+    tokenizer: Any
+    config: ModelConfig
+    parallelism: Parallelism | None
+    expert_devices: int
+    documents: Documents
+    batches: Batches
+    held_out: list[dict[str, np.ndarray]]
+    held_out_fingerprint: str | None
+    identity: dict[str, Any]
+    survey: Survey | None
+
+
+@dataclass(frozen=True)
+class Run(PlannedRun):
+    """A run that can start, or go on.
+
+    `steps_done` are those of its newest checkpoint, 0 where there is none; `batches` stands behind them. `places` is where
+    experts are, if they move between the `expert_devices` that they are dealt out to.
+    """
+
+    checkpoints: TrainingCheckpoints
+    steps_done: int
+    places: Places | None
+
+
+def prepare_run(
+    settings: FinetuneSettings, model: Decoder | None, tokenizer: Any, until_end: ExitStack, loss: OwnLoss | None = None
+) -> Run:
+    """The run that `finetune` was asked for; it has the arguments, and the errors raised.
+
+    Nothing has been written when it raises, but in a folder that has a run. Else there is the folder for checkpoints, and
+    `until_end` holds it for this run.
+    """
+    output = Path(settings.output).expanduser()
+    plan = plan_run(settings, model, tokenizer)
+    settings, config, stream = plan.settings, plan.config, plan.batches
+    if loss is not None:
+        _check_own_loss(settings, config)
+    identity = plan.identity | {"loss": None if loss is None else name_of(loss)}
+    identity |= {MODEL: weights_fingerprint(settings.model) if model is None else values_of(model)}
+    if jax.process_count() > 1:
+        _check_same_everywhere(asdict(settings) | identity | {"held-out data": plan.held_out_fingerprint})
+        require_shared(output)
+    until_end.enter_context(output_lock(output))
+    checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
+    steps_done = checkpoints.latest_step() or 0
+    places = Places.at_first(len(config.routed_layers), _num_experts(config)) if settings.rebalance_every else None
+    if steps_done:
+        position = checkpoints.position(steps_done)
+        identity = same_run(position["identity"], identity, output)
+        if settings.steps < steps_done:
+            raise ValueError(
+                f"{output} holds {steps_done} steps of this run: steps={settings.steps} would end before; take {steps_done} or "
+                "more"
+            )
+        stream.set_state(position["data"])
+        places = Places.from_json(position["places"]) if position.get("places") else places
+    known = vars(plan) | {"identity": identity}
+    return Run(**known, checkpoints=checkpoints, steps_done=steps_done, places=places)
+
+
+def _check_own_loss(settings: FinetuneSettings, config: ModelConfig) -> None:
+    refuse_coefficients(**{name: getattr(settings, name) for name in ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef")})
+    refuse_further_predictors(config)
+    if settings.rebalance_every:
+        raise ValueError(f"rebalance_every={settings.rebalance_every} needs the load of experts, which `loss` does not report")
+
+
+def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) -> PlannedRun:
+    """Checks all that can be checked without weights, and writes nothing; arguments and errors as in `finetune`."""
+    output = Path(settings.output).expanduser()
+    # The trained model goes there at the end, with these files.
+    check_replaceable(output / "model")
+    if settings.tokenizer is not None and tokenizer is None:
+        tokenizer_files(settings.tokenizer, None)
+    parallelism = _parallelism(settings, model)
+    if model is None:
+        # A misspelt model is named as such, before its tokenizer is looked for and before its weights are downloaded.
+        find_config(settings.model)
+    tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
+    if settings.chat_template is not None:
+        tokenizer = with_chat_template(tokenizer, settings.chat_template)
+    documents = open_documents(settings.data, settings.data_format)
+    held_out = None if settings.eval_data is None else open_documents(settings.eval_data, settings.data_format)
+    if held_out is not None:
+        _check_held_out(held_out, documents, settings)
+    if model is not None:
+        # Refuses dtypes that cannot be trained.
+        jax.eval_shape(initial_low_halves, nnx.state(model, nnx.Param))
+    config = read_config(settings.model, mtp=settings.mtp_loss_coef > 0) if model is None else model.config
+    check_mtp_loss_coef(config, settings.mtp_loss_coef)
+    _check_vocabulary(config, tokenizer)
+    _warn_of_far_positions(config, settings.seq_len)
+    expert_devices = _check_experts(settings, parallelism, config)
+    steps_done, saved = saved_run(output)
+    # A run that began when texts had no BOS token goes on without, or its data would be other data.
+    begin_texts = not saved or "begin_texts" in saved
+    settings, found = _with_survey(settings, documents, tokenizer, begin_texts, resumed=steps_done > 0)
+    stream = batches(
+        documents,
+        tokenizer,
+        seq_len=settings.seq_len,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        rows=None if parallelism is None else parallelism.own_rows(settings.batch_size),
+        begin_texts=begin_texts,
+        skip_bad=settings.skip_bad_documents,
+    )
+    # What the chat template refuses in the held-out text and in the first batch is said before minutes of loading.
+    held_out_batches = [] if held_out is None else _first_batches(held_out, tokenizer, settings, parallelism, begin_texts)
+    if not steps_done:
+        begin = stream.get_state()
+        next(stream)
+        stream.set_state(begin)
+    identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
+    identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
+    identity |= _own_dtypes(model) | ({"begin_texts": True} if begin_texts else {})
+    if saved:
+        # Starting weights are compared when they are read.
+        same_run(saved | {MODEL: ""}, identity | {MODEL: ""}, output)
+    return PlannedRun(
+        settings=settings,
+        tokenizer=tokenizer,
+        config=config,
+        parallelism=parallelism,
+        expert_devices=expert_devices,
+        documents=documents,
+        batches=stream,
+        held_out=held_out_batches,
+        held_out_fingerprint=None if held_out is None else held_out.fingerprint,
+        identity=identity,
+        survey=found,
+    )
+
+
+def saved_run(output: Path) -> tuple[int, dict[str, Any]]:
+    """Returns the step of the newest checkpoint and the identity that it holds; 0 and {} where there is none to read.
+
+    A checkpoint that cannot be read is refused by `TrainingCheckpoints`.
+    """
+    try:
+        step = finished_steps(output / "checkpoints")[-1]
+        position = json.loads((output / "checkpoints" / str(step) / "position" / "metadata").read_text())
+        return step, position["identity"]
+    except (IndexError, OSError, ValueError, KeyError):
+        return 0, {}
+
+
+def _with_survey(
+    settings: FinetuneSettings, documents: Documents, tokenizer: Any, begin_texts: bool, *, resumed: bool
+) -> tuple[FinetuneSettings, Survey | None]:
+    """The settings with the steps of their epochs; and the survey, where there had to be one."""
+    options: dict[str, Any] = dict(seq_len=settings.seq_len, seed=settings.seed, begin_texts=begin_texts)
+    options |= dict(skip_bad=settings.skip_bad_documents)
+    if settings.epochs is None:
+        begins_here = is_first_process() and not resumed
+        return settings, survey(documents, tokenizer, **options) if begins_here else None
+    steps, found = noted_steps(Path(settings.output).expanduser(), settings.epochs) if resumed else None, None
+    if steps is None:
+        # Of all documents: the number of steps must be the same each time, and in each process.
+        found = survey(documents, tokenizer, **options, max_documents=None, max_seconds=None)
+        steps = found.steps(settings.epochs, settings.batch_size)
+    return replace(settings, steps=steps, epochs=None), found
+
+
+def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Parallelism | None:
+    """The devices that training is spread over, those of the model if there is one, and how; None for one device.
+
+    Raises:
+      ValueError: the settings name another mesh than the model's; they are not all devices of all processes, and so would be
+        a run for each process in the same folder; or the rows of a micro-batch cannot be dealt out to them, or a sequence not
+        be split.
+    """
+    if model is None:
+        alone = settings.mesh.size == 1 and jax.process_count() == 1
+        mesh = None if alone else make_mesh(**asdict(settings.mesh))
+    else:
+        mesh = mesh_of(nnx.state(model, nnx.Param))
+        lies_on = MeshShape() if mesh is None else MeshShape(**{axis: mesh.shape.get(axis, 1) for axis in MESH_AXES})
+        if settings.mesh not in (MeshShape(), lies_on):
+            raise ValueError(
+                f"settings.mesh={settings.mesh}, but the model lies on {lies_on}; load it there, or leave settings.mesh out"
+            )
+    processes = 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
+    if processes < jax.process_count():
+        raise ValueError(
+            f"there are {jax.process_count()} processes, and the model lies on devices of {processes}; load it onto a mesh of "
+            f"all {jax.device_count()} devices"
+        )
+    if mesh is None:
+        return None
+    experts = ExpertParallel(capacity_factor=settings.capacity_factor, shadow_experts=settings.shadow_experts)
+    parallelism = Parallelism(mesh, experts, hops=settings.hops or default_hops(mesh))
+    parallelism.check_batch(settings.batch_size // settings.gradient_accumulation)
+    ways = mesh.shape.get("context", 1)
+    if ways > 1 and settings.seq_len % (2 * ways):
+        raise ValueError(f"seq_len={settings.seq_len} must be a multiple of 2 * mesh.context = {2 * ways}")
+    return parallelism
+
+
+def _check_vocabulary(config: ModelConfig, tokenizer: Any) -> None:
+    """Tokens without an embedding would be NaN, and the loss with them, at the first document that has one."""
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {config.vocab_size}; take the model's "
+            "own tokenizer"
+        )
+
+
+def _check_held_out(held_out: Documents, documents: Documents, settings: FinetuneSettings) -> None:
+    """Refuses a held-out loss that would say nothing about the run: of another kind of text, or of text that is trained on."""
+    if held_out.format != documents.format:
+        raise ValueError(
+            f"eval_data={settings.eval_data!r} has the format {held_out.format}, and data={settings.data!r} "
+            f"{documents.format}: their losses could not be compared; take one format"
+        )
+    both = {file.resolve() for file in documents.files} & {file.resolve() for file in held_out.files}
+    if both or held_out.fingerprint == documents.fingerprint:
+        raise ValueError(
+            f"eval_data={settings.eval_data!r} must not be trained on, but data={settings.data!r} has "
+            + (f"{min(both)} too" if both else "the same contents")
+        )
+
+
+def _warn_of_far_positions(config: ModelConfig, seq_len: int) -> None:
+    """Says that long documents reach positions beyond the config's; no error, as training may be meant to extend a model."""
+    known, rope = config.max_position_embeddings, config.rope_parameters
+    if rope.rope_type == "yarn":
+        known = max(known, int(rope.yarn_factor(known) * (rope.original_max_position_embeddings or known)))
+    if seq_len > known and is_first_process():
+        _logger.warning(
+            "seq_len=%d is more than the %d positions of the model (max_position_embeddings): documents of more than %d tokens "
+            "are trained at positions that it has not seen; --seq-len %d cuts them there",
+            seq_len, known, known, known,
+        )  # fmt: skip
+
+
+def _check_experts(settings: FinetuneSettings, parallelism: Parallelism | None, config: ModelConfig) -> int:
+    """Returns how many devices the experts are dealt out to."""
+    exchange = None if parallelism is None else parallelism.expert_parallel
+    for name in ("shadow_experts", "rebalance_every"):
+        if getattr(settings, name) and exchange is None:
+            raise ValueError(f"{name}={getattr(settings, name)} needs experts on several devices: a mesh.expert of 2 or more")
+    num_experts = _num_experts(config)
+    devices = 1 if parallelism is None or exchange is None else parallelism.mesh.shape[exchange.axis_name]
+    if num_experts % devices:
+        raise ValueError(f"{num_experts} experts cannot be dealt out to mesh.expert={devices} devices; take a divisor")
+    if settings.shadow_experts > num_experts:
+        raise ValueError(f"shadow_experts={settings.shadow_experts} must be at most the {num_experts} experts of a layer")
+    if settings.rebalance_every:
+        if not num_experts:
+            raise ValueError(f"rebalance_every={settings.rebalance_every} needs a model with experts")
+        # Refuses groups of experts that these devices would part.
+        balanced_order(np.ones(num_experts), devices, num_groups(config))
+    return devices
+
+
+def _num_experts(config: ModelConfig) -> int:
+    return getattr(config, "num_experts", 0) if config.routed_layers else 0
+
+
+def _first_batches(
+    documents: Documents,
+    tokenizer: Any,
+    settings: FinetuneSettings,
+    parallelism: Parallelism | None,
+    begin_texts: bool,
+) -> list[dict[str, np.ndarray]]:
+    """Batches of held-out text, a micro-batch's rows each."""
+    rows = settings.batch_size // settings.gradient_accumulation
+    own = None if parallelism is None else parallelism.own_rows(rows)
+    options: dict[str, Any] = dict(seq_len=settings.seq_len, seed=settings.seed, begin_texts=begin_texts)
+    options |= dict(skip_bad=settings.skip_bad_documents)
+    stream = batches(documents, tokenizer, batch_size=rows, rows=own, **options)
+    try:
+        return [next(stream) for _ in range(settings.eval_batches)]
+    finally:
+        stream.close()
+
+
+def _own_dtypes(model: Decoder | None) -> dict[str, str]:
+    """What a model that was passed computes in and is held in: the settings do not say it then."""
+    if model is None:
+        return {}
+    return {"dtype": model.dtype.name, "param_dtype": jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype.name}
+
+
+def _check_same_everywhere(run: dict[str, Any]) -> None:
+    """Hosts may have been given other settings by mistake, or have other data under the same name."""
+    unlike = {name: unlike_the_first(json.dumps(value, sort_keys=True, default=str)) for name, value in run.items()}
+    wrong = [f"{name} of processes {numbers}" for name, numbers in unlike.items() if numbers]
+    if wrong:
+        raise ValueError(f"not the same as in process 0: {', '.join(wrong)}")

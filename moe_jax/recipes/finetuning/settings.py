@@ -1,0 +1,242 @@
+"""What a user chooses about a fine-tuning run, checked as a whole before anything happens."""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
+from moe_jax.parallel.expert.settings import ExpertParallel
+from moe_jax.train.data.files import FORMATS
+
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class FinetuneSettings:
+    """Fine-tune a model on texts or chats. The same command goes on where an interrupted run was.
+
+    moe-jax finetune --model Qwen/Qwen3-30B-A3B --data chats.jsonl --output runs/mine --seq-len 4096 --steps 1000
+
+    The settings of `recipes.finetune`; wrong values raise a ValueError that lists them.
+
+    Attributes:
+      model: a checkpoint folder or hub id.
+      data: a folder of text files, a .jsonl file, or a folder of .jsonl files.
+      output: the folder for metrics and checkpoints. A run that finds checkpoints there goes on from the last one.
+      eval_data: text to measure the loss on that is not trained on, in the same format as `data`; None: none. A file that
+        `data` has too is refused.
+      eval_every: steps between two measurements; after the last step there is always one.
+      eval_batches: how many batches, of a micro-batch's rows, a measurement takes; drawn by `seed`, the same each time.
+      data_format: "folder", "text" (JSONL "text"), "chat" (JSONL "messages"), or "auto".
+      skip_bad_documents: leave out conversations that the chat template refuses, and count them in the log, where otherwise
+        the first of them ends the run. May be changed when a run goes on.
+      tokenizer: a folder or hub id; None: the model's.
+      chat_template: a Jinja file to use in place of the tokenizer's template, or "chatml"; saved with the trained model.
+      seq_len: tokens in a row; documents are packed into rows, longer ones are cut. More than the model's
+        max_position_embeddings (with yarn, what that extends them to) gives a warning, and is trained.
+      batch_size: rows in an optimizer step, over all micro-batches.
+      gradient_accumulation: micro-batches in an optimizer step.
+      steps: optimizer steps in all. A run that has ended goes on when the command is given again with more.
+      epochs: passes through the data, in place of `steps`; all documents are tokenized once to count the steps.
+      learning_rate: the peak, reached after `warmup_steps`; from there it falls along a cosine.
+      min_learning_rate_ratio: which part of the peak it has at the end.
+      warmup_steps: None: a tenth of `steps`, at most 100.
+      weight_decay: AdamW's; norms and biases do not decay.
+      max_grad_norm: gradients with a larger norm are scaled down to it.
+      aux_loss_coef: the load-balancing loss's factor; None: the config's router_aux_loss_coef.
+      sequence_loss_coef: the factor of the balance loss within each sequence; None: the config's aux_loss_alpha where its
+        seq_aux says that it is meant so (DeepSeek's), else 0.
+      z_loss_coef: the router z-loss's factor.
+      expert_bias_update_rate: how far a step moves the biases of models that balance their load with them; 0: not at all.
+      mtp_loss_coef: the factor of the loss of further tokens, for models with modules that predict some (DeepSeek-V3 was
+        pretrained with 0.3, at the end 0.1). 0: the modules are left out, of the run and of the trained model.
+      seed: of the order of documents.
+      checkpoint_every: steps between checkpoints; the last step always has one.
+      keep_checkpoints: how many of the latest stay.
+      dtype: what the model computes in, "bfloat16" or "float32".
+      param_dtype: what parameters, and their gradients within a micro-batch, are held in, "float32" or "bfloat16". Masters are
+        float32 in either case: bfloat16 parameters are the upper halves of theirs, so that no pass casts them.
+      moment_dtype: what AdamW's two moments are kept in between steps, "float32" or "bfloat16" for half the memory.
+      remat: recompute each layer in the backward pass: less memory, about a third more time.
+      offload: what remat keeps, each layer's input, waits in the host's memory: for long sequences (docs/scaling.md).
+      mesh: over how many devices rows, parameters, experts and sequences are spread (docs/scaling.md); all of them are used.
+      capacity_factor: how many times what an even routing brings fits into one exchange between experts' devices. With the
+        number of devices along mesh.expert everything fits, and no layer waits to learn whether it did
+        (docs/parallel_experts.md).
+      hops: how data passes from device to device, matrices that are gathered, in a ring along mesh.context or pairwise to
+        experts: "copies", between the GPUs of one process, or "nccl". None: copies where they can be made.
+      shadow_experts: how many experts at most a layer may copy to all devices along mesh.expert for a step, where that takes
+        more from the busiest device than the copies cost (docs/parallel_experts.md).
+      rebalance_every: after so many steps experts change places between the devices along mesh.expert, by how busy they were
+        since the last time; 0: never. Log and trained model have them under their old numbers, the load-balancing loss of
+        several layers under their places (docs/scaling.md).
+      tensorboard: write output/tensorboard too.
+      force_balanced_routing: ignore the router's choices and deal experts out in turn. For benchmarks: it spoils a model.
+      dry_run: check everything, and print what the run would learn from, with a row of its first batch; train nothing, read no
+        weights, and write no file.
+    """
+
+    model: str
+    data: str
+    output: str
+    eval_data: str | None = None
+    eval_every: int = 100
+    eval_batches: int = 8
+    data_format: str = "auto"
+    skip_bad_documents: bool = False
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    seq_len: int = 4096
+    batch_size: int = 8
+    gradient_accumulation: int = 1
+    steps: int = 1000
+    epochs: float | None = None
+    learning_rate: float = 1e-5
+    min_learning_rate_ratio: float = 0.1
+    warmup_steps: int | None = None
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    aux_loss_coef: float | None = None
+    sequence_loss_coef: float | None = None
+    z_loss_coef: float = 0.0
+    expert_bias_update_rate: float = 0.001
+    mtp_loss_coef: float = 0.1
+    seed: int = 0
+    checkpoint_every: int = 200
+    keep_checkpoints: int = 3
+    dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+    moment_dtype: str = "float32"
+    remat: bool = True
+    offload: bool = False
+    mesh: MeshShape = MeshShape()
+    capacity_factor: float = ExpertParallel.capacity_factor
+    hops: Hops | None = None
+    shadow_experts: int = 0
+    rebalance_every: int = 0
+    tensorboard: bool = False
+    force_balanced_routing: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self):
+        problems = _problems(self)
+        if problems:
+            raise ValueError("FinetuneSettings: " + "; ".join(problems))
+
+
+def _problems(settings: FinetuneSettings) -> list[str]:
+    """What is wrong, each as one clause."""
+    problems = []
+    wanted = {
+        "a string that is not empty": ("model", "data", "output"),
+        "an integer of at least 1": (
+            "batch_size",
+            "gradient_accumulation",
+            "steps",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "eval_every",
+            "eval_batches",
+        ),
+        "an integer of at least 2": ("seq_len",),
+        "an integer of at least 0": ("warmup_steps", "shadow_experts", "rebalance_every"),
+        "an integer from 0 to 2**32 - 1": ("seed",),
+        "a number greater than 0": ("epochs", "learning_rate", "max_grad_norm", "capacity_factor"),
+        "a number of at least 0": (
+            "weight_decay",
+            "aux_loss_coef",
+            "sequence_loss_coef",
+            "z_loss_coef",
+            "mtp_loss_coef",
+            "expert_bias_update_rate",
+        ),
+        "a number from 0 to 1": ("min_learning_rate_ratio",),
+    }
+    for want, names in wanted.items():
+        for name in names:
+            value = getattr(settings, name)
+            if name in ("epochs", "warmup_steps", "aux_loss_coef", "sequence_loss_coef") and value is None:
+                continue
+            if not _fits(value, want):
+                problems.append(f"{name}={value!r} must be {want}")
+    for name, choices in (("data_format", FORMATS), ("dtype", DTYPES), ("param_dtype", DTYPES), ("moment_dtype", DTYPES)):
+        if getattr(settings, name) not in choices:
+            problems.append(f"{name}={getattr(settings, name)!r} must be one of {', '.join(choices)}")
+    if settings.offload and not settings.remat:
+        problems.append("offload=True needs remat: without it far more is kept than a layer's input")
+    if settings.rebalance_every and settings.force_balanced_routing:
+        problems.append(
+            "rebalance_every needs the router's own choices: force_balanced_routing deals experts out by their places"
+        )
+    if settings.hops not in (None, *get_args(Hops)):
+        problems.append(f"hops={settings.hops!r} must be one of {', '.join(get_args(Hops))}, or None")
+    for axis in MESH_AXES:
+        if not _fits(getattr(settings.mesh, axis), "an integer of at least 1"):
+            problems.append(f"mesh.{axis}={getattr(settings.mesh, axis)!r} must be an integer of at least 1")
+    if problems:
+        return problems
+    if settings.batch_size % settings.gradient_accumulation:
+        problems.append(
+            f"batch_size={settings.batch_size} must be a multiple of gradient_accumulation={settings.gradient_accumulation}"
+        )
+    rows = settings.batch_size // settings.gradient_accumulation
+    ways = settings.mesh.size // settings.mesh.context
+    if rows % ways:
+        problems.append(f"a micro-batch of {rows} rows cannot be dealt out to data x fsdp x expert = {ways} devices")
+    if settings.mesh.context > 1 and settings.seq_len % (2 * settings.mesh.context):
+        problems.append(f"seq_len={settings.seq_len} must be a multiple of 2 * mesh.context = {2 * settings.mesh.context}")
+    if settings.epochs is not None and settings.steps != FinetuneSettings.steps:
+        problems.append(f"epochs={settings.epochs} and steps={settings.steps} exclude each other: give one of them")
+    if settings.epochs is None and settings.warmup_steps is not None and settings.warmup_steps > settings.steps:
+        problems.append(f"warmup_steps={settings.warmup_steps} must not exceed steps={settings.steps}")
+    template = settings.chat_template
+    if template not in (None, "chatml") and not Path(str(template)).expanduser().is_file():
+        problems.append(f"chat_template={template!r} is no file; give a Jinja file, or chatml")
+    output = Path(settings.output).expanduser()
+    for name, path in (("data", settings.data), ("eval_data", settings.eval_data)):
+        folder = None if path is None else Path(path).expanduser()
+        if folder is not None and not folder.exists():
+            problems.append(f"{name}={path!r} does not exist")
+        elif folder is not None and output.resolve().is_relative_to(folder.resolve()):
+            problems.append(
+                f"output={settings.output!r} must lie outside of {name}={path!r}, or the run reads what it wrote as text"
+            )
+    for name, path in (("model", settings.model), ("tokenizer", settings.tokenizer)):
+        folder = None if path is None else Path(path).expanduser()
+        if folder is not None and folder.is_dir() and _is_replaced(folder.resolve(), output):
+            problems.append(
+                f"{name}={path!r} must lie outside of output={settings.output!r}, where the run writes its own files and "
+                "replaces model/: copy it elsewhere, or give another output"
+            )
+    if settings.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        problems.append("tensorboard=True needs the package tensorboardX: pip install tensorboardX")
+    if output.is_file():
+        problems.append(f"output={settings.output!r} is a file; it must be a folder")
+    return problems
+
+
+def _is_replaced(folder: Path, output: Path) -> bool:
+    """Whether `folder` is the output folder, or lies in the folder of the trained model, which the run replaces at its end."""
+    # It asks JAX which process this is; settings are read without JAX.
+    from moe_jax.checkpoint.folders import previous_of
+
+    model = (output / "model").resolve()
+    return folder == output.resolve() or any(
+        folder.is_relative_to(place) for place in (model, model.with_name(f".{model.name}.incomplete"), previous_of(model))
+    )
+
+
+def _fits(value, want: str) -> bool:
+    if want.startswith("a string"):
+        return bool(str(value))
+    if isinstance(value, bool) or not isinstance(value, int if want.startswith("an integer") else int | float):
+        return False
+    bounds = {
+        "an integer of at least 1": value >= 1,
+        "an integer of at least 2": value >= 2,
+        "an integer from 0 to 2**32 - 1": 0 <= value < 2**32,
+        "a number greater than 0": 0 < value < float("inf"),
+        "a number from 0 to 1": 0 <= value <= 1,
+    }
+    return bounds.get(want, 0 <= value < float("inf"))

@@ -1,0 +1,58 @@
+"""What an output folder says about its run: settings.json, and the chat template that the user chose."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import jax
+
+from moe_jax.recipes.finetuning.settings import FinetuneSettings
+
+CHAT_TEMPLATE = "chat_template.jinja"
+
+
+def write_settings(settings: FinetuneSettings, *, steps: int, chat_template: str | None) -> None:
+    """Writes settings.json, and the chat template, if any, into the output folder; each is complete or absent.
+
+    The record has all settings, with the `steps` that they come to, the versions of moe_jax and jax, and the date.
+    """
+    output = Path(settings.output).expanduser()
+    versions = {"moe_jax": sys.modules["moe_jax"].__version__, "jax": jax.__version__}
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    record = asdict(settings) | {"steps": steps, "versions": versions, "started": started}
+    _write(output / "settings.json", json.dumps(record, indent=2, default=str) + "\n")
+    if chat_template is not None:
+        _write(output / CHAT_TEMPLATE, chat_template)
+
+
+def chosen_template(output: Path) -> str | None:
+    """Reads the chat template that the run in the folder was given; None where it was given none."""
+    file = output / CHAT_TEMPLATE
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+def noted_tokenizer(output: Path) -> str | None:
+    """Reads the folder or hub id of the tokenizer of the run in the folder; None if settings.json names none."""
+    try:
+        record = json.loads((output / "settings.json").read_text())
+        return record["tokenizer"] or record["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def noted_steps(output: Path, epochs: float) -> int | None:
+    """Reads the steps that the run in the folder counted for so many epochs; None if it did not count them."""
+    try:
+        record = json.loads((output / "settings.json").read_text())
+        return int(record["steps"]) if record["epochs"] == epochs else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(file: Path, text: str) -> None:
+    temporary = file.with_name(f".{file.name}.incomplete")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, file)

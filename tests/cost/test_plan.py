@@ -1,0 +1,238 @@
+"""`moe-jax plan`: every mesh is tried, those that fit are listed, the fastest first, and what cannot be is said in one line."""
+
+import math
+import re
+import subprocess
+from dataclasses import astuple, fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_jax.cli import main
+from moe_jax.commands.plan import Plan
+from moe_jax.config import NAMED_CONFIGS
+from moe_jax.cost import Run, predict
+from moe_jax.cost.gpus import GPUS
+from moe_jax.cost.plan import KINDS, flags, format_plan, how_to_train, meshes, plan
+from moe_jax.parallel.choices import MeshShape
+from moe_jax.recipes.finetuning.settings import FinetuneSettings
+
+DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]
+QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
+
+
+@given(st.integers(1, 200))
+def test_meshes_are_all_shapes_once(devices):
+    shapes = [astuple(mesh) for mesh in meshes(devices)]
+    assert len(shapes) == len(set(shapes)) and all(math.prod(shape) == devices for shape in shapes)
+    # Powers of primes are dealt out to four axes independently.
+    expected, rest = 1, devices
+    for prime in range(2, devices + 1):
+        power = 0
+        while rest % prime == 0:
+            rest, power = rest // prime, power + 1
+        expected *= math.comb(power + 3, 3)
+    assert len(shapes) == expected
+
+
+def test_every_part_of_a_step_is_of_one_kind():
+    prediction = plan(QWEN, 8, rows=8, sequence_length=4096)[0]
+    parts = [part for parts in KINDS.values() for part in parts]
+    assert sorted(parts) == sorted(prediction.seconds)
+
+
+def test_the_fastest_stands_first_and_all_that_run_are_there():
+    predictions = plan(QWEN, 8, rows=32, sequence_length=4096)
+    seconds = [prediction.step_seconds for prediction in predictions]
+    assert seconds == sorted(seconds)
+    assert {prediction.run.mesh for prediction in predictions} == set(meshes(8))
+    assert {prediction.run.remat for prediction in predictions} == {True, False, "offload"}
+    assert {prediction.run.rows * 4096 / 8 for prediction in predictions} == {32 * 4096 / 8}
+    assert {prediction.run.remat for prediction in plan(QWEN, 8, rows=32, sequence_length=4096, remat=True)} == {True}
+
+
+def test_a_layer_s_input_waits_in_the_host_s_memory_where_nothing_else_fits(capsys):
+    for prediction in plan(QWEN, 8, rows=32, sequence_length=4096):
+        with_remat = predict(replace(prediction.run, remat=True))
+        assert prediction.run.remat != "offload" or not with_remat.fits
+    command = "plan qwen3-30b-a3b --devices 4 --rows 1 --seq-len 1048576 --param-dtype bfloat16 --moment-dtype bfloat16".split()
+    main(command)
+    printed = capsys.readouterr().out
+    assert "; and 48 of the host's memory for each GPU" in printed and "--offload" in printed
+    main([*command, "--remat", "yes"])
+    assert "Nothing fits" in capsys.readouterr().out
+
+
+def test_a_long_sequence_is_split():
+    predictions = plan(QWEN, 8, rows=1, sequence_length=2**20, context_method="all_gather")
+    assert {prediction.run.mesh.context for prediction in predictions} == {8}
+
+
+def test_thousands_of_gpus():
+    predictions = plan(NAMED_CONFIGS["qwen3-235b-a22b"], 2048, rows=2048, sequence_length=4096)
+    assert any(prediction.fits for prediction in predictions)
+    assert max(prediction.run.mesh.expert for prediction in predictions) == 128
+
+
+def test_the_program_prints_the_table_and_how_to_train_so(capsys):
+    main("plan qwen3-30b-a3b --devices 4 --rows 32 --param-dtype bfloat16 --moment-dtype bfloat16 --limit 3".split())
+    printed = capsys.readouterr().out
+    fitting = [p for p in plan(QWEN, 4, rows=32, sequence_length=4096, moment_dtype="bfloat16", hops="copies") if p.fits]
+    assert printed.count(" s ") == 3 and f"and {len(fitting) - 3} more that fit" in printed
+    assert f"{fitting[0].step_seconds:.3f} s" in printed
+    assert f"moe-jax finetune {flags(fitting[0].run)} ..." in printed
+    assert "--batch-size 32 --seq-len 4096 --param-dtype bfloat16 --moment-dtype bfloat16" in printed
+
+
+def test_by_default_a_device_has_32768_tokens(capsys):
+    for length, rows in ((4096, 64), (2**20, 1)):
+        main(f"plan qwen3-30b-a3b --devices 8 --sequence-length {length} --limit 1".split())
+        assert f"{rows} x {length} tokens a step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "config, devices, rows, remedy",
+    [
+        (
+            QWEN,
+            1,
+            1,
+            "Parameters, moments and gradients alone are 398: take more than 4 devices, or bf16 parameters and moments.",
+        ),
+        (DEEPSEEK, 64, 64, "Parameters, moments and gradients alone are 140: take more than 68 devices, or bf16"),
+        (
+            DEEPSEEK,
+            96,
+            96,
+            "Parameters, moments and gradients alone are 278, for 96 devices do not divide the model's matrices",
+        ),
+        (DEEPSEEK, 128, 2048, "65536 tokens a GPU are too many: take fewer rows, or more devices."),
+    ],
+)
+def test_where_nothing_fits_the_smallest_is_named_and_what_would(config, devices, rows, remedy):
+    printed = format_plan(plan(config, devices, rows=rows, sequence_length=4096, remat=True), 10)
+    assert printed.startswith("Nothing fits: the smallest needs ")
+    assert f" GiB, more than the 132 of an NVIDIA H200. {remedy}" in printed
+
+
+@pytest.mark.parametrize("devices", [512, 2048])
+def test_deepseek_v3_trains_on_whole_clusters(devices):
+    """14 bytes of each of 683e9 parameters, and few devices along `expert`: tokens do not cross the network."""
+    fitting = [p for p in plan(DEEPSEEK, devices, rows=8 * devices, sequence_length=4096, remat=True) if p.fits]
+    best, smallest = fitting[0].run, min(p.memory_bytes for p in fitting)
+    assert best.mesh.expert in (4, 8) and best.mesh.context == 1
+    assert 150e12 < fitting[0].flops_per_second < 400e12
+    assert smallest > 14 * 683e9 / devices
+
+
+def test_the_batch_may_be_named_as_finetune_names_it(capsys):
+    printed = []
+    for names in ("--rows 8 --sequence-length 1024", "--batch-size 8 --seq-len 1024"):
+        main(f"plan qwen3-30b-a3b --devices 4 {names}".split())
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and "8 x 1024 tokens" in printed[0]
+
+
+def test_hops_are_copies_on_one_host_unless_asked_for_otherwise(capsys):
+    """One process has the GPUs of one host alone."""
+    options = "--sequence-length 262144 --limit 1"
+    for devices, asked, hops in ((8, "", "copies"), (8, "--hops nccl", "nccl"), (16, "--rows 2", "nccl")):
+        main(f"plan qwen3-30b-a3b --devices {devices} {options} {asked}".split())
+        assert f"--hops {hops}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+def test_no_command_is_printed_for_attention_that_finetune_does_not_compute(method):
+    run = Run(QWEN, MeshShape(expert=2, context=2), 2, 4096, context_method=method)
+    printed = how_to_train(run)
+    assert f"make_train_step with Parallelism(mesh, context=ContextParallel(method='{method}'))" in printed
+    assert how_to_train(replace(run, mesh=MeshShape(expert=4), rows=4)).startswith("moe-jax finetune --mesh.expert 4 ")
+
+
+def test_an_exchange_by_copies_is_printed_with_its_capacity():
+    run = Run(NAMED_CONFIGS["qwen3-30b-a3b"], MeshShape(expert=4), 32, 4096, hops="copies", capacity_factor=4.0)
+    assert "--capacity-factor 4 --hops copies" in flags(run)
+    assert "--hops copies" in flags(replace(run, mesh=MeshShape(fsdp=4)))
+    assert "--hops" not in flags(replace(run, mesh=MeshShape()))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("deepseek-v3 --devices 16 --hops copies", "hops='copies' needs all devices in one process, and a host has 8"),
+        ("gpt --devices 4", "no config 'gpt'; give a folder with a config.json, or one of qwen3-0.6b"),
+        ("qwen3-30b-a3b --devices 0", "devices=0 must be at least 1"),
+        ("qwen3-30b-a3b --devices 12", "devices=12 must be whole hosts of 8, or fewer than one"),
+        ("qwen3-30b-a3b --devices 4 --rows 0", "rows=0 must be an integer of at least 1"),
+        ("qwen3-30b-a3b --devices 4 --rows 1 --sequence-length 4097", "must be a multiple of 2 * mesh.context = 8"),
+        ("qwen3-30b-a3b --devices 4 --seq-len 1", "--seq-len must be at least 2, as in `moe-jax finetune`; got 1"),
+        ("qwen3-30b-a3b --devices 4 --gpu h20", "no GPU 'h20'; known are h200, h100, a100"),
+        ("qwen3-30b-a3b --devices 4 --memory 0", "memory=0.0 must be a number of GiB above 0"),
+        ("qwen3-30b-a3b --devices 4 --limit 0", "limit must be at least 1; got 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_two(capsys, arguments, message):
+    with pytest.raises(SystemExit) as status:
+        main(["plan", *arguments.split()])
+    error = capsys.readouterr().err
+    assert status.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_every_flag_is_one_that_finetune_knows(tmp_path):
+    from moe_jax.recipes.finetuning.settings import FinetuneSettings
+
+    text = flags(plan(QWEN, 8, rows=8, sequence_length=4096, remat=False)[0].run)
+    names = [word.removeprefix("--").removeprefix("no-") for word in text.split() if word.startswith("--")]
+    known = {name.replace("_", "-") for name in FinetuneSettings.__dataclass_fields__}
+    assert all(name.split(".")[0] in known for name in names)
+
+
+def test_other_gpus_have_their_own_rates_and_memory(capsys):
+    printed = {}
+    for gpu in ("h200", "h100", "a100"):
+        main(f"plan qwen3-8b --devices 8 --limit 1 --gpu {gpu}".split())
+        printed[gpu] = capsys.readouterr().out
+    assert "8 x NVIDIA A100 80 GB (75 GiB to use)" in printed["a100"]
+    assert ["scaled by data sheets" in text for text in printed.values()] == [False, True, True]
+    seconds = [
+        plan(NAMED_CONFIGS["qwen3-8b"], 8, rows=64, sequence_length=4096, machine=GPUS[gpu])[0].step_seconds for gpu in printed
+    ]
+    assert seconds[0] < seconds[1] < seconds[2] < 4 * seconds[0]
+
+
+def test_a_small_model_fits_one_small_gpu_and_memory_decides(capsys):
+    command = "plan qwen3-0.6b --devices 1 --rows 4 --seq-len 2048 --gpu rtx4090"
+    main(command.split())
+    assert "train so: moe-jax finetune --batch-size 4 --seq-len 2048 --param-dtype float32" in capsys.readouterr().out
+    main(f"{command} --memory 8".split())
+    assert "more than the 8 of an NVIDIA RTX 4090" in capsys.readouterr().out
+
+
+def test_the_defaults_are_those_of_finetune():
+    ours = {field.name: field.default for field in fields(Plan)}
+    theirs = {field.name: field.default for field in fields(FinetuneSettings)}
+    names = {"param_dtype", "moment_dtype", "capacity_factor", "hops"}
+    assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
+    assert ours["sequence_length"] == theirs["seq_len"]
+
+
+def test_the_batch_script_is_whole_and_trains_on_the_fastest_mesh(tmp_path, capsys):
+    script = tmp_path / "train.sbatch"
+    main(f"plan qwen3-30b-a3b --devices 16 --limit 1 --sbatch {script}".split())
+    flags_printed = capsys.readouterr().out.split("moe-jax finetune ")[1].split(" ...")[0]
+    text = script.read_text()
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8\n" in text and f"\n  {flags_printed} || status=$?\n" in text
+    in_docs = (Path(__file__).parents[2] / "docs" / "many_gpus.md").read_text().split("```bash")
+    (in_docs,) = (block.split("```")[0] for block in in_docs if "#SBATCH" in block)
+    options, documented = (set(re.findall(r"#SBATCH (--[a-z-]+)", found)) for found in (text, in_docs))
+    assert options == documented - {"--exclusive"}
+    assert text.splitlines()[-2:] == in_docs.strip().splitlines()[-2:]
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    before = set(tmp_path.iterdir())
+    for arguments, message in (("--sbatch missing/x", "give a file"), ("--memory 8 --sbatch x", "nothing fits")):
+        with pytest.raises(SystemExit):
+            main(f"plan qwen3-30b-a3b --devices 16 {arguments}".split())
+        assert message in capsys.readouterr().err
+    assert set(tmp_path.iterdir()) == before

@@ -1,0 +1,192 @@
+"""The demo, much shrunken, from text to generated code; its text and tokenizer; and the folders that it refuses."""
+
+import ast
+import json
+import shlex
+
+import jax
+import matplotlib.image
+import numpy as np
+import pytest
+from flax import nnx
+from transformers import AutoTokenizer
+
+from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.cli import main
+from moe_jax.demo.run import CONTENTS, MARKER, DemoSettings, empty_output, is_python, run_demo, small_config
+from moe_jax.demo.text import (
+    END_OF_TEXT,
+    MAX_CHARACTERS,
+    SPECIAL_TOKENS,
+    TURN_END,
+    as_chat,
+    functions_of,
+    library_functions,
+    train_tokenizer,
+)
+from moe_jax.models.auto import from_config
+from moe_jax.train.data import open_documents
+from moe_jax.train.data.chat import chat_tokens
+
+SHRUNKEN = dict(steps=10, batch_size=2, seq_len=32, vocab_size=600, every_nth_file=60, samples=2, new_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """A finished run into a folder that holds the remains of an earlier one."""
+    output = tmp_path_factory.mktemp("demo")
+    (output / MARKER).touch()
+    (output / "text.jsonl").write_text("")
+    (output / "training").mkdir()
+    (output / "training" / "metrics.jsonl").write_text('{"step": 1, "loss": 99.0}\n')
+    (output / "model").mkdir()
+    (output / "notes.txt").write_text("the user's own")
+    return output, run_demo(DemoSettings(output=str(output), **SHRUNKEN))
+
+
+def test_every_step_is_there_once_across_the_interruption(demo):
+    output, result = demo
+    metrics = [json.loads(line) for line in (output / "training" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == list(range(1, 11))
+    assert [line["loss"] for line in metrics] == result.losses
+    assert np.isfinite(result.losses).all() and result.losses[-1] < result.losses[0]
+
+
+def test_everything_that_it_lists_lies_there_and_nothing_else(demo):
+    output, _ = demo
+    assert sorted(p.name for p in output.iterdir()) == sorted([*CONTENTS, MARKER, "notes.txt"])
+    for name in ("loss.png", "expert_load.png"):
+        assert matplotlib.image.imread(output / name).std() > 0
+    assert (output / "notes.txt").read_text() == "the user's own"
+
+
+def test_the_export_agrees_with_transformers_and_differs_from_the_initial_model(demo):
+    output, result = demo
+    assert 0 <= result.logit_difference < 1e-4
+    trained, initial = (nnx.state(from_pretrained(output / name), nnx.Param) for name in ("model", "initial"))
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), trained, initial)
+    assert all(jax.tree.leaves(changed))
+
+
+def test_without_torch_it_does_not_begin(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install torch"):
+        run_demo(DemoSettings(output=str(tmp_path / "demo"), **SHRUNKEN))
+    assert not (tmp_path / "demo").exists()
+
+
+def test_it_prints_each_stage_and_the_text(demo, tmp_path, capsys):
+    result = run_demo(DemoSettings(output=str(tmp_path / "dense"), model="qwen3", prompt="def ", **SHRUNKEN | {"steps": 2}))
+    printed = capsys.readouterr().out
+    assert all(f"[{number}/7]" in printed for number in range(1, 8))
+    assert len(result.texts) == 2 and all(text.startswith("def ") for text in result.texts)
+    assert f"{sum(map(is_python, result.texts))} of 2 are valid Python" in printed
+    assert "expert_load" not in printed.split("What lies where")[1].replace("expert_load.jsonl", "")
+    commands = [shlex.split(line) for line in printed.split("Try next")[1].splitlines()[1:]]
+    assert [command[:2] for command in commands] == [["moe-jax", name] for name in ("generate", "finetune", "generate")]
+    assert str(tmp_path / "dense" / "model") in commands[0] and f"{tmp_path / 'dense'}-chat/model" in commands[2]
+
+
+def test_logits_that_disagree_end_the_demo_and_its_program(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("moe_jax.demo.run.logit_difference", lambda *_: float("nan"))
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in (SHRUNKEN | {"steps": 2}).items()]
+    with pytest.raises(SystemExit) as status:
+        main(["demo", "--model", "qwen3", f"--output={tmp_path / 'x'}", *options])
+    assert status.value.code == 2 and "the logits of transformers differ by nan" in capsys.readouterr().err
+
+
+def test_the_model_says_how_it_generates_and_chats(demo):
+    output, _ = demo
+    tokenizer = AutoTokenizer.from_pretrained(output / "model")
+    settings = json.loads((output / "model" / "generation_config.json").read_text())
+    assert settings["do_sample"] and 0 < settings["temperature"] < 1 and 0 < settings["top_p"] < 1
+    assert tokenizer.convert_ids_to_tokens(settings["eos_token_id"]) == [END_OF_TEXT, TURN_END]
+    conversations = open_documents(output / "chats.jsonl")
+    assert conversations.format == "chat"
+    messages = conversations[0]["messages"]
+    tokens, learned = chat_tokens(tokenizer, messages)
+    assert tokenizer.decode(tokens[learned]) == messages[1]["content"] + TURN_END
+    asked = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(tokens).startswith(asked)
+
+
+def test_the_tokenizer_gives_every_text_back_and_loads_with_transformers(tmp_path):
+    texts = library_functions(30)
+    train_tokenizer(texts, 500).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == 500 and tokenizer.eos_token == END_OF_TEXT
+    assert tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS) == [0, 1, 2]
+    for text in [*texts[:3], "naïve\t\r\n  数 🙂", ""]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_text_is_short_functions_once_each_in_an_order_of_its_own():
+    functions = library_functions(30)
+    assert functions == library_functions(30) and len(functions) == len(set(functions))
+    assert all(len(text) <= MAX_CHARACTERS for text in functions)
+    parsed = [ast.parse(text).body for text in functions]
+    assert all(len(body) == 1 and isinstance(body[0], ast.FunctionDef) for body in parsed)
+
+
+def test_functions_come_without_docstrings_and_methods_without_their_class():
+    method = 'class A:\n    def f(self, a):\n        """Doc."""  # comment\n        b = a\n        return b\n'
+    assert functions_of(method) == ["def f(self, a):\n    b = a\n    return b\n"]
+    assert functions_of("def short():\n    return 1\n") == []
+    assert functions_of(f"def long():\n    a = {'x' * MAX_CHARACTERS}\n    return a\n") == []
+    assert functions_of("@a\n@b\n@c\ndef documented_alone():\n    'Doc.'\n") == []
+    assert functions_of("print 'Python 2'\n") == [] and functions_of("") == []
+
+
+def test_a_chat_asks_for_a_function_by_its_signature():
+    chat = as_chat("def f(self, a=1):\n    b = a\n    return b\n")
+    assert [message["content"] for message in chat["messages"]] == [
+        "Write f(self, a=1).",
+        "def f(self, a=1):\n    b = a\n    return b",
+    ]
+
+
+def test_the_model_has_about_three_million_parameters():
+    for kind in ("qwen3_moe", "deepseek_v3", "qwen3"):
+        model = nnx.eval_shape(lambda kind=kind: from_config(small_config(kind, 1024, 0), rngs=nnx.Rngs(0)))
+        sizes = [x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+        assert kind == "qwen3" or 2.5e6 < sum(sizes) < 3.5e6
+
+
+def test_a_folder_of_somebody_else_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "text.jsonl").write_text("the user's own")
+    with pytest.raises(FileExistsError, match="is no earlier demo's output"):
+        empty_output(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "text.jsonl"]
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FileExistsError, match="is a file"):
+        empty_output(tmp_path / "file")
+
+
+def test_an_earlier_demo_stays_where_options_are_wrong(tmp_path):
+    for name in (MARKER, "text.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError) as error:
+        run_demo(
+            DemoSettings(
+                output=str(tmp_path),
+                steps=1,
+                every_nth_file=0,
+                samples=0,
+                new_tokens=0,
+                vocab_size=258,
+                prompt="",
+                batch_size=0,
+            )
+        )
+    for part in (
+        "steps must be at least 2, so that the run can be interrupted; got 1",
+        "every_nth_file must be at least 1; got 0",
+        "samples must be at least 1; got 0",
+        "new_tokens must be at least 1",
+        "vocab_size must be at least 259: all bytes, and the special tokens; got 258",
+        "prompt must not be empty",
+        "batch_size=0 must be an integer of at least 1",
+    ):
+        assert part in str(error.value)
+    assert (tmp_path / "text.jsonl").exists()

@@ -1,0 +1,169 @@
+"""Attention equals its definition, written out in f64 one query at a time; chunking changes nothing."""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from moe_jax.kernels.attention.api import attention
+
+# The package exports the function under the module's name.
+module = importlib.import_module("moe_jax.kernels.attention.api")
+
+
+def definition(q, k, v, scale, query_segments, key_segments, offset, window):
+    out = np.zeros((*q.shape[:3], v.shape[3]))
+    group = q.shape[2] // k.shape[2]
+    for b, i, h in np.ndindex(q.shape[:3]):
+        seen = [
+            j
+            for j in range(k.shape[1])
+            if j <= i + offset and query_segments[b, i] == key_segments[b, j] and (window is None or j > i + offset - window)
+        ]
+        scores = np.array([q[b, i, h] @ k[b, j, h // group] * scale for j in seen])
+        weights = np.exp(scores - scores.max())
+        out[b, i, h] = sum(w * v[b, j, h // group] for w, j in zip(weights / weights.sum(), seen, strict=True))
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("chunk", [1024, 4])
+@pytest.mark.parametrize("offset", [0, 5])
+def test_equals_the_definition(window, chunk, offset, monkeypatch):
+    monkeypatch.setattr(module, "QUERY_CHUNK", chunk)
+    rng = np.random.default_rng()
+    keys = 11 + offset
+    q, k, v = rng.normal(size=(2, 11, 4, 8)), rng.normal(size=(2, keys, 2, 8)), rng.normal(size=(2, keys, 2, 5))
+    key_segments = np.sort(rng.integers(1, 4, (2, keys)), axis=1)
+    query_segments = key_segments[:, offset:]
+    out = attention(
+        *(jnp.asarray(x, jnp.float32) for x in (q, k, v)),
+        scale=0.3,
+        query_segment_ids=jnp.asarray(query_segments),
+        key_segment_ids=jnp.asarray(key_segments),
+        query_offset=offset,
+        window=window,
+    )
+    np.testing.assert_allclose(out, definition(q, k, v, 0.3, query_segments, key_segments, offset, window), atol=2e-6)
+
+
+def test_gradients_do_not_depend_on_the_chunk(monkeypatch):
+    keys = jax.random.split(jax.random.key(np.random.default_rng().integers(2**31)), 4)
+    q, k, v, weight = (jax.random.normal(key, (1, 10, heads, 4)) for key, heads in zip(keys, (4, 2, 2, 4), strict=True))
+    segments = jnp.array([[1] * 4 + [2] * 5 + [0]])
+
+    def loss(q, k, v):
+        out = attention(q, k, v, scale=0.5, query_segment_ids=segments, key_segment_ids=segments, window=3)
+        return (out * weight).sum()
+
+    whole = jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    monkeypatch.setattr(module, "QUERY_CHUNK", 3)
+    chunked = jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    for a, b in zip(whole, chunked, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_a_query_that_sees_nothing_stays_finite_with_its_gradient():
+    x = jnp.ones((1, 2, 1, 4))
+    mine, other = jnp.array([[1, 1]]), jnp.array([[2, 2]])
+
+    def loss(x):
+        return attention(x, x, x, scale=1.0, query_segment_ids=mine, key_segment_ids=other).sum()
+
+    value, gradient = jax.value_and_grad(loss)(x)
+    assert bool(jnp.isfinite(value)) and bool(jnp.isfinite(gradient).all())
+
+
+def test_shapes_that_do_not_fit_are_named():
+    q, k = jnp.zeros((1, 2, 3, 4)), jnp.zeros((1, 2, 2, 4))
+    ids = jnp.ones((1, 2), jnp.int32)
+    with pytest.raises(ValueError, match=r"q \(1, 2, 3, 4\), k \(1, 2, 2, 4\)"):
+        attention(q, k, k, scale=1.0, query_segment_ids=ids, key_segment_ids=ids)
+    with pytest.raises(ValueError, match=r"key_segment_ids must have shape \[1, 2\], one of each token; got \[1, 1\]"):
+        attention(k, k, k, scale=1.0, query_segment_ids=ids, key_segment_ids=ids[:, :1])
+
+
+@pytest.mark.parametrize("window", [0, np.int64(-3)])
+def test_a_window_of_nothing_is_refused(window):
+    q, ids = jnp.zeros((1, 2, 1, 4)), jnp.ones((1, 2), jnp.int32)
+    with pytest.raises(ValueError, match="window must be at least 1 or None"):
+        attention(q, q, q, scale=1.0, query_segment_ids=ids, key_segment_ids=ids, window=window)
+
+
+def test_a_traced_window_below_1_counts_as_1():
+    q = jnp.asarray(np.random.default_rng().normal(size=(1, 5, 1, 4)), jnp.float32)
+    ids = jnp.ones((1, 5), jnp.int32)
+    of_window = jax.jit(lambda window: attention(q, q, q, scale=1.0, query_segment_ids=ids, key_segment_ids=ids, window=window))
+    np.testing.assert_array_equal(of_window(0), q)
+
+
+@pytest.mark.parametrize("batch, queries", [(0, 4), (1, 0)])
+def test_no_queries_give_nothing(batch, queries):
+    q, k = jnp.zeros((batch, queries, 2, 4)), jnp.zeros((batch, 4, 1, 4))
+    ids = [jnp.ones(x.shape[:2], jnp.int32) for x in (q, k)]
+    assert attention(q, k, k, scale=1.0, query_segment_ids=ids[0], key_segment_ids=ids[1]).shape == (batch, queries, 2, 4)
+
+
+def test_a_scale_may_be_traced_and_the_result_has_the_dtype_of_q(rng):
+    q, k, v, options = fused_inputs(rng)
+    options.pop("scale")
+    out = jax.jit(lambda scale: attention(q, k.astype(jnp.float32), v.astype(jnp.float32), scale=scale, **options))(0.3)
+    assert out.dtype == jnp.bfloat16
+    traced = jax.jit(lambda scale: attention(q, k, v, scale=scale, **options))(0.3)
+    np.testing.assert_allclose(traced.astype(jnp.float32), out.astype(jnp.float32), atol=3e-2)
+
+
+def fused_inputs(rng, dtype=jnp.bfloat16, seq=130):
+    q, k, v = (jnp.asarray(rng.normal(size=(2, seq, heads, 64)), dtype) for heads in (4, 2, 2))
+    segments = jnp.asarray(np.sort(rng.integers(0, 3, (2, seq)), axis=1), jnp.int32)
+    return q, k, v, {"scale": 0.125, "query_segment_ids": segments, "key_segment_ids": segments}
+
+
+def test_the_fused_kernel_gives_what_xla_gives(rng):
+    q, k, v, options = fused_inputs(rng)
+    for window in (None, 40, jnp.int32(40)):
+        fused, plain = (attention(q, k, v, window=window, backend=name, **options) for name in ("mosaic", "xla"))
+        # Two steps of bf16, of which one is 1/32 at 4 and above.
+        np.testing.assert_allclose(np.asarray(fused, np.float32), np.asarray(plain, np.float32), rtol=1.6e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize(
+    "change, taken",
+    [
+        ({}, "fused"),
+        ({"window": 7}, "fused"),
+        ({"window": jnp.int32(7)}, "fused"),
+        ({"query_offset": jnp.int32(0)}, "xla"),
+        ({"key_segment_ids": jnp.ones((2, 130), jnp.int32)}, "xla"),
+        ({"dtype": jnp.float32}, "xla"),
+        ({"environment": "xla"}, "xla"),
+        ({"devices": 8}, "xla"),
+        ({"device_kind": "NVIDIA A100"}, "xla"),
+    ],
+)
+def test_hopper_takes_the_fused_kernel_where_it_can(rng, monkeypatch, change, taken):
+    calls, change = [], dict(change)
+    num_devices = change.pop("devices", 1)
+    monkeypatch.setattr(module, "flash_attention", lambda q, *args, **options: calls.append(options) or (q, None))
+    monkeypatch.setattr(jax, "device_count", lambda: num_devices)
+    monkeypatch.delenv("MOE_JAX_BACKEND", raising=False)
+    if name := change.pop("environment", None):
+        monkeypatch.setenv("MOE_JAX_BACKEND", name)
+    device = AbstractDevice(device_kind=change.pop("device_kind", "NVIDIA H200"), num_cores=132, platform="gpu")
+    q, k, v, options = fused_inputs(rng, change.pop("dtype", jnp.bfloat16))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        jax.eval_shape(lambda q, k, v: attention(q, k, v, **options | change), q, k, v)
+    assert len(calls) == (taken == "fused")
+
+
+def test_the_fused_kernel_is_refused_with_the_reason(rng):
+    q, k, v, options = fused_inputs(rng)
+    with pytest.raises(ValueError, match="backend 'mosaic' does not take this input: .*same tokens"):
+        attention(q, k, v, backend="mosaic", **options | {"query_offset": 3})
+    with pytest.raises(ValueError, match="q, k and v must all be bfloat16 or all float16; got float32"):
+        attention(*(a.astype(jnp.float32) for a in (q, k, v)), backend="mosaic", **options)
+    with pytest.raises(ValueError, match="unknown backend 'cudnn'; choose one of 'mosaic', 'xla'"):
+        attention(q, k, v, backend="cudnn", **options)

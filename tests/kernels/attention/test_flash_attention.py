@@ -1,0 +1,209 @@
+"""Fused attention equals its definition in f64, gradients too, in JAX's GPU interpreter with its race detector."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from lowered import num_kernels
+
+from moe_jax.kernels.attention.api import attention
+from moe_jax.kernels.attention.mosaic import masks
+from moe_jax.kernels.attention.mosaic.flash import flash_attention
+
+H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"))
+
+
+pytestmark = pytest.mark.usefixtures("no_races")
+
+
+def packed(rng, batch, seq, segments):
+    """Segment ids of documents packed one after another; the last, 0, is padding."""
+    ids = np.sort(rng.integers(0, segments, (batch, seq)), axis=1)
+    return jnp.asarray((ids + 1) % segments, jnp.int32)
+
+
+def visible(segment_ids, window):
+    index = np.arange(segment_ids.shape[1])
+    seen = (index[:, None] >= index) & (np.asarray(segment_ids)[:, :, None] == np.asarray(segment_ids)[:, None, :])
+    return seen if window is None else seen & (index[:, None] - window < index)
+
+
+def definition(q, k, v, scale, segment_ids, window):
+    k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
+    scores = jnp.where(visible(segment_ids, window)[:, None], jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    return jnp.einsum("bhqk,bkhd->bqhd", jnp.exp(scores - lse[..., None]), v), lse
+
+
+def make(rng, batch, seq, heads, kv_heads, head_dim, value_dim, dtype=jnp.bfloat16):
+    """q, k, v and the gradients of out and lse."""
+    shapes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim), (heads, value_dim)
+    arrays = [jnp.asarray(rng.normal(size=(batch, seq, *shape)), dtype) for shape in shapes]
+    return *arrays, jnp.asarray(rng.normal(size=(batch, heads, seq)), jnp.float32)
+
+
+def with_gradients(f, q, k, v, dout, dlse):
+    out, pullback = jax.vjp(f, q, k, v)
+    return (*out, *pullback((dout, dlse)))
+
+
+def relative_error(actual, expected):
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    "batch, seq, heads, kv_heads, head_dim, value_dim, segments, window, dtype",
+    [
+        (1, 256, 1, 1, 128, 128, 1, None, "bfloat16"),
+        (1, 300, 4, 2, 64, 64, 4, None, "float16"),
+        pytest.param(2, 200, 2, 2, 64, 128, 3, 50, "bfloat16", marks=pytest.mark.thorough),
+        pytest.param(1, 384, 2, 1, 64, 64, 2, 100, "bfloat16", marks=pytest.mark.thorough),
+        (1, 130, 2, 1, 192, 128, 2, None, "bfloat16"),
+        pytest.param(1, 256, 1, 1, 256, 256, 2, 1, "bfloat16", marks=pytest.mark.thorough),
+        (1, 1, 2, 1, 64, 64, 1, None, "bfloat16"),
+    ],
+)
+def test_values_and_gradients_equal_the_definition(
+    rng, batch, seq, heads, kv_heads, head_dim, value_dim, segments, window, dtype
+):
+    arrays = make(rng, batch, seq, heads, kv_heads, head_dim, value_dim, dtype)
+    ids, scale = packed(rng, batch, seq, segments), head_dim**-0.5
+    actual = with_gradients(lambda *a: flash_attention(*a, scale=scale, segment_ids=ids, window=window), *arrays)
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(a, np.float64)) for a in arrays]
+        expected = with_gradients(lambda *a: definition(*a, scale, ids, window), *exact)
+    for name, found, wanted in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+        assert found.shape == wanted.shape, name
+        assert found.dtype == (jnp.float32 if name == "lse" else dtype), name
+        assert relative_error(found, wanted) < (1e-5 if name == "lse" else 5e-3), name
+
+
+def test_equals_the_unfused_attention(rng):
+    q, k, v, _, _ = make(rng, 1, 256, 2, 1, 64, 64)
+    ids = packed(rng, 1, 256, 3)
+    # The window may be unknown while compiling, as in a scan over layers that differ in it.
+    fused, _ = jax.jit(lambda window: flash_attention(q, k, v, scale=0.2, segment_ids=ids, window=window))(70)
+    plain = attention(q, k, v, scale=0.2, query_segment_ids=ids, key_segment_ids=ids, window=70)
+    assert relative_error(fused, plain) < 6e-3
+
+
+def test_two_runs_give_the_same_bits(rng):
+    # As above, so that it is traced once.
+    arrays = make(rng, 1, 256, 1, 1, 128, 128)
+    ids, scale = packed(rng, 1, 256, 3), 128**-0.5
+    runs = [with_gradients(lambda *a: flash_attention(*a, scale=scale, segment_ids=ids), *arrays) for _ in range(2)]
+    for first, second in zip(*runs, strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_scores_of_hundreds_overflow_nothing(rng):
+    q, k, v, dout, dlse = make(rng, 1, 128, 1, 1, 64, 64)
+    ids = packed(rng, 1, 128, 2)
+    results = with_gradients(lambda *a: flash_attention(*a, scale=100.0, segment_ids=ids), q, k, v, dout, dlse)
+    assert all(np.isfinite(np.asarray(a, np.float32)).all() for a in results)
+    np.testing.assert_allclose(results[1], definition(q, k, v, 100.0, ids, None)[1], rtol=1e-2)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=8),
+    window=st.none() | st.integers(1, 300) | st.just(2**31 - 1),
+    block_q=st.sampled_from([64, 128]),
+    block_kv=st.sampled_from([64, 128]),
+)
+def test_blocks_cover_what_is_visible_and_skip_masks_only_where_all_is(lengths, window, block_q, block_kv):
+    ids = np.repeat(np.arange(len(lengths)), lengths)
+    ids = np.pad(ids, (0, -len(ids) % 128), constant_values=-1)[None]
+    seen = visible(ids, window)[0].reshape(ids.shape[1] // block_q, block_q, ids.shape[1] // block_kv, block_kv)
+    some, every = seen.any(axis=(1, 3)), seen.all(axis=(1, 3))
+    by_queries = np.asarray(
+        masks.key_blocks(masks.first_keys(jnp.asarray(ids), window), None, ids.shape[1], block_q, block_kv)
+    )[0]
+    by_keys = np.asarray(
+        masks.query_blocks(None, masks.last_queries(jnp.asarray(ids), window), ids.shape[1], block_q, block_kv)
+    )[0]
+    for row, direction, has_some, has_every in (
+        *zip(by_queries, [-1] * len(some), some, every, strict=True),
+        *zip(by_keys, [1] * len(some.T), some.T, every.T, strict=True),
+    ):
+        start, masked, unmasked, visited = row
+        blocks = start + direction * np.arange(visited)
+        assert 1 <= masked <= unmasked <= visited
+        assert sorted(blocks) == list(np.flatnonzero(has_some))
+        assert has_every[blocks[masked:unmasked]].all()
+        # The first is masked always; of the others none that is seen whole.
+        assert not has_every[np.concatenate([blocks[1:masked], blocks[unmasked:]])].any()
+
+
+@pytest.mark.parametrize(
+    "batch, seq, heads, kv_heads, head_dim, value_dim",
+    [
+        (8, 4096, 32, 8, 128, 128),
+        (1, 32768, 32, 4, 128, 128),
+        (2, 4096, 128, 128, 192, 128),
+        (3, 1000, 6, 3, 64, 64),
+        (1, 4096, 16, 2, 256, 256),
+        (1, 4096, 16, 2, 192, 192),
+        (1, 4096, 16, 2, 64, 256),
+    ],
+)
+def test_real_shapes_lower_for_an_h200(batch, seq, heads, kv_heads, head_dim, value_dim):
+    """Layouts and shared memory are checked while lowering; no GPU is needed."""
+
+    def step(q, k, v, ids, dout, dlse):
+        return with_gradients(lambda *a: flash_attention(*a, scale=0.1, segment_ids=ids, window=1024), q, k, v, dout, dlse)
+
+    shapes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim), (heads, value_dim)
+    q, k, v, dout = (jax.ShapeDtypeStruct((batch, seq, *shape), jnp.bfloat16) for shape in shapes)
+    ids, dlse = jax.ShapeDtypeStruct((batch, seq), jnp.int32), jax.ShapeDtypeStruct((batch, heads, seq), jnp.float32)
+    with jax.sharding.use_abstract_mesh(H200):
+        lowered = jax.jit(step).trace(q, k, v, ids, dout, dlse).lower(lowering_platforms=("cuda",))
+    assert num_kernels(lowered.as_text()) == (3 if head_dim + value_dim <= 256 else 4)
+
+
+def test_replicated_keys_gradients_are_summed_over_devices():
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=H200.abstract_device)
+
+    def loss(q, k, v, ids):
+        out, lse = jax.shard_map(
+            lambda q, k, v, ids: flash_attention(q, k, v, scale=0.1, segment_ids=ids, window=100),
+            mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=P("data"),
+        )(q, k, v, ids)  # fmt: skip
+        return out.astype(jnp.float32).sum() + lse.sum()
+
+    q, kv = (jax.ShapeDtypeStruct((batch, 256, 2, 128), jnp.bfloat16) for batch in (4, 2))
+    with jax.sharding.use_abstract_mesh(mesh):
+        gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, kv, kv, jax.ShapeDtypeStruct((4, 256), jnp.int32))
+        assert gradient.lower(lowering_platforms=("cuda",)).as_text().count("all_reduce") == 2
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q": (1, 8, 2, 96), "k": (1, 8, 1, 96)}, "head_dim must be 64, 128, 192 or 256; got 96"),
+        ({"v": (1, 8, 1, 32)}, "value_dim must be 64, 128, 192 or 256; got 32"),
+        ({"q": (1, 8, 3, 64), "k": (1, 8, 2, 64), "v": (1, 8, 2, 64)}, "heads must be a multiple of kv_heads; got 3 and 2"),
+        ({"k": (1, 9, 1, 64)}, "k must have shape"),
+        ({"dtype": jnp.float32}, "q, k and v must all be bfloat16 or all float16; got float32"),
+        ({"scale": 0.0}, "scale must be positive; got 0.0"),
+        ({"window": 0}, "window must be at least 1 or None; got 0"),
+        ({"ids": (1, 7)}, "segment_ids must have shape"),
+    ],
+)
+def test_what_it_does_not_take_is_refused_with_the_reason(change, message):
+    given = {"q": (1, 8, 2, 64), "k": (1, 8, 1, 64), "v": (1, 8, 1, 64), "ids": (1, 8), "dtype": jnp.bfloat16, **change}
+    q, k, v = (jnp.zeros(given[name], given["dtype"]) for name in "qkv")
+    with pytest.raises(ValueError, match=message):
+        flash_attention(
+            q,
+            k,
+            v,
+            scale=given.get("scale", 1.0),
+            segment_ids=jnp.zeros(given["ids"], jnp.int32),
+            window=given.get("window"),
+        )

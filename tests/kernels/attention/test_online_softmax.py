@@ -1,0 +1,82 @@
+"""Parts of a softmax merge to the whole, in any order, with gradients; parts without keys change nothing and give no NaN."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_jax.kernels.attention.online_softmax import merge, softmax_sum
+
+BATCH, QUERIES, HEADS, WIDTH = 1, 3, 2, 4
+
+
+def part(scores, v):
+    """(out, lse) of scores [batch, heads, queries, keys] and v [batch, keys, width]."""
+    weights, lse = softmax_sum(scores)
+    return jnp.einsum("bhqk,bke->bqhe", weights, v), lse
+
+
+def make(seed, keys):
+    rng = np.random.default_rng(seed)
+    scores = 20 * rng.normal(size=(BATCH, HEADS, QUERIES, keys))
+    # Some pairs are masked, and the first query sees none at all.
+    scores[rng.random(scores.shape) < 0.3] = -np.inf
+    scores[:, :, 0] = -np.inf
+    return jnp.asarray(scores, jnp.float32), jnp.asarray(rng.normal(size=(BATCH, keys, WIDTH)), jnp.float32)
+
+
+def merged(scores, v, cuts, order):
+    bounds = [0, *sorted(cuts), scores.shape[3]]
+    total = jnp.zeros((BATCH, QUERIES, HEADS, WIDTH)), jnp.full((BATCH, HEADS, QUERIES), -jnp.inf)
+    for i in order:
+        total = merge(*total, *part(scores[..., bounds[i] : bounds[i + 1]], v[:, bounds[i] : bounds[i + 1]]))
+    return total
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**31), cuts=st.tuples(st.integers(1, 4), st.integers(5, 8)), order=st.permutations(range(3)))
+def test_parts_in_any_order_give_the_whole(seed, cuts, order):
+    scores, v = make(seed, 9)
+    out, lse = merged(scores, v, cuts, order)
+    wanted_lse = jax.nn.logsumexp(scores, axis=-1)
+    weights = jnp.where(jnp.isneginf(scores), 0, jnp.exp(scores - jnp.maximum(wanted_lse, -1e30)[..., None]))
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out, jnp.einsum("bhqk,bke->bqhe", weights, v), atol=1e-5)
+    assert bool((out[:, 0] == 0).all()) and bool(jnp.isneginf(lse[:, :, 0]).all())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_are_those_of_the_whole_and_finite(seed):
+    scores, v = make(seed, 9)
+    direction = np.random.default_rng(seed + 100).normal(size=(BATCH, QUERIES, HEADS, WIDTH))
+
+    def value(parts, scores, v):
+        out, lse = parts(scores, v)
+        return (out * direction).sum() + jnp.where(jnp.isneginf(lse), 0, lse).sum()
+
+    def in_parts(scores, v):
+        return merged(scores, v, (2, 7), (2, 0, 1))
+
+    of_parts = jax.grad(value, argnums=(1, 2))(in_parts, scores, v)
+    of_whole = jax.grad(value, argnums=(1, 2))(part, scores, v)
+    for actual, wanted in zip(of_parts, of_whole, strict=True):
+        assert bool(jnp.isfinite(actual).all())
+        np.testing.assert_allclose(actual, wanted, atol=2e-5)
+
+
+def test_nothing_merged_with_nothing_is_nothing():
+    empty = jnp.zeros((BATCH, QUERIES, HEADS, WIDTH)), jnp.full((BATCH, HEADS, QUERIES), -jnp.inf)
+    out, lse = merge(*empty, *empty)
+    assert bool((out == 0).all()) and bool(jnp.isneginf(lse).all())
+    gradients = jax.grad(lambda *a: merge(*a)[0].sum(), argnums=(0, 1, 2, 3))(*empty, *empty)
+    assert all(bool(jnp.isfinite(g).all()) for g in gradients)
+
+
+def test_scores_far_apart_neither_overflow_nor_vanish():
+    ones = jnp.ones((BATCH, QUERIES, HEADS, WIDTH))
+    low, high = (jnp.full((BATCH, HEADS, QUERIES), x) for x in (-1e4, 1e4))
+    out, lse = merge(ones, low, 2 * ones, high)
+    np.testing.assert_array_equal(out, 2 * ones)
+    np.testing.assert_array_equal(lse, high)

@@ -1,0 +1,82 @@
+"""The experts of a few pairs, which decoding takes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_layers import make_layer, relative_error, types_of
+from lowered import lowered_for_h200, num_kernels
+from oracle import experts_mlp as exact_experts_mlp
+
+from moe_jax import kernels
+from moe_jax.kernels.experts import mosaic
+from moe_jax.kernels.experts.mosaic import by_pairs
+
+pytestmark = pytest.mark.usefixtures("no_races")
+
+
+def layer_of(x, w_gate_up, w_down, weights, chosen):
+    return kernels.experts_mlp(x, w_gate_up, w_down, weights, chosen, backend="mosaic")
+
+
+@pytest.mark.parametrize(
+    "routing, tokens, experts, k, hidden, inter, dtype",
+    [
+        ("random", 1, 8, 3, 256, 128, "bfloat16"),
+        ("one_takes_all", 2, 8, 2, 128, 256, "float16"),
+        ("some_nobody", 3, 32, 4, 128, 128, "bfloat16"),
+    ],
+)
+def test_values_are_as_near_f64_as_the_xla_backends(rng, routing, tokens, experts, k, hidden, inter, dtype):
+    layer = make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype)
+    assert by_pairs.takes(layer[4], layer[2])
+    with jax.enable_x64(True):
+        exact = exact_experts_mlp(*(a.astype(jnp.float64) for a in layer[:4]), layer[4])
+    y, other = layer_of(*layer), kernels.experts_mlp(*layer, backend="xla")
+    assert (y.shape, y.dtype) == (other.shape, other.dtype)
+    assert relative_error(y, exact) <= 1.5 * relative_error(other, exact) + 1e-6
+
+
+def test_ids_of_few_bits_mean_the_same(rng):
+    *arrays, chosen = make_layer(rng, "random", 1, 8, 2, 128, 128)
+    chosen = chosen.at[0, 0].set(-1)
+    np.testing.assert_array_equal(layer_of(*arrays, chosen.astype(jnp.int8)), layer_of(*arrays, chosen))
+
+
+def is_by_pairs(*sizes):
+    lowered = lowered_for_h200(layer_of, *types_of(*sizes))
+    assert num_kernels(lowered) == 2
+    return "@experts_of_pairs" in lowered
+
+
+@pytest.mark.parametrize(
+    "tokens, experts, k, hidden, inter",
+    [(1, 128, 8, 2048, 768), (4, 256, 8, 7168, 2048), (2, 8, 2, 4096, 14336), (1, 1, 1, 128, 32768)],
+)
+def test_few_pairs_are_computed_by_pairs(tokens, experts, k, hidden, inter):
+    assert is_by_pairs(tokens, experts, k, hidden, inter)
+
+
+@pytest.mark.parametrize(
+    "tokens, experts, k, hidden, inter, why",
+    [
+        (5, 256, 8, 256, 128, "40 pairs"),
+        (3, 8, 2, 256, 128, "three tokens would share experts"),
+        (1, 8, 2, 256, 192, "inter is no multiple of 128"),
+        (1, 8, 2, 64, 128, "nor is hidden"),
+        (1, 2, 1, 128, 65536, "two rows take all of a block's shared memory"),
+    ],
+)
+def test_others_by_rows(tokens, experts, k, hidden, inter, why):
+    assert not is_by_pairs(tokens, experts, k, hidden, inter), why
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not mosaic.is_native(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+def test_bits_are_those_of_many_tokens_every_time(rng, tokens):
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 70, 128, 8, 2048, 768)
+    many = layer_of(x, w_gate_up, w_down, weights, chosen)[:tokens]
+    few = jax.jit(layer_of)
+    for _ in range(100):
+        np.testing.assert_array_equal(few(x[:tokens], w_gate_up, w_down, weights[:tokens], chosen[:tokens]), many)

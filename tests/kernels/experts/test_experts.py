@@ -1,0 +1,517 @@
+"""experts_mlp and its halves equal the oracle, with every gradient, for any routing."""
+
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_jax import kernels
+from moe_jax.kernels.experts.activation import gated_silu
+from moe_jax.kernels.experts.backends import implementation
+from moe_jax.kernels.experts.routing import plan_of_few
+
+ARGUMENTS = ("x", "w_gate_up", "w_down", "topk_weights")
+
+
+def make_inputs(rng, tokens, experts, k, hidden, inter, routing="random", dtype=jnp.float64):
+    x, w_gate_up, w_down = (
+        jnp.asarray(rng.normal(size=shape), dtype)
+        for shape in ((tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter))
+    )
+    weights = jnp.asarray(rng.random((tokens, k)), dtype)
+    if routing == "random":
+        chosen = np.array([rng.permutation(experts)[:k] for _ in range(tokens)], int).reshape(tokens, k)
+    elif routing == "one_takes_all":
+        chosen = np.full((tokens, k), experts - 1)
+    else:  # the upper half of the experts is empty
+        chosen = rng.integers(0, max(experts // 2, 1), (tokens, k))
+    return x, w_gate_up, w_down, weights, jnp.asarray(chosen, jnp.int32)
+
+
+def compare(ours, reference, inputs, tolerance):
+    """Values, and gradients of a random projection of them, in the relative Frobenius norm."""
+    *arrays, chosen = inputs
+    direction = jnp.asarray(np.random.default_rng().normal(size=arrays[0].shape), arrays[0].dtype)
+
+    def run(f):
+        def loss(*arguments):
+            y = f(*arguments, chosen)
+            return (y * direction).sum(), y
+
+        gradients, y = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*arrays)
+        return y, *gradients
+
+    for name, actual, expected in zip(("y", *ARGUMENTS), run(ours), run(reference), strict=True):
+        assert actual.shape == expected.shape and actual.dtype == expected.dtype, name
+        error = np.linalg.norm(np.asarray(actual, np.float64) - np.asarray(expected, np.float64))
+        size = np.linalg.norm(np.asarray(expected, np.float64))
+        assert error <= tolerance * size, f"{name}: relative error {error / max(size, 1e-300):.1e}"
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    tokens=st.integers(1, 40),
+    experts=st.integers(1, 9),
+    k=st.integers(1, 4),
+    routing=st.sampled_from(["random", "one_takes_all", "half_empty"]),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_the_oracle_in_f64_with_every_gradient(tokens, experts, k, routing, seed):
+    with jax.enable_x64(True):
+        inputs = make_inputs(np.random.default_rng(seed), tokens, experts, min(k, experts), 6, 4, routing)
+        compare(kernels.experts_mlp, oracle.experts_mlp, inputs, 1e-12)
+
+
+@pytest.mark.parametrize("tokens, experts, k", [(300, 64, 8), (257, 16, 16)])
+@pytest.mark.parametrize("routing", ["random", "one_takes_all"])
+def test_equals_the_oracle_at_more_tokens(tokens, experts, k, routing):
+    with jax.enable_x64(True):
+        inputs = make_inputs(np.random.default_rng(), tokens, experts, k, 16, 8, routing)
+        compare(kernels.experts_mlp, oracle.experts_mlp, inputs, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(jnp.float32, 1e-6), (jnp.bfloat16, 3e-2), pytest.param(jnp.float16, 4e-3, marks=pytest.mark.thorough)]
+)
+def test_low_precision_stays_near_the_same_data_in_f64(dtype, tolerance):
+    with jax.enable_x64(True):
+        inputs = make_inputs(np.random.default_rng(), 64, 8, 2, 32, 16, dtype=dtype)
+        exact = [a.astype(jnp.float64) if a.dtype == dtype else a for a in inputs]
+        for actual, expected in zip(
+            [kernels.experts_mlp(*inputs), *gradients(inputs)], [oracle.experts_mlp(*exact), *gradients(exact)], strict=True
+        ):
+            assert actual.dtype == dtype
+            error = np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
+            assert error < tolerance
+
+
+def gradients(inputs):
+    *arrays, chosen = inputs
+    return jax.grad(lambda *a: kernels.experts_mlp(*a, chosen).astype(jnp.float32).sum(), argnums=(0, 1, 2, 3))(*arrays)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_of_tokens_give_the_same_sums(chunk):
+    with jax.enable_x64(True):
+        inputs = make_inputs(np.random.default_rng(), 50, 6, 2, 8, 4)
+        compare(lambda *a: kernels.experts_mlp(*a, chunk_tokens=chunk), kernels.experts_mlp, inputs, 1e-13)
+
+
+def test_weights_of_another_dtype_get_gradients_of_that_dtype():
+    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 9, 4, 2, 8, 4, dtype=jnp.float32)
+    inputs = (x.astype(jnp.bfloat16), w_gate_up, w_down, weights, chosen)
+    assert kernels.experts_mlp(*inputs).dtype == jnp.bfloat16
+    assert [g.dtype for g in gradients(inputs)] == [jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32]
+
+
+def test_experts_without_tokens_get_exactly_zero():
+    inputs = make_inputs(np.random.default_rng(), 12, 8, 2, 8, 4, "half_empty", jnp.float32)
+    _, d_gate_up, d_down, _ = gradients(inputs)
+    assert not d_gate_up[4:].any() and not d_down[4:].any() and d_gate_up[:4].any()
+
+
+def test_no_tokens_give_no_rows_and_zero_gradients():
+    inputs = make_inputs(np.random.default_rng(), 0, 4, 2, 8, 4, dtype=jnp.float32)
+    assert kernels.experts_mlp(*inputs).shape == (0, 8)
+    assert not any(g.any() for g in gradients(inputs))
+
+
+def test_two_runs_give_the_same_bits():
+    inputs = make_inputs(np.random.default_rng(), 200, 8, 3, 16, 8, dtype=jnp.float32)
+    for first, second in zip(gradients(inputs), gradients(inputs), strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_the_halves_compose_to_the_whole_with_their_own_gradients():
+    def halves(x, w_gate_up, w_down, weights, chosen):
+        rows = kernels.plan(chosen, w_gate_up.shape[0])
+        return kernels.down(gated_silu(kernels.gate_up(x, w_gate_up, rows)), w_down, weights, rows)
+
+    with jax.enable_x64(True):
+        compare(halves, oracle.experts_mlp, make_inputs(np.random.default_rng(), 33, 5, 2, 8, 4), 1e-12)
+
+
+def test_products_with_the_hessian_are_those_of_the_oracle():
+    def halves(x, w_gate_up, w_down, weights, chosen):
+        rows = kernels.plan(chosen, w_gate_up.shape[0])
+        h = kernels.gate_up(x, w_gate_up, rows, backend="xla")
+        return kernels.down(gated_silu(h), w_down, weights, rows, backend="xla")
+
+    def product(f, arrays, direction, chosen):
+        return jax.jvp(jax.grad(lambda *a: jnp.sin(f(*a, chosen)).sum(), argnums=(0, 1, 2, 3)), arrays, direction)[1]
+
+    with jax.enable_x64(True):
+        (*arrays, chosen), (*direction, _) = (make_inputs(np.random.default_rng(), 33, 5, 2, 8, 4) for _ in range(2))
+        expected = product(oracle.experts_mlp, tuple(arrays), tuple(direction), chosen)
+        for f in (halves, partial(kernels.experts_mlp, backend="xla")):
+            for actual, wanted in zip(product(f, tuple(arrays), tuple(direction), chosen), expected, strict=True):
+                np.testing.assert_allclose(actual, wanted, rtol=1e-9, atol=1e-9 * float(jnp.abs(wanted).max()))
+
+
+def test_forward_mode_and_a_gradients_gradient_are_refused_as_the_docstring_says():
+    *arrays, chosen = make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
+
+    def total(x):
+        return kernels.experts_mlp(x, *arrays[1:], chosen, backend="xla").sum()
+
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        jax.jvp(total, arrays[:1], arrays[:1])
+    with pytest.raises(ValueError):
+        jax.grad(lambda x: jax.grad(total)(x).sum())(arrays[0])
+    assert "jax.jvp" in kernels.experts_mlp.__doc__ and "gradient of its" in kernels.experts_mlp.__doc__
+
+
+def test_runs_under_scan_remat_and_vmap():
+    inputs = make_inputs(np.random.default_rng(), 10, 4, 2, 8, 4, dtype=jnp.float32)
+    *_, weights, chosen = inputs
+
+    def stacked(x, w_gate_up, w_down):
+        def body(x, _):
+            return x + kernels.experts_mlp(x, w_gate_up, w_down, weights, chosen), None
+
+        return jax.lax.scan(jax.checkpoint(body), x, None, length=2)[0].sum()
+
+    assert np.isfinite(jax.grad(stacked, argnums=1)(*inputs[:3])).all()
+    batched = jax.vmap(lambda x: kernels.experts_mlp(x, *inputs[1:]))(jnp.stack([inputs[0], 2 * inputs[0]]))
+    np.testing.assert_allclose(batched[0], kernels.experts_mlp(*inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 7])
+def test_totals_grow_by_the_gradients_of_weights_and_nothing_else_changes(chunk_tokens):
+    with jax.enable_x64(True):
+        rng = np.random.default_rng()
+        x, *weights, topk_weights, chosen = make_inputs(rng, 20, 6, 2, 8, 4, "half_empty")
+        direction = jnp.asarray(rng.normal(size=x.shape))
+        totals = tuple(jnp.asarray(rng.normal(size=w.shape)).at[:, 0, 0].set(-0.0) for w in weights)
+
+        def loss(x, topk_weights, weights, totals):
+            how = {"chunk_tokens": chunk_tokens, "accumulate_into": totals}
+            return (kernels.experts_mlp(x, *weights, topk_weights, chosen, **how) * direction).sum()
+
+        arguments = x, topk_weights, tuple(weights)
+        y, expected = jax.value_and_grad(loss, argnums=(0, 1, 2))(*arguments, None)
+        y_with_totals, actual = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(*arguments, totals)
+        for one, other in zip((y_with_totals, *actual[:2]), (y, *expected[:2]), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+        assert not any(gradient.any() for gradient in actual[2])
+        for after, before, gradient in zip(actual[3], totals, expected[2], strict=True):
+            np.testing.assert_allclose(after, before + gradient, rtol=0, atol=1e-13 * np.abs(gradient).max())
+            np.testing.assert_array_equal(after[3:].view(jnp.int64), before[3:].view(jnp.int64))
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 16])
+def test_totals_of_micro_batches_take_no_memory_but_their_own(chunk_tokens):
+    """The compiled loop over micro-batches works on the arrays that it is given, and copies none."""
+    tokens, experts, k, hidden, inter = 64, 6, 2, 32, 64
+
+    def after_all(totals, weights, batches):
+        def after(totals, batch):
+            def loss(totals):
+                x, *routing = batch
+                how = {"chunk_tokens": chunk_tokens, "accumulate_into": totals}
+                return kernels.experts_mlp(x, *weights, *routing, **how).astype(jnp.float32).sum()
+
+            return jax.grad(loss)(totals), None
+
+        return jax.lax.scan(after, totals, batches)[0]
+
+    shapes = (experts, 2 * inter, hidden), (experts, hidden, inter)
+    weights, totals = (tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes) for dtype in (jnp.bfloat16, jnp.float32))
+    of_tokens = (hidden, jnp.bfloat16), (k, jnp.float32), (k, jnp.int32)
+    batches = tuple(jax.ShapeDtypeStruct((3, tokens, width), dtype) for width, dtype in of_tokens)
+    with jax.default_device(jax.devices("cpu")[0]):
+        compiled = jax.jit(after_all, donate_argnums=0).lower(totals, weights, batches).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == sum(4 * math.prod(shape) for shape in shapes)
+    for shape in shapes:
+        array = re.escape(f"f32[{','.join(map(str, shape))}]")
+        assert re.search(rf"= {array}\S* fusion\(", compiled.as_text()), "something of this shape is computed"
+        assert not re.search(rf"= {array}\S* copy\(", compiled.as_text())
+
+
+ON_GPU = [pytest.param(backend, marks=pytest.mark.gpu) for backend in ("mosaic", "triton")]
+
+
+@pytest.mark.parametrize("backend", ["xla", *ON_GPU])
+def test_totals_of_stacked_layers_grow_where_they_lie(backend):
+    """In our kernels bit for bit, though XLA takes each layer's totals out of the stack and puts them back."""
+    if not implementation(backend).is_native():
+        pytest.skip(f"backend {backend} is not written for this device")
+    rng = np.random.default_rng()
+    layers, (tokens, experts, k, hidden, inter) = 3, (300, 8, 2, 128, 64)
+    x, *weights, topk_weights, chosen = make_inputs(rng, tokens, experts, k, hidden, inter, "half_empty", jnp.float32)
+    x, how = x.astype(jnp.bfloat16), {"backend": backend}
+    totals = tuple(jnp.asarray(rng.normal(size=(layers, *w.shape)), jnp.float32) for w in weights)
+
+    def loss(scale, weights, totals):
+        y = kernels.experts_mlp(x * scale, *weights, topk_weights, chosen, **how, accumulate_into=totals)
+        return jnp.sin(y.astype(jnp.float32)).sum()
+
+    def of_layer(i, totals):
+        scale = (1 + i).astype(x.dtype)
+        after = jax.grad(loss, 2)(scale, weights, tuple(jax.lax.dynamic_index_in_dim(t, i, 0, keepdims=False) for t in totals))
+        return tuple(jax.lax.dynamic_update_index_in_dim(t, new, i, 0) for t, new in zip(totals, after, strict=True))
+
+    expected = [
+        [t[i] + d for t, d in zip(totals, jax.jit(jax.grad(loss, 1))(jnp.asarray(1 + i, x.dtype), weights, None), strict=True)]
+        for i in range(layers)
+    ]
+    actual = jax.jit(lambda totals: jax.lax.fori_loop(0, layers, of_layer, totals), donate_argnums=0)(totals)
+    for matrix in range(2):
+        # XLA may choose other matmuls in another program.
+        tolerance = 1e-5 if backend == "xla" else 0
+        np.testing.assert_allclose(actual[matrix], jnp.stack([after[matrix] for after in expected]), tolerance, tolerance)
+
+
+def test_totals_of_devices_are_their_own():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    x, *weights, topk_weights, chosen = make_inputs(np.random.default_rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)
+    totals = tuple(jnp.ones_like(w) for w in weights)
+
+    def after(totals, x, topk_weights, chosen):
+        return jax.grad(lambda t: kernels.experts_mlp(x, *weights, topk_weights, chosen, accumulate_into=t).sum())(totals)
+
+    def on_mesh(of_totals):
+        specs = of_totals, P("data"), P("data"), P("data")
+        return jax.shard_map(after, mesh=mesh, in_specs=specs, out_specs=of_totals)(totals, x, topk_weights, chosen)
+
+    for one, other in zip(on_mesh(P("data")), after(totals, x, topk_weights, chosen), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"accumulate_into\[0\] must vary over the mesh axes \['data'\]"):
+        on_mesh(P())
+
+
+def test_keeps_h_but_nothing_of_tokens_times_k_times_hidden():
+    inputs = make_inputs(np.random.default_rng(), 32, 4, 2, 64, 4, dtype=jnp.float32)
+    *arrays, chosen = inputs
+    _, vjp = jax.vjp(lambda *a: kernels.experts_mlp(*a, chosen), *arrays)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(vjp)]
+    assert (64, 8) in shapes  # h: 32 tokens * 2 choices, 2 * inter
+    assert not any(np.prod(shape) >= 64 * 64 and shape[0] == 64 for shape in shapes if shape)
+
+
+def test_memory_does_not_grow_with_experts_times_rows():
+    """128 experts, 8192 rows: the compiled temporaries stay within a few copies of the rows."""
+    tokens, experts, k, hidden, inter = 1024, 128, 8, 64, 32
+    shapes = [(tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter), (tokens, k)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    chosen = jax.ShapeDtypeStruct((tokens, k), jnp.int32)
+    # On a GPU the workspace of its matmul library would be counted too.
+    with jax.default_device(jax.devices("cpu")[0]):
+        compiled = jax.jit(lambda *a: kernels.experts_mlp(*a)).lower(*arrays, chosen).compile()
+    rows_bytes = tokens * k * hidden * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 12 * rows_bytes
+
+
+def test_ids_out_of_range_are_nobody():
+    with jax.enable_x64(True):
+        *arrays, chosen = make_inputs(np.random.default_rng(), 20, 5, 3, 8, 4)
+        chosen = chosen.at[3:9, 1].set(5).at[7:, 2].set(-1)
+        compare(kernels.experts_mlp, oracle.experts_mlp, (*arrays, chosen), 1e-12)
+        d_weights = gradients((*arrays, chosen))[3]
+        assert not d_weights[(chosen < 0) | (chosen > 4)].any()
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf])
+def test_the_weight_of_nobody_may_be_anything(weight):
+    *arrays, weights, chosen = make_inputs(np.random.default_rng(), 6, 4, 2, 8, 4, dtype=jnp.float32)
+    chosen = chosen.at[2, 0].set(-1).at[4, 1].set(4)
+    wild = jnp.where((chosen < 0) | (chosen == 4), weight, weights)
+    for actual, expected in zip(
+        [kernels.experts_mlp(*arrays, wild, chosen), *gradients((*arrays, wild, chosen))],
+        [kernels.experts_mlp(*arrays, weights, chosen), *gradients((*arrays, weights, chosen))],
+        strict=True,
+    ):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("max_pairs", [20, 37, 60])
+def test_room_for_fewer_pairs_leaves_out_the_last_experts(max_pairs):
+    """Of 60 pairs at most 37 are in range: with room for them all is as without the bound."""
+    with jax.enable_x64(True):
+        *arrays, chosen = make_inputs(np.random.default_rng(), 20, 5, 3, 8, 4)
+        chosen = jnp.where(jnp.arange(60).reshape(20, 3) % 60 < 37, chosen, -1)
+        order = jnp.argsort(jnp.where(chosen < 0, 5, chosen).reshape(-1), stable=True)
+        kept = (*arrays, chosen.reshape(-1).at[order[max_pairs:]].set(-1).reshape(20, 3))
+        compare(lambda *a: kernels.experts_mlp(*a[:-1], chosen, max_pairs=max_pairs), oracle.experts_mlp, kept, 1e-12)
+
+
+def test_chunks_add_bf16_weight_gradients_in_f32():
+    """512 chunks: a bf16 running sum would lose most of the later ones."""
+    inputs = make_inputs(np.random.default_rng(), 512, 2, 1, 8, 4, dtype=jnp.bfloat16)
+    wide = [a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for a in inputs]
+    chunked = jax.grad(lambda w: kernels.experts_mlp(*inputs[:2], w, *inputs[3:], chunk_tokens=1).astype(jnp.float32).sum())
+    exact = gradients(wide)[2]
+    error = np.linalg.norm(np.asarray(chunked(inputs[2]), np.float32) - exact) / np.linalg.norm(exact)
+    assert error < 8e-3
+
+
+@pytest.mark.parametrize(
+    "ends, routing", [([], "random"), ([7, 14], "half_empty"), ([3, 15], "random"), ([3, 15], "one_takes_all")]
+)
+def test_parts_give_what_all_their_tokens_give_at_once(ends, routing):
+    with jax.enable_x64(True):
+        inputs = make_inputs(np.random.default_rng(), 21, 5, 2, 8, 4, routing)
+
+        def in_parts(x, w_gate_up, w_down, weights, chosen):
+            parts = list(map(kernels.Part, *(jnp.split(a, ends) for a in (x, weights, chosen))))
+            room = [2 * part.x.shape[0] for part in parts]
+            shares = [next(n for n in (2, 3, 7) if part.x.shape[0] % n == 0) for part in parts]
+            return jnp.concatenate(kernels.experts_mlp_of_parts(parts, w_gate_up, w_down, max_pairs=room, shares=shares))
+
+        compare(in_parts, oracle.experts_mlp, inputs, 1e-12)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("backend", ["mosaic", "xla"])
+def test_tokens_without_choices_get_nothing(tokens, backend):
+    *arrays, _, _ = make_inputs(np.random.default_rng(), tokens, 4, 2, 128, 64, dtype=jnp.bfloat16)
+    y = kernels.experts_mlp(*arrays, jnp.zeros((tokens, 0)), jnp.zeros((tokens, 0), jnp.int32), backend=backend)
+    np.testing.assert_array_equal(y, np.zeros((tokens, 128)))
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 4])
+def test_ids_of_8_bits_may_be_of_256_experts(chunk_tokens):
+    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 6, 256, 2, 8, 4, dtype=jnp.float32)
+    run = partial(kernels.experts_mlp, x, w_gate_up, w_down, weights, chunk_tokens=chunk_tokens, backend="xla")
+    np.testing.assert_array_equal(run(topk_experts=chosen.astype(jnp.uint8)), run(topk_experts=chosen))
+
+
+def test_a_plan_of_few_is_refused_where_gradients_may_be_asked_for():
+    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 1, 3, 2, 8, 4, dtype=jnp.float32)
+    rows = plan_of_few(chosen, 3, 1)
+    with pytest.raises(ValueError, match=r"of plan_of_few.*make it by plan"):
+        kernels.gate_up(x, w_gate_up, rows, backend="xla")
+    with pytest.raises(ValueError, match=r"of plan_of_few.*make it by plan"):
+        kernels.down(jnp.zeros((rows.num_rows, 4)), w_down, weights, rows, backend="xla")
+
+
+def test_a_part_waits_for_those_before_it_and_its_result_for_no_other():
+    """Else XLA joins small operations of all parts, and none begins before the last part's tokens are there. The first part's
+    down pass waits for all others."""
+    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 6, 3, 2, 8, 4, dtype=jnp.float32)
+    parts = list(map(kernels.Part, *(jnp.split(a, 3) for a in (x, weights, chosen))))
+    text = jax.jit(kernels.experts_mlp_of_parts).lower(parts, w_gate_up, w_down).as_text()
+    assert text.count("optimization_barrier") == 3
+
+
+def test_parts_that_differ_in_more_than_their_tokens_are_refused():
+    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 6, 3, 2, 8, 4, dtype=jnp.float32)
+    part = kernels.Part(x, weights, chosen)
+    one_choice = part._replace(topk_weights=weights[:, :1], topk_experts=chosen[:, :1])
+    with pytest.raises(ValueError, match=r"the same dtypes and widths; got .*, int32\[tokens, 2\]; .*, int32\[tokens, 1\]"):
+        kernels.experts_mlp_of_parts([part, one_choice], w_gate_up, w_down)
+    with pytest.raises(ValueError, match=r"got float32\[tokens, 8\], .*; bfloat16\[tokens, 8\], "):
+        kernels.experts_mlp_of_parts([part, part._replace(x=x.astype(jnp.bfloat16))], w_gate_up, w_down)
+    with pytest.raises(ValueError, match="one or more of the same dtypes and widths; got none"):
+        kernels.experts_mlp_of_parts([], w_gate_up, w_down)
+    with pytest.raises(ValueError, match="max_pairs must be one for each of the 2 parts; got 1"):
+        kernels.experts_mlp_of_parts([part, part], w_gate_up, w_down, max_pairs=[3])
+    with pytest.raises(ValueError, match="max_pairs must be at least 1 or None; got 0"):
+        kernels.experts_mlp_of_parts([part], w_gate_up, w_down, max_pairs=[0])
+    with pytest.raises(
+        ValueError, match=r"shares must be one for each part, and divide its tokens; got \[4\] for \[6\] tokens"
+    ):
+        kernels.experts_mlp_of_parts([part], w_gate_up, w_down, shares=[4])
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, pytest.param(7, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("sharding", ["shard_map", "shard_map unchecked", "gspmd"])
+def test_runs_on_a_mesh(sharding, chunk_tokens):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    inputs = make_inputs(np.random.default_rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)
+    specs = (P("data"), P(), P(), P("data"), P("data"))
+    layer = partial(kernels.experts_mlp, chunk_tokens=chunk_tokens)
+    if sharding == "gspmd":
+        on_mesh = jax.jit(layer, in_shardings=[NamedSharding(mesh, spec) for spec in specs])
+    else:
+        check = sharding == "shard_map"
+        on_mesh = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check)
+    compare(on_mesh, oracle.experts_mlp, inputs, 1e-5)
+
+
+def test_a_shard_map_may_leave_axes_of_its_mesh_to_the_compiler():
+    mesh = AbstractMesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    inputs = make_inputs(np.random.default_rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)
+    specs = (P("expert"), P(), P(), P("expert"), P("expert"))
+
+    def of_all(*arguments):
+        on_mesh = jax.shard_map(
+            kernels.experts_mlp, mesh=mesh, in_specs=specs, out_specs=P("expert"), axis_names={"expert"}, check_vma=True
+        )
+        return jnp.sum(on_mesh(*arguments))
+
+    gradients = jax.eval_shape(jax.jit(jax.grad(of_all, argnums=(0, 1, 2, 3))), *inputs)
+    assert [a.shape for a in gradients] == [a.shape for a in inputs[:4]]
+
+
+@pytest.mark.parametrize(
+    "position, shape, message",
+    [
+        (0, (5, 8, 1), r"x must have shape \[tokens, hidden\]; got \[5, 8, 1\]"),
+        (1, (4, 8, 9), r"w_gate_up must .* \[experts, 2\*inter, hidden\] with experts=4, .*, hidden=8; got \[4, 8, 9\]"),
+        (2, (4, 7, 4), r"w_down must .* \[experts, hidden, inter\] with hidden=8; got \[4, 7, 4\]"),
+        (3, (5, 3), r"topk_weights must .* \[tokens, k\] with tokens=5, k=2; got \[5, 3\]"),
+        (4, (6, 2), r"topk_experts must .* \[tokens, k\] with tokens=5; got \[6, 2\]"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(position, shape, message):
+    inputs = list(make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32))
+    inputs[position] = jnp.zeros(shape, inputs[position].dtype)
+    with pytest.raises(ValueError, match=message):
+        kernels.experts_mlp(*inputs)
+
+
+def test_shapes_that_do_not_fit_the_plan_are_named():
+    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
+    rows = kernels.plan(chosen, 4)
+    with pytest.raises(ValueError, match=r"x must .* with tokens=5; got \[4, 8\]"):
+        kernels.gate_up(x[:4], w_gate_up, rows)
+    with pytest.raises(ValueError, match=r"w_gate_up must .* with experts=4, hidden=8; got \[3, 8, 8\]"):
+        kernels.gate_up(x, w_gate_up[:3], rows)
+    with pytest.raises(ValueError, match=r"act must .* with rows=10; got \[5, 8\]"):
+        kernels.down(x, w_down, weights, rows)
+
+
+def test_mesh_axes_along_which_jax_asks_for_layouts_are_refused():
+    x, *others = make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    x, chosen = (jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (x, others[-1]))
+    with pytest.raises(ValueError, match=r"x is split as P\('data', None\) over mesh axes of type Explicit.*make_mesh"):
+        kernels.experts_mlp(x, *others)
+    with pytest.raises(ValueError, match="topk_experts is split"):
+        kernels.plan(chosen, 4)
+    in_parts = jax.shard_map(kernels.experts_mlp, mesh=mesh, in_specs=(P("data"), *[P()] * 4), out_specs=P("data"))
+    np.testing.assert_allclose(in_parts(x, *others), kernels.experts_mlp(np.asarray(x), *others), rtol=1e-5, atol=1e-5)
+
+
+def test_other_bad_arguments_are_named():
+    inputs = make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
+    with pytest.raises(ValueError, match="hidden and inter must be at least 1; got 8 and 0"):
+        kernels.experts_mlp(inputs[0], inputs[1][:, :0], inputs[2][:, :, :0], *inputs[3:])
+    with pytest.raises(ValueError, match="x must have a floating dtype; got int32"):
+        kernels.experts_mlp(inputs[0].astype(jnp.int32), *inputs[1:])
+    with pytest.raises(ValueError, match="topk_experts must have an integer dtype; got float32"):
+        kernels.experts_mlp(*inputs[:4], inputs[4].astype(jnp.float32))
+    with pytest.raises(ValueError, match="chunk_tokens must be at least 1 or None; got 0"):
+        kernels.experts_mlp(*inputs, chunk_tokens=0)
+    with pytest.raises(ValueError, match="max_pairs must be at least 1 or None; got 0"):
+        kernels.experts_mlp(*inputs, max_pairs=0)
+    totals = jnp.zeros_like(inputs[1]), jnp.zeros_like(inputs[2])
+    with pytest.raises(ValueError, match=r"accumulate_into\[0\] must be float32, in which .* summed; got bfloat16"):
+        kernels.experts_mlp(*inputs, accumulate_into=(totals[0].astype(jnp.bfloat16), totals[1]))
+    with pytest.raises(ValueError, match=r"accumulate_into\[1\] must .* with experts=4, hidden=8, inter=4; got \[3, 8, 4\]"):
+        kernels.experts_mlp(*inputs, accumulate_into=(totals[0], totals[1][:3]))
+    for wrong in ((totals[0], None), (*totals, totals[0])):
+        with pytest.raises(ValueError, match=r"accumulate_into must be two arrays, of .* shape; got \[4, 8, 8\], (None|\[4)"):
+            kernels.experts_mlp(*inputs, accumulate_into=wrong)
+    with pytest.raises(ValueError, match="argument backend: unknown backend 'cuda'; choose one of 'mosaic', 'triton', 'xla'"):
+        kernels.experts_mlp(*inputs, backend="cuda")

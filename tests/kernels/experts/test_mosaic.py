@@ -1,0 +1,486 @@
+"""The Hopper kernels, in JAX's GPU interpreter with its race detector where there is no GPU, compiled where there is one."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_layers import (
+    assert_as_near_as,
+    choose,
+    exact_with_gradients,
+    few_bits,
+    make_layer,
+    relative_error,
+    types_of,
+    with_gradients,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from lowered import lowered_for_h200, num_kernels
+
+from moe_jax import kernels
+from moe_jax.kernels.experts import mosaic, xla
+from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts
+from moe_jax.kernels.experts.mosaic import tile_order
+from moe_jax.kernels.experts.routing import plan
+
+ROUTINGS = ["random", "one_takes_all", "half_empty", "some_nobody"]
+
+
+pytestmark = pytest.mark.usefixtures("no_races")
+
+
+SMALL = 37, 4, 2, 128, 128
+"""Tokens, experts, k, hidden, inter: where one size is as good as another, what is traced for it serves several tests."""
+
+
+@pytest.mark.parametrize(
+    "routing, tokens, experts, k, hidden, inter, dtype",
+    [
+        *((routing, *SMALL, "bfloat16") for routing in ROUTINGS),
+        ("half_empty", 129, 2, 1, 64, 128, "float16"),
+        ("random", 170, 1, 1, 192, 256, "bfloat16"),
+        ("some_nobody", 1, 6, 3, 256, 192, "bfloat16"),
+    ],
+)
+def test_values_and_every_gradient_are_as_near_f64_as_the_xla_backends(rng, routing, tokens, experts, k, hidden, inter, dtype):
+    layer = make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype)
+    dy = jnp.asarray(rng.normal(size=(tokens, hidden)), dtype)
+    ours = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy)
+    theirs = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="xla"), layer, dy)
+    assert_as_near_as(ours, theirs, layer, dy, few=3e-2)
+
+
+def test_what_stands_between_gate_up_and_down_gets_gradients_of_the_rows_of_pairs_alone(rng):
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "some_nobody", *SMALL)
+    rows = plan(chosen, SMALL[1], mosaic.ROW_ALIGNMENT)
+
+    def loss(slope, backend):
+        gate, up = jnp.split(kernels.gate_up(x, w_gate_up, rows, backend=backend), 2, axis=1)
+        act = (jax.nn.silu(slope * gate.astype(jnp.float32)) * up).astype(x.dtype)
+        return jnp.square(kernels.down(act, w_down, weights, rows, backend=backend).astype(jnp.float32)).sum()
+
+    ours, theirs = (jax.grad(loss)(1.1, backend) for backend in ("mosaic", "xla"))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-2)
+
+
+def test_room_for_fewer_rows_where_most_experts_live_elsewhere(rng):
+    *arrays, chosen = make_layer(rng, "random", 17, 16, 4, 128, 64)
+    layer = arrays[0], arrays[1][:4], arrays[2][:4], arrays[3], chosen
+    dy = jnp.asarray(rng.normal(size=(17, 128)), jnp.bfloat16)
+    in_range = int((chosen < 4).sum())
+    ours = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic", max_pairs=in_range), layer, dy)
+    theirs = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy)
+    for actual, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_products_of_parts_are_those_of_all_their_rows(rng, routing):
+    parts = []
+    for _ in range(3):
+        rows = plan(jnp.asarray(choose(rng, routing, 50, 4, 2), jnp.int32), 4, mosaic.ROW_ALIGNMENT)
+        has_pair = np.asarray(rows.pair_of_row)[:, None] < rows.row_of_pair.size
+        a, b = (jnp.asarray(has_pair * rng.normal(size=(rows.num_rows, width)), jnp.bfloat16) for width in (128, 64))
+        parts.append(OuterPart(a, b, rows))
+    ours = grouped_outer_of_parts("mosaic", parts, jnp.float32)
+    assert relative_error(ours, grouped_outer_of_parts("xla", parts, jnp.float32)) < 1e-5
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    tokens=st.integers(0, 90),
+    experts=st.integers(1, 7),
+    k=st.integers(1, 3),
+    routing=st.sampled_from(ROUTINGS),
+    seed=st.integers(0, 2**31),
+)
+@pytest.mark.long
+def test_the_three_matmuls_are_those_of_the_xla_backend_on_the_same_plan(tokens, experts, k, routing, seed):
+    rng = np.random.default_rng(seed)
+    rows = plan(jnp.asarray(choose(rng, routing, tokens, experts, min(k, experts)), jnp.int32), experts, mosaic.ROW_ALIGNMENT)
+    x, dh = (jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16) for width in (64, 128))
+    w = jnp.asarray(rng.normal(size=(experts, 128, 64)), jnp.bfloat16)
+    owned = np.asarray(rows.pair_of_row) < rows.row_of_pair.size
+    owned &= np.arange(rows.num_rows) < int(rows.offsets[-1])
+
+    def all_three(backend):
+        x_rows, source = backend.rows_of_tokens(x, rows)
+        dh_rows, dh_source = backend.rows_of_tokens(dh, rows)
+        return (
+            np.where(owned[:, None], backend.grouped_matmul(x_rows, w, rows, source_of_row=source), 0),
+            np.where(owned[:, None], backend.grouped_matmul(dh_rows, w, rows, source_of_row=dh_source, transpose=True), 0),
+            backend.grouped_outer(dh_rows, x_rows, rows, jnp.float32, a_source_of_row=dh_source, b_source_of_row=source),
+        )
+
+    for actual, expected in zip(all_three(mosaic), all_three(xla), strict=True):
+        assert relative_error(actual, expected) < 1e-3
+        assert not np.asarray(actual)[~np.asarray(expected).any(axis=tuple(range(1, np.ndim(expected))))].any()
+
+
+@pytest.mark.parametrize(
+    "routing, tokens, experts, k, m, n",
+    [("random", 70, 3, 2, 64, 256), ("one_takes_all", 130, 2, 1, 128, 128), ("half_empty", 3, 4, 1, 256, 64)],
+)
+def test_a_sum_by_experts_adds_to_what_is_there_and_leaves_the_rest_alone(rng, routing, tokens, experts, k, m, n):
+    rows = plan(jnp.asarray(choose(rng, routing, tokens, experts, k), jnp.int32), experts, mosaic.ROW_ALIGNMENT)
+    a, b = (jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16) for width in (m, n))
+    before = rng.normal(size=(experts, m, n)).astype(np.float32)
+    before[:, 0, 0] = -0.0  # Which adding 0 would turn into 0.
+    sources = {"a_source_of_row": rows.token_of_row, "b_source_of_row": rows.token_of_row}
+    alone = mosaic.grouped_outer(a, b, rows, jnp.float32, **sources)
+    total = np.asarray(mosaic.grouped_outer(a, b, rows, jnp.float32, **sources, accumulate_into=jnp.asarray(before)))
+    has_rows = np.diff(rows.offsets) > 0
+    np.testing.assert_array_equal(total[has_rows], before[has_rows] + np.asarray(alone)[has_rows])
+    np.testing.assert_array_equal(total[~has_rows].view(np.int32), before[~has_rows].view(np.int32))
+
+
+def test_totals_of_micro_batches_grow_by_the_gradients_of_every_chunk(rng):
+    layer = make_layer(rng, "half_empty", 30, 4, 1, 128, 64)
+    dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
+    totals = tuple(jnp.asarray(rng.normal(size=w.shape), jnp.float32) for w in layer[1:3])
+
+    def with_totals(x, weights):
+        def f(x, weights, totals):
+            how = {"backend": "mosaic", "chunk_tokens": 20, "accumulate_into": totals}
+            return kernels.experts_mlp(x, *layer[1:3], weights, layer[4], **how)
+
+        y, pullback = jax.vjp(f, x, weights, totals)
+        dx, d_weights, after = pullback(dy)
+        return y, dx, *after, d_weights
+
+    y, dx, *after, d_weights = jax.jit(with_totals)(layer[0], layer[3])
+    exact = exact_with_gradients(layer, dy)
+    for actual, expected in zip((y, dx, d_weights), (exact[0], exact[1], exact[4]), strict=True):
+        assert relative_error(actual, expected) < 1e-2
+    for total, before, expected in zip(after, totals, exact[2:4], strict=True):
+        assert relative_error(np.asarray(total, np.float64) - before, expected) < 1e-2
+        np.testing.assert_array_equal(total[2:], before[2:])
+
+
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.thorough), 7])
+def test_the_bits_of_a_token_do_not_depend_on_the_other_tokens(rng, tokens):
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 150, 4, 3, 128, 64)
+    weights = few_bits(weights)
+    dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
+
+    def run(count):
+        layer = (x[:count], w_gate_up, w_down, weights[:count], chosen[:count])
+        y, dx, _, _, d_weights = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy[:count])
+        return y, dx, d_weights
+
+    for alone, of_all in zip(run(tokens), run(150), strict=True):
+        np.testing.assert_array_equal(alone, of_all[:tokens])
+
+
+def test_two_runs_give_the_same_bits(rng):
+    layer = make_layer(rng, "random", *SMALL)
+    dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
+    runs = [with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy) for _ in range(2)]
+    for first, second in zip(*runs, strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.thorough
+def test_the_order_of_tiles_changes_no_bit(rng, monkeypatch):
+    """One and three rows of tiles an expert, and several columns; as for large matrices, two rows go through them together."""
+    *arrays, _ = make_layer(rng, "random", 320, 2, 1, 384, 128)
+    layer = *arrays, jnp.asarray(np.arange(320)[:, None] >= 60, jnp.int32)
+    dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
+
+    def run():
+        return with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy)
+
+    row_after_row = run()
+    monkeypatch.setattr(tile_order, "SMALL_MATRIX_BYTES", 0)
+    monkeypatch.setattr(tile_order, "GROUP", 2)
+    # What JAX has traced it traces again under another precision of f32 products, of which there are none here.
+    with jax.default_matmul_precision("high"):
+        for actual, expected in zip(run(), row_after_row, strict=True):
+            np.testing.assert_array_equal(actual, expected)
+
+
+def test_f32_master_weights_get_f32_gradients_summed_once(rng):
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", *SMALL)
+    layer = (x, w_gate_up.astype(jnp.float32), w_down.astype(jnp.float32), weights, chosen)
+    dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
+    _, _, d_gate_up, d_down, _ = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy)
+    _, _, rounded_gate_up, rounded_down, _ = with_gradients(
+        lambda *a: kernels.experts_mlp(*a, backend="mosaic"), (x, w_gate_up, w_down, weights, chosen), dy
+    )
+    assert d_gate_up.dtype == d_down.dtype == jnp.float32
+    np.testing.assert_array_equal(d_gate_up.astype(jnp.bfloat16), rounded_gate_up)
+    np.testing.assert_array_equal(d_down.astype(jnp.bfloat16), rounded_down)
+
+
+def test_without_h_the_bits_are_the_same(rng):
+    """A forward pass alone, and the first of two under `jax.checkpoint`, which JAX does not interpret."""
+    *arrays, chosen = make_layer(rng, "some_nobody", *SMALL)
+    dy = jnp.asarray(rng.normal(size=arrays[0].shape), jnp.bfloat16)
+
+    def layer(*arrays):
+        return kernels.experts_mlp(*arrays, chosen, backend="mosaic")
+
+    y, *gradients = with_gradients(lambda *a: layer(*a[:-1]), (*arrays, chosen), dy)
+    np.testing.assert_array_equal(layer(*arrays), y)
+    if mosaic.is_native():
+        with_remat = with_gradients(lambda *a: jax.checkpoint(layer)(*a[:-1]), (*arrays, chosen), dy)
+        for actual, expected in zip(with_remat, (y, *gradients), strict=True):
+            np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("routing", ["random", "one_takes_all"])
+def test_rows_gathered_where_they_are_used_are_those_gathered_before(rng, routing):
+    """A forward pass alone gathers them in its first matmul. What a token holds that chooses nobody reaches no row."""
+    # So many that a GPU's blocks have several tiles each.
+    tokens, hidden, inter = (20000, 1024, 384) if mosaic.is_native() else (150, 192, 128)
+    x, w_gate_up, _, _, chosen = make_layer(rng, routing, tokens, 5, 2, hidden, inter)
+    x, chosen = x.at[-1].set(jnp.nan), chosen.at[-1].set(-1)
+    rows = plan(chosen, 5, mosaic.ROW_ALIGNMENT)
+    gathered, _ = mosaic.rows_of_tokens(x, rows)
+    where_used, source = mosaic.rows_of_tokens(x, rows, for_gradients=False)
+    assert where_used is x
+    _, before = mosaic.gated_matmul(gathered, w_gate_up, rows, keep_h=False)
+    h, act = mosaic.gated_matmul(where_used, w_gate_up, rows, source_of_row=source, keep_h=True)
+    _, alone = mosaic.gated_matmul(where_used, w_gate_up, rows, source_of_row=source, keep_h=False)
+    computed = int(rows.offsets[-1])
+    for actual in (act, alone):
+        np.testing.assert_array_equal(actual[:computed], before[:computed])
+    assert np.isfinite(np.asarray(h[:computed], np.float32)).all()
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_tokens_read_where_they_are_give_what_gathered_ones_give(rng, routing):
+    """Up to 64 tokens are read where they are, in a forward pass alone. The first token chooses one expert three times.
+
+    A CPU rounds some sums by where a row stands in a tile.
+    """
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, routing, 70, 5, 3, 128, 64)
+    weights, chosen = few_bits(weights), chosen.at[0].set(chosen[0, 0])
+
+    def run(count):
+        return kernels.experts_mlp(x[:count], w_gate_up, w_down, weights[:count], chosen[:count], backend="mosaic")
+
+    gathered = run(70)
+    for tokens in (1, 7, 9, 64):
+        if mosaic.is_native():
+            np.testing.assert_array_equal(run(tokens), gathered[:tokens])
+        assert relative_error(run(tokens), gathered[:tokens]) < 3e-3
+
+
+@pytest.mark.parametrize("tokens, max_pairs, blocks", [(1, None, 2), (64, None, 4), (65, None, 6), (64, 128, 4), (64, 127, 6)])
+def test_up_to_64_tokens_have_one_block_of_rows_for_each_chosen_expert(tokens, max_pairs, blocks):
+    """Unless there is no room for all that they choose. A forward pass gathers rows in its first matmul and is two kernels."""
+
+    def layer(x, w_gate_up, w_down, weights, chosen):
+        return kernels.experts_mlp(x, w_gate_up, w_down, weights, chosen, backend="mosaic", max_pairs=max_pairs)
+
+    lowered = lowered_for_h200(layer, *types_of(tokens, 4, 2, 256, 320))
+    assert num_kernels(lowered) == 2
+    # One block more is kept free.
+    assert f"-> tensor<{(blocks + 1) * 64}x320xbf16>" in lowered
+
+
+def test_h_is_written_where_a_gradient_needs_it_alone():
+    def layer(x, w_gate_up, w_down, weights, chosen):
+        return kernels.experts_mlp(x, w_gate_up, w_down, weights, chosen, backend="mosaic")
+
+    def gradients(layer):
+        return jax.grad(lambda *a: jnp.square(layer(*a).astype(jnp.float32)).sum(), argnums=(0, 1, 2, 3))
+
+    def kernels_that_write(f, columns):
+        lowered = lowered_for_h200(f, *types_of(100, 4, 2, 256, 320))
+        calls = [line.rpartition("->")[2] for line in lowered.splitlines() if "custom_call @mosaic_gpu" in line]
+        return sum(bool(re.search(rf"tensor<\d+x{columns}xbf16>", results)) for results in calls)
+
+    h, act = 640, 320
+    assert (kernels_that_write(layer, h), kernels_that_write(layer, act)) == (0, 1)
+    # Beside h and act there are the gradient of h and the weighted act.
+    assert [kernels_that_write(gradients(layer), width) for width in (h, act)] == [2, 2]
+    assert [kernels_that_write(gradients(jax.checkpoint(layer)), width) for width in (h, act)] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "experts, k, hidden, inter",
+    [
+        (128, 8, 2048, 768),
+        pytest.param(128, 8, 4096, 1536, marks=pytest.mark.thorough),
+        (256, 8, 7168, 2048),
+        pytest.param(8, 2, 4096, 14336, marks=pytest.mark.thorough),
+        pytest.param(64, 6, 2048, 1408, marks=pytest.mark.thorough),
+        (3, 1, 64, 384),
+        (4, 2, 384, 128),
+    ],
+)
+def test_real_layers_lower_for_an_h200(experts, k, hidden, inter):
+    def step(x, w_gate_up, w_down, weights, chosen, dy):
+        y, pullback = jax.vjp(lambda *a: kernels.experts_mlp(*a, chosen, backend="mosaic"), x, w_gate_up, w_down, weights)
+        return y, pullback(dy)
+
+    for tokens in (1, 100, 65536):
+        types = types_of(tokens, experts, k, hidden, inter)
+        lowered = lowered_for_h200(step, *types, types[0])
+        assert num_kernels(lowered) == 9, "two gathers and four matmuls backward, one and two forward"
+
+
+def test_layers_lower_for_an_h200_where_jax_has_64_bits():
+    def step(x, w_gate_up, w_down, weights, chosen):
+        def loss(*arrays):
+            return kernels.experts_mlp(*arrays, chosen, backend="mosaic").astype(jnp.float32).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(x, w_gate_up, w_down, weights)
+
+    with jax.enable_x64(True):
+        assert num_kernels(lowered_for_h200(step, *types_of(300, 8, 2, 128, 128))) > 5
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_totals_of_a_real_layer_are_added_to_where_they_lie(check_vma):
+    """On two devices, of which each has totals of its own: neither is copied, since the kernels' results take their memory."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
+    tokens, experts, k, hidden, inter = 8192, 128, 8, 2048, 768
+
+    def totals_after(totals, x, w_gate_up, w_down, weights, chosen):
+        def loss(totals):
+            arrays = x, w_gate_up, w_down, weights, chosen
+            return kernels.experts_mlp(*arrays, backend="mosaic", accumulate_into=totals).astype(jnp.float32).sum()
+
+        return jax.grad(loss)(totals)
+
+    f32, bf16, both = jnp.float32, jnp.bfloat16, [(experts, 2 * inter, hidden), (experts, hidden, inter)]
+    totals = tuple(jax.ShapeDtypeStruct((2 * experts, *shape[1:]), f32) for shape in both)
+    others = [((tokens, hidden), bf16), *((shape, bf16) for shape in both), ((tokens, k), f32), ((tokens, k), jnp.int32)]
+    specs = P("data"), P("data"), P(), P(), P("data"), P("data")
+    with jax.sharding.use_abstract_mesh(mesh):
+        on_mesh = jax.shard_map(totals_after, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)
+        traced = jax.jit(on_mesh, donate_argnums=0).trace(totals, *(jax.ShapeDtypeStruct(*other) for other in others))
+        lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for shape in both:
+        array = "x".join(map(str, shape)) + "xf32"
+        (call,) = (
+            line for line in lowered.splitlines() if "custom_call @mosaic_gpu" in line and line.endswith(f"-> tensor<{array}>")
+        )
+        assert re.search(r"output_operand_alias<output_tuple_indices = \[\], operand_index = 3\b", call), call[-300:]
+    assert lowered.count("tf.aliasing_output") + lowered.count("jax.buffer_donor") == 2
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_replicated_weights_gradient_is_summed_over_devices(check_vma):
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
+    specs = (P("data"), P(), P(), P("data"), P("data"))
+    shapes = [(256, 128), (4, 256, 128), (4, 128, 128), (256, 2)]
+    arrays = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, [jnp.bfloat16] * 3 + [jnp.float32], strict=True)]
+
+    def lower():
+        layer = jax.shard_map(
+            lambda *a: kernels.experts_mlp(*a, backend="mosaic"),
+            mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma,
+        )  # fmt: skip
+        gradient = jax.jit(jax.grad(lambda *a: layer(*a).astype(jnp.float32).sum(), argnums=(1, 2)))
+        chosen = jax.ShapeDtypeStruct((256, 2), jnp.int32)
+        return gradient.trace(*arrays, chosen).lower(lowering_platforms=("cuda",)).as_text()
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert lower().count("all_reduce") == 2
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"dtype": jnp.float32}, "x is float32; it computes in bfloat16 and float16"),
+        ({"hidden": 96}, "hidden is 96; it must be a multiple of 64"),
+        ({"inter": 32}, "inter is 32; it must be a multiple of 64"),
+        ({"inter": 64}, "hidden is 64 and inter is 64; one of them must be a multiple of 128"),
+        (
+            {"hidden": 14400},
+            "hidden is 14400; gathering such rows takes 345632 bytes of shared memory, of which there are 232448",
+        ),
+    ],
+)
+def test_what_it_does_not_take_is_refused_with_the_reason(rng, change, message):
+    sizes = {"hidden": 64, "inter": 128} | change
+    layer = make_layer(rng, "random", 5, 4, 2, **sizes)
+    with pytest.raises(ValueError, match=f"argument backend: backend 'mosaic' does not take this input: {message}"):
+        kernels.experts_mlp(*layer, backend="mosaic")
+
+
+def test_a_plan_of_another_alignment_is_refused(rng):
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 5, 4, 2, 64, 128)
+    with pytest.raises(ValueError, match=r"row_alignment 1; it needs plan\(..., row_alignment=64\)"):
+        kernels.gate_up(x, w_gate_up, plan(chosen, 4), backend="mosaic")
+    rows = plan(chosen, 4, row_alignment=64)
+    h = kernels.gate_up(x, w_gate_up, rows, backend="mosaic")
+    act = jnp.asarray(rng.normal(size=(rows.num_rows, 128)), jnp.bfloat16)
+    y = kernels.down(act, w_down, weights, rows, backend="mosaic")
+    assert h.shape == (rows.num_rows, 256) and y.shape == x.shape
+    np.testing.assert_allclose(
+        np.asarray(y, np.float32), np.asarray(kernels.down(act, w_down, weights, rows, backend="xla"), np.float32), atol=0.1
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not mosaic.is_native(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("tokens", [1, 2, 16, 129])
+def test_the_bits_of_a_token_of_qwen3_30b_do_not_depend_on_8192_others_nor_on_gradients(rng, tokens):
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 8192, 128, 8, 2048, 768)
+    dy = jnp.asarray(rng.normal(size=x.shape), jnp.bfloat16)
+
+    @jax.jit
+    def run(x, weights, chosen, dy):
+        y, dx, _, _, d_weights = with_gradients(kernels.experts_mlp, (x, w_gate_up, w_down, weights, chosen), dy)
+        return y, dx, d_weights
+
+    of_all = run(x, weights, chosen, dy)
+    own = [a[:tokens] for a in (x, weights, chosen, dy)]
+    for alone, among_others in zip(run(*own), of_all, strict=True):
+        np.testing.assert_array_equal(alone, among_others[:tokens])
+    without_gradients = jax.jit(kernels.experts_mlp)(own[0], w_gate_up, w_down, *own[1:3])
+    np.testing.assert_array_equal(without_gradients, of_all[0][:tokens])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not mosaic.is_native(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("tokens", [1, 129, 8192])
+def test_a_layer_of_qwen3_30b_on_the_gpu_equals_f64_for_sampled_tokens_and_experts(rng, tokens):
+    experts, k = 128, 8
+    layer = make_layer(rng, "random", tokens, experts, k, 2048, 768)
+    dy = jnp.asarray(rng.normal(size=(tokens, 2048)), jnp.bfloat16)
+    step = jax.jit(lambda *layer: with_gradients(kernels.experts_mlp, layer, dy))
+    y, dx, d_gate_up, d_down, d_weights = first = step(*layer)
+    for one, other in zip(first, step(*layer), strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(jax.jit(kernels.experts_mlp)(*layer), y, err_msg="a forward pass alone writes no h")
+
+    x, w_gate_up, w_down, weights, chosen = (np.asarray(a, np.float64) for a in layer)
+    chosen, gradient = chosen.astype(int), np.asarray(dy, np.float64)
+    for token in rng.choice(tokens, min(tokens, 20), replace=False):
+        y_exact, dx_exact, d_weights_exact = np.zeros(2048), np.zeros(2048), np.zeros(k)
+        for i, e in enumerate(chosen[token]):
+            act, dh, g = backward_of_one(x[token], w_gate_up[e], w_down[e], weights[token, i], gradient[token])
+            y_exact += weights[token, i] * w_down[e] @ act
+            dx_exact += dh @ w_gate_up[e]
+            d_weights_exact[i] = g @ act
+        assert relative_error(y[token], y_exact) < 8e-3 and relative_error(dx[token], dx_exact) < 8e-3
+        np.testing.assert_allclose(d_weights[token], d_weights_exact, atol=2e-2 * np.abs(d_weights_exact).max())
+    e = chosen[0, 0]
+    gate_up_exact, down_exact = np.zeros_like(w_gate_up[e]), np.zeros_like(w_down[e])
+    for token, i in np.argwhere(chosen == e):
+        act, dh, _ = backward_of_one(x[token], w_gate_up[e], w_down[e], weights[token, i], gradient[token])
+        gate_up_exact += np.outer(dh, x[token])
+        down_exact += np.outer(gradient[token], weights[token, i] * act)
+    assert relative_error(d_gate_up[e], gate_up_exact) < 8e-3 and relative_error(d_down[e], down_exact) < 8e-3
+
+
+def backward_of_one(x, w_gate_up, w_down, weight, dy):
+    """act, dh and g = w_down^T dy of one token in one expert, in f64."""
+    gate, up = np.split(w_gate_up @ x, 2)
+    sigmoid = 1 / (1 + np.exp(-gate))
+    g = w_down.T @ dy
+    dact = weight * g
+    return gate * sigmoid * up, np.concatenate([dact * up * sigmoid * (1 + gate * (1 - sigmoid)), dact * gate * sigmoid]), g

@@ -1,0 +1,61 @@
+"""Tiles of rows: they cover every expert's blocks once, and loads stay inside the arrays."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_layers import chosen_so_often
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_jax.kernels.experts.mosaic.row_tiles import row_tiles
+from moe_jax.kernels.experts.routing import plan, plan_of_few
+from moe_jax.kernels.hopper.ring import ROW_ALIGNMENT
+
+COLUMN_TILES = 3
+
+
+def places(plan, height, group):
+    """(expert, row, rows of its own, column) of each tile that a kernel is told of; references read like arrays."""
+    tiles = row_tiles(plan, height, COLUMN_TILES, group)
+    found = (tiles.find(jnp.int32(i), *tiles.arrays) for i in range(int(tiles.count(*tiles.arrays)) * COLUMN_TILES))
+    return [tuple(map(int, (place.expert, place.row, place.num_rows, place.part))) for place in found]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.integers(0, 400), min_size=4, max_size=4),
+    st.sampled_from([64, 128]),
+    st.sampled_from([1, 16]),
+)
+def test_each_experts_rows_are_cut_once_for_each_column(counts, height, group):
+    rows = plan(chosen_so_often(counts, 1600), len(counts), ROW_ALIGNMENT)
+    check(rows, places(rows, height, group), height)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(-1, 6), min_size=3, max_size=3), min_size=1, max_size=20),
+    st.sampled_from([64, 128]),
+)
+def test_a_block_of_few_tokens_is_one_tile_for_each_column(chosen, height):
+    rows = plan_of_few(jnp.asarray(chosen), 6, ROW_ALIGNMENT)
+    found = places(rows, height, 1)
+    check(rows, found, height)
+    assert {expert for expert, *_ in found} == {e for ids in chosen for e in ids if 0 <= e < 6}
+
+
+def check(rows, found, height):
+    offsets = np.asarray(rows.offsets)
+    for column in range(COLUMN_TILES):
+        covered = [
+            (e, row) for e, first, own, part in found if part == column for row in range(first, first + min(own, height))
+        ]
+        assert sorted(covered) == [(e, row) for e in range(rows.num_experts) for row in range(offsets[e], offsets[e + 1])]
+    assert all(first + height <= rows.num_rows for _, first, *_ in found), "loads stay inside the array"
+
+
+@pytest.mark.parametrize("group, columns_first", [(1, True), (16, False)])
+def test_rows_of_a_group_go_through_a_column_together(group, columns_first):
+    rows = plan(chosen_so_often([200, 10], 210), 2, ROW_ALIGNMENT)
+    (_, row, _, part), (_, next_row, _, next_part) = places(rows, 64, group)[:2]
+    assert ((next_row == row, next_part == part) == (True, False)) is columns_first

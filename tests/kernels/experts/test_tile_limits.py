@@ -1,0 +1,134 @@
+"""Which tiles a pass can take: what is allowed lowers for an H200, what is refused says what would be right."""
+
+import dataclasses
+import re
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractDevice, AbstractMesh
+from lowered import num_kernels
+
+from moe_jax.kernels.experts import routing
+from moe_jax.kernels.experts.mosaic import tile_limits
+from moe_jax.kernels.experts.mosaic.by_rows import matmul_gated_silu
+from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, candidates, refusal
+from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass
+from moe_jax.kernels.experts.mosaic.tune import PRESETS
+from moe_jax.kernels.hopper.ring import Tile
+
+SIZES = st.integers(1, 64).map(lambda n: 64 * n)
+TILES = st.builds(
+    Tile,
+    st.sampled_from([32, 64, 128, 256]),
+    st.sampled_from([64, 96, 128, 192, 256, 512]),
+    st.integers(0, 9),
+    st.booleans(),
+)
+
+
+def lower(pass_name, matrix, tile, gathers=False):
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    experts = 4
+
+    def run(plan, *operands):
+        if gathers:
+            return matmul_gated_silu(*operands, plan, tile, keep_h=False, source_of_row=plan.token_of_row)
+        return run_pass(pass_name, tile, plan, *operands)
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        plan = jax.eval_shape(lambda chosen: routing.plan(chosen, experts, 64), jax.ShapeDtypeStruct((100, 2), "int32"))
+        shapes = operand_shapes(pass_name, matrix, plan.num_rows, experts)
+        operands = [jax.ShapeDtypeStruct(shape, "bfloat16" if len(shape) > 1 else "float32") for shape in shapes]
+        return jax.jit(run).trace(plan, *operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pass_name", PASSES)
+def test_every_candidate_lowers_for_an_h200(pass_name):
+    matrix = (768, 768)
+    assert {tile.columns for tile in candidates(pass_name, matrix)} >= {128, 256}
+    for tile in candidates(pass_name, matrix):
+        assert num_kernels(lower(pass_name, matrix, tile)) == 1, tile
+
+
+def test_what_fits_fits_where_the_pass_gathers_its_rows():
+    matrix = (768, 768)
+    for tile in candidates("gated_matmul", matrix):
+        tile = dataclasses.replace(tile, stages=tile_limits.most_stages("gated_matmul", tile))
+        assert num_kernels(lower("gated_matmul", matrix, tile, gathers=True)) == 1, tile
+
+
+@pytest.mark.parametrize("pass_name", PASSES)
+def test_one_stage_too_many_takes_as_much_shared_memory_as_we_say(pass_name):
+    matrix = (768, 768)
+    for shape in {dataclasses.replace(tile, stages=0) for tile in candidates(pass_name, matrix)}:
+        tile = dataclasses.replace(shape, stages=tile_limits.most_stages(pass_name, shape) + 1)
+        with pytest.raises(ValueError, match="exceeds available shared memory") as error:
+            lower(pass_name, matrix, tile)
+        asked, allowed = map(int, re.findall(r"smem_bytes=(\d+)", str(error.value)))
+        assert (asked, allowed) == (tile_limits.shared_memory(pass_name, tile), tile_limits.SHARED_MEMORY)
+
+
+@pytest.mark.parametrize("layer", PRESETS.values(), ids=list(PRESETS))
+@pytest.mark.parametrize("pass_name", PASSES)
+def test_a_pass_has_few_candidates_and_all_fit(pass_name, layer):
+    for matrix in ((2 * layer.inter, layer.hidden), (layer.hidden, layer.inter)):
+        tiles = candidates(pass_name, matrix)
+        assert 5 <= len(tiles) <= 15 and len(set(tiles)) == len(tiles)
+        assert not any(refusal(pass_name, matrix, tile) for tile in tiles)
+
+
+@given(st.sampled_from(PASSES), st.tuples(SIZES, SIZES), TILES)
+def test_a_tile_is_allowed_if_it_divides_the_matrix_into_whole_chunks_that_fit(pass_name, matrix, tile):
+    columns = matrix[0] if pass_name in ("gated_matmul", "grouped_matmul") else matrix[1]
+    chunk = 128 if pass_name == "gated_matmul" else 64
+    registers = tile.rows * tile.columns // (128 if tile.by_turns else 256)
+    allowed = (
+        tile.rows in (64, 128)
+        and tile.columns <= 256
+        and (columns % tile.columns == 0 or (tile.by_turns and "gated" not in pass_name and tile.columns < columns))
+        and tile.own_columns % chunk == 0
+        and registers <= (128 if pass_name == "gated_matmul_backward" else 192)
+        and (pass_name != "grouped_outer" or matrix[0] % tile.rows == 0)
+        and tile.stages >= 2
+        and tile_limits.shared_memory(pass_name, tile) <= 232448
+    )
+    assert (refusal(pass_name, matrix, tile) is None) == allowed
+
+
+@pytest.mark.parametrize(
+    "pass_name, tile, message",
+    [
+        ("gated_matmul", Tile(256, 128, 3), "rows is 256; it must be 64 or 128"),
+        ("grouped_outer", Tile(128, 128, 3), "rows is 128; it must be 64"),
+        ("gated_matmul", Tile(128, 64, 3), "columns is 64; with 128 rows it must be another number: none fits this matrix"),
+        ("grouped_matmul", Tile(128, 256, 3), "columns is 256; with 128 rows it must be 64 or 192"),
+        ("grouped_outer", Tile(64, 64, 3), "columns is 64; with 64 rows it must be 128 or 256"),
+        (
+            "gated_matmul_backward",
+            Tile(128, 256, 4),
+            "stages is 4; with tiles of 128 x 256 it must be 2 to 3, what 232448 bytes",
+        ),
+        (
+            "grouped_matmul_transposed",
+            Tile(128, 256, 3, by_turns=True),
+            "columns is 256; with 128 rows by turns it must be 64 or 128 or 192",
+        ),
+        ("grouped_outer", Tile(64, 128, 9, by_turns=True), "stages is 9; with tiles of 64 x 128 by turns it must be 2 to 8,"),
+        ("grouped_matmul_transposed", Tile(128, 256, 1), "stages is 1; with tiles of 128 x 256 it must be 2 to 4, what 232448"),
+    ],
+)
+def test_a_refusal_says_what_would_be_right(pass_name, tile, message):
+    assert refusal(pass_name, (192, 256), tile).startswith(message)
+
+
+@given(
+    st.sampled_from(PASSES),
+    st.builds(Tile, st.sampled_from([64, 128]), st.sampled_from([64, 128, 192, 256]), st.just(0), st.booleans()),
+)
+def test_most_stages_is_the_last_that_fits(pass_name, tile):
+    most = tile_limits.most_stages(pass_name, tile)
+    bytes_of = [tile_limits.shared_memory(pass_name, dataclasses.replace(tile, stages=most + more)) for more in (0, 1)]
+    assert bytes_of[0] <= tile_limits.SHARED_MEMORY < bytes_of[1]

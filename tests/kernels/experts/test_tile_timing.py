@@ -1,0 +1,96 @@
+"""Passes with tiles of one's choice: they agree bit for bit, and are timed for every number of tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.kernels.experts import mosaic
+from moe_jax.kernels.experts.mosaic import tile_timing
+from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, candidates
+from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass, time_tiles
+from moe_jax.kernels.experts.routing import plan
+from moe_jax.kernels.hopper.ring import Tile
+
+pytestmark = pytest.mark.usefixtures("no_races")
+
+
+def results(pass_name, tiles, matrix, chosen, experts, draw):
+    """Of each tile, the results as numpy arrays; of results by row those of rows that somebody chose."""
+    rows = plan(jnp.asarray(chosen, jnp.int32), experts, mosaic.ROW_ALIGNMENT)
+    owned = np.asarray(rows.pair_of_row) < chosen.size
+    shapes = operand_shapes(pass_name, matrix, rows.num_rows, experts)
+    operands = [draw(shape) for shape in shapes]
+    if pass_name == "grouped_outer":
+        operands = [jnp.where(owned[:, None], a, 0) for a in operands]
+    for tile in tiles:
+        found = run_pass(pass_name, tile, rows, *operands)
+        found = [np.asarray(a.astype(jnp.float32)) for a in (found if isinstance(found, tuple) else (found,))]
+        yield found if pass_name == "grouped_outer" else [a[owned] for a in found]
+
+
+@pytest.mark.parametrize(
+    "pass_name, tiles",
+    [
+        ("gated_matmul", [Tile(128, 256, 3), Tile(64, 256, 2), Tile(128, 128, 5, by_turns=True)]),
+        ("grouped_matmul", [Tile(128, 256, 4), Tile(64, 128, 3), Tile(128, 192, 4, by_turns=True)]),
+        pytest.param(
+            "grouped_matmul_transposed",
+            [Tile(128, 256, 3), Tile(64, 256, 4), Tile(64, 192, 2, by_turns=True)],
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            "gated_matmul_backward",
+            [Tile(128, 256, 3), Tile(64, 256, 2), Tile(128, 128, 4, by_turns=True)],
+            marks=pytest.mark.thorough,
+        ),
+        ("grouped_outer", [Tile(128, 256, 4), Tile(64, 128, 2), Tile(128, 192, 3, by_turns=True)]),
+    ],
+)
+def test_the_bits_do_not_depend_on_the_tile(pass_name, tiles):
+    """Sums over k are exact here, since the interpreter adds up a step as its CPU likes; the order of all others counts."""
+    rng = np.random.default_rng()
+
+    def draw(shape):
+        return jnp.asarray(rng.integers(-4, 5, size=shape) / 4, jnp.bfloat16)
+
+    chosen = rng.integers(0, 2, (150, 1))
+    first, *others = results(pass_name, tiles, (256, 256), chosen, 2, draw)
+    assert all(np.abs(a).sum() > 0 for a in first)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not mosaic.is_native(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("pass_name", PASSES)
+def test_the_bits_of_every_candidate_agree_on_the_gpu(pass_name):
+    rng = np.random.default_rng()
+    matrix = (1536, 768)
+
+    def draw(shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+    chosen = np.argsort(rng.random((500, 8)), axis=1)[:, :2]
+    first, *others = results(pass_name, candidates(pass_name, matrix), matrix, chosen, 8, draw)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_every_tile_is_timed_at_every_number_of_tokens(monkeypatch):
+    monkeypatch.setattr(tile_timing, "GROUPS", 2)
+    monkeypatch.setattr(tile_timing, "ROUTINGS", 1)
+    monkeypatch.setattr(tile_timing, "GROUP_SECONDS", 0)
+    tiles = [Tile(64, 128, 2), Tile(128, 128, 2)]
+    seconds = time_tiles("grouped_matmul", (128, 64), tiles, [1, 70], experts=2, top_k=1, dtype="bfloat16")
+    assert list(seconds) == [1, 70] and all(list(of_tiles) == tiles for of_tiles in seconds.values())
+    assert all(second > 0 for of_tiles in seconds.values() for second in of_tiles.values())
+
+
+def test_fewer_tokens_than_the_most_leave_the_others_to_nobody():
+    found = tile_timing._routing(jax.random.key(0), 10, most=50, experts=4, top_k=2)
+    chosen_pairs = np.asarray(found.pair_of_row)[: int(found.offsets[-1])]
+    assert sorted(chosen_pairs[chosen_pairs < 100]) == list(range(20)), "both choices of the first ten tokens"
+    assert found.row_of_pair.shape == (50, 2)

@@ -1,0 +1,402 @@
+"""The Triton kernels: in Triton's interpreter where there is no GPU, compiled where there is one."""
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import math
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import types
+from concurrent.futures import ProcessPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_layers import assert_as_near_as, choose, chosen_so_often, few_bits, make_layer, relative_error, with_gradients
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from moe_jax import kernels
+from moe_jax.kernels.experts import choose_backend as backend
+from moe_jax.kernels.experts import triton as ours
+from moe_jax.kernels.experts import xla
+from moe_jax.kernels.experts.routing import plan
+from moe_jax.kernels.experts.triton import launch
+from moe_jax.kernels.hopper import mosaic_gpu
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs the package triton")
+
+ROUTINGS = ["random", "one_takes_all", "half_empty", "some_nobody", "nobody"]
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    """A process of its own: Triton decides at its import whether kernels are interpreted."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=interpret_from_now_on) as executor:
+        yield executor
+
+
+@pytest.fixture
+def runs(monkeypatch, request):
+    """Lets the backend run here: as it is on an NVIDIA GPU, elsewhere as on Hopper with every kernel interpreted."""
+    if not ours.is_native():
+        if importlib.metadata.version("triton") < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.5.0":
+            pytest.skip("the interpreter of Triton 3.6 needs numpy below 2.5")
+        executor = request.getfixturevalue("interpreter")
+        pretend_hopper(monkeypatch)
+        monkeypatch.setattr(launch, "triton_call", lambda: lambda *args, **kwargs: interpreted_call(executor, *args, **kwargs))
+
+
+def pretend_hopper(monkeypatch, capability="9.0"):
+    monkeypatch.setattr(mosaic_gpu, "compute_capability", lambda: capability)
+    for module in (ours, launch):
+        monkeypatch.setattr(module, "missing_packages", lambda: None)
+
+
+def interpret_from_now_on():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def interpreted_call(executor, *inputs, kernel, out_shape, grid, input_output_aliases=None, **options):
+    constants = {name: value for name, value in options.items() if name in kernel.arg_names}
+    arrays = [a for a in inputs if not isinstance(a, int)]
+
+    def run(*arrays):
+        left = iter(arrays)
+        values = [a if isinstance(a, int) else np.asarray(next(left)) for a in inputs]
+        outputs = [(o.shape, o.dtype.name) for o in out_shape]
+        return executor.submit(
+            run_in_interpreter, kernel.__module__, kernel.__name__, values, outputs, grid, constants, input_output_aliases or {}
+        ).result()
+
+    return jax.pure_callback(run, out_shape, *arrays)
+
+
+def run_in_interpreter(module, name, inputs, outputs, grid, constants, aliases):
+    """Runs in the interpreter's process. What a kernel leaves unwritten is NaN.
+
+    The interpreter multiplies the bits of bfloat16 as if they were whole numbers and rounds to it by cutting off: it gets f32.
+    """
+    import torch
+
+    def wide(dtype):
+        return "float32" if dtype == "bfloat16" else dtype
+
+    arguments = [a if isinstance(a, int) else torch.tensor(a.astype(wide(a.dtype.name))) for a in inputs]
+    results = [torch.full(shape, math.nan, dtype=getattr(torch, wide(dtype))) for shape, dtype in outputs]
+    for number, output in aliases.items():
+        results[output] = arguments[number]
+    getattr(importlib.import_module(module), name)[grid](*arguments, *results, **constants)
+    return [result.numpy().astype(dtype) for result, (_, dtype) in zip(results, outputs, strict=True)]
+
+
+@needs_triton
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    "tokens, experts, k, hidden, inter, dtype",
+    [
+        (37, 4, 2, 128, 128, "bfloat16"),
+        (200, 2, 1, 256, 256, "float16"),
+        (50, 3, 2, 40, 24, "bfloat16"),
+        (75, 2, 1, 72, 100, "float32"),
+        (1, 6, 3, 64, 5, "float32"),
+    ],
+)
+def test_values_and_every_gradient_are_as_near_f64_as_the_xla_backends(
+    rng, runs, routing, tokens, experts, k, hidden, inter, dtype
+):
+    layer = make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype)
+    dy = jnp.asarray(rng.normal(size=(tokens, hidden)), dtype)
+    actuals = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="triton"), layer, dy)
+    others = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="xla"), layer, dy)
+    assert_as_near_as(actuals, others, layer, dy, few=1e-5 if dtype == "float32" else 3e-2)
+
+
+@needs_triton
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tokens=st.integers(0, 200),
+    experts=st.integers(1, 7),
+    k=st.integers(1, 3),
+    widths=st.sampled_from([(64, 128), (256, 256), (20, 72)]),
+    routing=st.sampled_from(ROUTINGS),
+    row_alignment=st.sampled_from([1, 3, 64]),
+    seed=st.integers(0, 2**31),
+)
+def test_every_matmul_is_that_of_the_xla_backend_on_any_plan(runs, tokens, experts, k, widths, routing, row_alignment, seed):
+    """Rows of no pair hold NaN wherever the interface lets them hold anything; some rows' sources are none."""
+    rng = np.random.default_rng(seed)
+    rows = plan(jnp.asarray(choose(rng, routing, tokens, experts, min(k, experts)), jnp.int32), experts, row_alignment)
+    hidden, inter = widths
+    owned = np.asarray(rows.pair_of_row) < rows.row_of_pair.size
+    owned &= np.arange(rows.num_rows) < int(rows.offsets[-1])
+    source = jnp.where(rng.random(rows.num_rows) < 0.1, tokens + 3, rows.token_of_row)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape) * shape[-1] ** -0.5, jnp.bfloat16)
+
+    x, act, h = normal(tokens, hidden), normal(rows.num_rows, inter), normal(rows.num_rows, 2 * inter)
+    w_gate_up, w_down = normal(experts, 2 * inter, hidden), normal(experts, hidden, inter)
+    v = jnp.asarray(rng.random(rows.num_rows), jnp.float32)
+    before = -w_down.astype(jnp.float32)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def all_matmuls(module, nothing, rows):
+        of_rows = [jnp.where(owned.reshape(-1, *[1] * (a.ndim - 1)), a, nothing) for a in (act, h, v)]
+        by_rows = (
+            *module.gated_matmul(x, w_gate_up, rows, source_of_row=source),
+            module.gated_matmul(x, w_gate_up, rows, source_of_row=source, keep_h=False)[1],
+            module.grouped_matmul(of_rows[0], w_down, rows),
+            module.grouped_matmul(x, w_down, rows, source_of_row=source, transpose=True),
+            *module.gated_matmul_backward(x, w_down, of_rows[1], of_rows[2], rows, source_of_row=source),
+        )
+        return [jnp.where(owned.reshape(-1, *[1] * (a.ndim - 1)), a, 0) for a in by_rows] + [
+            module.grouped_outer(x, of_rows[0], rows, jnp.float32, a_source_of_row=source),
+            module.grouped_outer(of_rows[1], x, rows, jnp.bfloat16, b_source_of_row=source),
+            module.grouped_outer(x, of_rows[0], rows, jnp.float32, a_source_of_row=source, accumulate_into=before),
+        ]
+
+    results = all_matmuls(ours, math.nan, rows)
+    np.testing.assert_array_equal(results[2], results[1])
+    np.testing.assert_array_equal(results[-1], before + results[-3])
+    for actual, expected in zip(results, all_matmuls(xla, 0, rows), strict=True):
+        assert actual.shape == expected.shape and actual.dtype == expected.dtype
+        assert relative_error(actual, expected) < 6e-3
+    for without_rows in np.flatnonzero(np.asarray(rows.ends) == np.asarray(rows.offsets[:-1])):
+        assert all(not np.asarray(dw[without_rows]).any() for dw in results[-3:-1])
+
+
+@needs_triton
+def test_the_bits_of_a_token_do_not_depend_on_the_other_tokens(rng, runs):
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 220, 4, 3, 256, 192)
+    weights = few_bits(weights)
+    dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
+
+    def run(count):
+        layer = (x[:count], w_gate_up, w_down, weights[:count], chosen[:count])
+        y, dx, _, _, d_weights = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="triton"), layer, dy[:count])
+        return y, dx, d_weights
+
+    among_others = run(220)
+    for tokens in (1, 7):
+        for alone, of_all in zip(run(tokens), among_others, strict=True):
+            np.testing.assert_array_equal(alone, of_all[:tokens])
+
+
+@needs_triton
+def test_f32_master_weights_get_f32_gradients_rounded_once(rng, runs):
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 100, 2, 1, 64, 128)
+    dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
+
+    def weight_gradients(dtype):
+        layer = (x, w_gate_up.astype(dtype), w_down.astype(dtype), weights, chosen)
+        return with_gradients(lambda *a: kernels.experts_mlp(*a, backend="triton"), layer, dy)[2:4]
+
+    for wide, rounded in zip(weight_gradients(jnp.float32), weight_gradients(jnp.bfloat16), strict=True):
+        assert wide.dtype == jnp.float32
+        np.testing.assert_array_equal(wide.astype(jnp.bfloat16), rounded)
+
+
+@needs_triton
+def test_a_chunked_call_gives_the_same(rng, runs):
+    layer = make_layer(rng, "random", 50, 4, 2, 64, 64)
+    dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
+    whole, chunked = (
+        with_gradients(lambda *a, size=size: kernels.experts_mlp(*a, backend="triton", chunk_tokens=size), layer, dy)
+        for size in (None, 16)
+    )
+    for one, other in zip(whole, chunked, strict=True):
+        assert relative_error(one, other) < 4e-3
+
+
+@needs_triton
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.integers(0, 400), min_size=8, max_size=8), st.sampled_from([64, 128]), st.sampled_from([1, 64]))
+def test_row_tiles_cover_each_experts_pairs_once(counts, height, row_alignment):
+    by_rows = importlib.import_module("moe_jax.kernels.experts.triton.by_rows")
+    rows = plan(chosen_so_often(counts, 3200), len(counts), row_alignment)
+    expert, first, end, count = map(np.asarray, by_rows.row_tiles(rows, height))
+    tiles = list(zip(expert, first, end, strict=True))[: count[0]]
+    covered = [(e, row) for e, start, stop in tiles for row in range(start, stop)]
+    offsets, ends = np.asarray(rows.offsets), np.asarray(rows.ends)
+    assert covered == [(e, row) for e in range(len(counts)) for row in range(offsets[e], ends[e])]
+    assert len(tiles) == count[0] and all(stop - start <= height for _, start, stop in tiles)
+
+
+QWEN3_30B = {"experts": 128, "k": 8, "hidden": 2048, "inter": 768}
+
+
+def layer_shapes(tokens, experts, k, hidden, inter):
+    bf16 = [(tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in bf16]
+    return *arrays, *(jax.ShapeDtypeStruct((tokens, k), dtype) for dtype in (jnp.float32, jnp.int32)), arrays[0]
+
+
+def step_with_totals(totals, *arrays):
+    *arrays, dy = arrays
+    return jax.vjp(lambda t: kernels.experts_mlp(*arrays, backend="triton", accumulate_into=t), totals)[1](dy)
+
+
+def step(x, w_gate_up, w_down, weights, chosen, dy):
+    y, pullback = jax.vjp(lambda *a: kernels.experts_mlp(*a, chosen, backend="triton"), x, w_gate_up, w_down, weights)
+    return y, pullback(dy)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "tokens, capability",
+    [
+        (100, "9.0"),
+        (32768, "8.0"),
+        *(pytest.param(32768, capability, marks=pytest.mark.thorough) for capability in ("8.9", "9.0", "10.0")),
+    ],
+)
+def test_kernels_compile_for_each_architecture_and_no_register_spills(monkeypatch, tmp_path, tokens, capability):
+    """Triton brings its own assembler; no GPU is needed."""
+    compiler = importlib.import_module("triton.compiler")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", int(capability.replace(".", "")), 32)
+    tools = os.path.join(os.path.dirname(importlib.import_module("triton").__file__), "backends", "nvidia", "bin")
+    pretend_hopper(monkeypatch, capability)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    calls = []
+
+    def record(*inputs, out_shape, input_output_aliases=None, **options):
+        calls.append((*inputs, *out_shape, options))
+        return [jnp.zeros(o.shape, o.dtype) for o in out_shape]
+
+    monkeypatch.setattr(launch, "triton_call", lambda: record)
+    jax.clear_caches()
+    shapes = layer_shapes(tokens, **QWEN3_30B)
+    jax.eval_shape(step, *shapes)
+    jax.eval_shape(step_with_totals, tuple(jax.ShapeDtypeStruct(w.shape, jnp.float32) for w in shapes[1:3]), *shapes)
+    jax.clear_caches()
+    assert sum(options.get("accumulates", False) for *_, options in calls) == 2
+    assert len({options["kernel"].__name__ for *_, options in calls}) == 4
+
+    names = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32"}
+    for *arguments, options in calls:
+        kernel = options["kernel"]
+        constants = {name: value for name, value in options.items() if name in kernel.arg_names}
+        types = ["i32" if isinstance(a, int) else names[a.dtype.name] for a in arguments]
+        signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
+        attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind[0] == "*"}
+        compiled = compiler.compile(
+            compiler.ASTSource(kernel, signature, constexprs=constants, attrs=attributes),
+            target=target,
+            options={"enable_fp_fusion": True} | {name: options[name] for name in ("num_warps", "num_stages")},
+        )
+        (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+        dump = [os.path.join(tools, "cuobjdump"), "--dump-resource-usage", str(tmp_path / "kernel.cubin")]
+        usage = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+        assert re.search(r"STACK:0\b.* LOCAL:0\b", usage), f"{kernel.__name__}: {usage}"
+        shared_bytes = {"8.0": 163, "8.9": 99}.get(capability, 227) * 1024
+        assert compiled.metadata.shared <= shared_bytes, kernel.__name__
+        instruction = {"8": "mma.sync", "9": "wgmma.mma_async", "1": "tcgen05.mma"}[capability[0]]
+        assert instruction in compiled.asm["ptx"], kernel.__name__
+
+
+@needs_triton
+@pytest.mark.parametrize("tokens", [1, 32768])
+def test_a_real_layer_lowers_for_an_h200(tokens):
+    if launch.missing_packages() is not None:
+        pytest.skip(f"needs jax_triton and JAX's CUDA plugin: {launch.missing_packages()}")
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        assert ours.is_native() and backend.resolve_backend("triton", jnp.bfloat16, 2048, 768) == "triton"
+        lowered = jax.jit(step).trace(*layer_shapes(tokens, **QWEN3_30B)).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @triton_kernel_call") == 6
+
+
+@needs_triton
+def test_totals_are_added_to_where_they_lie():
+    if launch.missing_packages() is not None:
+        pytest.skip(f"needs jax_triton and JAX's CUDA plugin: {launch.missing_packages()}")
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    shapes = layer_shapes(8192, **QWEN3_30B)
+    totals = tuple(jax.ShapeDtypeStruct(w.shape, jnp.float32) for w in shapes[1:3])
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        lowered = jax.jit(step_with_totals).trace(totals, *shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"output_operand_alias<output_tuple_indices = \[\], operand_index = 6\b", lowered)) == 2
+
+
+@needs_triton
+def test_results_of_sharded_tokens_are_not_taken_for_equal_on_all_devices(runs):
+    """Else shard_map would drop the sum over devices from the gradient of weights, or accept such an output, silently."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x, w = jnp.ones((3, 8)), jnp.ones((2, 8, 8))
+    rows = plan(jnp.zeros((3, 1), jnp.int32), 2)
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.shard_map(
+            lambda x: ours.grouped_matmul(x, w, rows),
+            mesh=mesh,
+            in_specs=jax.sharding.PartitionSpec("data"),
+            out_specs=jax.sharding.PartitionSpec(),
+        )(x)
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, message",
+    [
+        (None, "bfloat16", "it needs an NVIDIA GPU; this is none"),
+        ("gfx942", "bfloat16", "it needs an NVIDIA GPU; this is none"),
+        ("7.5", "bfloat16", "it needs an NVIDIA GPU of compute capability 8.0 or above; this has 7.5"),
+        ("8.0", "float64", "x is float64; it computes in bfloat16, float16 and float32"),
+    ],
+)
+def test_what_it_does_not_take_is_refused_with_the_reason(monkeypatch, capability, dtype, message):
+    pretend_hopper(monkeypatch, capability)
+    assert ours.is_native() == (capability == "8.0")
+    assert ours.refusal(jnp.dtype(dtype), 64, 64) == message
+    assert ours.refusal(jnp.dtype(jnp.bfloat16), 7, 33) == (None if capability == "8.0" else message)
+
+
+def test_absent_packages_are_refused_with_the_command_that_installs_them(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "compute_capability", lambda: "8.9")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    launch.missing_packages.cache_clear()
+    try:
+        assert not ours.is_native()
+        assert ours.refusal(jnp.dtype(jnp.bfloat16), 64, 64).endswith("; pip install jax-triton triton")
+    finally:
+        launch.missing_packages.cache_clear()
+
+
+def test_jax_triton_without_jaxs_cuda_plugin_is_refused(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "compute_capability", lambda: "8.9")
+    for name in ("triton", "jax_triton", "jaxlib.gpu_triton"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    launch.missing_packages.cache_clear()
+    try:
+        assert ours.refusal(jnp.dtype(jnp.bfloat16), 64, 64).endswith("which is not installed; pip install jax[cuda13]")
+    finally:
+        launch.missing_packages.cache_clear()
+
+
+def test_importing_the_library_does_not_import_triton():
+    command = "import sys, moe_jax.kernels.experts.triton; sys.exit('triton' in sys.modules or 'jax_triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", command], check=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ours.is_native(), reason="needs an NVIDIA GPU from Ampere on, triton and jax_triton")
+@pytest.mark.parametrize("tokens", [1, 129, 8192])
+def test_a_layer_of_qwen3_30b_on_the_gpu_is_near_the_xla_backends_and_repeats_its_bits(rng, tokens):
+    layer = make_layer(rng, "random", tokens, **{name: QWEN3_30B[name] for name in ("experts", "k", "hidden", "inter")})
+    dy = jnp.asarray(rng.normal(size=(tokens, 2048)), jnp.bfloat16)
+
+    def run(name):
+        return jax.jit(lambda *layer: with_gradients(lambda *a: kernels.experts_mlp(*a, backend=name), layer, dy))(*layer)
+
+    first, again, others = run("triton"), run("triton"), run("xla")
+    for one, other in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for actual, expected in zip(first, others, strict=True):
+        assert relative_error(actual, expected) < 1e-2

@@ -1,0 +1,122 @@
+"""A loss of the user's in place of `train.loss`: the same step around it, its metrics, extra arrays, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from flax import nnx
+
+from moe_jax.recipes import finetune
+from moe_jax.train import init_state, log_probs, make_optimizer, make_train_step
+
+
+def make_batch(rows=4, length=12):
+    """Random tokens; the rows differ in their number of labels."""
+    rng = np.random.default_rng(seed := np.random.randint(1 << 30))
+    print("seed", seed)
+    mask = np.tile([1] * 7 + [0] + [1] * 2 + [0] * 2, (rows, 1))
+    mask[0, 3:] = 0
+    arrays = dict(tokens=rng.integers(0, 264, (rows, length)), labels=rng.integers(0, 264, (rows, length)), loss_mask=mask)
+    arrays |= dict(segment_ids=np.tile([1] * 8 + [2] * 3 + [0], (rows, 1)))
+    arrays["positions"] = np.tile([*range(8), *range(3), 0], (rows, 1))
+    return {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
+
+
+def cross_entropy(model, batch, *, mesh_axes, **options):
+    found = log_probs(model, batch, **options)
+    mean = jax.lax.psum(found.sum(), mesh_axes) / batch["num_labels"]
+    return -mean, {"mean_log_prob": mean}
+
+
+def one_step(batch, make_model=tiny.dense, **options):
+    model, optimizer = make_model(), make_optimizer(1e-2)
+    return make_train_step(nnx.graphdef(model), optimizer, **options)(init_state(model, optimizer), batch)
+
+
+def test_log_probs_are_those_of_all_logits_and_zero_without_a_label():
+    batch, model = make_batch(), tiny.dense()
+    logits = model(batch["tokens"], batch["positions"], batch["segment_ids"]).logits
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+    found = log_probs(model, batch | {"labels": jnp.where(batch["loss_mask"] == 1, batch["labels"], -100)})
+    np.testing.assert_allclose(found, np.where(batch["loss_mask"] == 1, -losses, 0), rtol=1e-5, atol=1e-6)
+    without_positions = {name: array for name, array in batch.items() if name != "positions"}
+    np.testing.assert_array_equal(log_probs(model, without_positions), log_probs(model, batch))
+
+
+def test_cross_entropy_as_ones_own_loss_takes_the_built_in_losss_step():
+    batch = make_batch()
+    own, own_metrics = one_step(batch, tiny.model, loss=cross_entropy, gradient_accumulation=2)
+    built_in, metrics = one_step(batch, tiny.model, gradient_accumulation=2)
+    for name in ("loss", "total_loss", "grad_norm", "num_labels", "num_tokens"):
+        np.testing.assert_allclose(own_metrics[name], metrics[name], rtol=1e-5, err_msg=name)
+    assert own_metrics.keys() == {"loss", "total_loss", "grad_norm", "num_labels", "num_tokens", "mean_log_prob"}
+    difference = jax.tree.map(lambda a, b: jnp.linalg.norm(a - b) / jnp.linalg.norm(b), own.params, built_in.params)
+    assert max(jax.tree.leaves(difference)) < 1e-3
+
+
+def test_scalars_are_means_over_micro_batches_and_extra_arrays_arrive():
+    seen = {}
+
+    def loss(model, batch, **options):
+        seen.update(options, shapes={name: array.shape for name, array in batch.items()})
+        rewards = batch["reward"].mean()
+        return (model.embed_tokens.weight[...] ** 2).mean() + rewards, {"reward": rewards, "loss": 2 * rewards}
+
+    batch = {"tokens": jnp.ones((4, 3), jnp.int32), "reward": jnp.asarray([1.0, 2.0, 3.0, 6.0])}
+    _, metrics = one_step(batch, loss=loss, gradient_accumulation=2, remat=False)
+    assert float(metrics["reward"]) == 3 and float(metrics["loss"]) == 6 and "num_labels" not in metrics
+    assert seen == {"mesh_axes": (), "remat": False, "shapes": {"tokens": (2, 3), "reward": (2,)}}
+
+
+@pytest.mark.parametrize(
+    "result, message",
+    [
+        (jnp.zeros(()), r"loss must return \(a scalar, a dict of scalars\); got"),
+        ((jnp.zeros(3), {}), r"loss must return scalars; its value has shape \[3\]"),
+        ((jnp.zeros(()), {"margin": jnp.zeros(3)}), r"loss must return scalars; margin has shape \[3\]"),
+        ((jnp.zeros(()), {"margin": "wide"}), "loss must return scalars; margin is a str"),
+        ((jnp.zeros(()), {"margin": {"of": 1.0}}), "loss must return scalars; margin is a dict"),
+        ((jnp.zeros(()), {"grad_norm": jnp.zeros(())}), r"metric\(s\) grad_norm, which a step has already"),
+    ],
+)
+def test_other_results_are_refused(result, message):
+    with pytest.raises(ValueError, match=message):
+        one_step({"tokens": jnp.ones((4, 3), jnp.int32)}, loss=lambda model, batch, **_: result)
+
+
+def test_what_a_loss_takes_the_place_of_is_refused_beside_it():
+    with pytest.raises(ValueError, match="z_loss_coef=0.1: a factor of the built-in loss"):
+        one_step(make_batch(), loss=cross_entropy, z_loss_coef=0.1)
+    with pytest.raises(ValueError, match="modules that predict further tokens, which `loss` does not train"):
+        one_step(make_batch(), lambda: tiny.deepseek(mtp=1), loss=cross_entropy)
+
+
+def test_finetune_minimises_it_logs_its_metrics_and_goes_on_with_it_alone(tmp_path):
+    records, options = [], dict(model=tiny.dense(), tokenizer=tiny.tokenizer())
+    settings = tiny.settings(tmp_path, steps=4, batch_size=2)
+    result = finetune(settings, **options, loss=cross_entropy, on_step=records.append, stop_after=3)
+    assert records == result.metrics and [record["step"] for record in records] == [1, 2, 3]
+    assert set(records[0]) == {
+        *("step", "loss", "mean_log_prob", "grad_norm", "learning_rate", "tokens_per_second", "model_tflops")
+    }
+    assert records[2]["loss"] < records[0]["loss"]
+    np.testing.assert_allclose(records[0]["mean_log_prob"], -records[0]["loss"], rtol=1e-5)
+    options["model"] = tiny.dense()
+    with pytest.raises(ValueError, match="loss: checkpoint 'cross_entropy', now None"):
+        finetune(settings, **options)
+
+
+@pytest.mark.parametrize(
+    "make_model, changes, message",
+    [
+        (tiny.dense, dict(z_loss_coef=0.1), "z_loss_coef=0.1: a factor of the built-in loss"),
+        (lambda: tiny.deepseek(mtp=1), {}, "modules that predict further tokens, which `loss` does not train"),
+    ],
+)
+def test_finetune_refuses_before_anything_is_written(tmp_path, make_model, changes, message):
+    settings = tiny.settings(tmp_path, steps=2, **changes)
+    with pytest.raises(ValueError, match=message):
+        finetune(settings, model=make_model(), tokenizer=tiny.tokenizer(), loss=cross_entropy)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,216 @@
+"""A run that is killed resumes with the losses it would have had, bit for bit."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+import tiny
+from flax import nnx
+
+import moe_jax
+from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
+from moe_jax.recipes import FinetuneSettings, finetune
+from moe_jax.recipes.finetuning.identity import MODEL, same_run
+from moe_jax.recipes.finetuning.prepare import prepare_run
+from moe_jax.train.metrics import MetricsWriter, read_records
+from moe_jax.train.optimizer import warmup_cosine
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def start(data: Path, output: Path) -> subprocess.Popen:
+    paths = os.pathsep.join([str(ROOT), str(HERE.parent / "train")])
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "run_tiny.py"), str(data), str(output)],
+        env={**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process: subprocess.Popen) -> None:
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()[-3000:]
+
+
+def comparable(output: Path) -> list[dict]:
+    timed = ("tokens_per_second", "model_tflops")
+    records = [{k: v for k, v in r.items() if k not in timed} for r in read_records(output / "metrics.jsonl")]
+    return [*records, *read_records(output / "expert_load.jsonl")]
+
+
+@pytest.mark.long
+def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path):
+    data = tiny.write_texts(tmp_path / "texts")
+    finish(start(data, tmp_path / "whole"))
+    expected = comparable(tmp_path / "whole")
+    assert len(expected) == 48
+
+    output = tmp_path / "killed"
+    for least_steps in (7, 13):
+        process = start(data, output)
+        deadline = time.monotonic() + 240
+        while len(read_records(output / "metrics.jsonl")) < least_steps:
+            assert process.poll() is None, process.stderr.read().decode()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    finish(start(data, output))
+    assert comparable(output) == expected
+    kept = sorted(int(p.name) for p in (output / "checkpoints").iterdir() if p.name.isdigit())
+    assert kept == [20, 24]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_is_alone_saves_when_it_is_told_to_stop(tmp_path, monkeypatch, number):
+    settings = tiny.settings(tmp_path, seq_len=16, batch_size=2, steps=5)
+    handler, write = signal.getsignal(number), MetricsWriter.write
+
+    def write_and_be_told(self, record, of_layers):
+        write(self, record, of_layers)
+        if record["step"] == 2:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(MetricsWriter, "write", write_and_be_told)
+    if number == signal.SIGTERM:
+        assert finetune(settings, model=tiny.model(), tokenizer=tiny.tokenizer()).step == 2
+    else:
+        with pytest.raises(KeyboardInterrupt, match="saved at step 2"):
+            finetune(settings, model=tiny.model(), tokenizer=tiny.tokenizer())
+    assert signal.getsignal(number) is handler
+    assert finished_steps(tmp_path / "run" / "checkpoints") == [2]
+
+
+def test_a_second_ctrl_c_interrupts_at_once(tmp_path):
+    # Programs started in the background of a shell ignore Ctrl-C, and so would this one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        checkpoints = TrainingCheckpoints(tmp_path)
+        checkpoints.listen()
+        signal.raise_signal(signal.SIGINT)
+        assert checkpoints.told_to_stop(1)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        checkpoints.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_that_has_ended_goes_on_with_more_steps_and_not_with_fewer(tmp_path, monkeypatch):
+    lengths, schedule = [], warmup_cosine
+    monkeypatch.setattr(
+        sys.modules["moe_jax.recipes.finetuning.loop"],
+        "warmup_cosine",
+        lambda rate, *, steps, **options: lengths.append(steps) or schedule(rate, steps=steps, **options),
+    )
+
+    def run(folder, steps):
+        paths = dict(model="none", data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / folder))
+        # The same rate in runs of any length, so that all else can be compared.
+        rate = dict(learning_rate=1e-2, min_learning_rate_ratio=1.0)
+        settings = FinetuneSettings(**paths, **rate, steps=steps, seq_len=16, batch_size=2, dtype="float32")
+        assert finetune(settings, model=tiny.model(), tokenizer=tiny.tokenizer()).step == steps
+
+    run("lengthened", steps=2)
+    with pytest.raises(ValueError, match="lengthened holds 2 steps of this run: steps=1 would end before; take 2 or more"):
+        run("lengthened", steps=1)
+    run("lengthened", steps=4)
+    run("whole", steps=4)
+    assert comparable(tmp_path / "lengthened") == comparable(tmp_path / "whole")
+    assert lengths == [2, 4, 4]
+
+
+def test_a_run_that_began_without_a_bos_token_goes_on_without(tmp_path, monkeypatch):
+    paths = dict(model="none", data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "run"))
+    settings = FinetuneSettings(**paths, seq_len=512, batch_size=2, steps=2, warmup_steps=0, dtype="float32")
+    tokenizer = tiny.tokenizer_with_a_beginning()
+
+    def prepared():
+        with ExitStack() as until_end:
+            run = prepare_run(settings, tiny.dense(), tokenizer, until_end)
+            run.checkpoints.close()
+            return run, next(run.batches)["tokens"]
+
+    run, first = prepared()
+    assert run.identity["begin_texts"] and (first == 1).any()
+    old = {name: value for name, value in run.identity.items() if name != "begin_texts"}
+    checkpoints = TrainingCheckpoints(tmp_path / "run" / "checkpoints")
+    checkpoints.save(1, {"x": jnp.zeros(1)}, {"data": run.batches.get_state(), "identity": old})
+    checkpoints.close()
+    run, rows = prepared()
+    assert run.steps_done == 1 and "begin_texts" not in run.identity and not (rows == 1).any()
+
+
+def test_a_folder_with_another_run_is_refused_before_weights_are_read(tmp_path, monkeypatch):
+    data, checkpoint = tiny.write_texts(tmp_path / "texts"), tmp_path / "model"
+    moe_jax.save_pretrained(tiny.model(), checkpoint)
+    options = dict(
+        model=str(checkpoint), data=str(data), output=str(tmp_path / "run"), seq_len=16, batch_size=2, steps=4, warmup_steps=0
+    )
+    result = finetune(
+        FinetuneSettings(**options, dtype="float32"), model=tiny.model(), tokenizer=tiny.tokenizer(), stop_after=2
+    )
+    assert result.step == 2 and len(result.metrics) == 2
+    monkeypatch.setattr(sys.modules["moe_jax.recipes.finetuning.loop"], "from_pretrained", None)
+    with pytest.raises(ValueError, match="holds another run.*seed: checkpoint 0, now 1"):
+        finetune(FinetuneSettings(**options, dtype="float32", seed=1), tokenizer=tiny.tokenizer())
+    in_bf16 = tiny.model(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    with pytest.raises(
+        ValueError, match="dtype: checkpoint 'float32', now 'bfloat16'; param_dtype: checkpoint 'float32', now 'bfloat16'"
+    ):
+        finetune(FinetuneSettings(**options, dtype="float32"), model=in_bf16, tokenizer=tiny.tokenizer())
+    moe_jax.save_pretrained(tiny.biased_model(), checkpoint)
+    with pytest.raises(ValueError, match="holds another run.*config: checkpoint .*'qwen3_moe'.*, now .*'deepseek_v3'"):
+        finetune(FinetuneSettings(**options, dtype="float32"), tokenizer=tiny.tokenizer())
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_the_same_settings_with_another_model_are_another_run(tmp_path, caplog, monkeypatch):
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    for name, seed in (("base", 0), ("other", 1)):
+        moe_jax.save_pretrained(tiny.dense(rngs=nnx.Rngs(seed)), tmp_path / name)
+    shutil.copytree(tmp_path / "base", tmp_path / "copied")
+
+    def run(steps, name=None, **passed):
+        paths = dict(model=str(tmp_path / (name or "none")), tokenizer=str(tmp_path / "tokenizer"))
+        return finetune(tiny.settings(tmp_path, steps=steps, warmup_steps=0, **paths), **passed)
+
+    run(1, "base")
+    for steps in (1, 2):
+        with pytest.raises(
+            ValueError, match="holds another run.*Different: model: its weights are not those that the run began"
+        ):
+            run(steps, "other")
+    assert run(2, "copied").step == 2 and not caplog.messages
+    run(3, model=tiny.dense())
+    assert "noted its starting weights in another way, so nothing tells whether `model` is the one" in caplog.text
+    with pytest.raises(ValueError, match="Different: model"):
+        run(4, "other")
+
+
+def test_another_model_that_is_passed_is_another_run(tmp_path):
+    def run(steps, seed):
+        settings = tiny.settings(tmp_path, steps=steps, warmup_steps=0)
+        finetune(settings, model=tiny.dense(rngs=nnx.Rngs(seed)), tokenizer=tiny.tokenizer())
+
+    run(1, seed=0)
+    with pytest.raises(ValueError, match="holds another run.*Different: model: its weights are not those that the run began"):
+        run(1, seed=1)
+    run(2, seed=0)
+
+
+def test_a_run_that_did_not_note_its_model_goes_on(tmp_path, caplog):
+    now = {"seed": 0, MODEL: "abc"}
+    assert same_run({"seed": 0}, now, tmp_path) == {"seed": 0}
+    assert f"the run in {tmp_path} did not note its starting weights, so nothing tells whether `model` is the" in caplog.text

@@ -1,0 +1,122 @@
+"""Two processes of four devices train as one of eight does; told to stop they save, and one process goes on from there."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cpu_flags
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tiny
+
+import moe_jax
+from moe_jax.train.metrics import read_records
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-m", "moe_jax.cli"]
+STEPS = 12
+SECONDS = 300
+
+ALONE = """
+import sys
+from moe_jax.cli import main
+folder, *options = sys.argv[1:]
+main(["finetune", *options, "--output", folder + "/one"])
+main(["finetune", *options, "--output", folder + "/two"])
+"""
+
+
+APART = """
+import os, sys
+import moe_jax.train
+from moe_jax.cli import main
+sys.modules["moe_jax.recipes.finetuning.loop"].from_pretrained = None
+os.chdir(os.path.join(sys.argv[1], os.environ["MOE_JAX_PROCESS_ID"]))
+main(["finetune", *sys.argv[2:], "--output", "run"])
+"""
+
+
+def environment(**more) -> dict[str, str]:
+    # Each device blocks a thread of XLA's pool in a collective.
+    flags = cpu_flags.UNOPTIMISED
+    return {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "NPROC": "16", "JAX_PLATFORMS": "cpu", **more}
+
+
+def moments(checkpoint: Path) -> dict[str, np.ndarray]:
+    """AdamW's, by parameter: after the first step a tenth of each gradient, clipped."""
+    checkpointer = ocp.PyTreeCheckpointer()
+    tree = checkpointer.metadata(checkpoint / "state").item_metadata.tree
+    arrays = checkpointer.restore(
+        checkpoint / "state", restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    )
+    named = {jax.tree_util.keystr(path): array for path, array in jax.tree.leaves_with_path(arrays)}
+    return {name: array for name, array in named.items() if "'mu'" in name}
+
+
+@pytest.mark.long
+def test_two_processes_are_one_and_stop_when_told(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    moe_jax.save_pretrained(tiny.model(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+    data = tiny.write_texts(tmp_path / "texts")
+    paths = f"--model {tmp_path}/model --data {data} --mesh.fsdp 2 --mesh.expert 2 --mesh.context 2".split()
+    # Rows of two streams of documents, one in each process.
+    sizes = f"--seq-len 32 --batch-size 64 --steps {STEPS} --warmup-steps 1 --learning-rate 1e-2 --dtype float32".split()
+    # Where experts change places, the load-balancing loss of several layers changes a little.
+    moves = "--rebalance-every 2 --aux-loss-coef 1e-3".split()
+    options = [*paths, *sizes, *moves, "--checkpoint-every", "1", "--keep-checkpoints", "100"]
+    one, two = tmp_path / "one", tmp_path / "two"
+
+    command = [*PROGRAM, "launch", "--processes", "2", "--cpu-devices", "4", "--", *PROGRAM, "finetune", *options]
+    process = subprocess.Popen(
+        [*command, "--output", str(two)], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + SECONDS
+    while len(read_records(two / "metrics.jsonl")) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 143, printed[-5000:]
+    records = read_records(two / "metrics.jsonl")
+    assert 3 <= len(records) < STEPS
+    assert f"[0] stopped after step {len(records)} and saved" in printed
+    assert "[0] step 1: loss" in printed and "[1] step" not in printed
+
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(tmp_path), *options],
+        env=environment(JAX_NUM_CPU_DEVICES="8"),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    expected, actual = read_records(one / "metrics.jsonl"), read_records(two / "metrics.jsonl")
+    assert actual[: len(records)] == records and len(actual) == len(expected) == STEPS
+    for name in ("loss", "aux_loss", "grad_norm", "max_mean_expert_load"):
+        # Later steps inherit f32's noise through AdamW, which divides small gradients by their size.
+        for steps, tolerance in ((slice(0, 2), 1e-5), (slice(2, STEPS), 1e-3 if name != "aux_loss" else 0.1)):
+            pairs = ([record[name] for record in run[steps]] for run in (actual, expected))
+            np.testing.assert_allclose(*pairs, rtol=tolerance, err_msg=name)
+    gradients = moments(one / "checkpoints" / "1")
+    assert len(gradients) == 14
+    for name, array in moments(two / "checkpoints" / "1").items():
+        assert np.linalg.norm(array - gradients[name]) <= 1e-5 * np.linalg.norm(gradients[name]), name
+
+
+@pytest.mark.thorough
+def test_an_output_folder_that_is_not_shared_is_refused_before_weights_are_read(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    moe_jax.save_pretrained(tiny.model(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+    data = tiny.write_texts(tmp_path / "texts")
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    options = f"--model {tmp_path}/model --data {data} --mesh.fsdp 2 --batch-size 2".split()
+    command = [*PROGRAM, "launch", "--processes", "2", "--cpu-devices", "1", "--", sys.executable, "-c", APART, str(tmp_path)]
+    done = subprocess.run([*command, *options], env=environment(), capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2, done.stderr[-5000:]
+    assert f"processes [1] of 2 do not see the folder {tmp_path}/0/run of process 0" in done.stderr
+    assert not [*tmp_path.glob("*/run")]

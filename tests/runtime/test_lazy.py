@@ -1,0 +1,54 @@
+"""Public names: each imported on first use, so that `import moe_jax` is quick, and no module in a function's place."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+PACKAGES = [
+    *("", ".checkpoint", ".config", ".cost", ".generation", ".kernels", ".layers", ".models", ".parallel", ".parallel.expert"),
+    ".train",
+]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_lists_the_names_it_exports(package):
+    module = importlib.import_module(f"moe_jax{package}")
+    assert dir(module) == sorted(module.__all__) == sorted(module._exports)
+    modules = {name for name in dir(module) if inspect.ismodule(getattr(module, name))}
+    # The top alone has packages among its names.
+    assert modules == (set() if package else {name for name in dir(module) if hasattr(getattr(module, name), "__path__")})
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'moe_jax.train' has no attribute 'fit'"):
+        importlib.import_module("moe_jax.train").fit  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [("train", "finetune"), ("train", "loss"), ("kernels", "attention"), ("generation", "generate")]
+)
+def test_a_function_is_not_hidden_by_the_submodule_of_its_name(package, name):
+    code = f"""
+import importlib, inspect
+import moe_jax.{package}.{name} as imported_first
+import moe_jax
+from moe_jax.{package} import {name} as found
+submodule = importlib.import_module("moe_jax.{package}.{name}")
+assert inspect.ismodule(submodule) and inspect.isfunction(found), (submodule, found)
+assert moe_jax.{package}.{name} is found is submodule.{name}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_importing_moe_jax_and_its_settings_imports_no_heavy_package():
+    heavy = ("jax", "flax", "grain", "orbax", "transformers", "matplotlib", "optax")
+    code = f"""
+import sys
+import moe_jax, moe_jax.config, moe_jax.recipes.finetuning.settings
+moe_jax.__version__, dir(moe_jax), dir(moe_jax.train)
+print([name for name in {heavy} if name in sys.modules])
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
