@@ -25,6 +25,7 @@ from moe_jax.layers.router import ExpertBias, RouterStatistics, Routing, load_ba
 from moe_jax.layers.segments import later, reaches, runs, segment_positions
 from moe_jax.layers.stack import Remat, run_layers
 from moe_jax.models.decoder_layer import DecoderLayer, SparseDecoderLayer
+from moe_jax.models.execution import Execution
 from moe_jax.models.inputs import check_options, check_shapes, float_dtype, integers, token_ids
 from moe_jax.models.mtp import TokenPredictor
 from moe_jax.models.output import HiddenStates, ModelOutput
@@ -47,6 +48,7 @@ class Decoder(nnx.Module):
 
     Attributes:
       stages: the layers of `config.stages`, and behind them the modules of `config.mtp_stages`.
+      execution: the defaults of a call's `remat` and of how it is spread over devices.
       source: the folder that the weights were read from, if any; `save_pretrained` passes its tokenizer files along.
     """
 
@@ -57,6 +59,7 @@ class Decoder(nnx.Module):
         self.dtype = float_dtype(dtype)
         param_dtype = self.dtype if param_dtype is None else float_dtype(param_dtype, "param_dtype")
         self.source: str | None = None
+        self.execution = Execution()
         std = config.initializer_range
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, stddev=std, param_dtype=param_dtype, rngs=rngs)
         layers = [self._decoder_layers(stage, param_dtype, rngs) for stage in config.stages]
@@ -119,6 +122,11 @@ class Decoder(nnx.Module):
           ValueError: tokens that are no integers or outside the vocabulary, shapes that do not fit each other, a cache without
             positions or room, or one beside context_parallel.
         """
+        execution = self.execution
+        remat, force_balanced_routing = remat or execution.remat, force_balanced_routing or execution.balanced_routing
+        context_parallel = context_parallel or execution.spread.context
+        expert_parallel = expert_parallel or execution.spread.expert
+        layer_gathers = execution.spread.layer_gathers if layer_gathers is None else layer_gathers
         config = self.config
         tokens = token_ids(tokens, config.vocab_size)
         positions = None if positions is None else integers(positions, "positions")
@@ -169,7 +177,7 @@ class Decoder(nnx.Module):
         """
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
-        context_parallel = options.get("context_parallel")
+        context_parallel = options.get("context_parallel") or self.execution.spread.context
         further = []
         for k in range(1, len(self.config.mtp_stages) + 1):
             valid = reaches(segment_ids, k, context_parallel)
@@ -211,6 +219,11 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: no such module, and as `hidden_states`.
         """
+        execution = self.execution
+        remat, force_balanced_routing = remat or execution.remat, force_balanced_routing or execution.balanced_routing
+        context_parallel = context_parallel or execution.spread.context
+        expert_parallel = expert_parallel or execution.spread.expert
+        layer_gathers = execution.spread.layer_gathers if layer_gathers is None else layer_gathers
         stages = self.config.mtp_stages
         if not 1 <= module <= len(stages):
             raise ValueError(f"module must be from 1 to the {len(stages)} modules that this model has; got {module}")

@@ -1,0 +1,21 @@
+"""How a model's calls are executed: what is recomputed, which experts are used, and what lies on other devices."""
+
+from dataclasses import dataclass
+
+from moe_jax.layers.stack import Remat
+from moe_jax.parallel.spread import Spread
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Defaults of a model's calls, in `Decoder.execution`. A train step sets them, so that an objective need not pass them on.
+
+    Attributes:
+      remat: recompute each layer in the backward pass and keep only its input; "offload" keeps it in the host's memory.
+      balanced_routing: deal tokens to experts in turn and ignore the router's choice. For benchmarks only.
+      spread: how the call is spread over devices, inside `jax.shard_map`.
+    """
+
+    remat: Remat = False
+    balanced_routing: bool = False
+    spread: Spread = Spread()
