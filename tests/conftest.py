@@ -10,10 +10,12 @@ import tempfile
 os.environ.setdefault("NPROC", "16")
 
 import cpu_flags
+import seeds
 
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     os.environ.setdefault("XLA_FLAGS", cpu_flags.UNOPTIMISED)
 
+import hypothesis
 import jax
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
@@ -21,11 +23,17 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 # Tests compare f32 with f32 and f64; on an NVIDIA GPU XLA multiplies f32 matrices in TF32 unless told otherwise.
 jax.config.update("jax_default_matmul_precision", "highest")
 
+hypothesis.settings.register_profile("moe_jax", print_blob=True)
+hypothesis.settings.load_profile("moe_jax")
+
 COMPILED = "JAX_COMPILATION_CACHE_DIR"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     """What several tests compile, or several processes of a test, is compiled once in this run on CPUs."""
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = seeds.SEED
     starts_workers = getattr(config.option, "numprocesses", None)
     on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
     if on_cpu and COMPILED not in os.environ and not starts_workers:
@@ -57,3 +65,18 @@ def no_races():
     yield
     if gpu_callbacks._races is not None:
         assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """A failure says how to repeat its random numbers."""
+    report = yield
+    if report.failed:
+        report.sections.append(("seed", f"Repeat with: MOE_JAX_SEED={seeds.SEED} pytest '{item.nodeid}'"))
+    return report
+
+
+@pytest.fixture
+def rng():
+    """Random numbers of this test; see `seeds`."""
+    return seeds.rng()

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 import tiny
 from flax import nnx
 
@@ -18,7 +19,7 @@ from moe_jax.models.random_weights import random_model
 
 def test_the_report_is_that_of_the_plain_passes():
     model = tiny.model()
-    tokens = np.random.default_rng().integers(0, 264, 9).tolist()
+    tokens = seeds.rng().integers(0, 264, 9).tolist()
     report = check_model(model, tokens, repeats=1)
     graph, params = nnx.split(model, nnx.Param)
     logits = model(jnp.array([tokens])).logits

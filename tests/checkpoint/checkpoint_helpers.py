@@ -1,10 +1,10 @@
 """Small checkpoints that transformers writes, with fresh random weights, and tools to take folders apart."""
 
 import json
-import secrets
 from pathlib import Path
 
 import numpy as np
+import seeds
 import torch
 import transformers
 from flax import nnx
@@ -45,7 +45,7 @@ def write_checkpoint(
     folder: Path, *, moe: bool = True, deepseek: bool = False, dtype=torch.float32, shard: str = "20KB", **overrides
 ):
     """A transformers checkpoint with every weight random; returns the transformers model."""
-    torch.manual_seed(secrets.randbits(31))
+    torch.manual_seed(seeds.integer())
     if deepseek:
         model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**{**DEEPSEEK_SIZES, **overrides}))
     elif moe:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 import torch
 import transformers
 from checkpoint_helpers import MOE_SIZES, parameters, read_weights, same_bits, write_checkpoint
@@ -43,7 +43,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def random_model(**overrides):
     config = Qwen3MoeConfig(**{**MOE_SIZES, "eos_token_id": (3, 5), **overrides})
-    return from_config(config, rngs=nnx.Rngs(secrets.randbits(31)))
+    return from_config(config, rngs=nnx.Rngs(seeds.integer()))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -96,7 +96,7 @@ def test_config_files(tmp_path):
 
 def test_tokenizer_and_generation_config_are_passed_along(moe_folder, tmp_path):
     for name in TOKENIZER_FILES:
-        (moe_folder / name).write_text(f"{name} {secrets.token_hex()}")
+        (moe_folder / name).write_text(f"{name} {seeds.integer()}")
     (moe_folder / "generation_config.json").write_text('{"temperature": 0.6}')
     model = from_pretrained(moe_folder)
     save_pretrained(model, tmp_path / "a")
@@ -170,12 +170,12 @@ def test_a_crash_half_way_leaves_the_old_folder_whole(tmp_path, monkeypatch, fai
 
 
 KILLED = """
-import secrets, sys
+import sys
 from flax import nnx
 from moe_jax.checkpoint.hf_save import save_pretrained
 from moe_jax.config import Qwen3MoeConfig
 from moe_jax.models.auto import from_config
-model = from_config(Qwen3MoeConfig(**eval(sys.argv[2])), rngs=nnx.Rngs(secrets.randbits(31)))
+model = from_config(Qwen3MoeConfig(**eval(sys.argv[2])), rngs=nnx.Rngs(int(sys.argv[3])))
 print("ready", flush=True)
 while True:
     save_pretrained(model, sys.argv[1], max_shard_bytes=5000)
@@ -185,9 +185,10 @@ while True:
 def test_a_killed_process_leaves_a_whole_checkpoint(tmp_path):
     folder = tmp_path / "out"
     save_pretrained(random_model(), folder, max_shard_bytes=5000)
-    process = subprocess.Popen([sys.executable, "-c", KILLED, folder, repr(MOE_SIZES)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", KILLED, folder, repr(MOE_SIZES), str(seeds.integer())]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
-    time.sleep(0.5 + secrets.randbelow(1000) / 1000)
+    time.sleep(0.5 + seeds.rng().random())
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()

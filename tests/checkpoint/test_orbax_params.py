@@ -1,9 +1,8 @@
 """Parameters as Orbax: round trips keep every bit, and what does not fit is refused."""
 
-import secrets
-
 import jax.numpy as jnp
 import pytest
+import seeds
 from checkpoint_helpers import MOE_SIZES, edit_config, parameters, read_weights, same_bits
 from flax import nnx
 
@@ -18,7 +17,7 @@ DENSE_SIZES = {name: size for name, size in MOE_SIZES.items() if name in Qwen3Co
 
 def random_model(dtype, moe=True):
     config = Qwen3MoeConfig(**MOE_SIZES, mlp_only_layers=(1,)) if moe else Qwen3Config(**DENSE_SIZES, tie_word_embeddings=True)
-    return from_config(config, dtype=dtype, rngs=nnx.Rngs(secrets.randbits(31)))
+    return from_config(config, dtype=dtype, rngs=nnx.Rngs(seeds.integer()))
 
 
 @pytest.mark.parametrize("moe", [False, True])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 import torch
 from flax import nnx
 from hf_reference import load_ours, reference
@@ -29,7 +30,7 @@ from moe_jax.generation import devices
     ids=["moe", "moe-sliding-mixed", "dense-sliding", "deepseek"],
 )
 def test_greedy_equals_transformers_token_for_token(model_type, overrides):
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     theirs = reference(model_type, int(rng.integers(2**31)), **overrides)
     prompts = [rng.integers(1, 97, length).tolist() for length in (3, 9, 1)]
     ours = moe_jax.generate(load_ours(theirs), prompts, max_new_tokens=12)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 
 from moe_jax.generation.sampling import distribution, sample
 
@@ -12,7 +13,7 @@ LOGITS = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.06, 0.04]))
 
 def frequencies(**options):
     rows = jnp.broadcast_to(LOGITS, (20000, 5))
-    keys = jax.random.split(jax.random.key(np.random.default_rng().integers(2**31)), 20000)
+    keys = jax.random.split(jax.random.key(seeds.integer()), 20000)
     tokens = sample(rows, keys, **options)
     return np.bincount(np.asarray(tokens), minlength=5) / 20000
 
@@ -39,7 +40,7 @@ def test_frequencies(options, expected):
 
 
 def test_a_row_does_not_depend_on_the_others():
-    key = jax.random.key(np.random.default_rng().integers(2**31))
+    key = jax.random.key(seeds.integer())
     logits = jax.random.normal(key, (6, 50))
     keys = jax.random.split(key, 6)
     together = sample(logits, keys, temperature=1.0)

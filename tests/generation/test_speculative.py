@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ PROMPTS = [[1, 2, 0, 3], [2], [3, 3, 1, 0, 1, 2, 2]]
 def small_model():
     """Of four tokens: drafts are right by chance."""
     model = tiny.deepseek(mtp=1, layers=2, vocab_size=4)
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     model.embed_tokens.weight[...] = jnp.asarray(rng.normal(0, 1, (4, 16)), jnp.float32)
     model.lm_head.weight[...] = jnp.asarray(rng.normal(0, 1, (4, 16)), jnp.float32)
     return model
@@ -133,7 +134,7 @@ def test_a_prompt_s_draws_follow_from_its_seed_and_place_whatever_stands_beside_
 
 
 def fresh_seed() -> int:
-    return int(np.random.default_rng().integers(2**31))
+    return seeds.integer()
 
 
 def test_a_model_without_such_a_module_and_bad_options_are_refused():

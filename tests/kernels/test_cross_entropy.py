@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -19,7 +20,7 @@ def plain(hidden, weight, labels, mask):
 
 
 def make_inputs(dtype=jnp.float64, vocab=53):
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     hidden, weight = jnp.asarray(rng.normal(size=(17, 8)), dtype), jnp.asarray(3 * rng.normal(size=(vocab, 8)), dtype)
     return hidden, weight, jnp.asarray(rng.integers(0, vocab, 17)), jnp.asarray(rng.random(17) < 0.6)
 

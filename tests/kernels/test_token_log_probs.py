@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -16,7 +17,7 @@ def plain(hidden, weight, labels):
 
 
 def make_inputs(dtype=jnp.float64, tokens=17, vocab=53):
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     hidden, weight = jnp.asarray(rng.normal(size=(tokens, 8)), dtype), jnp.asarray(3 * rng.normal(size=(vocab, 8)), dtype)
     return hidden, weight, jnp.asarray(rng.integers(0, vocab, tokens)), jnp.asarray(rng.normal(size=tokens), dtype)
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 
 from moe_jax.layers.balance import Sequences, move_bias, sequence_balance
 from moe_jax.layers.router import route
@@ -11,7 +12,7 @@ from moe_jax.layers.router import route
 
 def test_the_bias_moves_by_the_sign_of_the_error_of_each_layer():
     load = np.asarray([[5, 0, 1, 2], [3, 3, 3, 3], [0, 0, 0, 8]])
-    bias = np.random.default_rng().normal(size=(3, 4)).astype(np.float32)
+    bias = seeds.rng().normal(size=(3, 4)).astype(np.float32)
     moved = move_bias(jnp.asarray(bias), jnp.asarray(load), 0.25)
     step = np.asarray([[-1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, -1]], np.float32)
     np.testing.assert_array_equal(moved, bias + np.float32(0.25) * step)
@@ -59,7 +60,7 @@ def paper(scores, ids, k):
 
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_the_loss_is_the_papers_for_packed_rows_with_padding(k):
-    rng = np.random.default_rng()
+    rng = seeds.rng()
 
     @jax.jit
     def loss(scores, ids):
@@ -76,7 +77,7 @@ def test_the_loss_is_the_papers_for_packed_rows_with_padding(k):
 
 
 def test_the_gradient_flows_through_the_mean_scores_alone():
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     ids = np.asarray([[1, 1, 1, 2, 2, 0], [3, 3, 3, 3, 0, 0]])
     with jax.enable_x64(True):
         logits, sequences = jnp.asarray(rng.normal(size=(12, 5))), Sequences.of(jnp.asarray(ids, jnp.int32))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from lowered import num_kernels
@@ -37,14 +38,14 @@ CONFIGS = {
 
 def prompts(config, batch, seq):
     """(tokens, positions, segment ids) of prompts of unequal lengths, padded on the left."""
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     segment_ids = jnp.asarray(np.arange(seq) >= np.linspace(0, seq // 3, batch, dtype=int)[:, None], jnp.int32)
     tokens = jnp.asarray(rng.integers(1, config.vocab_size, (batch, seq)), jnp.int32)
     return tokens, jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0), segment_ids
 
 
 def seed():
-    return int(np.random.default_rng().integers(2**31))
+    return seeds.integer()
 
 
 def jitted(model):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,7 +62,7 @@ def test_equals_the_definition(data):
 
 def test_gradients_reach_the_logits_of_the_chosen_experts_alone():
     rule = GroupRule(num_groups=2, groups_per_token=1, routed_scaling_factor=2.5)
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     logits, direction = jnp.asarray(rng.normal(size=(5, 8)), jnp.float32), jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)
 
     def projected(logits, bias):
@@ -79,7 +80,7 @@ def test_gradients_reach_the_logits_of_the_chosen_experts_alone():
 
 
 def test_a_bias_changes_the_choice_and_not_the_weights_of_a_choice():
-    logits = jnp.asarray(np.random.default_rng().normal(size=(64, 8)), jnp.float32)
+    logits = jnp.asarray(seeds.rng().normal(size=(64, 8)), jnp.float32)
     bias = jnp.zeros(8).at[3].set(2.0)
     biased = route_by_groups(logits, 2, GroupRule(), bias)
     assert int(biased.expert_load[3]) == 64
@@ -100,7 +101,7 @@ def test_saturated_scores_stay_finite(logit):
 def test_a_layer_adds_its_shared_experts_and_keeps_its_bias_out_of_the_parameters():
     router = GroupRouter(16, 8, 2, GroupRule(num_groups=4, groups_per_token=2), rngs=nnx.Rngs(0))
     moe = MoE(16, 8, 8, 2, router=router, shared_intermediate_size=24, rngs=nnx.Rngs(1))
-    x = jax.random.normal(jax.random.key(np.random.default_rng().integers(2**31)), (5, 16))
+    x = jax.random.normal(jax.random.key(seeds.integer()), (5, 16))
     y, routing = moe(x)
     routed = moe.experts(x, routing.weights, routing.experts)
     np.testing.assert_allclose(y, routed + moe.shared_experts(x), rtol=1e-6, atol=1e-8)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 import tiny
 from flax import nnx
 
@@ -23,7 +24,7 @@ CALLS = {40: "expanded", 3: "absorbed", 1: "absorbed"}
 def test_logits_call_by_call_are_those_of_the_whole_forward():
     """Prompts of unequal lengths, padded on the left, in a cache with room to spare; many tokens behind others too."""
     config = replace(tiny.deepseek().config, num_hidden_layers=2, first_k_dense_replace=2)
-    model, rng = moe_jax.from_config(config, rngs=nnx.Rngs(0)), np.random.default_rng()
+    model, rng = moe_jax.from_config(config, rngs=nnx.Rngs(0)), seeds.rng()
     calls = [40, 3, 1, 1, 40, 1]
     tokens = jnp.asarray(rng.integers(1, 264, (3, sum(calls))), jnp.int32)
     segment_ids = jnp.asarray(np.arange(sum(calls)) >= np.array([[0], [7], [39]]), jnp.int32)
@@ -51,7 +52,7 @@ def test_logits_call_by_call_are_those_of_the_whole_forward():
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)])
 def test_the_absorbed_form_at_published_widths(dtype, tolerance):
     """DeepSeek-V2-Lite's attention, beside its expanded form in f32."""
-    config, rng = NAMED_CONFIGS["deepseek-v2-lite"], np.random.default_rng()
+    config, rng = NAMED_CONFIGS["deepseek-v2-lite"], seeds.rng()
     graph, state = nnx.split(LatentAttention(config, rngs=nnx.Rngs(int(rng.integers(2**31)))))
     x, angles = rng.normal(size=(2, 41, config.hidden_size)), rng.normal(size=(2, 41, 32))
     ids = jnp.asarray(np.arange(41) >= np.array([[0], [9]]), jnp.int32)

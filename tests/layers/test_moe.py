@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -14,7 +15,7 @@ from moe_jax.parallel import ExpertParallel
 
 
 def test_gradients_of_experts_are_added_to_totals_and_others_stay():
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     block = MoE(8, 16, 4, 2, shared_intermediate_size=8, rngs=nnx.Rngs(int(rng.integers(2**31))))
     graph, params = nnx.split(block, nnx.Param)
     weights, others = nnx.split_state(params, lambda path, _: path[0] == "experts", ...)
@@ -38,7 +39,7 @@ def test_gradients_of_experts_are_added_to_totals_and_others_stay():
 @pytest.mark.parametrize("tokens, chunked", [(16, False), (17, True)])
 def test_more_than_two_chunks_of_tokens_are_computed_a_chunk_at_a_time(monkeypatch, tokens, chunked):
     block = MoE(8, 16, 4, 2, rngs=nnx.Rngs(0))
-    x = jnp.asarray(np.random.default_rng().normal(size=(tokens, 8)), jnp.float32)
+    x = jnp.asarray(seeds.rng().normal(size=(tokens, 8)), jnp.float32)
     expected = block(x)[0]
     monkeypatch.setattr(moe, "EXPERT_CHUNK_TOKENS", 8)
     np.testing.assert_allclose(block(x)[0], expected, rtol=1e-5, atol=1e-6)
@@ -73,7 +74,7 @@ def test_experts_that_are_not_the_routers_are_refused():
 
 def test_leading_axes_of_x_come_back():
     block = MoE(8, 16, 4, 2, shared_intermediate_size=8, rngs=nnx.Rngs(0))
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     x, valid = jnp.asarray(rng.normal(size=(2, 3, 8)), jnp.float32), jnp.asarray(rng.random((2, 3)) < 0.5)
     y, routing = block(x, valid)
     of_tokens, expected = block(x.reshape(6, 8), valid.reshape(6))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ def test_the_losses_equal_their_formulas_written_as_loops(num_layers, tokens, ex
 
 
 def test_the_balancing_gradient_is_that_of_the_probabilities_under_fixed_choices():
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     logits = jnp.asarray(rng.normal(size=(1, 12, 5)), jnp.float32)
     gradient = jax.grad(lambda x: load_balancing_loss(statistics(x, 2, None)))(logits)
     load = np.asarray(statistics(logits, 2, None).expert_load[0], np.float64) / 12
@@ -76,7 +77,7 @@ def test_a_perfectly_even_load_gives_k():
 
 
 def test_weights_are_the_softmax_of_all_experts_and_sum_to_one_only_if_asked():
-    logits = jnp.asarray(np.random.default_rng().normal(size=(7, 6)), jnp.bfloat16)
+    logits = jnp.asarray(seeds.rng().normal(size=(7, 6)), jnp.bfloat16)
     plain, normed = route(logits, 3, False), route(logits, 3, True)
     p = jax.nn.softmax(logits.astype(jnp.float32))
     np.testing.assert_array_equal(plain.weights, jax.lax.top_k(p, 3)[0])
@@ -85,7 +86,7 @@ def test_weights_are_the_softmax_of_all_experts_and_sum_to_one_only_if_asked():
 
 
 def test_replay_weights_the_given_experts_by_the_live_logits():
-    logits = jnp.asarray(np.random.default_rng().normal(size=(5, 6)), jnp.float32)
+    logits = jnp.asarray(seeds.rng().normal(size=(5, 6)), jnp.float32)
     chosen = jnp.asarray([[5, 0]] * 5)
     replayed = route(logits, 2, False, expert_ids=chosen)
     np.testing.assert_array_equal(replayed.weights, jax.nn.softmax(logits)[:, jnp.array([5, 0])])
@@ -101,7 +102,7 @@ def test_balanced_ids_are_distinct_for_a_token_and_even_over_experts(tokens, k, 
 
 
 def test_the_losses_take_one_layers_routing():
-    logits = jnp.asarray(np.random.default_rng().normal(size=(9, 5)), jnp.float32)
+    logits = jnp.asarray(seeds.rng().normal(size=(9, 5)), jnp.float32)
     valid = jnp.arange(9) < 7
     routing = route(logits, 2, True, valid)
     stats = stacked([routing], 7)

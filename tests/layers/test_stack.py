@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 from h200 import kernels_beside_copies, needs_compiler, run_script
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -26,7 +27,7 @@ def layer(shared, of_layer, x, parameters, _=None):
 
 
 def make_inputs(window=False):
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     parameters = {
         "w": jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH))),
         "bias": jnp.asarray(rng.normal(size=(LAYERS, WIDTH))),
@@ -66,7 +67,7 @@ def test_what_goes_from_layer_to_layer_may_be_passed_through_added_to_or_counted
         return jnp.sin(x).sum() * total
 
     with jax.enable_x64(True):
-        rng = np.random.default_rng()
+        rng = seeds.rng()
         w, start = jnp.asarray(rng.normal(size=(LAYERS, 4))), tuple(jnp.asarray(rng.normal(size=n)) for n in (4, (), ()))
         assert run(w, start)[3] == LAYERS
         found = jax.jit(jax.grad(value, (0, 1)))(w, start)
@@ -107,7 +108,7 @@ def test_totals_grow_by_the_gradients_in_their_own_memory(remat):
         return x + jnp.tanh(y) * parameters, None
 
     body = jax.checkpoint(body) if remat else body
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     w, totals = (jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH)), jnp.float32) for _ in range(2))
     x, parameters = jnp.asarray(rng.normal(size=(5, WIDTH))), jnp.asarray(rng.normal(size=(LAYERS, WIDTH)))
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 import tiny
 from flax import nnx
 
@@ -78,7 +79,7 @@ def with_random_norms(model, rng):
 
 
 def test_two_modules_equal_the_papers_equations_with_every_gradient():
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     with jax.enable_x64(True):
         batch = make_batch(rng)
         model = with_random_norms(tiny.deepseek(mtp=2, layers=1, dtype=jnp.float64), rng)
@@ -104,7 +105,7 @@ def test_two_modules_equal_the_papers_equations_with_every_gradient():
 
 
 def test_another_documents_tokens_change_nothing():
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     batch, model = make_batch(rng), tiny.deepseek(mtp=2, layers=1)
     other = {**batch, "tokens": jnp.where(SEGMENTS == 2, rng.integers(0, 264, SEGMENTS.shape), batch["tokens"])}
 
@@ -121,7 +122,7 @@ def test_another_documents_tokens_change_nothing():
 
 
 def test_without_a_factor_modules_are_not_run():
-    batch = make_batch(np.random.default_rng())
+    batch = make_batch(seeds.rng())
     graph, state = nnx.split(nnx.eval_shape(lambda: tiny.deepseek(mtp=2)))
     for factor, layers in ((0.0, 2), (0.1, 4)):
         parts = jax.eval_shape(lambda state, factor=factor: loss(nnx.merge(graph, state), batch, mtp_loss_coef=factor), state)[

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 import torch
 from flax import nnx
 from hf_reference import load_ours, reference
@@ -75,7 +76,7 @@ THOROUGH = "moe_top1", "moe_all_experts", "dense_rope_dynamic", "dense_multi_hea
 )
 def test_logits_loss_and_every_gradient_equal_transformers(variant):
     model_type, overrides = VARIANTS[variant]
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     theirs = reference(model_type, int(rng.integers(2**31)), **overrides)
     ours = load_ours(theirs)
     tokens = rng.integers(0, 97, (2, 24))
@@ -117,7 +118,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(variant):
 def test_padding_changes_neither_the_real_tokens_nor_the_balancing_loss():
     theirs = reference("qwen3_moe", 3)
     ours = load_ours(theirs)
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     tokens = rng.integers(0, 97, (2, 12))
     mask = np.ones_like(tokens)
     mask[0, 7:] = 0
@@ -139,7 +140,7 @@ def test_padding_changes_neither_the_real_tokens_nor_the_balancing_loss():
 )
 def test_packed_documents_equal_each_document_alone(model_type, overrides):
     ours = load_ours(reference(model_type, 4, **overrides))
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     lengths = (5, 9, 5)
     documents = [rng.integers(0, 97, length) for length in lengths]
     packed = np.concatenate([*documents, np.zeros(2, int)])[None]
@@ -154,7 +155,7 @@ def test_packed_documents_equal_each_document_alone(model_type, overrides):
 
 def test_replayed_routing_reproduces_the_run_and_follows_live_logits():
     ours = load_ours(reference("qwen3_moe", 5))
-    tokens = jax.random.randint(jax.random.key(np.random.default_rng().integers(2**31)), (2, 9), 0, 97)
+    tokens = jax.random.randint(jax.random.key(seeds.integer()), (2, 9), 0, 97)
     free = ours(tokens)
     replayed = ours(tokens, expert_ids=free.expert_ids, remat=True)
     np.testing.assert_array_equal(replayed.expert_ids, free.expert_ids)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import seeds
 import tiny
 from flax import nnx
 
@@ -14,8 +15,7 @@ from moe_jax.train import init_state, log_probs, make_optimizer, make_train_step
 
 def make_batch(rows=4, length=12):
     """Random tokens; the rows differ in their number of labels."""
-    rng = np.random.default_rng(seed := np.random.randint(1 << 30))
-    print("seed", seed)
+    rng = seeds.rng()
     mask = np.tile([1] * 7 + [0] + [1] * 2 + [0] * 2, (rows, 1))
     mask[0, 3:] = 0
     arrays = dict(tokens=rng.integers(0, 264, (rows, length)), labels=rng.integers(0, 264, (rows, length)), loss_mask=mask)

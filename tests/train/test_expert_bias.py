@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 import tiny
 from flax import nnx
 from test_step import make_batch
@@ -20,7 +21,7 @@ RATE = np.float32(0.01)
 @pytest.fixture(scope="module")
 def trained():
     """(state, metrics) after a step of four micro-batches that learns of the sequence loss alone."""
-    batch, model, optimizer = make_batch(np.random.default_rng()), tiny.biased_model(), make_optimizer(1e-2)
+    batch, model, optimizer = make_batch(seeds.rng(__name__)), tiny.biased_model(), make_optimizer(1e-2)
     batch["loss_mask"] = jnp.zeros_like(batch["loss_mask"])
     graph, state = nnx.graphdef(model), init_state(model, optimizer)
     options = dict(sequence_loss_coef=0.5, expert_bias_update_rate=float(RATE), gradient_accumulation=4, remat=False)
@@ -95,7 +96,7 @@ def test_each_stage_takes_the_load_of_its_own_layers():
 
 
 def test_the_choice_follows_a_bias_and_no_gradient_does():
-    tokens = jnp.asarray(np.random.default_rng().integers(0, 264, (2, 9)))
+    tokens = jnp.asarray(seeds.rng().integers(0, 264, (2, 9)))
     graph, params, bias = nnx.split(tiny.biased_model(), nnx.Param, ExpertBias)
 
     @jax.jit

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ def test_split_and_join_are_inverse(values):
 
 
 def test_the_parameter_is_the_nearest_bf16():
-    master = jax.random.normal(jax.random.key(np.random.default_rng().integers(2**31)), (10000,))
+    master = jax.random.normal(jax.random.key(seeds.integer()), (10000,))
     halfway = (master.view(jnp.int32) & 0xFFFF) == 0x8000
     np.testing.assert_array_equal(split(master)[0][~halfway], master.astype(jnp.bfloat16)[~halfway])
 

@@ -62,8 +62,3 @@ def test_bad_shapes_are_named_and_nothing_is_written(tmp_path):
     with pytest.raises(FileNotFoundError, match="no metrics.jsonl with a step"):
         plot_run(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng()

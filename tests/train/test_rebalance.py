@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 import tiny
 from flax import nnx
 from test_step import make_batch
@@ -26,9 +27,9 @@ def start(dtype="float32"):
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 def test_training_goes_on_as_if_nothing_had_happened(dtype):
     graph, optimizer, state = start(dtype)
-    step, batch = make_train_step(graph, optimizer, z_loss_coef=0.1), make_batch(np.random.default_rng())
+    step, batch = make_train_step(graph, optimizer, z_loss_coef=0.1), make_batch(seeds.rng())
     state, _ = step(state, batch)
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     orders = np.stack([rng.permutation(4) for _ in range(2)])
     moved = move_experts(jax.tree.map(lambda x: x.copy(), state), CONFIG, orders)
     state, metrics = step(state, batch)
@@ -84,7 +85,7 @@ def test_groups_of_experts_and_modules_for_further_tokens_compute_the_same():
     model, tokens = tiny.deepseek(mtp=1), jnp.arange(16)[None]
     graph, config, before = nnx.graphdef(model), model.config, model(tokens).logits
     assert len(config.routed_layers) == 3
-    load = np.random.default_rng().integers(0, 100, (3, 8))
+    load = seeds.rng().integers(0, 100, (3, 8))
     state, orders = rebalance(init_state(model, make_optimizer(1e-2)), config, load, 2)
     moved = nnx.merge(graph, state.params, state.expert_bias)
     np.testing.assert_allclose(moved(tokens).logits, before, atol=1e-5)

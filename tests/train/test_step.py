@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import seeds
 import tiny
 from flax import nnx
 
@@ -37,7 +38,7 @@ def _loss_and_gradients(params, batch, graph, aux, z):
 
 
 def test_equals_cross_entropy_over_the_labelled_tokens():
-    batch = make_batch(np.random.default_rng())
+    batch = make_batch(seeds.rng())
     (actual, _), _ = loss_and_gradients(batch)
     logits = tiny.model()(batch["tokens"], batch["positions"], batch["segment_ids"]).logits
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
@@ -45,7 +46,7 @@ def test_equals_cross_entropy_over_the_labelled_tokens():
 
 
 def test_padding_reaches_neither_loss_nor_any_gradient():
-    batch = make_batch(np.random.default_rng())
+    batch = make_batch(seeds.rng())
     other = {**batch, "tokens": jnp.where(batch["segment_ids"] == 0, 7, batch["tokens"])}
     (one, _), one_gradients = loss_and_gradients(batch, aux=0.5, z=0.1)
     (two, _), two_gradients = loss_and_gradients(other, aux=0.5, z=0.1)
@@ -56,7 +57,7 @@ def test_padding_reaches_neither_loss_nor_any_gradient():
 
 @pytest.mark.parametrize("coefficients", [dict(aux=1.0), dict(z=1.0)], ids=["aux", "z"])
 def test_the_router_feels_the_balancing_loss_as_a_finite_difference_says(coefficients):
-    batch = make_batch(np.random.default_rng())
+    batch = make_batch(seeds.rng())
     batch["loss_mask"] = jnp.zeros_like(batch["loss_mask"])  # nothing but the balancing loss is left
     _, gradients = loss_and_gradients(batch, **coefficients)
     gradient = gradients["stages"][0]["mlp"]["router"]["weight"][...]
@@ -80,7 +81,7 @@ def test_the_router_feels_the_balancing_loss_as_a_finite_difference_says(coeffic
 
 
 def test_micro_batches_sum_to_the_big_batch():
-    batch = make_batch(np.random.default_rng())
+    batch = make_batch(seeds.rng())
     optimizer = optax.sgd(1.0)
     results = []
     for parts in (1, 2, 4):
@@ -100,12 +101,12 @@ def test_modules_for_further_tokens_must_learn_too():
     model, optimizer = tiny.deepseek(mtp=1), make_optimizer(1e-3)
     step = make_train_step(nnx.graphdef(model), optimizer, mtp_loss_coef=0)
     with pytest.raises(ValueError, match="mtp_loss_coef=0 would leave the model's modules .* give them a factor"):
-        step(init_state(model, optimizer), make_batch(np.random.default_rng()))
+        step(init_state(model, optimizer), make_batch(seeds.rng()))
 
 
 def test_gradients_of_experts_are_added_up_unrounded():
     """Experts of stages and of a module that predicts further tokens, in bf16, whose gradients would be rounded to that."""
-    batch = make_batch(np.random.default_rng())
+    batch = make_batch(seeds.rng())
     keeps_gradients = optax.GradientTransformation(lambda params: params, lambda grads, state, params: (grads, grads))
 
     def gradients(model, parts):
@@ -130,7 +131,7 @@ def test_gradients_of_experts_are_added_up_unrounded():
 
 @pytest.mark.thorough
 def test_gradients_of_experts_are_added_up_in_f64_where_that_is_computed_in():
-    batch, optimizer = make_batch(np.random.default_rng()), optax.sgd(1.0)
+    batch, optimizer = make_batch(seeds.rng()), optax.sgd(1.0)
     with jax.enable_x64(True):
         model = tiny.biased_model(dtype=jnp.float64, param_dtype=jnp.float32)
         step = make_train_step(nnx.graphdef(model), optimizer, gradient_accumulation=2, remat=False)
@@ -140,7 +141,7 @@ def test_gradients_of_experts_are_added_up_in_f64_where_that_is_computed_in():
 
 
 def test_remat_changes_nothing():
-    batch = make_batch(np.random.default_rng())
+    batch = make_batch(seeds.rng())
     optimizer = make_optimizer(1e-3)
     losses = []
     for remat in (False, True):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from moe_jax.kernels.attention.api import attention
@@ -34,7 +35,7 @@ def definition(q, k, v, scale, query_segments, key_segments, offset, window):
 @pytest.mark.parametrize("offset", [0, 5])
 def test_equals_the_definition(window, chunk, offset, monkeypatch):
     monkeypatch.setattr(module, "QUERY_CHUNK", chunk)
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     keys = 11 + offset
     q, k, v = rng.normal(size=(2, 11, 4, 8)), rng.normal(size=(2, keys, 2, 8)), rng.normal(size=(2, keys, 2, 5))
     key_segments = np.sort(rng.integers(1, 4, (2, keys)), axis=1)
@@ -51,7 +52,7 @@ def test_equals_the_definition(window, chunk, offset, monkeypatch):
 
 
 def test_gradients_do_not_depend_on_the_chunk(monkeypatch):
-    keys = jax.random.split(jax.random.key(np.random.default_rng().integers(2**31)), 4)
+    keys = jax.random.split(jax.random.key(seeds.integer()), 4)
     q, k, v, weight = (jax.random.normal(key, (1, 10, heads, 4)) for key, heads in zip(keys, (4, 2, 2, 4), strict=True))
     segments = jnp.array([[1] * 4 + [2] * 5 + [0]])
 
@@ -94,7 +95,7 @@ def test_a_window_of_nothing_is_refused(window):
 
 
 def test_a_traced_window_below_1_counts_as_1():
-    q = jnp.asarray(np.random.default_rng().normal(size=(1, 5, 1, 4)), jnp.float32)
+    q = jnp.asarray(seeds.rng().normal(size=(1, 5, 1, 4)), jnp.float32)
     ids = jnp.ones((1, 5), jnp.int32)
     of_window = jax.jit(lambda window: attention(q, q, q, scale=1.0, query_segment_ids=ids, key_segment_ids=ids, window=window))
     np.testing.assert_array_equal(of_window(0), q)

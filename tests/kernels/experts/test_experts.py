@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -40,7 +41,7 @@ def make_inputs(rng, tokens, experts, k, hidden, inter, routing="random", dtype=
 def compare(ours, reference, inputs, tolerance):
     """Values, and gradients of a random projection of them, in the relative Frobenius norm."""
     *arrays, chosen = inputs
-    direction = jnp.asarray(np.random.default_rng().normal(size=arrays[0].shape), arrays[0].dtype)
+    direction = jnp.asarray(seeds.rng().normal(size=arrays[0].shape), arrays[0].dtype)
 
     def run(f):
         def loss(*arguments):
@@ -75,7 +76,7 @@ def test_equals_the_oracle_in_f64_with_every_gradient(tokens, experts, k, routin
 @pytest.mark.parametrize("routing", ["random", "one_takes_all"])
 def test_equals_the_oracle_at_more_tokens(tokens, experts, k, routing):
     with jax.enable_x64(True):
-        inputs = make_inputs(np.random.default_rng(), tokens, experts, k, 16, 8, routing)
+        inputs = make_inputs(seeds.rng(), tokens, experts, k, 16, 8, routing)
         compare(kernels.experts_mlp, oracle.experts_mlp, inputs, 1e-12)
 
 
@@ -84,7 +85,7 @@ def test_equals_the_oracle_at_more_tokens(tokens, experts, k, routing):
 )
 def test_low_precision_stays_near_the_same_data_in_f64(dtype, tolerance):
     with jax.enable_x64(True):
-        inputs = make_inputs(np.random.default_rng(), 64, 8, 2, 32, 16, dtype=dtype)
+        inputs = make_inputs(seeds.rng(), 64, 8, 2, 32, 16, dtype=dtype)
         exact = [a.astype(jnp.float64) if a.dtype == dtype else a for a in inputs]
         for actual, expected in zip(
             [kernels.experts_mlp(*inputs), *gradients(inputs)], [oracle.experts_mlp(*exact), *gradients(exact)], strict=True
@@ -102,31 +103,31 @@ def gradients(inputs):
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_of_tokens_give_the_same_sums(chunk):
     with jax.enable_x64(True):
-        inputs = make_inputs(np.random.default_rng(), 50, 6, 2, 8, 4)
+        inputs = make_inputs(seeds.rng(), 50, 6, 2, 8, 4)
         compare(lambda *a: kernels.experts_mlp(*a, chunk_tokens=chunk), kernels.experts_mlp, inputs, 1e-13)
 
 
 def test_weights_of_another_dtype_get_gradients_of_that_dtype():
-    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 9, 4, 2, 8, 4, dtype=jnp.float32)
+    x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 9, 4, 2, 8, 4, dtype=jnp.float32)
     inputs = (x.astype(jnp.bfloat16), w_gate_up, w_down, weights, chosen)
     assert kernels.experts_mlp(*inputs).dtype == jnp.bfloat16
     assert [g.dtype for g in gradients(inputs)] == [jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32]
 
 
 def test_experts_without_tokens_get_exactly_zero():
-    inputs = make_inputs(np.random.default_rng(), 12, 8, 2, 8, 4, "half_empty", jnp.float32)
+    inputs = make_inputs(seeds.rng(), 12, 8, 2, 8, 4, "half_empty", jnp.float32)
     _, d_gate_up, d_down, _ = gradients(inputs)
     assert not d_gate_up[4:].any() and not d_down[4:].any() and d_gate_up[:4].any()
 
 
 def test_no_tokens_give_no_rows_and_zero_gradients():
-    inputs = make_inputs(np.random.default_rng(), 0, 4, 2, 8, 4, dtype=jnp.float32)
+    inputs = make_inputs(seeds.rng(), 0, 4, 2, 8, 4, dtype=jnp.float32)
     assert kernels.experts_mlp(*inputs).shape == (0, 8)
     assert not any(g.any() for g in gradients(inputs))
 
 
 def test_two_runs_give_the_same_bits():
-    inputs = make_inputs(np.random.default_rng(), 200, 8, 3, 16, 8, dtype=jnp.float32)
+    inputs = make_inputs(seeds.rng(), 200, 8, 3, 16, 8, dtype=jnp.float32)
     for first, second in zip(gradients(inputs), gradients(inputs), strict=True):
         np.testing.assert_array_equal(first, second)
 
@@ -137,7 +138,7 @@ def test_the_halves_compose_to_the_whole_with_their_own_gradients():
         return kernels.down(gated_silu(kernels.gate_up(x, w_gate_up, rows)), w_down, weights, rows)
 
     with jax.enable_x64(True):
-        compare(halves, oracle.experts_mlp, make_inputs(np.random.default_rng(), 33, 5, 2, 8, 4), 1e-12)
+        compare(halves, oracle.experts_mlp, make_inputs(seeds.rng(), 33, 5, 2, 8, 4), 1e-12)
 
 
 def test_products_with_the_hessian_are_those_of_the_oracle():
@@ -150,7 +151,7 @@ def test_products_with_the_hessian_are_those_of_the_oracle():
         return jax.jvp(jax.grad(lambda *a: jnp.sin(f(*a, chosen)).sum(), argnums=(0, 1, 2, 3)), arrays, direction)[1]
 
     with jax.enable_x64(True):
-        (*arrays, chosen), (*direction, _) = (make_inputs(np.random.default_rng(), 33, 5, 2, 8, 4) for _ in range(2))
+        (*arrays, chosen), (*direction, _) = (make_inputs(seeds.rng(), 33, 5, 2, 8, 4) for _ in range(2))
         expected = product(oracle.experts_mlp, tuple(arrays), tuple(direction), chosen)
         for f in (halves, partial(kernels.experts_mlp, backend="xla")):
             for actual, wanted in zip(product(f, tuple(arrays), tuple(direction), chosen), expected, strict=True):
@@ -158,7 +159,7 @@ def test_products_with_the_hessian_are_those_of_the_oracle():
 
 
 def test_forward_mode_and_a_gradients_gradient_are_refused_as_the_docstring_says():
-    *arrays, chosen = make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
+    *arrays, chosen = make_inputs(seeds.rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
 
     def total(x):
         return kernels.experts_mlp(x, *arrays[1:], chosen, backend="xla").sum()
@@ -171,7 +172,7 @@ def test_forward_mode_and_a_gradients_gradient_are_refused_as_the_docstring_says
 
 
 def test_runs_under_scan_remat_and_vmap():
-    inputs = make_inputs(np.random.default_rng(), 10, 4, 2, 8, 4, dtype=jnp.float32)
+    inputs = make_inputs(seeds.rng(), 10, 4, 2, 8, 4, dtype=jnp.float32)
     *_, weights, chosen = inputs
 
     def stacked(x, w_gate_up, w_down):
@@ -188,7 +189,7 @@ def test_runs_under_scan_remat_and_vmap():
 @pytest.mark.parametrize("chunk_tokens", [None, 7])
 def test_totals_grow_by_the_gradients_of_weights_and_nothing_else_changes(chunk_tokens):
     with jax.enable_x64(True):
-        rng = np.random.default_rng()
+        rng = seeds.rng()
         x, *weights, topk_weights, chosen = make_inputs(rng, 20, 6, 2, 8, 4, "half_empty")
         direction = jnp.asarray(rng.normal(size=x.shape))
         totals = tuple(jnp.asarray(rng.normal(size=w.shape)).at[:, 0, 0].set(-0.0) for w in weights)
@@ -245,7 +246,7 @@ def test_totals_of_stacked_layers_grow_where_they_lie(backend):
     """In our kernels bit for bit, though XLA takes each layer's totals out of the stack and puts them back."""
     if not implementation(backend).is_native():
         pytest.skip(f"backend {backend} is not written for this device")
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     layers, (tokens, experts, k, hidden, inter) = 3, (300, 8, 2, 128, 64)
     x, *weights, topk_weights, chosen = make_inputs(rng, tokens, experts, k, hidden, inter, "half_empty", jnp.float32)
     x, how = x.astype(jnp.bfloat16), {"backend": backend}
@@ -273,7 +274,7 @@ def test_totals_of_stacked_layers_grow_where_they_lie(backend):
 
 def test_totals_of_devices_are_their_own():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-    x, *weights, topk_weights, chosen = make_inputs(np.random.default_rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)
+    x, *weights, topk_weights, chosen = make_inputs(seeds.rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)
     totals = tuple(jnp.ones_like(w) for w in weights)
 
     def after(totals, x, topk_weights, chosen):
@@ -290,7 +291,7 @@ def test_totals_of_devices_are_their_own():
 
 
 def test_keeps_h_but_nothing_of_tokens_times_k_times_hidden():
-    inputs = make_inputs(np.random.default_rng(), 32, 4, 2, 64, 4, dtype=jnp.float32)
+    inputs = make_inputs(seeds.rng(), 32, 4, 2, 64, 4, dtype=jnp.float32)
     *arrays, chosen = inputs
     _, vjp = jax.vjp(lambda *a: kernels.experts_mlp(*a, chosen), *arrays)
     shapes = [leaf.shape for leaf in jax.tree.leaves(vjp)]
@@ -313,7 +314,7 @@ def test_memory_does_not_grow_with_experts_times_rows():
 
 def test_ids_out_of_range_are_nobody():
     with jax.enable_x64(True):
-        *arrays, chosen = make_inputs(np.random.default_rng(), 20, 5, 3, 8, 4)
+        *arrays, chosen = make_inputs(seeds.rng(), 20, 5, 3, 8, 4)
         chosen = chosen.at[3:9, 1].set(5).at[7:, 2].set(-1)
         compare(kernels.experts_mlp, oracle.experts_mlp, (*arrays, chosen), 1e-12)
         d_weights = gradients((*arrays, chosen))[3]
@@ -322,7 +323,7 @@ def test_ids_out_of_range_are_nobody():
 
 @pytest.mark.parametrize("weight", [np.nan, np.inf])
 def test_the_weight_of_nobody_may_be_anything(weight):
-    *arrays, weights, chosen = make_inputs(np.random.default_rng(), 6, 4, 2, 8, 4, dtype=jnp.float32)
+    *arrays, weights, chosen = make_inputs(seeds.rng(), 6, 4, 2, 8, 4, dtype=jnp.float32)
     chosen = chosen.at[2, 0].set(-1).at[4, 1].set(4)
     wild = jnp.where((chosen < 0) | (chosen == 4), weight, weights)
     for actual, expected in zip(
@@ -337,7 +338,7 @@ def test_the_weight_of_nobody_may_be_anything(weight):
 def test_room_for_fewer_pairs_leaves_out_the_last_experts(max_pairs):
     """Of 60 pairs at most 37 are in range: with room for them all is as without the bound."""
     with jax.enable_x64(True):
-        *arrays, chosen = make_inputs(np.random.default_rng(), 20, 5, 3, 8, 4)
+        *arrays, chosen = make_inputs(seeds.rng(), 20, 5, 3, 8, 4)
         chosen = jnp.where(jnp.arange(60).reshape(20, 3) % 60 < 37, chosen, -1)
         order = jnp.argsort(jnp.where(chosen < 0, 5, chosen).reshape(-1), stable=True)
         kept = (*arrays, chosen.reshape(-1).at[order[max_pairs:]].set(-1).reshape(20, 3))
@@ -346,7 +347,7 @@ def test_room_for_fewer_pairs_leaves_out_the_last_experts(max_pairs):
 
 def test_chunks_add_bf16_weight_gradients_in_f32():
     """512 chunks: a bf16 running sum would lose most of the later ones."""
-    inputs = make_inputs(np.random.default_rng(), 512, 2, 1, 8, 4, dtype=jnp.bfloat16)
+    inputs = make_inputs(seeds.rng(), 512, 2, 1, 8, 4, dtype=jnp.bfloat16)
     wide = [a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for a in inputs]
     chunked = jax.grad(lambda w: kernels.experts_mlp(*inputs[:2], w, *inputs[3:], chunk_tokens=1).astype(jnp.float32).sum())
     exact = gradients(wide)[2]
@@ -359,7 +360,7 @@ def test_chunks_add_bf16_weight_gradients_in_f32():
 )
 def test_parts_give_what_all_their_tokens_give_at_once(ends, routing):
     with jax.enable_x64(True):
-        inputs = make_inputs(np.random.default_rng(), 21, 5, 2, 8, 4, routing)
+        inputs = make_inputs(seeds.rng(), 21, 5, 2, 8, 4, routing)
 
         def in_parts(x, w_gate_up, w_down, weights, chosen):
             parts = list(map(kernels.Part, *(jnp.split(a, ends) for a in (x, weights, chosen))))
@@ -373,20 +374,20 @@ def test_parts_give_what_all_their_tokens_give_at_once(ends, routing):
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("backend", ["mosaic", "xla"])
 def test_tokens_without_choices_get_nothing(tokens, backend):
-    *arrays, _, _ = make_inputs(np.random.default_rng(), tokens, 4, 2, 128, 64, dtype=jnp.bfloat16)
+    *arrays, _, _ = make_inputs(seeds.rng(), tokens, 4, 2, 128, 64, dtype=jnp.bfloat16)
     y = kernels.experts_mlp(*arrays, jnp.zeros((tokens, 0)), jnp.zeros((tokens, 0), jnp.int32), backend=backend)
     np.testing.assert_array_equal(y, np.zeros((tokens, 128)))
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 4])
 def test_ids_of_8_bits_may_be_of_256_experts(chunk_tokens):
-    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 6, 256, 2, 8, 4, dtype=jnp.float32)
+    x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 6, 256, 2, 8, 4, dtype=jnp.float32)
     run = partial(kernels.experts_mlp, x, w_gate_up, w_down, weights, chunk_tokens=chunk_tokens, backend="xla")
     np.testing.assert_array_equal(run(topk_experts=chosen.astype(jnp.uint8)), run(topk_experts=chosen))
 
 
 def test_a_plan_of_few_is_refused_where_gradients_may_be_asked_for():
-    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 1, 3, 2, 8, 4, dtype=jnp.float32)
+    x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 1, 3, 2, 8, 4, dtype=jnp.float32)
     rows = plan_of_few(chosen, 3, 1)
     with pytest.raises(ValueError, match=r"of plan_of_few.*make it by plan"):
         kernels.gate_up(x, w_gate_up, rows, backend="xla")
@@ -397,14 +398,14 @@ def test_a_plan_of_few_is_refused_where_gradients_may_be_asked_for():
 def test_a_part_waits_for_those_before_it_and_its_result_for_no_other():
     """Else XLA joins small operations of all parts, and none begins before the last part's tokens are there. The first part's
     down pass waits for all others."""
-    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 6, 3, 2, 8, 4, dtype=jnp.float32)
+    x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 6, 3, 2, 8, 4, dtype=jnp.float32)
     parts = list(map(kernels.Part, *(jnp.split(a, 3) for a in (x, weights, chosen))))
     text = jax.jit(kernels.experts_mlp_of_parts).lower(parts, w_gate_up, w_down).as_text()
     assert text.count("optimization_barrier") == 3
 
 
 def test_parts_that_differ_in_more_than_their_tokens_are_refused():
-    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 6, 3, 2, 8, 4, dtype=jnp.float32)
+    x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 6, 3, 2, 8, 4, dtype=jnp.float32)
     part = kernels.Part(x, weights, chosen)
     one_choice = part._replace(topk_weights=weights[:, :1], topk_experts=chosen[:, :1])
     with pytest.raises(ValueError, match=r"the same dtypes and widths; got .*, int32\[tokens, 2\]; .*, int32\[tokens, 1\]"):
@@ -427,7 +428,7 @@ def test_parts_that_differ_in_more_than_their_tokens_are_refused():
 @pytest.mark.parametrize("sharding", ["shard_map", "shard_map unchecked", "gspmd"])
 def test_runs_on_a_mesh(sharding, chunk_tokens):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-    inputs = make_inputs(np.random.default_rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)
+    inputs = make_inputs(seeds.rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)
     specs = (P("data"), P(), P(), P("data"), P("data"))
     layer = partial(kernels.experts_mlp, chunk_tokens=chunk_tokens)
     if sharding == "gspmd":
@@ -440,7 +441,7 @@ def test_runs_on_a_mesh(sharding, chunk_tokens):
 
 def test_a_shard_map_may_leave_axes_of_its_mesh_to_the_compiler():
     mesh = AbstractMesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
-    inputs = make_inputs(np.random.default_rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)
+    inputs = make_inputs(seeds.rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)
     specs = (P("expert"), P(), P(), P("expert"), P("expert"))
 
     def of_all(*arguments):
@@ -464,14 +465,14 @@ def test_a_shard_map_may_leave_axes_of_its_mesh_to_the_compiler():
     ],
 )
 def test_shapes_that_do_not_fit_are_named(position, shape, message):
-    inputs = list(make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32))
+    inputs = list(make_inputs(seeds.rng(), 5, 4, 2, 8, 4, dtype=jnp.float32))
     inputs[position] = jnp.zeros(shape, inputs[position].dtype)
     with pytest.raises(ValueError, match=message):
         kernels.experts_mlp(*inputs)
 
 
 def test_shapes_that_do_not_fit_the_plan_are_named():
-    x, w_gate_up, w_down, weights, chosen = make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
+    x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
     rows = kernels.plan(chosen, 4)
     with pytest.raises(ValueError, match=r"x must .* with tokens=5; got \[4, 8\]"):
         kernels.gate_up(x[:4], w_gate_up, rows)
@@ -482,7 +483,7 @@ def test_shapes_that_do_not_fit_the_plan_are_named():
 
 
 def test_mesh_axes_along_which_jax_asks_for_layouts_are_refused():
-    x, *others = make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
+    x, *others = make_inputs(seeds.rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
     x, chosen = (jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (x, others[-1]))
     with pytest.raises(ValueError, match=r"x is split as P\('data', None\) over mesh axes of type Explicit.*make_mesh"):
@@ -494,7 +495,7 @@ def test_mesh_axes_along_which_jax_asks_for_layouts_are_refused():
 
 
 def test_other_bad_arguments_are_named():
-    inputs = make_inputs(np.random.default_rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
+    inputs = make_inputs(seeds.rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
     with pytest.raises(ValueError, match="hidden and inter must be at least 1; got 8 and 0"):
         kernels.experts_mlp(inputs[0], inputs[1][:, :0], inputs[2][:, :, :0], *inputs[3:])
     with pytest.raises(ValueError, match="x must have a floating dtype; got int32"):

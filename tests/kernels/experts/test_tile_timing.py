@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.mosaic import tile_timing
@@ -49,7 +50,7 @@ def results(pass_name, tiles, matrix, chosen, experts, draw):
 )
 def test_the_bits_do_not_depend_on_the_tile(pass_name, tiles):
     """Sums over k are exact here, since the interpreter adds up a step as its CPU likes; the order of all others counts."""
-    rng = np.random.default_rng()
+    rng = seeds.rng()
 
     def draw(shape):
         return jnp.asarray(rng.integers(-4, 5, size=shape) / 4, jnp.bfloat16)
@@ -66,7 +67,7 @@ def test_the_bits_do_not_depend_on_the_tile(pass_name, tiles):
 @pytest.mark.skipif(not mosaic.is_native(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("pass_name", PASSES)
 def test_the_bits_of_every_candidate_agree_on_the_gpu(pass_name):
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     matrix = (1536, 768)
 
     def draw(shape):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, relative_error
 
@@ -88,7 +89,7 @@ def on_devices(devices, layout, method, hops="nccl", check_vma=True):
     ],
 )
 def test_equals_one_device(devices, layout, method, heads, kv_heads):
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     run = on_devices(devices, layout, method)
     for window in (SEQ, 2**31 - 1, 1, *rng.integers(2, SEQ, 4)):
         arrays, ids, window = make(rng, heads, kv_heads), packed(rng), jnp.int32(window)
@@ -106,7 +107,7 @@ def test_equals_one_device(devices, layout, method, heads, kv_heads):
 )
 def test_a_ring_takes_the_keys_of_many_devices_at_once(devices, layout, at_once, monkeypatch):
     """Where hops are copies."""
-    rng, (heads, kv_heads) = np.random.default_rng(), (4, 2)
+    rng, (heads, kv_heads) = seeds.rng(), (4, 2)
     of_one_device = 2 * BATCH * SEQ // devices * kv_heads * WIDTH * 4
     monkeypatch.setattr(ring, "KEYS_AT_ONCE", at_once * of_one_device)
     run = on_devices.__wrapped__(devices, layout, "ring", hops="copies")
@@ -116,7 +117,7 @@ def test_a_ring_takes_the_keys_of_many_devices_at_once(devices, layout, at_once,
 
 
 def test_equals_one_device_without_check_vma():
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     arrays, ids, window = make(rng, 4, 2), packed(rng), jnp.int32(SEQ)
     compare(on_devices(2, "zigzag", "ring", check_vma=False)(arrays, ids, window), arrays, ids, window)
 
@@ -124,7 +125,7 @@ def test_equals_one_device_without_check_vma():
 @pytest.mark.thorough
 def test_errors_in_bf16_do_not_grow_with_the_ring():
     """Of twenty draws together: in one of so few numbers errors differ by a tenth and more by chance."""
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     draws = [make(rng, 4, 2, jnp.bfloat16) for _ in range(20)]
     ids = jnp.ones((BATCH, SEQ), jnp.int32)
 
@@ -159,7 +160,7 @@ def expand(weight, latents, k_shared):
 )
 def test_what_keys_and_values_are_made_of_travels(devices, layout, method, hops, travels):
     """Results and gradients of expanded keys on one device; in bf16 about as near to them as it comes itself."""
-    rng, ids = np.random.default_rng(), packed(np.random.default_rng())
+    rng, ids = seeds.rng(), packed(seeds.rng())
     runs = jnp.cumsum(ids != jnp.roll(ids, 1, axis=1), axis=1)
     shapes = (BATCH, SEQ, 4, WIDTH), (BATCH, SEQ, 6), (BATCH, SEQ, WIDTH - 5), (4, 6, 9), (BATCH, SEQ, 4, 4)
     *arrays, direction = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
@@ -202,7 +203,7 @@ def elements_that_leave(f, *arguments):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_positions_and_segments_go_over_the_borders_of_devices(layout):
-    ids, context = packed(np.random.default_rng()), ContextParallel(layout=layout)
+    ids, context = packed(seeds.rng()), ContextParallel(layout=layout)
 
     def local(ids):
         starts = starts_of_segments(ids, layout=layout)

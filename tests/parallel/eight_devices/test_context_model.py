@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 import tiny
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -53,7 +54,7 @@ def make_batch(rng):
 def single(make_model):
     """(model of parameters, parameters, batch, loss and gradients) of one device."""
     graph, parameters, biases = nnx.split(make_model(), nnx.Param, ExpertBias)
-    batch = make_batch(np.random.default_rng())
+    batch = make_batch(seeds.rng(__name__))
 
     def merge(parameters):
         return nnx.merge(graph, parameters, biases)
@@ -123,7 +124,7 @@ def test_dynamic_rotary_embeddings_have_one_base_on_all_devices():
     rope = RopeParameters(rope_type="dynamic", factor=2.0)
     config = replace(tiny.dense().config, num_hidden_layers=1, max_position_embeddings=8, rope_parameters=rope)
     graph, parameters = nnx.split(moe_jax.from_config(config, rngs=nnx.Rngs(0)))
-    batch = make_batch(np.random.default_rng())
+    batch = make_batch(seeds.rng())
 
     def logits(context_parallel=None):
         model = nnx.merge(graph, parameters)

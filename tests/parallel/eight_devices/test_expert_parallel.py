@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import seeds
 from expert_layer import (
     ARGUMENTS,
     EXPERTS,
@@ -142,7 +143,7 @@ def test_runs_under_scan_and_remat():
 def test_ids_of_eight_bits_name_all_of_256_experts():
     x, w_gate_up, w_down, weights = arrays()
     w_gate_up, w_down = (jnp.tile(w, (256 // EXPERTS, 1, 1)) for w in (w_gate_up, w_down))
-    chosen = jnp.asarray(np.random.default_rng().integers(0, 256, (TOKENS, K)), jnp.uint8)
+    chosen = jnp.asarray(seeds.rng().integers(0, 256, (TOKENS, K)), jnp.uint8)
     y, _ = jax.jit(sharded(ExpertParallel(), make_mesh(expert=4)))(x, w_gate_up, w_down, weights, chosen)
     assert relative_error(y, oracle.experts_mlp(x, w_gate_up, w_down, weights, chosen.astype(jnp.int32))) < 1e-5
 

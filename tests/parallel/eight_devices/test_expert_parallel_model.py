@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 import tiny
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -88,7 +89,7 @@ def test_dropped_choices_are_reported_by_layer():
 
 def test_padding_pushes_no_token_out():
     """Of 160 tokens a device 96 are padding and stand first; 64 fit from a device to a device."""
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     block = MoE(8, 4, 8, 2, stddev=0.5, rngs=nnx.Rngs(int(rng.integers(2**31))))
     x = jnp.asarray(rng.normal(size=(4 * 160, 8)), jnp.float32)
     valid = jnp.tile(jnp.arange(160) >= 96, 4)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 import tiny
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -16,7 +17,7 @@ from moe_jax.parallel.fsdp import ShardedParameters
 @pytest.fixture(scope="module")
 def single():
     """(graph, parameters, tokens, direction, loss, gradients) of one device."""
-    rng = np.random.default_rng()
+    rng = seeds.rng(__name__)
     graph, parameters = nnx.split(tiny.model(), nnx.Param)
     tokens = jnp.asarray(rng.integers(0, 264, (8, 6)))
     direction = jnp.asarray(rng.normal(size=(8, 6, 264)), jnp.float32)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 import tiny
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -67,7 +68,7 @@ def train(batch, parallelism=None, steps=2, make_model=tiny.model, **options):
     ids=["moe-fsdp-expert", "moe-data-fsdp-context", "deepseek-mtp"],
 )
 def test_two_steps_are_those_of_one_device(sizes, options):
-    batch = make_batch(np.random.default_rng())
+    batch = make_batch(seeds.rng())
     expected, expected_metrics = train(batch, **options)
     state, metrics = train(batch, Parallelism(make_mesh(**sizes)), **options)
     # The second step inherits f32's noise through AdamW, as the parameters below do.
@@ -87,7 +88,7 @@ def test_two_steps_are_those_of_one_device(sizes, options):
 
 
 def test_the_loss_on_held_out_text_is_that_of_one_device():
-    batches = [make_batch(np.random.default_rng()) for _ in range(2)]
+    batches = [make_batch(seeds.rng()) for _ in range(2)]
 
     def evaluate(parallelism=None):
         state, _ = train(batches[0], parallelism, steps=0)
@@ -101,13 +102,13 @@ def test_the_loss_on_held_out_text_is_that_of_one_device():
 def test_a_step_is_compiled_with_the_options_of_its_hops(monkeypatch):
     monkeypatch.setattr(Parallelism, "compiler_options", {"xla_no_such_option": "1"})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-        train(make_batch(np.random.default_rng()), Parallelism(make_mesh(fsdp=8)))
+        train(make_batch(seeds.rng()), Parallelism(make_mesh(fsdp=8)))
 
 
 def test_dropped_choices_are_a_metric():
     mesh = make_mesh(expert=4, data=2)
     tight = ExpertParallel(transport="all_to_all", drop="position", capacity_factor=0.1)
-    _, [metrics] = train(make_batch(np.random.default_rng()), Parallelism(mesh, tight), steps=1)
+    _, [metrics] = train(make_batch(seeds.rng()), Parallelism(mesh, tight), steps=1)
     # 64 tokens from a device to a device always fit.
     assert metrics["num_dropped"] == 0 and metrics["num_dropped"].dtype == jnp.int32
 
@@ -122,14 +123,14 @@ def test_rounds_and_shadows_are_metrics_of_each_layer():
         return model
 
     parallelism = Parallelism(make_mesh(expert=4, context=2), ExpertParallel(shadow_experts=3, flops_per_byte=0.0))
-    batch = make_batch(np.random.default_rng())
+    batch = make_batch(seeds.rng())
     _, [metrics] = train(batch, parallelism, steps=1, make_model=make_model, gradient_accumulation=2)
     for name, value in (("num_shadows", 2), ("num_rounds", 1)):
         assert metrics[name].tolist() == [value, value] and metrics[name].dtype == jnp.float32
 
 
 def test_rows_that_cannot_be_dealt_out_are_refused():
-    batch = {name: array[:6] for name, array in make_batch(np.random.default_rng()).items()}
+    batch = {name: array[:6] for name, array in make_batch(seeds.rng()).items()}
     with pytest.raises(
         ValueError, match=r"6 rows cannot be dealt out to data=2 x fsdp=4 x expert=1; it must be a multiple of 8"
     ):
@@ -150,7 +151,7 @@ def test_a_loss_of_ones_own_is_one_devices():
         summed, labels = jax.lax.psum(found.sum(), mesh_axes), batch["num_labels"]
         return -summed / labels, {"labels": labels}
 
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     batch = make_batch(rng) | {"weight": rng.normal(size=ROWS).astype(np.float32)}
     options = dict(loss=loss, aux_loss_coef=0.0, sequence_loss_coef=0.0, z_loss_coef=0.0, steps=1)
     parallelism = Parallelism(make_mesh(fsdp=2, expert=2, context=2))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 from expert_layer import (
     ARGUMENTS,
     EXPERTS,
@@ -117,7 +118,7 @@ def test_kept_for_backward_are_the_copies_and_rows_for_them():
 
 
 def test_a_sum_to_all_devices_rounds_once_whatever_the_shape():
-    of_devices = jnp.asarray(np.random.default_rng().normal(size=(8, 5, 3)), jnp.bfloat16)
+    of_devices = jnp.asarray(seeds.rng().normal(size=(8, 5, 3)), jnp.bfloat16)
     everywhere = jax.shard_map(
         lambda x: sum_to_all(x, "expert"), mesh=make_mesh(expert=8), in_specs=P("expert"), out_specs=P("expert")
     )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,7 +89,7 @@ def test_tokens_of_the_owner_itself_are_no_reason_for_a_shadow():
 def test_a_skewed_load_is_shadowed_and_an_even_one_is_not():
     """The policy that FastMoE ships compares what the devices send, which is always the same, and shadows nothing."""
     popularity = np.array([0.5, 0.2, *[0.05] * 6])
-    rng, price = np.random.default_rng(), rows_per_shadow(ExpertParallel.flops_per_byte, 2, 8)
+    rng, price = seeds.rng(), rows_per_shadow(ExpertParallel.flops_per_byte, 2, 8)
     load = np.stack([rng.multinomial(32768, popularity) for _ in range(8)])
     assert sorted(selected(load, 4, price)) == [0, 1]
     assert selected(np.full((8, 8), 4096), 4, price) == []
