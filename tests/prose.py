@@ -22,7 +22,7 @@ def long_lines(page: str) -> Iterator[str]:
 
 
 def long_sentences(page: str) -> Iterator[str]:
-    """Yields sentences of more than MAX_WORDS words. A code span counts as one word, and a colon or semicolon ends a sentence."""
+    """Yields sentences of more than MAX_WORDS words. A code span is one word. A colon before a capital ends a sentence."""
     for block in blocks(page):
         text = _LINK.sub(r"\1", _CODE.sub("CODE", block))
         for sentence in _SENTENCE_END.split(" ".join(text.split())):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from moe_jax.train import batches, open_documents
 from moe_jax.train.data.packing import PADDING, pieces
+from moe_jax.train.data.tokenization import Tokenized
 
 
 @settings(max_examples=50, deadline=None)
@@ -15,7 +16,7 @@ from moe_jax.train.data.packing import PADDING, pieces
 def test_cutting_loses_no_label(length, seq_len, seed):
     rng = np.random.default_rng(seed)
     tokens, trained = rng.integers(0, 99, length).astype(np.int32), rng.random(length) < 0.5
-    cut = pieces(tokens, trained, 7, seq_len)
+    cut = pieces(Tokenized(tokens, trained, 7), seq_len)
     labels = np.concatenate([piece["labels"][piece["loss_mask"] == 1] for piece in cut] or [np.zeros(0, np.int32)])
     np.testing.assert_array_equal(labels, tokens[1:][trained[1:]])
     assert all(len(piece["tokens"]) <= seq_len and piece["loss_mask"].any() for piece in cut)

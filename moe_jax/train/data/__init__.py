@@ -1,7 +1,7 @@
-"""From documents on disk to endless, shuffled, resumable batches of packed rows.
+"""Endless, shuffled, resumable batches of packed rows, made from documents on disk.
 
-The documents of all epochs, in their order, are dealt out in turn to streams: one for each 32 rows of a batch or more, which it
-packs by itself. Their number follows from the batch size alone.
+The shuffled documents of all epochs are dealt to streams in turn. Each stream packs 32 or more rows of a batch by itself.
+The number of streams follows from the batch size alone.
 """
 
 import weakref
@@ -34,24 +34,24 @@ def batches(
     begin_texts: bool = True,
     skip_bad: bool = False,
 ) -> "Batches":
-    """An endless iterator of batches: dicts of int32 [batch_size, seq_len], see `packing`. Each epoch has its own order.
+    """Returns an endless iterator of batches: dicts of int32 [batch_size, seq_len] (`packing`). Each epoch has its own order.
 
-    `get_state()` is the position, a tree of JSON values; `set_state` goes back to it exactly, given the same arguments.
-    Text documents begin with what the tokenizer begins a text with, such as a BOS token, and end with its eos token. Chats
-    are what its template writes. The next batch is made in threads while a step computes.
+    `get_state()` returns the position, a tree of JSON values. `set_state` goes back to it exactly, given the same arguments.
+    Text documents begin with the tokenizer's BOS token, if it adds one, and end with its eos token.
+    The chat template renders chats. Threads make the next batch while a step computes.
 
     Args:
-      rows: the rows that this process needs (`Parallelism.own_rows`); others may hold padding alone. Default: all.
-      begin_texts: False leaves out what the tokenizer begins a text with, as runs begun before version 0.2 did.
+      rows: the rows that this process needs (`Parallelism.own_rows`). Other rows may hold padding. Default: all rows.
+      begin_texts: False leaves out the tokenizer's BOS token, as runs begun before version 0.2 did.
       skip_bad: leave out conversations that the template cannot render, instead of raising. Positions fit either way.
 
     Raises:
       ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets; or
-        conversations begin with an answer, and its template does not mark answers. While iterating (the position stays
-        as it was before the batch): a conversation that its template cannot render, by file and line, or a file that has
-        changed since it was opened.
+        conversations begin with an answer, and the template does not mark answers. While iterating: a conversation that
+        the template cannot render, by file and line, or a file that changed since it was opened. The position then stays
+        as it was before the batch.
     """
-    # Half a second, which commands and settings that read no data need not wait for.
+    # The import takes half a second. Commands that read no data should not pay for it.
     import grain
 
     skipped: dict[int, str] = {}
@@ -71,20 +71,20 @@ def batches(
 
 
 class Batches(Iterator[Rows]):
-    """The rows of `num_streams` streams, one stream's behind the other's; `padding` in place of streams that are not here.
+    """The rows of `num_streams` streams, one stream after the other; `padding` replaces streams of other processes.
 
-    What a packed row holds depends on all documents before it, but on those of its stream alone. So batches are the same
-    whatever the number of processes, and each process reads the streams of which it needs rows.
+    A packed row depends on all earlier documents of its own stream, and on no other stream. So batches are the same
+    for any number of processes. Each process reads the streams whose rows it needs.
 
     Attributes:
-      skipped: why documents that were read so far are left out, by their index.
+      skipped: {document index: reason} of all documents left out so far.
     """
 
     def __init__(
         self, streams: "dict[int, grain.DatasetIterator[Rows]]", num_streams: int, padding: Rows, skipped: dict[int, str]
     ):
         self._streams, self._num_streams, self._padding, self.skipped = streams, num_streams, padding, skipped
-        # Grain's iterators end their threads when they are deleted; at the interpreter's end they could not any more.
+        # Grain's iterators end their threads when deleted. At the interpreter's exit that would be too late.
         weakref.finalize(self, streams.clear)
 
     def __next__(self) -> Rows:
@@ -92,20 +92,20 @@ class Batches(Iterator[Rows]):
         try:
             parts = [next(self._streams[i]) if i in self._streams else self._padding for i in range(self._num_streams)]
         except Exception:
-            # Some streams have given their rows already, and the one that failed is behind the bad document.
+            # Some streams have advanced already, and the failed stream stands after the bad document.
             self.set_state(before)
             raise
         return {name: np.concatenate([part[name] for part in parts]) for name in PADDING}
 
     def get_state(self) -> dict[str, Any]:
-        """The position in these streams, by their number."""
+        """Returns {stream number: position} of this process's streams."""
         return {str(i): stream.get_state() for i, stream in self._streams.items()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a position that has these streams, and may have others.
+        """Moves to a position that includes all streams of this process.
 
         Raises:
-          ValueError: it has not all of these.
+          ValueError: the position lacks a stream.
         """
         if missing := [i for i in self._streams if str(i) not in state]:
             raise ValueError(
@@ -122,19 +122,19 @@ class Batches(Iterator[Rows]):
 
 
 def _rows_of_stream(batch_size: int) -> int:
-    """The fewest rows, of at least PACKING_ROWS, that divide a batch; all of them where there are no such.
+    """Returns the smallest divisor of `batch_size` that is at least PACKING_ROWS; `batch_size` if it is smaller.
 
-    With fewer a stream would tokenize for batches to come before it gave its first row.
+    A stream of fewer rows would tokenize documents of later batches before it gave its first row.
     """
     return next(rows for rows in range(min(PACKING_ROWS, batch_size), batch_size + 1) if batch_size % rows == 0)
 
 
 def _cut(seq_len: int) -> "grain.experimental.FlatMapTransform":
-    """From a tokenized document to its pieces."""
+    """Returns the transform from a tokenized document to its pieces."""
     import grain
 
     class Cut(grain.experimental.FlatMapTransform):
         def flat_map(self, element: Tokenized) -> list[dict[str, np.ndarray]]:
-            return pieces(*element, seq_len)
+            return pieces(element, seq_len)
 
     return Cut()

@@ -1,8 +1,9 @@
-"""A conversation as tokens, with a mask of those that the assistant wrote.
+"""A conversation as tokens, with a mask of the assistant's tokens.
 
-A chat template that marks the assistant's text with `{% generation %}` says itself which tokens these are. For others
-the spans are found by rendering: an answer starts where the rendering of the messages before it, with the generation
-prompt, ends; it ends with what the template puts behind an answer (the end-of-turn token, tool calls).
+A chat template may mark the assistant's text with `{% generation %}`. The marks then give the mask.
+For other templates the spans are found by rendering parts of the conversation.
+An answer starts where the earlier messages, rendered with the generation prompt, end.
+It ends with the text that the template puts after an answer: the end-of-turn token, tool calls.
 """
 
 import re
@@ -20,7 +21,7 @@ GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def chat_tokens(
     tokenizer: Any, messages: list[dict[str, Any]], tools: list | None = None
 ) -> tuple[Int[np.ndarray, "tokens"], Bool[np.ndarray, "tokens"]]:
-    """Token ids of the whole conversation, and which of them are learned: the assistant's, its end-of-turn tokens included.
+    """Returns (token ids, learned) of a conversation. The assistant's tokens are learned, with its end-of-turn tokens.
 
     An answer with "weight" 0 is not learned, as in OpenAI's format.
 
@@ -53,7 +54,7 @@ def chat_tokens(
 
 
 def _without_weight_0(marked: np.ndarray, messages: list[dict[str, Any]]) -> np.ndarray:
-    """The marked tokens, without those of answers of weight 0."""
+    """Returns the mask without the tokens of answers whose weight is 0."""
     weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
     if all(weights):
         return marked
@@ -68,7 +69,7 @@ def _without_weight_0(marked: np.ndarray, messages: list[dict[str, Any]]) -> np.
 
 
 def _span(tokenizer, messages: list[dict[str, Any]], tools, i: int, text: str) -> tuple[int, int]:
-    """The characters of `text` that are answer i: from behind the generation prompt through the end of the turn."""
+    """Returns (start, end) of answer i in `text`: from the end of the generation prompt through the end of the turn."""
     before = _render(tokenizer, messages[:i], tools, add_generation_prompt=True)
     end = len(text) - _after_content(tokenizer, messages, tools, i, text)
     # Templates may render an answer differently when it comes last (Qwen3 adds an empty <think>), so what follows the
@@ -89,7 +90,7 @@ def _span(tokenizer, messages: list[dict[str, Any]], tools, i: int, text: str) -
 
 
 def _after_content(tokenizer, messages: list[dict[str, Any]], tools, i: int, text: str) -> int:
-    """How many characters of the rendering `text` come after the content of message i."""
+    """Counts the characters of the rendering `text` after the content of message i."""
     common = len(text)
     # Two stand-ins with different last characters: at most one of them can end as the content does.
     for stand_in in ("x1", "x2"):
@@ -99,7 +100,7 @@ def _after_content(tokenizer, messages: list[dict[str, Any]], tools, i: int, tex
 
 
 def _render(tokenizer, messages, tools, **options) -> Any:
-    """What the chat template makes of the messages: text, unless the options ask for more."""
+    """Renders the messages with the chat template: to text, unless the options ask for tokens."""
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, **{"tokenize": False, **options})
     except Exception as error:  # templates raise whatever they like, jinja's TemplateError mostly

@@ -58,7 +58,7 @@ class Documents:
         return {**record, "document": int(index)}
 
     def _read(self, index: int) -> dict[str, Any] | None:
-        """The document's record; None if its file has changed."""
+        """Returns the document's record; None if its file has changed."""
         number = self.file[index]
         try:
             with open(self.files[number], "rb") as handle:
@@ -70,7 +70,7 @@ class Documents:
             return None
 
     def where(self, index: int) -> str:
-        """The document's place, for messages: file, line and byte offset."""
+        """Returns the document's place for messages: file, line and byte offset."""
         path = self.files[self.file[index]]
         return str(path) if self.format == "folder" else f"{path}:{self.line[index]} (byte {self.offset[index]})"
 
@@ -133,13 +133,13 @@ def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
 
 
 def _stamp(handle) -> tuple[int, int]:
-    """The open file's size and time of change: what tells, at the cost of one system call, that it was written to."""
+    """Returns the open file's size and time of change. One system call then tells whether the file was written to."""
     status = os.fstat(handle.fileno())
     return status.st_size, status.st_mtime_ns
 
 
 class _Problems:
-    """Bad lines or files, equal problems together."""
+    """Bad lines or files, with equal problems grouped."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -152,7 +152,7 @@ class _Problems:
         self._times[problem] += 1
 
     def listed(self, num_good: int) -> str:
-        """One clause for each problem, its first place in front."""
+        """Returns one clause for each problem, with its first place in front."""
         clauses = []
         for problem, place in self._first.items():
             times = self._times[problem]

@@ -4,41 +4,37 @@
     labels        b c d _ | y z _ | _      positions    0 1 2 3 0 1 2 0
     loss_mask     1 1 1 0 | 1 1 0 | 0      document     7 7 7 7 3 3 3 -1
 
-The last token of a document has no label. A document longer than a row is cut into pieces, each a segment of its own; the
-label of a piece's last token is the next piece's first, so cutting loses no label.
+The last token of a document has no label. A document longer than a row is cut into pieces, and each piece is a segment.
+The label of a piece's last token is the next piece's first token, so cutting loses no label.
 """
 
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Bool, Int
+
+from moe_jax.train.data.tokenization import Tokenized
 
 if TYPE_CHECKING:
     import grain
 
 PACKING_ROWS = 32
-"""Rows that are filled at once: a piece goes into the first that has room. More rows leave less padding, make a resume read
-more documents again, and a batch be dealt out to fewer streams."""
+"""Rows that are filled at once: a piece goes into the first row that has room. More rows leave less padding.
+But a resumed run then reads more documents again, and a batch has fewer streams."""
 
 PADDING = {"tokens": 0, "labels": 0, "loss_mask": 0, "document": -1, "segment_ids": 0, "positions": 0}
-"""What stands where no document does."""
+"""The values of places that hold no document."""
 
 FEATURES = ("tokens", "labels", "loss_mask", "document")
 
 
-def pieces(
-    tokens: Int[np.ndarray, "length"], trained: Bool[np.ndarray, "length"], document: int, seq_len: int
-) -> list[dict[str, np.ndarray]]:
-    """The document cut to pieces of at most seq_len tokens, without those in which nothing is to be predicted.
-
-    Args:
-      trained: which tokens the model learns to predict; the first never can be.
-    """
+def pieces(document: Tokenized, seq_len: int) -> list[dict[str, np.ndarray]]:
+    """Cuts a document into pieces of at most seq_len tokens. Pieces without a token to predict are left out."""
+    tokens, learned, index = document
     whole = {
         "tokens": tokens,
         "labels": np.append(tokens[1:], 0),
-        "loss_mask": np.append(trained[1:], False),
-        "document": np.full(len(tokens), document),
+        "loss_mask": np.append(learned[1:], False),
+        "document": np.full(len(tokens), index),
     }
     cuts = [slice(start, start + seq_len) for start in range(0, len(tokens), seq_len)]
     return [
@@ -47,7 +43,7 @@ def pieces(
 
 
 def packed(dataset: "grain.IterDataset", *, seq_len: int, seed: int) -> "grain.IterDataset":
-    """Rows of exactly seq_len from a dataset of pieces, as the picture above."""
+    """Packs a dataset of pieces into rows of exactly seq_len tokens, as in the picture above."""
     import grain
 
     rows = grain.experimental.FirstFitPackIterDataset(

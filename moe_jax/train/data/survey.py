@@ -1,4 +1,4 @@
-"""A data set measured before it is trained on: its tokens, the share that is learned, its cuts, and the rows that it fills."""
+"""Measures a data set before training: tokens, the learned share, cuts, and the rows that it fills."""
 
 import math
 import time
@@ -83,9 +83,10 @@ def survey(
     order = np.random.default_rng(seed).permutation(len(documents))[:max_documents]
     lengths: list[int] = []
     learned = cut = answers = answers_cut = measured = measured_bytes = 0
-    for index, (tokens, trained, _) in _measured(documents, tokenized, order, max_seconds):
+    for document in _measured(documents, tokenized, order, max_seconds):
+        tokens, trained, index = document
         measured, measured_bytes = measured + 1, measured_bytes + int(documents.size[index])
-        for piece in pieces(tokens, trained, index, seq_len):
+        for piece in pieces(document, seq_len):
             lengths.append(len(piece["tokens"]))
             learned += int(piece["loss_mask"].sum())
         cut += len(tokens) > seq_len
@@ -94,7 +95,7 @@ def survey(
             answers, answers_cut = answers + len(ends), answers_cut + int((ends >= seq_len).sum())
     if not lengths:
         raise ValueError("no document has a token to learn: each is a single token")
-    # Documents differ in length, so a sample's bytes say more of the whole than its number of documents.
+    # Documents differ in length, so the sample's share of bytes estimates the whole better than its share of documents.
     by_bytes, by_documents = float(documents.size.sum()) / measured_bytes, len(documents) / measured
     padding = _padding(lengths, seq_len)
     return Survey(
@@ -113,19 +114,19 @@ def survey(
 
 def _measured(
     documents: Documents, tokenized: Callable[[dict[str, Any]], Tokenized], order: np.ndarray, max_seconds: float | None
-) -> Iterator[tuple[int, Tokenized]]:
-    """The documents in this order, at least one of them, until the time is up."""
+) -> Iterator[Tokenized]:
+    """Yields documents in this order, at least one of them, until the time is up."""
     began = time.monotonic()
     for index in tqdm(order, desc="counting tokens", unit=" documents", delay=2, leave=False, disable=None):
-        yield int(index), tokenized(documents[int(index)])
+        yield tokenized(documents[int(index)])
         if max_seconds is not None and time.monotonic() - began > max_seconds:
             return
 
 
 def _padding(lengths: list[int], seq_len: int) -> float:
-    """The padding of rows that are filled as `packed` fills them, over a million pieces at most."""
+    """Returns the share of padding in rows filled as `packed` fills them, over at most a million pieces."""
     filled, rows, room = 0, 0, [seq_len] * PACKING_ROWS
-    # Few pieces are taken again and again, as in training: what they leave of the last rows is no padding of the run.
+    # Few pieces are repeated, as in training. Otherwise the unfinished last rows would count as padding.
     for i in range(max(min(len(lengths), 10**6), 50 * PACKING_ROWS)):
         length = lengths[i % len(lengths)]
         bin_ = next((number for number, left in enumerate(room) if left >= length), None)

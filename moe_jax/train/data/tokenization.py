@@ -1,22 +1,34 @@
-"""A document as tokens, with a mask of those that the model learns to predict."""
+"""A document as tokens, with a mask of the tokens that the model learns to predict."""
 
 import hashlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int
 
 from moe_jax.checkpoint.tokenizer import beginning
 from moe_jax.train.data.chat import GENERATION_TAG, chat_tokens
 from moe_jax.train.data.documents import MAX_PROBLEMS, Documents
 
-Tokenized = tuple[np.ndarray, np.ndarray, int]
-"""Token ids, int32 [tokens]; which of them are learned, bool [tokens]; and the document's index."""
+
+class Tokenized(NamedTuple):
+    """A document as tokens.
+
+    Attributes:
+      tokens: token ids.
+      learned: true for tokens that the model learns to predict. The first token is never predicted.
+      document: the document's index in its data set.
+    """
+
+    tokens: Int[np.ndarray, "length"]
+    learned: Bool[np.ndarray, "length"]
+    document: int
 
 
 class BadDocument(ValueError):
-    """A conversation that the chat template cannot render, or leaves nothing of to learn.
+    """A conversation that the chat template cannot render, or that leaves no token to learn.
 
     Attributes:
       reason: file and line, and why.
@@ -30,24 +42,24 @@ class BadDocument(ValueError):
 def tokenization(
     documents: Documents, tokenizer: Any, *, begin_texts: bool = True, skipped: dict[int, str] | None = None
 ) -> Callable[[dict[str, Any]], Tokenized]:
-    """Returns the function that makes tokens of a record `documents[i]`.
+    """Returns the function that tokenizes a record `documents[i]`.
 
-    A text begins with what the tokenizer begins a text with (a BOS token, for tokenizers that add one), unless `begin_texts` is
-    false; it ends with the eos token. A chat is what the chat template writes.
+    A text begins with the BOS token, for tokenizers that add one, unless `begin_texts` is false. It ends with the eos token.
+    The chat template renders a chat.
 
-    Where `skipped` is given, a conversation that would raise BadDocument has no token instead, and `skipped` tells why, by
-    the document's index.
+    With `skipped`, a conversation that would raise BadDocument gets no tokens instead.
+    The reason is stored in `skipped` under the document's index.
 
     Raises:
-      ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets; or there are
-        conversations that begin with an answer, and the template does not mark answers. From the function returned:
-        BadDocument; or all documents are skipped.
+      ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets; or
+        conversations begin with an answer, and the template does not mark answers. The returned function raises
+        BadDocument, and ValueError when all documents are skipped.
     """
     if documents.format == "chat":
         _check_chats(documents, tokenizer, skips=skipped is not None)
     elif tokenizer.eos_token_id is None:
         raise ValueError("text data needs a tokenizer with an eos token to end documents with; this one has none")
-    # The first call drops what truncation and padding a tokenizer has; while it does, no other thread may use it.
+    # The first call removes the tokenizer's truncation and padding. No other thread may use the tokenizer during that call.
     tokenizer("", add_special_tokens=False)
     if documents.format == "chat":
         chat = partial(_chat, documents, tokenizer)
@@ -56,7 +68,7 @@ def tokenization(
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A hash of what the tokenizer does to text and conversations."""
+    """Returns a hash of the tokenizer's rules for text and conversations."""
     rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
     content = "\0".join((rules, str(tokenizer.eos_token_id), str(tokenizer.chat_template)))
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
@@ -70,7 +82,7 @@ def _check_chats(documents: Documents, tokenizer: Any, *, skips: bool) -> None:
         )
     if not tokenizer.is_fast:
         raise ValueError("chat data needs a tokenizer that gives character offsets (a tokenizer.json)")
-    # A tokenizer with several templates takes one by the conversation: `chat_tokens` refuses there.
+    # A tokenizer with several templates chooses one per conversation, so `chat_tokens` refuses conversation by conversation.
     several = not isinstance(tokenizer.chat_template, str)
     wrong = np.flatnonzero(documents.begins_with_answer)
     if len(wrong) and not skips and not several and not GENERATION_TAG.search(tokenizer.chat_template):
@@ -86,18 +98,18 @@ def _check_chats(documents: Documents, tokenizer: Any, *, skips: bool) -> None:
 def _text(tokenizer: Any, begin: list[int], record: dict[str, Any]) -> Tokenized:
     tokens = tokenizer(record["text"], add_special_tokens=False, verbose=False)["input_ids"]
     whole = np.asarray([*begin, *tokens, tokenizer.eos_token_id], np.int32)
-    return whole, np.ones(len(whole), bool), record["document"]
+    return Tokenized(whole, np.ones(len(whole), bool), record["document"])
 
 
 def _chat(documents: Documents, tokenizer: Any, record: dict[str, Any]) -> Tokenized:
     index = record["document"]
     try:
-        tokens, trained = chat_tokens(tokenizer, record["messages"], record.get("tools"))
+        tokens, learned = chat_tokens(tokenizer, record["messages"], record.get("tools"))
     except ValueError as error:
         raise BadDocument(documents.where(index), str(error)) from error
-    if not trained[1:].any():
+    if not learned[1:].any():
         raise BadDocument(documents.where(index), "the chat template leaves no token of the assistant to learn from")
-    return tokens, trained, index
+    return Tokenized(tokens, learned, index)
 
 
 def _chat_or_nothing(
@@ -107,7 +119,7 @@ def _chat_or_nothing(
         return chat(record)
     except BadDocument as error:
         skipped[record["document"]] = error.reason
-        # Rows would be waited for without end.
+        # The iterator would look for a document forever.
         if len(skipped) == len(documents):
             raise ValueError(f"all {len(documents)} conversations would be skipped; one of them: {error.reason}") from error
-        return np.zeros(0, np.int32), np.zeros(0, bool), record["document"]
+        return Tokenized(np.zeros(0, np.int32), np.zeros(0, bool), record["document"])
