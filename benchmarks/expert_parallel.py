@@ -31,6 +31,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from timing import median_ms
 
+from moe_jax.config import EXPERT_LAYERS
 from moe_jax.kernels import experts_mlp
 from moe_jax.parallel import ExpertParallel, default_hops, expert_parallel_mlp
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
@@ -41,10 +42,10 @@ from moe_jax.parallel.expert.settings import Transport, first_capacity
 
 SPLIT = P("expert")
 
-EXCHANGE = dict(tokens=4096, hidden=7168, experts=256, k=8)
-"""What DeepEP publishes its bandwidth for: DeepSeek-V3's."""
+EXCHANGE = dict(tokens=4096, **EXPERT_LAYERS["deepseek-v3"]._asdict())
+"""The sizes for which DeepEP publishes its bandwidth: DeepSeek-V3's."""
 
-LAYER = dict(tokens=8192, hidden=2048, inter=768, experts=128, k=8)
+LAYER = dict(tokens=8192, **EXPERT_LAYERS["qwen3-30b-a3b"]._asdict())
 """A layer of Qwen3-30B-A3B."""
 
 ROUTINGS = "uniform", "zipf", "crowded", "placed"
@@ -78,7 +79,7 @@ def main() -> None:
     args = parser.parse_args()
     exchange, layer = dict(EXCHANGE), dict(LAYER, tokens=args.tokens)
     if args.small:
-        exchange, layer = (dict(sizes, tokens=128, hidden=64, experts=32, k=4) for sizes in (exchange, layer))
+        exchange, layer = (dict(sizes, tokens=128, hidden=64, experts=32, top_k=4) for sizes in (exchange, layer))
         layer["inter"], args.dtype, args.launches = 32, "float32", 1
     counts = args.devices or [jax.device_count()]
 
@@ -96,7 +97,7 @@ def main() -> None:
 
 def measure_exchange(counts: list[int], sizes: dict, args: argparse.Namespace):
     """Rows of bandwidths."""
-    tokens, hidden, experts, k = sizes["tokens"], sizes["hidden"], sizes["experts"], sizes["k"]
+    tokens, hidden, experts, k = sizes["tokens"], sizes["hidden"], sizes["experts"], sizes["top_k"]
     for devices in counts:
         if devices == 1:
             continue
@@ -139,7 +140,7 @@ def measure_exchange(counts: list[int], sizes: dict, args: argparse.Namespace):
 
 def measure_layer(counts: list[int], sizes: dict, args: argparse.Namespace):
     """Rows of times, efficiencies and errors."""
-    tokens, hidden, inter, experts, k = (sizes[name] for name in ("tokens", "hidden", "inter", "experts", "k"))
+    tokens, hidden, inter, experts, k = (sizes[name] for name in ("tokens", "hidden", "inter", "experts", "top_k"))
     one_device: dict[str, dict[str, float]] = {}
     for devices in sorted({1, *counts}):
         mesh, keys = make_mesh(devices), jax.random.split(jax.random.key(1), 6)

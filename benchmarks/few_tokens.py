@@ -13,7 +13,6 @@ calls, for one layer. Each row is checked against backend `xla` in f32 first.
 import argparse
 import statistics
 import sys
-from dataclasses import asdict
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,9 @@ from jaxtyping import Array, Float
 from moe_layer_peers import Shape, random_in_jax
 from timing import median_ms
 
+from moe_jax.config import EXPERT_LAYERS, ExpertLayer
 from moe_jax.kernels import experts_mlp
 from moe_jax.kernels.experts.choose_backend import BACKENDS
-from moe_jax.kernels.experts.mosaic.tune import PRESETS, Layer
 
 TOLERANCE = 2e-2
 """Of a layer's y against f32 of the same tokens, relative in the Frobenius norm."""
@@ -34,7 +33,7 @@ Weights = tuple[Float[Array, "experts hidden"], Float[Array, "experts 2*inter hi
 def main() -> None:
     """A row for each number of tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=PRESETS, default="qwen3-30b-a3b")
+    parser.add_argument("--preset", choices=EXPERT_LAYERS, default="qwen3-30b-a3b")
     for name in ("hidden", "inter", "experts", "top-k"):
         parser.add_argument(f"--{name}", type=int, help="in place of the preset's")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64, 256])
@@ -43,8 +42,8 @@ def main() -> None:
     parser.add_argument("--backend", choices=BACKENDS, help="by default the device's")
     parser.add_argument("--calls", type=int, default=50, help="in a group")
     args = parser.parse_args()
-    sizes = asdict(PRESETS[args.preset])
-    layer = Layer(**{name: getattr(args, name) or size for name, size in sizes.items()})
+    sizes = EXPERT_LAYERS[args.preset]._asdict()
+    layer = ExpertLayer(**{name: getattr(args, name) or size for name, size in sizes.items()})
     shape = Shape(layer.experts, layer.top_k, layer.hidden, layer.inter)
     weights = [random_in_jax(shape, 1, args.dtype, seed)[1:4] for seed in range(args.layers)]
     bandwidth = read_bandwidth(weights[0][1], args.calls)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from moe_jax.config import EXPERT_LAYERS
 from moe_jax.kernels import experts_mlp
 from moe_jax.kernels.experts.choose_backend import BACKENDS
 
@@ -31,7 +32,14 @@ TOLERANCE = 1e-2
 def main() -> None:
     """Checks, then prints a row for each way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"tokens": 8192, "experts": 128, "top-k": 8, "hidden": 2048, "intermediate": 768}
+    layer = EXPERT_LAYERS["qwen3-30b-a3b"]
+    sizes = {
+        "tokens": 8192,
+        "experts": layer.experts,
+        "top-k": layer.top_k,
+        "hidden": layer.hidden,
+        "intermediate": layer.inter,
+    }
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--dtype", default="bfloat16", help="of tokens and weights")

@@ -28,11 +28,11 @@ from pathlib import Path
 
 from moe_layer_peers import IN_TORCH, PEERS, Layer, Shape, build, random_in_jax
 
+from moe_jax.config import EXPERT_LAYERS
 from moe_jax.kernels.experts.choose_backend import BACKENDS
-from moe_jax.kernels.experts.mosaic import tune
 
-PRESETS = {name: Shape(layer.experts, layer.top_k, layer.hidden, layer.inter) for name, layer in tune.PRESETS.items()}
-"""The sizes of published models' layers; the routing is the same for all, softmax over all experts and top-k."""
+PRESETS = {name: Shape(layer.experts, layer.top_k, layer.hidden, layer.inter) for name, layer in EXPERT_LAYERS.items()}
+"""Sizes of published models' layers. All use the same routing: softmax over all experts and top-k."""
 
 COLUMNS = {
     "preset": "layer",

@@ -29,19 +29,19 @@ class Command:
 
 COMMANDS = {
     "Train": {
-        "finetune": Command("Finetune", "train a model on texts or chats, and export it", several_processes=True),
-        "demo": Command("Demo", "train, resume, export and sample a small model here, in 5 minutes on a CPU"),
-        "plan": Command("Plan", "predict time and memory of a training step for every mesh; needs no GPU"),
-        "launch": Command("Launch", "start a program once for each GPU of this host, as one job"),
+        "finetune": Command("FinetuneCommand", "train a model on texts or chats, and export it", several_processes=True),
+        "demo": Command("DemoCommand", "train, resume, export and sample a small model here, in 5 minutes on a CPU"),
+        "plan": Command("PlanCommand", "predict time and memory of a training step for every mesh; needs no GPU"),
+        "launch": Command("LaunchCommand", "start a program once for each GPU of this host, as one job"),
     },
     "Use": {
-        "generate": Command("Generate", "continue a prompt, or answer it", several_processes=True),
-        "convert": Command("Convert", "convert a checkpoint between Hugging Face's layout and Orbax"),
+        "generate": Command("GenerateCommand", "continue a prompt, or answer it", several_processes=True),
+        "convert": Command("ConvertCommand", "convert a checkpoint between Hugging Face's layout and Orbax"),
     },
     "Look": {
-        "plot": Command("Plot", "draw a training run: its loss, and the load of its experts"),
-        "check": Command("Check", "time one forward and one backward pass of a model", several_processes=True),
-        "tune": Command("Tune", "find the fastest tiles of the Hopper kernels for a model's experts"),
+        "plot": Command("PlotCommand", "draw a training run: its loss, and the load of its experts"),
+        "check": Command("CheckCommand", "time one forward and one backward pass of a model", several_processes=True),
+        "tune": Command("TuneCommand", "find the fastest tiles of the Hopper kernels for a model's experts"),
     },
 }
 """The commands by task. Each has a module of its name in `moe_jax.commands`."""

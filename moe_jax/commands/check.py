@@ -13,7 +13,7 @@ from moe_jax.config import NAMED_CONFIGS
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckCommand:
     """Run one forward and one backward pass: next token, loss, gradient norm, seconds, peak memory.
 
     moe-jax check Qwen/Qwen3-30B-A3B --prompt "The capital of France is"

@@ -10,7 +10,7 @@ from moe_jax.commands.options import Dtype
 
 
 @dataclass(frozen=True)
-class Convert:
+class ConvertCommand:
     """Convert a checkpoint between Hugging Face's layout and Orbax, checking every tensor on the way.
 
     moe-jax convert Qwen/Qwen3-30B-A3B out/orbax --to orbax

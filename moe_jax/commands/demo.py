@@ -6,7 +6,7 @@ from moe_jax.demo.run import DemoSettings, run_demo
 
 
 @dataclass(frozen=True)
-class Demo(DemoSettings):  # noqa: D101 (the settings' own)
+class DemoCommand(DemoSettings):  # noqa: D101 (the settings' own)
     __doc__ = DemoSettings.__doc__
 
     def run(self) -> None:

@@ -28,7 +28,7 @@ GROUPS = {
 
 
 def settings_of(command: Any) -> FinetuneSettings:
-    """The settings that a `Finetune` command was given.
+    """The settings that a `FinetuneCommand` was given.
 
     Raises:
       ValueError: settings that `FinetuneSettings` refuses.
@@ -86,10 +86,10 @@ def _attribute(title: str) -> str:
     return title.replace(" ", "_") + "_"
 
 
-Finetune = make_dataclass(
-    "Finetune",
+FinetuneCommand = make_dataclass(
+    "FinetuneCommand",
     [*((_attribute(title), _group(title)) for title in GROUPS), ("mesh", MeshShape, field(default=MeshShape()))],
     frozen=True,
     namespace={"run": _run, "settings": property(settings_of)},
 )
-Finetune.__doc__ = _documentation()[0].partition("The settings of")[0].rstrip()
+FinetuneCommand.__doc__ = _documentation()[0].partition("The settings of")[0].rstrip()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Generate:
+class GenerateCommand:
     """Continue a prompt, or answer it.
 
     moe-jax generate runs/demo/model --prompt "import os" --max-new-tokens 64
@@ -106,7 +106,7 @@ class Generate:
 
         mesh = generation_mesh(jax.devices()[:count], config)
         if mesh.shape["expert"] < count:
-            has = f"{getattr(config, 'num_experts', 0)} experts" if config.moe_layers else "no experts"
+            has = f"{config.experts.num_experts} experts" if config.experts and config.moe_layers else "no experts"
             raise ValueError(
                 f"--devices must divide the number of experts; {self.model} has {has}, and there are {count} devices"
             )

@@ -6,7 +6,7 @@ from moe_jax.runtime.launch import LaunchSettings, launch
 
 
 @dataclass(frozen=True)
-class Launch(LaunchSettings):  # noqa: D101 (the settings' own)
+class LaunchCommand(LaunchSettings):  # noqa: D101 (the settings' own)
     __doc__ = LaunchSettings.__doc__
 
     def run(self) -> None:

@@ -11,7 +11,7 @@ from moe_jax.cost.gpus import machine
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanCommand:
     """List the meshes on which a training step fits, the fastest first, with predicted time and memory. Needs no GPU.
 
     moe-jax plan qwen3-30b-a3b --devices 8
@@ -100,5 +100,5 @@ class Plan:
             best = next((prediction for prediction in predictions if prediction.fits), None)
             if best is None:
                 raise ValueError(f"--sbatch {self.sbatch}: nothing fits, so there is no run to write a script for")
-            write_batch_script(Path(self.sbatch), best.run, self.hosts_of)
+            write_batch_script(Path(self.sbatch), best.step, self.hosts_of)
             print(f"wrote {self.sbatch}; set its model, data and output, then: sbatch {self.sbatch}")

@@ -7,7 +7,7 @@ import tyro
 
 
 @dataclass(frozen=True)
-class Plot:
+class PlotCommand:
     """Draw a training run, done or under way: its loss, and how evenly its experts are loaded.
 
     moe-jax plot runs/finetune
