@@ -1,4 +1,4 @@
-"""`moe-jax demo`."""
+"""`moe-jax demo`: trains, resumes, exports and samples a small model."""
 
 from dataclasses import dataclass
 
