@@ -4,8 +4,8 @@
     python benchmarks/attention.py --shapes 8x4096 --documents 1024      # rows packed with documents of 1024 tokens: only ours
     python benchmarks/attention.py --heads 128 --kv-heads 128 --head-dim 192 --value-dim 128 --shapes 4x4096     # DeepSeek-V3's
 
-TFLOP/s count only keys that a query attends to. For queries of width d and values of width e the FLOPs are 2*B*H*N*(d+e)
-forward and B*H*N*(8*d+6*e) with backward, with N = S*S/2 pairs (S*documents/2 when packed). Times are the median of 5 groups of
+TFLOP/s count only keys that a query attends to. With queries of width d and values of width e, the FLOPs are 2*B*H*N*(d+e)
+forward and B*H*N*(8*d+6*e) with backward. N = S*S/2 pairs (S*documents/2 when packed). Times are the median of 5 groups of
 `--launches` calls between two synchronisations, on random data. cuDNN is called through the function behind
 `jax.nn.dot_product_attention(implementation="cudnn")`, which itself refuses values of another width than the keys.
 """

@@ -171,7 +171,7 @@ def next_token(model: DeepseekV3, token, cache: KVCache):
 def difference_of_logits(systems, weights, dtype: str) -> float:
     """Returns the relative difference of logits between two systems, which use the same experts.
 
-    Logits are those of a prompt of 16 tokens and of 4 tokens decoded after it.
+    They compare the logits of a prompt of 16 tokens and of 4 tokens decoded after it.
     """
     first, second = systems.values()
     tokens = jax.random.randint(jax.random.key(1), (2, 20), 0, first[0].vocab_size)

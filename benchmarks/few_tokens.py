@@ -6,7 +6,7 @@
 
 Several layers of router and experts run in one program, as in a model, each with its own weights. So the previous call leaves
 no weights in the L2 cache, and all layers share Python's overhead. *Floor* reads each expert that a token chose once, at the
-bandwidth with which XLA reads one layer's w_gate_up in the same process. A time is that of one layer, the median of 5 groups of
+bandwidth with which XLA reads one layer's w_gate_up in the same process. A time is for one layer, the median of 5 groups of
 calls. Each row is first checked against backend `xla` in f32.
 """
 
@@ -75,7 +75,7 @@ def run_layers(x: Float[Array, "tokens hidden"], weights: list[Weights], top_k: 
 
 
 def check(layers: list[tuple], weights: list[Weights]) -> None:
-    """Exits with 1 if a layer's y differs from that of backend `xla` in f32."""
+    """Exits with 1 if a layer's y differs from the y of backend `xla` in f32."""
     for i, ((x, top, chosen, y), (_, *matrices)) in enumerate(zip(layers, weights, strict=True)):
         expected = experts_mlp(*(a.astype(jnp.float32) for a in (x, *matrices)), top, chosen, backend="xla")
         error = float(jnp.linalg.norm(y - expected) / jnp.linalg.norm(expected))

@@ -5,10 +5,10 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/ring_attention.py --small                    # on a CPU
 
 For n GPUs the causal sequence has n * `--tokens` tokens. Efficiency is the time of one GPU for the whole sequence over n times
-the time of n GPUs. TFLOP/s are those of one GPU and count only keys that a query attends to: 4*H*N*d forward, 14*H*N*d with
+the time of n GPUs. TFLOP/s count one GPU's work and only keys that a query attends to: 4*H*N*d forward, 14*H*N*d with
 backward, with N = S*S/2 pairs. "hop" is one `ppermute` of a device's k and v alone, in GB/s that leave each device.
 
-Outputs and gradients are compared with those of one GPU. The process exits with 1 if they differ or a method failed. Times are
+Outputs and gradients are compared with one GPU's. The process exits with 1 if they differ or a method failed. Times are
 the median of `--groups` groups of `--launches` calls between two synchronisations, on random data. Groups of all methods
 alternate.
 """

@@ -4,7 +4,7 @@
     python benchmarks/tile_tables.py --presets deepseek-v3 --tokens 16384 --tables halved rule packaged
 
 `moe-jax tune` times each pass alone. In a layer the power limit sets the clock, and other passes decide the contents of the L2
-cache, so a tile that is faster alone may gain nothing. `packaged` is the table of a user without one. `rule` is the choice for
+cache. A tile that is faster alone may gain nothing. `packaged` is the table of a user without one. `rule` is the choice for
 shapes without an entry, and `halved` is the same without ping-pong tiles. Timed is forward + backward of `moe_layer.py`'s
 layer. The tables alternate, `--seconds` each, in forward and reverse order, after a second of warm-up. A time is the median of
 the rounds, and so is the difference from the first table in the same round.

@@ -60,7 +60,7 @@ OTHER_NAMES = {
         "tensor-parallel-size": "--devices",
     },
 }
-"""By command: {name in other programs: our option and a note}."""
+"""{command: {name in other programs: our option and a note}}."""
 
 
 def refuse_other_names(command: str, arguments: list[str]) -> None:

@@ -179,7 +179,7 @@ class ModelConfig:
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with a mixture of experts, including those of MTP modules."""
+        """Indices of the layers with a mixture of experts, including layers of MTP modules."""
         return (*self.moe_layers, *(stage.first_layer for stage in self.mtp_stages if stage.sparse))
 
     def without_mtp(self) -> Self:

@@ -198,7 +198,7 @@ class DeepseekV3Config(ModelConfig):
 class DeepseekV2Config(DeepseekV3Config):
     """DeepSeek-V2 (https://arxiv.org/abs/2405.04434): softmax scores, and no bias in the choice of experts.
 
-    Names and defaults are those of transformers' DeepseekV2Config. `norm_topk_prob` must be false, as in all published models:
+    Names and defaults are from transformers' DeepseekV2Config. `norm_topk_prob` must be false, as in all published models:
     implementations disagree about its effect.
     """
 

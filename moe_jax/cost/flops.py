@@ -29,7 +29,7 @@ def num_active_parameters(config: ModelConfig) -> int:
 
 
 def forward_flops_per_token(config: ModelConfig, seq_len: float) -> float:
-    """Returns the FLOPs of one token in a forward pass: 2 per matmul weight, and those of attention.
+    """Returns the FLOPs of one token in a forward pass: 2 per matmul weight, and the FLOPs of attention.
 
     Attention takes 2 * heads * (key_dim + value_dim) per key. A token of a causal sequence attends to seq_len / 2 keys on
     average; a sliding window limits them. Norms, softmax and other elementwise work do not count, by custom. MTP modules do not
@@ -58,7 +58,7 @@ def _score_flops(config: Any) -> int:
 def _matmul_parameters(config: Any, *, every_expert: bool) -> int:
     """Returns the weights of all matmuls of the model's layers and vocabulary projection.
 
-    A sparse layer counts all its experts if `every_expert`, else those of one token.
+    A sparse layer counts all its experts if `every_expert`, else the k experts of one token.
     """
     layers = sum(stage.num_layers * _layer_matrices(config, stage.sparse, every_expert) for stage in config.stages)
     return layers + config.vocab_size * config.hidden_size

@@ -38,7 +38,7 @@ SHEETS = {
 
 
 def scaled(sheet: DataSheet) -> Machine:
-    """Returns the machine whose rates are those of `H200` times the ratio of the two data sheets.
+    """Returns the machine with the rates of `H200` times the ratio of the two data sheets.
 
     Predictions for GPUs before Hopper are optimistic: the library has no fused attention for them.
     """

@@ -101,7 +101,7 @@ def _context_workspace(step: PlannedStep) -> float:
     """Returns the bytes of keys and values (or latents) from other devices, and of their float32 gradients.
 
     With `all_gather` these come from all devices, in the ring from two steps. Keys and values that are expanded from latents
-    are added: in the ring those of one step.
+    are added; in the ring only the keys and values of one step.
     """
     if step.mesh.context == 1 or step.context_method == "ulysses":
         return 0

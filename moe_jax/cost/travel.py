@@ -104,7 +104,7 @@ def _ring_seconds(step: PlannedStep, keys: float, attention: Passes, machine: Ma
 
     NCCL's hops are not hidden: attention's kernels occupy every SM. Peer-to-peer copies are hidden by the kernel that runs
     meanwhile. Forward, keys travel during attention. Backward, the sums of keys' gradients travel while gradients of queries
-    are computed, and keys during the rest. If a step has keys of several devices, they are reordered to the order of the
+    are computed, and keys during the rest. Keys of several devices in one step are reordered to the order of the
     sequence, and the sums of their gradients are split again.
     """
     config, axes = step.config, ("context",)
