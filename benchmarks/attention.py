@@ -1,13 +1,13 @@
-"""Times fused causal attention beside cuDNN's on the same GPU: forward, and forward with backward.
+"""Times fused causal attention and cuDNN's on the same GPU: forward, and forward with backward.
 
     python benchmarks/attention.py
-    python benchmarks/attention.py --shapes 8x4096 --documents 1024      # rows packed with documents of 1024 tokens: ours alone
+    python benchmarks/attention.py --shapes 8x4096 --documents 1024      # rows packed with documents of 1024 tokens: only ours
     python benchmarks/attention.py --heads 128 --kv-heads 128 --head-dim 192 --value-dim 128 --shapes 4x4096     # DeepSeek-V3's
 
-TFLOP/s count what a query sees, for queries of width d and values of width e: 2*B*H*N*(d+e) forward, B*H*N*(8*d+6*e) with
-backward, N = S*S/2 pairs (S*documents/2 when packed). Times are the median of 5 groups of `--launches` calls between two
-synchronisations; random data. cuDNN runs by what `jax.nn.dot_product_attention(implementation="cudnn")` calls, because that
-itself refuses values of another width than the keys'.
+TFLOP/s count only keys that a query attends to. With queries of width d and values of width e, the FLOPs are 2*B*H*N*(d+e)
+forward and B*H*N*(8*d+6*e) with backward. N = S*S/2 pairs (S*documents/2 when packed). Times are the median of 5 groups of
+`--launches` calls between two synchronisations, on random data. cuDNN is called through the function behind
+`jax.nn.dot_product_attention(implementation="cudnn")`, which itself refuses values of another width than the keys.
 """
 
 import argparse
@@ -27,9 +27,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["8x4096", "4x8192", "1x32768"], help="batch x tokens")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128, help="of queries and keys")
-    parser.add_argument("--value-dim", type=int, help="of values; by default as wide")
-    parser.add_argument("--documents", type=int, help="tokens of each document; by default a row is one document")
+    parser.add_argument("--head-dim", type=int, default=128, help="width of queries and keys")
+    parser.add_argument("--value-dim", type=int, help="width of values; default: that of the keys")
+    parser.add_argument("--documents", type=int, help="tokens of each document; default: a row is one document")
     parser.add_argument("--window", type=int)
     parser.add_argument("--launches", type=int, default=10)
     args = parser.parse_args()
@@ -51,7 +51,7 @@ def main() -> None:
             return fused_attention_stablehlo.dot_product_attention(q, k, v, scale=scale, mask_type=causal)
 
         systems = {"moe_jax": ours}
-        # cuDNN as JAX offers it knows neither documents nor, with is_causal, a window.
+        # JAX's cuDNN attention supports neither documents nor a causal window.
         if args.documents is None and args.window is None:
             systems["cudnn"] = cudnn
         window = min(args.window or documents, documents)
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def measure(attention, batch: int, tokens: int, args: argparse.Namespace) -> tuple[float, float]:
-    """Milliseconds of a forward pass, and of one with the gradients to q, k and v."""
+    """Returns the milliseconds of a forward pass, and of a forward pass with the gradients to q, k and v."""
     keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), 4)
     q, k, v, dy = (
         jax.random.normal(key, (batch, tokens, heads, width), jnp.bfloat16)

@@ -1,9 +1,10 @@
-"""Whether DeepSeek-V3's biases alone even out experts that begin uneven: the demo's model and text, by how far biases move.
+"""Tests if DeepSeek-V3's expert biases alone balance experts that start unbalanced, for several update rates of the biases.
 
     python benchmarks/balance.py --output runs/balance          # about 15 minutes on 2 CPU cores
 
-The router's rows begin from 1 to 3 times their length, so that the experts with the longest are in most tokens' top k. No other
-loss balances. Prints, and draws, the load of the busiest expert over the mean, in each layer over `--window` steps.
+Model and text are the demo's. The router's rows are scaled by 1 to 3, so that the experts with the longest rows start in the
+top k of most tokens. No loss balances them. Prints and draws the load of the busiest expert over the mean, in each layer over
+`--window` steps.
 """
 
 import argparse
@@ -27,10 +28,10 @@ def main() -> None:
     """Trains with each rate, prints a table and writes loads.json and balance.png."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--rates", nargs="+", type=float, default=[0.0, 0.005], help="of a bias, a step")
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.0, 0.005], help="changes of a bias in one step")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--window", type=int, default=25, help="steps whose loads are added up")
+    parser.add_argument("--window", type=int, default=25, help="number of steps whose loads are summed")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     texts = library_functions()
@@ -53,7 +54,7 @@ def main() -> None:
 
 
 def skewed_model(tokenizer):
-    """The demo's DeepSeek-V3, whose router prefers the experts with the higher numbers."""
+    """Returns the demo's DeepSeek-V3 with a router that prefers experts with higher numbers."""
     model = from_config(small_config("deepseek_v3", len(tokenizer), tokenizer.eos_token_id), rngs=nnx.Rngs(0))
     for stage in model.stages:
         if hasattr(stage.mlp, "router"):
@@ -63,7 +64,7 @@ def skewed_model(tokenizer):
 
 
 def settings(args: argparse.Namespace, run: Path, rate: float) -> FinetuneSettings:
-    """Those of the demo, with biases as the only thing that balances."""
+    """Returns the demo's settings, with biases as the only balancing."""
     return FinetuneSettings(
         model="none",
         data=str(args.output / "text.jsonl"),
@@ -84,14 +85,14 @@ def settings(args: argparse.Namespace, run: Path, rate: float) -> FinetuneSettin
 
 
 def busiest_over_mean(loads: np.ndarray, window: int) -> np.ndarray:
-    """[steps, layers, experts] -> [windows, layers]"""
+    """Returns the busiest expert's load over the mean, [windows, layers], from loads [steps, layers, experts]."""
     whole = len(loads) // window * window
     sums = loads[:whole].reshape(-1, window, *loads.shape[1:]).sum(axis=1)
     return sums.max(axis=-1) / sums.mean(axis=-1)
 
 
 def draw(curves: dict[str, np.ndarray], window: int, path: Path) -> None:
-    """A line for each run and layer."""
+    """Draws a line for each run and layer."""
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="busiest expert / mean", title="Load of the experts of each layer")
     for (name, curve), color in zip(curves.items(), ("tab:gray", "tab:blue", "tab:green", "tab:orange"), strict=False):

@@ -1,13 +1,13 @@
-"""Times decoding by latent attention with its cache of latents, beside a cache of the keys and values of every head.
+"""Times decoding with latent attention: a cache of latents compared with a cache of every head's keys and values.
 
     python benchmarks/decode_cache.py                              # 4 layers of DeepSeek-V3, bf16: about 60 GiB of GPU memory
     python benchmarks/decode_cache.py --batch 64 --context 16384 --systems latents --output results.json
-    python benchmarks/decode_cache.py --small                      # sizes for a CPU, in f32: to see that it runs
+    python benchmarks/decode_cache.py --small                      # sizes for a CPU, in f32, as a smoke test
 
-Both have the same random weights. The cache holds `--context` random tokens of each of `--batch` sequences, and each call
-decodes `--steps` more, one after the other and greedily. Times are medians of `--runs` calls after a first; *cache* is its
-size, *peak* what a call takes with weights and cache, by the compiler's account. First both decode a few tokens behind short
-prompts: their logits must agree, or the process ends with 1. `--systems` with one name leaves that out.
+Both have the same random weights. The cache holds `--context` random tokens of each of `--batch` sequences. Each call decodes
+`--steps` more tokens, one after another and greedily. Times are medians of `--runs` calls after a first call. *cache* is the
+size of the cache; *peak* is the memory of a call with weights and cache, as the compiler reports it. First both decode a few
+tokens after short prompts: their logits must agree, or the process exits with 1. `--systems` with one name skips this check.
 """
 
 import argparse
@@ -35,7 +35,7 @@ SMALL = dict(
 )  # fmt: skip
 
 TOLERANCE = {"bfloat16": 5e-2, "float32": 1e-5}
-"""Of logits, relative in the Frobenius norm."""
+"""Largest accepted difference of logits, relative in the Frobenius norm."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,23 +44,23 @@ class ExpandedConfig(DeepseekV3Config):
 
     @property
     def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Those of a model without latents."""
+        """Shapes of a cache without latents."""
         heads = self.num_key_value_heads
         return (heads, self.key_dim), (heads, self.value_dim)
 
 
 class ExpandedAttention(LatentAttention):
-    """Expands the keys and values of these tokens alone and caches them."""
+    """Latent attention that expands the keys and values of its tokens and caches them."""
 
     def __call__(self, x, cos, sin, attend):
-        """As `LatentAttention`."""
+        """Computes attention, like `LatentAttention`."""
         kept = expand(self.config, self.kv_b_proj.weight[...], self.latents(x, cos, sin))
         out, cache = attend(self.queries(x, cos, sin), kept, scale=self.scale)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
 
 class ExpandedDeepseekV3(DeepseekV3):
-    """DeepSeek-V3 with such an attention."""
+    """DeepSeek-V3 with `ExpandedAttention`."""
 
     def _attention(self, *, stack, param_dtype, rngs):
         return ExpandedAttention(self.config, stack=stack, param_dtype=param_dtype, rngs=rngs)
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="bfloat16")
     parser.add_argument("--systems", nargs="+", choices=("latents", "expanded"), default=["latents", "expanded"])
-    parser.add_argument("--small", action="store_true", help="sizes for a CPU, in f32: to see that it runs")
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU, in f32, as a smoke test")
     parser.add_argument("--output", type=Path, help="a JSON file")
     args = parser.parse_args()
     config = dataclasses.replace(NAMED_CONFIGS["deepseek-v3"], num_hidden_layers=args.layers)
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def measure(config, graph, weights, args: argparse.Namespace) -> dict[str, float]:
-    """Decodes behind a full cache; the cache is given to each call and comes back."""
+    """Measures decoding after a full cache, which is donated to each call and returned."""
     cache = random_cache(config, args.batch, args.context, args.steps, jnp.dtype(args.dtype))
     size = sum(a.nbytes for a in cache.kept)
 
@@ -148,7 +148,7 @@ def measure(config, graph, weights, args: argparse.Namespace) -> dict[str, float
 
 
 def random_cache(config, batch: int, context: int, steps: int, dtype) -> KVCache:
-    """Full but for the tokens to come: how long a step takes does not depend on what is in, and no prefill is needed."""
+    """Returns a cache filled with random data, with room for `steps` tokens. Times do not depend on the data."""
 
     @jax.jit
     def make():
@@ -161,7 +161,7 @@ def random_cache(config, batch: int, context: int, steps: int, dtype) -> KVCache
 
 
 def next_token(model: DeepseekV3, token, cache: KVCache):
-    """The most likely token behind `token`, and the cache with `token` in it."""
+    """Returns the most likely token after `token`, and the cache with `token` in it."""
     positions = jnp.broadcast_to(cache.length, token.shape)
     states = model.hidden_states(token, positions, jnp.ones_like(token), cache=cache)
     logits = jnp.einsum("bsd,vd->bsv", states.hidden, model.head_weight.astype(model.dtype))
@@ -169,7 +169,10 @@ def next_token(model: DeepseekV3, token, cache: KVCache):
 
 
 def difference_of_logits(systems, weights, dtype: str) -> float:
-    """Between the two, of a prompt of 16 tokens and of 4 tokens decoded behind it; both use the first one's experts."""
+    """Returns the relative difference of logits between two systems, which use the same experts.
+
+    They compare the logits of a prompt of 16 tokens and of 4 tokens decoded after it.
+    """
     first, second = systems.values()
     tokens = jax.random.randint(jax.random.key(1), (2, 20), 0, first[0].vocab_size)
     parts = tokens[:, :16], *jnp.split(tokens[:, 16:], 4, axis=1)

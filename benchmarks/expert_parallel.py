@@ -1,20 +1,20 @@
-"""Expert parallelism over the GPUs of one host: what the exchange moves a second, and how one MoE layer scales.
+"""Measures expert parallelism over the GPUs of one host: bandwidth of the exchange, and scaling of one MoE layer.
 
     python benchmarks/expert_parallel.py --output results.json
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python benchmarks/expert_parallel.py --small     # on a CPU
 
-Exchange: GB/s that leave each device, empty slots included, by dispatch and by combine of each transport (for "ragged" filled
-slots alone), beside a plain `lax.all_to_all` of the buffers of transport `all_to_all`. Routes are made beforehand.
+Exchange: GB/s that leave each device in dispatch and in combine of each transport, including empty slots (for "ragged" only
+filled slots). A plain `lax.all_to_all` of the buffers of transport `all_to_all` is the comparison. Routes are made beforehand.
 
-Layer: as many tokens and fewer experts on each device, the more devices. Efficiency is the time on one device with all experts
-over the time on n; "load" is the choices of the busiest device's experts over the mean, which bounds it. Routing "zipf" has the
-popular experts anywhere, "crowded" on the first devices, and "placed" is "crowded" after `train.rebalance` has dealt them out.
-Outputs and gradients of what is timed are compared with one device that computes everything. "by copies" has hops that are
-copies between GPUs in place of NCCL's kernels; "no overlap" has collectives that XLA may not run beside computation.
-"n shadows" is a transport with up to n shadow experts; "shadows" says how many the call took.
+Layer: every device has the same number of tokens, and the experts are divided among the devices. Efficiency is the time on one
+device with all experts over the time on n devices. "load" is the choices of the busiest device's experts over the mean, which
+bounds the efficiency. Routing "zipf" has popular experts anywhere, "crowded" on the first devices. "placed" is "crowded" after
+`train.rebalance` has distributed the experts. Outputs and gradients are compared with one device that computes everything. "by
+copies" uses peer-to-peer copies instead of NCCL's kernels. "no overlap" forbids XLA to overlap collectives with computation. "n
+shadows" is a transport with up to n shadow experts (replicas); column "shadows" is the number that the call used.
 
-Times are the median of 5 groups of `--launches` calls between two synchronisations. What fails is a row with its error, and the
-others go on; the process ends with 1 where something failed or differs.
+Times are the median of 5 groups of `--launches` calls between two synchronisations. A failure is a row with its error, and the
+other measurements continue. The process exits with 1 if anything failed or differs.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from timing import median_ms
 
+from moe_jax.config import EXPERT_LAYERS
 from moe_jax.kernels import experts_mlp
 from moe_jax.parallel import ExpertParallel, default_hops, expert_parallel_mlp
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
@@ -41,44 +42,49 @@ from moe_jax.parallel.expert.settings import Transport, first_capacity
 
 SPLIT = P("expert")
 
-EXCHANGE = dict(tokens=4096, hidden=7168, experts=256, k=8)
-"""What DeepEP publishes its bandwidth for: DeepSeek-V3's."""
+EXCHANGE = dict(tokens=4096, **EXPERT_LAYERS["deepseek-v3"]._asdict())
+"""The sizes for which DeepEP publishes its bandwidth: DeepSeek-V3's."""
 
-LAYER = dict(tokens=8192, hidden=2048, inter=768, experts=128, k=8)
+LAYER = dict(tokens=8192, **EXPERT_LAYERS["qwen3-30b-a3b"]._asdict())
 """A layer of Qwen3-30B-A3B."""
 
 ROUTINGS = "uniform", "zipf", "crowded", "placed"
 
 NO_OVERLAP = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
-"""A compiler option for GPUs."""
+"""Compiler option for GPUs."""
 
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
-"""Relative, in the Frobenius norm."""
+"""Largest accepted difference, relative in the Frobenius norm."""
 
 
 def main() -> None:
     """Prints a row for each measurement; with --output also writes them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", nargs="+", type=int, help="by default all; the layer also on one")
+    parser.add_argument("--devices", nargs="+", type=int, help="numbers of devices; default: all; the layer also on one")
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=["gather", "all_to_all", "pairwise"])
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=["uniform", "zipf"])
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the experts' popularity")
-    parser.add_argument("--tokens", type=int, default=LAYER["tokens"], help="of each device, in the layer")
+    parser.add_argument("--tokens", type=int, default=LAYER["tokens"], help="tokens of each device, in the layer")
     parser.add_argument("--capacity-factor", type=float, default=1.25)
-    parser.add_argument("--group-size", type=int, help="of transport pairwise; by default its own choice")
+    parser.add_argument("--group-size", type=int, help="group size of transport pairwise; default: its own choice")
     parser.add_argument(
-        "--shadows", nargs="*", type=int, default=[], help="also with so many shadow experts at most, in the layer"
+        "--shadows", nargs="*", type=int, default=[], help="maximum numbers of shadow experts to try as well, in the layer"
     )
-    parser.add_argument("--flops-per-byte", type=float, default=ExpertParallel.flops_per_byte, help="when a shadow pays")
+    parser.add_argument(
+        "--flops-per-byte",
+        type=float,
+        default=ExpertParallel.flops_per_byte,
+        help="FLOPs per byte from which a shadow expert pays",
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(TOLERANCE))
     parser.add_argument("--launches", type=int, default=20)
     parser.add_argument("--skip", choices=("exchange", "layer"))
-    parser.add_argument("--small", action="store_true", help="sizes for a CPU, in f32: to see that it runs")
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU, in f32, as a smoke test")
     parser.add_argument("--output", type=Path, help="a JSON file")
     args = parser.parse_args()
     exchange, layer = dict(EXCHANGE), dict(LAYER, tokens=args.tokens)
     if args.small:
-        exchange, layer = (dict(sizes, tokens=128, hidden=64, experts=32, k=4) for sizes in (exchange, layer))
+        exchange, layer = (dict(sizes, tokens=128, hidden=64, experts=32, top_k=4) for sizes in (exchange, layer))
         layer["inter"], args.dtype, args.launches = 32, "float32", 1
     counts = args.devices or [jax.device_count()]
 
@@ -95,8 +101,8 @@ def main() -> None:
 
 
 def measure_exchange(counts: list[int], sizes: dict, args: argparse.Namespace):
-    """Rows of bandwidths."""
-    tokens, hidden, experts, k = sizes["tokens"], sizes["hidden"], sizes["experts"], sizes["k"]
+    """Yields rows of bandwidths."""
+    tokens, hidden, experts, k = sizes["tokens"], sizes["hidden"], sizes["experts"], sizes["top_k"]
     for devices in counts:
         if devices == 1:
             continue
@@ -138,8 +144,8 @@ def measure_exchange(counts: list[int], sizes: dict, args: argparse.Namespace):
 
 
 def measure_layer(counts: list[int], sizes: dict, args: argparse.Namespace):
-    """Rows of times, efficiencies and errors."""
-    tokens, hidden, inter, experts, k = (sizes[name] for name in ("tokens", "hidden", "inter", "experts", "k"))
+    """Yields rows of times, efficiencies and errors."""
+    tokens, hidden, inter, experts, k = (sizes[name] for name in ("tokens", "hidden", "inter", "experts", "top_k"))
     one_device: dict[str, dict[str, float]] = {}
     for devices in sorted({1, *counts}):
         mesh, keys = make_mesh(devices), jax.random.split(jax.random.key(1), 6)
@@ -188,7 +194,7 @@ def measure_layer(counts: list[int], sizes: dict, args: argparse.Namespace):
 
 
 def layer_variants(devices: int, args: argparse.Namespace) -> list[tuple[str, Transport | None, int, dict]]:
-    """Names, transports, shadows and compiler options of what is timed on so many devices."""
+    """Returns name, transport, shadows and compiler options of each variant timed on `devices` devices."""
     if devices == 1:
         return [("one device", None, 0, {})]
     transports = with_and_without_copies(devices, args)
@@ -198,7 +204,7 @@ def layer_variants(devices: int, args: argparse.Namespace) -> list[tuple[str, Tr
 
 
 def with_and_without_copies(devices: int, args: argparse.Namespace) -> list[tuple[str, Transport, dict]]:
-    """Names, transports and compiler options."""
+    """Returns name, transport and compiler options of each transport, with and without peer-to-peer copies."""
     variants: list[tuple[str, Transport, dict]] = [(name, name, {}) for name in args.transports]
     if "pairwise" in args.transports and default_hops(make_mesh(devices)) == "copies":
         variants.append(("pairwise by copies", "pairwise", COPIES | MANY_AT_ONCE))
@@ -207,7 +213,7 @@ def with_and_without_copies(devices: int, args: argparse.Namespace) -> list[tupl
 
 @contextlib.contextmanager
 def failure_in(row: dict):
-    """Writes what goes wrong into the row."""
+    """Context manager that writes an exception into the row."""
     try:
         yield
     except Exception as error:
@@ -215,22 +221,22 @@ def failure_in(row: dict):
 
 
 def make_mesh(devices: int) -> jax.sharding.Mesh:
-    """The first devices along an axis `expert`."""
+    """Returns a mesh of the first devices along an axis `expert`."""
     return jax.make_mesh((devices,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
 
 
 def on_mesh(f, mesh, options: dict | None = None):
-    """f on each device's part of its arguments, all split along their first axis, jitted with these compiler options."""
+    """Returns jitted f on each device's part of its arguments, which are split along their first axis."""
     sharded = jax.shard_map(f, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT, check_vma=False)
     return jax.jit(sharded, compiler_options=options)
 
 
 def forward_and_backward(layer, mesh, options: dict | None = None):
-    """(x, w_gate_up, w_down, weights, chosen, dy) -> y and the gradients to the first four."""
+    """Returns a function (x, w_gate_up, w_down, weights, chosen, dy) -> y and the gradients to the first four."""
 
     def step(x, w_gate_up, w_down, weights, chosen, dy):
         y, pullback = jax.vjp(lambda *a: layer(*a, chosen), x, w_gate_up, w_down, weights)
-        # As in training, where the gradient of y is not there before y is.
+        # As in training, dy is not available before y. Else XLA would start the backward pass early.
         y, dy = jax.lax.optimization_barrier((y, dy))
         return y, *pullback(dy)
 
@@ -238,13 +244,13 @@ def forward_and_backward(layer, mesh, options: dict | None = None):
 
 
 def normal(key, shape, dtype, mesh, scale=1.0):
-    """Random numbers, split along the first axis and made where they lie."""
+    """Returns random numbers split along the first axis, each made on its own device."""
     make = jax.jit(lambda key: jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype), out_shardings=split_over(mesh))
     return make(key)
 
 
 def choose(key, tokens: int, experts: int, k: int, routing: str, args: argparse.Namespace, mesh):
-    """k different experts for each token; but for "uniform", the i-th most popular of them in proportion i^-s."""
+    """Returns k different experts for each token. Unless "uniform", the i-th most popular is drawn in proportion to i^-s."""
 
     def draw(key):
         deal, noise = jax.random.split(key)
@@ -261,19 +267,19 @@ def choose(key, tokens: int, experts: int, k: int, routing: str, args: argparse.
 
 
 def split_over(mesh):
-    """Split along the first axis."""
+    """Returns the sharding that splits the first axis."""
     return NamedSharding(mesh, SPLIT)
 
 
 def relative_error(actual, expected) -> float:
-    """In the Frobenius norm, on one device."""
+    """Returns the relative error in the Frobenius norm, computed on one device."""
     actual = jax.device_put(actual, expected.sharding).astype(jnp.float32)
     expected = expected.astype(jnp.float32)
     return float(jnp.linalg.norm((actual - expected).reshape(-1)) / jnp.linalg.norm(expected.reshape(-1)))
 
 
 def _print_each(rows) -> list[dict]:
-    """The rows, each printed when it is there, under a head for each kind."""
+    """Prints each row as soon as it is measured, under a header, and returns all rows."""
     times = "fwd_ms", "fwd_efficiency", "fwd_bwd_ms", "fwd_bwd_efficiency"
     columns = {
         "exchange": ("devices", "what", "dispatch_ms", "dispatch_gbs", "combine_ms", "combine_gbs", "of_all_to_all"),

@@ -1,12 +1,12 @@
 """Times `generate`, prompts in and tokens out, for a model with random weights.
 
     python benchmarks/generation.py                        # Qwen3-30B-A3B in bf16: 61 GB of weights
-    python benchmarks/generation.py --devices 2            # its experts dealt out over two GPUs, and the prompts
-    python benchmarks/generation.py --small                # sizes for a CPU, in f32: to see that it runs
+    python benchmarks/generation.py --devices 2            # two GPUs share its experts and the prompts
+    python benchmarks/generation.py --small                # sizes for a CPU, in f32, as a smoke test
 
-A step is what a further token of every sequence takes: the difference between generating `--long` and `--short` tokens, over
-their number, so that prefill and the host's work cancel. Times are medians of 5 calls. Tokens are the likeliest, and nothing
-ends early. The peak is the largest of the process so far, weights and cache included, on the first device.
+A step generates one more token of every sequence. Its time is the difference between generating `--long` and `--short` tokens,
+over the difference of their numbers, so that prefill and the host's work cancel. Times are medians of 5 calls. Decoding is
+greedy, and no sequence ends early. The peak is the process's largest so far on the first device, including weights and cache.
 """
 
 import argparse
@@ -34,8 +34,8 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--short", type=int, default=16)
     parser.add_argument("--long", type=int, default=144)
-    parser.add_argument("--devices", type=int, default=1, help="that the experts and the prompts are dealt out to")
-    parser.add_argument("--small", action="store_true", help="sizes of Qwen3-MoE for a CPU, in f32: to see that it runs")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs that share the experts and the prompts")
+    parser.add_argument("--small", action="store_true", help="sizes of Qwen3-MoE for a CPU, in f32, as a smoke test")
     args = parser.parse_args()
     config = NAMED_CONFIGS["qwen3-30b-a3b" if args.small else args.config]
     dtype = jnp.dtype(jnp.float32 if args.small else jnp.bfloat16)

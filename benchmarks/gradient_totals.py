@@ -1,13 +1,13 @@
-"""Times what a micro-batch adds to f32 totals of the experts' gradients: in the kernels, or by XLA behind them.
+"""Times the accumulation of a micro-batch's expert gradients in f32: inside the kernels, or by XLA after them.
 
     python benchmarks/gradient_totals.py                                  # Qwen3-30B-A3B's layer on one GPU
     python benchmarks/gradient_totals.py --tokens 1024 --experts 256 --top-k 8 --hidden 7168 --intermediate 2048
     python benchmarks/gradient_totals.py --tokens 64 --experts 8 --top-k 2 --hidden 128 --intermediate 64    # for a CPU
 
-One row a way, forward + backward of the experts without router. *none*: gradients in the weights' dtype, added to nothing.
-*xla*: these gradients, then totals + gradients. *kernels*: `experts_mlp(..., accumulate_into=totals)`. Totals are donated;
-MiB are temporaries, and results that take no argument's memory, by the compiler's account. A time is the median of 5 groups
-of calls. First the two ways of adding must agree, or the process ends with 1.
+Each row is forward + backward of the experts without router. *none*: gradients in the weights' dtype, not accumulated. *xla*:
+these gradients, then totals + gradients. *kernels*: `experts_mlp(..., accumulate_into=totals)`. The totals (accumulators) are
+donated. MiB are temporaries, and results that do not reuse an argument's memory, as the compiler reports them. A time is the
+median of 5 groups of calls. First the two ways of adding must agree, or the process exits with 1.
 """
 
 import argparse
@@ -20,22 +20,30 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from moe_jax.config import EXPERT_LAYERS
 from moe_jax.kernels import experts_mlp
 from moe_jax.kernels.experts.choose_backend import BACKENDS
 
 WAYS = ("none", "xla", "kernels")
 TOLERANCE = 1e-2
-"""Of what is added, relative in the Frobenius norm: XLA adds gradients that were rounded to the weights' dtype."""
+"""Largest accepted relative difference in the Frobenius norm: XLA adds gradients rounded to the weights' dtype."""
 
 
 def main() -> None:
     """Checks, then prints a row for each way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"tokens": 8192, "experts": 128, "top-k": 8, "hidden": 2048, "intermediate": 768}
+    layer = EXPERT_LAYERS["qwen3-30b-a3b"]
+    sizes = {
+        "tokens": 8192,
+        "experts": layer.experts,
+        "top-k": layer.top_k,
+        "hidden": layer.hidden,
+        "intermediate": layer.inter,
+    }
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--dtype", default="bfloat16", help="of tokens and weights")
-    parser.add_argument("--backend", choices=BACKENDS, help="by default the device's")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of tokens and weights")
+    parser.add_argument("--backend", choices=BACKENDS, help="default: the device's")
     parser.add_argument("--launches", type=int, default=20, help="calls in a group")
     args = parser.parse_args()
     x, w_gate_up, w_down, dy = (
@@ -69,7 +77,7 @@ def main() -> None:
 
 
 def compiled(way: str, backend: str | None, inputs: tuple):
-    """step(totals, *inputs) -> (totals, other gradients)."""
+    """Returns the compiled step(totals, *inputs) -> (totals, other gradients)."""
 
     def step(totals, x, experts, weights, chosen, dy):
         if way == "kernels":
@@ -87,13 +95,13 @@ def compiled(way: str, backend: str | None, inputs: tuple):
 
 
 def zeros(inputs: tuple) -> tuple[Array, Array]:
-    """Totals of nothing."""
+    """Returns accumulators that are zero."""
     gate_up, down = inputs[1]
     return jnp.zeros(gate_up.shape, jnp.float32), jnp.zeros(down.shape, jnp.float32)
 
 
 def median_ms(step, inputs: tuple, launches: int) -> float:
-    """Of a call, each with the totals that the one before it returned."""
+    """Returns the milliseconds of a call. Each call gets the totals that the previous call returned."""
     groups = []
     for group in range(6):
         totals = zeros(inputs)

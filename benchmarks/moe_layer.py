@@ -1,17 +1,17 @@
-"""Times one whole MoE layer, forward and backward: ours on each backend beside every alternative that can be imported.
+"""Times one whole MoE layer, forward and backward: ours on each backend, and every alternative that can be imported.
 
     python benchmarks/moe_layer.py                                          # Qwen3-30B-A3B's layer, every system
     python benchmarks/moe_layer.py --presets deepseek-v3 --tokens 16384 --systems mosaic sonicmoe --output results/
     python benchmarks/moe_layer.py --experts 8 --top-k 2 --hidden 128 --intermediate 64 --tokens 256 --dtype float32 \\
         --systems xla ragged_dot eager --check                              # on a CPU, against a reference in f64
 
-The layer is router matmul, softmax, top-k and experts, with gradients to x and all weights; random data, random routing.
-Every system runs in a process of its own on the same GPU. After a second of warm-up, which brings the clocks down to what
-they hold, a time is the median of `--runs` groups of `--launches` calls in a row between two synchronisations, wall clock
-over calls; fewer calls where a group would take more than two seconds. TFLOP/s count the experts' matrices alone: 6*T*K*D*I
-forward, three times that with the backward pass. The ceiling is XLA's dense matmul [T*K, D] x [D, 2I], measured the same way
-in the same run; its share is that of forward + backward. *Kept* is what the backward pass needs, x included; *peak* is what
-forward + backward take besides their inputs, gradients included.
+The layer is router matmul, softmax, top-k and experts, with gradients to x and all weights; random data, random routing. Every
+system runs in its own process on the same GPU. One second of warm-up brings the clocks down to their sustained rate. A time is
+the median of `--runs` groups of `--launches` calls between two synchronisations: wall clock over calls. A group has fewer calls
+if it would take more than two seconds. TFLOP/s count only the experts' matrices: 6*T*K*D*I forward, three times that with the
+backward pass. The ceiling is XLA's dense matmul [T*K, D] x [D, 2I], measured the same way in the same run; "of ceiling"
+compares forward + backward with it. *Kept* is the memory of the residuals, including x. *Peak* is the memory of forward +
+backward besides their inputs, including gradients.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from pathlib import Path
 
 from moe_layer_peers import IN_TORCH, PEERS, Layer, Shape, build, random_in_jax
 
+from moe_jax.config import EXPERT_LAYERS
 from moe_jax.kernels.experts.choose_backend import BACKENDS
-from moe_jax.kernels.experts.mosaic import tune
 
-PRESETS = {name: Shape(layer.experts, layer.top_k, layer.hidden, layer.inter) for name, layer in tune.PRESETS.items()}
-"""The sizes of published models' layers; the routing is the same for all, softmax over all experts and top-k."""
+PRESETS = {name: Shape(layer.experts, layer.top_k, layer.hidden, layer.inter) for name, layer in EXPERT_LAYERS.items()}
+"""Sizes of published models' layers. All use the same routing: softmax over all experts and top-k."""
 
 COLUMNS = {
     "preset": "layer",
@@ -58,18 +58,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["qwen3-30b-a3b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 8192, 32768])
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS, help="ours, unless --systems names them")
-    parser.add_argument("--systems", nargs="+", choices=(*BACKENDS, *PEERS), help="by default the --backends and every peer")
+    parser.add_argument(
+        "--backends", nargs="+", choices=BACKENDS, default=BACKENDS, help="our backends to time, unless --systems is given"
+    )
+    parser.add_argument("--systems", nargs="+", choices=(*BACKENDS, *PEERS), help="default: the --backends and every peer")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--runs", type=int, default=5, help="groups of launches")
     parser.add_argument("--launches", type=int, default=20, help="calls in a group")
     parser.add_argument("--check", action="store_true", help="compare y and gradients with f64; small layers, float32")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**31, help="by default another for each run")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**31, help="default: a new seed for each run")
     parser.add_argument("--timeout", type=int, default=3600, help="seconds for one system on one preset; SonicMoE tunes long")
     parser.add_argument("--output", type=Path, help="a folder for moe_layer.json, moe_layer.md and moe_layer.png")
     sizes = {"experts": "--experts", "k": "--top-k", "hidden": "--hidden", "inter": "--intermediate"}
     for field, flag in sizes.items():
-        parser.add_argument(flag, dest=field, type=int, help="instead of the preset's")
+        parser.add_argument(flag, dest=field, type=int, help="replaces the preset's size")
     parser.add_argument("--in-this-process", nargs=2, metavar=("PRESET", "SYSTEM"), help="measure and print JSON lines")
     args = parser.parse_args()
     other_sizes = {field: getattr(args, field) for field in sizes if getattr(args, field) is not None}
@@ -105,7 +107,7 @@ def main() -> None:
 
 
 def measure(preset: str, system: str, shape: Shape, tokens: int, args: argparse.Namespace) -> dict:
-    """One system's row at one number of tokens: all that could be measured, and why the rest could not."""
+    """Returns one system's row at one number of tokens, with a note for everything that could not be measured."""
     row: dict = {"preset": preset, "tokens": tokens, "system": system}
     flops = 6 * tokens * shape.k * shape.hidden * shape.inter
     try:
@@ -134,7 +136,7 @@ def measure(preset: str, system: str, shape: Shape, tokens: int, args: argparse.
 
 
 def measure_ceiling(shape: Shape, tokens: int, args: argparse.Namespace) -> dict:
-    """The dense matmul whose rows are all the tokens' choices and whose matrix is one expert's gate-up."""
+    """Times a dense matmul: its rows are the choices of all tokens, its matrix is one expert's gate-up."""
     import jax
     import jax.numpy as jnp
 
@@ -147,13 +149,13 @@ def measure_ceiling(shape: Shape, tokens: int, args: argparse.Namespace) -> dict
 
 
 def timed(name: str, start: Callable, wait: Callable, flops: float, args: argparse.Namespace) -> dict:
-    """Milliseconds of one call, TFLOP/s, and how many calls a group had."""
+    """Returns the milliseconds of one call, TFLOP/s, and the number of calls in a group."""
     ms, launches = median_ms(start, wait, args)
     return {f"{name}_ms": ms, f"{name}_tflops": flops / ms / 1e9, f"{name}_launches": launches}
 
 
 def median_ms(start: Callable, wait: Callable, args: argparse.Namespace) -> tuple[float, int]:
-    """Milliseconds of one call, and how many a group had."""
+    """Returns the milliseconds of one call, and the number of calls in a group."""
     wait(start())  # Compiles and tunes.
     began, calls = time.perf_counter(), 0
     while (seconds := time.perf_counter() - began) < WARM_UP_SECONDS or calls == 0:
@@ -165,7 +167,7 @@ def median_ms(start: Callable, wait: Callable, args: argparse.Namespace) -> tupl
         result = None
         began = time.perf_counter()
         for _ in range(launches):
-            # Else two calls' gradients would be alive at once.
+            # Else the gradients of two calls would be in memory at once.
             del result
             result = start()
         wait(result)
@@ -174,9 +176,9 @@ def median_ms(start: Callable, wait: Callable, args: argparse.Namespace) -> tupl
 
 
 def differences(layer: Layer, k: int) -> dict[str, float]:
-    """|a - b| / |b| of y and of each gradient, b being the layer in plain jnp and f64: every expert on every token.
+    """Returns |a - b| / |b| of y and of each gradient; b is the layer in plain jnp and f64, with every expert on every token.
 
-    Differences of bfloat16 say little: where two experts are nearly even, a rounded logit may choose the other one.
+    In bfloat16 differences mean little: if two experts' scores are nearly equal, a rounded logit may choose the other expert.
     """
     import jax
     import jax.numpy as jnp
@@ -203,7 +205,7 @@ def differences(layer: Layer, k: int) -> dict[str, float]:
 
 
 def write(run: dict, rows: list[dict], folder: Path) -> None:
-    """The run and its rows as JSON, as a Markdown table and as a plot; each file is complete or absent."""
+    """Writes the run and its rows as JSON, Markdown table and plot; each file is complete or absent."""
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / "moe_layer.json", lambda path: path.write_text(json.dumps({"run": run, "rows": rows}, indent=1) + "\n"))
     facts = "".join(f"- {name}: `{value}`\n" for name, value in run.items())
@@ -214,7 +216,7 @@ def write(run: dict, rows: list[dict], folder: Path) -> None:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """TFLOP/s of forward + backward over tokens, one panel a preset; dashed, the ceiling."""
+    """Plots TFLOP/s of forward + backward over tokens, one panel for each preset; the dashed line is the ceiling."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -247,7 +249,7 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def _in_a_process(preset: str, system: str, args: argparse.Namespace) -> list[dict]:
-    # A torch process leaves the GPU to torch: JAX would take most of its memory when the reference first runs.
+    # In a torch process JAX runs on the CPU: else it would allocate most GPU memory when the reference first runs.
     environment = os.environ | ({"JAX_PLATFORMS": "cpu"} if system in IN_TORCH else {})
     own = ["--seed", str(args.seed), "--in-this-process", preset, system]
     command = [sys.executable, __file__, *sys.argv[1:], *own]
@@ -276,7 +278,7 @@ def _line(cells: list[str]) -> str:
 
 
 def _cells(row: dict) -> list[str]:
-    """A row's columns as text, `-` where nothing was measured."""
+    """Returns a row's columns as text; `-` if nothing was measured."""
 
     def text(name: str) -> str:
         value = row.get(name, "" if name == "note" else "-")

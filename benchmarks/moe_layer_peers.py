@@ -1,10 +1,10 @@
-"""The layers that `moe_layer.py` times: ours, and those that a user would take instead in JAX or in PyTorch.
+"""The layers that `moe_layer.py` times: ours, and alternatives in JAX and in PyTorch (peers).
 
-A peer gets its weights in the layout it is made for and is called as its own documentation says:
+A peer gets its weights in its own layout and is called as its documentation describes:
 
 - `sonicmoe`: SonicMoE, https://arxiv.org/abs/2512.14080
 - `scattermoe`: ScatterMoE, https://arxiv.org/abs/2403.08245
-- `grouped_mm`, `eager`: the two ways of transformers, in its Qwen3-MoE block
+- `grouped_mm`, `eager`: the two implementations of transformers, in its Qwen3-MoE block
 - `tokamax`, `ragged_dot`: tokamax's kernel for Hopper and `jax.lax.ragged_dot`, tokens sorted by expert in jnp
 """
 
@@ -38,24 +38,24 @@ class Layer:
     step: Callable[[], tuple]
     """Starts a forward and a backward pass; returns y and the gradients to x, router, w_gate_up and w_down."""
     wait: Callable[[Any], None]
-    """Returns when what `forward` or `step` returned is there."""
+    """Blocks until the result of `forward` or `step` is ready."""
     memory: Callable[[], dict[str, float]]
-    """MiB kept for the backward pass, x included, and MiB that a step takes at its peak besides its inputs."""
+    """Returns MiB of the residuals, including x, and MiB of a step at its peak besides its inputs."""
     inputs: tuple
     """x, router, w_gate_up, w_down, dy."""
     to_common: Callable[[Any, Any, Any], tuple]
-    """router, w_gate_up, w_down, or their gradients, as [E, D], [E, 2I, D] with the gate first, [E, D, I]."""
+    """Returns router, w_gate_up and w_down (or their gradients) as [E, D], [E, 2I, D] with the gate first, [E, D, I]."""
     device: str
 
 
 def build(system: str, shape: Shape, tokens: int, dtype: str, seed: int) -> Layer:
-    """The layer of a peer, or of ours on the backend that `system` names, with random data."""
+    """Returns a peer's layer, or ours on the backend named `system`, with random data."""
     layer = torch_layer if system in IN_TORCH else jax_layer
     return layer(system, shape, tokens, dtype, seed)
 
 
 def jax_layer(system: str, shape: Shape, tokens: int, dtype: str, seed: int) -> Layer:
-    """Ours and the peers in JAX: the whole layer is one jitted function."""
+    """Returns our layer or a JAX peer's; the whole layer is one jitted function."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     import jax
 
@@ -65,7 +65,7 @@ def jax_layer(system: str, shape: Shape, tokens: int, dtype: str, seed: int) -> 
 
     def residuals(x, *weights):
         found = jax.tree.leaves(jax.vjp(layer, x, *weights)[1])
-        # The weights exist whether anything is kept or not; while this is traced, one array is one tracer.
+        # The weights exist in any case, so they do not count. While tracing, one array is one tracer.
         return list({id(a): a for a in found if all(a is not w for w in weights)}.values())
 
     @functools.cache
@@ -92,7 +92,7 @@ def jax_layer(system: str, shape: Shape, tokens: int, dtype: str, seed: int) -> 
 
 
 def passes_in_jax(system: str, k: int) -> tuple[Callable, Callable]:
-    """The layer's forward pass, y of (x, router, w_gate_up, w_down), and y with the gradients of these, of them and dy."""
+    """Returns two functions: (x, router, w_gate_up, w_down) -> y, and (these, dy) -> y and the gradients of these four."""
     import jax
     import jax.numpy as jnp
 
@@ -105,7 +105,7 @@ def passes_in_jax(system: str, k: int) -> tuple[Callable, Callable]:
 
     def forward_backward(x, router, w_gate_up, w_down, dy):
         y, backward = jax.vjp(layer, x, router, w_gate_up, w_down)
-        # dy is there when y is, as in training: from the start, XLA would begin the backward pass before the forward pass ends.
+        # As in training, dy is available only with y. Else XLA would begin the backward pass before the forward pass ends.
         y, dy = jax.lax.optimization_barrier((y, dy))
         return y, *backward(dy)
 
@@ -113,12 +113,12 @@ def passes_in_jax(system: str, k: int) -> tuple[Callable, Callable]:
 
 
 def random_in_jax(shape: Shape, tokens: int, dtype: str, seed: int, transposed: bool = False) -> tuple:
-    """x, router, w_gate_up, w_down and dy; `transposed`: each expert's matrices as [in, out]."""
+    """Returns random x, router, w_gate_up, w_down and dy. If `transposed`, each expert's matrices are [in, out]."""
     import jax
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def draw(key, dims, std):
-        # One slice at a time: the random bits of all of DeepSeek-V3's experts at once are larger than the weights.
+        # One slice at a time: the random bits of all of DeepSeek-V3's experts would take more memory than the weights.
         return jax.lax.map(lambda key: std * jax.random.normal(key, dims[1:], dtype), jax.random.split(key, dims[0]))
 
     keys = jax.random.split(jax.random.key(seed), 5)
@@ -160,7 +160,7 @@ def _experts_in_jax(system: str) -> Callable:
 
 
 def torch_layer(system: str, shape: Shape, tokens: int, dtype: str, seed: int) -> Layer:
-    """The peers in PyTorch; bytes are those that its CUDA allocator counts, so that on a CPU there are none."""
+    """Returns a PyTorch peer's layer. Its CUDA allocator counts the memory, so there is none on a CPU."""
     import torch
 
     torch.manual_seed(seed)
@@ -184,10 +184,10 @@ def torch_layer(system: str, shape: Shape, tokens: int, dtype: str, seed: int) -
     def memory() -> dict[str, float]:
         if not on_gpu:
             return {}
-        step()  # What the first run leaves behind, such as cuBLAS' workspace, is no part of a step.
+        step()  # Allocations of the first run that stay, such as cuBLAS' workspace, are not part of a step.
         before = torch.cuda.memory_allocated()
         y = layer(x)
-        # x was there before.
+        # x was allocated before.
         kept = torch.cuda.memory_allocated() - before - y.nbytes + x.nbytes
         del y
         torch.cuda.reset_peak_memory_stats()
@@ -229,7 +229,7 @@ def _sonicmoe(_system: str, shape: Shape, options: dict):
             shape.k,
             stream,
             ActivationType.SWIGLU,
-            # Its inference mode, which need not write what the backward pass would read.
+            # Its inference mode, which does not write residuals.
             not torch.is_grad_enabled(),
             is_softmax_over_topk=False,
             norm_topk_probs=True,

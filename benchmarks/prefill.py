@@ -1,14 +1,14 @@
-"""Times prefill, a prompt's way into an empty cache, beside the same into a cache that is not known to be empty.
+"""Times prefill into an empty cache, compared with prefill into a cache that is not known to be empty.
 
     python benchmarks/prefill.py                               # 4 layers of DeepSeek-V3, bf16: about 30 GiB of weights
     python benchmarks/prefill.py --config qwen3-30b-a3b --layers 8 --shapes 8x4096 1x32768 --output results.json
-    python benchmarks/prefill.py --small                       # sizes for a CPU, in f32: to see that it runs
+    python benchmarks/prefill.py --small                       # sizes for a CPU, in f32, as a smoke test
 
-*empty* is what generation does: the prompt attends to itself by `kernels.attention`, and the cache is written. *any* attends to
-all rows of the cache in XLA, as tokens behind others do. *no cache* is the forward pass alone. All have the same random weights
-and tokens, `--room` further rows in the cache, and end with the last token's logits. Times are medians of `--runs` calls after
-a first; *peak* is what a call takes with weights and cache, by the compiler's account. First the hidden states and caches of
-*empty* and *any* are compared for two prompts, one padded on the left: if they differ, the process ends with 1.
+*empty* is generation's way: the prompt attends to itself by `kernels.attention`, and the cache is written. *any* attends to all
+rows of the cache in XLA, as later tokens do. *no cache* is the forward pass alone. All have the same random weights and tokens
+and `--room` further rows in the cache, and end with the last token's logits. Times are medians of `--runs` calls after a first
+call. *peak* is the memory of a call with weights and cache, as the compiler reports it. First the hidden states and caches of
+*empty* and *any* are compared for two prompts, one padded on the left. If they differ, the process exits with 1.
 """
 
 import argparse
@@ -36,13 +36,13 @@ def main() -> None:
     """Prints a row for each shape and system; with --output also writes them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=tuple(NAMED_CONFIGS), default="deepseek-v3")
-    parser.add_argument("--layers", type=int, default=4, help="of DeepSeek-V3 the first three are dense")
+    parser.add_argument("--layers", type=int, default=4, help="number of layers; the first three of DeepSeek-V3 are dense")
     parser.add_argument("--shapes", nargs="+", default=["4x4096", "1x16384"], help="batch x tokens of a prompt")
     parser.add_argument("--room", type=int, default=64, help="rows of the cache for tokens to come")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="bfloat16")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--small", action="store_true", help="sizes of DeepSeek-V3 for a CPU, in f32: to see that it runs")
+    parser.add_argument("--small", action="store_true", help="sizes of DeepSeek-V3 for a CPU, in f32, as a smoke test")
     parser.add_argument("--output", type=Path, help="a JSON file")
     args = parser.parse_args()
     if args.small:
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def measure(system: str, config: ModelConfig, graph, weights, shape: str, args: argparse.Namespace) -> dict[str, float | None]:
-    """Times and memory of the prompts of one shape; None where the device's memory is too small."""
+    """Returns times and memory for prompts of one shape; None if the device's memory is too small."""
     batch, tokens = map(int, shape.split("x"))
     prompts = jax.random.randint(jax.random.key(0), (batch, tokens), 0, config.vocab_size)
 
@@ -105,20 +105,20 @@ def measure(system: str, config: ModelConfig, graph, weights, shape: str, args: 
 
 
 def make_cache(system: str, config: ModelConfig, batch: int, rows: int, dtype) -> KVCache:
-    """An empty cache, or one of which that is not known."""
+    """Returns an empty cache; for system "any" the compiler does not know that it is empty."""
     cache = init_cache(config, batch, rows, dtype)
     return dataclasses.replace(cache, written=jnp.int32(0)) if system == "any" else cache
 
 
 def positions_of(segment_ids):
-    """The index of each token in its prompt."""
+    """Returns the index of each token in its prompt."""
     return jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
 
 
 def difference(config: ModelConfig, graph, weights, dtype) -> float:
-    """The greatest relative difference, in the Frobenius norm, of hidden states and of what the cache keeps of each layer.
+    """Returns the largest relative difference (Frobenius norm) of hidden states and of each layer's cache entries.
 
-    Of prompts of 600 and of 500 tokens; both systems use the first one's experts.
+    The prompts have 600 and 500 tokens; both systems use the same experts.
     """
     tokens = jax.random.randint(jax.random.key(1), (2, 600), 0, config.vocab_size)
     segment_ids = (jnp.arange(600) >= jnp.array([[0], [100]])).astype(jnp.int32)
@@ -137,7 +137,7 @@ def difference(config: ModelConfig, graph, weights, dtype) -> float:
     differences = [
         jnp.linalg.norm((a - b).reshape(-1)) / jnp.linalg.norm(b.reshape(-1)) for a, b in zip(first, second, strict=True)
     ]
-    # Python's max would pass over NaN.
+    # Python's max would ignore NaN.
     return float(jnp.stack(differences).max())
 
 

@@ -1,16 +1,16 @@
-"""Attention over a sequence split over the GPUs of one host, beside one GPU that computes all of it.
+"""Times attention over a sequence split over the GPUs of one host, compared with one GPU for the whole sequence.
 
     python benchmarks/ring_attention.py --output results.json
-    python benchmarks/ring_attention.py --hops nccl        # not by copies from GPU to GPU
+    python benchmarks/ring_attention.py --hops nccl        # without peer-to-peer copies
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/ring_attention.py --small                    # on a CPU
 
-For n GPUs the sequence has n * `--tokens` tokens, causal. Efficiency is the time of one GPU for the whole sequence over n times
-that of n GPUs. TFLOP/s, a GPU, count what a query sees: 4*H*N*d forward, 14*H*N*d with backward, N = S*S/2 pairs. "hop" is one
-`ppermute` of a device's k and v alone, in GB/s that leave each device.
+For n GPUs the causal sequence has n * `--tokens` tokens. Efficiency is the time of one GPU for the whole sequence over n times
+the time of n GPUs. TFLOP/s count one GPU's work and only keys that a query attends to: 4*H*N*d forward, 14*H*N*d with
+backward, with N = S*S/2 pairs. "hop" is one `ppermute` of a device's k and v alone, in GB/s that leave each device.
 
-Outputs and gradients of what is timed are compared with those of one GPU; the process ends with 1 where they differ or where a
-method failed. Times are the median of `--groups` groups of `--launches` calls between two synchronisations, the groups of all
-methods in turn; random data.
+Outputs and gradients are compared with one GPU's. The process exits with 1 if they differ or a method failed. Times are
+the median of `--groups` groups of `--launches` calls between two synchronisations, on random data. Groups of all methods
+alternate.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from moe_jax.parallel.sequence.layouts import Layout
 SPLIT = P(None, "context")
 
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
-"""Relative, in the Frobenius norm."""
+"""Largest accepted difference, relative in the Frobenius norm."""
 
 ALONE, HOP = "one device", "hop"
 
@@ -60,18 +60,18 @@ COLUMNS = (
 def main() -> None:
     """Prints a row for each number of devices and method; with --output also writes them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", nargs="+", type=int, help="by default the powers of two up to all devices")
+    parser.add_argument("--devices", nargs="+", type=int, help="numbers of devices; default: the powers of two up to all")
     parser.add_argument("--methods", nargs="+", choices=get_args(Method), default=list(get_args(Method)))
     parser.add_argument("--layout", choices=get_args(Layout), default="zigzag")
-    parser.add_argument("--hops", choices=get_args(Hops), help="by default copies where they can be made")
-    parser.add_argument("--tokens", type=int, default=8192, help="of each device")
+    parser.add_argument("--hops", choices=get_args(Hops), help="default: copies if the devices allow them")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of each device")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="bfloat16")
     parser.add_argument("--launches", type=int, default=10)
     parser.add_argument("--groups", type=int, default=7)
-    parser.add_argument("--small", action="store_true", help="sizes for a CPU, in f32: to see that it runs")
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU, in f32, as a smoke test")
     parser.add_argument("--output", type=Path, help="a JSON file")
     args = parser.parse_args()
     if args.small:
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def measure(devices: int, args: argparse.Namespace) -> list[dict]:
-    """The rows of one number of devices, first that of one device alone, whose results the others must have."""
+    """Returns the rows of one number of devices; the first is one device alone, with the reference results."""
     tokens, scale = devices * args.tokens, args.head_dim**-0.5
     one, mesh = make_mesh(1), make_mesh(devices)
     whole = make_inputs(tokens, args)
@@ -138,7 +138,7 @@ def measure(devices: int, args: argparse.Namespace) -> list[dict]:
 
 
 def measure_hop(k, v, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> dict:
-    """What a step of the ring has to hide."""
+    """Times the hop that a step of the ring has to hide."""
     pairs = [(i, (i + 1) % mesh.size) for i in range(mesh.size)]
     both = jax.block_until_ready(on_mesh(lambda k, v: jnp.concatenate([k, v]), mesh, args.hops)(k, v))
     hop = on_mesh(lambda both: jax.lax.ppermute(both, "context", pairs), mesh, args.hops)
@@ -147,12 +147,12 @@ def measure_hop(k, v, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> dict
 
 
 def make_mesh(devices: int) -> jax.sharding.Mesh:
-    """The first devices along an axis `context`."""
+    """Returns a mesh of the first devices along an axis `context`."""
     return jax.make_mesh((devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
 
 
 def make_inputs(tokens: int, args: argparse.Namespace) -> list[jax.Array]:
-    """q, k, v and the gradient of the result, whole on the first device."""
+    """Returns q, k, v and the gradient of the result, whole on the first device."""
     keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), 4)
     heads = (args.heads, args.kv_heads, args.kv_heads, args.heads)
     shapes = [(1, tokens, count, args.head_dim) for count in heads]
@@ -160,25 +160,25 @@ def make_inputs(tokens: int, args: argparse.Namespace) -> list[jax.Array]:
 
 
 def on_mesh(f: Callable, mesh: jax.sharding.Mesh, hops: Hops) -> Callable:
-    """f on each device's part of its arguments, all split along their tokens, jitted."""
+    """Returns jitted f on each device's part of its arguments, which are split along their tokens."""
     options = COPIES | MANY_AT_ONCE if hops == "copies" and mesh.size > 1 else None
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT), compiler_options=options)
 
 
 def attend_alone(q, k, v, *, scale: float):
-    """Causal attention of a whole sequence, all one segment."""
+    """Computes causal attention of a whole sequence of one segment."""
     segment_ids = jnp.ones(q.shape[:2], jnp.int32)
     return attention(q, k, v, scale=scale, query_segment_ids=segment_ids, key_segment_ids=segment_ids)
 
 
 def forward_and_backward(f: Callable, q, k, v, dout) -> tuple:
-    """out and the gradients to q, k and v."""
+    """Returns out and the gradients to q, k and v."""
     out, pullback = jax.vjp(f, q, k, v)
     return out, *pullback(dout)
 
 
 def compare(found: list[jax.Array], expected: list[jax.Array], dtype: str) -> dict:
-    """Relative errors in the Frobenius norm, and whether they are small enough."""
+    """Returns relative errors in the Frobenius norm, and "ok" or "WRONG" for their size."""
     errors = {}
     for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
         a, b = jax.device_put(a, jax.devices()[0]).astype(jnp.float32), jax.device_put(b, jax.devices()[0]).astype(jnp.float32)
@@ -189,7 +189,7 @@ def compare(found: list[jax.Array], expected: list[jax.Array], dtype: str) -> di
 
 
 def median_ms(calls: dict[str, Callable], launches: int, groups: int) -> dict[str, float]:
-    """Milliseconds of each call."""
+    """Returns the milliseconds of each call."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in (*calls.values(), *calls.values()):
         jax.block_until_ready(call())

@@ -1,13 +1,13 @@
-"""Times a whole MoE layer with several tile tables in turns, in one process: what a table gains where it counts.
+"""Times a whole MoE layer with several tile tables, alternating in one process: the gain of a table in a layer.
 
     python benchmarks/tile_tables.py --presets qwen3-30b-a3b --tokens 8192 32768 --tables rule packaged tiles.json
     python benchmarks/tile_tables.py --presets deepseek-v3 --tokens 16384 --tables halved rule packaged
 
-`moe-jax tune` times each pass alone. In a layer the power limit sets the clock, and other passes decide what lies in the L2
-cache: a tile that is faster alone may gain nothing. `packaged` is what a user without a table has, `rule` what shapes without
-an entry take, `halved` the same with no tile by turns. Forward + backward of the layer that `moe_layer.py` times; the tables
-take turns, `--seconds` each, forth and back, after a second of warm-up. A time is the median of the rounds, and so is the
-difference from the first table in the same round.
+`moe-jax tune` times each pass alone. In a layer the power limit sets the clock, and other passes decide the contents of the L2
+cache. A tile that is faster alone may gain nothing. `packaged` is the table of a user without one. `rule` is the choice for
+shapes without an entry, and `halved` is the same without ping-pong tiles. Timed is forward + backward of `moe_layer.py`'s
+layer. The tables alternate, `--seconds` each, in forward and reverse order, after a second of warm-up. A time is the median of
+the rounds, and so is the difference from the first table in the same round.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
         "--tables", nargs="+", default=["rule", "packaged"], help="rule, halved, packaged or files of `moe-jax tune`"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of one table in one round")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds of one table in one round")
     args = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16")
     print(f"{'layer':>18}{'tokens':>8}{'fwd+bwd ms':>12}{'difference':>12}  table")
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def compare(preset: str, tokens: int, args: argparse.Namespace) -> dict[str, tuple[float, float]]:
-    """Milliseconds with each table, and how far they are from the first one's, as a share of it."""
+    """Returns the milliseconds with each table, and the relative difference from the first table."""
     shape = PRESETS[preset]
     inputs = random_in_jax(shape, tokens, "bfloat16", time.time_ns() % 2**31)
     lowered = [lower(table, shape.k, inputs) for table in args.tables]
@@ -70,7 +70,7 @@ def compare(preset: str, tokens: int, args: argparse.Namespace) -> dict[str, tup
 
 
 def lower(table: str, k: int, inputs: tuple) -> jax.stages.Lowered:
-    """The layer with a table's tiles, which are chosen while JAX traces it."""
+    """Lowers the layer with a table's tiles, which are chosen while JAX traces it."""
     os.environ[ENVIRONMENT_VARIABLE] = "" if table in CHOICES else table
     mosaic.choose_tile = CHOICES.get(table, choose_tile)
     jax.clear_caches()
@@ -78,12 +78,12 @@ def lower(table: str, k: int, inputs: tuple) -> jax.stages.Lowered:
 
 
 def seconds(program: jax.stages.Compiled, inputs: tuple, at_least: float) -> float:
-    """Of one call, calls following each other for so long."""
+    """Returns the seconds of one call, averaged over calls that take `at_least` seconds together."""
     began, calls = time.perf_counter(), 0
     while (passed := time.perf_counter() - began) < at_least or calls == 0:
         results = None
         for _ in range(3):
-            # Else two calls' gradients would be alive at once.
+            # Else the gradients of two calls would be in memory at once.
             del results
             results = program(*inputs)
             calls += 1

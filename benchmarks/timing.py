@@ -1,4 +1,4 @@
-"""How a call is timed."""
+"""Timing of a JAX call."""
 
 import statistics
 import time
@@ -7,7 +7,7 @@ import jax
 
 
 def median_ms(f, arguments: tuple, launches: int) -> float:
-    """Milliseconds of a call: the median of 5 groups of so many launches between two synchronisations."""
+    """Returns the milliseconds of a call: the median of 5 groups of `launches` calls between two synchronisations."""
     for _ in range(3):
         jax.block_until_ready(f(*arguments))
     groups = []

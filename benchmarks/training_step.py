@@ -1,13 +1,13 @@
 """Times a whole training step (forward, backward, AdamW) of a model with random weights over all GPUs of a job.
 
     python benchmarks/training_step.py --mesh expert=4 --rows 4 --output step.json
-    moe-jax launch -- python benchmarks/training_step.py --mesh expert=4 --rows 4      # a process for each GPU
+    moe-jax launch -- python benchmarks/training_step.py --mesh expert=4 --rows 4      # one process for each GPU
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/training_step.py --small --mesh fsdp=2 expert=2  # CPU
 
-TFLOP/s are model FLOPs (`moe_jax.cost.flops`: recomputed layers count once) of one GPU; "of ceiling" compares them with a dense
-bf16 matmul of 8192^3 on one GPU in the same process. Attention counts the keys that a token sees: half a row on average, fewer
-where rows are packed. Routing is the router's own choice of random weights ("own"), the same after experts changed places by a
-step's loads ("rebalanced"), or dealt out evenly ("balanced").
+TFLOP/s are model FLOPs of one GPU (`moe_jax.cost.flops`: recomputation does not count). "of ceiling" compares them with a dense
+bf16 matmul of 8192^3 on one GPU in the same process. Attention counts the keys that a token attends to: half a row on average,
+fewer in packed rows. Routing "own" is the choice of a router with random weights. "rebalanced" is the same after experts were
+moved according to a step's loads. "balanced" gives every expert the same load.
 """
 
 import argparse
@@ -37,23 +37,29 @@ def main() -> None:
     """Prints a line for each routing; with --output also writes them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="qwen3-30b-a3b", choices=tuple(NAMED_CONFIGS))
-    parser.add_argument("--layers", type=int, help="by default all")
+    parser.add_argument("--layers", type=int, help="number of layers; default: all")
     parser.add_argument("--mesh", nargs="+", default=["fsdp=1"], metavar="AXIS=N", help="axes data, fsdp, expert, context")
-    parser.add_argument("--transport", help="of ExpertParallel; by default its own choice")
-    parser.add_argument("--capacity-factor", type=float, default=ExpertParallel.capacity_factor, help="of ExpertParallel")
-    parser.add_argument("--shadow-experts", type=int, default=0, help="of ExpertParallel")
+    parser.add_argument("--transport", help="transport of ExpertParallel; default: its own choice")
+    parser.add_argument(
+        "--capacity-factor", type=float, default=ExpertParallel.capacity_factor, help="option of ExpertParallel"
+    )
+    parser.add_argument("--shadow-experts", type=int, default=0, help="option of ExpertParallel")
     parser.add_argument("--context-method", default="ring", choices=("ring", "all_gather", "ulysses"))
-    parser.add_argument("--hops", choices=("nccl", "copies"), help="of Parallelism; by default copies where they can be made")
+    parser.add_argument(
+        "--hops", choices=("nccl", "copies"), help="option of Parallelism; default: copies if the devices allow them"
+    )
     parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--rows", type=int, default=4, help="of the whole batch")
-    parser.add_argument("--packed", action="store_true", help="rows of several documents; by default each row is one")
-    parser.add_argument("--param-dtype", default="bfloat16", choices=("float32", "bfloat16"), help="masters are f32")
+    parser.add_argument("--rows", type=int, default=4, help="rows of the whole batch")
+    parser.add_argument("--packed", action="store_true", help="rows of several documents; default: one document each")
+    parser.add_argument(
+        "--param-dtype", default="bfloat16", choices=("float32", "bfloat16"), help="dtype of parameters; masters are f32"
+    )
     parser.add_argument("--moment-dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--no-remat", action="store_true")
-    parser.add_argument("--offload", action="store_true", help="what remat keeps lies in the host's memory")
+    parser.add_argument("--offload", action="store_true", help="keep the residuals of remat in host memory")
     parser.add_argument("--routings", nargs="+", default=["balanced", "own"], choices=("balanced", "own", "rebalanced"))
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="sizes for a CPU: to see that it runs")
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU, as a smoke test")
     parser.add_argument("--output", type=Path, help="a JSON file")
     args = parser.parse_args()
     initialize_processes()
@@ -107,7 +113,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing: str) -> dict:
-    """The median step of `--steps` after a first one."""
+    """Returns the median step of `--steps` steps after a first one."""
     model = random_model(config, jnp.bfloat16, param_dtype=jnp.dtype(args.param_dtype), mesh=parallelism.mesh)
     optimizer = make_optimizer(1e-5, moment_dtype=jnp.dtype(args.moment_dtype))
     graph, state = nnx.graphdef(model), init_state(model, optimizer)
@@ -127,7 +133,7 @@ def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing:
     expert_devices = parallelism.mesh.shape["expert"]
     seconds, losses, of_rebalance = [], [], {}
     if routing == "rebalanced":
-        # The first time it is compiled.
+        # The first call compiles.
         for _ in range(2):
             state, metrics = step(state, batch)
             began = time.perf_counter()
@@ -159,12 +165,12 @@ def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing:
 
 
 def busiest(load: np.ndarray) -> float:
-    """The largest over the mean, on average over the layers."""
+    """Returns the largest load over the mean, averaged over layers."""
     return float((load.max(axis=1) / load.mean(axis=1)).mean())
 
 
 def random_batch(args: argparse.Namespace, vocab_size: int) -> dict[str, np.ndarray]:
-    """Packed rows without padding."""
+    """Returns rows of random tokens without padding."""
     rng, shape = np.random.default_rng(0), (args.rows, args.seq)
     starts = rng.random(shape) < (4 / args.seq if args.packed else 0)
     starts[:, 0] = True
@@ -180,7 +186,7 @@ def random_batch(args: argparse.Namespace, vocab_size: int) -> dict[str, np.ndar
 
 
 def measure_ceiling(size: int) -> float:
-    """TFLOP/s of one GPU's dense bf16 matmul."""
+    """Returns the TFLOP/s of one GPU's dense bf16 matmul."""
     a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
     f = jax.jit(jnp.matmul)
     jax.block_until_ready(f(a, b))

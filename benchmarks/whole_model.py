@@ -1,10 +1,10 @@
-"""Times one forward and one backward pass of a whole Qwen3-MoE with random weights, beside transformers on the same GPU.
+"""Times one forward and one backward pass of a whole Qwen3-MoE with random weights: ours and transformers on the same GPU.
 
     python benchmarks/whole_model.py                                  # Qwen3-30B-A3B, 100 tokens: about 115 GiB of GPU memory
     python benchmarks/whole_model.py --layers 4 --systems moe_jax grouped_mm
 
-Every system runs in a process of its own. *Forward* gives the logits without gradients, *backward* is that of the sum of
-all logits; medians after a first run. transformers needs a torch that sees the GPU.
+Every system runs in its own process. *Forward* computes the logits without gradients; *backward* is the backward pass of the
+sum of all logits. Times are medians after a first run. transformers needs a torch that sees the GPU.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="qwen3-30b-a3b", help="as in moe-jax check --random-config")
     parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--layers", type=int, help="by default all")
+    parser.add_argument("--layers", type=int, help="number of layers; default: all")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--in-this-process", choices=SYSTEMS, help="measure one system and print it as JSON")
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure_moe_jax(args: argparse.Namespace) -> dict[str, float]:
-    """What `moe-jax check` reports."""
+    """Returns the times and memory that `moe-jax check` reports."""
     import os
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
@@ -63,7 +63,7 @@ def measure_moe_jax(args: argparse.Namespace) -> dict[str, float]:
 
 
 def measure_transformers(args: argparse.Namespace) -> dict[str, float]:
-    """The same passes of transformers' model, its experts as `experts_implementation` names them."""
+    """Returns the same for transformers' model, with the system as its `experts_implementation`."""
     import torch
     import transformers
 

@@ -1,6 +1,6 @@
-"""The program `moe-jax`: reads which command is asked for, and runs it where its devices and processes allow it.
+"""The program `moe-jax`: parses the command line and runs one command.
 
-It imports the one command that is asked for, and JAX when that runs: help comes at once.
+Only the module of that command is imported, and JAX only when the command runs, so that help is immediate.
 """
 
 import difflib
@@ -19,42 +19,42 @@ from moe_jax.runtime import environment
 
 @dataclass(frozen=True)
 class Command:
-    """The class in `moe_jax.commands` that holds a command's options, and a line of help."""
+    """A command of the program: the name of its class in `moe_jax.commands`, and a line of help."""
 
-    name: str
+    class_name: str
     summary: str
     several_processes: bool = False
-    """Whether it runs as several processes of one job."""
+    """True if the command can run as several processes of one job."""
 
 
 COMMANDS = {
     "Train": {
-        "finetune": Command("Finetune", "train a model on texts or chats, and export it", several_processes=True),
-        "demo": Command("Demo", "train, resume, export and sample a small model here, in 5 minutes on a CPU"),
-        "plan": Command("Plan", "predict time and memory of a training step for every mesh; needs no GPU"),
-        "launch": Command("Launch", "start a program once for each GPU of this host, as one job"),
+        "finetune": Command("FinetuneCommand", "train a model on texts or chats, and export it", several_processes=True),
+        "demo": Command("DemoCommand", "train, resume, export and sample a small model here, in 5 minutes on a CPU"),
+        "plan": Command("PlanCommand", "predict time and memory of a training step for every mesh; needs no GPU"),
+        "launch": Command("LaunchCommand", "start a program once for each GPU of this host, as one job"),
     },
     "Use": {
-        "generate": Command("Generate", "continue a prompt, or answer it", several_processes=True),
-        "convert": Command("Convert", "convert a checkpoint between Hugging Face's layout and Orbax"),
+        "generate": Command("GenerateCommand", "continue a prompt, or answer it", several_processes=True),
+        "convert": Command("ConvertCommand", "convert a checkpoint between Hugging Face's layout and Orbax"),
     },
     "Look": {
-        "plot": Command("Plot", "draw a training run: its loss, and the load of its experts"),
-        "check": Command("Check", "time one forward and one backward pass of a model", several_processes=True),
-        "tune": Command("Tune", "find the fastest tiles of the Hopper kernels for a model's experts"),
+        "plot": Command("PlotCommand", "draw a training run: its loss, and the load of its experts"),
+        "check": Command("CheckCommand", "time one forward and one backward pass of a model", several_processes=True),
+        "tune": Command("TuneCommand", "find the fastest tiles of the Hopper kernels for a model's experts"),
     },
 }
-"""The commands by task. Each has a module of its name in `moe_jax.commands`."""
+"""Commands by task. Each has a module of its name in `moe_jax.commands`."""
 
 BY_NAME = {name: command for group in COMMANDS.values() for name, command in group.items()}
 
 BROKEN_PIPE = 128 + 13
-"""The status of a program that SIGPIPE ended."""
+"""Exit status of a program that SIGPIPE ended."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs one command. Bad input ends with one line on standard error and exit status 2."""
-    # Before JAX starts.
+    # JAX reads these variables when it starts.
     environment.set_defaults(os.environ)
     try:
         _run(sys.argv[1:] if arguments is None else arguments)
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def top_help() -> str:
-    """The page of `moe-jax --help`."""
+    """Returns the page of `moe-jax --help`."""
     lines = ["usage: moe-jax COMMAND [OPTIONS]", "", "Mixture-of-Experts language models in JAX."]
     for task, commands in COMMANDS.items():
         lines += ["", f"{task}:", *(f"  {name:<10}{command.summary}" for name, command in commands.items())]
@@ -104,7 +104,7 @@ def _run_command(name: str, arguments: list[str]) -> None:
         command.run()
         return
     if name == "finetune":
-        # Wrong values are said before JAX starts.
+        # Checks the values before JAX starts.
         command.settings  # noqa: B018
     import jax
 
@@ -120,11 +120,11 @@ def _run_command(name: str, arguments: list[str]) -> None:
 
 
 def _command_class(name: str) -> Any:
-    return getattr(import_module(f"moe_jax.commands.{name}"), BY_NAME[name].name)
+    return getattr(import_module(f"moe_jax.commands.{name}"), BY_NAME[name].class_name)
 
 
 def _num_devices(command: Any) -> int:
-    """By finetune's mesh, or --devices of generate and check."""
+    """Returns the devices that a command asks for: the size of finetune's mesh, or --devices of generate and check."""
     return command.mesh.size if hasattr(command, "mesh") else command.devices or 1
 
 
@@ -137,7 +137,7 @@ def _no_command(name: str) -> str:
 
 
 def _print_completion(arguments: list[str]) -> None:
-    """Of all commands, each of which is imported."""
+    """Prints the completion script of all commands, and imports each of them for it."""
     import tyro
 
     commands = {name: _command_class(name) for name in BY_NAME}
@@ -145,11 +145,13 @@ def _print_completion(arguments: list[str]) -> None:
 
 
 def _reader_is_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads (`| head`); then it goes nowhere from here on, so that Python's own
-    flush at its end does not fail again."""
+    """Returns True if standard output is a pipe without a reader (`| head`).
+
+    Then output is discarded from here on: else Python's own flush at exit would fail again.
+    """
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
-    # Closed readers are told of without being asked for.
+    # poll reports closed readers even if no event is requested.
     gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
     if gone:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -157,7 +159,7 @@ def _reader_is_gone() -> bool:
 
 
 def _leave(status: int) -> None:
-    """Ends the program; where JAX runs, as `processes.leave` does."""
+    """Exits with `status`; through `processes.leave` if JAX is imported."""
     if "jax" in sys.modules:
         from moe_jax.runtime import processes
 

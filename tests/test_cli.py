@@ -13,9 +13,9 @@ import tiny
 import moe_jax
 from moe_jax import cli
 from moe_jax.cli import BY_NAME, main
-from moe_jax.commands.check import Check
-from moe_jax.commands.generate import Generate
-from moe_jax.commands.plan import Plan
+from moe_jax.commands.check import CheckCommand
+from moe_jax.commands.generate import GenerateCommand
+from moe_jax.commands.plan import PlanCommand
 from moe_jax.runtime import processes
 
 
@@ -71,7 +71,7 @@ def test_finetune_then_generate(checkpoint, tmp_path, capsys, monkeypatch):
 
 
 def test_generate_with_drafts_draws_and_prints_how_many_were_accepted(checkpoint, tmp_path, capsys, monkeypatch):
-    tiny.deepseek(mtp=1).save_pretrained(tmp_path, tokenizer_from=checkpoint)
+    moe_jax.save_pretrained(tiny.deepseek(mtp=1), tmp_path, tokenizer_from=checkpoint)
     options = "--prompt text --max-new-tokens 3 --temperature 0.7 --top-k 20 --top-p 0.9 --dtype float32 --drafts".split()
     main(["generate", str(tmp_path), *options])
     printed = capsys.readouterr()
@@ -114,7 +114,7 @@ def test_check_prints_the_report_and_writes_it(checkpoint, tmp_path, capsys):
 def test_gpus_that_a_command_does_not_take_are_hidden_from_it(command, sees_one_gpu, monkeypatch):
     hidden = []
     monkeypatch.setattr(processes, "use_one_gpu", lambda: hidden.append(True))
-    for kind in (Check, Generate, Plan):
+    for kind in (CheckCommand, GenerateCommand, PlanCommand):
         monkeypatch.setattr(kind, "run", lambda self: None)
     main(command.split())
     assert bool(hidden) == sees_one_gpu

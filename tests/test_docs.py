@@ -21,7 +21,7 @@ import yaml
 import moe_jax
 from moe_jax import cli, train
 from moe_jax.config import NAMED_CONFIGS
-from moe_jax.cost import Run
+from moe_jax.cost import PlannedStep
 from moe_jax.cost.attention import travelling_elements
 from moe_jax.cost.gpus import machine
 from moe_jax.cost.memory import memory_bytes
@@ -161,13 +161,14 @@ def cell(need: float) -> str:
 def needed(config, dtypes, devices: int) -> float:
     """Bytes of one GPU: of weights and cache to generate, of a training step otherwise."""
     if dtypes is not None:
-        run = Run(config, MeshShape(fsdp=devices), devices, 4096, param_dtype=dtypes[0], moment_dtype=dtypes[1], hops="copies")
-        return sum(memory_bytes(run).values())
+        kept = dict(param_dtype=dtypes[0], moment_dtype=dtypes[1])
+        step = PlannedStep(config, MeshShape(fsdp=devices), devices, 4096, hops="copies", **kept)
+        return sum(memory_bytes(step).values())
     config = config.without_mtp()
-    experts = math.gcd(devices, config.num_experts) if config.moe_layers else 1
-    run = Run(config, MeshShape(fsdp=devices // experts, expert=experts), devices, 4096)
+    experts = math.gcd(devices, config.experts.num_experts) if config.moe_layers else 1
+    step = PlannedStep(config, MeshShape(fsdp=devices // experts, expert=experts), devices, 4096)
     cache = 4096 * config.num_hidden_layers * travelling_elements(config)
-    return 2 * (sum(parameter.used_size for parameter in run.parameters) + cache)
+    return 2 * (sum(parameter.used_size for parameter in step.parameters) + cache)
 
 
 def test_readmes_numbers_stand_where_its_links_point():

@@ -1,4 +1,4 @@
-"""`moe-jax check`: one forward and one backward pass of a model, and what they give."""
+"""`moe-jax check`: runs one forward and one backward pass of a model, and reports results, times and memory."""
 
 from typing import TYPE_CHECKING
 

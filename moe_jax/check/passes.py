@@ -1,6 +1,7 @@
-"""A model's forward and backward pass over one sequence, on the devices that hold it."""
+"""Forward and backward pass of a model over one sequence, on the devices that hold the model."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +17,29 @@ from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.layout import mesh_of
 
 
-def passes_over(model: Decoder, tokens: list[int]) -> tuple[Callable, Callable, tuple]:
-    """Returns (forward, both, arguments): forward(*arguments) is the last token's logits in f32, both(*arguments) the sum of
-    all logits and its gradients to the parameters.
+class PassFunctions(NamedTuple):
+    """The passes of a model over one sequence, as functions of the same arguments."""
 
-    On a mesh matrices are gathered layer by layer, and tokens travel to their experts. Of the rows of tokens, one for each
-    device, the first is the sequence, and the others are padding, which takes part in nothing.
+    forward: Callable
+    """forward(*arguments) returns the last token's logits in float32."""
+    both: Callable
+    """both(*arguments) returns the sum of all logits and its gradients to the parameters."""
+    arguments: tuple
+
+
+def passes_over(model: Decoder, tokens: list[int]) -> PassFunctions:
+    """Returns the passes of a model over `tokens`, on the devices that hold its parameters.
+
+    On a mesh, matrices are gathered layer by layer and tokens travel to their experts. Each device has one row of tokens. The
+    first row is the sequence; all others are padding, which does not take part.
     """
     graph, parameters, *biases = nnx.split(model, nnx.Param, ExpertBias)
     mesh = mesh_of(parameters)
     if mesh is None:
         forward, both = _on_one(graph)
-        return forward, both, (parameters, biases, jnp.asarray(tokens, jnp.int32)[None])
+        return PassFunctions(forward, both, (parameters, biases, jnp.asarray(tokens, jnp.int32)[None]))
     forward, both = _on(mesh, graph, parameters, model.dtype)
-    return forward, both, (parameters, biases, *_rows_of_devices(tokens, mesh))
+    return PassFunctions(forward, both, (parameters, biases, *_rows_of_devices(tokens, mesh)))
 
 
 def _on_one(graph: nnx.GraphDef) -> tuple[Callable, Callable]:
@@ -69,7 +79,7 @@ def _on(mesh: Mesh, graph: nnx.GraphDef, parameters: nnx.State, dtype) -> tuple[
 
 
 def _rows_of_devices(tokens: list[int], mesh: Mesh) -> list[jax.Array]:
-    """tokens and segment_ids."""
+    """Returns tokens and segment_ids, [devices, tokens] each, spread over the mesh."""
     rows, segment_ids = (np.zeros((mesh.size, len(tokens)), np.int32) for _ in range(2))
     rows[0], segment_ids[0] = tokens, 1
     place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))

@@ -1,4 +1,4 @@
-"""What `moe-jax check` does: one forward and one backward pass of a model, what they give and how long they take."""
+"""`moe-jax check`: runs one forward and one backward pass of a model, and reports results and times."""
 
 import os
 import resource
@@ -32,9 +32,11 @@ from moe_jax.parallel.layout import mesh_of
 class CheckReport:
     """The findings of a check, in the order in which they are printed.
 
-    `loss` is the sum of all logits and `backward_seconds` is that of forward and backward together less the forward's:
-    the same pass that the stock implementation is measured with (seconds are medians after a first, compiling call).
-    `backward_seconds` is None where the difference is not above 0: the passes are too short for it.
+    Attributes:
+      loss: sum of all logits; the stock implementation is measured with the same pass.
+      forward_seconds: median of the timed calls, after a first call that also loads and tunes kernels.
+      backward_seconds: median time of forward and backward together, minus `forward_seconds`. None if the difference is not
+        above 0: then the passes are too short to tell.
     """
 
     device: str
@@ -68,12 +70,16 @@ def check_checkpoint(
     """Checks a Hugging Face folder or hub id on a prompt, with the special tokens that its tokenizer adds to a text.
 
     Args:
-      devices: which of them the parameters are spread over, and the experts dealt out to; None: the default device.
+      path: the folder or hub id.
+      prompt: the text.
+      dtype: the dtype that the model computes in.
+      devices: the devices that share the parameters and the experts; None: the default device.
+      repeats: number of timed calls of each pass.
 
     Raises:
-      ValueError: an empty prompt, `repeats` below 1, no tokenizer, or a checkpoint that `from_pretrained` refuses; no weights
-        have been read then.
-      FileNotFoundError: there is no such folder and no such model on the hub.
+      ValueError: the prompt is empty, `repeats` is below 1, there is no tokenizer, or `from_pretrained` refuses the
+        checkpoint. No weights have been read then.
+      FileNotFoundError: the path is neither a folder nor a model on the hub.
     """
     _require_positive(repeats=repeats)
     folder = find_checkpoint(path)
@@ -97,10 +103,13 @@ def check_random(
 ) -> CheckReport:
     """Checks a config with random weights on random tokens: speed and memory without a checkpoint.
 
-    Modules that predict further tokens take no part in a pass over the model, and are left out here and above.
+    Multi-token prediction modules take no part in these passes; neither this function nor `check_checkpoint` builds them.
 
     Args:
-      devices: as in `check_checkpoint`.
+      config: the model.
+      num_tokens: length of the sequence.
+      dtype, devices, repeats: as in `check_checkpoint`.
+      seed: seed of weights and tokens.
 
     Raises:
       ValueError: `num_tokens` or `repeats` below 1.
@@ -112,15 +121,16 @@ def check_random(
 
 
 def check_model(model: Decoder, tokens: list[int], *, tokenizer: Any = None, repeats: int = 5) -> CheckReport:
-    """Runs the passes on one sequence, on the devices that hold the model.
+    """Runs both passes on one sequence, on the devices that hold the model.
 
     Raises:
-      ValueError: experts that the mesh axis `expert` of these devices does not divide.
+      ValueError: the mesh axis `expert` of these devices does not divide the number of experts.
     """
     config, mesh = model.config, mesh_of(nnx.state(model, nnx.Param))
-    *passes, arguments = passes_over(model, tokens)
+    passes = passes_over(model, tokens)
+    arguments = passes.arguments
     began = time.perf_counter()
-    forward, both = (jax.jit(f).lower(*arguments).compile() for f in passes)
+    forward, both = (jax.jit(f).lower(*arguments).compile() for f in (passes.forward, passes.both))
     compile_seconds = time.perf_counter() - began
 
     log_probabilities = jax.nn.log_softmax(forward(*arguments))
@@ -153,7 +163,7 @@ def check_model(model: Decoder, tokens: list[int], *, tokenizer: Any = None, rep
 
 
 def format_report(report: CheckReport) -> str:
-    """The report as people read it."""
+    """Returns the report as text for people."""
     backward = "too short to tell from the forward time"
     if report.backward_seconds is not None:
         backward = f"{report.backward_seconds:.6f} s (forward and backward together, less the forward time)"
@@ -183,9 +193,9 @@ def _mesh(devices: Sequence[jax.Device] | None, config: ModelConfig) -> Mesh | N
 
 
 def _gradient_statistics(gradients):
-    """Norm, maximum and minimum over all gradients, in f32."""
+    """Returns the norm, maximum and minimum over all gradients, in float32."""
     leaves = jax.tree.leaves(gradients)
-    # One layer at a time: a stacked gradient as f32 at once would be twice the gradient itself.
+    # One layer at a time: a whole stacked gradient in float32 would take twice the memory of the gradient itself.
     squares = [jax.lax.map(lambda row: jnp.square(row.astype(jnp.float32)).sum(), leaf).sum() for leaf in leaves]
     norm = jnp.sqrt(sum(squares))
     return norm, jnp.stack([leaf.max() for leaf in leaves]).max(), jnp.stack([leaf.min() for leaf in leaves]).min()
@@ -197,12 +207,12 @@ def _median_seconds(run, repeats: int) -> float:
         began = time.perf_counter()
         jax.block_until_ready(run())
         seconds.append(time.perf_counter() - began)
-    # The first call still loads and tunes kernels.
+    # The first call also loads and tunes kernels.
     return statistics.median(seconds[1:])
 
 
 def _peak_memory() -> int:
-    """Peak bytes on a device; of this process where the device is the CPU."""
+    """Returns the peak bytes of a device, or of this process if the device is the CPU."""
     devices = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [stats["peak_bytes_in_use"] for stats in devices if "peak_bytes_in_use" in stats]
     if peaks:

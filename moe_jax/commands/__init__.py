@@ -1,1 +1,1 @@
-"""The commands of the program `moe-jax`, each a dataclass of which tyro makes the options."""
+"""The commands of the program `moe-jax`: each is a dataclass, whose fields tyro turns into options."""

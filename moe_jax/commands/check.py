@@ -1,4 +1,4 @@
-"""`moe-jax check`."""
+"""`moe-jax check`: runs one forward and one backward pass of a model."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from moe_jax.config import NAMED_CONFIGS
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckCommand:
     """Run one forward and one backward pass: next token, loss, gradient norm, seconds, peak memory.
 
     moe-jax check Qwen/Qwen3-30B-A3B --prompt "The capital of France is"
@@ -25,13 +25,13 @@ class Check:
     Args:
       path: a Hugging Face folder or hub id.
       prompt: the text to run on.
-      random_config: instead of a checkpoint, random weights of a published shape.
-      tokens: with --random-config, how many random tokens. Default: 100.
-      layers: with --random-config, take this many layers only.
-      devices: how many GPUs the parameters are spread over, and the experts dealt out to, for a model that is too large for
-        one. Default: one, and in a job of several processes all of them.
-      dtype: what the model computes in.
-      repeats: how often each pass is timed; the median is reported.
+      random_config: a published shape to check with random weights, instead of a checkpoint.
+      tokens: with --random-config, the number of random tokens. Default: 100.
+      layers: with --random-config, the number of layers. Default: all of the published shape.
+      devices: number of GPUs that share the parameters and the experts, for a model that is too large for one GPU. Default: 1;
+        in a job of several processes, all GPUs.
+      dtype: the dtype that the model computes in.
+      repeats: number of timed calls of each pass; the median is reported.
       json: also write the report to this file.
     """
 
@@ -46,7 +46,7 @@ class Check:
     json: str | None = None
 
     def run(self) -> None:
-        """Prints the report."""
+        """Runs the check and prints the report."""
         import jax
 
         from moe_jax.check import report as check

@@ -1,4 +1,4 @@
-"""`moe-jax convert`."""
+"""`moe-jax convert`: converts a checkpoint between Hugging Face's layout and Orbax."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from moe_jax.commands.options import Dtype
 
 
 @dataclass(frozen=True)
-class Convert:
+class ConvertCommand:
     """Convert a checkpoint between Hugging Face's layout and Orbax, checking every tensor on the way.
 
     moe-jax convert Qwen/Qwen3-30B-A3B out/orbax --to orbax
@@ -24,11 +24,11 @@ class Convert:
         that has checkpoints.
       target: the folder to write; it is complete or absent.
       to: the layout to write.
-      dtype: the dtype of the weights in the target. Default: the source's; FP8 becomes bfloat16, and a training run's weights
-        are its float32 masters.
-      step: of a training run, which checkpoint; default: the newest.
-      tokenizer: the folder or hub id whose tokenizer files are copied; default: the source's, if it has some; of a
-        training run, those that it was trained with.
+      dtype: the dtype of the weights in the target. Default: the source's. FP8 becomes bfloat16; a training run gives its
+        float32 master weights.
+      step: the step of a training run's checkpoint. Default: the newest.
+      tokenizer: the folder or hub id whose tokenizer files are copied. Default: the source's files, if it has any; for a
+        training run, the tokenizer that it was trained with.
     """
 
     source: tyro.conf.Positional[str]
@@ -39,7 +39,7 @@ class Convert:
     tokenizer: str | None = None
 
     def run(self) -> None:
-        """Loads and writes."""
+        """Loads the source and writes the target."""
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
         from moe_jax.checkpoint.hf_save import save_pretrained
         from moe_jax.checkpoint.orbax_params import load_orbax, save_orbax
@@ -70,7 +70,7 @@ class Convert:
 
 
 def _tokenizer_of_run(output: Path) -> str | None:
-    """Where the run's tokenizer is, if it can be had; says so if not."""
+    """Returns the folder or hub id of the run's tokenizer; if its files are missing, prints a note and returns None."""
     from moe_jax.checkpoint.companions import tokenizer_files
     from moe_jax.recipes.finetuning.settings_file import noted_tokenizer
 
@@ -84,5 +84,5 @@ def _tokenizer_of_run(output: Path) -> str | None:
 
 
 def _loses_bits(stored: str, written: str) -> bool:
-    """Whether numbers of the stored dtype are rounded when they are written."""
+    """Returns True if writing rounds numbers of the stored dtype."""
     return stored != written and written != "float32"

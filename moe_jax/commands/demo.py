@@ -1,4 +1,4 @@
-"""`moe-jax demo`."""
+"""`moe-jax demo`: trains, resumes, exports and samples a small model."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from moe_jax.demo.run import DemoSettings, run_demo
 
 
 @dataclass(frozen=True)
-class Demo(DemoSettings):  # noqa: D101 (the settings' own)
+class DemoCommand(DemoSettings):  # noqa: D101 (the settings' own)
     __doc__ = DemoSettings.__doc__
 
     def run(self) -> None:

@@ -24,21 +24,24 @@ GROUPS = {
     "exchange between devices": ("capacity_factor", "hops", "shadow_experts", "rebalance_every"),
     "log": ("tensorboard",),
 }  # fmt: skip
-"""The fields of `FinetuneSettings` by the group in which `--help` lists them; `mesh` is a group of its own."""
+"""The fields of `FinetuneSettings` by their group in `--help`; `mesh` is a group of its own."""
 
 
 def settings_of(command: Any) -> FinetuneSettings:
-    """The settings that a `Finetune` command was given.
+    """Returns the settings given to a `FinetuneCommand`.
 
     Raises:
-      ValueError: settings that `FinetuneSettings` refuses.
+      ValueError: `FinetuneSettings` refuses the values.
     """
     groups = (vars(getattr(command, _attribute(name))) for name in GROUPS)
     return FinetuneSettings(mesh=command.mesh, **{name: value for group in groups for name, value in group.items()})
 
 
 def _run(command: Any) -> None:
-    """Trains and exports, or rehearses. A run that was told to stop ends with status 143, as a program that SIGTERM ended."""
+    """Trains and exports, or rehearses (`--dry-run`).
+
+    A run that was told to stop exits with status 143, the status of a program that SIGTERM ended.
+    """
     from moe_jax.checkpoint.hf_save import save_pretrained
     from moe_jax.recipes import dry_run, finetune
     from moe_jax.recipes.finetuning.lock import output_lock
@@ -64,20 +67,20 @@ def _run(command: Any) -> None:
 
 
 def _group(title: str) -> Any:
-    """A dataclass of the settings' fields of one group: tyro makes one box of the help of each dataclass."""
+    """Returns a dataclass of the fields of one group: tyro shows each dataclass as one box of the help."""
     defaults, hints = {each.name: each.default for each in fields(FinetuneSettings)}, get_type_hints(FinetuneSettings)
     members: list[Any] = [
         (name, hints[name]) if defaults[name] is MISSING else (name, hints[name], field(default=defaults[name]))
         for name in GROUPS[title]
     ]
     group = make_dataclass(title.title().replace(" ", ""), members, frozen=True)
-    # The options' descriptions, without the class's own, which would stand in every box.
+    # Only the options' descriptions: the class's own would be repeated in every box.
     group.__doc__ = "\n    Attributes:" + _documentation()[1]
     return Annotated[group, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=title)]
 
 
 def _documentation() -> tuple[str, str]:
-    """The settings' docstring before and behind "Attributes:"."""
+    """Returns the settings' docstring before and after "Attributes:"."""
     summary, _, attributes = str(FinetuneSettings.__doc__).partition("Attributes:")
     return summary, attributes
 
@@ -86,10 +89,10 @@ def _attribute(title: str) -> str:
     return title.replace(" ", "_") + "_"
 
 
-Finetune = make_dataclass(
-    "Finetune",
+FinetuneCommand = make_dataclass(
+    "FinetuneCommand",
     [*((_attribute(title), _group(title)) for title in GROUPS), ("mesh", MeshShape, field(default=MeshShape()))],
     frozen=True,
     namespace={"run": _run, "settings": property(settings_of)},
 )
-Finetune.__doc__ = _documentation()[0].partition("The settings of")[0].rstrip()
+FinetuneCommand.__doc__ = _documentation()[0].partition("The settings of")[0].rstrip()

@@ -1,4 +1,4 @@
-"""`moe-jax generate`."""
+"""`moe-jax generate`: continues a prompt, or answers it."""
 
 import sys
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Generate:
+class GenerateCommand:
     """Continue a prompt, or answer it.
 
     moe-jax generate runs/demo/model --prompt "import os" --max-new-tokens 64
@@ -26,20 +26,20 @@ class Generate:
 
     Args:
       model: a Hugging Face folder or hub id.
-      prompt: the text to continue; its tokenizer adds the special tokens that a text begins with, if any.
-      chat: the prompt is what a user says: it goes through the tokenizer's chat template, and the answer alone is printed.
-      max_new_tokens: how many tokens to add at most; fewer if a token comes that ends the text (generation_config.json names
-        it, or config.json).
-      temperature: 0 takes the most likely token each time. Default: the temperature in generation_config.json if that says
-        do_sample, else 0.
-      top_k: draw from the k most likely tokens alone. Default: as in generation_config.json.
-      top_p: draw from the most likely tokens whose probabilities reach p. Default: as in generation_config.json.
-      seed: of the draw.
-      drafts: let the model's module for further tokens draft some: fewer passes. The text is the same at temperature 0, up to
-        rounding; above it another draw from the same distribution.
-      devices: how many GPUs the experts are dealt out to, for a model that is too large for one. Default: one, and in a job of
-        several processes all of them.
-      dtype: what the model computes in.
+      prompt: the text to continue. The tokenizer adds the special tokens that begin a text, if it has any.
+      chat: treat the prompt as a user's message: apply the tokenizer's chat template and print only the answer.
+      max_new_tokens: maximum number of new tokens. Generation stops earlier at an end token, which generation_config.json or
+        config.json names.
+      temperature: 0 takes the most likely token each time. Default: the temperature in generation_config.json if its do_sample
+        is true, else 0.
+      top_k: sample from the k most likely tokens only. Default: as in generation_config.json.
+      top_p: sample from the most likely tokens whose probabilities reach p. Default: as in generation_config.json.
+      seed: seed of the sampling.
+      drafts: speculative decoding with the model's multi-token prediction module, for fewer passes. At temperature 0 the text
+        is the same up to rounding; above 0 it is another sample from the same distribution.
+      devices: number of GPUs that share the experts, for a model that is too large for one GPU. Default: 1; in a job of several
+        processes, all GPUs.
+      dtype: the dtype that the model computes in.
     """
 
     model: tyro.conf.Positional[str]
@@ -55,7 +55,7 @@ class Generate:
     dtype: Dtype = "bfloat16"
 
     def run(self) -> None:
-        """Prints prompt and continuation, or the answer."""
+        """Prints the prompt and its continuation, or the answer."""
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
         from moe_jax.generation import generate, generate_with_drafts
@@ -74,7 +74,7 @@ class Generate:
             max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p
         )  # fmt: skip
         options = text_options(folder, config, tokenizer, options, answers=self.chat)
-        # What generation would refuse, before minutes of loading.
+        # Generation would refuse the same values, but only after minutes of loading.
         checked_request(config, prompt, **options)
         if self.drafts:
             check_drafts(config)
@@ -93,10 +93,10 @@ class Generate:
             print(f"{drafts.accepted} of {drafts.drafted} drafts were accepted ({rate})", file=sys.stderr)
 
     def _mesh(self, count: int, config: "ModelConfig") -> "Mesh | None":
-        """Of so many devices; None for one.
+        """Returns the mesh of `count` devices; None for one device.
 
         Raises:
-          ValueError: some of them would have nothing to do.
+          ValueError: the number of devices does not divide the number of experts, so that some would be idle.
         """
         if count == 1:
             return None
@@ -106,7 +106,7 @@ class Generate:
 
         mesh = generation_mesh(jax.devices()[:count], config)
         if mesh.shape["expert"] < count:
-            has = f"{getattr(config, 'num_experts', 0)} experts" if config.moe_layers else "no experts"
+            has = f"{config.experts.num_experts} experts" if config.experts and config.moe_layers else "no experts"
             raise ValueError(
                 f"--devices must divide the number of experts; {self.model} has {has}, and there are {count} devices"
             )

@@ -1,4 +1,4 @@
-"""Names that other programs give to options of ours, so that an error can say which one is meant."""
+"""Option names of other programs, so that an error can name our option."""
 
 _FINETUNE = {
     "adam-weight-decay": "--weight-decay",
@@ -60,11 +60,11 @@ OTHER_NAMES = {
         "tensor-parallel-size": "--devices",
     },
 }
-"""By command: {other programs' name: our option, and more words about it}."""
+"""{command: {name in other programs: our option and a note}}."""
 
 
 def refuse_other_names(command: str, arguments: list[str]) -> None:
-    """Raises a ValueError that names our option if one of the arguments is another program's name for it."""
+    """Raises a ValueError that names our option if an argument is another program's name for it."""
     known = OTHER_NAMES.get(command, {})
     for argument in arguments:
         name = argument.partition("=")[0]

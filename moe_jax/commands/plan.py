@@ -1,4 +1,4 @@
-"""`moe-jax plan`."""
+"""`moe-jax plan`: predicts time and memory of a training step on every mesh."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from moe_jax.cost.gpus import machine
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanCommand:
     """List the meshes on which a training step fits, the fastest first, with predicted time and memory. Needs no GPU.
 
     moe-jax plan qwen3-30b-a3b --devices 8
@@ -20,27 +20,28 @@ class Plan:
 
     moe-jax plan qwen3-0.6b --devices 1 --gpu rtx4090
 
-    docs/scaling.md says how far predictions for NVIDIA H200 are from measurements. Rates of other GPUs are an H200's, scaled by
-    the data sheets; none was measured.
+    docs/scaling.md compares predictions for NVIDIA H200 with measurements. Rates of other GPUs are scaled from the H200's by
+    data sheets; none was measured.
 
     Args:
       config: a published shape (qwen3-30b-a3b, ...) or a folder with a config.json.
-      devices: GPUs in all.
+      devices: total number of GPUs.
       gpu: h200, h100, a100, a100-40gb, l40s or rtx4090.
-      memory: GiB of a GPU, as nvidia-smi shows them. Default: those of `--gpu`.
+      memory: GiB of one GPU, as nvidia-smi shows. Default: the memory of `--gpu`.
       hosts_of: GPUs of one host.
-      rows: sequences of one optimizer step over all devices. Default: 32768 tokens a device.
-      sequence_length: tokens of each.
-      keys_per_token: how many a token sees on average; fewer than half a row where documents are packed.
-      remat: whether layers are computed again in the backward pass; by default both are tried, and `--offload` where it helps.
+      rows: sequences of one optimizer step over all devices. Default: 32768 tokens for each device.
+      sequence_length: tokens of each sequence.
+      keys_per_token: mean number of keys that a token attends to; packed documents have fewer than half a row.
+      remat: recompute layers in the backward pass (offload: also keep their inputs in host memory). Default: no and yes are
+        tried, and offload where yes does not fit.
       param_dtype: as in `moe-jax finetune`.
       moment_dtype: as in `moe-jax finetune`.
-      expert_load_imbalance: the busiest device's choices over the mean.
-      context_method: how attention over a split sequence is computed (`moe-jax finetune` takes the ring).
-      hops: as in `moe-jax finetune`. Default: copies where all devices are of one host, whose GPUs one process can have.
+      expert_load_imbalance: choices computed by the busiest device, over the mean of all devices.
+      context_method: how attention is computed over a split sequence (`moe-jax finetune` uses the ring).
+      hops: as in `moe-jax finetune`. Default: copies if one host has all devices, since one process can use them; else nccl.
       capacity_factor: as in `moe-jax finetune`.
-      limit: how many meshes to list.
-      sbatch: write a batch script for Slurm to this file, which trains on the fastest mesh.
+      limit: maximum number of meshes to list.
+      sbatch: a file for a Slurm batch script that trains on the fastest mesh.
     """
 
     config: tyro.conf.Positional[str]
@@ -62,7 +63,7 @@ class Plan:
     sbatch: str | None = None
 
     def run(self) -> None:
-        """Prints the table."""
+        """Prints the table, and writes the batch script if asked."""
         from moe_jax.cost import plan
         from moe_jax.cost.slurm import write_batch_script
 
@@ -100,5 +101,5 @@ class Plan:
             best = next((prediction for prediction in predictions if prediction.fits), None)
             if best is None:
                 raise ValueError(f"--sbatch {self.sbatch}: nothing fits, so there is no run to write a script for")
-            write_batch_script(Path(self.sbatch), best.run, self.hosts_of)
+            write_batch_script(Path(self.sbatch), best.step, self.hosts_of)
             print(f"wrote {self.sbatch}; set its model, data and output, then: sbatch {self.sbatch}")

@@ -1,4 +1,4 @@
-"""`moe-jax plot`."""
+"""`moe-jax plot`: draws a training run."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -7,8 +7,8 @@ import tyro
 
 
 @dataclass(frozen=True)
-class Plot:
-    """Draw a training run, done or under way: its loss, and how evenly its experts are loaded.
+class PlotCommand:
+    """Draw a finished or running training run: its loss, and how evenly its experts are loaded.
 
     moe-jax plot runs/finetune
 
@@ -16,8 +16,8 @@ class Plot:
 
     Args:
       run_folder: the output folder of `moe-jax finetune`.
-      step: the step whose load is shown expert by expert; default: the last tenth of the run, averaged.
-      output: the folder for the pictures; default: the run's.
+      step: the step whose load is shown for each expert. Default: the mean of the last tenth of the run.
+      output: the folder for the pictures. Default: the run's folder.
     """
 
     run_folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(name="run")]
@@ -25,7 +25,7 @@ class Plot:
     output: str | None = None
 
     def run(self) -> None:
-        """Draws, and prints where the pictures are."""
+        """Draws the pictures and prints their paths."""
         from moe_jax.train.plots import plot_run
 
         for path in plot_run(self.run_folder, self.output, step=self.step):

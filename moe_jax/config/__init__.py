@@ -1,4 +1,4 @@
-"""Model configurations with Hugging Face's field names: a file for each family, and reading and writing config.json."""
+"""Model configurations with Hugging Face's field names (one file for each family), and their config.json."""
 
 from typing import TYPE_CHECKING
 
@@ -7,15 +7,19 @@ from moe_jax.runtime.lazy import export_lazily
 if TYPE_CHECKING:
     from moe_jax.config.base import ModelConfig, RopeParameters, Stage
     from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config
+    from moe_jax.config.experts import ExpertsSpec
     from moe_jax.config.hf_json import CONFIG_CLASSES, config_from_dict, config_to_dict, load_config
-    from moe_jax.config.named import NAMED_CONFIGS
+    from moe_jax.config.named import EXPERT_LAYERS, NAMED_CONFIGS, ExpertLayer
     from moe_jax.config.qwen3 import Qwen3Config, Qwen3MoeConfig
 
 __all__ = [
     "CONFIG_CLASSES",
+    "EXPERT_LAYERS",
     "NAMED_CONFIGS",
     "DeepseekV2Config",
     "DeepseekV3Config",
+    "ExpertLayer",
+    "ExpertsSpec",
     "ModelConfig",
     "Qwen3Config",
     "Qwen3MoeConfig",

@@ -1,4 +1,4 @@
-"""What the configurations of all architectures have in common: frozen dataclasses that check their values."""
+"""Base of the configurations of all architectures: frozen dataclasses that check their values."""
 
 import dataclasses
 import json
@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
+from moe_jax.config.experts import ExpertsSpec
+
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """How rotary frequencies are made; the fields of transformers' `rope_parameters` (hub: `rope_theta` and `rope_scaling`).
+    """Parameters of the rotary frequencies, with transformers' names.
 
-    `factor` is used by linear, dynamic and yarn; all below it by yarn alone, but for `mscale_all_dim`, which DeepSeek's
-    attention takes with any but the default type.
+    transformers 5 writes these fields as `rope_parameters`; files of the hub have `rope_theta` and `rope_scaling`. The types
+    linear, dynamic and yarn use `factor`. Only yarn uses the fields below it, with one exception: DeepSeek's attention uses
+    `mscale_all_dim` with every type except the default.
     """
 
     rope_theta: float = 10000.0
@@ -27,7 +30,7 @@ class RopeParameters:
     truncate: bool = True
 
     def problems(self) -> list[str]:
-        """What is wrong with the values, each as one clause."""
+        """Returns the problems of the values, each as one clause."""
         problems = [f"rope field {problem}" for problem in wrong_types(self)]
         for name in ("rope_theta", "factor", "original_max_position_embeddings"):
             value = getattr(self, name)
@@ -36,14 +39,14 @@ class RopeParameters:
         return problems
 
     def yarn_factor(self, max_position_embeddings: int) -> float:
-        """By how much yarn stretches positions: `factor`, or where that is None this length over the original one."""
+        """Returns the stretch of positions by yarn: `factor`, or if None `max_position_embeddings` over the original length."""
         original_length = self.original_max_position_embeddings or max_position_embeddings
         return self.factor if self.factor is not None else max_position_embeddings / original_length
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of neighbouring layers of one kind, stored stacked and run by `layers.stack`."""
+    """Consecutive layers of one kind (all sparse or all dense), stored stacked and run by `layers.stack`."""
 
     first_layer: int
     num_layers: int
@@ -52,10 +55,11 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The fields of every decoder. Names are those of Hugging Face's config.json.
+    """Fields of every decoder, with the names of Hugging Face's config.json.
 
     Raises:
-      ValueError: values that make no model, or one that is not supported; one error lists all.
+      ValueError: the values describe no model, or an unsupported one; one error lists all problems.
+      NotImplementedError: a subclass does not say which experts its sparse layers have.
     """
 
     vocab_size: int
@@ -87,13 +91,13 @@ class ModelConfig:
         "num_key_value_heads",
         "max_position_embeddings",
     )
-    """The fields that must be integers above zero."""
+    """Fields that must be integers above zero."""
     supported: ClassVar[dict[str, tuple]] = {
         "pruned_heads": ({}, None),
         "is_encoder_decoder": (False, None),
         "add_cross_attention": (False, None),
     }
-    """Fields of config.json that are no fields here, and the values, the usual one first, with which they change nothing."""
+    """Fields of config.json that are not fields here, with the values (the usual one first) that change nothing."""
 
     def __post_init__(self):
         problems = [f"{n}={v!r} must be a positive integer" for n in self.positive if not is_positive(v := getattr(self, n))]
@@ -102,9 +106,14 @@ class ModelConfig:
         problems = problems or self.problems()
         if problems:
             raise ValueError(f"{type(self).__name__}: " + "; ".join(problems))
+        if (self.experts is None) != (not self.routed_layers):
+            raise NotImplementedError(
+                f"{type(self).__name__}.experts is {self.experts} with sparse layers {self.routed_layers}: a config class with "
+                "sparse layers must return their ExpertsSpec, any other None"
+            )
 
     def problems(self) -> list[str]:
-        """What is wrong with the values, each as one clause."""
+        """Returns the problems of the values, each as one clause."""
         problems = []
         if self.hidden_act != "silu":
             problems.append(f"hidden_act={self.hidden_act!r} is not supported (only 'silu')")
@@ -116,24 +125,29 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """How many dimensions of a head the rotary embedding turns."""
+        """Number of dimensions of a head that the rotary embedding rotates."""
         raise NotImplementedError
 
     @property
     def key_dim(self) -> int:
-        """The width of a query and of a key head, where attention meets them."""
+        """Width of a query head and of a key head in attention's dot product."""
         raise NotImplementedError
 
     @property
     def value_dim(self) -> int:
-        """The width of a value head."""
+        """Width of a value head."""
         raise NotImplementedError
 
     @property
     def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of what a layer's cache keeps of a token: its keys and its values."""
+        """Shapes of one token's entries in a layer's cache: its keys and its values."""
         heads = self.num_key_value_heads
         return (heads, self.key_dim), (heads, self.value_dim)
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The experts of each sparse layer; None if no layer is sparse. Every config class defines this property."""
+        raise NotImplementedError(f"{type(self).__name__} must define the property experts")
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -142,12 +156,12 @@ class ModelConfig:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer in tokens (a token sees itself and window - 1 before it); None: all."""
+        """Sliding window of each layer in tokens (a token attends to itself and window - 1 before it); None: no limit."""
         return (None,) * self.num_hidden_layers
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The layers as runs of one kind, in order."""
+        """The layers as stages, in order."""
         sparse_layers = frozenset(self.moe_layers)
         stages: list[Stage] = []
         for layer in range(self.num_hidden_layers):
@@ -160,21 +174,21 @@ class ModelConfig:
 
     @property
     def mtp_stages(self) -> tuple[Stage, ...]:
-        """The layers of the modules that predict further tokens, behind the last one: a stage each (`models.mtp`)."""
+        """The multi-token prediction (MTP) modules as stages of one layer each, after the last layer (`models.mtp`)."""
         return ()
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with a mixture of experts, those of such modules among them."""
+        """Indices of the layers with a mixture of experts, including layers of MTP modules."""
         return (*self.moe_layers, *(stage.first_layer for stage in self.mtp_stages if stage.sparse))
 
     def without_mtp(self) -> Self:
-        """This config without those modules."""
+        """Returns this config without MTP modules."""
         return self
 
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
-        """Brings the fields of a config.json, which has several dialects, to this class's, in place; adds what is wrong."""
+        """Converts fields of every dialect of config.json to this class's fields, in place; appends to `problems`."""
         for name, values in cls.supported.items():
             if (value := given.pop(name, None)) not in values:
                 problems.append(f"{name}={json.dumps(value)} is not supported (only {json.dumps(values[0])})")
@@ -182,16 +196,16 @@ class ModelConfig:
             given["num_key_value_heads"] = value_of(cls, given, "num_attention_heads")
 
     def write_dialect(self, values: dict[str, Any]) -> None:
-        """Brings this class's fields to the hub's dialect, in place."""
+        """Converts this class's fields to the hub's dialect, in place."""
 
 
 def value_of(cls: type[ModelConfig], given: dict[str, Any], name: str) -> Any:
-    """The given value of a field, or its default."""
+    """Returns the given value of a field, or its default."""
     return given.get(name, getattr(cls, name))
 
 
 def rename(given: dict[str, Any], old: str, new: str, problems: list[str]) -> None:
-    """Takes the field `old` for `new`, which must not say something else."""
+    """Renames the field `old` to `new`; appends to `problems` if both are given with different values."""
     if old in given:
         value = given.pop(old)
         if given.setdefault(new, value) != value:
@@ -199,19 +213,24 @@ def rename(given: dict[str, Any], old: str, new: str, problems: list[str]) -> No
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is an integer above zero."""
+    """Returns True if `value` is an integer above zero."""
     return _is_of(value, int) and value > 0
 
 
 def wrong_types(fields: Any, but: tuple[str, ...] = ()) -> list[str]:
-    """The fields of a dataclass, all `but` these, whose values are not of the annotated type, each as one clause."""
+    """Returns the fields whose values are not of the annotated type, each as one clause.
+
+    Args:
+      fields: a dataclass object.
+      but: names of fields that are not checked.
+    """
     hints = get_type_hints(type(fields))
     given = {item.name: getattr(fields, item.name) for item in dataclasses.fields(fields) if item.name not in but}
     return [f"{name}={value!r} must be {_name(hints[name])}" for name, value in given.items() if not _is_of(value, hints[name])]
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """Whether a value of a config is of the annotated type. Integers are numbers too, and a null flag is one not set."""
+    """Returns True if a config value is of the annotated type. An integer is also a number; a null flag counts as unset."""
     if get_origin(kind) is UnionType:
         return any(_is_of(value, choice) for choice in get_args(kind))
     if get_origin(kind) is tuple:
@@ -222,7 +241,7 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def _name(kind: Any) -> str:
-    """The type as config.json has it."""
+    """Returns the name of the type in config.json."""
     if get_origin(kind) is UnionType:
         return " or ".join(map(_name, get_args(kind)))
     if get_origin(kind) is tuple:

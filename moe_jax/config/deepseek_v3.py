@@ -1,9 +1,10 @@
-"""DeepSeek-V3 and R1, and DeepSeek-V2, whose layers differ in how the router scores and chooses experts."""
+"""Configurations of DeepSeek-V3 (and R1) and DeepSeek-V2, which differ in how the router scores and chooses experts."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from moe_jax.config.base import ModelConfig, Stage, is_positive, rename, value_of
+from moe_jax.config.experts import ExpertsSpec
 
 SCORING_FUNCTIONS = ("sigmoid", "softmax")
 TOPK_METHODS = ("noaux_tc", "group_limited_greedy", "greedy")
@@ -11,17 +12,17 @@ TOPK_METHODS = ("noaux_tc", "group_limited_greedy", "greedy")
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Config(ModelConfig):
-    """DeepSeek-V3 (https://arxiv.org/abs/2412.19437). Field names and defaults are those of transformers and of the hub.
+    """DeepSeek-V3 (https://arxiv.org/abs/2412.19437), with the field names and defaults of transformers and the hub.
 
-    Layer l has experts from `first_k_dense_replace` on, where it is a multiple of `moe_layer_freq`. `q_lora_rank` None: queries
-    come from one matrix. `topk_method` says how experts are chosen:
+    Layer l has experts if l >= `first_k_dense_replace` and l is a multiple of `moe_layer_freq`. With `q_lora_rank` None, one
+    matrix makes the queries. `topk_method` selects the choice of experts:
 
-        noaux_tc               by score + a bias of each expert, in the `topk_group` groups whose two best sum to the most
+        noaux_tc               by score + bias of the expert, in the `topk_group` groups with the largest sum of their two best
         group_limited_greedy   by score, in the `topk_group` groups with the best expert
-        greedy                 by score, among all
+        greedy                 by score, among all experts
 
-    `aux_loss_alpha` and `seq_aux` are the training's: the factor of the balance loss, and whether it is taken a sequence.
-    `num_nextn_predict_layers` counts the modules behind the last layer that predict further tokens (`models.mtp`).
+    `aux_loss_alpha` is the factor of the balance loss in training; with `seq_aux` that loss is taken within each sequence.
+    `num_nextn_predict_layers` is the number of multi-token prediction (MTP) modules after the last layer (`models.mtp`).
     """
 
     vocab_size: int = 129280
@@ -64,10 +65,10 @@ class DeepseekV3Config(ModelConfig):
     )
     supported: ClassVar[dict[str, tuple]] = ModelConfig.supported | {"mlp_bias": (False, None)}
     ignored: ClassVar[tuple[str, ...]] = ("auto_map", "ep_size", "pretraining_tp")
-    """Fields of hub files that say where remote code lies or how a model was trained: they change nothing it computes."""
+    """Fields of hub files about remote code or training. They do not change what the model computes."""
 
     def problems(self) -> list[str]:
-        """What is wrong with the values, each as one clause."""
+        """Returns the problems of the values, each as one clause."""
         problems = super().problems()
         if self.num_key_value_heads != self.num_attention_heads:
             problems.append(
@@ -93,53 +94,67 @@ class DeepseekV3Config(ModelConfig):
             return [] if k <= experts else [f"num_experts_per_tok={k} must be at most n_routed_experts={experts}"]
         if experts % self.n_group:
             return [f"n_group={self.n_group} must divide n_routed_experts={experts}"]
-        of_group = experts // self.n_group
+        group_size = experts // self.n_group
         if self.topk_group > self.n_group:
             return [f"topk_group={self.topk_group} must be at most n_group={self.n_group}"]
-        if of_group < 2 and self.topk_method == "noaux_tc":
+        if group_size < 2 and self.topk_method == "noaux_tc":
             return [f"n_group={self.n_group} leaves 1 of n_routed_experts={experts} a group, whose score is its two best"]
-        if k > self.topk_group * of_group:
-            return [f"num_experts_per_tok={k} must be at most the {self.topk_group * of_group} experts of topk_group groups"]
+        if k > self.topk_group * group_size:
+            return [f"num_experts_per_tok={k} must be at most the {self.topk_group * group_size} experts of topk_group groups"]
         return []
 
     @property
     def rotary_dim(self) -> int:
-        """The part of a head that has positions."""
+        """Width of the part of a head that has positions."""
         return self.qk_rope_head_dim
 
     @property
     def key_dim(self) -> int:
-        """A head's part without positions, and the part with them."""
+        """Width of a query or key head: the part without positions and the part with them."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def value_dim(self) -> int:
-        """The width of a value head."""
+        """Width of a value head."""
         return self.v_head_dim
 
     @property
     def latent_dim(self) -> int:
-        """The width of what keys and values of all heads are made of: the latent, and the key part with positions."""
+        """Width of the data that all heads' keys and values are made of: the latent, and the key part with positions."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """A token's latent, in place of the keys and values of its heads."""
+        """Shape of a token's latent, which the cache stores instead of keys and values."""
         return ((self.latent_dim,),)
 
     @property
     def num_experts(self) -> int:
-        """The routed experts, as other architectures call them."""
+        """Number of routed experts, under the name that other architectures use."""
         return self.n_routed_experts
 
     @property
     def num_groups(self) -> int:
-        """How many groups the router knows: 1 where it chooses among all."""
+        """Number of groups of experts; 1 if the router chooses among all experts."""
         return 1 if self.topk_method == "greedy" else self.n_group
 
     @property
+    def experts(self) -> ExpertsSpec | None:
+        """The experts of each sparse layer; None if no layer is sparse."""
+        if not self.routed_layers:
+            return None
+        return ExpertsSpec(
+            num_experts=self.n_routed_experts,
+            num_experts_per_tok=self.num_experts_per_tok,
+            moe_intermediate_size=self.moe_intermediate_size,
+            shared_intermediate_size=self.n_shared_experts * self.moe_intermediate_size,
+            num_groups=self.num_groups,
+            sequence_loss_coef=self.aux_loss_alpha if self.seq_aux else 0.0,
+        )
+
+    @property
     def has_expert_bias(self) -> bool:
-        """Whether experts are chosen with a bias (`mlp.gate.e_score_correction_bias`)."""
+        """True if the choice of experts adds a bias (`mlp.gate.e_score_correction_bias`)."""
         return self.topk_method == "noaux_tc"
 
     @property
@@ -149,12 +164,12 @@ class DeepseekV3Config(ModelConfig):
 
     @property
     def mtp_stages(self) -> tuple[Stage, ...]:
-        """The layers of the modules that predict further tokens, behind the last one: a stage each (`models.mtp`)."""
+        """The MTP modules as stages of one layer each, after the last layer (`models.mtp`)."""
         last = self.num_hidden_layers + self.num_nextn_predict_layers
         return tuple(Stage(layer, 1, self._is_sparse(layer)) for layer in range(self.num_hidden_layers, last))
 
     def without_mtp(self) -> Self:
-        """This config without those modules."""
+        """Returns this config without MTP modules."""
         return replace(self, num_nextn_predict_layers=0)
 
     def _is_sparse(self, layer: int) -> bool:
@@ -162,14 +177,14 @@ class DeepseekV3Config(ModelConfig):
 
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
-        """Takes transformers 5's names, drops what follows from other fields, and gives nulls their meaning."""
+        """Reads transformers 5's names, removes fields that follow from others, and replaces nulls by their meaning."""
         super().read_dialects(given, problems)
         for name in cls.ignored:
             given.pop(name, None)
         rename(given, "num_local_experts", "n_routed_experts", problems)
         rename(given, "num_mtp_layers", "num_nextn_predict_layers", problems)
         nope, rope = (value_of(cls, given, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
-        sizes = is_positive(nope) and is_positive(rope)  # if not, the config's own checks say so
+        sizes = is_positive(nope) and is_positive(rope)  # if not, the config's own checks report it
         for name, right in (("head_dim", rope), ("qk_head_dim", nope + rope if sizes else None)):
             if (value := given.pop(name, None)) not in (None, right) and sizes:
                 problems.append(f"{name}={value} contradicts qk_nope_head_dim={nope} and qk_rope_head_dim={rope}")
@@ -183,8 +198,8 @@ class DeepseekV3Config(ModelConfig):
 class DeepseekV2Config(DeepseekV3Config):
     """DeepSeek-V2 (https://arxiv.org/abs/2405.04434): softmax scores, and no bias in the choice of experts.
 
-    Names and defaults are those of transformers' DeepseekV2Config. `norm_topk_prob` is false in all published models, and must
-    be: implementations disagree about what it would do.
+    Names and defaults are from transformers' DeepseekV2Config. `norm_topk_prob` must be false, as in all published models:
+    implementations disagree about its effect.
     """
 
     vocab_size: int = 102400
@@ -212,7 +227,7 @@ class DeepseekV2Config(DeepseekV3Config):
     architecture = "DeepseekV2ForCausalLM"
 
     def problems(self) -> list[str]:
-        """What is wrong with the values, each as one clause."""
+        """Returns the problems of the values, each as one clause."""
         problems = super().problems()
         if self.norm_topk_prob:
             problems.append("norm_topk_prob=True is not supported (only false)")

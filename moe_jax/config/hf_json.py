@@ -1,7 +1,7 @@
-"""config.json, read and written.
+"""Reads and writes config.json.
 
-Reading is a checked contract: every field of a config.json is handled, or stands in `IGNORED_FIELDS` because it cannot
-change what the model computes, or is refused by name. Both dialects are read: the hub's (`num_experts`, `rope_theta`,
+Reading is a checked contract. Every field of a config.json is handled, or stands in `IGNORED_FIELDS` because it cannot change
+what the model computes, or is refused by name. Both dialects are read: the hub's (`num_experts`, `rope_theta`,
 `rope_scaling`) and transformers 5's (`num_local_experts`, `rope_parameters`).
 """
 
@@ -22,11 +22,11 @@ IGNORED_FIELDS = frozenset(
     "output_attentions output_hidden_states return_dict _attn_implementation _experts_implementation "
     "_attn_implementation_autoset unsloth_version unsloth_fixed "
     "quantization_config "  # how weights are stored: `checkpoint.fp8` reads it
-    # What transformers 4 kept in every config: of classifiers, of encoders, of its own memory and file formats,
+    # transformers 4 wrote these into every config: for classifiers, encoders, its own memory and file formats,
     "id2label label2id problem_type finetuning_task task_specific_params tokenizer_class prefix "
     "is_decoder cross_attention_hidden_size tie_encoder_decoder sep_token_id decoder_start_token_id "
     "chunk_size_feed_forward torchscript use_bfloat16 tf_legacy_loss "
-    # and of how to generate, which stands in generation_config.json.
+    # and for generation, whose settings belong in generation_config.json.
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p "
     "typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
     "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
@@ -41,7 +41,7 @@ CONFIG_CLASSES: dict[str, type[ModelConfig]] = {
 
 
 def load_config(folder: str | Path) -> ModelConfig:
-    """Reads `folder`/config.json. Raises FileNotFoundError, or ValueError that lists every field that is not understood."""
+    """Reads `folder`/config.json. Raises FileNotFoundError, or a ValueError that lists every unknown field."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"no config.json in {folder}: a Hugging Face checkpoint folder has one")
@@ -55,10 +55,10 @@ def load_config(folder: str | Path) -> ModelConfig:
 
 
 def config_from_dict(values: dict[str, Any]) -> ModelConfig:
-    """The config that a config.json's fields describe, in the hub's dialect or in transformers 5's.
+    """Returns the config for the fields of a config.json, in the hub's dialect or in transformers 5's.
 
     Raises:
-      ValueError: model_type is unknown, or fields are unknown or have values that are not supported; one error lists all.
+      ValueError: model_type is unknown, or fields are unknown or have unsupported values; one error lists all problems.
     """
     model_type = values.get("model_type")
     if model_type not in CONFIG_CLASSES:
@@ -82,7 +82,7 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
 
 
 def config_to_dict(config: ModelConfig) -> dict[str, Any]:
-    """The fields of config.json in the hub's dialect, which transformers 4 and 5 and every inference engine read."""
+    """Returns the fields of config.json in the hub's dialect, which transformers 4 and 5 and every inference engine read."""
     values: dict[str, Any] = {"architectures": [config.architecture], "model_type": config.model_type}
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
@@ -103,7 +103,7 @@ def config_to_dict(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_rope(given: dict[str, Any], problems: list[str]) -> RopeParameters:
-    """Takes the rope fields of either dialect out of `given`."""
+    """Removes the rope fields of either dialect from `given` and returns them."""
     scaling = given.pop("rope_scaling", None)
     parameters = given.pop("rope_parameters", None)
     theta = given.pop("rope_theta", None)
@@ -126,7 +126,7 @@ def _read_rope(given: dict[str, Any], problems: list[str]) -> RopeParameters:
         problems.append(f"rope_type {rope['rope_type']!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
         return RopeParameters()
     if rope["rope_type"] == "default":
-        # Config writers leave the scaling fields of other types behind; the default type reads none of them.
+        # Writers of configs may leave scaling fields of other types; the default type reads none of them.
         return RopeParameters(rope_theta=rope["rope_theta"])
     if "attn_factor" in rope:
         name = "attn_factor"

@@ -1,4 +1,9 @@
-"""The published shapes, by name: for benchmarks, examples, `moe-jax plan` and `moe-jax check --random-config`."""
+"""Published shapes by name, the only list of them: whole models, and layers of experts.
+
+`moe-jax plan`, `moe-jax check --random-config`, `moe-jax tune --preset`, benchmarks and examples take their shapes from here.
+"""
+
+from typing import NamedTuple
 
 from moe_jax.config.base import ModelConfig, RopeParameters
 from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config
@@ -8,7 +13,7 @@ _QWEN3_ROPE = RopeParameters(rope_theta=1e6)
 
 
 def _qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int, *, tied: bool = False) -> Qwen3Config:
-    """A dense Qwen3; all have 8 heads of keys, and heads of 128."""
+    """Returns a dense Qwen3 config. All sizes have 8 key-value heads and heads of width 128."""
     return Qwen3Config(
         hidden_size=hidden_size, intermediate_size=intermediate_size, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=8, max_position_embeddings=40960, tie_word_embeddings=tied, rope_parameters=_QWEN3_ROPE,
@@ -46,3 +51,24 @@ NAMED_CONFIGS: dict[str, ModelConfig] = {
     ),
     "deepseek-v3": DeepseekV3Config(max_position_embeddings=163840, rope_parameters=_deepseek_rope(1.0)),
 }  # fmt: skip
+"""Configs of published models."""
+
+
+class ExpertLayer(NamedTuple):
+    """Sizes of the experts of one MoE layer, as the kernels name them."""
+
+    hidden: int
+    inter: int
+    experts: int
+    top_k: int
+
+
+EXPERT_LAYERS: dict[str, ExpertLayer] = {
+    name: ExpertLayer(config.hidden_size, spec.moe_intermediate_size, spec.num_experts, spec.num_experts_per_tok)
+    for name, config in NAMED_CONFIGS.items()
+    if (spec := config.experts)
+} | {
+    # No config class describes Mixtral.
+    "mixtral-8x7b": ExpertLayer(hidden=4096, inter=14336, experts=8, top_k=2)
+}
+"""Layers of experts of published models."""

@@ -1,14 +1,15 @@
-"""Qwen3 and Qwen3-MoE."""
+"""Configurations of Qwen3 and Qwen3-MoE."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moe_jax.config.base import ModelConfig, is_positive, rename, value_of
+from moe_jax.config.experts import ExpertsSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(ModelConfig):
-    """Dense Qwen3. Field names and defaults are those of transformers' Qwen3Config; see its documentation for each."""
+    """Dense Qwen3, with the field names and defaults of transformers' Qwen3Config, which documents each field."""
 
     vocab_size: int = 151936
     hidden_size: int = 4096
@@ -26,7 +27,7 @@ class Qwen3Config(ModelConfig):
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
     positive = (*ModelConfig.positive, "head_dim")
-    # Qwen3-Coder's files say these three: transformers reads none of them.
+    # Qwen3-Coder's files have these three fields; transformers reads none of them.
     supported: ClassVar[dict[str, tuple]] = ModelConfig.supported | {
         "qkv_bias": (False, None),
         "use_qk_norm": (True, None),
@@ -34,7 +35,7 @@ class Qwen3Config(ModelConfig):
     }
 
     def problems(self) -> list[str]:
-        """What is wrong with the values, each as one clause."""
+        """Returns the problems of the values, each as one clause."""
         problems = super().problems()
         if self.num_attention_heads % self.num_key_value_heads:
             problems.append(
@@ -56,22 +57,27 @@ class Qwen3Config(ModelConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """All of a head."""
+        """Width of a head: the rotary embedding rotates all of it."""
         return self.head_dim
 
     @property
     def key_dim(self) -> int:
-        """The width of a query and of a key head."""
+        """Width of a query head and of a key head."""
         return self.head_dim
 
     @property
     def value_dim(self) -> int:
-        """The width of a value head."""
+        """Width of a value head."""
         return self.head_dim
 
     @property
+    def experts(self) -> ExpertsSpec | None:
+        """None: every layer is dense."""
+        return None
+
+    @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer in tokens (a token sees itself and window - 1 before it); None: all."""
+        """Sliding window of each layer in tokens (a token attends to itself and window - 1 before it); None: no limit."""
         layers = range(self.num_hidden_layers)
         if self.layer_types is not None:
             sliding = [kind == "sliding_attention" for kind in self.layer_types]
@@ -81,20 +87,20 @@ class Qwen3Config(ModelConfig):
 
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
-        """Derives the head size where it is null."""
+        """Derives the head size if it is null."""
         super().read_dialects(given, problems)
         if given.get("head_dim", 0) is None:
             given["head_dim"] = _even_share(cls, given)
 
     def write_dialect(self, values: dict[str, Any]) -> None:
-        """Leaves out layer types that follow from the other fields."""
+        """Removes layer types that follow from the other fields."""
         if values["layer_types"] is None:
             del values["layer_types"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(Qwen3Config):
-    """Qwen3-MoE. Field names and defaults are those of transformers' Qwen3MoeConfig.
+    """Qwen3-MoE, with the field names and defaults of transformers' Qwen3MoeConfig.
 
     Layer l has experts if l is not in `mlp_only_layers` and (l + 1) is a multiple of `decoder_sparse_step`.
     With `use_sliding_window` every layer slides: this architecture has no `layer_types` and no `max_window_layers`.
@@ -118,13 +124,25 @@ class Qwen3MoeConfig(Qwen3Config):
     positive = (*Qwen3Config.positive, "moe_intermediate_size", "decoder_sparse_step")
 
     def problems(self) -> list[str]:
-        """What is wrong with the values, each as one clause."""
+        """Returns the problems of the values, each as one clause."""
         problems = super().problems()
         if self.moe_layers and not 1 <= self.num_experts_per_tok <= self.num_experts:
             problems.append(
                 f"num_experts_per_tok={self.num_experts_per_tok} must be between 1 and num_experts={self.num_experts}"
             )
         return problems
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The experts of each sparse layer; None if no layer is sparse."""
+        if not self.routed_layers:
+            return None
+        return ExpertsSpec(
+            num_experts=self.num_experts,
+            num_experts_per_tok=self.num_experts_per_tok,
+            moe_intermediate_size=self.moe_intermediate_size,
+            aux_loss_coef=self.router_aux_loss_coef,
+        )
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -137,10 +155,10 @@ class Qwen3MoeConfig(Qwen3Config):
 
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
-        """Takes transformers 5's `num_local_experts`, and derives the head size where it is absent."""
+        """Reads transformers 5's `num_local_experts`, and derives the head size if it is absent."""
         super().read_dialects(given, problems)
         rename(given, "num_local_experts", "num_experts", problems)
-        # Written by hub files of this architecture, read by none of its implementations.
+        # Hub files of this architecture have these two; no implementation reads them.
         given.pop("max_window_layers", None)
         given.pop("layer_types", None)
         if given.get("mlp_only_layers", 0) is None:
@@ -149,13 +167,13 @@ class Qwen3MoeConfig(Qwen3Config):
             given["head_dim"] = _even_share(cls, given)
 
     def write_dialect(self, values: dict[str, Any]) -> None:
-        """Leaves out what this architecture does not have."""
+        """Removes fields that this architecture does not have."""
         super().write_dialect(values)
         del values["max_window_layers"]
         values.pop("layer_types", None)
 
 
 def _even_share(cls: type[Qwen3Config], given: dict[str, Any]) -> int:
-    """hidden_size / num_attention_heads; the default where they are no sizes, which the config's own checks say."""
+    """Returns hidden_size / num_attention_heads; the default if they are invalid, which the config's own checks report."""
     hidden, heads = (value_of(cls, given, name) for name in ("hidden_size", "num_attention_heads"))
     return hidden // heads if is_positive(hidden) and is_positive(heads) else cls.head_dim

@@ -1,25 +1,30 @@
-"""Machines that `moe-jax plan` knows by name: the measured H200, and others scaled from it by their data sheets."""
+"""The machines that `moe-jax plan` knows by name: the measured H200, and GPUs scaled from it by data sheets."""
 
 from dataclasses import dataclass, replace
 
 from moe_jax.cost.machine import H200, Machine
 
 USABLE = 0.95
-"""The share of a GPU's memory that `moe-jax` lets JAX take."""
+"""Share of a GPU's memory that `moe-jax` lets JAX take."""
 
 
 @dataclass(frozen=True)
 class DataSheet:
-    """A GPU's published figures: GiB of memory, dense bf16 TFLOP/s, GB/s of memory, of links between GPUs (both directions),
-    of the host's link (one direction), and of a network card for each GPU (one direction)."""
+    """A GPU's published figures."""
 
     name: str
     memory: float
+    """GiB."""
     tflops: float
+    """Dense bfloat16 TFLOP/s."""
     hbm: float
+    """GB/s of the GPU's memory."""
     links: float
+    """GB/s between GPUs, both directions together."""
     host_link: float
+    """GB/s between GPU and host, one direction."""
     network: float
+    """GB/s of the GPU's network card, one direction."""
 
 
 H200_SHEET = DataSheet("NVIDIA H200", 139, 989, 4800, 900, 64, 50)
@@ -33,7 +38,7 @@ SHEETS = {
 
 
 def scaled(sheet: DataSheet) -> Machine:
-    """Multiplies each rate measured on an H200 by the ratio of the two data sheets.
+    """Returns the machine with the rates of `H200` times the ratio of the two data sheets.
 
     Predictions for GPUs before Hopper are optimistic: the library has no fused attention for them.
     """
@@ -53,7 +58,7 @@ def scaled(sheet: DataSheet) -> Machine:
         (links, ("all_gather", "reduce_scatter", "all_to_all", "ring_hop", "ring_hop_copied")),
         (sheet.host_link / H200_SHEET.host_link, ("host_link",)),
         (sheet.network / H200_SHEET.network, ("between_hosts",)),
-        # Seconds, of kernels that wait for memory.
+        # These two are seconds, of kernels bound by memory.
         (1 / hbm, ("top_k", "sort")),
     ]  # fmt: skip
     fields = {name: ratio * getattr(H200, name) for ratio, names in rates for name in names}
@@ -64,10 +69,10 @@ GPUS: dict[str, Machine] = {"h200": H200} | {name: scaled(sheet) for name, sheet
 
 
 def machine(gpu: str, *, memory: float | None = None, gpus_of_host: int = 8) -> Machine:
-    """Returns the machine of a name in `GPUS`, with another memory (GiB, as nvidia-smi shows) if one is given.
+    """Returns the machine named `gpu` in `GPUS`; `memory` (GiB, as nvidia-smi shows) replaces its memory.
 
     Raises:
-      ValueError: an unknown name, or memory that is not above 0.
+      ValueError: `gpu` is unknown, or `memory` is not above 0.
     """
     if gpu.lower() not in GPUS:
         raise ValueError(f"no GPU {gpu!r}; known are {', '.join(GPUS)}. For another, take the nearest and give --memory")

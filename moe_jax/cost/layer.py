@@ -1,7 +1,7 @@
-"""Seconds of one layer's computation on one GPU: experts, router, projections, and what only moves bytes.
+"""Seconds of one layer's computation on one GPU: experts, router, projections and elementwise work.
 
-Passes and letters are those of docs/kernels.md: K choices a token, R rows (choices that this device's experts compute), D
-hidden, I intermediate. Operands have 2 bytes an element.
+Passes and letters follow docs/kernels.md: K choices a token, R rows (choices that this device's experts compute), D hidden, I
+intermediate. Operands have 2 bytes an element.
 """
 
 from dataclasses import dataclass
@@ -10,40 +10,42 @@ from typing import NamedTuple
 from moe_jax.cost.machine import Machine
 
 ELEMENT = 2
-"""Bytes."""
+"""Bytes of one element of an operand."""
 
 
 class Passes(NamedTuple):
-    """Seconds of the forward pass, of what the backward pass computes again under remat, and of the backward pass itself."""
+    """Seconds of the forward pass, of its recomputation under remat (`again`), and of the backward pass itself."""
 
     forward: float
     again: float
     backward: float
 
     def total(self, remat: bool) -> float:
-        """Of a training step."""
+        """Returns the seconds in a training step."""
         return self.forward + self.backward + (self.again if remat else 0.0)
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertsWork:
     """The work of one device's experts in one layer."""
 
     tokens: int
-    """Rows of x that there are: the device's own tokens, or what dispatch brought."""
+    """Rows of x: the device's own tokens, or the token slots after dispatch."""
     choices: int
-    """Of each of them, K, whoever computes them."""
+    """Choices of each token (K), on whichever device they are computed."""
     rows: float
+    """Choices that this device's experts compute (R)."""
     experts: int
+    """Experts of this device."""
     hidden: int
     inter: int
 
 
-def experts_seconds(work: Experts, machine: Machine) -> Passes:
-    """The passes of backend `mosaic`, each bound by its matmul or by its bytes, in turn.
+def experts_seconds(work: ExpertsWork, machine: Machine) -> Passes:
+    """Returns the seconds of backend `mosaic`, whose kernels run one after another.
 
-    A matmul computes whole tiles: 128 rows, 64 where experts have so few, of which the last of an expert is half empty on
-    average. It takes the time of the weights' bytes if that is longer.
+    A matmul computes whole tiles of 128 rows, or of 64 rows where experts have at most 64 on average. The last tile of an
+    expert is half empty on average. If reading the weights takes longer than the FLOPs, that time counts.
     """
     fill = 32 if work.rows <= 64 * work.experts else 64
     filled = work.rows + fill * work.experts
@@ -54,25 +56,26 @@ def experts_seconds(work: Experts, machine: Machine) -> Passes:
         return max(flops / rate, matrices * weights / machine.hbm)
 
     plan = work.tokens * work.choices * machine.sort
-    # A token is read once and its rows written. XLA's combine reads these, and for a choice that others compute one row again
-    # and again: half as long, by the profile of a layer over four GPUs.
-    # The first of two forward passes under remat has no gather but in gate_up: counted all the same, 1 % of a layer.
+    # A token is read once and its rows are written. XLA's combine reads these rows. For a choice of another device it reads the
+    # same row again and again, in half the time (profile of a layer over four GPUs).
+    # The first of two forward passes under remat gathers inside gate_up only. Its gather counts all the same: 1 % of a layer.
     gather = ELEMENT * work.hidden * (work.tokens + work.rows) / machine.hbm
     elsewhere = work.tokens * work.choices - work.rows
     combine = gather + ELEMENT * work.hidden * elsewhere / 2 / machine.hbm
     gate_up, down = matmul(2), matmul(1)
     # d_act, dw_down; dx, dw_gate_up; gathers of dy and x, the sum of dx.
     backward = matmul(1, machine.experts_d_act) + down + 2 * gate_up + 2 * gather + combine
-    # Nothing needs the layer's output again.
-    begun = machine.experts_overhead
-    return Passes(begun + plan + gather + gate_up + down + combine, begun + plan + gather + gate_up, 2 * begun + backward)
+    overhead = machine.experts_overhead
+    # Recomputation stops before the down projection: backward does not need the layer's output.
+    again = overhead + plan + gather + gate_up
+    return Passes(again + down + combine, again, 2 * overhead + backward)
 
 
 def router_seconds(tokens: int, hidden: int, num_experts: int, machine: Machine, *, grouped: bool = False) -> Passes:
-    """A narrow matmul, scores (f32 logits, read and written) and top-k; backward two matmuls of the same bytes.
+    """Returns the seconds of the router: a narrow matmul, float32 scores (read and written) and a top-k.
 
-    A `grouped` choice takes three top-k, the best of each group and the groups before the experts, each of f32 scores that are
-    read and written.
+    The backward pass is two matmuls of the same bytes. A `grouped` choice takes three top-k: the best experts of each group,
+    the groups, the experts. Each reads and writes float32 scores.
     """
     read = (ELEMENT * hidden + 4 * 3 * num_experts) * tokens / machine.hbm
     choices = 3 if grouped else 1
@@ -81,12 +84,12 @@ def router_seconds(tokens: int, hidden: int, num_experts: int, machine: Machine,
 
 
 def matmul_seconds(tokens: int, weights: float, machine: Machine) -> Passes:
-    """Projections with so many weights: 2 FLOPs each a token, twice backward."""
+    """Returns the seconds of projections with `weights` weights: 2 FLOPs per weight and token forward, 4 backward."""
     forward = 2 * tokens * weights / machine.dense_matmul
     return Passes(forward, forward, 2 * forward)
 
 
 def elementwise_seconds(tokens: int, elements: float, machine: Machine) -> Passes:
-    """So many elements a token, read or written; twice backward."""
+    """Returns the seconds to read or write `elements` elements of each token; twice that backward."""
     forward = ELEMENT * elements * tokens / machine.hbm
     return Passes(forward, forward, 2 * forward)

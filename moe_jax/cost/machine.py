@@ -1,10 +1,11 @@
-"""What a GPU and its links do in a second, and with it how long a collective over axes of a mesh takes.
+"""Rates of a GPU and its links, and the time of a collective over axes of a mesh.
 
-Every figure of `H200` is a measurement, most of docs/performance.md, of a kernel or a collective alone, or fitted to whole
-layers and losses. The two that were fitted to whole training steps, and the four that are assumed, are named as such.
+Most figures of `H200` are measurements of a kernel or a collective alone (see docs/performance.md), or fits to whole layers and
+losses. Comments name the two figures that were fitted to whole training steps, and the four that are assumed.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
 
@@ -15,62 +16,62 @@ Axes = tuple[str, ...]
 class Machine:
     """GPUs of one kind, in hosts of `gpus_of_host`. Rates are FLOP/s and byte/s of one GPU, times are seconds.
 
-    Bytes over links are those that a GPU receives (or sends, which are as many); `between_hosts` holds for each GPU's own
-    network card, in each direction.
+    Rates of links count the bytes that a GPU receives, which equal the bytes that it sends. `between_hosts` is the rate of each
+    GPU's own network card, in each direction.
     """
 
     name: str
     memory: float
     gpus_of_host: int
     hbm: float
-    """Bytes read and written."""
+    """Bytes read and written in a second."""
     dense_matmul: float
     experts_matmul: float
-    """The grouped matmuls but one, over the rows of their tiles, filled or not."""
+    """All grouped matmuls except the backward down projection. FLOPs count every row of a tile, filled or not."""
     experts_d_act: float
-    """The backward pass of the down projection, which does the activation's too."""
+    """The backward pass of the down projection, fused with the activation's."""
     experts_overhead: float
-    """Seconds that an MoE layer's small kernels take whatever the tokens, forward; twice backward."""
+    """Seconds of an MoE layer's small kernels in a forward pass, for any number of tokens; twice that backward."""
     attention_forward: float
     attention_backward: float
-    """Per FLOP of five matmuls, of which the kernels make two twice."""
+    """FLOPs count five matmuls, of which the kernels compute two twice."""
     attention_backward_wide: float
-    """The same with keys wider than 128 channels."""
+    """`attention_backward` for keys wider than 128 channels."""
     vocabulary: float
-    """The matmuls of the vocabulary's loss, without the logits' and the gradient's bytes."""
+    """The matmuls of the vocabulary's loss, without the time for the bytes of logits and gradient."""
     top_k: float
-    """Seconds a token."""
+    """Seconds for each token."""
     sort: float
-    """Seconds a choice: sorted by expert and counted."""
+    """Seconds for each choice: sorted by expert and counted."""
     all_gather: float
     reduce_scatter: float
     all_to_all: float
     ring_hop: float
-    """A `ppermute` of NCCL's, beside a kernel that takes every core."""
+    """A `ppermute` by NCCL, while a kernel occupies every SM."""
     ring_hop_copied: float
-    """A `ppermute` that is a copy from GPU to GPU and takes no core (`parallel.hops.COPIES`)."""
+    """A `ppermute` by peer-to-peer copy, which uses no SM (`parallel.collectives.hops.COPIES`)."""
     between_hosts: float
     host_link: float
     """Between a GPU and its host's memory, in one direction."""
     latency: float
     host_latency: float
-    """A collective's further seconds for each host that it spans."""
+    """Additional seconds of a collective for each further host that it spans."""
     hidden: float
-    """The share of NCCL's time for a gather or sum that takes nothing of the step when a layer's computation runs beside it."""
+    """Share of NCCL's time for a gather or sum that is hidden while a layer's computation runs."""
     layer_overhead: float
-    """Seconds that a pass over a layer takes beside all that is counted."""
+    """Seconds of a pass over a layer that no other figure accounts for."""
 
     @property
     def experts_training(self) -> float:
-        """FLOP/s of experts forward and backward: nine matmuls of a size, of which d_act is one."""
+        """FLOP/s of experts forward and backward: nine matmuls of equal size, one of which runs at `experts_d_act`."""
         return 9 / (8 / self.experts_matmul + 1 / self.experts_d_act)
 
 
 def all_gather_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape) -> float:
-    """Parts joined to arrays of `size` bytes on each device.
+    """Returns the seconds of an all-gather whose result has `size` bytes on each device.
 
-    Inside a host a GPU receives all but its own part; what comes from other hosts the host's GPUs of the group receive once
-    together, and pass on.
+    Inside a host a GPU receives all parts except its own. Parts from other hosts arrive once at each host, whose GPUs of the
+    group share them out and pass them on.
     """
     devices, inside, hosts = _group(machine, axes, mesh)
     within = size * (devices - 1) / devices / machine.all_gather
@@ -79,7 +80,7 @@ def all_gather_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShap
 
 
 def all_to_all_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape) -> float:
-    """Arrays of `size` bytes on each device, of which every device is sent an equal share."""
+    """Returns the seconds of an all-to-all: each device sends an equal share of its `size` bytes to every device."""
     devices, inside, hosts = _group(machine, axes, mesh)
     within = size * (inside - 1) / devices / machine.all_to_all
     between = size * (devices - inside) / devices / machine.between_hosts
@@ -87,7 +88,7 @@ def all_to_all_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShap
 
 
 def reduce_scatter_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape) -> float:
-    """Sums of arrays of `size` bytes on each device, of which each keeps its part."""
+    """Returns the seconds of a reduce-scatter of arrays of `size` bytes on each device."""
     devices, inside, hosts = _group(machine, axes, mesh)
     within = size * (devices - 1) / devices / machine.reduce_scatter
     between = size * (hosts - 1) / hosts / inside / machine.between_hosts
@@ -95,22 +96,32 @@ def reduce_scatter_seconds(machine: Machine, size: float, axes: Axes, mesh: Mesh
 
 
 def all_reduce_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape) -> float:
-    """Sums of arrays of `size` bytes: a reduce-scatter and an all-gather."""
+    """Returns the seconds of an all-reduce of arrays of `size` bytes: a reduce-scatter and an all-gather."""
     return reduce_scatter_seconds(machine, size, axes, mesh) + all_gather_seconds(machine, size, axes, mesh)
 
 
 def ring_hop_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape, *, copied: bool = False) -> float:
-    """`size` bytes from each device to the next of a ring; all wait for the slowest link."""
+    """Returns the seconds to send `size` bytes from each device to the next of a ring; the slowest link decides."""
     devices, _, hosts = _group(machine, axes, mesh)
     inside = machine.ring_hop_copied if copied else machine.ring_hop
     rate = inside if hosts == 1 else min(inside, machine.between_hosts)
     return _started(machine, devices, min(hosts, 2), size / rate)
 
 
-def _group(machine: Machine, axes: Axes, mesh: MeshShape) -> tuple[int, int, float]:
-    """(devices of a group along `axes`, how many of them share a host, over how many hosts they are spread).
+class _Group(NamedTuple):
+    """The devices that take part in one collective."""
 
-    Neighbours along the last axis are neighbours in the list of devices, which goes through one host after the other.
+    devices: int
+    inside: int
+    """Devices of the group that share a host."""
+    hosts: float
+    """Hosts over which the group is spread."""
+
+
+def _group(machine: Machine, axes: Axes, mesh: MeshShape) -> _Group:
+    """Returns the group of a collective along `axes`.
+
+    Neighbours along the last axis are neighbours in the list of devices, which goes through one host after another.
     """
     devices = inside = stride = 1
     for name in reversed(MESH_AXES):
@@ -119,7 +130,7 @@ def _group(machine: Machine, axes: Axes, mesh: MeshShape) -> tuple[int, int, flo
             devices *= size
             inside *= min(size, max(1, machine.gpus_of_host // stride))
         stride *= size
-    return devices, inside, devices / inside
+    return _Group(devices, inside, devices / inside)
 
 
 def _started(machine: Machine, devices: int, hosts: float, seconds: float) -> float:
@@ -130,17 +141,17 @@ def _started(machine: Machine, devices: int, hosts: float, seconds: float) -> fl
 
 H200 = Machine(
     name="NVIDIA H200",
-    # What `moe-jax` lets JAX take: 95 % of 139 GiB.
+    # `moe-jax` lets JAX take 95 % of 139 GiB.
     memory=0.95 * 139 * 2**30,
     gpus_of_host=8,
     hbm=4.27e12,
-    # XLA's, at the size of an expert's projection over all rows: 535 to 718 in different sessions under load.
+    # XLA's matmul at the size of an expert's projection over all rows: 535 to 718 in different sessions under load.
     dense_matmul=650e12,
-    # Of the whole layer's times alone, at 1024 to 65536 tokens of four models.
+    # From times of the whole layer alone, at 1024 to 65536 tokens of four models.
     experts_matmul=640e12,
     experts_d_act=490e12,
     experts_overhead=0.16e-3,
-    # 128 heads of 192 and 128: 4.58 ms for four sequences of 4096, with backward 27.2.
+    # 128 heads of 192 and 128: 4.58 ms for four sequences of 4096 tokens, 27.2 ms with backward.
     attention_forward=600e12,
     attention_backward=415e12,
     attention_backward_wide=316e12,
@@ -155,14 +166,14 @@ H200 = Machine(
     ring_hop=100e9,
     # 88 us for the 33.5 MB of 8192 tokens of Qwen3-30B-A3B.
     ring_hop_copied=380e9,
-    # Assumed: cards of 400 Gb/s, 80 % of it; 16 lanes of PCIe 5; and 20 us to begin a collective, 10 us for each further host.
+    # Assumed: 80 % of a 400 Gb/s card; 16 lanes of PCIe 5; 20 us to begin a collective, 10 us for each further host.
     between_hosts=40e9,
     host_link=50e9,
     latency=20e-6,
     host_latency=10e-6,
-    # Fitted to two training steps whose experts are gathered: NCCL's blocks take cores from the kernels that they run beside.
+    # Fitted to two training steps whose experts are gathered: NCCL's blocks take SMs from the kernels that they overlap with.
     hidden=0.2,
-    # Fitted to four training steps, of which it is 2 % (docs/scaling.md).
+    # Fitted to four training steps; it is 2 % of them (docs/scaling.md).
     layer_overhead=0.1e-3,
 )
-"""Eight to a host, linked all to all by NVLink (rates measured with four), multicast off."""
+"""H200 in hosts of eight, all linked by NVLink with multicast off. Rates of links were measured with four GPUs."""

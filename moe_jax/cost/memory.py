@@ -1,28 +1,31 @@
 """Bytes that one device needs at the peak of a training step.
 
-Three moments may be the peak: a layer's backward pass, when nearly all gradients are there; the loss, when the vocabulary's
-alone are, beside the logits of a chunk of tokens; and AdamW, when no activations are left.
+The peak is one of three moments:
+
+    a layer's backward pass    nearly all gradients exist
+    the loss                   only the vocabulary's gradients exist, and the logits of a chunk of tokens
+    AdamW                      no activations are left
 """
 
 from moe_jax.config import Stage
 from moe_jax.cost.attention import expanded_elements, kept_elements, key_value_elements, travelling_elements
 from moe_jax.cost.layer import ELEMENT
-from moe_jax.cost.run import BYTES, Run
+from moe_jax.cost.planned_step import BYTES, PlannedStep
 from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
 
 
-def memory_bytes(run: Run) -> dict[str, float]:
-    """The peak by part; `workspace` is what it has beside the other four."""
-    own = sum(p.own_size for p in run.parameters)
-    parameters, moments = 4 * own, 2 * BYTES[run.moment_dtype] * own
-    gradients = BYTES[run.param_dtype] * own
-    # Of what is in the host's memory two layers' part is on its way.
-    kept = sum((2 if run.remat == "offload" else stage.num_layers) * kept_by_layer(run, stage) for stage in run.stages)
-    # Gradients of the model's own loss wait while a module's pass and come back.
-    waiting = 4 * len(run.config.mtp_stages) * run.config.hidden_size * (run.config.vocab_size + run.tokens)
-    backward = max(gradients, waiting) + kept + _backward_workspace(run)
-    optimizer = gradients + _optimizer_workspace(run)
-    peak = max(backward, kept + waiting + _loss_workspace(run), optimizer)
+def memory_bytes(step: PlannedStep) -> dict[str, float]:
+    """Returns the peak by part, in bytes. `workspace` is the rest of the peak after the other four parts."""
+    own = sum(p.own_size for p in step.parameters)
+    parameters, moments = 4 * own, 2 * BYTES[step.moment_dtype] * own
+    gradients = BYTES[step.param_dtype] * own
+    # With "offload" the inputs of two layers are on their way to or from the host.
+    kept = sum((2 if step.remat == "offload" else stage.num_layers) * kept_by_layer(step, stage) for stage in step.stages)
+    # Gradients of the model's own loss stay in memory during the passes of the MTP modules.
+    waiting = 4 * len(step.config.mtp_stages) * step.config.hidden_size * (step.config.vocab_size + step.tokens)
+    backward = max(gradients, waiting) + kept + _backward_workspace(step)
+    optimizer = gradients + _optimizer_workspace(step)
+    peak = max(backward, kept + waiting + _loss_workspace(step), optimizer)
     return {
         "parameters": parameters,
         "moments": moments,
@@ -32,87 +35,98 @@ def memory_bytes(run: Run) -> dict[str, float]:
     }
 
 
-def host_bytes(run: Run) -> float:
-    """What a device keeps in its host's memory."""
-    return sum(stage.num_layers * kept_by_layer(run, stage) for stage in run.stages) if run.remat == "offload" else 0.0
+def host_bytes(step: PlannedStep) -> float:
+    """Returns the bytes that a device keeps in its host's memory."""
+    return sum(stage.num_layers * kept_by_layer(step, stage) for stage in step.stages) if step.remat == "offload" else 0.0
 
 
-def kept_by_layer(run: Run, stage: Stage) -> float:
-    """What one layer of a stage keeps for its backward pass: with remat its input alone, a module's embeddings among it."""
-    if not run.remat:
-        return _activations(run, stage)
-    return ELEMENT * run.tokens * run.config.hidden_size * (2 if run.is_module(stage) else 1)
+def kept_by_layer(step: PlannedStep, stage: Stage) -> float:
+    """Returns the bytes of residuals that one layer of a stage keeps for its backward pass.
 
-
-def _activations(run: Run, stage: Stage) -> float:
-    """What a layer keeps without remat.
-
-    x and its norm; what attention keeps; x and its norm again. With experts what dispatch brought, h, and the router's
-    probabilities, weights and ids; in a dense layer and of shared experts gate, up and their product. A module that predicts
-    further tokens keeps what it joins, before and after the norms, and what its last norm takes.
+    With remat these are its input alone; an MTP module's input includes embeddings.
     """
-    config = run.config
-    expanded = run.mesh.context == 1 or run.context_method == "ulysses"
-    elements = run.tokens * (4 * config.hidden_size + kept_elements(config, expanded=expanded))
-    elements += run.tokens * 5 * config.hidden_size if run.is_module(stage) else 0
+    if not step.remat:
+        return _activations(step, stage)
+    return ELEMENT * step.tokens * step.config.hidden_size * (2 if step.is_module(stage) else 1)
+
+
+def _activations(step: PlannedStep, stage: Stage) -> float:
+    """Returns the bytes of residuals that one layer keeps without remat.
+
+    Every layer keeps x and its norm, attention's residuals, then x and its norm again. A sparse layer adds the dispatched
+    tokens, h, and the router's probabilities, weights and ids. A dense layer and shared experts add gate, up and their
+    product. An MTP module adds its joined inputs before and after the norms, and the input of its last norm.
+    """
+    config = step.config
+    expanded = step.mesh.context == 1 or step.context_method == "ulysses"
+    elements = step.tokens * (4 * config.hidden_size + kept_elements(config, expanded=expanded))
+    elements += step.tokens * 5 * config.hidden_size if step.is_module(stage) else 0
     if not stage.sparse:
-        return ELEMENT * (elements + run.tokens * 3 * config.intermediate_size)
-    moe = run.moe_config
-    elements += run.tokens * 3 * run.shared_inter
-    if run.exchanges:
-        elements += run.received * moe.hidden_size
-    elements += run.room * 2 * moe.moe_intermediate_size
-    return ELEMENT * elements + 4 * run.tokens * (moe.num_experts + 8 * moe.num_experts_per_tok)
+        return ELEMENT * (elements + step.tokens * 3 * config.intermediate_size)
+    experts = step.experts
+    elements += step.tokens * 3 * experts.shared_intermediate_size
+    if step.exchanges:
+        elements += step.received * config.hidden_size
+    elements += step.room * 2 * experts.moe_intermediate_size
+    return ELEMENT * elements + 4 * step.tokens * (experts.num_experts + 8 * experts.num_experts_per_tok)
 
 
-def _backward_workspace(run: Run) -> float:
-    """What one layer's backward pass has beside what is kept.
+def _backward_workspace(step: PlannedStep) -> float:
+    """Returns the bytes that one layer's backward pass uses beside the residuals of all layers.
 
-    Parameters of two layers gathered, and gradients of two; with remat the layer's activations; and what the backward pass of
-    the experts makes: the rows of dy, of x or dx, dh and the weighted activation, and the gradients that travel; or that of
-    attention, the gradients of all that it took and gave, if these are more. Experts that are computed in parts sum the
-    gradients of their weights in f32.
+    These are the gathered parameters of two layers and the gradients of two layers, and with remat the layer's activations.
+    The larger of two workspaces comes on top. The experts' backward pass makes rows of dy, of x or dx, dh and the weighted
+    activation, and the gradients that travel. Attention's backward pass makes gradients of all its inputs and outputs.
+    Experts that are computed in chunks accumulate the gradients of their weights in float32.
     """
-    config, layers = run.config, []
-    of_heads = config.num_attention_heads * (config.key_dim + config.value_dim) + key_value_elements(config)
-    for number, stage in enumerate(run.stages):
-        own = [p for p in run.parameters if p.in_stage and p.path[1] == number]
+    config, layers = step.config, []
+    head_elements = config.num_attention_heads * (config.key_dim + config.value_dim) + key_value_elements(config)
+    for number, stage in enumerate(step.stages):
+        own = [p for p in step.parameters if p.in_stage and p.path[1] == number]
         gathered = 4 * ELEMENT * sum(p.used_size / p.layers for p in own if p.gather_axes)
         if stage.sparse:
-            moe = run.moe_config
-            elements = run.computed_at_once * (2 * moe.hidden_size + 3 * moe.moe_intermediate_size)
-            elements += 2 * run.received * moe.hidden_size if run.exchanges else 0
-            if run.computed_at_once < run.room:
+            inter = step.experts.moe_intermediate_size
+            elements = step.computed_at_once * (2 * config.hidden_size + 3 * inter)
+            elements += 2 * step.received * config.hidden_size if step.exchanges else 0
+            if step.computed_at_once < step.room:
                 gathered += 4 * sum(p.used_size / p.layers for p in own if "experts" in p.path)
         else:
-            elements = run.tokens * 3 * config.intermediate_size
-        elements = max(elements, run.tokens * of_heads)
-        layers.append(gathered + ELEMENT * elements + (_activations(run, stage) if run.remat else 0))
-    return max(layers) + _context_workspace(run)
+            elements = step.tokens * 3 * config.intermediate_size
+        elements = max(elements, step.tokens * head_elements)
+        layers.append(gathered + ELEMENT * elements + (_activations(step, stage) if step.remat else 0))
+    return max(layers) + _context_workspace(step)
 
 
-def _context_workspace(run: Run) -> float:
-    """What travels, of all devices with `all_gather`, of two turns in the ring, and its f32 gradients.
+def _context_workspace(step: PlannedStep) -> float:
+    """Returns the bytes of keys and values (or latents) from other devices, and of their float32 gradients.
 
-    Where keys and values are expanded from it, these too: of one turn in the ring.
+    With `all_gather` these come from all devices, in the ring from two steps. Keys and values that are expanded from latents
+    are added; in the ring only the keys and values of one step.
     """
-    if run.mesh.context == 1 or run.context_method == "ulysses":
+    if step.mesh.context == 1 or step.context_method == "ulysses":
         return 0
-    is_ring, devices = run.context_method == "ring", run.mesh.context
-    arrived, at_once = (2 * run.ring_turn, run.ring_turn) if is_ring else (devices, devices)
-    elements = arrived * travelling_elements(run.config) + at_once * expanded_elements(run.config)
-    return (ELEMENT + 4) * run.tokens * elements
+    is_ring, devices = step.context_method == "ring", step.mesh.context
+    arrived, at_once = (2 * step.ring_step, step.ring_step) if is_ring else (devices, devices)
+    elements = arrived * travelling_elements(step.config) + at_once * expanded_elements(step.config)
+    return (ELEMENT + 4) * step.tokens * elements
 
 
-def _loss_workspace(run: Run) -> float:
-    """The vocabulary's projection, a chunk's logits and x, each with its gradient: one of the two in f32, the other in bf16."""
-    vocab, hidden = run.config.vocab_size, run.config.hidden_size
-    chunk = min(CHUNK_TOKENS, run.tokens)
-    return (ELEMENT + 4) * (vocab * hidden + chunk * vocab + run.tokens * hidden)
+def _loss_workspace(step: PlannedStep) -> float:
+    """Returns the bytes of the vocabulary projection, the logits of a chunk and x, each with its gradient.
+
+    Of each array and its gradient one is float32 and the other bfloat16.
+    """
+    vocab, hidden = step.config.vocab_size, step.config.hidden_size
+    chunk = min(CHUNK_TOKENS, step.tokens)
+    return (ELEMENT + 4) * (vocab * hidden + chunk * vocab + step.tokens * hidden)
 
 
-def _optimizer_workspace(run: Run) -> float:
-    """With f32 parameters one more array of each: inferred from the one measured row. Sums over `data` make f32 of bf16."""
-    own = [p.own_size for p in run.parameters]
-    summed = 4 * max(own) if run.mesh.data > 1 and run.param_dtype != "float32" else 0
-    return 4 * sum(own) if run.param_dtype == "float32" else summed
+def _optimizer_workspace(step: PlannedStep) -> float:
+    """Returns the bytes that AdamW uses beside state and gradients.
+
+    With float32 parameters it is one more array of each parameter (inferred from the one measured row). With bfloat16
+    parameters, sums over the axis `data` cast each array to float32.
+    """
+    own = [p.own_size for p in step.parameters]
+    summed = 4 * max(own) if step.mesh.data > 1 and step.param_dtype != "float32" else 0
+    return 4 * sum(own) if step.param_dtype == "float32" else summed

@@ -1,14 +1,14 @@
-"""`moe-jax plan`: the meshes on which a model's training step fits, the fastest first, as `moe_jax.cost` predicts them."""
+"""`moe-jax plan`: lists the meshes on which a model's training step is predicted to fit, the fastest first."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
 
 from moe_jax.config import ModelConfig
-from moe_jax.cost import Prediction, Run, predict
+from moe_jax.cost import PlannedStep, Prediction, predict
 from moe_jax.cost.flops import num_parameters
 from moe_jax.cost.machine import H200, Machine
-from moe_jax.cost.run import BYTES
+from moe_jax.cost.planned_step import BYTES
 from moe_jax.layers.stack import Remat
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
 
@@ -17,11 +17,10 @@ KINDS = {
     "HBM": ("elementwise", "kept", "optimizer"),
     "links": ("exchange", "context", "gathers", "once a step"),
 }
-"""The parts of a prediction, by what bounds them: arithmetic, bytes of the GPU's own memory, bytes between GPUs."""
-
+"""The parts of a prediction by their bound: arithmetic, the GPU's own memory, links between GPUs."""
 
 REMAT: dict[str, Remat] = {"no": False, "yes": True, "offload": "offload"}
-"""What is kept for backward: all, a layer's input, or that in the host's memory. By the names that people read and write."""
+"""Values of `remat` by their names on the command line: keep all residuals, a layer's input, or that input in host memory."""
 
 
 def plan(
@@ -34,15 +33,19 @@ def plan(
     machine: Machine = H200,
     **options,
 ) -> list[Prediction]:
-    """Predictions for every mesh of so many devices that can run the batch, whether it fits or not, the fastest first.
+    """Returns predictions for every mesh that can run the batch, the fastest first, including meshes that do not fit.
 
     Args:
-      rows: of the whole batch, so that all meshes do the same work.
+      config: the model.
+      devices: GPUs of each mesh.
+      rows: sequences of the whole batch, so that all meshes do the same work.
+      sequence_length: tokens of each sequence.
       remat: None tries False and True, and "offload" where True does not fit.
-      options: further fields of `cost.Run`.
+      machine: the GPUs and their links.
+      options: further fields of `cost.PlannedStep`.
 
     Raises:
-      ValueError: devices that do not fill hosts; a batch that no mesh can run, with reasons; what `cost.predict` refuses.
+      ValueError: the devices do not fill whole hosts, no mesh can run the batch (with reasons), or `cost.predict` refuses it.
     """
     if devices < 1:
         raise ValueError(f"devices={devices} must be at least 1")
@@ -52,22 +55,22 @@ def plan(
     for mesh in meshes(devices):
         for kept in REMAT.values() if remat is None else (remat,):
             try:
-                run = Run(config, mesh, rows, sequence_length, remat=kept, **options)
+                step = PlannedStep(config, mesh, rows, sequence_length, remat=kept, **options)
             except ValueError as error:
                 refusals.append(str(error))
                 continue
-            predictions.append(predict(run, machine))
+            predictions.append(predict(step, machine))
             if kept is True and predictions[-1].fits:
                 break
     if not predictions:
-        # Of the first mesh, all `context`, and the last, all `data`.
+        # The reasons of the first mesh (all `context`) and of the last (all `data`).
         reasons = "; ".join(dict.fromkeys((refusals[0], refusals[-1])))
         raise ValueError(f"no mesh of {devices} devices can run this: {reasons}")
     return sorted(predictions, key=lambda prediction: prediction.step_seconds)
 
 
 def meshes(devices: int) -> Iterator[MeshShape]:
-    """Every shape with so many devices."""
+    """Yields every mesh shape with `devices` devices."""
 
     def shapes(devices: int, axes: int) -> Iterator[tuple[int, ...]]:
         if axes == 1:
@@ -86,18 +89,21 @@ HEADER = "".join(f"{name:>8}" for name in MESH_AXES) + (
 
 
 def row(prediction: Prediction) -> str:
-    """One line in the columns of HEADER; the last are shares of the step."""
-    run, step = prediction.run, prediction.step_seconds
-    remat = next(name for name, value in REMAT.items() if value == run.remat)
-    mesh = "".join(f"{size:>8}" for size in asdict(run.mesh).values()) + f"{remat:>9}"
-    speed = f"{step:>9.3f} s{prediction.tokens_per_second:>14.0f}{prediction.flops_per_second / 1e12:>13.0f}"
+    """Returns one line in the columns of HEADER. The last columns are shares of the step."""
+    step, seconds = prediction.step, prediction.step_seconds
+    remat = next(name for name, value in REMAT.items() if value == step.remat)
+    mesh = "".join(f"{size:>8}" for size in asdict(step.mesh).values()) + f"{remat:>9}"
+    speed = f"{seconds:>9.3f} s{prediction.tokens_per_second:>14.0f}{prediction.flops_per_second / 1e12:>13.0f}"
     memory = f"{prediction.memory_bytes / 2**30:>7.0f}"
-    shares = (sum(prediction.seconds.get(part, 0.0) for part in parts) / step for parts in KINDS.values())
+    shares = (sum(prediction.seconds.get(part, 0.0) for part in parts) / seconds for parts in KINDS.values())
     return mesh + speed + memory + "".join(f"{share:>11.0%}" for share in shares)
 
 
 def format_plan(predictions: list[Prediction], limit: int) -> str:
-    """The table of the first `limit` that fit, and how to train so; if none fits, what the smallest would need."""
+    """Returns the table of the first `limit` meshes that fit and the command for the first.
+
+    If none fits, returns the needs of the mesh that uses the least memory.
+    """
     fitting = [prediction for prediction in predictions if prediction.fits]
     machine = predictions[0].machine
     if not fitting:
@@ -110,21 +116,21 @@ def format_plan(predictions: list[Prediction], limit: int) -> str:
     lines = [HEADER, *(row(prediction) for prediction in fitting[:limit])]
     if len(fitting) > limit:
         lines.append(f"and {len(fitting) - limit} more that fit")
-    return "\n".join([*lines, _memory(best), f"train so: {how_to_train(best.run)}"])
+    return "\n".join([*lines, _memory(best), f"train so: {how_to_train(best.step)}"])
 
 
 def _remedy(prediction: Prediction) -> str:
-    """What would make it fit: state is that of the model, all else grows with the tokens of a device."""
+    """Returns advice for a step that does not fit. State depends on the model, all other memory on tokens per device."""
     state = sum(prediction.bytes[part] for part in ("parameters", "moments", "gradients"))
     if state < prediction.machine.memory:
-        return f"{prediction.run.tokens} tokens a GPU are too many: take fewer rows, or more devices."
-    run, alone = prediction.run, f"Parameters, moments and gradients alone are {state / 2**30:.0f}"
-    whole = (4 + 2 * BYTES[run.moment_dtype] + BYTES[run.param_dtype]) * num_parameters(run.config)
+        return f"{prediction.step.tokens} tokens a GPU are too many: take fewer rows, or more devices."
+    step, alone = prediction.step, f"Parameters, moments and gradients alone are {state / 2**30:.0f}"
+    whole = (4 + 2 * BYTES[step.moment_dtype] + BYTES[step.param_dtype]) * num_parameters(step.config)
     devices = math.ceil(whole / prediction.machine.memory)
-    if run.mesh.size >= devices:
-        uneven = f"for {run.mesh.size} devices do not divide the model's matrices"
+    if step.mesh.size >= devices:
+        uneven = f"for {step.mesh.size} devices do not divide the model's matrices"
         return f"{alone}, {uneven}: take a power of two, of at least {devices}."
-    smaller = "" if (run.param_dtype, run.moment_dtype) == ("bfloat16", "bfloat16") else ", or bf16 parameters and moments"
+    smaller = "" if (step.param_dtype, step.moment_dtype) == ("bfloat16", "bfloat16") else ", or bf16 parameters and moments"
     return f"{alone}: take more than {devices} devices{smaller}."
 
 
@@ -134,20 +140,20 @@ def _memory(prediction: Prediction) -> str:
     return f"GiB of the first: {parts}{host}"
 
 
-def how_to_train(run: Run) -> str:
-    """The command that trains so, or what to give `make_train_step`, where `finetune` computes attention by another method."""
-    if run.mesh.context > 1 and run.context_method != "ring":
-        method = f"context=ContextParallel(method={run.context_method!r})"
+def how_to_train(step: PlannedStep) -> str:
+    """Returns the command that trains this step, or `make_train_step`'s arguments if `finetune` lacks its attention method."""
+    if step.mesh.context > 1 and step.context_method != "ring":
+        method = f"context=ContextParallel(method={step.context_method!r})"
         return f"by moe_jax.train.make_train_step with Parallelism(mesh, {method}); moe-jax finetune takes the ring"
-    return f"moe-jax finetune {flags(run)} ..."
+    return f"moe-jax finetune {flags(step)} ..."
 
 
-def flags(run: Run) -> str:
-    """What `moe-jax finetune` takes for the same step."""
-    axes = " ".join(f"--mesh.{name} {size}" for name, size in asdict(run.mesh).items() if size > 1)
-    batch = f"--batch-size {run.rows} --seq-len {run.sequence_length}"
-    dtypes = f"--param-dtype {run.param_dtype} --moment-dtype {run.moment_dtype}"
-    capacity = "" if run.capacity_factor == Run.capacity_factor else f"--capacity-factor {run.capacity_factor:g}"
-    hops = f"--hops {run.hops}" if run.mesh.size > 1 else ""
-    remat = {False: "--no-remat", True: "", "offload": "--offload"}[run.remat]
+def flags(step: PlannedStep) -> str:
+    """Returns the options of `moe-jax finetune` for the same step."""
+    axes = " ".join(f"--mesh.{name} {size}" for name, size in asdict(step.mesh).items() if size > 1)
+    batch = f"--batch-size {step.rows} --seq-len {step.sequence_length}"
+    dtypes = f"--param-dtype {step.param_dtype} --moment-dtype {step.moment_dtype}"
+    capacity = "" if step.capacity_factor == PlannedStep.capacity_factor else f"--capacity-factor {step.capacity_factor:g}"
+    hops = f"--hops {step.hops}" if step.mesh.size > 1 else ""
+    remat = {False: "--no-remat", True: "", "offload": "--offload"}[step.remat]
     return " ".join(part for part in (axes, batch, dtypes, capacity, hops, remat) if part)

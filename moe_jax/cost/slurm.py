@@ -1,10 +1,10 @@
-"""A whole batch script for Slurm that runs `moe-jax finetune` with one process for each GPU."""
+"""Writes a batch script for Slurm that runs `moe-jax finetune` with one process for each GPU."""
 
 import math
 import os
 from pathlib import Path
 
-from moe_jax.cost import Run
+from moe_jax.cost import PlannedStep
 from moe_jax.cost.plan import flags
 
 SCRIPT = """\
@@ -39,17 +39,17 @@ exit "$status"
 """
 
 
-def write_batch_script(path: Path, run: Run, gpus_of_host: int) -> None:
-    """Writes the script that trains on the mesh of `run`; the file is complete or absent.
+def write_batch_script(path: Path, step: PlannedStep, gpus_of_host: int) -> None:
+    """Writes the script that trains on the mesh of `step`; the file is complete or absent.
 
     Raises:
-      ValueError: `path` is a folder or lies in no folder; or `finetune` cannot run `run` (attention not by the ring).
+      ValueError: `path` is a folder, or its folder does not exist, or the step needs attention other than by the ring.
     """
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"--sbatch {path}: give a file in a folder that exists")
-    if run.mesh.context > 1 and run.context_method != "ring":
-        raise ValueError(f"--sbatch: moe-jax finetune splits sequences by the ring alone; this run takes {run.context_method}")
-    gpus = min(gpus_of_host, run.mesh.size)
+    if step.mesh.context > 1 and step.context_method != "ring":
+        raise ValueError(f"--sbatch: moe-jax finetune splits sequences by the ring alone; this run takes {step.context_method}")
+    gpus = min(gpus_of_host, step.mesh.size)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(SCRIPT.format(nodes=math.ceil(run.mesh.size / gpus), gpus=gpus, flags=flags(run)))
+    temporary.write_text(SCRIPT.format(nodes=math.ceil(step.mesh.size / gpus), gpus=gpus, flags=flags(step)))
     os.replace(temporary, path)

@@ -1,7 +1,7 @@
-"""What `moe-jax demo` does: the whole main job on this machine, from raw text to a checkpoint that transformers loads.
+"""`moe-jax demo`: the library's main workflow on this machine, from raw text to a checkpoint that transformers loads.
 
-A tokenizer is trained on the functions of Python's standard library, a model of about 3 M parameters (a Qwen3-MoE unless
-asked otherwise) learns them, is interrupted and resumes, is exported, compared with transformers, and writes functions.
+It trains a tokenizer on the functions of Python's standard library, and on them a model of about 3 M parameters (by default a
+Qwen3-MoE). Training is interrupted and resumed. The model is exported, compared with transformers, and writes functions.
 """
 
 import ast
@@ -32,7 +32,7 @@ from moe_jax.recipes import FinetuneSettings, finetune
 from moe_jax.train.plots import plot_run
 
 MAX_LOGIT_DIFFERENCE = 1e-3
-"""Largest difference from transformers' logits, relative to the largest logit, that the demo accepts (f32 gives about 1e-6)."""
+"""Largest accepted difference from transformers' logits, relative to the largest logit (f32 gives about 1e-6)."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class DemoSettings:
       output: the folder to write to; an earlier demo there is replaced.
       model: the architecture: with a mixture of experts (Qwen3's or DeepSeek's), or dense.
       steps: training steps; the run is interrupted after 60 % of them.
-      batch_size: sequences a step.
-      seq_len: tokens a sequence.
-      vocab_size: of the tokenizer, at most.
-      every_nth_file: train on each n-th file of the library alone.
+      batch_size: sequences in a step.
+      seq_len: tokens in a sequence.
+      vocab_size: maximum vocabulary of the tokenizer.
+      every_nth_file: train only on every n-th file of the library.
       prompt: the beginning of a function, which the trained model completes.
-      samples: how many times it does.
-      new_tokens: how many tokens it adds at most; it ends where the function does.
-      seed: of the initial weights, the order of the data and the sampling.
+      samples: number of completions.
+      new_tokens: maximum number of new tokens; a completion stops where the function ends.
+      seed: seed of the initial weights, the order of the data and the sampling.
     """
 
     output: str = "runs/demo"
@@ -76,13 +76,13 @@ class DemoResult:
 
 
 def run_demo(settings: DemoSettings) -> DemoResult:
-    """Runs all stages and prints what each does and where its files lie.
+    """Runs all stages; prints the work of each and the paths of its files.
 
     Raises:
-      ValueError: options that make no sense, such as fewer than 2 steps: there would be nothing to interrupt; or no torch,
-        which transformers' logits need. An earlier demo is still there then.
-      FileExistsError: the output folder holds something that is no demo's.
-      ArithmeticError: the exported checkpoint gives other logits in transformers.
+      ValueError: invalid options, for example fewer than 2 steps (nothing could be interrupted); or torch is not installed,
+        which transformers needs. An earlier demo is kept then.
+      FileExistsError: the output folder holds files that are not from a demo.
+      ArithmeticError: transformers computes other logits from the exported checkpoint.
     """
     output = Path(settings.output).expanduser()
     check_options(settings, output)
@@ -107,11 +107,11 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         model = from_config(config, rngs=nnx.Rngs(settings.seed))
         num_parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
         save_pretrained(model, output / "initial", tokenizer_from=output / "tokenizer", progress=False)
-        # Every model that is trained from this one takes it over.
+        # Every model trained from this one inherits the file.
         write_json_lines(output / "initial" / "generation_config.json", [generation_defaults()])
         print(f"  {config.model_type}, {config.num_hidden_layers} layers, {num_parameters / 1e6:.1f} M parameters", end="")
-        if isinstance(config, Qwen3MoeConfig | DeepseekV3Config):
-            print(f", {config.num_experts} experts a layer of which each token takes {config.num_experts_per_tok}", end="")
+        if experts := config.experts:
+            print(f", {experts.num_experts} experts a layer of which each token takes {experts.num_experts_per_tok}", end="")
         print()
         del model
 
@@ -161,10 +161,10 @@ def run_demo(settings: DemoSettings) -> DemoResult:
 
 
 TEMPERATURE, TOP_P = 0.6, 0.8
-"""How the demo draws tokens, and by generation_config.json whoever generates with its model."""
+"""Sampling options of the demo, and of its model's generation_config.json."""
 
 CHATS = 2000
-"""How many functions are written as conversations, too."""
+"""Number of functions that are also written as conversations."""
 
 CONTENTS = {
     "loss.png": "the loss of each step",
@@ -178,11 +178,11 @@ CONTENTS = {
 }
 
 MARKER = ".moe-jax-demo"
-"""An empty file that says whose folder it is: users have folders with a text.jsonl or a model of their own."""
+"""Empty file that marks a demo's folder: a user's own folder may also have a text.jsonl or a model."""
 
 
 def check_options(settings: DemoSettings, output: Path) -> None:
-    """Raises a ValueError that lists all options that some stage would refuse."""
+    """Raises a ValueError that lists every option that some stage would refuse."""
     least = {
         "steps": (2, ", so that the run can be interrupted"),
         "vocab_size": (256 + len(SPECIAL_TOKENS), ": all bytes, and the special tokens"),
@@ -198,7 +198,7 @@ def check_options(settings: DemoSettings, output: Path) -> None:
     if not settings.prompt:
         problems.append("prompt must not be empty")
     try:
-        # The text is not there yet; any file stands for it.
+        # The text does not exist yet; any file can stand for it.
         training_settings(settings, output, Path(__file__))
     except ValueError as error:
         problems.append(str(error))
@@ -207,7 +207,7 @@ def check_options(settings: DemoSettings, output: Path) -> None:
 
 
 def empty_output(output: Path) -> None:
-    """Makes the folder, or removes what an earlier demo wrote into it."""
+    """Makes the folder, or removes the files of an earlier demo from it."""
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"{output} is a file; the demo needs a folder")
     if output.is_dir() and any(output.iterdir()) and not (output / MARKER).is_file():
@@ -224,7 +224,7 @@ def empty_output(output: Path) -> None:
 
 @contextmanager
 def stage(number: int, title: str) -> Iterator[None]:
-    """Prints the stage's title before it and its seconds after it."""
+    """Prints a stage's title before it and its seconds after it."""
     print(f"\n[{number}/7] {title}", flush=True)
     start = time.perf_counter()
     yield
@@ -232,11 +232,11 @@ def stage(number: int, title: str) -> Iterator[None]:
 
 
 def small_config(model: str, vocab_size: int, eos_token_id: int) -> ModelConfig:
-    """A model of about 3 M parameters that two CPU cores train in minutes.
+    """Returns the config of a model of about 3 M parameters, which two CPU cores train in minutes.
 
-    initializer_range is about 1 / sqrt(hidden_size): at the usual 0.02 so narrow a model needs many more steps to leave the
-    plateau where it knows the frequencies of tokens alone. A small vocabulary and 3 layers pay for more steps: in equal CPU
-    time 4096 tokens and 4 layers end at a higher loss per byte.
+    initializer_range is about 1 / sqrt(hidden_size). At the usual 0.02, a model this narrow needs many more steps to leave the
+    plateau where it has learned only the frequencies of tokens. A small vocabulary and 3 layers leave time for more steps: in
+    equal CPU time, 4096 tokens and 4 layers end at a higher loss per byte.
     """
     common: dict[str, Any] = dict(
         vocab_size=vocab_size, hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=6,
@@ -258,10 +258,10 @@ def small_config(model: str, vocab_size: int, eos_token_id: int) -> ModelConfig:
 
 
 def training_settings(settings: DemoSettings, output: Path, data: Path) -> FinetuneSettings:
-    """How the demo trains: bf16 compute on a GPU, f32 on a CPU, which has no fast bf16.
+    """Returns the settings of the demo's training: bf16 compute on a GPU, f32 on a CPU, which has no fast bf16.
 
-    The load-balancing loss averages over layers, so that each may be uneven in its own way: with it alone the busiest expert
-    carried 2.5 times the mean. The loss within each sequence is a sum over layers, and evens out every one of them.
+    The load-balancing loss averages over layers, so single layers may stay uneven: with this loss alone the busiest expert had
+    2.5 times the mean load. The loss within each sequence is a sum over layers, and balances every layer.
     """
     return FinetuneSettings(
         model=str(output / "initial"),
@@ -281,13 +281,13 @@ def training_settings(settings: DemoSettings, output: Path, data: Path) -> Finet
 
 
 def logit_difference(folder: Path, tokens: list[int]) -> float:
-    """max |ours - transformers'| / max |transformers'| over the logits of `tokens`, both computed in f32 from `folder`."""
+    """Returns max |ours - transformers'| / max |transformers'| over the logits of `tokens`, in f32 from `folder`."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([tokens])).logits[0].numpy()
-    # GPUs multiply f32 in TF32 unless told otherwise.
+    # By default GPUs multiply f32 in TF32.
     with jax.default_matmul_precision("highest"):
         model = from_pretrained(folder, dtype=jnp.float32, progress=False)
         ours = np.asarray(nnx.jit(lambda model, tokens: model(tokens).logits[0])(model, jnp.array([tokens])))
@@ -295,13 +295,13 @@ def logit_difference(folder: Path, tokens: list[int]) -> float:
 
 
 def generation_defaults() -> dict[str, Any]:
-    """The model's generation_config.json: a text ends with the first special token, an answer in a chat with the last."""
+    """Returns the model's generation_config.json. The first special token ends a text, the last ends an answer in a chat."""
     ends = [0, SPECIAL_TOKENS.index(TURN_END)]
     return {"eos_token_id": ends, "pad_token_id": 0, "do_sample": True, "temperature": TEMPERATURE, "top_p": TOP_P}
 
 
 def is_python(text: str) -> bool:
-    """Whether `text` parses."""
+    """Returns True if `text` parses as Python."""
     try:
         ast.parse(text)
     except (SyntaxError, ValueError):
@@ -310,7 +310,7 @@ def is_python(text: str) -> bool:
 
 
 def try_next(output: Path) -> list[str]:
-    """Three commands that go on with the trained model."""
+    """Returns three commands that use the trained model."""
     folder, chat = shlex.quote(str(output)), shlex.quote(f"{output}-chat")
     dtype = "" if jax.default_backend() == "gpu" else " --dtype float32"
     return [
@@ -322,7 +322,7 @@ def try_next(output: Path) -> list[str]:
 
 
 def write_json_lines(path: Path, objects: list[dict]) -> None:
-    """Writes `path` at once, one object a line."""
+    """Writes one object a line; the file is complete or absent."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text("".join(json.dumps(item) + "\n" for item in objects))
     os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""The demo's text, found on every machine with Python: the functions of its standard library; a tokenizer; and short chats."""
+"""The demo's data: functions of Python's standard library, which every machine has, a tokenizer, and short chats."""
 
 import ast
 import random
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT, TURN_START, TURN_END = SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-"""They have the ids 0, 1 and 2. The latter two begin and end a turn of a chat."""
+"""Special tokens with the ids 0, 1 and 2. The latter two begin and end a turn of a chat."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -25,25 +25,25 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
-"""ChatML, with the assistant's turns marked for training."""
+"""ChatML template that marks the assistant's turns for training."""
 
 LEFT_OUT = frozenset(
     "site-packages dist-packages test tests idlelib ensurepip lib2to3 turtledemo encodings pydoc_data tkinter turtle.py "
     "__pycache__".split()
 )
-"""Other people's packages, tests, tools and tables; and wrappers for a GUI: a small model would write little else."""
+"""Excluded: third-party packages, tests, tools, tables, and wrappers for a GUI. A small model would write little else."""
 
 MIN_LINES, MAX_CHARACTERS = 3, 400
-"""Bounds of a function. A longer one would fill rows of its own, and a batch of the demo would be about few subjects."""
+"""Bounds of a function. Longer functions would fill whole rows, and a batch would cover few subjects."""
 
 
 def library_functions(every_nth: int = 1) -> list[str]:
-    """Short functions and methods from each n-th file of Python's standard library, shuffled; each text once.
+    """Returns short functions and methods from every n-th file of Python's standard library, shuffled, without duplicates.
 
-    They are written as `ast.unparse` does, without docstrings and comments: one style is learned sooner.
+    `ast.unparse` writes them, without docstrings and comments: the model learns one style sooner.
 
     Raises:
-      FileNotFoundError: there are no source files, or no such function in them.
+      FileNotFoundError: there are no source files, or they have no such function.
     """
     library = Path(sysconfig.get_path("stdlib"))
     files = [path for path in sorted(library.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(library).parts)]
@@ -56,9 +56,9 @@ def library_functions(every_nth: int = 1) -> list[str]:
 
 
 def functions_of(source: str) -> list[str]:
-    """The functions and methods in `source` that are within the bounds; none where `source` is not this Python's."""
+    """Returns the functions and methods in `source` within the bounds; none if this Python cannot parse `source`."""
     with warnings.catch_warnings():
-        # Old files hold invalid escapes, about which the parser warns.
+        # The parser warns about invalid escapes in old files.
         warnings.simplefilter("ignore", SyntaxWarning)
         try:
             tree = ast.parse(source)
@@ -75,14 +75,14 @@ def functions_of(source: str) -> list[str]:
 
 
 def as_chat(function: str) -> dict[str, Any]:
-    """A conversation in which a user asks for `function` by its name and parameters, and the assistant writes it."""
+    """Returns a conversation: a user asks for `function` by its name and parameters, and the assistant writes it."""
     node = next(node for node in ast.parse(function).body if isinstance(node, ast.FunctionDef))
     question, answer = f"Write {node.name}({ast.unparse(node.args)}).", function.strip()
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens, the first of which ends a text, with a chat template."""
+    """Returns a byte-level BPE tokenizer with a chat template and at most `vocab_size` tokens; token 0 ends a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

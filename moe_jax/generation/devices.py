@@ -75,7 +75,7 @@ def decode_on_devices(
 
 def generation_mesh(devices: Sequence[jax.Device], config: ModelConfig) -> Mesh:
     """The devices as (fsdp, expert). A model loaded onto this mesh is where generation needs it but for what it gathers."""
-    experts = math.gcd(len(devices), getattr(config, "num_experts", 1)) if config.moe_layers else 1
+    experts = math.gcd(len(devices), config.experts.num_experts) if config.experts and config.moe_layers else 1
     return Mesh(np.array(devices).reshape(-1, experts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

@@ -88,7 +88,7 @@ def check_shapes(config, tokens, positions, segment_ids, cache, expert_ids) -> N
     if cache is not None and positions is None:
         raise ValueError("positions must be given with a cache: the index in the segment goes on from the cached tokens")
     if expert_ids is not None:
-        wanted = (len(config.moe_layers), *tokens.shape, getattr(config, "num_experts_per_tok", 0))
+        wanted = (len(config.moe_layers), *tokens.shape, config.experts.num_experts_per_tok if config.experts else 0)
         if expert_ids.shape != wanted:
             raise ValueError(f"expert_ids must be [moe_layers, batch, seq, k] = {wanted}; got {expert_ids.shape}")
 

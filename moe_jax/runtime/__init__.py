@@ -1,1 +1,1 @@
-"""Processes and settings that are fixed before JAX starts: launching, joining, lazy imports."""
+"""Processes, environment settings and lazy imports: all that is fixed before JAX starts."""

@@ -1,16 +1,16 @@
-"""The one place for settings of XLA and NCCL: what `moe-jax`, and with it the launcher, sets in the environment.
+"""Environment variables for XLA and NCCL that `moe-jax` and its launcher set: the only place for such settings.
 
-A setting stands here if a measurement of ours needed it; what users set themselves wins. Tried on four H200s of one host with
-jax 0.11.2, without gain, and so left alone (docs/performance.md, docs/scaling.md):
+A setting stands here only if one of our measurements needed it. Values that users set take precedence. These were tried on four
+H200s of one host with jax 0.11.2, without gain (docs/performance.md, docs/scaling.md):
 
     XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true    these collectives are asynchronous without it
     XLA_FLAGS=--xla_gpu_use_memcpy_local_p2p=true
     32 channels of NCCL
 
-What one program needs is an option of its compilation (`parallel.hops`), and no setting here: XLA ends a process whose
-XLA_FLAGS name a flag that it does not know.
+Settings for a single program are compiler options of that program (`parallel.collectives.hops`), not settings here: XLA ends a
+process if XLA_FLAGS has an unknown flag.
 
-Where a machine does not allow NVLink multicast, its user sets NCCL_NVLS_ENABLE=0; all our figures are with it.
+On a machine without NVLink multicast, users set NCCL_NVLS_ENABLE=0; all our figures were measured with it.
 """
 
 from collections.abc import MutableMapping
@@ -19,15 +19,15 @@ COORDINATOR = "MOE_JAX_COORDINATOR"
 NUM_PROCESSES = "MOE_JAX_NUM_PROCESSES"
 PROCESS_ID = "MOE_JAX_PROCESS_ID"
 LOCAL_DEVICE_IDS = "MOE_JAX_LOCAL_DEVICE_IDS"
-"""The variables that say which process of a job this one is (`parallel.processes`)."""
+"""Variables that identify this process within its job (`runtime.processes`)."""
 
 DEFAULTS = {
-    # JAX takes 75 % of a GPU otherwise: too little for a 30 B model with its gradients on one, or its training on four.
+    # JAX's default is 75 % of a GPU: too little for a 30 B model and its gradients on one GPU, or its training on four.
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
 }
 
 
 def set_defaults(environment: MutableMapping[str, str]) -> None:
-    """Sets what is not set; it counts for backends of JAX that start afterwards."""
+    """Sets each default that is not set yet; it takes effect for JAX backends that start afterwards."""
     for name, value in DEFAULTS.items():
         environment.setdefault(name, value)

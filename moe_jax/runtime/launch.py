@@ -1,7 +1,7 @@
-"""What `moe-jax launch` does: starts a program once for each GPU of this host, and ends it as one.
+"""`moe-jax launch`: starts a program once for each GPU of this host, as one job.
 
-Each process gets what `parallel.processes.initialize_processes` reads, and its lines are printed behind its number. The first
-process that fails ends the others, which would wait for it; its status is the launcher's.
+Each process gets the variables that `runtime.processes.initialize_processes` reads. Its output is printed line by line, after
+its number. If a process fails, the launcher ends the others, which would wait for it, and exits with its status.
 """
 
 import itertools
@@ -26,7 +26,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_UNTIL_A_SIGNAL_IS_SEEN = 1.0
 
 CHATTER = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*")
-"""Lines of a library that say that all is well, many times for each process; no setting silences them."""
+"""Status lines of a library, many for each process; no setting silences them."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LaunchSettings:
 
     moe-jax launch -- moe-jax finetune --mesh.expert 4 --model Qwen/Qwen3-30B-A3B --data chats.jsonl --output runs/mine
 
-    Without GPUs, to try things:
+    Without GPUs, to try it:
 
     moe-jax launch --processes 2 --cpu-devices 4 -- python my_training.py
 
@@ -47,14 +47,14 @@ class LaunchSettings:
     themselves: docs/scaling.md.
 
     Args:
-      command: the program and its arguments, behind --.
-      processes: how many to start here; they share the GPUs evenly. Default: one for each visible GPU.
-      cpu_devices: run on CPU, each process with so many devices: to try things without GPUs.
-      hosts: on how many hosts the same is started.
-      host: which of them this one is, from 0.
-      coordinator: with several hosts, "host:port" of host 0, a port that is free there. Default: one of this host's own.
-      grace_seconds: how long the others may take to end when a process has failed, before they are killed.
-      save_seconds: the same when the launcher was told to end by a signal: what a checkpoint takes.
+      command: the program and its arguments, after --.
+      processes: number of processes on this host; they share the GPUs evenly. Default: one for each visible GPU.
+      cpu_devices: number of CPU devices of each process, to try a job without GPUs.
+      hosts: number of hosts of the job; the same command is started on each.
+      host: number of this host, from 0.
+      coordinator: with several hosts, "host:port" of host 0, with a free port. Default: a free port of this host.
+      grace_seconds: seconds after a process has failed before the others are killed.
+      save_seconds: seconds after a signal to the launcher before all are killed; enough to save a checkpoint.
     """
 
     command: tyro.conf.Positional[tuple[str, ...]]
@@ -68,20 +68,20 @@ class LaunchSettings:
 
 
 def launch(settings: LaunchSettings) -> int:
-    """Runs the job; returns 0, or the status of the first process that failed, 128 + n where signal n ended it.
+    """Runs the job; returns 0, or the status of the first process that failed (128 + n if signal n ended it).
 
-    SIGINT, SIGTERM and SIGHUP are passed on, unless they are ignored here; what does not end by them within `save_seconds`, or
-    `grace_seconds` after another process has failed, is killed.
+    SIGINT, SIGTERM and SIGHUP are passed on, unless this process ignores them. A process that still runs `save_seconds` after
+    the signal is killed, as is one that still runs `grace_seconds` after another process failed.
 
     Raises:
-      ValueError: settings that make no sense; nothing has been started then.
-      FileNotFoundError: there is no such program.
+      ValueError: the settings are invalid; nothing has been started then.
+      FileNotFoundError: the program does not exist.
     """
     environments = process_environments(settings, os.environ)
     first = settings.host * len(environments)
     ended: queue.Queue[tuple[int, int]] = queue.Queue()
     job = _Job()
-    # What is ignored stays so: under nohup a job outlives its terminal.
+    # An ignored signal stays ignored: under nohup a job outlives its terminal.
     caught = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
     def pass_on(number, _):
@@ -107,10 +107,10 @@ def launch(settings: LaunchSettings) -> int:
 
 
 def process_environments(settings: LaunchSettings, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """The environment of each process of this host.
+    """Returns the environment of each process of this host.
 
     Raises:
-      ValueError: settings that make no sense, or no GPU and no `cpu_devices`.
+      ValueError: the settings are invalid, or there is neither a GPU nor `cpu_devices`.
     """
     gpus = 0 if settings.cpu_devices is not None else _num_gpus(environment)
     count = gpus if settings.processes is None else settings.processes
@@ -122,7 +122,7 @@ def process_environments(settings: LaunchSettings, environment: Mapping[str, str
     common[xla.NUM_PROCESSES] = str(settings.hosts * count)
     if settings.coordinator is None:
         common[xla.COORDINATOR] = _free_address()
-        # Nobody outside has to reach a job of one host.
+        # A job of one host needs no connections from outside.
         common["JAX_COORDINATOR_BIND_ADDRESS"] = common[xla.COORDINATOR]
     else:
         common[xla.COORDINATOR] = settings.coordinator
@@ -138,14 +138,14 @@ def process_environments(settings: LaunchSettings, environment: Mapping[str, str
 
 
 class _Job:
-    """The running processes, each the leader of a group of its own, so that what it starts ends with it."""
+    """The running processes, each the leader of its own process group, so that its children end with it."""
 
     def __init__(self) -> None:
         self.running: list[subprocess.Popen] = []
         self.timers: list[threading.Timer] = []
 
     def start(self, rank: int, command: tuple[str, ...], variables: dict[str, str], ended: queue.Queue) -> None:
-        """Starts one process; (rank, its status) goes into `ended` when it has ended and all of its output is printed."""
+        """Starts one process; puts (rank, status) into `ended` when it has ended and all its output is printed."""
         process = subprocess.Popen(
             command,
             env=variables,
@@ -162,7 +162,7 @@ class _Job:
             status = process.wait()
             _signal_group(process, signal.SIGKILL)
             for reader in readers:
-                # A program that left its group may hold the pipe open for ever.
+                # A program that left its group may hold the pipe open forever.
                 reader.join(timeout=10)
             ended.put((rank, status))
 
@@ -170,7 +170,7 @@ class _Job:
             thread.start()
 
     def end(self, number: int, seconds: float) -> None:
-        """Passes a signal on, and kills what still runs after so many seconds."""
+        """Passes a signal on, and kills every process that still runs after `seconds`."""
         for process in self.running:
             if process.poll() is None:
                 _signal_group(process, number)
@@ -180,7 +180,7 @@ class _Job:
         self.timers.append(timer)
 
     def kill(self) -> None:
-        """Ends all that still runs."""
+        """Kills every process that still runs."""
         for process in self.running:
             if process.poll() is None:
                 _signal_group(process, signal.SIGKILL)
@@ -198,14 +198,14 @@ def _signal_group(process: subprocess.Popen, number: int) -> None:
 def _wait_for_one(ended: queue.Queue[tuple[int, int]]) -> tuple[int, int]:
     while True:
         try:
-            # The kernel may give a signal to any thread, which does not wake this one, where Python handles it.
+            # Python handles signals in this thread, but the kernel may deliver one to another: without a timeout it would wait.
             return ended.get(timeout=SECONDS_UNTIL_A_SIGNAL_IS_SEEN)
         except queue.Empty:
             pass
 
 
 def _print_lines(rank: int, source: IO[bytes], target: IO[str]) -> None:
-    """Whole lines as they come, each behind the number of its process; of a progress bar its last state."""
+    """Prints whole lines as they come, each after the number of its process; of a progress bar only the last state."""
     with source:
         for line in source:
             text = line.decode(errors="replace").rstrip().rpartition("\r")[2]
@@ -240,9 +240,9 @@ def _problems(settings: LaunchSettings, count: int, gpus: int) -> list[str]:
 
 
 def _num_gpus(environment: Mapping[str, str]) -> int:
-    """GPUs that a process started here would see; JAX is not asked, since it would take them."""
+    """Returns the number of GPUs that a process started here would see. JAX is not asked: it would allocate them."""
     if "CUDA_VISIBLE_DEVICES" in environment:
-        # CUDA takes the names before the first that names no GPU: "-1" is how people hide all.
+        # CUDA uses the names before the first invalid one; people write "-1" to hide all GPUs.
         names = map(str.strip, environment["CUDA_VISIBLE_DEVICES"].split(","))
         return len(list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names)))
     try:

@@ -1,6 +1,6 @@
-"""Packages that import a public name when it is first used: `import moe_jax` costs nothing until then.
+"""Lazy exports: a package imports each public name on first use, so that `import moe_jax` is fast.
 
-A package's `__init__.py` names its exports in a block `if TYPE_CHECKING:`, which type checkers and editors read, and calls
+A package's `__init__.py` imports its exports in a block `if TYPE_CHECKING:`, for type checkers and editors. Then it calls
 `export_lazily(__name__)`, which reads the same block and makes each import on first use (PEP 562).
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 
 
 def export_lazily(package: str) -> None:
-    """Makes the names that `package` imports under `if TYPE_CHECKING:` its attributes, each imported on first use.
+    """Makes each name that `package` imports under `if TYPE_CHECKING:` an attribute, imported on first use.
 
-    A name that is a function and also the submodule that defines it (`recipes.finetune`) is the function, whatever was
-    imported before; `dir()` lists `__all__`.
+    If a function and a submodule have the same name (`recipes.finetune`), the attribute is always the function. `dir()` lists
+    `__all__`.
     """
     module = sys.modules[package]
     module.__dict__["_exports"] = _type_checking_imports(Path(str(module.__file__)))
@@ -24,7 +24,7 @@ def export_lazily(package: str) -> None:
 
 
 class _LazyPackage(ModuleType):
-    """A package whose `_exports` say where each public name comes from."""
+    """A package whose `_exports` map each public name to its module."""
 
     _exports: dict[str, str]
 
@@ -37,7 +37,7 @@ class _LazyPackage(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Python binds each imported submodule to its package, also over a function of the same name.
+        # Python binds each imported submodule to its package, and would replace a function of the same name.
         hides_export = isinstance(value, ModuleType) and self._exports.get(name, self.__name__) != self.__name__
         if not hides_export:
             super().__setattr__(name, value)
@@ -47,7 +47,7 @@ class _LazyPackage(ModuleType):
 
 
 def _type_checking_imports(file: Path) -> dict[str, str]:
-    """{name: the module that it is imported from} for the block `if TYPE_CHECKING:` of a file."""
+    """Returns {name: its module} for the imports in the block `if TYPE_CHECKING:` of a file."""
     statements = ast.parse(file.read_text()).body
     blocks = (node.body for node in statements if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     imports = (node for body in blocks for node in body if isinstance(node, ast.ImportFrom))

@@ -1,7 +1,7 @@
-"""One program in several processes, mostly one for each GPU: how they find each other before JAX starts.
+"""Connects the processes of one job (usually one for each GPU) before JAX starts.
 
-Who started them says how: `moe-jax launch` and people by environment variables (or arguments), Slurm, Open MPI and Kubernetes
-by what they give each process, which JAX itself knows to read (https://docs.jax.dev/en/latest/multi_process.html).
+`moe-jax launch` and users identify a process by environment variables or arguments. Slurm, Open MPI and Kubernetes set their
+own variables, which JAX reads (https://docs.jax.dev/en/latest/multi_process.html).
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from moe_jax.runtime.environment import COORDINATOR, LOCAL_DEVICE_IDS, NUM_PROCESSES, PROCESS_ID
 
 VISIBLE_DEVICES = "jax_cuda_visible_devices", "jax_rocm_visible_devices"
-"""Settings of JAX: numbers of GPUs, or "all"."""
+"""Options of JAX that list the visible GPUs by number, or are "all"."""
 
 
 def initialize_processes(
@@ -31,24 +31,28 @@ def initialize_processes(
     process_id: int | None = None,
     local_device_ids: Sequence[int] | None = None,
 ) -> None:
-    """Connects the processes of a job, so that `jax.devices()` are those of all. A second time it does nothing, and alone
-    nothing but hide GPUs that are not this process's.
+    """Connects the processes of a job, so that `jax.devices()` lists the devices of all processes.
 
-    To be called before anything that asks JAX for devices. What is not given is taken from the environment variables
-    MOE_JAX_COORDINATOR, MOE_JAX_NUM_PROCESSES, MOE_JAX_PROCESS_ID and MOE_JAX_LOCAL_DEVICE_IDS ("0,1"); where none of them is
-    set, a step of Slurm, `mpirun` of Open MPI or an indexed Job of Kubernetes is recognised. From then on a process that ends
-    by an exception leaves at once: at a normal exit JAX would wait for the others, while these wait for it.
+    Call it before anything that asks JAX for devices. A second call does nothing. In a job of one process it only hides GPUs
+    that do not belong to this process.
+
+    Arguments that are None are read from the environment variables MOE_JAX_COORDINATOR, MOE_JAX_NUM_PROCESSES,
+    MOE_JAX_PROCESS_ID and MOE_JAX_LOCAL_DEVICE_IDS ("0,1"). If none of these is set, it recognises a step of Slurm, `mpirun` of
+    Open MPI, or an indexed Job of Kubernetes.
+
+    From then on a process that ends by an exception exits at once. At a normal exit JAX would wait for the other processes,
+    while they wait for this one.
 
     Args:
-      coordinator: "host:port", where process 0 is to listen.
-      num_processes: how many there are; 1 needs neither coordinator nor process_id.
-      process_id: which of them this one is, from 0.
-      local_device_ids: which of the GPUs that are visible here are this process's. Default: all; under Slurm and Open MPI the
-        one whose number is that of the process on its host.
+      coordinator: "host:port" on which process 0 listens.
+      num_processes: number of processes; with 1, neither coordinator nor process_id is needed.
+      process_id: number of this process, from 0.
+      local_device_ids: numbers of this process's GPUs among the visible GPUs. Default: all. Under Slurm and Open MPI: the GPU
+        whose number equals the number of the process on its host.
 
     Raises:
-      ValueError: half of these are given, or one of them makes no sense; nothing has been started then.
-      RuntimeError: JAX's backends run already, or the processes do not find each other.
+      ValueError: only some of these are given, or one of them is invalid; nothing has been started then.
+      RuntimeError: JAX's backends already run, or the processes do not find each other.
     """
     if jax.distributed.is_initialized():
         return
@@ -69,10 +73,10 @@ def initialize_processes(
 
 
 def use_one_gpu() -> None:
-    """Hides from JAX all GPUs of this process but its first, for programs of one device.
+    """Hides all GPUs except this process's first from JAX, for programs of one device.
 
-    JAX takes memory on all that it sees, and where it sees several our kernels are not taken outside `jax.shard_map`. Where JAX
-    runs already nothing is hidden.
+    JAX allocates memory on every visible GPU. If several are visible, our kernels are not used outside `jax.shard_map`. If
+    JAX's backends already run, nothing is hidden.
     """
     if not xla_bridge.backends_are_initialized():
         for name in VISIBLE_DEVICES:
@@ -87,10 +91,10 @@ def arguments_by_hand(
     process_id: int | None = None,
     local_device_ids: Sequence[int] | None = None,
 ) -> dict[str, Any] | None:
-    """What `jax.distributed.initialize` is to be given, by arguments and environment variables; None if there are none.
+    """Returns the arguments for `jax.distributed.initialize` from our arguments and environment variables; None without any.
 
     Raises:
-      ValueError: half of them are there, or one of them makes no sense.
+      ValueError: only some of them are given, or one of them is invalid.
     """
     coordinator = environment.get(COORDINATOR) if coordinator is None else coordinator
     num_processes = _integer(environment, NUM_PROCESSES) if num_processes is None else num_processes
@@ -118,25 +122,27 @@ def arguments_by_hand(
         "num_processes": num_processes,
         "process_id": process_id,
         "local_device_ids": local_device_ids,
-        # Within a job of Slurm JAX would take local_device_ids from there.
+        # Else JAX would read local_device_ids from Slurm inside a Slurm job.
         "cluster_detection_method": "deactivate",
     }
 
 
 def arguments_of_cluster(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The same where Slurm, Open MPI or Kubernetes started this process as one of several: JAX finds the rest. None elsewhere.
+    """Returns the arguments for `jax.distributed.initialize` in a job of several processes by Slurm, Open MPI or Kubernetes.
+
+    JAX finds the arguments that are missing here. Without such a job, returns None.
 
     Raises:
       ValueError: a package that JAX needs for it is not installed.
     """
-    # In the interactive step of `salloc` SLURM_NTASKS is the whole job's, and nobody else runs.
+    # In the interactive step of `salloc`, SLURM_NTASKS counts the tasks of the whole job, although only one process runs.
     tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
     slurm = {"SLURM_STEP_NODELIST", "SLURM_PROCID"} <= environment.keys() and int(tasks) > 1
     if slurm or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        # JAX takes the GPU with the process's number on its host, which does not exist where the cluster shows it one alone.
+        # JAX uses the GPU with the process's number on its host. That GPU does not exist if the cluster shows each process one.
         one_gpu = len(environment.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1 and environment.get("CUDA_VISIBLE_DEVICES")
         return {"local_device_ids": [0]} if one_gpu else {}
-    # Every pod has the first variable; those of an indexed Job, JobSet's among them, have the second.
+    # Every pod has the first variable; pods of an indexed Job (also of a JobSet) have the second.
     if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys():
         if importlib.util.find_spec("kubernetes") is None:
             raise ValueError(
@@ -148,21 +154,21 @@ def arguments_of_cluster(environment: Mapping[str, str]) -> dict[str, Any] | Non
 
 
 def is_first_process() -> bool:
-    """Whether this process is the one that writes logs and files."""
+    """Returns True if this is the process that writes logs and files."""
     return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
-    """Waits until all processes are at the barrier of this name; alone it does nothing."""
+    """Waits until all processes reach the barrier of this name; does nothing in a job of one process."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"moe_jax {name}")
 
 
 def require_shared(folder: str | Path) -> None:
-    """Makes the folder, and sees to it that all processes of the job have the same one; alone it only makes it.
+    """Makes the folder, and checks that all processes of the job see the same folder.
 
     Raises:
-      ValueError: on some processes it is another folder of the same name; all processes raise it, and no folder is made.
+      ValueError: some processes see another folder of the same name. All processes raise it, and no folder is made.
     """
     folder = Path(folder).expanduser().resolve()
     mark = folder / f".shared-{int(multihost_utils.broadcast_one_to_all(np.uint32(time.time_ns() % 2**32)))}"
@@ -184,24 +190,24 @@ def require_shared(folder: str | Path) -> None:
 
 
 def texts_of_all(text: str) -> list[str]:
-    """The texts that all processes have, in their order; all call it together."""
+    """Returns the texts of all processes, in the order of their numbers. All processes must call it together."""
     own = np.frombuffer(text.encode(), np.uint8)
     lengths = np.atleast_1d(multihost_utils.process_allgather(np.asarray(len(own))))
-    # In steps: each width is a program to compile.
+    # Widths are rounded up: JAX compiles a program for each width.
     width = -(-lengths.max() // 4096) * 4096
     padded = multihost_utils.process_allgather(np.pad(own, (0, width - len(own))))
     return [row[:length].tobytes().decode() for row, length in zip(np.atleast_2d(padded), lengths, strict=True)]
 
 
 def unlike_the_first(text: str) -> list[int]:
-    """The processes whose text is another than that of process 0."""
+    """Returns the numbers of the processes whose text differs from the text of process 0."""
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32)
     digests = np.atleast_2d(multihost_utils.process_allgather(digest))
     return np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
 
 
 def leave(status: int) -> None:
-    """Ends the program with an exit status; as one of several processes at once, without JAX's wait for the others."""
+    """Exits with `status`. In a job of several processes it exits at once, without JAX's wait for the others."""
     if not jax.distributed.is_initialized():
         raise SystemExit(status)
     sys.stdout.flush()
@@ -210,7 +216,7 @@ def leave(status: int) -> None:
 
 
 def _use_gpus_alone(local_device_ids: Sequence[int]) -> None:
-    """Hides the other GPUs from JAX, as `jax.distributed.initialize` does in a job of several processes."""
+    """Hides all other GPUs from JAX, as `jax.distributed.initialize` does in a job of several processes."""
     ids = ",".join(map(str, local_device_ids))
     if all(jax.config.values[name] == ids for name in VISIBLE_DEVICES):
         return

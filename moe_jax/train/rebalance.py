@@ -70,7 +70,7 @@ def move_experts[Tree: PyTree](state: Tree, config: ModelConfig, orders: Int[np.
 
 def num_groups(config: ModelConfig) -> int:
     """Of how many groups of experts a router of this model's chooses some."""
-    return getattr(config, "num_groups", 1)
+    return config.experts.num_groups if config.experts else 1
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _move(
 
 
 def _check_shape(name: str, of_layers: np.ndarray, config: ModelConfig) -> None:
-    shape = len(config.routed_layers), getattr(config, "num_experts", 0)
+    shape = len(config.routed_layers), config.experts.num_experts if config.experts else 0
     if not all(shape):
         raise ValueError("the model has no experts")
     if of_layers.shape != shape:

@@ -5,8 +5,8 @@ from dataclasses import fields
 import pytest
 import tyro
 
-from moe_jax.commands.finetune import GROUPS, Finetune
-from moe_jax.commands.generate import Generate
+from moe_jax.commands.finetune import GROUPS, FinetuneCommand
+from moe_jax.commands.generate import GenerateCommand
 from moe_jax.commands.other_names import OTHER_NAMES
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
@@ -27,25 +27,25 @@ def test_every_field_is_in_exactly_one_group():
 
 
 def test_defaults_are_the_settings_own(required):
-    assert tyro.cli(Finetune, args=options(required)).settings == FinetuneSettings(**required)
+    assert tyro.cli(FinetuneCommand, args=options(required)).settings == FinetuneSettings(**required)
 
 
 def test_options_of_every_group_arrive(required):
     given = "--steps 5 --eval-every 7 --learning-rate 1e-3 --z-loss-coef 0.5 --no-remat --hops nccl --mesh.fsdp 2 --tensorboard"
     chosen = dict(steps=5, eval_every=7, learning_rate=1e-3, z_loss_coef=0.5, remat=False, hops="nccl", tensorboard=True)
     settings = FinetuneSettings(**required, **chosen, mesh=MeshShape(fsdp=2))
-    assert tyro.cli(Finetune, args=[*options(required), *given.split()]).settings == settings
+    assert tyro.cli(FinetuneCommand, args=[*options(required), *given.split()]).settings == settings
 
 
 def test_help_lists_the_groups_and_describes_every_option(capsys):
     with pytest.raises(SystemExit):
-        tyro.cli(Finetune, args=["--help"])
+        tyro.cli(FinetuneCommand, args=["--help"])
     printed = capsys.readouterr().out
     assert all(f" {title} options " in printed for title in GROUPS)
     assert "a checkpoint folder or hub id" in printed and printed.count("Fine-tune a model on texts or chats") == 1
 
 
-@pytest.mark.parametrize("command, names", [("finetune", FinetuneSettings), ("generate", Generate)])
+@pytest.mark.parametrize("command, names", [("finetune", FinetuneSettings), ("generate", GenerateCommand)])
 def test_other_programs_names_lead_to_options_that_exist(command, names):
     known = {field.name.replace("_", "-") for field in fields(names)}
     for other, ours in OTHER_NAMES[command].items():

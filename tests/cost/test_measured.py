@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from moe_jax.config import NAMED_CONFIGS
-from moe_jax.cost import Run, predict
+from moe_jax.cost import PlannedStep, predict
 from moe_jax.cost.attention import attention_seconds
 from moe_jax.cost.flops import num_parameters
-from moe_jax.cost.layer import Experts, experts_seconds, router_seconds
+from moe_jax.cost.layer import ExpertsWork, experts_seconds, router_seconds
 from moe_jax.cost.machine import H200
 from moe_jax.cost.memory import memory_bytes
 from moe_jax.cost.step import layer_seconds, vocabulary_seconds
@@ -42,7 +42,7 @@ STEPS = [
 def test_training_steps_on_four_gpus(mesh, rows, remat, seconds, gib):
     """Section "A training step of Qwen3-30B-A3B", balanced routing; the vocabulary's loss took 28 ms of 8192 tokens then."""
     prediction = predict(step(rows, mesh=mesh, remat=remat))
-    loss_then = 28e-3 * prediction.run.tokens / 8192
+    loss_then = 28e-3 * prediction.step.tokens / 8192
     assert prediction.step_seconds - prediction.seconds["loss"] + loss_then == pytest.approx(seconds, rel=0.05)
     assert prediction.memory_bytes / 2**30 == pytest.approx(gib, rel=0.08)
     assert prediction.fits
@@ -85,7 +85,7 @@ def test_training_steps_whose_tokens_travel_by_copies(mesh, capacity_factor, sec
 def test_memory_of_a_million_tokens(devices, remat, gib):
     """One row of 2**20 tokens, as the compiler counted it; on four devices the experts compute in parts."""
     mesh, dtypes = MeshShape(context=devices), dict(moment_dtype="bfloat16")
-    prediction = predict(Run(QWEN, mesh, 1, 2**20, remat=remat, hops="copies", **dtypes))
+    prediction = predict(PlannedStep(QWEN, mesh, 1, 2**20, remat=remat, hops="copies", **dtypes))
     assert prediction.memory_bytes / 2**30 == pytest.approx(gib, rel=0.05)
     # x of 2048 channels from each of 48 layers.
     assert prediction.host_bytes == (48 * 2**20 // devices * 2048 * 2 if remat == "offload" else 0)
@@ -93,7 +93,7 @@ def test_memory_of_a_million_tokens(devices, remat, gib):
 
 def test_a_step_on_a_million_tokens():
     """Section "A row of a million tokens": two layers, what remat keeps in the host's memory."""
-    run = Run(replace(QWEN, num_hidden_layers=2), MeshShape(context=4), 1, 2**20, remat="offload", hops="copies")
+    run = PlannedStep(replace(QWEN, num_hidden_layers=2), MeshShape(context=4), 1, 2**20, remat="offload", hops="copies")
     prediction = predict(replace(run, moment_dtype="bfloat16"))
     assert prediction.step_seconds == pytest.approx(43.25, rel=0.02)
     assert prediction.memory_bytes / 2**30 == pytest.approx(41.5, rel=0.06)
@@ -126,7 +126,7 @@ def test_the_state_on_four_gpus():
 def test_moe_layers_on_one_gpu(model, tokens, forward, both):
     """Section "The MoE layer alone", `mosaic`, milliseconds with the router."""
     hidden, inter, experts, k = SIZES[model]
-    work = Experts(tokens, k, tokens * k, experts, hidden, inter)
+    work = ExpertsWork(tokens, k, tokens * k, experts, hidden, inter)
     passes = [experts_seconds(work, H200), router_seconds(tokens, hidden, experts, H200)]
     predicted = 1e3 * sum(p.forward for p in passes), 1e3 * sum(p.total(False) for p in passes)
     assert predicted[0] == pytest.approx(forward, rel=0.16)
@@ -143,7 +143,7 @@ def test_one_moe_layer_on_two_and_four_gpus(devices, hops, capacity_factor, forw
     By copies, on four before the down pass of a device's own tokens came last.
     """
     run = step(2 * devices, mesh=MeshShape(expert=devices), hops=hops, capacity_factor=capacity_factor)
-    work = Experts(run.received, 8, 8 * run.tokens, 128 // devices, 2048, 768)
+    work = ExpertsWork(run.received, 8, 8 * run.tokens, 128 // devices, 2048, 768)
     passes = experts_seconds(work, H200), exchange_seconds(run, H200)
     assert run.gathers_tokens and run.received == devices * 8192
     assert 1e3 * sum(p.forward for p in passes) == pytest.approx(forward, rel=0.06)
@@ -157,7 +157,7 @@ def test_one_moe_layer_on_two_and_four_gpus(devices, hops, capacity_factor, forw
 def test_attention_of_a_split_sequence(method, hops, forward, both):
     """Section "Ring attention": 8192 tokens a GPU, 32 heads on 8 key heads."""
     config = replace(QWEN, num_key_value_heads=8)
-    run = Run(config, MeshShape(context=4), 1, 32768, context_method=method, hops=hops)
+    run = PlannedStep(config, MeshShape(context=4), 1, 32768, context_method=method, hops=hops)
     attention = attention_seconds(run.tokens, run.attended[0], config, H200)
     passes = attention, context_seconds(run, attention, H200)
     assert 1e3 * sum(p.forward for p in passes) == pytest.approx(forward, rel=0.1)
@@ -175,14 +175,14 @@ def test_losses_over_the_vocabulary(config, tokens, forward, both):
     assert 1e3 * passes.total(False) == pytest.approx(both, rel=0.02)
 
 
-CHECK = Run(replace(DEEPSEEK, num_hidden_layers=4, num_nextn_predict_layers=0), MeshShape(), 1, 16384, remat=False)
+CHECK = PlannedStep(replace(DEEPSEEK, num_hidden_layers=4, num_nextn_predict_layers=0), MeshShape(), 1, 16384, remat=False)
 """`moe-jax check --random-config deepseek-v3 --layers 4 --tokens 16384`: three dense layers and a sparse one, on one GPU."""
 
 LOGITS = 2 * CHECK.tokens * CHECK.config.vocab_size * CHECK.config.hidden_size / H200.vocabulary
 """Seconds: a check makes all logits, and two matmuls of the gradient of their sum. It has no loss."""
 
 
-def of_layers(run: Run, part: str) -> dict[str, float]:
+def of_layers(run: PlannedStep, part: str) -> dict[str, float]:
     """Seconds of one of the passes by what takes them, of all layers."""
     stages = [(stage.num_layers, layer_seconds(run, s, H200)) for s, stage in enumerate(run.stages)]
     names = {name for _, computing in stages for name in computing}
@@ -215,5 +215,5 @@ def test_attention_with_keys_wider_than_values():
     assert 1e3 * passes.total(False) == pytest.approx(27.19, rel=0.01)
 
 
-def step(rows: int, mesh: MeshShape = STEPS[0][0], **options) -> Run:
-    return Run(QWEN, mesh, rows, 4096, moment_dtype="bfloat16", **options)
+def step(rows: int, mesh: MeshShape = STEPS[0][0], **options) -> PlannedStep:
+    return PlannedStep(QWEN, mesh, rows, 4096, moment_dtype="bfloat16", **options)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_jax.cli import main
-from moe_jax.commands.plan import Plan
+from moe_jax.commands.plan import PlanCommand
 from moe_jax.config import NAMED_CONFIGS
-from moe_jax.cost import Run, predict
+from moe_jax.cost import PlannedStep, predict
 from moe_jax.cost.gpus import GPUS
 from moe_jax.cost.plan import KINDS, flags, format_plan, how_to_train, meshes, plan
 from moe_jax.parallel.choices import MeshShape
@@ -47,16 +47,16 @@ def test_the_fastest_stands_first_and_all_that_run_are_there():
     predictions = plan(QWEN, 8, rows=32, sequence_length=4096)
     seconds = [prediction.step_seconds for prediction in predictions]
     assert seconds == sorted(seconds)
-    assert {prediction.run.mesh for prediction in predictions} == set(meshes(8))
-    assert {prediction.run.remat for prediction in predictions} == {True, False, "offload"}
-    assert {prediction.run.rows * 4096 / 8 for prediction in predictions} == {32 * 4096 / 8}
-    assert {prediction.run.remat for prediction in plan(QWEN, 8, rows=32, sequence_length=4096, remat=True)} == {True}
+    assert {prediction.step.mesh for prediction in predictions} == set(meshes(8))
+    assert {prediction.step.remat for prediction in predictions} == {True, False, "offload"}
+    assert {prediction.step.rows * 4096 / 8 for prediction in predictions} == {32 * 4096 / 8}
+    assert {prediction.step.remat for prediction in plan(QWEN, 8, rows=32, sequence_length=4096, remat=True)} == {True}
 
 
 def test_a_layer_s_input_waits_in_the_host_s_memory_where_nothing_else_fits(capsys):
     for prediction in plan(QWEN, 8, rows=32, sequence_length=4096):
-        with_remat = predict(replace(prediction.run, remat=True))
-        assert prediction.run.remat != "offload" or not with_remat.fits
+        with_remat = predict(replace(prediction.step, remat=True))
+        assert prediction.step.remat != "offload" or not with_remat.fits
     command = "plan qwen3-30b-a3b --devices 4 --rows 1 --seq-len 1048576 --param-dtype bfloat16 --moment-dtype bfloat16".split()
     main(command)
     printed = capsys.readouterr().out
@@ -67,13 +67,13 @@ def test_a_layer_s_input_waits_in_the_host_s_memory_where_nothing_else_fits(caps
 
 def test_a_long_sequence_is_split():
     predictions = plan(QWEN, 8, rows=1, sequence_length=2**20, context_method="all_gather")
-    assert {prediction.run.mesh.context for prediction in predictions} == {8}
+    assert {prediction.step.mesh.context for prediction in predictions} == {8}
 
 
 def test_thousands_of_gpus():
     predictions = plan(NAMED_CONFIGS["qwen3-235b-a22b"], 2048, rows=2048, sequence_length=4096)
     assert any(prediction.fits for prediction in predictions)
-    assert max(prediction.run.mesh.expert for prediction in predictions) == 128
+    assert max(prediction.step.mesh.expert for prediction in predictions) == 128
 
 
 def test_the_program_prints_the_table_and_how_to_train_so(capsys):
@@ -82,7 +82,7 @@ def test_the_program_prints_the_table_and_how_to_train_so(capsys):
     fitting = [p for p in plan(QWEN, 4, rows=32, sequence_length=4096, moment_dtype="bfloat16", hops="copies") if p.fits]
     assert printed.count(" s ") == 3 and f"and {len(fitting) - 3} more that fit" in printed
     assert f"{fitting[0].step_seconds:.3f} s" in printed
-    assert f"moe-jax finetune {flags(fitting[0].run)} ..." in printed
+    assert f"moe-jax finetune {flags(fitting[0].step)} ..." in printed
     assert "--batch-size 32 --seq-len 4096 --param-dtype bfloat16 --moment-dtype bfloat16" in printed
 
 
@@ -121,7 +121,7 @@ def test_where_nothing_fits_the_smallest_is_named_and_what_would(config, devices
 def test_deepseek_v3_trains_on_whole_clusters(devices):
     """14 bytes of each of 683e9 parameters, and few devices along `expert`: tokens do not cross the network."""
     fitting = [p for p in plan(DEEPSEEK, devices, rows=8 * devices, sequence_length=4096, remat=True) if p.fits]
-    best, smallest = fitting[0].run, min(p.memory_bytes for p in fitting)
+    best, smallest = fitting[0].step, min(p.memory_bytes for p in fitting)
     assert best.mesh.expert in (4, 8) and best.mesh.context == 1
     assert 150e12 < fitting[0].flops_per_second < 400e12
     assert smallest > 14 * 683e9 / devices
@@ -145,14 +145,14 @@ def test_hops_are_copies_on_one_host_unless_asked_for_otherwise(capsys):
 
 @pytest.mark.parametrize("method", ["all_gather", "ulysses"])
 def test_no_command_is_printed_for_attention_that_finetune_does_not_compute(method):
-    run = Run(QWEN, MeshShape(expert=2, context=2), 2, 4096, context_method=method)
+    run = PlannedStep(QWEN, MeshShape(expert=2, context=2), 2, 4096, context_method=method)
     printed = how_to_train(run)
     assert f"make_train_step with Parallelism(mesh, context=ContextParallel(method='{method}'))" in printed
     assert how_to_train(replace(run, mesh=MeshShape(expert=4), rows=4)).startswith("moe-jax finetune --mesh.expert 4 ")
 
 
 def test_an_exchange_by_copies_is_printed_with_its_capacity():
-    run = Run(NAMED_CONFIGS["qwen3-30b-a3b"], MeshShape(expert=4), 32, 4096, hops="copies", capacity_factor=4.0)
+    run = PlannedStep(NAMED_CONFIGS["qwen3-30b-a3b"], MeshShape(expert=4), 32, 4096, hops="copies", capacity_factor=4.0)
     assert "--capacity-factor 4 --hops copies" in flags(run)
     assert "--hops copies" in flags(replace(run, mesh=MeshShape(fsdp=4)))
     assert "--hops" not in flags(replace(run, mesh=MeshShape()))
@@ -183,7 +183,7 @@ def test_bad_input_is_one_line_and_status_two(capsys, arguments, message):
 def test_every_flag_is_one_that_finetune_knows(tmp_path):
     from moe_jax.recipes.finetuning.settings import FinetuneSettings
 
-    text = flags(plan(QWEN, 8, rows=8, sequence_length=4096, remat=False)[0].run)
+    text = flags(plan(QWEN, 8, rows=8, sequence_length=4096, remat=False)[0].step)
     names = [word.removeprefix("--").removeprefix("no-") for word in text.split() if word.startswith("--")]
     known = {name.replace("_", "-") for name in FinetuneSettings.__dataclass_fields__}
     assert all(name.split(".")[0] in known for name in names)
@@ -211,7 +211,7 @@ def test_a_small_model_fits_one_small_gpu_and_memory_decides(capsys):
 
 
 def test_the_defaults_are_those_of_finetune():
-    ours = {field.name: field.default for field in fields(Plan)}
+    ours = {field.name: field.default for field in fields(PlanCommand)}
     theirs = {field.name: field.default for field in fields(FinetuneSettings)}
     names = {"param_dtype", "moment_dtype", "capacity_factor", "hops"}
     assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}

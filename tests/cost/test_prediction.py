@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 
 from moe_jax.config import NAMED_CONFIGS, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
-from moe_jax.cost import Run, predict
+from moe_jax.cost import PlannedStep, predict
 from moe_jax.cost.attention import attention_seconds
 from moe_jax.cost.flops import num_parameters, training_flops_per_token
 from moe_jax.cost.machine import H200
@@ -45,7 +45,7 @@ def test_runs_are_those_that_a_training_step_takes(config, mesh, rows, length):
         ShardedParameters.of(shapes(config), abstract, dtype="bfloat16", token_axes=MESH_AXES)
         assert mesh.context == 1 or length % (2 * mesh.context) == 0
 
-    assert accepts(lambda: Run(config, mesh, rows, length)) == accepts(check)
+    assert accepts(lambda: PlannedStep(config, mesh, rows, length)) == accepts(check)
 
 
 def accepts(check) -> bool:
@@ -67,7 +67,7 @@ def shapes(config) -> nnx.State:
     ids=["sparse", "mixed", "dense", "deepseek-v3", "deepseek-v2"],
 )
 def test_parts_add_up(config):
-    prediction = predict(Run(config, MeshShape(data=2, fsdp=2, expert=2), 8, 4096))
+    prediction = predict(PlannedStep(config, MeshShape(data=2, fsdp=2, expert=2), 8, 4096))
     assert all(seconds >= 0 for seconds in prediction.seconds.values())
     assert all(size >= 0 for size in prediction.bytes.values())
     assert prediction.tokens_per_second == 4096 / prediction.step_seconds
@@ -82,7 +82,7 @@ def test_a_step_has_the_flops_of_its_model(config):
     rates = ("dense_matmul", "experts_matmul", "experts_d_act", "attention_forward", "attention_backward", "vocabulary")
     machine = replace(H200, hbm=math.inf, top_k=0, sort=0, experts_overhead=0, layer_overhead=0, **dict.fromkeys(rates, 1.0))
     machine = replace(machine, attention_backward_wide=1.0)
-    run = Run(config, MeshShape(), 64, 4096, remat=False)
+    run = PlannedStep(config, MeshShape(), 64, 4096, remat=False)
     seconds = predict(run, machine).seconds
     # Attention's backward pass makes the scores again.
     pairs = sum(run.attended) * config.num_attention_heads
@@ -96,7 +96,7 @@ def test_a_step_has_the_flops_of_its_model(config):
 
 
 def test_a_module_that_predicts_a_further_token_is_a_layer_and_a_loss_more():
-    run = Run(DEEPSEEK, MeshShape(fsdp=8, expert=8), 64, 4096)
+    run = PlannedStep(DEEPSEEK, MeshShape(fsdp=8, expert=8), 64, 4096)
     plain = replace(run, config=DEEPSEEK.without_mtp())
     found, without = predict(run), predict(plain)
     assert found.seconds["loss"] == 2 * without.seconds["loss"]
@@ -111,7 +111,7 @@ def test_a_module_that_predicts_a_further_token_is_a_layer_and_a_loss_more():
 
 def test_a_stage_gathers_one_layer_more_than_it_has():
     """The first before its loop, where nothing hides it, the last in vain."""
-    run = Run(QWEN, MeshShape(fsdp=8), 8, 4096)
+    run = PlannedStep(QWEN, MeshShape(fsdp=8), 8, 4096)
     needed = sum(passes.travel for passes in gather_seconds(run, 0, H200))
     found = predict(run, replace(H200, hidden=0.0)).seconds["gathers"]
     assert found == pytest.approx(49 * needed)
@@ -119,7 +119,7 @@ def test_a_stage_gathers_one_layer_more_than_it_has():
 
 def test_gathers_by_copies_hide_but_for_the_memory_that_they_read_and_write():
     """In units of what one of four devices is sent of a matrix; forward it arrives and is put into its place with its own."""
-    run = Run(QWEN, MeshShape(fsdp=4), 32, 4096, hops="copies")
+    run = PlannedStep(QWEN, MeshShape(fsdp=4), 32, 4096, hops="copies")
     forward, backward = gather_seconds(run, 0, H200)
     size = sum(2 * p.used_size / p.layers for p in run.parameters if p.in_stage and p.gather_axes)
     assert forward.memory == pytest.approx(3.5 * size / H200.hbm)
@@ -133,7 +133,7 @@ def test_gathers_by_copies_hide_but_for_the_memory_that_they_read_and_write():
 
 
 def test_one_device_keeps_everything_and_meets_nobody():
-    prediction = predict(Run(QWEN, MeshShape(), 1, 4096))
+    prediction = predict(PlannedStep(QWEN, MeshShape(), 1, 4096))
     travels = {prediction.seconds[part] for part in ("exchange", "context", "gathers", "once a step")}
     assert travels == {0} and prediction.hidden_seconds == 0
     assert prediction.bytes["parameters"] == 4 * num_parameters(QWEN) and prediction.bytes["moments"] == 8 * num_parameters(
@@ -144,7 +144,7 @@ def test_one_device_keeps_everything_and_meets_nobody():
 
 @pytest.mark.parametrize("axis, divides", [("data", False), ("fsdp", True), ("expert", True), ("context", True)])
 def test_every_axis_but_data_divides_the_state(axis, divides):
-    one, many = (predict(Run(QWEN, MeshShape(**{axis: ways}), 8, 4096)).bytes["moments"] for ways in (1, 8))
+    one, many = (predict(PlannedStep(QWEN, MeshShape(**{axis: ways}), 8, 4096)).bytes["moments"] for ways in (1, 8))
     # Norms and routers stay whole.
     assert many == pytest.approx(one / 8 if divides else one, rel=0.01)
 
@@ -158,7 +158,7 @@ def test_every_axis_but_data_divides_the_state(axis, divides):
     length=st.sampled_from((4096, 32768)),
 )
 def test_more_work_never_takes_less(config, mesh, remat, load, length):
-    run = Run(config, mesh, 8 * mesh.size, length, remat=remat)
+    run = PlannedStep(config, mesh, 8 * mesh.size, length, remat=remat)
     base = predict(run)
     assert predict(replace(run, rows=2 * run.rows)).step_seconds > base.step_seconds
     assert predict(replace(run, expert_load_imbalance=load)).step_seconds >= base.step_seconds
@@ -173,7 +173,7 @@ def test_more_work_never_takes_less(config, mesh, remat, load, length):
 @pytest.mark.parametrize("devices", [2, 4, 8, 32])
 @pytest.mark.parametrize("rows", [1, 16])
 def test_the_exchange_is_the_one_that_the_layer_would_make(devices, rows):
-    run = Run(QWEN, MeshShape(expert=devices), rows * devices, 1024)
+    run = PlannedStep(QWEN, MeshShape(expert=devices), rows * devices, 1024)
     plan = _plan(run.tokens, 8, devices, 128 // devices, ExpertParallel(), None)
     assert (plan.transport == "gather") == run.gathers_tokens
     assert run.received == devices * plan.first.tokens and run.room == devices * plan.first.pairs
@@ -181,7 +181,7 @@ def test_the_exchange_is_the_one_that_the_layer_would_make(devices, rows):
 
 def test_all_gather_holds_the_keys_of_all_devices():
     ring, gathered = (
-        predict(Run(QWEN, MeshShape(context=8), 1, 2**20, context_method=method)).memory_bytes
+        predict(PlannedStep(QWEN, MeshShape(context=8), 1, 2**20, context_method=method)).memory_bytes
         for method in ("ring", "all_gather")
     )
     # bf16 and f32, keys and values of four heads, for six devices more.
@@ -194,7 +194,7 @@ LINKS_ALONE = replace(H200, hbm=math.inf, dense_matmul=math.inf, latency=0.0)
 @pytest.mark.parametrize("config, elements", [(QWEN, 2 * 4 * 128), (DEEPSEEK, 512 + 64)])
 def test_what_travels_of_a_token_round_the_ring(config, elements):
     """Keys and values, or the latent they are made of: in bf16 forward; backward so again, and the gradients in f32."""
-    run = Run(config, MeshShape(context=8), 1, 2**18)
+    run = PlannedStep(config, MeshShape(context=8), 1, 2**18)
     found = context_seconds(run, attention(run), LINKS_ALONE)
     forward = 7 * 2 * elements * run.tokens / H200.ring_hop
     assert found == pytest.approx((forward, forward, 3 * forward))
@@ -202,7 +202,7 @@ def test_what_travels_of_a_token_round_the_ring(config, elements):
 
 def test_what_travels_of_a_token_to_a_part_of_the_heads():
     """Queries and results; latents to all devices, and their gradients back."""
-    run = Run(DEEPSEEK, MeshShape(context=8), 1, 2**18, context_method="ulysses")
+    run = PlannedStep(DEEPSEEK, MeshShape(context=8), 1, 2**18, context_method="ulysses")
     found = context_seconds(run, attention(run), LINKS_ALONE)
     to_heads = 7 / 8 * 2 * 128 * (192 + 128) * run.tokens / H200.all_to_all
     latents = 7 * 2 * (512 + 64) * run.tokens
@@ -212,7 +212,7 @@ def test_what_travels_of_a_token_to_a_part_of_the_heads():
 
 def test_every_device_of_a_ring_expands_every_latent():
     """docs/context_parallel.md: beside causal attention a tenth of the FLOPs at 8192 tokens a device, however many."""
-    run = Run(DEEPSEEK, MeshShape(context=8), 1, 8 * 8192)
+    run = PlannedStep(DEEPSEEK, MeshShape(context=8), 1, 8 * 8192)
     compute = replace(H200, hbm=math.inf, ring_hop=math.inf, latency=0.0)
     found = context_seconds(run, attention(run), compute).forward * H200.dense_matmul
     assert found == pytest.approx(7 * 2 * run.tokens * 512 * 128 * (128 + 128))
@@ -220,12 +220,12 @@ def test_every_device_of_a_ring_expands_every_latent():
     assert of_own_tokens_too / (attention(run).forward * H200.attention_forward) == pytest.approx(0.1, abs=0.001)
 
 
-def attention(run: Run):
+def attention(run: PlannedStep):
     return attention_seconds(run.tokens, run.attended[0], run.config, H200)
 
 
 def test_copies_hide_behind_attention_if_it_takes_longer():
-    few, many = (Run(QWEN, MeshShape(context=8), 1, length, hops="copies") for length in (8 * 64, 2**18))
+    few, many = (PlannedStep(QWEN, MeshShape(context=8), 1, length, hops="copies") for length in (8 * 64, 2**18))
     machine = replace(H200, hbm=math.inf)
     assert context_seconds(many, attention(many), machine) == (0, 0, 0)
     hops = 7 * 2 * 2 * 4 * 128 * few.tokens / H200.ring_hop_copied + H200.latency
@@ -234,7 +234,7 @@ def test_copies_hide_behind_attention_if_it_takes_longer():
 
 
 def test_copies_are_refused_where_no_process_has_all_gpus():
-    run = Run(QWEN, MeshShape(fsdp=2, context=8), 2, 4096, hops="copies")
+    run = PlannedStep(QWEN, MeshShape(fsdp=2, context=8), 2, 4096, hops="copies")
     with pytest.raises(
         ValueError, match="needs all devices in one process, and a host has 8; the mesh has 16: take hops='nccl'"
     ):
@@ -245,14 +245,14 @@ def test_copies_are_refused_where_no_process_has_all_gpus():
 def test_expanded_keys_of_the_ring_are_those_of_one_device():
     """Of `all_gather` those of all: bf16 and f32, a latent of six devices more and keys and values of seven."""
     ring, gathered = (
-        predict(Run(DEEPSEEK, MeshShape(context=8), 1, 2**18, context_method=method)).memory_bytes
+        predict(PlannedStep(DEEPSEEK, MeshShape(context=8), 1, 2**18, context_method=method)).memory_bytes
         for method in ("ring", "all_gather")
     )
     assert gathered - ring == (2 + 4) * (6 * 576 + 7 * 128 * (192 + 128)) * 2**18 / 8
 
 
 def test_further_rounds_cost_from_the_capacity_on():
-    run = Run(QWEN, MeshShape(expert=8), 64, 4096)
+    run = PlannedStep(QWEN, MeshShape(expert=8), 64, 4096)
     exchange = [predict(replace(run, expert_load_imbalance=load)).seconds["exchange"] for load in (1.0, 1.25, 1.26, 2.6)]
     assert exchange[0] == exchange[1] < exchange[2] < exchange[3]
 
@@ -278,10 +278,10 @@ def test_further_rounds_cost_from_the_capacity_on():
 def test_what_cannot_run_is_refused(options, message):
     arguments = {"config": QWEN, "mesh": MeshShape(fsdp=2), "rows": 2, "sequence_length": 4096} | options
     with pytest.raises(ValueError, match=message):
-        Run(**arguments)
+        PlannedStep(**arguments)
 
 
 def test_asking_takes_no_memory_for_parameters():
     before = len(jax.live_arrays())
-    predict(Run(NAMED_CONFIGS["qwen3-235b-a22b"], MeshShape(fsdp=64), 64, 4096))
+    predict(PlannedStep(NAMED_CONFIGS["qwen3-235b-a22b"], MeshShape(fsdp=64), 64, 4096))
     assert len(jax.live_arrays()) == before

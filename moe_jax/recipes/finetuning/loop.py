@@ -198,9 +198,9 @@ def _train_step(
     """`make_train_step` with the factors of losses that the config says where the settings do not."""
     aux_loss_coef, sequence_loss_coef = settings.aux_loss_coef or 0.0, settings.sequence_loss_coef or 0.0
     if settings.aux_loss_coef is None and loss is None:
-        aux_loss_coef = getattr(run.config, "router_aux_loss_coef", 0.0)
+        aux_loss_coef = run.config.experts.aux_loss_coef if run.config.experts else 0.0
     if settings.sequence_loss_coef is None and loss is None:
-        sequence_loss_coef = getattr(run.config, "aux_loss_alpha", 0.0) if getattr(run.config, "seq_aux", False) else 0.0
+        sequence_loss_coef = run.config.experts.sequence_loss_coef if run.config.experts else 0.0
     return make_train_step(
         graph,
         optimizer,

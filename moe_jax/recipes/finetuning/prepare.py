@@ -332,7 +332,7 @@ def _check_experts(settings: FinetuneSettings, parallelism: Parallelism | None, 
 
 
 def _num_experts(config: ModelConfig) -> int:
-    return getattr(config, "num_experts", 0) if config.routed_layers else 0
+    return config.experts.num_experts if config.experts else 0
 
 
 def _first_batches(

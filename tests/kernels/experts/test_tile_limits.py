@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
 from lowered import num_kernels
 
+from moe_jax.config import EXPERT_LAYERS
 from moe_jax.kernels.experts import routing
 from moe_jax.kernels.experts.mosaic import tile_limits
 from moe_jax.kernels.experts.mosaic.by_rows import matmul_gated_silu
 from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, candidates, refusal
 from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass
-from moe_jax.kernels.experts.mosaic.tune import PRESETS
 from moe_jax.kernels.hopper.ring import Tile
 
 SIZES = st.integers(1, 64).map(lambda n: 64 * n)
@@ -71,7 +71,7 @@ def test_one_stage_too_many_takes_as_much_shared_memory_as_we_say(pass_name):
         assert (asked, allowed) == (tile_limits.shared_memory(pass_name, tile), tile_limits.SHARED_MEMORY)
 
 
-@pytest.mark.parametrize("layer", PRESETS.values(), ids=list(PRESETS))
+@pytest.mark.parametrize("layer", EXPERT_LAYERS.values(), ids=list(EXPERT_LAYERS))
 @pytest.mark.parametrize("pass_name", PASSES)
 def test_a_pass_has_few_candidates_and_all_fit(pass_name, layer):
     for matrix in ((2 * layer.inter, layer.hidden), (layer.hidden, layer.inter)):

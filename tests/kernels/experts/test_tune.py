@@ -6,11 +6,12 @@ from typing import get_args, get_type_hints
 import pytest
 
 from moe_jax import cli
-from moe_jax.commands.tune import Tune
+from moe_jax.commands.tune import TuneCommand
+from moe_jax.config import EXPERT_LAYERS
 from moe_jax.kernels.experts.mosaic import tune
 from moe_jax.kernels.experts.mosaic.tile_limits import candidates
 from moe_jax.kernels.experts.mosaic.tiles import Entry, merge_into_table, read_table, rule
-from moe_jax.kernels.experts.mosaic.tune import PRESETS, Layer, Timing
+from moe_jax.kernels.experts.mosaic.tune import Layer, Timing
 from moe_jax.kernels.hopper.ring import Tile
 
 LAYER = Layer(hidden=256, inter=192, experts=4, top_k=2)
@@ -114,6 +115,17 @@ def test_what_cannot_be_tuned_is_one_line(monkeypatch, tmp_path, capsys):
     assert 'mine.json must be {"tiles": [...]}' in error
 
 
-def test_the_commands_presets_are_the_models():
-    offered = get_args(get_args(get_type_hints(Tune)["preset"])[0])
-    assert offered == tuple(PRESETS)
+def test_the_command_offers_every_published_layer():
+    offered = get_args(get_args(get_type_hints(TuneCommand)["preset"])[0])
+    assert offered == tuple(EXPERT_LAYERS)
+
+
+def test_a_preset_is_the_published_layer(monkeypatch, tmp_path):
+    """`--preset` gives the kernels the sizes that stand in `config.named`."""
+    tuned = []
+    monkeypatch.setattr(tune, "check", lambda *_: None)
+    monkeypatch.setattr(tune, "tune", lambda layer, *_: tuned.append(layer) or [])
+    cli.main(["tune", "--preset", *EXPERT_LAYERS, "--output", str(tmp_path / "tiles.json")])
+    assert tuned == [Layer(**layer._asdict()) for layer in EXPERT_LAYERS.values()]
+    assert tuned[0] == Layer(hidden=2048, inter=768, experts=128, top_k=8)
+    assert tuned[-1] == Layer(hidden=4096, inter=14336, experts=8, top_k=2)

@@ -28,14 +28,6 @@ class Layer:
     top_k: int
 
 
-PRESETS = {
-    "qwen3-30b-a3b": Layer(hidden=2048, inter=768, experts=128, top_k=8),
-    "qwen3-235b-a22b": Layer(hidden=4096, inter=1536, experts=128, top_k=8),
-    "deepseek-v3": Layer(hidden=7168, inter=2048, experts=256, top_k=8),
-    "mixtral-8x7b": Layer(hidden=4096, inter=14336, experts=8, top_k=2),
-}
-
-
 @dataclass(frozen=True)
 class Timing:
     """Seconds of every tile, of one pass at one number of tokens."""

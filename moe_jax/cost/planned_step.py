@@ -1,4 +1,4 @@
-"""A training run whose cost is asked for: model, mesh and batch, checked as the training step would check them."""
+"""The training step whose cost is predicted: model, mesh and batch, checked as the training step would check them."""
 
 import functools
 import math
@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh
 
-from moe_jax.config import DeepseekV3Config, ModelConfig, Qwen3MoeConfig, Stage
+from moe_jax.config import ExpertsSpec, ModelConfig, Stage
 from moe_jax.layers.moe import EXPERT_CHUNK_TOKENS
 from moe_jax.layers.stack import Remat
 from moe_jax.models.auto import from_config
@@ -24,22 +24,25 @@ BYTES = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedStep:
     """One optimizer step of `config` on `mesh`: `rows` sequences of `sequence_length` tokens over all devices.
 
-    Modules that predict further tokens are trained with the model; `config.without_mtp()` has none.
+    Multi-token prediction (MTP) modules are trained with the model; `config.without_mtp()` has none.
 
     Attributes:
-      remat: each layer is computed again in the backward pass, of its input alone; with "offload" that is in the host's memory.
-      param_dtype, moment_dtype: what parameters (their masters are f32 in either case) and AdamW's moments are kept in.
-      keys_per_token: how many keys a token sees on average, as packed documents shorten it; None: half a row.
-      expert_load_imbalance: choices that the busiest device of the axis `expert` computes, over the mean.
-      context_method: how attention is computed where the mesh has an axis `context`.
-      hops: as in `parallel.Parallelism`; "copies" is for one process that has all GPUs.
+      rows: sequences of the whole batch, over all devices.
+      remat: True recomputes each layer from its input in the backward pass. "offload" also keeps that input in host memory.
+      param_dtype: dtype of the parameters and their gradients; master parameters are float32 in either case.
+      moment_dtype: dtype of AdamW's two moments.
+      keys_per_token: mean number of keys that a token attends to (packed documents shorten it); None: half a row.
+      expert_load_imbalance: choices computed by the busiest device of the axis `expert`, over the mean of all devices.
+      context_method: how attention is computed over the mesh axis `context`.
+      hops: as in `parallel.Parallelism`; "copies" needs one process that has all GPUs.
       capacity_factor: as in `parallel.ExpertParallel`.
 
     Raises:
-      ValueError: what cannot run so: axes, rows or experts that cannot be dealt out, sequences that cannot be split.
+      ValueError: the mesh does not divide the rows, the experts or the sequence, or a field has an invalid value. One error
+        lists all problems.
     """
 
     config: ModelConfig
@@ -62,113 +65,109 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of one device."""
+        """Tokens of one device."""
         return self.rows * self.sequence_length // self.mesh.size
 
     @property
     def imbalance(self) -> float:
-        """`expert_load_imbalance`, of which so few devices may be too few."""
+        """`expert_load_imbalance`, at most the number of devices of the axis `expert`."""
         return min(self.expert_load_imbalance, self.mesh.expert)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The model's stages: runs of its layers, and behind them a stage for each module that predicts further tokens."""
+        """The stages of the model's layers, followed by one stage for each MTP module."""
         return (*self.config.stages, *self.config.mtp_stages)
 
     def is_module(self, stage: Stage) -> bool:
-        """Whether a stage is such a module."""
+        """Returns True if the stage is an MTP module."""
         return stage.first_layer >= self.config.num_hidden_layers
 
     @property
     def attended(self) -> tuple[float, ...]:
-        """For each layer, those of modules among them, how many keys a token sees."""
+        """Mean number of keys that a token attends to, for each layer and each MTP module."""
         keys = self.sequence_length / 2 if self.keys_per_token is None else self.keys_per_token
-        of_layers = tuple(min(keys, window or keys) for window in self.config.layer_windows)
-        return of_layers + (keys,) * len(self.config.mtp_stages)
+        per_layer = tuple(min(keys, window or keys) for window in self.config.layer_windows)
+        return per_layer + (keys,) * len(self.config.mtp_stages)
 
     @property
-    def moe_config(self) -> Qwen3MoeConfig | DeepseekV3Config:
-        """The config, which has experts."""
-        assert isinstance(self.config, Qwen3MoeConfig | DeepseekV3Config)
-        return self.config
-
-    @property
-    def shared_inter(self) -> int:
-        """The width of the experts that all tokens share, together."""
-        return getattr(self.config, "n_shared_experts", 0) * self.moe_config.moe_intermediate_size
+    def experts(self) -> ExpertsSpec:
+        """The experts of each sparse layer. Callers ask only for models that have some."""
+        assert self.config.experts is not None
+        return self.config.experts
 
     @property
     def exchanges(self) -> bool:
-        """Whether tokens travel to experts."""
+        """True if tokens travel to experts on other devices."""
         return self.mesh.expert > 1 and bool(self.config.routed_layers)
 
     @property
     def capacity(self) -> Capacity:
-        """What one device sends to one other at most, in the first round of the exchange."""
-        config, sizes = self.moe_config, (self.mesh.expert, self.capacity_factor)
-        return first_capacity(self.tokens, config.num_experts_per_tok, config.num_experts, *sizes)
+        """Maximum that one device sends to one other device in the first round of the exchange."""
+        k, num_experts = self.experts.num_experts_per_tok, self.experts.num_experts
+        return first_capacity(self.tokens, k, num_experts, self.mesh.expert, self.capacity_factor)
 
     @property
     def gathers_tokens(self) -> bool:
-        """Whether all tokens go to all devices, by transport `gather` or `pairwise`; else by `all_to_all`."""
+        """True if all tokens go to all devices (transport `gather` or `pairwise`); else the transport is `all_to_all`."""
         return self.capacity.tokens == self.tokens
 
     @property
     def sends_pairwise(self) -> bool:
-        """Whether they do so by `pairwise`, as `parallel.Parallelism` has it."""
+        """True if the transport is `pairwise`, by the same rule as in `parallel.Parallelism`."""
         return self.exchanges and self.hops == "copies" and self.capacity_factor >= self.mesh.expert
 
     @property
     def pairwise_step(self) -> int:
-        """How many other devices' tokens `pairwise` computes at once."""
+        """Number of other devices whose tokens `pairwise` computes in one step."""
         return min(self.mesh.expert - 1, devices_of_step(self.capacity))
 
     @property
     def received(self) -> int:
-        """Tokens, or slots for them, that a device has after dispatch."""
+        """Token slots that a device has after dispatch, filled or not."""
         return self.mesh.expert * self.capacity.tokens if self.exchanges else self.tokens
 
     @property
     def room(self) -> int:
-        """Rows for which a device's experts have room."""
-        return self.mesh.expert * self.capacity.pairs if self.exchanges else self.tokens * self.moe_config.num_experts_per_tok
+        """Rows (token-expert pairs) that a device's buffers hold for its experts."""
+        return self.mesh.expert * self.capacity.pairs if self.exchanges else self.tokens * self.experts.num_experts_per_tok
 
     @property
     def computed_at_once(self) -> int:
-        """Of these rows, those that the experts compute at a time: a part where one device has many tokens (`layers.moe`)."""
+        """Rows that the experts compute at a time. On one device with many tokens this is a chunk of `room` (`layers.moe`)."""
         in_chunks = not self.exchanges and self.tokens > 2 * EXPERT_CHUNK_TOKENS
-        return EXPERT_CHUNK_TOKENS * self.moe_config.num_experts_per_tok if in_chunks else self.room
+        return EXPERT_CHUNK_TOKENS * self.experts.num_experts_per_tok if in_chunks else self.room
 
     @property
-    def ring_turn(self) -> int:
-        """How many other devices' keys a ring takes at once."""
+    def ring_step(self) -> int:
+        """Number of other devices whose keys one step of the ring receives."""
         elements = self.config.num_key_value_heads * (self.config.key_dim + self.config.value_dim)
         return min(self.mesh.context - 1, devices_of_turn(BYTES["bfloat16"] * self.tokens * elements, self.hops))
 
     @property
     def parameters(self) -> tuple["Parameter", ...]:
-        """The model's arrays and how `parallel.layout` splits them."""
+        """The model's parameter arrays and how `parallel.layout` splits each of them."""
         return _parameters(self.config, self.mesh)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One of the model's arrays; of a stage's arrays `layers` lie stacked in it."""
+    """One parameter array of the model, and its share on each device."""
 
     path: tuple
     layers: int
+    """Layers stacked in the array; 1 outside stages."""
     own_size: int
-    """Elements that a device keeps."""
+    """Elements that a device stores."""
     split_axes: tuple[str, ...]
-    """The mesh axes that split it; over the others its gradients are summed once a step."""
+    """The mesh axes that split the array. Over all other axes its gradients are summed once a step."""
     gather_axes: tuple[str, ...]
-    """The mesh axes over which it is gathered for use."""
+    """The mesh axes over which the array is gathered for use."""
     used_size: int
-    """Elements that a device has after that."""
+    """Elements that a device has after the gather."""
 
     @property
     def in_stage(self) -> bool:
-        """Whether it belongs to a layer: then one layer at a time is gathered, one ahead of its use."""
+        """True if the array belongs to a layer. Then one layer is gathered at a time, one layer ahead of its use."""
         return self.path[0] == "stages"
 
 
@@ -197,44 +196,44 @@ def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def _problems(run: Run) -> list[str]:
-    """What is wrong, each as one clause."""
-    counts = {"rows": run.rows, "sequence_length": run.sequence_length}
-    counts |= {f"mesh.{name}": size for name, size in asdict(run.mesh).items()}
+def _problems(step: PlannedStep) -> list[str]:
+    """Returns the problems of a step, each as one clause."""
+    counts = {"rows": step.rows, "sequence_length": step.sequence_length}
+    counts |= {f"mesh.{name}": size for name, size in asdict(step.mesh).items()}
     problems = [
         f"{name}={value!r} must be an integer of at least 1"
         for name, value in counts.items()
         if isinstance(value, bool) or not isinstance(value, int) or value < 1
     ]
     for name, value, choices in (
-        ("param_dtype", run.param_dtype, BYTES),
-        ("moment_dtype", run.moment_dtype, BYTES),
-        ("context_method", run.context_method, get_args(Method)),
-        ("hops", run.hops, get_args(Hops)),
+        ("param_dtype", step.param_dtype, BYTES),
+        ("moment_dtype", step.moment_dtype, BYTES),
+        ("context_method", step.context_method, get_args(Method)),
+        ("hops", step.hops, get_args(Hops)),
     ):
         if value not in choices:
             problems.append(f"{name}={value!r} must be one of {', '.join(choices)}")
-    if not isinstance(run.remat, bool) and run.remat != "offload":
-        problems.append(f"remat={run.remat!r} must be True, False or 'offload'")
-    if run.keys_per_token is not None and not 0 < run.keys_per_token <= run.sequence_length:
-        problems.append(f"keys_per_token={run.keys_per_token!r} must be above 0, and at most sequence_length")
-    if not 1 <= run.expert_load_imbalance < math.inf:
-        problems.append(f"expert_load_imbalance={run.expert_load_imbalance!r} must be a number of at least 1")
-    if not 0 < run.capacity_factor < math.inf:
-        problems.append(f"capacity_factor={run.capacity_factor!r} must be a number above 0")
+    if not isinstance(step.remat, bool) and step.remat != "offload":
+        problems.append(f"remat={step.remat!r} must be True, False or 'offload'")
+    if step.keys_per_token is not None and not 0 < step.keys_per_token <= step.sequence_length:
+        problems.append(f"keys_per_token={step.keys_per_token!r} must be above 0, and at most sequence_length")
+    if not 1 <= step.expert_load_imbalance < math.inf:
+        problems.append(f"expert_load_imbalance={step.expert_load_imbalance!r} must be a number of at least 1")
+    if not 0 < step.capacity_factor < math.inf:
+        problems.append(f"capacity_factor={step.capacity_factor!r} must be a number above 0")
     if problems:
         return problems
-    config, mesh = run.config, run.mesh
+    config, mesh = step.config, step.mesh
     ways = mesh.size // mesh.context
-    if run.rows % ways:
-        problems.append(f"{run.rows} rows cannot be dealt out to data x fsdp x expert = {ways} devices")
+    if step.rows % ways:
+        problems.append(f"{step.rows} rows cannot be dealt out to data x fsdp x expert = {ways} devices")
     split = 2 * mesh.context if mesh.context > 1 else 1
-    if run.sequence_length % split:
-        problems.append(f"sequence_length={run.sequence_length} must be a multiple of 2 * mesh.context = {split}")
-    experts = getattr(config, "num_experts", 0) if config.routed_layers else 0
+    if step.sequence_length % split:
+        problems.append(f"sequence_length={step.sequence_length} must be a multiple of 2 * mesh.context = {split}")
+    experts = config.experts.num_experts if config.experts else 0
     if experts % mesh.expert:
         problems.append(f"{experts} experts cannot be dealt out to mesh.expert={mesh.expert} devices; take a divisor")
     heads = config.num_attention_heads, config.num_key_value_heads
-    if run.context_method == "ulysses" and any(number % mesh.context for number in heads):
+    if step.context_method == "ulysses" and any(number % mesh.context for number in heads):
         problems.append(f"ulysses needs mesh.context={mesh.context} to divide {heads[0]} heads and {heads[1]} key heads")
     return problems
