@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-from pathlib import Path
 
 # JAX's GPU interpreter waits for barriers inside callbacks, which hold a thread of XLA's CPU pool each: six in a kernel of two
 # blocks. With a pool of two, as a machine of two cores has, the warpgroup that they wait for may never run. In a collective of
@@ -13,17 +12,8 @@ os.environ.setdefault("NPROC", "16")
 import cpu_flags
 import seeds
 
-EIGHT_DEVICES = Path(__file__).parent / "parallel" / "eight_devices"
-
-
-def is_for_eight_devices(arguments) -> bool:
-    """Returns whether all files that the command line names lie in `parallel/eight_devices`."""
-    paths = [Path(each.split("::")[0]).resolve() for each in arguments if Path(each.split("::")[0]).exists()]
-    return bool(paths) and all(path.is_relative_to(EIGHT_DEVICES) for path in paths)
-
-
 # Worker processes find the flags in their environment.
-if is_for_eight_devices(sys.argv[1:]):
+if cpu_flags.is_for_eight_devices(sys.argv[1:]):
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": cpu_flags.of_devices(8)}
 elif os.environ.get("JAX_PLATFORMS") == "cpu":
     os.environ.setdefault("XLA_FLAGS", cpu_flags.UNOPTIMISED)
