@@ -11,10 +11,11 @@ JAX_EXTRA ?= $(if $(DRIVER),$(shell [ "$(DRIVER)" -ge 580 ] && echo cuda13 || ec
 EXTRAS := dev$(if $(JAX_EXTRA),$(comma)$(JAX_EXTRA))
 INSTALLED := .venv/installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help demo test test-thorough lint docs cuda-compiler
+.PHONY: help demo fast test test-thorough lint docs cuda-compiler
 help:
 	@echo "make demo   train, resume, export and sample a small Qwen3-MoE on this machine: under 5 minutes on 2 cores"
 	@echo "            MODEL=deepseek_v3 or qwen3 (dense) takes another model; DEMO_OPTIONS='--steps 50' and others: moe-jax demo --help"
+	@echo "make fast   format, lint, types and the tests that matter most: 2 minutes; T=kernels runs those in tests/kernels"
 	@echo "make test   format, lint, types and the test suite; FILES='tests/layers tests/test_cli.py' runs these alone"
 	@echo "make test-thorough   and further sizes and combinations, some minutes more"
 	@echo "make docs   the site in site/, checked for dead links; open site/index.html"
@@ -23,11 +24,25 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/moe-jax demo $(if $(MODEL),--model $(MODEL)) $(DEMO_OPTIONS)
 
-# One thread per library in each of the two test processes: more would fight over two cores. FILES run in one process.
-test: lint
-	JAX_PLATFORMS=$${JAX_PLATFORMS-cpu} OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(FILES),,-n 2 --dist worksteal) -q $(FILES)
+# One thread per library in each of the two test processes: more would fight over two cores.
+PYTEST = JAX_PLATFORMS=$${JAX_PLATFORMS-cpu} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+WORKERS := -n 2 --dist worksteal
+# A process has one CPU device or eight. A deadlock between the eight is in C++, which only the thread method's exit ends.
+EIGHT := tests/parallel/eight_devices
+EIGHT_FILES := $(if $(FILES),$(filter $(EIGHT)%,$(FILES))$(if $(filter tests tests/parallel,$(FILES:/=)),$(EIGHT)),$(EIGHT))
+OTHER_FILES := $(if $(FILES),$(filter-out $(EIGHT)%,$(FILES)),tests)
 
-# Tests that start pytest themselves find this option too.
+# FILES run in one process.
+test: lint
+	failed=; \
+	$(if $(OTHER_FILES),$(PYTEST) $(if $(FILES),,$(WORKERS)) $(OTHER_FILES) || failed=yes;) \
+	$(if $(EIGHT_FILES),$(PYTEST) $(if $(FILES),,$(WORKERS)) --timeout-method=thread $(EIGHT_FILES) || failed=yes;) \
+	[ -z "$$failed" ]
+
+# Ruff and mypy look only at what changed. Slow is what tests/durations.json lists.
+fast: lint
+	$(PYTEST) $(WORKERS) -m "not slow and not thorough" tests/$(T)
+
 test-thorough:
 	PYTEST_ADDOPTS='-m ""' $(MAKE) test
 

@@ -2,19 +2,24 @@
 
 import gc
 import os
-import shutil
-import tempfile
+import sys
 
 # JAX's GPU interpreter waits for barriers inside callbacks, which hold a thread of XLA's CPU pool each: six in a kernel of two
-# blocks. With a pool of two, as a machine of two cores has, the warpgroup that they wait for may never run.
+# blocks. With a pool of two, as a machine of two cores has, the warpgroup that they wait for may never run. In a collective of
+# eight CPU devices each device holds a thread too.
 os.environ.setdefault("NPROC", "16")
 
 import cpu_flags
 import seeds
 
-if os.environ.get("JAX_PLATFORMS") == "cpu":
+# Worker processes find the flags in their environment.
+if cpu_flags.is_for_eight_devices(sys.argv[1:]):
+    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": cpu_flags.of_devices(8)}
+elif os.environ.get("JAX_PLATFORMS") == "cpu":
     os.environ.setdefault("XLA_FLAGS", cpu_flags.UNOPTIMISED)
 
+import compilation_cache
+import durations
 import hypothesis
 import jax
 import pytest
@@ -26,45 +31,25 @@ jax.config.update("jax_default_matmul_precision", "highest")
 hypothesis.settings.register_profile("moe_jax", print_blob=True)
 hypothesis.settings.load_profile("moe_jax")
 
-COMPILED = "JAX_COMPILATION_CACHE_DIR"
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """What several tests compile, or several processes of a test, is compiled once in this run on CPUs."""
+    """One seed for the run and for Hypothesis, programs compiled once, times recorded."""
+    config.pluginmanager.register(durations)
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = seeds.SEED
-    starts_workers = getattr(config.option, "numprocesses", None)
-    on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
-    if on_cpu and COMPILED not in os.environ and not starts_workers:
-        # Of this worker alone: JAX does not guard a file that one process writes from another that reads it.
-        folder = tempfile.mkdtemp(prefix="moe_jax-compiled-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-        os.environ |= {COMPILED: folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if os.environ.get("JAX_PLATFORMS") == "cpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        workers = getattr(config.option, "numprocesses", None) or 0
+        if not worker:
+            compilation_cache.prepare(config, workers or 1)
+        if worker or not workers:
+            compilation_cache.use(worker or "gw0")
 
 
 def pytest_collection_modifyitems(items):
     """Those that take longest begin first, so that none of them runs on alone at the end."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def kept_objects_are_searched_once():
-    """What JAX's caches keep of a module's tests, gigabytes late in a run, is not searched for garbage after them."""
-    yield
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture
-def no_races():
-    """The race detector of JAX's GPU interpreter found nothing in the kernels that a test ran."""
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    yield
-    if gpu_callbacks._races is not None:
-        assert not gpu_callbacks.get_races().races_found
 
 
 @pytest.hookimpl(wrapper=True)
@@ -76,7 +61,24 @@ def pytest_runtest_makereport(item):
     return report
 
 
+@pytest.fixture(autouse=True, scope="module")
+def kept_objects_are_searched_once():
+    """What JAX's caches keep of a module's tests, gigabytes late in a run, is not searched for garbage after them."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def rng():
     """Random numbers of this test; see `seeds`."""
     return seeds.rng()
+
+
+@pytest.fixture
+def no_races():
+    """The race detector of JAX's GPU interpreter found nothing in the kernels that a test ran."""
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    yield
+    if gpu_callbacks._races is not None:
+        assert not gpu_callbacks.get_races().races_found

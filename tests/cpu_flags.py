@@ -1,9 +1,18 @@
 """Flags of XLA for tests on CPUs."""
 
+from pathlib import Path
+
 UNOPTIMISED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """Most programs of tests take longer to optimise than to run."""
 
 
 def of_devices(count: int) -> str:
-    """For a process of its own with so many CPU devices."""
+    """Returns the flags of a process with `count` CPU devices."""
     return f"{UNOPTIMISED} --xla_force_host_platform_device_count={count}"
+
+
+def is_for_eight_devices(arguments: list[str]) -> bool:
+    """Returns whether all files that a command line names lie in `parallel/eight_devices`."""
+    folder = Path(__file__).parent / "parallel" / "eight_devices"
+    paths = [Path(each.split("::")[0]).resolve() for each in arguments]
+    return any(path.exists() for path in paths) and all(path.is_relative_to(folder) for path in paths if path.exists())

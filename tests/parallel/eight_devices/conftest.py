@@ -1,4 +1,4 @@
-"""Tests over meshes of up to 8 devices; `tests/parallel/test_eight_devices.py` runs them where there are as many."""
+"""Tests over meshes of up to 8 devices, which a process has whose files all lie in this folder (tests/conftest.py)."""
 
 import jax
 
