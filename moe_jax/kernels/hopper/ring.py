@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_jax.kernels.hopper.mosaic_gpu import SWIZZLED_COLUMNS
+from moe_jax.kernels.hopper.pipeline import MATMUL_REGISTERS, Pipeline, run_roles
 
 STEP = SWIZZLED_COLUMNS
 """Summands of one step of the ring."""
@@ -69,17 +70,9 @@ class Tile:
         return self.columns // self.own_columns
 
 
-def ring_barriers(tile: Tile, copies: int) -> tuple[plgpu.Barrier, plgpu.Barrier]:
-    """Full and empty, of the slots of a ring that `copies` copies by TMA fill.
-
-    By turns a slot is full for one of the warpgroups, and one of Pallas' barriers is waited for in every phase or gets out of
-    step: each has its own.
-    """
-    rings, readers = (CONSUMERS, 1) if tile.by_turns else (1, CONSUMERS)
-    return (
-        plgpu.Barrier(num_arrivals=copies, num_barriers=(rings, tile.stages)),
-        plgpu.Barrier(num_arrivals=readers, num_barriers=tile.stages),
-    )
+def ring_barriers(tile: Tile, copies: int) -> Pipeline:
+    """Returns the pipeline of a tile's ring, of which `copies` TMA copies fill a slot."""
+    return Pipeline.allocate(tile.stages, copies, is_ping_pong=tile.by_turns)
 
 
 def run_tiles(
@@ -90,8 +83,7 @@ def run_tiles(
     finish: Callable,
     *,
     tile_shape: Tile,
-    full,
-    empty,
+    pipe: Pipeline,
     prepare: Callable = lambda tile, warpgroup: None,
     multiplies: Callable = lambda tile, warpgroup: True,
     begin: Callable = lambda tile: (),
@@ -111,50 +103,31 @@ def run_tiles(
         begin: tile -> what the loading warpgroup keeps in registers while it loads the tile.
         also_wait: (number of the step among those of all tiles): waits for copies that do not arrive at `full`.
         in_flight: steps whose wgmma may go on when the next begins; 0 where wgmma reads registers, which that overwrites.
-        full, empty: `ring_barriers`.
     """
-    warpgroup = lax.axis_index("warpgroup")
-    stages, by_turns = tile_shape.stages, tile_shape.by_turns
+    by_turns = tile_shape.by_turns
 
     def whose(info):
         """Which warpgroup's turn it is."""
         return lax.rem(info.local_index, jnp.int32(CONSUMERS))
 
-    def slot_of(step):
-        return lax.rem(step, jnp.int32(stages))
-
-    def wait_until_empty(step):
-        @pl.when(step >= stages)
-        def _():
-            plgpu.barrier_wait(empty.at[slot_of(step)])
-
-    @pl.when(warpgroup == CONSUMERS)
-    def _load():
-        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-
+    def produce():
         @plgpu.nd_loop((num_tiles,), collective_axes="block", init_carry=jnp.int32(0))
         def total_steps(info, carry):
             num_steps, tile = describe(info.index[0])
-            ring = whose(info) if by_turns else 0
+            consumer = whose(info) if by_turns else 0
             begun = begin(tile)
 
             @pl.loop(0, num_steps)
             def _steps(k):
-                wait_until_empty(carry + k)
-                slot = slot_of(carry + k)
-                load(tile, k, slot, full.at[ring, slot], *begun)
+                pipe.acquire(carry + k)
+                slot = pipe.slot(carry + k)
+                load(tile, k, slot, pipe.full_barrier(slot, consumer=consumer), *begun)
 
             return carry + num_steps
 
-        # Every arrival is waited for, so that no barrier ends with a phase that its waiter has not seen.
-        for i in range(stages):
-            wait_until_empty(total_steps + i)
+        pipe.drain(total_steps)
 
-    @pl.when(warpgroup < CONSUMERS)
-    def _multiply():
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        ring = warpgroup if by_turns else 0
-
+    def consume(warpgroup):
         @plgpu.nd_loop((num_tiles,), collective_axes="block", init_carry=jnp.int32(0))
         def _tiles(info, carry):
             num_steps, tile = describe(info.index[0])
@@ -163,8 +136,8 @@ def run_tiles(
             def accumulate(reference):
                 @pl.loop(0, own_steps)
                 def _steps(k):
-                    slot = slot_of(carry + k)
-                    plgpu.barrier_wait(full.at[ring, slot])
+                    slot = pipe.slot(carry + k)
+                    pipe.wait(slot, consumer=warpgroup)
                     also_wait(carry + k)
                     multiply(reference, tile, k, slot, warpgroup)
                     # One wgmma stays in flight; the one before it has read its slot.
@@ -172,19 +145,19 @@ def run_tiles(
 
                     @pl.when(k > 0)
                     def _():
-                        plgpu.barrier_arrive(empty.at[slot_of(carry + k - 1)])
+                        pipe.release(pipe.slot(carry + k - 1))
 
                 total = reference[...]
 
                 @pl.when(own_steps > 0)
                 def _():
-                    plgpu.barrier_arrive(empty.at[slot_of(carry + own_steps - 1)])
+                    pipe.release(pipe.slot(carry + own_steps - 1))
 
                 @pl.loop(own_steps, num_steps)
                 def _others_steps(k):
-                    slot = slot_of(carry + k)
-                    plgpu.barrier_wait(full.at[ring, slot])
-                    plgpu.barrier_arrive(empty.at[slot])
+                    slot = pipe.slot(carry + k)
+                    pipe.wait(slot, consumer=warpgroup)
+                    pipe.release(slot)
 
                 return total
 
@@ -200,3 +173,5 @@ def run_tiles(
             return carry + num_steps
 
         plgpu.wait_smem_to_gmem(0)
+
+    run_roles(produce, consume, MATMUL_REGISTERS)

@@ -55,7 +55,7 @@ def outer(
 
     def body(*references):
         offsets_refs, a_refs, b_refs = (references[i * count : (i + 1) * count] for i in range(3))
-        out_ref, a_smem, b_smem, out_smem, full, empty = references[3 * count :]
+        out_ref, a_smem, b_smem, out_smem, pipe = references[3 * count :]
 
         def describe(index):
             expert = lax.div(index, jnp.int32(row_tiles * column_tiles))
@@ -122,15 +122,14 @@ def outer(
             multiply,
             finish,
             tile_shape=tile,
-            full=full,
-            empty=empty,
+            pipe=pipe,
         )
 
     scratch = [
         plgpu.SMEM((tile.stages, STEP, tile.rows), a.dtype, transforms=operand_transforms(a.dtype)),
         plgpu.SMEM((tile.stages, STEP, tile.columns), a.dtype, transforms=operand_transforms(a.dtype)),
         plgpu.SMEM((CONSUMERS, 2, WGMMA_ROWS, chunk), dtype, transforms=operand_transforms(dtype, chunk)),
-        *ring_barriers(tile, copies=2),
+        ring_barriers(tile, copies=2),
     ]
     added = [] if accumulate_into is None else [accumulate_into]
     inputs = [plan.offsets for _, _, plan in parts] + [a for a, _, _ in parts] + [b for _, b, _ in parts] + added

@@ -81,7 +81,7 @@ def _matmul_of_pairs(
     stages = min((SHARED_MEMORY - CONSUMERS * (row + output) - RESERVED) // slot, MOST_STAGES)
     tile = Tile(WGMMA_ROWS, COLUMNS, stages, by_turns=True)
 
-    def body(experts_ref, rows_ref, w_ref, out_ref, b_smem, row_smem, output_smem, full, empty, *staging):
+    def body(experts_ref, rows_ref, w_ref, out_ref, b_smem, row_smem, output_smem, pipe, *staging):
         def describe(unit):
             pair, part = lax.div(unit, jnp.int32(parts)), lax.rem(unit, jnp.int32(parts))
             expert = experts_ref[pair]
@@ -121,8 +121,7 @@ def _matmul_of_pairs(
             multiply,
             store,
             tile_shape=tile,
-            full=full,
-            empty=empty,
+            pipe=pipe,
             prepare=take_row,
             in_flight=0,
         )
@@ -131,7 +130,7 @@ def _matmul_of_pairs(
         plgpu.SMEM((stages, COLUMNS, step), dtype, transforms=operand_transforms(dtype)),
         plgpu.SMEM((CONSUMERS, summands), dtype),
         plgpu.SMEM((CONSUMERS, WGMMA_ROWS, COLUMNS), dtype),
-        *ring_barriers(tile, copies=2),
+        ring_barriers(tile, copies=2),
         *([plgpu.SMEM((CONSUMERS, WGMMA_ROWS, step), dtype)] if is_interpreted() else []),
     ]
     # With two blocks a core the second would begin behind the first, and load nothing meanwhile.

@@ -144,7 +144,7 @@ def launch_rows(
             rest[num_inputs : num_inputs + num_outputs],
             rest[num_inputs + num_outputs :],
         )
-        a_smem, b_smem, out_smem, *epilogue_scratch, full, empty = scratch_refs
+        a_smem, b_smem, out_smem, *epilogue_scratch, pipe = scratch_refs
         references = (*output_refs, *input_refs, *epilogue_scratch)
 
         def describe(index):
@@ -224,8 +224,7 @@ def launch_rows(
             multiply,
             finish,
             tile_shape=tile,
-            full=full,
-            empty=empty,
+            pipe=pipe,
             prepare=prepare,
             multiplies=multiplies,
             **(of_copies if gathers else {}),
@@ -239,7 +238,7 @@ def launch_rows(
         plgpu.SMEM((tile.stages, *b_shape), dtype, transforms=swizzled),
         plgpu.SMEM((CONSUMERS, epilogue.staged, WGMMA_ROWS, CHUNK), dtype, transforms=swizzled),
         *epilogue.scratch,
-        *ring_barriers(tile, copies=(0 if gathers else 1) + (2 * tile.column_parts if halves else 1)),
+        ring_barriers(tile, copies=(0 if gathers else 1) + (2 * tile.column_parts if halves else 1)),
         *([landing_barriers(tile.stages)] if gathers else []),
     ]
     kernel = launch(epilogue.name, body, epilogue.outputs, scratch, warpgroups=CONSUMERS + 1)
