@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_jax.kernels.hopper.mosaic_gpu import SWIZZLED_COLUMNS
+from moe_jax.kernels.hopper.launch import SWIZZLED_COLUMNS
 from moe_jax.kernels.hopper.pipeline import MATMUL_REGISTERS, Pipeline, run_roles
 
 STEP = SWIZZLED_COLUMNS

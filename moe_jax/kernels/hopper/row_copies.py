@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
 from jaxtyping import Array, Int
 
-from moe_jax.kernels.hopper.mosaic_gpu import SWIZZLED_COLUMNS, WARPGROUP_THREADS, operand_transforms
+from moe_jax.kernels.hopper.launch import SWIZZLED_COLUMNS, WARPGROUP_THREADS, operand_transforms
 
 PIECE = 16
 """Bytes of one copy, the most that `cp.async` takes."""

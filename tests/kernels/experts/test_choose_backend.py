@@ -8,7 +8,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from moe_jax.kernels.experts import choose_backend as backend
 from moe_jax.kernels.experts import mosaic, triton, xla
 from moe_jax.kernels.experts.backends import implementation
-from moe_jax.kernels.hopper import mosaic_gpu
+from moe_jax.kernels.hopper import launch as mosaic_gpu
 
 LAYER = (jnp.bfloat16, 128, 64)
 

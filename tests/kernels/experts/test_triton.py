@@ -28,7 +28,7 @@ from moe_jax.kernels.experts import triton as ours
 from moe_jax.kernels.experts import xla
 from moe_jax.kernels.experts.routing import plan
 from moe_jax.kernels.experts.triton import launch
-from moe_jax.kernels.hopper import mosaic_gpu
+from moe_jax.kernels.hopper import launch as mosaic_gpu
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs the package triton")

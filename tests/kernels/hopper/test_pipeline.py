@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_jax.kernels.hopper.mosaic_gpu import compute_capability, is_interpreted, launch
+from moe_jax.kernels.hopper.launch import compute_capability, is_interpreted, launch
 from moe_jax.kernels.hopper.pipeline import ATTENTION_REGISTERS, CONSUMERS, Pipeline, run_roles
 
 STAGES = 2

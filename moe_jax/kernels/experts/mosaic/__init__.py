@@ -23,7 +23,7 @@ from moe_jax.kernels.experts.mosaic.tile_limits import SHARED_MEMORY, Pass, most
 from moe_jax.kernels.experts.mosaic.tiles import choose_tile, halved_tile
 from moe_jax.kernels.experts.mosaic.token_sums import columns_at_a_time, sum_rows
 from moe_jax.kernels.experts.routing import Plan, int32_ids
-from moe_jax.kernels.hopper.mosaic_gpu import compute_capability, is_interpreted
+from moe_jax.kernels.hopper.launch import compute_capability, is_interpreted
 from moe_jax.kernels.hopper.ring import ROW_ALIGNMENT, Tile
 
 __all__ = [

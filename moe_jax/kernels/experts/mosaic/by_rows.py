@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.experts.mosaic.row_tiles import row_tiles
 from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.hopper.mosaic_gpu import launch, operand_transforms
+from moe_jax.kernels.hopper.launch import launch, operand_transforms
 from moe_jax.kernels.hopper.ring import (
     CONSUMERS,
     ROW_ALIGNMENT,

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.hopper.mosaic_gpu import WARPGROUP_THREADS, launch
+from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, launch
 
 WARPGROUPS = 4
 """Of a block, each with rows of its own on their way; together they hold all registers of a core."""

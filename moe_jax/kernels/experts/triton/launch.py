@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moe_jax.kernels.hopper import mosaic_gpu
+from moe_jax.kernels.hopper import launch as mosaic_gpu
 from moe_jax.kernels.varying import vary_as
 
 
