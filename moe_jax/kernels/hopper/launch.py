@@ -1,6 +1,7 @@
-"""What every Hopper kernel of ours shares: how it is launched, in how many blocks, and how operands lie in shared memory."""
+"""Launches a Hopper kernel of persistent thread blocks, with named scratch and inputs; lays out operands for wgmma."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.extend
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from moe_jax.kernels.hopper import target
+from moe_jax.kernels.hopper.interpreter import INTERPRETED_BLOCKS, interpret, is_interpreted
 from moe_jax.kernels.varying import vary_as, varying_axes
 
 SWIZZLED_COLUMNS = 64
@@ -16,14 +19,11 @@ SWIZZLED_COLUMNS = 64
 WARPGROUP_THREADS = 128
 
 BLOCKS_PER_CORE = 2
-"""Blocks of a persistent kernel: one after the other on a core, or side by side where it has room for both.
+"""Thread blocks of a persistent kernel a core. They run one after the other, or side by side if the core has room for both.
 
-With one, a kernel that finds some cores taken by a collective ends as late as the blocks that waited for it, and a collective
-that finds all cores taken begins at the kernel's end.
+With one block a core, a kernel that finds some cores taken by a collective ends as late as the blocks that waited for it. A
+collective that finds all cores taken begins at the kernel's end.
 """
-
-INTERPRETED_BLOCKS = 2
-"""Blocks in the interpreter: enough for two to run at once and for each to take several tiles."""
 
 
 def launch(
@@ -36,49 +36,57 @@ def launch(
     in_place: bool = False,
     blocks_per_core: int = BLOCKS_PER_CORE,
 ) -> Callable:
-    """A persistent kernel: `body(*input references, *output references, *scratch references)` in each warpgroup of a block.
+    """Returns a persistent kernel, a function of arrays. `body(*inputs, *outputs, *scratch)` runs in each warpgroup of a block.
+
+    An input may be a pytree of arrays, and an entry of `scratch` a pytree of scratch types, such as a NamedTuple: the body gets
+    the same pytree of references. None stays None. Scratch is allocated in the order given.
 
     Functions that launch a kernel are jitted: a program that calls one again with the same shapes traces and lowers it once.
 
-    With `in_place` there are no outputs: the body changes the last input, which is the result, in the same memory unless
-    something else reads that input later. Input and result must not be slices of different arrays (docs/kernels.md).
+    Args:
+        name: of the kernel, in profiles.
+        in_place: there are no outputs. The body changes the last input, an array, which is the result: in the same memory
+            unless something else reads that input later. Input and result must not be slices of different arrays
+            (docs/kernels.md).
     """
 
-    def kernel(*references):
-        pl.run_scoped(lambda *buffers: body(*references, *buffers), *scratch, collective_axes="warpgroup")
+    def run_flat(tree, *arrays):
+        def kernel(*references):
+            inputs = jax.tree.unflatten(tree, references[: len(arrays)])
+            output_references = references[len(arrays) :]
+            pl.run_scoped(lambda *buffers: body(*inputs, *output_references, *buffers), *scratch, collective_axes="warpgroup")
 
-    kernel.__name__ = name
-    run = plgpu.kernel(
-        kernel,
-        out_type=outputs,
-        grid=(grid_size(blocks_per_core),),
-        grid_names=("block",),
-        num_threads=warpgroups,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
-        interpret=interpret(),
-    )
-
-    def run_in_place(*inputs):
-        changed = jax.new_ref(inputs[-1])
-        run(*inputs[:-1], changed)
+        kernel.__name__ = name
+        run = plgpu.kernel(
+            kernel,
+            out_type=outputs,
+            grid=(grid_size(blocks_per_core),),
+            grid_names=("block",),
+            num_threads=warpgroups,
+            thread_name="warpgroup",
+            compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
+            interpret=interpret(),
+        )
+        if not in_place:
+            return run(*arrays)
+        changed = jax.new_ref(arrays[-1])
+        run(*arrays[:-1], changed)
         return [jax.freeze(changed)]
 
-    call = call_varying(run_in_place if in_place else run)
-
-    def call_in_32_bits(*inputs):
+    def call(*inputs: Any):
+        arrays, tree = jax.tree.flatten(inputs)
         # With jax_enable_x64 a kernel's indices, Python's numbers among them, would be of two widths.
         with jax.enable_x64(False):
-            return call(*inputs)
+            return call_varying(lambda *arrays: run_flat(tree, *arrays))(*arrays)
 
-    return call_in_32_bits
+    return call
 
 
 def call_varying(run: Callable) -> Callable:
-    """A kernel's call whose results vary inside `shard_map` as its inputs do, where JAX types them as equal on all devices.
+    """Returns `run`, a kernel of arrays, with results that vary over the mesh axes its inputs vary over inside `shard_map`.
 
-    The body is traced with inputs that do not vary: JAX turns these types off inside a kernel, and a loop that carries what it
-    read from an input would change its type.
+    JAX types a kernel's results as equal on all devices. The body is traced with inputs that do not vary: JAX turns these types
+    off inside a kernel, and a loop that carries what it read from an input would change its type.
     """
 
     def call(*inputs):
@@ -92,54 +100,15 @@ def call_varying(run: Callable) -> Callable:
     return call
 
 
+def grid_size(blocks_per_core: int = BLOCKS_PER_CORE) -> int:
+    """Returns the number of thread blocks of a persistent kernel."""
+    return INTERPRETED_BLOCKS if is_interpreted() else blocks_per_core * target.num_cores()
+
+
 def operand_transforms(dtype: jnp.dtype, columns: int = SWIZZLED_COLUMNS) -> tuple:
-    """How a tile of `columns` columns lies in shared memory so that wgmma and TMA read it without bank conflicts."""
+    """Returns the layout in shared memory with which wgmma and TMA access tiles of `columns` columns free of bank conflicts."""
     bytes_per_row = columns * jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(bytes_per_row * 8)
     # mypy takes both for abstract classes.
     tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
     return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
-
-
-def wgmma_registers(accumulator, a, b, staging) -> None:
-    """accumulator += a b, a being an array; the interpreter multiplies references only, for it a goes through `staging`."""
-    if staging is not None:
-        staging[...] = a
-        plgpu.commit_smem()
-        a = staging
-    plgpu.wgmma(accumulator, a, b)
-
-
-def grid_size(blocks_per_core: int = BLOCKS_PER_CORE) -> int:
-    """Blocks of a persistent kernel."""
-    if is_interpreted():
-        return INTERPRETED_BLOCKS
-    target = jax.sharding.get_abstract_mesh().abstract_device
-    return blocks_per_core * (target.num_cores if target is not None else _default_device().core_count)
-
-
-def is_interpreted() -> bool:
-    """Whether JAX's GPU interpreter runs the kernels: where the target is a CPU."""
-    target = jax.sharding.get_abstract_mesh().abstract_device
-    return (target if target is not None else _default_device()).platform == "cpu"
-
-
-def interpret() -> plgpu.InterpretGPUParams | bool:
-    """The `interpret` argument of a kernel; interpreted kernels are checked for races."""
-    return plgpu.InterpretGPUParams(detect_races=True) if is_interpreted() else False
-
-
-def compute_capability() -> str | None:
-    """ "9.0" for Hopper; None where the target is no NVIDIA GPU."""
-    target = jax.sharding.get_abstract_mesh().abstract_device
-    if target is not None:
-        return "9.0" if "H100" in target.device_kind or "H200" in target.device_kind else None
-    return getattr(_default_device(), "compute_capability", None)
-
-
-def _default_device() -> jax.Device:
-    """Of this process: the one that `jax.default_device` names, else the first."""
-    chosen = jax.config.jax_default_device
-    if chosen is None or isinstance(chosen, str):
-        return jax.local_devices(backend=chosen)[0]
-    return chosen

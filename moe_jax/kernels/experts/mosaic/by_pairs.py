@@ -16,7 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.mosaic.tile_limits import SHARED_MEMORY
-from moe_jax.kernels.hopper.launch import is_interpreted, launch, operand_transforms, wgmma_registers
+from moe_jax.kernels.hopper.interpreter import is_interpreted, wgmma_registers
+from moe_jax.kernels.hopper.launch import launch, operand_transforms
 from moe_jax.kernels.hopper.ring import CONSUMERS, WGMMA_ROWS, Tile, ring_barriers, run_tiles
 
 COLUMNS = 32

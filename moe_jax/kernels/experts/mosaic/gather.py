@@ -15,7 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.hopper.launch import call_varying, grid_size, interpret
+from moe_jax.kernels.hopper.interpreter import interpret
+from moe_jax.kernels.hopper.launch import call_varying, grid_size
 
 STAGES = 4
 """Chunks of tokens in shared memory: some being loaded, others being stored."""
