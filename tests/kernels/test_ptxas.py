@@ -42,7 +42,7 @@ for hidden, inter, experts, k in ((2048, 768, 128, 8), (7168, 2048, 256, 8), (40
 
 GATHERING = """
 from moe_jax.kernels.experts.mosaic.by_rows import matmul_gated_silu
-from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.hopper.mainloop import Tile
 from moe_jax.kernels.experts.routing import plan
 
 for tile in (Tile(128, 128, 6), Tile(64, 256, 4)):

@@ -16,7 +16,7 @@ from moe_jax.kernels.experts.mosaic.by_rows import matmul_gated_silu
 from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, candidates, refusal
 from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass
 from moe_jax.kernels.experts.mosaic.tune import PRESETS
-from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.hopper.mainloop import Tile
 
 SIZES = st.integers(1, 64).map(lambda n: 64 * n)
 TILES = st.builds(

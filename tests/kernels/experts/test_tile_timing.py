@@ -10,7 +10,7 @@ from moe_jax.kernels.experts.mosaic import tile_timing
 from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, candidates
 from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass, time_tiles
 from moe_jax.kernels.experts.routing import plan
-from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.hopper.mainloop import Tile
 
 pytestmark = pytest.mark.usefixtures("no_races")
 

@@ -13,7 +13,7 @@ from moe_jax.kernels.experts.mosaic import tiles
 from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, refusal
 from moe_jax.kernels.experts.mosaic.tiles import Entry, choose_tile, merge_into_table, read_table, rule
 from moe_jax.kernels.experts.routing import plan
-from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.hopper.mainloop import Tile
 
 MATRIX = (2048, 768)
 GOOD = {

@@ -11,7 +11,7 @@ from moe_jax.kernels.experts.mosaic import tune
 from moe_jax.kernels.experts.mosaic.tile_limits import candidates
 from moe_jax.kernels.experts.mosaic.tiles import Entry, merge_into_table, read_table, rule
 from moe_jax.kernels.experts.mosaic.tune import PRESETS, Layer, Timing
-from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.hopper.mainloop import Tile
 
 LAYER = Layer(hidden=256, inter=192, experts=4, top_k=2)
 

@@ -24,7 +24,7 @@ from moe_jax.kernels.experts.mosaic.tiles import choose_tile, halved_tile
 from moe_jax.kernels.experts.mosaic.token_sums import columns_at_a_time, sum_rows
 from moe_jax.kernels.experts.routing import Plan, int32_ids
 from moe_jax.kernels.hopper.interpreter import is_interpreted
-from moe_jax.kernels.hopper.ring import ROW_ALIGNMENT, Tile
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, Tile
 from moe_jax.kernels.hopper.target import compute_capability
 
 __all__ = [

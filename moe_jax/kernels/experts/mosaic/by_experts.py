@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from moe_jax.kernels.experts.mosaic.tile_order import place_in_order, rows_in_group
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import launch, operand_transforms
-from moe_jax.kernels.hopper.ring import (
+from moe_jax.kernels.hopper.mainloop import (
     CONSUMERS,
     ROW_ALIGNMENT,
     STEP,

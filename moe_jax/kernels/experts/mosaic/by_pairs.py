@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.experts.mosaic.tile_limits import SHARED_MEMORY
 from moe_jax.kernels.hopper.interpreter import is_interpreted, wgmma_registers
 from moe_jax.kernels.hopper.launch import launch, operand_transforms
-from moe_jax.kernels.hopper.ring import CONSUMERS, WGMMA_ROWS, Tile, ring_barriers, run_tiles
+from moe_jax.kernels.hopper.mainloop import CONSUMERS, WGMMA_ROWS, Tile, ring_barriers, run_tiles
 
 COLUMNS = 32
 """Rows of w that a unit reads; a multiple of 16 as gate and up have half of them each."""

@@ -18,7 +18,7 @@ from moe_jax.kernels.experts.mosaic.row_tiles import row_tiles
 from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import launch, operand_transforms
-from moe_jax.kernels.hopper.ring import (
+from moe_jax.kernels.hopper.mainloop import (
     CONSUMERS,
     ROW_ALIGNMENT,
     STEP,

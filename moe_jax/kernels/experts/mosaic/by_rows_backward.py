@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, Epilogue, launch_rows
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import operand_transforms
-from moe_jax.kernels.hopper.ring import CONSUMERS, WGMMA_ROWS, Tile
+from moe_jax.kernels.hopper.mainloop import CONSUMERS, WGMMA_ROWS, Tile
 from moe_jax.kernels.precision import sum_in_order
 
 

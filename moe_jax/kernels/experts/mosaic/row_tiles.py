@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from moe_jax.kernels.experts.mosaic.tile_order import row_tile_in_order
 from moe_jax.kernels.experts.routing import Plan, masked_sum
-from moe_jax.kernels.hopper.ring import ROW_ALIGNMENT
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_jax.kernels.experts.mosaic.by_rows import CHUNK
-from moe_jax.kernels.hopper.ring import CONSUMERS, STEP, WGMMA_ROWS, Tile
+from moe_jax.kernels.hopper.mainloop import CONSUMERS, STEP, WGMMA_ROWS, Tile
 
 Pass = Literal["gated_matmul", "grouped_matmul", "grouped_matmul_transposed", "gated_matmul_backward", "grouped_outer"]
 """The kernels by the names that profiles show, docs/kernels.md says what each computes."""

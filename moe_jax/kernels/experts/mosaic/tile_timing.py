@@ -20,7 +20,7 @@ from moe_jax.kernels.experts.mosaic.by_rows import matmul, matmul_gated_silu
 from moe_jax.kernels.experts.mosaic.by_rows_backward import matmul_gated_silu_backward
 from moe_jax.kernels.experts.mosaic.tile_limits import Pass
 from moe_jax.kernels.experts.routing import Plan, plan
-from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.hopper.mainloop import Tile
 
 GROUPS, GROUP_SECONDS, MOST_CALLS = 5, 50e-3, 100
 """A time is the median of so many groups of calls, each of at most so many, and of about so many seconds: long enough for the

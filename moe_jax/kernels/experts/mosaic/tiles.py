@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, Pass, fitting_columns, refusal
-from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.hopper.mainloop import Tile
 
 ENVIRONMENT_VARIABLE = "MOE_JAX_TILES"
 """Names the user's table. A file is read once a process, when the first kernel is traced."""

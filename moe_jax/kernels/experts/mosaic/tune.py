@@ -11,7 +11,7 @@ from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.mosaic.tile_limits import Pass, candidates
 from moe_jax.kernels.experts.mosaic.tile_timing import time_tiles
 from moe_jax.kernels.experts.mosaic.tiles import Entry, rule
-from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.hopper.mainloop import Tile
 
 GAIN = 1.05
 """A tile replaces the rule's if the rule's takes more than this times as long. Near equals change places from run to run, and
