@@ -15,16 +15,17 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts import xla
 from moe_jax.kernels.experts.mosaic import by_pairs
-from moe_jax.kernels.experts.mosaic.by_experts import Part, outer
+from moe_jax.kernels.experts.mosaic.by_experts import OuterOperands, outer
 from moe_jax.kernels.experts.mosaic.by_rows import matmul, matmul_gated_silu
 from moe_jax.kernels.experts.mosaic.by_rows_backward import matmul_gated_silu_backward
 from moe_jax.kernels.experts.mosaic.gather import gather_rows, shared_bytes
-from moe_jax.kernels.experts.mosaic.tile_limits import SHARED_MEMORY, Pass, most_stages
-from moe_jax.kernels.experts.mosaic.tiles import choose_tile, halved_tile
+from moe_jax.kernels.experts.mosaic.tile_limits import Pass, most_stages
+from moe_jax.kernels.experts.mosaic.tiles import choose_tile, shared_tile
 from moe_jax.kernels.experts.mosaic.token_sums import columns_at_a_time, sum_rows
 from moe_jax.kernels.experts.routing import Plan, int32_ids
 from moe_jax.kernels.hopper.interpreter import is_interpreted
-from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, Tile
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
+from moe_jax.kernels.hopper.pipeline import SHARED_MEMORY
 from moe_jax.kernels.hopper.target import compute_capability
 
 __all__ = [
@@ -193,13 +194,13 @@ def grouped_outer_of_parts(
     """The sum of `grouped_outer` over `grouped_matmul.OuterPart`s of the same experts: in f32 in one kernel, rounded once."""
     a, b, plan, _, _ = parts[0]
     matrix, num_experts = (a.shape[1], b.shape[1]), plan.num_experts
-    with_rows = [Part(_take(a, of_a), _take(b, of_b), plan) for a, b, plan, of_a, of_b in parts if plan.num_rows]
+    with_rows = [OuterOperands(_take(a, of_a), _take(b, of_b), plan) for a, b, plan, of_a, of_b in parts if plan.num_rows]
     if not with_rows:
         return jnp.zeros((num_experts, *matrix), dtype) if accumulate_into is None else accumulate_into
     max_pairs = sum(part.plan.max_pairs for part in with_rows)
     tile = choose_tile("grouped_outer", matrix, max_pairs / num_experts)
     if accumulate_into is not None and matrix[1] % tile.columns:
-        tile = halved_tile("grouped_outer", matrix, max_pairs / num_experts)
+        tile = shared_tile("grouped_outer", matrix, max_pairs / num_experts)
     return outer(with_rows, tile, dtype, accumulate_into)
 
 
@@ -207,6 +208,6 @@ def _take(x: Array, source_of_row: Array | None) -> Array:
     return x if source_of_row is None else x.at[source_of_row].get(mode="fill", fill_value=0)
 
 
-def _tile(pass_name: Pass, matrix: tuple[int, ...], plan: Plan) -> Tile:
+def _tile(pass_name: Pass, matrix: tuple[int, ...], plan: Plan) -> TileShape:
     rows, columns = matrix
     return choose_tile(pass_name, (rows, columns), plan.max_pairs / plan.num_experts)
