@@ -1,4 +1,4 @@
-"""The device that kernels are compiled for: the current abstract mesh names an absent GPU, otherwise this process has it."""
+"""The device that kernels are compiled for: an absent GPU if the abstract mesh names one, else a device of this process."""
 
 import jax
 
