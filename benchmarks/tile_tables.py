@@ -21,10 +21,10 @@ from moe_layer import PRESETS
 from moe_layer_peers import passes_in_jax, random_in_jax
 
 from moe_jax.kernels.experts import mosaic
-from moe_jax.kernels.experts.mosaic.tiles import ENVIRONMENT_VARIABLE, choose_tile, halved_tile, rule
+from moe_jax.kernels.experts.mosaic.tiles import ENVIRONMENT_VARIABLE, choose_tile, rule, shared_tile
 
 WARM_UP_SECONDS = 1.0
-CHOICES = {"packaged": choose_tile, "rule": rule, "halved": halved_tile}
+CHOICES = {"packaged": choose_tile, "rule": rule, "halved": shared_tile}
 
 
 def main() -> None:

@@ -42,10 +42,10 @@ for hidden, inter, experts, k in ((2048, 768, 128, 8), (7168, 2048, 256, 8), (40
 
 GATHERING = """
 from moe_jax.kernels.experts.mosaic.by_rows import matmul_gated_silu
-from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.experts.routing import plan
 
-for tile in (Tile(128, 128, 6), Tile(64, 256, 4)):
+for tile in (TileShape(128, 128, 6), TileShape(64, 256, 4)):
     def gate_up(x, w, chosen):
         rows = plan(chosen, 128, 64)
         return matmul_gated_silu(x, w, rows, tile, keep_h=False, source_of_row=rows.token_of_row)
@@ -118,7 +118,7 @@ for pass_name in PASSES:
     matrix = (2048, 768) if pass_name in ("grouped_matmul", "gated_matmul_backward") else (2 * 768, 2048)
     shapes = operand_shapes(pass_name, matrix, jax.eval_shape(lambda: plan(jnp.zeros((1024, 8), i32), 128, 64)).num_rows, 128)
     for tile in candidates(pass_name, matrix):
-        if tile.by_turns:
+        if tile.ping_pong:
             run = lambda *a: step(tile, pass_name, *a)
             compile(run, ((1024, 8), i32), *((shape, bf16 if len(shape) > 1 else f32) for shape in shapes))
 """

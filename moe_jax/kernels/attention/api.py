@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.attention.mosaic.flash import flash_attention
 from moe_jax.kernels.attention.mosaic.flash import refusal as flash_refusal
 from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE, splitting_refusal
-from moe_jax.kernels.hopper.mosaic_gpu import is_interpreted
+from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.precision import at_least_f32
 
 _logger = logging.getLogger(__name__)

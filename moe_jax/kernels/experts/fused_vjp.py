@@ -16,7 +16,7 @@ from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, 
 from moe_jax.kernels.experts.routing import Plan, of_pairs, plan, plan_of_few, wide_ids
 from moe_jax.kernels.experts.separate_vjps import down_of_shares, gate_up_gradients, weight_of_row
 from moe_jax.kernels.experts.xla import sum_of_choices
-from moe_jax.kernels.hopper import mosaic_gpu
+from moe_jax.kernels.hopper import interpreter
 from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.varying import vary_as
 
@@ -47,7 +47,7 @@ def experts_of_parts(
 
     JAX has no such thing for the interpreter, whose callbacks are effects.
     """
-    is_interpreted = options.backend == "mosaic" and mosaic_gpu.is_interpreted()
+    is_interpreted = options.backend == "mosaic" and interpreter.is_interpreted()
     op = _interpreted if is_interpreted else _compiled
     return op(xs, w_gate_up, w_down, weights, experts, totals, options)
 

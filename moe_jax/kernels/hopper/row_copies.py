@@ -1,12 +1,19 @@
-"""Rows that lie anywhere in memory, copied into a slot of the ring: a[source[r]] where TMA would copy rows r, r + 1, ...
+"""Gathers rows from anywhere in memory into a pipeline's slot: a[source[r]], where TMA would copy rows r, r + 1, ...
 
-Each thread of the loading warpgroup copies 16 bytes at a time (`cp.async`), 8 of them a row's 128. The copies themselves arrive
-at a barrier of the slot once they are there, so that no thread waits for them but those that multiply; SonicMoE gathers so
-(https://arxiv.org/abs/2512.14080). Which rows a tile takes stands in registers from its first step on: read in each step, from
-memory or from shared memory, it made the kernel a tenth to a fifth slower, as if the load waited behind the copies before it.
+    roles     producer: each thread copies 16 bytes at a time (`cp.async`); 8 threads copy a row's 128 bytes of one step
+              consumers: wait for the slot's landed barrier besides its full barrier
+    smem      landed: 8 bytes a slot, words that Pallas does not know as barriers
+    barriers  landed[slot]  128 arrivals, one a thread of the producer, made by the copies themselves when they have landed;
+                            only the consumers wait (SonicMoE gathers in the same way, https://arxiv.org/abs/2512.14080)
+    invariant piece p of row r lies at p ^ (r mod 8), the 128-byte swizzle that wgmma expects
+              the parity waited for follows from the step, since a consumer may leave out phases
 
-These barriers are words of shared memory that are initialized and waited for here, since Pallas passes none of its own to
-`inline_mgpu`. JAX's interpreter knows no `inline_mgpu` either: what it runs must have gathered its rows before.
+A tile's row numbers stand in registers from its first step on. Read in each step, from memory or from shared memory, they made
+the kernel a tenth to a fifth slower, as if the load waited behind the copies before it.
+
+Pallas passes none of its barriers to `inline_mgpu`, so this file initializes and waits for its own. JAX's interpreter cannot
+run `inline_mgpu`: rows are gathered before the kernel there. This file depends on `jaxlib.mlir` and `jax.experimental.mosaic`,
+which may change with any release of JAX. A test in tests/kernels/experts/test_mosaic.py covers it on a GPU.
 """
 
 import jax
@@ -19,16 +26,16 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
 from jaxtyping import Array, Int
 
-from moe_jax.kernels.hopper.mosaic_gpu import SWIZZLED_COLUMNS, WARPGROUP_THREADS, operand_transforms
+from moe_jax.kernels.hopper.launch import SWIZZLED_COLUMNS, WARPGROUP_THREADS, operand_transforms
 
 PIECE = 16
-"""Bytes of one copy, the most that `cp.async` takes."""
+"""Bytes of one copy, the maximum of `cp.async`."""
 
 ITEM = 2
 """Bytes of an element."""
 
 ROW = ITEM * SWIZZLED_COLUMNS
-"""Bytes of a row in a slot, which starts at a multiple of 1024. Piece p of row r lies at p ^ (r % 8): the 128-byte swizzle."""
+"""Bytes of a row in a slot. The slot starts at a multiple of 1024."""
 
 PIECES = ROW // PIECE
 
@@ -40,12 +47,12 @@ I32, I64 = 32, 64
 
 
 def landing_barriers(stages: int):
-    """Scratch: a barrier of 8 bytes for each slot of the ring."""
+    """Returns the scratch: a barrier of 8 bytes for each slot."""
     return plgpu.SMEM((2 * stages,), jnp.int32)
 
 
 def initialize(landed) -> None:
-    """Called by all warpgroups of a block before any of them uses the barriers."""
+    """Initializes the barriers. All warpgroups of a block call it before any of them uses a barrier."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def emit(_, landed):
@@ -59,8 +66,10 @@ def initialize(landed) -> None:
 
 
 def read_sources(source_of_row, first_row: jax.Array, rows: int) -> Int[Array, "copies"]:
-    """The sources of the rows from first_row on, of each thread those that it copies, in its registers. The last of
-    source_of_row stands for those behind it."""
+    """Returns the sources of `rows` rows from first_row on, in registers: each thread has the sources of the rows it copies.
+
+    Rows beyond the end of source_of_row take its last entry.
+    """
     layout = _layout(rows)
     own_rows = rows // ROWS_AT_ONCE
     result = plgpu.ShapeDtypeStruct((own_rows * WARPGROUP_THREADS,), jnp.int32, layout=layout)
@@ -80,8 +89,10 @@ def read_sources(source_of_row, first_row: jax.Array, rows: int) -> Int[Array, "
 
 
 def start_copies(a, sources: Int[Array, "copies"], column: jax.Array, target, landed, slot: jax.Array) -> None:
-    """Starts to copy a[sources, column : column + 64] into `target` [rows, 64], a slot of the ring, whose barrier completes its
-    phase once the copies are there. A source that is no row of `a` gives zeros."""
+    """Starts to copy a[sources, column : column + 64] into `target` [rows, 64], a pipeline's slot.
+
+    A source that is no row of `a` gives zeros. The slot's barrier completes its phase when the copies have landed.
+    """
     (num_sources, columns), (rows, _) = a.shape, target.shape
     types = plgpu.RefType(), _layout(rows), SCALAR, plgpu.RefType(operand_transforms(a.dtype)), plgpu.RefType(), SCALAR
 
@@ -96,7 +107,7 @@ def start_copies(a, sources: Int[Array, "copies"], column: jax.Array, target, la
             source = llvm.extractelement(sources.registers.item(), _constant(i))
             is_row = arith.cmpi(arith.CmpIPredicate.ult, source, _constant(num_sources))
             offset = arith.muli(arith.extui(_int(I64), source), mgpu.c(ITEM * columns, _int(I64)))
-            # Of a piece of PIECE bytes so many are read, none where the source is no row; the rest is zero.
+            # Bytes read of the PIECE written. The rest is zero, so a source that is no row gives zeros.
             bytes_read = arith.select(is_row, _constant(PIECE), _constant(0))
             place = arith.addi(own_target, _constant(i * ROWS_AT_ONCE * ROW))
             copy = f"cp.async.cg.shared.global [$0], [$1], {PIECE}, $2;"
@@ -108,10 +119,10 @@ def start_copies(a, sources: Int[Array, "copies"], column: jax.Array, target, la
 
 
 def wait_for_copies(landed, step: jax.Array, stages: int) -> None:
-    """Waits until the copies of a step are there, the step's number being among those of all tiles, and makes wgmma see them.
+    """Waits until the copies of a step have landed, and makes wgmma see them. `step` counts the steps of all tiles.
 
-    `cp.async` writes through the generic proxy and wgmma reads through the async one: hence a fence in each thread that waits.
-    The way back needs none, wgmma's end implies it.
+    `cp.async` writes through the generic proxy and wgmma reads through the async proxy: hence a fence in each thread that
+    waits. The way back needs no fence, the end of wgmma implies it.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
@@ -120,13 +131,13 @@ def wait_for_copies(landed, step: jax.Array, stages: int) -> None:
         nvvm.mbarrier_try_wait_parity(_barrier(landed, _value(slot)), _value(parity), ticks)
         mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;")
 
-    # From the step, since a warpgroup that has no rows in a tile, or whose turn it is not, leaves out phases.
+    # The parity follows from the step: a consumer that has no rows in a tile, or whose turn it is not, leaves out phases.
     turns, slot = lax.div(step, jnp.int32(stages)), lax.rem(step, jnp.int32(stages))
     emit(landed, slot, lax.rem(turns, jnp.int32(2)))
 
 
 def _layout(rows: int):
-    """Of an array that holds a number for each row that a thread copies; their order in the whole means nothing."""
+    """Returns the layout of an array with one number for each row that a thread copies. Its order as a whole means nothing."""
     own_rows = rows // ROWS_AT_ONCE
     return plgpu.Layout.WG_STRIDED((own_rows * WARPGROUP_THREADS,), vec_size=own_rows)
 
@@ -136,7 +147,7 @@ def _barrier(landed, slot):
 
 
 def _thread():
-    """Its number in the warpgroup."""
+    """Returns the thread's number in the warpgroup."""
     return arith.remui(mgpu.utils.thread_idx(), _constant(WARPGROUP_THREADS))
 
 

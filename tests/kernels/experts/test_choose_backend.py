@@ -8,7 +8,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from moe_jax.kernels.experts import choose_backend as backend
 from moe_jax.kernels.experts import mosaic, triton, xla
 from moe_jax.kernels.experts.backends import implementation
-from moe_jax.kernels.hopper import mosaic_gpu
+from moe_jax.kernels.hopper import interpreter, target
 
 LAYER = (jnp.bfloat16, 128, 64)
 
@@ -89,7 +89,7 @@ def test_inside_shard_map_the_kernels_are_taken_where_the_compiler_splits_nothin
 def test_where_a_cpu_is_the_default_device_the_kernels_are_interpreted(monkeypatch, chosen):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with jax.default_device(chosen):
-        assert mosaic_gpu.is_interpreted() and mosaic_gpu.compute_capability() is None
+        assert interpreter.is_interpreted() and target.compute_capability() is None
 
 
 def test_a_named_backend_is_taken_or_refused(monkeypatch):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_jax.kernels.experts.mosaic.row_tiles import row_tiles
 from moe_jax.kernels.experts.routing import plan, plan_of_few
-from moe_jax.kernels.hopper.ring import ROW_ALIGNMENT
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
 COLUMN_TILES = 3
 

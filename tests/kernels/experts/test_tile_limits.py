@@ -16,11 +16,12 @@ from moe_jax.kernels.experts.mosaic import tile_limits
 from moe_jax.kernels.experts.mosaic.by_rows import matmul_gated_silu
 from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, candidates, refusal
 from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass
-from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.hopper.mainloop import TileShape
+from moe_jax.kernels.hopper.pipeline import SHARED_MEMORY
 
 SIZES = st.integers(1, 64).map(lambda n: 64 * n)
 TILES = st.builds(
-    Tile,
+    TileShape,
     st.sampled_from([32, 64, 128, 256]),
     st.sampled_from([64, 96, 128, 192, 256, 512]),
     st.integers(0, 9),
@@ -68,7 +69,7 @@ def test_one_stage_too_many_takes_as_much_shared_memory_as_we_say(pass_name):
         with pytest.raises(ValueError, match="exceeds available shared memory") as error:
             lower(pass_name, matrix, tile)
         asked, allowed = map(int, re.findall(r"smem_bytes=(\d+)", str(error.value)))
-        assert (asked, allowed) == (tile_limits.shared_memory(pass_name, tile), tile_limits.SHARED_MEMORY)
+        assert (asked, allowed) == (tile_limits.shared_memory(pass_name, tile), SHARED_MEMORY)
 
 
 @pytest.mark.parametrize("layer", EXPERT_LAYERS.values(), ids=list(EXPERT_LAYERS))
@@ -84,11 +85,11 @@ def test_a_pass_has_few_candidates_and_all_fit(pass_name, layer):
 def test_a_tile_is_allowed_if_it_divides_the_matrix_into_whole_chunks_that_fit(pass_name, matrix, tile):
     columns = matrix[0] if pass_name in ("gated_matmul", "grouped_matmul") else matrix[1]
     chunk = 128 if pass_name == "gated_matmul" else 64
-    registers = tile.rows * tile.columns // (128 if tile.by_turns else 256)
+    registers = tile.rows * tile.columns // (128 if tile.ping_pong else 256)
     allowed = (
         tile.rows in (64, 128)
         and tile.columns <= 256
-        and (columns % tile.columns == 0 or (tile.by_turns and "gated" not in pass_name and tile.columns < columns))
+        and (columns % tile.columns == 0 or (tile.ping_pong and "gated" not in pass_name and tile.columns < columns))
         and tile.own_columns % chunk == 0
         and registers <= (128 if pass_name == "gated_matmul_backward" else 192)
         and (pass_name != "grouped_outer" or matrix[0] % tile.rows == 0)
@@ -101,23 +102,35 @@ def test_a_tile_is_allowed_if_it_divides_the_matrix_into_whole_chunks_that_fit(p
 @pytest.mark.parametrize(
     "pass_name, tile, message",
     [
-        ("gated_matmul", Tile(256, 128, 3), "rows is 256; it must be 64 or 128"),
-        ("grouped_outer", Tile(128, 128, 3), "rows is 128; it must be 64"),
-        ("gated_matmul", Tile(128, 64, 3), "columns is 64; with 128 rows it must be another number: none fits this matrix"),
-        ("grouped_matmul", Tile(128, 256, 3), "columns is 256; with 128 rows it must be 64 or 192"),
-        ("grouped_outer", Tile(64, 64, 3), "columns is 64; with 64 rows it must be 128 or 256"),
+        ("gated_matmul", TileShape(256, 128, 3), "rows is 256; it must be 64 or 128"),
+        ("grouped_outer", TileShape(128, 128, 3), "rows is 128; it must be 64"),
+        (
+            "gated_matmul",
+            TileShape(128, 64, 3),
+            "columns is 64; with 128 rows it must be another number: none fits this matrix",
+        ),
+        ("grouped_matmul", TileShape(128, 256, 3), "columns is 256; with 128 rows it must be 64 or 192"),
+        ("grouped_outer", TileShape(64, 64, 3), "columns is 64; with 64 rows it must be 128 or 256"),
         (
             "gated_matmul_backward",
-            Tile(128, 256, 4),
+            TileShape(128, 256, 4),
             "stages is 4; with tiles of 128 x 256 it must be 2 to 3, what 232448 bytes",
         ),
         (
             "grouped_matmul_transposed",
-            Tile(128, 256, 3, by_turns=True),
+            TileShape(128, 256, 3, ping_pong=True),
             "columns is 256; with 128 rows by turns it must be 64 or 128 or 192",
         ),
-        ("grouped_outer", Tile(64, 128, 9, by_turns=True), "stages is 9; with tiles of 64 x 128 by turns it must be 2 to 8,"),
-        ("grouped_matmul_transposed", Tile(128, 256, 1), "stages is 1; with tiles of 128 x 256 it must be 2 to 4, what 232448"),
+        (
+            "grouped_outer",
+            TileShape(64, 128, 9, ping_pong=True),
+            "stages is 9; with tiles of 64 x 128 by turns it must be 2 to 8,",
+        ),
+        (
+            "grouped_matmul_transposed",
+            TileShape(128, 256, 1),
+            "stages is 1; with tiles of 128 x 256 it must be 2 to 4, what 232448",
+        ),
     ],
 )
 def test_a_refusal_says_what_would_be_right(pass_name, tile, message):
@@ -126,9 +139,9 @@ def test_a_refusal_says_what_would_be_right(pass_name, tile, message):
 
 @given(
     st.sampled_from(PASSES),
-    st.builds(Tile, st.sampled_from([64, 128]), st.sampled_from([64, 128, 192, 256]), st.just(0), st.booleans()),
+    st.builds(TileShape, st.sampled_from([64, 128]), st.sampled_from([64, 128, 192, 256]), st.just(0), st.booleans()),
 )
 def test_most_stages_is_the_last_that_fits(pass_name, tile):
     most = tile_limits.most_stages(pass_name, tile)
     bytes_of = [tile_limits.shared_memory(pass_name, dataclasses.replace(tile, stages=most + more)) for more in (0, 1)]
-    assert bytes_of[0] <= tile_limits.SHARED_MEMORY < bytes_of[1]
+    assert bytes_of[0] <= SHARED_MEMORY < bytes_of[1]

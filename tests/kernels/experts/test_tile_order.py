@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.kernels.experts.mosaic.tile_order import GROUP, place_in_order, rows_in_group
+from moe_jax.kernels.experts.mosaic.tile_order import GROUP, coord_in_order, rows_in_group
 
 
 def order(row_tiles, column_tiles, group=GROUP):
     """Of the first 1024 tiles at most."""
-    places = place_in_order(jnp.arange(1024, dtype=jnp.int32), row_tiles, column_tiles, group)
+    places = coord_in_order(jnp.arange(1024, dtype=jnp.int32), row_tiles, column_tiles, group)
     return list(zip(*(place.tolist() for place in places), strict=True))[: row_tiles * column_tiles]
 
 

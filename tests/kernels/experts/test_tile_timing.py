@@ -11,7 +11,7 @@ from moe_jax.kernels.experts.mosaic import tile_timing
 from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, candidates
 from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass, time_tiles
 from moe_jax.kernels.experts.routing import plan
-from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.hopper.mainloop import TileShape
 
 pytestmark = pytest.mark.usefixtures("no_races")
 
@@ -33,19 +33,19 @@ def results(pass_name, tiles, matrix, chosen, experts, draw):
 @pytest.mark.parametrize(
     "pass_name, tiles",
     [
-        ("gated_matmul", [Tile(128, 256, 3), Tile(64, 256, 2), Tile(128, 128, 5, by_turns=True)]),
-        ("grouped_matmul", [Tile(128, 256, 4), Tile(64, 128, 3), Tile(128, 192, 4, by_turns=True)]),
+        ("gated_matmul", [TileShape(128, 256, 3), TileShape(64, 256, 2), TileShape(128, 128, 5, ping_pong=True)]),
+        ("grouped_matmul", [TileShape(128, 256, 4), TileShape(64, 128, 3), TileShape(128, 192, 4, ping_pong=True)]),
         pytest.param(
             "grouped_matmul_transposed",
-            [Tile(128, 256, 3), Tile(64, 256, 4), Tile(64, 192, 2, by_turns=True)],
+            [TileShape(128, 256, 3), TileShape(64, 256, 4), TileShape(64, 192, 2, ping_pong=True)],
             marks=pytest.mark.thorough,
         ),
         pytest.param(
             "gated_matmul_backward",
-            [Tile(128, 256, 3), Tile(64, 256, 2), Tile(128, 128, 4, by_turns=True)],
+            [TileShape(128, 256, 3), TileShape(64, 256, 2), TileShape(128, 128, 4, ping_pong=True)],
             marks=pytest.mark.thorough,
         ),
-        ("grouped_outer", [Tile(128, 256, 4), Tile(64, 128, 2), Tile(128, 192, 3, by_turns=True)]),
+        ("grouped_outer", [TileShape(128, 256, 4), TileShape(64, 128, 2), TileShape(128, 192, 3, ping_pong=True)]),
     ],
 )
 def test_the_bits_do_not_depend_on_the_tile(pass_name, tiles):
@@ -84,7 +84,7 @@ def test_every_tile_is_timed_at_every_number_of_tokens(monkeypatch):
     monkeypatch.setattr(tile_timing, "GROUPS", 2)
     monkeypatch.setattr(tile_timing, "ROUTINGS", 1)
     monkeypatch.setattr(tile_timing, "GROUP_SECONDS", 0)
-    tiles = [Tile(64, 128, 2), Tile(128, 128, 2)]
+    tiles = [TileShape(64, 128, 2), TileShape(128, 128, 2)]
     seconds = time_tiles("grouped_matmul", (128, 64), tiles, [1, 70], experts=2, top_k=1, dtype="bfloat16")
     assert list(seconds) == [1, 70] and all(list(of_tiles) == tiles for of_tiles in seconds.values())
     assert all(second > 0 for of_tiles in seconds.values() for second in of_tiles.values())

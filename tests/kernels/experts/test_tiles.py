@@ -13,7 +13,7 @@ from moe_jax.kernels.experts.mosaic import tiles
 from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, refusal
 from moe_jax.kernels.experts.mosaic.tiles import Entry, choose_tile, merge_into_table, read_table, rule
 from moe_jax.kernels.experts.routing import plan
-from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.hopper.mainloop import TileShape
 
 MATRIX = (2048, 768)
 GOOD = {
@@ -41,27 +41,27 @@ def use_own(monkeypatch, path, *entries):
 
 
 def entry(columns, rows_per_expert, pass_name="grouped_matmul", matrix=MATRIX):
-    return Entry(pass_name, matrix, rows_per_expert, Tile(128, columns, 3))
+    return Entry(pass_name, matrix, rows_per_expert, TileShape(128, columns, 3))
 
 
 @pytest.mark.parametrize(
     "pass_name, matrix, rows_per_expert, tile",
     [
-        ("gated_matmul", (1536, 2048), 64, Tile(64, 256, 4)),
-        ("gated_matmul", (1536, 2048), 65, Tile(128, 256, 3)),
-        ("gated_matmul", (128, 2048), 1, Tile(128, 128, 3)),
-        ("grouped_matmul", (2048, 768), 2048, Tile(128, 192, 4, by_turns=True)),
-        ("grouped_matmul", (2048, 2112), 2048, Tile(128, 256, 3)),
-        ("grouped_matmul", (1024, 768), 2048, Tile(128, 256, 3)),
-        ("grouped_matmul", (192, 768), 1 / 16, Tile(128, 192, 4, by_turns=True)),
-        ("grouped_matmul_transposed", (1536, 2048), 2048, Tile(128, 192, 4, by_turns=True)),
-        ("grouped_matmul_transposed", (4096, 2048), 2048, Tile(128, 256, 3)),
-        ("grouped_matmul_transposed", (256, 64), 1, Tile(128, 64, 3)),
-        ("gated_matmul_backward", (2048, 768), 1, Tile(64, 256, 3)),
-        ("gated_matmul_backward", (2048, 768), 100, Tile(128, 256, 3)),
-        ("grouped_outer", (2048, 768), 1, Tile(128, 192, 4, by_turns=True)),
-        ("grouped_outer", (2048, 768), 8192, Tile(128, 256, 4)),
-        ("grouped_outer", (192, 384), 100, Tile(64, 128, 4)),
+        ("gated_matmul", (1536, 2048), 64, TileShape(64, 256, 4)),
+        ("gated_matmul", (1536, 2048), 65, TileShape(128, 256, 3)),
+        ("gated_matmul", (128, 2048), 1, TileShape(128, 128, 3)),
+        ("grouped_matmul", (2048, 768), 2048, TileShape(128, 192, 4, ping_pong=True)),
+        ("grouped_matmul", (2048, 2112), 2048, TileShape(128, 256, 3)),
+        ("grouped_matmul", (1024, 768), 2048, TileShape(128, 256, 3)),
+        ("grouped_matmul", (192, 768), 1 / 16, TileShape(128, 192, 4, ping_pong=True)),
+        ("grouped_matmul_transposed", (1536, 2048), 2048, TileShape(128, 192, 4, ping_pong=True)),
+        ("grouped_matmul_transposed", (4096, 2048), 2048, TileShape(128, 256, 3)),
+        ("grouped_matmul_transposed", (256, 64), 1, TileShape(128, 64, 3)),
+        ("gated_matmul_backward", (2048, 768), 1, TileShape(64, 256, 3)),
+        ("gated_matmul_backward", (2048, 768), 100, TileShape(128, 256, 3)),
+        ("grouped_outer", (2048, 768), 1, TileShape(128, 192, 4, ping_pong=True)),
+        ("grouped_outer", (2048, 768), 8192, TileShape(128, 256, 4)),
+        ("grouped_outer", (192, 384), 100, TileShape(64, 128, 4)),
     ],
 )
 def test_without_a_table_the_rule_says(pass_name, matrix, rows_per_expert, tile):
@@ -170,8 +170,8 @@ def test_a_file_that_is_no_table_is_refused(monkeypatch, tmp_path):
 
 def test_a_written_table_keeps_what_it_had_for_other_keys(tmp_path):
     path = tmp_path / "mine.json"
-    old, other, new = entry(128, 64), entry(128, 0.1), Entry("grouped_matmul", MATRIX, 64, Tile(64, 256, 4), "H200")
-    by_turns = Entry("grouped_matmul", MATRIX, 512, Tile(128, 128, 5, by_turns=True))
+    old, other, new = entry(128, 64), entry(128, 0.1), Entry("grouped_matmul", MATRIX, 64, TileShape(64, 256, 4), "H200")
+    by_turns = Entry("grouped_matmul", MATRIX, 512, TileShape(128, 128, 5, ping_pong=True))
     merge_into_table(path, [old, other, by_turns])
     merge_into_table(path, [new])
     assert sorted(read_table(path), key=lambda found: found.rows_per_expert) == [other, new, by_turns]
@@ -192,16 +192,16 @@ def test_a_table_decides_what_is_compiled(monkeypatch, tmp_path):
     mosaic.grouped_matmul(x, w, rows)
     use_own(monkeypatch, tmp_path / "own.json", entry(64, 8, matrix=(256, 64)))
     mosaic.grouped_matmul(x, w, rows)
-    assert taken == [Tile(64, 256, 4), Tile(128, 64, 3)]
+    assert taken == [TileShape(64, 256, 4), TileShape(128, 64, 3)]
 
 
 def test_totals_are_added_with_a_tile_that_divides_the_matrix(monkeypatch):
     """What lies beyond the matrix is another's: sums alone are cut off there, totals would be read there too."""
     taken = []
-    monkeypatch.setattr(mosaic, "choose_tile", lambda *_: Tile(128, 192, 4, by_turns=True))
+    monkeypatch.setattr(mosaic, "choose_tile", lambda *_: TileShape(128, 192, 4, ping_pong=True))
     monkeypatch.setattr(mosaic, "outer", lambda parts, tile, dtype, accumulate_into: taken.append(tile))
     rows = plan(jnp.zeros((4, 2), jnp.int32), 1, 64)
     a = jnp.zeros((rows.num_rows, 128), jnp.bfloat16)
     for n, totals in ((256, None), (256, 0), (384, 0)):
         mosaic.grouped_outer(a, jnp.zeros((rows.num_rows, n), jnp.bfloat16), rows, jnp.float32, accumulate_into=totals)
-    assert taken == [Tile(128, 192, 4, by_turns=True), Tile(128, 256, 4), Tile(128, 192, 4, by_turns=True)]
+    assert taken == [TileShape(128, 192, 4, ping_pong=True), TileShape(128, 256, 4), TileShape(128, 192, 4, ping_pong=True)]

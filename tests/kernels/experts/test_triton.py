@@ -28,7 +28,7 @@ from moe_jax.kernels.experts import triton as ours
 from moe_jax.kernels.experts import xla
 from moe_jax.kernels.experts.routing import plan
 from moe_jax.kernels.experts.triton import launch
-from moe_jax.kernels.hopper import mosaic_gpu
+from moe_jax.kernels.hopper import target
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs the package triton")
@@ -56,7 +56,7 @@ def runs(monkeypatch, request):
 
 
 def pretend_hopper(monkeypatch, capability="9.0"):
-    monkeypatch.setattr(mosaic_gpu, "compute_capability", lambda: capability)
+    monkeypatch.setattr(target, "compute_capability", lambda: capability)
     for module in (ours, launch):
         monkeypatch.setattr(module, "missing_packages", lambda: None)
 
@@ -359,7 +359,7 @@ def test_what_it_does_not_take_is_refused_with_the_reason(monkeypatch, capabilit
 
 
 def test_absent_packages_are_refused_with_the_command_that_installs_them(monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "compute_capability", lambda: "8.9")
+    monkeypatch.setattr(target, "compute_capability", lambda: "8.9")
     monkeypatch.setitem(sys.modules, "triton", None)
     launch.missing_packages.cache_clear()
     try:
@@ -370,7 +370,7 @@ def test_absent_packages_are_refused_with_the_command_that_installs_them(monkeyp
 
 
 def test_jax_triton_without_jaxs_cuda_plugin_is_refused(monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "compute_capability", lambda: "8.9")
+    monkeypatch.setattr(target, "compute_capability", lambda: "8.9")
     for name in ("triton", "jax_triton", "jaxlib.gpu_triton"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     launch.missing_packages.cache_clear()

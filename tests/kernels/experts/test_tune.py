@@ -12,7 +12,7 @@ from moe_jax.kernels.experts.mosaic import tune
 from moe_jax.kernels.experts.mosaic.tile_limits import candidates
 from moe_jax.kernels.experts.mosaic.tiles import Entry, merge_into_table, read_table, rule
 from moe_jax.kernels.experts.mosaic.tune import Layer, Timing
-from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.hopper.mainloop import TileShape
 
 LAYER = Layer(hidden=256, inter=192, experts=4, top_k=2)
 
@@ -45,13 +45,13 @@ def test_every_pass_of_the_layer_is_timed_with_its_candidates_and_the_rules_tile
 
 @pytest.mark.parametrize("gain, wins", [(1.0, False), (1.049, False), (1.051, True), (2.0, True)])
 def test_a_tile_replaces_the_rules_if_it_is_faster_by_more_than_5_percent(gain, wins):
-    ruled, other, slow = rule("grouped_matmul", (256, 192), 500), Tile(64, 128, 3), Tile(64, 256, 3)
+    ruled, other, slow = rule("grouped_matmul", (256, 192), 500), TileShape(64, 128, 3), TileShape(64, 256, 3)
     timing = Timing("grouped_matmul", (256, 192), LAYER, 1000, {slow: 9.0, other: 1.0, ruled: gain})
     assert timing.best == (other if wins else ruled)
 
 
 def test_rows_show_the_fastest_first_and_mark_the_best_and_the_rules():
-    seconds = {Tile(128, 256, 3): 2e-3, Tile(64, 256, 4): 1e-3, Tile(128, 128, 5, by_turns=True): 4e-3}
+    seconds = {TileShape(128, 256, 3): 2e-3, TileShape(64, 256, 4): 1e-3, TileShape(128, 128, 5, ping_pong=True): 4e-3}
     timing = Timing("grouped_matmul", (1024, 512), Layer(1024, 512, 8, 2), 1000, seconds)
     first, second, third = (row.split() for row in tune.rows(timing))
     # 2 * 2000 rows * 1024 * 512 FLOPs in 1 ms.
@@ -63,7 +63,7 @@ def test_rows_show_the_fastest_first_and_mark_the_best_and_the_rules():
 def test_the_command_prints_and_writes_a_table_that_keeps_other_layers(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(tune, "check", lambda *_: None)
     monkeypatch.setattr(tune, "tune", functools.partial(tune.tune, stopwatch=stopwatch))
-    other = Entry("grouped_matmul", (2048, 768), 1.0, Tile(128, 64, 3), "elsewhere")
+    other = Entry("grouped_matmul", (2048, 768), 1.0, TileShape(128, 64, 3), "elsewhere")
     output = tmp_path / "tables" / "mine.json"
     output.parent.mkdir()
     merge_into_table(output, [other])

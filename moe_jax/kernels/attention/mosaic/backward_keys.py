@@ -34,7 +34,7 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     own_tokens,
     wgmma_registers,
 )
-from moe_jax.kernels.hopper.mosaic_gpu import operand_transforms
+from moe_jax.kernels.hopper.launch import operand_transforms
 
 BLOCK_KV = COMPUTERS * OWN_ROWS
 """Keys of a block."""

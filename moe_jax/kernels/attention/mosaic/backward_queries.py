@@ -31,7 +31,7 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     own_tokens,
     wgmma_registers,
 )
-from moe_jax.kernels.hopper.mosaic_gpu import operand_transforms
+from moe_jax.kernels.hopper.launch import operand_transforms
 
 BLOCK_Q = COMPUTERS * OWN_ROWS
 """Queries of a block."""

@@ -22,7 +22,8 @@ from moe_jax.kernels.attention.mosaic.backward_queries import backward_queries, 
 from moe_jax.kernels.attention.mosaic.forward import forward, forward_ring
 from moe_jax.kernels.attention.mosaic.interval import fill_up, forward_of_interval, gradient_of_queries, gradients_of_keys
 from moe_jax.kernels.attention.mosaic.masks import first_keys, last_queries
-from moe_jax.kernels.hopper.mosaic_gpu import compute_capability, is_interpreted
+from moe_jax.kernels.hopper.interpreter import is_interpreted
+from moe_jax.kernels.hopper.target import compute_capability
 from moe_jax.kernels.shapes import check_shape
 from moe_jax.kernels.varying import vary_alike
 

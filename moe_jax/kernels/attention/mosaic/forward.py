@@ -37,7 +37,7 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     scores_and_weighted_sum,
     weighted_sum,
 )
-from moe_jax.kernels.hopper.mosaic_gpu import operand_transforms
+from moe_jax.kernels.hopper.launch import operand_transforms
 
 BLOCK_Q = COMPUTERS * OWN_ROWS
 """Queries of a block."""

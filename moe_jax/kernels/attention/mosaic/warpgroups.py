@@ -10,8 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_jax.kernels.hopper.mosaic_gpu import grid_size, is_interpreted, operand_transforms, wgmma_registers
-from moe_jax.kernels.hopper.mosaic_gpu import launch as launch_kernel
+from moe_jax.kernels.hopper.interpreter import is_interpreted, wgmma_registers
+from moe_jax.kernels.hopper.launch import grid_size, operand_transforms
+from moe_jax.kernels.hopper.launch import launch as launch_kernel
 
 COMPUTERS = 2
 """Warpgroups that compute."""

@@ -1,8 +1,8 @@
-"""Grouped matmuls on Hopper in Pallas Mosaic GPU: TMA and wgmma, one loading and two multiplying warpgroups, persistent blocks.
+"""Grouped matmuls on Hopper in Pallas Mosaic GPU: TMA and wgmma, one producer and two consumer warpgroups, persistent blocks.
 
-Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs, where R' are the rows filled up to whole tiles (32 more for each
-expert on average, and as many in tiles of 128); weights of experts that have rows are read, others are not. Each output element
-is one sum over k in steps of 16, in one order whatever the tile: the bits of a row do not depend on the rows beside it.
+Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs. R' are the rows filled up to blocks of 64 (32 more an expert on
+average) and to whole tiles (32 more again with tiles of 128 rows). Only weights of experts that have rows are read. Each output
+element is one sum over k in steps of 16, in one order for every tile: the bits of a row do not depend on the rows beside it.
 
 On a CPU the kernels run in JAX's GPU interpreter, slowly and with its race detector on.
 """
@@ -15,16 +15,18 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts import xla
 from moe_jax.kernels.experts.mosaic import by_pairs
-from moe_jax.kernels.experts.mosaic.by_experts import Part, outer
+from moe_jax.kernels.experts.mosaic.by_experts import OuterOperands, outer
 from moe_jax.kernels.experts.mosaic.by_rows import matmul, matmul_gated_silu
 from moe_jax.kernels.experts.mosaic.by_rows_backward import matmul_gated_silu_backward
 from moe_jax.kernels.experts.mosaic.gather import gather_rows, shared_bytes
-from moe_jax.kernels.experts.mosaic.tile_limits import SHARED_MEMORY, Pass, most_stages
-from moe_jax.kernels.experts.mosaic.tiles import choose_tile, halved_tile
+from moe_jax.kernels.experts.mosaic.tile_limits import Pass, most_stages
+from moe_jax.kernels.experts.mosaic.tiles import choose_tile, shared_tile
 from moe_jax.kernels.experts.mosaic.token_sums import columns_at_a_time, sum_rows
 from moe_jax.kernels.experts.routing import Plan, int32_ids
-from moe_jax.kernels.hopper.mosaic_gpu import compute_capability, is_interpreted
-from moe_jax.kernels.hopper.ring import ROW_ALIGNMENT, Tile
+from moe_jax.kernels.hopper.interpreter import is_interpreted
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
+from moe_jax.kernels.hopper.pipeline import SHARED_MEMORY
+from moe_jax.kernels.hopper.target import compute_capability
 
 __all__ = [
     "ROW_ALIGNMENT",
@@ -41,7 +43,7 @@ __all__ = [
 
 
 def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
-    """Why this backend cannot compute such experts, and what would be right; None where it can."""
+    """Returns why this backend cannot compute such experts, and what would be right; None if it can."""
     if not is_interpreted() and compute_capability() != "9.0":
         return f"it needs a Hopper GPU (compute capability 9.0); this is {compute_capability() or 'no NVIDIA GPU'}"
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -59,20 +61,20 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
 
 
 def is_native() -> bool:
-    """Whether the target runs this backend at the speed it was written for."""
+    """Returns True if the target runs this backend at the speed it was written for."""
     return compute_capability() == "9.0"
 
 
 def rows_of_tokens(
     x: Float[Array, "tokens hidden"], plan: Plan, *, for_gradients: bool = True
 ) -> tuple[Float[Array, "sources hidden"], Int[Array, "rows"] | None]:
-    """x in expert order, as (array, source_of_row) for the matmuls below.
+    """Returns x in expert order, as (array, source_of_row) for the matmuls below.
 
     With `for_gradients`, two matmuls read each row, and rows of no pair as zeros: they are gathered once for both. A forward
-    pass alone gathers them where they are used, and where `plan.holds_all_tokens` reads x as it is.
+    pass alone gathers rows where they are used. If `plan.holds_all_tokens` it reads x as it is.
     """
     if plan.holds_all_tokens:
-        # Pallas copies less than 8 rows into a swizzled tile, or a multiple of 8.
+        # Pallas copies fewer than 8 rows into a swizzled tile, or a multiple of 8.
         return jnp.pad(x, ((0, -x.shape[0] % 8 if x.shape[0] > 8 else 0), (0, 0))), None
     return (gather_rows(x, plan), None) if for_gradients and plan.num_rows else (x, plan.token_of_row)
 
@@ -83,8 +85,11 @@ def experts_of_few_pairs(
     w_down: Float[Array, "experts hidden inter"],
     topk_experts: Int[Array, "tokens k"],
 ) -> Float[Array, "tokens*k hidden"] | None:
-    """What each pair's expert gives for its token, in the order of pairs, zero where it is no expert: for a forward pass of so
-    few pairs that a plan is not worth its time. None where they are more, or of other sizes (`by_pairs.takes`)."""
+    """Returns the output of each pair's expert for its token, in the order of pairs; zero if the id is no expert.
+
+    For a forward pass of few pairs, for which a plan is not worth its time. None if there are more pairs, or other sizes
+    (`by_pairs.takes`).
+    """
     if not by_pairs.takes(topk_experts, w_down):
         return None
     ids = int32_ids(topk_experts, w_down.shape[0])
@@ -99,9 +104,9 @@ def grouped_matmul(
     source_of_row: Int[Array, "rows"] | None = None,
     transpose: bool = False,
 ) -> Float[Array, "rows out"]:
-    """y[r] = x[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`, where e is row r's expert.
+    """Returns y[r] = x[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`, where e is row r's expert.
 
-    As `xla.grouped_matmul`, but rows of no expert are left unwritten. Weights of another dtype are cast to x's first.
+    As `xla.grouped_matmul`, but rows of no expert are left unwritten. Weights of another dtype are cast to x's dtype first.
     """
     x = _take(x, source_of_row)
     out = w.shape[2] if transpose else w.shape[1]
@@ -119,14 +124,14 @@ def gated_matmul(
     source_of_row: Int[Array, "rows"] | None = None,
     keep_h: bool = True,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """As `xla.gated_matmul`, in one kernel, which gathers rows by source_of_row too. Rows of no expert are left unwritten."""
+    """Computes `xla.gated_matmul` in one kernel, with the gather by source_of_row in it. Leaves rows of no expert unwritten."""
     if plan.num_rows == 0:
         return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
     tile = _tile("gated_matmul", w.shape[1:], plan)
     if is_interpreted():
         x, source_of_row = _take(x, source_of_row), None
     if source_of_row is not None:
-        # Copies of 16 bytes take longer to be there than TMA's.
+        # Copies of 16 bytes take longer to land than TMA copies.
         tile = dataclasses.replace(tile, stages=min(tile.stages + 1, most_stages("gated_matmul", tile)))
     return matmul_gated_silu(x, w.astype(x.dtype), plan, tile, keep_h=keep_h, source_of_row=source_of_row)
 
@@ -140,7 +145,7 @@ def gated_matmul_backward(
     *,
     source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
-    """As `xla.gated_matmul_backward`, in one kernel. Rows of no expert are left unwritten."""
+    """Computes `xla.gated_matmul_backward` in one kernel. Rows of no expert are left unwritten."""
     dy = _take(dy, source_of_row)
     if plan.num_rows == 0:
         return h, h[:, : w_down.shape[2]], jnp.zeros(0, jnp.float32)
@@ -156,9 +161,9 @@ def token_sums(
     share: int = 0,
     shares: int | None = None,
 ) -> Float[Array, "share features"]:
-    """As `xla.token_sums`; with `shares` in a kernel, where features are a multiple of 512 and choices at most 8.
+    """Computes `xla.token_sums`. With `shares`, features a multiple of 512 and at most 8 choices, a kernel computes it.
 
-    Where all rows are here XLA is as fast: both read and write at the memory's speed.
+    If all rows are on this device XLA is as fast: both read and write at the memory's speed.
     """
     tokens, k = plan.row_of_pair.shape
     columns = columns_at_a_time(rows.shape[1], k)
@@ -177,7 +182,7 @@ def grouped_outer(
     b_source_of_row: Int[Array, "rows"] | None = None,
     accumulate_into: Float[Array, "experts n m"] | None = None,
 ) -> Float[Array, "experts n m"]:
-    """dw[e] = sum over the rows r of expert e of outer(a[r], b[r]), as `xla.grouped_outer`, accumulate_into[e] added.
+    """Returns dw[e] = sum over the rows r of expert e of outer(a[r], b[r]), as `xla.grouped_outer`, accumulate_into[e] added.
 
     Rows that fill an expert's last block must be zero in a or b, and finite in the other.
     """
@@ -189,16 +194,16 @@ def grouped_outer_of_parts(
     dtype: jnp.dtype,
     accumulate_into: Float[Array, "experts n m"] | None = None,
 ) -> Float[Array, "experts n m"]:
-    """The sum of `grouped_outer` over `grouped_matmul.OuterPart`s of the same experts: in f32 in one kernel, rounded once."""
+    """Returns the sum of `grouped_outer` over `backends.OuterPart`s of the same experts: in f32 in one kernel, rounded once."""
     a, b, plan, _, _ = parts[0]
     matrix, num_experts = (a.shape[1], b.shape[1]), plan.num_experts
-    with_rows = [Part(_take(a, of_a), _take(b, of_b), plan) for a, b, plan, of_a, of_b in parts if plan.num_rows]
+    with_rows = [OuterOperands(_take(a, of_a), _take(b, of_b), plan) for a, b, plan, of_a, of_b in parts if plan.num_rows]
     if not with_rows:
         return jnp.zeros((num_experts, *matrix), dtype) if accumulate_into is None else accumulate_into
     max_pairs = sum(part.plan.max_pairs for part in with_rows)
     tile = choose_tile("grouped_outer", matrix, max_pairs / num_experts)
     if accumulate_into is not None and matrix[1] % tile.columns:
-        tile = halved_tile("grouped_outer", matrix, max_pairs / num_experts)
+        tile = shared_tile("grouped_outer", matrix, max_pairs / num_experts)
     return outer(with_rows, tile, dtype, accumulate_into)
 
 
@@ -206,6 +211,6 @@ def _take(x: Array, source_of_row: Array | None) -> Array:
     return x if source_of_row is None else x.at[source_of_row].get(mode="fill", fill_value=0)
 
 
-def _tile(pass_name: Pass, matrix: tuple[int, ...], plan: Plan) -> Tile:
+def _tile(pass_name: Pass, matrix: tuple[int, ...], plan: Plan) -> TileShape:
     rows, columns = matrix
     return choose_tile(pass_name, (rows, columns), plan.max_pairs / plan.num_experts)

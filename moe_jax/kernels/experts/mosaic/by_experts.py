@@ -1,8 +1,24 @@
-"""Each expert's own product of columns: out[e] = sum over the rows r of expert e of outer(a[r], b[r])."""
+"""Each expert's own product of columns: out[e] = sum over the rows r of expert e of outer(a[r], b[r]).
+
+Cost for R rows: 2*R*M*N FLOPs. With tiles of 128 x 256, a and b cross from L2 R*M*N*(1/256 + 1/128) elements.
+
+Kernel `grouped_outer`:
+
+    roles     producer WG2 (40 registers)   TMA a[k : k+64, row : row+rows], b[k : k+64, column : column+columns] -> slot
+              consumers WG0, WG1 (232)      wgmma a^T b, [warpgroup rows] x [warpgroup columns] x 64; then the epilogue
+    smem      a stages x 64 x rows | b stages x 64 x columns | out 2 WG x 2 x 64 rows x 128 bytes | barriers, operands 16-bit
+              128 x 256 x 4 stages: a 4 x 16 KiB | b 4 x 32 KiB | out 2 x 2 x 8 KiB | 8 x 8 bytes         = 224 KiB of 227
+    barriers  full[slot]    2 arrivals (TMA a, TMA b), waited for by both consumers (with ping-pong full[consumer, slot])
+              empty[slot]   2 arrivals (the consumers; with ping-pong 1), waited for by the producer
+    steps     64 rows of the expert each; of several parts (chunks of tokens) first all steps of the first part, and so on
+    invariant a step's rows belong to one expert (ROW_ALIGNMENT); an expert without rows has no steps, and gives zeros
+              an `out` chunk is written again only after the TMA store before it has read it
+    time      mainloop.py
+"""
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,128 +27,165 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.experts.mosaic.tile_order import place_in_order, rows_in_group
+from moe_jax.kernels.experts.mosaic.tile_order import coord_in_order, rows_in_group
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.hopper.mosaic_gpu import launch, operand_transforms
-from moe_jax.kernels.hopper.ring import (
-    CONSUMERS,
-    ROW_ALIGNMENT,
-    STEP,
-    WGMMA_ROWS,
-    Tile,
-    ring_barriers,
-    run_tiles,
-)
+from moe_jax.kernels.hopper.launch import launch, operand_transforms
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, STEP, TileProgram, TileShape, run_tiles
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline
 
 
-class Part(NamedTuple):
-    """Some tokens' rows."""
+class OuterOperands(NamedTuple):
+    """Rows of some tokens in expert order, with their plan."""
 
     a: Float[Array, "rows m"]
     b: Float[Array, "rows n"]
     plan: Plan
 
 
+class OuterInputs(NamedTuple):
+    """Arrays that the kernel reads, one of each for each part."""
+
+    offsets: list[Any]
+    """`Plan.offsets`."""
+    a: list[Any]
+    b: list[Any]
+
+
+class OuterCoord(NamedTuple):
+    """Where a tile lies, and where the rows of its expert do."""
+
+    expert: Any
+    first_rows: list[Any]
+    """First row of the expert, for each part."""
+    steps_to: list[Any]
+    """Steps of the parts before each part; the last entry is the number of all steps."""
+    row: Any
+    column: Any
+
+
+class OuterScratch(NamedTuple):
+    """Shared memory. Swizzled buffers come first: each starts at a multiple of 1024 bytes."""
+
+    a: Any
+    b: Any
+    out: Any
+    """[consumers, 2, 64, chunk]: chunks on their way to memory."""
+    pipe: Pipeline
+
+
 def outer(
-    parts: Sequence[Part], tile: Tile, dtype: jnp.dtype, accumulate_into: Float[Array, "experts m n"] | None = None
+    parts: Sequence[OuterOperands],
+    tile: TileShape,
+    dtype: jnp.dtype,
+    accumulate_into: Float[Array, "experts m n"] | None = None,
 ) -> Float[Array, "experts m n"]:
-    """out[e] = the sum over parts of a[rows of e].T @ b[rows of e], summed in f32 and rounded to `dtype` once; zeros for an
-    expert without rows.
+    """Returns out[e] = the sum over parts of a[rows of e].T @ b[rows of e], summed in f32 and rounded to `dtype` once.
 
-    Rows that fill an expert's last block must be zero in a or b, and finite in the other. An expert's rows lie in as many
-    places as there are parts; the ring runs on from one to the next, so that parts cost neither copies nor further sums.
+    An expert without rows gives zeros. Rows that fill an expert's last block must be zero in a or b, and finite in the other.
+    The pipeline runs on from one part to the next, so that parts cost neither copies nor further sums.
 
-    To `accumulate_into`, f32 as `dtype`, the sums are added in place; what an expert without rows has there is neither read nor
-    written. The tile's columns must then divide n: totals are read by loads that know no border.
+    Args:
+        accumulate_into: f32, as `dtype`. The sums are added to it in place. For an expert without rows it is neither read nor
+            written. The tile's columns must divide n, because accumulators are read by loads that know no border.
     """
-    count, (a, b, plan) = len(parts), parts[0]
+    a, b, plan = parts[0]
     m, n = a.shape[1], b.shape[1]
-    # Of the last tile's columns those beyond b's are read as zeros and not written.
+    # The last tile may reach beyond b's columns: TMA reads zeros there and writes nothing.
     row_tiles, column_tiles = m // tile.rows, -(-n // tile.columns)
-    chunk = 128 // jnp.dtype(dtype).itemsize
     group = rows_in_group((m, n), a.dtype)
-    adds = accumulate_into is not None
+    accumulates = accumulate_into is not None
 
-    def body(*references):
-        offsets_refs, a_refs, b_refs = (references[i * count : (i + 1) * count] for i in range(3))
-        out_ref, a_smem, b_smem, out_smem, full, empty = references[3 * count :]
-
-        def describe(index):
+    def body(inputs: OuterInputs, out_ref, scratch: OuterScratch):
+        def locate(index):
             expert = lax.div(index, jnp.int32(row_tiles * column_tiles))
-            place = lax.rem(index, jnp.int32(row_tiles * column_tiles))
-            row, column = place_in_order(place, row_tiles, column_tiles, group)
-            rows_from, steps_to = [], [jnp.int32(0)]
-            for offsets_ref in offsets_refs:
-                first = pl.multiple_of(offsets_ref[expert], ROW_ALIGNMENT)
-                rows_from.append(first)
-                steps_to.append(steps_to[-1] + lax.div(offsets_ref[expert + 1] - first, jnp.int32(STEP)))
-            return steps_to[-1], (expert, rows_from, steps_to, row * tile.rows, column * tile.columns)
+            in_expert = lax.rem(index, jnp.int32(row_tiles * column_tiles))
+            row, column = coord_in_order(in_expert, row_tiles, column_tiles, group)
+            first_rows, steps_to = [], [jnp.int32(0)]
+            for offsets in inputs.offsets:
+                first = pl.multiple_of(offsets[expert], ROW_ALIGNMENT)
+                first_rows.append(first)
+                steps_to.append(steps_to[-1] + lax.div(offsets[expert + 1] - first, jnp.int32(STEP)))
+            return steps_to[-1], OuterCoord(expert, first_rows, steps_to, row * tile.rows, column * tile.columns)
 
-        def load(place, k, slot, barrier):
-            _, rows_from, steps_to, row, column = place
-
-            def load_from(part):
-                ks = pl.ds(rows_from[part] + (k - steps_to[part]) * STEP, STEP)
-                plgpu.copy_gmem_to_smem(a_refs[part].at[ks, pl.ds(row, tile.rows)], a_smem.at[slot], barrier)
-                plgpu.copy_gmem_to_smem(b_refs[part].at[ks, pl.ds(column, tile.columns)], b_smem.at[slot], barrier)
-
-            if count == 1:
-                return load_from(0)
-            for part in range(count):
-                pl.when((k >= steps_to[part]) & (k < steps_to[part + 1]))(partial(load_from, part))
-
-        def multiply(accumulator, place, k, slot, warpgroup):
-            a_own = a_smem.at[slot, :, pl.ds(tile.first_row(warpgroup), tile.own_rows)]
-            b_own = b_smem.at[slot, :, pl.ds(tile.column_part(warpgroup) * tile.own_columns, tile.own_columns)]
-            plgpu.wgmma(accumulator, a_own.transpose((1, 0)), b_own)
-
-        def finish(accumulator, place, warpgroup):
-            expert, _, steps_to, row, column = place
-            first_row = row + tile.first_row(warpgroup)
-            first_column = column + tile.column_part(warpgroup) * tile.own_columns
-            starts = [(r, c) for r in range(0, tile.own_rows, WGMMA_ROWS) for c in range(0, tile.own_columns, chunk)]
-            targets = [out_ref.at[expert, pl.ds(first_row + r, WGMMA_ROWS), pl.ds(first_column + c, chunk)] for r, c in starts]
-
-            def summed_before(target):
-                return plgpu.load(target, layout=plgpu.Layout.WGMMA, optimized=False)
-
-            def store():
-                # Read one chunk ahead, so that memory is waited for at the first alone.
-                before = summed_before(targets[0]) if adds else None
-                for i, ((r, c), target) in enumerate(zip(starts, targets, strict=True)):
-                    total = accumulator[r : r + WGMMA_ROWS, c : c + chunk]
-                    if adds:
-                        total += before
-                        before = summed_before(targets[i + 1]) if i + 1 < len(targets) else None
-                    slot = out_smem.at[warpgroup, i % 2]
-                    plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)
-                    slot[...] = total.astype(dtype)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(slot, target)
-
-            if adds:
-                pl.when(steps_to[-1] > 0)(store)
-            else:
-                store()
-
-        run_tiles(
-            plan.num_experts * row_tiles * column_tiles,
-            describe,
-            load,
-            multiply,
-            finish,
-            tile_shape=tile,
-            full=full,
-            empty=empty,
+        program = TileProgram(
+            locate=locate,
+            load=partial(_load, inputs, scratch, tile),
+            multiply=partial(_multiply, scratch, tile),
+            epilogue=partial(_store, out_ref, scratch, tile, accumulates=accumulates),
         )
+        run_tiles(plan.num_experts * row_tiles * column_tiles, program, tile, scratch.pipe)
 
-    scratch = [
-        plgpu.SMEM((tile.stages, STEP, tile.rows), a.dtype, transforms=operand_transforms(a.dtype)),
-        plgpu.SMEM((tile.stages, STEP, tile.columns), a.dtype, transforms=operand_transforms(a.dtype)),
-        plgpu.SMEM((CONSUMERS, 2, WGMMA_ROWS, chunk), dtype, transforms=operand_transforms(dtype, chunk)),
-        *ring_barriers(tile, copies=2),
-    ]
-    added = [] if accumulate_into is None else [accumulate_into]
-    inputs = [plan.offsets for _, _, plan in parts] + [a for a, _, _ in parts] + [b for _, b, _ in parts] + added
-    outputs = [] if adds else [jax.ShapeDtypeStruct((plan.num_experts, m, n), dtype)]
-    return launch("grouped_outer", body, outputs, scratch, warpgroups=CONSUMERS + 1, in_place=adds)(*inputs)[0]
+    chunk = _chunk(dtype)
+    operand, result = operand_transforms(a.dtype), operand_transforms(dtype, chunk)
+    scratch = OuterScratch(
+        a=plgpu.SMEM((tile.stages, STEP, tile.rows), a.dtype, transforms=operand),
+        b=plgpu.SMEM((tile.stages, STEP, tile.columns), a.dtype, transforms=operand),
+        out=plgpu.SMEM((CONSUMERS, 2, WGMMA_ROWS, chunk), dtype, transforms=result),
+        pipe=tile.pipeline(copies=2),
+    )
+    outputs = [] if accumulates else [jax.ShapeDtypeStruct((plan.num_experts, m, n), dtype)]
+    kernel = launch("grouped_outer", body, outputs, [scratch], warpgroups=CONSUMERS + 1, in_place=accumulates)
+    inputs = OuterInputs([part.plan.offsets for part in parts], [part.a for part in parts], [part.b for part in parts])
+    return kernel(inputs, *([accumulate_into] if accumulates else []))[0]
+
+
+def _load(inputs: OuterInputs, scratch: OuterScratch, tile: TileShape, step, full_barrier, _) -> None:
+    """Starts the copies of one step: 64 rows of a and of b."""
+    coord, k, slot = step
+
+    def load_from(i):
+        ks = pl.ds(coord.first_rows[i] + (k - coord.steps_to[i]) * STEP, STEP)
+        a = inputs.a[i].at[ks, pl.ds(coord.row, tile.rows)]
+        b = inputs.b[i].at[ks, pl.ds(coord.column, tile.columns)]
+        plgpu.copy_gmem_to_smem(a, scratch.a.at[slot], full_barrier)
+        plgpu.copy_gmem_to_smem(b, scratch.b.at[slot], full_barrier)
+
+    parts = len(inputs.a)
+    if parts == 1:
+        return load_from(0)
+    for i in range(parts):
+        pl.when((k >= coord.steps_to[i]) & (k < coord.steps_to[i + 1]))(partial(load_from, i))
+
+
+def _multiply(scratch: OuterScratch, tile: TileShape, accumulator, step, warpgroup) -> None:
+    """Issues the wgmma of a warpgroup's rows and columns of one step."""
+    a = scratch.a.at[step.slot, :, pl.ds(tile.first_row(warpgroup), tile.warpgroup_rows)]
+    first_column = tile.column_block(warpgroup) * tile.warpgroup_columns
+    b = scratch.b.at[step.slot, :, pl.ds(first_column, tile.warpgroup_columns)]
+    plgpu.wgmma(accumulator, a.transpose((1, 0)), b)
+
+
+def _store(out_ref, scratch: OuterScratch, tile: TileShape, accumulator, coord, warpgroup, *, accumulates: bool) -> None:
+    """Stores a warpgroup's sums in chunks of 64 rows, or adds them to what is there."""
+    first_row = coord.row + tile.first_row(warpgroup)
+    first_column = coord.column + tile.column_block(warpgroup) * tile.warpgroup_columns
+    chunk = scratch.out.shape[-1]
+    starts = [(r, c) for r in range(0, tile.warpgroup_rows, WGMMA_ROWS) for c in range(0, tile.warpgroup_columns, chunk)]
+    targets = [out_ref.at[coord.expert, pl.ds(first_row + r, WGMMA_ROWS), pl.ds(first_column + c, chunk)] for r, c in starts]
+
+    def accumulated(target):
+        return plgpu.load(target, layout=plgpu.Layout.WGMMA, optimized=False)
+
+    def store():
+        # Read one chunk ahead, so that only the first chunk waits for memory.
+        before = accumulated(targets[0]) if accumulates else None
+        for i, ((r, c), target) in enumerate(zip(starts, targets, strict=True)):
+            total = accumulator[r : r + WGMMA_ROWS, c : c + chunk]
+            if accumulates:
+                total += before
+                before = accumulated(targets[i + 1]) if i + 1 < len(targets) else None
+            buffer = scratch.out.at[warpgroup, i % 2]
+            plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)
+            buffer[...] = total.astype(out_ref.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buffer, target)
+
+    if accumulates:
+        pl.when(coord.steps_to[-1] > 0)(store)
+    else:
+        store()
+
+
+def _chunk(dtype: jnp.dtype) -> int:
+    """Returns the columns of 128 bytes, the widest swizzle, in which results leave."""
+    return 128 // jnp.dtype(dtype).itemsize

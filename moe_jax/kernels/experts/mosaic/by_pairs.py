@@ -1,12 +1,25 @@
-"""The experts of a few pairs of a token and an expert, as decoding needs them: each pair reads its expert's weights for itself.
+"""The experts of a few (token, expert) pairs, for decoding: each pair reads its expert's weights for itself, without a plan.
 
-The time is that of reading them, 3*I*D elements a pair, and no plan is made before. A unit of work is 16 columns of gate and
-the same 16 of up, or 32 columns of down, of one pair: so many that every core reads about as much.
+Cost: the time is that of reading the weights, 3*I*D elements a pair. A tile is 16 columns of gate and the same 16 of up, or 32
+columns of down, of one pair, so that all cores read about the same amount. A pair's row stands in registers, the same in all 64
+rows of wgmma: the bits are those of the kernels for many rows.
 
-A pair's row stands in registers, the same in all 64 rows of wgmma: the bits are those of the kernels for many rows.
+Kernels `gated_matmul_of_pairs` and `matmul_of_pairs`, with k steps of `step` = 256 summands (or the largest divisor):
+
+    roles     producer WG2 (40 registers)   TMA w[expert, 2 x 16 columns, k : k+step] -> slot
+              consumers WG0, WG1 (232)      ping-pong; the pair's row from shared memory to registers, wgmma 64 x 32 x step
+    smem      w up to 6 x 32 x step | row 2 WG x summands | out 2 WG x 64 x 32 | barriers, all 16-bit
+              step 256, 2048 summands, 6 stages: w 6 x 16 KiB | row 2 x 4 KiB | out 2 x 4 KiB                = 112 KiB of 227
+    barriers  full[consumer, slot]   2 arrivals (TMA of both halves), waited for by that consumer
+              empty[slot]            1 arrival (the consumer that read it), waited for by the producer
+    invariant no wgmma is in flight when the next step begins, because that step overwrites the row's registers
+              a pair of no expert has no steps and gives zeros
+    time      mainloop.py, ping-pong, with one thread block a core
 """
 
 import math
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,32 +28,33 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.experts.mosaic.tile_limits import SHARED_MEMORY
-from moe_jax.kernels.hopper.mosaic_gpu import is_interpreted, launch, operand_transforms, wgmma_registers
-from moe_jax.kernels.hopper.ring import CONSUMERS, WGMMA_ROWS, Tile, ring_barriers, run_tiles
+from moe_jax.kernels.hopper.interpreter import operand_staging, wgmma_registers
+from moe_jax.kernels.hopper.launch import launch, operand_transforms
+from moe_jax.kernels.hopper.mainloop import TileProgram, TileShape, run_tiles
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, SHARED_MEMORY, WGMMA_ROWS, Pipeline
 
 COLUMNS = 32
-"""Rows of w that a unit reads; a multiple of 16 as gate and up have half of them each."""
+"""Rows of w that a tile reads; a multiple of 16, because gate and up have half of them each."""
 
 WIDEST_STEP = 256
-"""Summands of a step of the ring, if they divide all: half a KiB of each row of the weights at a time."""
+"""Summands of a step, if they divide all: half a KiB of each row of the weights at a time."""
 
 MOST_PAIRS = 32
 
 WIDEST_ROW = 32768
-"""Elements of which a row for each multiplying warpgroup leaves room for a ring of 5 stages."""
+"""Elements of the longest row. One such row for each consumer leaves room for a pipeline of 5 stages."""
 
 MOST_STAGES = 6
-"""Copies on their way beyond these are waited for by those that are needed first (measured: docs/kernels.md)."""
+"""Further copies on their way would delay the copies that are needed first (measured: docs/kernels.md)."""
 
 RESERVED = 4096
 """Bytes of shared memory for barriers and for what Pallas takes."""
 
 
 def takes(topk_experts: Int[Array, "tokens k"], w_down: Float[Array, "experts hidden inter"]) -> bool:
-    """Whether these are few pairs, of sizes that the kernel can take.
+    """Returns True if these are few pairs, of sizes that the kernel can take.
 
-    Few: at most MOST_PAIRS, and so few beside the experts that tokens seldom share one.
+    Few: at most MOST_PAIRS, and few enough beside the number of experts that tokens seldom share one.
     """
     (tokens, k), (num_experts, hidden, inter) = topk_experts.shape, w_down.shape
     is_few = 0 < tokens * k <= MOST_PAIRS and 4 * (tokens - 1) * k <= num_experts
@@ -55,10 +69,36 @@ def experts_of_pairs(
     w_down: Float[Array, "experts hidden inter"],
     topk_experts: Int[Array, "tokens k"],
 ) -> Float[Array, "tokens*k hidden"]:
-    """rows[p] = w_down[e] (silu(gate) * up), (gate, up) = w_gate_up[e] x[p // k], e of pair p. Zero where e is no expert."""
+    """Returns rows[p] = w_down[e] (silu(gate) * up), (gate, up) = w_gate_up[e] x[p // k], e being the expert of pair p.
+
+    A row is zero if e is no expert.
+    """
     experts = topk_experts.reshape(-1)
     act = _matmul_of_pairs("gated_matmul_of_pairs", x, w_gate_up, experts, topk_experts.shape[1], is_gated=True)
     return _matmul_of_pairs("matmul_of_pairs", act, w_down, experts, 1, is_gated=False)
+
+
+class PairCoord(NamedTuple):
+    """A tile: columns of one pair."""
+
+    pair: Any
+    column: Any
+    expert: Any
+    """0 if the pair has no expert; the tile has no steps then."""
+
+
+class PairScratch(NamedTuple):
+    """Shared memory."""
+
+    w: Any
+    """[stages, COLUMNS, step]."""
+    row: Any
+    """[consumers, summands]: the row of the pair that a consumer works on."""
+    out: Any
+    """[consumers, 64, COLUMNS]: a tile's sums, all 64 rows alike, of which one is stored."""
+    pipe: Pipeline
+    staging: Any
+    """For the interpreter; None on a GPU."""
 
 
 def _matmul_of_pairs(
@@ -74,68 +114,66 @@ def _matmul_of_pairs(
     (num_experts, out, summands), num_pairs, dtype = w.shape, experts.size, rows.dtype
     half = COLUMNS // 2
     columns = out // 2 if is_gated else out
-    unit_columns = half if is_gated else COLUMNS
-    parts, second_half = columns // unit_columns, columns if is_gated else half
-    step = math.gcd(summands, WIDEST_STEP)
-    slot, row, output = (n * dtype.itemsize for n in (COLUMNS * step, summands, WGMMA_ROWS * COLUMNS))
-    stages = min((SHARED_MEMORY - CONSUMERS * (row + output) - RESERVED) // slot, MOST_STAGES)
-    tile = Tile(WGMMA_ROWS, COLUMNS, stages, by_turns=True)
+    tile_columns = half if is_gated else COLUMNS
+    column_tiles, second_half = columns // tile_columns, columns if is_gated else half
+    step_size = math.gcd(summands, WIDEST_STEP)
+    slot_bytes, row_bytes, out_bytes = (n * dtype.itemsize for n in (COLUMNS * step_size, summands, WGMMA_ROWS * COLUMNS))
+    stages = min((SHARED_MEMORY - CONSUMERS * (row_bytes + out_bytes) - RESERVED) // slot_bytes, MOST_STAGES)
+    tile = TileShape(WGMMA_ROWS, COLUMNS, stages, ping_pong=True)
 
-    def body(experts_ref, rows_ref, w_ref, out_ref, b_smem, row_smem, output_smem, full, empty, *staging):
-        def describe(unit):
-            pair, part = lax.div(unit, jnp.int32(parts)), lax.rem(unit, jnp.int32(parts))
+    def body(experts_ref, rows_ref, w_ref, out_ref, scratch: PairScratch):
+        def locate(index):
+            pair, column_tile = lax.div(index, jnp.int32(column_tiles)), lax.rem(index, jnp.int32(column_tiles))
             expert = experts_ref[pair]
             is_expert = (expert >= 0) & (expert < num_experts)
-            steps = jnp.where(is_expert, jnp.int32(summands // step), 0)
-            return steps, (pair, part * unit_columns, jnp.where(is_expert, expert, 0))
+            steps = jnp.where(is_expert, jnp.int32(summands // step_size), 0)
+            return steps, PairCoord(pair, column_tile * tile_columns, jnp.where(is_expert, expert, 0))
 
-        def load(unit, k, slot, barrier):
-            _, first, expert = unit
-            for i, row in enumerate((first, first + second_half)):
-                source = w_ref.at[expert, pl.ds(row, half), pl.ds(k * step, step)]
-                plgpu.copy_gmem_to_smem(source, b_smem.at[slot, pl.ds(i * half, half)], barrier)
+        def load(step, full_barrier, _):
+            first = step.coord.column
+            for i, column in enumerate((first, first + second_half)):
+                source = w_ref.at[step.coord.expert, pl.ds(column, half), pl.ds(step.k * step_size, step_size)]
+                plgpu.copy_gmem_to_smem(source, scratch.w.at[step.slot, pl.ds(i * half, half)], full_barrier)
 
-        def take_row(unit, warpgroup):
-            row_smem[warpgroup] = rows_ref[lax.div(unit[0], jnp.int32(pairs_of_row))]
+        def take_row(coord, warpgroup):
+            scratch.row[warpgroup] = rows_ref[lax.div(coord.pair, jnp.int32(pairs_of_row))]
 
-        def multiply(accumulator, unit, k, slot, warpgroup):
-            own = plgpu.load(row_smem.at[warpgroup, pl.ds(k * step, step)], layout=plgpu.Layout.WGMMA.reduce(0))
-            row = plgpu.layout_cast(lax.broadcast_in_dim(own, (WGMMA_ROWS, step), (1,)), plgpu.Layout.WGMMA)
-            own_staging = staging[0].at[warpgroup] if staging else None
-            wgmma_registers(accumulator, row, b_smem.at[slot].transpose((1, 0)), own_staging)
-
-        def store(accumulator, unit, warpgroup):
-            pair, first, _ = unit
+        def store(accumulator, coord, warpgroup):
             if is_gated:
                 gate, up = accumulator[:, :half], accumulator[:, half:]
                 accumulator = gate / (1 + jnp.exp(-gate)) * up
             # A sum or maximum over rows would go through scratch memory that Pallas gives both warpgroups at once.
-            own = output_smem.at[warpgroup, :, pl.ds(0, unit_columns)]
-            own[...] = accumulator.astype(dtype)
-            out_ref[pair, pl.ds(first, unit_columns)] = plgpu.load(own.at[0], layout=plgpu.Layout.WGMMA.reduce(0))
+            tile_out = scratch.out.at[warpgroup, :, pl.ds(0, tile_columns)]
+            tile_out[...] = accumulator.astype(dtype)
+            row = plgpu.load(tile_out.at[0], layout=plgpu.Layout.WGMMA.reduce(0))
+            out_ref[coord.pair, pl.ds(coord.column, tile_columns)] = row
 
-        run_tiles(
-            num_pairs * parts,
-            describe,
-            load,
-            multiply,
-            store,
-            tile_shape=tile,
-            full=full,
-            empty=empty,
-            prepare=take_row,
-            in_flight=0,
+        program = TileProgram(
+            locate=locate,
+            load=load,
+            multiply=partial(_multiply, scratch, step_size),
+            epilogue=store,
+            prologue=take_row,
+            wgmmas_in_flight=0,
         )
+        run_tiles(num_pairs * column_tiles, program, tile, scratch.pipe)
 
-    scratch = [
-        plgpu.SMEM((stages, COLUMNS, step), dtype, transforms=operand_transforms(dtype)),
-        plgpu.SMEM((CONSUMERS, summands), dtype),
-        plgpu.SMEM((CONSUMERS, WGMMA_ROWS, COLUMNS), dtype),
-        *ring_barriers(tile, copies=2),
-        *([plgpu.SMEM((CONSUMERS, WGMMA_ROWS, step), dtype)] if is_interpreted() else []),
-    ]
-    # With two blocks a core the second would begin behind the first, and load nothing meanwhile.
-    kernel = launch(
-        name, body, [jax.ShapeDtypeStruct((num_pairs, columns), dtype)], scratch, warpgroups=CONSUMERS + 1, blocks_per_core=1
+    scratch = PairScratch(
+        w=plgpu.SMEM((stages, COLUMNS, step_size), dtype, transforms=operand_transforms(dtype)),
+        row=plgpu.SMEM((CONSUMERS, summands), dtype),
+        out=plgpu.SMEM((CONSUMERS, WGMMA_ROWS, COLUMNS), dtype),
+        pipe=tile.pipeline(copies=2),
+        staging=operand_staging((CONSUMERS, WGMMA_ROWS, step_size), dtype),
     )
+    outputs = [jax.ShapeDtypeStruct((num_pairs, columns), dtype)]
+    # With two blocks a core the second would begin behind the first, and load nothing meanwhile.
+    kernel = launch(name, body, outputs, [scratch], warpgroups=CONSUMERS + 1, blocks_per_core=1)
     return kernel(experts, rows, w)[0]
+
+
+def _multiply(scratch: PairScratch, step_size: int, accumulator, step, warpgroup) -> None:
+    """Issues the wgmma of one step, with the pair's row in each of the 64 rows of the left operand."""
+    summands = plgpu.load(scratch.row.at[warpgroup, pl.ds(step.k * step_size, step_size)], layout=plgpu.Layout.WGMMA.reduce(0))
+    row = plgpu.layout_cast(lax.broadcast_in_dim(summands, (WGMMA_ROWS, step_size), (1,)), plgpu.Layout.WGMMA)
+    staging = None if scratch.staging is None else scratch.staging.at[warpgroup]
+    wgmma_registers(accumulator, row, scratch.w.at[step.slot].transpose((1, 0)), staging)

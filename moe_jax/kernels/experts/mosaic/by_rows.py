@@ -1,12 +1,29 @@
-"""Rows times their expert's matrix: out[r] = a[r] @ w[e(r)].T or @ w[e(r)], with what follows it done on the accumulator.
+"""Rows times their expert's matrix: out[r] = a[r] @ w[e(r)].T or @ w[e(r)], with an epilogue on the accumulator.
 
-Cost for R rows: 2*R*K*N FLOPs; with tiles of 128 x 256, A and B cross from L2 R*N*K*(1/256 + 1/128) elements.
+Cost for R rows: 2*R*K*N FLOPs. With tiles of 128 x 256, A and B cross from L2 R*N*K*(1/256 + 1/128) elements.
+
+Kernels `grouped_matmul`, `grouped_matmul_transposed`, `gated_matmul`, and `gated_matmul_backward` of by_rows_backward.py:
+
+    roles     producer WG2 (40 registers)   TMA a[row : row+rows, k : k+64], w[expert, columns of the tile, k : k+64] -> slot
+                                            gated_matmul: TMA w twice or four times a slot, gate and up of each warpgroup
+                                            with source_of_row: cp.async a[source_of_row[row + r], k : k+64] (row_copies.py)
+              consumers WG0, WG1 (232)      wgmma [warpgroup rows] x [warpgroup columns] x 64; then the epilogue by 64 rows
+    smem      a stages x rows x 64 | w stages x columns x 64 | out 2 WG x 2 x 64 x 64 | the epilogue's | barriers; all 16-bit
+              128 x 256 x 3 stages: a 3 x 16 KiB | w 3 x 32 KiB | out 2 x 2 x 8 KiB | 6 x 8 bytes          = 176 KiB of 227
+    barriers  full[slot]    1 arrival a TMA copy (a: 1, or 0 with source_of_row; w: 1, 2 or 4), waited for by both consumers
+                            (with ping-pong full[consumer, slot], waited for by that one)
+              empty[slot]   1 arrival a consumer that reads the slot (2; with ping-pong 1), waited for by the producer
+              landed[slot]  with source_of_row: 128 arrivals, one a thread of the producer; waited for with full[slot]
+    invariant the rows of a tile belong to one expert; rows below its last block are not stored
+              an `out` chunk is written again only after the TMA store before it has read it
+    time      mainloop.py
 """
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +31,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.experts.mosaic.row_tiles import row_tiles
+from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord, row_tiles
 from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.hopper.mosaic_gpu import launch, operand_transforms
-from moe_jax.kernels.hopper.ring import (
-    CONSUMERS,
-    ROW_ALIGNMENT,
-    STEP,
-    WGMMA_ROWS,
-    Tile,
-    ring_barriers,
-    run_tiles,
-)
+from moe_jax.kernels.hopper.launch import launch, operand_transforms
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, STEP, TileProgram, TileShape, run_tiles
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline
 from moe_jax.kernels.hopper.row_copies import (
     initialize,
     landing_barriers,
@@ -41,13 +51,14 @@ CHUNK = 64
 
 @partial(jax.jit, static_argnames=("tile", "transpose"))
 def matmul(
-    a: Float[Array, "rows k"], w: Float[Array, "experts ..."], plan: Plan, tile: Tile, *, transpose: bool
+    a: Float[Array, "rows k"], w: Float[Array, "experts ..."], plan: Plan, tile: TileShape, *, transpose: bool
 ) -> Float[Array, "rows n"]:
-    """out[r] = a[r] @ w[e].T, or @ w[e] with `transpose`. Rows of no expert are left unwritten."""
+    """Returns a[r] @ w[e].T, or a[r] @ w[e] with `transpose`, e = expert of r. Rows of no expert are left unwritten."""
 
-    def store(accumulator, place, warpgroup, write, references):
-        for c in range(0, tile.own_columns, CHUNK):
-            write(references[0], place.part * tile.own_columns + c, accumulator[:, c : c + CHUNK])
+    def store(sums, part, write, references):
+        (out_ref,) = references.outputs
+        for c in range(0, tile.warpgroup_columns, CHUNK):
+            write(out_ref, part.column_block * tile.warpgroup_columns + c, sums[:, c : c + CHUNK])
 
     columns = w.shape[2] if transpose else w.shape[1]
     name = "grouped_matmul_transposed" if transpose else "grouped_matmul"
@@ -60,20 +71,22 @@ def matmul_gated_silu(
     a: Float[Array, "sources k"],
     w: Float[Array, "experts 2*inter k"],
     plan: Plan,
-    tile: Tile,
+    tile: TileShape,
     *,
     keep_h: bool,
     source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """h = a @ w[e].T = [gate | up] and act = silu(gate) * up, computed from the f32 sums before they are rounded to h; without
-    `keep_h` h is None and not written. With source_of_row, a[source_of_row] stands in a's place."""
-    inter, half = w.shape[1] // 2, tile.own_columns // 2
+    """Returns h = a @ w[e].T = [gate | up] and act = silu(gate) * up, which is computed from the f32 sums before h is rounded.
 
-    def store(accumulator, place, warpgroup, write, references):
-        *h_ref, act_ref = references
+    Without `keep_h`, h is None and not written. With source_of_row, row r is a[source_of_row[r]].
+    """
+    inter, half = w.shape[1] // 2, tile.warpgroup_columns // 2
+
+    def store(sums, part, write, references):
+        *h_ref, act_ref = references.outputs
         for c in range(0, half, CHUNK):
-            gate, up = accumulator[:, c : c + CHUNK], accumulator[:, half + c : half + c + CHUNK]
-            column = place.part * half + c
+            gate, up = sums[:, c : c + CHUNK], sums[:, half + c : half + c + CHUNK]
+            column = part.column_block * half + c
             if keep_h:
                 write(h_ref[0], column, gate)
                 write(h_ref[0], inter + column, up)
@@ -82,165 +95,217 @@ def matmul_gated_silu(
     widths = (2 * inter, inter) if keep_h else (inter,)
     shapes = [jax.ShapeDtypeStruct((plan.num_rows, width), a.dtype) for width in widths]
     epilogue = Epilogue("gated_matmul", shapes, store)
-    *h, act = launch_rows(a, w, plan, tile, epilogue, transpose=False, halves=True, source_of_row=source_of_row)
+    *h, act = launch_rows(a, w, plan, tile, epilogue, transpose=False, pairs_halves=True, source_of_row=source_of_row)
     return (h[0] if keep_h else None), act
+
+
+class WarpgroupPart(NamedTuple):
+    """The 64 rows and the columns of a tile that a consumer's epilogue works on."""
+
+    row: jax.Array
+    """Of the whole array, the first of the 64."""
+    column_block: Any
+    """Number of the block of columns in the whole array, in units of `tile.warpgroup_columns`."""
+    warpgroup: Any
+
+
+class EpilogueReferences(NamedTuple):
+    """What an epilogue reads and writes."""
+
+    outputs: tuple[Any, ...]
+    inputs: Any
+    """`Epilogue.inputs`, a pytree."""
+    scratch: Any
+    """`Epilogue.scratch`, a pytree."""
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What becomes of a tile's sums. References are those of the outputs, then of the inputs, then of the scratch."""
+    """What becomes of a tile's sums."""
 
     name: str
-    """Of the whole kernel, for profiles."""
+    """Of the whole kernel, in profiles."""
     outputs: list[jax.ShapeDtypeStruct]
-    store: Callable
-    """(sums of 64 rows, place, warpgroup, write, references); write(output reference, column, values) rounds and stores a
-    chunk."""
-    inputs: tuple[Array, ...] = ()
-    scratch: tuple = ()
-    prepare: Callable = lambda place, warpgroup, references: None
-    """Runs before `store`, for a tile's first rows before its first step, for example to start loads that `store` waits for."""
+    store: Callable[[Any, WarpgroupPart, Callable, EpilogueReferences], None]
+    """(sums of 64 rows in f32, part, write, references). write(output reference, column, values) rounds and stores a chunk."""
+    inputs: Any = ()
+    scratch: Any = ()
+    prepare: Callable[[WarpgroupPart, EpilogueReferences], None] = lambda part, references: None
+    """Runs before `store`; for a tile's first rows before its first step, for example to start loads that `store` waits for."""
     staged: int = 2
-    """Chunks that `write` keeps in shared memory: with two, one is filled while the other is being stored."""
+    """Chunks that `write` keeps in shared memory. With two, one is filled while the other is being stored."""
+
+
+class RowsInputs(NamedTuple):
+    """Arrays that the kernel reads."""
+
+    tiles: tuple[Any, ...]
+    """`RowTiles.arrays`."""
+    a: Any
+    w: Any
+    source_of_row: Any
+    """None where a's rows are in order."""
+    epilogue: Any
+
+
+class RowsScratch(NamedTuple):
+    """Shared memory. Swizzled buffers come first: each starts at a multiple of 1024 bytes."""
+
+    a: Any
+    """[stages, rows, 64]."""
+    w: Any
+    """[stages, columns, 64], or [stages, 64, columns] with `transpose`."""
+    out: Any
+    """[consumers, staged, 64, 64]: chunks on their way to memory."""
+    epilogue: Any
+    pipe: Pipeline
+    landed: Any
+    """Barriers of gathered rows (row_copies.py); None where TMA copies them."""
 
 
 def launch_rows(
     a: Array,
     w: Array,
     plan: Plan,
-    tile: Tile,
+    tile: TileShape,
     epilogue: Epilogue,
     *,
     transpose: bool,
-    halves: bool = False,
+    pairs_halves: bool = False,
     source_of_row: Array | None = None,
 ) -> list[Array]:
-    """`halves`: a warpgroup's columns are as many of the first half of w's rows as of the second, so that gate meets up.
+    """Runs the kernel and returns the epilogue's outputs.
 
-    Where `plan.holds_all_tokens`, `a` may be the tokens themselves, which are fewer than the rows. With source_of_row the
-    loading warpgroup gathers the rows of `a` (`row_copies`): `full` then says that the columns of w are there, `landed` that
-    the rows are.
+    Args:
+        a: rows in expert order. If `plan.holds_all_tokens` it may be the tokens themselves, which are fewer than the rows.
+        pairs_halves: a warpgroup's columns are half from the first half of w's rows and half from the second half, so that gate
+            and up of one column are sums of one thread.
+        source_of_row: the producer gathers a[source_of_row] itself (`row_copies`). The full barrier then says that w's columns
+            have landed, `landed` that the rows have.
     """
-    summands = a.shape[1]
-    are_tokens = plan.holds_all_tokens and a.shape[0] < plan.num_rows
+    summands, dtype = a.shape[1], a.dtype
     columns = w.shape[2] if transpose else w.shape[1]
-    # Of the last tile's columns those beyond w's are read as zeros and not written.
+    # The last tile may reach beyond w's columns: TMA reads zeros there and writes nothing.
     column_tiles = -(-columns // tile.columns)
-    half = tile.own_columns // 2
-    dtype = a.dtype
     group = rows_in_group((columns, summands), dtype)
     tiles = row_tiles(plan, tile.rows, column_tiles, group)
 
-    gathers = source_of_row is not None
+    def body(inputs: RowsInputs, *references):
+        *output_refs, scratch = references
+        if scratch.landed is not None:
+            initialize(scratch.landed)
+        epilogue_refs = EpilogueReferences(tuple(output_refs), inputs.epilogue, scratch.epilogue)
 
-    def body(*references):
-        tiles_refs, (a_ref, w_ref, *rest) = references[: len(tiles.arrays)], references[len(tiles.arrays) :]
-        if gathers:
-            source_ref, *rest, landed = rest
-            initialize(landed)
-        num_inputs, num_outputs = len(epilogue.inputs), len(epilogue.outputs)
-        input_refs, output_refs, scratch_refs = (
-            rest[:num_inputs],
-            rest[num_inputs : num_inputs + num_outputs],
-            rest[num_inputs + num_outputs :],
-        )
-        a_smem, b_smem, out_smem, *epilogue_scratch, full, empty = scratch_refs
-        references = (*output_refs, *input_refs, *epilogue_scratch)
+        def locate(index):
+            coord = tiles.find(index, *inputs.tiles)
+            return summands // STEP, coord._replace(row=pl.multiple_of(coord.row, ROW_ALIGNMENT))
 
-        def describe(index):
-            place = tiles.find(index, *tiles_refs)
-            return summands // STEP, dataclasses.replace(place, row=pl.multiple_of(place.row, ROW_ALIGNMENT))
-
-        def load(place, k, slot, barrier, *sources):
-            ks = pl.ds(k * STEP, STEP)
-            if gathers:
-                start_copies(a_ref, *sources, k * STEP, a_smem.at[slot], landed, slot)
-            else:
-                # Rows beyond a's are read as zeros.
-                rows = pl.ds(0 if are_tokens else place.row, tile.rows)
-                plgpu.copy_gmem_to_smem(a_ref.at[rows, ks], a_smem.at[slot], barrier)
-            if halves:
-                for i in range(2 * tile.column_parts):
-                    part = place.part * tile.column_parts + i // 2
-                    source = w_ref.at[place.expert, pl.ds(i % 2 * (columns // 2) + part * half, half), ks]
-                    plgpu.copy_gmem_to_smem(source, b_smem.at[slot, pl.ds(i * half, half)], barrier)
-            else:
-                ns = pl.ds(place.part * tile.columns, tile.columns)
-                source = w_ref.at[place.expert, ks, ns] if transpose else w_ref.at[place.expert, ns, ks]
-                plgpu.copy_gmem_to_smem(source, b_smem.at[slot], barrier)
-
-        def multiply(accumulator, place, k, slot, warpgroup):
-            a_own = a_smem.at[slot, pl.ds(tile.first_row(warpgroup), tile.own_rows)]
-            own_columns = pl.ds(tile.column_part(warpgroup) * tile.own_columns, tile.own_columns)
-            b_own = b_smem.at[slot, :, own_columns] if transpose else b_smem.at[slot, own_columns].transpose((1, 0))
-            plgpu.wgmma(accumulator, a_own, b_own)
-
-        def own(place, warpgroup, row):
-            """64 rows of the warpgroup's share, and whether they are the expert's: those below its last block are not."""
+        def part_of(coord: TileCoord, warpgroup, row):
+            """64 rows of the warpgroup, `row` below its first, and whether they are the expert's: below its last block, no."""
             first = tile.first_row(warpgroup) + row
-            part = place.part * tile.column_parts + tile.column_part(warpgroup)
-            return dataclasses.replace(place, row=place.row + first, part=part), first < place.num_rows
+            column_block = coord.column_tile * tile.column_blocks + tile.column_block(warpgroup)
+            return WarpgroupPart(coord.row + first, column_block, warpgroup), first < coord.num_rows
 
-        def prepare(place, warpgroup):
-            place, has_rows = own(place, warpgroup, 0)
-            pl.when(has_rows)(lambda: epilogue.prepare(place, warpgroup, references))
+        def prologue(coord, warpgroup):
+            part, has_rows = part_of(coord, warpgroup, 0)
+            pl.when(has_rows)(lambda: epilogue.prepare(part, epilogue_refs))
 
-        def multiplies(place, warpgroup):
-            # Half a tile takes less time than a whole one, and the cores no longer read a large matrix in step: what one has
-            # read from memory has left the L2 cache when the next needs it.
-            return own(place, warpgroup, 0)[1] if group == 1 else True
+        def has_rows(coord, warpgroup):
+            # Half a tile takes less time than a whole one, and the cores no longer read a large matrix in step. What one core
+            # has read from memory has then left the L2 cache when the next core needs it.
+            return part_of(coord, warpgroup, 0)[1] if group == 1 else True
 
-        def finish(accumulator, place, warpgroup):
+        def store_tile(accumulator, coord, warpgroup):
             written = 0
 
-            def write(place, output, column, values):
+            def write(part, output, column, values):
                 nonlocal written
-                slot = out_smem.at[warpgroup, written % epilogue.staged]
-                # The last tile's stores may have used any slot; during this tile's steps they have long finished.
+                chunk = scratch.out.at[warpgroup, written % epilogue.staged]
+                # The last tile's stores may have used any chunk; during this tile's steps they have long finished.
                 plgpu.wait_smem_to_gmem(min(written, epilogue.staged - 1), wait_read_only=True)
                 written += 1
-                slot[...] = values.astype(dtype)
+                chunk[...] = values.astype(dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(slot, output.at[pl.ds(place.row, WGMMA_ROWS), pl.ds(column, CHUNK)])
+                plgpu.copy_smem_to_gmem(chunk, output.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(column, CHUNK)])
 
-            def store(row, place):
+            def store(row, part):
                 if row > 0:
-                    epilogue.prepare(place, warpgroup, references)
-                sums = accumulator[row : row + WGMMA_ROWS]
-                epilogue.store(sums, place, warpgroup, partial(write, place), references)
+                    epilogue.prepare(part, epilogue_refs)
+                epilogue.store(accumulator[row : row + WGMMA_ROWS], part, partial(write, part), epilogue_refs)
 
-            for row in range(0, tile.own_rows, WGMMA_ROWS):
-                own_place, has_rows = own(place, warpgroup, row)
-                pl.when(has_rows)(partial(store, row, own_place))
+            for row in range(0, tile.warpgroup_rows, WGMMA_ROWS):
+                part, is_of_expert = part_of(coord, warpgroup, row)
+                pl.when(is_of_expert)(partial(store, row, part))
 
-        of_copies = {
-            "begin": lambda place: (read_sources(source_ref, place.row, tile.rows),),
-            "also_wait": lambda step: wait_for_copies(landed, step, tile.stages),
-        }
-        run_tiles(
-            tiles.count(*tiles_refs) * column_tiles,
-            describe,
-            load,
-            multiply,
-            finish,
-            tile_shape=tile,
-            full=full,
-            empty=empty,
-            prepare=prepare,
-            multiplies=multiplies,
-            **(of_copies if gathers else {}),
+        program = TileProgram(
+            locate=locate,
+            load=partial(
+                _load, inputs, scratch, tile, transpose=transpose, pairs_halves=pairs_halves, reads_tokens=reads_tokens
+            ),
+            multiply=partial(_multiply, scratch, tile, transpose=transpose),
+            epilogue=store_tile,
+            prologue=prologue,
+            has_rows=has_rows,
         )
+        if gathers:
+            program = dataclasses.replace(
+                program,
+                begin=lambda coord: read_sources(inputs.source_of_row, coord.row, tile.rows),
+                also_wait=lambda step: wait_for_copies(scratch.landed, step, tile.stages),
+            )
+        run_tiles(tiles.count(*inputs.tiles) * column_tiles, program, tile, scratch.pipe)
 
+    gathers = source_of_row is not None
+    reads_tokens = plan.holds_all_tokens and a.shape[0] < plan.num_rows
     swizzled = operand_transforms(dtype)
-    b_shape = (STEP, tile.columns) if transpose else (tile.columns, STEP)
-    # Swizzled tiles come first: each starts at a multiple of 1024 bytes.
-    scratch = [
-        plgpu.SMEM((tile.stages, tile.rows, STEP), dtype, transforms=swizzled),
-        plgpu.SMEM((tile.stages, *b_shape), dtype, transforms=swizzled),
-        plgpu.SMEM((CONSUMERS, epilogue.staged, WGMMA_ROWS, CHUNK), dtype, transforms=swizzled),
-        *epilogue.scratch,
-        *ring_barriers(tile, copies=(0 if gathers else 1) + (2 * tile.column_parts if halves else 1)),
-        *([landing_barriers(tile.stages)] if gathers else []),
-    ]
-    kernel = launch(epilogue.name, body, epilogue.outputs, scratch, warpgroups=CONSUMERS + 1)
-    return kernel(*tiles.arrays, a, w, *([source_of_row] if gathers else []), *epilogue.inputs)
+    scratch = RowsScratch(
+        a=plgpu.SMEM((tile.stages, tile.rows, STEP), dtype, transforms=swizzled),
+        w=plgpu.SMEM((tile.stages, *((STEP, tile.columns) if transpose else (tile.columns, STEP))), dtype, transforms=swizzled),
+        out=plgpu.SMEM((CONSUMERS, epilogue.staged, WGMMA_ROWS, CHUNK), dtype, transforms=swizzled),
+        epilogue=epilogue.scratch,
+        pipe=tile.pipeline(copies=(0 if gathers else 1) + (2 * tile.column_blocks if pairs_halves else 1)),
+        landed=landing_barriers(tile.stages) if gathers else None,
+    )
+    kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
+    return kernel(RowsInputs(tiles.arrays, a, w, source_of_row, epilogue.inputs))
+
+
+def _load(
+    inputs: RowsInputs,
+    scratch: RowsScratch,
+    tile: TileShape,
+    step,
+    full_barrier,
+    sources,
+    *,
+    transpose: bool,
+    pairs_halves: bool,
+    reads_tokens: bool,
+) -> None:
+    """Starts the copies of one step: rows of a, columns of w."""
+    coord, k, slot = step
+    ks = pl.ds(k * STEP, STEP)
+    if scratch.landed is not None:
+        start_copies(inputs.a, sources, k * STEP, scratch.a.at[slot], scratch.landed, slot)
+    else:
+        # Rows beyond a's are read as zeros.
+        rows = pl.ds(0 if reads_tokens else coord.row, tile.rows)
+        plgpu.copy_gmem_to_smem(inputs.a.at[rows, ks], scratch.a.at[slot], full_barrier)
+    if pairs_halves:
+        half, inter = tile.warpgroup_columns // 2, inputs.w.shape[1] // 2
+        for i in range(2 * tile.column_blocks):
+            block = coord.column_tile * tile.column_blocks + i // 2
+            source = inputs.w.at[coord.expert, pl.ds(i % 2 * inter + block * half, half), ks]
+            plgpu.copy_gmem_to_smem(source, scratch.w.at[slot, pl.ds(i * half, half)], full_barrier)
+    else:
+        ns = pl.ds(coord.column_tile * tile.columns, tile.columns)
+        source = inputs.w.at[coord.expert, ks, ns] if transpose else inputs.w.at[coord.expert, ns, ks]
+        plgpu.copy_gmem_to_smem(source, scratch.w.at[slot], full_barrier)
+
+
+def _multiply(scratch: RowsScratch, tile: TileShape, accumulator, step, warpgroup, *, transpose: bool) -> None:
+    """Issues the wgmma of a warpgroup's rows and columns of one step."""
+    rows = pl.ds(tile.first_row(warpgroup), tile.warpgroup_rows)
+    columns = pl.ds(tile.column_block(warpgroup) * tile.warpgroup_columns, tile.warpgroup_columns)
+    w = scratch.w.at[step.slot, :, columns] if transpose else scratch.w.at[step.slot, columns].transpose((1, 0))
+    plgpu.wgmma(accumulator, scratch.a.at[step.slot, rows], w)

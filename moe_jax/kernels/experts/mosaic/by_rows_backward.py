@@ -5,10 +5,21 @@ With g = dy[r] @ w_down[e], s = sigmoid(gate), act = gate * s * up and the row's
     dgate = v * g * up * s * (1 + gate * (1 - s))      dup = v * g * gate * s
     weighted_act = v * act                             dv = <g, act>
 
-Cost for R rows: 2*R*D*I FLOPs; besides the matmul's operands h [R, 2I] is read, dh [R, 2I] and weighted_act [R, I] written.
+Cost for R rows: 2*R*D*I FLOPs. Besides the matmul's operands it reads h [R, 2I] and writes dh [R, 2I] and weighted_act [R, I].
+
+Kernel `gated_matmul_backward`, which is by_rows.py's with this epilogue:
+
+    smem      besides a and w: out 2 WG x 1 x 8 KiB | h 2 WG x 2 slots x (gate, up) x 8 KiB | Pallas' scratch for the row sum
+    barriers  besides full and empty: loaded[WG, slot], 2 arrivals (TMA gate, TMA up), waited for by that consumer
+    epilogue  per 64 rows, for chunks c = 0, 1, ... of 64 columns: the slot of chunk c is c mod 2
+              prepare   loads h of chunks 0 and 1 (before the tile's first step, so that they arrive beside the matmul)
+              chunk c   wait until the gradients of chunk c - 1 have left their slot, load h of chunk c + 1 there
+                        wait for loaded; dv of the chunk; weighted_act -> out; dgate and dup into h's slot -> dh
+    invariant a slot of h is loaded again only after the TMA store of the gradients that took h's place has read it
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +30,26 @@ from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, Epilogue, launch_rows
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.hopper.mosaic_gpu import operand_transforms
-from moe_jax.kernels.hopper.ring import CONSUMERS, WGMMA_ROWS, Tile
+from moe_jax.kernels.hopper.launch import operand_transforms
+from moe_jax.kernels.hopper.mainloop import TileShape
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS
 from moe_jax.kernels.precision import sum_in_order
+
+
+class BackwardInputs(NamedTuple):
+    """What the epilogue reads besides the sums."""
+
+    h: Any
+    weight_of_row: Any
+
+
+class BackwardScratch(NamedTuple):
+    """Chunks of h, in whose place their gradients leave."""
+
+    h: Any
+    """[consumers, 2 slots, gate and up, 64, 64]."""
+    loaded: Any
+    """Barriers [consumers, 2 slots]."""
 
 
 @functools.partial(jax.jit, static_argnames="tile")
@@ -31,55 +59,56 @@ def matmul_gated_silu_backward(
     h: Float[Array, "rows 2*inter"],
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
-    tile: Tile,
+    tile: TileShape,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Returns dh and weighted_act in dy's dtype and dv in f32. Rows of no expert are left unwritten."""
     num_rows, inter = dy.shape[0], w_down.shape[2]
-    chunks = tile.own_columns // CHUNK
+    chunks = tile.warpgroup_columns // CHUNK
 
-    def halves_of(reference, place, chunk):
-        """The gate's and the up's columns of one chunk of the warpgroup's."""
-        column = place.part * tile.own_columns + chunk * CHUNK
-        return [reference.at[pl.ds(place.row, WGMMA_ROWS), pl.ds(half * inter + column, CHUNK)] for half in range(2)]
+    def halves_of(reference, part, chunk):
+        """The gate's and the up's columns of one chunk of the warpgroup's columns."""
+        column = part.column_block * tile.warpgroup_columns + chunk * CHUNK
+        return [reference.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(half * inter + column, CHUNK)] for half in range(2)]
 
-    def load_chunk(place, warpgroup, chunk, h_ref, h_smem, loaded):
-        slot = (warpgroup, chunk % 2)
-        for half, source in enumerate(halves_of(h_ref, place, chunk)):
+    def load_chunk(part, chunk, references):
+        slot = (part.warpgroup, chunk % 2)
+        h_smem, loaded = references.scratch
+        for half, source in enumerate(halves_of(references.inputs.h, part, chunk)):
             plgpu.copy_gmem_to_smem(source, h_smem.at[*slot, half], loaded.at[*slot])
 
-    def prepare(place, warpgroup, references):
-        *_, h_ref, _, h_smem, loaded = references
+    def prepare(part, references):
         # The gradients of the last tile have left the slots.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for chunk in range(min(chunks, 2)):
-            load_chunk(place, warpgroup, chunk, h_ref, h_smem, loaded)
+            load_chunk(part, chunk, references)
 
-    def store(g, place, warpgroup, write, references):
-        dh_ref, act_ref, dv_ref, h_ref, v_ref, h_smem, loaded = references
+    def store(sums, part, write, references):
+        dh_ref, act_ref, dv_ref = references.outputs
+        h_smem, loaded = references.scratch
         layout = plgpu.Layout.WGMMA.reduce(1)
-        v = plgpu.load(v_ref.at[pl.ds(place.row, WGMMA_ROWS)], layout=layout, optimized=False)
+        v = plgpu.load(references.inputs.weight_of_row.at[pl.ds(part.row, WGMMA_ROWS)], layout=layout, optimized=False)
         v = lax.broadcast_in_dim(v, (WGMMA_ROWS, CHUNK), [0])
         for chunk in range(chunks):
             if chunk >= 1:
                 # The gradients of the chunk before have left its slot, which the chunk after this one takes.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 if chunk + 1 < chunks:
-                    load_chunk(place, warpgroup, chunk + 1, h_ref, h_smem, loaded)
-            slot = (warpgroup, chunk % 2)
+                    load_chunk(part, chunk + 1, references)
+            slot = (part.warpgroup, chunk % 2)
             plgpu.barrier_wait(loaded.at[*slot])
             gate, up = (plgpu.layout_cast(h_smem[*slot, half].astype(jnp.float32), plgpu.Layout.WGMMA) for half in range(2))
-            own_g = g[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+            g = sums[:, chunk * CHUNK : (chunk + 1) * CHUNK]
             sigmoid = 1 / (1 + jnp.exp(-gate))
             silu = gate * sigmoid
             act = silu * up
-            dv_ref[place.part * chunks + chunk, pl.ds(place.row, WGMMA_ROWS)] = (own_g * act).sum(axis=1)
-            write(act_ref, place.part * tile.own_columns + chunk * CHUNK, v * act)
-            dact = v * own_g
-            # Every thread puts its gradients where it has read h.
+            dv_ref[part.column_block * chunks + chunk, pl.ds(part.row, WGMMA_ROWS)] = (g * act).sum(axis=1)
+            write(act_ref, part.column_block * tile.warpgroup_columns + chunk * CHUNK, v * act)
+            dact = v * g
+            # Each thread puts its gradients where it has read h.
             h_smem[*slot, 0] = (dact * up * (sigmoid + silu * (1 - sigmoid))).astype(h.dtype)
             h_smem[*slot, 1] = (dact * silu).astype(h.dtype)
             plgpu.commit_smem()
-            for half, target in enumerate(halves_of(dh_ref, place, chunk)):
+            for half, target in enumerate(halves_of(dh_ref, part, chunk)):
                 plgpu.copy_smem_to_gmem(h_smem.at[*slot, half], target)
 
     epilogue = Epilogue(
@@ -90,10 +119,10 @@ def matmul_gated_silu_backward(
             jax.ShapeDtypeStruct((inter // CHUNK, num_rows), jnp.float32),
         ],
         store=store,
-        inputs=(h, weight_of_row.astype(jnp.float32)),
-        scratch=(
-            plgpu.SMEM((CONSUMERS, 2, 2, WGMMA_ROWS, CHUNK), h.dtype, transforms=operand_transforms(h.dtype)),
-            plgpu.Barrier(num_arrivals=2, num_barriers=(CONSUMERS, 2)),
+        inputs=BackwardInputs(h, weight_of_row.astype(jnp.float32)),
+        scratch=BackwardScratch(
+            h=plgpu.SMEM((CONSUMERS, 2, 2, WGMMA_ROWS, CHUNK), h.dtype, transforms=operand_transforms(h.dtype)),
+            loaded=plgpu.Barrier(num_arrivals=2, num_barriers=(CONSUMERS, 2)),
         ),
         prepare=prepare,
         staged=1,

@@ -1,11 +1,24 @@
 """Rows of tokens in expert order: out[row of pair (t, k)] = x[t], by TMA copies through shared memory.
 
 Cost: T*D elements read and R*D written, at the speed of a copy. The kernel goes by tokens, so that each is read once: by rows
-each would be read K times, long after it has left the L2 cache. Two blocks share a core: while one reads the numbers of its
-next rows, the other copies.
+each would be read K times, long after it has left the L2 cache.
+
+Kernel `gather_rows_kernel`:
+
+    roles     one warpgroup, which issues every copy. Nothing is computed, so no second role and no `Pipeline`: the warpgroup
+              knows when its own stores have read a slot. Two thread blocks share a core: while one reads the numbers of its
+              next rows, the other copies
+    smem      tokens 4 slots x height x D | zeros (512 / gcd(D, 512)) x D | 4 barriers
+              D 2048, 16-bit: 4 x 4 x 4 KiB + 4 KiB                                                          = 68 KiB of 227
+    barriers  loaded[slot]  1 arrival (TMA of `height` tokens), waited for before they are stored
+    invariant a slot is loaded again after all but the last group of stores have read theirs (wait_smem_to_gmem(1)): the group
+              that may still be reading is the current chunk's, whose slot is not the one loaded
+    time      load     |L0 L1 L2|   L3    L4
+              store             |S0    S1    S2
 """
 
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +28,38 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.hopper.mosaic_gpu import call_varying, grid_size, interpret
+from moe_jax.kernels.hopper.interpreter import interpret
+from moe_jax.kernels.hopper.launch import call_varying, grid_size
 
 STAGES = 4
 """Chunks of tokens in shared memory: some being loaded, others being stored."""
 
 CHUNK_BYTES = 16 * 2**10
-"""Of one stage, at most, unless one token is larger."""
+"""Upper bound on one stage, unless one token is larger."""
 
 STORES = 64
-"""At most, of one chunk: each is written out in the kernel."""
+"""Upper bound on the stores of one chunk: each is written out in the kernel."""
+
+
+class GatherScratch(NamedTuple):
+    """Shared memory."""
+
+    tokens: Any
+    """[STAGES, height, hidden / width, width]."""
+    zeros: Any
+    """[zero tokens, hidden / width, width]."""
+    loaded: Any
+    """Barriers [STAGES]."""
 
 
 def shared_bytes(hidden: int, itemsize: int) -> int:
-    """What `gather_rows` needs of a core's shared memory, at the least."""
+    """Returns the least number of bytes of shared memory that `gather_rows` needs."""
     return (STAGES + _zero_tokens(hidden)) * hidden * itemsize + 8 * STAGES
 
 
 @jax.jit
 def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "rows hidden"]:
-    """x in expert order. Rows that only fill an expert's last block are zero, those from offsets[-1] on left unwritten."""
+    """Returns x in expert order. Rows that fill an expert's last block are zero; rows from offsets[-1] on are not written."""
     tokens, hidden = x.shape
     # A TMA copy takes at most 256 elements along an axis: a token is copied as [hidden / width, width].
     width = next(width for width in (256, 128, 64) if hidden % width == 0)
@@ -43,17 +68,17 @@ def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "r
     height = next(height for height in (8, 4, 2, 1) if height <= fits and tokens % height == 0)
 
     def gather_rows_kernel(rows_ref, ends_ref, offsets_ref, x_ref, out_ref):
-        def scope(buffer, zeros, loaded):
-            _fill_blocks(ends_ref, offsets_ref, out_ref, zeros)
-            _copy_tokens(rows_ref, offsets_ref, x_ref, out_ref, buffer, loaded, height=height)
+        def scope(scratch):
+            _fill_blocks(ends_ref, offsets_ref, out_ref, scratch.zeros)
+            _copy_tokens(rows_ref, offsets_ref, x_ref, out_ref, scratch)
             plgpu.wait_smem_to_gmem(0)
 
-        pl.run_scoped(
-            scope,
-            plgpu.SMEM((STAGES, height, *token_shape), x.dtype),
-            plgpu.SMEM((_zero_tokens(hidden), *token_shape), x.dtype),
-            plgpu.Barrier(num_barriers=STAGES),
+        scratch = GatherScratch(
+            tokens=plgpu.SMEM((STAGES, height, *token_shape), x.dtype),
+            zeros=plgpu.SMEM((_zero_tokens(hidden), *token_shape), x.dtype),
+            loaded=plgpu.Barrier(num_barriers=STAGES),
         )
+        pl.run_scoped(scope, scratch)
 
     run = plgpu.kernel(
         gather_rows_kernel,
@@ -68,12 +93,12 @@ def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "r
 
 
 def _zero_tokens(hidden: int) -> int:
-    """So many that the warpgroup's 128 threads fill them 4 elements, 8 bytes, at a time."""
+    """Returns the number of tokens of zeros that the warpgroup's 128 threads fill 4 elements, 8 bytes, at a time."""
     return 512 // math.gcd(hidden, 512)
 
 
 def _fill_blocks(ends_ref, offsets_ref, out_ref, zeros) -> None:
-    """Zeros for the rows of no pair, of this block's share of the experts."""
+    """Stores zeros into the rows of no pair, for this block's share of the experts."""
     zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)
     plgpu.commit_smem()
 
@@ -86,10 +111,11 @@ def _fill_blocks(ends_ref, offsets_ref, out_ref, zeros) -> None:
             plgpu.copy_smem_to_gmem(zeros.at[0], out_ref.at[row])
 
 
-def _copy_tokens(rows_ref, offsets_ref, x_ref, out_ref, buffer, loaded, *, height: int) -> None:
-    """This block's share of the tokens, `height` at a time, each to the rows of its choices."""
+def _copy_tokens(rows_ref, offsets_ref, x_ref, out_ref, scratch: GatherScratch) -> None:
+    """Copies this block's share of the tokens, `height` at a time, each to the rows of its choices."""
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     tokens, k = rows_ref.shape
+    height = scratch.tokens.shape[1]
     computed_rows = offsets_ref[offsets_ref.shape[0] - 1]
     own_chunks = lax.div(tokens // height - block + blocks - 1, jnp.int32(blocks))
 
@@ -98,7 +124,7 @@ def _copy_tokens(rows_ref, offsets_ref, x_ref, out_ref, buffer, loaded, *, heigh
         def _():
             slot = lax.rem(i, jnp.int32(STAGES))
             first = (i * blocks + block) * height
-            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(first, height)], buffer.at[slot], loaded.at[slot])
+            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(first, height)], scratch.tokens.at[slot], scratch.loaded.at[slot])
 
     for i in range(STAGES - 1):
         load(jnp.int32(i))
@@ -108,12 +134,12 @@ def _copy_tokens(rows_ref, offsets_ref, x_ref, out_ref, buffer, loaded, *, heigh
         slot = lax.rem(i, jnp.int32(STAGES))
         first = (i * blocks + block) * height
         rows = [(j, rows_ref[first + j, choice]) for j in range(height) for choice in range(k)]
-        plgpu.barrier_wait(loaded.at[slot])
+        plgpu.barrier_wait(scratch.loaded.at[slot])
         for j, row in rows:
 
             @pl.when(row < computed_rows)
             def _(j=j, row=row):
-                plgpu.copy_smem_to_gmem(buffer.at[slot, j], out_ref.at[row], commit_group=False)
+                plgpu.copy_smem_to_gmem(scratch.tokens.at[slot, j], out_ref.at[row], commit_group=False)
 
         plgpu.commit_smem_to_gmem_group()
         # The stores of the chunk before this one have left its slot.

@@ -1,6 +1,6 @@
-"""How long one pass over the experts takes on this GPU with each of several tiles.
+"""Measures how long one pass over the experts takes on this GPU with each of several tiles.
 
-Every tile is compiled once, for the most tokens asked for; fewer tokens are plans in which the others choose nobody.
+Each tile is compiled once, for the largest number of tokens. Smaller numbers are plans in which the other tokens choose nobody.
 """
 
 import os
@@ -15,32 +15,32 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from moe_jax.kernels.experts.mosaic import ROW_ALIGNMENT
-from moe_jax.kernels.experts.mosaic.by_experts import Part, outer
+from moe_jax.kernels.experts.mosaic.by_experts import OuterOperands, outer
 from moe_jax.kernels.experts.mosaic.by_rows import matmul, matmul_gated_silu
 from moe_jax.kernels.experts.mosaic.by_rows_backward import matmul_gated_silu_backward
 from moe_jax.kernels.experts.mosaic.tile_limits import Pass
 from moe_jax.kernels.experts.routing import Plan, plan
-from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.hopper.mainloop import TileShape
 
 GROUPS, GROUP_SECONDS, MOST_CALLS = 5, 50e-3, 100
-"""A time is the median of so many groups of calls, each of at most so many, and of about so many seconds: long enough for the
-power limit to set the clock, as it does in a layer. A tile that is 15 % faster for 5 ms may gain nothing there."""
+"""A time is the median over GROUPS groups of calls. A group has at most MOST_CALLS calls and lasts about GROUP_SECONDS:
+long enough for the power limit to set the clock, as in a layer. A tile that is 15 % faster for 5 ms may gain nothing there."""
 
 ROUTINGS = 4
-"""A call launches the pass once for each of so many random routings. With one alone a single token's experts would be read
-from the L2 cache, and Python would take longer to call than the GPU to compute."""
+"""Random routings; a call launches the pass once for each. With one routing a single token's experts would be read from the L2
+cache, and Python would take longer to call than the GPU to compute."""
 
 
 def time_tiles(
     pass_name: Pass,
     matrix: tuple[int, int],
-    tiles: Sequence[Tile],
+    tiles: Sequence[TileShape],
     tokens: Sequence[int],
     experts: int,
     top_k: int,
     dtype: str,
-) -> dict[int, dict[Tile, float]]:
-    """Seconds of one launch by tokens and tile, with random data, each token choosing `top_k` of `experts` evenly.
+) -> dict[int, dict[TileShape, float]]:
+    """Returns the seconds of one launch by tokens and tile, with random data. Each token chooses `top_k` of `experts` evenly.
 
     The tiles take turns group by group, so that a GPU that grows warm slows all of them.
     """
@@ -60,8 +60,8 @@ def time_tiles(
     return results
 
 
-def run_pass(pass_name: Pass, tile: Tile, plan: Plan, *operands: Array) -> Array | tuple[Array | None, ...]:
-    """One pass with a tile of one's choice, on operands as `operand_shapes` lists them."""
+def run_pass(pass_name: Pass, tile: TileShape, plan: Plan, *operands: Array) -> Array | tuple[Array | None, ...]:
+    """Runs one pass with a given tile, on operands as `operand_shapes` lists them."""
     rows, other, *more = operands
     match pass_name:
         case "gated_matmul":
@@ -70,13 +70,16 @@ def run_pass(pass_name: Pass, tile: Tile, plan: Plan, *operands: Array) -> Array
             h, weight_of_row = more
             return matmul_gated_silu_backward(rows, other, h, weight_of_row, plan, tile)
         case "grouped_outer":
-            return outer([Part(rows, other, plan)], tile, rows.dtype)
+            return outer([OuterOperands(rows, other, plan)], tile, rows.dtype)
         case _:
             return matmul(rows, other, plan, tile, transpose=pass_name == "grouped_matmul_transposed")
 
 
 def operand_shapes(pass_name: Pass, matrix: tuple[int, int], num_rows: int, experts: int) -> list[tuple[int, ...]]:
-    """Rows, then what meets them: the experts' matrices, or other rows. The backward pass also takes h and row weights."""
+    """Returns the shapes of the rows, then of their counterpart: the experts' matrices, or other rows.
+
+    The backward pass also takes h and row weights.
+    """
     match pass_name:
         case "gated_matmul" | "grouped_matmul":
             return [(num_rows, matrix[1]), (experts, *matrix)]
@@ -100,14 +103,14 @@ def _operands(pass_name: Pass, matrix: tuple[int, int], plan: Plan, dtype: str) 
     return [draw(jax.random.key(i), shape, dtype if len(shape) > 1 else "float32") for i, shape in enumerate(shapes)]
 
 
-def _program(pass_name: Pass, tile: Tile):
-    """The pass with each of several plans. It returns one number of each result, so that no result outlives its launch."""
+def _program(pass_name: Pass, tile: TileShape):
+    """Returns the pass over several plans, jitted. It returns one number of each result: no result outlives its launch."""
     run = jax.jit(partial(run_pass, pass_name, tile))
     return jax.jit(lambda plans, *operands: [jax.tree.map(lambda a: a[(0,) * a.ndim], run(plan, *operands)) for plan in plans])
 
 
 def _seconds(program: Callable, plans: list[Plan], operands: list[Array], calls: int) -> float:
-    """Of one launch of the pass."""
+    """Measures one launch of the pass, as the mean over `calls` calls."""
     began = time.perf_counter()
     for _ in range(calls):
         result = program(plans, *operands)

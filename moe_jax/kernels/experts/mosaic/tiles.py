@@ -1,14 +1,14 @@
-"""Which tile each pass takes: the nearest entry of the user's table, else of the packaged one, else what a rule says.
+"""Chooses the tile of each pass: the nearest entry of the user's table, else of the packaged table, else a rule.
 
-A table is a JSON file {"tiles": [...]}. Each entry says for which pass, for which matrix of an expert, and for how many rows
-an expert on average it holds, and the tile:
+A table is a JSON file {"tiles": [...]}. Each entry names the pass, the shape of an expert's matrix, the mean number of rows an
+expert, and the tile:
 
     {"pass": "grouped_matmul", "matrix": [2048, 768], "rows_per_expert": 64.0,
      "tile": {"rows": 64, "columns": 256, "stages": 4}, "measured": "NVIDIA H200, 2026-11-21, jax 0.11.2"}
 
-A tile whose warpgroups take turns says "by_turns": true too. An entry is the nearest if no other for its pass and matrix was
-measured at an average whose ratio to the one asked for is nearer to 1, and holds up to a ratio of 4. `moe-jax tune` writes such
-files; the packaged one comes from an H200. A tile changes how long a pass takes and no bit of what it computes.
+A tile with ping-pong has "by_turns": true too. The nearest entry is the one for the same pass and matrix whose rows_per_expert
+is closest by ratio, if that is within 4. `moe-jax tune` writes such files; the packaged one comes from an H200. A tile changes
+the time of a pass and no bit of its result.
 """
 
 import functools
@@ -21,42 +21,42 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, Pass, fitting_columns, refusal
-from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.hopper.mainloop import TileShape
 
 ENVIRONMENT_VARIABLE = "MOE_JAX_TILES"
-"""Names the user's table. A file is read once a process, when the first kernel is traced."""
+"""Environment variable with the path of the user's table. A file is read once a process, when the first kernel is traced."""
 
 PACKAGED = Path(__file__).with_name("tiles.json")
 
 REACH = 4.0
-"""How far, as a ratio, the average number of rows may lie from the one that an entry was measured with."""
+"""Largest ratio between the mean number of rows asked for and the one that an entry was measured with."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tile and what it is for."""
+    """A tile, and the pass, matrix and number of rows it is for."""
 
     pass_name: Pass
     matrix: tuple[int, int]
-    """Of one expert, as stored: [2*inter, hidden] of w_gate_up or [hidden, inter] of w_down."""
+    """Shape of one expert's matrix as stored: [2*inter, hidden] of w_gate_up or [hidden, inter] of w_down."""
     rows_per_expert: float
     """tokens * k / experts."""
-    tile: Tile
+    tile: TileShape
     measured: str = ""
-    """On what device, when, with which versions."""
+    """Device, date and versions of the measurement."""
 
     @property
     def key(self) -> tuple:
-        """What only one entry of a table may be for."""
+        """The fields that differ between any two entries of a table."""
         return self.pass_name, self.matrix, self.rows_per_expert
 
 
-def choose_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> Tile:
-    """The tile of a pass, from shapes alone: nothing is measured.
+def choose_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> TileShape:
+    """Returns the tile of a pass, from shapes alone: nothing is measured.
 
     Raises:
-        ValueError: MOE_JAX_TILES names a file that is no table, whichever of its entries is wrong.
-        OSError: or a file that cannot be read.
+        ValueError: MOE_JAX_TILES names a file that is no table, or that has a wrong entry for any pass.
+        OSError: MOE_JAX_TILES names a file that cannot be read.
     """
     for path in (os.environ.get(ENVIRONMENT_VARIABLE), PACKAGED):
         if path and (entry := _nearest(_read_once(path), pass_name, matrix, rows_per_expert)):
@@ -64,44 +64,47 @@ def choose_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float
     return rule(pass_name, matrix, rows_per_expert)
 
 
-def rule(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> Tile:
-    """`halved_tile`, or 128 x 192 by turns for plain products of short sums: one warpgroup multiplies while the other stores,
-    which counts where a tile has few steps."""
-    halved = halved_tile(pass_name, matrix, rows_per_expert)
+def rule(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> TileShape:
+    """Returns `shared_tile`, or PING_PONG for plain products of short sums.
+
+    With ping-pong one warpgroup multiplies while the other stores, which counts if a tile has few steps.
+    """
+    shared = shared_tile(pass_name, matrix, rows_per_expert)
     columns, summands = {
         "grouped_matmul": matrix,
         "grouped_matmul_transposed": (matrix[1], matrix[0]),
         "grouped_outer": (matrix[1], rows_per_expert),
     }.get(pass_name, (0, math.inf))
-    computed = -(-columns // TURNS.columns) * TURNS.columns
-    pays = halved.rows == TURNS.rows and summands <= SHORT_SUM and computed <= MOST_COMPUTED * columns
-    return TURNS if pays else halved
+    computed = -(-columns // PING_PONG.columns) * PING_PONG.columns
+    pays = shared.rows == PING_PONG.rows and summands <= SHORT_SUM and computed <= MOST_COMPUTED * columns
+    return PING_PONG if pays else shared
 
 
-TURNS = Tile(128, 192, 4, by_turns=True)
+PING_PONG = TileShape(128, 192, 4, ping_pong=True)
 SHORT_SUM, MOST_COMPUTED = 2048, 1.05
-"""Of a sum; and how many columns a ragged last tile may make of those that there are. docs/kernels.md has what was measured."""
+"""Summands of a short sum; and the largest ratio of computed columns, with a ragged last tile, to columns of the result.
+docs/kernels.md has the measurements."""
 
 
-def halved_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> Tile:
-    """128 rows and the widest tile that divides the columns; by rows 64 x 256 where experts have 64 rows or fewer on average.
+def shared_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> TileShape:
+    """Returns the tile that both consumers compute together: 128 rows and the widest tile that divides the columns.
 
-    Its warpgroups halve it.
+    Passes by rows take 64 x 256 if experts have 64 rows or fewer on average.
     """
     if pass_name == "grouped_outer":
         rows = 128 if matrix[0] % 128 == 0 else 64
-        return Tile(rows, max(fitting_columns(pass_name, matrix, rows)), 4)
+        return TileShape(rows, max(fitting_columns(pass_name, matrix, rows)), 4)
     # In the backward pass chunks of h take the shared memory of a fourth stage.
     if rows_per_expert <= 64 and 256 in fitting_columns(pass_name, matrix, 64):
-        return Tile(64, 256, 3 if pass_name == "gated_matmul_backward" else 4)
-    return Tile(128, max(fitting_columns(pass_name, matrix, 128)), 3)
+        return TileShape(64, 256, 3 if pass_name == "gated_matmul_backward" else 4)
+    return TileShape(128, max(fitting_columns(pass_name, matrix, 128)), 3)
 
 
 def read_table(path: str | Path) -> list[Entry]:
-    """The entries of a table, each of them checked.
+    """Returns the entries of a table, each of them checked.
 
     Raises:
-        ValueError: the file is not such a table; names the entry, what is wrong with it and what would be right.
+        ValueError: the file is no table. The message names the entry, what is wrong with it and what would be right.
         OSError: the file cannot be read.
     """
     try:
@@ -123,7 +126,7 @@ def read_table(path: str | Path) -> list[Entry]:
 
 
 def merge_into_table(path: Path, entries: Iterable[Entry]) -> None:
-    """Writes entries into a table, in place of those with the same key; the file is complete or as before.
+    """Writes entries into a table, in place of entries with the same key. The file is complete afterwards, or as before.
 
     Raises:
         ValueError: the file exists and is not a table.
@@ -173,7 +176,8 @@ def _parse(values: Any) -> Entry:
             f'tile is {tile}; it must be {{"rows": 128, "columns": 256, "stages": 3}} or other whole numbers, '
             'and if you like "by_turns": true'
         )
-    entry = Entry(pass_name, (matrix[0], matrix[1]), float(rows), Tile(**tile), str(values.get("measured", "")))
+    shape = TileShape(tile["rows"], tile["columns"], tile["stages"], ping_pong=tile.get("by_turns", False))
+    entry = Entry(pass_name, (matrix[0], matrix[1]), float(rows), shape, str(values.get("measured", "")))
     if reason := refusal(entry.pass_name, entry.matrix, entry.tile):
         raise ValueError(reason)
     return entry
@@ -181,6 +185,7 @@ def _parse(values: Any) -> Entry:
 
 def _as_json(entry: Entry) -> dict:
     values = asdict(entry)
-    if not entry.tile.by_turns:
-        del values["tile"]["by_turns"]
+    # Tables have had this name from the beginning.
+    if values["tile"].pop("ping_pong"):
+        values["tile"]["by_turns"] = True
     return {"pass": values.pop("pass_name"), **values}

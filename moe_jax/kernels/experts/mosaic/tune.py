@@ -1,4 +1,4 @@
-"""`moe-jax tune`: which tile is the fastest for each pass of a layer's experts on this GPU, as entries of a tile table."""
+"""`moe-jax tune`: finds the fastest tile for each pass of a layer's experts on this GPU, as entries of a tile table."""
 
 import datetime
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +11,11 @@ from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.mosaic.tile_limits import Pass, candidates
 from moe_jax.kernels.experts.mosaic.tile_timing import time_tiles
 from moe_jax.kernels.experts.mosaic.tiles import Entry, rule
-from moe_jax.kernels.hopper.ring import Tile
+from moe_jax.kernels.hopper.mainloop import TileShape
 
 GAIN = 1.05
-"""A tile replaces the rule's if the rule's takes more than this times as long. Near equals change places from run to run, and
-what a tile gains in a layer is less than what it gains alone (docs/kernels.md)."""
+"""A tile replaces the rule's tile if that takes more than GAIN times as long. Near equals change places from run to run, and a
+tile gains less in a layer than it gains alone (docs/kernels.md)."""
 
 
 @dataclass(frozen=True)
@@ -30,27 +30,27 @@ class Layer:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of every tile, of one pass at one number of tokens."""
+    """Measured seconds of every tile, for one pass at one number of tokens."""
 
     pass_name: Pass
     matrix: tuple[int, int]
     layer: Layer
     tokens: int
-    seconds: dict[Tile, float]
+    seconds: dict[TileShape, float]
 
     @property
     def rows_per_expert(self) -> float:
-        """On average."""
+        """Mean number of rows an expert."""
         return self.tokens * self.layer.top_k / self.layer.experts
 
     @property
-    def rule(self) -> Tile:
-        """What is taken without a table."""
+    def rule(self) -> TileShape:
+        """The tile that is taken without a table."""
         return rule(self.pass_name, self.matrix, self.rows_per_expert)
 
     @property
-    def best(self) -> Tile:
-        """The fastest tile if the rule's takes more than GAIN times as long, else the rule's."""
+    def best(self) -> TileShape:
+        """The fastest tile if the rule's tile takes more than GAIN times as long, else the rule's tile."""
         fastest = min(self.seconds, key=self.seconds.__getitem__)
         return fastest if self.seconds[self.rule] > GAIN * self.seconds[fastest] else self.rule
 
@@ -59,7 +59,7 @@ def tune(layer: Layer, tokens: Sequence[int], dtype: str, stopwatch: Callable = 
     """Times the six matmuls of a layer's forward and backward pass with each of their tiles at every number of tokens.
 
     Args:
-        stopwatch: measures; takes and returns what `tile_timing.time_tiles` does.
+        stopwatch: measures; has the arguments and the result of `tile_timing.time_tiles`.
     """
     gate_up, down = (2 * layer.inter, layer.hidden), (layer.hidden, layer.inter)
     passes: list[tuple[Pass, tuple[int, int]]] = [
@@ -78,10 +78,10 @@ def tune(layer: Layer, tokens: Sequence[int], dtype: str, stopwatch: Callable = 
 
 
 def check(layer: Layer, tokens: Sequence[int], dtype: str) -> None:
-    """Whether such a layer can be measured here.
+    """Checks that such a layer can be measured here.
 
     Raises:
-        ValueError: it cannot; says why and what would be right.
+        ValueError: it cannot be measured. The message says why and what would be right.
     """
     if not tokens:
         raise ValueError("give at least one number of tokens")
@@ -98,7 +98,7 @@ def check(layer: Layer, tokens: Sequence[int], dtype: str) -> None:
 
 
 def entry(timing: Timing) -> Entry:
-    """What a table keeps of it."""
+    """Returns the table entry of a timing: its best tile."""
     measured = f"{jax.devices()[0].device_kind}, {datetime.date.today()}, jax {jax.__version__}"
     return Entry(timing.pass_name, timing.matrix, timing.rows_per_expert, timing.best, measured)
 
@@ -107,11 +107,11 @@ HEADER = f"{'pass':<26}{'matrix':>15}{'tokens':>8}{'tile':>24}{'ms':>10}{'TFLOP/
 
 
 def rows(timing: Timing) -> Iterator[str]:
-    """A line for each tile, the fastest first, in the columns of HEADER."""
+    """Yields a line for each tile, the fastest first, in the columns of HEADER."""
     flops = 2 * timing.tokens * timing.layer.top_k * timing.matrix[0] * timing.matrix[1]
     matrix = f"{timing.matrix[0]} x {timing.matrix[1]}"
     for tile, seconds in sorted(timing.seconds.items(), key=lambda item: item[1]):
-        shape = f"{tile.rows} x {tile.columns} x {tile.stages}" + (" by turns" if tile.by_turns else "")
+        shape = f"{tile.rows} x {tile.columns} x {tile.stages}" + (" by turns" if tile.ping_pong else "")
         marks = [mark for mark, marked in (("best", timing.best), ("rule", timing.rule)) if tile == marked]
         figures = f"{1e3 * seconds:>10.4f}{flops / seconds / 1e12:>9.1f}"
         yield f"{timing.pass_name:<26}{matrix:>15}{timing.tokens:>8}{shape:>24}{figures}  {' '.join(marks)}".rstrip()

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moe_jax.kernels.hopper import mosaic_gpu
+from moe_jax.kernels.hopper import target
 from moe_jax.kernels.varying import vary_as
 
 
@@ -91,7 +91,7 @@ def triton_call() -> Callable:
 
 def capability() -> tuple[int, int] | None:
     """(9, 0) for Hopper; None where the target is no NVIDIA GPU."""
-    version = re.fullmatch(r"(\d+)\.(\d+)", mosaic_gpu.compute_capability() or "")
+    version = re.fullmatch(r"(\d+)\.(\d+)", target.compute_capability() or "")
     return (int(version[1]), int(version[2])) if version else None
 
 

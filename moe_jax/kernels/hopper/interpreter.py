@@ -1,0 +1,49 @@
+"""Everything that kernels do differently in JAX's GPU interpreter, which runs them on a CPU, slowly and with a race detector.
+
+Two more differences stand where they belong: rows that `row_copies` would gather are gathered before (`experts.mosaic`), and
+attention adds to an accumulator behind the matmul, since the interpreter cannot set one before it.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moe_jax.kernels.hopper import target
+
+INTERPRETED_BLOCKS = 2
+"""Thread blocks of a kernel: enough for two to run at once and for each to take several tiles."""
+
+DETECT_RACES = True
+"""Default of `interpret`. A test that sets it to False must do so before the kernel is traced: jit keeps the traced kernel."""
+
+
+def is_interpreted() -> bool:
+    """Returns True if JAX's GPU interpreter runs the kernels: if the target is a CPU."""
+    return target.platform() == "cpu"
+
+
+def interpret(detect_races: bool | None = None) -> plgpu.InterpretGPUParams | bool:
+    """Returns the `interpret` argument of a kernel: False on a GPU.
+
+    Args:
+        detect_races: search each run for races; None means DETECT_RACES.
+    """
+    if not is_interpreted():
+        return False
+    return plgpu.InterpretGPUParams(detect_races=DETECT_RACES if detect_races is None else detect_races)
+
+
+def operand_staging(shape: tuple[int, ...], dtype: jnp.dtype, transforms: tuple = ()) -> Any:
+    """Returns the scratch through which `wgmma_registers` passes its left operands in the interpreter; None on a GPU."""
+    return plgpu.SMEM(shape, dtype, transforms=transforms) if is_interpreted() else None
+
+
+def wgmma_registers(accumulator, a, b, staging) -> None:
+    """Issues accumulator += a @ b with `a` in registers. The interpreter multiplies references only: there, `a` goes through
+    `staging`, which a GPU does not have."""
+    if staging is not None:
+        staging[...] = a
+        plgpu.commit_smem()
+        a = staging
+    plgpu.wgmma(accumulator, a, b)

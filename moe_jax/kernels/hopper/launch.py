@@ -1,0 +1,114 @@
+"""Launches a Hopper kernel of persistent thread blocks, with named scratch and inputs; lays out operands for wgmma."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moe_jax.kernels.hopper import target
+from moe_jax.kernels.hopper.interpreter import INTERPRETED_BLOCKS, interpret, is_interpreted
+from moe_jax.kernels.varying import vary_as, varying_axes
+
+SWIZZLED_COLUMNS = 64
+"""Columns of a 16-bit operand in one row of the widest swizzle, 128 bytes."""
+
+WARPGROUP_THREADS = 128
+
+BLOCKS_PER_CORE = 2
+"""Thread blocks of a persistent kernel a core. They run one after the other, or side by side if the core has room for both.
+
+With one block a core, a kernel that finds some cores taken by a collective ends as late as the blocks that waited for it. A
+collective that finds all cores taken begins at the kernel's end.
+"""
+
+
+def launch(
+    name: str,
+    body: Callable,
+    outputs: list[jax.ShapeDtypeStruct],
+    scratch: list,
+    *,
+    warpgroups: int,
+    in_place: bool = False,
+    blocks_per_core: int = BLOCKS_PER_CORE,
+) -> Callable:
+    """Returns a persistent kernel, a function of arrays. `body(*inputs, *outputs, *scratch)` runs in each warpgroup of a block.
+
+    An input may be a pytree of arrays, and an entry of `scratch` a pytree of scratch types, such as a NamedTuple: the body gets
+    the same pytree of references. None stays None. Scratch is allocated in the order given.
+
+    Functions that launch a kernel are jitted: a program that calls one again with the same shapes traces and lowers it once.
+
+    Args:
+        name: of the kernel, in profiles.
+        in_place: there are no outputs. The body changes the last input, an array, which is the result: in the same memory
+            unless something else reads that input later. Input and result must not be slices of different arrays
+            (docs/kernels.md).
+    """
+
+    def run_flat(tree, *arrays):
+        def kernel(*references):
+            inputs = jax.tree.unflatten(tree, references[: len(arrays)])
+            output_references = references[len(arrays) :]
+            pl.run_scoped(lambda *buffers: body(*inputs, *output_references, *buffers), *scratch, collective_axes="warpgroup")
+
+        kernel.__name__ = name
+        run = plgpu.kernel(
+            kernel,
+            out_type=outputs,
+            grid=(grid_size(blocks_per_core),),
+            grid_names=("block",),
+            num_threads=warpgroups,
+            thread_name="warpgroup",
+            compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
+            interpret=interpret(),
+        )
+        if not in_place:
+            return run(*arrays)
+        changed = jax.new_ref(arrays[-1])
+        run(*arrays[:-1], changed)
+        return [jax.freeze(changed)]
+
+    def call(*inputs: Any):
+        arrays, tree = jax.tree.flatten(inputs)
+        # With jax_enable_x64 a kernel's indices, Python's numbers among them, would be of two widths.
+        with jax.enable_x64(False):
+            return call_varying(lambda *arrays: run_flat(tree, *arrays))(*arrays)
+
+    return call
+
+
+def call_varying(run: Callable) -> Callable:
+    """Returns `run`, a kernel of arrays, with results that vary over the mesh axes its inputs vary over inside `shard_map`.
+
+    JAX types a kernel's results as equal on all devices. The body is traced with inputs that do not vary: JAX turns these types
+    off inside a kernel, and a loop that carries what it read from an input would change its type.
+    """
+
+    def call(*inputs):
+        if not varying_axes(inputs):
+            return run(*inputs)
+        types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs]
+        traced, tree = jax.make_jaxpr(run, return_shape=True)(*types)
+        results = jax.extend.core.jaxpr_as_fun(traced)(*inputs)
+        return vary_as(jax.tree.unflatten(jax.tree.structure(tree), results), inputs)
+
+    return call
+
+
+def grid_size(blocks_per_core: int = BLOCKS_PER_CORE) -> int:
+    """Returns the number of thread blocks of a persistent kernel."""
+    return INTERPRETED_BLOCKS if is_interpreted() else blocks_per_core * target.num_cores()
+
+
+def operand_transforms(dtype: jnp.dtype, columns: int = SWIZZLED_COLUMNS) -> tuple:
+    """Returns the layout in shared memory with which wgmma and TMA access tiles of `columns` columns free of bank conflicts."""
+    bytes_per_row = columns * jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(bytes_per_row * 8)
+    # mypy takes both for abstract classes.
+    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]

@@ -1,0 +1,209 @@
+"""The main loop of the matmul kernels: a producer fills a pipeline's slots, two consumers multiply out of them.
+
+A thread block is persistent: block b computes tiles b, b + blocks, b + 2 * blocks, ... The pipeline runs on across tiles, so
+the producer fetches the next tile's operands while the consumers store the last one's result (CUTLASS's warp-specialized
+persistent matmul; https://arxiv.org/abs/2407.08608 section 3 describes the technique for attention).
+
+    roles     producer WG2 (40 registers)        for each step: acquire, start the copies of the step
+              consumers WG0, WG1 (232 registers) for each step: wait, wgmma, release the step before; then the epilogue
+    cooperative (default)                        both consumers work on each tile: each on half the rows, or half the columns
+              producer    |L0 L1 L2|L0'L1'L2'|
+              consumer 0      |M0 M1 M2 store|M0'M1'M2' store|
+              consumer 1      |M0 M1 M2 store|M0'M1'M2' store|
+    ping-pong                                    the consumers take whole tiles in turn: one multiplies while the other stores
+              producer    |L0 L1 L2|L0'L1'L2'|L0"L1"L2"|
+              consumer 0      |M0 M1 M2 store|   |M0"M1"M2" store|
+              consumer 1               |M0'M1'M2' store|
+    invariant slot = step mod stages, step counted over all tiles of the block; both roles see the same steps
+              a consumer releases a slot after the wgmma that read it has completed: one step late where one may be in flight
+              every arrival is waited for before the block exits (`Pipeline.drain`)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moe_jax.kernels.hopper.launch import SWIZZLED_COLUMNS
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, MATMUL_REGISTERS, WGMMA_ROWS, Pipeline, run_roles
+
+STEP = SWIZZLED_COLUMNS
+"""Summands of one step."""
+
+ROW_ALIGNMENT = STEP
+"""An expert's rows start and end at multiples of a step, so that no step of a sum over rows mixes experts."""
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """Shape of a tile and its pipeline: rows x columns, summed in steps of 64 through `stages` slots.
+
+    The two consumers share a tile: each computes half of its rows, or half of its columns if 64 rows are too few to halve.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    ping_pong: bool = False
+    """The consumers take whole tiles in turn, so that one multiplies while the other stores. The tile tables call it
+    "by_turns"."""
+
+    @property
+    def warpgroup_rows(self) -> int:
+        """Rows that one consumer computes."""
+        return self.rows // CONSUMERS if self.rows > WGMMA_ROWS and not self.ping_pong else self.rows
+
+    @property
+    def warpgroup_columns(self) -> int:
+        """Columns that one consumer computes."""
+        return self.columns if self.rows > WGMMA_ROWS or self.ping_pong else self.columns // CONSUMERS
+
+    def first_row(self, warpgroup):
+        """Returns the row of the tile at which a consumer's rows begin."""
+        return warpgroup * self.warpgroup_rows if self.warpgroup_rows < self.rows else 0
+
+    def column_block(self, warpgroup):
+        """Returns the number of a consumer's block of columns in the tile, in units of warpgroup_columns."""
+        return warpgroup if self.warpgroup_columns < self.columns else 0
+
+    @property
+    def column_blocks(self) -> int:
+        """1, or 2 if the consumers halve the columns."""
+        return self.columns // self.warpgroup_columns
+
+    def pipeline(self, copies: int) -> Pipeline:
+        """Returns the scratch of the tile's pipeline. `copies` TMA copies fill a slot."""
+        return Pipeline.allocate(self.stages, copies, is_ping_pong=self.ping_pong)
+
+
+class Step(NamedTuple):
+    """One step of a tile's sum."""
+
+    coord: Any
+    """The tile, as `TileProgram.locate` gives it."""
+    k: jax.Array
+    """Number of the step in its tile."""
+    slot: jax.Array
+    """The slot of the pipeline that holds the step's operands."""
+
+
+@dataclass(frozen=True)
+class TileProgram:
+    """The functions in which matmul kernels differ. `coord` is what `locate` returns for a tile."""
+
+    locate: Callable[[jax.Array], tuple[Any, Any]]
+    """tile index -> (number of steps, coord)."""
+    load: Callable[[Step, Any, Any], None]
+    """Producer: (step, full barrier, kept) starts the copies of one step. `kept` is what `begin` returned."""
+    multiply: Callable[[Any, Step, Any], None]
+    """Consumer: (accumulator reference, step, warpgroup) issues the wgmma of one step."""
+    epilogue: Callable[[Any, Any, Any], None]
+    """Consumer: (accumulator [rows, columns] f32, coord, warpgroup) stores the result."""
+    prologue: Callable[[Any, Any], None] = lambda coord, warpgroup: None
+    """Consumer: (coord, warpgroup) runs before the tile's first step."""
+    has_rows: Callable[[Any, Any], Any] = lambda coord, warpgroup: True
+    """Consumer: (coord, warpgroup) -> False if no row of the warpgroup counts. It then leaves the tensor cores to the other
+    consumer, and its accumulator is zero."""
+    begin: Callable[[Any], Any] = lambda coord: None
+    """Producer: coord -> what it keeps in registers while it loads the tile."""
+    also_wait: Callable[[Any], None] = lambda step_of_all: None
+    """Consumer: (step counted over all tiles) waits for copies that do not arrive at the full barrier."""
+    wgmmas_in_flight: int = 1
+    """Steps whose wgmma may go on when the next begins; 0 if wgmma reads registers, because the next step overwrites them."""
+
+
+def run_tiles(num_tiles: jax.Array | int, program: TileProgram, shape: TileShape, pipe: Pipeline) -> None:
+    """Computes a thread block's share of `num_tiles` tiles. Runs in every warpgroup, in the scope of the pipeline's buffers."""
+
+    def produce():
+        @plgpu.nd_loop((num_tiles,), collective_axes="block", init_carry=jnp.int32(0))
+        def total_steps(info, carry):
+            num_steps, coord = program.locate(info.index[0])
+            consumer = _active_consumer(info) if shape.ping_pong else 0
+            kept = program.begin(coord)
+
+            @pl.loop(0, num_steps)
+            def _steps(k):
+                pipe.acquire(carry + k)
+                slot = pipe.slot(carry + k)
+                program.load(Step(coord, k, slot), pipe.full_barrier(slot, consumer=consumer), kept)
+
+            return carry + num_steps
+
+        pipe.drain(total_steps)
+
+    def consume(warpgroup):
+        @plgpu.nd_loop((num_tiles,), collective_axes="block", init_carry=jnp.int32(0))
+        def _tiles(info, carry):
+            num_steps, coord = program.locate(info.index[0])
+            own_steps = jnp.where(program.has_rows(coord, warpgroup), num_steps, 0)
+
+            def compute():
+                program.prologue(coord, warpgroup)
+                accumulator = plgpu.ACC((shape.warpgroup_rows, shape.warpgroup_columns), jnp.float32)
+                steps = _TileSteps(carry, own_steps, num_steps)
+                accumulate = partial(_accumulate, coord=coord, warpgroup=warpgroup, steps=steps, program=program, pipe=pipe)
+                program.epilogue(pl.run_scoped(accumulate, accumulator), coord, warpgroup)
+
+            if shape.ping_pong:
+                pl.when(_active_consumer(info) == warpgroup)(compute)
+            else:
+                compute()
+            return carry + num_steps
+
+        plgpu.wait_smem_to_gmem(0)
+
+    run_roles(produce, consume, MATMUL_REGISTERS)
+
+
+class _TileSteps(NamedTuple):
+    """The steps of one tile."""
+
+    before: Any
+    """Steps of the block's tiles before it."""
+    multiplied: Any
+    """The first steps, which the warpgroup multiplies: all, or none."""
+    total: Any
+
+
+def _accumulate(accumulator, coord, warpgroup, steps: _TileSteps, program: TileProgram, pipe: Pipeline):
+    """Returns a tile's sum. Every slot is waited for and released, those that the warpgroup does not multiply too."""
+    before, own_steps, num_steps = steps
+
+    @pl.loop(0, own_steps)
+    def _steps(k):
+        slot = pipe.slot(before + k)
+        pipe.wait(slot, consumer=warpgroup)
+        program.also_wait(before + k)
+        program.multiply(accumulator, Step(coord, k, slot), warpgroup)
+        # One wgmma may stay in flight. The one before it has read its slot.
+        plgpu.wgmma_wait(program.wgmmas_in_flight)
+
+        @pl.when(k > 0)
+        def _():
+            pipe.release(pipe.slot(before + k - 1))
+
+    total = accumulator[...]
+
+    @pl.when(own_steps > 0)
+    def _():
+        pipe.release(pipe.slot(before + own_steps - 1))
+
+    @pl.loop(own_steps, num_steps)
+    def _steps_without_rows(k):
+        slot = pipe.slot(before + k)
+        pipe.wait(slot, consumer=warpgroup)
+        pipe.release(slot)
+
+    return total
+
+
+def _active_consumer(info):
+    """Returns the consumer that computes this tile with ping-pong."""
+    return lax.rem(info.local_index, jnp.int32(CONSUMERS))
