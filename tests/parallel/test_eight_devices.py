@@ -1,4 +1,4 @@
-"""Runs the files of `eight_devices/` in processes with 8 CPU devices, within a time limit: a deadlock fails them."""
+"""Runs test files in processes with 8 CPU devices, within a time limit: a deadlock fails them."""
 
 import os
 import subprocess
@@ -10,20 +10,21 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
+FILES = [*(HERE / "eight_devices").glob("test_*.py"), ROOT / "tests" / "experimental" / "test_ragged.py"]
 SECONDS = 560
 PROCESSES = 4
-"""Each takes every fourth file: it starts as long as several tests take."""
+"""Each process runs every fourth file: a process takes as long to start as several tests take."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("process", range(PROCESSES))
 def test_on_eight_devices(process):
-    files = sorted(map(str, (HERE / "eight_devices").glob("test_*.py")))[process::PROCESSES]
+    files = sorted(map(str, FILES))[process::PROCESSES]
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": cpu_flags.of_devices(8),
-        # Each device blocks a thread of XLA's pool in a collective.
+        # A device in a collective blocks a thread of XLA's pool. With fewer threads than devices the collective never ends.
         "NPROC": "16",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files]
