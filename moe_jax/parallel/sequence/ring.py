@@ -137,8 +137,8 @@ class SequenceRing:
             return sum((count(device=device) for device in self._devices(step)), jnp.int32(0))
 
         end = token_indices(length, lax.axis_index(self.axis_name), self.size, self.layout) + 1
-        last = jnp.broadcast_to(tokens_of_step_before(end) - 1, first_token.shape)
-        return tokens_of_step_before(first_token), last
+        first = tokens_of_step_before(first_token)
+        return first, jnp.broadcast_to(tokens_of_step_before(end) - 1, first_token.shape)
 
     def _devices(self, step: RingStep) -> list[Int[Array, ""]]:
         return [(lax.axis_index(self.axis_name) - distance) % self.size for distance in step]
