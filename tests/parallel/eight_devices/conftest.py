@@ -1,4 +1,4 @@
-"""Tests over meshes of up to 8 devices; `tests/parallel/test_eight_devices.py` runs them where there are as many."""
+"""Leaves out tests that need eight devices if there are fewer. `tests/parallel/test_eight_devices.py` runs them."""
 
 import jax
 
