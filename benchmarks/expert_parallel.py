@@ -4,8 +4,8 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python benchmarks/expert_parallel.py --small     # on a CPU
 
 Exchange: GB/s that leave each device by dispatch and by combine of each transport. Empty slots count, except with "ragged"
-(`moe_jax.experimental.ragged`). A plain `lax.all_to_all` of the buffers of transport `all_to_all` stands beside them. Routes are
-made beforehand.
+(`moe_jax.experimental.ragged`). A plain `lax.all_to_all` of the buffers of transport `all_to_all` stands beside them. Routes
+are made beforehand.
 
 Layer: as many tokens and fewer experts on each device, the more devices. Efficiency is the time on one device with all experts
 over the time on n; "load" is the choices of the busiest device's experts over the mean, which bounds it. Routing "zipf" has the

@@ -26,9 +26,9 @@ class Parallelism:
 
     mesh: Mesh
     expert: ExpertParallel = ExpertParallel()
-    """How tokens travel to experts, if the mesh has more than one device along `expert`."""
+    """Transfers of tokens to experts, if the mesh has more than one device along `expert`."""
     context: ContextParallel = ContextParallel()
-    """How sequences are split and attention is computed, if the mesh has more than one device along `context`."""
+    """Layout of sequences and method of attention, if the mesh has more than one device along `context`."""
     hops: Hops = "nccl"
     """Transfers between devices (`parallel.collectives.hops`). "copies" needs a program compiled with `compiler_options`;
     `make_train_step` does that."""

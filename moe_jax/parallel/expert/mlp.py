@@ -136,7 +136,7 @@ class ShadowOutput(NamedTuple):
     """The outputs of shadow experts, and what is left for the exchange."""
 
     y: Float[Array, "tokens hidden"]
-    """What the shadows add to this device's tokens."""
+    """The shadows' contribution to this device's tokens."""
     num_shadows: Int[Array, ""]
     inputs: ExpertInputs
     """The inputs of the exchange. The gradients of the shadows' copies flow into these weights."""

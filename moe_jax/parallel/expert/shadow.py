@@ -83,7 +83,7 @@ def choices_of_shadows(
     """Returns each token's weights and choices of the shadows, and `experts` with -1 for the choices of shadows.
 
     Slot s stands for expert shadows[s]. A token that chose an expert twice makes one choice of the shadow, with the sum of both
-    weights, so T * slots rows hold all choices.
+    weights. So T * slots rows hold all choices.
     """
     chooses = (experts[:, None] == shadows[:, None]) & (shadows[:, None] >= 0)
     slots = jnp.arange(shadows.shape[0], dtype=jnp.int32)

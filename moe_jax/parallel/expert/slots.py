@@ -16,7 +16,7 @@ def pack(x: Num[Array, "tokens features"], route: Route) -> Num[Array, "devices 
 
 
 def unpack(slots: Float[Array, "devices slots features"], route: Route) -> Float[Array, "tokens features"]:
-    """Returns out[t] = sum over d of the slot of token t for device d, in at least f32 and in the order of the devices."""
+    """Returns out[t], the sum of the slots of token t for all devices, in at least f32 and in the order of the devices."""
     flat = slots.reshape(-1, slots.shape[2])
     of_devices = flat.at[route.slot_of_token].get(mode="fill", fill_value=0)
     return jnp.sum(of_devices, axis=0, dtype=at_least_f32(slots.dtype))
