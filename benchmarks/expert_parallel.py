@@ -3,8 +3,9 @@
     python benchmarks/expert_parallel.py --output results.json
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python benchmarks/expert_parallel.py --small     # on a CPU
 
-Exchange: GB/s that leave each device in dispatch and in combine of each transport, including empty slots (for "ragged" only
-filled slots). A plain `lax.all_to_all` of the buffers of transport `all_to_all` is the comparison. Routes are made beforehand.
+Exchange: GB/s that leave each device by dispatch and by combine of each transport. Empty slots count, except with "ragged"
+(`moe_jax.experimental.ragged`). A plain `lax.all_to_all` of the buffers of transport `all_to_all` stands beside them. Routes
+are made beforehand.
 
 Layer: every device has the same number of tokens, and the experts are divided among the devices. Efficiency is the time on one
 device with all experts over the time on n devices. "load" is the choices of the busiest device's experts over the mean, which
@@ -32,15 +33,18 @@ from jax.sharding import PartitionSpec as P
 from timing import median_ms
 
 from moe_jax.config import EXPERT_LAYERS
+from moe_jax.experimental.ragged import RAGGED
 from moe_jax.kernels import experts_mlp
 from moe_jax.parallel import ExpertParallel, default_hops, expert_parallel_mlp
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
 from moe_jax.parallel.expert import TRANSPORTS, combine, dispatch
 from moe_jax.parallel.expert.placement import balanced_order
 from moe_jax.parallel.expert.routes import first_route, owners, queue
-from moe_jax.parallel.expert.settings import Transport, first_capacity
+from moe_jax.parallel.expert.settings import Transport, TransportName, first_capacity
 
 SPLIT = P("expert")
+
+AnyTransport = TransportName | Transport
 
 EXCHANGE = dict(tokens=4096, **EXPERT_LAYERS["deepseek-v3"]._asdict())
 """The sizes for which DeepEP publishes its bandwidth: DeepSeek-V3's."""
@@ -61,7 +65,9 @@ def main() -> None:
     """Prints a row for each measurement; with --output also writes them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", type=int, help="numbers of devices; default: all; the layer also on one")
-    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=["gather", "all_to_all", "pairwise"])
+    parser.add_argument(
+        "--transports", nargs="+", choices=(*TRANSPORTS, RAGGED.name), default=TRANSPORTS, help="ragged: experimental"
+    )
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=["uniform", "zipf"])
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the experts' popularity")
     parser.add_argument("--tokens", type=int, default=LAYER["tokens"], help="tokens of each device, in the layer")
@@ -130,6 +136,7 @@ def measure_exchange(counts: list[int], sizes: dict, args: argparse.Namespace):
         yield row
         for what, transport, options in with_and_without_copies(devices, args):
             how = "expert", transport
+            sent = leaving[what.split()[0]]
             row = dict(measured="exchange", devices=devices, what=what)
             with failure_in(row):
                 send = on_mesh(lambda x, route, how=how: dispatch(x, route, *how), mesh, options)
@@ -137,8 +144,8 @@ def measure_exchange(counts: list[int], sizes: dict, args: argparse.Namespace):
                 received = jax.block_until_ready(send(x, route))
                 for name, f, argument in (("dispatch", send, x), ("combine", back, received)):
                     row[f"{name}_ms"] = median_ms(f, (argument, route), args.launches)
-                    row[f"{name}_gbs"] = leaving[transport] * row_bytes / row[f"{name}_ms"]
-                total_gbs = 2 * leaving[transport] * row_bytes / (row["dispatch_ms"] + row["combine_ms"])
+                    row[f"{name}_gbs"] = sent * row_bytes / row[f"{name}_ms"]
+                total_gbs = 2 * sent * row_bytes / (row["dispatch_ms"] + row["combine_ms"])
                 row["of_all_to_all"] = total_gbs / plain_gbs
             yield row
 
@@ -193,19 +200,23 @@ def measure_layer(counts: list[int], sizes: dict, args: argparse.Namespace):
                 yield row
 
 
-def layer_variants(devices: int, args: argparse.Namespace) -> list[tuple[str, Transport | None, int, dict]]:
+def layer_variants(devices: int, args: argparse.Namespace) -> list[tuple[str, AnyTransport | None, int, dict]]:
     """Returns name, transport, shadows and compiler options of each variant timed on `devices` devices."""
     if devices == 1:
         return [("one device", None, 0, {})]
     transports = with_and_without_copies(devices, args)
-    variants: list[tuple[str, Transport | None, int, dict]] = [(what, name, 0, options) for what, name, options in transports]
+    variants: list[tuple[str, AnyTransport | None, int, dict]] = [
+        (what, name, 0, options) for what, name, options in transports
+    ]
     variants += [(f"{what}, {n} shadows", name, n, options) for what, name, options in transports for n in args.shadows]
     return variants + [(f"{name}, no overlap", name, 0, NO_OVERLAP) for name in args.transports if name == "pairwise"]
 
 
-def with_and_without_copies(devices: int, args: argparse.Namespace) -> list[tuple[str, Transport, dict]]:
+def with_and_without_copies(devices: int, args: argparse.Namespace) -> list[tuple[str, AnyTransport, dict]]:
     """Returns name, transport and compiler options of each transport, with and without peer-to-peer copies."""
-    variants: list[tuple[str, Transport, dict]] = [(name, name, {}) for name in args.transports]
+    variants: list[tuple[str, AnyTransport, dict]] = [
+        (name, RAGGED if name == RAGGED.name else name, {}) for name in args.transports
+    ]
     if "pairwise" in args.transports and default_hops(make_mesh(devices)) == "copies":
         variants.append(("pairwise by copies", "pairwise", COPIES | MANY_AT_ONCE))
     return variants

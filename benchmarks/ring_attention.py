@@ -29,7 +29,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.kernels import attention
-from moe_jax.parallel import context_attention, default_hops, shard_sequence, unshard_sequence
+from moe_jax.parallel import ContextParallel, context_attention, default_hops, shard_sequence, unshard_sequence
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
 from moe_jax.parallel.sequence.attention import Method
@@ -105,7 +105,7 @@ def measure(devices: int, args: argparse.Namespace) -> list[dict]:
     split = [jax.device_put(shard_sequence(a, devices, args.layout), NamedSharding(mesh, SPLIT)) for a in whole]
     systems = {ALONE: (functools.partial(attend_alone, scale=scale), one, whole)}
     for method in args.methods:
-        options = dict(scale=scale, layout=args.layout, method=method, hops=args.hops)
+        options = dict(scale=scale, parallel=ContextParallel(layout=args.layout, method=method, hops=args.hops))
         systems[method] = functools.partial(context_attention, **options), mesh, split
 
     rows, forwards, steps, expected = {}, {}, {}, None

@@ -17,7 +17,7 @@ from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
 from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, devices_of_step, first_capacity
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec
 from moe_jax.parallel.sequence.attention import Method
-from moe_jax.parallel.sequence.ring import devices_of_turn
+from moe_jax.parallel.sequence.ring import devices_per_ring_step
 
 Dtype = Literal["bfloat16", "float32"]
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -141,7 +141,7 @@ class PlannedStep:
     def ring_step(self) -> int:
         """Number of other devices whose keys one step of the ring receives."""
         elements = self.config.num_key_value_heads * (self.config.key_dim + self.config.value_dim)
-        return min(self.mesh.context - 1, devices_of_turn(BYTES["bfloat16"] * self.tokens * elements, self.hops))
+        return min(self.mesh.context - 1, devices_per_ring_step(BYTES["bfloat16"] * self.tokens * elements, self.hops))
 
     @property
     def parameters(self) -> tuple["Parameter", ...]:

@@ -1,1 +1,1 @@
-"""Published methods that no model of ours uses by default. Nothing else in the package imports this room."""
+"""Methods that no model of this package uses by default. No other room of the package imports this one."""

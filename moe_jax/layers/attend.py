@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.attention.api import attention
 from moe_jax.layers.cache import KVCache
 from moe_jax.parallel.sequence.attention import ContextParallel
-from moe_jax.parallel.sequence.ring import Expand, Kept, keys_and_values
+from moe_jax.parallel.sequence.ring import KV, Expand, keys_and_values
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Attend:
     def __call__(
         self,
         q: Float[Array, "batch seq heads key_dim"],
-        kept: Kept,
+        kept: KV,
         expand: Expand | None = None,
         weights=(),
         *,

@@ -1,4 +1,4 @@
-"""Device meshes, how parameters lie on them, how tokens travel to experts, and attention over sequences that are split."""
+"""Device meshes, the layout of parameters on them, experts over devices, and sequences over devices."""
 
 from typing import TYPE_CHECKING
 

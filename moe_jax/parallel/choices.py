@@ -1,19 +1,19 @@
-"""Choices of how devices are used: plain values, so that settings and commands read them without importing JAX."""
+"""Names of mesh axes and transfers, as plain values: settings and commands read them without importing JAX."""
 
 import math
 from dataclasses import astuple, dataclass
 from typing import Literal
 
 MESH_AXES = ("data", "fsdp", "expert", "context")
-"""data: batch split, parameters whole. fsdp: batch and parameters split. expert: experts split. context: sequences split."""
+"""The axes and what each splits: data the batch, fsdp batch and parameters, expert the experts, context the sequences."""
 
 Hops = Literal["nccl", "copies"]
-"""How data goes from one device to another (`parallel.hops`)."""
+"""Transfers between devices: NCCL kernels or peer-to-peer copies (`parallel.collectives.hops`)."""
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """How many devices stand along each axis of a mesh: `make_mesh(**asdict(shape))`."""
+    """The number of devices along each axis of a mesh: `make_mesh(**asdict(shape))`."""
 
     data: int = 1
     fsdp: int = 1
@@ -22,5 +22,5 @@ class MeshShape:
 
     @property
     def size(self) -> int:
-        """Devices in all."""
+        """The number of all devices."""
         return math.prod(astuple(self))

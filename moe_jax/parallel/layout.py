@@ -1,9 +1,12 @@
-"""One table that says how each parameter is split over the devices.
+"""Defines, in one table, how each parameter is split over the devices.
 
-Every matrix is split over each mesh axis but `data`: a dense one over `fsdp`, `expert` and `context`, the experts over `expert`
-first, where they stay, and then over the others. All split the first of its own axes, unless they do not divide it: then the
-next. What is not in the table (norms, biases, routers) is whole on every device, as is what no axis can be split of. Outside
-`shard_map` XLA inserts the collectives that a computation needs; inside it `parallel.fsdp` gathers what `gathered_axes` names.
+Every matrix is split over each mesh axis but `data`. A dense matrix is split over `fsdp`, `expert` and `context`. Experts are
+split over `expert` first, along which they stay, and then over the other axes. Mesh axes split the first of the matrix's own
+axes; if they do not divide it, they split the next. Parameters outside the table (norms, biases, routers) are replicated, and
+so are matrices without an axis that can be split.
+
+Outside `shard_map` XLA inserts the collectives that a computation needs. Inside it `parallel.fsdp` gathers the axes of
+`gathered_axes`.
 """
 
 import math
@@ -11,8 +14,8 @@ import math
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-# The module that holds the matrix -> how many axes it has. Stacked parameters have the layer axis in front of these; it stays
-# whole, since every device runs every layer.
+# The module that holds the matrix -> the number of its axes. Stacked parameters have the layer axis in front. The layer axis is
+# not split, since every device runs every layer.
 _MATRICES = {
     "embed_tokens": 2,
     "lm_head": 2,
@@ -34,13 +37,15 @@ _MATRICES = {
 
 
 def mesh_of(parameters) -> Mesh | None:
-    """The mesh of several devices that the parameters (a pytree of arrays) lie on; None: they lie on one device."""
+    """Returns the mesh that the parameters (a pytree of arrays) lie on; None if they lie on one device."""
     mesh = getattr(jax.tree.leaves(parameters)[0].sharding, "mesh", None)
     return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
 
 
 def parameter_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
-    """Where the parameter at `path` (as in `nnx.to_flat_state`) lies, by its global shape; no mesh: on the default device.
+    """Returns the sharding of the parameter at `path` (as in `nnx.to_flat_state`) with this global shape.
+
+    Without a mesh it lies on the default device.
 
     Raises:
       ValueError: a mesh with Explicit axes, over which XLA inserts no collectives.
@@ -56,18 +61,21 @@ def parameter_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | None) -
 
 
 def parameter_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The mesh axes, or None, for each axis of the parameter."""
+    """Returns the mesh axes, or None, for each axis of the parameter."""
     splits = _splits(path, shape, mesh)
     return PartitionSpec(*(splits.get(axis) for axis in range(len(shape))))
 
 
 def parameter_path(key_path: tuple) -> tuple:
-    """The names of modules and parameter, as in `nnx.to_flat_state`, of a path of `jax.tree.leaves_with_path`."""
+    """Converts a path of `jax.tree.leaves_with_path` to the names of modules and parameter, as in `nnx.to_flat_state`."""
     return tuple(part.key for part in key_path if hasattr(part, "key"))
 
 
 def gathered_axes(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """What is gathered for use, all but the experts' own axis: (an axis, the last is -1; the mesh axes that split it)."""
+    """Returns pairs (axis, mesh axes that split it) that are gathered before use: all but the experts' own axis.
+
+    Axes are negative: the last is -1.
+    """
     own = "expert" if "experts" in path else None
     pairs = (
         (axis - len(shape), tuple(name for name in names if name != own))
@@ -77,13 +85,13 @@ def gathered_axes(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 
 
 def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> dict[int, tuple[str, ...]]:
-    """The mesh axes that split each axis of the parameter, the slowest first."""
+    """Returns the mesh axes that split each axis of the parameter, the slowest first."""
     modules = [str(part) for part in path if part != "weight"]
     own_axes = 0 if path[-1] == "bias" else _MATRICES.get(".".join(modules[-2:]), _MATRICES.get(modules[-1], 0))
     splits: dict[int, tuple[str, ...]] = {}
     for name in ("expert", "fsdp", "context") if own_axes == 3 else ("fsdp", "expert", "context"):
         ways = mesh.shape.get(name, 1)
-        # Along `expert` whole experts are dealt out, or none.
+        # `expert` splits an experts' matrix only along the axis of experts: a part of an expert could not stay in place.
         choices = 1 if name == "expert" and own_axes == 3 else own_axes
         for axis in range(len(shape) - own_axes, len(shape) - own_axes + choices) if ways > 1 else ():
             before = splits.get(axis, ())

@@ -1,4 +1,4 @@
-"""The device mesh: named axes in one order, whichever of them a job uses."""
+"""Makes the device mesh: all named axes, in one fixed order."""
 
 import math
 
@@ -11,7 +11,7 @@ from moe_jax.parallel.choices import MESH_AXES
 def make_mesh(
     *, data: int = 1, fsdp: int = 1, expert: int = 1, context: int = 1, devices: list[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """A mesh with the axes MESH_AXES of the given sizes, for `from_pretrained(..., mesh=)`.
+    """Makes a mesh with the axes MESH_AXES of the given sizes, for `from_pretrained(..., mesh=)`.
 
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
@@ -29,10 +29,10 @@ def make_mesh(
 
 
 def axis_size(axis_name: str) -> int:
-    """How many devices stand along a mesh axis, inside a `jax.shard_map` over it.
+    """Returns the number of devices along a mesh axis, inside a `jax.shard_map` over it.
 
     Raises:
-      NameError: outside one, or in one whose mesh lacks the axis.
+      NameError: outside `shard_map`, or inside one whose mesh lacks the axis.
     """
     try:
         return lax.axis_size(axis_name)

@@ -1,4 +1,4 @@
-"""What a model's tokens, experts and parameters have to do with a mesh, in one value that a training step is given."""
+"""Describes how tokens, experts and parameters lie on a mesh, in one value for a training step."""
 
 import math
 from dataclasses import dataclass, replace
@@ -15,23 +15,23 @@ from moe_jax.parallel.sequence.attention import ContextParallel
 class Parallelism:
     """A mesh of `make_mesh`, and how experts and sequences are spread over it.
 
-    Every device has tokens of its own: the rows of a batch are split over `data`, `fsdp` and `expert`, the tokens of a row over
-    `context`. Parameters are split over all axes but `data` (`parallel.layout`): the experts stay where they are and tokens
-    travel to them along `expert`, all other matrices are gathered where they are used (`parallel.fsdp`).
+    Every device has its own tokens. The rows of a batch are split over `data`, `fsdp` and `expert`, the tokens of a row over
+    `context`. Parameters are split over all axes but `data` (`parallel.layout`). The experts stay where they are, and tokens
+    travel to them along `expert`. All other matrices are gathered where they are used (`parallel.fsdp`).
 
     Raises:
-      ValueError: hops that the mesh's devices cannot make; tokens that would travel along another axis than the mesh's
-        `expert`, along which the experts lie; sequences split over an axis that the mesh lacks.
+      ValueError: hops that the mesh's devices do not support; an `expert.axis_name` other than "expert", along which the mesh
+        splits the experts; a `context.axis_name` that the mesh lacks.
     """
 
     mesh: Mesh
     expert: ExpertParallel = ExpertParallel()
-    """How tokens travel to experts, where the mesh has more than one device along `expert`."""
+    """Transfers of tokens to experts, if the mesh has more than one device along `expert`."""
     context: ContextParallel = ContextParallel()
-    """How sequences are split and attention is computed, where it has more than one along `context`."""
+    """Layout of sequences and method of attention, if the mesh has more than one device along `context`."""
     hops: Hops = "nccl"
-    """How data passes from device to device (`parallel.hops`). With "copies" programs are to be compiled with
-    `compiler_options`, as `make_train_step` compiles its step."""
+    """Transfers between devices (`parallel.collectives.hops`). "copies" needs a program compiled with `compiler_options`;
+    `make_train_step` does that."""
 
     def __post_init__(self):
         check_hops(self.hops, self.mesh)
@@ -46,14 +46,14 @@ class Parallelism:
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        """What `jax.jit` takes so that hops are made as `hops` says."""
+        """The options of `jax.jit` that make XLA transfer data as `hops` says."""
         return {} if self.hops == "nccl" else COPIES | MANY_AT_ONCE
 
     @property
     def expert_parallel(self) -> ExpertParallel | None:
-        """`expert`, if there is anything to spread.
+        """`expert`; None if one device holds all experts.
 
-        By copies, and with buffers that everything fits into, tokens travel pairwise unless its transport is another.
+        With peer-to-peer copies and buffers that fit every routing, an unset transport becomes "pairwise".
         """
         devices = self._size(self.expert.axis_name)
         if devices == 1:
@@ -64,7 +64,7 @@ class Parallelism:
 
     @property
     def context_parallel(self) -> ContextParallel | None:
-        """`context`, if there is anything to split, with hops as the program makes them."""
+        """`context` with this object's `hops`; None if each device holds whole sequences."""
         return replace(self.context, hops=self.hops) if self._size(self.context.axis_name) > 1 else None
 
     @property
@@ -74,20 +74,20 @@ class Parallelism:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which devices have different tokens: all."""
+        """The mesh axes along which devices have different tokens: all axes."""
         return tuple(self.mesh.axis_names)
 
     @property
     def batch_spec(self) -> PartitionSpec:
-        """Of arrays [batch, seq], their tokens in the order of `context.layout`."""
+        """The PartitionSpec of arrays [batch, seq] with tokens in the order of `context.layout`."""
         name = self.context.axis_name
         return PartitionSpec(self.row_axes, name if name in self.mesh.axis_names else None)
 
     def check_batch(self, rows: int) -> None:
-        """Whether the rows of a (micro-)batch can be dealt out.
+        """Checks that the rows of a (micro-)batch split evenly over the devices.
 
         Raises:
-          ValueError: they cannot.
+          ValueError: they do not.
         """
         ways = math.prod(self._size(name) for name in self.row_axes)
         if rows % ways:
@@ -95,7 +95,7 @@ class Parallelism:
             raise ValueError(f"a (micro-)batch of {rows} rows cannot be dealt out to {axes}; it must be a multiple of {ways}")
 
     def own_rows(self, rows: int) -> list[int]:
-        """Which rows of a batch of so many lie, with all of their tokens or some, on devices of this process."""
+        """Returns the rows of a batch of `rows` rows that lie, wholly or partly, on devices of this process."""
         parts = NamedSharding(self.mesh, PartitionSpec(self.row_axes)).addressable_devices_indices_map((rows,)).values()
         return sorted({row for part in parts if part for row in range(*part[0].indices(rows))})
 

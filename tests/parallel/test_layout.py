@@ -1,4 +1,4 @@
-"""Each parameter is split along the axis that the table names, where the mesh allows it."""
+"""Each parameter is split along the axis that the table names, if the mesh allows it."""
 
 import jax
 import pytest
@@ -42,12 +42,12 @@ def test_the_table(path, shape, expected):
     assert parameter_spec(path, shape, mesh(fsdp=4, expert=2)) == PartitionSpec(*expected)
 
 
-def test_every_mesh_axis_but_data_splits_parameters():
+def test_mesh_axes():
     path, shape = (*LAYER, "mlp", "experts", "gate_up_proj"), (3, 8, 48, 32)
     assert parameter_spec(path, shape, mesh(data=2, expert=2, context=2))[1] == ("expert", "context")
 
 
-def test_all_is_gathered_but_the_experts_along_their_own_axis():
+def test_gathered_axes():
     on = mesh(fsdp=4, expert=2)
     assert gathered_axes((*LAYER, "self_attn", "q_proj", "weight"), (3, 64, 32), on) == ((-2, ("fsdp", "expert")),)
     assert gathered_axes((*LAYER, "mlp", "experts", "down_proj"), (3, 8, 32, 24), on) == ((-3, ("fsdp",)),)
@@ -55,16 +55,16 @@ def test_all_is_gathered_but_the_experts_along_their_own_axis():
     assert gathered_axes((*LAYER, "mlp", "router", "weight"), (3, 8, 32), on) == ()
 
 
-def test_axes_that_the_mesh_lacks_stay_whole():
+def test_mesh_without_axes():
     path = ("stages", 0, "mlp", "experts", "gate_up_proj")
     assert parameter_spec(path, (3, 8, 48, 32), mesh(data=2)) == PartitionSpec(None, None, None, None)
 
 
-def test_without_a_mesh_parameters_lie_on_the_default_device():
+def test_no_mesh():
     assert isinstance(parameter_sharding(("norm", "weight"), (32,), None), SingleDeviceSharding)
 
 
-def test_a_mesh_with_explicit_axes_is_refused():
+def test_explicit_axes_are_refused():
     explicit = jax.make_mesh((1,), ("fsdp",), devices=jax.devices()[:1])
     with pytest.raises(ValueError, match=r"axes fsdp must all be AxisType.Auto, as moe_jax.parallel.make_mesh makes them"):
         parameter_sharding(("norm", "weight"), (32,), explicit)

@@ -1,4 +1,4 @@
-"""A mesh and what it is for fit together, or are refused. `eight_devices/test_parallelism.py` trains with them."""
+"""`Parallelism` refuses settings that do not fit its mesh. `eight_devices/test_parallelism.py` trains with it."""
 
 import jax.numpy as jnp
 import pytest
@@ -11,13 +11,13 @@ def mesh(**sizes):
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def test_tokens_travel_along_the_axis_that_splits_the_experts():
+def test_expert_axis():
     for name in ("experts", "fsdp"):
         with pytest.raises(ValueError, match=f"ExpertParallel.axis_name must be 'expert', .*; got '{name}'"):
             Parallelism(mesh(fsdp=2, expert=4), ExpertParallel(axis_name=name))
 
 
-def test_sequences_are_split_over_an_axis_of_the_mesh():
+def test_context_axis():
     with pytest.raises(ValueError, match="ContextParallel.axis_name must be an axis of the mesh, fsdp, context; got 'ctx'"):
         Parallelism(mesh(fsdp=2, context=4), context=ContextParallel(axis_name="ctx"))
 
@@ -30,18 +30,18 @@ def test_sequences_are_split_over_an_axis_of_the_mesh():
         ({"hops": "copy"}, "unknown hops 'copy'; choose one of 'nccl', 'copies'"),
     ],
 )
-def test_unknown_ways_to_split_a_sequence_are_refused(settings, message):
+def test_context_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         ContextParallel(**settings)
 
 
-def test_outside_shard_map_the_error_says_where_to_call_it():
+def test_error_outside_shard_map():
     q = jnp.ones((1, 8, 2, 4))
     for method in ("ring", "all_gather", "ulysses"):
         with pytest.raises(NameError, match="no mesh axis 'context' here; call it inside a jax.shard_map over that axis"):
-            context_attention(q, q, q, scale=1.0, method=method)
+            context_attention(q, q, q, scale=1.0, parallel=ContextParallel(method=method))
 
 
-def test_a_mesh_needs_no_axis_for_what_it_does_not_split():
+def test_mesh_without_axes():
     whole = Parallelism(mesh(fsdp=2))
     assert whole.expert_parallel is None and whole.context_parallel is None

@@ -1,7 +1,7 @@
-"""All-gather and reduce-scatter made of hops, from each device straight to each other (`parallel.hops`).
+"""All-gather and reduce-scatter made of one transfer for each pair of devices (`parallel.collectives.hops`).
 
-As copies they take no core from what computes beside them, where NCCL's kernels do. A gather writes what arrives once more,
-into its place in the whole. Each is in two halves, so that a program can compute between sending and receiving.
+Peer-to-peer copies take no core from the kernels beside them; NCCL's kernels do. A gather writes the arrived parts once more,
+to their position in the whole. Each collective is in two halves, so that a program can compute between sending and receiving.
 """
 
 from functools import reduce
@@ -16,12 +16,15 @@ from moe_jax.parallel.collectives.hops import hop
 
 
 def send_part(part: Array, mesh_axes: tuple[str, ...]) -> list[Array]:
-    """What this device gets of each device's part: its own, then from the one before it, and so on; inside `jax.shard_map`."""
+    """Sends this device's part to all devices, inside `jax.shard_map`.
+
+    Returns the parts that arrive: its own, then the part of the device before it, and so on.
+    """
     return [hop(part, mesh_axes, distance) for distance in range(lax.axis_size(mesh_axes))]
 
 
 def join_parts(arrived: list[Array], mesh_axes: tuple[str, ...], axis: int) -> Array:
-    """The whole of what `send_part` brought, joined along `axis` in the devices' order."""
+    """Joins the parts that `send_part` returned, along `axis` and in the devices' order."""
     devices, own = lax.axis_size(mesh_axes), lax.axis_index(mesh_axes)
     part = arrived[0]
     size = part.shape[axis]
@@ -32,8 +35,10 @@ def join_parts(arrived: list[Array], mesh_axes: tuple[str, ...], axis: int) -> A
 
 
 def send_contributions(x: Array, mesh_axes: tuple[str, ...], axis: int) -> list[Array]:
-    """The devices' contributions to this device's part of a sum over devices of x, split along `axis`, in the order of
-    `send_part`."""
+    """Sends each device the part of x, along `axis`, whose sum it keeps.
+
+    Returns the devices' contributions to this device's part, in the order of `send_part`.
+    """
     devices, own = lax.axis_size(mesh_axes), lax.axis_index(mesh_axes)
     size = x.shape[axis] // devices
 
@@ -44,5 +49,5 @@ def send_contributions(x: Array, mesh_axes: tuple[str, ...], axis: int) -> list[
 
 
 def add_contributions(arrived: list[Array]) -> Array:
-    """Their sum in at least f32."""
+    """Returns the sum of the contributions, in at least f32."""
     return reduce(jnp.add, (a.astype(at_least_f32(a.dtype)) for a in arrived))

@@ -1,9 +1,8 @@
-"""Hops, by which data goes from one device to another: what a ring passes on, tokens that travel to experts pairwise, and
-matrices that are gathered.
+"""Hops: transfers from one device to another, in ring attention, pairwise exchanges with experts, and gathers of matrices.
 
-Over "nccl" a hop is a kernel, which takes cores from those that compute. As one of "copies" it goes from GPU to GPU beside
-them: rings of attention, exchanges with experts and gathers were all faster so (docs/performance.md). XLA copies between the
-GPUs of one process alone. Which of the two it makes is an option of the program it compiles.
+With "nccl" a hop is a kernel, which takes cores from the computation. With "copies" it is a peer-to-peer copy from GPU to GPU
+beside the computation. Ring attention, exchanges with experts and gathers were all faster with copies (docs/performance.md).
+XLA copies only between the GPUs of one process. A compiler option of the program chooses between the two.
 """
 
 from typing import get_args
@@ -15,22 +14,22 @@ from jaxtyping import Array
 from moe_jax.parallel.choices import MESH_AXES, Hops
 
 COPIES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
-"""Options of `jax.jit`: each `ppermute` is a copy."""
+"""Options of `jax.jit` that make each `ppermute` a peer-to-peer copy."""
 
 MANY_AT_ONCE = {"xla_gpu_experimental_parallel_collective_overlap_limit": "64"}
-"""So many collectives may be under way; else one runs beside computation, and the others alone."""
+"""Options of `jax.jit` that allow 64 collectives in flight. By default one runs beside computation, and the others alone."""
 
 
 def default_hops(mesh: Mesh) -> Hops:
-    """Copies where they can be made."""
+    """Returns "copies" if the devices of the mesh support them, and "nccl" otherwise."""
     return "nccl" if _obstacle(mesh) else "copies"
 
 
 def check_hops(hops: Hops, mesh: Mesh) -> None:
-    """Whether the devices of the mesh can make such hops.
+    """Checks that the devices of the mesh support `hops`.
 
     Raises:
-      ValueError: they cannot, or `hops` is none of "nccl" and "copies".
+      ValueError: they do not, or `hops` is neither "nccl" nor "copies".
     """
     if hops not in get_args(Hops):
         raise ValueError(f"hops={hops!r} must be one of {', '.join(get_args(Hops))}")
@@ -39,7 +38,7 @@ def check_hops(hops: Hops, mesh: Mesh) -> None:
 
 
 def hop(message: Array, axis_name: str | tuple[str, ...], distance: int) -> Array:
-    """What the device `distance` places before this one has; inside `jax.shard_map`."""
+    """Sends `message` to the device `distance` after this one, inside `jax.shard_map`; returns the one that arrives."""
     devices = lax.axis_size(axis_name)
     if distance % devices == 0:
         return message
@@ -47,7 +46,7 @@ def hop(message: Array, axis_name: str | tuple[str, ...], distance: int) -> Arra
 
 
 def _obstacle(mesh: Mesh) -> str:
-    """Why there are no copies between the devices; empty if there are."""
+    """Returns why the devices do not support copies; empty if they do."""
     processes, platforms = ({getattr(d, name) for d in mesh.devices.flat} for name in ("process_index", "platform"))
     if len(processes) > 1:
         return f"devices of {len(processes)} processes"

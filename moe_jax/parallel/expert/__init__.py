@@ -1,4 +1,4 @@
-"""Expert parallelism: each device of a mesh axis holds a part of the experts, and tokens travel to theirs.
+"""Expert parallelism: each device of a mesh axis holds a part of the experts, and tokens travel to the experts they chose.
 
 docs/parallel_experts.md compares the transports.
 """
@@ -10,8 +10,8 @@ from moe_jax.runtime.lazy import export_lazily
 if TYPE_CHECKING:
     from moe_jax.parallel.expert.exchange import combine, dispatch
     from moe_jax.parallel.expert.mlp import Exchange, expert_parallel_mlp
-    from moe_jax.parallel.expert.settings import TRANSPORTS, ExpertParallel
+    from moe_jax.parallel.expert.settings import TRANSPORTS, ExpertParallel, Transport
 
-__all__ = ["TRANSPORTS", "Exchange", "ExpertParallel", "combine", "dispatch", "expert_parallel_mlp"]
+__all__ = ["TRANSPORTS", "Exchange", "ExpertParallel", "Transport", "combine", "dispatch", "expert_parallel_mlp"]
 
 export_lazily(__name__)

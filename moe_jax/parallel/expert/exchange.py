@@ -1,7 +1,8 @@
-"""`dispatch` brings tokens to the devices that hold their experts, `combine` brings outputs home and sums them.
+"""Sends tokens to the devices that hold their experts (`dispatch`), and sends outputs home and sums them (`combine`).
 
-Each is the transpose of the other (as in DeepEP, https://github.com/deepseek-ai/DeepEP): the gradient of dispatch is combine,
-that of combine is dispatch, whatever the transport. A token travels to a device once, however many of its experts live there.
+Each is the transpose of the other (as in DeepEP, https://github.com/deepseek-ai/DeepEP). The gradient of dispatch is combine,
+and the gradient of combine is dispatch, with any transport. A token travels to a device once, even if it chose several experts
+there.
 """
 
 from functools import partial
@@ -9,60 +10,75 @@ from functools import partial
 import jax
 from jaxtyping import Array, Float
 
-from moe_jax.parallel.expert import all_to_all, gather, pairwise, ragged
+from moe_jax.parallel.expert import all_to_all, gather, pairwise
 from moe_jax.parallel.expert.routes import Route
-from moe_jax.parallel.expert.settings import Transport
+from moe_jax.parallel.expert.settings import Transport, TransportName
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def dispatch(
-    x: Float[Array, "tokens features"], route: Route, axis_name: str, transport: Transport, steps: tuple[int, ...] = ()
+    x: Float[Array, "tokens features"],
+    route: Route,
+    axis_name: str,
+    transport: TransportName | Transport,
+    steps: tuple[int, ...] = (),
 ) -> Float[Array, "received features"]:
-    """The tokens that the devices of the axis send to this one, C slots of each; rows that nobody sent are zero.
+    """Returns the tokens that the devices of the axis send to this one, in C slots a device; empty slots are zero.
 
-    With "gather" C is the number of tokens and every token is sent, as with "pairwise" if C is that number; else C is that of
-    `route`. Rows stand in the order of the devices; with "pairwise" this device's own come first, then those of the device
-    before it, and so on.
+    With "gather" C is the number of tokens, and every token is sent. "pairwise" does the same if `route` has C slots for C
+    tokens. Otherwise C is the number of slots of `route`. Rows stand in the order of the devices. With "pairwise" this
+    device's own rows come first, then the rows of the device before it, and so on.
 
     Args:
-        steps: with "pairwise", how many devices' rows are computed together, in this order; `combine` sends them home so.
+        steps: with "pairwise", the number of devices whose rows each step computes, in order. `combine` sends them home so.
     """
-    return MODULES[transport].to_experts(x, route, axis_name)
+    return _functions(transport).to_experts(x, route, axis_name)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def combine(
-    rows: Float[Array, "received features"], route: Route, axis_name: str, transport: Transport, steps: tuple[int, ...] = ()
+    rows: Float[Array, "received features"],
+    route: Route,
+    axis_name: str,
+    transport: TransportName | Transport,
+    steps: tuple[int, ...] = (),
 ) -> Float[Array, "tokens features"]:
-    """Sends each row back to where `dispatch` took it from; a token's rows are summed there.
+    """Sends each row back to the device that `dispatch` took it from, and sums the rows of each token there.
 
-    Rows travel in their dtype. They are summed in the order of the devices or, where "pairwise" sends every token, as they
-    stand, in at least f32, and so is the result.
+    Rows travel in their dtype. The sum and the result are in at least f32. The order of summation is the order of the devices;
+    if "pairwise" sends every token, it is the order of the rows.
     """
     if transport == "pairwise":
         return pairwise.to_home(rows, route, axis_name, steps)
-    return MODULES[transport].to_home(rows, route, axis_name)
+    return _functions(transport).to_home(rows, route, axis_name)
 
 
-MODULES = {"gather": gather, "all_to_all": all_to_all, "ragged": ragged, "pairwise": pairwise}
+_BUILT_IN = {
+    "gather": Transport("gather", gather.to_experts, gather.to_home),
+    "all_to_all": Transport("all_to_all", all_to_all.to_experts, all_to_all.to_home),
+    "pairwise": Transport("pairwise", pairwise.to_experts, pairwise.to_home),
+}
 
 
-def _dispatch_forward(x, route, *how):
-    return dispatch(x, route, *how), route
+def _functions(transport: TransportName | Transport) -> Transport:
+    return transport if isinstance(transport, Transport) else _BUILT_IN[transport]
 
 
-def _dispatch_backward(*arguments):
-    *how, route, d_rows = arguments
-    return combine(d_rows, route, *how).astype(d_rows.dtype), None
+def _dispatch_forward(x, route, axis_name, transport, steps):
+    return dispatch(x, route, axis_name, transport, steps), route
 
 
-def _combine_forward(rows, route, *how):
-    return combine(rows, route, *how), (route, jax.numpy.zeros((), rows.dtype))
+def _dispatch_backward(axis_name, transport, steps, route, d_rows):
+    return combine(d_rows, route, axis_name, transport, steps).astype(d_rows.dtype), None
 
 
-def _combine_backward(*arguments):
-    *how, (route, like), d_sums = arguments
-    return dispatch(d_sums.astype(like.dtype), route, *how), None
+def _combine_forward(rows, route, axis_name, transport, steps):
+    return combine(rows, route, axis_name, transport, steps), (route, jax.numpy.zeros((), rows.dtype))
+
+
+def _combine_backward(axis_name, transport, steps, residuals, d_sums):
+    route, like = residuals
+    return dispatch(d_sums.astype(like.dtype), route, axis_name, transport, steps), None
 
 
 dispatch.defvjp(_dispatch_forward, _dispatch_backward)

@@ -1,23 +1,25 @@
-"""The experts of a Mixture-of-Experts layer, split over a mesh axis: `kernels.experts_mlp` where the experts live.
+"""Computes the experts of a Mixture-of-Experts layer that are split over a mesh axis: `kernels.experts_mlp` on each device.
 
-The first round of the exchange carries what an even routing brings and some more. What is beyond queues for further rounds, as
-many as the longest queue of any device needs: none under an even routing, n / `capacity_factor` where all choices fall on one
-device. So no token is ever lost
-and no buffer is made for the worst routing. Where one holds it all the same (`capacity_factor` of n) there are no further
-rounds, and the host need not wait to learn how many.
+The exchange takes place in rounds. The first round has room for an even routing times `capacity_factor`. Tokens beyond that
+queue for further rounds, until the longest queue of any device is empty. An even routing needs no further round. If every
+choice falls on one device, it needs about n / `capacity_factor` of them. So no token is ever lost, and no buffer is sized for
+the worst routing.
 
-The first round keeps for backward what `experts_mlp` keeps; a further one, whose number only the routing knows, keeps nothing
-and is computed again. Choices of shadow experts (`shadow`) take no part in the exchange.
+A `capacity_factor` of n makes buffers that hold the worst routing. Then there are no further rounds, and the host need not
+wait to learn their number.
+
+The first round saves the residuals that `experts_mlp` saves. The number of further rounds depends on the routing, so they save
+nothing, and the backward pass computes them again. Choices of shadow experts (`shadow`) take no part in the exchange.
 """
 
 import itertools
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.experts.api import Part, experts_mlp, experts_mlp_of_parts
 from moe_jax.kernels.experts.routing import int32_ids
@@ -40,24 +42,34 @@ from moe_jax.parallel.expert.settings import (
     Capacity,
     ExpertParallel,
     Transport,
+    TransportName,
     devices_of_step,
     first_capacity,
     further_capacity,
 )
-from moe_jax.parallel.expert.shadow import choices_of_shadows, lend, load_by_device, rows_per_shadow, select_shadows
+from moe_jax.parallel.expert.shadow import (
+    ExpertWeights,
+    choices_of_shadows,
+    lend,
+    load_by_device,
+    rows_per_shadow,
+    select_shadows,
+)
 from moe_jax.parallel.mesh import axis_size
 
 
 class Exchange(NamedTuple):
-    """What an exchange did, of this device: differs between the devices of the axis unless summed over it."""
+    """Counts of one exchange on this device. They differ between the devices of the axis unless they are summed over it."""
 
     num_dropped: Int[Array, ""]
-    """Choices of this device's tokens that no expert computed, for lack of room; 0 unless `drop` is set."""
+    """Choices of this device's tokens that no expert computed, because a buffer was full; 0 unless `drop` is set."""
     num_rounds: Int[Array, ""]
-    """Rounds of the exchange, the same on all devices of the axis: 1 and the further ones."""
+    """Rounds of the exchange: 1 plus the further rounds. All devices of the axis have the same number."""
     num_shadows: Int[Array, ""]
-    """Experts that were copied to all devices of the axis: the same number on each of them, though its type, which says that it
-    may vary, does not know it. 0 unless `shadow_experts` is set."""
+    """Experts that were copied to all devices of the axis; 0 unless `shadow_experts` is set.
+
+    All devices have the same number, although its type under `check_vma` says that it may vary.
+    """
 
 
 def expert_parallel_mlp(
@@ -70,19 +82,21 @@ def expert_parallel_mlp(
     *,
     backend: str | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], Exchange]:
-    """`experts_mlp` of this device's tokens with the experts of all devices of the axis; call it inside `jax.shard_map`.
+    """Computes `experts_mlp` of this device's tokens with the experts of all n devices of the axis, inside `jax.shard_map`.
 
-    Each device passes its own tokens with their choices among all E experts, and the weights of its own E/n experts. Every
-    device of the axis must call it, with as many tokens. Differentiable in x, both weights and topk_weights; a device's
-    gradient of its experts' weights is the sum over the tokens of all devices. A token's outputs of one device are summed in
-    f32 there and travel in x's dtype; those of the devices are summed in f32. Two runs give the same bits.
+    Each device passes its own tokens, their choices among all E experts, and the weights of its own E/n experts. Every device
+    of the axis must call it with the same number of tokens.
 
-    Ids outside [0, E) add nothing, as in `experts_mlp`; a token may choose an expert twice. On an axis of one device nothing
+    Differentiable in x, both weights and topk_weights. The gradient of a device's expert weights is the sum over the tokens of
+    all devices. Each device sums its experts' outputs for a token in f32, and sends that sum in x's dtype. The token's own
+    device sums the devices' contributions in f32. Two runs give the same bits.
+
+    Ids outside [0, E) add nothing, as in `experts_mlp`. A token may choose an expert twice. On an axis of one device nothing
     travels and nothing is dropped.
 
     Raises:
-        ValueError: shapes that do not fit together, more shadow_experts than experts, and what `experts_mlp` raises.
-        NameError: outside `shard_map`, or one whose mesh lacks the axis.
+        ValueError: shapes that do not fit together, more shadow_experts than experts, and errors of `experts_mlp`.
+        NameError: outside `shard_map`, or inside one whose mesh lacks the axis.
         NotImplementedError: shadow_experts under `jax.vmap`.
     """
     check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts="local_experts")
@@ -90,115 +104,156 @@ def expert_parallel_mlp(
     num_experts = devices * w_gate_up.shape[0]
     if parallel.shadow_experts > num_experts:
         raise ValueError(f"shadow_experts must be at most the {num_experts} experts; got {parallel.shadow_experts}")
-    arrays = x, w_gate_up, w_down, topk_weights, topk_experts
-    if devices == 1 or topk_experts.size == 0:
-        y = experts_mlp(*arrays, backend=backend) if topk_experts.size else vary_as(jnp.zeros_like(x), arrays)
-        return y, Exchange(jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32))
+    arguments = x, w_gate_up, w_down, topk_weights, topk_experts
+    none, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
+    if topk_experts.size == 0:
+        return vary_as(jnp.zeros_like(x), arguments), Exchange(none, one, none)
+    if devices == 1:
+        return experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, backend=backend), Exchange(none, one, none)
 
     experts = int32_ids(topk_experts, num_experts)
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, -1)
-    arrays = vary_as((*arrays[:-1], experts), (arrays, lax.axis_index(parallel.axis_name)))
+    inputs = ExpertInputs(x, w_gate_up, w_down, topk_weights)
+    inputs, experts = vary_as((inputs, experts), (arguments, lax.axis_index(parallel.axis_name)))
     if parallel.shadow_experts == 0:
-        y, num_dropped, num_rounds = _exchange(parallel, backend, *arrays)
-        return y.astype(x.dtype), Exchange(num_dropped, num_rounds, jnp.zeros((), jnp.int32))
-    y_of_shadows, num_shadows, arrays = _shadows(parallel, backend, *arrays)
-    y, num_dropped, num_rounds = _exchange(parallel, backend, *arrays)
-    return (y + y_of_shadows).astype(x.dtype), Exchange(num_dropped, num_rounds, num_shadows)
+        y, exchange = _exchange(parallel, backend, inputs, experts)
+        return y.astype(x.dtype), exchange
+    shadows = _compute_shadows(parallel, backend, inputs, experts)
+    y, exchange = _exchange(parallel, backend, shadows.inputs, shadows.experts)
+    return (y + shadows.y).astype(x.dtype), exchange._replace(num_shadows=shadows.num_shadows)
 
 
-def _shadows(
-    parallel: ExpertParallel, backend: str | None, x: Array, w_gate_up: Array, w_down: Array, weights: Array, experts: Array
-) -> tuple[Array, Array, tuple]:
-    """What shadows add to this device's tokens, how many they are, and the arguments of an exchange of the other choices."""
-    axis_name, num_experts = parallel.axis_name, axis_size(parallel.axis_name) * w_down.shape[0]
+class ExpertInputs(NamedTuple):
+    """The differentiable arguments of `expert_parallel_mlp`, on one device."""
+
+    x: Float[Array, "tokens hidden"]
+    w_gate_up: Float[Array, "local_experts 2*inter hidden"]
+    w_down: Float[Array, "local_experts hidden inter"]
+    weights: Float[Array, "tokens k"]
+
+
+class ShadowOutput(NamedTuple):
+    """The outputs of shadow experts, and what is left for the exchange."""
+
+    y: Float[Array, "tokens hidden"]
+    """The shadows' contribution to this device's tokens."""
+    num_shadows: Int[Array, ""]
+    inputs: ExpertInputs
+    """The inputs of the exchange. The gradients of the shadows' copies flow into these weights."""
+    experts: Int[Array, "tokens k"]
+    """The choices, -1 where a shadow computed them."""
+
+
+def _compute_shadows(
+    parallel: ExpertParallel, backend: str | None, inputs: ExpertInputs, experts: Int[Array, "tokens k"]
+) -> ShadowOutput:
+    axis_name, num_experts = parallel.axis_name, axis_size(parallel.axis_name) * inputs.w_down.shape[0]
+    dtype = inputs.x.dtype
     load = load_by_device(experts, num_experts, axis_name)
-    cost = rows_per_shadow(parallel.flops_per_byte, x.dtype.itemsize, load.shape[0])
+    cost = rows_per_shadow(parallel.flops_per_byte, dtype.itemsize, load.shape[0])
     shadows = select_shadows(load, parallel.shadow_experts, cost)
-    (w_gate_up, w_down), copies = lend((w_gate_up, w_down), shadows, axis_name, x.dtype)
-    weights_of_shadows, slots, others = choices_of_shadows(weights, experts, shadows)
-    y = experts_mlp(x, *copies, weights_of_shadows, slots, backend=backend)
-    return y, jnp.sum(shadows >= 0, dtype=jnp.int32), (x, w_gate_up, w_down, weights, others)
+    own, copies = lend(ExpertWeights(inputs.w_gate_up, inputs.w_down), shadows, axis_name, dtype)
+    weights_of_shadows, slots, others = choices_of_shadows(inputs.weights, experts, shadows)
+    y = experts_mlp(inputs.x, copies.gate_up, copies.down, weights_of_shadows, slots, backend=backend)
+    left = inputs._replace(w_gate_up=own.gate_up, w_down=own.down)
+    return ShadowOutput(y, jnp.sum(shadows >= 0, dtype=jnp.int32), left, others)
 
 
 def _exchange(
-    parallel: ExpertParallel, backend: str | None, x: Array, w_gate_up: Array, w_down: Array, weights: Array, experts: Array
-) -> tuple[Array, Array, Array]:
-    """What the experts of all devices add to this device's tokens, num_dropped and num_rounds."""
-    devices = axis_size(parallel.axis_name)
-    plan = _plan(x.shape[0], experts.shape[1], devices, w_gate_up.shape[0], parallel, backend)
+    parallel: ExpertParallel, backend: str | None, inputs: ExpertInputs, experts: Int[Array, "tokens k"]
+) -> tuple[Array, Exchange]:
+    """Returns what the experts of all devices add to this device's tokens, in at least f32, and the counts."""
+    devices, tokens = axis_size(parallel.axis_name), inputs.x.shape[0]
+    plan = plan_exchange(tokens, experts.shape[1], devices, inputs.w_gate_up.shape[0], parallel, backend)
     owner = owners(experts, plan.num_experts, devices)
-    queues = queue(owner, lax.stop_gradient(weights), devices, plan.first, parallel.drop or "position")
-    holds_all = plan.first == (x.shape[0], experts.size)  # from one device for one other, whatever the routing
+    queues = queue(owner, lax.stop_gradient(inputs.weights), devices, plan.first, parallel.drop or "position")
+    # A buffer holds everything that one device can send to another, under any routing.
+    holds_all = plan.first == (tokens, experts.size)
     is_first = owner >= 0 if holds_all else in_first_round(queues, owner)
-    arrays = x, w_gate_up, w_down, weights
+    none, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     if parallel.drop is not None or holds_all:
-        y = _first_round(plan, queues, is_first, experts, *arrays)
-        return y, jnp.sum((owner >= 0) & ~is_first, dtype=jnp.int32), jnp.ones((), jnp.int32)
+        y = _first_round(plan, Choices(none, queues, is_first, experts), inputs)
+        return y, Exchange(jnp.sum((owner >= 0) & ~is_first, dtype=jnp.int32), one, none)
     rounds = further_rounds(queues, plan.further, parallel.axis_name)
-    y = _all_rounds(plan, rounds, queues, is_first, experts, *arrays)
-    return y, jnp.zeros((), jnp.int32), 1 + rounds
+    y = _all_rounds(plan, Choices(rounds, queues, is_first, experts), inputs)
+    return y, Exchange(none, 1 + rounds, none)
 
 
-class _Plan(NamedTuple):
-    """What is known of a call when it is traced."""
+class ExchangePlan(NamedTuple):
+    """The facts of a call that are known when it is traced."""
 
     axis_name: str
     devices: int
     num_experts: int
-    transport: Transport
+    transport: TransportName | Transport
     group_size: int | None
     first: Capacity
     further: Capacity
     backend: str | None
 
 
-def _plan(tokens: int, k: int, devices: int, local_experts: int, parallel: ExpertParallel, backend: str | None) -> _Plan:
+class Choices(NamedTuple):
+    """The integer arrays of a call: who chose which expert, and in which round each choice is computed."""
+
+    rounds: Int[Array, ""]
+    """The number of further rounds."""
+    queues: Queues
+    is_first: Bool[Array, "tokens k"]
+    """True for a choice that the first round computes."""
+    experts: Int[Array, "tokens k"]
+    """Ids among all experts; -1 for a choice that the exchange does not compute."""
+
+
+def plan_exchange(
+    tokens: int, k: int, devices: int, local_experts: int, parallel: ExpertParallel, backend: str | None
+) -> ExchangePlan:
+    """Chooses the transport and the sizes of the buffers for a call with these numbers of tokens, choices and experts."""
     num_experts = local_experts * devices
     first = first_capacity(tokens, k, num_experts, devices, parallel.capacity_factor)
     transport = parallel.transport or ("gather" if first.tokens == tokens else "all_to_all")
     if transport == "gather" and parallel.drop is None:
         first = first._replace(tokens=tokens)
     further = further_capacity(first, k)
-    return _Plan(parallel.axis_name, devices, num_experts, transport, parallel.group_size, first, further, backend)
+    return ExchangePlan(parallel.axis_name, devices, num_experts, transport, parallel.group_size, first, further, backend)
 
 
-def _first_round(plan: _Plan, queues: Queues, is_first: Array, experts: Array, *arrays: Array) -> Array:
-    # A gather brings the tokens of all rounds.
-    experts = jnp.where(is_first, experts, -1)
-    return _round(plan, first_route(queues, plan.first), plan.first, plan.transport, experts, *arrays)
+def _first_round(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs) -> Array:
+    # A gather brings the tokens of all rounds: without the mask it would compute choices of further rounds twice.
+    experts = jnp.where(choices.is_first, choices.experts, -1)
+    return _round(plan, first_route(choices.queues, plan.first), plan.first, plan.transport, experts, inputs)
 
 
-def _further_round(plan: _Plan, queues: Queues, turn: Array, experts: Array, *arrays: Array) -> Array:
-    # Devices beside this axis may take other numbers of rounds. That an `all_to_all` within groups allows, a `ppermute` not.
-    return _round(plan, further_route(queues, turn, plan.further), plan.further, "all_to_all", experts, *arrays)
+def _further_round(plan: ExchangePlan, choices: Choices, index: Int[Array, ""], inputs: ExpertInputs) -> Array:
+    # Groups of other mesh axes may run another number of rounds. `all_to_all` within a group allows that, `ppermute` does not.
+    route = further_route(choices.queues, index, plan.further)
+    return _round(plan, route, plan.further, "all_to_all", choices.experts, inputs)
 
 
 def _round(
-    plan: _Plan,
+    plan: ExchangePlan,
     route: Route,
     capacity: Capacity,
-    transport: Transport,
+    transport: TransportName | Transport,
     experts: Int[Array, "tokens k"],
-    x: Float[Array, "tokens hidden"],
-    w_gate_up: Float[Array, "local_experts 2*inter hidden"],
-    w_down: Float[Array, "local_experts hidden inter"],
-    weights: Float[Array, "tokens k"],
+    inputs: ExpertInputs,
 ) -> Float[Array, "tokens hidden"]:
-    """The outputs of the tokens on `route`, in at least f32; 0 for the others."""
+    """Returns the outputs of the tokens on `route`, in at least f32; 0 for the other tokens."""
+    x, w_gate_up, w_down, weights = inputs
     steps: tuple[int, ...] = (plan.devices,)
     shares: tuple[int, ...] = (1,)
     if transport == "pairwise":
-        steps = shares = _steps(plan)
+        steps = shares = _devices_per_step(plan)
         x, w_down = _with_gradients_together(x, w_down)
     how, k = (plan.axis_name, transport, steps), weights.shape[1]
-    # Weights and ids travel as one array: floats of 32 bits hold every id exactly, and 0 is what an empty slot holds.
+    # Weights and ids travel as one array: f32 holds every id exactly. An id travels as id + 1, since an empty slot holds 0.
     wide = at_least_f32(weights.dtype)
     choices = jnp.concatenate([weights.astype(wide), (experts + 1).astype(wide)], axis=1)
     if len(steps) > 2:
-        # The second step needs all choices: as hops they would queue behind those of all tokens, and so would a gather.
+        # The second step needs all choices. As peer-to-peer copies they would queue behind the copies of all tokens.
         sends_all = pairwise.sends_all(route)
         arrived = dispatch(choices, route, plan.axis_name, "gather" if sends_all else "all_to_all")
         own, *others = pairwise.by_distance(arrived, plan.axis_name)
+        # Tokens leave behind the choices, since copies queue in the order of their start.
         x, others = _when_arrived(x, others)
         choices = jnp.concatenate([choices if sends_all else own, *others])
     else:
@@ -207,7 +262,7 @@ def _round(
     first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * w_down.shape[0]
 
     def part(tokens: Array, choices: Array) -> Part:
-        # Of each step by itself: computed for all at once, no step would begin before the last choices are there.
+        # Computed for each step alone: one computation for all steps would make each wait for the last choices.
         return Part(tokens, choices[:, :k], choices[:, k:].astype(jnp.int32) - 1 - first_expert)
 
     ends = list(itertools.accumulate(step * (tokens.shape[0] // plan.devices) for step in steps[:-1]))
@@ -219,67 +274,96 @@ def _round(
 
 @jax.custom_vjp
 def _when_arrived(x: Array, arrived: list[Array]) -> tuple[Array, list[Array]]:
-    """Both, x when the others have arrived; their gradients do not wait for each other."""
+    """Returns both unchanged; x is ready after `arrived`. Their gradients do not wait for each other."""
     return lax.optimization_barrier((x, arrived))
 
 
-_when_arrived.defvjp(lambda *arrays: (_when_arrived(*arrays), None), lambda _, gradients: gradients)
+_when_arrived.defvjp(
+    lambda x, arrived: (_when_arrived(x, arrived), None),
+    lambda _, gradients: gradients,
+)  # fmt: skip
 
 
 @jax.custom_vjp
 def _with_gradients_together(x: Array, w_down: Array) -> tuple[Array, Array]:
-    """Both; x's gradient is there with w_down's, beside which the last of it travels home: XLA would compute that later."""
+    """Returns both unchanged; their gradients are ready together.
+
+    The last of x's gradient travels home beside the computation of w_down's gradient. Without the barrier XLA would compute
+    the latter later.
+    """
     return x, w_down
 
 
-_with_gradients_together.defvjp(lambda *arrays: (arrays, None), lambda _, gradients: lax.optimization_barrier(gradients))
+_with_gradients_together.defvjp(
+    lambda x, w_down: ((x, w_down), None),
+    lambda _, gradients: lax.optimization_barrier(gradients),
+)
 
 
-def _steps(plan: _Plan) -> tuple[int, ...]:
-    """How many devices' tokens are computed together: its own alone, for which no device waits, then those of others."""
+def _devices_per_step(plan: ExchangePlan) -> tuple[int, ...]:
+    """Returns the number of devices whose tokens each "pairwise" step computes: this device alone, then groups of others."""
     at_once = plan.group_size or devices_of_step(plan.first)
     return 1, *(min(at_once, plan.devices - first) for first in range(1, plan.devices, at_once))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_rounds(plan: _Plan, rounds: Array, queues: Queues, is_first: Array, experts: Array, *arrays: Array) -> Array:
-    y = _first_round(plan, queues, is_first, experts, *arrays)
-    return _add_further_rounds(plan, rounds, queues, experts, arrays, y)
+def _all_rounds(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs) -> Array:
+    y = _first_round(plan, choices, inputs)
+    return _add_further_rounds(plan, choices, inputs, y)
 
 
-def _all_rounds_forward(plan: _Plan, rounds: Array, queues: Queues, is_first: Array, experts: Array, *arrays: Array):
-    # The arguments are kept once, below, and not again for each use of theirs.
-    first = partial(_first_round, plan, queues, is_first, experts)
-    y, pullback = jax.vjp(first, *arrays, saveable_args=(False,) * len(arrays))
-    y = _add_further_rounds(plan, rounds, queues, experts, arrays, y)
-    return y, (pullback, rounds, queues, experts, arrays)
+class _RoundsResiduals(NamedTuple):
+    pullback: Any
+    choices: Choices
+    inputs: ExpertInputs
 
 
-def _add_further_rounds(plan: _Plan, rounds: Array, queues: Queues, experts: Array, arrays: tuple, y: Array) -> Array:
-    def add(state):
-        turn, y = state
-        return turn + 1, y + _further_round(plan, queues, turn, experts, *arrays)
+def _all_rounds_forward(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs):
+    def first(*inputs: Array) -> Array:
+        return _first_round(plan, choices, ExpertInputs(*inputs))
 
-    return lax.while_loop(lambda state: state[0] < rounds, add, (jnp.zeros((), jnp.int32), y))[1]
+    # The pullback saves no arguments: the residuals below hold each of them once, not once per use.
+    y, pullback = jax.vjp(first, *inputs, saveable_args=(False,) * len(inputs))
+    y = _add_further_rounds(plan, choices, inputs, y)
+    return y, _RoundsResiduals(pullback, choices, inputs)
 
 
-def _all_rounds_backward(plan: _Plan, kept: tuple, dy: Array) -> tuple:
-    pullback, rounds, queues, experts, arrays = kept
-    gradients = pullback.replace(args_res=list(arrays))(dy)
+class _OutputState(NamedTuple):
+    round_index: Int[Array, ""]
+    """The next further round, counted from 0."""
+    y: Float[Array, "tokens hidden"]
 
-    def add_further_rounds(gradients):
-        def add(state):
-            turn, sums = state
-            of_turn = jax.vjp(partial(_further_round, plan, queues, turn, experts), *arrays)[1](dy)
-            return turn + 1, jax.tree.map(jnp.add, sums, of_turn)
 
-        start = jnp.zeros((), jnp.int32), jax.tree.map(widened, gradients)
-        sums = lax.while_loop(lambda state: state[0] < rounds, add, start)[1]
+def _add_further_rounds(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs, y: Array) -> Array:
+    def add(state: _OutputState) -> _OutputState:
+        return _OutputState(state.round_index + 1, state.y + _further_round(plan, choices, state.round_index, inputs))
+
+    return lax.while_loop(lambda state: state.round_index < choices.rounds, add, _OutputState(jnp.zeros((), jnp.int32), y)).y
+
+
+class _GradientState(NamedTuple):
+    round_index: Int[Array, ""]
+    """The next further round, counted from 0."""
+    sums: ExpertInputs
+    """The gradients of all rounds so far, in at least f32."""
+
+
+def _all_rounds_backward(plan: ExchangePlan, residuals: _RoundsResiduals, dy: Array) -> tuple[None, ExpertInputs]:
+    pullback, choices, inputs = residuals
+    gradients = ExpertInputs(*pullback.replace(args_res=list(inputs))(dy))
+
+    def add_further_rounds(gradients: ExpertInputs) -> ExpertInputs:
+        def add(state: _GradientState) -> _GradientState:
+            (of_round,) = jax.vjp(partial(_further_round, plan, choices, state.round_index), inputs)[1](dy)
+            return _GradientState(state.round_index + 1, jax.tree.map(jnp.add, state.sums, of_round))
+
+        start = _GradientState(jnp.zeros((), jnp.int32), jax.tree.map(widened, gradients))
+        sums = lax.while_loop(lambda state: state.round_index < choices.rounds, add, start).sums
         return jax.tree.map(lambda total, a: total.astype(a.dtype), sums, gradients)
 
-    # Without further rounds the gradients need no sums in f32 beside them.
-    gradients = lax.cond(rounds > 0, add_further_rounds, lambda gradients: gradients, gradients)
-    return None, None, None, None, *gradients
+    # The branch without further rounds allocates no f32 accumulators.
+    gradients = lax.cond(choices.rounds > 0, add_further_rounds, lambda gradients: gradients, gradients)
+    return None, gradients
 
 
 _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)

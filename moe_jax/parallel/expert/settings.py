@@ -1,21 +1,39 @@
-"""How experts are spread over a mesh axis and how tokens travel to them: what a user chooses, and what it costs in memory."""
+"""Settings of expert parallelism: how experts are spread over a mesh axis, how tokens travel to them, and buffer sizes."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-Transport = Literal["gather", "all_to_all", "ragged", "pairwise"]
+TransportName = Literal["gather", "all_to_all", "pairwise"]
 
-TRANSPORTS = get_args(Transport)
-"""docs/parallel_experts.md says what each moves and when it pays."""
+TRANSPORTS = get_args(TransportName)
+"""The names of the built-in transports. docs/parallel_experts.md says what each moves and when it pays."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """Moves tokens between devices. `ExpertParallel.transport` takes one in place of a built-in name.
+
+    Attributes:
+      name: a name for tables and messages.
+      to_experts: (x [tokens, features], route, axis_name) -> [received, features], as `all_to_all.to_experts`.
+      to_home: (rows [received, features], route, axis_name) -> [tokens, features], the transpose of `to_experts`.
+    """
+
+    name: str
+    to_experts: Callable
+    to_home: Callable
+
 
 SMALLEST_CAPACITY = 64
-"""Tokens from one device for another that always fit: few tokens are never spread evenly, and their buffers are small."""
+"""Tokens that one device can always send to another. A few tokens never spread evenly, and their buffers are small."""
 
 
-ROOM_OF_STEP = 2**18
-"""With "pairwise", other devices' tokens are computed together while there is room for no more rows than these, at least those
-of one device: fewer matmuls fill the GPU better, while their memory and what travels behind the last stay bounded."""
+MAX_ROWS_PER_STEP = 2**18
+"""Upper bound on the rows that one "pairwise" step computes for other devices; a step holds at least one device's rows.
+
+Fewer matmuls fill the GPU better. The bound limits memory, and what travels after the last matmul."""
 
 
 FLOPS_PER_BYTE = 2210.5263157894738
@@ -24,30 +42,31 @@ FLOPS_PER_BYTE = 2210.5263157894738
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """The experts are split over the mesh axis `axis_name`: device i of n holds experts i*E/n to (i+1)*E/n.
+    """Splits the experts over the mesh axis `axis_name`: device i of n holds experts i*E/n to (i+1)*E/n.
 
     Attributes:
-      axis_name: the mesh axis; the layer is called inside a `jax.shard_map` over it.
-      transport: one of TRANSPORTS. None takes "gather" where the buffers of an exchange would be as large as what a gather
-        brings (2 to 4 devices with 8 choices a token), else "all_to_all"; "pairwise" pays where hops are copies
-        (`parallel.hops`), and `Parallelism` takes it there.
-      capacity_factor: buffers hold so many times what an even routing brings. What does not fit travels in further rounds; into
-        n times as much, on n devices, everything fits.
-      drop: None drops nothing. "position" computes what fits in one round, the earlier tokens first, and drops the rest;
-        "probability" prefers the tokens that weigh most (GShard, https://arxiv.org/abs/2006.16668, section 2.2).
-      group_size: with "pairwise", how many other devices' tokens are computed together. None: as many as ROOM_OF_STEP says.
-      shadow_experts: how many experts at most a call may copy to all devices, where that makes the busiest device's work
-        shorter by more than the copies take (`parallel.expert.shadow`).
-      flops_per_byte: FLOPs of an expert's matmuls that a device does while a byte leaves it: what a shadow's copies cost. With
-        0 every shadow pays that takes rows from the busiest device. Default: that of an H200.
+      axis_name: the mesh axis. The layer is called inside a `jax.shard_map` over it.
+      transport: one of TRANSPORTS, or a `Transport`. None takes "gather" if the buffers of an exchange would be as large as
+        the result of a gather (2 to 4 devices with 8 choices a token), and "all_to_all" otherwise. "pairwise" pays if tokens
+        travel as peer-to-peer copies (`hops="copies"` of `Parallelism`, which then takes it by itself).
+      capacity_factor: the size of the buffers over what an even routing sends. Tokens that do not fit travel in further
+        rounds. On n devices a factor of n fits every routing.
+      drop: None drops nothing. "position" and "probability" compute one round and drop the tokens that do not fit.
+        "position" keeps the earlier tokens. "probability" keeps the tokens with the largest weights (GShard,
+        https://arxiv.org/abs/2006.16668, section 2.2).
+      group_size: the number of other devices whose tokens one "pairwise" step computes. None: MAX_ROWS_PER_STEP decides.
+      shadow_experts: the largest number of experts that a call may copy to all devices. It copies an expert if that saves
+        the busiest device more time than the copies take (`parallel.expert.shadow`).
+      flops_per_byte: FLOPs of an expert's matmuls that a device computes while one byte leaves it. This is the price of a
+        shadow's copies. With 0 every shadow pays that takes rows from the busiest device. Default: the ratio of an H200.
 
     Raises:
-      ValueError: an unknown transport or drop, a capacity_factor that is no number above 0, a group_size below 1 or without
-        "pairwise", a negative shadow_experts or flops_per_byte.
+      ValueError: an unknown transport or drop, a capacity_factor that is not a number above 0, a group_size below 1 or
+        without "pairwise", a negative shadow_experts or flops_per_byte.
     """
 
     axis_name: str = "expert"
-    transport: Transport | None = None
+    transport: TransportName | Transport | None = None
     capacity_factor: float = 1.25
     drop: Literal["position", "probability"] | None = None
     group_size: int | None = None
@@ -55,14 +74,17 @@ class ExpertParallel:
     flops_per_byte: float = FLOPS_PER_BYTE
 
     def __post_init__(self):
-        if self.transport not in (None, *TRANSPORTS):
-            raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))} or None; got {self.transport!r}")
+        if self.transport == "ragged":
+            raise ValueError("transport 'ragged' is experimental: pass the object RAGGED of moe_jax.experimental.ragged")
+        if not isinstance(self.transport, Transport) and self.transport not in (None, *TRANSPORTS):
+            names = ", ".join(map(repr, TRANSPORTS))
+            raise ValueError(f"transport must be one of {names}, a Transport or None; got {self.transport!r}")
         if self.drop not in (None, "position", "probability"):
             raise ValueError(f"drop must be 'position', 'probability' or None; got {self.drop!r}")
         if not 0 < self.capacity_factor < math.inf:
             raise ValueError(f"capacity_factor must be a number above 0; got {self.capacity_factor}")
         if self.group_size is not None and (self.group_size < 1 or self.transport != "pairwise"):
-            raise ValueError(f"group_size must be at least 1, and is for transport 'pairwise' alone; got {self.group_size}")
+            raise ValueError(f"group_size must be at least 1, and only transport 'pairwise' takes it; got {self.group_size}")
         if self.shadow_experts < 0:
             raise ValueError(f"shadow_experts must be at least 0; got {self.shadow_experts}")
         if not 0 <= self.flops_per_byte < math.inf:
@@ -70,17 +92,19 @@ class ExpertParallel:
 
 
 class Capacity(NamedTuple):
-    """What one device may send to one other in a round: so many tokens, with so many choices of that device's experts."""
+    """The size of a buffer from one device to one other, for one round."""
 
     tokens: int
+    """Tokens that fit."""
     pairs: int
+    """Choices of the other device's experts that fit, by all tokens in the buffer together."""
 
 
 def first_capacity(tokens: int, k: int, num_experts: int, devices: int, factor: float) -> Capacity:
-    """`factor` times what an even routing sends, at least SMALLEST_CAPACITY tokens, at most all `tokens`.
+    """Returns `factor` times what an even routing sends, at least SMALLEST_CAPACITY tokens, at most all `tokens`.
 
-    A token of k different choices among E experts, E/n of them on one device, goes to that device with probability
-    1 - C(E - E/n, k) / C(E, k), and makes k/n of its choices there.
+    A token chooses k different experts of E, and one device holds E/n of them. The token goes to that device with probability
+    1 - C(E - E/n, k) / C(E, k), and makes k/n choices there on average.
     """
     absent = math.comb(num_experts - num_experts // devices, k) / math.comb(num_experts, k) if k <= num_experts else 0.0
     slots = max(SMALLEST_CAPACITY, math.ceil(factor * tokens * (1 - absent)))
@@ -89,10 +113,10 @@ def first_capacity(tokens: int, k: int, num_experts: int, devices: int, factor: 
 
 
 def further_capacity(first: Capacity, k: int) -> Capacity:
-    """So many tokens that their choices fit into the first round's rows wherever they fall."""
+    """Returns the capacity of a further round: its tokens' choices fit into the first round's rows under any routing."""
     return Capacity(max(1, first.pairs // k), first.pairs)
 
 
 def devices_of_step(first: Capacity) -> int:
-    """How many other devices' tokens "pairwise" computes together, by its own choice."""
-    return max(1, ROOM_OF_STEP // first.pairs)
+    """Returns the number of other devices whose tokens one "pairwise" step computes, if `group_size` is None."""
+    return max(1, MAX_ROWS_PER_STEP // first.pairs)

@@ -1,11 +1,13 @@
-"""Shadow experts: for one call, the experts that make all devices wait for one are copied to every device of the axis.
+"""Shadow experts: for one call, the experts that overload a device are copied to every device of the axis (replicas).
 
-A device computes its own tokens' choices of a shadow, which so stay out of the exchange; the gradients of the copies are summed
-for the owner. Every choice is computed once, with shadows or without: what changes is where. The idea is FasterMoE's dynamic
-shadowing (https://doi.org/10.1145/3503221.3508418), here by what a device computes and not by what an expert receives.
+Each device computes its own tokens' choices of a shadow, and these choices stay out of the exchange. The owner receives the sum
+of the copies' gradients. Every choice is computed once, with or without shadows; only the device differs. The idea is
+FasterMoE's dynamic shadowing (https://doi.org/10.1145/3503221.3508418). There the load of an expert decides; here the work of a
+device decides.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +18,25 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.parallel.collectives.sums import sum_to_all
 
-Weights = tuple[Array, Array]
-"""Of some experts: w_gate_up and w_down."""
+
+class ExpertWeights(NamedTuple):
+    """The weights of some experts."""
+
+    gate_up: Float[Array, "experts 2*inter hidden"]
+    down: Float[Array, "experts hidden inter"]
 
 
 def select_shadows(load: Int[Array, "devices experts"], slots: int, rows_per_shadow: float) -> Int[Array, "slots"]:
-    """The experts to shadow, at most `slots` of them; -1 in what is left, at the end.
+    """Returns the experts to shadow, at most `slots`; unused slots at the end hold -1.
 
-    `load` says how often each device's tokens choose each expert; device i of n owns experts i*E/n to (i+1)*E/n. Minimises,
-    in rows computed,
+    load[d, e] is the number of choices of expert e by device d's tokens. Device i of n owns experts i*E/n to (i+1)*E/n. The
+    function minimises, in rows computed,
 
-        max over devices of (choices of its own experts that are not shadowed + its own choices of those that are)
+        max over devices of (all choices of its own unshadowed experts + its own tokens' choices of shadows)
         + rows_per_shadow * (number of shadows)
 
-    exactly for up to two shadows. More come from E greedy searches, one from each first expert, and never cost more than the
-    best two. A function of its arguments alone: every device finds the same.
+    The minimum is exact for up to two shadows. Larger sets come from E greedy searches, one from each first expert, and never
+    cost more than the best two. The result depends on the arguments alone, so all devices find the same experts.
     """
     devices, num_experts = load.shape
     expert = jnp.arange(num_experts, dtype=jnp.int32)
@@ -40,7 +46,7 @@ def select_shadows(load: Int[Array, "devices experts"], slots: int, rows_per_sha
     moved = load.T - jnp.where(is_owner, of_expert[:, None], 0)
 
     best, best_cost = jnp.full(slots, -1, jnp.int32), own.max().astype(jnp.float32)
-    # Of each search, which begins with another expert: what it has chosen, and the devices' rows.
+    # One greedy search for each first expert: `chosen` holds its experts, `rows` the rows of each device.
     chosen, rows = expert[:, None], own + moved
     for count in range(1, slots + 1):
         if count > 1:
@@ -57,16 +63,16 @@ def select_shadows(load: Int[Array, "devices experts"], slots: int, rows_per_sha
 
 
 def rows_per_shadow(flops_per_byte: float, itemsize: int, devices: int) -> float:
-    """How many rows an expert computes, forward and backward, in the time in which its weights and their gradients travel.
+    """Returns the rows that an expert computes, forward and backward, while its weights and their gradients travel.
 
-    A row takes 18*D*I FLOPs. Of the 3*D*I weights 2(n-1)/n bytes a byte leave each device, of their gradients as many. D and I
-    cancel out: (2/3) * itemsize * (n-1)/n * flops_per_byte.
+    A row takes 18*D*I FLOPs. An expert has 3*D*I weights. For each byte of the weights 2(n-1)/n bytes leave each device, and
+    the same for the gradients. D and I cancel out: (2/3) * itemsize * (n-1)/n * flops_per_byte.
     """
     return 2 / 3 * itemsize * (devices - 1) / devices * flops_per_byte
 
 
 def load_by_device(experts: Int[Array, "tokens k"], num_experts: int, axis_name: str) -> Int[Array, "devices experts"]:
-    """How often each device's tokens choose each expert: an all-gather of n*E numbers. Ids outside [0, E) do not count."""
+    """Counts each device's choices of each expert, by an all-gather of n*E numbers. Ids outside [0, E) do not count."""
     own = jnp.sum(experts.reshape(-1) == jnp.arange(num_experts)[:, None], axis=1, dtype=jnp.int32)
     return lax.all_gather(own, axis_name)
 
@@ -74,9 +80,10 @@ def load_by_device(experts: Int[Array, "tokens k"], num_experts: int, axis_name:
 def choices_of_shadows(
     weights: Float[Array, "tokens k"], experts: Int[Array, "tokens k"], shadows: Int[Array, "slots"]
 ) -> tuple[Float[Array, "tokens slots"], Int[Array, "tokens slots"], Int[Array, "tokens k"]]:
-    """Each token's weights and choices of the shadows, slot s of expert shadows[s], and `experts` with -1 for those choices.
+    """Returns each token's weights and choices of the shadows, and `experts` with -1 for the choices of shadows.
 
-    A token that chose an expert twice has one choice of the shadow, with the sum of both weights: T * slots rows hold all.
+    Slot s stands for expert shadows[s]. A token that chose an expert twice makes one choice of the shadow, with the sum of both
+    weights. So T * slots rows hold all choices.
     """
     chooses = (experts[:, None] == shadows[:, None]) & (shadows[:, None] >= 0)
     slots = jnp.arange(shadows.shape[0], dtype=jnp.int32)
@@ -88,11 +95,13 @@ def choices_of_shadows(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def lend(weights: Weights, shadows: Int[Array, "slots"], axis_name: str, dtype: jnp.dtype) -> tuple[Weights, Weights]:
-    """`weights` as they are, and on every device a copy in `dtype` of the shadows'; zeros in the slots that hold none.
+def lend(
+    weights: ExpertWeights, shadows: Int[Array, "slots"], axis_name: str, dtype: jnp.dtype
+) -> tuple[ExpertWeights, ExpertWeights]:
+    """Returns `weights` unchanged, and on every device a copy of the shadows' weights in `dtype`; unused slots are zero.
 
-    The gradients of the copies travel in `dtype`, are summed over the devices in f32 and added where the owner's gradients
-    lie. Each way moves as many slots as there are shadows, 2(n-1)/n of their bytes out of each device.
+    The gradients of the copies travel in `dtype`. They are summed over the devices in f32 and added to the owner's gradients.
+    Each direction moves one slot for each shadow: 2(n-1)/n of the slots' bytes leave each device.
 
     Raises:
         NotImplementedError: under `jax.vmap` over shadows.
@@ -101,57 +110,64 @@ def lend(weights: Weights, shadows: Int[Array, "slots"], axis_name: str, dtype: 
 
 
 @custom_vmap
-def _of_one_batch(shadows: Int[Array, "slots"]) -> Int[Array, "slots"]:
+def _refuse_vmap(shadows: Int[Array, "slots"]) -> Int[Array, "slots"]:
     return shadows
 
 
-@_of_one_batch.def_vmap
-def _refuse_several(axis_size: int, in_batched: list[bool], shadows: Array):
-    # The weights are one for all batches: a gradient that `lend` passes on for each of them would count so many times.
+@_refuse_vmap.def_vmap
+def _raise_under_vmap(axis_size: int, in_batched: list[bool], shadows: Array):
+    # All batches share the weights. `lend` would add the gradient of the weights once for each batch.
     raise NotImplementedError(
-        "shadow_experts under jax.vmap: shadows are chosen for all tokens of a call; pass those of all batches as one, or take "
-        "shadow_experts=0"
+        "shadow_experts under jax.vmap: shadows are chosen for all tokens of a call; pass the tokens of all batches in one "
+        "call, or take shadow_experts=0"
     )
 
 
-def _lend_forward(weights: Weights, shadows: Array, axis_name: str, dtype: jnp.dtype):
-    shadows = _of_one_batch(shadows)
-    local_experts = weights[0].shape[0]
+class _LendResiduals(NamedTuple):
+    local_index: Int[Array, "slots"]
+    """The shadow's index among this device's experts; out of range on all devices but the owner."""
+    num_shadows: Int[Array, ""]
+    """The number of shadows."""
+
+
+def _lend_forward(weights: ExpertWeights, shadows: Array, axis_name: str, dtype: jnp.dtype):
+    shadows = _refuse_vmap(shadows)
+    local_experts = weights.gate_up.shape[0]
     local = shadows - lax.axis_index(axis_name).astype(jnp.int32) * local_experts
-    # Different numbers out of range for other devices' shadows: a scatter may then take every index for unique.
-    nowhere = local_experts + jnp.arange(shadows.shape[0], dtype=jnp.int32)
-    place = jnp.where((shadows >= 0) & (local >= 0) & (local < local_experts), local, nowhere)
+    # Another device's shadow gets its own index out of range: `unique_indices` in backward needs distinct indices.
+    out_of_range = local_experts + jnp.arange(shadows.shape[0], dtype=jnp.int32)
+    index = jnp.where((shadows >= 0) & (local >= 0) & (local < local_experts), local, out_of_range)
     count = jnp.sum(shadows >= 0, dtype=jnp.int32)
-    # All but the owner add zeros.
-    owned = [w.at[place].get(mode="fill", fill_value=0).astype(dtype) for w in weights]
-    return (weights, tuple(_sum_slots(owned, count, axis_name))), (place, count)
+    # Every device but the owner contributes zeros to the sum.
+    owned = [w.at[index].get(mode="fill", fill_value=0).astype(dtype) for w in weights]
+    return (weights, ExpertWeights(*_sum_slots(owned, count, axis_name))), _LendResiduals(index, count)
 
 
-def _lend_backward(axis_name: str, dtype: jnp.dtype, kept: tuple[Array, Array], gradients: tuple[Weights, Weights]):
-    place, count = kept
+def _lend_backward(axis_name: str, dtype: jnp.dtype, residuals: _LendResiduals, gradients: tuple[ExpertWeights, ExpertWeights]):
+    index, count = residuals
     d_weights, d_copies = gradients
     sums = _sum_slots(list(d_copies), count, axis_name)
-    # Row by row into the owner's gradients: a sum of two arrays would read and write those of all its experts.
+    # Adds single rows to the owner's gradients: a sum of two arrays would read and write the gradients of all its experts.
     add = [
-        dw.at[place].add(rows.astype(dw.dtype), mode="drop", unique_indices=True)
+        dw.at[index].add(rows.astype(dw.dtype), mode="drop", unique_indices=True)
         for dw, rows in zip(d_weights, sums, strict=True)
     ]
-    return tuple(add), None
+    return ExpertWeights(*add), None
 
 
 lend.defvjp(_lend_forward, _lend_backward)
 
 
 def _sum_slots(arrays: list[Array], count: Int[Array, ""], axis_name: str) -> list[Array]:
-    """Each array's first `count` slots summed over the devices, on each of them; the others hold zeros and stay."""
+    """Sums each array's first `count` slots over the devices, with the result on every device; the other slots hold zeros."""
 
     def sum_first(slots: int, arrays: list[Array]) -> list[Array]:
         if slots == 0:
             return arrays
         flat, restore = ravel_pytree([a[:slots] for a in arrays])
         sums = restore(sum_to_all(flat, axis_name))
-        # With `a.at[:slots].set(moved)` XLA's compiler for CPUs crashes here (jax 0.11.2).
-        return [jnp.concatenate([moved, a[slots:]]) for moved, a in zip(sums, arrays, strict=True)]
+        # `a.at[:slots].set(summed)` crashes XLA's compiler for CPUs here (jax 0.11.2).
+        return [jnp.concatenate([summed, a[slots:]]) for summed, a in zip(sums, arrays, strict=True)]
 
-    # Devices beside this axis may have other numbers of shadows. That an all-to-all within groups allows, a `ppermute` not.
+    # Groups of other mesh axes may have another number of shadows. An all-to-all within a group allows that, `ppermute` not.
     return lax.switch(count, [partial(sum_first, slots) for slots in range(arrays[0].shape[0] + 1)], arrays)

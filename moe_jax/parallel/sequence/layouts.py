@@ -1,16 +1,17 @@
-"""How a sequence is split over the devices of a mesh axis: which token lies where, and back.
+"""Splits a sequence over the devices of a mesh axis, and joins it again.
 
-For n devices, h = seq / 2n and causal attention, in which token t costs t keys:
+For n devices, h = seq / 2n, and causal attention, in which token t attends to t keys:
 
-    contiguous   device r has the 2h tokens from r*2h on: those that come last in the sequence work longest, others wait
-    zigzag       device r has the h tokens from r*h on and the h from (2n-1-r)*h on: all work alike, in every turn of a ring
-    striped      device r has tokens r, r+n, r+2n, ...: all work alike, in small triangles in every turn of a ring
+    layout       tokens of device r                              causal work
+    contiguous   2h tokens from r*2h on                          the device of the last tokens works longest, others wait
+    zigzag       h tokens from r*h on and h from (2n-1-r)*h on   equal in every ring step
+    striped      tokens r, r+n, r+2n, ...                        about equal, in small triangles in every ring step
 
-(Brandon et al., 2023, https://arxiv.org/abs/2311.09431 for striped; zigzag is that of ring-flash-attention.) In each of them a
-device's tokens stand in the order of the sequence, so that any interval of the sequence is an interval of a device's tokens.
+(striped: Brandon et al., 2023, https://arxiv.org/abs/2311.09431; zigzag: ring-flash-attention.) In each layout a device's
+tokens stand in the order of the sequence. So any interval of the sequence is an interval of a device's tokens.
 """
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 from jax import lax
@@ -22,9 +23,9 @@ Layout = Literal["contiguous", "zigzag", "striped"]
 
 
 def shard_sequence(x: Array, num_shards: int, layout: Layout = "zigzag", axis: int = 1) -> Array:
-    """Orders the tokens of `axis` so that num_shards equal parts of it, one after the other, are the devices' tokens.
+    """Reorders the tokens of `axis` so that its num_shards equal consecutive parts are the devices' tokens.
 
-    To be called on the whole array, a NumPy one too, before `jax.shard_map` splits it with `PartitionSpec(None, "context")`.
+    Call it on the whole array (JAX or NumPy) before `jax.shard_map` splits it with `PartitionSpec(None, "context")`.
 
     Raises:
         ValueError: an unknown layout, or a length that the layout cannot split.
@@ -42,7 +43,7 @@ def shard_sequence(x: Array, num_shards: int, layout: Layout = "zigzag", axis: i
 
 
 def unshard_sequence(x: Array, num_shards: int, layout: Layout = "zigzag", axis: int = 1) -> Array:
-    """The inverse of `shard_sequence`: the tokens in the order of the sequence."""
+    """Inverts `shard_sequence`: returns the tokens in the order of the sequence."""
     _check(x.shape[axis], num_shards, layout)
     axis %= x.ndim
     before, after, arrays = x.shape[:axis], x.shape[axis + 1 :], x.__array_namespace__()
@@ -56,7 +57,7 @@ def unshard_sequence(x: Array, num_shards: int, layout: Layout = "zigzag", axis:
 
 
 def token_indices(length: int, device, num_shards: int, layout: Layout = "zigzag") -> Int[Array, "length"]:
-    """The indices in the sequence of the `length` tokens of a device, which may be a traced number."""
+    """Returns the indices in the sequence of the `length` tokens of a device; `device` may be traced."""
     _check(length * num_shards, num_shards, layout)
     index = jnp.arange(length, dtype=jnp.int32)
     if layout == "zigzag":
@@ -68,7 +69,7 @@ def token_indices(length: int, device, num_shards: int, layout: Layout = "zigzag
 
 
 def tokens_before(index: Int[Array, "..."], length: int, device, num_shards: int, layout: Layout) -> Int[Array, "..."]:
-    """How many of the `length` tokens of a device stand before `index` in the sequence."""
+    """Returns the number of the device's `length` tokens that stand before `index` in the sequence."""
     if layout == "zigzag":
         half = length // 2
         starts = device * half, (2 * num_shards - 1 - device) * half
@@ -80,7 +81,7 @@ def tokens_before(index: Int[Array, "..."], length: int, device, num_shards: int
 
 
 def join_in_order(parts: list[Array], devices: list[Int[Array, ""]], layout: Layout) -> Array:
-    """The tokens [batch, tokens, ...] of some devices, whose numbers may be traced, in the order of the sequence."""
+    """Joins the tokens [batch, tokens, ...] of some devices in the order of the sequence; `devices` may be traced."""
     if len(parts) == 1:
         return parts[0]
     batch, length, *rest = parts[0].shape
@@ -88,15 +89,15 @@ def join_in_order(parts: list[Array], devices: list[Int[Array, ""]], layout: Lay
     shape = [batch, *pieces]
     shape[axis] *= len(parts)
     whole = vary_as(lax.empty((*shape, *rest), parts[0].dtype), parts[0])
-    for part, places in zip(parts, _places(devices, layout), strict=True):
+    for part, positions in zip(parts, _positions(devices, layout), strict=True):
         part = part.reshape(batch, *pieces, *rest)
-        for i, place in enumerate(places):
-            whole = lax.dynamic_update_slice_in_dim(whole, lax.slice_in_dim(part, i, i + 1, axis=axis), place, axis)
+        for i, position in enumerate(positions):
+            whole = lax.dynamic_update_slice_in_dim(whole, lax.slice_in_dim(part, i, i + 1, axis=axis), position, axis)
     return whole.reshape(batch, -1, *rest)
 
 
 def split_in_order(whole: Array, devices: list[Int[Array, ""]], layout: Layout) -> list[Array]:
-    """The inverse of `join_in_order`."""
+    """Inverts `join_in_order`."""
     if len(devices) == 1:
         return [whole]
     batch, tokens, *rest = whole.shape
@@ -105,23 +106,30 @@ def split_in_order(whole: Array, devices: list[Int[Array, ""]], layout: Layout) 
     shape[axis] *= len(devices)
     whole = whole.reshape(*shape, *rest)
 
-    def part(places: list[Array]) -> Array:
-        of_part = [lax.dynamic_slice_in_dim(whole, place, 1, axis) for place in places]
+    def part(positions: list[Array]) -> Array:
+        of_part = [lax.dynamic_slice_in_dim(whole, position, 1, axis) for position in positions]
         return jnp.concatenate(of_part, axis).reshape(batch, -1, *rest)
 
-    return [part(places) for places in _places(devices, layout)]
+    return [part(positions) for positions in _positions(devices, layout)]
 
 
-def _pieces(length: int, layout: Layout) -> tuple[tuple[int, int], int]:
-    """A device's tokens as two axes behind the batch, and which of the array's axes counts pieces: between those of one device
-    lie others'."""
+class Pieces(NamedTuple):
+    """The runs of consecutive tokens of a device: between two of them lie tokens of other devices."""
+
+    shape: tuple[int, int]
+    """A device's tokens as two axes after the batch axis."""
+    axis: int
+    """The axis, of the array with the batch axis, along which pieces of several devices are interleaved."""
+
+
+def _pieces(length: int, layout: Layout) -> Pieces:
     if layout == "striped":
-        return (length, 1), 2
-    return ((2, length // 2) if layout == "zigzag" else (1, length)), 1
+        return Pieces((length, 1), 2)
+    return Pieces((2, length // 2) if layout == "zigzag" else (1, length), 1)
 
 
-def _places(devices: list[Int[Array, ""]], layout: Layout) -> list[list[Int[Array, ""]]]:
-    """Where each device's pieces stand among those of all these devices."""
+def _positions(devices: list[Int[Array, ""]], layout: Layout) -> list[list[Int[Array, ""]]]:
+    """Returns the positions of each device's pieces among the pieces of all these devices."""
     ranks = [sum(((other < device).astype(jnp.int32) for other in devices), jnp.int32(0)) for device in devices]
     if layout == "zigzag":
         return [[rank, 2 * len(devices) - 1 - rank] for rank in ranks]

@@ -1,26 +1,40 @@
-"""Ring attention (Liu et al., 2023, https://arxiv.org/abs/2310.01889): keys go round the devices, queries stay.
+"""Ring attention (Liu et al., 2023, https://arxiv.org/abs/2310.01889): keys travel round the devices, queries stay.
 
-First device r computes with its own keys, then in turns with those of the devices before it, while those of the next turn are
-on their way. Over NCCL, which runs one hop beside a kernel, a turn is one device's keys. Copies (`parallel.hops`) come from
-many devices at once: a turn is then as many as `KEYS_AT_ONCE` has room for, in one kernel, and each passes its keys on by so
-many places. Sums in f32 are read and written once a turn, and a turn's tiles fill the cores better.
+Step 0 computes with a device's own keys. Later steps compute with the keys of the devices before it, while the keys of the next
+step travel. Step s of `n` steps, with one attention kernel forward and two backward:
 
-Which keys a query sees is one interval of the sequence and, in every layout of `sequence`, one of each turn's tokens put into
-the order of the sequence: no masks and no segment ids travel, and a turn is one kernel without a branch, which skips what
-nobody sees.
+    forward   kernel                          travels beside the kernel
+    0         out of own keys                 keys of step 1
+    s         out of the keys of step s       keys of step s+1
 
-From each device, for c tokens in bf16: of k and v 4*c*kv_heads*head_dim bytes to every other device; backward as much once
-more, and of dk and dv 8*c*kv_heads*head_dim in f32, which travel with their keys and are at home after the last turn. out, dq,
-dk and dv are summed in f32 inside the kernels.
+    backward  kernel                          travels beside the kernel
+    0         dq of own keys                  keys of step 1
+    s         dq of the keys of step s        dk and dv of step s-1: on to the devices of step s, or home
+    s         dk, dv of the keys of step s    keys of step s+1
+    n         dk, dv of own keys              dk and dv of the last step: home
 
-Where keys and values are made of something smaller (latent attention), that travels in their place: each device expands what
-arrives, and takes its gradients back through the expansion before they leave.
+XLA keeps one NCCL transfer in flight beside a kernel, so over NCCL a step holds the keys of one device. Peer-to-peer copies
+(`hops="copies"`, `parallel.collectives.hops`) arrive from many devices at once. Then one kernel computes with the keys of
+several devices, up to MAX_KEY_BYTES_PER_STEP. Each device passes its keys on by that number of devices. Fewer steps read and
+write the f32 accumulators fewer times, and their tiles fill the cores better.
+
+A query sees one interval of the sequence. In every layout of `sequence` that is one interval of a step's tokens, once these are
+in the order of the sequence. So no masks and no segment ids travel. A step is one kernel without a branch, which skips the
+blocks of keys that no query sees.
+
+For c tokens in bf16, 4*c*kv_heads*head_dim bytes of k and v travel from each device to every other, and again in the backward
+pass. dk and dv take 8*c*kv_heads*head_dim bytes in f32. They travel with their keys, and are home after the last step. The
+kernels accumulate out, dq, dk and dv in f32.
+
+If keys and values are made of something smaller (latent attention), that travels in their place. Each device expands what
+arrives, and takes the gradients back through the expansion before they leave.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,23 +47,33 @@ from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.hops import hop
 from moe_jax.parallel.sequence.layouts import Layout, join_in_order, split_in_order, token_indices, tokens_before
 
-Kept = tuple[Float[Array, "batch seq ..."], ...]
-"""k and v, or what they are made of."""
+KV = tuple[Float[Array, "batch seq ..."], ...]
+"""k and v, or the smaller arrays that an `Expand` makes them of."""
 
 Expand = Callable[..., tuple[Array, Array]]
-"""(k, v) = expand(weights, *kept), of any tokens and of each alone; its gradients are taken by `jax.vjp`."""
+"""(k, v) = expand(weights, *kv), for each token alone. Its gradients are taken by `jax.vjp`."""
 
 
-KEYS_AT_ONCE = 2**28
-"""Bytes of k and v, of other devices, that are in one turn where hops are copies; of one device there may be more."""
+class Expansion(NamedTuple):
+    """Makes keys and values of smaller arrays: (k, v) = expand(weights, *kv)."""
 
-Turn = list[int]
-"""How many places before a device those stand whose keys it computes with in one kernel."""
+    expand: Expand
+    """Closes over no array."""
+    weights: Any
+    """A pytree of arrays, the same on all devices of the axis."""
+
+
+MAX_KEY_BYTES_PER_STEP = 2**28
+"""Upper bound on the bytes of other devices' k and v in one ring step with peer-to-peer copies. A step holds one device's keys
+at least, even if they are larger."""
+
+RingStep = list[int]
+"""The distances to the devices, before this one, whose keys one kernel computes with; [0] is the device itself."""
 
 
 @dataclass(frozen=True)
-class Ring:
-    """The devices of a mesh axis, how the sequence lies on them, how each computes, and how data goes from one to another."""
+class SequenceRing:
+    """The devices of a mesh axis, how the sequence lies on them, how each computes, and how keys travel between them."""
 
     axis_name: str
     layout: Layout
@@ -60,189 +84,218 @@ class Ring:
 
     @property
     def size(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return lax.axis_size(self.axis_name)
 
-    def turns(self, kept: Kept, weights) -> list[Turn]:
-        """The device itself, then all others, the last turn with those that are left."""
-        keys = jax.eval_shape(partial(keys_and_values, self.expand), weights, kept)
-        at_once = devices_of_turn(sum(a.size * a.dtype.itemsize for a in keys), self.hops)
+    def steps(self, kv: KV, weights) -> list[RingStep]:
+        """Returns the steps: the device itself, then all others; the last step holds the remaining devices."""
+        keys = jax.eval_shape(partial(keys_and_values, self.expand), weights, kv)
+        per_step = devices_per_ring_step(sum(a.size * a.dtype.itemsize for a in keys), self.hops)
         others = range(1, self.size)
-        return [[0], *(list(others[i : i + at_once]) for i in range(0, len(others), at_once))]
+        return [[0], *(list(others[i : i + per_step]) for i in range(0, len(others), per_step))]
 
-    def pack(self, arrays: Kept) -> Kept:
-        """What travels: over NCCL one array, for XLA would run one of two hops beside a kernel and wait for the other."""
+    def pack(self, arrays: KV) -> KV:
+        """Packs arrays into one message over NCCL: XLA would run one of two transfers beside a kernel and wait for the other.
+
+        Peer-to-peer copies send the arrays as they are.
+        """
         return arrays if self.hops == "copies" else (jnp.concatenate([a.reshape(-1) for a in arrays]),)
 
-    def unpack(self, message: Kept, like: Kept) -> Kept:
-        """What was packed, of arrays like these."""
+    def unpack(self, message: KV, like: KV) -> KV:
+        """Inverts `pack`; `like` gives the shapes."""
         if self.hops == "copies":
             return message
         parts = jnp.split(message[0], list(accumulate(a.size for a in like[:-1])))
         return tuple(part.reshape(a.shape) for part, a in zip(parts, like, strict=True))
 
-    def pass_on(self, messages: list[Kept], turn: Turn, following: Turn) -> list[Kept]:
-        """The messages about a turn's devices, passed on to those for whom these are in the following turn: what arrives."""
-        of = [min(i, len(turn) - 1) for i in range(len(following))]
-        return [self._hop(messages[i], distance - turn[i]) for i, distance in zip(of, following, strict=True)]
+    def send_on(self, messages: list[KV], step: RingStep, following: RingStep) -> list[KV]:
+        """Sends the messages about this step's devices to the devices that need them in the following step.
 
-    def send_home(self, messages: list[Kept], turn: Turn, following: Turn) -> list[Kept]:
-        """Those of them that are passed on no further, sent to the devices that they are about: what arrives."""
-        return [self._hop(messages[i], self.size - turn[i]) for i in range(len(following), len(turn))]
+        Returns the messages that arrive for the following step.
+        """
+        sources = [min(i, len(step) - 1) for i in range(len(following))]
+        return [self._hop(messages[i], distance - step[i]) for i, distance in zip(sources, following, strict=True)]
 
-    def join(self, parts: list[Kept], turn: Turn) -> Kept:
-        """The tokens of a turn's devices in the order of the sequence."""
-        return tuple(join_in_order(list(arrays), self._devices(turn), self.layout) for arrays in zip(*parts, strict=True))
+    def send_home(self, messages: list[KV], step: RingStep, following: RingStep) -> list[KV]:
+        """Sends the messages that `send_on` sends no further to the devices that they are about; returns what arrives."""
+        return [self._hop(messages[i], self.size - step[i]) for i in range(len(following), len(step))]
 
-    def split(self, whole: Kept, turn: Turn) -> list[Kept]:
-        """The inverse of `join`."""
-        return list(zip(*(split_in_order(a, self._devices(turn), self.layout) for a in whole), strict=True))
+    def join(self, parts: list[KV], step: RingStep) -> KV:
+        """Joins the tokens of a step's devices in the order of the sequence."""
+        return tuple(join_in_order(list(arrays), self._devices(step), self.layout) for arrays in zip(*parts, strict=True))
 
-    def visible(self, first_token: Int[Array, "batch seq"], turn: Turn) -> partial_attention.Bounds:
-        """Each query's interval of the tokens of a turn, none if it ends before it begins."""
+    def split(self, whole: KV, step: RingStep) -> list[KV]:
+        """Inverts `join`."""
+        return list(zip(*(split_in_order(a, self._devices(step), self.layout) for a in whole), strict=True))
+
+    def visible(self, first_token: Int[Array, "batch seq"], step: RingStep) -> partial_attention.Bounds:
+        """Returns each query's interval (first, last) of a step's tokens; an interval that ends before it begins is empty."""
         length = first_token.shape[1]
 
-        def before(index: Array) -> Array:
-            of = partial(tokens_before, index, length, num_shards=self.size, layout=self.layout)
-            return sum((of(device=device) for device in self._devices(turn)), jnp.int32(0))
+        def tokens_of_step_before(index: Array) -> Array:
+            count = partial(tokens_before, index, length, num_shards=self.size, layout=self.layout)
+            return sum((count(device=device) for device in self._devices(step)), jnp.int32(0))
 
-        behind = token_indices(length, lax.axis_index(self.axis_name), self.size, self.layout) + 1
-        return before(first_token), jnp.broadcast_to(before(behind) - 1, first_token.shape)
+        end = token_indices(length, lax.axis_index(self.axis_name), self.size, self.layout) + 1
+        first = tokens_of_step_before(first_token)
+        return first, jnp.broadcast_to(tokens_of_step_before(end) - 1, first_token.shape)
 
-    def _devices(self, turn: Turn) -> list[Int[Array, ""]]:
-        return [(lax.axis_index(self.axis_name) - distance) % self.size for distance in turn]
+    def _devices(self, step: RingStep) -> list[Int[Array, ""]]:
+        return [(lax.axis_index(self.axis_name) - distance) % self.size for distance in step]
 
-    def _hop(self, message: Kept, distance: int) -> Kept:
-        """The message of the device `distance` places before this one."""
+    def _hop(self, message: KV, distance: int) -> KV:
+        """Returns the message of the device `distance` before this one."""
         return tuple(hop(a, self.axis_name, distance) for a in message)
 
 
-def devices_of_turn(size: int, hops: Hops) -> int:
-    """How many other devices' keys are in one turn, at most: `size` bytes of k and v are one device's."""
-    return max(1, KEYS_AT_ONCE // max(1, size)) if hops == "copies" else 1
+def devices_per_ring_step(size: int, hops: Hops) -> int:
+    """Returns the largest number of other devices in a ring step, if one device has `size` bytes of k and v."""
+    return max(1, MAX_KEY_BYTES_PER_STEP // max(1, size)) if hops == "copies" else 1
 
 
-def keys_and_values(expand: Expand | None, weights, kept: Kept) -> tuple[Array, Array]:
-    """expand(weights, *kept); without `expand`, `kept` are keys and values."""
-    k, v = kept if expand is None else expand(weights, *kept)
+def keys_and_values(expand: Expand | None, weights, kv: KV) -> tuple[Array, Array]:
+    """Returns (k, v) = expand(weights, *kv); without `expand`, `kv` are keys and values already."""
+    k, v = kv if expand is None else expand(weights, *kv)
     return k, v
+
+
+class AttentionResiduals(NamedTuple):
+    """The arrays that the forward pass saves for the backward pass."""
+
+    q: Float[Array, "batch seq heads head_dim"]
+    kv: KV
+    weights: Any
+    first_token: Int[Array, "batch seq"]
+    out: Float[Array, "batch seq heads value_dim"]
+    lse: Float[Array, "batch heads seq"]
+    """log sum exp of each query's scores."""
+
+
+class KVGradients(NamedTuple):
+    """The gradients of `kv` and of the weights of an expansion; None for a sum without a first term."""
+
+    kv: KV | None
+    weights: Any
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def ring_attention(
     q: Float[Array, "batch seq heads head_dim"],
-    kept: Kept,
+    kv: KV,
     weights,
     first_token: Int[Array, "batch seq"],
-    ring: Ring,
+    ring: SequenceRing,
 ) -> Float[Array, "batch seq heads value_dim"]:
-    """Attention of this device's queries to the tokens first_token[i] .. own index of the whole sequence, in q's dtype.
+    """Computes attention of this device's queries to tokens first_token[i] .. own index of the whole sequence, in q's dtype.
 
-    Inside `jax.shard_map`, where all arrays vary over the ring's axis. `kept` and `weights` are the arguments of `ring.expand`,
-    without which `kept` is k [batch, seq, kv_heads, head_dim] and v [batch, seq, kv_heads, value_dim], and `weights` is ().
-    Kept for backward: the arguments, out and lse.
+    Call it inside `jax.shard_map`; all arrays vary over the ring's axis. `kv` and `weights` are the arguments of `ring.expand`.
+    Without `ring.expand`, `kv` is k [batch, seq, kv_heads, head_dim] and v [batch, seq, kv_heads, value_dim], and `weights` is
+    (). Residuals: the arguments, out and its logsumexp.
     """
-    return _forward(q, kept, weights, first_token, ring)[0]
+    return _forward(q, kv, weights, first_token, ring)[0]
 
 
-def _forward(q, kept: Kept, weights, first_token, ring: Ring):
-    turns = ring.turns(kept, weights)
-    messages, sums = [ring.pack(kept)], None
-    for turn, following in zip(turns, [*turns[1:], []], strict=True):
-        here = kept if turn == [0] else ring.join([ring.unpack(message, kept) for message in messages], turn)
-        messages = ring.pass_on(messages, turn, following)
+def _forward(q, kv: KV, weights, first_token, ring: SequenceRing) -> tuple[Array, AttentionResiduals]:
+    steps = ring.steps(kv, weights)
+    arrived, accumulators = [ring.pack(kv)], None
+    for step, following in zip(steps, [*steps[1:], []], strict=True):
+        here = kv if step == [0] else ring.join([ring.unpack(message, kv) for message in arrived], step)
+        arrived = ring.send_on(arrived, step, following)
         k, v = keys_and_values(ring.expand, weights, here)
-        sums = partial_attention.forward(
+        accumulators = partial_attention.forward(
             q,
             k,
             v,
-            ring.visible(first_token, turn),
+            ring.visible(first_token, step),
             scale=ring.scale,
             backend=ring.backend,
-            previous=sums,
+            previous=accumulators,
             out_dtype=None if following else q.dtype,
         )
-        messages, sums = _after_each_other(messages, sums)
-    assert sums is not None
-    out, lse = sums
-    return out, (q, kept, weights, first_token, out, lse)
+        arrived, accumulators = _start_after(arrived, accumulators)
+    assert accumulators is not None
+    out, lse = accumulators
+    return out, AttentionResiduals(q, kv, weights, first_token, out, lse)
 
 
-def _backward(ring: Ring, residuals, dout):
-    q, kept, weights, first_token, out, lse = residuals
+def _backward(ring: SequenceRing, residuals: AttentionResiduals, dout):
+    q, kv, weights, first_token, out, lse = residuals
     delta = jnp.einsum("bqhe,bqhe->bhq", dout.astype(lse.dtype), out.astype(lse.dtype))
-    own, *turns = ring.turns(kept, weights)
+    own, *steps = ring.steps(kv, weights)
 
-    def gradient(of, turn: Turn, keys, previous, **options):
-        bounds = ring.visible(first_token, turn)
+    def gradient(kernel, step: RingStep, keys, previous, **options):
+        bounds = ring.visible(first_token, step)
         options |= dict(scale=ring.scale, backend=ring.backend, previous=previous)
-        return of(dout, q, *keys, lse, delta, bounds, **options)
+        return kernel(dout, q, *keys, lse, delta, bounds, **options)
 
-    def of_queries(turn: Turn, here: Kept, previous):
-        keys, is_last = keys_and_values(ring.expand, weights, here), turn == [own, *turns][-1]
+    def query_gradient(step: RingStep, here: KV, previous):
+        keys, is_last = keys_and_values(ring.expand, weights, here), step == [own, *steps][-1]
         dtype = q.dtype if is_last else None
-        return gradient(partial_attention.gradient_of_queries, turn, keys, previous, out_dtype=dtype)
+        return gradient(partial_attention.gradient_of_queries, step, keys, previous, out_dtype=dtype)
 
-    def of_kept(turn: Turn, here: Kept, previous):
-        of_keys = partial(gradient, partial_attention.gradients_of_keys, turn)
-        return gradients_of_kept(ring.expand, weights, here, of_keys, previous)
+    def kv_gradients(step: RingStep, here: KV, previous: KVGradients) -> KVGradients:
+        key_gradients = partial(gradient, partial_attention.gradients_of_keys, step)
+        return gradients_of_kv(ring.expand, weights, here, key_gradients, previous)
 
-    # Over NCCL one hop at a time, each beside one kernel, for XLA keeps no two in flight: the sums of dk and dv travel while dq
-    # is computed, keys while dk and dv are, and the sums go home while a device computes what its own keys add to them.
-    sums: list[Kept] = []
-    at_home: list[Kept] = []
+    # The order of the module's table. Over NCCL XLA keeps no two transfers in flight: each needs a kernel of its own beside it.
+    travelling: list[KV] = []
+    """dk and dv of the devices of the step before, in f32."""
+    at_home: list[KV] = []
+    """dk and dv of this device's keys, of the steps of all other devices."""
     dweights = None
-    arriving = ring.pass_on([ring.pack(kept)], own, turns[0]) if turns else []
-    dq = of_queries(own, kept, None)
-    for before, turn, following in zip([own, *turns], turns, [*turns[1:], []], strict=False):
-        (arriving, sums), dq = _after_each_other((arriving, sums), dq)
-        here = ring.join([ring.unpack(message, kept) for message in arriving], turn)
-        if sums:
-            at_home += ring.send_home(sums, before, turn)
-            sums = ring.pass_on(sums, before, turn)
-        dq = of_queries(turn, here, dq)
-        (arriving, sums), dq = _after_each_other((arriving, sums), dq)
-        arriving = ring.pass_on(arriving, turn, following)
-        previous = ring.join([ring.unpack(message, kept) for message in sums], turn) if sums else None
-        of_turn, dweights = of_kept(turn, here, (previous, dweights))
-        sums = [ring.pack(part) for part in ring.split(of_turn, turn)]
-    kept, (dq, sums) = _after_each_other(kept, (dq, sums))
-    if sums:
-        at_home += ring.send_home(sums, turns[-1], [])
-    dkept, dweights = of_kept(own, kept, (None, dweights))
+    arrived = ring.send_on([ring.pack(kv)], own, steps[0]) if steps else []
+    dq = query_gradient(own, kv, None)
+    for before, step, following in zip([own, *steps], steps, [*steps[1:], []], strict=False):
+        (arrived, travelling), dq = _start_after((arrived, travelling), dq)
+        here = ring.join([ring.unpack(message, kv) for message in arrived], step)
+        if travelling:
+            at_home += ring.send_home(travelling, before, step)
+            travelling = ring.send_on(travelling, before, step)
+        dq = query_gradient(step, here, dq)
+        (arrived, travelling), dq = _start_after((arrived, travelling), dq)
+        arrived = ring.send_on(arrived, step, following)
+        previous = ring.join([ring.unpack(message, kv) for message in travelling], step) if travelling else None
+        of_step, dweights = kv_gradients(step, here, KVGradients(previous, dweights))
+        assert of_step is not None
+        travelling = [ring.pack(part) for part in ring.split(of_step, step)]
+    kv, (dq, travelling) = _start_after(kv, (dq, travelling))
+    if travelling:
+        at_home += ring.send_home(travelling, steps[-1], [])
+    dkv, dweights = kv_gradients(own, kv, KVGradients(None, dweights))
     for message in at_home:
-        dkept = _add(dkept, ring.unpack(message, kept))
-    return dq, as_dtypes_of(kept, dkept), as_dtypes_of(weights, dweights), None
+        dkv = _add(dkv, ring.unpack(message, kv))
+    return dq, as_dtypes_of(kv, dkv), as_dtypes_of(weights, dweights), None
 
 
-def gradients_of_kept(expand: Expand | None, weights, kept: Kept, of_keys: Callable, previous) -> tuple:
-    """The gradients of (kept, weights) with `previous`, others or None of each, added: in f32.
+ring_attention.defvjp(_forward, _backward)
 
-    `of_keys(keys, previous)` gives those of keys and values, the previous ones added; those taken back through `expand` are
-    in the dtypes of its arguments before they are added.
+
+def gradients_of_kv(
+    expand: Expand | None, weights, kv: KV, key_gradients: Callable, previous: KVGradients
+) -> KVGradients:  # fmt: skip
+    """Returns the gradients of (kv, weights), added to `previous` in f32.
+
+    `key_gradients(keys, previous)` returns the gradients of keys and values, added to `previous`. With `expand` they are taken
+    back through it, and are in the dtypes of its arguments before they are added.
     """
-    of_kept, of_weights = previous
     if expand is None:
-        return of_keys(kept, of_kept), ()
-    keys, pullback = jax.vjp(expand, weights, *kept)
-    own_weights, *own_kept = pullback(as_dtypes_of(keys, of_keys(keys, None)))
-    return _add(of_kept, tuple(own_kept)), _add(of_weights, own_weights)
+        return KVGradients(key_gradients(kv, previous.kv), ())
+    keys, pullback = jax.vjp(expand, weights, *kv)
+    own_weights, *own_kv = pullback(as_dtypes_of(keys, key_gradients(keys, None)))
+    return KVGradients(_add(previous.kv, tuple(own_kv)), _add(previous.weights, own_weights))
 
 
 def _add(previous, gradients):
-    """The sum in f32 of arrays alike, or the one where there is no other."""
+    """Returns the sum in f32 of two equal pytrees; `previous` may be None."""
     wide = jax.tree.map(widened, gradients)
     return wide if previous is None else jax.tree.map(jnp.add, previous, wide)
 
 
 def as_dtypes_of(like, arrays):
-    """The arrays in the dtypes of `like`, a pytree alike."""
+    """Casts each array to the dtype of the array at the same position in `like`."""
     return jax.tree.map(lambda like, a: a.astype(like.dtype), like, arrays)
 
 
-def _after_each_other(later, earlier):
-    """Both as they are; what uses `later` begins after `earlier` is there."""
+def _start_after(later, earlier):
+    """Returns both unchanged. Operations that use `later` start after `earlier` is computed."""
     return lax.optimization_barrier((later, earlier))
-
-
-ring_attention.defvjp(_forward, _backward)

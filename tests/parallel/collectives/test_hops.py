@@ -1,4 +1,4 @@
-"""Hops are copies between the GPUs of one process; a program that makes some is compiled so, and no other."""
+"""Peer-to-peer copies need the GPUs of one process, and a program compiled for them."""
 
 from types import SimpleNamespace
 
@@ -11,13 +11,13 @@ from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
 
 
 def mesh(platform="gpu", processes=1, **axes):
-    """What is asked of a mesh, of devices that are not here."""
+    """Returns a stand-in for a mesh of devices that this machine lacks."""
     numbers = range(int(np.prod(list(axes.values()))))
     devices = [SimpleNamespace(platform=platform, process_index=i % processes) for i in numbers]
     return SimpleNamespace(shape=axes, axis_names=tuple(axes), devices=np.array(devices).reshape(tuple(axes.values())))
 
 
-def test_copies_are_made_between_the_gpus_of_one_process():
+def test_default_hops():
     assert default_hops(mesh(expert=4)) == "copies"
     assert default_hops(mesh(expert=4, processes=2)) == default_hops(mesh(expert=4, platform="cpu")) == "nccl"
 
@@ -31,23 +31,25 @@ def test_copies_are_made_between_the_gpus_of_one_process():
         ("peer", mesh(expert=4), "hops='peer' must be one of nccl, copies"),
     ],
 )
-def test_hops_that_cannot_be_made_are_refused(hops, of, message):
+def test_errors(hops, of, message):
     with pytest.raises(ValueError, match=message):
         Parallelism(of, hops=hops)
 
 
 @pytest.mark.parametrize("of", [mesh(fsdp=4), mesh(fsdp=2, context=2), mesh(expert=4)], ids=lambda of: " ".join(of.shape))
-def test_a_step_with_hops_is_compiled_to_copy(of):
+def test_compiler_options(of):
     assert Parallelism(of, hops="copies").compiler_options == COPIES | MANY_AT_ONCE
     assert Parallelism(of).compiler_options == {}
 
 
 def test_xla_knows_the_options():
-    """On every platform it refuses names and values that it does not know."""
+    """XLA refuses unknown names and values on every platform."""
     assert jax.jit(lambda x: x + 1, compiler_options=COPIES | MANY_AT_ONCE)(1) == 2
 
 
-def test_tokens_travel_pairwise_by_copies_where_everything_fits():
+def test_default_transport():
+    """With peer-to-peer copies and buffers for every routing, tokens travel by "pairwise"."""
+
     def transport(hops, **settings):
         return Parallelism(mesh(expert=4), ExpertParallel(**settings), hops=hops).expert_parallel.transport
 

@@ -1,4 +1,4 @@
-"""A MoE layer over a mesh and on one device, and routings that make its exchange hard."""
+"""A MoE layer over a mesh and on one device, and routings that make its exchange difficult."""
 
 import functools
 
@@ -12,7 +12,7 @@ from meshes import relative_error, value_and_gradients
 from moe_jax.parallel import expert_parallel_mlp
 
 TOKENS, EXPERTS, K, HIDDEN, INTER = 640, 16, 3, 8, 4
-"""Of all devices together."""
+"""Sizes of all devices together."""
 
 ARGUMENTS = ("x", "w_gate_up", "w_down", "topk_weights")
 
@@ -71,21 +71,37 @@ def on_one_device(name):
 
 
 def on_a_mesh(settings, mesh, **options):
-    """The layer over `mesh`, jitted with its gradients: (arrays, direction, ids) -> results, Exchange as a tuple."""
+    """Returns the jitted layer over `mesh` with its gradients: (arrays, direction, ids) -> (results, Exchange of [devices])."""
     return jax.jit(functools.partial(value_and_gradients, sharded(settings, mesh, **options)))
 
 
 def sharded(settings, mesh, *, check_vma=True):
-    """Tokens split over all axes of the mesh, experts over `expert`."""
+    """Returns the layer with tokens split over all axes of the mesh, and experts over `expert`."""
 
     def layer(*a):
         y, exchange = expert_parallel_mlp(*a, settings)
-        # One number a device.
-        return y, jax.tree.map(lambda number: number[None], jax.tree.map(jnp.asarray, tuple(exchange)))
+        # Each count becomes an array of one number a device.
+        return y, jax.tree.map(lambda number: jnp.asarray(number)[None], exchange)
 
     tokens, experts = P(mesh.axis_names), P("expert")
     specs = (tokens, experts, experts, tokens, tokens)
     return jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=(tokens, tokens), check_vma=check_vma)
+
+
+def assert_equals_one_device(settings, mesh, names):
+    """Outputs and gradients equal one device's under each routing, and are the same bits in two runs."""
+    run = on_a_mesh(settings, mesh)
+    for name in names:
+        results, exchange = run(arrays(), direction(), routing(name))
+        assert_equal(results, on_one_device(name))
+        assert not exchange.num_dropped.any() and not exchange.num_shadows.any()
+        assert len(set(map(int, exchange.num_rounds))) == 1
+        if name == "even":
+            assert exchange.num_rounds[0] == 1
+        if name == "one expert takes all":
+            assert exchange.num_rounds[0] > 1
+            for a, b in zip(results, run(arrays(), direction(), routing(name))[0], strict=True):
+                np.testing.assert_array_equal(a, b)
 
 
 def assert_equal(results, expected, tolerance=1e-5):

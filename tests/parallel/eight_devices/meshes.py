@@ -16,7 +16,7 @@ def make_mesh(**sizes):
 
 
 def laid_out(model, **sizes):
-    """The model on a mesh of the first devices, as `from_pretrained(mesh=)` lays it out."""
+    """Lays the model out on a mesh of the first devices, as `from_pretrained(mesh=)` does."""
     graph, state = nnx.split(model)
     mesh = moe_jax.parallel.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
 
@@ -27,7 +27,7 @@ def laid_out(model, **sizes):
 
 
 def value_and_gradients(f, arrays, direction, *others):
-    """f's result, and gradients to `arrays` of its projection on `direction`; f returns (result, something to look at)."""
+    """Returns ((result, gradients to `arrays` of its projection on `direction`), aside); f returns (result, aside)."""
 
     def loss(*arrays):
         y, aside = f(*arrays, *others)
@@ -38,6 +38,6 @@ def value_and_gradients(f, arrays, direction, *others):
 
 
 def relative_error(actual, expected) -> float:
-    """In the Frobenius norm; the absolute error where nothing is expected."""
+    """Returns the relative error in the Frobenius norm; the absolute error if `expected` is zero."""
     actual, expected = (np.asarray(a, np.float64) for a in (actual, expected))
     return np.linalg.norm(actual - expected) / (np.linalg.norm(expected) or 1)

@@ -1,4 +1,4 @@
-"""A check over several devices finds what one on a single device does."""
+"""A check over several devices finds the same as a check on one device."""
 
 import json
 
@@ -25,7 +25,7 @@ TOKENS = [5, 3, 260, 3, 3, 17, 80]
     ],
     ids=["experts", "deepseek", "dense"],
 )
-def test_logits_and_every_gradient_are_those_of_one_device(make, sizes):
+def test_equals_one_device(make, sizes):
     model = make()
     results = []
     for held in (model, laid_out(model, **sizes)):
@@ -35,7 +35,7 @@ def test_logits_and_every_gradient_are_those_of_one_device(make, sizes):
         np.testing.assert_allclose(several, one, rtol=1e-4, atol=1e-5 * float(jnp.abs(one).max()))
 
 
-def test_the_program_takes_a_number_of_devices(tmp_path, capsys):
+def test_command_takes_devices(tmp_path, capsys):
     tiny.tokenizer_with_a_beginning().save_pretrained(tmp_path / "tokenizer")
     moe_jax.save_pretrained(tiny.model(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     reports = []

@@ -57,11 +57,12 @@ def compare(results, arrays, segment_ids, window):
 
 @functools.cache
 def on_devices(devices, layout, method, hops="nccl", check_vma=True):
-    """The same from `devices`, jitted."""
+    """Returns the same function over several devices, jitted."""
 
     def local(q, k, v, segment_ids, window):
-        options = dict(segment_ids=segment_ids, window=window, layout=layout, method=method, hops=hops)
-        return context_attention(q, k, v, scale=SCALE, **options)
+        parallel = ContextParallel(layout=layout, method=method, hops=hops)
+        starts = parallel.starts_of_segments(segment_ids)
+        return context_attention(q, k, v, scale=SCALE, parallel=parallel, segment_starts=starts, window=window)
 
     mesh = make_mesh(context=devices)
     specs = (SHARDED,) * 4 + (P(),)
@@ -105,11 +106,11 @@ def test_equals_one_device(devices, layout, method, heads, kv_heads):
         (4, "zigzag", 1),
     ],
 )
-def test_a_ring_takes_the_keys_of_many_devices_at_once(devices, layout, at_once, monkeypatch):
-    """Where hops are copies."""
+def test_steps_of_several_devices(devices, layout, at_once, monkeypatch):
+    """With peer-to-peer copies a ring step takes the keys of several devices."""
     rng, (heads, kv_heads) = seeds.rng(), (4, 2)
     of_one_device = 2 * BATCH * SEQ // devices * kv_heads * WIDTH * 4
-    monkeypatch.setattr(ring, "KEYS_AT_ONCE", at_once * of_one_device)
+    monkeypatch.setattr(ring, "MAX_KEY_BYTES_PER_STEP", at_once * of_one_device)
     run = on_devices.__wrapped__(devices, layout, "ring", hops="copies")
     for window in (SEQ, *rng.integers(2, SEQ, 2)):
         arrays, ids, window = make(rng, heads, kv_heads), packed(rng), jnp.int32(window)
@@ -123,8 +124,8 @@ def test_equals_one_device_without_check_vma():
 
 
 @pytest.mark.thorough
-def test_errors_in_bf16_do_not_grow_with_the_ring():
-    """Of twenty draws together: in one of so few numbers errors differ by a tenth and more by chance."""
+def test_bf16_error_does_not_grow_with_devices():
+    """Takes twenty draws together: in one draw of few numbers errors differ by a tenth and more by chance."""
     rng = seeds.rng()
     draws = [make(rng, 4, 2, jnp.bfloat16) for _ in range(20)]
     ids = jnp.ones((BATCH, SEQ), jnp.int32)
@@ -152,14 +153,14 @@ def expand(weight, latents, k_shared):
 @pytest.mark.parametrize(
     "devices, layout, method, hops, travels",
     [
-        # Of a token 9 numbers of what is kept, and where its segment begins; queries and results of 4 heads of 8 and 4.
+        # A token has 9 numbers of kv and the start of its segment; with ulysses also queries and results of 4 heads of 8 and 4.
         (4, "zigzag", "ring", "copies", 3 * 9 + 1),
         pytest.param(8, "striped", "all_gather", "nccl", 9 + 1, marks=pytest.mark.thorough),
         (4, "zigzag", "ulysses", "nccl", 4 * (8 + 4) + 9 + 2),
     ],
 )
-def test_what_keys_and_values_are_made_of_travels(devices, layout, method, hops, travels):
-    """Results and gradients of expanded keys on one device; in bf16 about as near to them as it comes itself."""
+def test_latents_travel(devices, layout, method, hops, travels):
+    """Results and gradients equal one device's with expanded keys; in bf16 the error is about that of one device."""
     rng, ids = seeds.rng(), packed(seeds.rng())
     runs = jnp.cumsum(ids != jnp.roll(ids, 1, axis=1), axis=1)
     shapes = (BATCH, SEQ, 4, WIDTH), (BATCH, SEQ, 6), (BATCH, SEQ, WIDTH - 5), (4, 6, 9), (BATCH, SEQ, 4, 4)
@@ -170,8 +171,9 @@ def test_what_keys_and_values_are_made_of_travels(devices, layout, method, hops,
         return attention(q, k, v, scale=SCALE, query_segment_ids=runs, key_segment_ids=runs)
 
     def local(q, latents, k_shared, weight, ids):
-        options = dict(scale=SCALE, segment_ids=ids, layout=layout, method=method, hops=hops)
-        return context_attention(q, latents, k_shared, expand=expand, weights=weight, **options)
+        parallel, expansion = ContextParallel(layout=layout, method=method, hops=hops), ring.Expansion(expand, weight)
+        options = dict(scale=SCALE, parallel=parallel, segment_starts=parallel.starts_of_segments(ids))
+        return context_attention(q, latents, k_shared, expansion=expansion, **options)
 
     specs = (SHARDED, SHARDED, SHARDED, P(), SHARDED)
     sharded = jax.shard_map(local, mesh=make_mesh(context=devices), in_specs=specs, out_specs=SHARDED)
@@ -195,14 +197,14 @@ def test_what_keys_and_values_are_made_of_travels(devices, layout, method, hops,
 
 
 def elements_that_leave(f, *arguments):
-    """How many numbers a device gives to collectives in the forward pass."""
+    """Returns the number of elements that a device gives to collectives in the forward pass."""
     text = jax.jit(f).lower(*arguments).as_text()
     shapes = re.findall(r"stablehlo\.(?:all_|collective_).*: \(tensor<([\dx]+)x[fi]\d+>\) ->", text)
     return sum(math.prod(map(int, shape.split("x"))) for shape in shapes)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_positions_and_segments_go_over_the_borders_of_devices(layout):
+def test_segments_across_devices(layout):
     ids, context = packed(seeds.rng()), ContextParallel(layout=layout)
 
     def local(ids):
@@ -229,21 +231,23 @@ def test_positions_and_segments_go_over_the_borders_of_devices(layout):
         ({"backend": "mosaic"}, "backend 'mosaic' does not take this input: q, k and v must all be bfloat16"),
         ({"local": 3}, "layout 'zigzag' over 4 devices needs a sequence length that is a multiple of 8; got 12"),
         ({"expand": lambda _, k, v: (k, v[:, :2])}, r"k \(1, 4, 2, 8\), v \(1, 2, 2, 8\)"),
-        ({"kept": 3}, "without expand, kept must be k and v; got 3 arrays"),
+        ({"kv": 3}, "without an expansion, kv must be k and v; got 3 arrays"),
         ({"kv_heads": 3}, r"heads a multiple of kv_heads; got q \(1, 4, 8, 8\), k \(1, 4, 3, 8\)"),
-        ({"segment_ids": jnp.ones((1, 4)), "segment_starts": jnp.ones((1, 4))}, "give one of them"),
         ({"window": 0}, "window must be at least 1 or None; got 0"),
         ({"window": np.int64(0)}, "window must be at least 1 or None; got 0"),
-        ({"segment_ids": jnp.ones((1, 5))}, r"segment_ids must be \[batch, seq\] = \(1, 4\); got \(1, 5\)"),
+        ({"segment_starts": jnp.ones((1, 5))}, r"segment_starts must be \[batch, seq\] = \(1, 4\); got \(1, 5\)"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_errors(change, message):
     change = dict(change)
-    length, kv_heads, kept = (change.pop(name, default) for name, default in (("local", 4), ("kv_heads", 2), ("kept", 2)))
+    length, kv_heads, arrays = (change.pop(name, default) for name, default in (("local", 4), ("kv_heads", 2), ("kv", 2)))
+    how = {name: change.pop(name) for name in ("layout", "method", "hops") if name in change}
+    if "expand" in change:
+        change["expansion"] = ring.Expansion(change.pop("expand"), change.pop("weights", ()))
 
     def local(_):
         q, k = (jnp.zeros((1, length, heads, WIDTH)) for heads in (8, kv_heads))
-        return context_attention(q, *[k] * kept, scale=SCALE, **change)
+        return context_attention(q, *[k] * arrays, scale=SCALE, parallel=ContextParallel(**how), **change)
 
     with pytest.raises(ValueError, match=message):
         jax.shard_map(local, mesh=make_mesh(context=4), in_specs=P("context"), out_specs=SHARDED)(jnp.zeros(4))

@@ -1,4 +1,4 @@
-"""A model over split, packed sequences gives the single device's loss, statistics and every gradient."""
+"""A model over split, packed sequences has the loss, statistics and gradients of a single device."""
 
 import functools
 from dataclasses import replace
@@ -32,7 +32,7 @@ def qwen():
 
 
 def deepseek():
-    # What travels is latents.
+    # Latents travel in place of keys and values.
     config = replace(tiny.deepseek().config, num_hidden_layers=2, first_k_dense_replace=0)
     return moe_jax.from_config(config, rngs=nnx.Rngs(0))
 
@@ -52,7 +52,7 @@ def make_batch(rng):
 
 @functools.cache
 def single(make_model):
-    """(model of parameters, parameters, batch, loss and gradients) of one device."""
+    """Returns (model of parameters, parameters, batch, loss and gradients) of one device."""
     graph, parameters, biases = nnx.split(make_model(), nnx.Param, ExpertBias)
     batch = make_batch(seeds.rng(__name__))
 
@@ -75,8 +75,8 @@ def single(make_model):
         pytest.param(deepseek, 1, 2, "striped", "ulysses", False, False, marks=pytest.mark.thorough),
     ],
 )
-def test_loss_and_gradients_are_those_of_one_device(make_model, data, context, layout, method, remat, inside):
-    """`inside`: the gradient is taken inside `shard_map`, otherwise of it."""
+def test_loss_and_gradients(make_model, data, context, layout, method, remat, inside):
+    """With `inside` the gradient is taken inside `shard_map`, otherwise outside."""
     merge, parameters, batch, ((total, parts), gradients) = single(make_model)
     how = ContextParallel(layout=layout, method=method)
 
@@ -107,7 +107,7 @@ def test_loss_and_gradients_are_those_of_one_device(make_model, data, context, l
         assert relative_error(actual, expected) < 1e-5, jax.tree_util.keystr(path)
 
 
-def test_positions_default_to_those_of_the_whole_sequence():
+def test_default_positions():
     merge, parameters, batch, _ = single(qwen)
 
     def logits(context_parallel=None):
@@ -120,7 +120,7 @@ def test_positions_default_to_those_of_the_whole_sequence():
     np.testing.assert_allclose(jax.jit(on_mesh)(*split), shard_sequence(expected, 2), atol=1e-5)
 
 
-def test_dynamic_rotary_embeddings_have_one_base_on_all_devices():
+def test_dynamic_rotary_base():
     rope = RopeParameters(rope_type="dynamic", factor=2.0)
     config = replace(tiny.dense().config, num_hidden_layers=1, max_position_embeddings=8, rope_parameters=rope)
     graph, parameters = nnx.split(moe_jax.from_config(config, rngs=nnx.Rngs(0)))
@@ -138,7 +138,7 @@ def test_dynamic_rotary_embeddings_have_one_base_on_all_devices():
     assert relative_error(jax.jit(on_mesh)(*split), shard_sequence(expected, 2)) < 1e-5
 
 
-def test_what_does_not_fit_is_refused():
+def test_errors():
     merge, parameters, batch, _ = single(qwen)
     with pytest.raises(ValueError, match=r"mesh_axes must name the axis of context_parallel, 'context'; got \('data',\)"):
         loss(merge(parameters), batch, context_parallel=ContextParallel(), mesh_axes=("data",))

@@ -1,4 +1,4 @@
-"""Gathers and sums made of hops give what JAX's collectives give."""
+"""Gathers and sums made of `hop` equal JAX's collectives."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ AXES = [("fsdp",), ("expert",), ("fsdp", "expert")]
 
 
 def per_device(f, *arrays):
-    """f of each device's slice of the arrays, stacked."""
+    """Stacks f of each device's slice of the arrays."""
     mesh = make_mesh(fsdp=2, expert=4)
     both = P(("fsdp", "expert"))
     run = jax.shard_map(lambda *parts: f(*(part[0] for part in parts))[None], mesh=mesh, in_specs=both, out_specs=both)
@@ -24,7 +24,7 @@ def per_device(f, *arrays):
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("mesh_axes", AXES, ids=" ".join)
-def test_a_gather_joins_the_parts_in_the_devices_order(mesh_axes, axis):
+def test_gather(mesh_axes, axis):
     parts = jnp.asarray(seeds.rng().normal(size=(8, 2, 3)), jnp.bfloat16)
     found = per_device(lambda part: join_parts(send_part(part, mesh_axes), mesh_axes, axis), parts)
     np.testing.assert_array_equal(
@@ -34,7 +34,7 @@ def test_a_gather_joins_the_parts_in_the_devices_order(mesh_axes, axis):
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("mesh_axes", AXES, ids=" ".join)
-def test_a_sum_is_in_f32_of_all_devices_contributions(mesh_axes, axis):
+def test_sum(mesh_axes, axis):
     contributions = jnp.asarray(seeds.rng().normal(size=(8, 16, 24)), jnp.bfloat16)
     found = per_device(lambda x: add_contributions(send_contributions(x, mesh_axes, axis)), contributions)
     expected = per_device(lambda x: sum_scatter(x, mesh_axes, axis), contributions)

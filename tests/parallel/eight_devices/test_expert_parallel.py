@@ -1,4 +1,4 @@
-"""expert_parallel_mlp: further rounds, what is kept, dropping, low precision, meshes of several axes, refusals."""
+"""expert_parallel_mlp: further rounds, residuals, dropping, low precision, meshes of several axes, errors."""
 
 import functools
 
@@ -31,8 +31,11 @@ from moe_jax.parallel.expert.settings import first_capacity, further_capacity
 
 
 @pytest.mark.parametrize("transport", ["all_to_all", "pairwise"])
-def test_kept_for_backward_is_what_an_even_routing_needs(transport):
-    """And no weight twice: the rows of h follow capacity_factor * T * K, where the worst routing has n * T * K."""
+def test_residuals(transport):
+    """The residuals fit an even routing and hold no weight twice.
+
+    The rows of h follow capacity_factor * T * K; the worst routing has n * T * K.
+    """
     devices, tokens, k, hidden, experts, factor = 8, 4096, 8, 64, 64, 1.25
     f = sharded(ExpertParallel(transport=transport, capacity_factor=factor), make_mesh(expert=devices))
     weights = (experts, 2 * hidden, hidden), (experts, hidden, hidden)
@@ -67,23 +70,23 @@ def test_bf16_stays_near_f32():
         pytest.param("probability", "gather", marks=pytest.mark.thorough),
     ],
 )
-def test_drops_what_its_policy_says_and_counts_it(drop, transport):
+def test_drop(drop, transport):
     devices, factor = 4, 0.5
     run = on_a_mesh(ExpertParallel(transport=transport, drop=drop, capacity_factor=factor), make_mesh(expert=devices))
     for name in ("even", "few experts take most", "ids twice in a row and out of range"):
-        kept, dropped = kept_by_policy(np.asarray(routing(name)), np.asarray(arrays()[3]), devices, factor, drop)
-        results, (num_dropped, rounds, _) = run(arrays(), direction(), routing(name))
-        np.testing.assert_array_equal(num_dropped, dropped)
-        assert sum(dropped) > 0 and (rounds == 1).all()
-        expected, _ = value_and_gradients(reference, arrays(), direction(), jnp.asarray(kept))
+        ids, dropped = ids_after_drop(np.asarray(routing(name)), np.asarray(arrays()[3]), devices, factor, drop)
+        results, exchange = run(arrays(), direction(), routing(name))
+        np.testing.assert_array_equal(exchange.num_dropped, dropped)
+        assert sum(dropped) > 0 and (exchange.num_rounds == 1).all()
+        expected, _ = value_and_gradients(reference, arrays(), direction(), jnp.asarray(ids))
         assert_equal(results, expected)
 
 
-def kept_by_policy(chosen, weights, devices, factor, drop):
-    """The ids with -1 for what is dropped, and each device's number of dropped choices, in loops."""
+def ids_after_drop(chosen, weights, devices, factor, drop):
+    """Returns the ids with -1 for dropped choices, and each device's number of dropped choices, computed in loops."""
     tokens = TOKENS // devices
     slots, pairs = first_capacity(tokens, K, EXPERTS, devices, factor)
-    kept, dropped = chosen.copy(), []
+    ids, dropped = chosen.copy(), []
     for device in range(devices):
         dropped.append(0)
         own = range(device * tokens, (device + 1) * tokens)
@@ -92,31 +95,35 @@ def kept_by_policy(chosen, weights, devices, factor, drop):
             line = [t for t in own if there[t]]
             if drop == "probability":
                 line.sort(key=lambda t: -weights[t, there[t]].sum())
-            places, choices = 0, 0
+            queued, choices = 0, 0
             for t in line:
-                places, choices = places + 1, choices + len(there[t])
-                if places > slots or choices > pairs:
-                    kept[t, there[t]] = -1
+                queued, choices = queued + 1, choices + len(there[t])
+                if queued > slots or choices > pairs:
+                    ids[t, there[t]] = -1
                     dropped[-1] += len(there[t])
-    return kept, dropped
+    return ids, dropped
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.thorough)])
-def test_each_group_of_devices_takes_as_many_rounds_as_its_longest_queue_needs(check_vma):
-    """data=2: one group's tokens all go to one expert, the other's to either device in turn. Weights are whole over `data`."""
+def test_rounds_of_each_group(check_vma):
+    """Each group of devices runs the number of rounds that its longest queue needs.
+
+    With data=2, the tokens of one group all go to one expert, and the other group's tokens to both devices alternately. The
+    weights are replicated over `data`.
+    """
     tokens = TOKENS // 4
     first = first_capacity(tokens, K, EXPERTS, 2, 0.01)
     assert first == further_capacity(first, K) == (64, 64 * K)
     settings = ExpertParallel(transport="all_to_all", capacity_factor=0.01)
     run = on_a_mesh(settings, make_mesh(data=2, expert=2), check_vma=check_vma)
-    in_turn = routing("even") % (EXPERTS // 2) + EXPERTS // 2 * (jnp.arange(TOKENS) % 2)[:, None]
-    chosen = in_turn.at[: TOKENS // 2].set(EXPERTS - 1)
-    results, (_, rounds, _) = run(arrays(), direction(), chosen)
+    alternating = routing("even") % (EXPERTS // 2) + EXPERTS // 2 * (jnp.arange(TOKENS) % 2)[:, None]
+    chosen = alternating.at[: TOKENS // 2].set(EXPERTS - 1)
+    results, exchange = run(arrays(), direction(), chosen)
     owner = np.asarray(chosen).reshape(2, 2, tokens, K) // (EXPERTS // 2)
     longest = [max((of_group == to).any(axis=2).sum(axis=1).max() for to in range(2)) for of_group in owner]
     assert longest == [tokens, tokens // 2]
     expected = [[1 + -(-(queue - 64) // 64)] * 2 for queue in longest]
-    np.testing.assert_array_equal(np.asarray(rounds).reshape(2, 2), expected)
+    np.testing.assert_array_equal(np.asarray(exchange.num_rounds).reshape(2, 2), expected)
     assert expected[0] != expected[1]
     assert_equal(results, value_and_gradients(reference, arrays(), direction(), chosen)[0])
 
@@ -140,7 +147,7 @@ def test_runs_under_scan_and_remat():
     assert_equal(ours, expected)
 
 
-def test_ids_of_eight_bits_name_all_of_256_experts():
+def test_uint8_ids_of_256_experts():
     x, w_gate_up, w_down, weights = arrays()
     w_gate_up, w_down = (jnp.tile(w, (256 // EXPERTS, 1, 1)) for w in (w_gate_up, w_down))
     chosen = jnp.asarray(seeds.rng().integers(0, 256, (TOKENS, K)), jnp.uint8)
@@ -148,7 +155,7 @@ def test_ids_of_eight_bits_name_all_of_256_experts():
     assert relative_error(y, oracle.experts_mlp(x, w_gate_up, w_down, weights, chosen.astype(jnp.int32))) < 1e-5
 
 
-def test_a_mesh_of_one_device_and_no_tokens():
+def test_one_device_and_no_tokens():
     run = on_a_mesh(ExpertParallel(), make_mesh(expert=1))
     assert_equal(run(arrays(), direction(), routing("even"))[0], on_one_device("even"))
     none = [a[:0] if a.shape[0] == TOKENS else a for a in arrays()]
@@ -156,12 +163,12 @@ def test_a_mesh_of_one_device_and_no_tokens():
     assert results[0].shape == (0, HIDDEN) and not any(gradient.any() for gradient in results[1:])
 
 
-def test_outside_shard_map_the_error_says_where_to_call_it():
+def test_error_outside_shard_map():
     with pytest.raises(NameError, match="no mesh axis 'expert' here; call it inside a jax.shard_map over that axis"):
         expert_parallel_mlp(*arrays(), routing("even"), ExpertParallel())
 
 
-def test_shapes_that_do_not_fit_are_named():
+def test_shape_errors():
     run = on_a_mesh(ExpertParallel(), make_mesh(expert=4))
     x, w_gate_up, w_down, weights = arrays()
     with pytest.raises(ValueError, match=r"w_gate_up must .* \[local_experts, 2\*inter, hidden\] .* got \[4, 7, 8\]"):

@@ -1,4 +1,4 @@
-"""A model whose experts are split over the mesh: losses, gradients and statistics are the single device's."""
+"""A model with experts split over the mesh has the losses, gradients and statistics of a single device."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ AXES = ("data", "expert")
 
 
 def projected(parameters, graph, tokens, segment_ids, direction, **options):
-    """A projection of the logits, and the model's statistics."""
+    """Returns a projection of the logits, and the model's statistics."""
     model = nnx.merge(graph, parameters)
     states = model.hidden_states(tokens, segment_ids=segment_ids, **options)
     return jnp.sum(states.hidden @ model.head_weight.T * direction), states.router
@@ -35,12 +35,12 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_losses_gradients_and_statistics_are_those_of_one_device(settings):
-    rng = np.random.default_rng(0)
+def test_equals_one_device(settings):
+    rng = seeds.rng()
     graph, parameters = nnx.split(tiny.model())
     tokens = jnp.asarray(rng.integers(0, 264, (8, 6)))
     segment_ids = jnp.asarray(rng.integers(0, 2, (8, 1)) | (np.arange(6) < 4), jnp.int32)
-    # Padding goes to no expert where experts are split.
+    # Padding goes to no expert if experts are split.
     direction = jnp.asarray(rng.normal(size=(8, 6, 264)), jnp.float32) * (segment_ids != 0)[:, :, None]
 
     def on_one(parameters):
@@ -72,9 +72,9 @@ def test_losses_gradients_and_statistics_are_those_of_one_device(settings):
         assert relative_error(ours, theirs) < 1e-5, jax.tree_util.keystr(path)
 
 
-def test_dropped_choices_are_reported_by_layer():
+def test_num_dropped_by_layer():
     graph, parameters = nnx.split(tiny.model())
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 264, (4, 200)))
+    tokens = jnp.asarray(seeds.rng().integers(0, 264, (4, 200)))
 
     def local(parameters, tokens):
         settings = ExpertParallel(drop="position", capacity_factor=0.1)
@@ -83,12 +83,12 @@ def test_dropped_choices_are_reported_by_layer():
     specs = jax.tree.map_with_path(lambda path, _: P(None, "expert") if "experts" in str(path) else P(), parameters)
     f = jax.shard_map(local, mesh=make_mesh(expert=4), in_specs=(specs, P("expert")), out_specs=P())
     dropped = jax.jit(f)(parameters, tokens).num_dropped
-    # 200 tokens of two choices a device, of which 64 tokens fit for each of four devices of one expert.
+    # A device has 200 tokens of two choices. For each of four devices of one expert 64 tokens fit.
     assert dropped.shape == (2,) and (dropped >= 4 * (400 - 4 * 64)).all()
 
 
-def test_padding_pushes_no_token_out():
-    """Of 160 tokens a device 96 are padding and stand first; 64 fit from a device to a device."""
+def test_padding_drops_no_token():
+    """The first 96 of 160 tokens a device are padding; 64 tokens fit from a device to a device."""
     rng = seeds.rng()
     block = MoE(8, 4, 8, 2, stddev=0.5, rngs=nnx.Rngs(int(rng.integers(2**31))))
     x = jnp.asarray(rng.normal(size=(4 * 160, 8)), jnp.float32)

@@ -1,4 +1,4 @@
-"""A model on several devices generates what it does on one, whatever mesh its parameters lie on."""
+"""A model on several devices generates the tokens of one device, on any mesh of its parameters."""
 
 import jax
 import pytest
@@ -18,24 +18,24 @@ PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11], [3] * 20, [9, 9]]
     "make, sizes, options",
     [
         (tiny.model, dict(expert=4), dict(temperature=1.0, top_k=20, seed=3)),
-        # Of six devices two hold each a half of the experts.
+        # Two of six devices hold half of the experts each.
         (tiny.model, dict(data=2, fsdp=3), {}),
-        # Whose axes cut the devices across those of generation's mesh.
+        # The axes of this mesh divide the devices in another way than generation's mesh.
         pytest.param(tiny.model, dict(data=4, expert=2), {}, marks=pytest.mark.thorough),
         (tiny.deepseek, dict(fsdp=2, context=4), {}),
         pytest.param(tiny.dense, dict(fsdp=2), dict(temperature=1.0, top_p=0.9), marks=pytest.mark.thorough),
     ],
     ids=["sampling", "six devices", "crossing", "deepseek", "dense"],
 )
-def test_the_tokens_are_those_of_one_device(make, sizes, options):
-    # A third of the tokens end a sequence: on some devices all are done before those on others.
+def test_equals_one_device(make, sizes, options):
+    # A third of the tokens end a sequence: some devices finish all their sequences before others.
     model, options = make(), dict(max_new_tokens=9, eos_token_id=range(0, 264, 3), **options)
     expected = moe_jax.generate(model, PROMPTS, **options)
     assert len({*map(len, expected)}) > 1
     assert moe_jax.generate(laid_out(model, **sizes), PROMPTS, **options) == expected
 
 
-def test_drafts_are_those_of_one_device():
+def test_drafts():
     model = tiny.deepseek(mtp=1)
     options = dict(max_new_tokens=9, temperature=0.5, seed=4)
     assert generate_with_drafts(laid_out(model, expert=4), PROMPTS, **options) == generate_with_drafts(
@@ -44,7 +44,7 @@ def test_drafts_are_those_of_one_device():
 
 
 @pytest.mark.thorough
-def test_one_of_several_devices_may_hold_the_model():
+def test_model_on_one_device():
     model = tiny.model()
     graph, state = nnx.split(model)
     elsewhere = nnx.merge(graph, jax.device_put(state, jax.devices()[5]))
@@ -55,7 +55,7 @@ def test_one_of_several_devices_may_hold_the_model():
     assert moe_jax.generate(on_no_device, PROMPTS, max_new_tokens=3) == expected
 
 
-def test_the_command_deals_experts_out(tmp_path, capsys):
+def test_command_splits_experts(tmp_path, capsys):
     moe_jax.save_pretrained(tiny.model(), tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     command = ["generate", str(tmp_path / "model"), "--prompt", "text", "--max-new-tokens", "4", "--dtype", "float32"]

@@ -1,4 +1,4 @@
-"""A training step with parameters, experts, rows and sequences spread over meshes of eight: one device's, metrics included."""
+"""A training step over meshes of eight devices equals one device's, metrics included."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ def make_batch(rng):
 
 
 def train(batch, parallelism=None, steps=2, make_model=tiny.model, **options):
-    """The state after some steps of AdamW, and the metrics of each."""
+    """Returns the state after some steps of AdamW, and the metrics of each step."""
     graph, params, *biases = nnx.split(make_model(), nnx.Param, ExpertBias)
     if parallelism is not None:
 
@@ -67,7 +67,7 @@ def train(batch, parallelism=None, steps=2, make_model=tiny.model, **options):
     ],
     ids=["moe-fsdp-expert", "moe-data-fsdp-context", "deepseek-mtp"],
 )
-def test_two_steps_are_those_of_one_device(sizes, options):
+def test_two_steps(sizes, options):
     batch = make_batch(seeds.rng())
     expected, expected_metrics = train(batch, **options)
     state, metrics = train(batch, Parallelism(make_mesh(**sizes)), **options)
@@ -76,7 +76,7 @@ def test_two_steps_are_those_of_one_device(sizes, options):
         for name, value in theirs.items():
             np.testing.assert_allclose(ours[name], value, rtol=rtol, atol=1e-7, err_msg=name)
     for (path, ours), theirs in zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(expected.params), strict=True):
-        # AdamW divides a gradient by its own size: where it is next to nothing, f32's noise moves the weight by a step.
+        # AdamW divides a gradient by its own size: if that is near 0, the noise of f32 moves the weight by a whole step.
         assert relative_error(ours, theirs) < 1e-3, jax.tree_util.keystr(path)
     for ours, theirs in zip(jax.tree.leaves(state.expert_bias), jax.tree.leaves(expected.expert_bias), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -87,7 +87,7 @@ def test_two_steps_are_those_of_one_device(sizes, options):
     assert sum(x.addressable_shards[0].data.size for x in moments) < 1.2 * sum(x.size for x in moments) / ways
 
 
-def test_the_loss_on_held_out_text_is_that_of_one_device():
+def test_evaluation_loss():
     batches = [make_batch(seeds.rng()) for _ in range(2)]
 
     def evaluate(parallelism=None):
@@ -99,13 +99,13 @@ def test_the_loss_on_held_out_text_is_that_of_one_device():
     np.testing.assert_allclose(evaluate(parallelism), evaluate(), rtol=1e-5)
 
 
-def test_a_step_is_compiled_with_the_options_of_its_hops(monkeypatch):
+def test_compiler_options(monkeypatch):
     monkeypatch.setattr(Parallelism, "compiler_options", {"xla_no_such_option": "1"})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         train(make_batch(seeds.rng()), Parallelism(make_mesh(fsdp=8)))
 
 
-def test_dropped_choices_are_a_metric():
+def test_num_dropped():
     mesh = make_mesh(expert=4, data=2)
     tight = ExpertParallel(transport="all_to_all", drop="position", capacity_factor=0.1)
     _, [metrics] = train(make_batch(seeds.rng()), Parallelism(mesh, tight), steps=1)
@@ -113,8 +113,8 @@ def test_dropped_choices_are_a_metric():
     assert metrics["num_dropped"] == 0 and metrics["num_dropped"].dtype == jnp.int32
 
 
-def test_rounds_and_shadows_are_metrics_of_each_layer():
-    """Every token chooses experts 0 and 1: both have to leave their devices for the busiest one to do less."""
+def test_num_rounds_and_num_shadows():
+    """Every token chooses experts 0 and 1: the busiest device has less work only if both are shadowed."""
 
     def make_model():
         model = tiny.model()
@@ -129,7 +129,7 @@ def test_rounds_and_shadows_are_metrics_of_each_layer():
         assert metrics[name].tolist() == [value, value] and metrics[name].dtype == jnp.float32
 
 
-def test_rows_that_cannot_be_dealt_out_are_refused():
+def test_uneven_rows_are_refused():
     batch = {name: array[:6] for name, array in make_batch(seeds.rng()).items()}
     with pytest.raises(
         ValueError, match=r"6 rows cannot be dealt out to data=2 x fsdp=4 x expert=1; it must be a multiple of 8"
@@ -137,7 +137,7 @@ def test_rows_that_cannot_be_dealt_out_are_refused():
         train(batch, Parallelism(make_mesh(data=2, fsdp=4)))
 
 
-def test_without_parallelism_rows_are_split_as_far_as_they_can_be():
+def test_rows_without_parallelism():
     mesh = make_mesh(data=2, fsdp=4)
     params = {"w": jax.device_put(jnp.zeros(8), NamedSharding(mesh, PartitionSpec()))}
     for rows, of_a_device in ((8, 1), (4, 2), (6, 3), (3, 3)):
@@ -145,7 +145,7 @@ def test_without_parallelism_rows_are_split_as_far_as_they_can_be():
         assert tokens.addressable_shards[0].data.shape == (of_a_device, SEQ)
 
 
-def test_a_loss_of_ones_own_is_one_devices():
+def test_own_loss():
     def loss(model, batch, *, mesh_axes, **options):
         found = batch["weight"][:, None] * log_probs(model, batch, **options)
         summed, labels = jax.lax.psum(found.sum(), mesh_axes), batch["num_labels"]

@@ -1,4 +1,4 @@
-"""Shadow experts change where choices are computed, and neither results nor gradients; a hot expert needs fewer rounds."""
+"""Shadow experts change the device that computes a choice, not results or gradients; a hot expert needs fewer rounds."""
 
 import jax
 import jax.numpy as jnp
@@ -28,85 +28,91 @@ from moe_jax.parallel.collectives.sums import sum_to_all
 
 
 def shadowing(slots, **settings):
-    """With copies that cost nothing: tokens are few here."""
+    """Makes copies free: these tests have few tokens."""
     return ExpertParallel(shadow_experts=slots, flops_per_byte=0.0, **settings)
 
 
-def test_equals_one_device_under_any_routing_and_itself_bit_for_bit():
+def test_equals_one_device():
+    """Results equal one device's under each routing, and are the same bits in two runs."""
     run = on_a_mesh(shadowing(3, transport="all_to_all"), make_mesh(expert=8))
     chosen = {}
     for name in ROUTINGS:
-        results, (dropped, _, shadows) = run(arrays(), direction(), routing(name))
+        results, exchange = run(arrays(), direction(), routing(name))
+        shadows = exchange.num_shadows
         assert_equal(results, on_one_device(name))
-        assert not dropped.any() and (shadows == shadows[0]).all()
+        assert not exchange.num_dropped.any() and (shadows == shadows[0]).all()
         chosen[name] = int(shadows[0])
-    # The only two experts there are to relieve their device of, and the only one.
+    # The device holds two experts in the first case; in the second only one has work.
     assert chosen["one device takes all"] == 2 and chosen["one expert takes all"] == 1
     assert chosen["few experts take most"] > 0
     for a, b in zip(results, run(arrays(), direction(), routing(name))[0], strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_hot_experts_take_one_round_where_they_took_several():
+def test_hot_experts_need_fewer_rounds():
     settings = ExpertParallel(transport="all_to_all"), shadowing(2, transport="all_to_all")
     without, with_shadows = (jax.jit(sharded(s, make_mesh(expert=8))) for s in settings)
     for name in ("one expert takes all", "one device takes all"):
-        assert with_shadows(*arrays(), routing(name))[1][1][0] == 1 < without(*arrays(), routing(name))[1][1][0]
+        rounds = [f(*arrays(), routing(name))[1].num_rounds[0] for f in (with_shadows, without)]
+        assert rounds[0] == 1 < rounds[1]
 
 
-def test_nothing_moves_where_it_does_not_pay():
+def test_nothing_moves_if_it_does_not_pay():
     """No routing of 640 tokens is worth 2580 rows of two bytes."""
     layer = jax.jit(sharded(ExpertParallel(shadow_experts=1), make_mesh(expert=8)))
     for name in ROUTINGS:
-        assert not layer(*arrays(jnp.bfloat16), routing(name))[1][2].any()
+        assert not layer(*arrays(jnp.bfloat16), routing(name))[1].num_shadows.any()
 
 
-def test_each_group_of_devices_shadows_for_itself():
-    """data=2: the first group's tokens all go to one expert, the second's evenly to all. Weights are whole over `data`."""
+def test_groups_choose_separately():
+    """With data=2, the first group's tokens all go to one expert, and the second group's evenly to all experts.
+
+    The weights are replicated over `data`.
+    """
     run = on_a_mesh(shadowing(2, transport="gather"), make_mesh(data=2, expert=2), check_vma=False)
-    in_turn = jnp.arange(TOKENS * K, dtype=jnp.int32).reshape(TOKENS, K) % EXPERTS
-    chosen = in_turn.at[: TOKENS // 2].set(EXPERTS - 1)
-    results, (_, _, shadows) = run(arrays(), direction(), chosen)
-    assert shadows.tolist() == [1, 1, 0, 0]
+    alternating = jnp.arange(TOKENS * K, dtype=jnp.int32).reshape(TOKENS, K) % EXPERTS
+    chosen = alternating.at[: TOKENS // 2].set(EXPERTS - 1)
+    results, exchange = run(arrays(), direction(), chosen)
+    assert exchange.num_shadows.tolist() == [1, 1, 0, 0]
     assert_equal(results, value_and_gradients(reference, arrays(), direction(), chosen)[0])
 
 
 @pytest.mark.thorough
-def test_bf16_stays_near_f32_with_weights_of_either():
-    """Copies of f32 weights travel in bf16, as which they are used."""
+def test_bf16_stays_near_f32():
+    """Copies of f32 weights travel in bf16, the dtype of their use."""
     run = on_a_mesh(shadowing(2), make_mesh(expert=4))
     x, w_gate_up, w_down, topk_weights = arrays(jnp.bfloat16)
     low = x, w_gate_up.astype(jnp.float32), w_down, topk_weights
     exact = [a.astype(jnp.float32) for a in low]
     expected, _ = value_and_gradients(reference, exact, direction(), routing("few experts take most"))
-    results, (_, _, shadows) = run(low, direction(), routing("few experts take most"))
-    assert (shadows == 2).all()
+    results, exchange = run(low, direction(), routing("few experts take most"))
+    assert (exchange.num_shadows == 2).all()
     assert [a.dtype for a in results] == [jnp.bfloat16, *(a.dtype for a in low)]
     for argument, actual, wanted in zip(("y", *ARGUMENTS), results, expected, strict=True):
         assert relative_error(actual, wanted) < 2e-2, argument
 
 
 def test_choices_of_shadows_are_not_dropped():
-    """64 tokens from a device to a device fit: of 160 that choose one expert the others would be lost."""
+    """64 tokens from a device to a device fit. 160 tokens choose one expert, so the others would be dropped."""
     settings = shadowing(1, transport="all_to_all", drop="position", capacity_factor=0.01)
-    y, (dropped, _, shadows) = jax.jit(sharded(settings, make_mesh(expert=4)))(*arrays(), routing("one expert takes all"))
-    assert not dropped.any() and (shadows == 1).all()
+    y, exchange = jax.jit(sharded(settings, make_mesh(expert=4)))(*arrays(), routing("one expert takes all"))
+    assert not exchange.num_dropped.any() and (exchange.num_shadows == 1).all()
     assert relative_error(y, on_one_device("one expert takes all")[0]) < 1e-5
 
 
-def test_kept_for_backward_are_the_copies_and_rows_for_them():
-    """And no weight twice."""
+def test_residuals():
+    """The residuals are the copies and their rows, and hold no weight twice."""
     devices, tokens, k, hidden, experts, slots = 8, 4096, 8, 64, 64, 2
     weights = (experts, 2 * hidden, hidden), (experts, hidden, hidden)
     types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((devices * tokens, hidden), *weights, (devices * tokens, k))]
     chosen = jax.ShapeDtypeStruct((devices * tokens, k), jnp.int32)
 
-    def kept(settings):
+    def residuals(settings):
         f = sharded(settings, make_mesh(expert=devices))
         pullback = jax.eval_shape(lambda *a: jax.vjp(lambda *b: f(*b, a[-1]), *a[:-1])[1], *types, chosen)
         return [leaf.shape for leaf in jax.tree.leaves(pullback)]
 
-    without, shapes = kept(ExpertParallel()), kept(ExpertParallel(shadow_experts=slots))
+    without, shapes = residuals(ExpertParallel()), residuals(ExpertParallel(shadow_experts=slots))
     assert [shapes.count(shape) for shape in weights] == [1, 1]
     copies = [(devices * slots, *shape[1:]) for shape in weights]
     assert [shapes.count(shape) for shape in copies] == [1, 1]
@@ -117,7 +123,7 @@ def test_kept_for_backward_are_the_copies_and_rows_for_them():
     assert h_rows(shapes) - h_rows(without) == slots * tokens
 
 
-def test_a_sum_to_all_devices_rounds_once_whatever_the_shape():
+def test_sum_to_all_rounds_once():
     of_devices = jnp.asarray(seeds.rng().normal(size=(8, 5, 3)), jnp.bfloat16)
     everywhere = jax.shard_map(
         lambda x: sum_to_all(x, "expert"), mesh=make_mesh(expert=8), in_specs=P("expert"), out_specs=P("expert")
@@ -126,8 +132,8 @@ def test_a_sum_to_all_devices_rounds_once_whatever_the_shape():
     np.testing.assert_array_equal(everywhere(of_devices), jnp.broadcast_to(expected, (8, 5, 3)))
 
 
-def test_batches_of_a_vmap_have_no_shadows_of_their_own():
-    """The gradients of weights that they share would be counted once for each of them."""
+def test_vmap_is_refused():
+    """The gradients of the shared weights would count once for each batch."""
     x, w_gate_up, w_down, topk_weights = arrays()
     layer = sharded(shadowing(1), make_mesh(expert=4))
     twice = [jnp.stack([a, a]) for a in (x, topk_weights, routing("even"))]
@@ -136,10 +142,12 @@ def test_batches_of_a_vmap_have_no_shadows_of_their_own():
         return jax.vmap(lambda x, *routed: layer(x, w_gate_up, w_down, *routed)[0])(*twice).sum()
 
     for f in (of_all, jax.grad(of_all)):
-        with pytest.raises(NotImplementedError, match="shadow_experts under jax.vmap: .* pass those of all batches as one"):
+        with pytest.raises(
+            NotImplementedError, match="shadow_experts under jax.vmap: .* pass the tokens of all batches in one call"
+        ):
             jax.eval_shape(f, w_gate_up, w_down)
 
 
-def test_more_shadows_than_experts_are_refused():
+def test_too_many_shadows():
     with pytest.raises(ValueError, match="shadow_experts must be at most the 16 experts; got 17"):
         sharded(shadowing(17), make_mesh(expert=4))(*arrays(), routing("even"))

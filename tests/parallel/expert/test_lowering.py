@@ -1,4 +1,4 @@
-"""Inside shard_map a Hopper GPU runs its own kernels on each device's experts, in the first round and in the further ones."""
+"""Inside shard_map each Hopper GPU runs the Hopper kernels on its experts, in the first and in further rounds."""
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +12,17 @@ from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
 DEVICES, K = 4, 8
 
 PAIRWISE = [1, 3]
-"""Of how many devices the tokens of each step are: its own, and those of the other three. Each device's are summed apart."""
+"""The number of devices whose tokens each step computes: the device itself, then the other three. Each is summed apart."""
 
 QWEN3_30B = dict(tokens=8192, hidden=2048, inter=768, experts=128)
 DEEPSEEK_V3 = dict(tokens=4096, hidden=7168, inter=2048, experts=256)
-"""Tokens are of each device."""
+"""Numbers of tokens are for each device."""
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("transport, steps, gathers, permutes", [(None, [1], 2, 0), ("pairwise", PAIRWISE, 0, 9)])
-def test_the_layer_of_qwen3_30b(transport, steps, gathers, permutes, check_vma):
-    """By default a gather: with 8 choices on four devices nothing sends less. Tokens and choices travel, outputs return."""
+def test_forward(transport, steps, gathers, permutes, check_vma):
+    """The default is a gather: with 8 choices on four devices no transport sends less. Outputs return."""
     text = lowered(forward(ExpertParallel(transport=transport)), check_vma, **QWEN3_30B)
     # Two matmuls, the first of which gathers rows, and the sums, in each step of the first round and in the further ones.
     assert num_kernels(text) == sum(2 + devices for devices in [*steps, 1])
@@ -38,22 +38,23 @@ def test_the_layer_of_qwen3_30b(transport, steps, gathers, permutes, check_vma):
         pytest.param("pairwise", PAIRWISE, QWEN3_30B, False, marks=pytest.mark.thorough),
     ],
 )
-def test_a_layer_with_its_gradients(transport, steps, sizes, check_vma):
+def test_gradients(transport, steps, sizes, check_vma):
     layer = forward(ExpertParallel(transport=transport))
 
     def step(*arguments):
         y, pullback = jax.vjp(lambda *a: layer(*a, arguments[4]), *arguments[:4])
         return y, *pullback(y)
 
-    # What a backward pass follows gathers rows in a kernel of its own, which that pass needs too.
+    # Before a backward pass, rows are gathered by a separate kernel: the backward pass needs them too.
     alone, forward_kernels, backward_kernels, products = 2, 3, 4, 2
-    # The further rounds compute again what their backward pass needs; the weights' gradients are of all steps together.
+    # Further rounds recompute the residuals of their backward pass; one kernel sums the weights' gradients over all steps.
     first = sum(forward_kernels + backward_kernels + 2 * devices for devices in steps) + products
     further = (alone + 1) + (forward_kernels + 1) + backward_kernels + 1 + products
     assert num_kernels(lowered(step, check_vma, **sizes)) == first + further
 
 
-def test_shadows_take_two_more_kernels_and_travel_in_one_of_several_branches():
+def test_shadows():
+    """Shadows take two more kernels, and travel in one of several branches."""
     text = lowered(forward(ExpertParallel(shadow_experts=2)), True, **QWEN3_30B)
     assert num_kernels(text) == 2 * 3 + 2
     # Beside tokens, choices and load: one shadow, or two.
@@ -65,7 +66,7 @@ def forward(settings):
 
 
 def lowered(f, check_vma, *, tokens, hidden, inter, experts):
-    """The text of f on each device's part of a layer's arguments, over four H200s."""
+    """Returns the program of f on each device's part of a layer's arguments, over four H200s."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((DEVICES,), ("expert",), axis_types=(AxisType.Auto,), abstract_device=device)
     bf16 = [(DEVICES * tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter)]

@@ -1,4 +1,4 @@
-"""Every expert has one place, every device as many, and the loads are as even as brute force finds them, or nearly."""
+"""An order is a permutation of the experts; its busiest device has the least load that brute force finds, or nearly."""
 
 from itertools import permutations
 
@@ -19,14 +19,14 @@ def busiest(load, order, devices):
 
 @settings(deadline=None)
 @given(LOADS, st.sampled_from([1, 2, 3, 6]))
-def test_order_is_a_permutation_within_four_thirds_of_the_best(load, devices):
+def test_order_is_within_four_thirds_of_best(load, devices):
     order = balanced_order(np.asarray(load), devices)
     assert sorted(order) == list(range(6))
     best = min(busiest(load, list(order), devices) for order in permutations(range(6)))
     assert best <= busiest(load, order, devices) <= min(4 / 3 * best, busiest(load, range(6), devices))
 
 
-def test_skewed_loads_become_as_even_as_they_can():
+def test_skewed_loads():
     popularity = 1 / np.arange(1, 129)
     load = seeds.rng().permutation(popularity)
     # The most popular expert shares its device with the 15 least popular ones: no order does better.
@@ -43,7 +43,7 @@ def test_groups_stay_together(devices, best):
     assert busiest(load, order, devices) == best
 
 
-def test_groups_and_loads_that_cannot_be_meant_are_refused():
+def test_errors_of_groups_and_loads():
     with pytest.raises(ValueError, match="9 experts are not 6 groups of one size"):
         balanced_order(np.ones(9), 3, num_groups=6)
     with pytest.raises(ValueError, match=r"expert_load must be \[experts\]; got \[2, 4\]"):
@@ -53,7 +53,7 @@ def test_groups_and_loads_that_cannot_be_meant_are_refused():
             balanced_order(np.array([3.0, wrong, 1.0, 2.0]), 2)
 
 
-def test_devices_that_do_not_divide_are_refused():
+def test_errors_of_devices():
     with pytest.raises(ValueError, match="6 experts cannot be dealt out to 4 devices; take a divisor"):
         balanced_order(np.ones(6), 4)
     with pytest.raises(ValueError, match="4 groups of experts cannot be dealt out to 6 devices; take a divisor or a multiple"):

@@ -1,4 +1,4 @@
-"""Queues and slots against loops."""
+"""Compares queues and slots with loops."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ DEVICES, EXPERTS = 3, 6
     order=st.sampled_from(["position", "probability"]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_every_copy_travels_once_in_its_turn(tokens, k, slots, order, seed):
+def test_routes(tokens, k, slots, order, seed):
     rng = np.random.default_rng(seed)
     chosen, weights = rng.integers(-2, EXPERTS + 2, (tokens, k)), rng.random((tokens, k))
     pairs = int(rng.integers(1, tokens * k + 1))
@@ -36,13 +36,13 @@ def test_every_copy_travels_once_in_its_turn(tokens, k, slots, order, seed):
     first = np.zeros((tokens, k), bool)
     routes = [first_route(queues, capacity)]
     rounds = int(np.max(-(-(queues.length - queues.first) // further.tokens)))
-    routes += [further_route(queues, turn, further) for turn in range(rounds)]
+    routes += [further_route(queues, index, further) for index in range(rounds)]
     for device in range(DEVICES):
         line = [t for t in range(tokens) if (expected_owner[t] == device).any()]
         if order == "probability":
             line.sort(key=lambda t: -np.float32(weights[t][expected_owner[t] == device]).sum())
         choices = np.cumsum([(expected_owner[t] == device).sum() for t in line])
-        fits = sum(place < slots and choices[place] <= pairs for place in range(len(line)))
+        fits = sum(i < slots and choices[i] <= pairs for i in range(len(line)))
         assert queues.length[device] == len(line) and queues.first[device] == fits
         for t in line[:fits]:
             first[t] |= expected_owner[t] == device
@@ -53,7 +53,7 @@ def test_every_copy_travels_once_in_its_turn(tokens, k, slots, order, seed):
 
 
 @pytest.mark.parametrize("dtype, num_experts", [("uint8", 256), ("int8", 128), ("int16", 6), ("uint32", 6)])
-def test_ids_of_few_bits_have_the_owners_of_wide_ones(dtype, num_experts):
+def test_owners_of_narrow_ids(dtype, num_experts):
     last = [[0, num_experts // 2, num_experts - 1]]
     np.testing.assert_array_equal(owners(jnp.asarray(last, dtype), num_experts, 2), [[0, 1, 1]])
     np.testing.assert_array_equal(owners(jnp.asarray(last, dtype), num_experts, 1), [[0, 0, 0]])
@@ -61,7 +61,7 @@ def test_ids_of_few_bits_have_the_owners_of_wide_ones(dtype, num_experts):
 
 @settings(max_examples=10, deadline=None)
 @given(tokens=st.sampled_from([1, 12]), slots=st.sampled_from([1, 5, 12]), seed=st.integers(0, 2**32 - 1))
-def test_unpack_is_the_transpose_of_pack(tokens, slots, seed):
+def test_unpack_transposes_pack(tokens, slots, seed):
     rng = np.random.default_rng(seed)
     owner = owners(jnp.asarray(rng.integers(-1, EXPERTS, (tokens, 2))), EXPERTS, DEVICES)
     capacity = Capacity(slots, 2 * tokens)

@@ -1,4 +1,4 @@
-"""ExpertParallel refuses what cannot be meant; capacities are what an even routing brings, times the factor."""
+"""ExpertParallel refuses invalid settings; capacities are the size of an even routing times the factor."""
 
 import itertools
 
@@ -12,26 +12,27 @@ from moe_jax.parallel.expert.settings import first_capacity, further_capacity
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"transport": "nccl"}, "transport must be one of 'gather', 'all_to_all', 'ragged', 'pairwise' or None; got 'nccl'"),
+        ({"transport": "nccl"}, "transport must be one of 'gather', 'all_to_all', 'pairwise', a Transport or None; got 'nccl'"),
+        ({"transport": "ragged"}, "transport 'ragged' is experimental: pass the object RAGGED of moe_jax.experimental.ragged"),
         ({"drop": "random"}, "drop must be 'position', 'probability' or None; got 'random'"),
         ({"capacity_factor": 0}, "capacity_factor must be a number above 0; got 0"),
         ({"capacity_factor": float("nan")}, "capacity_factor must be a number above 0; got nan"),
         ({"capacity_factor": float("inf")}, "capacity_factor must be a number above 0; got inf"),
-        ({"group_size": 2}, "group_size must be at least 1, and is for transport 'pairwise' alone; got 2"),
+        ({"group_size": 2}, "group_size must be at least 1, and only transport 'pairwise' takes it; got 2"),
         ({"group_size": 0, "transport": "pairwise"}, "group_size must be at least 1, .*; got 0"),
         ({"shadow_experts": -1}, "shadow_experts must be at least 0; got -1"),
         ({"flops_per_byte": -1.0}, "flops_per_byte must be a number of at least 0; got -1.0"),
         ({"flops_per_byte": float("nan")}, "flops_per_byte must be a number of at least 0; got nan"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(settings, message):
+def test_errors(settings, message):
     with pytest.raises(ValueError, match=message):
         ExpertParallel(**settings)
 
 
 @pytest.mark.parametrize("num_experts, k, devices", [(8, 2, 4), (6, 3, 2), (4, 4, 2), (4, 1, 4)])
-def test_an_even_routing_sends_its_share_of_tokens(num_experts, k, devices):
-    """Over all sets of k experts, as many hold one of device 0's as the capacity at factor 1 says."""
+def test_first_capacity(num_experts, k, devices):
+    """The capacity at factor 1 is the share of all sets of k experts that hold one of device 0's experts."""
     tokens = 100_000
     own = range(num_experts // devices)
     sets = list(itertools.combinations(range(num_experts), k))
@@ -41,13 +42,13 @@ def test_an_even_routing_sends_its_share_of_tokens(num_experts, k, devices):
 
 
 def test_qwen3_30b_over_eight_devices():
-    """Two thirds of 8192 tokens visit each device: 4.67 of docs/parallel_experts.md are to the 7 others."""
+    """Two thirds of 8192 tokens visit each device: 4.67 rows a token go to the 7 others (docs/parallel_experts.md)."""
     assert 7 * first_capacity(8192, 8, 128, 8, 1.0).tokens / 8192 == pytest.approx(4.67, abs=0.01)
     assert first_capacity(8192, 8, 128, 8, 1.25) == (6835, 10240)
     assert further_capacity(first_capacity(8192, 8, 128, 8, 1.25), 8) == (1280, 10240)
 
 
-def test_few_tokens_always_fit_and_no_buffer_exceeds_all_of_them():
+def test_bounds_of_capacity():
     assert first_capacity(64, 8, 128, 8, 0.01) == (64, 512)
     assert first_capacity(5, 8, 128, 8, 1.25) == (5, 40)
     assert first_capacity(8192, 8, 128, 2, 4.0) == (8192, 65536)

@@ -1,4 +1,4 @@
-"""A layout is a permutation of the sequence with an inverse, and says of each device which tokens it has."""
+"""A layout is a permutation of the sequence with an inverse; it gives each device its tokens."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +26,7 @@ def test_twelve_tokens_on_three_devices(layout, expected):
 
 @settings(max_examples=20, deadline=None)
 @given(layout=st.sampled_from(LAYOUTS), devices=st.integers(1, 8), halves=st.integers(1, 5), axis=st.integers(-3, 2))
-def test_devices_have_the_tokens_that_the_layout_says(layout, devices, halves, axis):
+def test_tokens_of_devices(layout, devices, halves, axis):
     length, shape = 2 * halves, [2, 3, 4]
     shape[axis] = length * devices
     x = np.arange(np.prod(shape)).reshape(shape)
@@ -44,7 +44,7 @@ def test_devices_have_the_tokens_that_the_layout_says(layout, devices, halves, a
 
 @settings(max_examples=20, deadline=None)
 @given(layout=st.sampled_from(LAYOUTS), halves=st.integers(1, 5), order=st.permutations(range(6)), count=st.integers(1, 6))
-def test_parts_of_some_devices_are_put_in_order(layout, halves, order, count):
+def test_join_and_split_in_order(layout, halves, order, count):
     length, devices = 2 * halves, order[:count]
     own = [np.asarray(token_indices(length, device, 6, layout)) for device in devices]
     parts = [jnp.stack([tokens, -tokens], axis=1)[None] for tokens in own]
@@ -56,7 +56,7 @@ def test_parts_of_some_devices_are_put_in_order(layout, halves, order, count):
         np.testing.assert_array_equal(part, expected)
 
 
-def test_zigzag_gives_every_device_the_same_work_in_every_step():
+def test_zigzag_balances_every_step():
     length, devices = 8, 4
     tokens = [np.asarray(token_indices(length, device, devices, "zigzag")) for device in range(devices)]
     for step in range(devices):
@@ -72,7 +72,7 @@ def test_zigzag_gives_every_device_the_same_work_in_every_step():
         (8, "zag", "unknown layout 'zag'; choose one of 'contiguous', 'zigzag', 'striped'"),
     ],
 )
-def test_what_cannot_be_split_is_refused(length, layout, message):
+def test_errors(length, layout, message):
     for f in (shard_sequence, unshard_sequence):
         with pytest.raises(ValueError, match=message):
             f(jnp.zeros((1, length)), 4, layout)

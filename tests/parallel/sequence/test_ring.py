@@ -1,4 +1,7 @@
-"""On Hopper GPUs a ring is one kernel a turn forward, two backward; over NCCL with one hop beside each; what travels."""
+"""Counts a ring's kernels and transfers on Hopper GPUs.
+
+A step is one kernel forward and two backward; over NCCL one transfer stands beside each.
+"""
 
 import re
 from functools import partial
@@ -12,31 +15,32 @@ from lowered import num_kernels
 
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.layers.latent_attention import expand
-from moe_jax.parallel import context_attention
+from moe_jax.parallel import ContextParallel, context_attention
+from moe_jax.parallel.sequence.ring import Expansion
 
 
 @pytest.mark.parametrize(
-    "devices, hops, turns, travels",
+    "devices, hops, steps, travels",
     [
         (1, "nccl", 1, 0),
-        # The keys of the last turn and the sums of the first do not travel.
+        # The keys of the last step and the gradients of the first do not travel.
         (4, "nccl", 4, 3 * 3),
-        # k, v and the sums for them are hops of their own.
+        # k, v and their gradients are copies of their own.
         (4, "copies", 2, 3 * 6),
         (8, "copies", 2, 7 * 6),
     ],
 )
-def test_llama_3_8b_over_h200s(devices, hops, turns, travels):
+def test_llama_3_8b_over_h200s(devices, hops, steps, travels):
     q, kv = (jax.ShapeDtypeStruct((1, devices * 8192, heads, 128), jnp.bfloat16) for heads in (32, 8))
-    text = lowered(devices, partial(context_attention, scale=128**-0.5, hops=hops), q, (kv, kv), ())
-    assert num_kernels(text) == 3 * turns
+    text = lowered(devices, partial(context_attention, scale=128**-0.5, parallel=ContextParallel(hops=hops)), q, (kv, kv))
+    assert num_kernels(text) == 3 * steps
     assert text.count('"stablehlo.collective_permute"') == travels
 
 
-def test_a_turn_of_a_long_sequence_is_one_device():
-    """Whose keys and values are a quarter of a GiB."""
+def test_long_sequences_take_one_device_a_step():
+    """The keys and values of one device are a quarter of a GiB."""
     q, kv = (jax.ShapeDtypeStruct((1, 4 * 65536, heads, 128), jnp.bfloat16) for heads in (32, 8))
-    text = lowered(4, partial(context_attention, scale=128**-0.5, hops="copies"), q, (kv, kv), ())
+    text = lowered(4, partial(context_attention, scale=128**-0.5, parallel=ContextParallel(hops="copies")), q, (kv, kv))
     assert num_kernels(text) == 3 * 4
 
 
@@ -50,33 +54,37 @@ LATENTS, GRADIENTS = f"{8192 * 576}xbf16", f"{8192 * 576}xf32"
         ("all_gather", 4, {"all_gather": ["1x8192x576xbf16"] * 2, "reduce_scatter": ["1x16384x576xf32"]}),
     ],
 )
-def test_of_deepseek_v3_latents_travel(method, kernels, travels):
-    """576 numbers of a token in place of 40960, and the sum of a replicated weight's gradients. dk and dv are a kernel each."""
+def test_latents_travel(method, kernels, travels):
+    """DeepSeek-V3 sends 576 numbers a token in place of 40960, and sums the gradients of a replicated weight.
+
+    dk and dv are a kernel each.
+    """
     config = NAMED_CONFIGS["deepseek-v3"]
     shapes = (1, 16384, 128, 192), (1, 16384, 576), (32768, 512)
     q, latents, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-    attend = partial(context_attention, expand=partial(expand, config), scale=config.key_dim**-0.5, method=method)
-    text = lowered(2, attend, q, (latents,), weight)
+    attend = partial(context_attention, scale=config.key_dim**-0.5, parallel=ContextParallel(method=method))
+    text = lowered(2, attend, q, (latents,), Expansion(partial(expand, config), weight))
     assert num_kernels(text) == kernels
     found = re.findall(r'"stablehlo\.(collective_\w+|all_\w+|reduce_scatter)".*? : \(tensor<(\w+)>\)', text, re.DOTALL)
     expected = travels | {"all_reduce": ["32768x512xbf16"]}
     assert {name: sorted(of for kind, of in found if kind == name) for name, _ in found} == expected
 
 
-def lowered(devices: int, attend, q, kept, weights) -> str:
-    """The program for H200s of `attend` and its gradients, the sequence split over the devices and the weights on all."""
+def lowered(devices: int, attend, q, kv, expansion=None) -> str:
+    """Returns the program for H200s of `attend` and its gradients. The weights of the expansion are replicated."""
+    expand, weights = expansion or (None, ())
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((devices,), ("context",), axis_types=(AxisType.Auto,), abstract_device=device)
     split = P(None, "context")
 
-    def local(q, kept, weights):
-        return attend(q, *kept, weights=weights)
+    def local(q, kv, weights):
+        return attend(q, *kv, expansion=expand and Expansion(expand, weights))
 
-    def both(q, kept, weights, dout):
+    def both(q, kv, weights, dout):
         on_mesh = jax.shard_map(local, mesh=mesh, in_specs=(split, split, P()), out_specs=split)
-        out, pullback = jax.vjp(on_mesh, q, kept, weights)
+        out, pullback = jax.vjp(on_mesh, q, kv, weights)
         return out, pullback(dout)
 
     dout = jax.ShapeDtypeStruct((*q.shape[:3], 128), jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(mesh):
-        return jax.jit(both).trace(q, kept, weights, dout).lower(lowering_platforms=("cuda",)).as_text()
+        return jax.jit(both).trace(q, kv, weights, dout).lower(lowering_platforms=("cuda",)).as_text()

@@ -1,7 +1,12 @@
-"""Transport `ragged`: as `all_to_all`, but of each buffer only the filled slots travel (`lax.ragged_all_to_all`).
+"""Moves tokens as transport `all_to_all` does, but only the filled slots of each buffer travel (`lax.ragged_all_to_all`).
 
-On four H200s under jax 0.11.2 that collective was 34 times slower than `all_to_all`, at 7.8 GB/s: it is here for releases
-where it is fast. XLA has none for CPUs, where `emulated_ragged_all_to_all` stands in.
+    from moe_jax.experimental.ragged import RAGGED
+
+    y, exchange = expert_parallel_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, ExpertParallel(transport=RAGGED))
+
+It sends the fewest bytes of all transports. On four H200s under jax 0.11.2 that collective was 34 times slower than
+`all_to_all`, at 7.8 GB/s. The transport waits here for a release in which the collective is fast. XLA has no such collective
+for CPUs; `emulated_ragged_all_to_all` replaces it there.
 """
 
 from functools import partial
@@ -11,24 +16,29 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from moe_jax.parallel.expert.routes import Route
+from moe_jax.parallel.expert.settings import Transport
 from moe_jax.parallel.expert.slots import pack, unpack
 
 
 def to_experts(x: Num[Array, "tokens features"], route: Route, axis_name: str) -> Num[Array, "received features"]:
-    """As `all_to_all.to_experts`."""
+    """Returns what `all_to_all.to_experts` returns."""
     received = jax.lax.all_to_all(route.sent, axis_name, 0, 0, tiled=True)
     return _exchange(pack(x, route), route.sent, received, axis_name).reshape(-1, x.shape[1])
 
 
 def to_home(rows: Float[Array, "received features"], route: Route, axis_name: str) -> Float[Array, "tokens features"]:
-    """As `all_to_all.to_home`."""
+    """Returns what `all_to_all.to_home` returns."""
     received = jax.lax.all_to_all(route.sent, axis_name, 0, 0, tiled=True)
     slots = rows.reshape(*route.token_of_slot.shape, rows.shape[1])
     return unpack(_exchange(slots, received, route.sent, axis_name), route)
 
 
+RAGGED = Transport("ragged", to_experts, to_home)
+"""The transport for `ExpertParallel(transport=RAGGED)`."""
+
+
 def _exchange(slots: Array, sent: Array, received: Array, axis_name: str) -> Array:
-    """The first sent[d] slots go to device d; those of device s land in slots[s]. The others are zero."""
+    """Sends the first sent[d] slots to device d. The slots of device s arrive in slots[s]; all other slots are zero."""
     devices, height, features = slots.shape
     flat = slots.reshape(-1, features)
     own_block = jax.lax.axis_index(axis_name).astype(jnp.int32) * height
@@ -55,18 +65,18 @@ def emulated_ragged_all_to_all(
     *,
     axis_name: str,
 ) -> Num[Array, "out_rows features"]:
-    """What `lax.ragged_all_to_all` computes, out of all-gathers: memory and traffic of n operands.
+    """Computes `lax.ragged_all_to_all` by all-gathers, with the memory and traffic of n operands.
 
-    Device s sends operand[input_offsets[d] : + send_sizes[d]] to device d, which writes it to its output from row
-    output_offsets[d] on: the offsets are the sender's.
+    Device s sends operand[input_offsets[d] : + send_sizes[d]] to device d. Device d writes it to its output from row
+    output_offsets[d] of the sender on.
     """
     me = jax.lax.axis_index(axis_name)
     operands, *of_senders = (
         jax.lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)
     )  # fmt: skip
-    begins, sizes, places = (a[:, me] for a in of_senders)
+    begins, sizes, offsets = (a[:, me] for a in of_senders)
     row = jnp.arange(output.shape[0])
-    covers = (row >= places[:, None]) & (row < (places + sizes)[:, None])
+    covers = (row >= offsets[:, None]) & (row < (offsets + sizes)[:, None])
     sender = jnp.argmax(covers, axis=0)
-    source = jnp.clip(begins[sender] + row - places[sender], 0, operand.shape[0] - 1)
+    source = jnp.clip(begins[sender] + row - offsets[sender], 0, operand.shape[0] - 1)
     return jnp.where(covers.any(axis=0)[:, None], operands[sender, source], output)

@@ -1,0 +1,59 @@
+"""Transport RAGGED passes the checks of the built-in transports, and its emulation does what XLA documents.
+
+Needs eight devices: `tests/parallel/test_eight_devices.py` runs this file.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exchange_cases import DEVICES, FEATURES, assert_gpu_collective, assert_tokens_arrive, assert_transposes
+from expert_layer import ROUTINGS, assert_equals_one_device
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh
+
+from moe_jax.experimental.ragged import RAGGED, emulated_ragged_all_to_all
+from moe_jax.parallel import ExpertParallel
+
+
+def test_transposes():
+    assert_transposes(RAGGED)
+
+
+def test_tokens_arrive():
+    assert_tokens_arrive(RAGGED)
+
+
+def test_gpu_collective():
+    assert_gpu_collective(RAGGED, "ragged_all_to_all")
+
+
+@pytest.mark.parametrize("devices", [8, pytest.param(2, marks=pytest.mark.thorough)])
+def test_equals_one_device(devices):
+    assert_equals_one_device(ExpertParallel(transport=RAGGED), make_mesh(expert=devices), ROUTINGS)
+
+
+def test_name_is_refused():
+    with pytest.raises(ValueError, match=r"pass the object RAGGED of moe_jax\.experimental\.ragged"):
+        ExpertParallel(transport="ragged")
+
+
+def test_emulation():
+    """Runs of rows move between any offsets; other rows of the output stay."""
+    rng = np.random.default_rng(1)
+    sizes = rng.integers(0, 4, (DEVICES, DEVICES))  # [from, to]
+    begins = np.cumsum(sizes + 1, axis=1) - sizes  # gaps between the runs
+    offsets = np.cumsum(sizes + 2, axis=0) - sizes
+    operand = rng.normal(size=(DEVICES, begins[:, -1].max() + 4, FEATURES)).astype(np.float32)
+    output = rng.normal(size=(DEVICES, offsets[-1].max() + 4, FEATURES)).astype(np.float32)
+    expected = output.copy()
+    for source, to in np.ndindex(DEVICES, DEVICES):
+        run = operand[source, begins[source, to] : begins[source, to] + sizes[source, to]]
+        expected[to, offsets[source, to] : offsets[source, to] + sizes[source, to]] = run
+
+    def local(*arrays):
+        return emulated_ragged_all_to_all(*(a[0] for a in arrays), axis_name="expert")[None]
+
+    f = jax.shard_map(local, mesh=make_mesh(expert=DEVICES), in_specs=(P("expert"),) * 6, out_specs=P("expert"))
+    arguments = [jnp.asarray(a) for a in (operand, output, begins, sizes, offsets, sizes.T)]
+    np.testing.assert_array_equal(jax.jit(f)(*arguments), expected)
