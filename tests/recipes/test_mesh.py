@@ -18,7 +18,8 @@ import jax, numpy as np
 import tiny, moe_jax
 from flax import nnx
 from moe_jax.checkpoint.training import TrainingCheckpoints
-from moe_jax.train import FinetuneSettings, finetune, model_of_run
+from moe_jax.recipes import FinetuneSettings, finetune
+from moe_jax.train import model_of_run
 from moe_jax.train.metrics import read_records
 from moe_jax.train.rebalance import Places
 
