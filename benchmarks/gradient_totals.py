@@ -5,7 +5,7 @@
     python benchmarks/gradient_totals.py --tokens 64 --experts 8 --top-k 2 --hidden 128 --intermediate 64    # for a CPU
 
 One row a way, forward + backward of the experts without router. *none*: gradients in the weights' dtype, added to nothing.
-*xla*: these gradients, then totals + gradients. *kernels*: `experts_mlp(..., accumulate_into=totals)`. Totals are donated;
+*xla*: these gradients, then totals + gradients. *kernels*: `experts_mlp_accumulating` with these totals. Totals are donated;
 MiB are temporaries, and results that take no argument's memory, by the compiler's account. A time is the median of 5 groups
 of calls. First the two ways of adding must agree, or the process ends with 1.
 """
@@ -22,6 +22,7 @@ from jaxtyping import Array
 
 from moe_jax.kernels import experts_mlp
 from moe_jax.kernels.experts.choose_backend import BACKENDS
+from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
 
 WAYS = ("none", "xla", "kernels")
 TOLERANCE = 1e-2
@@ -73,8 +74,10 @@ def compiled(way: str, backend: str | None, inputs: tuple):
 
     def step(totals, x, experts, weights, chosen, dy):
         if way == "kernels":
-            run = partial(experts_mlp, w_gate_up=experts[0], w_down=experts[1], topk_experts=chosen, backend=backend)
-            _, pullback = jax.vjp(lambda x, w, t: run(x, topk_weights=w, accumulate_into=t), x, weights, totals)
+            run = partial(
+                experts_mlp_accumulating, w_gate_up=experts[0], w_down=experts[1], topk_experts=chosen, backend=backend
+            )
+            _, pullback = jax.vjp(lambda x, w, t: run(x, topk_weights=w, accumulators=Accumulators(*t)), x, weights, totals)
             *others, totals = pullback(dy)
             return totals, others
         _, pullback = jax.vjp(lambda x, weights, w: experts_mlp(x, *w, weights, chosen, backend=backend), x, weights, experts)
