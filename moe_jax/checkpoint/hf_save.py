@@ -1,4 +1,4 @@
-"""A model as a Hugging Face checkpoint folder, which transformers and every inference engine loads."""
+"""Writes a model as a Hugging Face checkpoint folder, which transformers and every inference engine loads."""
 
 import math
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def save_pretrained(
 
 
 def _write_weights(model: Decoder, folder: Path, max_shard_bytes: int, progress: bool) -> None:
-    """All shards and, if there are several, their index. Every process takes part in `export`; the first one writes."""
+    """Writes all shards and, if there are several, their index. All processes take part in `export`; the first one writes."""
     flat = dict(nnx.to_flat_state(nnx.state(model)))
     sizes = {tensor.name: math.prod(tensor.shape) * flat[tensor.path].dtype.itemsize for tensor in hf_tensors(model.config)}
     shards = list(_shards(sizes, max_shard_bytes))
@@ -68,7 +68,7 @@ def _write_weights(model: Decoder, folder: Path, max_shard_bytes: int, progress:
             for name in names:
                 found, array = next(tensors)
                 assert found == name
-                # The file format has no strides: whatever is not row-major must be copied first.
+                # The file format has no strides: an array that is not row-major must be copied first.
                 shard[name] = np.ascontiguousarray(array)
                 bar.update(sizes[name])
             if is_first_process():
@@ -80,7 +80,7 @@ def _write_weights(model: Decoder, folder: Path, max_shard_bytes: int, progress:
 
 
 def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
-    """The names in order, cut before each that would make its shard too large."""
+    """Yields the names of each shard, in order; a name that would make its shard too large begins the next one."""
     shard: list[str] = []
     used = 0
     for name, size in sizes.items():

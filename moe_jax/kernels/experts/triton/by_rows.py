@@ -76,14 +76,14 @@ def row_kernel_call(
 
 
 class TilesOfRows(NamedTuple):
-    """The first four inputs of a kernel by rows; entries from `count` on are unused."""
+    """The first four inputs of a kernel by rows; entries from `num_tiles` on are unused."""
 
     expert: Int[Array, "tiles"]
     row: Int[Array, "tiles"]
     """The first row of each tile."""
     end: Int[Array, "tiles"]
     """The row behind the last row of each tile."""
-    count: Int[Array, "1"]
+    num_tiles: Int[Array, "1"]
 
 
 def row_tiles(plan: Plan, height: int) -> TilesOfRows:
