@@ -28,9 +28,9 @@ def save_pretrained(
     """Writes `model` into `folder` under the hub's names: experts apart, weights in the dtype of the parameters.
 
     The folder gets model.safetensors, or model-0000i-of-0000n.safetensors with an index where it would be larger than
-    `max_shard_bytes`; config.json; generation_config.json; and the tokenizer's files. It is replaced as a whole at the end, so
-    a crash leaves an old checkpoint there as it was, and saving into the folder that the model came from works. Files there
-    that belong to no checkpoint are kept. One shard at a time is in host memory.
+    `max_shard_bytes`; config.json; generation_config.json; and the tokenizer's files. It is replaced as a whole at the end.
+    So a crash leaves an old checkpoint intact, and saving into the folder that the model came from works. Files there that
+    belong to no checkpoint stay. One shard at a time is in host memory.
 
     Args:
       tokenizer_from: the folder or hub id whose tokenizer files to copy (default: the folder that the model was loaded from, if

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from moe_jax.generation.devices import DecodeInputs, decode_on_devices
 from moe_jax.generation.prompts import new_tokens
-from moe_jax.generation.request import DecodeOptions, checked_request, padding_ids
+from moe_jax.generation.request import DecodeOptions, Padding, checked_request, padding_ids
 from moe_jax.generation.sampling import folded, sample
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.cache import KVCache, init_cache
@@ -48,19 +48,18 @@ def generate(
       One list of new tokens per prompt, or one list where `prompt_tokens` was one flat prompt.
 
     Raises:
-      ValueError: text in place of token ids, an empty prompt, an id outside the vocabulary, an option outside its range, or
+      ValueError: text in place of token ids; an empty prompt; an id outside the vocabulary; an option outside its range; or
         prompts of one length without a mask, some of which begin, or end, with the model's padding token.
     """
     request = checked_request(
         model.config,
         prompt_tokens,
+        Padding(attention_mask, padding_ids(model)),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         eos_token_id=eos_token_id,
-        attention_mask=attention_mask,
-        padding_ids=padding_ids(model),
     )
     decoded = decode_on_devices(_decode, request.options, model, request.prompts, seed)
     return new_tokens(decoded.tokens, decoded.lengths, request.single)
@@ -94,7 +93,7 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
         return jnp.isin(token, jnp.array(ends, jnp.int32)) if ends else jnp.zeros(batch, bool)
 
     def next_logits(tokens, positions, segment_ids, cache):
-        """Computes the logits of the last position alone, so that those of a long prompt take no memory."""
+        """Computes the logits of the last position alone, so that a long prompt does not need memory for the others."""
         states = model.hidden_states(tokens, positions, segment_ids, cache=cache, expert_parallel=devices.expert_parallel)
         logits = jnp.einsum("bd,vd->bv", states.hidden[:, -1], model.head_weight.astype(model.dtype))
         assert states.cache is not None

@@ -38,27 +38,33 @@ class Request(NamedTuple):
     options: DecodeOptions
 
 
+class Padding(NamedTuple):
+    """The padding of prompts: the user's attention mask, and the tokens that tokenizers pad with (`padding_ids`)."""
+
+    attention_mask: Any = None
+    token_ids: Collection[int] = ()
+
+
 def checked_request(
     config: ModelConfig,
     prompt_tokens,
+    padding: Padding | None = None,
     *,
     max_new_tokens: int,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
     eos_token_id: int | Sequence[int] | None,
-    attention_mask: Any = None,
-    padding_ids: Collection[int] = (),
 ) -> Request:
     """Checks prompts and options, and warns once if a sequence may exceed the length that the model was trained for.
 
-    Args:
-      padding_ids: as returned by `padding_ids`; the other arguments as in `generate`.
+    Other arguments as in `generate`.
 
     Raises:
       ValueError: `as_prompts` refuses the prompts; or options are outside their ranges, all listed in one error.
     """
-    prompts, single = as_prompts(prompt_tokens, config.vocab_size, attention_mask, padding_ids)
+    mask, pad_tokens = padding or Padding()
+    prompts, single = as_prompts(prompt_tokens, config.vocab_size, mask, pad_tokens)
     ends = tuple(int(end) for end in np.atleast_1d([] if eos_token_id is None else eos_token_id))
     problems = []
     if not (isinstance(temperature, Real) and temperature >= 0):

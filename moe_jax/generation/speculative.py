@@ -4,15 +4,15 @@ Speculative decoding (Leviathan et al., 2023, https://arxiv.org/abs/2211.17192) 
 (DeepSeek-V3, 2024, https://arxiv.org/abs/2412.19437, section 5.4.3): a pass over two tokens, which reads the weights once,
 gives two tokens where the draft was accepted and one where it was not.
 
-With p and q the distributions that `sampling.sample` draws with, of the model and of the module, a draft x drawn from q is
-accepted with probability min(1, p(x) / q(x)), and the token in its place is drawn from max(p - q, 0), normalised: together
-p. So sum_x min(p(x), q(x)) of the drafts are accepted, the most that any rule accepts of drafts from q, and all of them where
-q is p. The most likely token of q as the draft would need no q in the rule, but is accepted with p(x), which is no more than
-the largest probability of p however good the module. At temperature 0, p and q are 1 for one token each, and a draft is
-accepted if it is the model's choice.
+Let p be the distribution from which `sampling.sample` draws for the model, and q the distribution for the module. A draft x
+drawn from q is accepted with probability min(1, p(x) / q(x)). Otherwise the token in its place is drawn from max(p - q, 0),
+normalised. Together the two cases draw from p. A share of sum_x min(p(x), q(x)) of the drafts is accepted, the most for any
+rule with drafts from q; if q is p, all drafts are. A draft that is always q's most likely token would need no q in the rule.
+But it is accepted with p(x), which is at most the largest probability of p however good the module. At temperature 0, p and q
+are 1 for one token each, and a draft is accepted if it is the model's choice.
 
-A cache counts the same number of tokens for all sequences. So each pass takes two rows of it, and a draft that was wrong
-stays there as padding, which no token sees: the caches have room for two tokens for each new one.
+A cache counts the same number of tokens for all sequences. So each pass takes two rows of it, and a wrong draft stays there as
+padding, which no token sees. The caches have room for two tokens for each new one.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.config import ModelConfig
 from moe_jax.generation.devices import DecodeInputs, decode_on_devices
 from moe_jax.generation.prompts import new_tokens
-from moe_jax.generation.request import DecodeOptions, checked_request, padding_ids
+from moe_jax.generation.request import DecodeOptions, Padding, checked_request, padding_ids
 from moe_jax.generation.sampling import distribution, draw, folded
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.cache import KVCache, init_cache
@@ -77,13 +77,12 @@ def generate_with_drafts(
     request = checked_request(
         model.config,
         prompt_tokens,
+        Padding(attention_mask, padding_ids(model)),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         eos_token_id=eos_token_id,
-        attention_mask=attention_mask,
-        padding_ids=padding_ids(model),
     )
     decoded = decode_on_devices(_decode, request.options, model, request.prompts, seed)
     drafts = Drafts(int(decoded.drafted.sum()), int(decoded.accepted.sum()))
@@ -107,7 +106,7 @@ def check_drafts(config: ModelConfig) -> None:
 class _DraftState:
     """The state between two passes. `token` is the newest token, which no cache holds yet, at `position`; `draft` follows it.
 
-    The draft is drawn from `draft_distribution`. `cache` is the model's, `module_cache` that of the module that drafts.
+    The draft is drawn from `draft_distribution`. `cache` belongs to the model, `module_cache` to the module that drafts.
     """
 
     passes: Int[Array, ""]

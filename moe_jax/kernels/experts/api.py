@@ -14,7 +14,7 @@ Backward, with g[r] = w_down[e(r)]^T dy[token(r)] (no weight in it):
     dw_gate_up[e]  = sum_r outer(dh[r], x[token(r)])   dx[t]   = sum_k w_gate_up[e]^T dh[row(t, k)]
 
 Some backends need aligned rows; R then grows by the padding of each expert's last block. The residuals are x, h, weights and
-plan. Backward computes act again, and dweights needs neither the rows of y nor those of x. So no array of T*K*D elements
+plan. Backward computes act again, and dweights needs neither rows of y nor rows of x. So no array of T*K*D elements
 outlives the pass that makes it (SonicMoE, https://arxiv.org/abs/2512.14080).
 """
 
@@ -67,8 +67,8 @@ def experts_mlp(
         y in x's dtype. Each gradient has the dtype of its argument.
 
     Raises:
-        ValueError: shapes do not fit together, topk_experts is not an integer array, chunk_tokens < 1, the backend is unknown
-            or does not take the input, or arrays are split over mesh axes of type Explicit.
+        ValueError: shapes do not fit together; topk_experts is not an integer array; chunk_tokens < 1; the backend is unknown
+            or does not take the input; or arrays are split over mesh axes of type Explicit.
     """
     return experts_mlp_accumulating(
         x, w_gate_up, w_down, topk_weights, topk_experts, None, backend=backend, chunk_tokens=chunk_tokens

@@ -128,8 +128,8 @@ def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: 
 def plan_of_few(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: int) -> Plan:
     """Makes a plan for at most `row_alignment` tokens: one block of rows per chosen expert, with token t in row t.
 
-    For forward passes only: `Plan` describes the differences. A tile of `row_alignment` rows takes the same time with one token
-    in it as with all of them, so nothing needs to be sorted or gathered.
+    For forward passes only: `Plan` describes the differences. A tile of `row_alignment` rows takes the same time for one token
+    as for all of them. So nothing needs to be sorted or gathered.
 
     Raises:
         ValueError: as `plan`; or there are no tokens, more than row_alignment tokens, or no choices.
