@@ -10,8 +10,6 @@ import transformers
 from flax import nnx
 from safetensors.torch import load_file, save_file
 
-import moe_jax
-
 SIZES = dict(
     vocab_size=61,
     hidden_size=16,
@@ -62,7 +60,7 @@ def write_checkpoint(
         if name.endswith("e_score_correction_bias"):
             # Loading keeps it in f32, whatever the model's dtype.
             model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = torch.randn(buffer.shape)
-    moe_jax.save_pretrained(model, folder, max_shard_size=shard)
+    model.save_pretrained(folder, max_shard_size=shard)
     return model
 
 
