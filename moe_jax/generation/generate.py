@@ -111,11 +111,12 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
         position = positions[:, -1:] + state.step
         logits, cache = next_logits(state.token[:, None], position, jnp.ones((batch, 1), jnp.int32), state.cache)
         token = draw(logits, folded(keys, state.step))
+        produced = state.produced.at[:, state.step].set(token)
         return _State(
             step=state.step + 1,
             token=token,
             cache=cache,
-            produced=state.produced.at[:, state.step].set(token),
+            produced=produced,
             lengths=state.lengths + ~state.done,
             done=state.done | ends_with(token),
         )
