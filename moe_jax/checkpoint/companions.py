@@ -23,7 +23,7 @@ TOKENIZER_FILES = (
 
 
 class Companions:
-    """What is to be written beside a model's weights, read before anything is replaced.
+    """The files to write beside a model's weights, read before any file is replaced.
 
     Args:
       model: its `source`, if any, gives the generation config and, unless `tokenizer_from` is given, the tokenizer.
@@ -31,7 +31,7 @@ class Companions:
       chat_template: takes the place of the tokenizer's own.
 
     Attributes:
-      replaces: patterns of what a save of these files takes the place of. Without tokenizer files, old ones are kept.
+      replaces: patterns of the files that a save replaces. Without tokenizer files, old tokenizer files stay.
 
     Raises:
       FileNotFoundError: `tokenizer_from` has no tokenizer files, or is neither a folder nor a model on the hub.
@@ -62,7 +62,7 @@ def write_json(file: Path, fields: dict) -> None:
 
 
 def generation_config(source: str | Path | None, config: ModelConfig) -> dict[str, Any]:
-    """The generation_config.json of the folder that a model came from, or one with its config's special tokens.
+    """Returns the generation_config.json of the folder that a model came from, or one with its config's special tokens.
 
     Raises:
       ValueError: the file holds no JSON object.
@@ -77,7 +77,7 @@ def generation_config(source: str | Path | None, config: ModelConfig) -> dict[st
 
 
 def tokenizer_files(tokenizer_from: str | Path | None, source: str | None) -> list[Path]:
-    """The tokenizer files to pass along; none if the model came from nowhere and no folder is given."""
+    """Returns the tokenizer files to copy; none if the model has no source folder and no folder is given."""
     folder = tokenizer_from if tokenizer_from is not None else source
     if folder is None:
         return []
@@ -91,7 +91,7 @@ def tokenizer_files(tokenizer_from: str | Path | None, source: str | None) -> li
 
 
 def _with_template(files: dict[str, bytes], chat_template: str) -> dict[str, bytes]:
-    """The tokenizer's files with this template alone: a second one could be the one that is read."""
+    """Returns the tokenizer's files with only this template: readers might prefer a second one."""
     files = {name: content for name, content in files.items() if name != "chat_template.json"}
     config = json.loads(files.get("tokenizer_config.json", b"{}"))
     if config.pop("chat_template", None) is not None:

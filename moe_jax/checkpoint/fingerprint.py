@@ -11,14 +11,14 @@ from moe_jax.checkpoint.hf_files import Slices, open_tensors
 from moe_jax.checkpoint.hf_load import find_checkpoint
 
 ELEMENTS = 4096
-"""At most this many elements are read of a tensor: the smallest step of training in bf16 changes some of them."""
+"""The number of elements read of a tensor, at most: the smallest step of training in bf16 changes some of them."""
 
 
 def weights_fingerprint(folder_or_hub_id: str | Path) -> str:
-    """A hash of all tensors' names, shapes and dtypes, and of some values of three tensors of each kind.
+    """Computes a hash of all tensors' names, shapes and dtypes, and of some values of three tensors of each kind.
 
-    Tensors are of one kind if their names differ in numbers alone: of layers and experts the first, one in the middle and the
-    last are read. The hash does not depend on where the weights lie, or on how they are cut into files.
+    Tensors are of one kind if their names differ only in numbers. The first, a middle and the last tensor of a kind are read.
+    The hash depends neither on the place of the weights nor on their division into files.
 
     Raises:
       FileNotFoundError, ValueError: there is no such checkpoint.
@@ -37,7 +37,7 @@ def weights_fingerprint(folder_or_hub_id: str | Path) -> str:
 
 
 def _first_elements(shape: tuple[int, ...]) -> Slices:
-    """Slices of a block of at most ELEMENTS elements, the first of the tensor that lie together."""
+    """Returns the slices of a contiguous block of at most ELEMENTS elements at the beginning of a tensor."""
     slices: list[slice] = []
     room = ELEMENTS
     for size in reversed(shape):

@@ -1,4 +1,4 @@
-"""Writing a whole folder so that a crash at any moment leaves either the old one or the new one whole."""
+"""Replaces a whole folder so that a crash at any moment leaves either the old folder or the new one complete."""
 
 import os
 import shutil
@@ -18,23 +18,22 @@ MODEL_FILES = (
     "pytorch_model*.bin.index.json",
     "params",
 )
-"""What a checkpoint of a model consists of, in any format: a save leaves none of the old ones behind."""
+"""The files of a model's checkpoint, in any format: a save leaves none of the old files behind."""
 
 
 @contextmanager
 def replaced_folder(folder: str | Path, replaces: tuple[str, ...] = MODEL_FILES) -> Iterator[Path]:
     """Yields an empty folder `.NAME.incomplete` beside `folder` to write into, which takes `folder`'s place at the end.
 
-    Until then `folder` is untouched; on an exception the incomplete folder is removed. The swap is two renames; should the
-    machine die between them, the old folder lies whole in `.NAME.previous`, and the next save puts it back first. Entries of
-    the old folder that match no pattern in `replaces` are kept: they are hard-linked into the folder that takes its place.
-    All processes of a job call this together on a shared file system; the first one makes and swaps the folders.
+    Until then `folder` is untouched; on an exception the incomplete folder is removed. The swap is two renames. If the machine
+    dies between them, the complete old folder lies in `.NAME.previous`, and the next save puts it back first. Entries of the
+    old folder that match no pattern in `replaces` stay: they are hard-linked into the new folder. All processes of a job call
+    this together on a shared file system; the first process makes and swaps the folders.
 
     Raises:
       FileExistsError: `folder` is a file, or is not empty and has no config.json: it is not a checkpoint, and replacing it
         would lose somebody's files.
-      ValueError: `folder` cannot be renamed, as a mount point, or must not be, as the one that the program runs in or in which
-        that lies.
+      ValueError: `folder` is a mount point, which cannot be renamed, or it is the current directory or holds it.
     """
     folder = Path(folder).expanduser().resolve()
     incomplete = folder.with_name(f".{folder.name}.incomplete")
@@ -60,7 +59,7 @@ def replaced_folder(folder: str | Path, replaces: tuple[str, ...] = MODEL_FILES)
 
 
 def check_replaceable(folder: str | Path) -> None:
-    """Raises what `replaced_folder` would raise for `folder`, so that a program can know before hours of work."""
+    """Raises the errors that `replaced_folder` would raise for `folder`, so that a program fails before hours of work."""
     folder = Path(folder).expanduser().resolve()
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file; a checkpoint is a folder")
@@ -75,7 +74,7 @@ def check_replaceable(folder: str | Path) -> None:
 
 
 def previous_of(folder: Path) -> Path:
-    """Where the old folder lies while it is being replaced."""
+    """Returns the place of the old folder while it is being replaced."""
     return folder.with_name(f".{folder.name}.previous")
 
 
@@ -102,7 +101,7 @@ def _swap(folder: Path, incomplete: Path, previous: Path, replaces: tuple[str, .
 
 
 def _finish(folder: Path, previous: Path) -> None:
-    """Ends a swap that a crash cut short: back to the old folder if there is no other, else the old one goes."""
+    """Completes a swap that a crash cut short: removes the old folder if there is a new one, else puts it back."""
     if folder.exists():
         shutil.rmtree(previous)
     else:
@@ -110,7 +109,7 @@ def _finish(folder: Path, previous: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same file or folder tree under another name, without copying contents where the file system can."""
+    """Gives a file or folder tree a second name, without a copy of its contents if the file system can."""
 
     def link(a: str, b: str) -> None:
         try:

@@ -5,8 +5,9 @@ block of 128 x 128, in a second tensor `NAME_scale_inv`; at the lower and right 
 
     weight[..., i, j] = float32(stored[..., i, j]) * float32(scale_inv[..., i // 128, j // 128])
 
-rounded once to the dtype of the parameter: bit for bit what `transformers` computes with `dequantize=True`, which knows whole
-blocks alone, and DeepSeek's own `weight_dequant` for the others (the 576 rows of V3's kv_a_proj_with_mqa).
+rounded once to the dtype of the parameter. For matrices of whole blocks this equals, bit for bit, `transformers` with
+`dequantize=True`, which accepts no others. For matrices with cut-off blocks (the 576 rows of V3's kv_a_proj_with_mqa) it equals
+DeepSeek's own `weight_dequant`.
 """
 
 import json
@@ -25,17 +26,17 @@ BlockSize = tuple[int, int]
 FIELDS_THAT_CHANGE_NO_WEIGHT = frozenset(
     "modules_to_not_convert modules_to_convert ignored_layers scale_fmt dequantize".split()
 )  # fmt: skip
-"""Which tensors are quantised stands in the files' headers, and so does what their scales are stored as."""
+"""Fields that need no check: the files' headers say which tensors are quantised and in which dtype their scales are."""
 
 _VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-"""The number that each byte stands for: looking it up is several times faster than a cast."""
+"""The value of each byte in e4m3: a look-up is several times faster than a cast."""
 
 
 def read_block_size(folder: Path) -> BlockSize | None:
-    """The block size in the quantization_config of `folder`/config.json; None if the checkpoint is not quantised.
+    """Reads the block size from the quantization_config of `folder`/config.json; None if the checkpoint is not quantised.
 
     Raises:
-      ValueError: another quantisation than e4m3 in blocks; the message names all that is not understood.
+      ValueError: the quantisation is not e4m3 in blocks; the message names every field that is not understood.
     """
     given = json.loads((folder / "config.json").read_text()).get("quantization_config")
     if given is None:
@@ -61,9 +62,9 @@ def read_block_size(folder: Path) -> BlockSize | None:
 
 
 def dequantised(tensors: dict[str, StoredTensor], block_size: BlockSize, problems: list[str]) -> dict[str, StoredTensor]:
-    """The tensors with each e4m3 matrix and its scales as one F32 tensor, and what is wrong added to `problems`.
+    """Replaces each e4m3 matrix and its scales by one F32 tensor, and adds errors to `problems`.
 
-    To read a part of one reads that part of the matrix, and the scales of the blocks that it touches.
+    Reading a part of such a tensor reads that part of the matrix, and the scales of the blocks that it touches.
     """
     result = dict(tensors)
     for name, quantised in tensors.items():
@@ -71,7 +72,7 @@ def dequantised(tensors: dict[str, StoredTensor], block_size: BlockSize, problem
             continue
         scale_name = f"{name}_scale_inv"
         scales = result.pop(scale_name, None)
-        # Whatever is wrong with the scales, the matrix itself needs no second line about its dtype.
+        # F32 even if the scales are wrong: otherwise the matrix would get a second error line about its dtype.
         result[name] = replace(quantised, dtype="F32")
         if len(quantised.shape) < 2:
             problems.append(
@@ -100,12 +101,12 @@ def _is_block_size(value: Any) -> bool:
 
 
 def _blocks(shape: tuple[int, ...], block_size: BlockSize) -> tuple[int, ...]:
-    """The shape of the scales of a matrix, or of a stack of matrices."""
+    """Returns the shape of the scales of a matrix, or of a stack of matrices."""
     return (*shape[:-2], *(-(-size // block) for size, block in zip(shape[-2:], block_size, strict=True)))
 
 
 def _product(quantised: StoredTensor, scales: StoredTensor, block_size: BlockSize) -> StoredTensor:
-    """quantised * scales, read in parts."""
+    """Returns quantised * scales as a tensor that is read in parts."""
 
     def read(slices: Slices) -> np.ndarray:
         (row, row_stop, _), (column, column_stop, _) = (

@@ -1,4 +1,4 @@
-"""Finding the weight files of a checkpoint folder and reading slices of their tensors, without reading the rest.
+"""Finds the weight files of a checkpoint folder and reads slices of their tensors, without reading the rest.
 
 safetensors files are mapped into memory by the `safetensors` library; PyTorch's .bin files, where there are no others, by
 `torch.load(weights_only=True, mmap=True)`, which runs no code from the file.
@@ -41,7 +41,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: its header, and `read(slices)`, which copies that part of it alone from disk."""
+    """A tensor in a file: its header, and `read(slices)`, which copies only that part of it from disk."""
 
     file: Path
     shape: tuple[int, ...]
@@ -50,14 +50,14 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """How many elements it has: none where another program writes a block that a config leaves out."""
+        """The number of elements; 0 if another program writes an empty tensor for a block that the config leaves out."""
         return math.prod(self.shape)
 
 
 def open_tensors(folder: Path, problems: list[str]) -> dict[str, StoredTensor]:
-    """The tensors of all weight files of `folder` by name; reads headers only. What is wrong is added to `problems`.
+    """Returns the tensors of all weight files of `folder` by name; reads headers only, and adds errors to `problems`.
 
-    Files are chosen as transformers does: model.safetensors, else those that model.safetensors.index.json names; then any
+    Files are chosen as in transformers: model.safetensors, else the files that model.safetensors.index.json names; then any
     other *.safetensors; then the same for pytorch_model*.bin.
     """
     for single, pattern, read_file in (
@@ -97,7 +97,7 @@ def _open_files(files: list[Path], read_file, problems: list[str]) -> dict[str, 
 
 
 def _open_indexed(index: Path, read_file, problems: list[str]) -> dict[str, StoredTensor]:
-    """The tensors of the files that an index names, each checked to lie where the index says."""
+    """Returns the tensors of the files that an index names, and checks that each lies where the index says."""
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         wanted = {str(name): str(file) for name, file in weight_map.items()}
@@ -146,7 +146,7 @@ def _safetensors_reader(handle: Any, name: str) -> Callable[[Slices], np.ndarray
 
 
 def _offsets(file: Path) -> dict[str, int]:
-    """Where in a safetensors file each tensor begins: behind the header, 8 bytes with its length and JSON."""
+    """Returns the place in a safetensors file where each tensor begins: behind the header, 8 bytes with its length and JSON."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
@@ -155,7 +155,7 @@ def _offsets(file: Path) -> dict[str, int]:
 
 
 def _fp8_reader(file: Path, shape: tuple[int, ...], offset: int) -> Callable[[Slices], np.ndarray]:
-    # numpy has no such dtype, so that the library gives it to torch alone.
+    # numpy has no such dtype, so the library offers it only for torch.
     def read(slices: Slices) -> np.ndarray:
         return np.array(np.memmap(file, ml_dtypes.float8_e4m3fn, "r", offset, shape)[slices])
 

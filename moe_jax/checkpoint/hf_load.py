@@ -1,14 +1,15 @@
-"""A Hugging Face checkpoint, in a folder or on the hub, as a model whose parameters already lie where they belong.
+"""Loads a Hugging Face checkpoint, from a folder or the hub, as a model whose parameters lie on their devices.
 
-Everything is checked from config.json and file headers before a byte of weights is read or of device memory is taken; of a
-model on the hub, config.json before the weights are downloaded. Then weights stream (`streaming.py`): each process reads the
-slices that its own devices hold, a layer of a parameter at a time.
+config.json and file headers are checked before any weights are read or device memory is taken. For a model on the hub,
+config.json is checked before the weights are downloaded. Then weights stream (`streaming.py`): each process reads the slices
+that its own devices hold, one layer of a parameter at a time.
 """
 
 import logging
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -47,19 +48,20 @@ def from_pretrained(
 
     Args:
       folder_or_hub_id: a folder with config.json and weights, or a hub id such as "Qwen/Qwen3-30B-A3B", which is downloaded.
-      dtype: what the model computes in.
-      param_dtype: what the parameters are held in, whatever the files hold (default: dtype). float32 for training. A bias
-        that no gradient reaches (`layers.router.ExpertBias`) is float32 always.
+      dtype: the dtype in which the model computes.
+      param_dtype: the dtype of the parameters, whatever the files hold (default: dtype). float32 for training. A bias that no
+        gradient reaches (`layers.router.ExpertBias`) is always float32.
       mesh: the devices to spread the parameters over (`moe_jax.parallel.make_mesh`); None: the default device.
-      mtp: with the modules that predict further tokens, if the checkpoint has some (`models.mtp`; 11.6e9 parameters in
-        DeepSeek-V3). Without them there is more memory for inference; a checkpoint written from the model lacks them then.
+      mtp: True loads the modules that predict further tokens, if the checkpoint has some (`models.mtp`; 11.6e9 parameters in
+        DeepSeek-V3). False leaves more memory for inference; a checkpoint written from the model then lacks them.
       progress: show a progress bar when stderr is a terminal.
 
     Raises:
       FileNotFoundError: there is no such folder and no such model on the hub.
-      ValueError: a dtype is none, config.json asks for something that is not supported, or (CheckpointError) tensors are
-        missing, unexpected, of a wrong shape or dtype, or files are absent, truncated or corrupt; one error lists all of them.
-      ImportError: .bin files, and no torch to read them.
+      ValueError: dtype or param_dtype is no float dtype, or config.json asks for an unsupported feature.
+      CheckpointError (a ValueError): tensors are missing, unexpected, or of a wrong shape or dtype, or files are absent,
+        truncated or corrupt; one error lists all problems.
+      ImportError: the weights are .bin files, and torch is not installed.
     """
     dtype = float_dtype(dtype)
     param_dtype = dtype if param_dtype is None else float_dtype(param_dtype, "param_dtype")
@@ -95,22 +97,22 @@ def from_pretrained(
 
 
 def read_config(folder_or_hub_id: str | Path, *, mtp: bool = True) -> ModelConfig:
-    """The config of the model that `from_pretrained` would load, after its checks.
+    """Returns the config of the model that `from_pretrained` would load, after its checks.
 
-    Reads config.json and file headers, and of the weights only what should be stored twice alike.
+    Reads config.json and file headers. Of the weights it reads only tensors that must equal a second copy.
 
     Raises:
       FileNotFoundError, ValueError: as `from_pretrained`.
     """
     folder = find_checkpoint(folder_or_hub_id)
-    return _checked_pieces(folder, load_config(folder), mtp)[0]
+    return _checked_pieces(folder, load_config(folder), mtp).config
 
 
 def find_checkpoint(folder_or_hub_id: str | Path) -> Path:
-    """The local folder, downloaded if it is on the hub; .bin files only where there are no others.
+    """Returns the local folder, downloaded if it is on the hub; .bin files only if there are no safetensors files.
 
     Raises:
-      FileNotFoundError, ValueError: there is no such model, or its config is refused, before its weights are downloaded.
+      FileNotFoundError, ValueError: there is no such model, or its config is refused; both before weights are downloaded.
     """
     folder = find_config(folder_or_hub_id)
     if Path(folder_or_hub_id).expanduser().is_dir():
@@ -123,7 +125,7 @@ def find_checkpoint(folder_or_hub_id: str | Path) -> Path:
 
 
 def find_config(folder_or_hub_id: str | Path) -> Path:
-    """The local folder with a model's config.json, downloaded without the weights if it is on the hub.
+    """Returns the local folder with a model's config.json, downloaded without the weights if it is on the hub.
 
     Raises:
       FileNotFoundError: there is no such folder and no such model on the hub, or the folder has no config.json.
@@ -147,11 +149,16 @@ def find_config(folder_or_hub_id: str | Path) -> Path:
     return folder
 
 
-def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> tuple[ModelConfig, dict[tuple, list[Piece]], list[str]]:
-    """The config of what is to be loaded, where each parameter's parts are stored, and what a user may want to know of them.
+class _CheckedPieces(NamedTuple):
+    config: ModelConfig
+    """The config of the model to load, which may differ from config.json: without MTP modules, or with an untied head."""
+    pieces: dict[tuple, list[Piece]]
+    """The stored parts of each parameter, by path."""
+    warnings: list[str]
 
-    Raises CheckpointError with everything that does not fit the config.
-    """
+
+def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPieces:
+    """Checks the stored tensors against the config; raises CheckpointError with everything that does not fit."""
     problems: list[str] = []
     block_size = read_block_size(folder)
     stored = open_tensors(folder, problems)
@@ -185,9 +192,9 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> tuple[Model
     if problems:
         raise CheckpointError(folder, problems)
     if config.tie_word_embeddings and HEAD in stored and not same_values(stored[EMBEDDING], stored[HEAD]):
-        config, untied, warnings = _checked_pieces(folder, replace(config, tie_word_embeddings=False), mtp)
+        untied = _checked_pieces(folder, replace(config, tie_word_embeddings=False), mtp)
         warning = f"tie_word_embeddings=true, but {HEAD} is no copy of {EMBEDDING}: both are loaded"
-        return config, untied, [warning, *warnings]
+        return untied._replace(warnings=[warning, *untied.warnings])
     warnings = []
     names = {place.path: name for name, place in wanted.items() if not place.copy}
     pieces = defaultdict(list)
@@ -196,21 +203,21 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> tuple[Model
             pieces[place.path].append(piece_of(place, stored[name]))
         elif name in stored and not same_values(stored[name], stored[original := names[place.path]]):
             warnings.append(f"{name} is no copy of {original}, which is taken for both")
-    return config, pieces, warnings
+    return _CheckedPieces(config, pieces, warnings)
 
 
 def _predicts_further(name: str, config: ModelConfig) -> bool:
-    """Whether the tensor is of a module behind the last layer, `model.layers.61.*` in DeepSeek-V3's checkpoint."""
+    """Returns True for tensors of a module behind the last layer, `model.layers.61.*` in DeepSeek-V3's checkpoint."""
     return any(name.startswith(f"model.layers.{stage.first_layer}.") for stage in config.mtp_stages)
 
 
 def _as_named_by_a_causal_model(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors under `model.`, which a checkpoint of the model without a head (Qwen3-Embedding) leaves out."""
+    """Adds the prefix `model.` to the tensors of a checkpoint that has no head and no prefix (Qwen3-Embedding)."""
     if "embed_tokens.weight" not in stored or any(name.startswith("model.") for name in stored):
         return stored
     return {name if name.startswith("lm_head.") else f"model.{name}": tensor for name, tensor in stored.items()}
 
 
 def _ignored(name: str, config: ModelConfig) -> bool:
-    """Tensors that other programs write and that the model computes itself: rotary tables, a head tied to the embedding."""
+    """Returns True for tensors that the model computes itself: rotary tables, and a head tied to the embedding."""
     return name.endswith(".rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings)

@@ -1,6 +1,6 @@
-"""Which Hugging Face tensor is which part of which parameter: one table for loading, saving and comparing gradients.
+"""Maps Hugging Face tensors to parts of parameters: one table for loading, saving and comparing gradients.
 
-The hub stores each layer and each expert apart, in files that every inference engine reads; the model holds layers stacked
+The hub stores each layer and each expert apart, in files that every inference engine reads. The model holds layers stacked
 along a leading axis and experts fused (docs/design.md, "Parameters"). No tensor is transposed: bytes move, nothing else.
 """
 
@@ -22,8 +22,8 @@ Index = tuple[int | slice, ...]
 class HfTensor:
     """The tensor `name` of a checkpoint: it has `shape` and is `parameters[path][index]`; index () is the whole parameter.
 
-    The index of a stacked parameter begins with the layer's place in its stage. What is not `trained` has no gradient. A `copy`
-    repeats a tensor of another name: it is written, and not read.
+    The index of a stacked parameter begins with the layer's place in its stage. A tensor that is not `trained` has no gradient.
+    A `copy` repeats a tensor of another name: it is written, and not read.
     """
 
     name: str
@@ -35,7 +35,7 @@ class HfTensor:
 
 
 def hf_tensors(config: ModelConfig) -> list[HfTensor]:
-    """Every tensor of a checkpoint as the hub has it, in the model's order, each expert's projections apart."""
+    """Returns every tensor of a checkpoint as the hub stores it, in the model's order, each expert's projections apart."""
     vocab, hidden = config.vocab_size, config.hidden_size
     tensors = [HfTensor("model.embed_tokens.weight", (vocab, hidden), ("embed_tokens", "weight"))]
     for s, stage in enumerate(config.stages):
@@ -50,7 +50,7 @@ def hf_tensors(config: ModelConfig) -> list[HfTensor]:
 
 
 def fused_tensors(config: ModelConfig) -> list[HfTensor]:
-    """The tensors that a checkpoint with fused experts has in place of the per-expert ones."""
+    """Returns the tensors that a checkpoint with fused experts has in place of the per-expert tensors."""
     layers: list[tuple[tuple, Stage]] = [(("stages", s), stage) for s, stage in enumerate(config.stages)]
     layers += [(("stages", len(layers) + k, "block"), stage) for k, stage in enumerate(config.mtp_stages)]
     tensors = []
@@ -63,15 +63,15 @@ def fused_tensors(config: ModelConfig) -> list[HfTensor]:
 
 
 def export(config: ModelConfig, flat_params: Mapping[tuple, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """(hub name, array on the host) for each tensor of `hf_tensors(config)`, from parameters by path.
+    """Yields (hub name, array on the host) for each tensor of `hf_tensors(config)`, from parameters by path.
 
     Args:
-      flat_params: arrays or `nnx.Variable`s by path, as in `dict(nnx.to_flat_state(nnx.state(model)))`, or anything of the
-        same structure, such as gradients: what is not trained may be absent, and is left out then. Arrays may be sharded; all
-        processes must call this together.
+      flat_params: arrays or `nnx.Variable`s by path, as in `dict(nnx.to_flat_state(nnx.state(model)))`, or a mapping of the
+        same structure, such as gradients. Parameters that are not trained may be absent, and are then left out. Arrays may be
+        sharded; all processes must call this together.
 
-    One layer of one parameter at a time is copied to the host, and what is yielded are views of that copy. Copies of a tensor
-    come under each of their names.
+    One layer of one parameter at a time is copied to the host, and the yielded arrays are views of that copy. A tensor with
+    copies is yielded under each of its names.
     """
     held: tuple[tuple, Index] | None = None
     block = np.empty(0)
@@ -86,7 +86,7 @@ def export(config: ModelConfig, flat_params: Mapping[tuple, Any]) -> Iterator[tu
 
 
 def _predictor(config: ModelConfig, stage: Stage, path: tuple) -> Iterator[HfTensor]:
-    """`models.mtp`: the tensors of a module stand beside those of its layer, with copies of the embedding and of the head."""
+    """Yields the tensors of a `models.mtp` module: its layer, its own matrices, and copies of the embedding and the head."""
     prefix, hidden, shape = f"model.layers.{stage.first_layer}.", config.hidden_size, (config.vocab_size, config.hidden_size)
     yield HfTensor(f"{prefix}embed_tokens.weight", shape, ("embed_tokens", "weight"), copy=True)
     yield HfTensor(f"{prefix}enorm.weight", (hidden,), (*path, "enorm", "weight"), (0,))
@@ -99,7 +99,7 @@ def _predictor(config: ModelConfig, stage: Stage, path: tuple) -> Iterator[HfTen
 
 
 def _layer(config: ModelConfig, layer: int, sparse: bool, path: tuple, row: int) -> Iterator[HfTensor]:
-    """The tensors of a layer, row `row` of the parameters at `path`."""
+    """Yields the tensors of a layer, which is row `row` of the parameters at `path`."""
     prefix = f"model.layers.{layer}."
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
@@ -115,7 +115,7 @@ def _layer(config: ModelConfig, layer: int, sparse: bool, path: tuple, row: int)
 
 
 def _attention(config: Any) -> dict[str, tuple[int, ...]]:
-    """`layers.attention`."""
+    """Returns the shapes of `layers.attention`."""
     hidden, head = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
     projections: dict[str, tuple[int, ...]] = {
@@ -129,7 +129,7 @@ def _attention(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _latent_attention(config: DeepseekV3Config) -> dict[str, tuple[int, ...]]:
-    """`layers.latent_attention`."""
+    """Returns the shapes of `layers.latent_attention`."""
     hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     queries = heads * config.key_dim
     projections: dict[str, tuple[int, ...]] = {
@@ -148,7 +148,7 @@ def _latent_attention(config: DeepseekV3Config) -> dict[str, tuple[int, ...]]:
 
 
 def _linears(shapes: Mapping[str, tuple[int, ...]], biased: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Weights, and biases of those that have one."""
+    """Returns the shapes of the weights, and of the biases of `biased` projections."""
     tensors: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         tensors[f"{name}.weight"] = shape
@@ -158,12 +158,12 @@ def _linears(shapes: Mapping[str, tuple[int, ...]], biased: Collection[str]) -> 
 
 
 def _feed_forward(hidden: int, inter: int) -> dict[str, tuple[int, ...]]:
-    """`layers.mlp`."""
+    """Returns the shapes of `layers.mlp`."""
     return _linears({"gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter)}, ())
 
 
 def _experts(config: Any, prefix: str, path: tuple, row: int) -> Iterator[HfTensor]:
-    """The router (`gate` on the hub) and the experts; gate_up_proj holds gate rows first, then up rows."""
+    """Yields the router (`gate` on the hub) and the experts; gate_up_proj holds gate rows first, then up rows."""
     inter, hidden = config.moe_intermediate_size, config.hidden_size
     yield HfTensor(f"{prefix}gate.weight", (config.num_experts, hidden), (*path, "router", "weight"), (row,))
     if isinstance(config, DeepseekV3Config):
@@ -179,7 +179,7 @@ def _experts(config: Any, prefix: str, path: tuple, row: int) -> Iterator[HfTens
 
 
 def _beside_experts(config: DeepseekV3Config, prefix: str, path: tuple, row: int) -> Iterator[HfTensor]:
-    """What DeepSeek's layers have beside the router's matrix and the experts that it chooses."""
+    """Yields the expert bias and the shared experts of DeepSeek's layers."""
     if config.has_expert_bias:
         name, place = f"{prefix}gate.e_score_correction_bias", (*path, "router", "expert_bias")
         yield HfTensor(name, (config.num_experts,), place, (row,), trained=False)
@@ -190,13 +190,13 @@ def _beside_experts(config: DeepseekV3Config, prefix: str, path: tuple, row: int
 
 
 def _expert_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of one layer's fused expert weights."""
+    """Returns the shapes of one layer's fused expert weights."""
     experts, inter, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
     return {"gate_up_proj": (experts, 2 * inter, hidden), "down_proj": (experts, hidden, inter)}
 
 
 def _to_host(leaf: Any, layer: Index) -> np.ndarray:
-    """One layer, (row,), of a stacked parameter, or with () all of a parameter that is not stacked, as a numpy array."""
+    """Copies one layer, (row,), of a stacked parameter to the host, or with () a whole parameter that is not stacked."""
     array = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
     if layer:
         # A traced index compiles once for all layers; a Python integer in array[...] would for each.

@@ -1,4 +1,4 @@
-"""A model as a Hugging Face checkpoint folder, which transformers and every inference engine loads."""
+"""Writes a model as a Hugging Face checkpoint folder, which transformers and every inference engine loads."""
 
 import math
 from collections.abc import Iterator
@@ -28,9 +28,9 @@ def save_pretrained(
     """Writes `model` into `folder` under the hub's names: experts apart, weights in the dtype of the parameters.
 
     The folder gets model.safetensors, or model-0000i-of-0000n.safetensors with an index where it would be larger than
-    `max_shard_bytes`; config.json; generation_config.json; and the tokenizer's files. It is replaced as a whole at the end, so
-    a crash leaves an old checkpoint there as it was, and saving into the folder that the model came from works. Files there
-    that belong to no checkpoint are kept. One shard at a time is in host memory.
+    `max_shard_bytes`; config.json; generation_config.json; and the tokenizer's files. It is replaced as a whole at the end.
+    So a crash leaves an old checkpoint intact, and saving into the folder that the model came from works. Files there that
+    belong to no checkpoint stay. One shard at a time is in host memory.
 
     Args:
       tokenizer_from: the folder or hub id whose tokenizer files to copy (default: the folder that the model was loaded from, if
@@ -54,7 +54,7 @@ def save_pretrained(
 
 
 def _write_weights(model: Decoder, folder: Path, max_shard_bytes: int, progress: bool) -> None:
-    """All shards and, if there are several, their index. Every process takes part in `export`; the first one writes."""
+    """Writes all shards and, if there are several, their index. All processes take part in `export`; the first one writes."""
     flat = dict(nnx.to_flat_state(nnx.state(model)))
     sizes = {tensor.name: math.prod(tensor.shape) * flat[tensor.path].dtype.itemsize for tensor in hf_tensors(model.config)}
     shards = list(_shards(sizes, max_shard_bytes))
@@ -68,7 +68,7 @@ def _write_weights(model: Decoder, folder: Path, max_shard_bytes: int, progress:
             for name in names:
                 found, array = next(tensors)
                 assert found == name
-                # The file format has no strides: whatever is not row-major must be copied first.
+                # The file format has no strides: an array that is not row-major must be copied first.
                 shard[name] = np.ascontiguousarray(array)
                 bar.update(sizes[name])
             if is_first_process():
@@ -80,7 +80,7 @@ def _write_weights(model: Decoder, folder: Path, max_shard_bytes: int, progress:
 
 
 def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
-    """The names in order, cut before each that would make its shard too large."""
+    """Yields the names of each shard, in order; a name that would make its shard too large begins the next one."""
     shard: list[str] = []
     used = 0
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""Files of a model on the Hugging Face hub, in a local folder."""
+"""Downloads files of a model on the Hugging Face hub into a local folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,13 +7,13 @@ import huggingface_hub
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
 SMALL_FILES = ("*.json", "tokenizer*", "*.model", "vocab.*", "merges.txt", "*.jinja")
-"""What describes a model and makes tokens of text: all of its files but the weights."""
+"""The files that describe a model and its tokenizer: all files except the weights."""
 
 
 def downloaded(hub_id: str, patterns: Sequence[str]) -> Path:
-    """The folder with those of the model's files, subfolders left out, that match a pattern; downloaded if they are not here.
+    """Returns the folder with the model's files that match a pattern, without subfolders; downloads missing files.
 
-    The hub is asked once for a list of all files, and an unknown id or a missing network ends there, without retries.
+    The hub is asked once for a list of all files; an unknown id or a missing network raises there, without retries.
 
     Raises:
       FileNotFoundError: there is no such model on the hub, it is not open to this user, or the hub cannot be reached.
@@ -31,6 +31,6 @@ def downloaded(hub_id: str, patterns: Sequence[str]) -> Path:
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(f"{wanted} (a private one needs `hf auth login` or HF_TOKEN)") from error
     except (HfHubHTTPError, OSError) as error:
-        # The first line of the client's message says why; its others guess at it.
+        # The first line of the client's message gives the reason; its further lines are guesses.
         reason = str(error).strip().partition("\n")[0]
         raise FileNotFoundError(f"{wanted} that can be reached: {reason}") from error

@@ -7,10 +7,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_messages(messages: Any) -> None:
-    """Checks the messages of one conversation: a role each, and a text, or calls of tools in place of an answer's text.
+    """Checks that each message of a conversation has a role and a text; an answer may call tools instead of a text.
 
     Raises:
-      ValueError: which message is wrong, and how.
+      ValueError: a message is wrong; the error names it and says why.
     """
     if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
         raise ValueError(f'"messages" must be a list of {{"role": ..., "content": ...}}; got {messages!r:.80}')
@@ -29,10 +29,10 @@ def check_messages(messages: Any) -> None:
 
 
 def check_template(template: str, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
-    """Checks that a chat template writes what the messages hold beside texts.
+    """Checks that a chat template writes the tools and the tool calls of a conversation.
 
     Raises:
-      ValueError: there are tools, or calls of them, and the template never mentions them: it would leave them out.
+      ValueError: there are tools, or calls of tools, that the template never mentions: it would leave them out.
     """
     needed = {"tools": bool(tools), "tool_calls": any(message.get("tool_calls") for message in messages)}
     if left_out := [name for name, there in needed.items() if there and name not in template]:

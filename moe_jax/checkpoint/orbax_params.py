@@ -43,11 +43,13 @@ def save_orbax(
 def load_orbax(
     folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16, param_dtype: DTypeLike | None = None, mesh: Mesh | None = None
 ) -> Decoder:
-    """The model that `save_orbax` wrote; arguments as in `hf_load.from_pretrained`, any mesh whatever it was written from.
+    """Loads a model that `save_orbax` wrote; arguments as in `hf_load.from_pretrained`.
+
+    The mesh may differ from the mesh on which the model was saved.
 
     Raises:
       FileNotFoundError: there is no config.json or no `params` in `folder`.
-      ValueError: the parameters in the folder are not those of its config; one error lists all that differ.
+      ValueError: the parameters in the folder do not fit its config; one error lists all differences.
     """
     folder = Path(folder).expanduser().resolve()
     config = load_config(folder)
@@ -69,7 +71,7 @@ def load_orbax(
 
 
 def _check(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
-    """Raises ValueError if the stored names and shapes are not the wanted ones."""
+    """Raises ValueError if the stored names and shapes differ from the wanted names and shapes."""
     stored = {name: tuple(leaf.shape) for name, leaf in ocp.metadata(folder / "params").metadata.items()}
     problems = [f"{name}: missing" for name in wanted if name not in stored]
     problems += [f"{name}: unexpected" for name in stored if name not in wanted]

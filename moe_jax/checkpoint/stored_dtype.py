@@ -1,4 +1,4 @@
-"""The dtype that a checkpoint's weights are stored in, read from file headers."""
+"""Finds the dtype of a checkpoint's stored weights from file headers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +11,21 @@ NOT_WEIGHTS = ("e_score_correction_bias", "expert_bias", "_scale_inv", "inv_freq
 """Endings of tensors that are stored in f32 beside weights of any dtype."""
 
 NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "bfloat16", "F64": "float32"}
-"""The dtype here for each dtype of a file."""
+"""The dtype of this library for each dtype of a file."""
 
 
 @dataclass(frozen=True)
 class StoredDtype:
-    """The name of a dtype that holds all weights, and a remark where the files have another dtype or several."""
+    """The name of a dtype that holds all weights, and a remark if the files have another dtype or several."""
 
     name: str
     remark: str | None = None
 
 
 def stored_dtype(folder: str | Path) -> StoredDtype:
-    """Finds the narrowest dtype here that holds every weight of a Hugging Face or Orbax folder; FP8 counts as bfloat16.
+    """Finds the narrowest dtype of this library that holds all weights of a Hugging Face or Orbax folder.
+
+    FP8 counts as bfloat16.
 
     Raises:
       CheckpointError: the folder has no weights, or files are damaged.

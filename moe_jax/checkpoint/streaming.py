@@ -1,4 +1,4 @@
-"""From slices of files to shards on devices, with one layer of one parameter in host memory at a time.
+"""Streams slices of files to shards on devices, with one layer of one parameter in host memory at a time.
 
 A stacked parameter [layers, ...] is filled in place: each device's buffer is donated to the write of every layer, so neither
 the host nor the device ever holds a second copy of it.
@@ -19,7 +19,7 @@ from moe_jax.checkpoint.hf_files import StoredTensor
 from moe_jax.checkpoint.hf_names import HfTensor
 
 READ_CHUNK_BYTES = 64 * 2**20
-"""At most this much of a file is copied at once on its way into a host block."""
+"""The number of bytes of a file that are copied at once into a host block, at most."""
 
 Bounds = tuple[tuple[int, int], ...]
 """(start, stop) along each axis."""
@@ -31,16 +31,16 @@ class Piece:
 
     Attributes:
       bounds: the place along every axis of the parameter.
-      kept: for each of those axes whether the tensor has it; a single layer's or expert's tensor lacks the first axes.
+      has_axis: for each axis of the parameter, True if the tensor has it; a layer's or expert's tensor lacks the first axes.
     """
 
     stored: StoredTensor
     bounds: Bounds
-    kept: tuple[bool, ...]
+    has_axis: tuple[bool, ...]
 
 
 def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
-    """`stored`, which holds `tensor`, with its place along every axis of the parameter."""
+    """Locates `stored`, which holds `tensor`, along every axis of the parameter."""
     sizes = list(tensor.shape)
     bounds: list[tuple[int, int]] = []
     for item in tensor.index:
@@ -49,12 +49,12 @@ def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
             sizes.pop(0)
         else:
             bounds.append((item, item + 1))
-    kept = [isinstance(item, slice) for item in tensor.index] + [True] * len(sizes)
-    return Piece(stored, (*bounds, *((0, size) for size in sizes)), tuple(kept))
+    has_axis = [isinstance(item, slice) for item in tensor.index] + [True] * len(sizes)
+    return Piece(stored, (*bounds, *((0, size) for size in sizes)), tuple(has_axis))
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two stored matrices hold the same, read in chunks."""
+    """Returns True if two stored matrices have equal shapes and values; reads them in chunks."""
     if one.shape != other.shape:
         return False
     step = max(1, READ_CHUNK_BYTES // (one.shape[1] * 4))
@@ -64,7 +64,7 @@ def same_values(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def held_parts(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[jax.Device]]:
-    """The parts of an array that this process's devices hold, and for each part its devices: each is read once."""
+    """Returns the parts of an array on this process's devices, each with its devices, so that a part is read once."""
     holders: dict[Bounds, list[jax.Device]] = defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
@@ -73,7 +73,7 @@ def held_parts(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[
 
 
 def num_elements(bounds: Bounds) -> int:
-    """How many elements lie within the bounds."""
+    """Returns the number of elements within the bounds."""
     return math.prod(stop - start for start, stop in bounds)
 
 
@@ -86,10 +86,10 @@ def load_parameter(
     stacked: bool,
     on_read: Callable[[int], object],
 ) -> jax.Array:
-    """A parameter put together from `pieces`, which cover it, as `dtype`, laid out as `sharding` says.
+    """Assembles a parameter from `pieces`, which cover it, as `dtype` in the layout `sharding`.
 
     Args:
-      stacked: the first axis is layers, to be loaded one at a time.
+      stacked: True if the first axis is layers; they are then loaded one at a time.
       on_read: called with the number of bytes after each block that was read.
     """
     shards: dict[jax.Device, jax.Array] = {}
@@ -100,7 +100,7 @@ def load_parameter(
 
 
 def _load_whole(pieces: list[Piece], bounds: Bounds, dtype: np.dtype, devices, on_read) -> list[jax.Array]:
-    """The part `bounds` of a parameter, on each of the devices."""
+    """Loads the part `bounds` of a parameter onto each of the devices."""
     block = np.empty([stop - start for start, stop in bounds], dtype)
     _read(pieces, bounds, block)
     on_read(block.nbytes)
@@ -108,7 +108,7 @@ def _load_whole(pieces: list[Piece], bounds: Bounds, dtype: np.dtype, devices, o
 
 
 def _load_stacked(pieces: list[Piece], bounds: Bounds, dtype: np.dtype, devices, on_read) -> list[jax.Array]:
-    """As `_load_whole`, layer by layer through one host block."""
+    """Loads the part like `_load_whole`, but layer by layer through one host block."""
     by_layer: dict[int, list[Piece]] = defaultdict(list)
     for piece in pieces:
         by_layer[piece.bounds[0][0]].append(piece)
@@ -138,15 +138,15 @@ def _read(pieces: list[Piece], bounds: Bounds, block: np.ndarray) -> None:
         target = block[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, bounds, strict=True))]
         source = [
             slice(a - c, b - c)
-            for (a, b), (c, _), keep in zip(common, piece.bounds, piece.kept, strict=True)
+            for (a, b), (c, _), keep in zip(common, piece.bounds, piece.has_axis, strict=True)
             if keep
         ]  # fmt: skip
-        target = target[tuple(slice(None) if keep else 0 for keep in piece.kept)]
+        target = target[tuple(slice(None) if keep else 0 for keep in piece.has_axis)]
         _copy(piece.stored, source, target)
 
 
 def _copy(stored: StoredTensor, source: list[slice], target: np.ndarray) -> None:
-    """target[...] = stored[source], at most READ_CHUNK_BYTES at once."""
+    """Copies stored[source] into target, at most READ_CHUNK_BYTES at once."""
     rows = target.shape[0]
     row_bytes = max(1, target.nbytes // rows)
     step = max(1, READ_CHUNK_BYTES // row_bytes)

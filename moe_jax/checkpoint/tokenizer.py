@@ -11,7 +11,7 @@ def load_tokenizer(folder_or_hub_id: str | Path):
     """Loads the Hugging Face tokenizer of a checkpoint.
 
     Raises:
-      ValueError: there is none, or its files cannot be read; names the folder or hub id, and says why.
+      ValueError: there is no tokenizer, or its files cannot be read; the message names the folder or hub id, and the reason.
     """
     # Without torch, transformers advises on import that models are unavailable; tokenizers are all that is used here.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -29,13 +29,13 @@ def load_tokenizer(folder_or_hub_id: str | Path):
     except Exception as error:  # files that are JSON, but of no tokenizer, end in a TypeError, KeyError, AttributeError, ...
         reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"no tokenizer can be read from {where}: {reason}") from error
-    # Of a config.json alone transformers makes one, with the special tokens that its class has.
+    # From a config.json alone transformers makes a tokenizer with only its class's special tokens.
     if not tokenizer.get_vocab().keys() - tokenizer.all_special_tokens:
         raise ValueError(f"no tokenizer can be read from {where}: there are no files of one")
     return tokenizer
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """The special tokens that the tokenizer puts before a text; most put one, or none."""
+    """Returns the special tokens that the tokenizer puts before a text; most tokenizers put one, or none."""
     plain, whole = (tokenizer("x", add_special_tokens=special)["input_ids"] for special in (False, True))
     return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(plain)] == plain), [])

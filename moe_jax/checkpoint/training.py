@@ -1,4 +1,4 @@
-"""Checkpoints of a training run with Orbax: asynchronous, the newest n kept, complete or absent."""
+"""Saves and restores the checkpoints of a training run with Orbax: asynchronous, complete or absent, the newest n kept."""
 
 import logging
 import os
@@ -17,17 +17,20 @@ import orbax.checkpoint as ocp
 
 
 def finished_steps(folder: str | Path) -> list[int]:
-    """The steps of a run's complete checkpoints, in order; none where there is no folder, which is not made."""
+    """Returns the steps of a run's complete checkpoints, in order; empty if the folder does not exist (it is not made)."""
     return sorted(ocp.utils.checkpoint_steps(Path(folder)))
 
 
 class TrainingCheckpoints:
     """Checkpoints of (state, position): any pytree of arrays, and a JSON object such as the data's position.
 
-    Saving returns at once and goes on in the background; a checkpoint appears under its step's name only when it is whole, so
-    a crash while saving leaves the one before.
+    Saving returns at once and goes on in the background. A checkpoint appears under its step's name only when it is complete,
+    so a crash while saving leaves the previous one.
 
-    `remove_unfinished`, for who saves here alone, removes what such a crash left. One that is being saved looks the same.
+    Args:
+      keep: the number of newest checkpoints to keep.
+      remove_unfinished: removes the remains of such a crash. Only for a program that is alone in saving here: a checkpoint that
+        another one is saving looks the same.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3, remove_unfinished: bool = False):
@@ -43,32 +46,32 @@ class TrainingCheckpoints:
         self._handlers_before: dict[signal.Signals, Any] = {}
 
     def latest_step(self) -> int | None:
-        """The newest complete checkpoint's step; None if there is none."""
+        """Returns the newest complete checkpoint's step; None if there is none."""
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """Those of all complete checkpoints, in order."""
+        """Returns the steps of all complete checkpoints, in order."""
         return sorted(self._manager.all_steps())
 
     def position(self, step: int) -> dict[str, Any]:
-        """The JSON object saved with the step.
+        """Returns the JSON object saved with the step.
 
         Raises:
-          ValueError: the checkpoint is damaged, here and in `restore` and `restore_parts`; names the one before it.
+          ValueError: the checkpoint is damaged; the message names the previous one. `restore` and `restore_parts` raise it too.
         """
         with self._read(step):
             restored = self._manager.restore(step, args=ocp.args.Composite(position=ocp.args.JsonRestore()))
             return restored["position"]
 
     def restore(self, step: int, like: Any) -> Any:
-        """The state saved at the step, with the shapes, dtypes and shardings of `like` (arrays or ShapeDtypeStructs)."""
+        """Restores the state of the step, with the shapes, dtypes and shardings of `like` (arrays or ShapeDtypeStructs)."""
         template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         with self._read(step):
             restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))
             return restored["state"]
 
     def restore_parts(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
-        """Those fields of the state alone that `like` names, with its dtypes and shardings."""
+        """Returns only the fields of the state that `like` names, with its dtypes and shardings."""
         args = ocp.args.PyTreeRestore(
             item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
         )
@@ -76,10 +79,11 @@ class TrainingCheckpoints:
             return self._manager.restore(step, args=ocp.args.Composite(state=args))["state"]
 
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
-        """Begins to save; waits first for a save that is still under way. A step that exists is left as it is.
+        """Waits for a save that is still under way, then begins to save. A step that exists is left as it is.
 
         Raises:
-          OSError: that save, or the beginning of this one, failed, as on a full disk; names the newest whole checkpoint.
+          OSError: the earlier save, or the beginning of this one, failed, for instance on a full disk; the message names the
+            newest complete checkpoint.
         """
         if step == self.latest_step():
             return
@@ -88,14 +92,17 @@ class TrainingCheckpoints:
             self._manager.save(step, args=args)
 
     def told_to_stop(self, step: int) -> bool:
-        """Whether all processes of a job are to save now and end, since one of them got SIGTERM; alone only after `listen`."""
+        """Returns True if all processes of a job must save now and end, because one of them got SIGTERM.
+
+        A single process hears the signal only after `listen`.
+        """
         return self.stopped_by is not None or self._manager.reached_preemption(step)
 
     def listen(self) -> None:
-        """From here to `close`, which waits for what is being saved, SIGTERM ends nothing: `told_to_stop` says that it came.
+        """Makes SIGTERM set `told_to_stop` instead of ending the process, until `close`, which waits for saves under way.
 
-        The first SIGINT (Ctrl-C) likewise; a second one interrupts at once. `stopped_by` is the signal that came. Of several
-        processes JAX hears SIGTERM, and lets all know at the same step; threads but the main one cannot hear any.
+        The first SIGINT (Ctrl-C) does the same; a second one interrupts at once. `stopped_by` is the signal that came. With
+        several processes JAX handles SIGTERM, and informs all of them at the same step. Only the main thread can hear signals.
         """
         if jax.process_count() > 1 or threading.current_thread() is not threading.main_thread():
             return
@@ -104,7 +111,7 @@ class TrainingCheckpoints:
             self.stopped_by = signal.Signals(number)
             if number == signal.SIGINT:
                 signal.signal(signal.SIGINT, self._handlers_before[signal.SIGINT])
-                # print may be what was interrupted.
+                # Not print, which may be the call that was interrupted.
                 os.write(2, b"\ninterrupted: the run saves after this step and ends; Ctrl-C again ends it at once\n")
 
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -139,7 +146,7 @@ class TrainingCheckpoints:
 
     @contextmanager
     def _read(self, step: int) -> Iterator[None]:
-        # Not RuntimeError, which JAX raises where memory is short: the checkpoint is fine then.
+        # Not RuntimeError, which JAX raises when memory is short: the checkpoint is then intact.
         try:
             yield
         except (ValueError, LookupError, OSError) as error:
@@ -151,7 +158,7 @@ class TrainingCheckpoints:
 
 
 def _reason(error: Exception) -> str:
-    """The error in a line; of the operating system's errors, within TensorStore's chains of places, their names alone."""
+    """Describes the error in one line; for the operating system's errors inside TensorStore's messages, only their names."""
     number = re.search(r"os_error_code='(\d+)'", str(error))
     text = str(error.args[0] if error.args else error)
     if number:
@@ -173,6 +180,6 @@ def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
 
 
 def _print_unless_late(hook: Callable[[Any], None], unraisable: Any) -> None:
-    """TensorStore's writes that end after one has failed find the event loop of the save closed, and would print that each."""
+    """Hides errors of TensorStore's writes that end after a failed one: each would print that the event loop is closed."""
     if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
         hook(unraisable)

@@ -2,17 +2,18 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from moe_jax.generation.devices import Devices, decode_on_devices
+from moe_jax.generation.devices import DecodeInputs, decode_on_devices
 from moe_jax.generation.prompts import new_tokens
-from moe_jax.generation.request import checked_request, padding_ids
+from moe_jax.generation.request import DecodeOptions, Padding, checked_request, padding_ids
 from moe_jax.generation.sampling import folded, sample
 from moe_jax.kernels.varying import vary_as
-from moe_jax.layers.cache import init_cache
+from moe_jax.layers.cache import KVCache, init_cache
 from moe_jax.models.decoder import Decoder
 
 
@@ -28,45 +29,62 @@ def generate(
     seed: int = 0,
     attention_mask: Int[Array, "batch seq"] | None = None,
 ) -> list[list[int]] | list[int]:
-    """Continues each prompt, and returns the new tokens alone.
+    """Continues each prompt, and returns only the new tokens.
 
     Args:
       model: any model of this library. All devices that hold its parameters take part (`generation.devices`); several processes
-        call this alike, and each gets all results.
+        call this with the same arguments, and each gets all results.
       prompt_tokens: token ids of one prompt, or of several of any lengths; `complete` takes text.
-      max_new_tokens: how many tokens to add at most.
+      max_new_tokens: the maximum number of tokens to add.
       temperature: 0 takes the most likely token; above it, tokens are drawn (see `generation.sampling.sample`).
       top_k, top_p: restrict the draw; None: no restriction.
-      eos_token_id: the token, or tokens, that end a sequence; it is the last one returned. None: none does.
-      seed: of the draw. A prompt's result does not depend on the prompts beside it, but on its place among them. Only with
-        rotary embeddings of rope_type "dynamic" the longest prompt decides for all, as in transformers.
-      attention_mask: for prompts that a tokenizer has padded, on either side, its mask: 1 for tokens, 0 for padding. Default:
-        no prompt is padded.
+      eos_token_id: the token, or tokens, that end a sequence; the end token is returned as the last one. None: no token does.
+      seed: the seed of the draw. A prompt's result depends on its place among the prompts, and not on the other prompts. Rotary
+        embeddings of rope_type "dynamic" are the one exception: the longest prompt decides for all, as in transformers.
+      attention_mask: the tokenizer's mask for prompts that it has padded, on either side: 1 for tokens, 0 for padding.
+        Default: no prompt is padded.
 
     Returns:
       One list of new tokens per prompt, or one list where `prompt_tokens` was one flat prompt.
 
     Raises:
-      ValueError: text in place of token ids, an empty prompt, an id outside the vocabulary, an option outside its range, or
-        prompts of one length without a mask of which some begin, or end, with the model's padding token.
+      ValueError: text in place of token ids; an empty prompt; an id outside the vocabulary; an option outside its range; or
+        prompts of one length without a mask, some of which begin, or end, with the model's padding token.
     """
-    prompts, single, options = checked_request(
+    request = checked_request(
         model.config,
         prompt_tokens,
+        Padding(attention_mask, padding_ids(model)),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         eos_token_id=eos_token_id,
-        attention_mask=attention_mask,
-        padding_ids=padding_ids(model),
     )
-    produced, lengths = decode_on_devices(_decode, options, model, prompts, seed)
-    return new_tokens(produced, lengths, single)
+    decoded = decode_on_devices(_decode, request.options, model, request.prompts, seed)
+    return new_tokens(decoded.tokens, decoded.lengths, request.single)
 
 
-def _decode(max_new_tokens, temperature, top_k, top_p, ends, devices: Devices, model, tokens, segment_ids, keys):
-    """Returns the new tokens [batch, max_new_tokens] and how many of each row are valid."""
+class _Decoded(NamedTuple):
+    tokens: Int[Array, "batch max_new_tokens"]
+    lengths: Int[Array, "batch"]
+    """The number of valid tokens in each row."""
+
+
+class _State(NamedTuple):
+    """The state between two steps; `token` is the newest one, which the cache does not hold yet."""
+
+    step: Int[Array, ""]
+    token: Int[Array, "batch"]
+    cache: KVCache
+    produced: Int[Array, "batch max_new_tokens"]
+    lengths: Int[Array, "batch"]
+    done: Bool[Array, "batch"]
+
+
+def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
+    max_new_tokens, temperature, top_k, top_p, ends = options
+    devices, model, tokens, segment_ids, keys = inputs
     batch, prompt_length = tokens.shape
     positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
     draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -75,9 +93,10 @@ def _decode(max_new_tokens, temperature, top_k, top_p, ends, devices: Devices, m
         return jnp.isin(token, jnp.array(ends, jnp.int32)) if ends else jnp.zeros(batch, bool)
 
     def next_logits(tokens, positions, segment_ids, cache):
-        """Logits of the last position alone: a long prompt's others are never made."""
+        """Computes the logits of the last position alone, so that a long prompt does not need memory for the others."""
         states = model.hidden_states(tokens, positions, segment_ids, cache=cache, expert_parallel=devices.expert_parallel)
         logits = jnp.einsum("bd,vd->bv", states.hidden[:, -1], model.head_weight.astype(model.dtype))
+        assert states.cache is not None
         return logits, states.cache
 
     cache = init_cache(model.config, batch, prompt_length + max_new_tokens, model.dtype)
@@ -85,19 +104,24 @@ def _decode(max_new_tokens, temperature, top_k, top_p, ends, devices: Devices, m
     first = draw(logits, folded(keys, 0))
     produced = jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(first)
 
-    def unfinished(state):
-        step, *_, done = state
-        return (step < max_new_tokens) & devices.any(~done)
+    def unfinished(state: _State):
+        return (state.step < max_new_tokens) & devices.any(~state.done)
 
-    def step_once(state):
-        step, token, cache, produced, lengths, done = state
-        position = positions[:, -1:] + step
-        logits, cache = next_logits(token[:, None], position, jnp.ones((batch, 1), jnp.int32), cache)
-        token = draw(logits, folded(keys, step))
-        produced = produced.at[:, step].set(token)
-        return step + 1, token, cache, produced, lengths + ~done, done | ends_with(token)
+    def step_once(state: _State) -> _State:
+        position = positions[:, -1:] + state.step
+        logits, cache = next_logits(state.token[:, None], position, jnp.ones((batch, 1), jnp.int32), state.cache)
+        token = draw(logits, folded(keys, state.step))
+        produced = state.produced.at[:, state.step].set(token)
+        return _State(
+            step=state.step + 1,
+            token=token,
+            cache=cache,
+            produced=produced,
+            lengths=state.lengths + ~state.done,
+            done=state.done | ends_with(token),
+        )
 
     lengths = vary_as(jnp.ones(batch, jnp.int32), tokens)
-    state = jnp.int32(1), first, cache, produced, lengths, ends_with(first) | ~segment_ids.any(axis=1)
-    _, _, _, produced, lengths, _ = jax.lax.while_loop(unfinished, step_once, state)
-    return produced, lengths
+    start = _State(jnp.int32(1), first, cache, produced, lengths, ends_with(first) | ~segment_ids.any(axis=1))
+    end = jax.lax.while_loop(unfinished, step_once, start)
+    return _Decoded(end.produced, end.lengths)

@@ -1,11 +1,11 @@
-"""Prompts as arrays, and what was produced as lists again."""
+"""Converts prompts to padded arrays, and the arrays of new tokens to lists."""
 
 import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 PROMPT_BUCKET = 64
 """Prompt lengths are padded to a multiple of this many tokens, so that prompts of similar lengths share a compilation."""
@@ -14,15 +14,15 @@ PROMPT_BUCKET = 64
 def as_prompts(
     prompt_tokens: Any, vocab_size: int, attention_mask: Any = None, padding_ids: Collection[int] = ()
 ) -> tuple[list[list[int]], bool]:
-    """The prompts as lists of ints, and whether one flat prompt was given.
+    """Returns the prompts as lists of ints, and True if one flat prompt was given.
 
     Args:
-      attention_mask: 1 for tokens of a prompt and 0 for padding, of the shape of `prompt_tokens`.
-      padding_ids: tokens that tokenizers pad this model's prompts with.
+      attention_mask: 1 for tokens of a prompt and 0 for padding, in the shape of `prompt_tokens`.
+      padding_ids: the tokens that tokenizers use to pad this model's prompts.
 
     Raises:
-      ValueError: text or a tokenizer's result in place of ids, an empty prompt, an id outside the vocabulary, a mask that does
-        not fit, or prompts that look padded and have no mask.
+      ValueError: text or a tokenizer's result in place of ids; an empty prompt; an id outside the vocabulary; a mask that does
+        not fit; or prompts that look padded and have no mask.
     """
     _refuse_text(prompt_tokens)
     rows, single = _rows(prompt_tokens, "prompt_tokens")
@@ -39,7 +39,7 @@ def as_prompts(
 
 
 def left_padded(prompts: list[list[int]], multiple: int) -> tuple[Int[np.ndarray, "batch seq"], Int[np.ndarray, "batch seq"]]:
-    """Tokens and segment ids, the last column the last token of every prompt; rows of padding make a multiple of so many."""
+    """Returns tokens and segment ids, padded on the left, with rows of padding up to a `multiple` of rows."""
     padded_length = -(-max(map(len, prompts)) // PROMPT_BUCKET) * PROMPT_BUCKET
     rows = -(-len(prompts) // multiple) * multiple
     tokens = np.zeros((rows, padded_length), np.int32)
@@ -51,9 +51,9 @@ def left_padded(prompts: list[list[int]], multiple: int) -> tuple[Int[np.ndarray
 
 
 def new_tokens(
-    produced: Int[np.ndarray, "batch max_new_tokens"], lengths: Int[np.ndarray, "batch"], single: bool
+    produced: Int[Array | np.ndarray, "batch max_new_tokens"], lengths: Int[Array | np.ndarray, "batch"], single: bool
 ) -> list[list[int]] | list[int]:
-    """The valid ones of each row; of the only row where one flat prompt was given."""
+    """Returns the valid tokens of each row, or of the only row if `single` (one flat prompt was given)."""
     rows = [row[:length].tolist() for row, length in zip(produced, lengths, strict=True)]
     return rows[0] if single else rows
 
@@ -72,7 +72,7 @@ def _refuse_text(prompts: Any) -> None:
         raise ValueError(f"{wrong} messages: moe_jax.chat(model, messages) takes them")
     if isinstance(prompts, Mapping):
         mask = ", attention_mask=encoded['attention_mask']" if "attention_mask" in prompts else ""
-        raise ValueError(f"{wrong} a {type(prompts).__name__}: generate(model, encoded['input_ids']{mask}) takes what is in it")
+        raise ValueError(f"{wrong} a {type(prompts).__name__}: generate(model, encoded['input_ids']{mask}) takes its contents")
 
 
 def _short(text: str) -> str:
@@ -80,7 +80,7 @@ def _short(text: str) -> str:
 
 
 def _rows(values: Any, name: str) -> tuple[list[list[Any]], bool]:
-    """Rows of numbers, and whether there was but one, flat."""
+    """Returns rows of numbers, and True if there was one flat row."""
     try:
         rows = values.tolist() if hasattr(values, "tolist") else list(values)
         single = bool(rows) and np.ndim(rows[0]) == 0
@@ -91,14 +91,14 @@ def _rows(values: Any, name: str) -> tuple[list[list[Any]], bool]:
 
 
 def _unpadded(rows: list[list[Any]], attention_mask: Any) -> list[list[Any]]:
-    """The tokens of each row at which the mask is 1."""
+    """Returns the tokens of each row at which the mask is 1."""
     masks, _ = _rows(attention_mask, "attention_mask")
     if [len(mask) for mask in masks] != [len(row) for row in rows]:
         raise ValueError(
             f"attention_mask must have prompt_tokens' shape; got rows of {sorted({len(mask) for mask in masks})} for "
             f"{sorted({len(row) for row in rows})} tokens, {len(masks)} for {len(rows)}"
         )
-    kept = []
+    unpadded = []
     for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         ones = np.flatnonzero(mask)
         if not set(mask) <= {0, 1} or not ones.size or ones[-1] - ones[0] >= ones.size:
@@ -106,15 +106,15 @@ def _unpadded(rows: list[list[Any]], attention_mask: Any) -> list[list[Any]]:
                 f"attention_mask must be one run of ones in each row, and zeros before or behind it; row {number} is "
                 f"{list(map(int, mask))!r:.80}"
             )
-        kept.append(row[ones[0] : ones[-1] + 1])
-    return kept
+        unpadded.append(row[ones[0] : ones[-1] + 1])
+    return unpadded
 
 
 def _padding_in(rows: list[list[Any]], padding_ids: Collection[int]) -> str | None:
-    """How rows look padded.
+    """Describes how rows look padded; None if they do not.
 
-    Either a row begins, or ends, with two padding tokens or more; or rows are of one length, and some begin, or end, with a
-    padding token and others do not.
+    Rows look padded if a row begins, or ends, with at least two padding tokens. Rows of one length also look padded if some
+    begin, or end, with a padding token and others do not.
     """
     one_length = len({len(row) for row in rows}) == 1
     for token in sorted(padding_ids):

@@ -1,4 +1,4 @@
-"""What is asked of a model: prompts and options, all of them checked before anything is computed."""
+"""A request to a model: prompts and options, all checked before anything is computed."""
 
 import logging
 from collections.abc import Collection, Sequence
@@ -15,40 +15,56 @@ from moe_jax.models.decoder import Decoder
 _logger = logging.getLogger(__name__)
 
 _warned_of: set[int] = set()
-"""The lengths that models were trained for and that were said to be exceeded: once each in a process."""
+"""Maximum lengths for which this process has already warned; each is logged once."""
 
 
-class Options(NamedTuple):
-    """Of a decoding loop, and of what is compiled for it. A sequence ends with one of `ends`, if there are any."""
+class DecodeOptions(NamedTuple):
+    """The static options of a decoding loop; a program is compiled for each set of values."""
 
     max_new_tokens: int
     temperature: float
     top_k: int | None
     top_p: float | None
     ends: tuple[int, ...]
+    """Token ids, any of which ends a sequence; empty: none does."""
+
+
+class Request(NamedTuple):
+    """Checked prompts, as lists of ints, and options."""
+
+    prompts: list[list[int]]
+    single: bool
+    """True if one flat prompt was given."""
+    options: DecodeOptions
+
+
+class Padding(NamedTuple):
+    """The padding of prompts: the user's attention mask, and the tokens that tokenizers pad with (`padding_ids`)."""
+
+    attention_mask: Any = None
+    token_ids: Collection[int] = ()
 
 
 def checked_request(
     config: ModelConfig,
     prompt_tokens,
+    padding: Padding | None = None,
     *,
     max_new_tokens: int,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
     eos_token_id: int | Sequence[int] | None,
-    attention_mask: Any = None,
-    padding_ids: Collection[int] = (),
-) -> tuple[list[list[int]], bool, Options]:
-    """The prompts as lists of ints, whether one flat prompt was given, and the options. Warns once of too long a sequence.
+) -> Request:
+    """Checks prompts and options, and warns once if a sequence may exceed the length that the model was trained for.
 
-    Args:
-      padding_ids: see `padding_ids`; the others are those of `generate`.
+    Other arguments as in `generate`.
 
     Raises:
-      ValueError: prompts that `as_prompts` refuses; or options outside their ranges, all of these at once.
+      ValueError: `as_prompts` refuses the prompts; or options are outside their ranges, all listed in one error.
     """
-    prompts, single = as_prompts(prompt_tokens, config.vocab_size, attention_mask, padding_ids)
+    mask, pad_tokens = padding or Padding()
+    prompts, single = as_prompts(prompt_tokens, config.vocab_size, mask, pad_tokens)
     ends = tuple(int(end) for end in np.atleast_1d([] if eos_token_id is None else eos_token_id))
     problems = []
     if not (isinstance(temperature, Real) and temperature >= 0):
@@ -59,18 +75,18 @@ def checked_request(
         problems.append(f"top_p must be a number in (0, 1]; got {top_p!r}")
     if not (isinstance(max_new_tokens, Integral) and max_new_tokens >= 1):
         problems.append(f"max_new_tokens must be an integer, at least 1; got {max_new_tokens!r}")
-    strangers = [end for end in ends if not 0 <= end < config.vocab_size]
-    problems += [f"eos_token_id {end} is outside the vocabulary of {config.vocab_size}" for end in strangers]
+    outside = [end for end in ends if not 0 <= end < config.vocab_size]
+    problems += [f"eos_token_id {end} is outside the vocabulary of {config.vocab_size}" for end in outside]
     if problems:
         raise ValueError("; ".join(problems))
     _warn_of_length(config, max(map(len, prompts)), max_new_tokens)
-    return prompts, single, Options(max_new_tokens, float(temperature), top_k, top_p, ends)
+    return Request(prompts, single, DecodeOptions(max_new_tokens, float(temperature), top_k, top_p, ends))
 
 
 def padding_ids(model: Decoder) -> set[int]:
-    """The tokens that tokenizers pad this model's prompts with, by its config.json and generation_config.json.
+    """Returns the tokens that pad this model's prompts, from its config.json and generation_config.json.
 
-    Where neither names one, users pad with the end of a text.
+    If neither names a padding token, the end-of-text tokens: users then pad with these.
     """
     config, beside = model.config, generation_config(model.source, model.config)
     named: set[Any] = {config.pad_token_id, beside.get("pad_token_id")} - {None}
@@ -79,6 +95,7 @@ def padding_ids(model: Decoder) -> set[int]:
 
 
 def _warn_of_length(config: ModelConfig, prompt: int, new: int) -> None:
+    """Logs a warning if `prompt` + `new` tokens exceed the trained length; once per length in a process."""
     rope, limit = config.rope_parameters, config.max_position_embeddings
     if rope.factor and rope.original_max_position_embeddings:
         limit = max(limit, int(rope.factor * rope.original_max_position_embeddings))

@@ -13,11 +13,11 @@ def sample(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Int[Array, "batch"]:
-    """One token per row from softmax(logits / temperature), cut to the top k and then to the top p; temperature 0: the argmax.
+    """Draws one token per row from softmax(logits / temperature), cut to the top k and then to the top p.
 
-    top_p keeps the most likely tokens up to and including the one with which their probabilities reach top_p (Holtzman et
-    al., 2020, https://arxiv.org/abs/1904.09751), and those exactly as likely as that one. Each row has a key of its own: its
-    draw does not depend on the other rows.
+    Temperature 0 takes the argmax. top_p keeps the most likely tokens up to and including the one with which their
+    probabilities reach top_p (Holtzman et al., 2020, https://arxiv.org/abs/1904.09751). Tokens exactly as likely as that one
+    stay too. Each row has a key of its own: its draw does not depend on the other rows.
     """
     if temperature == 0:
         return jnp.argmax(logits.astype(jnp.float32), axis=-1).astype(jnp.int32)
@@ -27,24 +27,24 @@ def sample(
 def distribution(
     logits: Float[Array, "... vocab"], *, temperature: float, top_k: int | None = None, top_p: float | None = None
 ) -> Float[Array, "... vocab"]:
-    """The probabilities, f32, that `sample` draws with; temperature 0: all on the argmax."""
+    """Returns the probabilities, in f32, from which `sample` draws; temperature 0: all on the argmax."""
     if temperature == 0:
         return jax.nn.one_hot(jnp.argmax(logits.astype(jnp.float32), axis=-1), logits.shape[-1])
     return jax.nn.softmax(_restricted(logits, temperature, top_k, top_p), axis=-1)
 
 
 def draw(logits: Float[Array, "batch ... vocab"], keys: Key[Array, "batch"]) -> Int[Array, "batch ..."]:
-    """Tokens from softmax(logits), those of each row from its key."""
+    """Draws tokens from softmax(logits), with one key per row."""
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
 def folded(keys: Key[Array, "batch"], number) -> Key[Array, "batch"]:
-    """The rows' keys for the draw of this number."""
+    """Returns the rows' keys for draw `number`."""
     return jax.vmap(jax.random.fold_in, (0, None))(keys, number)
 
 
 def _restricted(logits: Float[Array, "... vocab"], temperature: float, top_k: int | None, top_p: float | None):
-    """logits / temperature, f32, and -inf for tokens that are cut."""
+    """Returns logits / temperature in f32, with -inf for tokens that are cut."""
     logits = logits.astype(jnp.float32) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         smallest = jax.lax.top_k(logits, top_k)[0][..., -1:]

@@ -1,32 +1,32 @@
-"""Generation in which the model's own module for further tokens drafts one, and the model checks it beside the next.
+"""Generation in which the model's own multi-token prediction module drafts a token, and the model checks the draft.
 
 Speculative decoding (Leviathan et al., 2023, https://arxiv.org/abs/2211.17192) with multi-token prediction as the draft
 (DeepSeek-V3, 2024, https://arxiv.org/abs/2412.19437, section 5.4.3): a pass over two tokens, which reads the weights once,
 gives two tokens where the draft was accepted and one where it was not.
 
-With p and q the distributions that `sampling.sample` draws with, of the model and of the module, a draft x drawn from q is
-accepted with probability min(1, p(x) / q(x)), and the token in its place is drawn from max(p - q, 0), normalised: together
-p. So sum_x min(p(x), q(x)) of the drafts are accepted, the most that any rule accepts of drafts from q, and all of them where
-q is p. The most likely token of q as the draft would need no q in the rule, but is accepted with p(x), which is no more than
-the largest probability of p however good the module. At temperature 0, p and q are 1 for one token each, and a draft is
-accepted if it is the model's choice.
+Let p be the distribution from which `sampling.sample` draws for the model, and q the distribution for the module. A draft x
+drawn from q is accepted with probability min(1, p(x) / q(x)). Otherwise the token in its place is drawn from max(p - q, 0),
+normalised. Together the two cases draw from p. A share of sum_x min(p(x), q(x)) of the drafts is accepted, the most for any
+rule with drafts from q; if q is p, all drafts are. A draft that is always q's most likely token would need no q in the rule.
+But it is accepted with p(x), which is at most the largest probability of p however good the module. At temperature 0, p and q
+are 1 for one token each, and a draft is accepted if it is the model's choice.
 
-A cache counts the same number of tokens for all sequences. So each pass takes two rows of it, and a draft that was wrong
-stays there as padding, which no token sees: the caches have room for two tokens for each new one.
+A cache counts the same number of tokens for all sequences. So each pass takes two rows of it, and a wrong draft stays there as
+padding, which no token sees. The caches have room for two tokens for each new one.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import ModelConfig
-from moe_jax.generation.devices import Devices, decode_on_devices
+from moe_jax.generation.devices import DecodeInputs, decode_on_devices
 from moe_jax.generation.prompts import new_tokens
-from moe_jax.generation.request import checked_request, padding_ids
+from moe_jax.generation.request import DecodeOptions, Padding, checked_request, padding_ids
 from moe_jax.generation.sampling import distribution, draw, folded
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.cache import KVCache, init_cache
@@ -35,14 +35,14 @@ from moe_jax.models.decoder import Decoder
 
 @dataclass(frozen=True)
 class Drafts:
-    """How many tokens were drafted, and how many of them the model accepted."""
+    """The number of tokens that were drafted, and the number of drafts that the model accepted."""
 
     drafted: int
     accepted: int
 
     @property
     def acceptance_rate(self) -> float:
-        """0 where nothing was drafted."""
+        """The accepted share of the drafts; 0 if nothing was drafted."""
         return self.accepted / max(self.drafted, 1)
 
 
@@ -58,39 +58,39 @@ def generate_with_drafts(
     seed: int = 0,
     attention_mask: Int[Array, "batch seq"] | None = None,
 ) -> tuple[list[list[int]] | list[int], Drafts]:
-    """Tokens as `generate` gives them, and how good the drafts were.
+    """Generates tokens as `generate` does, with drafts, and counts the drafts and those that were accepted.
 
-    At temperature 0 they are the same tokens; above it they have the same distribution, but are another draw than that of
-    `generate` from this seed. Either holds but for rounding: a pass over two tokens may sum in another order than one over
-    one, which decides between logits that are equal up to that.
+    At temperature 0 the tokens are the same. Above it they have the same distribution, but are another draw than `generate`
+    makes from this seed. Both statements hold up to rounding: a pass over two tokens may sum in another order than a pass over
+    one token. That order decides between logits that are equal up to rounding.
 
     Args:
-      model: with a module that predicts further tokens; the first one drafts.
+      model: a model with at least one module that predicts further tokens; the first module drafts.
       prompt_tokens, max_new_tokens, temperature, top_k, top_p, eos_token_id, attention_mask: as in `generate`. The drafts are
         drawn at the same temperature and restricted in the same way.
-      seed: as in `generate`, of the drafts too.
+      seed: as in `generate`; the drafts are drawn from it too.
 
     Raises:
-      ValueError: a model without such a module, or what `generate` refuses.
+      ValueError: the model has no such module, or `generate` refuses the arguments.
     """
     check_drafts(model.config)
-    prompts, single, options = checked_request(
+    request = checked_request(
         model.config,
         prompt_tokens,
+        Padding(attention_mask, padding_ids(model)),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         eos_token_id=eos_token_id,
-        attention_mask=attention_mask,
-        padding_ids=padding_ids(model),
     )
-    produced, lengths, drafted, accepted = decode_on_devices(_decode, options, model, prompts, seed)
-    return new_tokens(produced, lengths, single), Drafts(int(drafted.sum()), int(accepted.sum()))
+    decoded = decode_on_devices(_decode, request.options, model, request.prompts, seed)
+    drafts = Drafts(int(decoded.drafted.sum()), int(decoded.accepted.sum()))
+    return new_tokens(decoded.tokens, decoded.lengths, request.single), drafts
 
 
 def check_drafts(config: ModelConfig) -> None:
-    """Whether there is something that drafts.
+    """Checks that a model has a module that can draft.
 
     Raises:
       ValueError: the model has no module that predicts further tokens.
@@ -103,10 +103,10 @@ def check_drafts(config: ModelConfig) -> None:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _State:
-    """Between two passes: `token` is the last new one, which no cache has, and `position` is its; `draft` is for the next.
+class _DraftState:
+    """The state between two passes. `token` is the newest token, which no cache holds yet, at `position`; `draft` follows it.
 
-    The draft is drawn from `draft_distribution`. `cache` is the model's, `module_cache` that of the module that drafts.
+    The draft is drawn from `draft_distribution`. `cache` belongs to the model, `module_cache` to the module that drafts.
     """
 
     passes: Int[Array, ""]
@@ -123,8 +123,18 @@ class _State:
     accepted: Int[Array, "batch"]
 
 
-def _decode(max_new_tokens, temperature, top_k, top_p, ends, devices: Devices, model, tokens, segment_ids, keys):
-    """Returns the new tokens [batch, max_new_tokens] and, of each row, how many are valid, were drafted, were accepted."""
+class _Decoded(NamedTuple):
+    """New tokens, and for each row the numbers of valid, drafted and accepted tokens."""
+
+    tokens: Int[Array, "batch max_new_tokens"]
+    lengths: Int[Array, "batch"]
+    drafted: Int[Array, "batch"]
+    accepted: Int[Array, "batch"]
+
+
+def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
+    max_new_tokens, temperature, top_k, top_p, ends = options
+    devices, model, tokens, segment_ids, keys = inputs
     batch, prompt_length = tokens.shape
     positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
     rows = jnp.arange(batch)
@@ -135,23 +145,25 @@ def _decode(max_new_tokens, temperature, top_k, top_p, ends, devices: Devices, m
         return distribution(logits, temperature=temperature, top_k=top_k, top_p=top_p)
 
     def draw_from(probabilities, number):
-        """Tokens are the even draws, drafts the odd ones."""
+        """Draws from the rows' keys: tokens have even numbers, drafts odd ones."""
         return draw(jnp.log(probabilities), folded(keys, number))
 
     def ends_with(token, lengths):
         is_end = jnp.isin(token, jnp.array(ends, jnp.int32)) if ends else jnp.zeros(batch, bool)
         return is_end | (lengths >= max_new_tokens)
 
-    def start() -> _State:
+    def start() -> _DraftState:
         room = batch, prompt_length + 2 * max_new_tokens, model.dtype
         states = model.hidden_states(tokens, positions, segment_ids, cache=init_cache(model.config, *room), **spread)
+        assert states.cache is not None
         first = draw_from(next_distribution(states.hidden[:, -1]), 0)
         following = jnp.concatenate([tokens[:, 1:], first[:, None]], axis=1)
         module_cache = init_cache(replace(model.config, num_hidden_layers=1), *room)
         module = model.predict(1, states.hidden, following, positions, segment_ids, cache=module_cache, **spread)
+        assert module.cache is not None
         draft_distribution = next_distribution(module.hidden[:, -1])
         lengths = vary_as(jnp.ones(batch, jnp.int32), tokens)
-        return _State(
+        return _DraftState(
             passes=jnp.int32(0),
             token=first,
             draft=draw_from(draft_distribution, 1),
@@ -166,21 +178,23 @@ def _decode(max_new_tokens, temperature, top_k, top_p, ends, devices: Devices, m
             accepted=jnp.zeros_like(lengths),
         )
 
-    def one_pass(state: _State) -> _State:
+    def one_pass(state: _DraftState) -> _DraftState:
         passes = state.passes + 1
         goes_on = ~state.done
         positions = state.position[:, None] + jnp.arange(2)
         pair = jnp.stack([state.token, state.draft], axis=1)
         segments = jnp.broadcast_to(goes_on[:, None], pair.shape).astype(jnp.int32)
         states = model.hidden_states(pair, positions, segments, cache=state.cache, **spread)
-        behind_token, behind_draft = jnp.unstack(next_distribution(states.hidden), axis=1)
-        in_place = given_draft(behind_token, state.draft_distribution, state.draft)
-        answers = draw_from(jnp.stack([in_place, behind_draft], axis=1), 2 * passes)
+        assert states.cache is not None
+        after_token, after_draft = jnp.unstack(next_distribution(states.hidden), axis=1)
+        in_place = given_draft(after_token, state.draft_distribution, state.draft)
+        answers = draw_from(jnp.stack([in_place, after_draft], axis=1), 2 * passes)
         right = answers[:, 0] == state.draft
-        # What follows a wrong draft is nobody's.
+        # The row behind a wrong draft becomes padding, which no later token sees.
         segments = segments.at[:, 1].mul(right)
         cached = jax.lax.dynamic_update_slice(states.cache.segment_ids, segments, (0, states.cache.length - 2))
         module = model.predict(1, states.hidden, answers, positions, segments, cache=state.module_cache, **spread)
+        assert module.cache is not None
         last = right.astype(jnp.int32)
         draft_distribution = next_distribution(module.hidden[rows, last])
 
@@ -190,7 +204,7 @@ def _decode(max_new_tokens, temperature, top_k, top_p, ends, devices: Devices, m
             produced = produced.at[rows, jnp.where(counts, lengths, max_new_tokens)].set(answer, mode="drop")
             lengths += counts
             done |= counts & ends_with(answer, lengths)
-        return _State(
+        return _DraftState(
             passes=passes,
             token=answers[rows, last],
             draft=draw_from(draft_distribution, 2 * passes + 1),
@@ -206,13 +220,15 @@ def _decode(max_new_tokens, temperature, top_k, top_p, ends, devices: Devices, m
         )
 
     state = jax.lax.while_loop(lambda state: devices.any(~state.done), one_pass, start())
-    return state.produced, state.lengths, state.drafted, state.accepted
+    return _Decoded(state.produced, state.lengths, state.drafted, state.accepted)
 
 
 def given_draft(
     p: Float[Array, "batch vocab"], q: Float[Array, "batch vocab"], draft: Int[Array, "batch"]
 ) -> Float[Array, "batch vocab"]:
-    """The distribution of the token in a draft's place: c(y | x) = a(x) [y = x] + (1 - a(x)) max(p(y) - q(y), 0) / Z.
+    """Returns the distribution of the token in a draft's place.
+
+        c(y | x) = a(x) [y = x] + (1 - a(x)) max(p(y) - q(y), 0) / Z
 
     a(x) = min(1, p(x) / q(x)) is the chance that the draft x is accepted, Z = sum_y max(p(y) - q(y), 0). Over drafts from q,
     sum_x q(x) c(y | x) = p(y). A draft that is not accepted has p(x) < q(x), so that it is not drawn again.
@@ -220,7 +236,7 @@ def given_draft(
     rows = jnp.arange(draft.shape[0])
     accepted = jnp.minimum(1, p[rows, draft] / q[rows, draft])
     left = jnp.maximum(p - q, 0)
-    # Where p is q up to rounding there may be nothing left, and yet a draft that is not accepted.
+    # If p is q up to rounding, p - q may be zero everywhere although the draft is not accepted; then draw from p.
     left = jnp.where(left.any(axis=-1, keepdims=True), left, p)
     left = left / left.sum(axis=-1, keepdims=True)
     return ((1 - accepted)[:, None] * left).at[rows, draft].add(accepted)

@@ -18,7 +18,7 @@ Messages = str | Sequence[Mapping[str, Any]]
 
 
 class TextOptions(TypedDict, total=False):
-    """The options that `complete` and `chat` have in common."""
+    """The options that `complete` and `chat` share."""
 
     tokenizer: Any
     max_new_tokens: int
@@ -56,24 +56,24 @@ def complete(
     top_p: float | None = None,
     seed: int = 0,
 ) -> str | list[str]:
-    """Continues texts, and returns the added text alone, without special tokens.
+    """Continues texts, and returns only the added text, without special tokens.
 
     A text ends with a token that generation_config.json, config.json or the tokenizer names as its end, or after
     `max_new_tokens`.
 
     Args:
-      model_or_path: a model, or the folder or hub id of one. A model that is named is loaded in each call, in bfloat16,
-        onto the default device. Load it once by `from_pretrained` for several calls.
+      model_or_path: a model, or its folder or hub id. A folder or hub id is loaded in each call, in bfloat16, onto the default
+        device. For several calls, load the model once with `from_pretrained`.
       prompts: one text or several; their tokenizer adds the special tokens that a text begins with, if any.
       tokenizer: a Hugging Face tokenizer. Default: the one beside the model's weights.
-      max_new_tokens: how many tokens to add at most.
-      temperature, top_k, top_p: as in `generate`. None: what generation_config.json names where it says do_sample, else the
-        most likely token each time. 0 as temperature always takes the most likely. Without a top_k there, all tokens can be
-        drawn (transformers takes 50).
-      seed: of the draw.
+      max_new_tokens: the maximum number of tokens to add.
+      temperature, top_k, top_p: as in `generate`. None: the values of generation_config.json if it sets do_sample, else the
+        most likely token each time. Temperature 0 always takes the most likely token. If generation_config.json has no top_k,
+        all tokens can be drawn (transformers takes 50).
+      seed: the seed of the draw.
 
     Returns:
-      A str where `prompts` was one, else a list.
+      A str if `prompts` was a str, else a list.
 
     Raises:
       FileNotFoundError: there is no such folder and no such model on the hub.
@@ -114,24 +114,24 @@ def chat(
     top_p: float | None = None,
     seed: int = 0,
 ) -> str | list[str]:
-    """Answers conversations, and returns the answers' text alone, without special tokens.
+    """Answers conversations, and returns only the answers' text, without special tokens.
 
-    An answer ends as a text does in `complete`, and with the token that the chat template puts behind an answer.
+    An answer ends like a text in `complete`, or with the token that the chat template puts behind an answer.
 
     Args:
       model_or_path, tokenizer, max_new_tokens, temperature, top_k, top_p, seed: as in `complete`.
-      messages: one conversation, or a list of several. A conversation is a list of {"role": ..., "content": ...}, or a str: the
-        text of its only message, a user's.
-      tools: functions that the model may call, as `apply_chat_template` of the tokenizer takes them.
+      messages: one conversation, or a list of several. A conversation is a list of {"role": ..., "content": ...}, or a str with
+        the text of the user's only message.
+      tools: functions that the model may call, in the form that the tokenizer's `apply_chat_template` takes.
       template_options: further values for the chat template, such as {"enable_thinking": False} for Qwen3.
 
     Returns:
-      A str where there was one conversation, else a list.
+      A str if there was one conversation, else a list.
 
     Raises:
       FileNotFoundError: there is no such folder and no such model on the hub.
-      ValueError: a conversation is empty or none, ends with the assistant's message or is refused by the template, the
-        tokenizer is not found or has no chat template, or an option is outside its range.
+      ValueError: a conversation is empty or malformed, ends with the assistant's message or is refused by the template; the
+        tokenizer is not found or has no chat template; or an option is outside its range.
     """
     if not isinstance(messages, str | list | tuple):
         raise ValueError(f"messages must be a text, a list of messages, or a list of either; got {messages!r:.80}")
@@ -149,10 +149,10 @@ def chat(
 
 
 def completion_tokens(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
-    """The token ids of texts, with the special tokens that a text begins with.
+    """Returns the token ids of texts, with the special tokens that a text begins with.
 
     Raises:
-      ValueError: there are none, or one is no text or has no token.
+      ValueError: there are no prompts, or a prompt is not a text or has no token.
     """
     wrong = [prompt for prompt in prompts if not isinstance(prompt, str)] if isinstance(prompts, list | tuple) else [prompts]
     if wrong:
@@ -160,7 +160,7 @@ def completion_tokens(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]
         raise ValueError(f"prompts must be a text or a list of texts; got {wrong[0]!r:.80}{advice}")
     if not prompts:
         raise ValueError("prompts must hold at least one text; got none")
-    # What some tokenizers put behind a text is its end, and a prompt has none.
+    # Only the special tokens at the beginning: some tokenizers also add the end of a text, which would end the prompt.
     begin = beginning(tokenizer)
     tokens = [begin + tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
     if not all(tokens):
@@ -174,10 +174,11 @@ def chat_prompts(
     tools: list | None = None,
     template_options: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
-    """The token ids of conversations, up to where the chat template lets the assistant's answer begin.
+    """Returns the token ids of conversations, up to the place where the chat template begins the assistant's answer.
 
     Raises:
-      ValueError: there is no template, or it refuses a conversation; a conversation is empty, none, or has its answer already.
+      ValueError: there is no template, or it refuses a conversation; or a conversation is empty, malformed, or has its answer
+        already.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -208,7 +209,7 @@ def chat_prompts(
 def text_options(
     source: str | Path | None, config: ModelConfig, tokenizer: Any, options: Mapping[str, Any], *, answers: bool = False
 ) -> dict[str, Any]:
-    """The options of `generate`: the model's own in place of None, and the tokens that end a text or an answer.
+    """Returns the options of `generate`: the model's own instead of None, and the tokens that end a text or an answer.
 
     Args:
       source: the folder with the model's generation_config.json, if any.
@@ -229,10 +230,10 @@ def text_options(
 
 
 def added_text(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """The text of the new tokens behind a prompt, without special tokens."""
+    """Returns the text of the new tokens behind a prompt, without special tokens."""
     before = tokenizer.decode(prompt, skip_special_tokens=True)
     whole = tokenizer.decode([*prompt, *new], skip_special_tokens=True)
-    # By themselves, some tokenizers decode the first token without the space before it.
+    # Decoded without the prompt, the first token lacks the space before it in some tokenizers.
     return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(new, skip_special_tokens=True)
 
 
@@ -245,7 +246,7 @@ def _added(
     seed: int,
     answers: bool = False,
 ) -> list[str]:
-    """The text behind each of the prompts that `encode` makes with the tokenizer; all is checked before weights are read."""
+    """Returns the text behind each prompt that `encode` makes with the tokenizer; checks all arguments before weights."""
     if isinstance(model_or_path, Decoder):
         source, config = model_or_path.source, model_or_path.config
     elif isinstance(model_or_path, str | Path):
@@ -271,7 +272,7 @@ def _added(
 
 
 def _tokenizer_beside(source: str | None) -> Any:
-    """The tokenizer in the model's folder."""
+    """Loads the tokenizer in the model's folder."""
     advice = "pass tokenizer=moe_jax.load_tokenizer(folder_or_hub_id)"
     if source is None:
         raise ValueError(f"this model was not read from a folder, so there is no tokenizer beside it: {advice}")
@@ -282,9 +283,10 @@ def _tokenizer_beside(source: str | None) -> Any:
 
 
 def _ends_of_answers(tokenizer: Any) -> set[int]:
-    """The special token that the chat template puts behind an answer, if any.
+    """Returns the special token that the chat template puts behind an answer, if any.
 
-    A model that was tuned from a base model ends its answers so, and its generation_config.json may name the base's end alone.
+    A model that was tuned from a base model ends its answers with this token, while its generation_config.json may name only
+    the base model's end.
     """
     answer = "an answer of many words"
     messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]

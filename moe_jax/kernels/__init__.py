@@ -7,18 +7,16 @@ from moe_jax.runtime.lazy import export_lazily
 if TYPE_CHECKING:
     from moe_jax.kernels.attention.api import attention
     from moe_jax.kernels.cross_entropy import cross_entropy
-    from moe_jax.kernels.experts.api import Part, down, experts_mlp, experts_mlp_of_parts, gate_up
+    from moe_jax.kernels.experts.api import down, experts_mlp, gate_up
     from moe_jax.kernels.experts.routing import Plan, plan
     from moe_jax.kernels.token_log_probs import token_log_probs
 
 __all__ = [
-    "Part",
     "Plan",
     "attention",
     "cross_entropy",
     "down",
     "experts_mlp",
-    "experts_mlp_of_parts",
     "gate_up",
     "plan",
     "token_log_probs",

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.kernels.experts.api import experts_mlp
+from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
 from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.balance import Sequences
@@ -132,7 +132,7 @@ def _of_tokens(name: str, array: Array, leading: tuple[int, ...], own_axes: tupl
 
 
 class GradientTotal(nnx.Variable):
-    """What the gradient of a weight is added to; its own gradient is the sum (`kernels.experts_mlp`'s accumulate_into)."""
+    """What the gradient of a weight is added to; its own gradient is the sum (`kernels.experts.internal.Accumulators`)."""
 
 
 class WeightWithTotal(nnx.Variable):
@@ -180,9 +180,8 @@ class Experts(nnx.Module):
             (self.gate_up_proj[...], self.down_proj[...]),
             EXPERT_CHUNK_TOKENS if len(x) > 2 * EXPERT_CHUNK_TOKENS else None,
         )
-        return experts_mlp(
-            x, *matrices, weights, experts, chunk_tokens=chunk, accumulate_into=self.totals, totals_in_stack=True
-        )
+        accumulators = None if self.totals is None else Accumulators(*self.totals, in_stack=True)
+        return experts_mlp_accumulating(x, *matrices, weights, experts, accumulators, chunk_tokens=chunk)
 
     def add_gradients_to(self, gate_up: Array, down: Array) -> None:
         """From here on the weights have no gradients: those are added to these f32 arrays of the weights' shapes."""

@@ -43,7 +43,7 @@ def run_layers(
       parameters: arrays with the layers as leading axis.
       gather: how whole layers come out of parts.
       totals: arrays with the layers as leading axis, whose gradients by way of `body` are they and more
-        (`kernels.experts_mlp`'s accumulate_into): their gradients are written over them.
+        (`kernels.experts.internal.Accumulators`): their gradients are written over them.
     """
     if gather is None:
         gather = LayerGather.of_nothing(len(jax.tree.leaves(parameters)))

@@ -89,12 +89,13 @@ for m, n in ((2 * 768, 2048), (2048, 768)):
 
 SCANNED_TOTALS = """
 import re
+from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
 
 def loss(totals, x, w_gate_up, w_down, weights, chosen):
     def layer(x, arrays):
         w_gate_up, w_down, *totals = arrays
-        how = dict(backend="mosaic", accumulate_into=totals)
-        return x + kernels.experts_mlp(x, w_gate_up, w_down, weights, chosen, **how), None
+        how = dict(backend="mosaic", accumulators=Accumulators(*totals))
+        return x + experts_mlp_accumulating(x, w_gate_up, w_down, weights, chosen, **how), None
 
     return jax.lax.scan(layer, x, (w_gate_up, w_down, *totals))[0].astype(f32).sum()
 

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from moe_jax.kernels.experts.api import Part, down, experts_mlp, experts_mlp_of_parts, gate_up
+    from moe_jax.kernels.experts.api import down, experts_mlp, gate_up
     from moe_jax.kernels.experts.choose_backend import BACKENDS, resolve_backend
     from moe_jax.kernels.experts.routing import Plan, plan
 
-__all__ = ["BACKENDS", "Part", "Plan", "down", "experts_mlp", "experts_mlp_of_parts", "gate_up", "plan", "resolve_backend"]
+__all__ = ["BACKENDS", "Plan", "down", "experts_mlp", "gate_up", "plan", "resolve_backend"]
 
 export_lazily(__name__)

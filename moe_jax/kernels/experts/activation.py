@@ -8,13 +8,13 @@ from moe_jax.kernels.precision import widened
 
 
 def gated_silu(h: Float[Array, "rows 2*inter"]) -> Float[Array, "rows inter"]:
-    """silu(gate) * up for h = [gate | up], in at least f32 inside, in h's dtype outside."""
+    """Computes silu(gate) * up for h = [gate | up], in at least f32, and returns it in h's dtype."""
     gate, up = _halves(h)
     return (jax.nn.silu(gate) * up).astype(h.dtype)
 
 
 def gated_silu_backward(h: Float[Array, "rows 2*inter"], dact: Float[Array, "rows inter"]) -> Float[Array, "rows 2*inter"]:
-    """The gradient to h = [gate | up] from the gradient `dact` to silu(gate) * up, in h's dtype.
+    """Computes the gradient to h = [gate | up] from the gradient `dact` to silu(gate) * up, in h's dtype.
 
     With s = sigmoid(gate): dgate = dact * up * s * (1 + gate * (1 - s)) and dup = dact * gate * s.
     """

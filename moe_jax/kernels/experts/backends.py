@@ -17,16 +17,16 @@ from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.precision import at_least_f32
 
 MODULES = {"mosaic": mosaic, "triton": triton, "xla": xla}
-"""By name, the fastest first where it runs."""
+"""The backends by name, the fastest first."""
 
 
 def implementation(backend: str) -> ModuleType:
-    """The module of a backend that `resolve_backend` returned."""
+    """Returns the module of a backend that `resolve_backend` returned."""
     return MODULES[backend]
 
 
 class OuterPart(NamedTuple):
-    """The operands of a `grouped_outer`."""
+    """The operands of a `grouped_outer`, for one part of the tokens."""
 
     a: Float[Array, "a_sources n"]
     b: Float[Array, "b_sources m"]
@@ -41,16 +41,16 @@ def grouped_outer_of_parts(
     dtype: jnp.dtype,
     accumulate_into: Float[Array, "experts n m"] | None = None,
 ) -> Float[Array, "experts n m"]:
-    """The sum of `grouped_outer` over parts with the same experts, in at least f32 and rounded to `dtype` once.
+    """Computes the sum of `grouped_outer` over parts with the same experts, in at least f32, rounded to `dtype` once.
 
-    To `accumulate_into`, of `dtype`, it is added as `grouped_outer` does: in the same memory unless something else reads that
-    later.
+    The sum is added to `accumulate_into`, which has `dtype`, as in `grouped_outer`: in the same memory, unless something else
+    reads `accumulate_into` later.
     """
     if backend == "mosaic":
         return mosaic.grouped_outer_of_parts(parts, dtype, accumulate_into)
     sum_dtype = dtype if len(parts) == 1 else at_least_f32(dtype)
     total: Any = accumulate_into
-    for a, b, plan, a_source, b_source in parts:
-        sources = {"a_source_of_row": a_source, "b_source_of_row": b_source}
-        total = implementation(backend).grouped_outer(a, b, plan, sum_dtype, **sources, accumulate_into=total)
+    for part in parts:
+        sources = {"a_source_of_row": part.a_source_of_row, "b_source_of_row": part.b_source_of_row}
+        total = implementation(backend).grouped_outer(part.a, part.b, part.plan, sum_dtype, **sources, accumulate_into=total)
     return total.astype(dtype)

@@ -1,4 +1,4 @@
-"""Which implementation of the grouped matmuls runs, and how a user picks one."""
+"""Chooses the implementation of the grouped matmuls: the user's choice, or the fastest that fits."""
 
 import functools
 import logging
@@ -19,14 +19,14 @@ _logger = logging.getLogger(__name__)
 
 
 def resolve_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int, row_alignment: int | None = None) -> str:
-    """The backend to use: `name` if given, else the environment variable MOE_JAX_BACKEND, else the first that fits.
+    """Returns the backend to use: `name` if given, else the environment variable MOE_JAX_BACKEND, else the first that fits.
 
-    A backend fits if the target is what it was written for, it takes experts of `dtype`, `hidden` and `inter`, and the plan
-    has the `row_alignment` that it needs (None: the plan is made for it). What is taken, and why what stands before it was
-    not, is logged once.
+    A backend fits if three conditions hold: it was written for the target; it takes experts of `dtype`, `hidden` and `inter`;
+    and the plan has the `row_alignment` that it needs (None: the plan is made for it). The choice, and why earlier backends
+    were passed over, is logged once.
 
     Raises:
-        ValueError: the name is none of BACKENDS, or the named backend does not take the input.
+        ValueError: the name is not in BACKENDS, or the named backend does not take the input.
     """
     source = "argument backend"
     if name is None and ENVIRONMENT_VARIABLE in os.environ:
@@ -57,7 +57,7 @@ def _refusal(name: str, dtype: jnp.dtype, hidden: int, inter: int, row_alignment
 
 
 def _reason_against(name: str, dtype: jnp.dtype) -> str | None:
-    """Why a backend that could run is not taken by default."""
+    """Returns why a backend that could run is not taken by default; None if it is."""
     if name == "xla":
         return None
     if name == "triton" and dtype == jnp.float32:
@@ -68,7 +68,7 @@ def _reason_against(name: str, dtype: jnp.dtype) -> str | None:
 
 
 def splitting_refusal() -> str | None:
-    """Why a kernel of ours is not taken by default where the compiler might have to split it; None where it need not."""
+    """Returns why a kernel of ours is not taken by default: the compiler might have to split it. None if it need not."""
     mesh = jax.sharding.get_abstract_mesh()
     is_split = not mesh.manual_axes or any(size > 1 for name, size in mesh.shape.items() if name not in mesh.manual_axes)
     if jax.device_count() > 1 and is_split:

@@ -1,6 +1,7 @@
-"""Both passes of the experts as one function with its gradients by hand; `experts` has its formulas and checks its arguments.
+"""Both passes of the experts as one function with its gradients by hand.
 
-Tokens come in parts, which are computed one after the other, or are one part that is cut into chunks.
+`api` derives the formulas, and `internal` checks the arguments.
+Tokens come in parts that are computed one after the other, or in one part that is cut into chunks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
-from moe_jax.kernels.experts.routing import Plan, of_pairs, plan, plan_of_few, wide_ids
+from moe_jax.kernels.experts.routing import Plan, plan, plan_of_few, rows_of_pairs, wide_ids
 from moe_jax.kernels.experts.separate_vjps import down_of_shares, gate_up_gradients, weight_of_row
 from moe_jax.kernels.experts.xla import sum_of_choices
 from moe_jax.kernels.hopper import interpreter
@@ -21,266 +22,360 @@ from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.varying import vary_as
 
 Arrays = tuple[Array, ...]
-"""One of each part."""
+"""One array per part."""
 
 
-class Options(NamedTuple):
-    """As `experts_mlp_of_parts` and `experts_mlp` describe them, checked; `chunk_tokens` where there is one part."""
+class Matrices(NamedTuple):
+    """One array for each of the experts' two matrices: the weights, their gradients or the accumulators of these."""
+
+    gate_up: Float[Array, "experts 2*inter hidden"]
+    down: Float[Array, "experts hidden inter"]
+
+
+class ExpertsOperands(NamedTuple):
+    """The arrays of a call; `xs`, `weights` and `experts` have one entry per part."""
+
+    xs: Arrays
+    w_gate_up: Float[Array, "experts 2*inter hidden"]
+    w_down: Float[Array, "experts hidden inter"]
+    weights: Arrays
+    experts: Arrays
+    accumulators: Matrices | None
+
+
+class ExpertsOptions(NamedTuple):
+    """The static choices of a call, checked; `internal` describes them. `chunk_tokens` needs exactly one part."""
 
     backend: str
     max_pairs: tuple[int | None, ...]
     shares: tuple[int | None, ...] = (None,)
     chunk_tokens: int | None = None
-    totals_in_stack: bool = False
+    accumulators_in_stack: bool = False
 
 
-def experts_of_parts(
-    xs: Arrays,
-    w_gate_up: Array,
-    w_down: Array,
-    weights: Arrays,
-    experts: Arrays,
-    totals: tuple[Array, Array] | None,
-    options: Options,
-) -> Arrays:
-    """The y of each part. Where a `jax.checkpoint` keeps nothing of a forward pass, that computes y alone.
+class HiddenResiduals(NamedTuple):
+    """The gate-up pass's result for the backward pass. h is None where no backward pass follows."""
 
-    JAX has no such thing for the interpreter, whose callbacks are effects.
+    h: Float[Array, "rows 2*inter"] | None
+    plan: Plan
+
+
+class ExpertsResiduals(NamedTuple):
+    """The residuals of the backward pass.
+
+    Without chunks, `xs` are the arrays from which rows were gathered. Where both passes are one program, XLA sees that backward
+    gathers the same rows.
+    """
+
+    xs: Arrays
+    w_gate_up: Array
+    w_down: Array
+    weights: Arrays
+    accumulators: Matrices | None
+    hidden: Any
+    """`HiddenResiduals`: one entry per part, or a single one with a leading axis of chunks."""
+
+
+def experts_of_parts(operands: ExpertsOperands, options: ExpertsOptions) -> Arrays:
+    """Returns the y of each part.
+
+    Under a `jax.checkpoint` that saves no residuals, the first forward pass computes y alone (`optimize_remat`). The GPU
+    interpreter cannot use `optimize_remat`, because its callbacks are effects.
     """
     is_interpreted = options.backend == "mosaic" and interpreter.is_interpreted()
-    op = _interpreted if is_interpreted else _compiled
-    return op(xs, w_gate_up, w_down, weights, experts, totals, options)
+    return (_interpreted if is_interpreted else _compiled)(operands, options)
 
 
-def _without_gradients(
-    xs: Arrays,
-    w_gate_up: Array,
-    w_down: Array,
-    weights: Arrays,
-    experts: Arrays,
-    totals: tuple[Array, Array] | None,
-    options: Options,
-) -> Arrays:
-    if len(xs) == 1 and options.backend == "mosaic" and _has_room_for_all(options.max_pairs[0], experts[0]):
-        rows = mosaic.experts_of_few_pairs(xs[0], w_gate_up, w_down, experts[0])
-        if rows is not None:
-            of_choices = widened(rows).reshape(*experts[0].shape, -1)
-            return (sum_of_choices(of_choices, weights[0]).astype(xs[0].dtype),)
-    return _forward(xs, w_gate_up, w_down, weights, experts, totals, options, for_backward=False)[0]
+def _without_gradients(operands: ExpertsOperands, options: ExpertsOptions) -> Arrays:
+    """Computes y of a forward pass that no backward pass follows."""
+    if len(operands.xs) == 1 and options.backend == "mosaic":
+        (x,), (weights,), (experts,) = operands.xs, operands.weights, operands.experts
+        if _has_room_for_all(options.max_pairs[0], experts):
+            rows = mosaic.experts_of_few_pairs(x, operands.w_gate_up, operands.w_down, experts)
+            if rows is not None:
+                choices = widened(rows).reshape(*experts.shape, -1)
+                return (sum_of_choices(choices, weights).astype(x.dtype),)
+    return _forward(operands, options, for_backward=False)[0]
 
 
-def _forward(
-    xs: Arrays,
-    w_gate_up: Array,
-    w_down: Array,
-    weights: Arrays,
-    experts: Arrays,
-    totals: tuple[Array, Array] | None,
-    options: Options,
-    for_backward: bool = True,
-) -> tuple[Arrays, tuple]:
-    """Returns the y of each part and what backward keeps. Only `for_backward` there is an h."""
-    act_of = partial(_act_of_part, w_gate_up, options.backend, for_backward)
-    kept: Any
-    if options.chunk_tokens is None:
-        ys, xs, kept = _forward_of_parts(act_of, w_down, xs, weights, experts, options)
-    else:
-        act_of = partial(act_of, options.max_pairs[0])
-        ys, kept = _forward_of_chunks(act_of, w_down, xs[0], weights[0], experts[0], options.backend, options.chunk_tokens)
-    return ys, (xs, w_gate_up, w_down, weights, totals, kept)
+def _forward(operands: ExpertsOperands, options: ExpertsOptions, for_backward: bool = True) -> tuple[Arrays, ExpertsResiduals]:
+    """Returns the y of each part and the residuals. Only `for_backward` writes h."""
+    forward = _forward_of_parts if options.chunk_tokens is None else _forward_of_chunks
+    return forward(operands, options, for_backward)
+
+
+class _GateUp(NamedTuple):
+    """The result of the gate-up pass; rows without a pair are finite, since later steps multiply them by zeros."""
+
+    act: Float[Array, "rows inter"]
+    h: Float[Array, "rows 2*inter"] | None
+
+
+class _PartOutput(NamedTuple):
+    y_of_shares: list[Array]
+    h: Float[Array, "rows 2*inter"] | None
+
+
+class _PlannedTokens(NamedTuple):
+    plan: Plan
+    x: Float[Array, "tokens hidden"]
+
+
+class _Outcome(NamedTuple):
+    """The outcome of a step: the next step waits for `result`, and not for `extra`."""
+
+    result: Any
+    extra: Any
+
+
+class _Step(NamedTuple):
+    function: Callable[..., _Outcome]
+    arguments: tuple
 
 
 def _forward_of_parts(
-    act_of: Callable, w_down: Array, xs: Arrays, weights: Arrays, experts: Arrays, options: Options
-) -> tuple[Arrays, Arrays, tuple[tuple[Array | None, Plan], ...]]:
-    """Returns the y of each part, x as rows were gathered from it, and (h, plan): where both passes are one program, XLA sees
-    that backward gathers the same rows."""
+    operands: ExpertsOperands, options: ExpertsOptions, for_backward: bool
+) -> tuple[Arrays, ExpertsResiduals]:
+    def gate_up(max_pairs: int | None, x: Array, experts: Array) -> _Outcome:
+        return _gate_up_of_part(operands.w_gate_up, options.backend, for_backward, max_pairs, x, experts)
 
-    def whole(max_pairs: int | None, shares: int | None, x: Array, weights: Array, experts: Array) -> tuple[tuple, tuple]:
-        """(y of each share, h), and the plan and x."""
-        (act, h), (planned, _) = act_of(max_pairs, x, experts)
-        return (down_of_shares(act, w_down, weights, planned, options.backend, shares), h), (planned, x)
+    def both_passes(max_pairs: int | None, shares: int | None, x: Array, weights: Array, experts: Array) -> _Outcome:
+        """A `_PartOutput` and its `_PlannedTokens`."""
+        (act, h), planned = gate_up(max_pairs, x, experts)
+        y = down_of_shares(act, operands.w_down, weights, planned.plan, options.backend, shares)
+        return _Outcome(_PartOutput(y, h), planned)
 
-    own, *others = zip(options.max_pairs, options.shares, xs, weights, experts, strict=True)
+    own, *others = zip(options.max_pairs, options.shares, operands.xs, operands.weights, operands.experts, strict=True)
     max_pairs, shares, x, own_weights, own_experts = own
-    calls = [(partial(act_of, max_pairs), (x, own_experts)), *((partial(whole, *other[:2]), other[2:]) for other in others)]
-    # h too, for where y is not computed again parts are to come one after the other as well.
-    ((act, h), of_own), *outcomes = _one_after_the_other(calls)
+    steps = [_Step(partial(gate_up, max_pairs), (x, own_experts))]
+    for max_pairs, other_shares, x, weights, experts in others:
+        steps.append(_Step(partial(both_passes, max_pairs, other_shares), (x, weights, experts)))
+    # The barriers hold h too: where `jax.checkpoint` does not compute y again, parts must still run one after the other.
+    ((act, h), own_planned), *outcomes = _one_after_the_other(steps)
     if outcomes:
-        # While others' outputs travel, there is something left to compute.
-        outcomes[-1], act = _behind(outcomes[-1], act)
-    y = down_of_shares(act, w_down, own_weights, of_own[0], options.backend, shares)
-    results, used = zip(((y, h), of_own), *outcomes, strict=True)
-    of_shares, hs = zip(*results, strict=True)
-    plans, xs = zip(*used, strict=True)
-    return tuple(map(jnp.concatenate, of_shares)), xs, tuple(zip(hs, plans, strict=True))
+        # The own down pass comes last: something to compute while the other devices' outputs travel.
+        outcomes[-1], act = _wait_for(outcomes[-1], act)
+    y = down_of_shares(act, operands.w_down, own_weights, own_planned.plan, options.backend, shares)
+    outcomes = [_Outcome(_PartOutput(y, h), own_planned), *outcomes]
+    ys = tuple(jnp.concatenate(outcome.result.y_of_shares) for outcome in outcomes)
+    hidden = tuple(HiddenResiduals(outcome.result.h, outcome.extra.plan) for outcome in outcomes)
+    return ys, _residuals(operands, tuple(outcome.extra.x for outcome in outcomes), hidden)
+
+
+class _Chunk(NamedTuple):
+    x: Float[Array, "chunk hidden"]
+    weights: Float[Array, "chunk k"]
+    experts: Int[Array, "chunk k"]
 
 
 def _forward_of_chunks(
-    act_of: Callable, w_down: Array, x: Array, weights: Array, experts: Array, backend: str, chunk_tokens: int
-) -> tuple[Arrays, tuple[Array | None, Plan]]:
-    """Returns the y of the one part, and (h, plan) with a leading axis of chunks."""
+    operands: ExpertsOperands, options: ExpertsOptions, for_backward: bool
+) -> tuple[Arrays, ExpertsResiduals]:
+    assert options.chunk_tokens is not None
+    (x,), (weights,), (experts,) = operands.xs, operands.weights, operands.experts
 
-    def of_chunk(chunk: Arrays) -> tuple[tuple[Array, Array | None], Plan]:
-        x, weights, experts = chunk
-        (act, h), (planned, _) = act_of(x, experts)
-        (y,) = down_of_shares(act, w_down, weights, planned, backend)
-        return (y, h), planned
+    def of_chunk(chunk: _Chunk) -> tuple[Array, HiddenResiduals]:
+        (act, h), planned = _gate_up_of_part(
+            operands.w_gate_up, options.backend, for_backward, options.max_pairs[0], chunk.x, chunk.experts
+        )
+        (y,) = down_of_shares(act, operands.w_down, chunk.weights, planned.plan, options.backend)
+        return y, HiddenResiduals(h, planned.plan)
 
-    # The last chunk is filled up with tokens that choose nobody.
-    fills = (x, 0), (weights, 0), (wide_ids(experts), w_down.shape[0])
-    (y, h), planned = jax.lax.map(of_chunk, tuple(_split(a, chunk_tokens, fill) for a, fill in fills))
-    return (_join(y, x.shape[0]),), (h, planned)
+    # Padding tokens of the last chunk choose an id outside [0, E).
+    chunks = _Chunk(
+        _split(x, options.chunk_tokens, 0),
+        _split(weights, options.chunk_tokens, 0),
+        _split(wide_ids(experts), options.chunk_tokens, operands.w_down.shape[0]),
+    )
+    y, hidden = jax.lax.map(of_chunk, chunks)
+    return (_join(y, x.shape[0]),), _residuals(operands, operands.xs, hidden)
 
 
-def _backward(options: Options, residuals: tuple, dys: Arrays) -> tuple:
-    xs, w_gate_up, w_down, weights, totals, kept = residuals
-    # Slices stay outside the kernel's call.
-    whole = jax.lax.optimization_barrier if totals is not None and not options.totals_in_stack else lambda arrays: arrays
-    totals = whole(totals)
-    arrays = (w_gate_up, w_down), totals, xs, weights, kept, dys
-    if options.chunk_tokens is None:
-        dxs, dweights, dw = _backward_of_parts(*arrays, options.backend, options.shares)
+def _residuals(operands: ExpertsOperands, xs: Arrays, hidden: Any) -> ExpertsResiduals:
+    return ExpertsResiduals(
+        xs, operands.w_gate_up, operands.w_down, operands.weights, operands.accumulators, hidden
+    )  # fmt: skip
+
+
+class _Gradients(NamedTuple):
+    dxs: Arrays
+    dweights: Arrays
+    matrices: Matrices
+
+
+def _backward(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> tuple[ExpertsOperands]:
+    """Returns the gradients as `ExpertsOperands`; None for an operand without a gradient."""
+    # Without the barriers XLA would let a kernel change a slice of a larger array itself and take the result from elsewhere.
+    is_slice = residuals.accumulators is not None and not options.accumulators_in_stack
+    keep_whole = jax.lax.optimization_barrier if is_slice else lambda arrays: arrays
+    residuals = residuals._replace(accumulators=keep_whole(residuals.accumulators))
+    backward = _backward_of_parts if options.chunk_tokens is None else _backward_of_chunks
+    gradients = backward(options, residuals, dys)
+    no_gradient: Any = None
+    dgate_up, ddown, of_accumulators = *gradients.matrices, None
+    if residuals.accumulators is not None:
+        dgate_up, ddown, of_accumulators = no_gradient, no_gradient, keep_whole(gradients.matrices)
+    return (ExpertsOperands(gradients.dxs, dgate_up, ddown, gradients.dweights, no_gradient, of_accumulators),)
+
+
+def _backward_of_parts(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> _Gradients:
+    steps = []
+    for shares, x, weights, hidden, dy in zip(
+        options.shares, residuals.xs, residuals.weights, residuals.hidden, dys, strict=True
+    ):
+        steps.append(_Step(partial(_gradients_of_part, residuals, options.backend, shares, x, weights, hidden), (dy,)))
+    outcomes = _one_after_the_other(steps)
+    of_parts = [outcome.result for outcome in outcomes]
+    into = residuals.accumulators
+    dtypes = _dtypes(Matrices(residuals.w_gate_up, residuals.w_down) if into is None else into)
+    matrices = _matrix_gradients(options.backend, [outcome.extra for outcome in outcomes], dtypes, into)
+    dxs = tuple(jnp.concatenate(gradients.dx_of_shares) for gradients in of_parts)
+    return _Gradients(dxs, tuple(gradients.dweights for gradients in of_parts), matrices)
+
+
+class _BackwardChunk(NamedTuple):
+    dy: Float[Array, "chunk hidden"]
+    x: Float[Array, "chunk hidden"]
+    weights: Float[Array, "chunk k"]
+    hidden: HiddenResiduals
+
+
+def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> _Gradients:
+    """Sums the matrices' gradients over the chunks in at least f32."""
+    assert options.chunk_tokens is not None
+    weights_of_experts = Matrices(residuals.w_gate_up, residuals.w_down)
+    if residuals.accumulators is None:
+        zeros = Matrices._make(jnp.zeros(w.shape, at_least_f32(w.dtype)) for w in weights_of_experts)
+        start = vary_as(zeros, residuals.xs)
     else:
-        dxs, dweights, dw = _backward_of_chunks(*arrays, options.backend, options.chunk_tokens)
-    of_matrices, of_totals = (dw, None) if totals is None else ((None, None), whole(dw))
-    return dxs, *of_matrices, dweights, None, of_totals
+        start = residuals.accumulators
+    dtypes = _dtypes(start)
+
+    def add_chunk(sums: Matrices, chunk: _BackwardChunk) -> tuple[Matrices, tuple[Array, Array]]:
+        gradients, products = _gradients_of_part(
+            residuals, options.backend, None, chunk.x, chunk.weights, chunk.hidden, chunk.dy
+        )
+        (dx,) = gradients.dx_of_shares
+        return _matrix_gradients(options.backend, [products], dtypes, sums), (dx, gradients.dweights)
+
+    (dy,), (x,), (weights,) = dys, residuals.xs, residuals.weights
+    dy_chunks, x_chunks, weight_chunks = (_split(a, options.chunk_tokens, 0) for a in (dy, x, weights))
+    chunks = _BackwardChunk(dy_chunks, x_chunks, weight_chunks, residuals.hidden)
+    matrices, (dx, dweights) = jax.lax.scan(add_chunk, start, chunks)
+    dx, dweights = _join(dx, x.shape[0]), _join(dweights, x.shape[0])
+    if residuals.accumulators is None:
+        matrices = Matrices._make(total.astype(w.dtype) for total, w in zip(matrices, weights_of_experts, strict=True))
+    return _Gradients((dx,), (dweights,), matrices)
 
 
-def _backward_of_parts(
-    matrices: tuple[Array, Array],
-    totals: tuple[Array, Array] | None,
-    xs: Arrays,
-    weights: Arrays,
-    kept: tuple[tuple[Array, Plan], ...],
-    dys: Arrays,
-    backend: str,
-    shares: tuple[int | None, ...],
-) -> tuple[Arrays, Arrays, Arrays]:
-    """Returns dx and dweights of each part, and the matrices' gradients."""
-    parts = zip(shares, xs, weights, *zip(*kept, strict=True), strict=True)
-    gradients_of = partial(_gradients_of_part, matrices, backend)
-    calls = [(partial(gradients_of, *part), (dy,)) for part, dy in zip(parts, dys, strict=True)]
-    gradients, products = zip(*_one_after_the_other(calls), strict=True)
-    dtypes = tuple(a.dtype for a in (matrices if totals is None else totals))
-    dw = _of_matrices(backend, products, dtypes, totals)
-    of_shares, dweights = zip(*gradients, strict=True)
-    return tuple(map(jnp.concatenate, of_shares)), dweights, dw
-
-
-def _backward_of_chunks(
-    matrices: tuple[Array, Array],
-    totals: tuple[Array, Array] | None,
-    xs: Arrays,
-    weights: Arrays,
-    kept: tuple[Array, Plan],
-    dys: Arrays,
-    backend: str,
-    chunk_tokens: int,
-) -> tuple[Arrays, Arrays, Arrays]:
-    """As `_backward_of_parts`; the matrices' gradients are summed over chunks in at least f32."""
-    zeros = tuple(jnp.zeros(w.shape, at_least_f32(w.dtype)) for w in matrices)
-    start = vary_as(zeros, xs) if totals is None else totals
-    wide = tuple(total.dtype for total in start)
-
-    def add_chunk(sums: Arrays, chunk: tuple) -> tuple[Arrays, tuple[Array, Array]]:
-        dy, x, weights, h, planned = chunk
-        ((dx,), dweights), products = _gradients_of_part(matrices, backend, None, x, weights, h, planned, dy)
-        return _of_matrices(backend, [products], wide, sums), (dx, dweights)
-
-    chunks = tuple(_split(a, chunk_tokens, 0) for (a,) in (dys, xs, weights))
-    sums, of_tokens = jax.lax.scan(add_chunk, start, (*chunks, *kept))
-    dx, dweights = (_join(a, xs[0].shape[0]) for a in of_tokens)
-    dw = sums if totals is not None else tuple(total.astype(w.dtype) for total, w in zip(sums, matrices, strict=True))
-    return (dx,), (dweights,), dw
-
-
-def _act_of_part(
-    w_gate_up: Array,
+def _gate_up_of_part(
+    w_gate_up: Float[Array, "experts 2*inter hidden"],
     backend: str,
     for_backward: bool,
     max_pairs: int | None,
     x: Float[Array, "tokens hidden"],
     experts: Int[Array, "tokens k"],
-) -> tuple[tuple[Array, Array | None], tuple[Plan, Array]]:
-    """(act, h), whose rows of no pair are finite, since they are multiplied by zeros, and (plan, x)."""
+) -> _Outcome:
+    """Returns a `_GateUp` and its `_PlannedTokens`."""
     num_experts, alignment = w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT
-    # With an alignment of 1 that is one token.
+    # With an alignment of 1 this is a single token.
     if not for_backward and _has_room_for_all(max_pairs, experts) and x.shape[0] <= alignment and experts.size:
         planned = plan_of_few(experts, num_experts, alignment)
     else:
         planned = plan(experts, num_experts, alignment, max_pairs)
     rows, source = implementation(backend).rows_of_tokens(x, planned, for_gradients=for_backward)
     h, act = implementation(backend).gated_matmul(rows, w_gate_up, planned, source_of_row=source, keep_h=for_backward)
-    return (act, h), (planned, x)
+    return _Outcome(_GateUp(act, h), _PlannedTokens(planned, x))
+
+
+class _PartGradients(NamedTuple):
+    dx_of_shares: list[Array]
+    dweights: Float[Array, "tokens k"]
+
+
+class _Products(NamedTuple):
+    """The operands whose grouped outer products are the matrices' gradients."""
+
+    gate_up: OuterPart
+    down: OuterPart
 
 
 def _gradients_of_part(
-    matrices: tuple[Array, Array],
+    residuals: ExpertsResiduals,
     backend: str,
     shares: int | None,
     x: Float[Array, "tokens hidden"],
     weights: Float[Array, "tokens k"],
-    h: Float[Array, "rows 2*inter"],
-    plan: Plan,
+    hidden: HiddenResiduals,
     dy: Float[Array, "tokens hidden"],
-) -> tuple[tuple[list[Array], Array], tuple[OuterPart, OuterPart]]:
-    """The gradients of each share of x and of weights, and the products that the matrices' gradients are."""
-    w_gate_up, w_down = matrices
+) -> _Outcome:
+    """Returns the `_PartGradients` of one part and its `_Products`; of `residuals` it uses the matrices alone."""
+    plan = hidden.plan
     rows, source = implementation(backend).rows_of_tokens(dy, plan)
     dh, weighted_act, dweight_of_row = implementation(backend).gated_matmul_backward(
-        rows, w_down, h, weight_of_row(weights, plan), plan, source_of_row=source
+        rows, residuals.w_down, hidden.h, weight_of_row(weights, plan), plan, source_of_row=source
     )
-    dx, of_gate_up = gate_up_gradients(dh, x, w_gate_up, plan, backend, shares)
-    of_down = OuterPart(rows, weighted_act, plan, source, None)
-    return (dx, of_pairs(dweight_of_row, plan).astype(weights.dtype)), (of_gate_up, of_down)
+    dx_of_shares, gate_up = gate_up_gradients(dh, x, residuals.w_gate_up, plan, backend, shares)
+    down = OuterPart(rows, weighted_act, plan, source, None)
+    dweights = rows_of_pairs(dweight_of_row, plan).astype(weights.dtype)
+    return _Outcome(_PartGradients(dx_of_shares, dweights), _Products(gate_up, down))
 
 
-def _of_matrices(backend: str, products: Sequence[tuple[OuterPart, OuterPart]], dtypes: tuple, totals: Arrays | None) -> Arrays:
-    """The matrices' gradients, each the sum over parts, `totals` added."""
-    arguments = zip(zip(*products, strict=True), dtypes, (None, None) if totals is None else totals, strict=True)
-    return tuple(grouped_outer_of_parts(backend, parts, dtype, total) for parts, dtype, total in arguments)
+def _matrix_gradients(
+    backend: str, products: Sequence[_Products], dtypes: tuple[jnp.dtype, jnp.dtype], accumulators: Matrices | None
+) -> Matrices:
+    """Returns the matrices' gradients, each summed over the parts and added to its accumulator, if there is one."""
+    into = (None, None) if accumulators is None else accumulators
+    of_gate_up, of_down = [part.gate_up for part in products], [part.down for part in products]
+    return Matrices(
+        grouped_outer_of_parts(backend, of_gate_up, dtypes[0], into[0]),
+        grouped_outer_of_parts(backend, of_down, dtypes[1], into[1]),
+    )
+
+
+def _dtypes(matrices: Matrices) -> tuple[jnp.dtype, jnp.dtype]:
+    return matrices.gate_up.dtype, matrices.down.dtype
 
 
 def _has_room_for_all(max_pairs: int | None, experts: Array) -> bool:
     return max_pairs is None or max_pairs >= experts.size
 
 
-def _one_after_the_other(calls: Iterable[tuple[Callable, tuple]]) -> list[tuple]:
-    """(result, other) = f(*arguments) of each; none begins before the result of the one before it is there.
+def _one_after_the_other(steps: Iterable[_Step]) -> list[_Outcome]:
+    """Runs the steps in order; none begins before the result of the one before it is there.
 
-    The compiler would fuse small operations of several calls otherwise, and the first result would be there with the last.
+    Without the barriers the compiler fuses small operations of several steps, and the first result comes with the last.
     """
-    outcomes: list[tuple] = []
-    for f, arguments in calls:
+    outcomes: list[_Outcome] = []
+    for function, arguments in steps:
         if outcomes:
-            outcomes[-1], arguments = _behind(outcomes[-1], arguments)
-        outcomes.append(f(*arguments))
+            outcomes[-1], arguments = _wait_for(outcomes[-1], arguments)
+        outcomes.append(function(*arguments))
     return outcomes
 
 
-def _behind(outcome: tuple, arguments: Any) -> tuple[tuple, Any]:
-    """Both, the arguments when the outcome's result is there."""
-    result, other = outcome
-    result, arguments = jax.lax.optimization_barrier((result, arguments))
-    return (result, other), arguments
+def _wait_for(outcome: _Outcome, arguments: Any) -> tuple[_Outcome, Any]:
+    """Returns both unchanged; the arguments are available only after the outcome's result."""
+    result, arguments = jax.lax.optimization_barrier((outcome.result, arguments))
+    return outcome._replace(result=result), arguments
 
 
 def _split(a: Array, size: int, fill: int) -> Array:
-    """[T, ...] -> [chunks, size, ...], the last chunk filled up with `fill`."""
+    """[T, ...] -> [chunks, size, ...], the last chunk padded with `fill`."""
     chunks = -(-a.shape[0] // size)
     a = jnp.pad(a, [(0, chunks * size - a.shape[0])] + [(0, 0)] * (a.ndim - 1), constant_values=fill)
     return a.reshape(chunks, size, *a.shape[1:])
 
 
 def _join(a: Array, tokens: int) -> Array:
+    """Undoes `_split`."""
     return a.reshape(-1, *a.shape[2:])[:tokens]
 
 
 def _with_gradients(optimize_remat: bool) -> Callable:
-    op = jax.custom_vjp(_without_gradients, nondiff_argnums=(6,))
+    op = jax.custom_vjp(_without_gradients, nondiff_argnums=(1,))
     op.defvjp(_forward, _backward, optimize_remat=optimize_remat)
-    return jax.jit(op, static_argnums=6)
+    return jax.jit(op, static_argnums=1)
 
 
 _compiled, _interpreted = _with_gradients(optimize_remat=True), _with_gradients(optimize_remat=False)

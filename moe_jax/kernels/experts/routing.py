@@ -1,4 +1,4 @@
-"""Which token goes where: (token, expert) pairs sorted by expert, so that each expert owns one contiguous run of rows."""
+"""Sorts (token, expert) pairs by expert, so that each expert owns one contiguous run of rows."""
 
 from dataclasses import dataclass, field
 
@@ -9,53 +9,53 @@ from jaxtyping import Array, Bool, Int, Num
 from moe_jax.kernels.varying import refuse_explicit_axes
 
 PAIRS_TO_COMPARE = 2048
-"""Up to so many pairs each is compared with each, which is one kernel, where a sort and what follows it are several."""
+"""The largest number of pairs that are compared all with all: one kernel, where a sort and its scatters are several."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Plan:
-    """Where each (token, expert) pair computes. Pair p = t*K + k is token t's k-th choice; rows are pairs sorted by expert.
+    """Assigns a row to each (token, expert) pair. Pair p = t*K + k is token t's k-th choice; rows are pairs sorted by expert.
 
-    Each expert's rows start at a multiple of `row_alignment`, so that a kernel's tiles never mix experts; rows that only fill
-    up to the next multiple belong to no pair. Pairs whose expert lies outside [0, num_experts) come after offsets[-1]: no
-    expert computes them.
+    Each expert's rows start at a multiple of `row_alignment`, so that a kernel's tiles never mix experts. Padding rows up to
+    the next multiple belong to no pair. Pairs whose expert lies outside [0, num_experts) come after offsets[-1]: no expert
+    computes them.
 
-    A plan that `holds_all_tokens` (`plan_of_few`) has one block for each expert that was chosen, whose row t is kept for token
-    t, whether that chose the expert or not. Rows of no pair then lie among the others, and pairs of one token and one expert
-    share a row.
+    A plan that `holds_all_tokens` (`plan_of_few`) has one block for each expert that was chosen. Row t of a block is reserved
+    for token t, even if token t did not choose the expert. Rows without a pair then lie among the others, and pairs of one
+    token and one expert share a row.
     """
 
     expert_of_row: Int[Array, "rows"]
-    """Expert of each row; num_experts for a row of no pair and for one that no expert computes."""
+    """Expert of each row; num_experts for a row without a pair and for a row that no expert computes."""
     token_of_row: Int[Array, "rows"]
-    """`tokens` for a row of no pair."""
+    """Token of each row; `tokens` for a row without a pair."""
     pair_of_row: Int[Array, "rows"]
-    """`tokens * k` for a row of no pair."""
+    """Pair of each row; `tokens * k` for a row without a pair."""
     row_of_pair: Int[Array, "tokens k"]
     """The inverse of pair_of_row: sums over a token's choices gather through it, so nothing is scattered or atomic. A pair
     that no expert computes has a row from offsets[-1] on, which several such pairs may share."""
     offsets: Int[Array, "experts+1"]
-    """Expert e owns rows offsets[e] <= row < offsets[e + 1], those that fill its last block included."""
+    """Expert e owns rows offsets[e] <= row < offsets[e + 1], including the padding of its last block."""
     ends: Int[Array, "experts"]
-    """Rows ends[e] <= row < offsets[e + 1] only fill expert e's last block."""
+    """Rows ends[e] <= row < offsets[e + 1] are the padding of expert e's last block."""
     row_alignment: int = field(metadata={"static": True}, default=1)
     holds_all_tokens: bool = field(metadata={"static": True}, default=False)
-    """A matmul may read the tokens where they are in place of a block's rows."""
+    """True: a matmul may read the tokens in place, instead of a block's rows."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of arrays in expert order: tokens * k or `max_pairs`, and what alignment adds under the worst routing."""
+        """Rows of arrays in expert order: tokens * k or `max_pairs`, plus the padding of the worst routing."""
         return self.token_of_row.shape[0]
 
     @property
     def max_pairs(self) -> int:
-        """A bound on the pairs that have a row of their own, below tokens * k where the plan was made for fewer."""
+        """A bound on the pairs that have a row of their own; below tokens * k if the plan was made for fewer pairs."""
         return min(self.row_of_pair.size, self.num_rows)
 
     @property
     def num_experts(self) -> int:
-        """Experts, those without rows included."""
+        """The number of experts, including experts without rows."""
         return self.offsets.shape[0] - 1
 
 
@@ -66,8 +66,8 @@ def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: 
     outside [0, num_experts) are legal and mean "nobody": such a pair adds nothing to its token and receives no gradient.
 
     Args:
-        max_pairs: rows are made for so many pairs alone, the first in expert order; the others are nobody too. For tokens
-            most of whose experts live elsewhere, as in expert parallelism: memory follows max_pairs instead of tokens*k.
+        max_pairs: the number of pairs that get rows, the first in expert order; later pairs count as "nobody". In expert
+            parallelism most of the tokens' experts live elsewhere: memory follows max_pairs instead of tokens*k.
 
     Raises:
         ValueError: topk_experts is not a 2-D integer array, or is split over mesh axes of type Explicit; or num_experts,
@@ -95,23 +95,23 @@ def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: 
     num_rows = num_pairs
     if row_alignment > 1:
         fill = min(num_experts, num_rows) * (row_alignment - 1)
-        # One block more than the worst routing fills: a tile of two blocks may begin at the last one.
+        # One block more than the worst routing fills, because a tile of two blocks may begin at the last block.
         num_rows = (-(-(num_rows + fill) // row_alignment) + 1) * row_alignment if num_rows else 0
     elif num_pairs < tokens * k:
-        num_rows += 1  # A row that no expert computes, for the pairs without one of their own.
+        num_rows += 1  # A row that no expert computes, shared by the pairs without a row of their own.
     ends = offsets[:-1] + counts
     place = row
     if num_pairs < tokens * k:
         has_row = row < jnp.pad(ends, (0, 1))[experts]
         row = jnp.where(has_row, row, num_rows - 1)
-        # The last row is nobody's: what shares it stays out.
+        # The last row belongs to no pair: pairs that share it are not written.
         place = jnp.where(has_row & (row < num_rows - 1), place, num_rows)
-    all_own = num_pairs == tokens * k
+    all_have_rows = num_pairs == tokens * k
 
     def by_row(values: Int[Array, "pairs"], nobody: int) -> Int[Array, "rows"]:
         empty = jnp.full(num_rows, nobody, jnp.int32)
-        mode = "promise_in_bounds" if all_own else "drop"
-        return empty.at[place].set(values, unique_indices=all_own, mode=mode)
+        mode = "promise_in_bounds" if all_have_rows else "drop"
+        return empty.at[place].set(values, unique_indices=all_have_rows, mode=mode)
 
     pair_of_row = by_row(pairs, tokens * k)
     return Plan(
@@ -126,13 +126,13 @@ def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: 
 
 
 def plan_of_few(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: int) -> Plan:
-    """A plan for so few tokens that one block of rows holds them all: of each expert that somebody chose, row t is token t's.
+    """Makes a plan for at most `row_alignment` tokens: one block of rows per chosen expert, with token t in row t.
 
-    For forward passes: `Plan` says what differs. A tile of `row_alignment` rows takes as long with one token in it as with all
-    of them, so that nothing need be sorted or gathered.
+    For forward passes only: `Plan` describes the differences. A tile of `row_alignment` rows takes the same time for one token
+    as for all of them. So nothing needs to be sorted or gathered.
 
     Raises:
-        ValueError: as `plan`, or there are no tokens, more than row_alignment, or none of their choices.
+        ValueError: as `plan`; or there are no tokens, more than row_alignment tokens, or no choices.
     """
     _check(topk_experts, num_experts=num_experts, row_alignment=row_alignment)
     tokens, k = topk_experts.shape
@@ -163,13 +163,13 @@ def plan_of_few(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alig
     )
 
 
-def of_pairs(of_rows: Num[Array, "rows ..."], plan: Plan, tokens: slice = slice(None)) -> Num[Array, "tokens k ..."]:
-    """The rows of each token's choices; zero where no expert computes the choice, whose row may hold anything."""
+def rows_of_pairs(rows: Num[Array, "rows ..."], plan: Plan, tokens: slice = slice(None)) -> Num[Array, "tokens k ..."]:
+    """Gathers the row of each of the tokens' choices; zero where no expert computes the choice (its row may hold any value)."""
     row_of_pair = plan.row_of_pair[tokens]
     is_computed = row_of_pair < plan.offsets[-1]
-    # All others read one row: of a device's tokens whose experts live elsewhere they are most.
-    of_pairs = of_rows.at[jnp.where(is_computed, row_of_pair, 0)].get(mode="promise_in_bounds")
-    return jnp.where(is_computed.reshape(is_computed.shape + (1,) * (of_rows.ndim - 1)), of_pairs, 0)
+    # All choices without a computed row read row 0. In expert parallelism they are the majority: their experts live elsewhere.
+    pairs = rows.at[jnp.where(is_computed, row_of_pair, 0)].get(mode="promise_in_bounds")
+    return jnp.where(is_computed.reshape(is_computed.shape + (1,) * (rows.ndim - 1)), pairs, 0)
 
 
 def _check(topk_experts: Int[Array, "tokens k"], **counts: int | None) -> None:
@@ -183,30 +183,30 @@ def _check(topk_experts: Int[Array, "tokens k"], **counts: int | None) -> None:
 
 
 def wide_ids(topk_experts: Int[Array, "tokens k"]) -> Int[Array, "tokens k"]:
-    """Of a dtype that holds num_experts too, with which ids are compared: 8 bits hold the ids of 256 experts and not 256."""
+    """Widens ids below 32 bits to int32: they are compared with num_experts, and 8 bits hold ids 0..255 but not 256."""
     return topk_experts.astype(jnp.int32) if topk_experts.dtype.itemsize < 4 else topk_experts
 
 
 def int32_ids(topk_experts: Int[Array, "tokens k"], num_experts: int) -> Int[Array, "tokens k"]:
-    """The ids, those outside [0, num_experts) still outside."""
+    """Returns the ids as int32; ids outside [0, num_experts) stay outside."""
     if topk_experts.dtype.itemsize < 8:
         return topk_experts.astype(jnp.int32)
     return jnp.where(is_an_expert(topk_experts, num_experts), topk_experts, -1).astype(jnp.int32)
 
 
 def is_an_expert(topk_experts: Int[Array, "tokens k"], num_experts: int) -> Bool[Array, "tokens k"]:
-    """Whether the choice is one of the experts, and not nobody."""
+    """Returns True where the id lies in [0, num_experts)."""
     topk_experts = wide_ids(topk_experts)
     return (topk_experts >= 0) & (topk_experts < num_experts)
 
 
 def _experts_of_pairs(topk_experts: Int[Array, "tokens k"], num_experts: int) -> Int[Array, "pairs"]:
-    """num_experts for ids outside."""
+    """Returns the expert of each pair; num_experts for ids outside [0, num_experts)."""
     return jnp.where(is_an_expert(topk_experts, num_experts), topk_experts, num_experts).astype(jnp.int32).reshape(-1)
 
 
 def _sorted_rows(experts: Int[Array, "pairs"], shift: Int[Array, "experts+1"]) -> Int[Array, "pairs"]:
-    """Each pair's place among those sorted by expert, stably, and `shift` of its expert."""
+    """Returns each pair's place in the stable order by expert, plus the `shift` of its expert."""
     # A radix sort makes one pass for each byte of the keys.
     narrow = next(dtype for dtype in (jnp.uint8, jnp.uint16, jnp.uint32) if shift.size - 1 <= jnp.iinfo(dtype).max)
     place = jnp.arange(experts.size, dtype=jnp.int32)
@@ -216,5 +216,5 @@ def _sorted_rows(experts: Int[Array, "pairs"], shift: Int[Array, "experts+1"]) -
 
 
 def masked_sum(mask: Bool[Array, "*#parts n m"], values: Int[Array, "*#parts #n m"]) -> Int[Array, "*parts n"]:
-    """sum_j values[.., j] where mask[.., i, j]: for few values one kernel, where a cumulative sum would be several."""
+    """Computes sum_j values[.., j] where mask[.., i, j]: one kernel for few values, where a cumulative sum takes several."""
     return jnp.sum(jnp.where(mask, values, 0), axis=-1, dtype=jnp.int32)

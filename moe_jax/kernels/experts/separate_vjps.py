@@ -1,47 +1,63 @@
-"""`gate_up` and `down`, each by itself with its gradients by hand; `experts` has their formulas and checks their arguments."""
+"""`gate_up` and `down`, each by itself with its gradients by hand; `api` derives the formulas and checks the arguments."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
-from moe_jax.kernels.experts.routing import Plan, of_pairs
+from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
 from moe_jax.kernels.precision import widened
 
 
 @partial(jax.jit, static_argnums=3)
 def gate_up(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Float[Array, "rows 2*inter"]:
-    """h in expert order; the backend may leave rows of no pair unwritten."""
+    """Returns h in expert order; the backend may leave rows without a pair unwritten."""
     return _differentiable_gate_up(x, w_gate_up, plan, backend)
 
 
 @partial(jax.jit, static_argnums=4)
 def down(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> Float[Array, "tokens hidden"]:
-    """y of act, whose rows of no pair are finite."""
+    """Returns y for an act whose rows without a pair are finite."""
     return _differentiable_down(act, w_down, weights, plan, backend)
+
+
+class GateUpGradients(NamedTuple):
+    """The gradients of the gate-up pass: dx of each share of the tokens, and the operands of dw_gate_up."""
+
+    dx_of_shares: list[Array]
+    product: OuterPart
 
 
 def gate_up_gradients(
     dh: Array, x: Array, w_gate_up: Array, plan: Plan, backend: str, shares: int | None = None
-) -> tuple[list[Array], OuterPart]:
-    """Returns dx of each share of the tokens, and what dw_gate_up is the product of."""
+) -> GateUpGradients:
+    """Computes dx, one array per share of the tokens, and prepares the outer product dw_gate_up."""
     dx_rows = implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True)
     rows, source = implementation(backend).rows_of_tokens(x, plan)
-    return _token_sums(dx_rows, plan, None, backend, shares), OuterPart(dh, rows, plan, None, source)
+    return GateUpGradients(
+        _token_sums(dx_rows, plan, None, backend, shares), OuterPart(dh, rows, plan, None, source)
+    )  # fmt: skip
 
 
 def down_of_shares(
     act: Array, w_down: Array, weights: Array, plan: Plan, backend: str, shares: int | None = None
 ) -> list[Array]:
-    """y of each share of the tokens."""
+    """Returns y, one array per share of the tokens."""
     return _token_sums(implementation(backend).grouped_matmul(act, w_down, plan), plan, weights, backend, shares)
 
 
 def weight_of_row(weights: Float[Array, "tokens k"], plan: Plan) -> Float[Array, "rows"]:
-    """Each row's top-k weight; zero for a row of no pair."""
+    """Returns each row's top-k weight; zero for a row without a pair."""
     return weights.reshape(-1).at[plan.pair_of_row].get(mode="fill", fill_value=0)
+
+
+class _GateUpResiduals(NamedTuple):
+    x: Float[Array, "tokens hidden"]
+    w_gate_up: Float[Array, "experts 2*inter hidden"]
+    plan: Plan
 
 
 def _gate_up(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Array:
@@ -49,34 +65,49 @@ def _gate_up(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Array:
     return implementation(backend).grouped_matmul(rows, w_gate_up, plan, source_of_row=source)
 
 
-def _gate_up_backward(backend: str, residuals: tuple, dh: Array) -> tuple[Array, Array, None]:
+def _gate_up_forward(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> tuple[Array, _GateUpResiduals]:
+    return _gate_up(x, w_gate_up, plan, backend), _GateUpResiduals(x, w_gate_up, plan)
+
+
+def _gate_up_backward(backend: str, residuals: _GateUpResiduals, dh: Array) -> tuple[Array, Array, None]:
     x, w_gate_up, plan = residuals
     (dx,), product = gate_up_gradients(dh, x, w_gate_up, plan, backend)
     return dx, grouped_outer_of_parts(backend, [product], w_gate_up.dtype), None
+
+
+class _DownResiduals(NamedTuple):
+    act: Float[Array, "rows inter"]
+    w_down: Float[Array, "experts hidden inter"]
+    weights: Float[Array, "tokens k"]
+    plan: Plan
 
 
 def _down(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> Array:
     return down_of_shares(act, w_down, weights, plan, backend)[0]
 
 
-def _down_backward(backend: str, residuals: tuple, dy: Array) -> tuple[Array, Array, Array, None]:
+def _down_forward(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> tuple[Array, _DownResiduals]:
+    return _down(act, w_down, weights, plan, backend), _DownResiduals(act, w_down, weights, plan)
+
+
+def _down_backward(backend: str, residuals: _DownResiduals, dy: Array) -> tuple[Array, Array, Array, None]:
     act, w_down, weights, plan = residuals
     rows, source = implementation(backend).rows_of_tokens(dy, plan)
     g = widened(implementation(backend).grouped_matmul(rows, w_down, plan, source_of_row=source, transpose=True))
     wide_act, of_row = widened(act), widened(weight_of_row(weights, plan))[:, None]
-    dweights = of_pairs(jnp.sum(g * wide_act, axis=1), plan).astype(weights.dtype)
+    dweights = rows_of_pairs(jnp.sum(g * wide_act, axis=1), plan).astype(weights.dtype)
     product = OuterPart(rows, (of_row * wide_act).astype(act.dtype), plan, source)
     return (of_row * g).astype(act.dtype), grouped_outer_of_parts(backend, [product], w_down.dtype), dweights, None
 
 
 _differentiable_gate_up = jax.custom_vjp(_gate_up, nondiff_argnums=(3,))
-_differentiable_gate_up.defvjp(lambda *args: (_gate_up(*args), args[:3]), _gate_up_backward)
+_differentiable_gate_up.defvjp(_gate_up_forward, _gate_up_backward)
 
 _differentiable_down = jax.custom_vjp(_down, nondiff_argnums=(4,))
-_differentiable_down.defvjp(lambda *args: (_down(*args), args[:4]), _down_backward)
+_differentiable_down.defvjp(_down_forward, _down_backward)
 
 
 def _token_sums(rows: Array, plan: Plan, weights: Array | None, backend: str, shares: int | None) -> list[Array]:
-    """Of each share of the tokens."""
+    """Returns the sums over each token's choices, one array per share of the tokens."""
     sums = implementation(backend).token_sums
     return [sums(rows, plan, weights, share=i, shares=shares) for i in range(shares or 1)]

@@ -3,10 +3,10 @@
 Cost for R rows, E experts, weights [E, N, D]: 2*(R + E*direct_rows)*N*D FLOPs at most, each expert's weights read once plus
 once per overflow block; `lax.ragged_dot` takes 2*E*R*N*D on CPU and GPU.
 
-Rows of an expert are one contiguous run of unknown length, XLA's shapes are static. So each expert's first `direct_rows`
-rows, enough for all of them when tokens spread evenly, go through one batched matmul with the weights where they lie. What
-an expert has beyond that is cut into blocks, which a loop of exactly as many turns as needed multiplies with gathered
-weights. Memory and work stay proportional to R under any routing; one expert may take every row.
+An expert's rows are one contiguous run of unknown length, while XLA's shapes are static. So each expert's first `direct_rows`
+rows go through one batched matmul with the weights in place; under even routing these are all rows. An expert's further rows
+are cut into blocks. A loop, with no more turns than needed, multiplies the blocks with gathered weights. Memory and work stay
+proportional to R under any routing; one expert may take every row.
 """
 
 import math
@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.activation import gated_silu, gated_silu_backward
-from moe_jax.kernels.experts.routing import Plan, of_pairs
+from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
 from moe_jax.kernels.precision import at_least_f32, sum_in_order, widened
 from moe_jax.kernels.varying import vary_as
 
 ROW_ALIGNMENT = 1
-"""What `routing.plan` needs to make plans for this backend; it computes any other plan too."""
+"""The row_alignment of plans for this backend; it computes plans of any other alignment too."""
 
 WORKSPACE_BYTES = 256 * 2**20
 """Bytes of gathered rows, cast weights and f32 sums alive in one group of experts: a group still fills a large GPU, and an
@@ -36,21 +36,22 @@ BLOCKS_PER_TURN = 8
 
 
 def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
-    """Why this backend cannot compute such experts: it computes all."""
+    """Returns None: this backend computes all experts."""
     return None
 
 
 def is_native() -> bool:
-    """Whether the target runs this backend at the speed it was written for."""
+    """Returns True if the target runs this backend at the speed it was written for."""
     return True
 
 
 def rows_of_tokens(
     x: Float[Array, "tokens hidden"], plan: Plan, *, for_gradients: bool = True
 ) -> tuple[Array, Int[Array, "rows"]]:
-    """x in expert order, as (array, source_of_row) for the matmuls below; `for_gradients`: whether a backward pass follows.
+    """Returns x in expert order, as (array, source_of_row) for the matmuls below.
 
-    Here rows are gathered where they are used in any case, and those of no pair are zero.
+    `for_gradients` says that a backward pass follows. This backend always gathers rows where they are used; rows without a pair
+    are zero.
     """
     return x, plan.token_of_row
 
@@ -63,7 +64,7 @@ def gated_matmul(
     source_of_row: Int[Array, "rows"] | None = None,
     keep_h: bool = True,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """h = `grouped_matmul(x, w)` = [gate | up], None without `keep_h`, and act = silu(gate) * up."""
+    """Computes h = `grouped_matmul(x, w)` = [gate | up], None without `keep_h`, and act = silu(gate) * up."""
     h = grouped_matmul(x, w, plan, source_of_row=source_of_row)
     return h if keep_h else None, gated_silu(h)
 
@@ -77,10 +78,10 @@ def gated_matmul_backward(
     *,
     source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
-    """What the gradient dy of y = sum_k weight * w_down act gives, with g = dy @ w_down[e] and act = silu(gate) * up.
+    """Computes gradients from the gradient dy of y = sum_k weight * w_down act, where act = silu(gate) * up.
 
-    Returns dh, the gradient to h; weight_of_row * act, which the gradient of w_down needs; and <g, act>, the gradient to each
-    row's weight, in at least f32.
+    With g = dy @ w_down[e], returns dh, the gradient to h; weight_of_row * act, which the gradient of w_down needs; and
+    <g, act>, the gradient to each row's weight, in at least f32.
     """
     g = widened(grouped_matmul(dy, w_down, plan, source_of_row=source_of_row, transpose=True))
     act, weight = widened(gated_silu(h)), widened(weight_of_row)[:, None]
@@ -95,10 +96,10 @@ def grouped_matmul(
     source_of_row: Int[Array, "rows"] | None = None,
     transpose: bool = False,
 ) -> Float[Array, "rows out"]:
-    """y[r] = x[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`, where e is row r's expert.
+    """Computes y[r] = x[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`, where e is row r's expert.
 
     w is [experts, out, in], with `transpose` [experts, in, out]; it is cast to x's dtype where it is used. `source_of_row`
-    is the identity when absent. Sums in f32 (f64 for f64), the result in x's dtype. Rows of no expert are 0.
+    is the identity when absent. Sums in f32 (f64 for f64), the result in x's dtype. Rows without an expert are 0.
     """
     num_experts, num_rows = plan.num_experts, plan.num_rows
     out = w.shape[2] if transpose else w.shape[1]
@@ -111,7 +112,7 @@ def grouped_matmul(
         y = _batched_dot(blocks, weights.astype(x.dtype), contract)
         return y.astype(x.dtype)
 
-    # With fewer rows than this most experts are idle, and the loop reads the weights of the others alone.
+    # With fewer rows most experts are idle, and the loop reads only the weights of experts that have rows.
     direct_rows = _direct_rows(num_rows, num_experts) if 2 * num_rows >= num_experts else 0
     if direct_rows:
         cast_bytes = 0 if w.dtype == x.dtype else math.prod(w.shape[1:]) * x.dtype.itemsize
@@ -133,14 +134,14 @@ def grouped_matmul(
     def turn(i: Array, y: Array) -> Array:
         block_of_turn = (block_expert, block_start, block_end)
         expert, start, end = (jax.lax.dynamic_slice_in_dim(a, i * per_turn, per_turn) for a in block_of_turn)
-        # Near the last row a block moves up to stay inside y; it keeps the rows it does not own.
+        # Near the last row a block moves up to stay inside y; rows that it does not own keep their values.
         top = jnp.minimum(start, num_rows - height)
         row = top[:, None] + jnp.arange(height, dtype=jnp.int32)
         is_own = (row >= start[:, None]) & (row < end[:, None])
         blocks = multiply(take(top, end, height), w[expert])
         for j in range(per_turn):
-            kept = jax.lax.dynamic_slice_in_dim(y, top[j], height)
-            y = jax.lax.dynamic_update_slice_in_dim(y, jnp.where(is_own[j, :, None], blocks[j], kept), top[j], axis=0)
+            before = jax.lax.dynamic_slice_in_dim(y, top[j], height)
+            y = jax.lax.dynamic_update_slice_in_dim(y, jnp.where(is_own[j, :, None], blocks[j], before), top[j], axis=0)
         return y
 
     # The loop counts in ones: XLA drops a loop that counts in larger steps when it knows that one turn is enough.
@@ -155,22 +156,22 @@ def token_sums(
     share: int = 0,
     shares: int | None = None,
 ) -> Float[Array, "share features"]:
-    """y[t] = sum_k weights[t, k] * rows[row(t, k)] over the choices that an expert computes; without weights these are 1.
+    """Computes y[t] = sum_k weights[t, k] * rows[row(t, k)] over the choices that an expert computes; default weights are 1.
 
-    Sums in f32 (f64 for f64), the result in rows' dtype. With `shares` the tokens are of so many devices, as many of each, and
-    most of their choices are computed elsewhere: the sums of the `share`-th device's tokens alone.
+    Sums in f32 (f64 for f64), the result in rows' dtype. With `shares`, the tokens come in equal numbers from `shares` devices,
+    and most of their choices are computed elsewhere. Then only the tokens of device number `share` are summed.
     """
     tokens = plan.row_of_pair.shape[0] // (shares or 1)
     own = slice(share * tokens, (share + 1) * tokens)
-    summands = of_pairs(widened(rows), plan, own)
+    summands = rows_of_pairs(widened(rows), plan, own)
     return sum_of_choices(summands, None if weights is None else weights[own]).astype(rows.dtype)
 
 
 def sum_of_choices(
-    of_pairs: Float[Array, "tokens k features"], weights: Float[Array, "tokens k"] | None
+    pairs: Float[Array, "tokens k features"], weights: Float[Array, "tokens k"] | None
 ) -> Float[Array, "tokens features"]:
-    """sum_k weights[t, k] * of_pairs[t, k], from the first choice to the last, in of_pairs' dtype; no weights: all are 1."""
-    return sum_in_order(of_pairs if weights is None else widened(weights)[:, :, None] * of_pairs, axis=1)
+    """Computes sum_k weights[t, k] * pairs[t, k] from the first choice to the last, in pairs' dtype; default weights are 1."""
+    return sum_in_order(pairs if weights is None else widened(weights)[:, :, None] * pairs, axis=1)
 
 
 def grouped_outer(
@@ -183,13 +184,13 @@ def grouped_outer(
     b_source_of_row: Int[Array, "rows"] | None = None,
     accumulate_into: Float[Array, "experts n m"] | None = None,
 ) -> Float[Array, "experts n m"]:
-    """dw[e] = sum over the rows r of expert e of outer(a[a_source_of_row[r]], b[b_source_of_row[r]]), in `dtype`.
+    """Computes dw[e] = sum over the rows r of expert e of outer(a[a_source_of_row[r]], b[b_source_of_row[r]]), in `dtype`.
 
     Sums in f32 (f64 for f64) in a fixed order, rounded to `dtype` once. An expert without rows gets exact zeros.
 
-    With `accumulate_into`, in `dtype`, which must be that of the sums, the result is accumulate_into + dw, each element added
-    once and rounded once, in the same memory unless something else reads `accumulate_into` later. Of an expert without rows
-    it is accumulate_into[e], bit for bit.
+    With `accumulate_into` the result is accumulate_into + dw, each element added once and rounded once. `dtype` must then be
+    the dtype of the sums and of `accumulate_into`. The result takes the same memory, unless something else reads
+    `accumulate_into` later. For an expert without rows the result is accumulate_into[e], bit for bit.
     """
     num_experts, num_rows = plan.num_experts, plan.num_rows
     n, m = a.shape[1], b.shape[1]
@@ -214,23 +215,23 @@ def grouped_outer(
         total = outer(starts, ends, direct_rows)
         return jax.lax.fori_loop(first_block[experts[0]], first_block[experts[-1] + 1], add_block, total).astype(dtype)
 
-    def added(before: Array, experts: Array, starts: Array, ends: Array) -> Array:
+    def accumulated(before: Array, experts: Array, starts: Array, ends: Array) -> Array:
         return jnp.where((starts < ends)[:, None, None], before + group_sum(experts, starts, ends), before)
 
     def add_group(i: Array, totals: Array) -> Array:
         of_group = [jax.lax.dynamic_slice_in_dim(a, i * group, group) for a in (totals, *per_expert)]
-        return jax.lax.dynamic_update_slice_in_dim(totals, added(*of_group), i * group, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(totals, accumulated(*of_group), i * group, axis=0)
 
     per_expert = jnp.arange(num_experts, dtype=jnp.int32), plan.offsets[:-1], plan.offsets[1:]
     if accumulate_into is None:
         return _map_groups(group_sum, group, *per_expert)
     if group == num_experts:
-        return added(accumulate_into, *per_expert)
+        return accumulated(accumulate_into, *per_expert)
     return jax.lax.fori_loop(0, num_experts // group, add_group, accumulate_into)
 
 
 def _batched_dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
-    """Matmul over the leading axis, summed in at least f32."""
+    """Multiplies matrices batched over the leading axis, summed in at least f32."""
     return jax.lax.dot_general(a, b, (contract, ((0,), (0,))), preferred_element_type=at_least_f32(a.dtype))
 
 
@@ -251,15 +252,15 @@ def _taker(x: Array, source_of_row: Array | None, num_rows: int) -> Callable[[Ar
 
 
 def _direct_rows(num_rows: int, num_experts: int) -> int:
-    """Mean rows of an expert plus three standard deviations of even (Poisson) routing, in eights: few experts overflow."""
+    """Returns an expert's mean rows plus three standard deviations of even (Poisson) routing, in eights: few overflow."""
     mean = num_rows / num_experts
     return min(_round_up(mean + 3 * math.sqrt(mean), 8), _round_up(num_rows, 8))
 
 
 def _block_height(num_rows: int, num_experts: int) -> int:
-    """Half the mean rows of an expert, in eights, from 32 to 512: the padding of an expert's last block stays small.
+    """Returns half the mean rows of an expert, in eights, from 32 to 512: the padding of an expert's last block stays small.
 
-    At least 32: a turn of the loop reads an expert's whole matrix, which takes longer than multiplying so few rows.
+    At least 32: a turn of the loop reads an expert's whole matrix, which takes longer than multiplying fewer rows.
     """
     return min(512, max(32, _round_up(num_rows / num_experts / 2, 8)))
 
@@ -272,7 +273,7 @@ def _overflow_blocks(plan: Plan, direct_rows: int, height: int, per_turn: int) -
     """Cuts what each expert has beyond `direct_rows` rows into blocks.
 
     Returns first_block [E + 1] (expert e has blocks first_block[e] to first_block[e + 1]) and, per block, its expert, its
-    first row and its end; blocks past the last are empty, as many as a turn that is not full needs.
+    first row and its end. Empty blocks past the last one fill up a turn that is not full.
     """
     starts = plan.offsets[:-1] + direct_rows
     counts = jnp.maximum(plan.offsets[1:] - starts, 0)
@@ -288,7 +289,7 @@ def _overflow_blocks(plan: Plan, direct_rows: int, height: int, per_turn: int) -
 
 
 def _group_size(num_experts: int, bytes_per_expert: int) -> int:
-    """Experts in one group: the largest divisor of their number that keeps a group within WORKSPACE_BYTES."""
+    """Returns the experts in one group: the largest divisor of their number that keeps a group within WORKSPACE_BYTES."""
     return max(
         size
         for size in range(1, num_experts + 1)
@@ -297,7 +298,7 @@ def _group_size(num_experts: int, bytes_per_expert: int) -> int:
 
 
 def _map_groups(f: Callable[..., Array], group: int, *per_expert: Array) -> Array:
-    """f on groups of experts, one after the other; arguments and result have the experts as leading axis."""
+    """Applies f to groups of experts, one after the other; arguments and result have the experts as leading axis."""
     num_experts = per_expert[0].shape[0]
     if group == num_experts:
         return f(*per_expert)

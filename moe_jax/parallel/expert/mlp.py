@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.kernels.experts.api import Part, experts_mlp, experts_mlp_of_parts
+from moe_jax.kernels.experts.api import experts_mlp
+from moe_jax.kernels.experts.internal import TokenPart, experts_mlp_of_parts
 from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.shapes import check_experts_mlp
@@ -261,9 +262,9 @@ def _round(
     tokens = dispatch(x, route, *how)
     first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * w_down.shape[0]
 
-    def part(tokens: Array, choices: Array) -> Part:
+    def part(tokens: Array, choices: Array) -> TokenPart:
         # Computed for each step alone: one computation for all steps would make each wait for the last choices.
-        return Part(tokens, choices[:, :k], choices[:, k:].astype(jnp.int32) - 1 - first_expert)
+        return TokenPart(tokens, choices[:, :k], choices[:, k:].astype(jnp.int32) - 1 - first_expert)
 
     ends = list(itertools.accumulate(step * (tokens.shape[0] // plan.devices) for step in steps[:-1]))
     parts = list(map(part, *(jnp.split(a, ends) for a in (tokens, choices))))

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax import kernels
 from moe_jax.kernels.experts.activation import gated_silu
 from moe_jax.kernels.experts.backends import implementation
+from moe_jax.kernels.experts.internal import Accumulators, TokenPart, experts_mlp_accumulating, experts_mlp_of_parts
 from moe_jax.kernels.experts.routing import plan_of_few
 
 ARGUMENTS = ("x", "w_gate_up", "w_down", "topk_weights")
@@ -36,6 +37,12 @@ def make_inputs(rng, tokens, experts, k, hidden, inter, routing="random", dtype=
     else:  # the upper half of the experts is empty
         chosen = rng.integers(0, max(experts // 2, 1), (tokens, k))
     return x, w_gate_up, w_down, weights, jnp.asarray(chosen, jnp.int32)
+
+
+def accumulating(x, w_gate_up, w_down, weights, chosen, totals, **options):
+    """The experts with a pair of accumulators, or none."""
+    accumulators = None if totals is None else Accumulators(*totals)
+    return experts_mlp_accumulating(x, w_gate_up, w_down, weights, chosen, accumulators, **options)
 
 
 def compare(ours, reference, inputs, tolerance):
@@ -195,8 +202,7 @@ def test_totals_grow_by_the_gradients_of_weights_and_nothing_else_changes(chunk_
         totals = tuple(jnp.asarray(rng.normal(size=w.shape)).at[:, 0, 0].set(-0.0) for w in weights)
 
         def loss(x, topk_weights, weights, totals):
-            how = {"chunk_tokens": chunk_tokens, "accumulate_into": totals}
-            return (kernels.experts_mlp(x, *weights, topk_weights, chosen, **how) * direction).sum()
+            return (accumulating(x, *weights, topk_weights, chosen, totals, chunk_tokens=chunk_tokens) * direction).sum()
 
         arguments = x, topk_weights, tuple(weights)
         y, expected = jax.value_and_grad(loss, argnums=(0, 1, 2))(*arguments, None)
@@ -218,8 +224,8 @@ def test_totals_of_micro_batches_take_no_memory_but_their_own(chunk_tokens):
         def after(totals, batch):
             def loss(totals):
                 x, *routing = batch
-                how = {"chunk_tokens": chunk_tokens, "accumulate_into": totals}
-                return kernels.experts_mlp(x, *weights, *routing, **how).astype(jnp.float32).sum()
+                y = accumulating(x, *weights, *routing, totals, chunk_tokens=chunk_tokens)
+                return y.astype(jnp.float32).sum()
 
             return jax.grad(loss)(totals), None
 
@@ -253,7 +259,7 @@ def test_totals_of_stacked_layers_grow_where_they_lie(backend):
     totals = tuple(jnp.asarray(rng.normal(size=(layers, *w.shape)), jnp.float32) for w in weights)
 
     def loss(scale, weights, totals):
-        y = kernels.experts_mlp(x * scale, *weights, topk_weights, chosen, **how, accumulate_into=totals)
+        y = accumulating(x * scale, *weights, topk_weights, chosen, totals, **how)
         return jnp.sin(y.astype(jnp.float32)).sum()
 
     def of_layer(i, totals):
@@ -278,7 +284,7 @@ def test_totals_of_devices_are_their_own():
     totals = tuple(jnp.ones_like(w) for w in weights)
 
     def after(totals, x, topk_weights, chosen):
-        return jax.grad(lambda t: kernels.experts_mlp(x, *weights, topk_weights, chosen, accumulate_into=t).sum())(totals)
+        return jax.grad(lambda t: accumulating(x, *weights, topk_weights, chosen, t).sum())(totals)
 
     def on_mesh(of_totals):
         specs = of_totals, P("data"), P("data"), P("data")
@@ -286,7 +292,7 @@ def test_totals_of_devices_are_their_own():
 
     for one, other in zip(on_mesh(P("data")), after(totals, x, topk_weights, chosen), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match=r"accumulate_into\[0\] must vary over the mesh axes \['data'\]"):
+    with pytest.raises(ValueError, match=r"accumulators\.gate_up must vary over the mesh axes \['data'\]"):
         on_mesh(P())
 
 
@@ -341,8 +347,12 @@ def test_room_for_fewer_pairs_leaves_out_the_last_experts(max_pairs):
         *arrays, chosen = make_inputs(seeds.rng(), 20, 5, 3, 8, 4)
         chosen = jnp.where(jnp.arange(60).reshape(20, 3) % 60 < 37, chosen, -1)
         order = jnp.argsort(jnp.where(chosen < 0, 5, chosen).reshape(-1), stable=True)
-        kept = (*arrays, chosen.reshape(-1).at[order[max_pairs:]].set(-1).reshape(20, 3))
-        compare(lambda *a: kernels.experts_mlp(*a[:-1], chosen, max_pairs=max_pairs), oracle.experts_mlp, kept, 1e-12)
+        within = (*arrays, chosen.reshape(-1).at[order[max_pairs:]].set(-1).reshape(20, 3))
+
+        def in_room(x, w_gate_up, w_down, weights, _):
+            return experts_mlp_of_parts([TokenPart(x, weights, chosen)], w_gate_up, w_down, max_pairs=[max_pairs])[0]
+
+        compare(in_room, oracle.experts_mlp, within, 1e-12)
 
 
 def test_chunks_add_bf16_weight_gradients_in_f32():
@@ -363,10 +373,10 @@ def test_parts_give_what_all_their_tokens_give_at_once(ends, routing):
         inputs = make_inputs(seeds.rng(), 21, 5, 2, 8, 4, routing)
 
         def in_parts(x, w_gate_up, w_down, weights, chosen):
-            parts = list(map(kernels.Part, *(jnp.split(a, ends) for a in (x, weights, chosen))))
+            parts = list(map(TokenPart, *(jnp.split(a, ends) for a in (x, weights, chosen))))
             room = [2 * part.x.shape[0] for part in parts]
             shares = [next(n for n in (2, 3, 7) if part.x.shape[0] % n == 0) for part in parts]
-            return jnp.concatenate(kernels.experts_mlp_of_parts(parts, w_gate_up, w_down, max_pairs=room, shares=shares))
+            return jnp.concatenate(experts_mlp_of_parts(parts, w_gate_up, w_down, max_pairs=room, shares=shares))
 
         compare(in_parts, oracle.experts_mlp, inputs, 1e-12)
 
@@ -399,29 +409,29 @@ def test_a_part_waits_for_those_before_it_and_its_result_for_no_other():
     """Else XLA joins small operations of all parts, and none begins before the last part's tokens are there. The first part's
     down pass waits for all others."""
     x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 6, 3, 2, 8, 4, dtype=jnp.float32)
-    parts = list(map(kernels.Part, *(jnp.split(a, 3) for a in (x, weights, chosen))))
-    text = jax.jit(kernels.experts_mlp_of_parts).lower(parts, w_gate_up, w_down).as_text()
+    parts = list(map(TokenPart, *(jnp.split(a, 3) for a in (x, weights, chosen))))
+    text = jax.jit(experts_mlp_of_parts).lower(parts, w_gate_up, w_down).as_text()
     assert text.count("optimization_barrier") == 3
 
 
 def test_parts_that_differ_in_more_than_their_tokens_are_refused():
     x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 6, 3, 2, 8, 4, dtype=jnp.float32)
-    part = kernels.Part(x, weights, chosen)
+    part = TokenPart(x, weights, chosen)
     one_choice = part._replace(topk_weights=weights[:, :1], topk_experts=chosen[:, :1])
     with pytest.raises(ValueError, match=r"the same dtypes and widths; got .*, int32\[tokens, 2\]; .*, int32\[tokens, 1\]"):
-        kernels.experts_mlp_of_parts([part, one_choice], w_gate_up, w_down)
+        experts_mlp_of_parts([part, one_choice], w_gate_up, w_down)
     with pytest.raises(ValueError, match=r"got float32\[tokens, 8\], .*; bfloat16\[tokens, 8\], "):
-        kernels.experts_mlp_of_parts([part, part._replace(x=x.astype(jnp.bfloat16))], w_gate_up, w_down)
+        experts_mlp_of_parts([part, part._replace(x=x.astype(jnp.bfloat16))], w_gate_up, w_down)
     with pytest.raises(ValueError, match="one or more of the same dtypes and widths; got none"):
-        kernels.experts_mlp_of_parts([], w_gate_up, w_down)
+        experts_mlp_of_parts([], w_gate_up, w_down)
     with pytest.raises(ValueError, match="max_pairs must be one for each of the 2 parts; got 1"):
-        kernels.experts_mlp_of_parts([part, part], w_gate_up, w_down, max_pairs=[3])
+        experts_mlp_of_parts([part, part], w_gate_up, w_down, max_pairs=[3])
     with pytest.raises(ValueError, match="max_pairs must be at least 1 or None; got 0"):
-        kernels.experts_mlp_of_parts([part], w_gate_up, w_down, max_pairs=[0])
+        experts_mlp_of_parts([part], w_gate_up, w_down, max_pairs=[0])
     with pytest.raises(
         ValueError, match=r"shares must be one for each part, and divide its tokens; got \[4\] for \[6\] tokens"
     ):
-        kernels.experts_mlp_of_parts([part], w_gate_up, w_down, shares=[4])
+        experts_mlp_of_parts([part], w_gate_up, w_down, shares=[4])
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, pytest.param(7, marks=pytest.mark.thorough)])
@@ -504,15 +514,16 @@ def test_other_bad_arguments_are_named():
         kernels.experts_mlp(*inputs[:4], inputs[4].astype(jnp.float32))
     with pytest.raises(ValueError, match="chunk_tokens must be at least 1 or None; got 0"):
         kernels.experts_mlp(*inputs, chunk_tokens=0)
-    with pytest.raises(ValueError, match="max_pairs must be at least 1 or None; got 0"):
-        kernels.experts_mlp(*inputs, max_pairs=0)
     totals = jnp.zeros_like(inputs[1]), jnp.zeros_like(inputs[2])
-    with pytest.raises(ValueError, match=r"accumulate_into\[0\] must be float32, in which .* summed; got bfloat16"):
-        kernels.experts_mlp(*inputs, accumulate_into=(totals[0].astype(jnp.bfloat16), totals[1]))
-    with pytest.raises(ValueError, match=r"accumulate_into\[1\] must .* with experts=4, hidden=8, inter=4; got \[3, 8, 4\]"):
-        kernels.experts_mlp(*inputs, accumulate_into=(totals[0], totals[1][:3]))
-    for wrong in ((totals[0], None), (*totals, totals[0])):
-        with pytest.raises(ValueError, match=r"accumulate_into must be two arrays, of .* shape; got \[4, 8, 8\], (None|\[4)"):
-            kernels.experts_mlp(*inputs, accumulate_into=wrong)
+    with pytest.raises(ValueError, match=r"accumulators\.gate_up must be float32, in which .* summed; got bfloat16"):
+        accumulating(*inputs, (totals[0].astype(jnp.bfloat16), totals[1]))
+    with pytest.raises(ValueError, match=r"accumulators\.down must .* with experts=4, hidden=8, inter=4; got \[3, 8, 4\]"):
+        accumulating(*inputs, (totals[0], totals[1][:3]))
+    with pytest.raises(ValueError, match=r"accumulators must be two arrays, of .* shape; got \[4, 8, 8\], None"):
+        accumulating(*inputs, (totals[0], None))
+    with pytest.raises(ValueError, match=r"accumulators must be two arrays, of .* shape; got None, \[4, 8, 4\]"):
+        accumulating(*inputs, (None, totals[1]))
+    with pytest.raises(TypeError, match="argument"):
+        accumulating(*inputs, (*totals, False, totals[0]))
     with pytest.raises(ValueError, match="argument backend: unknown backend 'cuda'; choose one of 'mosaic', 'triton', 'xla'"):
         kernels.experts_mlp(*inputs, backend="cuda")

@@ -25,6 +25,7 @@ from lowered import lowered_for_h200, num_kernels
 from moe_jax import kernels
 from moe_jax.kernels.experts import mosaic, xla
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts
+from moe_jax.kernels.experts.internal import Accumulators, TokenPart, experts_mlp_accumulating, experts_mlp_of_parts
 from moe_jax.kernels.experts.mosaic import tile_order
 from moe_jax.kernels.experts.routing import plan
 
@@ -68,12 +69,18 @@ def test_what_stands_between_gate_up_and_down_gets_gradients_of_the_rows_of_pair
     np.testing.assert_allclose(ours, theirs, rtol=1e-2)
 
 
+def in_room(max_pairs, x, w_gate_up, w_down, weights, chosen):
+    """The experts of all tokens as one part, with room for max_pairs of their choices."""
+    part = TokenPart(x, weights, chosen)
+    return experts_mlp_of_parts([part], w_gate_up, w_down, backend="mosaic", max_pairs=[max_pairs])[0]
+
+
 def test_room_for_fewer_rows_where_most_experts_live_elsewhere(rng):
     *arrays, chosen = make_layer(rng, "random", 17, 16, 4, 128, 64)
     layer = arrays[0], arrays[1][:4], arrays[2][:4], arrays[3], chosen
     dy = jnp.asarray(rng.normal(size=(17, 128)), jnp.bfloat16)
     in_range = int((chosen < 4).sum())
-    ours = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic", max_pairs=in_range), layer, dy)
+    ours = with_gradients(lambda *a: in_room(in_range, *a), layer, dy)
     theirs = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy)
     for actual, expected in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(actual, expected)
@@ -146,8 +153,8 @@ def test_totals_of_micro_batches_grow_by_the_gradients_of_every_chunk(rng):
 
     def with_totals(x, weights):
         def f(x, weights, totals):
-            how = {"backend": "mosaic", "chunk_tokens": 20, "accumulate_into": totals}
-            return kernels.experts_mlp(x, *layer[1:3], weights, layer[4], **how)
+            how = {"backend": "mosaic", "chunk_tokens": 20}
+            return experts_mlp_accumulating(x, *layer[1:3], weights, layer[4], Accumulators(*totals), **how)
 
         y, pullback = jax.vjp(f, x, weights, totals)
         dx, d_weights, after = pullback(dy)
@@ -277,7 +284,7 @@ def test_up_to_64_tokens_have_one_block_of_rows_for_each_chosen_expert(tokens, m
     """Unless there is no room for all that they choose. A forward pass gathers rows in its first matmul and is two kernels."""
 
     def layer(x, w_gate_up, w_down, weights, chosen):
-        return kernels.experts_mlp(x, w_gate_up, w_down, weights, chosen, backend="mosaic", max_pairs=max_pairs)
+        return in_room(max_pairs, x, w_gate_up, w_down, weights, chosen)
 
     lowered = lowered_for_h200(layer, *types_of(tokens, 4, 2, 256, 320))
     assert num_kernels(lowered) == 2
@@ -348,7 +355,8 @@ def test_totals_of_a_real_layer_are_added_to_where_they_lie(check_vma):
     def totals_after(totals, x, w_gate_up, w_down, weights, chosen):
         def loss(totals):
             arrays = x, w_gate_up, w_down, weights, chosen
-            return kernels.experts_mlp(*arrays, backend="mosaic", accumulate_into=totals).astype(jnp.float32).sum()
+            y = experts_mlp_accumulating(*arrays, Accumulators(*totals), backend="mosaic")
+            return y.astype(jnp.float32).sum()
 
         return jax.grad(loss)(totals)
 

@@ -26,6 +26,7 @@ from moe_jax import kernels
 from moe_jax.kernels.experts import choose_backend as backend
 from moe_jax.kernels.experts import triton as ours
 from moe_jax.kernels.experts import xla
+from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
 from moe_jax.kernels.experts.routing import plan
 from moe_jax.kernels.experts.triton import launch
 from moe_jax.kernels.hopper import target
@@ -242,7 +243,7 @@ def layer_shapes(tokens, experts, k, hidden, inter):
 
 def step_with_totals(totals, *arrays):
     *arrays, dy = arrays
-    return jax.vjp(lambda t: kernels.experts_mlp(*arrays, backend="triton", accumulate_into=t), totals)[1](dy)
+    return jax.vjp(lambda t: experts_mlp_accumulating(*arrays, Accumulators(*t), backend="triton"), totals)[1](dy)
 
 
 def step(x, w_gate_up, w_down, weights, chosen, dy):

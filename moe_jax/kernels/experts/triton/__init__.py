@@ -1,8 +1,8 @@
 """Grouped matmuls in Triton, called through jax-triton: any NVIDIA GPU from Ampere on (compute capability 8.0).
 
-Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs, where R' are the rows filled up to whole tiles of 64 or 128 for
-each expert; weights of experts that have rows are read, others are not. Rows are gathered where they are loaded. Each output
-element is one sum in one order whatever the tile: the bits of a row do not depend on the rows beside it.
+Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs, where R' are the rows padded to whole tiles of 64 or 128 for each
+expert. Only the weights of experts that have rows are read. Rows are gathered while they are loaded. Each output element is one
+sum in one order whatever the tile: the bits of a row do not depend on the other rows.
 
 `triton` and `jax_triton` are optional packages, imported when a kernel is first asked for.
 """
@@ -28,7 +28,7 @@ ROW_ALIGNMENT = 1
 
 
 def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
-    """Why this backend cannot compute such experts, and what would be right; None where it can."""
+    """Returns why this backend cannot compute such experts, and what it needs; None if it can."""
     version = capability()
     if version is None:
         return "it needs an NVIDIA GPU; this is none"
@@ -45,14 +45,14 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
 
 
 def is_native() -> bool:
-    """Whether the target runs this backend at the speed it was written for."""
+    """Returns True if the target runs this backend at the speed it was written for."""
     return (capability() or (0, 0)) >= (8, 0) and missing_packages() is None
 
 
 def rows_of_tokens(
     x: Float[Array, "tokens hidden"], plan: Plan, *, for_gradients: bool = True
 ) -> tuple[Array, Int[Array, "rows"]]:
-    """As `xla.rows_of_tokens`: rows are gathered where they are used, and those of no pair are not read."""
+    """Returns x and token_of_row, as `xla.rows_of_tokens`: kernels gather rows, and do not read rows without a pair."""
     return x, plan.token_of_row
 
 
@@ -64,9 +64,9 @@ def grouped_matmul(
     source_of_row: Int[Array, "rows"] | None = None,
     transpose: bool = False,
 ) -> Float[Array, "rows out"]:
-    """y[r] = x[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`, where e is row r's expert.
+    """Computes y[r] = x[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`, where e is row r's expert.
 
-    As `xla.grouped_matmul`, but rows of no pair are left unwritten. Weights of another dtype are cast to x's first.
+    Like `xla.grouped_matmul`, but rows without a pair are left unwritten. Weights of another dtype are cast to x's first.
     """
     out = w.shape[2] if transpose else w.shape[1]
     if plan.num_rows == 0:
@@ -83,7 +83,7 @@ def gated_matmul(
     source_of_row: Int[Array, "rows"] | None = None,
     keep_h: bool = True,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """As `xla.gated_matmul`, in one kernel. Rows of no pair are left unwritten."""
+    """Computes `xla.gated_matmul` in one kernel. Rows without a pair are left unwritten."""
     if plan.num_rows == 0:
         return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
     tile = row_tile(_rows_per_expert(plan), w.shape[1], x.dtype)
@@ -100,7 +100,7 @@ def gated_matmul_backward(
     *,
     source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
-    """As `xla.gated_matmul_backward`, in one kernel. Rows of no pair are left unwritten."""
+    """Computes `xla.gated_matmul_backward` in one kernel. Rows without a pair are left unwritten."""
     if plan.num_rows == 0:
         return h, h[:, : w_down.shape[2]], jnp.zeros(0, jnp.float32)
     return _kernels("by_rows_backward").matmul_gated_silu_backward(
@@ -121,9 +121,9 @@ def grouped_outer(
     b_source_of_row: Int[Array, "rows"] | None = None,
     accumulate_into: Float[Array, "experts n m"] | None = None,
 ) -> Float[Array, "experts n m"]:
-    """dw[e] = sum over the rows r of expert e of outer(a[r], b[r]), as `xla.grouped_outer`, accumulate_into[e] added.
+    """Computes dw[e] = accumulate_into[e] + sum over the rows r of expert e of outer(a[r], b[r]), as `xla.grouped_outer`.
 
-    Rows that fill an expert's last block are not read: they may hold anything.
+    The padding rows of an expert's last block are not read: they may hold any value.
     """
     if plan.num_rows == 0:
         nothing = jnp.zeros((plan.num_experts, a.shape[1], b.shape[1]), dtype)

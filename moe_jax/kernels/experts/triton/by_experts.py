@@ -1,4 +1,4 @@
-"""Each expert's own product of columns: out[e] = sum over the rows r of expert e of outer(a[r], b[r]).
+"""The outer products of each expert's rows: out[e] = sum over the rows r of expert e of outer(a[r], b[r]).
 
 Cost for R rows: 2*R*N*M FLOPs; each program sums all rows of one expert, so nothing is added up in memory.
 """
@@ -10,7 +10,7 @@ import triton.language as tl
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.experts.triton.launch import Tile, launch
+from moe_jax.kernels.experts.triton.launch import KernelCall, Tile, launch
 
 
 def outer(
@@ -24,30 +24,32 @@ def outer(
     b_source_of_row: Int[Array, "rows"] | None,
     accumulate_into: Float[Array, "experts n m"] | None = None,
 ) -> Float[Array, "experts n m"]:
-    """out[e] = a[rows of e].T @ b[rows of e], summed in f32 and rounded to `dtype` once; zeros for an expert without rows.
+    """Computes out[e] = a[rows of e].T @ b[rows of e], summed in f32 and rounded to `dtype` once.
 
-    Rows of no pair are not read. To `accumulate_into`, f32 as `dtype`, the sums are added in place; what an expert without rows
-    has there is neither read nor written.
+    An expert without rows gets zeros. Rows without a pair are not read. With `accumulate_into`, f32 like `dtype`, the sums are
+    added in place; the entry of an expert without rows is neither read nor written.
     """
     n, m = a.shape[1], b.shape[1]
     sources = [plan.offsets if source is None else source for source in (a_source_of_row, b_source_of_row)]
     added = plan.offsets if accumulate_into is None else accumulate_into
-    return launch(
-        outer_kernel,
-        (plan.offsets, plan.ends, *sources, a, b, added, a.shape[0], b.shape[0]),
-        [jax.ShapeDtypeStruct((plan.num_experts, n, m), dtype)],
-        plan.num_experts * -(-n // tile.rows) * -(-m // tile.columns),
-        tile,
+    constants = {
+        "accumulates": accumulate_into is not None,
+        "n": n,
+        "m": m,
+        "gathers_a": a_source_of_row is not None,
+        "gathers_b": b_source_of_row is not None,
+        "tile_n": tile.rows,
+        "tile_m": tile.columns,
+        "step": tile.step,
+    }
+    call = KernelCall(
+        inputs=(plan.offsets, plan.ends, *sources, a, b, added, a.shape[0], b.shape[0]),
+        outputs=[jax.ShapeDtypeStruct((plan.num_experts, n, m), dtype)],
+        programs=plan.num_experts * -(-n // tile.rows) * -(-m // tile.columns),
+        constants=constants,
         in_place=None if accumulate_into is None else 6,
-        accumulates=accumulate_into is not None,
-        n=n,
-        m=m,
-        gathers_a=a_source_of_row is not None,
-        gathers_b=b_source_of_row is not None,
-        tile_n=tile.rows,
-        tile_m=tile.columns,
-        step=tile.step,
-    )[0]
+    )
+    return launch(outer_kernel, call, tile)[0]
 
 
 @triton.jit
@@ -71,7 +73,7 @@ def outer_kernel(
     tile_m: tl.constexpr,
     step: tl.constexpr,
 ):
-    """One tile of one expert's out [n, m], or what it adds to that of `added`."""
+    """Computes one tile of one expert's out [n, m], or adds it to that tile of `added`."""
     m_tiles: tl.constexpr = tl.cdiv(m, tile_m)
     tiles: tl.constexpr = tl.cdiv(n, tile_n) * m_tiles
     expert = tl.program_id(0) // tiles
@@ -96,7 +98,7 @@ def outer_kernel(
 
 @triton.jit
 def add_tile(out, tile, n_column, first_m_column, n: tl.constexpr, m: tl.constexpr):
-    """out[n_column, first_m_column and on] += tile, by halves of the columns: registers hold a whole tile once, not twice."""
+    """Adds to out[n_column, first_m_column:] by halves of the columns: registers hold a whole tile once, not twice."""
     half: tl.constexpr = tile.shape[1] // 2
     left, right = tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, half)), (0, 2, 1)))
     m_column = first_m_column + tl.arange(0, half)
@@ -106,7 +108,7 @@ def add_tile(out, tile, n_column, first_m_column, n: tl.constexpr, m: tl.constex
 
 @triton.jit
 def store_tile(out, tile, n_column, m_column, n: tl.constexpr, m: tl.constexpr, adds: tl.constexpr):
-    """out[n_column, m_column] = tile, what is there added if `adds`."""
+    """Stores out[n_column, m_column] = tile, plus the old value if `adds`."""
     pointers = out + n_column[:, None] * m + m_column[None, :]
     mask = (n_column < n)[:, None] & (m_column < m)[None, :]
     if adds:
@@ -126,7 +128,7 @@ def load_rows(
     gathers: tl.constexpr,
     all_columns: tl.constexpr,
 ):
-    """x[source of row, column], zeros from row `end` on and where the source is none of x's rows."""
+    """Loads x[source of row, column]; zeros from row `end` on and where the source is outside x."""
     is_read = row < end
     if gathers:
         source = tl.load(source_of_row + row, mask=is_read, other=-1)

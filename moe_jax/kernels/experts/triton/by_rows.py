@@ -6,6 +6,8 @@ at the same time are column tiles of neighbouring row tiles, mostly of one exper
 Imports `triton`, so it is itself imported only when a kernel is asked for.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -13,7 +15,7 @@ import triton.language as tl
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.experts.triton.launch import Tile, launch
+from moe_jax.kernels.experts.triton.launch import KernelCall, Tile, launch
 
 
 def matmul(
@@ -25,11 +27,11 @@ def matmul(
     source_of_row: Int[Array, "rows"] | None,
     transpose: bool,
 ) -> Float[Array, "rows n"]:
-    """out[r] = a[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`. Rows of no pair are left unwritten."""
+    """Computes out[r] = a[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`. Rows without a pair are left unwritten."""
     columns = w.shape[2] if transpose else w.shape[1]
     outputs = [jax.ShapeDtypeStruct((plan.num_rows, columns), a.dtype)]
-    inputs, programs, constants = arguments(a, w, plan, tile, source_of_row, column_tiles=-(-columns // tile.columns))
-    return launch(matmul_kernel, inputs, outputs, programs, tile, columns=columns, transpose=transpose, **constants)[0]
+    call = row_kernel_call(a, w, plan, tile, source_of_row, column_tiles=-(-columns // tile.columns))
+    return launch(matmul_kernel, call.extended(outputs, columns=columns, transpose=transpose), tile)[0]
 
 
 def matmul_gated_silu(
@@ -41,25 +43,27 @@ def matmul_gated_silu(
     source_of_row: Int[Array, "rows"] | None,
     keep_h: bool,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """h = a @ w[e].T = [gate | up] and act = silu(gate) * up, computed from the f32 sums before they are rounded to h; without
-    `keep_h` h is None and not written."""
+    """Computes h = a @ w[e].T = [gate | up] and act = silu(gate) * up.
+
+    act comes from the f32 sums before they are rounded to h. Without `keep_h` h is None and not written.
+    """
     inter = w.shape[1] // 2
-    # The kernel has an argument for h also where it writes none.
+    # The kernel has an argument for h even if it does not write h.
     h_shape = (plan.num_rows, 2 * inter) if keep_h else (1,)
     outputs = [jax.ShapeDtypeStruct(shape, a.dtype) for shape in (h_shape, (plan.num_rows, inter))]
     column_tiles = -(-inter // (tile.columns // 2))
-    inputs, programs, constants = arguments(a, w, plan, tile, source_of_row, column_tiles=column_tiles)
-    h, act = launch(matmul_gated_silu_kernel, inputs, outputs, programs, tile, inter=inter, keep_h=keep_h, **constants)
+    call = row_kernel_call(a, w, plan, tile, source_of_row, column_tiles=column_tiles)
+    h, act = launch(matmul_gated_silu_kernel, call.extended(outputs, inter=inter, keep_h=keep_h), tile)
     return h if keep_h else None, act
 
 
-def arguments(
+def row_kernel_call(
     a: Array, w: Array, plan: Plan, tile: Tile, source_of_row: Array | None, *, column_tiles: int
-) -> tuple[tuple, int, dict]:
-    """What every kernel by rows takes: its first inputs, how many programs run it, and constants."""
-    experts, rows, ends, count = row_tiles(plan, tile.rows)
+) -> KernelCall:
+    """Builds the part of a call that all kernels by rows share: the first inputs, the number of programs and the constants."""
+    tiles = row_tiles(plan, tile.rows)
     gathers = source_of_row is not None
-    inputs = (experts, rows, ends, count, source_of_row if gathers else rows, a, w, a.shape[0])
+    inputs = (*tiles, source_of_row if gathers else tiles.row, a, w, a.shape[0])
     constants = {
         "gathers": gathers,
         "depth": a.shape[1],
@@ -68,11 +72,22 @@ def arguments(
         "tile_columns": tile.columns,
         "step": tile.step,
     }
-    return inputs, experts.shape[0] * column_tiles, constants
+    return KernelCall(inputs, [], tiles.expert.shape[0] * column_tiles, constants)
 
 
-def row_tiles(plan: Plan, height: int) -> tuple[Int[Array, "tiles"], Int[Array, "tiles"], Int[Array, "tiles"], Int[Array, "1"]]:
-    """Cuts each expert's pairs into tiles of `height` rows: their expert, first row and end; and how many tiles there are."""
+class TilesOfRows(NamedTuple):
+    """The first four inputs of a kernel by rows; entries from `num_tiles` on are unused."""
+
+    expert: Int[Array, "tiles"]
+    row: Int[Array, "tiles"]
+    """The first row of each tile."""
+    end: Int[Array, "tiles"]
+    """The row behind the last row of each tile."""
+    num_tiles: Int[Array, "1"]
+
+
+def row_tiles(plan: Plan, height: int) -> TilesOfRows:
+    """Cuts each expert's pairs into tiles of `height` rows."""
     counts = plan.ends - plan.offsets[:-1]
     tiles = -(-counts // height)
     last = jnp.cumsum(tiles).astype(jnp.int32)
@@ -82,7 +97,7 @@ def row_tiles(plan: Plan, height: int) -> tuple[Int[Array, "tiles"], Int[Array, 
     expert = jnp.searchsorted(last, index, side="right", method="compare_all").astype(jnp.int32)
     expert = jnp.minimum(expert, plan.num_experts - 1)
     row = plan.offsets[expert] + (index - (last - tiles)[expert]) * height
-    return expert, row, jnp.minimum(row + height, plan.ends[expert]), last[-1:]
+    return TilesOfRows(expert, row, jnp.minimum(row + height, plan.ends[expert]), last[-1:])
 
 
 @triton.jit
@@ -105,7 +120,7 @@ def matmul_kernel(
     tile_columns: tl.constexpr,
     step: tl.constexpr,
 ):
-    """One tile of out [rows, columns]; w is [experts, columns, depth], with `transpose` [experts, depth, columns]."""
+    """Computes one tile of out [rows, columns]; w is [experts, columns, depth], with `transpose` [experts, depth, columns]."""
     i = tl.program_id(0) // column_tiles
     if i >= tl.load(num_tiles):
         return
@@ -149,9 +164,9 @@ def matmul_gated_silu_kernel(
     tile_columns: tl.constexpr,
     step: tl.constexpr,
 ):
-    """One tile of act [rows, inter] and, to keep, both of its tiles of h.
+    """Computes one tile of act [rows, inter] and, with `keep_h`, both of its tiles of h.
 
-    Columns of the sums are gate and up by turns: in every layout of an accumulator one thread holds both of such a pair.
+    Columns of the sums alternate between gate and up: in every layout of an accumulator one thread holds both of a pair.
     """
     i = tl.program_id(0) // column_tiles
     if i >= tl.load(num_tiles):
@@ -186,7 +201,7 @@ def matmul_gated_silu_kernel(
 
 @triton.jit
 def rows_of_tile(tile_row, tile_end, i, tile_rows: tl.constexpr):
-    """The rows of tile i and which of them are its expert's; the others repeat the last, so that loads need no mask."""
+    """Returns the rows of tile i and a mask of its expert's rows; the others repeat the last, so that loads need no mask."""
     row = tl.load(tile_row + i) + tl.arange(0, tile_rows)
     end = tl.load(tile_end + i)
     return tl.minimum(row, end - 1), row < end
@@ -194,7 +209,10 @@ def rows_of_tile(tile_row, tile_end, i, tile_rows: tl.constexpr):
 
 @triton.jit
 def sources_of_rows(source_of_row, row, num_sources, gathers: tl.constexpr):
-    """Where in `a` rows are, and whether there; a row that is not reads row 0, and its sums must be replaced by zeros."""
+    """Returns each row's place in `a` and a mask of rows that lie in `a`.
+
+    A row outside `a` reads row 0, and its sums must be replaced by zeros.
+    """
     source = tl.load(source_of_row + row) if gathers else row
     is_read = (source >= 0) & (source < num_sources)
     return tl.where(is_read, source, 0) if gathers else source, is_read
@@ -212,9 +230,9 @@ def sum_products(
     tile_columns: tl.constexpr,
     step: tl.constexpr,
 ):
-    """[tile_rows, tile_columns] sums over depth in f32, one after the other.
+    """Computes [tile_rows, tile_columns] sums over depth in f32, in one order.
 
-    `a_rows` [tile_rows, 1] and `w_columns` [1, tile_columns] point at the first summands; the next is 1 and `w_stride` further.
+    `a_rows` [tile_rows, 1] and `w_columns` [1, tile_columns] point at the first summands; the next are 1 and `w_stride` away.
     """
     k = tl.arange(0, step)
     a_pointers = a_rows + k[None, :]
@@ -236,5 +254,5 @@ def sum_products(
 
 @triton.jit
 def store(pointers, values, is_row, is_column):
-    """Rounds values to what `pointers` point at."""
+    """Stores values, rounded to the dtype of `pointers`."""
     tl.store(pointers, values.to(pointers.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

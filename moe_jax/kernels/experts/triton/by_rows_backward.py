@@ -15,7 +15,7 @@ import triton.language as tl
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.experts.triton.by_rows import arguments, rows_of_tile, sources_of_rows, store, sum_products
+from moe_jax.kernels.experts.triton.by_rows import row_kernel_call, rows_of_tile, sources_of_rows, store, sum_products
 from moe_jax.kernels.experts.triton.launch import Tile, launch
 from moe_jax.kernels.precision import sum_in_order
 
@@ -30,7 +30,7 @@ def matmul_gated_silu_backward(
     *,
     source_of_row: Int[Array, "rows"] | None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
-    """Returns dh and weighted_act in dy's dtype and dv in f32. Rows of no pair are left unwritten."""
+    """Returns dh and weighted_act in dy's dtype and dv in f32. Rows without a pair are left unwritten."""
     num_rows, inter = plan.num_rows, w_down.shape[2]
     column_tiles = -(-inter // tile.columns)
     outputs = [
@@ -38,10 +38,9 @@ def matmul_gated_silu_backward(
         jax.ShapeDtypeStruct((num_rows, inter), dy.dtype),
         jax.ShapeDtypeStruct((column_tiles, num_rows), jnp.float32),
     ]
-    inputs, programs, constants = arguments(dy, w_down, plan, tile, source_of_row, column_tiles=column_tiles)
-    inputs += (h, weight_of_row.astype(jnp.float32), num_rows)
-    kernel = matmul_gated_silu_backward_kernel
-    dh, weighted_act, dv = launch(kernel, inputs, outputs, programs, tile, inter=inter, **constants)
+    call = row_kernel_call(dy, w_down, plan, tile, source_of_row, column_tiles=column_tiles)
+    call = call._replace(inputs=(*call.inputs, h, weight_of_row.astype(jnp.float32), num_rows)).extended(outputs, inter=inter)
+    dh, weighted_act, dv = launch(matmul_gated_silu_backward_kernel, call, tile)
     return dh, weighted_act, sum_in_order(dv, axis=0)
 
 
@@ -69,7 +68,7 @@ def matmul_gated_silu_backward_kernel(
     tile_columns: tl.constexpr,
     step: tl.constexpr,
 ):
-    """One tile of weighted_act [rows, inter], both of its tiles of dh, and its columns' share of dv [column_tiles, rows]."""
+    """Computes a tile of weighted_act [rows, inter], both of its tiles of dh, and its share of dv [column_tiles, rows]."""
     i = tl.program_id(0) // column_tiles
     if i >= tl.load(num_tiles):
         return
@@ -91,7 +90,7 @@ def matmul_gated_silu_backward_kernel(
     )
     g = tl.where(is_read[:, None], g, 0.0) if gathers else g
 
-    # In halves: the gradients of a whole tile are more than registers hold.
+    # In halves: the gradients of a whole tile do not fit in the registers.
     half: tl.constexpr = tile_columns // 2
     g_left, g_right = tl.split(tl.permute(tl.reshape(g, (tile_rows, 2, half)), (0, 2, 1)))
     column = column_tile * tile_columns + tl.arange(0, half)

@@ -1,4 +1,4 @@
-"""How a Triton kernel is called from JAX, what that needs, and the tiles that the kernels work in.
+"""Calls Triton kernels from JAX, checks the packages that this needs, and chooses the kernels' tiles.
 
 The packages `triton` and `jax_triton` are optional: nothing here imports them before a kernel is asked for.
 """
@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,40 +22,48 @@ from moe_jax.kernels.varying import vary_as
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program computes, rows x columns summed `step` at a time, and what it computes it with."""
+    """The work of one program, rows x columns summed `step` at a time, and its warps and stages."""
 
     rows: int
     columns: int
     step: int
     warps: int
     stages: int
-    """Steps whose operands are in shared memory or on their way there."""
+    """The number of steps whose operands are in shared memory or on their way there."""
 
 
-def launch(
-    kernel,
-    inputs: tuple,
-    outputs: list[jax.ShapeDtypeStruct],
-    programs: int,
-    tile: Tile,
-    *,
-    in_place: int | None = None,
-    **constants,
-) -> list[Array]:
-    """Runs `programs` programs of a `@triton.jit` function, whose arguments are the inputs, the outputs and the constants.
+class KernelCall(NamedTuple):
+    """The arguments of a kernel, in the order of its parameters: the inputs, the outputs and, by name, the constants."""
 
-    Whole numbers among the inputs are run-time arguments: another value does not compile the kernel again. Input number
-    `in_place`, with arrays alone before it, is changed and returned as the only output: the kernel leaves its argument for that
-    alone. The result takes the input's memory unless something else reads that later.
+    inputs: tuple
+    """Arrays, and whole numbers, which are run-time arguments: another value does not compile the kernel again."""
+    outputs: list[jax.ShapeDtypeStruct]
+    programs: int
+    """The number of programs that run the kernel."""
+    constants: dict[str, Any]
+    in_place: int | None = None
+    """The number of an input, with arrays alone before it, that is changed and returned as the only output.
+
+    The kernel then leaves its argument for the output unused. The result takes the input's memory, unless something else reads
+    the input later.
     """
+
+    def extended(self, outputs: list[jax.ShapeDtypeStruct], **constants) -> "KernelCall":
+        """Returns the call with these outputs and further constants."""
+        return self._replace(outputs=outputs, constants=constants | self.constants)
+
+
+def launch(kernel, call: KernelCall, tile: Tile) -> list[Array]:
+    """Runs a `@triton.jit` function and returns its outputs."""
+    inputs, outputs, programs, constants, in_place = call
     major, minor = capability() or (0, 0)
-    call = triton_call()
+    run = triton_call()
     arguments, changed = list(inputs), None
     version_arguments: dict[str, Any]
-    if "out_type" in inspect.signature(call).parameters:
+    if "out_type" in inspect.signature(run).parameters:
         version_arguments = {"out_type": outputs, "backend_options": {"enable_fp_fusion": True}}
         if in_place is not None:
-            # An array changed in place is passed once, so that the argument for the output gets something else.
+            # An array changed in place is passed once, so the argument for the output gets another array.
             arguments[in_place] = changed = jax.new_ref(inputs[in_place])
             arguments.append(inputs[0])
             version_arguments["out_type"] = []
@@ -64,7 +72,7 @@ def launch(
         version_arguments = {"out_shape": outputs}
         if in_place is not None:
             version_arguments["input_output_aliases"] = {in_place: 0}
-    results = call(
+    results = run(
         *arguments,
         kernel=kernel,
         grid=(programs,),
@@ -82,7 +90,7 @@ def launch(
 
 
 def triton_call() -> Callable:
-    """jax_triton's function of that name."""
+    """Returns `jax_triton.triton_call`."""
     reason = missing_packages()
     if reason is not None:
         raise ImportError(reason)
@@ -90,21 +98,21 @@ def triton_call() -> Callable:
 
 
 def capability() -> tuple[int, int] | None:
-    """(9, 0) for Hopper; None where the target is no NVIDIA GPU."""
+    """Returns the compute capability, (9, 0) for Hopper; None if the target is not an NVIDIA GPU."""
     version = re.fullmatch(r"(\d+)\.(\d+)", target.compute_capability() or "")
     return (int(version[1]), int(version[2])) if version else None
 
 
 @functools.cache
 def missing_packages() -> str | None:
-    """Why jax-triton cannot be used, and what helps; None where it can."""
+    """Returns why jax-triton cannot be used, and what helps; None if it can."""
     cache = os.environ.get("TRITON_CACHE_DIR")
     try:
         importlib.import_module("triton")
         importlib.import_module("jax_triton")
     except ImportError as error:
         return f"jax-triton cannot be imported ({error}); pip install jax-triton triton"
-    # jax_triton empties the variable, with which Triton compiles nothing for anyone else, such as torch.compile.
+    # jax_triton empties the variable; other users of Triton, such as torch.compile, could then compile nothing.
     if cache is None:
         os.environ.pop("TRITON_CACHE_DIR", None)
     else:
@@ -115,10 +123,10 @@ def missing_packages() -> str | None:
 
 
 def row_tile(rows_per_expert: float, columns: int, dtype: jnp.dtype) -> Tile:
-    """The tile of a matmul by rows.
+    """Returns the tile of a matmul by rows.
 
-    At 64 rows a matmul takes as long as reading its weights, so lower tiles would gain nothing; and Triton multiplies them
-    with other instructions, which may round otherwise: the bits of a row would depend on how many others there are.
+    At 64 rows a matmul takes as long as reading its weights, so lower tiles would gain nothing. Triton also multiplies them
+    with other instructions, which may round otherwise: the bits of a row would depend on the number of other rows.
     """
     if dtype == jnp.float32:
         return F32_TILE
@@ -129,16 +137,16 @@ def row_tile(rows_per_expert: float, columns: int, dtype: jnp.dtype) -> Tile:
 
 
 def gated_backward_tile(dtype: jnp.dtype) -> Tile:
-    """One tile for any number of rows: the sum over a row's columns is in the order that the tile gives."""
+    """Returns one tile for any number of rows, because the tile sets the order of the sum over a row's columns."""
     if dtype == jnp.float32:
         return F32_TILE
     return Tile(128, 128, 64, 8, 4) if _has_large_tiles() else Tile(128, 128, 32, 8, 3)
 
 
 def expert_tile(columns: int, dtype: jnp.dtype, *, gathers: bool) -> Tile:
-    """The tile of a matmul by experts; its `step` counts rows.
+    """Returns the tile of a matmul by experts; its `step` counts rows.
 
-    Where rows are gathered, Triton loads their numbers two steps before the rows: of five stages, three hold operands.
+    If rows are gathered, Triton loads their numbers two steps before the rows: three of the five stages hold operands.
     """
     if dtype == jnp.float32:
         return F32_TILE
@@ -153,5 +161,5 @@ F32_TILE = Tile(64, 64, 32, 4, 2)
 
 
 def _has_large_tiles() -> bool:
-    """Hopper and Blackwell servers: 227 KiB of shared memory, and accumulators that 128 x 256 tiles fit in."""
+    """Returns True on Hopper and Blackwell servers: 227 KiB of shared memory, and accumulators for 128 x 256 tiles."""
     return capability() in ((9, 0), (10, 0), (10, 3))

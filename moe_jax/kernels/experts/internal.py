@@ -1,0 +1,175 @@
+"""Variants of `experts_mlp` for callers inside this package; they have its formula and its gradients.
+
+`layers/moe.py` calls `experts_mlp_accumulating`: micro-batches then add their weight gradients to given arrays in place.
+`parallel/expert/mlp.py` calls `experts_mlp_of_parts`: the tokens of other devices arrive later than a device's own.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.experts.choose_backend import resolve_backend
+from moe_jax.kernels.experts.fused_vjp import ExpertsOperands, ExpertsOptions, Matrices, experts_of_parts
+from moe_jax.kernels.experts.routing import is_an_expert
+from moe_jax.kernels.precision import at_least_f32
+from moe_jax.kernels.shapes import check_experts_mlp, check_shape
+from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike, varying_axes
+
+
+class Accumulators(NamedTuple):
+    """The sums of earlier micro-batches' weight gradients, in f32 (f64 for f64)."""
+
+    gate_up: Float[Array, "experts 2*inter hidden"]
+    down: Float[Array, "experts hidden inter"]
+    in_stack: bool = False
+    """True if both are slices of stacked arrays, and `lax.dynamic_update_slice` writes their gradients back to the same place.
+
+    `layers.stack` does so, and the kernels then work inside the stack. Other slices must be copied first: XLA would let a
+    kernel change the slice itself and take the result from elsewhere.
+    """
+
+
+def experts_mlp_accumulating(
+    x: Float[Array, "tokens hidden"],
+    w_gate_up: Float[Array, "experts 2*inter hidden"],
+    w_down: Float[Array, "experts hidden inter"],
+    topk_weights: Float[Array, "tokens k"],
+    topk_experts: Int[Array, "tokens k"],
+    accumulators: Accumulators | None,
+    *,
+    backend: str | None = None,
+    chunk_tokens: int | None = None,
+) -> Float[Array, "tokens hidden"]:
+    """Computes `experts_mlp`; with `accumulators`, its weight gradients are added to them.
+
+    y does not depend on the accumulators. Their gradient is the new sum, accumulators + the weight gradients of this call,
+    unrounded. The weights then have no gradient of their own (zero):
+
+        def loss(accumulators, x, ...):
+            y = experts_mlp_accumulating(x, w_gate_up, w_down, ..., Accumulators(*accumulators))
+        accumulators = jax.grad(loss)(accumulators, x, ...)  # accumulators + d loss / d (w_gate_up, w_down)
+
+    Each kernel adds to the accumulator in the same memory if the caller donates or carries it. The accumulator of an expert
+    without tokens stays as it is.
+
+    The gradient of y must reach the accumulators by one call alone: two calls would add them twice. A `vmap` over tokens is
+    several calls. So is `shard_map`: inside it each device has accumulators of its own, to be summed over devices at the end.
+
+    Raises:
+        ValueError: what `experts_mlp` raises; accumulators of another shape or dtype; or accumulators that are equal on devices
+            that differ in x.
+    """
+    sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts)
+    refuse_explicit_axes(x=x, w_gate_up=w_gate_up, w_down=w_down, topk_weights=topk_weights, topk_experts=topk_experts)
+    _check_positive("chunk_tokens", chunk_tokens)
+    if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
+        chunk_tokens = None
+    backend = resolve_backend(backend, x.dtype, x.shape[1], w_down.shape[2])
+    arrays = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts))
+    if accumulators is not None:
+        _check_accumulators(accumulators, arrays, sizes)
+    x, w_gate_up, w_down, topk_weights, topk_experts = arrays
+    into, in_stack = None, False
+    if accumulators is not None:
+        into, in_stack = Matrices(accumulators.gate_up, accumulators.down), accumulators.in_stack
+        # The accumulators' gradient takes the place of the weights' gradients.
+        w_gate_up, w_down = jax.lax.stop_gradient(w_gate_up), jax.lax.stop_gradient(w_down)
+    topk_weights = _without_strangers(topk_weights, topk_experts, w_down.shape[0])
+    operands = ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), into)
+    options = ExpertsOptions(backend, (None,), chunk_tokens=chunk_tokens, accumulators_in_stack=in_stack)
+    return experts_of_parts(operands, options)[0]
+
+
+class TokenPart(NamedTuple):
+    """A group of tokens and their choices."""
+
+    x: Float[Array, "tokens hidden"]
+    topk_weights: Float[Array, "tokens k"]
+    topk_experts: Int[Array, "tokens k"]
+
+
+def experts_mlp_of_parts(
+    parts: Sequence[TokenPart],
+    w_gate_up: Float[Array, "experts 2*inter hidden"],
+    w_down: Float[Array, "experts hidden inter"],
+    *,
+    backend: str | None = None,
+    max_pairs: Sequence[int | None] | None = None,
+    shares: Sequence[int] | None = None,
+) -> tuple[Float[Array, "tokens hidden"], ...]:
+    """Computes `experts_mlp` of several groups of tokens, one after the other, where some arrive later than others.
+
+    A part waits for its own tokens and for the parts before it. Its y is there before later parts are computed; the gradients
+    follow the same order. The first part, the caller's own tokens, is the exception: its down pass comes last, so that there is
+    something to compute while the other parts' outputs travel. The weights' gradients come at the end, each summed over all
+    parts in f32 in one pass and rounded once.
+
+    Args:
+        max_pairs: for each part, the number of ids in [0, E) to make room for: R is max_pairs instead of T*K. Ids beyond it
+            count as ids outside [0, E), the last experts' first. None: room for all.
+        shares: for each part, the number of devices that its tokens come from, equally many from each (default: 1). The part's
+            y and dx are made in this number of equal pieces, one by one: what is sent from here is not copied out of the whole.
+
+    Raises:
+        ValueError: there are no parts; parts differ in more than their numbers of tokens; max_pairs or shares has another
+            length than parts; shares do not divide the tokens; or what `experts_mlp` raises.
+    """
+    refuse_explicit_axes(w_gate_up=w_gate_up, w_down=w_down)
+    for part in parts:
+        check_experts_mlp(part.x, w_gate_up, w_down, part.topk_weights, part.topk_experts)
+        refuse_explicit_axes(**part._asdict())
+    types = [", ".join(f"{a.dtype}[tokens, {a.shape[1]}]" for a in part) for part in parts]
+    if len(set(types)) != 1:
+        raise ValueError(f"parts must be one or more of the same dtypes and widths; got {'; '.join(types) or 'none'}")
+    max_pairs = [None] * len(parts) if max_pairs is None else max_pairs
+    if len(max_pairs) != len(parts):
+        raise ValueError(f"max_pairs must be one for each of the {len(parts)} parts; got {len(max_pairs)}")
+    shares = [1] * len(parts) if shares is None else shares
+    if len(shares) != len(parts) or any(n < 1 or part.x.shape[0] % n for part, n in zip(parts, shares, strict=True)):
+        tokens = [part.x.shape[0] for part in parts]
+        raise ValueError(f"shares must be one for each part, and divide its tokens; got {list(shares)} for {tokens} tokens")
+    for pairs in max_pairs:
+        _check_positive("max_pairs", pairs)
+    backend = resolve_backend(backend, parts[0].x.dtype, parts[0].x.shape[1], w_down.shape[2])
+    parts, w_gate_up, w_down = vary_alike((tuple(parts), w_gate_up, w_down))
+    operands = ExpertsOperands(
+        xs=tuple(part.x for part in parts),
+        w_gate_up=w_gate_up,
+        w_down=w_down,
+        weights=tuple(_without_strangers(part.topk_weights, part.topk_experts, w_down.shape[0]) for part in parts),
+        experts=tuple(part.topk_experts for part in parts),
+        accumulators=None,
+    )
+    return experts_of_parts(operands, ExpertsOptions(backend, tuple(max_pairs), tuple(shares)))
+
+
+def _check_positive(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"{name} must be at least 1 or None; got {value}")
+
+
+def _check_accumulators(accumulators: Accumulators, arrays: Sequence[Array], sizes: dict[str, int]) -> None:
+    given = {"gate_up": accumulators.gate_up, "down": accumulators.down}
+    if any(array is None for array in given.values()):
+        found = ["None" if array is None else str(list(array.shape)) for array in given.values()]
+        raise ValueError(f"accumulators must be two arrays, of w_gate_up's and of w_down's shape; got {', '.join(found)}")
+    wanted = at_least_f32(arrays[0].dtype)
+    axes = varying_axes(arrays)
+    shapes = {"gate_up": "experts 2*inter hidden", "down": "experts hidden inter"}
+    for matrix, array in given.items():
+        name = f"accumulators.{matrix}"
+        check_shape(name, array, shapes[matrix], sizes)
+        if array.dtype != wanted:
+            raise ValueError(f"{name} must be {wanted.name}, in which gradients are summed; got {array.dtype}")
+        if missing := sorted(axes - varying_axes(array)):
+            raise ValueError(f"{name} must vary over the mesh axes {missing}, as tokens or weights do: a device adds its own")
+
+
+def _without_strangers(
+    weights: Float[Array, "tokens k"], topk_experts: Int[Array, "tokens k"], num_experts: int
+) -> Float[Array, "tokens k"]:
+    """Zeroes the weights of ids outside [0, E): these weights may be NaN, and later steps multiply them by zeros."""
+    return jnp.where(is_an_expert(topk_experts, num_experts), weights, 0)
