@@ -59,7 +59,7 @@ def relative_error(actual, expected):
 @pytest.mark.parametrize(
     "batch, seq, heads, kv_heads, head_dim, value_dim, segments, window, dtype",
     [
-        (1, 256, 1, 1, 128, 128, 1, None, "bfloat16"),
+        pytest.param(1, 256, 1, 1, 128, 128, 1, None, "bfloat16", marks=pytest.mark.smoke),
         (1, 300, 4, 2, 64, 64, 4, None, "float16"),
         pytest.param(2, 200, 2, 2, 64, 128, 3, 50, "bfloat16", marks=pytest.mark.thorough),
         pytest.param(1, 384, 2, 1, 64, 64, 2, 100, "bfloat16", marks=pytest.mark.thorough),

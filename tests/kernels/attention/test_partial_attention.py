@@ -57,7 +57,7 @@ CASES = {
         ("several chunks", True, None),
         ("kernels", True, None),
         ("kernels", True, jnp.bfloat16),
-        ("kernels, dk and dv apart", False, None),
+        pytest.param("kernels, dk and dv apart", False, None, marks=pytest.mark.smoke),
     ],
 )
 def test_a_part_and_its_gradients_equal_the_definition(rng, monkeypatch, name, adds, out_dtype):

@@ -48,6 +48,7 @@ def results(pass_name, tiles, matrix, chosen, experts, draw):
         ("grouped_outer", [TileShape(128, 256, 4), TileShape(64, 128, 2), TileShape(128, 192, 3, ping_pong=True)]),
     ],
 )
+@pytest.mark.smoke
 def test_the_bits_do_not_depend_on_the_tile(pass_name, tiles):
     """Sums over k are exact here, since the interpreter adds up a step as its CPU likes; the order of all others counts."""
     rng = seeds.rng()
