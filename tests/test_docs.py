@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import prose
 import pytest
 import tiny
 import tyro
@@ -199,10 +200,21 @@ def slug(title: str) -> str:
 
 
 def test_pages_agree_on_what_ran_in_several_processes():
-    said = re.search(r"## What was run\n\n(.*?)\n\n", (DOCS / "many_gpus.md").read_text()).group(1)
+    said = one_line(re.search(r"## What was run\n\n(.*?)\n\n", (DOCS / "many_gpus.md").read_text(), re.DOTALL).group(1))
     assert "`moe-jax launch`" in said
     for page in (ROOT / "README.md", DOCS / "scaling.md"):
-        assert said in page.read_text(), f"{page.name} must say of processes what docs/many_gpus.md says: {said}"
+        assert said in one_line(page.read_text()), f"{page.name} must say of processes what docs/many_gpus.md says: {said}"
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("page", sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")]), ids=lambda page: page.stem)
+def test_pages_are_plain(page):
+    """Lines and table cells of at most 128 columns, sentences of at most 25 words."""
+    found = [*prose.long_lines(page.read_text()), *prose.long_sentences(page.read_text())]
+    assert not found, f"{page.name}: shorten\n" + "\n".join(found)
 
 
 def test_readme_begins_with_make_demo_and_make_test():
