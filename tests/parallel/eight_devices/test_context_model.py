@@ -16,10 +16,13 @@ import moe_jax
 from moe_jax.config import RopeParameters
 from moe_jax.layers.router import ExpertBias
 from moe_jax.layers.segments import segment_positions
+from moe_jax.models.execution import Execution
 from moe_jax.parallel import ContextParallel, make_mesh, shard_sequence
-from moe_jax.train.loss import loss
+from moe_jax.parallel.spread import Spread
+from moe_jax.train.loss import LossWeights, loss
 
 BATCH, SEQ = 2, 48
+WEIGHTS = LossWeights(aux_loss_coef=0.1, z_loss_coef=0.1)
 
 
 def qwen():
@@ -59,7 +62,7 @@ def single(make_model):
         return nnx.merge(graph, parameters, biases)
 
     def run(parameters, batch):
-        return loss(merge(parameters), batch, aux_loss_coef=0.1, z_loss_coef=0.1)
+        return loss(merge(parameters), batch, WEIGHTS)
 
     return merge, parameters, batch, jax.jit(jax.value_and_grad(run, has_aux=True))(parameters, batch)
 
@@ -77,18 +80,12 @@ def single(make_model):
 def test_loss_and_gradients_are_those_of_one_device(make_model, data, context, layout, method, remat, inside):
     """`inside`: the gradient is taken inside `shard_map`, otherwise of it."""
     merge, parameters, batch, ((total, parts), gradients) = single(make_model)
-    how = ContextParallel(layout=layout, method=method)
+    spread = Spread(context=ContextParallel(layout=layout, method=method), mesh_axes=("data", "context"))
 
     def local(parameters, batch):
-        return loss(
-            merge(parameters),
-            batch,
-            aux_loss_coef=0.1,
-            z_loss_coef=0.1,
-            context_parallel=how,
-            mesh_axes=("data", "context"),
-            remat=remat,
-        )
+        model = merge(parameters)
+        model.execution = Execution(remat=remat, spread=spread)
+        return loss(model, batch, WEIGHTS)
 
     def with_gradients(f):
         return jax.value_and_grad(f, has_aux=True)
@@ -99,7 +96,7 @@ def test_loss_and_gradients_are_those_of_one_device(make_model, data, context, l
     split = {name: shard_sequence(a, context, layout) for name, a in batch.items()}
     (found, found_parts), found_gradients = jax.jit(run)(parameters, split)
     np.testing.assert_allclose(found, total, rtol=1e-6)
-    for actual, expected in zip(found_parts, parts, strict=True):
+    for actual, expected in zip(jax.tree.leaves(found_parts), jax.tree.leaves(parts), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
     for path, expected in jax.tree.leaves_with_path(gradients):
         actual = dict(jax.tree.leaves_with_path(found_gradients))[path]
@@ -139,5 +136,7 @@ def test_dynamic_rotary_embeddings_have_one_base_on_all_devices():
 
 def test_what_does_not_fit_is_refused():
     merge, parameters, batch, _ = single(qwen)
-    with pytest.raises(ValueError, match=r"mesh_axes must name the axis of context_parallel, 'context'; got \('data',\)"):
-        loss(merge(parameters), batch, context_parallel=ContextParallel(), mesh_axes=("data",))
+    model = merge(parameters)
+    model.execution = Execution(spread=Spread(context=ContextParallel(), mesh_axes=("data",)))
+    with pytest.raises(ValueError, match=r"mesh_axes must name the axis of Spread.context, 'context'; got \('data',\)"):
+        loss(model, batch)
