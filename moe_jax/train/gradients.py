@@ -39,7 +39,7 @@ def gradients_fn(
 ) -> GradientsFn:
     """Returns gradients(params, fixed, batch) of objective(model, batch) -> (scalar, aux), on one device or on a mesh.
 
-    Arguments as in `on_devices`. On a mesh, value and gradients are those of the whole batch on one device.
+    Arguments as in `on_devices`. On a mesh, value and gradients equal the whole batch's on one device.
     """
     call = on_devices(objective, graphdef, execution=execution, parallelism=parallelism, differentiate=True)
 

@@ -30,7 +30,7 @@ TAKEN_NAMES = (
 
 @dataclass(frozen=True)
 class Objective:
-    """What a step minimises. Values and aux are summed over `micro_batches` micro-batches, and gradients with them.
+    """A function that a step minimises. Values and aux are summed over `micro_batches` micro-batches, and gradients with them.
 
     A plain function becomes a `UserLoss`. Subclass for an objective with metrics of its own, or one that moves biases.
     """

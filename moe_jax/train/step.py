@@ -68,19 +68,20 @@ def make_train_step(
       gradient_accumulation: the number of micro-batches.
       remat: recompute each layer in the backward pass and keep only its input. "offload" keeps the inputs in the host's memory.
       force_balanced_routing: deal tokens to experts in turn and ignore the router's choice. For benchmarks only.
-      parallelism: the mesh that the state lies on, and how the model is spread over it. Losses, gradients and metrics are
-        those of the whole batch on one device. None: one device, or all collectives left to XLA.
+      parallelism: the mesh that the state lies on, and how the model is spread over it. Losses, gradients and metrics equal
+        the whole batch's on one device. None: one device, or all collectives left to XLA.
 
     Returns:
-      metrics are f32 scalars: loss (cross-entropy a label), aux_loss, sequence_loss (0 if its coefficient is 0), z_loss,
-      mtp_loss (cross-entropy of further tokens; 0 without modules that predict some), total_loss, grad_norm (before clipping),
-      num_labels, num_tokens (without padding), learning_rate if there is a schedule. Arrays f32: router_entropy [moe_layers]
-      (mean over tokens, nats), num_rounds and num_shadows [moe_layers] (`parallel.expert.Exchange`, means over devices and
-      micro-batches), and after the step expert_bias_range [moe_layers, 2] (smallest, largest) if there are biases. int32:
-      expert_load [moe_layers, E], num_dropped (choices that no expert computed, over all layers; 0 unless
-      `ExpertParallel.drop` is set). Modules' layers are the last of moe_layers. With a function as `loss`: its metrics, loss
-      (its value, unless a metric has that name), total_loss, grad_norm, num_labels and num_tokens where the batch has a
-      loss_mask and segment_ids, and learning_rate.
+      A step whose metrics are f32 scalars: loss (cross-entropy a label), aux_loss, sequence_loss (0 if its coefficient is 0),
+      z_loss, mtp_loss (cross-entropy of further tokens; 0 without modules that predict some), total_loss, grad_norm (before
+      clipping), num_labels, num_tokens (without padding), learning_rate if there is a schedule.
+      f32 arrays: router_entropy [moe_layers] (mean over tokens, nats); num_rounds and num_shadows [moe_layers]
+      (`parallel.expert.Exchange`, means over devices and micro-batches); expert_bias_range [moe_layers, 2] (smallest, largest,
+      after the step) if there are biases.
+      int32: expert_load [moe_layers, E]; num_dropped (choices that no expert computed, over all layers; 0 unless
+      `ExpertParallel.drop` is set). Modules' layers are the last of moe_layers.
+      With a function as `loss`: its metrics, loss (its value, unless a metric has that name), total_loss, grad_norm and
+      learning_rate; num_labels and num_tokens if the batch has a loss_mask and segment_ids.
 
     Raises:
       TypeError: a function that cannot be called as loss(model, batch).

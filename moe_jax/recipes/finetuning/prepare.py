@@ -179,7 +179,7 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     begin_texts = not saved.identity or "begin_texts" in saved.identity
     settings, found = _with_survey(settings, documents, tokenizer, begin_texts, resumed=saved.steps_done > 0)
     stream = _batches(documents, tokenizer, settings, settings.batch_size, parallelism, begin_texts)
-    # What the chat template refuses in the held-out text and in the first batch is said before minutes of loading.
+    # Batches are made now, so that conversations that the chat template refuses are named before minutes of loading.
     held_out = _held_out(held_out_documents, tokenizer, settings, parallelism, begin_texts)
     if not saved.steps_done:
         _try_first_batch(stream)
