@@ -28,9 +28,8 @@ from moe_jax.cost.flops import num_parameters, training_flops_per_token
 from moe_jax.models.random_weights import random_model
 from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism, default_hops, initialize_processes, make_mesh
 from moe_jax.parallel.expert.placement import device_load
-from moe_jax.train.optimizer import make_optimizer
+from moe_jax.train import LossWeights, NextToken, init_state, make_optimizer, make_train_step, put_batch
 from moe_jax.train.rebalance import rebalance
-from moe_jax.train.step import init_state, make_train_step, put_batch
 
 
 def main() -> None:
@@ -122,7 +121,7 @@ def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing:
     step = make_train_step(
         graph,
         optimizer,
-        aux_loss_coef=1e-3,
+        NextToken(LossWeights(aux_loss_coef=1e-3)),
         remat="offload" if args.offload else not args.no_remat,
         force_balanced_routing=routing == "balanced",
         parallelism=parallelism,

@@ -2,13 +2,13 @@
 
     python examples/distillation.py --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data chats.jsonl --output runs/student
 
-The student learns the labels, and to be as sure of each as the teacher. A label costs one number of the teacher, so that no
+The student learns the labels, and to be as sure of each as the teacher. The teacher gives one number for a label, so that no
 logits of a whole vocabulary are kept:
 
     loss = mean over labels of  -log p_student + weight * (log p_student - log p_teacher)^2
 
-The teacher's numbers are one more array of the batch; a preference loss (DPO) gets its reference model's in the same way. Both
-models need the same tokenizer.
+The teacher's numbers are one more array of the batch. A preference loss (DPO) gets its reference model's numbers in the same
+way. Both models need the same tokenizer.
 """
 
 from dataclasses import dataclass
@@ -45,14 +45,14 @@ def main(settings: Settings) -> None:
     tokenizer = moe_jax.load_tokenizer(settings.student)
     documents = train.open_documents(settings.data)
     batches = train.batches(documents, tokenizer, seq_len=settings.seq_len, batch_size=settings.batch_size)
-    # Of the teacher, the batch carries its answers. A loss that used its weights would compile them in as constants.
+    # The batch carries the teacher's answers. A loss that used the teacher's weights would compile them in as constants.
     log_probs_of_teacher = nnx.jit(train.log_probs)
 
-    def distillation(model, batch, *, mesh_axes, **options):
-        log_probs = train.log_probs(model, batch, **options)
+    def distillation(model, batch):
+        log_probs = train.log_probs(model, batch)
         distances = jnp.square(log_probs - batch["teacher_log_probs"])
         sums = -log_probs.sum(), distances.sum()
-        cross_entropy, distance = (summed / batch["num_labels"] for summed in jax.lax.psum(sums, mesh_axes))
+        cross_entropy, distance = (summed / batch["num_labels"] for summed in train.sum_over_devices(model, sums))
         return cross_entropy + settings.weight * distance, {"cross_entropy": cross_entropy, "distance": distance}
 
     schedule = train.warmup_cosine(settings.learning_rate, steps=settings.steps, warmup_steps=settings.steps // 10)

@@ -2,8 +2,7 @@
 
     python examples/finetune.py --model Qwen/Qwen3-30B-A3B --data chats.jsonl --output runs/mine
 
-The loop is plain JAX and optax on moe_jax's pieces. What it leaves out, `moe_jax.recipes.finetune` has:
-resuming, metrics files.
+The loop is plain JAX and optax on moe_jax's pieces. `moe_jax.recipes.finetune` adds resuming and metrics files.
 """
 
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax import train
+from moe_jax.models.execution import Execution
 
 
 @dataclass
@@ -37,6 +37,7 @@ def main(settings: Settings) -> None:
     compute_dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
     # f32 weights under bf16 compute: the weights are their own master copy.
     model = moe_jax.from_pretrained(settings.model, dtype=compute_dtype, param_dtype=jnp.float32)
+    model.execution = Execution(remat=True)
     tokenizer = train.load_tokenizer(settings.model)
     documents = train.open_documents(settings.data)
     batches = train.batches(documents, tokenizer, seq_len=settings.seq_len, batch_size=settings.batch_size)
@@ -49,7 +50,8 @@ def main(settings: Settings) -> None:
     opt_state = optimizer.init(params)
 
     def loss_fn(params, batch):
-        return train.loss(nnx.merge(graph, params, *others), batch, aux_loss_coef=settings.aux_loss_coef, remat=True)
+        weights = train.LossWeights(aux_loss_coef=settings.aux_loss_coef)
+        return train.loss(nnx.merge(graph, params, *others), batch, weights)
 
     def train_step(params, opt_state, batch):
         (_, parts), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
@@ -60,7 +62,8 @@ def main(settings: Settings) -> None:
     for step in range(1, settings.steps + 1):
         params, opt_state, parts = train_step(params, opt_state, next(batches))
         loss = float(parts.cross_entropy / parts.num_labels)
-        busiest = float(jnp.max(parts.expert_load / jnp.mean(parts.expert_load, axis=1, keepdims=True)))
+        load = parts.router.expert_load
+        busiest = float(jnp.max(load / jnp.mean(load, axis=1, keepdims=True)))
         print(f"step {step}: loss {loss:.4f}, aux loss {float(parts.aux_loss):.3f}, busiest expert {busiest:.2f} x the mean")
 
     trained = nnx.merge(graph, params, *others)

@@ -7,9 +7,9 @@
 In one process that has all GPUs each layer's matrices are gathered by copies while another layer computes; several processes
 send tokens to experts instead, since NCCL's gathers hide less (docs/scaling.md).
 
-Parameters with their masters and AdamW's moments take 8 bytes a parameter with moments in bf16 (four GPUs of 141 GB) and 12 in
-f32 (eight). Interrupted anywhere, the same command goes on from the last checkpoint, on as many GPUs: their number
-sets the batch and the dtype of the moments, and a run keeps both.
+Parameters with their masters and AdamW's moments take 8 bytes a parameter with moments in bf16 (four GPUs of 141 GB). With
+moments in f32 they take 12 (eight GPUs). The same command continues an interrupted run from the last checkpoint, on the same
+number of GPUs: this number sets the batch and the dtype of the moments, and a run keeps both.
 """
 
 import math

@@ -1,153 +1,148 @@
-"""The training loss: next-token cross-entropy, the router's losses and its z-loss, and those of further tokens.
+"""The training loss: next-token cross-entropy, the router's balancing losses and z-loss, and the loss of further tokens.
 
     part  = ce_sum / num_labels + aux_loss_coef * load_balancing_loss + sequence_loss_coef * sequence_balance_loss
             + z_loss_coef * router_z_loss
     total = part of the model + mtp_loss_coef * mean over its modules of (part of the module)
 
 A module that predicts further tokens (`models.mtp`) has labels and router sums of its own. Its cross-entropy is divided by the
-labels of the model, which has a few more, so that total is as in DeepSeek-V3's equations 24 and 25
+number of labels of the model, which has a few more labels than the module. So total is as in DeepSeek-V3's equations 24 and 25
 (https://arxiv.org/abs/2412.19437).
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from moe_jax.kernels import cross_entropy
-from moe_jax.layers.router import load_balancing_loss, router_z_loss, sequence_balance_loss, sum_over_mesh
+from moe_jax.layers.router import RouterStatistics, load_balancing_loss, router_z_loss, sequence_balance_loss
 from moe_jax.layers.segments import later, reaches
-from moe_jax.layers.stack import Remat
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.output import HiddenStates
-from moe_jax.parallel.expert import ExpertParallel
-from moe_jax.parallel.fsdp import LayerGather
-from moe_jax.parallel.sequence.attention import ContextParallel
+from moe_jax.parallel.spread import Spread
+from moe_jax.train.batch import Batch
 
-Batch = dict[str, Int[Array, "batch seq"]]
-"""tokens, labels (the next token of the same document), loss_mask (0 or 1), positions and segment_ids, all int32; it may have
-more, as `train.batches` gives "document"."""
 
-BATCH_ARRAYS = ("tokens", "labels", "loss_mask", "positions", "segment_ids")
-"""The arrays of a batch that `loss` reads."""
+@dataclass(frozen=True)
+class LossWeights:
+    """The coefficients of the losses beside the cross-entropy.
+
+    Attributes:
+      aux_loss_coef: of the load-balancing loss.
+      sequence_loss_coef: of the balance loss within each sequence.
+      z_loss_coef: of the router's z-loss.
+      mtp_loss_coef: of the modules that predict further tokens, where the model has some. 0: they are not run.
+    """
+
+    aux_loss_coef: float = 0.0
+    sequence_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+    mtp_loss_coef: float = 0.1
 
 
 class LossParts(NamedTuple):
-    """What the total is made of, the router's losses without their factors, and what there is to know about the routing.
+    """The terms of the total, the router's losses without their coefficients, and the router's sums, over all devices.
 
-    `cross_entropy` is summed over labels, `entropy_sum` over the `routed_tokens` of each layer; `sequence_loss` is 0 if its
-    factor is. `mtp_cross_entropy` is that of the modules that predict further tokens, their mean. What is of layers has those
-    of the modules behind the model's, `num_dropped` counts in their choices. `num_rounds` and `num_shadows` are means over the
-    devices.
+    Attributes:
+      cross_entropy: summed over the labels.
+      num_labels: the number of labels.
+      aux_loss, z_loss: `load_balancing_loss` and `router_z_loss` of the model.
+      sequence_loss: `sequence_balance_loss` of the model; 0 if its coefficient is 0.
+      router: the router's sums. Rows of further-token modules stand behind the rows of the model's layers. `num_tokens` counts
+        the model's tokens. `num_rounds` and `num_shadows` are means over the devices.
+      routed_tokens: the number of tokens that each row of `router` counts.
+      mtp_cross_entropy: the mean over the further-token modules of their cross-entropy, summed over labels; 0 without modules.
     """
 
     cross_entropy: Float[Array, ""]
     num_labels: Float[Array, ""]
-    num_tokens: Float[Array, ""]
     aux_loss: Float[Array, ""]
     sequence_loss: Float[Array, ""]
     z_loss: Float[Array, ""]
-    expert_load: Int[Array, "moe_layers experts"]
-    entropy_sum: Float[Array, "moe_layers"]
+    router: RouterStatistics
     routed_tokens: Float[Array, "moe_layers"]
-    num_dropped: Int[Array, ""]
-    num_rounds: Float[Array, "moe_layers"]
-    num_shadows: Float[Array, "moe_layers"]
     mtp_cross_entropy: Float[Array, ""]
 
 
 def loss(
     model: Decoder,
     batch: Batch,
+    weights: LossWeights = LossWeights(),
     *,
-    aux_loss_coef: float = 0.0,
-    sequence_loss_coef: float = 0.0,
-    z_loss_coef: float = 0.0,
-    mtp_loss_coef: float = 0.1,
     num_labels: Float[Array, ""] | None = None,
     router_share: float = 1.0,
-    remat: Remat = False,
-    force_balanced_routing: bool = False,
-    context_parallel: ContextParallel | None = None,
-    expert_parallel: ExpertParallel | None = None,
-    layer_gathers: Sequence[LayerGather | None] | None = None,
-    mesh_axes: tuple[str, ...] = (),
 ) -> tuple[Float[Array, ""], LossParts]:
-    """The total (f32) and its parts; the [batch*seq, vocab] logits never exist.
+    """Returns the total (f32) and its parts; the [batch*seq, vocab] logits never exist.
+
+    `model.execution` says what is recomputed and, inside `jax.shard_map`, how the call is spread over devices. Total and parts
+    are then sums over all devices of `spread.mesh_axes`. Gradients under `check_vma` are too, taken inside or outside.
 
     Args:
-      mtp_loss_coef: the factor of the modules that predict further tokens, where the model has some; 0: they are not run.
-      num_labels: what the cross-entropy is divided by (default: the labels of this batch, at least 1). A micro-batch is
-        given the labels of the whole batch, so that losses and gradients of micro-batches add up to the batch's.
+      num_labels: the divisor of the cross-entropy; default: the labels of this batch, at least 1. A micro-batch is given the
+        labels of the whole batch, so that losses and gradients of micro-batches add up to the batch's.
       router_share: a factor on the router's losses: 1 / the number of micro-batches.
-      remat, force_balanced_routing, context_parallel, expert_parallel, layer_gathers: as in `Decoder.hidden_states`.
-      mesh_axes: inside `jax.shard_map`, the mesh axes over which tokens are split, that of `context_parallel` among them. The
-        total and its parts are those of all their tokens, and so are gradients under `check_vma`, taken inside or outside.
 
     Raises:
-      ValueError: `mesh_axes` lacks the axis of `context_parallel`.
+      ValueError: the spread's `mesh_axes` lack the axis of its `context`.
     """
-    if context_parallel is not None and context_parallel.axis_name not in mesh_axes:
-        raise ValueError(f"mesh_axes must name the axis of context_parallel, {context_parallel.axis_name!r}; got {mesh_axes}")
+    spread = model.execution.spread
+    if spread.context is not None and spread.context.axis_name not in spread.mesh_axes:
+        raise ValueError(
+            f"mesh_axes must name the axis of Spread.context, {spread.context.axis_name!r}; got {spread.mesh_axes}"
+        )
     tokens, segments = (batch["tokens"], batch["positions"], batch["segment_ids"]), batch["segment_ids"]
-    options: dict[str, Any] = dict(
-        remat=remat,
-        force_balanced_routing=force_balanced_routing,
-        context_parallel=context_parallel,
-        expert_parallel=expert_parallel,
-        layer_gathers=layer_gathers,
-        sequence_balance=sequence_loss_coef != 0,
-    )
-    states = model.hidden_states(*tokens, **options)
-    parts = _parts(model, states, batch["labels"], batch["loss_mask"], mesh_axes)
+    sequence_balance = weights.sequence_loss_coef != 0
+    states = model.hidden_states(*tokens, sequence_balance=sequence_balance)
+    parts = _parts(model, states, batch["labels"], batch["loss_mask"], spread)
     divisor = (parts.num_labels if num_labels is None else num_labels).clip(1)
 
     def weighted(parts: LossParts) -> Float[Array, ""]:
-        of_router = aux_loss_coef * parts.aux_loss + sequence_loss_coef * parts.sequence_loss + z_loss_coef * parts.z_loss
-        return parts.cross_entropy / divisor + router_share * of_router
+        balance = weights.aux_loss_coef * parts.aux_loss + weights.sequence_loss_coef * parts.sequence_loss
+        return parts.cross_entropy / divisor + router_share * (balance + weights.z_loss_coef * parts.z_loss)
 
-    if not (mtp_loss_coef and model.config.mtp_stages):
+    if not (weights.mtp_loss_coef and model.config.mtp_stages):
         return weighted(parts), parts
     modules = []
-    for k, of_module in enumerate(model.further_hidden_states(states.hidden, *tokens, **options), start=1):
-        labels, mask = (later(batch[name], k, context_parallel) for name in ("labels", "loss_mask"))
-        modules.append(_parts(model, of_module, labels, mask * reaches(segments, k, context_parallel), mesh_axes))
-    total = weighted(parts) + mtp_loss_coef / len(modules) * sum(map(weighted, modules))
-    all_parts = [parts, *modules]
+    further = model.further_hidden_states(states.hidden, *tokens, sequence_balance=sequence_balance)
+    for k, of_module in enumerate(further, start=1):
+        labels, mask = (later(batch[name], k, spread.context) for name in ("labels", "loss_mask"))
+        modules.append(_parts(model, of_module, labels, mask * reaches(segments, k, spread.context), spread))
+    total = weighted(parts) + weights.mtp_loss_coef / len(modules) * sum(map(weighted, modules))
     return total, parts._replace(
-        expert_load=jnp.concatenate([p.expert_load for p in all_parts if p.expert_load.size]),
-        entropy_sum=jnp.concatenate([p.entropy_sum for p in all_parts]),
-        routed_tokens=jnp.concatenate([p.routed_tokens for p in all_parts]),
-        num_dropped=jnp.stack([p.num_dropped for p in all_parts]).sum(),
-        num_rounds=jnp.concatenate([p.num_rounds for p in all_parts]),
-        num_shadows=jnp.concatenate([p.num_shadows for p in all_parts]),
+        router=_all_layers([p.router for p in (parts, *modules)]),
+        routed_tokens=jnp.concatenate([p.routed_tokens for p in (parts, *modules)]),
         mtp_cross_entropy=jnp.stack([p.cross_entropy for p in modules]).mean(),
     )
 
 
-def _parts(model: Decoder, states: HiddenStates, labels, mask, mesh_axes: tuple[str, ...]) -> LossParts:
-    """Of the model's hidden states or of a module's, summed over the mesh."""
+def _parts(model: Decoder, states: HiddenStates, labels, mask, spread: Spread) -> LossParts:
+    """Returns the parts of the model's hidden states, or of one module's, summed over devices."""
     hidden = states.hidden.reshape(-1, states.hidden.shape[-1])
-    summed, num_labels = cross_entropy(hidden, model.head_weight, labels.reshape(-1), mask.reshape(-1) != 0)
-    summed, num_labels = jax.lax.psum((summed, num_labels), mesh_axes)
-    router = sum_over_mesh(states.router, mesh_axes)
-    devices = math.prod(map(jax.lax.axis_size, mesh_axes))
-    aux, sequence, z = load_balancing_loss(router), sequence_balance_loss(router), router_z_loss(router)
+    own_sums = cross_entropy(hidden, model.head_weight, labels.reshape(-1), mask.reshape(-1) != 0)
+    summed, num_labels = spread.sum(own_sums)
+    router = spread.sum(states.router)
+    devices = math.prod(map(jax.lax.axis_size, spread.mesh_axes))
     return LossParts(
         cross_entropy=summed,
         num_labels=num_labels,
-        num_tokens=router.num_tokens,
-        aux_loss=aux,
-        sequence_loss=sequence,
-        z_loss=z,
-        expert_load=router.expert_load,
-        entropy_sum=router.entropy_sum,
+        aux_loss=load_balancing_loss(router),
+        sequence_loss=sequence_balance_loss(router),
+        z_loss=router_z_loss(router),
+        router=replace(router, num_rounds=router.num_rounds / devices, num_shadows=router.num_shadows / devices),
         routed_tokens=jnp.full_like(router.entropy_sum, router.num_tokens),
-        num_dropped=router.num_dropped.sum(),
-        num_rounds=router.num_rounds / devices,
-        num_shadows=router.num_shadows / devices,
         mtp_cross_entropy=jnp.zeros_like(summed),
     )
+
+
+def _all_layers(sums: Sequence[RouterStatistics]) -> RouterStatistics:
+    """Concatenates sums with a row for each layer; sums without layers are the first's, the model's."""
+
+    def join(*of_parts: Array) -> Array:
+        # Without layers of experts the load has no experts either, and so no row for them.
+        return jnp.concatenate([x for x in of_parts if x.size] or of_parts[:1]) if of_parts[0].ndim else of_parts[0]
+
+    return jax.tree.map(join, *sums)

@@ -1,9 +1,9 @@
-"""f32 master weights next to bf16 parameters, in 2 bytes more each: the parameter is the upper half of the master's bits.
+"""f32 master weights next to bf16 parameters, for 2 bytes more a weight: the parameter is the upper half of the master's bits.
 
     master bits = (parameter bits << 16) + low half, a signed 16-bit number
 
-The model computes with the parameter as it is, the master rounded to the nearest bf16 (halfway cases away from zero). No
-pass of a step casts billions of weights, and nothing of an update is lost. All is exact but NaN, which stays NaN.
+The model computes with the parameter as it is: the master rounded to the nearest bf16, halfway cases away from zero. No
+pass of a step casts billions of weights, and no part of an update is lost. Everything is exact except NaN, which stays NaN.
 """
 
 import jax
@@ -13,10 +13,10 @@ from jaxtyping import Array, BFloat16, Float32, Int16, PyTree
 
 
 def initial_low_halves(params: PyTree) -> PyTree | None:
-    """The low halves of masters that equal their bf16 parameters; None for f32 parameters, which are masters themselves.
+    """Returns the low halves of masters that equal their bf16 parameters; None for f32 parameters, their own masters.
 
     Raises:
-      ValueError: parameters of other dtypes, or of both.
+      ValueError: parameters of other dtypes, or of both dtypes.
     """
     dtypes = sorted({p.dtype.name for p in jax.tree.leaves(params)})
     if dtypes == ["float32"]:
@@ -27,12 +27,12 @@ def initial_low_halves(params: PyTree) -> PyTree | None:
 
 
 def join(params: PyTree, low_halves: PyTree) -> PyTree:
-    """The f32 masters."""
+    """Returns the f32 masters: master bits = (parameter bits << 16) + low half."""
     return jax.tree.map(_join, params, low_halves)
 
 
 def split(masters: PyTree) -> tuple[PyTree, PyTree]:
-    """(bf16 parameters, low halves): the inverse of `join`."""
+    """Splits f32 masters into (bf16 parameters, low halves): the inverse of `join`."""
     return jax.tree.map(_upper_half, masters), jax.tree.map(_low_half, masters)
 
 

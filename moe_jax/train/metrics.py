@@ -1,6 +1,6 @@
-"""What training writes down at every step: JSON Lines that survive a crash, and TensorBoard if asked.
+"""The log of a training run, written at every step: JSON Lines that survive a crash, and TensorBoard if asked.
 
-metrics.jsonl has a step's scalars, expert_load.jsonl how each layer's router dealt out its tokens (`of_layers`).
+metrics.jsonl has a step's scalars, expert_load.jsonl the load and entropy of each layer's router (`of_layers`).
 """
 
 import json
@@ -19,9 +19,9 @@ _logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends to `folder`/metrics.jsonl, and what there is of each layer to `folder`/expert_load.jsonl.
+    """Appends scalars to `folder`/metrics.jsonl, and lists over the layers to `folder`/expert_load.jsonl.
 
-    A run that resumes from step n drops what was logged after n, so each step stands in the files once.
+    A run that resumes from step n drops the records after n, so that each step stands in the files once.
     """
 
     def __init__(self, folder: Path, *, resumed_step: int, tensorboard: bool = False):
@@ -51,10 +51,10 @@ class MetricsWriter:
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """Reads the records of a JSON Lines file, one for each step, in the order of steps; none where there is no file.
+    """Reads the records of a JSON Lines file, one for each step, in the order of steps; no file has no records.
 
-    A step that stands there twice counts as it was written last. A last line cut off by a crash is left out silently, any
-    other bad line with a warning.
+    If a step stands there twice, the later record counts. A last line cut off by a crash is left out silently, any other bad
+    line with a warning.
     """
     if not file.exists():
         return []
@@ -72,7 +72,7 @@ def read_records(file: Path) -> list[dict[str, Any]]:
 def record_of_step(
     step: int, metrics: dict[str, np.ndarray], config: ModelConfig, seconds: float, flops_per_token: float
 ) -> dict[str, Any]:
-    """A step's scalars as they are logged, of what `make_train_step`'s step gave and the seconds that it took."""
+    """Returns a step's scalars for the log, from the metrics of `make_train_step`'s step and the seconds that it took."""
     tokens_per_second = float(metrics["num_tokens"]) / seconds
     losses = "loss", "aux_loss", "sequence_loss", "z_loss", "grad_norm", "learning_rate"
     record = {"step": step} | {name: float(metrics[name]) for name in losses if name in metrics}
@@ -80,7 +80,7 @@ def record_of_step(
         "tokens_per_second": tokens_per_second,
         "model_tflops": tokens_per_second * flops_per_token / 1e12,
     }
-    if "expert_load" not in metrics:  # a loss of the user's, which has metrics of its own
+    if "expert_load" not in metrics:  # a user's loss, which has metrics of its own
         return record | {name: float(value) for name, value in metrics.items() if name not in TAKEN_NAMES and value.ndim == 0}
     record |= {
         "max_mean_expert_load": max_mean_load(metrics["expert_load"]),
@@ -98,13 +98,13 @@ def record_of_step(
 
 
 class Clock:
-    """The time that is left, by the steps since the first of this process, which compiles."""
+    """An estimate of the time left, from the steps after this process's first step, which compiles."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
 
     def left(self, step: int, last: int) -> str:
-        """Returns the time from `step`, which has just ended, to the end of `last`; nothing where it is not known."""
+        """Returns the time from `step`, which has just ended, to the end of `last`; an empty text if it is not known."""
         now = time.monotonic()
         if self._first is None:
             self._first = step, now
@@ -115,7 +115,7 @@ class Clock:
 
 
 def one_line(record: dict[str, Any], *, compiled: bool = False) -> str:
-    """Returns the record for the console; of a step that `compiled`, without the speed."""
+    """Returns the record for the console, without the speed for a step that `compiled`."""
     shadows = f", {record['num_shadows']:.1f} shadows a layer" if record.get("num_shadows") else ""
     held_out = f", eval loss {record['eval_loss']:.4f}" if "eval_loss" in record else ""
     aux = f", aux {record['aux_loss']:.3f}" if "aux_loss" in record else ""
@@ -128,11 +128,11 @@ def one_line(record: dict[str, Any], *, compiled: bool = False) -> str:
 
 
 def of_layers(metrics: dict[str, np.ndarray], layers: tuple[int, ...]) -> dict[str, list]:
-    """What a step's metrics say of each layer with experts; nothing for a model without.
+    """Returns a step's metrics of each layer with experts; {} for a model without experts.
 
-    `layers` (their indices in the model), `expert_load` [layers, experts] in tokens, `router_entropy` [layers] in nats,
-    `num_rounds` and `num_shadows` [layers] of the exchange with other devices' experts, means over the devices, and
-    `expert_bias_range` [layers, 2], the smallest and largest, where there are biases.
+    `layers` (their indices in the model), `expert_load` [layers, experts] in tokens, `router_entropy` [layers] in nats.
+    `num_rounds` and `num_shadows` [layers] describe the exchange with other devices' experts, as means over the devices.
+    `expert_bias_range` [layers, 2] is the smallest and largest bias, for models with biases.
     """
     if not layers or "expert_load" not in metrics:
         return {}
@@ -141,14 +141,14 @@ def of_layers(metrics: dict[str, np.ndarray], layers: tuple[int, ...]) -> dict[s
 
 
 def max_mean_load(expert_load: np.ndarray) -> float:
-    """The largest expert's load over the mean, of the worst layer: 1 is perfect balance. A model without experts: 1."""
+    """Returns the worst layer's ratio of the largest load to the mean load. 1 is perfect balance; 1 without experts."""
     if not expert_load.size or not expert_load.sum():
         return 1.0
     return float((expert_load.max(axis=1) / np.maximum(expert_load.mean(axis=1), 1e-9)).max())
 
 
 def min_mean_load(expert_load: np.ndarray) -> float:
-    """The smallest expert's load over the mean, of the worst layer: 0 if an expert got no token. Without experts: 1."""
+    """Returns the worst layer's ratio of the smallest load to the mean load. 0 if an expert got no token; 1 without experts."""
     if not expert_load.size or not expert_load.sum():
         return 1.0
     return float((expert_load.min(axis=1) / np.maximum(expert_load.mean(axis=1), 1e-9)).min())

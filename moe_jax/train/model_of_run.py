@@ -26,13 +26,13 @@ def model_of_run(
     param_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
 ) -> Decoder:
-    """The model as the checkpoint of `step` has it; its optimizer's state is not read.
+    """Reads the model from the checkpoint of `step`, without the optimizer's state.
 
-    Of a run with bf16 parameters an f32 model has the masters (`train.master_weights`).
+    If the run has bf16 parameters, a model with f32 parameters gets the masters (`train.master_weights`).
 
     Args:
       run: the output folder of `finetune`.
-      step: default: that of the newest checkpoint.
+      step: default: the step of the newest checkpoint.
       dtype, param_dtype, mesh: as in `from_pretrained`.
 
     Raises:

@@ -1,96 +1,189 @@
-"""What a training step minimises: `train.loss`, or a function of the user's."""
+"""The objective of a training step: next-token prediction (`train.loss`), or a function of the user's."""
 
+import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.config import ModelConfig
 from moe_jax.kernels.varying import varying_axes
-from moe_jax.layers.stack import Remat
 from moe_jax.models.decoder import Decoder
-from moe_jax.train.loss import Batch, LossParts, loss
+from moe_jax.train.batch import BATCH_ARRAYS, Batch
+from moe_jax.train.expert_bias import move_expert_bias
+from moe_jax.train.loss import LossParts, LossWeights, loss
 
-OwnLoss = Callable[..., tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]
-"""A user's loss, as `make_train_step` describes it."""
+LossFunction = Callable[[Decoder, Batch], tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]
+"""A user's loss: loss(model, batch) -> (a scalar, a dict of scalar metrics), as `make_train_step` describes it."""
 
 TAKEN_NAMES = (
     *("step", "total_loss", "grad_norm", "learning_rate", "num_labels", "num_tokens", "tokens_per_second", "model_tflops"),
     *("eval_loss", "expert_load", "expert_bias_range"),
 )
-"""Metrics that every step has; those of a user's loss have other names."""
+"""Metrics that every step has; metrics of a user's loss have other names."""
 
 
-class Objective(NamedTuple):
-    """`of_batch(model, batch, num_labels, **mesh options)` -> (total, parts) of a micro-batch, to be summed over all.
+@dataclass(frozen=True)
+class Objective:
+    """A function that a step minimises. Values and aux are summed over `micro_batches` micro-batches, and gradients with them.
 
-    `metrics(total, parts, num_labels)` are what a step reports of the sums.
+    A plain function becomes a `UserLoss`. Subclass for an objective with metrics of its own, or one that moves biases.
     """
 
-    of_batch: Callable[..., tuple[Float[Array, ""], Any]]
-    metrics: Callable[[Float[Array, ""], Any, Float[Array, ""]], dict[str, Array]]
+    micro_batches: int = field(default=1, kw_only=True)
+    """The number of micro-batches whose values the step sums; `make_train_step` sets it."""
+
+    def prepare(self, batch: Batch, num_labels: Float[Array, ""]) -> Batch:
+        """Returns the arrays that the objective reads of the whole batch, and scalars for every micro-batch."""
+        raise NotImplementedError
+
+    def __call__(self, model: Decoder, batch: Batch) -> tuple[Float[Array, ""], Any]:
+        """Returns (value, aux) of a prepared micro-batch, the same on every device of a mesh."""
+        raise NotImplementedError
+
+    def metrics(self, value: Float[Array, ""], aux: Any, num_labels: Float[Array, ""]) -> dict[str, Array]:
+        """Returns the metrics of a step from the sums over its micro-batches."""
+        raise NotImplementedError
+
+    def move_biases(self, expert_bias: nnx.State, aux: Any) -> nnx.State:
+        """Returns the biases of experts after the step; here unchanged."""
+        return expert_bias
 
 
-def next_tokens(micro_batches: int, **options: Any) -> Objective:
-    """`train.loss` with these options: cross-entropy over the labels of the whole batch, router losses as means."""
+@dataclass(frozen=True)
+class NextToken(Objective):
+    """Next-token prediction by `train.loss`, with the router's losses, further tokens, and biases that the load moves.
 
-    def of_batch(model: Decoder, batch: Batch, num_labels: Float[Array, ""], **of_mesh: Any):
-        return loss(model, batch, num_labels=num_labels, router_share=1 / micro_batches, **options, **of_mesh)
+    Cross-entropy is divided by the labels of the whole batch. The router's losses are means over micro-batches.
 
-    def metrics(total: Float[Array, ""], parts: LossParts, num_labels: Float[Array, ""]) -> dict[str, Array]:
+    Attributes:
+      weights: the coefficients of the losses.
+      expert_bias_update_rate: how far a step moves each expert's bias (gamma of the DeepSeek-V3 report), for models that have
+        biases; 0 leaves them as they are.
+    """
+
+    weights: LossWeights = LossWeights()
+    expert_bias_update_rate: float = 0.001
+
+    def prepare(self, batch: Batch, num_labels: Float[Array, ""]) -> Batch:
+        """Returns the arrays that `train.loss` reads, and the number of labels of the whole batch."""
+        return {name: batch[name] for name in BATCH_ARRAYS} | {"num_labels": num_labels}
+
+    def __call__(self, model: Decoder, batch: Batch) -> tuple[Float[Array, ""], LossParts]:
+        """Returns the micro-batch's part of the loss, and the loss's parts.
+
+        Raises:
+          ValueError: the model has modules that predict further tokens and the coefficient of their loss is 0.
+        """
+        check_mtp_loss_coef(model.config, self.weights.mtp_loss_coef)
+        return loss(model, batch, self.weights, num_labels=batch["num_labels"], router_share=1 / self.micro_batches)
+
+    def metrics(self, value: Float[Array, ""], aux: LossParts, num_labels: Float[Array, ""]) -> dict[str, Array]:
+        """Returns the metrics that `make_train_step` lists. The only place that makes metrics of `LossParts`."""
+        n, router = self.micro_batches, aux.router
         return {
-            "loss": parts.cross_entropy / num_labels.clip(1),
-            "aux_loss": parts.aux_loss / micro_batches,
-            "sequence_loss": parts.sequence_loss / micro_batches,
-            "z_loss": parts.z_loss / micro_batches,
-            "mtp_loss": parts.mtp_cross_entropy / num_labels.clip(1),
-            "num_tokens": parts.num_tokens,
-            "expert_load": parts.expert_load,
-            "router_entropy": parts.entropy_sum / parts.routed_tokens.clip(1),
-            "num_dropped": parts.num_dropped,
-            "num_rounds": parts.num_rounds / micro_batches,
-            "num_shadows": parts.num_shadows / micro_batches,
+            "loss": aux.cross_entropy / num_labels.clip(1),
+            "aux_loss": aux.aux_loss / n,
+            "sequence_loss": aux.sequence_loss / n,
+            "z_loss": aux.z_loss / n,
+            "mtp_loss": aux.mtp_cross_entropy / num_labels.clip(1),
+            "num_tokens": router.num_tokens,
+            "expert_load": router.expert_load,
+            "router_entropy": router.entropy_sum / aux.routed_tokens.clip(1),
+            "num_dropped": router.num_dropped.sum(),
+            "num_rounds": router.num_rounds / n,
+            "num_shadows": router.num_shadows / n,
         }
 
-    return Objective(of_batch, metrics)
+    def move_biases(self, expert_bias: nnx.State, aux: LossParts) -> nnx.State:
+        """Moves each bias by the load of the whole batch."""
+        return move_expert_bias(expert_bias, aux.router.expert_load, self.expert_bias_update_rate)
 
 
-def own_loss(function: OwnLoss, micro_batches: int, *, remat: Remat, force_balanced_routing: bool) -> Objective:
-    """The mean of a user's loss, and of its metrics, over the micro-batches."""
-    options: dict[str, Any] = {"remat": remat} | ({"force_balanced_routing": True} if force_balanced_routing else {})
+@dataclass(frozen=True)
+class UserLoss(Objective):
+    """A user's function as an objective: value and metrics are means over the micro-batches. Biases of experts stay."""
 
-    def of_batch(model: Decoder, batch: Batch, num_labels: Float[Array, ""], **of_mesh: Any):
+    function: LossFunction
+
+    def prepare(self, batch: Batch, num_labels: Float[Array, ""]) -> Batch:
+        """Returns the whole batch, with "num_labels" where it has a "loss_mask" and no such array of its own."""
         # With it, a mean over the micro-batches is one over all labels, whichever micro-batch they are in.
-        share = {"num_labels": num_labels.clip(1) / micro_batches} if "loss_mask" in batch else {}
-        found = function(model, share | batch, **({"mesh_axes": ()} | options | of_mesh))
+        share = {"num_labels": num_labels.clip(1) / self.micro_batches} if "loss_mask" in batch else {}
+        return share | batch
+
+    def __call__(self, model: Decoder, batch: Batch) -> tuple[Float[Array, ""], dict[str, Array]]:
+        """Returns the function's scalars divided by the number of micro-batches.
+
+        Raises:
+          ValueError: the model has modules that predict further tokens, or the function returned something else.
+        """
+        refuse_further_predictors(model.config)
+        found = self.function(model, batch)
         _check_result(found)
-        return jax.tree.map(lambda scalar: jnp.asarray(scalar, jnp.float32) / micro_batches, found)
+        return jax.tree.map(lambda scalar: jnp.asarray(scalar, jnp.float32) / self.micro_batches, found)
 
-    def metrics(total: Float[Array, ""], parts: dict[str, Array], num_labels: Float[Array, ""]) -> dict[str, Array]:
-        return {"loss": total} | parts
+    def metrics(self, value: Float[Array, ""], aux: dict[str, Array], num_labels: Float[Array, ""]) -> dict[str, Array]:
+        """Returns the value as "loss", and the function's metrics."""
+        return {"loss": value} | aux
 
-    return Objective(of_batch, metrics)
 
-
-def refuse_coefficients(**coefficients: float | None) -> None:
-    """Refuses factors of the built-in loss beside a user's, which alone says what is minimised.
+def as_objective(loss: Objective | LossFunction, micro_batches: int) -> Objective:
+    """Returns the objective for a step of `micro_batches` micro-batches; a plain function becomes a `UserLoss`.
 
     Raises:
-      ValueError: one is given and not 0.
+      TypeError: a function that cannot be called as loss(model, batch).
     """
-    if given := {name: value for name, value in coefficients.items() if value}:
-        named = ", ".join(f"{name}={value}" for name, value in given.items())
-        raise ValueError(f"{named}: a factor of the built-in loss, which `loss` takes the place of; add that term there")
+    if isinstance(loss, Objective):
+        return replace(loss, micro_batches=micro_batches)
+    check_loss_function(loss)
+    return UserLoss(loss, micro_batches=micro_batches)
+
+
+def check_loss_function(function: LossFunction) -> None:
+    """Refuses a function that cannot be called as loss(model, batch), and the older form with `mesh_axes` and options.
+
+    Raises:
+      TypeError: the function has other parameters.
+    """
+    signature = inspect.signature(function)
+    try:
+        signature.bind("model", "batch")
+        fits = "mesh_axes" not in signature.parameters
+    except TypeError:
+        fits = False
+    if not fits:
+        raise TypeError(
+            "loss must be a function loss(model, batch) -> (a scalar, a dict of scalars); "
+            f"{name_of(function)} takes {signature}. mesh_axes and options are not passed on any more: model.execution holds "
+            "them. Write train.log_probs(model, batch), and train.sum_over_devices(model, x) for jax.lax.psum(x, mesh_axes)"
+        )
+
+
+def check_mtp_loss_coef(config: ModelConfig, mtp_loss_coef: float) -> None:
+    """Refuses to train a model without training its modules that predict further tokens.
+
+    Raises:
+      ValueError: the model has such modules and the coefficient of their loss is 0. Weight decay would shrink them, and the
+        load of modules that are not run is not known, by which biases move.
+    """
+    if config.mtp_stages and not mtp_loss_coef:
+        raise ValueError(
+            "mtp_loss_coef=0 would leave the model's modules that predict further tokens behind while the model changes; "
+            "give them a factor, or load the model without them: from_pretrained(..., mtp=False)"
+        )
 
 
 def refuse_further_predictors(config: ModelConfig) -> None:
     """Refuses a model with modules that predict further tokens, which a user's loss would leave behind.
 
     Raises:
-      ValueError: the model has some.
+      ValueError: the model has such modules.
     """
     if config.mtp_stages:
         raise ValueError(
@@ -99,13 +192,13 @@ def refuse_further_predictors(config: ModelConfig) -> None:
         )
 
 
-def name_of(function: OwnLoss) -> str:
-    """The loss's name, which a run's checkpoints hold: another loss would be another run."""
+def name_of(function: LossFunction) -> str:
+    """Returns the loss's name, which a run's checkpoints hold: another loss would be another run."""
     return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def _check_result(found: Any) -> None:
-    """Refuses what is not (scalar, {name: scalar}), the same on all devices."""
+    """Refuses anything but (scalar, {name: scalar}) with the same values on all devices."""
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
         raise ValueError(f"loss must return (a scalar, a dict of scalars); got {type(found).__name__}")
     if taken := sorted(found[1].keys() & set(TAKEN_NAMES)):
@@ -118,5 +211,5 @@ def _check_result(found: Any) -> None:
         if axes := varying_axes(value):
             raise ValueError(
                 f"loss must return the same on every device, and {name} differs along {', '.join(sorted(axes))}: sum it over "
-                "them with jax.lax.psum(..., mesh_axes)"
+                "them with train.sum_over_devices(model, ...)"
             )

@@ -1,7 +1,7 @@
 """AdamW with gradient clipping, and a learning rate that warms up linearly and falls along a cosine.
 
 AdamW: Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101. The optimizer works in f32 whatever the parameters'
-dtype: `train.step` hands it f32 gradients and parameters.
+dtype: `train.apply_gradients` hands it f32 gradients and masters.
 """
 
 import jax
@@ -13,7 +13,7 @@ NOT_DECAYED = ("norm", "layernorm", "bias")
 
 
 def warmup_cosine(learning_rate: float, *, steps: int, warmup_steps: int = 0, min_ratio: float = 0.1) -> optax.Schedule:
-    """rate * (t+1)/(warmup+1) for t < warmup, then a cosine from rate at t = warmup to rate * min_ratio at t = steps.
+    """Returns the schedule rate * (t+1)/(warmup+1) for t < warmup, then a cosine from rate to rate * min_ratio at t = steps.
 
     `t` counts finished optimizer steps: the first step, t = 0, already learns a little.
     """
@@ -38,10 +38,11 @@ def make_optimizer(
     eps: float = 1e-8,
     moment_dtype: jax.typing.DTypeLike = jax.numpy.float32,
 ) -> optax.GradientTransformation:
-    """AdamW behind a clip of the global gradient norm (none if `max_grad_norm` is None). Norms and biases do not decay.
+    """Returns AdamW behind a clip of the global gradient norm (None: no clip). Norms and biases do not decay.
 
-    `moment_dtype` is what both moments are kept in between steps. In bf16 they take half the memory; a second moment then moves
-    in steps of up to 0.8 %, which 1 - b2 = 0.05 is large enough for and 0.001 would not be.
+    Args:
+      moment_dtype: the dtype of both moments between steps. In bf16 they take half the memory. A second moment then moves in
+        steps of up to 0.8 %: 1 - b2 = 0.05 is large enough for these, 0.001 would not be.
 
     Raises:
       ValueError: moments below f32 with b2 above 0.99.
@@ -56,7 +57,7 @@ def make_optimizer(
 
 
 def _kept_in(optimizer: optax.GradientTransformation, dtype: jax.numpy.dtype) -> optax.GradientTransformation:
-    """The optimizer computing in f32, with the arrays of its state kept in `dtype` between steps."""
+    """Returns the optimizer, computing in f32, with the arrays of its state kept in `dtype` between steps."""
 
     def cast(state, to):
         def cast_array(x):
@@ -72,7 +73,7 @@ def _kept_in(optimizer: optax.GradientTransformation, dtype: jax.numpy.dtype) ->
 
 
 def decayed(params: PyTree) -> PyTree:
-    """True for each parameter that weight decay applies to. Decided by name: stacked parameters hide their own rank."""
+    """Returns True for each parameter that weight decay applies to. Names decide: stacked parameters hide their own rank."""
 
     def is_decayed(path, _):
         names = (str(getattr(key, "key", getattr(key, "name", ""))) for key in path)

@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from moe_jax.train.metrics import read_records
 
 SMOOTHING_STEPS = 10
-"""How many neighbouring steps the bold loss line averages: enough to hide the difference between batches."""
+"""The number of neighbouring steps that the bold loss line averages: enough to hide the difference between batches."""
 
 
 def plot_run(
     run: str | Path, output: str | Path | None = None, *, step: int | None = None, resumed_at: int | None = None
 ) -> list[Path]:
-    """Draws what a training run wrote down: loss.png and, of a model with experts, expert_load.png. Returns their paths.
+    """Draws the log of a training run: loss.png and, for a model with experts, expert_load.png. Returns their paths.
 
     Args:
       run: the output folder of `finetune`; it may be under way.
@@ -29,7 +29,7 @@ def plot_run(
 
     Raises:
       FileNotFoundError: `run` is not such a folder, or has no step yet.
-      ValueError: `step` is not among those of the run.
+      ValueError: the run has no such `step`.
     """
     run = Path(run).expanduser()
     output = run if output is None else Path(output).expanduser()
@@ -94,7 +94,7 @@ def plot_expert_load(
     *,
     step: int | None = None,
 ) -> None:
-    """Draws how many tokens each expert received, relative to an even share (1 is even, 2 is twice its share).
+    """Draws the tokens that each expert received, relative to an even share (1 is even, 2 is twice the share).
 
     Above, a heat map of layers by experts; then one of layers by steps, of each layer's busiest expert; below, over the steps,
     the busiest and the idlest expert of the worst layer and of the layers' mean.
@@ -148,7 +148,7 @@ def plot_expert_load(
 def _heat_map(
     figure: Figure, axes: Any, values: Float[np.ndarray, "layers columns"], layers: Sequence[int], edges=None
 ) -> None:
-    """Relative loads, a row for each layer; columns between `edges` (default: one each)."""
+    """Draws relative loads, a row for each layer; columns lie between `edges` (default: one column an expert)."""
     edges = np.arange(values.shape[1] + 1) - 0.5 if edges is None else edges
     mesh = axes.pcolormesh(
         edges, np.arange(len(layers) + 1) - 0.5, values, cmap="viridis", vmin=0, vmax=max(2.0, float(values.max()))
@@ -160,13 +160,13 @@ def _heat_map(
 
 
 def relative_load(loads: Int[np.ndarray, "*any experts"]) -> Float[np.ndarray, "*any experts"]:
-    """load / mean load over the experts; 1 where no expert received a token."""
+    """Returns load / mean load over the experts; 1 if no expert received a token."""
     mean = loads.mean(axis=-1, keepdims=True)
     return np.where(mean > 0, loads / np.maximum(mean, np.finfo(float).tiny), 1.0)
 
 
 def moving_average(values: Float[np.ndarray, "steps"], width: int) -> Float[np.ndarray, "steps"]:
-    """out[i] = mean of values[max(0, i - width + 1) .. i]."""
+    """Returns out[i] = mean of values[max(0, i - width + 1) .. i]."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     end = np.arange(1, len(values) + 1)
     start = np.maximum(0, end - width)

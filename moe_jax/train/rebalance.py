@@ -1,9 +1,9 @@
 """Experts change places between training steps: a relabelled model that computes the same.
 
-Where an expert's weights go, its row of the router, the low halves of its masters and the optimizer's moments go too. The
-model, and a checkpoint written from it, are as good as before; only the numbers of the experts have changed. One thing looks at
-numbers: transformers' load-balancing loss averages expert i's load over all layers, so that its value changes with the places.
-Where the router chooses among groups of experts (DeepSeek's), a group's experts stay neighbours.
+An expert's weights move together with its row of the router, the low halves of its masters and the optimizer's moments. The
+model, and a checkpoint written from it, are as good as before: only the numbers of the experts have changed. One value depends
+on the numbers. transformers' load-balancing loss averages expert i's load over all layers, so that it changes with the places.
+If the router chooses among groups of experts (DeepSeek), a group's experts stay neighbours.
 """
 
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ from jaxtyping import Array, Float, Int, Num, PyTree
 from moe_jax.config import ModelConfig
 from moe_jax.parallel.expert.placement import balanced_order
 from moe_jax.parallel.layout import parameter_path
-from moe_jax.train.step import TrainState
+from moe_jax.train.state import TrainState
 
 
 def rebalance(
     state: TrainState, config: ModelConfig, expert_load: Float[np.ndarray, "moe_layers experts"], devices: int
 ) -> tuple[TrainState, Int[np.ndarray, "moe_layers experts"]]:
-    """The state with each layer's experts dealt out evenly to `devices` of the mesh axis `expert`, and the orders that did it.
+    """Deals each layer's experts out evenly to `devices` of the mesh axis `expert`; returns the state and the orders used.
 
     Args:
       state: is donated.
       config: the model's.
-      expert_load: of steps before this one, as the metrics give it; sums over some hundred steps say more than one.
+      expert_load: the load of earlier steps, as the metrics give it. Sums over some hundred steps say more than one step.
 
     Raises:
       ValueError: devices that the experts cannot be dealt out to (`balanced_order`), or loads that are not of this model.
@@ -38,21 +38,21 @@ def rebalance(
     _check_shape("expert_load", expert_load, config)
     orders = np.stack([balanced_order(load, devices, groups) for load in expert_load])
     stays = (orders == np.arange(orders.shape[1])).all(axis=1)
-    # The busiest experts come to the first device, or group, of the first layer, the second of the second, and so on: together
-    # they would weigh more in a load-balancing loss that averages over layers.
+    # Layer i's busiest experts come to device, or group, i. On one device in all layers they would weigh more in a
+    # load-balancing loss that averages over layers.
     shift = orders.shape[1] // (devices if groups == 1 else min(devices, groups))
     orders = np.stack([order if stays[i] else np.roll(order, i * shift) for i, order in enumerate(orders)])
     return move_experts(state, config, orders), orders
 
 
 def move_experts[Tree: PyTree](state: Tree, config: ModelConfig, orders: Int[np.ndarray, "moe_layers experts"]) -> Tree:
-    """The state with expert orders[l, i] of MoE layer l in place i. The state passed in is donated.
+    """Puts expert orders[l, i] of MoE layer l in place i. The state passed in is donated.
 
     Args:
-      state: a TrainState, or several of its parts, the parameters or their moments among them.
+      state: a TrainState, or several of its parts; one part must be the parameters or their moments.
 
     Raises:
-      ValueError: orders that are no permutations, are not of this model, or part a group's experts.
+      ValueError: orders that are no permutations, do not have this model's shape, or part a group's experts.
     """
     orders = np.asarray(orders)
     _check_orders(orders, config)
@@ -64,53 +64,57 @@ def move_experts[Tree: PyTree](state: Tree, config: ModelConfig, orders: Int[np.
             return array
         return _move(array, stages[names[1]], array.sharding)
 
-    # One array after the other: there is room for one of them twice, not for all.
+    # One array after the other: memory has room for a second copy of one array, not of all.
     return jax.tree.map_with_path(move, state)
 
 
 def num_groups(config: ModelConfig) -> int:
-    """Of how many groups of experts a router of this model's chooses some."""
+    """Returns the number of groups of experts that the model's routers choose among; 1 without groups."""
     return config.experts.num_groups if config.experts else 1
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where a run's experts are, and how busy each place was since they last moved. A part of its checkpoints, as JSON."""
+    """The places of a run's experts, and the load of each place since they last moved. A part of its checkpoints, as JSON.
+
+    Attributes:
+      numbers: the number of the expert in each place, as the model that the run began with numbers them.
+      load: the tokens that each place received since experts last moved.
+    """
 
     numbers: Int[np.ndarray, "moe_layers experts"]
-    """Of the expert in each place, in the model that the run began with."""
     load: Int[np.ndarray, "moe_layers experts"]
 
     @classmethod
     def at_first(cls, moe_layers: int, num_experts: int) -> "Places":
-        """Every expert in its own place."""
+        """Returns every expert in its own place, with no load yet."""
         numbers = np.tile(np.arange(num_experts), (moe_layers, 1))
         return cls(numbers, np.zeros_like(numbers))
 
     @classmethod
     def from_json(cls, saved: dict[str, list]) -> "Places":
-        """What `to_json` gave."""
+        """Reads the result of `to_json`."""
         return cls(**{name: np.asarray(values) for name, values in saved.items()})
 
     def to_json(self) -> dict[str, list]:
-        """Lists of numbers."""
+        """Returns the fields as lists of numbers."""
         return {"numbers": self.numbers.tolist(), "load": self.load.tolist()}
 
     def after_step(self, expert_load: Int[np.ndarray, "moe_layers experts"]) -> "Places":
-        """With a step's load of each place added."""
+        """Adds a step's load of each place."""
         return Places(self.numbers, self.load + expert_load)
 
     def by_number(self, of_places: Int[np.ndarray, "moe_layers experts"]) -> Int[np.ndarray, "moe_layers experts"]:
-        """The same in the order of the experts' numbers."""
+        """Reorders an array over places into the order of the experts' numbers."""
         return np.take_along_axis(of_places, self.back, axis=1)
 
     @property
     def back(self) -> Int[np.ndarray, "moe_layers experts"]:
-        """The orders for `move_experts` with which every expert is in its own place again."""
+        """The orders for `move_experts` that bring every expert back to its own place."""
         return np.argsort(self.numbers, axis=1)
 
     def rebalance(self, state: TrainState, config: ModelConfig, devices: int) -> tuple[TrainState, "Places"]:
-        """`rebalance` by the load since the last time."""
+        """Calls `rebalance` with the load since experts last moved."""
         state, orders = rebalance(state, config, self.load, devices)
         return state, Places(np.take_along_axis(self.numbers, orders, axis=1), np.zeros_like(self.load))
 
@@ -119,7 +123,7 @@ class Places:
 def _move(
     stacked: Num[Array, "layers experts ..."], orders: Int[Array, "layers experts"], layout: Sharding
 ) -> Num[Array, "layers experts ..."]:
-    # One layer at a time: experts of one layer may meet on a device, all of them may not.
+    # One layer at a time: a device has room for all experts of one layer, not for all experts of all layers.
     moved = jax.lax.map(lambda layer: layer[0][layer[1]], (stacked, orders))
     return jax.lax.with_sharding_constraint(moved, layout)
 
@@ -143,7 +147,7 @@ def _check_orders(orders: np.ndarray, config: ModelConfig) -> None:
 
 
 def _orders_of_stages(state: PyTree, orders: np.ndarray) -> dict[Any, np.ndarray]:
-    """The rows of `orders` that belong to each stage with experts."""
+    """Returns the rows of `orders` that belong to each stage with experts."""
     named = ((parameter_path(path), array) for path, array in jax.tree.leaves_with_path(state))
     layers = {n[1]: len(array) for n, array in named if n[:1] == ("stages",) and n[-1] == "gate_up_proj"}
     ends = np.cumsum([layers[stage] for stage in sorted(layers)])

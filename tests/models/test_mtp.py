@@ -11,7 +11,8 @@ from flax import nnx
 from moe_jax.layers.router import ExpertBias
 from moe_jax.layers.segments import later, reaches
 from moe_jax.models.decoder import _run_stage
-from moe_jax.train import loss
+from moe_jax.models.execution import Execution
+from moe_jax.train import LossWeights, loss
 
 SEGMENTS = np.array([[1, 1, 1, 1, 1, 2, 2, 0], [3, 3, 3, 3, 3, 3, 3, 3]])
 
@@ -86,7 +87,9 @@ def test_two_modules_equal_the_papers_equations_with_every_gradient():
         graph, params, biases = nnx.split(model, nnx.Param, ExpertBias)
 
         def ours(params):
-            total, parts = loss(nnx.merge(graph, params, biases), batch, mtp_loss_coef=0.3, remat=True)
+            model = nnx.merge(graph, params, biases)
+            model.execution = Execution(remat=True)
+            total, parts = loss(model, batch, LossWeights(mtp_loss_coef=0.3))
             return parts.mtp_cross_entropy, (total, parts)
 
         def by_hand(params):
@@ -101,7 +104,7 @@ def test_two_modules_equal_the_papers_equations_with_every_gradient():
             assert np.abs(b).max() > 0, path
             np.testing.assert_allclose(a[...], b, rtol=1e-6, atol=1e-11, err_msg=str(path))
         counted = [reaches(jnp.asarray(SEGMENTS), k).sum() for k in (1, 2)]
-        np.testing.assert_array_equal(parts.expert_load.sum(axis=1), 2 * np.array(counted))
+        np.testing.assert_array_equal(parts.router.expert_load.sum(axis=1), 2 * np.array(counted))
 
 
 def test_another_documents_tokens_change_nothing():
@@ -125,10 +128,9 @@ def test_without_a_factor_modules_are_not_run():
     batch = make_batch(seeds.rng())
     graph, state = nnx.split(nnx.eval_shape(lambda: tiny.deepseek(mtp=2)))
     for factor, layers in ((0.0, 2), (0.1, 4)):
-        parts = jax.eval_shape(lambda state, factor=factor: loss(nnx.merge(graph, state), batch, mtp_loss_coef=factor), state)[
-            1
-        ]
-        assert parts.expert_load.shape == (layers, 8)
+        weights = LossWeights(mtp_loss_coef=factor)
+        _, parts = jax.eval_shape(lambda state, weights=weights: loss(nnx.merge(graph, state), batch, weights), state)
+        assert parts.router.expert_load.shape == (layers, 8)
 
 
 def test_what_stands_later_and_whether_it_is_of_the_document():

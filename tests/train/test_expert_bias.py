@@ -11,9 +11,9 @@ from test_step import make_batch
 
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.layers.router import ExpertBias
-from moe_jax.train import init_state, make_optimizer, make_train_step
+from moe_jax.train import LossWeights, NextToken, init_state, make_optimizer, make_train_step
+from moe_jax.train.expert_bias import move_expert_bias
 from moe_jax.train.rebalance import move_experts
-from moe_jax.train.step import move_expert_bias
 
 RATE = np.float32(0.01)
 
@@ -24,8 +24,8 @@ def trained():
     batch, model, optimizer = make_batch(seeds.rng(__name__)), tiny.biased_model(), make_optimizer(1e-2)
     batch["loss_mask"] = jnp.zeros_like(batch["loss_mask"])
     graph, state = nnx.graphdef(model), init_state(model, optimizer)
-    options = dict(sequence_loss_coef=0.5, expert_bias_update_rate=float(RATE), gradient_accumulation=4, remat=False)
-    return make_train_step(graph, optimizer, **options)(state, batch)
+    objective = NextToken(LossWeights(sequence_loss_coef=0.5), expert_bias_update_rate=float(RATE))
+    return make_train_step(graph, optimizer, objective, gradient_accumulation=4, remat=False)(state, batch)
 
 
 def biases(state) -> np.ndarray:

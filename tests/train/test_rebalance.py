@@ -12,7 +12,7 @@ from flax import nnx
 from test_step import make_batch
 
 from moe_jax.layers.router import ExpertBias
-from moe_jax.train import init_state, make_optimizer, make_train_step
+from moe_jax.train import LossWeights, NextToken, init_state, make_optimizer, make_train_step
 from moe_jax.train.rebalance import move_experts, rebalance
 
 CONFIG = tiny.model().config
@@ -27,7 +27,8 @@ def start(dtype="float32"):
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 def test_training_goes_on_as_if_nothing_had_happened(dtype):
     graph, optimizer, state = start(dtype)
-    step, batch = make_train_step(graph, optimizer, z_loss_coef=0.1), make_batch(seeds.rng())
+    step = make_train_step(graph, optimizer, NextToken(LossWeights(z_loss_coef=0.1)))
+    batch = make_batch(seeds.rng())
     state, _ = step(state, batch)
     rng = seeds.rng()
     orders = np.stack([rng.permutation(4) for _ in range(2)])

@@ -12,7 +12,7 @@ import tiny
 from flax import nnx
 
 from moe_jax.layers.router import load_balancing_loss, router_z_loss
-from moe_jax.train import init_state, loss, make_optimizer, make_train_step, put_batch, warmup_cosine
+from moe_jax.train import LossWeights, NextToken, init_state, loss, make_optimizer, make_train_step, put_batch, warmup_cosine
 
 
 def make_batch(rng, rows=4, length=12):
@@ -32,7 +32,7 @@ def loss_and_gradients(batch, aux=0.0, z=0.0):
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def _loss_and_gradients(params, batch, graph, aux, z):
     def total(params):
-        return loss(nnx.merge(graph, params), batch, aux_loss_coef=aux, z_loss_coef=z)
+        return loss(nnx.merge(graph, params), batch, LossWeights(aux_loss_coef=aux, z_loss_coef=z))
 
     return jax.value_and_grad(total, has_aux=True)(params)
 
@@ -99,7 +99,7 @@ def test_micro_batches_sum_to_the_big_batch():
 
 def test_modules_for_further_tokens_must_learn_too():
     model, optimizer = tiny.deepseek(mtp=1), make_optimizer(1e-3)
-    step = make_train_step(nnx.graphdef(model), optimizer, mtp_loss_coef=0)
+    step = make_train_step(nnx.graphdef(model), optimizer, NextToken(LossWeights(mtp_loss_coef=0)))
     with pytest.raises(ValueError, match="mtp_loss_coef=0 would leave the model's modules .* give them a factor"):
         step(init_state(model, optimizer), make_batch(seeds.rng()))
 

@@ -1,10 +1,10 @@
-"""What a run says about its data and its length before it starts."""
+"""The announcement of a run: its data and its length, printed before it starts."""
 
 from moe_jax.recipes.finetuning.prepare import PlannedRun
 from moe_jax.train.data.survey import Survey
 
 MANY_EPOCHS = 100
-"""More passes through the data than this are hardly meant."""
+"""A run with more passes through its data than this gets a warning: the user hardly means it."""
 
 
 def announcement(run: PlannedRun, steps_done: int) -> str:

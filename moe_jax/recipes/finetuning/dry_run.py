@@ -1,4 +1,4 @@
-"""A rehearsal of a run: everything is checked, and what it would learn from is shown; nothing is trained or written."""
+"""A rehearsal of a run: checks everything, and prints the text that the run would learn from. Trains and writes nothing."""
 
 import itertools
 import sys
@@ -19,15 +19,15 @@ LEARNED_ON_A_TERMINAL = "\033[32m", "\033[0m"
 
 
 def dry_run(settings: FinetuneSettings, *, model: Decoder | None = None, tokenizer: Any = None) -> None:
-    """Prints what `finetune` says before it starts, and the first row of its first batch, with the learned text marked.
+    """Prints the announcement of `finetune`, and the first row of its first batch with the learned text marked.
 
     Args: as in `finetune`. No weights are read, and no file is written.
 
     Raises:
-      ValueError, FileNotFoundError: as `finetune` before it reads weights.
+      ValueError, FileNotFoundError: as `finetune` raises before it reads weights.
     """
     run = plan_run(settings, model, tokenizer)
-    steps_done, _ = saved_run(Path(settings.output).expanduser())
+    steps_done = saved_run(Path(settings.output).expanduser()).steps_done
     try:
         batch = next(run.batches)
     finally:
@@ -42,9 +42,9 @@ def dry_run(settings: FinetuneSettings, *, model: Decoder | None = None, tokeniz
 
 
 def described_row(row: dict[str, np.ndarray], documents: Documents, tokenizer: Any, marks: tuple[str, str]) -> str:
-    """Returns the text of a packed row, int32 [seq_len] by name, segment by segment, with what is learned between `marks`.
+    """Returns the text of a packed row (int32 [seq_len] by name), segment by segment, with learned text between `marks`.
 
-    A piece's first token counts as not learned: where a document was cut, the piece before it learned it.
+    A piece's first token counts as not learned: if a document was cut there, the piece before learned the token.
     """
     parts = []
     for segment in range(1, int(row["segment_ids"].max()) + 1):

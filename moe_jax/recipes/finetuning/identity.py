@@ -1,4 +1,4 @@
-"""Tells whether the checkpoints in an output folder are of the run that is asked for."""
+"""The identity of a run: compares the checkpoints in an output folder with the run that is asked for."""
 
 import logging
 from pathlib import Path
@@ -15,13 +15,13 @@ from moe_jax.parallel.layout import mesh_of
 from moe_jax.runtime.processes import is_first_process
 
 MODEL = "model"
-"""The entry of a run's identity that tells its starting weights; runs begun before version 0.2 have none."""
+"""The entry of a run's identity for its starting weights; runs begun before version 0.2 have no such entry."""
 
 _logger = logging.getLogger(__name__)
 
 
 def values_of(model: Decoder) -> list[float]:
-    """Eight values of each parameter of a model in memory: enough to tell another model, not every change of some weights."""
+    """Returns eight values of each parameter of a model in memory: enough to notice another model, not every changed weight."""
     params = nnx.state(model, nnx.Param)
     mesh = mesh_of(params)
 
@@ -29,19 +29,19 @@ def values_of(model: Decoder) -> list[float]:
         rows = [leaf[tuple(size // 2 for size in leaf.shape[:-1])][:8] for leaf in leaves]
         return jnp.concatenate([row.astype(jnp.float32) for row in rows])
 
-    # Replicated, so that each process of a job has all of them.
+    # Replicated, so that each process of a job has all values.
     placed = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     return np.asarray(jax.jit(sample, out_shardings=placed)(jax.tree.leaves(params))).tolist()
 
 
 def same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> dict[str, Any]:
-    """Returns the identity that the run in `output` goes on with.
+    """Returns the identity that the run in `output` continues with.
 
-    Starting weights are compared where the run noted them in the same way: a hash of a checkpoint's, or values of a model
-    passed from Python. Elsewhere the run goes on with what it noted, if anything, and a warning.
+    Starting weights are compared if the run noted them in the same way: a hash of a checkpoint's weights, or values of a model
+    passed from Python. Otherwise the run continues with what it noted, if anything, and a warning.
 
     Raises:
-      ValueError: it is another run; names what differs.
+      ValueError: the folder holds another run; the message names what differs.
     """
     kept = {name: value for name, value in current.items() if name != MODEL}
     # Through JSON, as it was saved: tuples are lists there.

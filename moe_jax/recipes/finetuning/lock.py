@@ -20,10 +20,10 @@ _logger = logging.getLogger(__name__)
 
 @contextmanager
 def output_lock(folder: Path) -> Iterator[None]:
-    """Holds `folder`, which is made if it is not there, until the block ends.
+    """Holds `folder` until the block ends; makes the folder if it is not there.
 
     All processes of a job call this together on a shared file system; the first one holds the lock. On a file system without
-    locks it warns and goes on.
+    locks a warning is logged and the block runs.
 
     Raises:
       BlockingIOError: another run holds the folder; the message names its process and host. All processes raise it.
@@ -48,7 +48,7 @@ def output_lock(folder: Path) -> Iterator[None]:
 
 
 def _locked(handle: int, folder: Path) -> str:
-    """Returns who holds the lock instead; an empty text if it is held now, or if there are no locks."""
+    """Returns the holder if another process holds the lock; "" if this process holds it now, or if there are no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

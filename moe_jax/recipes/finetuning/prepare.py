@@ -1,11 +1,11 @@
-"""What is settled before a run's weights are read: its data, devices and sizes fit together, and fit what its folder holds."""
+"""Validates a fine-tuning run (data, devices, sizes, existing checkpoints) before any weights are loaded."""
 
 import json
 import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,9 +35,14 @@ from moe_jax.train.data import Batches, Documents, batches, open_documents, toke
 from moe_jax.train.data.chat_templates import with_chat_template
 from moe_jax.train.data.survey import Survey, survey
 from moe_jax.train.master_weights import initial_low_halves
-from moe_jax.train.objective import OwnLoss, name_of, refuse_coefficients, refuse_further_predictors
+from moe_jax.train.objective import (
+    LossFunction,
+    check_loss_function,
+    check_mtp_loss_coef,
+    name_of,
+    refuse_further_predictors,
+)
 from moe_jax.train.rebalance import Places, num_groups
-from moe_jax.train.step import check_mtp_loss_coef
 
 _logger = logging.getLogger(__name__)
 
@@ -68,9 +73,13 @@ RESUME_MUST_MATCH = (
 class PlannedRun:
     """A run whose data, devices and sizes fit together.
 
-    `settings` have the steps that epochs come to. `tokenizer` has the chat template of the settings. `held_out` are batches of
-    text that is not trained on. `identity` is what the run may not change on its way. `survey` measures the data of a run that
-    begins; processes but the first have none.
+    Attributes:
+      settings: the settings, with `epochs` turned into `steps`.
+      tokenizer: the tokenizer, with the chat template of the settings.
+      expert_devices: the number of devices that the experts are dealt out to.
+      held_out: batches of text that is not trained on.
+      identity: what may not change between the start of the run and its resumption.
+      survey: measures of the data, in the first process of a run that begins; else None.
     """
 
     settings: FinetuneSettings
@@ -87,11 +96,12 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class Run(PlannedRun):
-    """A run that can start, or go on.
+class PreparedRun(PlannedRun):
+    """A run that can start, or continue.
 
-    `steps_done` are those of its newest checkpoint, 0 where there is none; `batches` stands behind them. `places` is where
-    experts are, if they move between the `expert_devices` that they are dealt out to.
+    Attributes:
+      steps_done: the step of the newest checkpoint, 0 without one. `batches` stands behind the batches of these steps.
+      places: where the experts are, if they move between the `expert_devices`.
     """
 
     checkpoints: TrainingCheckpoints
@@ -99,19 +109,33 @@ class Run(PlannedRun):
     places: Places | None
 
 
-def prepare_run(
-    settings: FinetuneSettings, model: Decoder | None, tokenizer: Any, until_end: ExitStack, loss: OwnLoss | None = None
-) -> Run:
-    """The run that `finetune` was asked for; it has the arguments, and the errors raised.
+class HeldOut(NamedTuple):
+    """Text that is not trained on: its batches, a micro-batch's rows each, and its fingerprint; none without `eval_data`."""
 
-    Nothing has been written when it raises, but in a folder that has a run. Else there is the folder for checkpoints, and
-    `until_end` holds it for this run.
+    batches: list[dict[str, np.ndarray]]
+    fingerprint: str | None
+
+
+class SavedRun(NamedTuple):
+    """The newest checkpoint in an output folder: its step and the run's identity; 0 and {} without one."""
+
+    steps_done: int
+    identity: dict[str, Any]
+
+
+def prepare_run(
+    settings: FinetuneSettings, model: Decoder | None, tokenizer: Any, until_end: ExitStack, loss: LossFunction | None = None
+) -> PreparedRun:
+    """Returns the run that `finetune` was asked for; arguments and errors as there.
+
+    Nothing has been written when it raises, except in a folder that holds a run. Otherwise the folder for checkpoints exists,
+    and `until_end` holds its lock for this run.
     """
     output = Path(settings.output).expanduser()
     plan = plan_run(settings, model, tokenizer)
-    settings, config, stream = plan.settings, plan.config, plan.batches
+    settings, config = plan.settings, plan.config
     if loss is not None:
-        _check_own_loss(settings, config)
+        _check_user_loss(loss, settings, config)
     identity = plan.identity | {"loss": None if loss is None else name_of(loss)}
     identity |= {MODEL: weights_fingerprint(settings.model) if model is None else values_of(model)}
     if jax.process_count() > 1:
@@ -129,71 +153,40 @@ def prepare_run(
                 f"{output} holds {steps_done} steps of this run: steps={settings.steps} would end before; take {steps_done} or "
                 "more"
             )
-        stream.set_state(position["data"])
+        plan.batches.set_state(position["data"])
         places = Places.from_json(position["places"]) if position.get("places") else places
     known = vars(plan) | {"identity": identity}
-    return Run(**known, checkpoints=checkpoints, steps_done=steps_done, places=places)
-
-
-def _check_own_loss(settings: FinetuneSettings, config: ModelConfig) -> None:
-    refuse_coefficients(**{name: getattr(settings, name) for name in ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef")})
-    refuse_further_predictors(config)
-    if settings.rebalance_every:
-        raise ValueError(f"rebalance_every={settings.rebalance_every} needs the load of experts, which `loss` does not report")
+    return PreparedRun(**known, checkpoints=checkpoints, steps_done=steps_done, places=places)
 
 
 def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) -> PlannedRun:
-    """Checks all that can be checked without weights, and writes nothing; arguments and errors as in `finetune`."""
+    """Checks everything that can be checked without weights, and writes nothing; arguments and errors as in `finetune`."""
     output = Path(settings.output).expanduser()
     # The trained model goes there at the end, with these files.
     check_replaceable(output / "model")
     if settings.tokenizer is not None and tokenizer is None:
         tokenizer_files(settings.tokenizer, None)
     parallelism = _parallelism(settings, model)
-    if model is None:
-        # A misspelt model is named as such, before its tokenizer is looked for and before its weights are downloaded.
-        find_config(settings.model)
-    tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
-    if settings.chat_template is not None:
-        tokenizer = with_chat_template(tokenizer, settings.chat_template)
+    tokenizer = _tokenizer(settings, model, tokenizer)
     documents = open_documents(settings.data, settings.data_format)
-    held_out = None if settings.eval_data is None else open_documents(settings.eval_data, settings.data_format)
-    if held_out is not None:
-        _check_held_out(held_out, documents, settings)
-    if model is not None:
-        # Refuses dtypes that cannot be trained.
-        jax.eval_shape(initial_low_halves, nnx.state(model, nnx.Param))
-    config = read_config(settings.model, mtp=settings.mtp_loss_coef > 0) if model is None else model.config
-    check_mtp_loss_coef(config, settings.mtp_loss_coef)
+    held_out_documents = _held_out_documents(settings, documents)
+    config = _config(settings, model)
     _check_vocabulary(config, tokenizer)
     _warn_of_far_positions(config, settings.seq_len)
     expert_devices = _check_experts(settings, parallelism, config)
-    steps_done, saved = saved_run(output)
-    # A run that began when texts had no BOS token goes on without, or its data would be other data.
-    begin_texts = not saved or "begin_texts" in saved
-    settings, found = _with_survey(settings, documents, tokenizer, begin_texts, resumed=steps_done > 0)
-    stream = batches(
-        documents,
-        tokenizer,
-        seq_len=settings.seq_len,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        rows=None if parallelism is None else parallelism.own_rows(settings.batch_size),
-        begin_texts=begin_texts,
-        skip_bad=settings.skip_bad_documents,
-    )
-    # What the chat template refuses in the held-out text and in the first batch is said before minutes of loading.
-    held_out_batches = [] if held_out is None else _first_batches(held_out, tokenizer, settings, parallelism, begin_texts)
-    if not steps_done:
-        begin = stream.get_state()
-        next(stream)
-        stream.set_state(begin)
-    identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
-    identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
-    identity |= _own_dtypes(model) | ({"begin_texts": True} if begin_texts else {})
-    if saved:
+    saved = saved_run(output)
+    # A run that began when texts had no BOS token continues without it, or its data would be other data.
+    begin_texts = not saved.identity or "begin_texts" in saved.identity
+    settings, found = _with_survey(settings, documents, tokenizer, begin_texts, resumed=saved.steps_done > 0)
+    stream = _batches(documents, tokenizer, settings, settings.batch_size, parallelism, begin_texts)
+    # Batches are made now, so that conversations that the chat template refuses are named before minutes of loading.
+    held_out = _held_out(held_out_documents, tokenizer, settings, parallelism, begin_texts)
+    if not saved.steps_done:
+        _try_first_batch(stream)
+    identity = _identity(settings, config, documents, tokenizer, model, begin_texts)
+    if saved.identity:
         # Starting weights are compared when they are read.
-        same_run(saved | {MODEL: ""}, identity | {MODEL: ""}, output)
+        same_run(saved.identity | {MODEL: ""}, identity | {MODEL: ""}, output)
     return PlannedRun(
         settings=settings,
         tokenizer=tokenizer,
@@ -202,30 +195,94 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
         expert_devices=expert_devices,
         documents=documents,
         batches=stream,
-        held_out=held_out_batches,
-        held_out_fingerprint=None if held_out is None else held_out.fingerprint,
+        held_out=held_out.batches,
+        held_out_fingerprint=held_out.fingerprint,
         identity=identity,
         survey=found,
     )
 
 
-def saved_run(output: Path) -> tuple[int, dict[str, Any]]:
-    """Returns the step of the newest checkpoint and the identity that it holds; 0 and {} where there is none to read.
+def saved_run(output: Path) -> SavedRun:
+    """Returns the newest checkpoint's step and identity.
 
-    A checkpoint that cannot be read is refused by `TrainingCheckpoints`.
+    A checkpoint that cannot be read counts as none here; `TrainingCheckpoints` refuses it.
     """
     try:
         step = finished_steps(output / "checkpoints")[-1]
         position = json.loads((output / "checkpoints" / str(step) / "position" / "metadata").read_text())
-        return step, position["identity"]
+        return SavedRun(step, position["identity"])
     except (IndexError, OSError, ValueError, KeyError):
-        return 0, {}
+        return SavedRun(0, {})
+
+
+def _check_user_loss(loss: LossFunction, settings: FinetuneSettings, config: ModelConfig) -> None:
+    """Refuses a user's loss beside coefficients of the built-in one, beside rebalancing, and for further-token modules."""
+    check_loss_function(loss)
+    coefficients = {name: getattr(settings, name) for name in ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef")}
+    if given := [f"{name}={value}" for name, value in coefficients.items() if value]:
+        raise ValueError(
+            f"{', '.join(given)}: a factor of the built-in loss, which `loss` takes the place of; add that term there"
+        )
+    refuse_further_predictors(config)
+    if settings.rebalance_every:
+        raise ValueError(f"rebalance_every={settings.rebalance_every} needs the load of experts, which `loss` does not report")
+
+
+def _tokenizer(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) -> Any:
+    """Returns the tokenizer that was passed, or else loads it, with the chat template of the settings."""
+    if model is None:
+        # A misspelt model is named as such, before its tokenizer is looked for and before its weights are downloaded.
+        find_config(settings.model)
+    tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
+    return tokenizer if settings.chat_template is None else with_chat_template(tokenizer, settings.chat_template)
+
+
+def _held_out_documents(settings: FinetuneSettings, documents: Documents) -> Documents | None:
+    if settings.eval_data is None:
+        return None
+    held_out = open_documents(settings.eval_data, settings.data_format)
+    _check_held_out(held_out, documents, settings)
+    return held_out
+
+
+def _config(settings: FinetuneSettings, model: Decoder | None) -> ModelConfig:
+    """Returns the model's config.
+
+    Raises:
+      ValueError: dtypes that cannot be trained, or further-token modules that would not be.
+    """
+    if model is not None:
+        jax.eval_shape(initial_low_halves, nnx.state(model, nnx.Param))
+    config = read_config(settings.model, mtp=settings.mtp_loss_coef > 0) if model is None else model.config
+    check_mtp_loss_coef(config, settings.mtp_loss_coef)
+    return config
+
+
+def _try_first_batch(stream: Batches) -> None:
+    """Makes the first batch, to raise what its documents raise, and rewinds."""
+    begin = stream.get_state()
+    next(stream)
+    stream.set_state(begin)
+
+
+def _identity(
+    settings: FinetuneSettings,
+    config: ModelConfig,
+    documents: Documents,
+    tokenizer: Any,
+    model: Decoder | None,
+    begin_texts: bool,
+) -> dict[str, Any]:
+    """Returns what must be equal for a run to continue. The starting weights and the loss are added by `prepare_run`."""
+    identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
+    identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
+    return identity | _dtypes_of(model) | ({"begin_texts": True} if begin_texts else {})
 
 
 def _with_survey(
     settings: FinetuneSettings, documents: Documents, tokenizer: Any, begin_texts: bool, *, resumed: bool
 ) -> tuple[FinetuneSettings, Survey | None]:
-    """The settings with the steps of their epochs; and the survey, where there had to be one."""
+    """Returns the settings with `epochs` turned into `steps`, and the survey of the data if one was made."""
     options: dict[str, Any] = dict(seq_len=settings.seq_len, seed=settings.seed, begin_texts=begin_texts)
     options |= dict(skip_bad=settings.skip_bad_documents)
     if settings.epochs is None:
@@ -233,19 +290,18 @@ def _with_survey(
         return settings, survey(documents, tokenizer, **options) if begins_here else None
     steps, found = noted_steps(Path(settings.output).expanduser(), settings.epochs) if resumed else None, None
     if steps is None:
-        # Of all documents: the number of steps must be the same each time, and in each process.
+        # All documents are measured: the number of steps must be the same each time, and in each process.
         found = survey(documents, tokenizer, **options, max_documents=None, max_seconds=None)
         steps = found.steps(settings.epochs, settings.batch_size)
     return replace(settings, steps=steps, epochs=None), found
 
 
 def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Parallelism | None:
-    """The devices that training is spread over, those of the model if there is one, and how; None for one device.
+    """Returns how training is spread over devices, the model's devices if a model was passed; None for one device.
 
     Raises:
-      ValueError: the settings name another mesh than the model's; they are not all devices of all processes, and so would be
-        a run for each process in the same folder; or the rows of a micro-batch cannot be dealt out to them, or a sequence not
-        be split.
+      ValueError: the settings name another mesh than the model's. Or the mesh lacks devices of some process, which would be a
+        run for each process in the same folder. Or the mesh does not divide a micro-batch's rows, or a sequence.
     """
     if model is None:
         alone = settings.mesh.size == 1 and jax.process_count() == 1
@@ -275,7 +331,7 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
 
 
 def _check_vocabulary(config: ModelConfig, tokenizer: Any) -> None:
-    """Tokens without an embedding would be NaN, and the loss with them, at the first document that has one."""
+    """Refuses a tokenizer with tokens that have no embedding: the loss would be NaN at the first document with such a token."""
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {config.vocab_size}; take the model's "
@@ -284,7 +340,7 @@ def _check_vocabulary(config: ModelConfig, tokenizer: Any) -> None:
 
 
 def _check_held_out(held_out: Documents, documents: Documents, settings: FinetuneSettings) -> None:
-    """Refuses a held-out loss that would say nothing about the run: of another kind of text, or of text that is trained on."""
+    """Refuses held-out text of another format than the data, and text that is trained on: its loss would say nothing."""
     if held_out.format != documents.format:
         raise ValueError(
             f"eval_data={settings.eval_data!r} has the format {held_out.format}, and data={settings.data!r} "
@@ -299,7 +355,7 @@ def _check_held_out(held_out: Documents, documents: Documents, settings: Finetun
 
 
 def _warn_of_far_positions(config: ModelConfig, seq_len: int) -> None:
-    """Says that long documents reach positions beyond the config's; no error, as training may be meant to extend a model."""
+    """Warns that long documents reach positions beyond the config's. No error: training may be meant to extend a model."""
     known, rope = config.max_position_embeddings, config.rope_parameters
     if rope.rope_type == "yarn":
         known = max(known, int(rope.yarn_factor(known) * (rope.original_max_position_embeddings or known)))
@@ -312,7 +368,7 @@ def _warn_of_far_positions(config: ModelConfig, seq_len: int) -> None:
 
 
 def _check_experts(settings: FinetuneSettings, parallelism: Parallelism | None, config: ModelConfig) -> int:
-    """Returns how many devices the experts are dealt out to."""
+    """Returns the number of devices that the experts are dealt out to; refuses settings that do not fit this number."""
     exchange = None if parallelism is None else parallelism.expert_parallel
     for name in ("shadow_experts", "rebalance_every"):
         if getattr(settings, name) and exchange is None:
@@ -335,34 +391,53 @@ def _num_experts(config: ModelConfig) -> int:
     return config.experts.num_experts if config.experts else 0
 
 
-def _first_batches(
+def _batches(
     documents: Documents,
+    tokenizer: Any,
+    settings: FinetuneSettings,
+    rows: int,
+    parallelism: Parallelism | None,
+    begin_texts: bool,
+) -> Batches:
+    """Returns a stream of batches of `rows` rows; each process makes the rows of its own devices."""
+    return batches(
+        documents,
+        tokenizer,
+        seq_len=settings.seq_len,
+        batch_size=rows,
+        seed=settings.seed,
+        rows=None if parallelism is None else parallelism.own_rows(rows),
+        begin_texts=begin_texts,
+        skip_bad=settings.skip_bad_documents,
+    )
+
+
+def _held_out(
+    documents: Documents | None,
     tokenizer: Any,
     settings: FinetuneSettings,
     parallelism: Parallelism | None,
     begin_texts: bool,
-) -> list[dict[str, np.ndarray]]:
-    """Batches of held-out text, a micro-batch's rows each."""
+) -> HeldOut:
+    if documents is None:
+        return HeldOut([], None)
     rows = settings.batch_size // settings.gradient_accumulation
-    own = None if parallelism is None else parallelism.own_rows(rows)
-    options: dict[str, Any] = dict(seq_len=settings.seq_len, seed=settings.seed, begin_texts=begin_texts)
-    options |= dict(skip_bad=settings.skip_bad_documents)
-    stream = batches(documents, tokenizer, batch_size=rows, rows=own, **options)
+    stream = _batches(documents, tokenizer, settings, rows, parallelism, begin_texts)
     try:
-        return [next(stream) for _ in range(settings.eval_batches)]
+        return HeldOut([next(stream) for _ in range(settings.eval_batches)], documents.fingerprint)
     finally:
         stream.close()
 
 
-def _own_dtypes(model: Decoder | None) -> dict[str, str]:
-    """What a model that was passed computes in and is held in: the settings do not say it then."""
+def _dtypes_of(model: Decoder | None) -> dict[str, str]:
+    """Returns the dtypes of a model that was passed, which hold in place of the settings'."""
     if model is None:
         return {}
     return {"dtype": model.dtype.name, "param_dtype": jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype.name}
 
 
 def _check_same_everywhere(run: dict[str, Any]) -> None:
-    """Hosts may have been given other settings by mistake, or have other data under the same name."""
+    """Refuses hosts with different settings, given by mistake, or with different data under the same name."""
     unlike = {name: unlike_the_first(json.dumps(value, sort_keys=True, default=str)) for name, value in run.items()}
     wrong = [f"{name} of processes {numbers}" for name, numbers in unlike.items() if numbers]
     if wrong:

@@ -1,4 +1,4 @@
-"""What a user chooses about a fine-tuning run, checked as a whole before anything happens."""
+"""The settings of a fine-tuning run, checked as a whole before anything happens."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ DTYPES = ("bfloat16", "float32")
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """Fine-tune a model on texts or chats. The same command goes on where an interrupted run was.
+    """Fine-tune a model on texts or chats. The same command continues an interrupted run.
 
     moe-jax finetune --model Qwen/Qwen3-30B-A3B --data chats.jsonl --output runs/mine --seq-len 4096 --steps 1000
 
@@ -23,58 +23,61 @@ class FinetuneSettings:
     Attributes:
       model: a checkpoint folder or hub id.
       data: a folder of text files, a .jsonl file, or a folder of .jsonl files.
-      output: the folder for metrics and checkpoints. A run that finds checkpoints there goes on from the last one.
-      eval_data: text to measure the loss on that is not trained on, in the same format as `data`; None: none. A file that
-        `data` has too is refused.
-      eval_every: steps between two measurements; after the last step there is always one.
-      eval_batches: how many batches, of a micro-batch's rows, a measurement takes; drawn by `seed`, the same each time.
+      output: the folder for metrics and checkpoints. A run that finds checkpoints there continues from the last one.
+      eval_data: held-out text to measure the loss on, in the same format as `data`; None: no such text. A file that `data` has
+        too is refused.
+      eval_every: steps between two measurements of the held-out loss; the last step is always measured.
+      eval_batches: the number of batches, of a micro-batch's rows, for a measurement; drawn by `seed`, the same each time.
       data_format: "folder", "text" (JSONL "text"), "chat" (JSONL "messages"), or "auto".
-      skip_bad_documents: leave out conversations that the chat template refuses, and count them in the log, where otherwise
-        the first of them ends the run. May be changed when a run goes on.
+      skip_bad_documents: leave out conversations that the chat template refuses, and count them in the log. Otherwise the first
+        such conversation ends the run. May be changed when a run continues.
       tokenizer: a folder or hub id; None: the model's.
       chat_template: a Jinja file to use in place of the tokenizer's template, or "chatml"; saved with the trained model.
-      seq_len: tokens in a row; documents are packed into rows, longer ones are cut. More than the model's
-        max_position_embeddings (with yarn, what that extends them to) gives a warning, and is trained.
+      seq_len: tokens in a row. Documents are packed into rows; longer documents are cut. More than the model's
+        max_position_embeddings (extended by yarn, if the model has it) gives a warning, and is trained.
       batch_size: rows in an optimizer step, over all micro-batches.
       gradient_accumulation: micro-batches in an optimizer step.
-      steps: optimizer steps in all. A run that has ended goes on when the command is given again with more.
+      steps: optimizer steps in all. Run the command again with a larger value to continue a run that has ended.
       epochs: passes through the data, in place of `steps`; all documents are tokenized once to count the steps.
-      learning_rate: the peak, reached after `warmup_steps`; from there it falls along a cosine.
-      min_learning_rate_ratio: which part of the peak it has at the end.
+      learning_rate: the peak, reached after `warmup_steps`; afterwards the rate falls along a cosine.
+      min_learning_rate_ratio: the learning rate at the end, as a part of the peak.
       warmup_steps: None: a tenth of `steps`, at most 100.
-      weight_decay: AdamW's; norms and biases do not decay.
+      weight_decay: AdamW's weight decay; norms and biases do not decay.
       max_grad_norm: gradients with a larger norm are scaled down to it.
-      aux_loss_coef: the load-balancing loss's factor; None: the config's router_aux_loss_coef.
-      sequence_loss_coef: the factor of the balance loss within each sequence; None: the config's aux_loss_alpha where its
-        seq_aux says that it is meant so (DeepSeek's), else 0.
-      z_loss_coef: the router z-loss's factor.
-      expert_bias_update_rate: how far a step moves the biases of models that balance their load with them; 0: not at all.
-      mtp_loss_coef: the factor of the loss of further tokens, for models with modules that predict some (DeepSeek-V3 was
-        pretrained with 0.3, at the end 0.1). 0: the modules are left out, of the run and of the trained model.
-      seed: of the order of documents.
+      aux_loss_coef: the load-balancing loss's coefficient; None: the config's router_aux_loss_coef.
+      sequence_loss_coef: the coefficient of the balance loss within each sequence. None: the config's aux_loss_alpha if its
+        seq_aux is set (DeepSeek), else 0.
+      z_loss_coef: the router z-loss's coefficient.
+      expert_bias_update_rate: the step by which the biases of experts move, for models that balance their load by biases; 0:
+        the biases stay.
+      mtp_loss_coef: the coefficient of the loss of further tokens, for models with modules that predict some (DeepSeek-V3 was
+        pretrained with 0.3, at the end 0.1). 0: the modules are left out of the run and of the trained model.
+      seed: decides the order of documents.
       checkpoint_every: steps between checkpoints; the last step always has one.
-      keep_checkpoints: how many of the latest stay.
-      dtype: what the model computes in, "bfloat16" or "float32".
-      param_dtype: what parameters, and their gradients within a micro-batch, are held in, "float32" or "bfloat16". Masters are
-        float32 in either case: bfloat16 parameters are the upper halves of theirs, so that no pass casts them.
-      moment_dtype: what AdamW's two moments are kept in between steps, "float32" or "bfloat16" for half the memory.
+      keep_checkpoints: the number of latest checkpoints that stay.
+      dtype: the dtype that the model computes in, "bfloat16" or "float32".
+      param_dtype: the dtype of parameters, and of their gradients within a micro-batch, "float32" or "bfloat16". Masters are
+        float32 in either case: a bfloat16 parameter is the upper half of its master, so that no pass casts it.
+      moment_dtype: the dtype of AdamW's two moments between steps, "float32", or "bfloat16" for half the memory.
       remat: recompute each layer in the backward pass: less memory, about a third more time.
-      offload: what remat keeps, each layer's input, waits in the host's memory: for long sequences (docs/scaling.md).
-      mesh: over how many devices rows, parameters, experts and sequences are spread (docs/scaling.md); all of them are used.
-      capacity_factor: how many times what an even routing brings fits into one exchange between experts' devices. With the
+      offload: keep the input of each layer, which remat needs, in the host's memory: for long sequences (docs/scaling.md).
+      mesh: the numbers of devices over which rows, parameters, experts and sequences are spread (docs/scaling.md). All devices
+        are used.
+      capacity_factor: the room of one exchange between experts' devices, as a multiple of an even routing's tokens. With the
         number of devices along mesh.expert everything fits, and no layer waits to learn whether it did
         (docs/parallel_experts.md).
-      hops: how data passes from device to device, matrices that are gathered, in a ring along mesh.context or pairwise to
-        experts: "copies", between the GPUs of one process, or "nccl". None: copies where they can be made.
-      shadow_experts: how many experts at most a layer may copy to all devices along mesh.expert for a step, where that takes
-        more from the busiest device than the copies cost (docs/parallel_experts.md).
-      rebalance_every: after so many steps experts change places between the devices along mesh.expert, by how busy they were
-        since the last time; 0: never. Log and trained model have them under their old numbers, the load-balancing loss of
-        several layers under their places (docs/scaling.md).
+      hops: the transport between devices: of gathered matrices, of the ring along mesh.context, of pairwise exchanges with
+        experts. "copies" are peer-to-peer copies between the GPUs of one process; "nccl" are collectives. None: copies if they
+        can be made.
+      shadow_experts: the most experts that a layer may copy to all devices along mesh.expert for a step. A layer does so if the
+        busiest device saves more than the copies cost (docs/parallel_experts.md).
+      rebalance_every: steps after which experts change places between the devices along mesh.expert, by their load since the
+        last change; 0: never. Log and trained model have the experts under their old numbers. The load-balancing loss of
+        several layers counts them under their places (docs/scaling.md).
       tensorboard: write output/tensorboard too.
       force_balanced_routing: ignore the router's choices and deal experts out in turn. For benchmarks: it spoils a model.
-      dry_run: check everything, and print what the run would learn from, with a row of its first batch; train nothing, read no
-        weights, and write no file.
+      dry_run: check everything, and print the data that the run would learn from, with a row of its first batch. Train nothing,
+        read no weights, and write no file.
     """
 
     model: str
@@ -126,7 +129,7 @@ class FinetuneSettings:
 
 
 def _problems(settings: FinetuneSettings) -> list[str]:
-    """What is wrong, each as one clause."""
+    """Returns the problems of the settings, one clause each."""
     problems = []
     wanted = {
         "a string that is not empty": ("model", "data", "output"),
@@ -217,8 +220,8 @@ def _problems(settings: FinetuneSettings) -> list[str]:
 
 
 def _is_replaced(folder: Path, output: Path) -> bool:
-    """Whether `folder` is the output folder, or lies in the folder of the trained model, which the run replaces at its end."""
-    # It asks JAX which process this is; settings are read without JAX.
+    """Tells if `folder` is the output folder, or lies in the folder of the trained model, which the run replaces at its end."""
+    # Imported here: this module asks JAX which process it is, and settings are read without JAX.
     from moe_jax.checkpoint.folders import previous_of
 
     model = (output / "model").resolve()

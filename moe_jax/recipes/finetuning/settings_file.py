@@ -1,4 +1,4 @@
-"""What an output folder says about its run: settings.json, and the chat template that the user chose."""
+"""The record of a run in its output folder: settings.json, and the chat template that the user chose."""
 
 import json
 import os
@@ -17,7 +17,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 def write_settings(settings: FinetuneSettings, *, steps: int, chat_template: str | None) -> None:
     """Writes settings.json, and the chat template, if any, into the output folder; each is complete or absent.
 
-    The record has all settings, with the `steps` that they come to, the versions of moe_jax and jax, and the date.
+    The record has all settings, with `epochs` turned into `steps`, the versions of moe_jax and jax, and the date.
     """
     output = Path(settings.output).expanduser()
     versions = {"moe_jax": sys.modules["moe_jax"].__version__, "jax": jax.__version__}
@@ -29,13 +29,13 @@ def write_settings(settings: FinetuneSettings, *, steps: int, chat_template: str
 
 
 def chosen_template(output: Path) -> str | None:
-    """Reads the chat template that the run in the folder was given; None where it was given none."""
+    """Reads the chat template that the run in the folder was given; None without one."""
     file = output / CHAT_TEMPLATE
     return file.read_text(encoding="utf-8") if file.is_file() else None
 
 
 def noted_tokenizer(output: Path) -> str | None:
-    """Reads the folder or hub id of the tokenizer of the run in the folder; None if settings.json names none."""
+    """Reads the folder or hub id of the run's tokenizer; None if settings.json names no tokenizer."""
     try:
         record = json.loads((output / "settings.json").read_text())
         return record["tokenizer"] or record["model"]
@@ -44,7 +44,7 @@ def noted_tokenizer(output: Path) -> str | None:
 
 
 def noted_steps(output: Path, epochs: float) -> int | None:
-    """Reads the steps that the run in the folder counted for so many epochs; None if it did not count them."""
+    """Reads the number of steps that the run in the folder counted for `epochs`; None if it did not count them."""
     try:
         record = json.loads((output / "settings.json").read_text())
         return int(record["steps"]) if record["epochs"] == epochs else None

@@ -17,10 +17,13 @@ import moe_jax
 from moe_jax.config import RopeParameters
 from moe_jax.layers.router import ExpertBias
 from moe_jax.layers.segments import segment_positions
+from moe_jax.models.execution import Execution
 from moe_jax.parallel import ContextParallel, make_mesh, shard_sequence
-from moe_jax.train.loss import loss
+from moe_jax.parallel.spread import Spread
+from moe_jax.train.loss import LossWeights, loss
 
 BATCH, SEQ = 2, 48
+WEIGHTS = LossWeights(aux_loss_coef=0.1, z_loss_coef=0.1)
 
 
 def qwen():
@@ -60,7 +63,7 @@ def single(make_model):
         return nnx.merge(graph, parameters, biases)
 
     def run(parameters, batch):
-        return loss(merge(parameters), batch, aux_loss_coef=0.1, z_loss_coef=0.1)
+        return loss(merge(parameters), batch, WEIGHTS)
 
     return merge, parameters, batch, jax.jit(jax.value_and_grad(run, has_aux=True))(parameters, batch)
 
@@ -78,18 +81,12 @@ def single(make_model):
 def test_loss_and_gradients(make_model, data, context, layout, method, remat, inside):
     """With `inside` the gradient is taken inside `shard_map`, otherwise outside."""
     merge, parameters, batch, ((total, parts), gradients) = single(make_model)
-    how = ContextParallel(layout=layout, method=method)
+    spread = Spread(context=ContextParallel(layout=layout, method=method), mesh_axes=("data", "context"))
 
     def local(parameters, batch):
-        return loss(
-            merge(parameters),
-            batch,
-            aux_loss_coef=0.1,
-            z_loss_coef=0.1,
-            context_parallel=how,
-            mesh_axes=("data", "context"),
-            remat=remat,
-        )
+        model = merge(parameters)
+        model.execution = Execution(remat=remat, spread=spread)
+        return loss(model, batch, WEIGHTS)
 
     def with_gradients(f):
         return jax.value_and_grad(f, has_aux=True)
@@ -100,7 +97,7 @@ def test_loss_and_gradients(make_model, data, context, layout, method, remat, in
     split = {name: shard_sequence(a, context, layout) for name, a in batch.items()}
     (found, found_parts), found_gradients = jax.jit(run)(parameters, split)
     np.testing.assert_allclose(found, total, rtol=1e-6)
-    for actual, expected in zip(found_parts, parts, strict=True):
+    for actual, expected in zip(jax.tree.leaves(found_parts), jax.tree.leaves(parts), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
     for path, expected in jax.tree.leaves_with_path(gradients):
         actual = dict(jax.tree.leaves_with_path(found_gradients))[path]
@@ -140,5 +137,7 @@ def test_dynamic_rotary_base():
 
 def test_errors():
     merge, parameters, batch, _ = single(qwen)
-    with pytest.raises(ValueError, match=r"mesh_axes must name the axis of context_parallel, 'context'; got \('data',\)"):
-        loss(merge(parameters), batch, context_parallel=ContextParallel(), mesh_axes=("data",))
+    model = merge(parameters)
+    model.execution = Execution(spread=Spread(context=ContextParallel(), mesh_axes=("data",)))
+    with pytest.raises(ValueError, match=r"mesh_axes must name the axis of Spread.context, 'context'; got \('data',\)"):
+        loss(model, batch)

@@ -16,7 +16,17 @@ from moe_jax.layers.router import ExpertBias
 from moe_jax.layers.segments import segment_positions
 from moe_jax.parallel import ExpertParallel, Parallelism, make_mesh, parameter_sharding
 from moe_jax.parallel.layout import parameter_path
-from moe_jax.train import init_state, log_probs, make_evaluation, make_optimizer, make_train_step, put_batch
+from moe_jax.train import (
+    LossWeights,
+    NextToken,
+    init_state,
+    log_probs,
+    make_evaluation,
+    make_optimizer,
+    make_train_step,
+    put_batch,
+    sum_over_devices,
+)
 
 ROWS, SEQ = 8, 16
 
@@ -31,7 +41,7 @@ def make_batch(rng):
     return {name: np.asarray(array, np.int32) for name, array in arrays.items()}
 
 
-def train(batch, parallelism=None, steps=2, make_model=tiny.model, **options):
+def train(batch, parallelism=None, steps=2, make_model=tiny.model, mtp_loss_coef=0.1, loss=None, **options):
     """Returns the state after some steps of AdamW, and the metrics of each step."""
     graph, params, *biases = nnx.split(make_model(), nnx.Param, ExpertBias)
     if parallelism is not None:
@@ -42,8 +52,9 @@ def train(batch, parallelism=None, steps=2, make_model=tiny.model, **options):
         params, *biases = jax.tree.map_with_path(place, (params, *biases))
     optimizer = make_optimizer(1e-2)
     state = init_state(nnx.merge(graph, params, *biases), optimizer)
-    options = dict(aux_loss_coef=0.1, sequence_loss_coef=0.1, z_loss_coef=0.1) | options
-    step = make_train_step(graph, optimizer, parallelism=parallelism, **options)
+    if loss is None:
+        loss = NextToken(LossWeights(aux_loss_coef=0.1, sequence_loss_coef=0.1, z_loss_coef=0.1, mtp_loss_coef=mtp_loss_coef))
+    step = make_train_step(graph, optimizer, loss, parallelism=parallelism, **options)
     metrics = []
     for _ in range(steps):
         state, of_step = step(state, put_batch(batch, state.params, parallelism))
@@ -62,7 +73,7 @@ def train(batch, parallelism=None, steps=2, make_model=tiny.model, **options):
         ),
         (
             {"fsdp": 2, "expert": 2, "context": 2},
-            {"make_model": partial(tiny.deepseek, mtp=1), "mtp_loss_coef": 0.3, "sequence_loss_coef": 0.1},
+            {"make_model": partial(tiny.deepseek, mtp=1), "mtp_loss_coef": 0.3},
         ),
     ],
     ids=["moe-fsdp-expert", "moe-data-fsdp-context", "deepseek-mtp"],
@@ -146,14 +157,14 @@ def test_rows_without_parallelism():
 
 
 def test_own_loss():
-    def loss(model, batch, *, mesh_axes, **options):
-        found = batch["weight"][:, None] * log_probs(model, batch, **options)
-        summed, labels = jax.lax.psum(found.sum(), mesh_axes), batch["num_labels"]
+    def loss(model, batch):
+        found = batch["weight"][:, None] * log_probs(model, batch)
+        summed, labels = sum_over_devices(model, found.sum()), batch["num_labels"]
         return -summed / labels, {"labels": labels}
 
     rng = seeds.rng()
     batch = make_batch(rng) | {"weight": rng.normal(size=ROWS).astype(np.float32)}
-    options = dict(loss=loss, aux_loss_coef=0.0, sequence_loss_coef=0.0, z_loss_coef=0.0, steps=1)
+    options = dict(loss=loss, steps=1)
     parallelism = Parallelism(make_mesh(fsdp=2, expert=2, context=2))
     expected, (expected_metrics,) = train(batch, **options)
     state, (metrics,) = train(batch, parallelism, **options)
@@ -162,4 +173,4 @@ def test_own_loss():
     for ours, theirs in zip(*(jax.tree.leaves(s.opt_state) for s in (state, expected)), strict=True):
         assert relative_error(ours, theirs) < 1e-4
     with pytest.raises(ValueError, match=r"its value differs along data, expert, fsdp: sum it over them with"):
-        train(batch, parallelism, **options | {"loss": lambda model, batch, **_: (batch["weight"].sum(), {})})
+        train(batch, parallelism, **options | {"loss": lambda model, batch: (batch["weight"].sum(), {})})

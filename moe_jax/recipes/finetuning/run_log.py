@@ -1,0 +1,54 @@
+"""The log of a running fine-tuning: a line on the console for each step, and the files of `MetricsWriter`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from moe_jax.recipes.finetuning.settings import FinetuneSettings
+from moe_jax.runtime.processes import is_first_process
+from moe_jax.train.metrics import Clock, MetricsWriter, one_line
+
+
+class RunLog:
+    """Writes each step's record, in the first process of a job alone."""
+
+    def __init__(self, settings: FinetuneSettings, *, first_step: int, on_step: Callable[[dict[str, Any]], None] | None = None):
+        self.first_step, self.on_step = first_step, on_step
+        self.writer: MetricsWriter | None = None
+        if is_first_process():
+            output = Path(settings.output).expanduser()
+            self.writer = MetricsWriter(output, resumed_step=first_step - 1, tensorboard=settings.tensorboard)
+        # None: a progress bar on terminals alone.
+        disable = None if self.writer is not None else True
+        self.progress = tqdm(total=settings.steps, initial=first_step - 1, desc="training", unit="step", disable=disable)
+        self.clock, self.num_told = Clock(), 0
+
+    def write(self, record: dict[str, Any], layers: dict[str, list], last_step: int) -> None:
+        """Writes a step's record and its lists over the layers, prints a line, and calls `on_step`."""
+        if self.writer is None:
+            return
+        self.writer.write(record, layers)
+        self.progress.update()
+        line = one_line(record, compiled=record["step"] == self.first_step)
+        if self.progress.disable:
+            print(f"step {record['step']}: {line}{self.clock.left(record['step'], last_step)}", flush=True)
+        else:
+            self.progress.set_postfix_str(line)
+        if self.on_step is not None:
+            self.on_step(record)
+
+    def tell_skipped(self, skipped: dict[int, str]) -> None:
+        """Prints the number of documents that are left out, the first time and whenever the number has doubled."""
+        if len(skipped) < max(1, 2 * self.num_told):
+            return
+        reason = list(skipped.values())[-1]
+        tqdm.write(f"skipped so far: {len(skipped)} conversation(s) that the chat template refuses; {reason}")
+        self.num_told = len(skipped)
+
+    def close(self) -> None:
+        """Ends the progress bar and closes the files."""
+        self.progress.close()
+        if self.writer is not None:
+            self.writer.close()

@@ -1,0 +1,94 @@
+"""Batches: the arrays that a training step takes, where they lie on devices, and how they are cut into micro-batches."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, Int
+
+from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.parallel.sequence.layouts import shard_sequence
+
+Batch = dict[str, Int[Array, "batch seq"]]
+"""tokens, labels (the next token of the same document), loss_mask (0 or 1), positions and segment_ids, all int32. A batch may
+hold more arrays, as `train.batches` gives "document". Inside a step it also holds scalars, which every micro-batch shares."""
+
+BATCH_ARRAYS = ("tokens", "labels", "loss_mask", "positions", "segment_ids")
+"""The arrays of a batch that `train.loss` reads."""
+
+
+def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Parallelism | None = None) -> dict[str, jax.Array]:
+    """Puts a batch on the devices that hold the parameters; `parallelism` says how rows and sequences are split.
+
+    Without `parallelism`, rows are split over the mesh axes `data` and `fsdp` as far as these divide them. Each of several
+    processes passes a batch of all rows and puts the parts of its own devices there. Rows of other processes may hold anything
+    (`Parallelism.own_rows`). Arrays are [batch, seq, ...]; a loss of your own may also take arrays [batch].
+
+    Raises:
+      ValueError: arrays differ in their number of rows, or one has none.
+    """
+    shapes = {name: np.shape(array) for name, array in batch.items()}
+    if () in shapes.values() or len({shape[0] for shape in shapes.values()}) != 1:
+        raise ValueError(f"all arrays of a batch must be [batch, ...], of the same number of rows; got the shapes {shapes}")
+    if parallelism is None:
+        sharding = _split_rows(num_rows(batch), replicated_sharding(params))
+        return _put(batch, dict.fromkeys(batch, sharding))
+    if (context := parallelism.context_parallel) is not None:
+        ways = parallelism.mesh.shape[context.axis_name]
+        batch = jax.tree.map(lambda x: x if x.ndim < 2 else shard_sequence(x, ways, context.layout), batch)
+    parallelism.check_batch(num_rows(batch))
+    return _put(batch, {name: NamedSharding(parallelism.mesh, spec) for name, spec in batch_specs(batch, parallelism).items()})
+
+
+def batch_specs(batch: dict[str, Any], parallelism: Parallelism) -> dict[str, PartitionSpec]:
+    """Returns the layout of each array: `Parallelism.batch_spec`, cut to the array's axes. Scalars are whole everywhere."""
+    return {name: PartitionSpec(*parallelism.batch_spec[: array.ndim]) for name, array in batch.items()}
+
+
+def micro_batches_of(batch: Batch, micro_batches: int) -> tuple[Batch, Batch]:
+    """Splits a batch into (arrays with a leading axis of micro-batches, the scalars that all micro-batches share).
+
+    Raises:
+      ValueError: the number of micro-batches does not divide the rows.
+    """
+
+    def strided(x: Array) -> Array:
+        # Micro-batch i has the rows i, i+n, ...: each stays spread over the same devices as the whole batch.
+        if x.shape[0] % micro_batches:
+            raise ValueError(f"the batch has {x.shape[0]} rows, which gradient_accumulation={micro_batches} does not divide")
+        return x.reshape(x.shape[0] // micro_batches, micro_batches, *x.shape[1:]).swapaxes(0, 1)
+
+    scalars = {name: x for name, x in batch.items() if not x.ndim}
+    return {name: strided(x) for name, x in batch.items() if x.ndim}, scalars
+
+
+def num_rows(batch: dict[str, Any]) -> int:
+    """Returns the rows of a batch that holds no scalars."""
+    return next(iter(batch.values())).shape[0]
+
+
+def replicated_sharding(params: nnx.State) -> Sharding:
+    """Returns the sharding that puts a whole array on every device of the parameters."""
+    sharding = jax.tree.leaves(params)[0].sharding
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+
+
+def _put(batch: dict[str, np.ndarray], shardings: dict[str, Sharding]) -> dict[str, jax.Array]:
+    if all(sharding.is_fully_addressable for sharding in shardings.values()):
+        return jax.device_put(batch, shardings)
+    # Here device_put would send every batch to all processes first, to see that it is the same everywhere.
+    return {name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__) for name, x in batch.items()}
+
+
+def _split_rows(rows: int, sharding: Sharding) -> Sharding:
+    """Returns a sharding for arrays with `rows` rows on the devices of `sharding`."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    axes: list[str] = []
+    for axis in ("data", "fsdp"):
+        ways = sharding.mesh.shape.get(axis, 1)
+        if rows % ways == 0:
+            rows, axes = rows // ways, [*axes, axis]
+    return NamedSharding(sharding.mesh, PartitionSpec(tuple(axes)))

@@ -1,0 +1,115 @@
+"""Gradients of an objective: of one batch, and summed over micro-batches in either of two ways.
+
+Each function here returns a function (params, fixed, batch) -> `Gradients`, so that one can stand in for another. A pipeline
+brings its own. `fixed` is the part of the model that gets no gradients.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, PyTree
+
+from moe_jax.kernels.precision import at_least_f32
+from moe_jax.layers.moe import add_expert_gradients_to
+from moe_jax.models.decoder import Decoder
+from moe_jax.models.execution import Execution
+from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.train.batch import Batch, micro_batches_of
+from moe_jax.train.on_devices import merged_model, on_devices
+from moe_jax.train.state import as_f32
+
+
+class Gradients(NamedTuple):
+    """An objective's value, what it returned beside the value, and the gradients in f32, laid out as the parameters."""
+
+    value: Float[Array, ""]
+    aux: Any
+    gradients: nnx.State
+
+
+ObjectiveFn = Callable[[Decoder, Batch], tuple[Float[Array, ""], Any]]
+GradientsFn = Callable[[nnx.State, nnx.State, Batch], Gradients]
+
+
+def gradients_fn(
+    objective: ObjectiveFn, graphdef: nnx.GraphDef, execution: Execution | None = None, parallelism: Parallelism | None = None
+) -> GradientsFn:
+    """Returns gradients(params, fixed, batch) of objective(model, batch) -> (scalar, aux), on one device or on a mesh.
+
+    Arguments as in `on_devices`. On a mesh, value and gradients equal the whole batch's on one device.
+    """
+    call = on_devices(objective, graphdef, execution=execution, parallelism=parallelism, differentiate=True)
+
+    def gradients(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
+        (value, aux), grads = call(params, fixed, batch)
+        return Gradients(value, aux, as_f32(grads))
+
+    return gradients
+
+
+def accumulate(gradients: GradientsFn, micro_batches: int) -> GradientsFn:
+    """Returns a function that sums `gradients` over micro-batches of its batch: value, aux and gradients, one after the other.
+
+    Micro-batch i of n holds the rows i, i + n, ... of the batch, and all of its scalars.
+    """
+    if micro_batches == 1:
+        return gradients
+
+    def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
+        stacked, scalars = micro_batches_of(batch, micro_batches)
+
+        def of_micro_batch(arrays: Batch) -> Gradients:
+            return gradients(params, fixed, arrays | scalars)
+
+        def add(sums: Gradients, arrays: Batch):
+            return jax.tree.map(jnp.add, sums, of_micro_batch(arrays)), None
+
+        return jax.lax.scan(add, _zeros(of_micro_batch, stacked), stacked)[0]
+
+    return summed
+
+
+def accumulate_in_place(
+    objective: ObjectiveFn, graphdef: nnx.GraphDef, execution: Execution | None, micro_batches: int
+) -> GradientsFn:
+    """Returns what `accumulate` of `gradients_fn` returns, for one device: the kernels add the experts' gradients to the sums.
+
+    Experts' gradients are not rounded to the parameters' dtype before they are added, and no second array of the experts' size
+    holds them. The sums have the model's dtype, at least f32.
+    """
+
+    def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
+        dtype = at_least_f32(nnx.merge(graphdef, params, fixed).dtype)
+        experts, others = nnx.split_state(params, lambda path, _: "experts" in path, ...)
+        stacked, scalars = micro_batches_of(batch, micro_batches)
+
+        def of_micro_batch(accumulators: nnx.State, arrays: Batch) -> tuple[Gradients, nnx.State]:
+            def value(others: nnx.State, accumulators: nnx.State):
+                model = merged_model(graphdef, nnx.merge_state(experts, others), fixed, execution)
+                add_expert_gradients_to(model, accumulators)
+                return objective(model, arrays | scalars)
+
+            # The derivative in the accumulators is the accumulators with this micro-batch's gradients added.
+            (value_, aux), (grads, accumulators) = jax.value_and_grad(value, (0, 1), has_aux=True)(others, accumulators)
+            return Gradients(value_, aux, as_f32(grads)), accumulators
+
+        def add(carry: tuple[Gradients, nnx.State], arrays: Batch):
+            sums, accumulators = carry
+            found, accumulators = of_micro_batch(accumulators, arrays)
+            return (jax.tree.map(jnp.add, sums, found), accumulators), None
+
+        accumulators = jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), experts)
+        zeros = _zeros(lambda arrays: of_micro_batch(accumulators, arrays)[0], stacked)
+        (sums, accumulators), _ = jax.lax.scan(add, (zeros, accumulators), stacked)
+        return sums._replace(gradients=nnx.merge_state(sums.gradients, as_f32(accumulators)))
+
+    return summed
+
+
+def _zeros(of_micro_batch: Callable[[Batch], Gradients], stacked: Batch) -> PyTree:
+    """Returns the zeros that sums of `of_micro_batch` over micro-batches begin with."""
+    shapes = jax.eval_shape(of_micro_batch, jax.tree.map(lambda x: x[0], stacked))
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

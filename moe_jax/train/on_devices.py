@@ -1,0 +1,99 @@
+"""Calls a function of (model, batch) where the model's parameters lie: on one device, or on each device of a mesh."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from moe_jax.models.decoder import Decoder
+from moe_jax.models.execution import Execution
+from moe_jax.parallel.fsdp import ShardedParameters
+from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.parallel.spread import Spread
+from moe_jax.train.batch import Batch, batch_specs
+
+
+def on_devices(
+    function: Callable[[Decoder, Batch], Any],
+    graphdef: nnx.GraphDef,
+    *,
+    execution: Execution | None = None,
+    parallelism: Parallelism | None = None,
+    differentiate: bool = False,
+) -> Callable[[nnx.State, nnx.State, Batch], Any]:
+    """Returns call(params, fixed, batch), which merges the model and returns function(model, batch).
+
+    With `parallelism` the call runs inside `jax.shard_map`: each device has its own tokens and its part of the parameters, and
+    `model.execution.spread` says so. The function must return the same on every device (`sum_over_devices`).
+
+    Args:
+      function: computes arrays of a model and a batch. It passes nothing on: the model carries its `execution`.
+      graphdef: `nnx.graphdef(model)`.
+      execution: the `Decoder.execution` of the merged model; default: unchanged. `parallelism` sets its `spread`.
+      parallelism: the mesh that the parameters lie on. None: one device, or all collectives left to XLA.
+      differentiate: `function` returns (a scalar, aux), and the call ((scalar, aux), gradients) as `jax.value_and_grad` does.
+        Gradients are taken in `params`, in their dtypes and layout. `fixed` holds the rest of the model, whole on every
+        device, and gets none.
+    """
+    transform = partial(jax.value_and_grad, has_aux=True) if differentiate else lambda f: f
+
+    def call(params: nnx.State, fixed: nnx.State, batch: Batch):
+        if parallelism is None:
+            return transform(lambda params: function(merged_model(graphdef, params, fixed, execution), batch))(params)
+        whole = merged_model(graphdef, params, fixed, execution)
+        mesh, axes = parallelism.mesh, parallelism.token_axes
+        sharded = ShardedParameters.of(params, mesh, dtype=whole.dtype, token_axes=axes, hops=parallelism.hops)
+        on_mesh = replace(whole.execution, spread=_spread(parallelism, sharded))
+
+        def local(params: nnx.State, fixed: nnx.State, batch: Batch):
+            def of_parts(params: nnx.State):
+                return function(merged_model(graphdef, sharded.enter(params), fixed, on_mesh), batch)
+
+            return transform(of_parts)(params)
+
+        return jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(sharded.specs, PartitionSpec(), batch_specs(batch, parallelism)),
+            out_specs=(PartitionSpec(), sharded.specs) if differentiate else PartitionSpec(),
+        )(params, fixed, batch)
+
+    return call
+
+
+def merged_model(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, execution: Execution | None = None) -> Decoder:
+    """Returns the model of these arrays. `execution`, if given, becomes the defaults of its calls."""
+    model = nnx.merge(graphdef, params, fixed)
+    if execution is not None:
+        model.execution = execution
+    return model
+
+
+def sum_over_devices[Values](model: Decoder, values: Values) -> Values:
+    """Sums arrays over all devices that hold other tokens of the batch; returns them unchanged on one device.
+
+    An objective calls it on sums over its own rows: `train.sum_over_devices(model, log_probs.sum()) / batch["num_labels"]`.
+    """
+    return model.execution.spread.sum(values)
+
+
+def mean_over_devices[Values](model: Decoder, values: Values) -> Values:
+    """Averages arrays over all devices that hold other tokens of the batch; returns them unchanged on one device.
+
+    Devices have equal numbers of rows, so that a mean over a device's rows becomes the mean over all rows.
+    """
+    axes = model.execution.spread.mesh_axes
+    return jax.lax.pmean(values, axes) if axes else values
+
+
+def _spread(parallelism: Parallelism, sharded: ShardedParameters) -> Spread:
+    return Spread(
+        expert=parallelism.expert_parallel,
+        context=parallelism.context_parallel,
+        layer_gathers=sharded.layers,
+        mesh_axes=parallelism.token_axes,
+    )

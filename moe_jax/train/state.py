@@ -1,0 +1,88 @@
+"""The state of training: step, parameters, optimizer; how it begins, and how gradients change it."""
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Sharding
+from jaxtyping import Array, Int, PyTree
+
+from moe_jax.layers.router import ExpertBias
+from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.layout import parameter_path
+from moe_jax.train import master_weights
+from moe_jax.train.batch import replicated_sharding
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that training changes. `nnx.merge(graphdef, params, expert_bias)` is the model.
+
+    Attributes:
+      step: the number of finished steps.
+      params: `nnx.state(model, nnx.Param)`, all f32 or all bf16.
+      opt_state: the state of the optimizer, which works on f32 masters whatever the parameters' dtype.
+      low_halves: the rest of the masters beside bf16 parameters (`train.master_weights`). None beside f32 parameters, which are
+        their own masters.
+      expert_bias: `nnx.state(model, ExpertBias)`, empty for most architectures. The load moves it (`layers.balance`); no
+        gradient and no optimizer sees it.
+    """
+
+    step: Int[Array, ""]
+    params: nnx.State
+    opt_state: optax.OptState
+    low_halves: nnx.State | None = None
+    expert_bias: nnx.State = field(default_factory=lambda: nnx.State({}))
+
+
+def init_state(model: Decoder, optimizer: optax.GradientTransformation) -> TrainState:
+    """Returns the state before the first step. It shares the model's arrays, and the first train step takes them over.
+
+    Raises:
+      ValueError: parameters that are not all f32 or all bf16.
+    """
+    # Committed to their devices, as a restored state is, so that both run the same compiled step.
+    params, expert_bias = jax.tree.map(
+        lambda p: jax.device_put(p, p.sharding), (nnx.state(model, nnx.Param), nnx.state(model, ExpertBias))
+    )
+    everywhere = replicated_sharding(params)
+    opt_state = _init_optimizer(optimizer, params, everywhere)
+    low_halves = master_weights.initial_low_halves(params)
+    return TrainState(jnp.zeros((), jnp.int32, device=everywhere), params, opt_state, low_halves, expert_bias)
+
+
+def apply_gradients(optimizer: optax.GradientTransformation, state: TrainState, gradients: nnx.State) -> TrainState:
+    """Returns the state one step later: the optimizer's updates are added to the f32 masters. Biases of experts stay.
+
+    Args:
+      gradients: f32, laid out as `state.params`.
+    """
+    split = state.low_halves is not None
+    masters = master_weights.join(state.params, state.low_halves) if split else as_f32(state.params)
+    updates, opt_state = optimizer.update(gradients, state.opt_state, masters)
+    masters = optax.apply_updates(masters, updates)
+    params, low_halves = master_weights.split(masters) if split else (masters, None)
+    return replace(state, step=state.step + 1, params=params, opt_state=opt_state, low_halves=low_halves)
+
+
+def as_f32[Tree: PyTree](tree: Tree) -> Tree:
+    """Casts every array to f32."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def _init_optimizer(optimizer: optax.GradientTransformation, params: nnx.State, everywhere: Sharding) -> optax.OptState:
+    """Returns the optimizer's state for f32 masters, each array laid out as its parameter.
+
+    Compiled, so that no f32 copy of the parameters is made.
+    """
+
+    def init(params):
+        return optimizer.init(as_f32(params))
+
+    layouts = {parameter_path(path): p.sharding for path, p in jax.tree.leaves_with_path(params)}
+    # The paths of moments end in their parameters'.
+    out = jax.tree.map_with_path(lambda path, _: layouts.get(parameter_path(path), everywhere), jax.eval_shape(init, params))
+    return jax.jit(init, out_shardings=out)(params)
