@@ -28,6 +28,7 @@ from moe_jax.kernels.varying import vary_as
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.fsdp import ShardedParameters
+from moe_jax.parallel.spread import Spread
 from moe_jax.runtime.processes import is_first_process
 
 AXES = ("fsdp", "expert")
@@ -41,9 +42,9 @@ class Devices:
     """Over how many the experts are dealt out."""
 
     @property
-    def expert_parallel(self) -> ExpertParallel | None:
-        """For `Decoder.hidden_states`."""
-        return ExpertParallel() if self.with_experts > 1 else None
+    def spread(self) -> Spread:
+        """The spread of a model's calls over the devices."""
+        return Spread(expert=ExpertParallel() if self.with_experts > 1 else None)
 
     def any(self, flags: Bool[Array, "batch"]) -> Bool[Array, ""]:
         """Whether one of them is set on any device."""

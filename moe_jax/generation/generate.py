@@ -76,7 +76,7 @@ def _decode(max_new_tokens, temperature, top_k, top_p, ends, devices: Devices, m
 
     def next_logits(tokens, positions, segment_ids, cache):
         """Logits of the last position alone: a long prompt's others are never made."""
-        states = model.hidden_states(tokens, positions, segment_ids, cache=cache, expert_parallel=devices.expert_parallel)
+        states = model.hidden_states(tokens, positions, segment_ids, cache=cache, spread=devices.spread)
         logits = jnp.einsum("bd,vd->bv", states.hidden[:, -1], model.head_weight.astype(model.dtype))
         return logits, states.cache
 

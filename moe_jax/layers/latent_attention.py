@@ -17,7 +17,7 @@ from moe_jax.layers.attend import Attend
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.norm import RMSNorm
-from moe_jax.layers.rope import apply_rope, mscale_of_scores
+from moe_jax.layers.rope import RopeTables, apply_rope, mscale_of_scores
 
 LATENT_NORM_EPS = 1e-6
 """Of the norms on the latents, whatever `rms_norm_eps` is: so in DeepSeek's code and in transformers."""
@@ -73,14 +73,10 @@ class LatentAttention(nnx.Module):
         self.scale = config.key_dim**-0.5 * mscale_of_scores(config.rope_parameters, config.max_position_embeddings)
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq hidden"],
-        cos: Float[Array, "batch seq half"],
-        sin: Float[Array, "batch seq half"],
-        attend: Attend,
+        self, x: Float[Array, "batch seq hidden"], rope: RopeTables, attend: Attend
     ) -> tuple[Float[Array, "batch seq hidden"], KVCache | None]:
-        """Returns the output and the cache with these tokens in it, if there is one."""
-        q, latents = self.queries(x, cos, sin), self.latents(x, cos, sin)
+        """Returns the output, and the cache with these tokens in it (None without a cache)."""
+        q, latents = self.queries(x, rope), self.latents(x, rope)
         if attend.sees_cached_tokens and self.absorbing_is_cheaper(x.shape[1]):
             out, cache = attend(self.absorb(q), (latents,), _as_one_head, scale=self.scale)
             out = self.values(out)
@@ -90,17 +86,17 @@ class LatentAttention(nnx.Module):
             out, cache = attend(q, (latents,), partial(expand, self.config), weight, scale=self.scale)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
-    def queries(self, x: Float[Array, "batch seq hidden"], cos, sin) -> Float[Array, "batch seq heads key_dim"]:
+    def queries(self, x: Float[Array, "batch seq hidden"], rope: RopeTables) -> Float[Array, "batch seq heads key_dim"]:
         """The part without positions, then the one with them, turned."""
         q = self.q_proj(x) if self.config.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(*x.shape[:-1], -1, self.config.key_dim)
         q_nope, q_rope = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
-        return jnp.concatenate([q_nope, self._turned(q_rope, cos, sin)], axis=-1)
+        return jnp.concatenate([q_nope, self._rotated(q_rope, rope)], axis=-1)
 
-    def latents(self, x: Float[Array, "batch seq hidden"], cos, sin) -> Float[Array, "batch seq latent_dim"]:
+    def latents(self, x: Float[Array, "batch seq hidden"], rope: RopeTables) -> Float[Array, "batch seq latent_dim"]:
         """The latent, then the key part with positions that all heads share: all that later tokens need of these."""
         latent, k_rope = jnp.split(self.kv_a_proj_with_mqa(x), [self.config.kv_lora_rank], axis=-1)
-        return jnp.concatenate([self.kv_a_layernorm(latent), self._turned(k_rope[:, :, None], cos, sin)[:, :, 0]], axis=-1)
+        return jnp.concatenate([self.kv_a_layernorm(latent), self._rotated(k_rope[:, :, None], rope)[:, :, 0]], axis=-1)
 
     def absorbing_is_cheaper(self, num_queries: int) -> bool:
         """Whether wider heads for so many queries cost fewer FLOPs than expanding keys: for V3 up to 157 queries."""
@@ -119,8 +115,10 @@ class LatentAttention(nnx.Module):
         _, to_values = _by_head(self.config, self.kv_b_proj.weight[...].astype(mean.dtype))
         return jnp.einsum("bshr,hvr->bshv", mean[..., : self.config.kv_lora_rank], to_values)
 
-    def _turned(self, x: Float[Array, "batch seq heads rope_dim"], cos, sin) -> Float[Array, "batch seq heads rope_dim"]:
-        return apply_rope(x, cos, sin, interleaved=self.config.rope_interleave)
+    def _rotated(
+        self, x: Float[Array, "batch seq heads rope_dim"], rope: RopeTables
+    ) -> Float[Array, "batch seq heads rope_dim"]:
+        return apply_rope(x, rope, interleaved=self.config.rope_interleave)
 
 
 def expand(

@@ -99,11 +99,11 @@ class ShardedParameters:
 
     def local(params, tokens):
         model = nnx.merge(graph, sharded.enter(params))
-        return model.hidden_states(tokens, layer_gathers=sharded.layers, expert_parallel=ExpertParallel())
+        return model.hidden_states(tokens, spread=Spread(ExpertParallel(), layer_gathers=sharded.layers))
 
     jax.shard_map(local, mesh=mesh, in_specs=(sharded.specs, P(("fsdp", "expert"))), ...)
 
-    Experts stay split over `expert`: on a mesh with more than one device there, tokens travel to them by `expert_parallel`.
+    Experts stay split over `expert`: on a mesh with more than one device there, tokens travel to them by `Spread.expert`.
     """
 
     specs: nnx.State

@@ -19,7 +19,7 @@ def log_probs(model: Decoder, batch: Batch, **options: Any) -> Float[Array, "bat
     Args:
       batch: "tokens", "labels", "loss_mask", and, where rows hold more than one document each, "segment_ids", all int32
         [batch, seq]. `positions` follow from the segments unless they are there.
-      options: for `Decoder.hidden_states`: remat, and inside `jax.shard_map` context_parallel, expert_parallel, layer_gathers.
+      options: for `Decoder.hidden_states`: remat, and inside `jax.shard_map` spread.
 
     Raises:
       ValueError: shapes that do not fit each other.

@@ -11,21 +11,23 @@ labels of the model, which has a few more, so that total is as in DeepSeek-V3's 
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels import cross_entropy
-from moe_jax.layers.router import load_balancing_loss, router_z_loss, sequence_balance_loss, sum_over_mesh
-from moe_jax.layers.segments import later, reaches
+from moe_jax.layers.router import load_balancing_loss, router_z_loss, sequence_balance_loss
+from moe_jax.layers.segments import has_successor, shift_left
 from moe_jax.layers.stack import Remat
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.execution import Execution
 from moe_jax.models.output import HiddenStates
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.fsdp import LayerGather
 from moe_jax.parallel.sequence.attention import ContextParallel
+from moe_jax.parallel.spread import Spread
 
 Batch = dict[str, Int[Array, "batch seq"]]
 """tokens, labels (the next token of the same document), loss_mask (0 or 1), positions and segment_ids, all int32; it may have
@@ -83,7 +85,8 @@ def loss(
       num_labels: what the cross-entropy is divided by (default: the labels of this batch, at least 1). A micro-batch is
         given the labels of the whole batch, so that losses and gradients of micro-batches add up to the batch's.
       router_share: a factor on the router's losses: 1 / the number of micro-batches.
-      remat, force_balanced_routing, context_parallel, expert_parallel, layer_gathers: as in `Decoder.hidden_states`.
+      remat, force_balanced_routing: as in `models.execution.Execution`.
+      context_parallel, expert_parallel, layer_gathers: as in `parallel.spread.Spread`.
       mesh_axes: inside `jax.shard_map`, the mesh axes over which tokens are split, that of `context_parallel` among them. The
         total and its parts are those of all their tokens, and so are gradients under `check_vma`, taken inside or outside.
 
@@ -93,15 +96,19 @@ def loss(
     if context_parallel is not None and context_parallel.axis_name not in mesh_axes:
         raise ValueError(f"mesh_axes must name the axis of context_parallel, {context_parallel.axis_name!r}; got {mesh_axes}")
     tokens, segments = (batch["tokens"], batch["positions"], batch["segment_ids"]), batch["segment_ids"]
-    options: dict[str, Any] = dict(
-        remat=remat,
-        force_balanced_routing=force_balanced_routing,
-        context_parallel=context_parallel,
-        expert_parallel=expert_parallel,
-        layer_gathers=layer_gathers,
-        sequence_balance=sequence_loss_coef != 0,
+    execution = Execution(
+        remat or model.execution.remat,
+        force_balanced_routing or model.execution.balanced_routing,
+        Spread(expert_parallel, context_parallel, layer_gathers, mesh_axes),
     )
-    states = model.hidden_states(*tokens, **options)
+    has_sequence_loss = sequence_loss_coef != 0
+    states = model.hidden_states(
+        *tokens,
+        expert_ids="balanced" if execution.balanced_routing else None,
+        remat=execution.remat,
+        spread=execution.spread,
+        sequence_balance=has_sequence_loss,
+    )
     parts = _parts(model, states, batch["labels"], batch["loss_mask"], mesh_axes)
     divisor = (parts.num_labels if num_labels is None else num_labels).clip(1)
 
@@ -112,9 +119,10 @@ def loss(
     if not (mtp_loss_coef and model.config.mtp_stages):
         return weighted(parts), parts
     modules = []
-    for k, of_module in enumerate(model.further_hidden_states(states.hidden, *tokens, **options), start=1):
-        labels, mask = (later(batch[name], k, context_parallel) for name in ("labels", "loss_mask"))
-        modules.append(_parts(model, of_module, labels, mask * reaches(segments, k, context_parallel), mesh_axes))
+    states_of_modules = model.mtp_hidden_states(states.hidden, *tokens, execution=execution, sequence_balance=has_sequence_loss)
+    for k, of_module in enumerate(states_of_modules, start=1):
+        labels, mask = (shift_left(batch[name], k, context_parallel) for name in ("labels", "loss_mask"))
+        modules.append(_parts(model, of_module, labels, mask * has_successor(segments, k, context_parallel), mesh_axes))
     total = weighted(parts) + mtp_loss_coef / len(modules) * sum(map(weighted, modules))
     all_parts = [parts, *modules]
     return total, parts._replace(
@@ -133,7 +141,7 @@ def _parts(model: Decoder, states: HiddenStates, labels, mask, mesh_axes: tuple[
     hidden = states.hidden.reshape(-1, states.hidden.shape[-1])
     summed, num_labels = cross_entropy(hidden, model.head_weight, labels.reshape(-1), mask.reshape(-1) != 0)
     summed, num_labels = jax.lax.psum((summed, num_labels), mesh_axes)
-    router = sum_over_mesh(states.router, mesh_axes)
+    router = states.router.psum(mesh_axes)
     devices = math.prod(map(jax.lax.axis_size, mesh_axes))
     aux, sequence, z = load_balancing_loss(router), sequence_balance_loss(router), router_z_loss(router)
     return LossParts(

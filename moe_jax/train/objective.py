@@ -12,6 +12,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.kernels.varying import varying_axes
 from moe_jax.layers.stack import Remat
 from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.spread import Spread
 from moe_jax.train.loss import Batch, LossParts, loss
 
 OwnLoss = Callable[..., tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]
@@ -60,12 +61,14 @@ def next_tokens(micro_batches: int, **options: Any) -> Objective:
 
 def own_loss(function: OwnLoss, micro_batches: int, *, remat: Remat, force_balanced_routing: bool) -> Objective:
     """The mean of a user's loss, and of its metrics, over the micro-batches."""
-    options: dict[str, Any] = {"remat": remat} | ({"force_balanced_routing": True} if force_balanced_routing else {})
+    options: dict[str, Any] = {"remat": remat} | ({"expert_ids": "balanced"} if force_balanced_routing else {})
 
     def of_batch(model: Decoder, batch: Batch, num_labels: Float[Array, ""], **of_mesh: Any):
         # With it, a mean over the micro-batches is one over all labels, whichever micro-batch they are in.
         share = {"num_labels": num_labels.clip(1) / micro_batches} if "loss_mask" in batch else {}
-        found = function(model, share | batch, **({"mesh_axes": ()} | options | of_mesh))
+        names = {"expert": "expert_parallel", "context": "context_parallel", "layer_gathers": "layer_gathers"}
+        spread = Spread(**{name: of_mesh.get(option) for name, option in names.items()}, mesh_axes=of_mesh.get("mesh_axes", ()))
+        found = function(model, share | batch, mesh_axes=spread.mesh_axes, spread=spread, **options)
         _check_result(found)
         return jax.tree.map(lambda scalar: jnp.asarray(scalar, jnp.float32) / micro_batches, found)
 

@@ -80,7 +80,7 @@ def test_the_gradient_flows_through_the_mean_scores_alone():
     ids = np.asarray([[1, 1, 1, 2, 2, 0], [3, 3, 3, 3, 0, 0]])
     with jax.enable_x64(True):
         logits, sequences = jnp.asarray(rng.normal(size=(12, 5))), Sequences.of(jnp.asarray(ids, jnp.int32))
-        gradient = jax.jit(jax.grad(lambda x: route(x, 2, True, sequences=sequences).sequence_balance_sum))(logits)
+        gradient = jax.jit(jax.grad(lambda x: route(x, 2, True, sequences).sums.sequence_balance_sum))(logits)
         gradient, p = np.asarray(gradient), np.asarray(jax.nn.softmax(logits))
     expected = np.zeros((12, 5))
     for tokens in (range(3), range(3, 5), range(6, 10)):

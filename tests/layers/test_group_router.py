@@ -54,9 +54,9 @@ def test_equals_the_definition(data):
         np.testing.assert_array_equal(routing.experts[t][order], experts)
         np.testing.assert_allclose(routing.weights[t][order], weights, rtol=1e-5)
         load[experts] += valid[t]
-    np.testing.assert_array_equal(routing.expert_load, load)
+    np.testing.assert_array_equal(routing.sums.expert_load, load)
     # Eq. 18 of the DeepSeek-V3 paper: whatever the scores are, a token's probabilities sum to one.
-    np.testing.assert_allclose(routing.probability_sum.sum(), valid.sum(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(routing.sums.probability_sum.sum(), valid.sum(), rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_reach_the_logits_of_the_chosen_experts_alone():
@@ -91,7 +91,7 @@ def test_a_bias_changes_the_choice_and_not_the_weights_of_a_choice():
 def test_saturated_scores_stay_finite(logit):
     def projected(logits):
         routing = route_by_groups(logits, 2, GroupRule())
-        return routing.weights.sum() + routing.probability_sum.sum()
+        return routing.weights.sum() + routing.sums.probability_sum.sum()
 
     value, gradient = jax.value_and_grad(projected)(jnp.full((3, 4), logit))
     assert bool(jnp.isfinite(value)) and bool(jnp.isfinite(gradient).all())

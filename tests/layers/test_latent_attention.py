@@ -15,6 +15,7 @@ from moe_jax.config import NAMED_CONFIGS
 from moe_jax.layers.attend import Attend
 from moe_jax.layers.cache import init_cache
 from moe_jax.layers.latent_attention import LatentAttention
+from moe_jax.layers.rope import RopeTables
 
 CALLS = {40: "expanded", 3: "absorbed", 1: "absorbed"}
 """Tokens in a call, and the form that is taken for so many queries that see cached tokens."""
@@ -56,10 +57,12 @@ def test_the_absorbed_form_at_published_widths(dtype, tolerance):
     x, angles = rng.normal(size=(2, 41, config.hidden_size)), rng.normal(size=(2, 41, 32))
     ids = jnp.asarray(np.arange(41) >= np.array([[0], [9]]), jnp.int32)
 
+    rope = RopeTables(jnp.cos(angles), jnp.sin(angles))
+
     def attend(dtype, cache):
         attention = nnx.merge(graph, jax.tree.map(lambda p: p.astype(dtype), state))
         assert attention.absorbing_is_cheaper(41)
-        return attention(jnp.asarray(x, dtype), jnp.cos(angles), jnp.sin(angles), Attend(ids, jnp.int32(3), cache=cache))
+        return attention(jnp.asarray(x, dtype), rope, Attend(ids, jnp.int32(3), cache=cache))
 
     room = jnp.pad(ids, ((0, 0), (0, 7)))
     # As if there were tokens in it: an empty cache is not read.

@@ -10,7 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.layers import moe
 from moe_jax.layers.moe import Experts, MoE, add_expert_gradients_to
-from moe_jax.parallel import ExpertParallel
+from moe_jax.parallel import ExpertParallel, Spread
+
+SPLIT = Spread(expert=ExpertParallel())
 
 
 def test_gradients_of_experts_are_added_to_totals_and_others_stay():
@@ -48,8 +50,8 @@ def test_more_than_two_chunks_of_tokens_are_computed_a_chunk_at_a_time(monkeypat
 def test_totals_of_experts_on_several_devices_are_refused():
     block = MoE(8, 16, 4, 2, rngs=nnx.Rngs(0))
     block.experts.add_gradients_to(jnp.zeros((4, 32, 8)), jnp.zeros((4, 8, 16)))
-    with pytest.raises(ValueError, match="gradient totals are for experts that lie on one device; these are split"):
-        block(jnp.ones((3, 8)), expert_parallel=ExpertParallel())
+    with pytest.raises(ValueError, match="gradient accumulators are for experts that lie on one device; these are split"):
+        block(jnp.ones((3, 8)), spread=SPLIT)
 
 
 def output_over_two_devices(block, **options):
@@ -60,15 +62,15 @@ def output_over_two_devices(block, **options):
 
 
 def test_experts_that_are_not_the_routers_are_refused():
-    """What is split needs `expert_parallel`, and what is whole must not have it."""
+    """Split experts need `spread.expert`; whole ones must not have it."""
     whole, half = (MoE(8, 16, 4, 2, rngs=nnx.Rngs(0)) for _ in range(2))
     half.experts = Experts(8, 16, 2, rngs=nnx.Rngs(0))
     assert output_over_two_devices(whole).shape == (6, 8)
-    assert output_over_two_devices(half, expert_parallel=ExpertParallel()).shape == (6, 8)
-    with pytest.raises(ValueError, match="among 4 experts; without expert_parallel, 1 x 2 are there: expert_parallel must"):
+    assert output_over_two_devices(half, spread=SPLIT).shape == (6, 8)
+    with pytest.raises(ValueError, match="among 4 experts; without spread.expert, 1 x 2 are there: spread.expert must"):
         output_over_two_devices(half)
-    with pytest.raises(ValueError, match="among 4 experts; with axis_name='expert', 2 x 4 are there: expert_parallel must"):
-        output_over_two_devices(whole, expert_parallel=ExpertParallel())
+    with pytest.raises(ValueError, match="among 4 experts; with axis_name='expert', 2 x 4 are there: spread.expert must"):
+        output_over_two_devices(whole, spread=SPLIT)
 
 
 def test_leading_axes_of_x_come_back():

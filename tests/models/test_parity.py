@@ -165,7 +165,7 @@ def test_replayed_routing_reproduces_the_run_and_follows_live_logits():
 
 def test_forced_balance_loads_every_expert_alike():
     ours = load_ours(reference("qwen3_moe", 6))
-    out = ours(jnp.zeros((2, 16), jnp.int32), force_balanced_routing=True)
+    out = ours(jnp.zeros((2, 16), jnp.int32), expert_ids="balanced")
     assert (out.expert_load == 2 * 16 * 3 // 8).all()
 
 

@@ -16,7 +16,7 @@ import moe_jax
 from moe_jax.config import RopeParameters
 from moe_jax.layers.router import ExpertBias
 from moe_jax.layers.segments import segment_positions
-from moe_jax.parallel import ContextParallel, make_mesh, shard_sequence
+from moe_jax.parallel import ContextParallel, Spread, make_mesh, shard_sequence
 from moe_jax.train.loss import loss
 
 BATCH, SEQ = 2, 48
@@ -110,7 +110,7 @@ def test_positions_default_to_those_of_the_whole_sequence():
     merge, parameters, batch, _ = single(qwen)
 
     def logits(context_parallel=None):
-        return lambda tokens, ids: merge(parameters)(tokens, segment_ids=ids, context_parallel=context_parallel).logits
+        return lambda tokens, ids: merge(parameters)(tokens, segment_ids=ids, spread=Spread(context=context_parallel)).logits
 
     expected = jax.jit(logits())(batch["tokens"], batch["segment_ids"])
     mesh = make_mesh(context=2, devices=jax.devices()[:2])
@@ -127,7 +127,7 @@ def test_dynamic_rotary_embeddings_have_one_base_on_all_devices():
 
     def logits(context_parallel=None):
         model = nnx.merge(graph, parameters)
-        return lambda tokens, ids: model(tokens, segment_ids=ids, context_parallel=context_parallel).logits
+        return lambda tokens, ids: model(tokens, segment_ids=ids, spread=Spread(context=context_parallel)).logits
 
     expected = jax.jit(logits())(batch["tokens"], batch["segment_ids"])
     mesh = make_mesh(data=2, context=2, devices=jax.devices()[:4])
