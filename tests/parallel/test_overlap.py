@@ -43,7 +43,7 @@ from moe_jax.parallel.fsdp import LayerGather
 
 settings = ExpertParallel(transport="pairwise", capacity_factor=4, group_size=1)
 
-def body(shared, of_layer, x, w, _):
+def body(shared, per_layer, x, w, _):
     return x + expert_parallel_mlp(x, *w, *shared, settings)[0], ()
 
 def gradients(x, gate_up, down, *choices):
