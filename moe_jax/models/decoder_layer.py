@@ -16,7 +16,7 @@ from moe_jax.parallel.spread import Spread
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the mlp is dense here."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with a dense mlp."""
 
     def __init__(
         self,

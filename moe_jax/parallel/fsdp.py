@@ -53,11 +53,14 @@ class LayerGather:
 
     def start_gather(self, parts) -> list:
         """Starts the all-gather of the layer's parameters; `finish_gather` takes the result."""
-        return [_start(how, self.dtype, self.hops, part) for how, part in zip(self._moving, self.split(parts)[0], strict=True)]
+        return [
+            _start_gather(how, self.dtype, self.hops, part)
+            for how, part in zip(self._moving, self.split(parts)[0], strict=True)
+        ]
 
     def finish_gather(self, arriving: list) -> list[Array]:
         """Waits for the all-gather and returns the full parameters."""
-        return [_finish(how, self.hops, array) for how, array in zip(self._moving, arriving, strict=True)]
+        return [_finish_gather(how, self.hops, array) for how, array in zip(self._moving, arriving, strict=True)]
 
     def barrier(self, computed, arriving):
         """Returns both unchanged. With peer-to-peer copies, the transfer is waited for only once `computed` is ready.
@@ -174,7 +177,7 @@ class ShardedParameters:
         return nnx.merge_state(params, nnx.State({"stages": stages}))
 
 
-def _start(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array):
+def _start_gather(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array):
     part = part.astype(dtype)
     *inner, (axis, mesh_axes) = how
     for inner_axis, inner_axes in inner:
@@ -184,7 +187,7 @@ def _start(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array):
     return lax.all_gather(part, mesh_axes, axis=part.ndim + axis, tiled=True)
 
 
-def _finish(how: Gather, hops: Hops, sent) -> Array:
+def _finish_gather(how: Gather, hops: Hops, sent) -> Array:
     axis, mesh_axes = how[-1]
     return join_parts(sent, mesh_axes, sent[0].ndim + axis) if hops == "copies" else sent
 
@@ -204,7 +207,7 @@ def _finish_scatter(how: Gather, hops: Hops, sent) -> Array:
 
 
 def _gather_whole(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array) -> Array:
-    return _finish(how, hops, _start(how, dtype, hops, part))
+    return _finish_gather(how, hops, _start_gather(how, dtype, hops, part))
 
 
 def _scatter_to_part(how: Gather, dtype: jnp.dtype, hops: Hops, gradient: Array) -> Array:

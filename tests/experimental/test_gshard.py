@@ -21,7 +21,8 @@ def routing_of(k=2, valid=None):
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_experts_take_first_choices_before_second_and_no_more_than_their_capacity(k):
+def test_capacity(k):
+    """Experts take first choices before second ones, and no more than their capacity."""
     valid = np.random.default_rng().random(24) < 0.8
     before, _ = routing_of(k=k, valid=jnp.asarray(valid))
     after = compiled_drop(before, num_groups=3, capacity=2, valid=jnp.asarray(valid))
@@ -45,7 +46,8 @@ def test_experts_take_first_choices_before_second_and_no_more_than_their_capacit
     np.testing.assert_array_equal(after.experts, before.experts)
 
 
-def test_a_second_expert_is_taken_with_twice_its_weight_as_probability():
+def test_second_expert():
+    """A second expert is taken with twice its weight as probability."""
     weights = jnp.tile(jnp.asarray([[0.6, 0.4], [0.9, 0.1], [0.5, 0.5], [0.75, 0.25]]), (2000, 1))
     before = routing_of()[0]._replace(weights=weights, experts=jnp.tile(jnp.asarray([[1, 0]]), (8000, 1)))
     before = before._replace(sums=replace(before.sums, expert_load=jnp.asarray([8000, 8000, 0, 0])))

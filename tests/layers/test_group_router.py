@@ -59,7 +59,8 @@ def test_equals_the_definition(data):
     np.testing.assert_allclose(routing.sums.probability_sum.sum(), valid.sum(), rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_reach_the_logits_of_the_chosen_experts_alone():
+def test_gradients():
+    """Gradients reach the logits of the chosen experts alone."""
     rule = GroupRule(num_groups=2, groups_per_token=1, routed_scaling_factor=2.5)
     rng = np.random.default_rng()
     logits, direction = jnp.asarray(rng.normal(size=(5, 8)), jnp.float32), jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)
@@ -78,7 +79,8 @@ def test_gradients_reach_the_logits_of_the_chosen_experts_alone():
     np.testing.assert_array_equal(of_bias, 0)
 
 
-def test_a_bias_changes_the_choice_and_not_the_weights_of_a_choice():
+def test_bias_changes_choices_only():
+    """A bias changes the choice, and not the weights of a choice."""
     logits = jnp.asarray(np.random.default_rng().normal(size=(64, 8)), jnp.float32)
     bias = jnp.zeros(8).at[3].set(2.0)
     biased = route_by_groups(logits, 2, GroupRule(), bias)
@@ -97,7 +99,8 @@ def test_saturated_scores_stay_finite(logit):
     assert bool(jnp.isfinite(value)) and bool(jnp.isfinite(gradient).all())
 
 
-def test_a_layer_adds_its_shared_experts_and_keeps_its_bias_out_of_the_parameters():
+def test_layer():
+    """A layer adds its shared experts, and keeps its bias out of the parameters."""
     router = GroupRouter(16, 8, 2, GroupRule(num_groups=4, groups_per_token=2), rngs=nnx.Rngs(0))
     moe = MoE(16, 8, 8, 2, router=router, shared_intermediate_size=24, rngs=nnx.Rngs(1))
     x = jax.random.normal(jax.random.key(np.random.default_rng().integers(2**31)), (5, 16))

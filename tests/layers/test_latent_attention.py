@@ -21,7 +21,7 @@ CALLS = {40: "expanded", 3: "absorbed", 1: "absorbed"}
 """Tokens in a call, and the form that is taken for so many queries that see cached tokens."""
 
 
-def test_logits_call_by_call_are_those_of_the_whole_forward():
+def test_cached_calls_equal_one_forward():
     """Prompts of unequal lengths, padded on the left, in a cache with room to spare; many tokens behind others too."""
     config = replace(tiny.deepseek().config, num_hidden_layers=2, first_k_dense_replace=2)
     model, rng = moe_jax.from_config(config, rngs=nnx.Rngs(0)), np.random.default_rng()
@@ -76,6 +76,7 @@ def test_the_absorbed_form_at_published_widths(dtype, tolerance):
     assert not cache.kept[0][3, :, 41:].any()
 
 
-def test_the_cache_of_v3_holds_576_numbers_of_a_token():
+def test_cache_of_v3():
+    """It holds 576 numbers per token."""
     cache = jax.eval_shape(partial(init_cache, NAMED_CONFIGS["deepseek-v3"], 2, 100, jnp.bfloat16))
     assert [a.shape for a in cache.kept] == [(61, 2, 100, 576)]

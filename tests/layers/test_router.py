@@ -32,7 +32,8 @@ def statistics(logits, k, valid):
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(2, 6), st.data())
-def test_the_losses_equal_their_formulas_written_as_loops(num_layers, tokens, experts, data):
+def test_losses(num_layers, tokens, experts, data):
+    """They equal their formulas written as loops."""
     k = data.draw(st.integers(1, experts))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
     logits = rng.normal(size=(num_layers, tokens, experts))
@@ -54,7 +55,8 @@ def test_the_losses_equal_their_formulas_written_as_loops(num_layers, tokens, ex
     np.testing.assert_array_equal(stats.expert_load.sum(1), [valid.sum() * k] * num_layers)
 
 
-def test_the_balancing_gradient_is_that_of_the_probabilities_under_fixed_choices():
+def test_balancing_gradient():
+    """The gradient is the probabilities' under fixed choices."""
     rng = np.random.default_rng()
     logits = jnp.asarray(rng.normal(size=(1, 12, 5)), jnp.float32)
     gradient = jax.grad(lambda x: load_balancing_loss(statistics(x, 2, None)))(logits)
@@ -65,12 +67,13 @@ def test_the_balancing_gradient_is_that_of_the_probabilities_under_fixed_choices
     assert np.abs(expected).max() > 1e-4
 
 
-def test_a_perfectly_even_load_gives_k():
+def test_even_load_gives_k():
     stats = replace(statistics(np.zeros((2, 12, 4)), 2, None), expert_load=jnp.full((2, 4), 6))
     assert float(load_balancing_loss(stats)) == 2.0
 
 
-def test_weights_are_the_softmax_of_all_experts_and_sum_to_one_only_if_asked():
+def test_weights():
+    """Weights are the softmax over all experts, and sum to 1 only if asked."""
     logits = jnp.asarray(np.random.default_rng().normal(size=(7, 6)), jnp.bfloat16)
     plain, normed = route(logits, 3, False), route(logits, 3, True)
     p = jax.nn.softmax(logits.astype(jnp.float32))
@@ -79,7 +82,8 @@ def test_weights_are_the_softmax_of_all_experts_and_sum_to_one_only_if_asked():
     assert plain.weights.dtype == jnp.float32
 
 
-def test_replay_weights_the_given_experts_by_the_live_logits():
+def test_replay():
+    """Replay weights the given experts by the live logits."""
     logits = jnp.asarray(np.random.default_rng().normal(size=(5, 6)), jnp.float32)
     chosen = jnp.asarray([[5, 0]] * 5)
     replayed = route(logits, 2, False, expert_ids=chosen)
@@ -88,7 +92,8 @@ def test_replay_weights_the_given_experts_by_the_live_logits():
 
 
 @pytest.mark.parametrize("tokens, k, experts", [(16, 3, 8), (5, 2, 7), (1, 4, 4), (128, 8, 128)])
-def test_balanced_ids_are_distinct_for_a_token_and_even_over_experts(tokens, k, experts):
+def test_balanced_ids(tokens, k, experts):
+    """They are distinct for a token, and even over experts."""
     ids = np.asarray(balanced_expert_ids(tokens, k, experts))
     assert all(len(set(row)) == k for row in ids)
     load = np.bincount(ids.ravel(), minlength=experts)
@@ -134,7 +139,8 @@ def test_stages_layers_are_joined():
     assert joined.expert_load.shape == (3, 5) and joined.num_tokens.shape == ()
 
 
-def test_a_model_without_experts_has_the_counts_alone():
+def test_sums_of_no_layer():
+    """A model without experts has the counts alone."""
     none, one = RouterSums.of_no_layer(jnp.array([True, False, True])), route(jnp.zeros((3, 5)), 2, True).sums
     assert none.num_tokens == 2 and none.num_sequences == 0 and none.expert_load.shape == (0, 0)
     assert load_balancing_loss(none) == 0 and router_z_loss(none) == 0

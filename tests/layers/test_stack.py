@@ -53,7 +53,7 @@ def loss(run, inputs):
 
 
 @pytest.mark.parametrize("remat", [False, True, "offload"])
-def test_what_goes_from_layer_to_layer_may_be_passed_through_added_to_or_counted(remat):
+def test_carry(remat):
     """So that the gradient of a layer does not need all of it, or none."""
 
     def body(shared, per_layer, carry, w, _=None):
@@ -82,7 +82,8 @@ def test_what_goes_from_layer_to_layer_may_be_passed_through_added_to_or_counted
 
 @pytest.mark.parametrize("remat", [False, True, "offload"])
 @pytest.mark.parametrize("window", [False, True])
-def test_values_and_gradients_equal_a_scans(remat, window):
+def test_equals_scan(remat, window):
+    """Values and gradients equal those of `lax.scan`."""
     run = partial(run_layers, layer, remat=remat)
     with jax.enable_x64(True):
         inputs = make_inputs(window)
@@ -103,7 +104,9 @@ times.defvjp(lambda x, w, total: (x @ w, (x, w, total)), lambda kept, dy: (dy @ 
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_totals_grow_by_the_gradients_in_their_own_memory(remat):
+def test_accumulators(remat):
+    """Accumulators grow by the gradients, in their own memory."""
+
     def body(_, w, x, parameters, total):
         y = x @ w if total is None else times(x, w, total)
         return x + jnp.tanh(y) * parameters, None
@@ -211,7 +214,7 @@ def test_the_schedule(remat):
     ]
 
 
-def test_only_what_the_layer_computes_is_kept():
+def test_residuals():
     """Neither weights nor what all layers read are stored once more: of each layer h, its tanh and x remain."""
     inputs = make_inputs()
     _, pullback = jax.vjp(loss(lambda *a: run_layers(layer, *a), inputs), *inputs[2:])
@@ -222,7 +225,7 @@ def test_only_what_the_layer_computes_is_kept():
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_on_a_gpu_gradients_are_written_once(devices):
+def test_gradients_are_written_once(devices):
     """One device, and each device of a shard_map, allocates; no zeros of a stacked gradient's shape are made."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
@@ -275,7 +278,7 @@ with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         ("remat", 2),
     ],
 )
-def test_by_copies_what_travels_hides_behind_a_layers_kernels(what, loops):
+def test_copies_hide_behind_kernels(what, loops):
     """In the program of four H200s, between the start of each copy in a loop over layers and the wait for it a kernel runs."""
     computations = re.split(r"\n(?=%|ENTRY)", run_script(GATHERED, what))
     loops_that_copy = [c for c in computations if "collective-permute-start(" in c and not c.startswith("ENTRY")]

@@ -77,7 +77,8 @@ def with_random_norms(model, rng):
     return model
 
 
-def test_two_modules_equal_the_papers_equations_with_every_gradient():
+def test_two_modules():
+    """Value and every gradient are those of the paper's equations."""
     rng = np.random.default_rng()
     with jax.enable_x64(True):
         batch = make_batch(rng)
@@ -103,7 +104,8 @@ def test_two_modules_equal_the_papers_equations_with_every_gradient():
         np.testing.assert_array_equal(parts.expert_load.sum(axis=1), 2 * np.array(counted))
 
 
-def test_another_documents_tokens_change_nothing():
+def test_documents_are_apart():
+    """Another document's tokens change nothing."""
     rng = np.random.default_rng()
     batch, model = make_batch(rng), tiny.deepseek(mtp=2, layers=1)
     other = {**batch, "tokens": jnp.where(SEGMENTS == 2, rng.integers(0, 264, SEGMENTS.shape), batch["tokens"])}
@@ -130,7 +132,7 @@ def test_without_a_factor_modules_are_not_run():
         assert parts.expert_load.shape == (layers, 8)
 
 
-def test_what_stands_later_and_whether_it_is_of_the_document():
+def test_shift_left_and_has_successor():
     ids = jnp.array([[7, 7, 7, 8, 8, 7, 7, 0, 0]])
     np.testing.assert_array_equal(shift_left(ids, 2), [[7, 8, 8, 7, 7, 0, 0, 0, 0]])
     np.testing.assert_array_equal(has_successor(ids, 1), np.array([[1, 1, 0, 1, 0, 1, 0, 0, 0]], bool))
