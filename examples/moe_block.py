@@ -42,7 +42,7 @@ def loss_fn(model, points, labels):
     logits, routing = model(points)
     cross_entropy = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
     loss = cross_entropy + 0.01 * load_balancing_loss(routing)
-    return loss, (jnp.mean(logits.argmax(-1) == labels), routing.expert_load)
+    return loss, (jnp.mean(logits.argmax(-1) == labels), routing.sums.expert_load)
 
 
 def main(settings: Settings) -> float:

@@ -4,7 +4,7 @@
     python examples/moe_block_sharded.py --no-fake-devices    # all GPUs of this machine
 
 Each device holds its part of the experts and of the batch; all other parameters are whole on every device. Tokens travel to
-their experts inside `moe(x, expert_parallel=...)`. Sums over the batch are `psum`s, as in any `jax.shard_map`.
+their experts inside `moe(x, spread=...)`. Sums over the batch are `psum`s, as in any `jax.shard_map`.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.layers import MoE, load_balancing_loss
-from moe_jax.parallel import ExpertParallel, make_mesh
+from moe_jax.parallel import ExpertParallel, Spread, make_mesh
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Classifier(nnx.Module):
     def __call__(self, points):
         """points [batch, 2] -> (logits [batch, 4], the routing, for the balancing loss)."""
         x = nnx.gelu(self.embed(points))
-        y, routing = self.moe(x, expert_parallel=ExpertParallel(axis_name="expert"))
+        y, routing = self.moe(x, spread=Spread(expert=ExpertParallel(axis_name="expert")))
         return self.head(x + y), routing
 
 

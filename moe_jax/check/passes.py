@@ -15,6 +15,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.layout import mesh_of
+from moe_jax.parallel.spread import Spread
 
 
 class PassFunctions(NamedTuple):
@@ -59,10 +60,11 @@ def _on(mesh: Mesh, graph: nnx.GraphDef, parameters: nnx.State, dtype) -> tuple[
     axes = mesh.axis_names
     sharded = ShardedParameters.of(parameters, mesh, dtype=dtype, token_axes=axes)
     exchange = ExpertParallel() if mesh.shape.get("expert", 1) > 1 else None
+    spread = Spread(expert=exchange, layer_gathers=sharded.layers, mesh_axes=axes)
 
     def logits(parameters, biases, tokens, segment_ids):
         model = nnx.merge(graph, sharded.enter(parameters), *vary_as(biases, tokens))
-        output = model(tokens, segment_ids=segment_ids, layer_gathers=sharded.layers, expert_parallel=exchange)
+        output = model(tokens, segment_ids=segment_ids, spread=spread)
         return jnp.where(segment_ids[..., None] != 0, output.logits.astype(jnp.float32), 0)
 
     def last_logits(*arguments):

@@ -1,12 +1,14 @@
-"""What GShard does to a router's choices: second experts by chance, and a capacity of experts in each group of tokens.
+"""GShard's two changes to a router's choices: second experts by chance, and a capacity of experts per group of tokens.
 
-Lepikhin et al., 2020, https://arxiv.org/abs/2006.16668, section 2.2 and algorithm 1. Each function takes a routing and gives
-one in which some choices have weight 0: their experts are computed for nothing, add nothing to the output, get no gradient.
+Lepikhin et al., 2020, https://arxiv.org/abs/2006.16668, section 2.2 and algorithm 1. Each function takes a routing and returns
+one in which some choices have weight 0. Their experts are computed in vain: they add nothing to the output and get no gradient.
 
     routing = random_second_expert(moe.router(x), key)
     routing = drop_over_capacity(routing, num_groups=8, capacity=2 * x.shape[0] // (8 * num_experts))
     y = moe.experts(x, routing.weights, routing.experts)
 """
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +18,14 @@ from moe_jax.layers.router import Routing
 
 
 def random_second_expert(routing: Routing, key: jax.Array, valid: Bool[Array, "tokens"] | None = None) -> Routing:
-    """The second expert of each token with probability min(1, 2 w), w its weight over the sum of the token's two.
+    """Keeps the second expert of each token with probability min(1, 2 w), w its weight over the sum of the token's two.
 
     Args:
-      routing: of two experts a token, the likelier one first.
-      valid: as it was for the routing; the load of those left out goes down by their choices.
+      routing: two experts per token, the likelier one first.
+      valid: the mask that the routing was made with. Choices left out are subtracted from the experts' load.
 
     Raises:
-      ValueError: another number of experts a token.
+      ValueError: the routing has another number of experts per token.
     """
     tokens, k = routing.weights.shape
     if k != 2:
@@ -36,10 +38,10 @@ def random_second_expert(routing: Routing, key: jax.Array, valid: Bool[Array, "t
 def drop_over_capacity(
     routing: Routing, *, num_groups: int, capacity: int, valid: Bool[Array, "tokens"] | None = None
 ) -> Routing:
-    """Each expert takes at most `capacity` tokens of each of `num_groups` runs of tokens; the rest is in `num_dropped`.
+    """Limits each expert to `capacity` tokens in each of `num_groups` runs of tokens; `num_dropped` counts the rest.
 
-    Within a group first choices come before second ones, and earlier tokens before later ones. Choices of weight 0, and of
-    padding where `valid` says so, take no place. GShard's capacity is 2 tokens / (groups * experts).
+    Within a group first choices come before second ones, and earlier tokens before later ones. Choices of weight 0 take no
+    room; neither does padding, if `valid` is given. GShard's capacity is 2 tokens / (groups * experts).
 
     Raises:
       ValueError: groups that do not divide the tokens, or a capacity below 1.
@@ -52,27 +54,28 @@ def drop_over_capacity(
     waits = routing.weights > 0
     if valid is not None:
         waits &= valid[:, None]
-    num_experts = routing.expert_load.shape[0]
+    num_experts = routing.sums.expert_load.shape[0]
     # [groups, choices in the order in which they are served]
     experts, waits = (a.reshape(num_groups, -1, k).swapaxes(1, 2).reshape(num_groups, -1) for a in (routing.experts, waits))
     place = jax.vmap(_place, in_axes=(0, 0, None))(experts, waits, num_experts)
     over = (waits & (place >= capacity)).reshape(num_groups, k, -1).swapaxes(1, 2).reshape(tokens, k)
-    return _without(routing, over, valid)._replace(num_dropped=routing.num_dropped + over.sum(dtype=jnp.int32))
+    kept = _without(routing, over, valid)
+    return kept._replace(sums=replace(kept.sums, num_dropped=kept.sums.num_dropped + over.sum(dtype=jnp.int32)))
 
 
 def gshard_loss(routing: Routing, valid: Bool[Array, "tokens"] | None = None) -> Float[Array, ""]:
-    """(1 / E) sum_e (c_e / T) m_e: c_e of T tokens have e as their first choice, m_e is its mean probability over all of them.
+    """Computes (1 / E) sum_e (c_e / T) m_e: c_e of T tokens have e as first choice, m_e is the mean probability of e.
 
-    Of the routing as it came from the router: before choices are left out.
+    Takes the routing as it came from the router, before choices are left out.
     """
     counted = jnp.ones(len(routing.experts), bool) if valid is None else valid
     tokens = jnp.maximum(counted.sum(), 1)
-    first = jnp.zeros(routing.expert_load.shape, jnp.int32).at[routing.experts[:, 0]].add(counted.astype(jnp.int32))
-    return jnp.mean(first / tokens * routing.probability_sum / tokens)
+    first = jnp.zeros(routing.sums.expert_load.shape, jnp.int32).at[routing.experts[:, 0]].add(counted.astype(jnp.int32))
+    return jnp.mean(first / tokens * routing.sums.probability_sum / tokens)
 
 
 def _place(experts: Int[Array, "choices"], waits: Bool[Array, "choices"], num_experts: int) -> Int[Array, "choices"]:
-    """How many earlier choices that wait are of the same expert."""
+    """Returns, for each choice, the number of earlier waiting choices of the same expert."""
     queue = jnp.where(waits, experts, num_experts)
     line = jnp.argsort(queue, stable=True)
     sizes = jnp.zeros(num_experts + 1, jnp.int32).at[queue].add(1)
@@ -83,7 +86,5 @@ def _place(experts: Int[Array, "choices"], waits: Bool[Array, "choices"], num_ex
 
 def _without(routing: Routing, left_out: Bool[Array, "tokens k"], valid: Bool[Array, "tokens"] | None) -> Routing:
     counted = left_out if valid is None else left_out & valid[:, None]
-    return routing._replace(
-        weights=jnp.where(left_out, 0, routing.weights),
-        expert_load=routing.expert_load.at[routing.experts].add(-counted.astype(jnp.int32)),
-    )
+    load = routing.sums.expert_load.at[routing.experts].add(-counted.astype(jnp.int32))
+    return routing._replace(weights=jnp.where(left_out, 0, routing.weights), sums=replace(routing.sums, expert_load=load))

@@ -30,6 +30,7 @@ from moe_jax.kernels.varying import vary_as
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.fsdp import ShardedParameters
+from moe_jax.parallel.spread import Spread
 from moe_jax.runtime.processes import is_first_process
 
 AXES = ("fsdp", "expert")
@@ -43,9 +44,9 @@ class Devices:
     """The number of devices over which the experts are spread."""
 
     @property
-    def expert_parallel(self) -> ExpertParallel | None:
-        """The argument of `Decoder.hidden_states`."""
-        return ExpertParallel() if self.with_experts > 1 else None
+    def spread(self) -> Spread:
+        """The spread of a model's calls over the devices."""
+        return Spread(expert=ExpertParallel() if self.with_experts > 1 else None)
 
     def any(self, flags: Bool[Array, "batch"]) -> Bool[Array, ""]:
         """Returns True if a flag is set on any device."""

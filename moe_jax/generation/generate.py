@@ -94,7 +94,7 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
 
     def next_logits(tokens, positions, segment_ids, cache):
         """Computes the logits of the last position alone, so that a long prompt does not need memory for the others."""
-        states = model.hidden_states(tokens, positions, segment_ids, cache=cache, expert_parallel=devices.expert_parallel)
+        states = model.hidden_states(tokens, positions, segment_ids, cache=cache, spread=devices.spread)
         logits = jnp.einsum("bd,vd->bv", states.hidden[:, -1], model.head_weight.astype(model.dtype))
         assert states.cache is not None
         return logits, states.cache

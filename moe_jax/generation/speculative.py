@@ -17,7 +17,7 @@ padding, which no token sees. The caches have room for two tokens for each new o
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +138,7 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
     batch, prompt_length = tokens.shape
     positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
     rows = jnp.arange(batch)
-    spread: dict[str, Any] = dict(expert_parallel=devices.expert_parallel)
+    execution = replace(model.execution, spread=devices.spread)
 
     def next_distribution(hidden: Float[Array, "batch ... hidden"]) -> Float[Array, "batch ... vocab"]:
         logits = jnp.einsum("...d,vd->...v", hidden, model.head_weight.astype(model.dtype))
@@ -154,12 +154,13 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
 
     def start() -> _DraftState:
         room = batch, prompt_length + 2 * max_new_tokens, model.dtype
-        states = model.hidden_states(tokens, positions, segment_ids, cache=init_cache(model.config, *room), **spread)
+        cache = init_cache(model.config, *room)
+        states = model.hidden_states(tokens, positions, segment_ids, cache=cache, spread=devices.spread)
         assert states.cache is not None
         first = draw_from(next_distribution(states.hidden[:, -1]), 0)
         following = jnp.concatenate([tokens[:, 1:], first[:, None]], axis=1)
         module_cache = init_cache(replace(model.config, num_hidden_layers=1), *room)
-        module = model.predict(1, states.hidden, following, positions, segment_ids, cache=module_cache, **spread)
+        module = model.predict(1, states.hidden, following, positions, segment_ids, cache=module_cache, execution=execution)
         assert module.cache is not None
         draft_distribution = next_distribution(module.hidden[:, -1])
         lengths = vary_as(jnp.ones(batch, jnp.int32), tokens)
@@ -184,7 +185,7 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
         positions = state.position[:, None] + jnp.arange(2)
         pair = jnp.stack([state.token, state.draft], axis=1)
         segments = jnp.broadcast_to(goes_on[:, None], pair.shape).astype(jnp.int32)
-        states = model.hidden_states(pair, positions, segments, cache=state.cache, **spread)
+        states = model.hidden_states(pair, positions, segments, cache=state.cache, spread=devices.spread)
         assert states.cache is not None
         after_token, after_draft = jnp.unstack(next_distribution(states.hidden), axis=1)
         in_place = given_draft(after_token, state.draft_distribution, state.draft)
@@ -193,7 +194,7 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
         # The row behind a wrong draft becomes padding, which no later token sees.
         segments = segments.at[:, 1].mul(right)
         cached = jax.lax.dynamic_update_slice(states.cache.segment_ids, segments, (0, states.cache.length - 2))
-        module = model.predict(1, states.hidden, answers, positions, segments, cache=state.module_cache, **spread)
+        module = model.predict(1, states.hidden, answers, positions, segments, cache=state.module_cache, execution=execution)
         assert module.cache is not None
         last = right.astype(jnp.int32)
         draft_distribution = next_distribution(module.hidden[rows, last])

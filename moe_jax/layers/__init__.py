@@ -18,14 +18,13 @@ if TYPE_CHECKING:
     from moe_jax.layers.router import (
         ExpertBias,
         Router,
-        RouterStatistics,
         Routing,
         load_balancing_loss,
         load_balancing_loss_per_layer,
         router_z_loss,
         sequence_balance_loss,
-        sum_over_mesh,
     )
+    from moe_jax.layers.router_sums import RouterSums
 
 __all__ = [
     "MLP",
@@ -42,7 +41,7 @@ __all__ = [
     "MoE",
     "RMSNorm",
     "Router",
-    "RouterStatistics",
+    "RouterSums",
     "Routing",
     "Sequences",
     "load_balancing_loss",
@@ -50,7 +49,6 @@ __all__ = [
     "move_bias",
     "router_z_loss",
     "sequence_balance_loss",
-    "sum_over_mesh",
 ]
 
 export_lazily(__name__)

@@ -1,4 +1,4 @@
-"""Which tokens the queries of a layer see: those of this call, those of all devices, or those of a cache."""
+"""Attention of one layer's queries to the tokens they see: of this call, of all devices, or of a cache."""
 
 from dataclasses import dataclass
 
@@ -15,22 +15,22 @@ class Attend:
     """softmax(scale * q k^T + mask) v for one layer; the model makes it, an attention module calls it.
 
     Attributes:
-      segments: ids of these tokens' segments; with `context_parallel` the first tokens of their segments.
+      segments: ids of these tokens' segments; with `context`, the first tokens of their segments.
       layer: the layer's index in the cache.
-      window: the sliding window, if there is one.
-      cache: room for these tokens behind earlier ones, if there are any; its segments have these tokens' already.
-      context_parallel: how the sequences are split over devices, if they are.
+      window: the sliding window; None if there is none.
+      cache: earlier tokens and room for these behind them; its `segment_ids` hold these tokens' segments already.
+      context: how the sequences are split over devices; None if they are not.
     """
 
     segments: Int[Array, "batch seq"]
     layer: Int[Array, ""]
     window: Int[Array, ""] | None = None
     cache: KVCache | None = None
-    context_parallel: ContextParallel | None = None
+    context: ContextParallel | None = None
 
     @property
     def sees_cached_tokens(self) -> bool:
-        """Whether there are earlier tokens to see, in a cache, beside those of this call."""
+        """True if a cache holds earlier tokens for these to see."""
         return self.cache is not None and not self.cache.is_empty
 
     def __call__(
@@ -42,21 +42,22 @@ class Attend:
         *,
         scale: float,
     ) -> tuple[Float[Array, "batch seq heads value_dim"], KVCache | None]:
-        """Returns the result and the cache with these tokens in it.
+        """Returns the result, and the cache with these tokens in it (None without a cache).
 
         Args:
-          kept: k and v, or what `expand` makes them of: what a cache holds and what travels between devices.
-          expand: (k, v) = expand(weights, *kept), of any tokens.
+          kept: k and v, or the arrays that `expand` makes them from. A cache holds `kept`, and devices send it to each other.
+          expand: (k, v) = expand(weights, *kept), for any tokens.
           weights: the parameters that `expand` reads.
         """
-        if self.context_parallel is not None:
+        if self.context is not None:
             options = dict(expand=expand, weights=weights, window=self.window)
-            return self.context_parallel.attention(q, kept, self.segments, scale=scale, **options), None
+            return self.context.attention(q, kept, self.segments, scale=scale, **options), None
         cache, keys = self.cache, self.segments
         offset: Array | int = 0
         if cache is not None:
             cache = cache.write(self.layer, kept)
-            # A prompt's own tokens are all that it sees, and as queries and keys alike they fit the fused kernel.
+            # A prompt in an empty cache sees its own tokens only. Not reading the cache lets it use the fused kernel, which
+            # takes equally many queries and keys.
             if self.sees_cached_tokens:
                 kept, keys, offset = cache.read(self.layer, q.dtype), cache.segment_ids, cache.length
         k, v = keys_and_values(expand, weights, kept)

@@ -10,7 +10,7 @@ from moe_jax.layers.attend import Attend
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.norm import RMSNorm
-from moe_jax.layers.rope import apply_rope
+from moe_jax.layers.rope import RopeTables, apply_rope
 
 
 class Attention(nnx.Module):
@@ -42,18 +42,14 @@ class Attention(nnx.Module):
         self.head_dim = config.head_dim
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq hidden"],
-        cos: Float[Array, "batch seq half"],
-        sin: Float[Array, "batch seq half"],
-        attend: Attend,
+        self, x: Float[Array, "batch seq hidden"], rope: RopeTables, attend: Attend
     ) -> tuple[Float[Array, "batch seq hidden"], KVCache | None]:
-        """Returns the output and the cache with these tokens in it, if there is one."""
+        """Returns the output, and the cache with these tokens in it (None without a cache)."""
 
         def heads(y: Array) -> Array:
             return y.reshape(*y.shape[:-1], -1, self.head_dim)
 
-        q = apply_rope(self.q_norm(heads(self.q_proj(x))), cos, sin)
-        k = apply_rope(self.k_norm(heads(self.k_proj(x))), cos, sin)
+        q = apply_rope(self.q_norm(heads(self.q_proj(x))), rope)
+        k = apply_rope(self.k_norm(heads(self.k_proj(x))), rope)
         out, cache = attend(q, (k, heads(self.v_proj(x))), scale=self.head_dim**-0.5)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache

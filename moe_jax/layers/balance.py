@@ -1,9 +1,9 @@
-"""How DeepSeek-V3 keeps its experts evenly loaded: a bias that follows the load, and a small loss within each sequence.
+"""DeepSeek-V3's two ways to keep experts evenly loaded: a bias that follows the load, and a small loss per sequence.
 
-Section 2.1.2 of its report (https://arxiv.org/abs/2412.19437). The bias, added to the scores for the choice of experts and for
-nothing else, is the method of Wang et al., 2024, https://arxiv.org/abs/2408.15664: no gradient of it disturbs the model's. The
-loss guards against a single sequence that goes to few experts, which the load of a whole batch hides. docs/balancing.md says
-which loss is for which recipe.
+Section 2.1.2 of its report (https://arxiv.org/abs/2412.19437). The bias is added to the scores for the choice of experts and
+for nothing else, so it adds no gradient to the model's (Wang et al., 2024, https://arxiv.org/abs/2408.15664). The loss guards
+against a single sequence that goes to few experts, which the load of a whole batch hides. docs/balancing.md says which loss
+is for which recipe.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from moe_jax.layers.segments import segment_positions
 from moe_jax.parallel.sequence.attention import ContextParallel
@@ -21,10 +21,10 @@ from moe_jax.parallel.sequence.attention import ContextParallel
 def move_bias(
     bias: Float32[Array, "*layers experts"], expert_load: Int[Array, "*layers experts"], rate: float
 ) -> Float32[Array, "*layers experts"]:
-    """bias + rate * sign(mean load - load), in f32: each layer's overloaded experts down by `rate`, the others up.
+    """Returns bias + rate * sign(mean load - load), in f32: moves overloaded experts of each layer down, the others up.
 
-    Once per optimizer step, of the load of its whole batch: all micro-batches, all devices. An expert whose load is the mean
-    keeps its bias.
+    Call it once per optimizer step, with the load of the step's whole batch: all micro-batches, all devices. An expert whose
+    load is the mean keeps its bias.
     """
     load = expert_load.astype(jnp.float32)
     return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
@@ -33,12 +33,12 @@ def move_bias(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sequences:
-    """Which documents of packed rows the tokens are of.
+    """The documents of packed rows: for each token, its document's first token and length.
 
     Attributes:
-      first_token: where the token's document begins, as an index among all tokens of these rows on all devices.
-      length: how many tokens it has; 0 for padding.
-      axis_name: the mesh axis over which each row is split, if any.
+      first_token: index of the document's first token among all tokens of these rows on all devices.
+      length: number of tokens of the document; 0 for padding.
+      axis_name: the mesh axis over which each row is split; None if none.
     """
 
     first_token: Int[Array, "tokens"]
@@ -47,7 +47,10 @@ class Sequences:
 
     @classmethod
     def of(cls, segment_ids: Int[Array, "batch seq"], context_parallel: ContextParallel | None = None) -> "Sequences":
-        """Of segments, padding 0 among them; with `context_parallel` inside `jax.shard_map`, of this device's tokens."""
+        """Finds the documents of `segment_ids` (0 is padding); with `context_parallel`, of this device's tokens.
+
+        With `context_parallel` the call stands inside `jax.shard_map`.
+        """
         batch, seq = segment_ids.shape
         if context_parallel is None:
             axis_name, row_length = None, seq
@@ -60,32 +63,37 @@ class Sequences:
         sums = _over_devices(jnp.zeros(batch * row_length, jnp.int32).at[first_token].add(valid), axis_name)
         return cls(first_token, sums[first_token] * valid, axis_name)
 
+    @property
+    def valid(self) -> Bool[Array, "tokens"]:
+        """False for padding."""
+        return self.length > 0
+
     def expert_load(self, experts: Int[Array, "tokens k"], num_experts: int) -> Int[Array, "tokens experts"]:
-        """For each token how many choices of its whole document went to each expert."""
+        """Counts, for each token, the choices of its whole document that went to each expert."""
         slots = len(self.first_token) * (1 if self.axis_name is None else lax.axis_size(self.axis_name))
-        counted = jnp.broadcast_to((self.length > 0)[:, None], experts.shape).astype(jnp.int32)
+        counted = jnp.broadcast_to(self.valid[:, None], experts.shape).astype(jnp.int32)
         sums = jnp.zeros((slots, num_experts), jnp.int32).at[self.first_token[:, None], experts].add(counted)
         return _over_devices(sums, self.axis_name)[self.first_token]
 
     def share(self, dtype: DTypeLike) -> Float[Array, "tokens"]:
-        """1 / length, 0 for padding: they sum to the number of documents."""
-        return jnp.where(self.length > 0, 1 / jnp.maximum(self.length, 1).astype(dtype), 0)
+        """Returns 1 / length, and 0 for padding; the sum is the number of documents."""
+        return jnp.where(self.valid, 1 / jnp.maximum(self.length, 1).astype(dtype), 0)
 
 
 def sequence_balance(
     scores: Float[Array, "tokens experts"], num_experts_per_tok: int, sequences: Sequences
 ) -> Float[Array, ""]:
-    """Equations 17 to 20 without alpha: sum_i f_i P_i, summed over the sequences; on several devices over this one's tokens.
+    """Computes equations 17 to 20 without alpha: sum_i f_i P_i, summed over the sequences.
 
-    f_i = experts / (k length) * how many tokens of the sequence have expert i among their k best scores
-    P_i = the mean over the sequence of scores[t, i]
+    f_i = experts / (k length) * number of tokens of the sequence with expert i among their k best scores
+    P_i = mean over the sequence of scores[t, i]
 
-    An even load gives 1 for a sequence. The choice has no gradient, so that it flows through P alone. The best scores are what
-    the paper counts, not the experts that a bias or groups chose. A token's own part of the sum is
-    sum_i f_i scores[t, i] / length: no sequence's sum of floats is ever made.
+    An even load gives 1 for a sequence. The choice has no gradient: the gradient flows through P only. The paper counts the
+    best scores, not the experts that a bias or groups chose. A token's own part of the sum is sum_i f_i scores[t, i] / length:
+    no sequence's sum of floats is ever made. On several devices the result sums over this device's tokens.
 
     Args:
-      scores: the router's, divided by their sum over the experts.
+      scores: the router's scores, divided by their sum over the experts.
     """
     num_experts = scores.shape[1]
     best = lax.top_k(scores, num_experts_per_tok)[1]

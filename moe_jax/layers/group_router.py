@@ -1,4 +1,4 @@
-"""DeepSeek's router: experts chosen in a few groups of them, with a bias that keeps the load even and no part in the weights.
+"""DeepSeek's router: chooses experts within a few groups; a bias keeps their load even and has no part in the weights.
 
 Group-limited routing is DeepSeek-V2's (2024, https://arxiv.org/abs/2405.04434, section 2.1.3: a group is a device), sigmoid
 scores and the bias are DeepSeek-V3's (2024, https://arxiv.org/abs/2412.19437, eq. 12 to 16: a group is a node).
@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.precision import at_least_f32
 from moe_jax.layers.balance import Sequences
-from moe_jax.layers.router import ExpertBias, Router, Routing, with_statistics
+from moe_jax.layers.router import ExpertBias, Router, Routing
+from moe_jax.layers.router_sums import RouterSums
 
 TINY = 1e-20
 """Added to sums of scores before a division by them, as DeepSeek and transformers do."""
@@ -22,15 +23,15 @@ TINY = 1e-20
 
 @dataclass(frozen=True)
 class GroupRule:
-    """How scores become choices and weights.
+    """The rule that makes choices and weights from scores.
 
     Attributes:
       scoring_func: "sigmoid" of each logit, or "softmax" over all.
-      num_groups: the experts are so many runs of neighbours of one length.
-      groups_per_token: in how many groups a token's experts lie at most.
-      group_score_size: a group's score is the sum of so many of its best.
-      norm_topk_prob: whether a token's weights are divided by their sum.
-      routed_scaling_factor: what they are multiplied with then.
+      num_groups: number of equal groups of consecutive experts.
+      groups_per_token: largest number of groups that hold a token's experts.
+      group_score_size: number of a group's best scores that are summed to the group's score.
+      norm_topk_prob: True divides a token's weights by their sum.
+      routed_scaling_factor: factor on the weights after that division.
     """
 
     scoring_func: str = "sigmoid"
@@ -42,7 +43,7 @@ class GroupRule:
 
 
 class GroupRouter(Router):
-    """A linear map to one logit an expert, and `route_by_groups` on it; `has_bias` gives it an `ExpertBias` of zeros."""
+    """A linear map to one logit per expert, and `route_by_groups` on the logits; `has_bias` adds an `ExpertBias` of zeros."""
 
     def __init__(
         self,
@@ -70,9 +71,9 @@ class GroupRouter(Router):
         self.rule = rule
         self.expert_bias = ExpertBias(jnp.zeros((*stack, num_experts), jnp.float32)) if has_bias else None
 
-    def _route(self, logits, valid, expert_ids, sequences) -> Routing:
+    def _route(self, logits, valid, expert_ids) -> Routing:
         bias = None if self.expert_bias is None else self.expert_bias[...]
-        return route_by_groups(logits, self.num_experts_per_tok, self.rule, bias, valid, expert_ids, sequences)
+        return route_by_groups(logits, self.num_experts_per_tok, self.rule, bias, valid, expert_ids)
 
 
 def route_by_groups(
@@ -80,19 +81,19 @@ def route_by_groups(
     num_experts_per_tok: int,
     rule: GroupRule,
     bias: Float[Array, "experts"] | None = None,
-    valid: Bool[Array, "tokens"] | None = None,
+    valid: Bool[Array, "tokens"] | Sequences | None = None,
     expert_ids: Int[Array, "tokens k"] | None = None,
-    sequences: Sequences | None = None,
 ) -> Routing:
-    """s = sigmoid or softmax of the logits in f32. The experts are the k largest s + bias of the best groups; of theirs,
+    """Chooses the k largest s + bias in the best groups, with s = sigmoid or softmax of the logits in f32.
 
         weights = factor * s / (sum of the chosen s + 1e-20)       (without `norm_topk_prob` factor * s)
 
-    Gradients flow through the weights: by way of the chosen s to their logits (of a softmax, to all). The choice, and with it
-    the bias and the experts not chosen, has none. The routing's probabilities are s / sum_e s_e (DeepSeek-V3, eq. 18).
+    Gradients flow through the weights to the chosen experts' s, and from there to their logits (with softmax, to all). The
+    choice has no gradient; neither have the bias and the experts not chosen. The probabilities in the routing's sums are
+    s / sum_e s_e (DeepSeek-V3, eq. 18).
 
     Args:
-      valid, expert_ids, sequences: as in `route`.
+      valid, expert_ids: as in `route`.
     """
     logits = logits.astype(at_least_f32(logits.dtype))
     scores = jax.nn.sigmoid(logits) if rule.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
@@ -102,15 +103,16 @@ def route_by_groups(
     if rule.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + TINY)
     probabilities = scores / (scores.sum(axis=-1, keepdims=True) + TINY) if rule.scoring_func == "sigmoid" else scores
-    return with_statistics(weights * rule.routed_scaling_factor, expert_ids, probabilities, logits, valid, sequences)
+    sums = RouterSums.of(probabilities, logits, expert_ids, valid)
+    return Routing(weights * rule.routed_scaling_factor, expert_ids, sums)
 
 
 def _choose(preference: Float[Array, "tokens experts"], num_experts_per_tok: int, rule: GroupRule) -> Int[Array, "tokens k"]:
-    """The most preferred experts of the best groups."""
+    """Returns the most preferred experts of the best groups."""
     if rule.groups_per_token < rule.num_groups:
-        of_groups = preference.reshape(preference.shape[0], rule.num_groups, -1)
-        group_scores = jax.lax.top_k(of_groups, rule.group_score_size)[0].sum(axis=-1)
+        by_group = preference.reshape(preference.shape[0], rule.num_groups, -1)
+        group_scores = jax.lax.top_k(by_group, rule.group_score_size)[0].sum(axis=-1)
         best = jax.lax.top_k(group_scores, rule.groups_per_token)[1]
         is_best = (best[:, :, None] == jnp.arange(rule.num_groups)).any(axis=1)
-        preference = jnp.where(is_best[:, :, None], of_groups, -jnp.inf).reshape(preference.shape)
+        preference = jnp.where(is_best[:, :, None], by_group, -jnp.inf).reshape(preference.shape)
     return jax.lax.top_k(preference, num_experts_per_tok)[1]

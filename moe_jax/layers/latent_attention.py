@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, 2024, https://arxiv.org/abs/2405.04434, section 2.1).
 
-A token's keys and values of all heads come from one short vector, its latent, and one rotary key that the heads share. These
-kv_lora_rank + qk_rope_head_dim numbers are what a cache holds of a token, and what travels where a sequence is split over
-devices: 576 for V3, whose heads' keys and values are 40960.
+A token's keys and values of all heads come from one short vector, its latent, and one rotary key that the heads share. A cache
+holds these kv_lora_rank + qk_rope_head_dim numbers per token, and devices send them where a sequence is split. They are 576
+numbers for V3, whose heads' keys and values are 40960.
 """
 
 from functools import partial
@@ -17,27 +17,27 @@ from moe_jax.layers.attend import Attend
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.norm import RMSNorm
-from moe_jax.layers.rope import apply_rope, mscale_of_scores
+from moe_jax.layers.rope import RopeTables, apply_rope, mscale_of_scores
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms on the latents, whatever `rms_norm_eps` is: so in DeepSeek's code and in transformers."""
+"""Epsilon of the norms on the latents, whatever `rms_norm_eps` is, as in DeepSeek's code and in transformers."""
 
 
 class LatentAttention(nnx.Module):
     """o_proj(attend(q, k, v)), with nope and rope the parts of a head without and with a position:
 
-        q            = q_b_proj(norm(q_a_proj x)), or q_proj x where q_lora_rank is None; its rope part turned
-        latent, rope = split(kv_a_proj_with_mqa x); the latent normed, the rope part turned
+        q            = q_b_proj(norm(q_a_proj x)), or q_proj x if q_lora_rank is None; its rope part rotated
+        latent, rope = split(kv_a_proj_with_mqa x); the latent normed, the rope part rotated
         k, v         = split(kv_b_proj latent) in each head, the rope part behind every k
 
     A query and a key head are wider (qk_nope_head_dim + qk_rope_head_dim) than a value head (v_head_dim).
 
-    Few queries that see many cached tokens expand none of them: kv_b_proj = [K; V] in each head is *absorbed* (section 2.1.2),
+    Few queries that see many cached tokens expand no latents: kv_b_proj = [K; V] in each head is *absorbed* (section 2.1.2),
 
         q_nope . (K latent) = (K^T q_nope) . latent        sum_j p_j (V latent_j) = V sum_j p_j latent_j
 
-    which is attention of all heads to one key head, the latents, whose first kv_lora_rank numbers are its values. Tokens that
-    see each other alone are expanded: absorbing costs as much for each query as expanding for each key, and leaves wider heads.
+    This is attention of all heads to one key head, the latents, whose first kv_lora_rank numbers are its values. Tokens that
+    see only each other are expanded: absorbing a query costs as much as expanding a key, and leaves wider heads.
     """
 
     def __init__(
@@ -73,74 +73,72 @@ class LatentAttention(nnx.Module):
         self.scale = config.key_dim**-0.5 * mscale_of_scores(config.rope_parameters, config.max_position_embeddings)
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq hidden"],
-        cos: Float[Array, "batch seq half"],
-        sin: Float[Array, "batch seq half"],
-        attend: Attend,
+        self, x: Float[Array, "batch seq hidden"], rope: RopeTables, attend: Attend
     ) -> tuple[Float[Array, "batch seq hidden"], KVCache | None]:
-        """Returns the output and the cache with these tokens in it, if there is one."""
-        q, latents = self.queries(x, cos, sin), self.latents(x, cos, sin)
+        """Returns the output, and the cache with these tokens in it (None without a cache)."""
+        q, latents = self.queries(x, rope), self.latents(x, rope)
         if attend.sees_cached_tokens and self.absorbing_is_cheaper(x.shape[1]):
             out, cache = attend(self.absorb(q), (latents,), _as_one_head, scale=self.scale)
             out = self.values(out)
         else:
-            # Parameters as an argument of their own: their gradients are summed over the devices whose latents arrive here.
+            # Parameters are an argument of their own, so that their gradients are summed over all latents that arrive here.
             weight = self.kv_b_proj.weight[...]
             out, cache = attend(q, (latents,), partial(expand, self.config), weight, scale=self.scale)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
-    def queries(self, x: Float[Array, "batch seq hidden"], cos, sin) -> Float[Array, "batch seq heads key_dim"]:
-        """The part without positions, then the one with them, turned."""
+    def queries(self, x: Float[Array, "batch seq hidden"], rope: RopeTables) -> Float[Array, "batch seq heads key_dim"]:
+        """Computes queries: the part without positions, then the rotated part with positions."""
         q = self.q_proj(x) if self.config.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(*x.shape[:-1], -1, self.config.key_dim)
         q_nope, q_rope = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
-        return jnp.concatenate([q_nope, self._turned(q_rope, cos, sin)], axis=-1)
+        return jnp.concatenate([q_nope, self._rotated(q_rope, rope)], axis=-1)
 
-    def latents(self, x: Float[Array, "batch seq hidden"], cos, sin) -> Float[Array, "batch seq latent_dim"]:
-        """The latent, then the key part with positions that all heads share: all that later tokens need of these."""
+    def latents(self, x: Float[Array, "batch seq hidden"], rope: RopeTables) -> Float[Array, "batch seq latent_dim"]:
+        """Computes what later tokens need: the latent, then the rotary key that all heads share."""
         latent, k_rope = jnp.split(self.kv_a_proj_with_mqa(x), [self.config.kv_lora_rank], axis=-1)
-        return jnp.concatenate([self.kv_a_layernorm(latent), self._turned(k_rope[:, :, None], cos, sin)[:, :, 0]], axis=-1)
+        return jnp.concatenate([self.kv_a_layernorm(latent), self._rotated(k_rope[:, :, None], rope)[:, :, 0]], axis=-1)
 
     def absorbing_is_cheaper(self, num_queries: int) -> bool:
-        """Whether wider heads for so many queries cost fewer FLOPs than expanding keys: for V3 up to 157 queries."""
+        """Returns True if wider heads for these queries cost fewer FLOPs than expanding keys: for V3, up to 157 queries."""
         config = self.config
         wider = 2 * config.latent_dim - config.key_dim - config.value_dim
         return num_queries * wider < config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
 
     def absorb(self, q: Float[Array, "batch seq heads key_dim"]) -> Float[Array, "batch seq heads latent_dim"]:
-        """Queries whose product with latents is that of `q` with the keys expanded from them."""
+        """Returns queries whose product with latents equals the product of `q` with the keys expanded from these latents."""
         q_nope, q_rope = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
         to_keys, _ = _by_head(self.config, self.kv_b_proj.weight[...].astype(q.dtype))
         return jnp.concatenate([jnp.einsum("bshn,hnr->bshr", q_nope, to_keys), q_rope], axis=-1)
 
     def values(self, mean: Float[Array, "batch seq heads latent_dim"]) -> Float[Array, "batch seq heads value_dim"]:
-        """The mean of values, of the mean of the latents from which they would be expanded."""
+        """Computes weighted means of values from weighted means of the latents they would be expanded from."""
         _, to_values = _by_head(self.config, self.kv_b_proj.weight[...].astype(mean.dtype))
         return jnp.einsum("bshr,hvr->bshv", mean[..., : self.config.kv_lora_rank], to_values)
 
-    def _turned(self, x: Float[Array, "batch seq heads rope_dim"], cos, sin) -> Float[Array, "batch seq heads rope_dim"]:
-        return apply_rope(x, cos, sin, interleaved=self.config.rope_interleave)
+    def _rotated(
+        self, x: Float[Array, "batch seq heads rope_dim"], rope: RopeTables
+    ) -> Float[Array, "batch seq heads rope_dim"]:
+        return apply_rope(x, rope, interleaved=self.config.rope_interleave)
 
 
 def expand(
     config: DeepseekV3Config, kv_b_proj: Float[Array, "out kv_lora_rank"], latents: Float[Array, "batch seq latent_dim"]
 ) -> tuple[Float[Array, "batch seq heads key_dim"], Float[Array, "batch seq heads value_dim"]]:
-    """Keys and values of every head, or of those whose part of the matrix it is given."""
+    """Expands latents to the keys and values of every head, or of the heads whose rows of the matrix are given."""
     latent, k_rope = jnp.split(latents, [config.kv_lora_rank], axis=-1)
-    of_heads = jnp.einsum("bsr,or->bso", latent, kv_b_proj.astype(latents.dtype))
-    of_heads = of_heads.reshape(*latent.shape[:-1], -1, config.qk_nope_head_dim + config.v_head_dim)
-    k_nope, v = jnp.split(of_heads, [config.qk_nope_head_dim], axis=-1)
+    by_head = jnp.einsum("bsr,or->bso", latent, kv_b_proj.astype(latents.dtype))
+    by_head = by_head.reshape(*latent.shape[:-1], -1, config.qk_nope_head_dim + config.v_head_dim)
+    k_nope, v = jnp.split(by_head, [config.qk_nope_head_dim], axis=-1)
     shared = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:-1], k_rope.shape[-1]))
     return jnp.concatenate([k_nope, shared], axis=-1), v
 
 
 def _by_head(config: DeepseekV3Config, kv_b_proj: Float[Array, "out kv_lora_rank"]) -> list[Array]:
-    """What a latent is multiplied with for keys [heads, qk_nope_head_dim, kv_lora_rank], and for values."""
-    of_heads = kv_b_proj.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
-    return jnp.split(of_heads, [config.qk_nope_head_dim], axis=1)
+    """Splits the matrix into its factors for keys [heads, qk_nope_head_dim, kv_lora_rank] and for values."""
+    by_head = kv_b_proj.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+    return jnp.split(by_head, [config.qk_nope_head_dim], axis=1)
 
 
 def _as_one_head(_, latents: Float[Array, "batch seq latent_dim"]) -> tuple[Array, Array]:
-    """Latents as the key and the value of one head; values are not cut out of them, which would copy what is read once."""
+    """Returns latents as the key and the value of one head. Values are not cut out: that would copy what is read once."""
     return latents[:, :, None], latents[:, :, None]

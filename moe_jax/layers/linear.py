@@ -1,4 +1,4 @@
-"""Linear maps and token embeddings with PyTorch's weight layouts, so that a checkpoint's bytes are the parameters' bytes."""
+"""Linear maps and token embeddings with PyTorch's weight layouts: a checkpoint's bytes are the parameters' bytes."""
 
 import math
 from functools import partial
@@ -14,8 +14,8 @@ class Linear(nnx.Module):
     """y = x W^T + b with W [out, in] and an optional b [out].
 
     Args:
-      in_features, out_features: the sizes of x's and y's last axis.
-      use_bias: whether there is a b.
+      in_features, out_features: sizes of the last axes of x and y.
+      use_bias: True adds b.
       stddev: standard deviation of the normal initialisation of W; b starts at zero.
       stack: leading axes of the parameters: (n,) holds n such layers, to be sliced by a scan before the call.
       param_dtype: dtype of the parameters; they are cast to x's dtype where they are used.
@@ -44,7 +44,7 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Rows of a table [vocab, hidden], chosen by token id. An id outside the table gives NaN, never another token's row."""
+    """A table [vocab, hidden] whose rows are chosen by token id. An id outside gives NaN, never another token's row."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, stddev: float = 0.02, param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
@@ -52,14 +52,14 @@ class Embedding(nnx.Module):
         self.weight = normal_parameter((vocab_size, hidden_size), stddev, param_dtype, rngs)
 
     def __call__(self, tokens: Int[Array, "batch seq"], dtype: DTypeLike) -> Float[Array, "batch seq hidden"]:
-        """The tokens' rows as `dtype`."""
+        """Returns the tokens' rows as `dtype`."""
         # `jnp.take` would count negative ids, such as a label's -100, from the table's end.
         rows = self.weight[...].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         return rows.astype(dtype)
 
 
 def normal_parameter(shape: tuple[int, ...], stddev: float, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Param:
-    """A parameter drawn from N(0, stddev^2), made in `dtype` itself so that no f32 copy of a large one exists."""
+    """Draws a parameter from N(0, stddev^2), in `dtype` itself: no f32 copy of a large parameter exists."""
     key, scale = rngs.params(), jnp.asarray(stddev, dtype)
     if math.prod(shape) <= WHOLE_DRAW:
         return nnx.Param(jax.random.normal(key, shape, dtype) * scale)
@@ -67,10 +67,11 @@ def normal_parameter(shape: tuple[int, ...], stddev: float, dtype: DTypeLike, rn
 
 
 WHOLE_DRAW = 2**22
-"""Numbers up to which a parameter is drawn at once. A CPU draws larger ones several times as fast in parts of PART numbers:
-the generator goes over its bits a dozen times, and a part stays in the cache."""
+"""Largest size of a parameter that is drawn at once. A CPU draws larger ones several times as fast in parts of PART numbers:
+the generator passes over its bits a dozen times, and a part stays in the cache."""
 
 PART = 2**17
+"""Numbers drawn at once of a parameter larger than WHOLE_DRAW."""
 
 
 @partial(jax.jit, static_argnums=2)

@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -19,9 +19,10 @@ from moe_jax.layers.mlp import MLP
 from moe_jax.layers.router import Router, Routing
 from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
 from moe_jax.parallel.mesh import axis_size
+from moe_jax.parallel.spread import ONE_DEVICE, Spread
 
 EXPERT_CHUNK_TOKENS = 65536
-"""Of more than twice as many tokens the experts compute so many at a time: as fast, and what is made of them is bounded."""
+"""Above twice this number of tokens, the experts compute in chunks of this size. Same speed, bounded temporary memory."""
 
 
 class MoE(nnx.Module):
@@ -29,7 +30,8 @@ class MoE(nnx.Module):
 
     Args:
       router: chooses experts and weights; default: `Router`, with `norm_topk_prob`.
-      shared_intermediate_size: of the shared experts together, which are one dense block whose output is added; 0: none.
+      shared_intermediate_size: intermediate size of all shared experts together; 0: none. They are one dense block whose
+        output is added.
 
     Usable by itself in any Flax NNX model:
 
@@ -65,96 +67,104 @@ class MoE(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "*batch hidden"],
-        valid: Bool[Array, "*batch"] | None = None,
+        valid: Bool[Array, "*batch"] | Sequences | None = None,
         *,
-        expert_ids: Int[Array, "*batch k"] | None = None,
-        force_balanced: bool = False,
-        expert_parallel: ExpertParallel | None = None,
-        sequences: Sequences | None = None,
+        expert_ids: Int[Array, "*batch k"] | Literal["balanced"] | None = None,
+        spread: Spread = ONE_DEVICE,
     ) -> tuple[Float[Array, "*batch hidden"], Routing]:
-        """Returns y in x's dtype and the routing of x's tokens in one row; other arguments as in `Router`.
+        """Returns y in x's dtype, and the routing with x's tokens along one axis.
 
-        `valid` and `expert_ids` have the leading axes of x, or one axis of all tokens, as `routing.experts` has.
+        With `spread.expert` the call stands inside a `jax.shard_map` over its axis: x holds this device's tokens, the router
+        is whole, and `experts` holds this device's part of the experts. The routing's sums are over this device's tokens.
+        Tokens that are not valid go to no expert there, which leaves the room to others: their y is the shared experts' alone.
 
-        With `expert_parallel` the call stands inside a `jax.shard_map` over its axis: x are this device's tokens, the router
-        is whole, `experts` holds this device's part of the experts, and the routing's sums are of this device's tokens. Tokens
-        that are not valid go to no expert there and leave the room to the others; their y is that of the shared experts alone.
+        Args:
+          x: the tokens.
+          valid: tokens that count in the routing's sums, with x's leading axes or with one axis of all tokens; all if None.
+            `Sequences` also says which documents the tokens are of, for the sequence-wise loss.
+          expert_ids: as in `Router`; ids have x's leading axes or one axis of all tokens, as `routing.experts` has.
+          spread: only `spread.expert` is read: how tokens travel to the experts of other devices.
 
         Raises:
-          ValueError: an x whose last axis is not the block's hidden size, a `valid` or `expert_ids` that does not fit x, or
-            `experts` that are not as many as the router's, on all devices of the axis together.
-          NameError: with `expert_parallel`, outside `shard_map` or in one whose mesh lacks the axis.
+          ValueError: x's last axis is not the block's hidden size; `valid` or `expert_ids` does not fit x; or `experts`, on all
+            devices of the axis together, are not the router's number of experts.
+          NameError: with `spread.expert`, outside `shard_map` or in one whose mesh lacks the axis.
         """
         hidden = self.experts.gate_up_proj.shape[-1]
         if x.ndim == 0 or x.shape[-1] != hidden:
             raise ValueError(f"x must have shape [..., hidden] with hidden={hidden}; got {list(x.shape)}")
         leading, x = x.shape[:-1], x.reshape(-1, hidden)
-        if valid is not None:
-            valid = _of_tokens("valid", valid, leading, ()) != 0
-        if expert_ids is not None:
-            expert_ids = _of_tokens("expert_ids", expert_ids, leading, (self.router.num_experts_per_tok,))
-        routing = self.router(x, valid, expert_ids=expert_ids, force_balanced=force_balanced, sequences=sequences)
-        self._check_experts(len(routing.expert_load), expert_parallel)
-        if expert_parallel is None:
+        if valid is not None and not isinstance(valid, Sequences):
+            valid = _one_axis_of_tokens("valid", valid, leading, ()) != 0
+        if expert_ids is not None and not isinstance(expert_ids, str):
+            expert_ids = _one_axis_of_tokens("expert_ids", expert_ids, leading, (self.router.num_experts_per_tok,))
+        routing = self.router(x, valid, expert_ids=expert_ids)
+        num_experts = len(routing.sums.expert_load)
+        self._check_experts(num_experts, spread.expert)
+        if spread.expert is None:
             y = self.experts(x, routing.weights, routing.experts)
         else:
-            weights = self.experts.gate_up_proj[...], self.experts.down_proj[...]
+            matrices = self.experts.gate_up_proj[...], self.experts.down_proj[...]
             experts = routing.experts
             if valid is not None:
-                experts = jnp.where(valid[:, None], int32_ids(experts, len(routing.expert_load)), -1)
-            y, exchange = expert_parallel_mlp(x, *weights, routing.weights, experts, expert_parallel)
-            # As the tokens vary over the mesh, also what devices agree on: a sum over the mesh takes one type of all.
-            routing = routing._replace(**vary_as(exchange, x)._asdict())
+                is_valid = valid.valid if isinstance(valid, Sequences) else valid
+                experts = jnp.where(is_valid[:, None], int32_ids(experts, num_experts), -1)
+            y, exchange = expert_parallel_mlp(x, *matrices, routing.weights, experts, spread.expert)
+            # Typed as varying like the tokens, even where devices agree: a sum over the mesh takes one type for all its terms.
+            routing = routing._replace(sums=routing.sums.with_exchange(vary_as(exchange, x)))
         if self.shared_experts is not None:
             y = y + self.shared_experts(x)
         return y.reshape(*leading, hidden), routing
 
     def _check_experts(self, num_experts: int, expert_parallel: ExpertParallel | None) -> None:
-        if expert_parallel is not None and self.experts.totals is not None:
-            raise ValueError("gradient totals are for experts that lie on one device; these are split over several")
+        if expert_parallel is not None and self.experts.accumulators is not None:
+            raise ValueError("gradient accumulators are for experts that lie on one device; these are split over several")
         devices = 1 if expert_parallel is None else axis_size(expert_parallel.axis_name)
         held = self.experts.gate_up_proj.shape[-3]
-        # Choices of experts that nobody holds would add nothing, and nothing would say so.
+        # Choices of experts that no device holds would add nothing, silently.
         if devices * held != num_experts:
-            how = "without expert_parallel" if expert_parallel is None else f"with axis_name={expert_parallel.axis_name!r}"
+            how = "without spread.expert" if expert_parallel is None else f"with axis_name={expert_parallel.axis_name!r}"
             raise ValueError(
-                f"the router chooses among {num_experts} experts; {how}, {devices} x {held} are there: expert_parallel must "
+                f"the router chooses among {num_experts} experts; {how}, {devices} x {held} are there: spread.expert must "
                 "name the mesh axis over which the experts are split, and be None where each device holds them all"
             )
 
 
-def _of_tokens(name: str, array: Array, leading: tuple[int, ...], own_axes: tuple[int, ...]) -> Array:
-    """The array with one axis of tokens in place of `leading`, the leading axes of x."""
+def _one_axis_of_tokens(name: str, array: Array, leading: tuple[int, ...], own_axes: tuple[int, ...]) -> Array:
+    """Returns the array with one axis of tokens in place of `leading`, the leading axes of x."""
     tokens = (math.prod(leading),)
     if array.shape not in (leading + own_axes, tokens + own_axes):
         raise ValueError(f"{name} must have shape {[*leading, *own_axes]} for this x; got {list(array.shape)}")
     return array.reshape(tokens + own_axes)
 
 
-class GradientTotal(nnx.Variable):
-    """What the gradient of a weight is added to; its own gradient is the sum (`kernels.experts.internal.Accumulators`)."""
+class GradientAccumulator(nnx.Variable):
+    """An f32 array that a weight's gradient is added to.
+
+    The array's own gradient is the sum of both (`kernels.experts.internal.Accumulators`).
+    """
 
 
-class WeightWithTotal(nnx.Variable):
-    """A weight that has a `GradientTotal` and no gradient of its own."""
+class AccumulatedWeight(nnx.Variable):
+    """A weight whose gradient goes into a `GradientAccumulator`; it has no gradient of its own."""
 
 
-def add_expert_gradients_to(model: nnx.Module, totals: nnx.State) -> None:
-    """`Experts.add_gradients_to` for all experts of a model; `totals` are laid out as the model's parameters.
+def add_expert_gradients_to(model: nnx.Module, accumulators: nnx.State) -> None:
+    """Calls `Experts.add_gradients_to` for all experts of a model; `accumulators` are laid out as the model's parameters.
 
-    For a model that has just been put together for one call, inside the function that is differentiated in `totals`.
+    The model is one that was merged for a single call, inside the function that is differentiated in `accumulators`.
     """
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Experts):
-            of_module: Any = functools.reduce(operator.getitem, path, totals)
-            module.add_gradients_to(of_module["gate_up_proj"][...], of_module["down_proj"][...])
+            own: Any = functools.reduce(operator.getitem, path, accumulators)
+            module.add_gradients_to(own["gate_up_proj"][...], own["down_proj"][...])
 
 
 class Experts(nnx.Module):
     """The experts' weights, fused as in transformers: gate_up_proj [E, 2I, D] (gate rows first) and down_proj [E, D, I]."""
 
-    gate_up_total: GradientTotal | None = None
-    down_total: GradientTotal | None = None
+    gate_up_accumulator: GradientAccumulator | None = None
+    down_accumulator: GradientAccumulator | None = None
 
     def __init__(
         self,
@@ -175,22 +185,25 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"], weights: Float[Array, "tokens k"], experts: Int[Array, "tokens k"]
     ) -> Float[Array, "tokens hidden"]:
-        """The weighted sum of the chosen experts' outputs (`kernels.experts_mlp`)."""
-        matrices, chunk = (
-            (self.gate_up_proj[...], self.down_proj[...]),
-            EXPERT_CHUNK_TOKENS if len(x) > 2 * EXPERT_CHUNK_TOKENS else None,
+        """Returns the weighted sum of the chosen experts' outputs (`kernels.experts_mlp`)."""
+        return experts_mlp_accumulating(
+            x,
+            self.gate_up_proj[...],
+            self.down_proj[...],
+            weights,
+            experts,
+            None if self.accumulators is None else Accumulators(*self.accumulators, in_stack=True),
+            chunk_tokens=EXPERT_CHUNK_TOKENS if len(x) > 2 * EXPERT_CHUNK_TOKENS else None,
         )
-        accumulators = None if self.totals is None else Accumulators(*self.totals, in_stack=True)
-        return experts_mlp_accumulating(x, *matrices, weights, experts, accumulators, chunk_tokens=chunk)
 
     def add_gradients_to(self, gate_up: Array, down: Array) -> None:
-        """From here on the weights have no gradients: those are added to these f32 arrays of the weights' shapes."""
-        self.gate_up_proj, self.down_proj = WeightWithTotal(self.gate_up_proj[...]), WeightWithTotal(self.down_proj[...])
-        self.gate_up_total, self.down_total = GradientTotal(gate_up), GradientTotal(down)
+        """Adds the weights' gradients to these f32 arrays of the weights' shapes from now on, in place of returning them."""
+        self.gate_up_proj, self.down_proj = AccumulatedWeight(self.gate_up_proj[...]), AccumulatedWeight(self.down_proj[...])
+        self.gate_up_accumulator, self.down_accumulator = GradientAccumulator(gate_up), GradientAccumulator(down)
 
     @property
-    def totals(self) -> tuple[Array, Array] | None:
-        """What `add_gradients_to` was given."""
-        if self.gate_up_total is None or self.down_total is None:
+    def accumulators(self) -> tuple[Array, Array] | None:
+        """The arrays that `add_gradients_to` was given; None without."""
+        if self.gate_up_accumulator is None or self.down_accumulator is None:
             return None
-        return self.gate_up_total[...], self.down_total[...]
+        return self.gate_up_accumulator[...], self.down_accumulator[...]

@@ -21,7 +21,7 @@ class RMSNorm(nnx.Module):
         return _rms_norm(x, self.weight[...], self.eps)
 
 
-# Kept for backward is x alone: what lies between x and y is in f32, and cheaper to compute again than to write and read.
+# x is the only residual: the f32 arrays between x and y are cheaper to recompute than to write and read.
 @partial(jax.checkpoint, static_argnums=2, prevent_cse=False)
 def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
     x32 = x.astype(jnp.float32) if x.dtype != jnp.float64 else x

@@ -1,10 +1,11 @@
 """Rotary position embeddings (Su et al., 2021, https://arxiv.org/abs/2104.09864): frequencies, scaling and rotation.
 
-The scaled kinds are those of transformers: linear (positions divided by a factor), dynamic (NTK-aware, base grows with the
-sequence) and yarn (Peng et al., 2023, https://arxiv.org/abs/2309.00071).
+The kinds of scaling are the kinds that transformers has: linear (positions divided by a factor), dynamic (NTK-aware, base
+grows with the sequence) and yarn (Peng et al., 2023, https://arxiv.org/abs/2309.00071).
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,20 @@ from moe_jax.config import RopeParameters
 from moe_jax.kernels.varying import varying_axes
 
 
+class RopeTables(NamedTuple):
+    """cos and sin of position * frequency, f32."""
+
+    cos: Float[Array, "batch seq half"]
+    sin: Float[Array, "batch seq half"]
+
+
 def rope_tables(
     positions: Int[Array, "batch seq"], rope: RopeParameters, head_dim: int, max_position_embeddings: int
-) -> tuple[Float[Array, "batch seq half"], Float[Array, "batch seq half"]]:
-    """cos and sin of position * frequency, f32, for `apply_rope`.
+) -> RopeTables:
+    """Computes the tables of these positions, for `apply_rope`.
 
-    The dynamic kind reads the sequence length from the largest position of this call, as transformers does; inside
-    `jax.shard_map`, of all devices over which positions vary.
+    The dynamic kind reads the sequence length from the largest position of this call, as transformers does. Inside
+    `jax.shard_map` this is the largest position on all devices over which positions vary.
     """
     if rope.rope_type == "yarn":
         frequencies, magnitude = _yarn(rope, head_dim, max_position_embeddings)
@@ -37,32 +45,30 @@ def rope_tables(
         if rope.rope_type == "linear":
             frequencies = frequencies / factor
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+    return RopeTables(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude)
 
 
 def apply_rope(
-    x: Float[Array, "batch seq heads head_dim"],
-    cos: Float[Array, "batch seq half"],
-    sin: Float[Array, "batch seq half"],
-    *,
-    interleaved: bool = False,
+    x: Float[Array, "batch seq heads head_dim"], rope: RopeTables, *, interleaved: bool = False
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Turns each pair (x[i], x[i + head_dim/2]) by its angle, in f32; the result has x's dtype.
+    """Rotates each pair (x[i], x[i + head_dim/2]) by its angle, in f32; the result has x's dtype.
 
-    `interleaved`: the pairs are (x[2i], x[2i + 1]); the result has their first halves first, as queries and keys both may.
+    Args:
+      interleaved: the pairs are (x[2i], x[2i + 1]). The result holds all first numbers of pairs, then all second ones: scores
+        do not change if queries and keys are permuted alike.
     """
-    wide = x.astype(cos.dtype)
+    wide = x.astype(rope.cos.dtype)
     first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    cos, sin = rope.cos[:, :, None, :], rope.sin[:, :, None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def mscale_of_scores(rope: RopeParameters, max_position_embeddings: int) -> float:
-    """DeepSeek's factor on attention's scores, (0.1 mscale_all_dim ln(factor) + 1)^2; 1 without scaling of positions."""
+    """Returns DeepSeek's factor on attention's scores, (0.1 mscale_all_dim ln(factor) + 1)^2; 1 without scaled positions."""
     if rope.rope_type == "default" or not rope.mscale_all_dim:
         return 1.0
     factor = rope.factor if rope.rope_type != "yarn" else rope.yarn_factor(max_position_embeddings)
-    assert factor is not None  # the config's reader has seen to it
+    assert factor is not None  # checked where the config was read
     return _magnitude(factor, rope.mscale_all_dim) ** 2
 
 
@@ -71,7 +77,10 @@ def _frequencies(theta, head_dim: int) -> Float[Array, "half"]:
 
 
 def _yarn(rope: RopeParameters, head_dim: int, max_position_embeddings: int) -> tuple[Float[Array, "half"], float]:
-    """YaRN's blend: fast dimensions keep their frequency, slow ones are interpolated by `factor`, a linear ramp between."""
+    """Returns YaRN's frequencies and the factor on cos and sin.
+
+    Fast dimensions keep their frequency, slow ones are divided by `factor`, with a linear ramp between.
+    """
     original_length = rope.original_max_position_embeddings or max_position_embeddings
     factor = rope.yarn_factor(max_position_embeddings)
 
@@ -82,7 +91,7 @@ def _yarn(rope: RopeParameters, head_dim: int, max_position_embeddings: int) -> 
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    # Where both ends meet the ramp is a step; the small width keeps the division defined.
+    # The ramp is a step where both ends meet; a width of 0 would divide by zero.
     width = high - low if high != low else 0.001
     interpolated = jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / width, 0, 1)
     plain = _frequencies(rope.rope_theta, head_dim)
@@ -90,10 +99,9 @@ def _yarn(rope: RopeParameters, head_dim: int, max_position_embeddings: int) -> 
 
 
 def _yarn_magnitude(rope: RopeParameters, factor: float) -> float:
-    """The factor on cos and sin that keeps attention's entropy: 0.1 ln(factor) + 1 unless the config says otherwise."""
+    """Returns the factor on cos and sin that keeps attention's entropy: 0.1 ln(factor) + 1 unless the config sets another."""
     if rope.attention_factor is not None:
         return rope.attention_factor
-
     if rope.mscale and rope.mscale_all_dim:
         return _magnitude(factor, rope.mscale) / _magnitude(factor, rope.mscale_all_dim)
     return _magnitude(factor, 1.0)

@@ -1,153 +1,230 @@
 """Alike layers, stacked along a leading axis, run one after the other: `lax.scan` whose gradient writes no memory twice.
 
 `lax.scan` fills every stacked array with zeros before its loop writes into it. For the gradients of Qwen3-30B-A3B's experts
-that is 58 GB, more than a third of a backward pass over few tokens. Here those arrays are allocated and no more, each layer's
-part is written once, and a layer's weights are read again where they lie in the stack.
+that is 58 GB, more than a third of a backward pass over few tokens. Here those arrays are only allocated, each layer's part is
+written once, and a layer's weights are read again from their place in the stack.
+
+With n layers, one turn of each loop does the following. A parameter gather and a gradient scatter (`parallel.fsdp.LayerGather`)
+start before the layer computes and are waited for behind it, so that the layer's kernels hide them.
+
+forward pass, layers upwards, i = turn:
+
+| turn | computes | receives | sends |
+|---|---|---|---|
+| before the loop | | gathered parameters of layer 0 | parts of layer 0 |
+| i | layer i | gathered parameters of layer i + 1 | parts of layer i + 1 |
+
+backward pass, layers downwards, i = n - 1 - turn:
+
+| turn | computes | receives | sends |
+|---|---|---|---|
+| before the loop | | gathered parameters of layer n - 1 | parts of layer n - 1 |
+| i, recomputation (remat) | layer i again | gathered parameters of layer i - 1 | parts of layer i - 1 |
+| i, backward | gradients of layer i | own parts of the gradients of layer i + 1 | gradients of layer i + 1 |
+| behind the loop | | own parts of the gradients of layer 0 | gradients of layer 0 |
+
+In the last turn a layer is gathered whose result nothing reads: the last layer forward, layer 0 backward. In the first backward
+turn zeros are scattered, which the second turn overwrites. Without remat the gather too hides behind the backward of layer i.
+With "offload", the saved input of layer i - 1 is copied from the host's memory in the turn of layer i.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Int
 
 from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.fsdp import LayerGather
 
 Body = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
+"""A layer: (x, y) = body(shared, per_layer, x, parameters, accumulators)."""
 
 Remat = bool | Literal["offload"]
-"""Whether a layer is computed again in the backward pass, of its input alone; with "offload" that is in the host's memory."""
+"""True recomputes a layer in the backward pass, from its input alone; "offload" keeps that input in the host's memory."""
 
 
 def run_layers(
-    body: Body, shared, of_layer, x, parameters, gather: LayerGather | None = None, totals=None, *, remat: Remat = False
+    body: Body, shared, per_layer, x, parameters, gather: LayerGather | None = None, accumulators=None, *, remat: Remat = False
 ):
-    """x, y[l] = body(shared, of_layer[l], x, parameters[l], totals[l]) for each layer l in turn; the last x and y, stacked.
+    """Computes x, y[l] = body(shared, per_layer[l], x, parameters[l], accumulators[l]) for each layer l in turn.
 
-    Differentiable in x and parameters, each gradient in its argument's dtype; kept for backward is what `body` needs of each
-    layer, with `remat` x alone. Memory is as with `lax.scan`.
+    Returns the last x, and y stacked. Differentiable in x and parameters; each gradient has its argument's dtype. The residuals
+    are the arrays that `body` needs of each layer; with `remat`, x alone. Memory is as with `lax.scan`.
 
-    With `gather`, inside `jax.shard_map`, `parameters` are a device's parts. While a layer computes, the next one's are
-    gathered, in backward too, where the gradients of the layer before travel to the devices that keep the parts; by copies
-    (`parallel.hops`) both hide behind it.
+    With `gather`, inside `jax.shard_map`, `parameters` are a device's parts. While a layer computes, the parameters of the next
+    layer are gathered. In the backward pass, the gradients of the layer before also travel to the devices that keep the parts.
+    With peer-to-peer copies (`parallel.collectives.hops`) both hide behind the layer.
 
     Args:
       body: the layer; it closes over no array.
       shared: arrays that all layers read, not differentiated.
-      of_layer: arrays with the layers as leading axis, not differentiated.
-      x: what goes from layer to layer, of floats.
+      per_layer: arrays with the layers as leading axis, not differentiated.
+      x: floats that go from layer to layer.
       parameters: arrays with the layers as leading axis.
-      gather: how whole layers come out of parts.
-      totals: arrays with the layers as leading axis, whose gradients by way of `body` are they and more
-        (`kernels.experts.internal.Accumulators`): their gradients are written over them.
+      gather: makes whole layers from parts.
+      accumulators: arrays with the layers as leading axis. `body` gives each a gradient that is the array plus what was added
+        to it (`kernels.experts.internal.Accumulators`); the gradients are written over the arrays.
     """
     if gather is None:
-        gather = LayerGather.of_nothing(len(jax.tree.leaves(parameters)))
-    return _run_layers(body, gather, remat, shared, of_layer, x, parameters, totals)
+        gather = LayerGather.of_whole_layer(len(jax.tree.leaves(parameters)))
+    return _run_layers(body, gather, remat, shared, per_layer, x, parameters, accumulators)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _run_layers(body: Body, gather: LayerGather, remat: Remat, shared, of_layer, x, parameters, totals):
+def _run_layers(body: Body, gather: LayerGather, remat: Remat, shared, per_layer, x, parameters, accumulators):
     last = jax.tree.leaves(parameters)[0].shape[0] - 1
 
     def step(state, arguments):
-        x, fetched = state
-        i, own, parts, of_totals = arguments
-        sent = gather.send(_take(parameters, jnp.minimum(i + 1, last)))
-        x, y = body(shared, own, x, gather.layer(parts, fetched), of_totals)
-        x, sent = gather.behind(x, sent)
-        return (x, gather.receive(sent)), y
+        x, gathered = state
+        i, own, parts, own_accumulators = arguments
+        arriving = gather.start_gather(_take(parameters, jnp.minimum(i + 1, last)))
+        x, y = body(shared, own, x, gather.layer(parts, gathered), own_accumulators)
+        x, arriving = gather.barrier(x, arriving)
+        return (x, gather.finish_gather(arriving)), y
 
-    first = gather.fetch(_take(parameters, 0))
-    (x, _), y = lax.scan(step, (x, first), (jnp.arange(last + 1), of_layer, parameters, totals))
+    first = gather.gather(_take(parameters, 0))
+    (x, _), y = lax.scan(step, (x, first), (jnp.arange(last + 1), per_layer, parameters, accumulators))
     return x, y
 
 
-def _forward(body: Body, gather: LayerGather, remat: Remat, shared, of_layer, x, parameters, totals):
+class Residuals(NamedTuple):
+    """The arrays that the backward pass reads."""
+
+    shared: Any
+    per_layer: Any
+    parameters: Any
+    accumulators: Any
+    saved: Any
+    """Of each layer, stacked: x before the layer with remat, else the residuals of its pullback."""
+
+
+class ForwardState(NamedTuple):
+    """The state between two turns of the forward loop."""
+
+    turn: Int[Array, ""] | int
+    x: Any
+    """The input of layer `turn`."""
+    gathered: list[Array]
+    """The gathered parameters of layer `turn`."""
+    written: list[Array]
+    """The leaves of y and of `Residuals.saved`, stacked, written up to layer `turn` - 1."""
+
+
+def _forward(body: Body, gather: LayerGather, remat: Remat, shared, per_layer, x, parameters, accumulators):
     last = jax.tree.leaves(parameters)[0].shape[0] - 1
     placed = partial(_in_memory, jax.memory.Space.Host) if remat == "offload" else lambda arrays: arrays
 
-    def layer(i, x, fetched):
-        arguments = shared, _take(of_layer, i), x, gather.layer(_take(parameters, i), fetched), _take(totals, i)
+    def layer(i, x, gathered):
+        arguments = shared, _take(per_layer, i), x, gather.layer(_take(parameters, i), gathered), _take(accumulators, i)
         if remat:
             after, y = body(*arguments)
             return after, (y, placed(x))
-        # Restored from where they lie: a copy of each layer's weights would double them.
+        # Parameters are no residuals: the backward pass reads them from the stack. A copy of each layer's would double them.
         (after, y), pullback = jax.vjp(
             body, *arguments, saveable_args=(False, False, True, False, False), in_nzs=(False, False, True, True, True)
         )
         return after, (y, placed(pullback))
 
-    def step(state):
-        i, x, fetched, kept = state
-        sent = gather.send(_take(parameters, jnp.minimum(i + 1, last)))
-        x, of_this = layer(i, x, fetched)
-        x, sent = gather.behind(x, sent)
-        return i + 1, x, gather.receive(sent), _put(kept, jax.tree.leaves(of_this), i)
+    def step(state: ForwardState) -> ForwardState:
+        i = state.turn
+        arriving = gather.start_gather(_take(parameters, jnp.minimum(i + 1, last)))
+        x, results = layer(i, state.x, state.gathered)
+        x, arriving = gather.barrier(x, arriving)
+        return ForwardState(i + 1, x, gather.finish_gather(arriving), _put(state.written, jax.tree.leaves(results), i))
 
-    # Two traces of a pullback are two tree structures of the same leaves.
-    first = gather.fetch(_take(parameters, 0))
+    # The loop carries leaves, because two traces of a pullback are two tree structures with the same leaves.
+    first = gather.gather(_take(parameters, 0))
     shapes, structure = jax.tree.flatten(jax.eval_shape(layer, 0, x, first)[1])
     y, saved = jax.tree.unflatten(structure, _unwritten(last + 1, shapes))
-    kept = jax.tree.leaves((y, placed(saved)))
-    _, x, _, kept = lax.while_loop(lambda state: state[0] <= last, step, (0, x, first, kept))
-    y, saved = jax.tree.unflatten(structure, kept)
-    return (x, y), (shared, of_layer, parameters, totals, saved)
+    state = ForwardState(0, x, first, jax.tree.leaves((y, placed(saved))))
+    state = lax.while_loop(lambda state: state.turn <= last, step, state)
+    y, saved = jax.tree.unflatten(structure, state.written)
+    return (state.x, y), Residuals(shared, per_layer, parameters, accumulators, saved)
 
 
-def _backward(body: Body, gather: LayerGather, remat: Remat, kept, gradients):
-    shared, of_layer, parameters, totals, saved = kept
+class BackwardState(NamedTuple):
+    """The state between two turns of the backward loop, where the next turn computes layer i = last - turn."""
+
+    turn: Int[Array, ""] | int
+    dx: Any
+    """The gradient of the output of layer i."""
+    gathered: list[Array]
+    """The gathered parameters of layer i."""
+    restored: Any
+    """What layer i saved, copied from the host's memory; None without "offload"."""
+    to_scatter: list[Array]
+    """The gradients of the gathered parameters of layer i + 1, of this device's tokens alone; zeros in the first turn."""
+    scattered: list[Array]
+    """The gradients of this device's parts of gathered parameters, stacked, written from layer i + 2 on."""
+    whole: list[Array]
+    """The gradients of the parameters that are not gathered, stacked, written from layer i + 1 on."""
+    accumulators: Any
+    """The accumulators, stacked, with the gradients from layer i + 1 on added."""
+
+
+def _backward(body: Body, gather: LayerGather, remat: Remat, residuals: Residuals, gradients):
+    shared, parameters = residuals.shared, residuals.parameters
     dx, dy = gradients
     last = jax.tree.leaves(parameters)[0].shape[0] - 1
     offload = remat == "offload"
 
     def restored(i):
-        """What layer i saved, from the host's memory a layer ahead of its use."""
-        return _in_memory(jax.memory.Space.Device, _take(saved, i)) if offload else None
+        """Copies what layer i saved from the host's memory, one layer ahead of its use."""
+        return _in_memory(jax.memory.Space.Device, _take(residuals.saved, i)) if offload else None
 
-    def step(state):
-        turn, dx, fetched, of_this, leaving, arrived, staying, totals = state
-        i = last - turn
-        following = jnp.maximum(i - 1, 0)
-        sent, of_following = gather.send(_take(parameters, following)), restored(following)
-        sent_back = gather.send_gradients(leaving)
-        of_this = of_this if offload else _take(saved, i)
-        layer = gather.layer(_take(parameters, i), fetched)
+    def step(state: BackwardState) -> BackwardState:
+        i = last - state.turn
+        below = jnp.maximum(i - 1, 0)
+        arriving, restored_below = gather.start_gather(_take(parameters, below)), restored(below)
+        scattering = gather.start_scatter(state.to_scatter)
+        saved = state.restored if offload else _take(residuals.saved, i)
+        layer, dx = gather.layer(_take(parameters, i), state.gathered), state.dx
         if remat:
-            arguments = shared, _take(of_layer, i), of_this, layer, _take(totals, i)
+            arguments = shared, _take(residuals.per_layer, i), saved, layer, _take(state.accumulators, i)
             _, pullback = jax.vjp(body, *arguments, in_nzs=(False, False, True, True, True))
-            # What is computed again hides one way, its gradients the other. And dx: experts elsewhere would be sent it before
-            # the tokens that are needed first.
-            (pullback, dx), sent = gather.behind((pullback, dx), sent)
+            # Recomputation hides the parameter gather, the backward pass hides the gradient scatter. dx is in the barrier too:
+            # otherwise expert parallelism sends it before the tokens that are needed first.
+            (pullback, dx), arriving = gather.barrier((pullback, dx), arriving)
         else:
-            arguments = shared, _take(of_layer, i), of_this.args_res[2], layer, _take(totals, i)
-            pullback = of_this.replace(args_res=list(arguments))
-        _, _, dx, dlayer, dtotals = pullback((dx, _take(dy, i)))
-        leaving, own = gather.split(dlayer)
-        (dx, leaving), (sent, sent_back) = gather.behind((dx, leaving), (sent, sent_back))
-        # In the first turn zeros, which the second one overwrites.
-        arrived = _put(arrived, gather.receive_gradients(sent_back, arrived), jnp.minimum(i + 1, last))
-        return (
-            turn + 1,
-            dx,
-            gather.receive(sent),
-            of_following,
-            leaving,
-            arrived,
-            _put(staying, own, i),
-            _put(totals, dtotals, i),
+            arguments = shared, _take(residuals.per_layer, i), saved.args_res[2], layer, _take(state.accumulators, i)
+            pullback = saved.replace(args_res=list(arguments))
+        _, _, dx, dlayer, daccumulators = pullback((dx, _take(dy, i)))
+        to_scatter, whole = gather.split(dlayer)
+        (dx, to_scatter), (arriving, scattering) = gather.barrier((dx, to_scatter), (arriving, scattering))
+        # In the first turn these are zeros, in a place that the second turn overwrites.
+        scattered = _put(state.scattered, gather.finish_scatter(scattering, state.scattered), jnp.minimum(i + 1, last))
+        return BackwardState(
+            turn=state.turn + 1,
+            dx=dx,
+            gathered=gather.finish_gather(arriving),
+            restored=restored_below,
+            to_scatter=to_scatter,
+            scattered=scattered,
+            whole=_put(state.whole, whole, i),
+            accumulators=_put(state.accumulators, daccumulators, i),
         )
 
-    fetched = gather.fetch(_take(parameters, last))
-    arrived, staying = gather.split(_unwritten(last + 1, _take(parameters, 0)))
-    state = 0, dx, fetched, restored(last), jax.tree.map(jnp.zeros_like, fetched), arrived, staying, totals
-    _, dx, _, _, leaving, arrived, staying, totals = lax.while_loop(lambda state: state[0] <= last, step, state)
-    arrived = _put(arrived, gather.receive_gradients(gather.send_gradients(leaving), arrived), 0)
-    return None, None, dx, gather.join(parameters, arrived, staying), totals
+    gathered = gather.gather(_take(parameters, last))
+    scattered, whole = gather.split(_unwritten(last + 1, _take(parameters, 0)))
+    state = BackwardState(
+        turn=0,
+        dx=dx,
+        gathered=gathered,
+        restored=restored(last),
+        to_scatter=jax.tree.map(jnp.zeros_like, gathered),
+        scattered=scattered,
+        whole=whole,
+        accumulators=residuals.accumulators,
+    )
+    state = lax.while_loop(lambda state: state.turn <= last, step, state)
+    of_first = gather.finish_scatter(gather.start_scatter(state.to_scatter), state.scattered)
+    scattered = _put(state.scattered, of_first, 0)
+    return None, None, state.dx, gather.join(parameters, scattered, state.whole), state.accumulators
 
 
 _run_layers.defvjp(_forward, _backward)
@@ -158,7 +235,7 @@ def _in_memory(space: jax.memory.Space, arrays):
 
 
 def _take(stacked, i):
-    """Layer i of every array; gradients of integers have no values to index."""
+    """Returns layer i of every array; gradients of integers have no values to index."""
 
     def take(a):
         if a.dtype == jax.dtypes.float0:
@@ -170,18 +247,18 @@ def _take(stacked, i):
 
 
 def _put(stacked, layer, i):
-    """The stacked arrays with `layer` in place of layer i."""
+    """Returns the stacked arrays with `layer` in place of layer i."""
 
     def put(a, part):
-        # An index that may count from the end hides from XLA that a kernel can write its result here, without a copy.
+        # An index that may count from the end would hide from XLA that a kernel can write its result here: it would copy.
         return lax.dynamic_update_slice(a, part[None], (i, *[0] * part.ndim), allow_negative_indices=False)
 
     return jax.tree.map(put, stacked, layer)
 
 
 def _unwritten(num_layers: int, like):
-    """Arrays for `num_layers` layers like those of `like`, with anything in them."""
-    # The compiler would not split an allocation over devices: each would allocate the whole.
+    """Allocates stacks of `num_layers` arrays with the shapes and dtypes of `like`; their contents are undefined."""
+    # XLA would not split an allocation over devices: each device would allocate the whole array. Zeros it splits.
     splits = jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
     empty = jnp.zeros if splits else lax.empty
     return jax.tree.map(lambda a: vary_as(empty((num_layers, *a.shape), a.dtype), a), like)

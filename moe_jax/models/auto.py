@@ -1,4 +1,4 @@
-"""From a config to its model class."""
+"""Chooses the model class of a config."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -21,5 +21,5 @@ MODEL_CLASSES: dict[str, type[Decoder]] = {
 def from_config(
     config: ModelConfig, *, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike | None = None, rngs: nnx.Rngs
 ) -> Decoder:
-    """A randomly initialised model of the config's architecture; arguments as in `Decoder`."""
+    """Builds a randomly initialised model of the config's architecture; arguments as in `Decoder`."""
     return MODEL_CLASSES[config.model_type](config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)

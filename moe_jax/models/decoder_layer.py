@@ -1,4 +1,4 @@
-"""A decoder layer: attention and a feed-forward block, each behind a norm and beside a residual; dense, or with experts."""
+"""A decoder layer, dense or with experts: attention and a feed-forward block, each with a norm before and a residual sum."""
 
 from functools import partial
 
@@ -11,10 +11,12 @@ from moe_jax.config import ModelConfig
 from moe_jax.layers.attend import Attend
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.router import Routing
+from moe_jax.models.forward import LayerInputs, LayerOutput
+from moe_jax.parallel.spread import Spread
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the mlp is dense here."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with a dense mlp."""
 
     def __init__(
         self,
@@ -31,29 +33,17 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = norm()
         self.mlp = mlp
 
-    def __call__(
-        self,
-        x: Float[Array, "batch seq hidden"],
-        cos,
-        sin,
-        attend: Attend,
-        valid,
-        expert_ids,
-        force_balanced,
-        expert_parallel,
-        sequences,
-    ):
-        """Returns (x, the cache that `attend` gave, the routing or None)."""
-        attended, memory = self.self_attn(self.input_layernorm(x), cos, sin, attend)
+    def __call__(self, x: Float[Array, "batch seq hidden"], inputs: LayerInputs, attend: Attend, spread: Spread) -> LayerOutput:
+        """Applies the layer to the residual stream; `attend` is this layer's attention."""
+        attended, cache = self.self_attn(self.input_layernorm(x), inputs.rope, attend)
         x = x + attended
-        x_norm = self.post_attention_layernorm(x)
-        out, routing = self.feed_forward(x_norm, valid, expert_ids, force_balanced, expert_parallel, sequences)
-        return x + out, memory, routing
+        out, routing = self.feed_forward(self.post_attention_layernorm(x), inputs, spread)
+        return LayerOutput(x + out, cache, routing)
 
     def feed_forward(
-        self, x, valid, expert_ids, force_balanced, expert_parallel, sequences
+        self, x: Float[Array, "batch seq hidden"], inputs: LayerInputs, spread: Spread
     ) -> tuple[Float[Array, "batch seq hidden"], Routing | None]:
-        """The second half of the layer before its residual sum."""
+        """Applies the second half of the layer, before its residual sum."""
         return self.mlp(x), None
 
 
@@ -61,18 +51,7 @@ class SparseDecoderLayer(DecoderLayer):
     """A decoder layer whose feed-forward block is a MoE."""
 
     def feed_forward(
-        self, x, valid, expert_ids, force_balanced, expert_parallel, sequences
+        self, x: Float[Array, "batch seq hidden"], inputs: LayerInputs, spread: Spread
     ) -> tuple[Float[Array, "batch seq hidden"], Routing]:
         """Routes the tokens of all sequences together."""
-        tokens = x.reshape(-1, x.shape[-1])
-        if expert_ids is not None:
-            expert_ids = expert_ids.reshape(tokens.shape[0], -1)
-        out, routing = self.mlp(
-            tokens,
-            valid,
-            expert_ids=expert_ids,
-            force_balanced=force_balanced,
-            expert_parallel=expert_parallel,
-            sequences=sequences,
-        )
-        return out.reshape(x.shape), routing
+        return self.mlp(x, inputs.counted, expert_ids=inputs.expert_ids, spread=spread)

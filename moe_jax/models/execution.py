@@ -1,9 +1,9 @@
-"""How a model's calls are executed: what is recomputed, which experts are used, and what lies on other devices."""
+"""Settings of a model's execution: recomputation, forced routing, and the parts of a call that lie on other devices."""
 
 from dataclasses import dataclass
 
 from moe_jax.layers.stack import Remat
-from moe_jax.parallel.spread import Spread
+from moe_jax.parallel.spread import ONE_DEVICE, Spread
 
 
 @dataclass(frozen=True)
@@ -18,4 +18,4 @@ class Execution:
 
     remat: Remat = False
     balanced_routing: bool = False
-    spread: Spread = Spread()
+    spread: Spread = ONE_DEVICE

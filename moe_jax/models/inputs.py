@@ -1,4 +1,4 @@
-"""Checks of a model's arguments, so that a mistake is named before anything is computed."""
+"""Checks a model's arguments, so that a mistake is reported before anything is computed."""
 
 import difflib
 from collections.abc import Collection
@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 MAX_CHECKED_TOKENS = 1 << 16
-"""Ids on an accelerator are compared with the vocabulary up to this number: the copy to the host waits for the device."""
+"""Largest number of ids on an accelerator that are compared with the vocabulary. The copy to the host waits for the device."""
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 OTHER_NAMES = {
@@ -21,15 +21,15 @@ OTHER_NAMES = {
     "float": "float32",
     "fp64": "float64",
 }
-"""Names of the dtypes elsewhere."""
+"""Other libraries' names of the dtypes."""
 
 
 def token_ids(tokens: Any, vocab_size: int, name: str = "tokens") -> Int[Array, "batch seq"]:
-    """Returns token ids [batch, seq] as an array: from an array or lists.
+    """Returns token ids [batch, seq], given as an array or lists, as an array.
 
     Raises:
-      ValueError: they are text, floats, of another shape, or, where their values are known (not under `jax.jit`) and copied
-        cheaply (on the host, or at most MAX_CHECKED_TOKENS), outside the vocabulary.
+      ValueError: the ids are text, floats, or of another shape. Also ids outside the vocabulary, if their values are known (not
+        under `jax.jit`) and copied cheaply (on the host, or at most MAX_CHECKED_TOKENS).
     """
     tokens = integers(tokens, name)
     if tokens.ndim != 2:
@@ -46,10 +46,10 @@ def token_ids(tokens: Any, vocab_size: int, name: str = "tokens") -> Int[Array, 
 
 
 def integers(values: Any, name: str) -> Any:
-    """Returns an array of integers; booleans, as in a mask, as 0 and 1.
+    """Returns the values as an array of integers; booleans, as in a mask, become 0 and 1.
 
     Raises:
-      ValueError: they are none.
+      ValueError: the values are no integers, or rows have different lengths.
     """
     if not isinstance(values, jax.Array | np.ndarray):
         try:
@@ -94,10 +94,10 @@ def check_shapes(config, tokens, positions, segment_ids, cache, expert_ids) -> N
 
 
 def check_options(given: Collection[str], known: Collection[str]) -> None:
-    """Compares the names of a call's options with the options that there are.
+    """Compares the names of a call's options with the known options.
 
     Raises:
-      TypeError: one is unknown; says which option is meant, or which there are.
+      TypeError: a name is unknown. The message suggests the nearest known option, or lists all.
     """
     for name in given:
         if name == "attention_mask":
@@ -112,15 +112,15 @@ def float_dtype(dtype: Any, name: str = "dtype") -> jnp.dtype:
     """Returns the dtype of a model's numbers.
 
     Raises:
-      ValueError: it is none, by its name or its kind.
+      ValueError: `dtype` names no dtype, or no floating-point dtype.
     """
     try:
-        # Of None numpy makes float64.
+        # numpy would take None as float64.
         found = None if dtype is None else jnp.dtype(dtype)
     except TypeError:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
-        # Also torch.float32, which is written as such.
+        # torch.float32 is written "torch.float32".
         short = str(dtype).rpartition(".")[2].lower()
         near = OTHER_NAMES.get(short) or next(iter(difflib.get_close_matches(short, DTYPES, 1)), None)
         advice = f"; {near}?" if near else ""

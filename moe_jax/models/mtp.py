@@ -1,12 +1,14 @@
-"""Multi-token prediction: modules behind a model's last layer, of which module k predicts the token k + 1 places on.
+"""Multi-token prediction: modules behind a model's last layer; module k predicts the token k + 1 places on.
 
 DeepSeek-V3 (2024, https://arxiv.org/abs/2412.19437), section 2.2. Embedding and vocabulary projection are the model's own. The
 paper writes [hidden; embedding]; the published weights of `eh_proj` take the embedding first (DeepSeek's README_WEIGHTS.md
 names the parts; vLLM's deepseek_mtp.py and SGLang's deepseek_nextn.py concatenate [enorm(embedding), hnorm(hidden)]). There the
-hidden state is the model's after its last norm, and so it is here for every module: what the projection is applied to.
+hidden state is the model's after its last norm. Here every module takes and gives the hidden state after the last norm, which
+the vocabulary projection reads.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -17,6 +19,17 @@ from moe_jax.config import ModelConfig
 from moe_jax.layers.attend import Attend
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.norm import RMSNorm
+from moe_jax.models.forward import LayerInputs, LayerOutput
+from moe_jax.parallel.spread import Spread
+
+
+class PredictorState(NamedTuple):
+    """A module's input and output in place of the residual stream."""
+
+    hidden: Float[Array, "batch seq hidden"]
+    """h_{k-1}, the hidden states of the model or the module before; h_k in the output."""
+    embedded: Float[Array, "batch seq hidden"]
+    """Embeddings of the tokens k places on; the same in the output."""
 
 
 class TokenPredictor(nnx.Module):
@@ -49,11 +62,8 @@ class TokenPredictor(nnx.Module):
         self.block = block
         self.norm = norm()
 
-    def __call__(
-        self, x: tuple[Float[Array, "batch seq hidden"], Float[Array, "batch seq hidden"]], cos, sin, attend: Attend, *others
-    ):
-        """From (h_{k-1}, the embeddings) to ((h_k, the embeddings), the cache that `attend` gave, the routing or None)."""
-        hidden, embedded = x
-        joined = jnp.concatenate([self.enorm(embedded), self.hnorm(hidden)], axis=-1)
-        out, memory, routing = self.block(self.eh_proj(joined), cos, sin, attend, *others)
-        return (self.norm(out), embedded), memory, routing
+    def __call__(self, state: PredictorState, inputs: LayerInputs, attend: Attend, spread: Spread) -> LayerOutput:
+        """Applies the module; the output's x is a `PredictorState`."""
+        joined = jnp.concatenate([self.enorm(state.embedded), self.hnorm(state.hidden)], axis=-1)
+        out = self.block(self.eh_proj(joined), inputs, attend, spread)
+        return out._replace(x=PredictorState(self.norm(out.x), state.embedded))

@@ -1,4 +1,4 @@
-"""What a model's forward pass returns."""
+"""Results of a model's forward pass."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.layers.cache import KVCache
-from moe_jax.layers.router import RouterStatistics
+from moe_jax.layers.router_sums import RouterSums
 
 
 @jax.tree_util.register_dataclass
@@ -16,13 +16,13 @@ class HiddenStates:
 
     Attributes:
       hidden: after the last norm, in the model's dtype.
-      router: the router's sums of each MoE layer (of no layer for a dense model).
-      expert_ids: the experts that each token of each MoE layer went to: pass it back as `expert_ids` to replay the routing.
-      cache: the KV cache with this call's tokens in it, if one was passed.
+      router: the router's sums, stacked over MoE layers (zero layers for a dense model).
+      expert_ids: experts that each token of each MoE layer went to. Pass them back as `expert_ids` to replay the routing.
+      cache: the KV cache with this call's tokens in it; None if none was passed.
     """
 
     hidden: Float[Array, "batch seq hidden"]
-    router: RouterStatistics
+    router: RouterSums
     expert_ids: Int[Array, "moe_layers batch seq k"]
     cache: KVCache | None
 
@@ -34,11 +34,11 @@ class ModelOutput:
 
     logits: Float[Array, "batch seq vocab"]
     aux_loss: Float[Array, ""]
-    router: RouterStatistics
+    router: RouterSums
     expert_ids: Int[Array, "moe_layers batch seq k"]
     cache: KVCache | None
 
     @property
     def expert_load(self) -> Int[Array, "moe_layers experts"]:
-        """Tokens that each expert of each MoE layer received; padding is not counted."""
+        """Number of tokens that each expert of each MoE layer received; padding is not counted."""
         return self.router.expert_load

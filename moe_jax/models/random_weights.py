@@ -16,11 +16,11 @@ from moe_jax.parallel.layout import parameter_sharding
 def random_model(
     config: ModelConfig, dtype: DTypeLike, seed: int = 0, *, param_dtype: DTypeLike | None = None, mesh: Mesh | None = None
 ) -> Decoder:
-    """Random weights made where they lie, one layer of one parameter at a time: no f32 copy of a large one exists.
+    """Draws random weights on their devices, one layer of one parameter at a time: no f32 copy of a large parameter exists.
 
     Args:
-      param_dtype: what the parameters are held in (default: dtype).
-      mesh: the devices to spread the parameters over (`moe_jax.parallel.make_mesh`); None: the default device.
+      param_dtype: dtype of the parameters (default: dtype).
+      mesh: devices to spread the parameters over (`moe_jax.parallel.make_mesh`); None: the default device.
     """
     param_dtype = dtype if param_dtype is None else param_dtype
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from moe_jax.parallel.parallelism import Parallelism
     from moe_jax.parallel.sequence.attention import ContextParallel, context_attention, own_tokens, starts_of_segments
     from moe_jax.parallel.sequence.layouts import shard_sequence, token_indices, unshard_sequence
+    from moe_jax.parallel.spread import Spread
     from moe_jax.runtime.processes import initialize_processes
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "MeshShape",
     "Parallelism",
     "ShardedParameters",
+    "Spread",
     "context_attention",
     "default_hops",
     "expert_parallel_mlp",

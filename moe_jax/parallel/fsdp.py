@@ -1,8 +1,8 @@
-"""Fully sharded parameters: each device keeps a part of every matrix and gathers the whole where it is used.
+"""Fully sharded parameters: each device keeps a part of every matrix and gathers the full matrix where it is used.
 
-ZeRO, stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054), with the precisions of torch's FSDP2: matrices are
-gathered in the compute dtype; each device sends its gradients in that dtype to the devices that keep the parts, which sum
-them in f32. All of it happens inside `jax.shard_map` under `check_vma`.
+ZeRO, stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054), with the precisions of torch's FSDP2. Matrices are
+gathered in the compute dtype. Each device sends its gradients in that dtype to the devices that keep the parts, which sum
+them in f32. All code here runs inside `jax.shard_map` under `check_vma`.
 """
 
 from collections.abc import Sequence
@@ -24,94 +24,102 @@ from moe_jax.parallel.collectives.sums import sum_scatter
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec
 
 Gather = tuple[tuple[int, tuple[str, ...]], ...]
-"""How an array comes out of the devices' parts: (an axis, the last is -1; the mesh axes over which it is joined), as often as
-need be. () if the array is whole."""
+"""The joins that make an array from the devices' parts, in order: (array axis, counted from the end; mesh axes along which the
+parts lie). () if the array is whole on every device."""
 
 
 @dataclass(frozen=True)
 class LayerGather:
-    """How the parameters of one layer are gathered, in the order of the leaves; what stays as it is has no mesh axes."""
+    """The all-gather of one layer's parameters and the reduce-scatter of their gradients, each in two halves: start and finish.
+
+    A tree of the layer's parameters has leaves that are gathered and leaves that are whole on every device.
+    """
 
     gathers: tuple[Gather, ...]
+    """How each leaf is gathered, in the order of the leaves; () for a leaf that is whole."""
     dtype: jnp.dtype
-    """In which matrices travel and are computed with."""
+    """Dtype in which matrices travel and are computed with."""
     hops: Hops = "nccl"
-    """Whether they travel by NCCL's collectives or by copies."""
+    """"nccl": by collectives of NCCL. "copies": by peer-to-peer copies."""
 
     @classmethod
-    def of_nothing(cls, num_leaves: int) -> "LayerGather":
-        """For a layer that lies whole on the device."""
+    def of_whole_layer(cls, num_leaves: int) -> "LayerGather":
+        """Returns a gather that moves nothing, for a layer whose parameters are whole on every device."""
         return cls(((),) * num_leaves, jnp.dtype(jnp.float32))
 
-    def fetch(self, parts) -> list[Array]:
-        """Those of the layer's parameters that are gathered, whole, of this device's parts."""
-        return self.receive(self.send(parts))
+    def gather(self, parts) -> list[Array]:
+        """Gathers the full parameters from this device's parts; whole leaves are left out."""
+        return self.finish_gather(self.start_gather(parts))
 
-    def send(self, parts) -> list:
-        """What `receive` makes them of."""
-        return [_sent(how, self.dtype, self.hops, part) for how, part in zip(self._travels, self.split(parts)[0], strict=True)]
+    def start_gather(self, parts) -> list:
+        """Starts the all-gather of the layer's parameters; `finish_gather` takes the result."""
+        return [
+            _start_gather(how, self.dtype, self.hops, part)
+            for how, part in zip(self._moving, self.split(parts)[0], strict=True)
+        ]
 
-    def receive(self, sent: list) -> list[Array]:
-        """What `fetch` returns."""
-        return [_received(how, self.hops, arrived) for how, arrived in zip(self._travels, sent, strict=True)]
+    def finish_gather(self, arriving: list) -> list[Array]:
+        """Waits for the all-gather and returns the full parameters."""
+        return [_finish_gather(how, self.hops, array) for how, array in zip(self._moving, arriving, strict=True)]
 
-    def behind(self, computed, sent):
-        """Both. By copies, what was sent is received not before `computed` is there: XLA would wait for it long before.
+    def barrier(self, computed, arriving):
+        """Returns both unchanged. With peer-to-peer copies, the transfer is waited for only once `computed` is ready.
 
-        Over NCCL, one collective at a time, steps were no faster so (docs/performance.md).
+        Without the barrier XLA waits long before. With NCCL, which runs one collective at a time, the barrier made steps no
+        faster (docs/performance.md), so there is none.
         """
-        return lax.optimization_barrier((computed, sent)) if self.hops == "copies" else (computed, sent)
+        return lax.optimization_barrier((computed, arriving)) if self.hops == "copies" else (computed, arriving)
 
-    def layer(self, parts, fetched: list[Array]):
-        """The layer's parameters: those fetched, and those that stay."""
-        return self.join(parts, fetched, self.split(parts)[1])
+    def layer(self, parts, gathered: list[Array]):
+        """Returns the layer's full parameters: the gathered leaves, and the whole leaves of `parts`."""
+        return self.join(parts, gathered, self.split(parts)[1])
 
-    def send_gradients(self, gradients: list[Array]) -> list:
-        """Of gradients of what was fetched, what `receive_gradients` makes this device's parts of."""
-        return [_sent_back(how, self.hops, gradient) for how, gradient in zip(self._travels, gradients, strict=True)]
+    def start_scatter(self, gradients: list[Array]) -> list:
+        """Starts the reduce-scatter of gradients of gathered parameters; `finish_scatter` takes the result."""
+        return [_start_scatter(how, self.hops, gradient) for how, gradient in zip(self._moving, gradients, strict=True)]
 
-    def receive_gradients(self, sent: list, like: list[Array]) -> list[Array]:
-        """This device's parts, summed over the devices, in the dtypes of `like`."""
-        triples = zip(self._travels, sent, like, strict=True)
-        return [_received_back(how, self.hops, arrived).astype(part.dtype) for how, arrived, part in triples]
+    def finish_scatter(self, arriving: list, like: list[Array]) -> list[Array]:
+        """Waits for the reduce-scatter and returns the gradients of this device's parts, in the dtypes of `like`."""
+        triples = zip(self._moving, arriving, like, strict=True)
+        return [_finish_scatter(how, self.hops, array).astype(part.dtype) for how, array, part in triples]
 
     def split(self, tree) -> tuple[list[Array], list[Array]]:
-        """(leaves that travel, leaves that stay)."""
+        """Returns (leaves that are gathered, leaves that are whole)."""
         pairs = list(zip(self.gathers, jax.tree.leaves(tree), strict=True))
         return [leaf for how, leaf in pairs if how], [leaf for how, leaf in pairs if not how]
 
-    def join(self, tree, travelling: list[Array], staying: list[Array]):
-        """A tree like `tree` of the two kinds of leaves."""
-        kinds = iter(travelling), iter(staying)
+    def join(self, tree, gathered: list[Array], whole: list[Array]):
+        """Inverse of `split`; `tree` gives the structure."""
+        kinds = iter(gathered), iter(whole)
         leaves = [next(kinds[0] if how else kinds[1]) for how in self.gathers]
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     @property
-    def _travels(self) -> list[Gather]:
+    def _moving(self) -> list[Gather]:
         return [how for how in self.gathers if how]
 
 
 @dataclass(frozen=True)
 class ShardedParameters:
-    """A model's parameters inside `jax.shard_map`: `specs` lays them out, `enter` makes of parts what the model takes.
+    """A model's parameters inside `jax.shard_map`: `specs` lays them out, `enter` turns parts into the model's parameters.
 
     sharded = ShardedParameters.of(params, mesh, dtype=jnp.bfloat16, token_axes=("fsdp", "expert"))
 
     def local(params, tokens):
         model = nnx.merge(graph, sharded.enter(params))
-        return model.hidden_states(tokens, layer_gathers=sharded.layers, expert_parallel=ExpertParallel())
+        return model.hidden_states(tokens, spread=Spread(ExpertParallel(), layer_gathers=sharded.layers))
 
     jax.shard_map(local, mesh=mesh, in_specs=(sharded.specs, P(("fsdp", "expert"))), ...)
 
-    Experts stay split over `expert`: on a mesh with more than one device there, tokens travel to them by `expert_parallel`.
+    Experts stay split over `expert`: on a mesh with more than one device there, tokens travel to them by `Spread.expert`.
     """
 
     specs: nnx.State
     """A PartitionSpec for each parameter."""
     layers: tuple[LayerGather, ...]
-    """One for each stage of the model."""
+    """A gather for each stage of the model."""
     outside: dict[tuple, Gather]
-    """By path, of the parameters outside the stages that are gathered."""
+    """Gathers of the parameters outside the stages, by path; whole parameters are left out."""
     dtype: jnp.dtype
     token_axes: tuple[str, ...]
     hops: Hops = "nccl"
@@ -120,12 +128,12 @@ class ShardedParameters:
     def of(
         cls, params: nnx.State, mesh: Mesh | AbstractMesh, *, dtype: jnp.dtype, token_axes: Sequence[str], hops: Hops = "nccl"
     ) -> "ShardedParameters":
-        """For the parameters (arrays or their shapes) of a model.
+        """Lays out the parameters (arrays or their shapes) of a model.
 
         Args:
-          dtype: in which matrices are gathered: the model's.
-          token_axes: the mesh axes over which tokens are split, so that gradients are summed over them.
-          hops: "copies" where the program is compiled with `Parallelism.compiler_options`.
+          dtype: dtype in which matrices are gathered: the model's.
+          token_axes: the mesh axes over which tokens are split. Gradients are summed over them.
+          hops: "copies" if the program is compiled with `Parallelism.compiler_options`.
 
         Raises:
           ValueError: experts that the mesh axis `expert` does not divide.
@@ -149,9 +157,9 @@ class ShardedParameters:
         return cls(specs, tuple(layers), outside, jnp.dtype(dtype), tuple(token_axes), hops)
 
     def enter(self, params: nnx.State) -> nnx.State:
-        """Parameters for the model: whole outside the stages, in parts within, which the layers gather one ahead.
+        """Returns the model's parameters: full outside the stages; inside, parts that the layers gather one layer ahead.
 
-        Their gradients are those of this device's parts, summed in f32 over all axes along which tokens are split.
+        The gradient of a part is summed in f32 over all axes along which tokens are split.
         """
 
         def enter(path, part):
@@ -162,14 +170,14 @@ class ShardedParameters:
         return jax.tree.map_with_path(enter, params)
 
     def gathered(self, params: nnx.State) -> nnx.State:
-        """All parameters but the experts whole, at once: for a program without gradients that uses them again and again."""
+        """Gathers all parameters but the experts at once, for a program without gradients that uses them many times."""
         params = self.enter(params)
         gathers = zip(sorted(params["stages"].items()), self.layers, strict=True)
-        stages = {name: gather.layer(stage, gather.fetch(stage)) for (name, stage), gather in gathers}
+        stages = {name: gather.layer(stage, gather.gather(stage)) for (name, stage), gather in gathers}
         return nnx.merge_state(params, nnx.State({"stages": stages}))
 
 
-def _sent(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array):
+def _start_gather(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array):
     part = part.astype(dtype)
     *inner, (axis, mesh_axes) = how
     for inner_axis, inner_axes in inner:
@@ -179,47 +187,47 @@ def _sent(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array):
     return lax.all_gather(part, mesh_axes, axis=part.ndim + axis, tiled=True)
 
 
-def _received(how: Gather, hops: Hops, sent) -> Array:
+def _finish_gather(how: Gather, hops: Hops, sent) -> Array:
     axis, mesh_axes = how[-1]
     return join_parts(sent, mesh_axes, sent[0].ndim + axis) if hops == "copies" else sent
 
 
-def _sent_back(how: Gather, hops: Hops, gradient: Array):
+def _start_scatter(how: Gather, hops: Hops, gradient: Array):
     axis, mesh_axes = how[-1]
     if hops == "copies":
         return send_contributions(gradient, mesh_axes, gradient.ndim + axis)
     return sum_scatter(gradient, mesh_axes, gradient.ndim + axis)
 
 
-def _received_back(how: Gather, hops: Hops, sent) -> Array:
+def _finish_scatter(how: Gather, hops: Hops, sent) -> Array:
     gradient = add_contributions(sent) if hops == "copies" else sent
     for axis, mesh_axes in reversed(how[:-1]):
         gradient = sum_scatter(gradient, mesh_axes, gradient.ndim + axis)
     return gradient
 
 
-def _whole(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array) -> Array:
-    return _received(how, hops, _sent(how, dtype, hops, part))
+def _gather_whole(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array) -> Array:
+    return _finish_gather(how, hops, _start_gather(how, dtype, hops, part))
 
 
-def _own_part(how: Gather, dtype: jnp.dtype, hops: Hops, gradient: Array) -> Array:
-    return _received_back(how, hops, _sent_back(how, hops, gradient)).astype(dtype)
+def _scatter_to_part(how: Gather, dtype: jnp.dtype, hops: Hops, gradient: Array) -> Array:
+    return _finish_scatter(how, hops, _start_scatter(how, hops, gradient)).astype(dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gathered(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array) -> Array:
-    return _whole(how, dtype, hops, part)
+    return _gather_whole(how, dtype, hops, part)
 
 
 _gathered.defvjp(
-    lambda how, dtype, hops, part: (_whole(how, dtype, hops, part), jnp.zeros(0, part.dtype)),
-    lambda how, _, hops, like, gradient: (_own_part(how, like.dtype, hops, gradient),),
+    lambda how, dtype, hops, part: (_gather_whole(how, dtype, hops, part), jnp.zeros(0, part.dtype)),
+    lambda how, _, hops, like, gradient: (_scatter_to_part(how, like.dtype, hops, gradient),),
 )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _summed_over(parameter: Array, axes: tuple[str, ...]) -> Array:
-    """The parameter, for use with different tokens along `axes`; gradients are summed over these in f32."""
+    """Returns the parameter for use with different tokens along `axes`; its gradient is summed over them in f32."""
     return lax.pcast(parameter, axes, to="varying") if axes else parameter
 
 

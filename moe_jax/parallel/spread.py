@@ -32,3 +32,7 @@ class Spread:
     def sum(self, values: Sums) -> Sums:
         """Sums every array of `values` over the devices of `mesh_axes`; returns `values` unchanged on one device."""
         return jax.lax.psum(values, self.mesh_axes) if self.mesh_axes else values
+
+
+ONE_DEVICE = Spread()
+"""A call on one device, which holds everything."""

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe_jax.kernels import cross_entropy
-from moe_jax.layers.router import RouterStatistics, load_balancing_loss, router_z_loss, sequence_balance_loss
-from moe_jax.layers.segments import later, reaches
+from moe_jax.layers.router import load_balancing_loss, router_z_loss, sequence_balance_loss
+from moe_jax.layers.router_sums import RouterSums
+from moe_jax.layers.segments import has_successor, shift_left
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.output import HiddenStates
 from moe_jax.parallel.spread import Spread
@@ -63,7 +64,7 @@ class LossParts(NamedTuple):
     aux_loss: Float[Array, ""]
     sequence_loss: Float[Array, ""]
     z_loss: Float[Array, ""]
-    router: RouterStatistics
+    router: RouterSums
     routed_tokens: Float[Array, "moe_layers"]
     mtp_cross_entropy: Float[Array, ""]
 
@@ -107,10 +108,10 @@ def loss(
     if not (weights.mtp_loss_coef and model.config.mtp_stages):
         return weighted(parts), parts
     modules = []
-    further = model.further_hidden_states(states.hidden, *tokens, sequence_balance=sequence_balance)
+    further = model.mtp_hidden_states(states.hidden, *tokens, sequence_balance=sequence_balance)
     for k, of_module in enumerate(further, start=1):
-        labels, mask = (later(batch[name], k, spread.context) for name in ("labels", "loss_mask"))
-        modules.append(_parts(model, of_module, labels, mask * reaches(segments, k, spread.context), spread))
+        labels, mask = (shift_left(batch[name], k, spread.context) for name in ("labels", "loss_mask"))
+        modules.append(_parts(model, of_module, labels, mask * has_successor(segments, k, spread.context), spread))
     total = weighted(parts) + weights.mtp_loss_coef / len(modules) * sum(map(weighted, modules))
     return total, parts._replace(
         router=_all_layers([p.router for p in (parts, *modules)]),
@@ -138,7 +139,7 @@ def _parts(model: Decoder, states: HiddenStates, labels, mask, spread: Spread) -
     )
 
 
-def _all_layers(sums: Sequence[RouterStatistics]) -> RouterStatistics:
+def _all_layers(sums: Sequence[RouterSums]) -> RouterSums:
     """Concatenates sums with a row for each layer; sums without layers are the first's, the model's."""
 
     def join(*of_parts: Array) -> Array:

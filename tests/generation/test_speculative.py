@@ -32,7 +32,7 @@ def small_model():
 def whole_sequences(model, tokens, segments=None):
     """Hidden states of the model, and of the module."""
     hidden = model.hidden_states(tokens, None, segments).hidden
-    (further,) = model.further_hidden_states(hidden, tokens, None, segments)
+    (further,) = model.mtp_hidden_states(hidden, tokens, None, segments)
     return hidden, further.hidden
 
 

@@ -10,7 +10,8 @@ from moe_jax.layers.balance import Sequences, move_bias, sequence_balance
 from moe_jax.layers.router import route
 
 
-def test_the_bias_moves_by_the_sign_of_the_error_of_each_layer():
+def test_bias_step():
+    """The bias moves by the sign of the load's error, layer by layer."""
     load = np.asarray([[5, 0, 1, 2], [3, 3, 3, 3], [0, 0, 0, 8]])
     bias = seeds.rng().normal(size=(3, 4)).astype(np.float32)
     moved = move_bias(jnp.asarray(bias), jnp.asarray(load), 0.25)
@@ -19,8 +20,8 @@ def test_the_bias_moves_by_the_sign_of_the_error_of_each_layer():
     assert moved.dtype == jnp.float32
 
 
-def test_the_bias_brings_a_skewed_router_to_an_even_load():
-    """No gradient and no loss: 400 steps over random tokens, whose scores prefer some experts."""
+def test_bias_evens_the_load():
+    """Brings a skewed router to an even load, without gradient or loss, in 400 steps over random tokens."""
     rng = np.random.default_rng(0)
     skew = jnp.asarray(rng.normal(size=8), jnp.float32)
     tokens = jnp.asarray(rng.normal(size=(400, 512, 8)), jnp.float32)
@@ -59,7 +60,8 @@ def paper(scores, ids, k):
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
-def test_the_loss_is_the_papers_for_packed_rows_with_padding(k):
+def test_sequence_loss(k):
+    """The loss is the paper's, for packed rows with padding."""
     rng = seeds.rng()
 
     @jax.jit
@@ -76,12 +78,13 @@ def test_the_loss_is_the_papers_for_packed_rows_with_padding(k):
             np.testing.assert_allclose(actual, paper(scores, ids, k), rtol=1e-12)
 
 
-def test_the_gradient_flows_through_the_mean_scores_alone():
+def test_sequence_loss_gradient():
+    """The gradient flows through the mean scores alone."""
     rng = seeds.rng()
     ids = np.asarray([[1, 1, 1, 2, 2, 0], [3, 3, 3, 3, 0, 0]])
     with jax.enable_x64(True):
         logits, sequences = jnp.asarray(rng.normal(size=(12, 5))), Sequences.of(jnp.asarray(ids, jnp.int32))
-        gradient = jax.jit(jax.grad(lambda x: route(x, 2, True, sequences=sequences).sequence_balance_sum))(logits)
+        gradient = jax.jit(jax.grad(lambda x: route(x, 2, True, sequences).sums.sequence_balance_sum))(logits)
         gradient, p = np.asarray(gradient), np.asarray(jax.nn.softmax(logits))
     expected = np.zeros((12, 5))
     for tokens in (range(3), range(3, 5), range(6, 10)):
@@ -94,7 +97,7 @@ def test_the_gradient_flows_through_the_mean_scores_alone():
     assert (gradient[5] == 0).all() and np.abs(expected).max() > 1e-3
 
 
-def test_what_a_batch_hides_a_sequence_shows():
+def test_sequence_against_batch():
     """Two sequences of which each goes to its own half of the experts: together even, each by itself not."""
     halves = np.repeat([[9.0, 9, 0, 0], [0, 0, 9, 9]], 6, axis=0)
     by_sequence = Sequences.of(jnp.asarray([[1] * 6, [1] * 6]))

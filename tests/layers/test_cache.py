@@ -66,7 +66,7 @@ def relative_error(found, expected, segment_ids):
 
 
 @pytest.mark.parametrize("model_type, calls", [("qwen3", (23, 17)), ("qwen3_moe", (39, 1))])
-def test_a_prompt_and_the_tokens_behind_it_are_the_forward_without_a_cache(model_type, calls):
+def test_cached_calls_equal_one_forward(model_type, calls):
     """DeepSeek's are in test_latent_attention."""
     config = CONFIGS[model_type]
     run, arrays = jitted(moe_jax.from_config(config, rngs=nnx.Rngs(seed()))), prompts(config, 3, 40)
@@ -84,7 +84,8 @@ def test_a_prompt_and_the_tokens_behind_it_are_the_forward_without_a_cache(model
 
 
 @pytest.mark.parametrize("batch, seq", [(3, 7), (2, 9)])
-def test_prompts_that_do_not_fit_the_cache_are_refused(batch, seq):
+def test_no_room_is_refused(batch, seq):
+    """Prompts that do not fit the cache are refused."""
     config = CONFIGS["qwen3"]
     graph, state = nnx.split(nnx.eval_shape(lambda: moe_jax.from_config(config, rngs=nnx.Rngs(0))))
     cache, arrays = init_cache(config, 2, 8, jnp.float32), prompts(config, batch, seq)
@@ -94,7 +95,7 @@ def test_prompts_that_do_not_fit_the_cache_are_refused(batch, seq):
 
 @pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
-def test_the_fused_kernel_gives_the_prompt_what_xla_gives(model_type, monkeypatch):
+def test_fused_prompt(model_type, monkeypatch):
     """In JAX's GPU interpreter: prompts padded on the left, a window, values of another width than the keys."""
     config = CONFIGS[model_type] if model_type == "deepseek_v3" else replace(CONFIGS[model_type], sliding_window=60)
     model = moe_jax.from_config(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(seed()))
@@ -113,7 +114,7 @@ def test_the_fused_kernel_gives_the_prompt_what_xla_gives(model_type, monkeypatc
     "name, change",
     [("qwen3-0.6b", {}), ("qwen3-30b-a3b", {"use_sliding_window": True}), ("deepseek-v3", {})],
 )
-def test_on_an_h200_a_prompt_is_one_kernel_a_layer_and_makes_no_scores(name, change, monkeypatch):
+def test_prompt_on_an_h200(name, change, monkeypatch):
     """Of 5000 tokens, no multiple of a block, in a cache with room for 5500."""
     monkeypatch.setattr(attention, "QUERY_CHUNK", 1250)
     monkeypatch.setattr(jax, "device_count", lambda: 1)

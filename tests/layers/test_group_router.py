@@ -55,12 +55,13 @@ def test_equals_the_definition(data):
         np.testing.assert_array_equal(routing.experts[t][order], experts)
         np.testing.assert_allclose(routing.weights[t][order], weights, rtol=1e-5)
         load[experts] += valid[t]
-    np.testing.assert_array_equal(routing.expert_load, load)
+    np.testing.assert_array_equal(routing.sums.expert_load, load)
     # Eq. 18 of the DeepSeek-V3 paper: whatever the scores are, a token's probabilities sum to one.
-    np.testing.assert_allclose(routing.probability_sum.sum(), valid.sum(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(routing.sums.probability_sum.sum(), valid.sum(), rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_reach_the_logits_of_the_chosen_experts_alone():
+def test_gradients():
+    """Gradients reach the logits of the chosen experts alone."""
     rule = GroupRule(num_groups=2, groups_per_token=1, routed_scaling_factor=2.5)
     rng = seeds.rng()
     logits, direction = jnp.asarray(rng.normal(size=(5, 8)), jnp.float32), jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)
@@ -79,7 +80,8 @@ def test_gradients_reach_the_logits_of_the_chosen_experts_alone():
     np.testing.assert_array_equal(of_bias, 0)
 
 
-def test_a_bias_changes_the_choice_and_not_the_weights_of_a_choice():
+def test_bias_changes_choices_only():
+    """A bias changes the choice, and not the weights of a choice."""
     logits = jnp.asarray(seeds.rng().normal(size=(64, 8)), jnp.float32)
     bias = jnp.zeros(8).at[3].set(2.0)
     biased = route_by_groups(logits, 2, GroupRule(), bias)
@@ -92,13 +94,14 @@ def test_a_bias_changes_the_choice_and_not_the_weights_of_a_choice():
 def test_saturated_scores_stay_finite(logit):
     def projected(logits):
         routing = route_by_groups(logits, 2, GroupRule())
-        return routing.weights.sum() + routing.probability_sum.sum()
+        return routing.weights.sum() + routing.sums.probability_sum.sum()
 
     value, gradient = jax.value_and_grad(projected)(jnp.full((3, 4), logit))
     assert bool(jnp.isfinite(value)) and bool(jnp.isfinite(gradient).all())
 
 
-def test_a_layer_adds_its_shared_experts_and_keeps_its_bias_out_of_the_parameters():
+def test_layer():
+    """A layer adds its shared experts, and keeps its bias out of the parameters."""
     router = GroupRouter(16, 8, 2, GroupRule(num_groups=4, groups_per_token=2), rngs=nnx.Rngs(0))
     moe = MoE(16, 8, 8, 2, router=router, shared_intermediate_size=24, rngs=nnx.Rngs(1))
     x = jax.random.normal(jax.random.key(seeds.integer()), (5, 16))

@@ -16,12 +16,13 @@ from moe_jax.config import NAMED_CONFIGS
 from moe_jax.layers.attend import Attend
 from moe_jax.layers.cache import init_cache
 from moe_jax.layers.latent_attention import LatentAttention
+from moe_jax.layers.rope import RopeTables
 
 CALLS = {40: "expanded", 3: "absorbed", 1: "absorbed"}
 """Tokens in a call, and the form that is taken for so many queries that see cached tokens."""
 
 
-def test_logits_call_by_call_are_those_of_the_whole_forward():
+def test_cached_calls_equal_one_forward():
     """Prompts of unequal lengths, padded on the left, in a cache with room to spare; many tokens behind others too."""
     config = replace(tiny.deepseek().config, num_hidden_layers=2, first_k_dense_replace=2)
     model, rng = moe_jax.from_config(config, rngs=nnx.Rngs(0)), seeds.rng()
@@ -57,10 +58,12 @@ def test_the_absorbed_form_at_published_widths(dtype, tolerance):
     x, angles = rng.normal(size=(2, 41, config.hidden_size)), rng.normal(size=(2, 41, 32))
     ids = jnp.asarray(np.arange(41) >= np.array([[0], [9]]), jnp.int32)
 
+    rope = RopeTables(jnp.cos(angles), jnp.sin(angles))
+
     def attend(dtype, cache):
         attention = nnx.merge(graph, jax.tree.map(lambda p: p.astype(dtype), state))
         assert attention.absorbing_is_cheaper(41)
-        return attention(jnp.asarray(x, dtype), jnp.cos(angles), jnp.sin(angles), Attend(ids, jnp.int32(3), cache=cache))
+        return attention(jnp.asarray(x, dtype), rope, Attend(ids, jnp.int32(3), cache=cache))
 
     room = jnp.pad(ids, ((0, 0), (0, 7)))
     # As if there were tokens in it: an empty cache is not read.
@@ -74,6 +77,7 @@ def test_the_absorbed_form_at_published_widths(dtype, tolerance):
     assert not cache.kept[0][3, :, 41:].any()
 
 
-def test_the_cache_of_v3_holds_576_numbers_of_a_token():
+def test_cache_of_v3():
+    """It holds 576 numbers per token."""
     cache = jax.eval_shape(partial(init_cache, NAMED_CONFIGS["deepseek-v3"], 2, 100, jnp.bfloat16))
     assert [a.shape for a in cache.kept] == [(61, 2, 100, 576)]

@@ -9,7 +9,8 @@ from moe_jax.layers import linear
 from moe_jax.layers.linear import Embedding, normal_parameter
 
 
-def test_an_id_outside_the_table_is_nan_and_has_no_gradient():
+def test_id_outside_the_table():
+    """It gives NaN and has no gradient."""
     table = Embedding(4, 3, rngs=nnx.Rngs(0))
     weight = np.asarray(table.weight[...])
     rows = table(jnp.array([[0, 3, -1, 4, -100]]), jnp.float32)
@@ -18,7 +19,8 @@ def test_an_id_outside_the_table_is_nan_and_has_no_gradient():
     np.testing.assert_array_equal(gradient.weight[...], [[0] * 3, [0] * 3, [0] * 3, [2] * 3])
 
 
-def test_a_large_parameter_is_drawn_by_parts_that_all_differ(monkeypatch):
+def test_draw_by_parts(monkeypatch):
+    """A large parameter is drawn in parts, which all differ."""
     key = nnx.Rngs(0).params()
     small = normal_parameter((6, 10), 0.5, jnp.float32, nnx.Rngs(0))[...]
     np.testing.assert_array_equal(small, jax.random.normal(key, (6, 10)) * 0.5)

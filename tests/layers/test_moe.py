@@ -11,10 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.layers import moe
 from moe_jax.layers.moe import Experts, MoE, add_expert_gradients_to
-from moe_jax.parallel import ExpertParallel
+from moe_jax.parallel import ExpertParallel, Spread
+
+SPLIT = Spread(expert=ExpertParallel())
 
 
-def test_gradients_of_experts_are_added_to_totals_and_others_stay():
+def test_gradient_accumulators():
+    """Gradients of experts are added to the accumulators; other gradients stay."""
     rng = seeds.rng()
     block = MoE(8, 16, 4, 2, shared_intermediate_size=8, rngs=nnx.Rngs(int(rng.integers(2**31))))
     graph, params = nnx.split(block, nnx.Param)
@@ -37,7 +40,8 @@ def test_gradients_of_experts_are_added_to_totals_and_others_stay():
 
 
 @pytest.mark.parametrize("tokens, chunked", [(16, False), (17, True)])
-def test_more_than_two_chunks_of_tokens_are_computed_a_chunk_at_a_time(monkeypatch, tokens, chunked):
+def test_chunks_of_tokens(monkeypatch, tokens, chunked):
+    """More than two chunks of tokens are computed one chunk at a time."""
     block = MoE(8, 16, 4, 2, rngs=nnx.Rngs(0))
     x = jnp.asarray(seeds.rng().normal(size=(tokens, 8)), jnp.float32)
     expected = block(x)[0]
@@ -46,11 +50,11 @@ def test_more_than_two_chunks_of_tokens_are_computed_a_chunk_at_a_time(monkeypat
     assert ("scan" in str(jax.make_jaxpr(lambda x: block(x)[0])(x))) == chunked
 
 
-def test_totals_of_experts_on_several_devices_are_refused():
+def test_accumulators_on_several_devices_are_refused():
     block = MoE(8, 16, 4, 2, rngs=nnx.Rngs(0))
     block.experts.add_gradients_to(jnp.zeros((4, 32, 8)), jnp.zeros((4, 8, 16)))
-    with pytest.raises(ValueError, match="gradient totals are for experts that lie on one device; these are split"):
-        block(jnp.ones((3, 8)), expert_parallel=ExpertParallel())
+    with pytest.raises(ValueError, match="gradient accumulators are for experts that lie on one device; these are split"):
+        block(jnp.ones((3, 8)), spread=SPLIT)
 
 
 def output_over_two_devices(block, **options):
@@ -60,16 +64,16 @@ def output_over_two_devices(block, **options):
     return jax.eval_shape(f, jax.ShapeDtypeStruct((6, 8), jnp.float32))
 
 
-def test_experts_that_are_not_the_routers_are_refused():
-    """What is split needs `expert_parallel`, and what is whole must not have it."""
+def test_number_of_experts_is_checked():
+    """Split experts need `spread.expert`; whole ones must not have it."""
     whole, half = (MoE(8, 16, 4, 2, rngs=nnx.Rngs(0)) for _ in range(2))
     half.experts = Experts(8, 16, 2, rngs=nnx.Rngs(0))
     assert output_over_two_devices(whole).shape == (6, 8)
-    assert output_over_two_devices(half, expert_parallel=ExpertParallel()).shape == (6, 8)
-    with pytest.raises(ValueError, match="among 4 experts; without expert_parallel, 1 x 2 are there: expert_parallel must"):
+    assert output_over_two_devices(half, spread=SPLIT).shape == (6, 8)
+    with pytest.raises(ValueError, match="among 4 experts; without spread.expert, 1 x 2 are there: spread.expert must"):
         output_over_two_devices(half)
-    with pytest.raises(ValueError, match="among 4 experts; with axis_name='expert', 2 x 4 are there: expert_parallel must"):
-        output_over_two_devices(whole, expert_parallel=ExpertParallel())
+    with pytest.raises(ValueError, match="among 4 experts; with axis_name='expert', 2 x 4 are there: spread.expert must"):
+        output_over_two_devices(whole, spread=SPLIT)
 
 
 def test_leading_axes_of_x_come_back():

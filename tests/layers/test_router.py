@@ -1,6 +1,7 @@
 """Routing and its losses equal their formulas, and the gradients are those of the formulas."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,35 +11,30 @@ import seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_jax.layers.balance import Sequences
 from moe_jax.layers.router import (
-    RouterStatistics,
-    Routing,
     balanced_expert_ids,
     load_balancing_loss,
     load_balancing_loss_per_layer,
     route,
     router_z_loss,
+    sequence_balance_loss,
 )
+from moe_jax.layers.router_sums import RouterSums
 
 
 def statistics(logits, k, valid):
-    """Statistics of a stack of layers' logits [layers, tokens, experts]."""
+    """Sums of a stack of layers' logits [layers, tokens, experts]."""
     compiled = jax.jit(route, static_argnums=(1, 2))
-    layers = [compiled(jnp.asarray(layer, jnp.float32), k, True, valid) for layer in logits]
-    num_tokens = logits.shape[1] if valid is None else valid.sum()
-    return stacked(layers, num_tokens)
-
-
-def stacked(layers: list[Routing], num_tokens) -> RouterStatistics:
-    """The statistics of layers' routings."""
-    of_layers = set(Routing._fields) - {"weights", "experts", "num_tokens"}
-    sums = {name: jnp.stack([getattr(layer, name) for layer in layers]) for name in of_layers}
-    return RouterStatistics(**sums, num_tokens=jnp.float32(num_tokens), num_sequences=jnp.float32(0))
+    sums = RouterSums.stack([compiled(jnp.asarray(layer, jnp.float32), k, True, valid).sums for layer in logits])
+    assert sums.num_tokens == (logits.shape[1] if valid is None else valid.sum()) and sums.num_sequences == 0
+    return sums
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(2, 6), st.data())
-def test_the_losses_equal_their_formulas_written_as_loops(num_layers, tokens, experts, data):
+def test_losses(num_layers, tokens, experts, data):
+    """They equal their formulas written as loops."""
     k = data.draw(st.integers(1, experts))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
     logits = rng.normal(size=(num_layers, tokens, experts))
@@ -60,7 +56,8 @@ def test_the_losses_equal_their_formulas_written_as_loops(num_layers, tokens, ex
     np.testing.assert_array_equal(stats.expert_load.sum(1), [valid.sum() * k] * num_layers)
 
 
-def test_the_balancing_gradient_is_that_of_the_probabilities_under_fixed_choices():
+def test_balancing_gradient():
+    """The gradient is the probabilities' under fixed choices."""
     rng = seeds.rng()
     logits = jnp.asarray(rng.normal(size=(1, 12, 5)), jnp.float32)
     gradient = jax.grad(lambda x: load_balancing_loss(statistics(x, 2, None)))(logits)
@@ -71,12 +68,13 @@ def test_the_balancing_gradient_is_that_of_the_probabilities_under_fixed_choices
     assert np.abs(expected).max() > 1e-4
 
 
-def test_a_perfectly_even_load_gives_k():
+def test_even_load_gives_k():
     stats = replace(statistics(np.zeros((2, 12, 4)), 2, None), expert_load=jnp.full((2, 4), 6))
     assert float(load_balancing_loss(stats)) == 2.0
 
 
-def test_weights_are_the_softmax_of_all_experts_and_sum_to_one_only_if_asked():
+def test_weights():
+    """Weights are the softmax over all experts, and sum to 1 only if asked."""
     logits = jnp.asarray(seeds.rng().normal(size=(7, 6)), jnp.bfloat16)
     plain, normed = route(logits, 3, False), route(logits, 3, True)
     p = jax.nn.softmax(logits.astype(jnp.float32))
@@ -85,16 +83,18 @@ def test_weights_are_the_softmax_of_all_experts_and_sum_to_one_only_if_asked():
     assert plain.weights.dtype == jnp.float32
 
 
-def test_replay_weights_the_given_experts_by_the_live_logits():
+def test_replay():
+    """Replay weights the given experts by the live logits."""
     logits = jnp.asarray(seeds.rng().normal(size=(5, 6)), jnp.float32)
     chosen = jnp.asarray([[5, 0]] * 5)
     replayed = route(logits, 2, False, expert_ids=chosen)
     np.testing.assert_array_equal(replayed.weights, jax.nn.softmax(logits)[:, jnp.array([5, 0])])
-    np.testing.assert_array_equal(replayed.expert_load, [5, 0, 0, 0, 0, 5])
+    np.testing.assert_array_equal(replayed.sums.expert_load, [5, 0, 0, 0, 0, 5])
 
 
 @pytest.mark.parametrize("tokens, k, experts", [(16, 3, 8), (5, 2, 7), (1, 4, 4), (128, 8, 128)])
-def test_balanced_ids_are_distinct_for_a_token_and_even_over_experts(tokens, k, experts):
+def test_balanced_ids(tokens, k, experts):
+    """They are distinct for a token, and even over experts."""
     ids = np.asarray(balanced_expert_ids(tokens, k, experts))
     assert all(len(set(row)) == k for row in ids)
     load = np.bincount(ids.ravel(), minlength=experts)
@@ -105,7 +105,45 @@ def test_the_losses_take_one_layers_routing():
     logits = jnp.asarray(seeds.rng().normal(size=(9, 5)), jnp.float32)
     valid = jnp.arange(9) < 7
     routing = route(logits, 2, True, valid)
-    stats = stacked([routing], 7)
-    for loss in (load_balancing_loss, load_balancing_loss_per_layer, router_z_loss):
+    stats = RouterSums.stack([routing.sums])
+    assert stats.num_tokens == 7
+    for loss in (load_balancing_loss, load_balancing_loss_per_layer, router_z_loss, sequence_balance_loss):
         np.testing.assert_allclose(loss(routing), loss(stats), rtol=1e-6)
-    assert float(route(logits, 2, True).num_tokens) == 9
+        np.testing.assert_array_equal(loss(routing), loss(routing.sums))
+    assert float(route(logits, 2, True).sums.num_tokens) == 9
+
+
+def test_sums_of_micro_batches_add_up():
+    """Adding two halves gives the sums of the whole, field by field; so does `psum`, and adding stacked layers."""
+    logits = jnp.asarray(seeds.rng().normal(size=(10, 5)), jnp.float32)
+    ids = jnp.asarray([[1, 1, 2, 2, 2], [3, 3, 3, 0, 0]])
+    halves = [route(logits[5 * i : 5 * i + 5], 2, True, Sequences.of(ids[i : i + 1])).sums for i in range(2)]
+    whole = route(logits, 2, True, Sequences.of(ids)).sums
+    # Each call made one round of its own.
+    whole = replace(whole, num_rounds=jnp.int32(2))
+    close = partial(np.testing.assert_allclose, rtol=1e-5)
+    assert whole.num_sequences == 3 and whole.num_tokens == 8 and whole.sequence_balance_sum > 0
+    jax.tree.map(close, halves[0] + halves[1], whole)
+    stacks = [RouterSums.stack([half, half]) for half in halves]
+    jax.tree.map(close, stacks[0] + stacks[1], RouterSums.stack([whole, whole]))
+    on_devices = jax.tree.map(lambda *a: jnp.stack(a), *halves)
+    summed = jax.vmap(lambda sums: sums.psum("device"), axis_name="device")(on_devices)
+    jax.tree.map(close, jax.tree.map(lambda a: a[0], summed), whole)
+
+
+def test_stages_layers_are_joined():
+    """The counts of the call stay single numbers; all else has the layers of both stages."""
+    logits = jnp.asarray(seeds.rng().normal(size=(3, 6, 5)), jnp.float32)
+    layers = [route(layer, 2, True).sums for layer in logits]
+    joined = RouterSums.concatenate([RouterSums.stack(layers[:1]), RouterSums.stack(layers[1:])])
+    jax.tree.map(np.testing.assert_array_equal, joined, RouterSums.stack(layers))
+    assert joined.expert_load.shape == (3, 5) and joined.num_tokens.shape == ()
+
+
+def test_sums_of_no_layer():
+    """A model without experts has the counts alone."""
+    none, one = RouterSums.of_no_layer(jnp.array([True, False, True])), route(jnp.zeros((3, 5)), 2, True).sums
+    assert none.num_tokens == 2 and none.num_sequences == 0 and none.expert_load.shape == (0, 0)
+    assert load_balancing_loss(none) == 0 and router_z_loss(none) == 0
+    for a, b in zip(jax.tree.leaves(none), jax.tree.leaves(one), strict=True):
+        assert a.dtype == b.dtype and a.ndim in (b.ndim, b.ndim + 1)

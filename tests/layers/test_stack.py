@@ -1,6 +1,7 @@
 """run_layers equals lax.scan, with every gradient, and allocates what it stacks instead of filling it with zeros."""
 
 import re
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -13,14 +14,15 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.layers.stack import run_layers
+from moe_jax.parallel.fsdp import LayerGather
 
 LAYERS, WIDTH = 3, 8
 
 
-def layer(shared, of_layer, x, parameters, _=None):
+def layer(shared, per_layer, x, parameters, _=None):
     """Reads everything that a layer may, integers too, and gives a differentiable and an integer result beside x."""
     angle, shift = shared
-    index, window = of_layer
+    index, window = per_layer
     h = jnp.tanh(x @ parameters["w"] + index * jnp.cos(angle)) + parameters["bias"]
     h = jnp.roll(h, shift, axis=0) * (1 if window is None else window)
     return x + h, (jnp.square(h).sum(axis=0), jnp.argmax(h, axis=1))
@@ -32,13 +34,13 @@ def make_inputs(window=False):
         "w": jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH))),
         "bias": jnp.asarray(rng.normal(size=(LAYERS, WIDTH))),
     }
-    of_layer = jnp.arange(LAYERS), jnp.asarray(rng.integers(1, 5, LAYERS)) if window else None
+    per_layer = jnp.arange(LAYERS), jnp.asarray(rng.integers(1, 5, LAYERS)) if window else None
     shared = jnp.asarray(rng.normal(size=(5, 1))), jnp.int32(2)
-    return shared, of_layer, jnp.asarray(rng.normal(size=(5, WIDTH))), parameters
+    return shared, per_layer, jnp.asarray(rng.normal(size=(5, WIDTH))), parameters
 
 
-def scanned(shared, of_layer, x, parameters):
-    return jax.lax.scan(lambda x, xs: layer(shared, xs[0], x, xs[1]), x, (of_layer, parameters))
+def scanned(shared, per_layer, x, parameters):
+    return jax.lax.scan(lambda x, xs: layer(shared, xs[0], x, xs[1]), x, (per_layer, parameters))
 
 
 def loss(run, inputs):
@@ -52,10 +54,10 @@ def loss(run, inputs):
 
 
 @pytest.mark.parametrize("remat", [False, True, "offload"])
-def test_what_goes_from_layer_to_layer_may_be_passed_through_added_to_or_counted(remat):
+def test_carry(remat):
     """So that the gradient of a layer does not need all of it, or none."""
 
-    def body(shared, of_layer, carry, w, _=None):
+    def body(shared, per_layer, carry, w, _=None):
         x, same, total, count = carry
         return (x + jnp.sin(w), same, total + jnp.square(w).sum() + same, count + 1), ()
 
@@ -81,7 +83,8 @@ def test_what_goes_from_layer_to_layer_may_be_passed_through_added_to_or_counted
 
 @pytest.mark.parametrize("remat", [False, True, "offload"])
 @pytest.mark.parametrize("window", [False, True])
-def test_values_and_gradients_equal_a_scans(remat, window):
+def test_equals_scan(remat, window):
+    """Values and gradients equal those of `lax.scan`."""
     run = partial(run_layers, layer, remat=remat)
     with jax.enable_x64(True):
         inputs = make_inputs(window)
@@ -102,7 +105,9 @@ times.defvjp(lambda x, w, total: (x @ w, (x, w, total)), lambda kept, dy: (dy @ 
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_totals_grow_by_the_gradients_in_their_own_memory(remat):
+def test_accumulators(remat):
+    """Accumulators grow by the gradients, in their own memory."""
+
     def body(_, w, x, parameters, total):
         y = x @ w if total is None else times(x, w, total)
         return x + jnp.tanh(y) * parameters, None
@@ -113,7 +118,7 @@ def test_totals_grow_by_the_gradients_in_their_own_memory(remat):
     x, parameters = jnp.asarray(rng.normal(size=(5, WIDTH))), jnp.asarray(rng.normal(size=(LAYERS, WIDTH)))
 
     def loss(x, parameters, w, totals):
-        return jnp.sin(run_layers(body, None, w, x, parameters, totals=totals)[0]).sum()
+        return jnp.sin(run_layers(body, None, w, x, parameters, accumulators=totals)[0]).sum()
 
     def scanned(x, parameters, w):
         return jnp.sin(jax.lax.scan(lambda x, xs: body(None, xs[0], x, xs[1], None), x, (w, parameters))[0]).sum()
@@ -129,7 +134,88 @@ def test_totals_grow_by_the_gradients_in_their_own_memory(remat):
     assert not re.search(rf"= {array}\S* copy\(", run.as_text()) and not re.search(rf"= {array}\S* broadcast\(", run.as_text())
 
 
-def test_only_what_the_layer_computes_is_kept():
+@dataclass(frozen=True)
+class RecordingGather(LayerGather):
+    """Moves nothing; writes down the layer of every call, which it reads from the numbers themselves."""
+
+    calls: list = field(default_factory=list, compare=False)
+
+    def record(self, name, leaves, first=0):
+        self.calls.append((name, int(leaves[0]) - first))
+        return leaves
+
+    def start_gather(self, parts):
+        return self.record("start_gather", self.split(parts)[0])
+
+    def finish_gather(self, arriving):
+        return self.record("finish_gather", arriving)
+
+    def barrier(self, computed, arriving):
+        self.calls.append("barrier")
+        return computed, arriving
+
+    def start_scatter(self, gradients):
+        return self.record("start_scatter", gradients, first=1)
+
+    def finish_scatter(self, arriving, like):
+        return self.record("finish_scatter", arriving, first=1)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_schedule(remat):
+    """Each turn starts its transfers, computes, and then waits for them: the table at the top of `layers.stack`.
+
+    Without jit the loops run in Python. w[l] is l and its gradient l + 1, so that each call shows its layer; -1 is zeros.
+    """
+    gather = RecordingGather((((-1, ("fsdp",)),),), jnp.dtype(jnp.float32))
+
+    def record(name, index):
+        if not isinstance(index, jax.core.Tracer):
+            gather.calls.append((name, int(index)))
+
+    @jax.custom_vjp
+    def layer(x, w, index):
+        record("layer", index)
+        return x + w * (index + 1)
+
+    def with_residuals(x, w, index):
+        return layer(x, w, index), index
+
+    def gradients(index, dx):
+        record("gradients", index)
+        return dx, dx * (index + 1), None
+
+    layer.defvjp(with_residuals, gradients)
+
+    def body(shared, index, x, w, _):
+        return layer(x, w, index), ()
+
+    def run(w):
+        return run_layers(body, (), jnp.arange(3), jnp.float32(0), w, gather, remat=remat)[0]
+
+    with jax.disable_jit():
+        gradient = jax.grad(run)(jnp.arange(3, dtype=jnp.float32))
+    np.testing.assert_array_equal(gradient, [1, 2, 3])
+
+    def forward(i, following):
+        return [("start_gather", following), ("layer", i), "barrier", ("finish_gather", following)]
+
+    def backward(i, below, above):
+        again = [("layer", i), "barrier"] if remat else []
+        sent, received = (
+            [("start_gather", below), ("start_scatter", above)],
+            [("finish_scatter", above), ("finish_gather", below)],
+        )
+        return [*sent, *again, ("gradients", i), "barrier", *received]
+
+    assert gather.calls == [
+        *[("start_gather", 0), ("finish_gather", 0), *forward(0, 1), *forward(1, 2), *forward(2, 2)],
+        *[("start_gather", 2), ("finish_gather", 2), *backward(2, 1, -1), *backward(1, 0, 2), *backward(0, 0, 1)],
+        *[("start_scatter", 0), ("finish_scatter", 0)],
+    ]
+
+
+def test_residuals():
     """Neither weights nor what all layers read are stored once more: of each layer h, its tanh and x remain."""
     inputs = make_inputs()
     _, pullback = jax.vjp(loss(lambda *a: run_layers(layer, *a), inputs), *inputs[2:])
@@ -140,7 +226,7 @@ def test_only_what_the_layer_computes_is_kept():
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_on_a_gpu_gradients_are_written_once(devices):
+def test_gradients_are_written_once(devices):
     """One device, and each device of a shard_map, allocates; no zeros of a stacked gradient's shape are made."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
@@ -165,7 +251,7 @@ mesh = make_mesh(4, "fsdp")
 gather = LayerGather((((-3, ("fsdp",)),),) * 2, bf16, "copies")
 has_gradient, remat = sys.argv[1] != "value", sys.argv[1] == "remat"
 
-def body(shared, of_layer, x, w, _):
+def body(shared, per_layer, x, w, _):
     return x + kernels.experts_mlp(x, *w, *shared, backend="mosaic"), ()
 
 def local(w, x, weights, chosen):
@@ -193,7 +279,7 @@ with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         ("remat", 2),
     ],
 )
-def test_by_copies_what_travels_hides_behind_a_layers_kernels(what, loops):
+def test_copies_hide_behind_kernels(what, loops):
     """In the program of four H200s, between the start of each copy in a loop over layers and the wait for it a kernel runs."""
     computations = re.split(r"\n(?=%|ENTRY)", run_script(GATHERED, what))
     loops_that_copy = [c for c in computations if "collective-permute-start(" in c and not c.startswith("ENTRY")]

@@ -11,13 +11,15 @@ import moe_jax
 from moe_jax.layers.cache import init_cache
 
 
-def test_a_segment_id_that_comes_again_is_another_document():
+def test_repeated_segment_id():
+    """A segment id that comes again is another document."""
     model, tokens = tiny.dense(), jnp.arange(6)[None]
     again, other = (model(tokens, segment_ids=jnp.array([ids])).logits for ids in ([1, 1, 2, 2, 1, 1], [1, 1, 2, 2, 3, 3]))
     np.testing.assert_array_equal(again, other)
 
 
-def test_tokens_of_any_integer_dtype_go_into_a_cache_while_there_is_room():
+def test_tokens_in_a_cache():
+    """Tokens of any integer dtype go into a cache while there is room."""
     model, positions = tiny.dense(), jnp.arange(3)[None]
     cache = init_cache(model.config, 1, 4, jnp.float32)
     tokens = jnp.array([[5, 6, 7]], jnp.uint16)
@@ -49,7 +51,8 @@ def test_tokens_that_are_none_are_named(tokens, message):
         tiny.dense()(tokens)
 
 
-def test_ids_outside_the_vocabulary_are_nan_where_values_are_not_known():
+def test_unknown_ids_under_jit():
+    """Ids outside the vocabulary give NaN where values are not known."""
     model = tiny.dense()
     assert jnp.isnan(jax.jit(lambda tokens: model(tokens).logits)(jnp.array([[3, 264]]))[0, 1]).all()
 

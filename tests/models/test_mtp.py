@@ -9,9 +9,9 @@ import tiny
 from flax import nnx
 
 from moe_jax.layers.router import ExpertBias
-from moe_jax.layers.segments import later, reaches
-from moe_jax.models.decoder import _run_stage
+from moe_jax.layers.segments import has_successor, shift_left
 from moe_jax.models.execution import Execution
+from moe_jax.models.forward import Carry, PerLayer, layer_inputs, run_stage
 from moe_jax.train import LossWeights, loss
 
 SEGMENTS = np.array([[1, 1, 1, 1, 1, 2, 2, 0], [3, 3, 3, 3, 3, 3, 3, 3]])
@@ -65,10 +65,9 @@ def predictor(model, k):
 def layer_alone(model, k, x):
     """The decoder layer of module k on one document [seq, hidden]."""
     ids = jnp.ones((1, len(x)), jnp.int32)
-    around, _ = model._surroundings(None, ids, None, None, ids != 0, False)
-    modes = dict(remat=False, force_balanced_routing=False, context_parallel=None, expert_parallel=None)
-    (out, _), _ = _run_stage(predictor(model, k).block, around, (jnp.zeros(1, int), None, None), (x[None], None), None, **modes)
-    return out[0]
+    inputs = layer_inputs(model.config, None, ids, ids != 0)
+    carry, _ = run_stage(predictor(model, k).block, 0, inputs, PerLayer(jnp.zeros(1, int)), Carry(x[None], None), Execution())
+    return carry.x[0]
 
 
 def with_random_norms(model, rng):
@@ -79,7 +78,8 @@ def with_random_norms(model, rng):
     return model
 
 
-def test_two_modules_equal_the_papers_equations_with_every_gradient():
+def test_two_modules():
+    """Value and every gradient are those of the paper's equations."""
     rng = seeds.rng()
     with jax.enable_x64(True):
         batch = make_batch(rng)
@@ -103,11 +103,12 @@ def test_two_modules_equal_the_papers_equations_with_every_gradient():
         for (path, a), b in zip(nnx.to_flat_state(gradients), jax.tree.leaves(expected_gradients), strict=True):
             assert np.abs(b).max() > 0, path
             np.testing.assert_allclose(a[...], b, rtol=1e-6, atol=1e-11, err_msg=str(path))
-        counted = [reaches(jnp.asarray(SEGMENTS), k).sum() for k in (1, 2)]
+        counted = [has_successor(jnp.asarray(SEGMENTS), k).sum() for k in (1, 2)]
         np.testing.assert_array_equal(parts.router.expert_load.sum(axis=1), 2 * np.array(counted))
 
 
-def test_another_documents_tokens_change_nothing():
+def test_documents_are_apart():
+    """Another document's tokens change nothing."""
     rng = seeds.rng()
     batch, model = make_batch(rng), tiny.deepseek(mtp=2, layers=1)
     other = {**batch, "tokens": jnp.where(SEGMENTS == 2, rng.integers(0, 264, SEGMENTS.shape), batch["tokens"])}
@@ -115,10 +116,10 @@ def test_another_documents_tokens_change_nothing():
     @jax.jit
     def further(batch):
         arguments = batch["tokens"], batch["positions"], batch["segment_ids"]
-        return model.further_hidden_states(model.hidden_states(*arguments).hidden, *arguments)
+        return model.mtp_hidden_states(model.hidden_states(*arguments).hidden, *arguments)
 
     for k, (one, two) in enumerate(zip(further(batch), further(other), strict=True), start=1):
-        counted = np.asarray(reaches(jnp.asarray(SEGMENTS), k))
+        counted = np.asarray(has_successor(jnp.asarray(SEGMENTS), k))
         others = counted & (SEGMENTS != 2)
         np.testing.assert_array_equal(one.hidden[others], two.hidden[others])
         assert one.router.num_tokens == counted.sum() and one.router.expert_load.sum() == 2 * counted.sum()
@@ -133,12 +134,12 @@ def test_without_a_factor_modules_are_not_run():
         assert parts.router.expert_load.shape == (layers, 8)
 
 
-def test_what_stands_later_and_whether_it_is_of_the_document():
+def test_shift_left_and_has_successor():
     ids = jnp.array([[7, 7, 7, 8, 8, 7, 7, 0, 0]])
-    np.testing.assert_array_equal(later(ids, 2), [[7, 8, 8, 7, 7, 0, 0, 0, 0]])
-    np.testing.assert_array_equal(reaches(ids, 1), np.array([[1, 1, 0, 1, 0, 1, 0, 0, 0]], bool))
-    np.testing.assert_array_equal(reaches(ids, 2), np.array([[1, 0, 0, 0, 0, 0, 0, 0, 0]], bool))
-    assert not reaches(jnp.ones((1, 3), jnp.int32), 4).any()
+    np.testing.assert_array_equal(shift_left(ids, 2), [[7, 8, 8, 7, 7, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(has_successor(ids, 1), np.array([[1, 1, 0, 1, 0, 1, 0, 0, 0]], bool))
+    np.testing.assert_array_equal(has_successor(ids, 2), np.array([[1, 0, 0, 0, 0, 0, 0, 0, 0]], bool))
+    assert not has_successor(jnp.ones((1, 3), jnp.int32), 4).any()
 
 
 def test_a_module_that_is_not_there_is_named():

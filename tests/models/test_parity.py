@@ -74,7 +74,8 @@ THOROUGH = "moe_top1", "moe_all_experts", "dense_rope_dynamic", "dense_multi_hea
 @pytest.mark.parametrize(
     "variant", [pytest.param(name, marks=[pytest.mark.thorough] * (name in THOROUGH)) for name in VARIANTS]
 )
-def test_logits_loss_and_every_gradient_equal_transformers(variant):
+def test_transformers(variant):
+    """Logits, loss and every gradient equal those of transformers."""
     model_type, overrides = VARIANTS[variant]
     rng = seeds.rng()
     theirs = reference(model_type, int(rng.integers(2**31)), **overrides)
@@ -115,7 +116,8 @@ def test_logits_loss_and_every_gradient_equal_transformers(variant):
         assert_close(np.concatenate(actual), np.concatenate(expected), what=parameter)
 
 
-def test_padding_changes_neither_the_real_tokens_nor_the_balancing_loss():
+def test_padding():
+    """Padding changes neither the real tokens nor the balancing loss."""
     theirs = reference("qwen3_moe", 3)
     ours = load_ours(theirs)
     rng = seeds.rng()
@@ -138,7 +140,8 @@ def test_padding_changes_neither_the_real_tokens_nor_the_balancing_loss():
         ("deepseek_v3", {}),
     ],
 )
-def test_packed_documents_equal_each_document_alone(model_type, overrides):
+def test_packed_documents(model_type, overrides):
+    """Packed documents equal each document alone."""
     ours = load_ours(reference(model_type, 4, **overrides))
     rng = seeds.rng()
     lengths = (5, 9, 5)
@@ -153,7 +156,8 @@ def test_packed_documents_equal_each_document_alone(model_type, overrides):
         start += len(document)
 
 
-def test_replayed_routing_reproduces_the_run_and_follows_live_logits():
+def test_replay():
+    """Replayed routing reproduces the run and follows live logits."""
     ours = load_ours(reference("qwen3_moe", 5))
     tokens = jax.random.randint(jax.random.key(seeds.integer()), (2, 9), 0, 97)
     free = ours(tokens)
@@ -164,9 +168,10 @@ def test_replayed_routing_reproduces_the_run_and_follows_live_logits():
     assert float(jnp.abs(shifted.logits - free.logits).max()) > 1e-3
 
 
-def test_forced_balance_loads_every_expert_alike():
+def test_balanced_routing():
+    """It loads every expert alike."""
     ours = load_ours(reference("qwen3_moe", 6))
-    out = ours(jnp.zeros((2, 16), jnp.int32), force_balanced_routing=True)
+    out = ours(jnp.zeros((2, 16), jnp.int32), expert_ids="balanced")
     assert (out.expert_load == 2 * 16 * 3 // 8).all()
 
 

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType
 from moe_jax.parallel import ShardedParameters
 
 
-def test_experts_that_cannot_be_dealt_out_are_refused():
+def test_experts_that_do_not_divide():
     mesh = AbstractMesh((8,), ("expert",), axis_types=(AxisType.Auto,))
     params = nnx.state(tiny.model(), nnx.Param)
     with pytest.raises(ValueError, match="4 experts cannot be dealt out to expert=8 devices; take a divisor"):

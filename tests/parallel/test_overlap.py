@@ -43,7 +43,7 @@ from moe_jax.parallel.fsdp import LayerGather
 
 settings = ExpertParallel(transport="pairwise", capacity_factor=4, group_size=1)
 
-def body(shared, of_layer, x, w, _):
+def body(shared, per_layer, x, w, _):
     return x + expert_parallel_mlp(x, *w, *shared, settings)[0], ()
 
 def gradients(x, gate_up, down, *choices):
@@ -58,13 +58,17 @@ on_four(gradients, "expert", PartitionSpec("expert"), tokens, *matrices, ((32768
 
 
 @needs_compiler
-def test_keys_arrive_while_a_device_attends_to_its_own():
+def test_ring_attention():
+    """Keys arrive while a device attends to its own."""
     assert kernels_beside_copies(run_script(COMPILED + RING)) == [1] * 6
 
 
 @needs_compiler
-def test_tokens_of_others_arrive_while_a_device_computes_its_own():
-    """And choices; the outputs of the others, in one step, travel home beside the device's own down pass."""
+def test_pairwise_exchange():
+    """Tokens and choices of others arrive while a device computes its own.
+
+    The outputs of the others, in one step, travel home beside the device's own down pass.
+    """
     beside = kernels_beside_copies(run_script(COMPILED + EXPERTS, 3))
     assert len(beside) == 9 and all(beside)
 
@@ -78,7 +82,7 @@ def test_outputs_travel_home_beside_the_next_step():
 
 
 @needs_compiler
-def test_gradients_travel_behind_the_tokens_of_what_is_computed_again():
+def test_backward_with_remat():
     """In a layer's backward pass with remat: tokens, gradients of outputs, gradients of tokens, each beside kernels."""
     computations = re.split(r"\n(?=%|ENTRY)", run_script(COMPILED + TRAINED_EXPERTS))
     (backward,) = [c for c in computations if "gated_matmul_backward" in c and "collective-permute-start(" in c]

@@ -18,8 +18,7 @@ from moe_jax.config import RopeParameters
 from moe_jax.layers.router import ExpertBias
 from moe_jax.layers.segments import segment_positions
 from moe_jax.models.execution import Execution
-from moe_jax.parallel import ContextParallel, make_mesh, shard_sequence
-from moe_jax.parallel.spread import Spread
+from moe_jax.parallel import ContextParallel, Spread, make_mesh, shard_sequence
 from moe_jax.train.loss import LossWeights, loss
 
 BATCH, SEQ = 2, 48
@@ -108,7 +107,7 @@ def test_default_positions():
     merge, parameters, batch, _ = single(qwen)
 
     def logits(context_parallel=None):
-        return lambda tokens, ids: merge(parameters)(tokens, segment_ids=ids, context_parallel=context_parallel).logits
+        return lambda tokens, ids: merge(parameters)(tokens, segment_ids=ids, spread=Spread(context=context_parallel)).logits
 
     expected = jax.jit(logits())(batch["tokens"], batch["segment_ids"])
     mesh = make_mesh(context=2, devices=jax.devices()[:2])
@@ -125,7 +124,7 @@ def test_dynamic_rotary_base():
 
     def logits(context_parallel=None):
         model = nnx.merge(graph, parameters)
-        return lambda tokens, ids: model(tokens, segment_ids=ids, context_parallel=context_parallel).logits
+        return lambda tokens, ids: model(tokens, segment_ids=ids, spread=Spread(context=context_parallel)).logits
 
     expected = jax.jit(logits())(batch["tokens"], batch["segment_ids"])
     mesh = make_mesh(data=2, context=2, devices=jax.devices()[:4])

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, relative_error
 
 from moe_jax.layers.moe import MoE
-from moe_jax.layers.router import load_balancing_loss, router_z_loss, sum_over_mesh
-from moe_jax.parallel import ExpertParallel
+from moe_jax.layers.router import load_balancing_loss, router_z_loss
+from moe_jax.parallel import ExpertParallel, Spread
 
 AXES = ("data", "expert")
 
@@ -48,8 +48,8 @@ def test_equals_one_device(settings):
         return total(of_logits, statistics), statistics
 
     def local(parameters, *batch):
-        of_logits, statistics = projected(parameters, graph, *batch, expert_parallel=settings, remat=True)
-        statistics = sum_over_mesh(statistics, AXES)
+        of_logits, statistics = projected(parameters, graph, *batch, spread=Spread(expert=settings), remat=True)
+        statistics = statistics.psum(AXES)
         of_logits = jax.lax.psum(of_logits, AXES)
         return total(of_logits, statistics), statistics
 
@@ -78,7 +78,8 @@ def test_num_dropped_by_layer():
 
     def local(parameters, tokens):
         settings = ExpertParallel(drop="position", capacity_factor=0.1)
-        return sum_over_mesh(nnx.merge(graph, parameters).hidden_states(tokens, expert_parallel=settings).router, "expert")
+        states = nnx.merge(graph, parameters).hidden_states(tokens, spread=Spread(expert=settings))
+        return states.router.psum("expert")
 
     specs = jax.tree.map_with_path(lambda path, _: P(None, "expert") if "experts" in str(path) else P(), parameters)
     f = jax.shard_map(local, mesh=make_mesh(expert=4), in_specs=(specs, P("expert")), out_specs=P())
@@ -97,8 +98,8 @@ def test_padding_drops_no_token():
 
     def local(parameters, x, valid):
         settings = ExpertParallel(transport="all_to_all", drop="position", capacity_factor=0.01)
-        y, routing = nnx.merge(graph, parameters)(x, valid, expert_parallel=settings)
-        return y, routing.experts, routing.num_dropped[None]
+        y, routing = nnx.merge(graph, parameters)(x, valid, spread=Spread(expert=settings))
+        return y, routing.experts, routing.sums.num_dropped[None]
 
     specs = jax.tree.map_with_path(lambda path, _: P("expert") if "experts" in str(path) else P(), parameters)
     f = jax.shard_map(local, mesh=make_mesh(expert=4), in_specs=(specs, P("expert"), P("expert")), out_specs=P("expert"))

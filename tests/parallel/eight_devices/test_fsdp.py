@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, relative_error
 
 from moe_jax.parallel.fsdp import ShardedParameters
+from moe_jax.parallel.spread import Spread
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_loss_and_gradients_are_those_of_one_device(single, sizes, remat, hops):
     def local(parts, tokens, direction):
         def loss(parts):
             model = nnx.merge(graph, sharded.enter(parts))
-            logits = model(tokens, layer_gathers=sharded.layers, remat=remat).logits
+            logits = model(tokens, spread=Spread(layer_gathers=sharded.layers), remat=remat).logits
             return jax.lax.psum(jnp.sum(logits * direction), axes)
 
         return jax.value_and_grad(loss)(parts)

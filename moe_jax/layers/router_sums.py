@@ -1,0 +1,132 @@
+"""Router statistics for the balancing losses and the metrics: sums over tokens, added up over micro-batches and devices."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.kernels.varying import vary_as
+from moe_jax.layers.balance import Sequences, sequence_balance
+from moe_jax.parallel.expert import Exchange
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RouterSums:
+    """Sums over the valid tokens (padding left out) of one layer, or of several layers stacked along a leading axis.
+
+    A further statistic is a field here and its formula in `of`. Everything else treats all fields alike.
+
+    Attributes:
+      expert_load: number of tokens that each expert received.
+      probability_sum: sum of the router's probabilities of each expert.
+      z_loss_sum: sum of logsumexp(logits)^2.
+      num_dropped: number of choices that no expert computed for lack of capacity; 0 unless `ExpertParallel.drop` is set.
+      num_rounds: rounds of the exchange with other devices' experts (`parallel.expert.Exchange`), summed over the devices;
+        1 without an exchange.
+      num_shadows: experts that were copied to all devices for the call, summed over the devices; 0 without an exchange.
+      entropy_sum: sum of the entropies of the tokens' probabilities, in nats.
+      sequence_balance_sum: sum over the sequences of `balance.sequence_balance`; 0 unless `of` was given `Sequences`.
+      num_tokens: number of valid tokens, the same for every layer.
+      num_sequences: number of sequences in `sequence_balance_sum`, the same for every layer.
+    """
+
+    expert_load: Int[Array, "*layers experts"]
+    probability_sum: Float[Array, "*layers experts"]
+    z_loss_sum: Float[Array, "*layers"]
+    num_dropped: Int[Array, "*layers"]
+    num_rounds: Int[Array, "*layers"]
+    num_shadows: Int[Array, "*layers"]
+    entropy_sum: Float[Array, "*layers"]
+    sequence_balance_sum: Float[Array, "*layers"]
+    num_tokens: Float[Array, ""]
+    num_sequences: Float[Array, ""]
+
+    @classmethod
+    def of(
+        cls,
+        probabilities: Float[Array, "tokens experts"],
+        logits: Float[Array, "tokens experts"],
+        experts: Int[Array, "tokens k"],
+        valid: Bool[Array, "tokens"] | Sequences | None = None,
+    ) -> "RouterSums":
+        """Computes one layer's sums.
+
+        Args:
+          probabilities: the router's scores of all experts, divided by their sum.
+          logits: the router's logits.
+          experts: the experts that each token uses.
+          valid: tokens that count; all if None. `Sequences` also says which documents they are of, for the sequence-wise loss.
+        """
+        if valid is None:
+            valid = jnp.ones(logits.shape[0], bool)
+        valid, sequences = _mask_and_sequences(valid)
+        counted = valid[:, None]
+        ones = jnp.broadcast_to(counted, experts.shape).astype(jnp.int32)
+        balance = jnp.zeros((), logits.dtype)
+        return cls(
+            expert_load=jnp.zeros(logits.shape[1], jnp.int32).at[experts].add(ones),
+            probability_sum=jnp.where(counted, probabilities, 0).sum(axis=0),
+            z_loss_sum=jnp.where(valid, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0).sum(),
+            num_dropped=jnp.zeros((), jnp.int32),
+            num_rounds=jnp.ones((), jnp.int32),
+            num_shadows=jnp.zeros((), jnp.int32),
+            entropy_sum=jnp.where(counted, jax.scipy.special.entr(jax.lax.stop_gradient(probabilities)), 0).sum(),
+            sequence_balance_sum=balance if sequences is None else sequence_balance(probabilities, experts.shape[1], sequences),
+            num_tokens=vary_as(_num_tokens(valid), logits),
+            num_sequences=_num_sequences(sequences),
+        )
+
+    @classmethod
+    def of_no_layer(cls, valid: Bool[Array, "tokens"] | Sequences) -> "RouterSums":
+        """Returns the stacked sums of a model without experts: zero layers, and the counts of `valid`."""
+        mask, sequences = _mask_and_sequences(valid)
+        scores, experts = (jax.ShapeDtypeStruct((len(mask), 0), dtype) for dtype in (jnp.float32, jnp.int32))
+        of_a_layer = jax.eval_shape(cls.of, scores, scores, experts)
+        no_layers = jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), of_a_layer)
+        return replace(no_layers, num_tokens=_num_tokens(mask), num_sequences=_num_sequences(sequences))
+
+    @classmethod
+    def stack(cls, layers: Sequence["RouterSums"]) -> "RouterSums":
+        """Stacks single layers of one call, at least one, along a leading axis."""
+        return _with_counts_of(layers[0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers))
+
+    @classmethod
+    def concatenate(cls, stacks: Sequence["RouterSums"]) -> "RouterSums":
+        """Joins stacked layers of one call, at least one stack."""
+        arrays = [jax.tree.map(jnp.atleast_1d, layers) for layers in stacks]
+        return _with_counts_of(stacks[0], jax.tree.map(lambda *parts: jnp.concatenate(parts), *arrays))
+
+    def with_exchange(self, exchange: Exchange) -> "RouterSums":
+        """Returns the sums with the counts of an exchange with other devices' experts."""
+        return replace(self, num_dropped=exchange.num_dropped, num_rounds=exchange.num_rounds, num_shadows=exchange.num_shadows)
+
+    def __add__(self, other: "RouterSums") -> "RouterSums":
+        """Adds the sums over other tokens in the same layers."""
+        return jax.tree.map(jnp.add, self, other)
+
+    def psum(self, mesh_axes: str | tuple[str, ...]) -> "RouterSums":
+        """Sums over the devices along `mesh_axes`, over which tokens are split; inside `jax.shard_map`.
+
+        The losses of the result are the losses of the whole batch on one device, not means of the devices' own losses.
+        """
+        return jax.tree.map(lambda a: jax.lax.psum(a, mesh_axes), self)
+
+
+def _with_counts_of(first: RouterSums, layers: RouterSums) -> RouterSums:
+    """`layers` with the two counts of one call, which have no layers axis: the first number where layers are stacked."""
+    return replace(layers, num_tokens=first.num_tokens.reshape(-1)[0], num_sequences=first.num_sequences.reshape(-1)[0])
+
+
+def _mask_and_sequences(valid: Bool[Array, "tokens"] | Sequences) -> tuple[Bool[Array, "tokens"], Sequences | None]:
+    return (valid.valid, valid) if isinstance(valid, Sequences) else (valid, None)
+
+
+def _num_tokens(valid: Bool[Array, "tokens"]) -> Float[Array, ""]:
+    return valid.sum().astype(jnp.float32)
+
+
+def _num_sequences(sequences: Sequences | None) -> Float[Array, ""]:
+    return jnp.zeros((), jnp.float32) if sequences is None else sequences.share(jnp.float32).sum()

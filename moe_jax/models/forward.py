@@ -1,0 +1,157 @@
+"""One pass through a model's layers: the inputs that all layers read, the state between layers, and the loop over a stage."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.config import ModelConfig
+from moe_jax.layers.attend import Attend
+from moe_jax.layers.balance import Sequences
+from moe_jax.layers.cache import KVCache
+from moe_jax.layers.moe import AccumulatedWeight, GradientAccumulator
+from moe_jax.layers.rope import RopeTables, rope_tables
+from moe_jax.layers.router import ExpertBias, Routing
+from moe_jax.layers.router_sums import RouterSums
+from moe_jax.layers.segments import runs, segment_positions
+from moe_jax.layers.stack import run_layers
+from moe_jax.models.execution import Execution
+from moe_jax.models.output import HiddenStates
+from moe_jax.parallel.sequence.attention import ContextParallel
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerInputs:
+    """The tokens of one call as layers read them; built once per call by `layer_inputs`.
+
+    Attributes:
+      rope: cos and sin of the tokens' positions.
+      segments: ids of the tokens' segments, as `Attend` takes them.
+      valid: tokens that count in the router's sums.
+      sequences: the documents of the valid tokens, for the sequence-wise balance loss; None leaves that loss out.
+      expert_ids: the experts of one layer's tokens: ids to replay, "balanced" (dealt out in turn), or None (the router's
+        choice).
+    """
+
+    rope: RopeTables
+    segments: Int[Array, "batch seq"]
+    valid: Bool[Array, "batch seq"]
+    sequences: Sequences | None = None
+    expert_ids: Int[Array, "batch seq k"] | Literal["balanced"] | None = None
+
+    @property
+    def counted(self) -> Bool[Array, "tokens"] | Sequences:
+        """The valid tokens along one axis, as a router takes them: with their documents if these are known."""
+        return self.valid.reshape(-1) if self.sequences is None else self.sequences
+
+
+class PerLayer(NamedTuple):
+    """Inputs that differ from layer to layer, with the layers of a stage as leading axis."""
+
+    layer: Int[Array, "layers"]
+    """The layer's index in the cache."""
+    window: Int[Array, "layers"] | None = None
+    """The layer's sliding window."""
+    expert_ids: Int[Array, "layers batch seq k"] | None = None
+    """The experts to replay."""
+
+
+class Carry(NamedTuple):
+    """The state that goes from layer to layer."""
+
+    x: Any
+    """The residual stream [batch, seq, hidden], or the `PredictorState` of a `mtp.TokenPredictor`."""
+    cache: KVCache | None
+
+
+class LayerOutput(NamedTuple):
+    """One layer's results."""
+
+    x: Any
+    """As in `Carry`."""
+    cache: KVCache | None
+    """The cache with this layer's keys and values of the tokens; None without a cache."""
+    routing: Routing | None
+    """None for a dense layer."""
+
+
+def layer_inputs(
+    config: ModelConfig,
+    positions: Int[Array, "batch seq"] | None,
+    segment_ids: Int[Array, "batch seq"],
+    valid: Bool[Array, "batch seq"],
+    *,
+    cache: KVCache | None = None,
+    context: ContextParallel | None = None,
+    sequence_balance: bool = False,
+) -> LayerInputs:
+    """Builds what all layers read of a call's tokens.
+
+    Args:
+      positions: for the rotary embedding; None: each token's index in its segment.
+      cache, context, sequence_balance: as in `Decoder.hidden_states`; `context` is `Spread.context`.
+
+    Raises:
+      ValueError: both a cache and `context`.
+    """
+    if cache is not None and context is not None:
+        raise ValueError("cache and spread.context cannot be given together: cached tokens are not split over devices")
+    segments = segment_ids
+    if context is not None:
+        segments = context.starts_of_segments(segment_ids)
+    elif cache is None:
+        segments = runs(segment_ids)
+    if positions is None:
+        positions = segment_positions(segment_ids) if context is None else context.positions(segments)
+    return LayerInputs(
+        rope_tables(positions, config.rope_parameters, config.rotary_dim, config.max_position_embeddings),
+        segments,
+        valid,
+        Sequences.of(jnp.where(valid, segment_ids, 0), context) if sequence_balance else None,
+    )
+
+
+def run_stage(
+    stage: nnx.Module, number: int, inputs: LayerInputs, per_layer: PerLayer, carry: Carry, execution: Execution
+) -> tuple[Carry, Routing | None]:
+    """Runs the stacked layers of a stage one after the other.
+
+    Args:
+      stage: the stacked layers, called as `decoder_layer.DecoderLayer` is.
+      number: the stage's index in `Decoder.stages`, and so in `Spread.layer_gathers`.
+
+    Returns:
+      The carry behind the last layer, and the routings of all layers, stacked; None for dense layers.
+    """
+    spread = execution.spread
+    gather = None if spread.layer_gathers is None else spread.layer_gathers[number]
+    graph, *states = nnx.split(stage, nnx.Param, GradientAccumulator, (ExpertBias, AccumulatedWeight))
+    parameters, accumulators, others = states
+
+    def layer(inputs: LayerInputs, own: tuple[PerLayer, nnx.State], carry: Carry, parameters, accumulators):
+        per_layer, others = own
+        block = nnx.merge(graph, parameters, accumulators, others)
+        attend = Attend(inputs.segments, per_layer.layer, per_layer.window, carry.cache, spread.context)
+        inputs = replace(inputs, expert_ids="balanced" if execution.balanced_routing else per_layer.expert_ids)
+        out = block(carry.x, inputs, attend, spread)
+        return Carry(out.x, out.cache), out.routing
+
+    return run_layers(layer, inputs, (per_layer, others), carry, parameters, gather, accumulators, remat=execution.remat)
+
+
+def collect(
+    hidden: Float[Array, "batch seq hidden"], routings: list[Routing], inputs: LayerInputs, cache: KVCache | None
+) -> HiddenStates:
+    """Joins the stages' routings over all MoE layers, and counts the call's tokens in the cache."""
+    batch, seq, _ = hidden.shape
+    if routings:
+        sums = RouterSums.concatenate([routing.sums for routing in routings])
+        experts = jnp.concatenate([routing.experts for routing in routings])
+    else:
+        sums, experts = RouterSums.of_no_layer(inputs.counted), jnp.zeros((0, batch * seq, 0), jnp.int32)
+    expert_ids = experts.reshape(len(experts), batch, seq, experts.shape[-1])
+    return HiddenStates(hidden, sums, expert_ids, None if cache is None else cache.advanced(seq))
