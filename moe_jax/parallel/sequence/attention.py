@@ -259,7 +259,8 @@ def _all_gather_backward(ring: Ring, residuals, dout):
 
     def gradient(of, keys, previous=None, **options):
         options |= dict(scale=ring.scale, backend=ring.backend, previous=previous)
-        return of(dout, q, *keys, lse, delta, bounds, **options)
+        k, v = keys
+        return of(partial_attention.BackwardInputs(q, k, v, dout, lse, delta), bounds, **options)
 
     whole = _gather_all(kept, ring)
     of_keys = partial(gradient, partial_attention.gradients_of_keys)

@@ -176,7 +176,8 @@ def _backward(ring: Ring, residuals, dout):
     def gradient(of, turn: Turn, keys, previous, **options):
         bounds = ring.visible(first_token, turn)
         options |= dict(scale=ring.scale, backend=ring.backend, previous=previous)
-        return of(dout, q, *keys, lse, delta, bounds, **options)
+        k, v = keys
+        return of(partial_attention.BackwardInputs(q, k, v, dout, lse, delta), bounds, **options)
 
     def of_queries(turn: Turn, here: Kept, previous):
         keys, is_last = keys_and_values(ring.expand, weights, here), turn == [own, *turns][-1]

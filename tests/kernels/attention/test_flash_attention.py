@@ -121,23 +121,21 @@ def test_blocks_cover_what_is_visible_and_skip_masks_only_where_all_is(lengths, 
     ids = np.pad(ids, (0, -len(ids) % 128), constant_values=-1)[None]
     seen = visible(ids, window)[0].reshape(ids.shape[1] // block_q, block_q, ids.shape[1] // block_kv, block_kv)
     some, every = seen.any(axis=(1, 3)), seen.all(axis=(1, 3))
-    by_queries = np.asarray(
-        masks.key_blocks(masks.first_keys(jnp.asarray(ids), window), None, ids.shape[1], block_q, block_kv)
-    )[0]
-    by_keys = np.asarray(
-        masks.query_blocks(None, masks.last_queries(jnp.asarray(ids), window), ids.shape[1], block_q, block_kv)
-    )[0]
+    keys_in_sight = masks.TokenInterval(masks.first_keys(jnp.asarray(ids), window), None)
+    queries_in_sight = masks.TokenInterval(None, masks.last_queries(jnp.asarray(ids), window))
+    by_queries = np.asarray(masks.n_block_steps(keys_in_sight, ids.shape[1], block_q, block_kv))[0]
+    by_keys = np.asarray(masks.m_block_steps(queries_in_sight, ids.shape[1], block_q, block_kv))[0]
     for row, direction, has_some, has_every in (
         *zip(by_queries, [-1] * len(some), some, every, strict=True),
         *zip(by_keys, [1] * len(some.T), some.T, every.T, strict=True),
     ):
-        start, masked, unmasked, visited = row
-        blocks = start + direction * np.arange(visited)
-        assert 1 <= masked <= unmasked <= visited
+        steps = masks.BlockSteps(*row)
+        blocks = steps.start + direction * np.arange(steps.total)
+        assert 1 <= steps.masked <= steps.full <= steps.total
         assert sorted(blocks) == list(np.flatnonzero(has_some))
-        assert has_every[blocks[masked:unmasked]].all()
-        # The first is masked always; of the others none that is seen whole.
-        assert not has_every[np.concatenate([blocks[1:masked], blocks[unmasked:]])].any()
+        assert has_every[blocks[steps.masked : steps.full]].all()
+        # The first block is always masked; no other masked block is seen whole.
+        assert not has_every[np.concatenate([blocks[1 : steps.masked], blocks[steps.full :]])].any()
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,20 @@ Kept for backward: q, k, v, out, lse. (FlashAttention-3, https://arxiv.org/abs/2
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.attention.mosaic.backward_keys import backward_keys, keys_ring
-from moe_jax.kernels.attention.mosaic.backward_queries import backward_queries, queries_ring
-from moe_jax.kernels.attention.mosaic.forward import forward, forward_ring
-from moe_jax.kernels.attention.mosaic.interval import fill_up, forward_of_interval, gradient_of_queries, gradients_of_keys
-from moe_jax.kernels.attention.mosaic.masks import first_keys, last_queries
+from moe_jax.kernels.attention.mosaic.backward_keys import backward_keys
+from moe_jax.kernels.attention.mosaic.backward_queries import backward_queries
+from moe_jax.kernels.attention.mosaic.forward import forward
+from moe_jax.kernels.attention.mosaic.interval import forward_of_interval, gradient_of_queries, gradients_of_keys, pad_to_block
+from moe_jax.kernels.attention.mosaic.masks import TokenInterval, first_keys, last_queries
+from moe_jax.kernels.attention.mosaic.warpgroups import BackwardInputs
+from moe_jax.kernels.attention.online_softmax import PartialAttention
 from moe_jax.kernels.hopper.mosaic_gpu import compute_capability, is_interpreted
 from moe_jax.kernels.shapes import check_shape
 from moe_jax.kernels.varying import vary_alike
@@ -56,7 +59,8 @@ def flash_attention(
     reason = refusal(q, k, v, scale, window)
     if reason is not None:
         raise ValueError(reason)
-    return _flash_attention(*vary_alike((q, k, v, segment_ids, window)), float(scale))
+    out, lse = _flash_attention(*vary_alike((q, k, v, segment_ids, window)), float(scale))
+    return out, lse
 
 
 def refusal(q: Array, k: Array, v: Array, scale: float, window: Array | int | None) -> str | None:
@@ -81,33 +85,41 @@ def refusal(q: Array, k: Array, v: Array, scale: float, window: Array | int | No
     return None
 
 
-def _forward(q: Array, k: Array, v: Array, segment_ids: Array, window: Array | int | None, scale: float) -> tuple[Array, Array]:
-    seq = q.shape[1]
-    q, k, v = (fill_up(a) for a in (q, k, v))
-    ring = forward_ring(q.shape[3], v.shape[3])
-    first_key = first_keys(fill_up(segment_ids, -1), window)
-    out, lse = forward(q, k, v, first_key, None, None, scale, ring, q.dtype)
-    return out[:, :seq], lse[:, :, :seq]
+def _forward(q: Array, k: Array, v: Array, segment_ids: Array, window: Array | int | None, scale: float) -> PartialAttention:
+    seq, dtype = q.shape[1], q.dtype
+    q, k, v = (pad_to_block(a) for a in (q, k, v))
+    in_sight = TokenInterval(first_keys(pad_to_block(segment_ids, -1), window), None)
+    out, lse = forward(q, k, v, in_sight, None, scale, dtype)
+    return PartialAttention(out[:, :seq], lse[:, :, :seq])
 
 
-def _forward_for_backward(*arguments) -> tuple[tuple[Array, Array], tuple]:
-    out, lse = _forward(*arguments)
-    return (out, lse), (*arguments[:5], out, lse)
+class _Residuals(NamedTuple):
+    q: Array
+    k: Array
+    v: Array
+    segment_ids: Array
+    window: Array | int | None
+    out: Array
+    lse: Array
 
 
-def _backward(scale: float, residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
+def _forward_for_backward(q, k, v, segment_ids, window, scale: float) -> tuple[PartialAttention, _Residuals]:
+    result = _forward(q, k, v, segment_ids, window, scale)
+    return result, _Residuals(q, k, v, segment_ids, window, *result)
+
+
+def _backward(scale: float, residuals: _Residuals, gradients: PartialAttention) -> tuple:
     q, k, v, segment_ids, window, out, lse = residuals
     dout, dlse = gradients
     seq = q.shape[1]
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=3).swapaxes(1, 2) - dlse
-    segment_ids = fill_up(segment_ids, -1)
-    # No query sees the tokens that fill up, which come last; as queries, with q, dout and delta zero, they add nothing.
-    q, k, v, dout = (fill_up(a) for a in (q, k, v, dout.astype(q.dtype)))
+    segment_ids = pad_to_block(segment_ids, -1)
+    # Padding comes last, where no query sees it; as queries, with q, dout and delta zero, it adds nothing.
+    q, k, v, dout = (pad_to_block(a) for a in (q, k, v, dout.astype(q.dtype)))
     lse, delta = (jnp.pad(a, ((0, 0), (0, 0), (0, q.shape[1] - seq))) for a in (lse * math.log2(math.e), delta))
-    widths = q.shape[3], v.shape[3]
-    operands = q, k, v, dout, lse, delta
-    dq = backward_queries(*operands, first_keys(segment_ids, window), None, None, scale, queries_ring(*widths), q.dtype)
-    dk, dv = backward_keys(*operands, None, last_queries(segment_ids, window), None, scale, keys_ring(*widths), q.dtype)
+    arrays = BackwardInputs(q, k, v, dout, lse, delta)
+    dq = backward_queries(arrays, TokenInterval(first_keys(segment_ids, window), None), None, scale, q.dtype)
+    dk, dv = backward_keys(arrays, TokenInterval(None, last_queries(segment_ids, window)), None, scale, q.dtype)
     return dq[:, :seq], dk[:, :seq], dv[:, :seq], None, None
 
 
