@@ -24,7 +24,7 @@ from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.varying import vary_as
 
 CHUNK = 1024
-"""Queries, and keys, of a chunk in XLA: 32 heads of f32 scores are 128 MiB."""
+"""Queries, and keys, of a chunk in XLA: f32 scores of 32 heads are 128 MiB."""
 
 Bounds = tuple[Int[Array, "batch queries"], Int[Array, "batch queries"]]
 """(first_key, last_key)."""

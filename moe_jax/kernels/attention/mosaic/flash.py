@@ -6,7 +6,7 @@ over the keys j that query i sees. Backward, with delta[i] = <dout[i], out[i]> -
 
     p = exp(scale * q k^T - lse)    ds = p * (dout v^T - delta)    dq = scale * ds k    dk = scale * ds^T q    dv = p^T dout
 
-Kept for backward: q, k, v, out, lse. (FlashAttention-3, https://arxiv.org/abs/2407.08608.)
+Residuals: q, k, v, out, lse. (FlashAttention-3, https://arxiv.org/abs/2407.08608.)
 """
 
 import functools
@@ -43,13 +43,13 @@ def flash_attention(
 ) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch heads seq"]]:
     """Returns out in q's dtype and lse in f32, both differentiable in q, k and v.
 
-    Query i sees key j if j is not after it, no token between them has another segment id than they have, and, with a window,
-    i - window < j. A segment is a run of equal ids; blocks of keys that no query of a block sees cost nothing. Heads
-    h*G .. h*G+G-1 share key head h, G = heads / kv_heads. Scores, softmax and all sums are f32; the weights are rounded to
-    q's dtype before they multiply v. Two runs give the same bits, gradients too.
+    Query i sees key j if j is not after it and all tokens from j to i have one segment id: a segment is a run of equal ids.
+    With a window, also i - window < j. Blocks of keys that no query of a block sees cost nothing. Heads h*G .. h*G+G-1 share
+    key head h, G = heads / kv_heads. Scores, softmax and all sums are f32; p is rounded to q's dtype before it multiplies v.
+    Two runs give the same bits, gradients too.
 
     Raises:
-        ValueError: shapes that do not fit together, or what `refusal` names.
+        ValueError: shapes that do not fit together, or an input that `refusal` refuses.
     """
     sizes: dict[str, int] = {}
     check_shape("q", q, "batch seq heads head_dim", sizes)
@@ -64,7 +64,7 @@ def flash_attention(
 
 
 def refusal(q: Array, k: Array, v: Array, scale: float, window: Array | int | None) -> str | None:
-    """Why the kernels cannot compute such an attention, and what would be right; None where they can."""
+    """Returns the reason why the kernels cannot compute this attention, with what they take; None where they can."""
     if not is_interpreted() and compute_capability() != "9.0":
         return f"it needs a Hopper GPU (compute capability 9.0); this is {compute_capability() or 'no NVIDIA GPU'}"
     if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
