@@ -68,9 +68,8 @@ def relative_error(actual, expected):
         (1, 1, 2, 1, 64, 64, 1, None, "bfloat16"),
     ],
 )
-def test_values_and_gradients_equal_the_definition(
-    rng, batch, seq, heads, kv_heads, head_dim, value_dim, segments, window, dtype
-):
+def test_equals_the_definition(rng, batch, seq, heads, kv_heads, head_dim, value_dim, segments, window, dtype):
+    """out, lse, dq, dk and dv, against f64."""
     arrays = make(rng, batch, seq, heads, kv_heads, head_dim, value_dim, dtype)
     ids, scale = packed(rng, batch, seq, segments), head_dim**-0.5
     actual = with_gradients(lambda *a: flash_attention(*a, scale=scale, segment_ids=ids, window=window), *arrays)
@@ -83,7 +82,7 @@ def test_values_and_gradients_equal_the_definition(
         assert relative_error(found, wanted) < (1e-5 if name == "lse" else 5e-3), name
 
 
-def test_equals_the_unfused_attention(rng):
+def test_equals_xla(rng):
     q, k, v, _, _ = make(rng, 1, 256, 2, 1, 64, 64)
     ids = packed(rng, 1, 256, 3)
     # The window may be unknown while compiling, as in a scan over layers that differ in it.
@@ -92,7 +91,7 @@ def test_equals_the_unfused_attention(rng):
     assert relative_error(fused, plain) < 6e-3
 
 
-def test_two_runs_give_the_same_bits(rng):
+def test_same_bits_twice(rng):
     # As above, so that it is traced once.
     arrays = make(rng, 1, 256, 1, 1, 128, 128)
     ids, scale = packed(rng, 1, 256, 3), 128**-0.5
@@ -101,7 +100,8 @@ def test_two_runs_give_the_same_bits(rng):
         np.testing.assert_array_equal(first, second)
 
 
-def test_scores_of_hundreds_overflow_nothing(rng):
+def test_large_scores(rng):
+    """Scores of hundreds overflow in neither pass."""
     q, k, v, dout, dlse = make(rng, 1, 128, 1, 1, 64, 64)
     ids = packed(rng, 1, 128, 2)
     results = with_gradients(lambda *a: flash_attention(*a, scale=100.0, segment_ids=ids), q, k, v, dout, dlse)
@@ -116,7 +116,8 @@ def test_scores_of_hundreds_overflow_nothing(rng):
     block_q=st.sampled_from([64, 128]),
     block_kv=st.sampled_from([64, 128]),
 )
-def test_blocks_cover_what_is_visible_and_skip_masks_only_where_all_is(lengths, window, block_q, block_kv):
+def test_block_steps(lengths, window, block_q, block_kv):
+    """The steps cover exactly the blocks in sight, and steps without a mask have every pair visible."""
     ids = np.repeat(np.arange(len(lengths)), lengths)
     ids = np.pad(ids, (0, -len(ids) % 128), constant_values=-1)[None]
     seen = visible(ids, window)[0].reshape(ids.shape[1] // block_q, block_q, ids.shape[1] // block_kv, block_kv)
@@ -150,7 +151,7 @@ def test_blocks_cover_what_is_visible_and_skip_masks_only_where_all_is(lengths, 
         (1, 4096, 16, 2, 64, 256),
     ],
 )
-def test_real_shapes_lower_for_an_h200(batch, seq, heads, kv_heads, head_dim, value_dim):
+def test_lowers_for_an_h200(batch, seq, heads, kv_heads, head_dim, value_dim):
     """Layouts and shared memory are checked while lowering; no GPU is needed."""
 
     def step(q, k, v, ids, dout, dlse):
@@ -164,7 +165,8 @@ def test_real_shapes_lower_for_an_h200(batch, seq, heads, kv_heads, head_dim, va
     assert num_kernels(lowered.as_text()) == (3 if head_dim + value_dim <= 256 else 4)
 
 
-def test_replicated_keys_gradients_are_summed_over_devices():
+def test_replicated_keys():
+    """Their gradients are summed over the devices of a `shard_map`."""
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=H200.abstract_device)
 
     def loss(q, k, v, ids):
@@ -193,7 +195,7 @@ def test_replicated_keys_gradients_are_summed_over_devices():
         ({"ids": (1, 7)}, "segment_ids must have shape"),
     ],
 )
-def test_what_it_does_not_take_is_refused_with_the_reason(change, message):
+def test_refusals(change, message):
     given = {"q": (1, 8, 2, 64), "k": (1, 8, 1, 64), "v": (1, 8, 1, 64), "ids": (1, 8), "dtype": jnp.bfloat16, **change}
     q, k, v = (jnp.zeros(given[name], given["dtype"]) for name in "qkv")
     with pytest.raises(ValueError, match=message):

@@ -37,7 +37,8 @@ def merged(scores, v, cuts, order):
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**31), cuts=st.tuples(st.integers(1, 4), st.integers(5, 8)), order=st.permutations(range(3)))
-def test_parts_in_any_order_give_the_whole(seed, cuts, order):
+def test_parts_in_any_order(seed, cuts, order):
+    """They merge to the softmax over all keys."""
     scores, v = make(seed, 9)
     out, lse = merged(scores, v, cuts, order)
     wanted_lse = jax.nn.logsumexp(scores, axis=-1)
@@ -48,7 +49,8 @@ def test_parts_in_any_order_give_the_whole(seed, cuts, order):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_gradients_are_those_of_the_whole_and_finite(seed):
+def test_gradients(seed):
+    """Gradients through parts are finite and equal the gradients through all keys at once."""
     scores, v = make(seed, 9)
     direction = np.random.default_rng(seed + 100).normal(size=(BATCH, QUERIES, HEADS, WIDTH))
 
@@ -66,7 +68,8 @@ def test_gradients_are_those_of_the_whole_and_finite(seed):
         np.testing.assert_allclose(actual, wanted, atol=2e-5)
 
 
-def test_nothing_merged_with_nothing_is_nothing():
+def test_two_empty_parts():
+    """They merge to an empty part, with finite gradients."""
     empty = PartialAttention(jnp.zeros((BATCH, QUERIES, HEADS, WIDTH)), jnp.full((BATCH, HEADS, QUERIES), -jnp.inf))
     out, lse = merge(empty, empty)
     assert bool((out == 0).all()) and bool(jnp.isneginf(lse).all())
@@ -74,7 +77,8 @@ def test_nothing_merged_with_nothing_is_nothing():
     assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradients))
 
 
-def test_scores_far_apart_neither_overflow_nor_vanish():
+def test_scores_far_apart():
+    """The larger part wins without overflow."""
     ones = jnp.ones((BATCH, QUERIES, HEADS, WIDTH))
     low, high = (jnp.full((BATCH, HEADS, QUERIES), x) for x in (-1e4, 1e4))
     out, lse = merge(PartialAttention(ones, low), PartialAttention(2 * ones, high))

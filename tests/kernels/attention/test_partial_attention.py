@@ -61,7 +61,7 @@ CASES = {
         ("kernels, dk and dv apart", False, None),
     ],
 )
-def test_a_part_and_its_gradients_equal_the_definition(rng, monkeypatch, name, adds, out_dtype):
+def test_equals_the_definition(rng, monkeypatch, name, adds, out_dtype):
     """Alone, and added to what other parts gave; a last part's results rounded."""
     monkeypatch.setattr(partial_attention, "CHUNK", 64)
     *sizes, backend, tolerance = CASES[name]
@@ -119,7 +119,8 @@ def test_a_part_and_its_gradients_equal_the_definition(rng, monkeypatch, name, a
 
 
 @pytest.mark.parametrize("block_q, block_kv", [(64, 128), (128, 64)])
-def test_blocks_cover_what_is_visible_and_skip_masks_only_where_all_is(rng, block_q, block_kv):
+def test_block_steps(rng, block_q, block_kv):
+    """The steps cover the blocks in sight, and steps without a mask have every pair visible."""
     *_, (first, last) = make(rng, 512, 640, 1, 1, 1, 1, "float32")
     index = np.arange(640)
     visible = (np.asarray(first)[..., None] <= index) & (index <= np.asarray(last)[..., None])
@@ -142,7 +143,7 @@ def test_blocks_cover_what_is_visible_and_skip_masks_only_where_all_is(rng, bloc
             assert row_every[blocks[steps.masked : steps.full]].all()
 
 
-def test_real_sizes_lower_for_an_h200():
+def test_lowers_for_an_h200():
     def step(q, k, v, dout, lse, delta, *bounds):
         options = {"scale": SCALE, "backend": "mosaic"}
         sums = partial_attention.forward(q, k, v, bounds, **options)

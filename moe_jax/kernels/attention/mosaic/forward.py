@@ -75,8 +75,8 @@ def forward(
 ) -> PartialAttention:
     """Returns out in `out_dtype` and lse in f32, over the keys `in_sight` of each query; none in sight: out 0 and lse -inf.
 
-    With `previous`, f32, the attention of the same queries over other keys, the result is over both. The number of queries is a
-    multiple of BLOCK_M, and the number of keys a multiple of 128.
+    `previous`, f32, is the attention of the same queries over other keys; the result is then over both. The number of queries
+    is a multiple of BLOCK_M, and the number of keys a multiple of 128.
     """
     batch, seq, heads, head_dim = q.shape
     keys, value_dim = k.shape[1], v.shape[3]
@@ -210,6 +210,7 @@ class _Block:
         consumer = _Consumer(self, warpgroup, tile, steps, first_step)
 
         state = consumer.first_half_block(mask)
+        # Where N = BLOCK_M, the diagonal of causal attention lies in step 0 alone.
         if mask.kind != "causal" or self.scratch.k.shape[1] < BLOCK_M:
             state = lax.fori_loop(1, steps.masked, partial(consumer.n_block, mask=mask), state)
         state = lax.fori_loop(steps.masked, steps.full, partial(consumer.n_block, mask=Mask()), state)
