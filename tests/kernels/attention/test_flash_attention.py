@@ -13,6 +13,7 @@ from lowered import num_kernels
 from moe_jax.kernels.attention.api import attention
 from moe_jax.kernels.attention.mosaic import masks
 from moe_jax.kernels.attention.mosaic.flash import flash_attention
+from moe_jax.kernels.attention.mosaic.warpgroups import L2_BYTES, TileScheduler, WorkTile
 
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"))
 
@@ -137,6 +138,20 @@ def test_block_steps(lengths, window, block_q, block_kv):
         assert has_every[blocks[steps.masked : steps.full]].all()
         # The first block is always masked; no other masked block is seen whole.
         assert not has_every[np.concatenate([blocks[1 : steps.masked], blocks[steps.full :]])].any()
+
+
+@pytest.mark.parametrize("longest, bytes_per_kv_head", [("first", None), ("last", L2_BYTES // 2)])
+def test_tile_scheduler(longest, bytes_per_kv_head):
+    """Every tile has one index; a section has two key heads where L2 holds two, and its longest tiles come first."""
+    scheduler = TileScheduler(2, 6, 2, 3, longest, bytes_per_kv_head)
+    tiles = [WorkTile(*map(int, scheduler._tile(jnp.int32(i)))) for i in range(2 * 6 * 3)]
+    assert len(set(tiles)) == 36
+    assert all(tile.kv_head == tile.head // 3 for tile in tiles)
+    section = 36 if bytes_per_kv_head is None else 18
+    for start in range(0, 36, section):
+        part = tiles[start : start + section]
+        assert [tile.block for tile in part] == sorted((tile.block for tile in part), reverse=longest == "last")
+        assert len({(tile.batch, tile.kv_head) for tile in part}) == section // 9
 
 
 @pytest.mark.parametrize(
