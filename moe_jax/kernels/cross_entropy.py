@@ -2,13 +2,14 @@
 
     loss = sum_t mask[t] * (logsumexp_v(h[t] . w[v]) - h[t] . w[label[t]])
 
-The gradient of a sum is known up to its cotangent, a number, as soon as a chunk's logits are. So the forward pass of a
-gradient makes each chunk's logits once and of them the loss and its gradients, and the backward pass only scales these: three
-matmuls, where making the logits again takes four (the idea is that of the fused loss of Liger Kernel, Hsu et al., 2024,
-https://arxiv.org/abs/2410.10989). FLOPs: 2*T*V*D for the loss alone, 6*T*V*D with its gradients.
+Once a chunk's logits are known, the gradient of the sum is known up to its cotangent, a number. So the forward pass of a
+gradient computes each chunk's logits once, and from them the loss and its gradients. The backward pass only scales these
+gradients: three matmuls, where computing the logits again takes four. The fused loss of Liger Kernel has the same idea (Hsu et
+al., 2024, https://arxiv.org/abs/2410.10989). FLOPs: 2*T*V*D for the loss alone, 6*T*V*D with its gradients.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,18 +35,19 @@ def cross_entropy(
     *,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The summed loss over masked-in tokens, and their number, f32 (f64 for f64); differentiable in hidden and head_weight.
+    """Returns the loss summed over the tokens in the mask, and the number of these tokens, both f32 (f64 for f64).
 
-    Matmuls take operands in hidden's dtype and accumulate in f32; head_weight's gradient is accumulated in f32 over all
-    tokens and returned in its own dtype. Labels of masked-out tokens may be anything; with one
-    of another token outside [0, vocab) the loss is NaN.
+    Differentiable in hidden and head_weight. Matmuls take operands in hidden's dtype and accumulate in f32. head_weight's
+    gradient is accumulated in f32 over all tokens and returned in head_weight's dtype. Labels of tokens outside the mask may be
+    anything; a token in the mask with a label outside [0, vocab) makes the loss NaN.
 
     Args:
-      chunk_tokens: the most tokens whose logits exist at a time. With gradients a chunk takes 6 bytes a logit beside the 4*V*D
-        of head_weight's gradient, which each chunk reads and writes: larger chunks take memory, smaller ones bandwidth.
+        chunk_tokens: the most tokens whose logits exist at a time. With gradients a chunk takes 6 bytes a logit, beside the
+            4*V*D bytes of head_weight's gradient, which each chunk reads and writes. Larger chunks take memory, smaller ones
+            bandwidth.
 
     Raises:
-      ValueError: shapes that do not fit, chunk_tokens < 1, or arrays split over mesh axes of type Explicit.
+        ValueError: shapes that do not fit, chunk_tokens < 1, or arrays split over mesh axes of type Explicit.
     """
     check_vocabulary_arguments(hidden, head_weight, chunk_tokens, labels=labels, mask=mask)
     mask = mask.astype(bool)
@@ -58,14 +60,22 @@ def _loss_sum(chunk_tokens, hidden, head_weight, labels, mask):
     weight = head_weight.astype(hidden.dtype)
 
     def add_chunk(total, chunk):
-        return total + _loss_of_chunk(weight, *chunk)[0], None
+        return total + _loss_of_chunk(weight, *chunk).loss, None
 
     start = vary_as(jnp.zeros((), at_least_f32(hidden.dtype)), hidden)
     return jax.lax.scan(add_chunk, start, token_chunks(chunk_tokens, hidden, labels, mask))[0]
 
 
+class _Residuals(NamedTuple):
+    d_hidden: Array
+    d_weight: Array
+    like_hidden: Array
+    """Empty: tells the backward pass the dtype."""
+    like_weight: Array
+
+
 def _forward(chunk_tokens, hidden, head_weight, labels, mask):
-    """The loss and, in the accumulator's dtype, its gradients."""
+    """Returns the loss and the residuals: its gradients for a cotangent of 1, in the accumulator's dtype."""
     accumulator = at_least_f32(hidden.dtype)
     weight = head_weight.astype(hidden.dtype)
 
@@ -80,19 +90,24 @@ def _forward(chunk_tokens, hidden, head_weight, labels, mask):
     start = vary_as((jnp.zeros((), accumulator), jnp.zeros(head_weight.shape, accumulator)), hidden)
     (total, d_weight), d_hidden = jax.lax.scan(add_chunk, start, token_chunks(chunk_tokens, hidden, labels, mask))
     d_hidden = joined_chunks(d_hidden, len(hidden))
-    # Empty arrays tell the backward pass the dtypes.
-    return total, (d_hidden, d_weight, jnp.zeros(0, hidden.dtype), jnp.zeros(0, head_weight.dtype))
+    return total, _Residuals(d_hidden, d_weight, jnp.zeros(0, hidden.dtype), jnp.zeros(0, head_weight.dtype))
 
 
-def _backward(chunk_tokens, kept, d_loss):
-    d_hidden, d_weight, like_hidden, like_weight = kept
-    return (d_hidden * d_loss).astype(like_hidden.dtype), (d_weight * d_loss).astype(like_weight.dtype), None, None
+def _backward(chunk_tokens, residuals: _Residuals, d_loss):
+    d_hidden = (residuals.d_hidden * d_loss).astype(residuals.like_hidden.dtype)
+    d_weight = (residuals.d_weight * d_loss).astype(residuals.like_weight.dtype)
+    return d_hidden, d_weight, None, None
 
 
 _loss_sum.defvjp(_forward, _backward)
 
 
-def _loss_of_chunk(weight, hidden, labels, mask):
-    """(the summed loss, logits, their logsumexp)"""
+class _ChunkLoss(NamedTuple):
+    loss: Array
+    logits: Array
+    logsumexp: Array
+
+
+def _loss_of_chunk(weight, hidden, labels, mask) -> _ChunkLoss:
     label_logit, logits, logsumexp = logits_of_chunk(weight, hidden, labels)
-    return jnp.where(mask, logsumexp - label_logit, 0).sum(), logits, logsumexp
+    return _ChunkLoss(jnp.where(mask, logsumexp - label_logit, 0).sum(), logits, logsumexp)

@@ -1,4 +1,4 @@
-"""What sums and scores are formed in: f32, or f64 for f64; and in which order."""
+"""The precision of sums and scores, f32 or f64 for f64, and the order of sums."""
 
 import functools
 
@@ -8,19 +8,19 @@ from jaxtyping import Array
 
 
 def at_least_f32(dtype: jnp.dtype) -> jnp.dtype:
-    """f32 for narrower floats, else `dtype`."""
+    """Returns f32 for narrower floats, else `dtype`."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def widened(a: Array) -> Array:
-    """The array in that."""
+    """Casts `a` to float32, or keeps float64."""
     return a.astype(at_least_f32(a.dtype))
 
 
 def sum_in_order(terms: Array, axis: int) -> Array:
-    """The sum over a short axis, from the first term to the last.
+    """Sums over a short axis, from the first term to the last.
 
-    XLA has several orders for one reduction, and takes what it finds fastest for the sizes and the operations around it: the
+    XLA has several orders for one reduction and takes the one it finds fastest for the sizes and the operations around it. The
     same numbers would have other sums in another program.
     """
     in_order = [jax.lax.index_in_dim(terms, i, axis, keepdims=False) for i in range(terms.shape[axis])]

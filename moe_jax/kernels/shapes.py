@@ -1,4 +1,4 @@
-"""Shape checks whose message names the argument, the shape found and the shape wanted."""
+"""Checks of shapes; an error names the argument, the shape found and the shape wanted."""
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -7,7 +7,7 @@ from jaxtyping import Array
 def check_experts_mlp(
     x: Array, w_gate_up: Array, w_down: Array, topk_weights: Array, topk_experts: Array, *, experts: str = "experts"
 ) -> dict[str, int]:
-    """Checks the arguments of a layer of experts, whose axis is called `experts`; returns the length of each axis.
+    """Checks the arguments of a layer of experts and returns the length of each axis; `experts` is the name of the first axis.
 
     Raises:
         ValueError: shapes that do not fit together, a non-integer topk_experts, an x of integers, or axes of length 0.
@@ -28,7 +28,7 @@ def check_experts_mlp(
 
 
 def check_shape(name: str, array: Array, wanted: str, sizes: dict[str, int]) -> None:
-    """Checks `array` against axes such as "experts 2*inter hidden"; axes not yet in `sizes` are learnt from it.
+    """Checks `array` against axes such as "experts 2*inter hidden"; axes not yet in `sizes` are added to it.
 
     Raises:
         ValueError: the number of axes or the length of one differs.

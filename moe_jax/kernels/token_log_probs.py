@@ -2,12 +2,13 @@
 
     y[t] = h[t] . w[label[t]] - logsumexp_v(h[t] . w[v])
 
-For losses of one's own: preferences (DPO), policy gradients (GRPO), distillation. The gradient of y[t] has a factor of its own
-for each token, so that the backward pass makes each chunk's logits again; kept are h and the logsumexp of each token. FLOPs:
-2*T*V*D forward, 6*T*V*D backward. `cross_entropy`, where all tokens share one factor, needs 6*T*V*D for both.
+For your own losses: preferences (DPO), policy gradients (GRPO), distillation. The cotangent differs from token to token, so the
+backward pass computes each chunk's logits again. Residuals: h and the logsumexp of each token. FLOPs: 2*T*V*D forward, 6*T*V*D
+backward. `cross_entropy`, where all tokens share one cotangent, needs 6*T*V*D for both passes.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +33,17 @@ def token_log_probs(
     *,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Float[Array, "tokens"]:
-    """log softmax(hidden head_weight^T)[t, labels[t]] in f32 (f64 for f64); differentiable once, in hidden and head_weight.
+    """Returns log softmax(hidden head_weight^T)[t, labels[t]] in f32 (f64 for f64).
 
-    Matmuls take operands in hidden's dtype and accumulate in f32, as does head_weight's gradient over all tokens. A label
-    outside [0, vocab) gives NaN for its own token; where that is masked out, by `jnp.where`, all gradients are finite.
+    Differentiable once, in hidden and head_weight. Matmuls take operands in hidden's dtype and accumulate in f32, and
+    head_weight's gradient accumulates in f32 over all tokens. A label outside [0, vocab) gives NaN for its own token; if
+    `jnp.where` masks that token out, all gradients are finite.
 
     Args:
-      chunk_tokens: the most tokens whose logits exist at a time, at 4 bytes a logit and 6 in the backward pass.
+        chunk_tokens: the most tokens whose logits exist at a time, at 4 bytes a logit, and 6 in the backward pass.
 
     Raises:
-      ValueError: shapes that do not fit, chunk_tokens < 1, or arrays split over mesh axes of type Explicit.
+        ValueError: shapes that do not fit, chunk_tokens < 1, or arrays split over mesh axes of type Explicit.
     """
     check_vocabulary_arguments(hidden, head_weight, chunk_tokens, labels=labels)
     return _log_probs(chunk_tokens, *vary_alike((hidden, head_weight, labels)))
@@ -50,6 +52,13 @@ def token_log_probs(
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _log_probs(chunk_tokens, hidden, head_weight, labels):
     return _forward(chunk_tokens, hidden, head_weight, labels)[0]
+
+
+class _Residuals(NamedTuple):
+    hidden: Array
+    head_weight: Array
+    labels: Array
+    logsumexp: Array
 
 
 def _forward(chunk_tokens, hidden, head_weight, labels):
@@ -61,17 +70,17 @@ def _forward(chunk_tokens, hidden, head_weight, labels):
 
     chunks = jax.lax.scan(of_chunk, None, token_chunks(chunk_tokens, hidden, labels))[1]
     log_probs, logsumexp = (joined_chunks(chunk, len(hidden)) for chunk in chunks)
-    return log_probs, (hidden, head_weight, labels, logsumexp)
+    return log_probs, _Residuals(hidden, head_weight, labels, logsumexp)
 
 
-def _backward(chunk_tokens, kept, d_log_probs):
-    hidden, head_weight, labels, logsumexp = kept
+def _backward(chunk_tokens, residuals: _Residuals, d_log_probs):
+    hidden, head_weight, labels, logsumexp = residuals
     accumulator = at_least_f32(hidden.dtype)
     weight = head_weight.astype(hidden.dtype)
 
     def add_chunk(d_weight, chunk):
         hidden, labels, logsumexp, d_log_probs = chunk
-        logits = logits_of_chunk(weight, hidden, labels)[1]
+        logits = logits_of_chunk(weight, hidden, labels).logits
         d_logits = (-d_log_probs[:, None] * error_of_logits(logits, logsumexp, labels)).astype(hidden.dtype)
         d_weight += jnp.einsum("tv,td->vd", d_logits, hidden, preferred_element_type=accumulator)
         return d_weight, jnp.einsum("tv,vd->td", d_logits, weight, preferred_element_type=accumulator).astype(hidden.dtype)

@@ -1,20 +1,20 @@
 """Inside `jax.shard_map` an array's type says over which mesh axes the devices may hold different values of it (it *varies*).
 
-A function with a gradient by hand has to type its results and gradients so, or the sum of a replicated argument's gradient over
-the devices is left out. With all arguments cast to vary alike before they enter it, that sum is the cast's own gradient.
-Under `check_vma=False`, and outside `shard_map`, nothing varies and nothing here does anything.
+A function with a custom gradient must type its results and gradients as varying. Otherwise the sum of a replicated argument's
+gradient over the devices is left out. If all arguments are first cast to vary alike, that sum is the gradient of the cast.
+Under `check_vma=False`, and outside `shard_map`, nothing varies and these functions do nothing.
 """
 
 import jax
 
 
 def vary_alike(arguments):
-    """The arguments (a pytree), each typed as varying over every axis over which one of them varies."""
+    """Casts each of the arguments (a pytree) to vary over every axis over which one of them varies."""
     return vary_as(arguments, arguments)
 
 
 def vary_as(results, inputs):
-    """The results (a pytree), each typed as varying over at least the axes over which a leaf of `inputs` varies."""
+    """Casts each of the results (a pytree) to vary over at least the axes over which a leaf of `inputs` varies."""
     axes = varying_axes(inputs)
 
     def cast(result):
@@ -25,10 +25,10 @@ def vary_as(results, inputs):
 
 
 def refuse_explicit_axes(**arrays: jax.typing.ArrayLike) -> None:
-    """Outside `shard_map`, arrays may be split over mesh axes along which JAX asks for the layout of every result.
+    """Refuses arrays that are split over mesh axes of type Explicit, for which JAX asks for the layout of every result.
 
     Raises:
-        ValueError: one of the arrays is so.
+        ValueError: one of the arrays is split over such an axis.
     """
     for name, array in arrays.items():
         spec = jax.typeof(array).sharding.spec
@@ -40,5 +40,5 @@ def refuse_explicit_axes(**arrays: jax.typing.ArrayLike) -> None:
 
 
 def varying_axes(arrays) -> frozenset[str]:
-    """The mesh axes over which a leaf of `arrays` varies."""
+    """Returns the mesh axes over which a leaf of `arrays` varies."""
     return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(arrays)))

@@ -26,7 +26,8 @@ def make_inputs(dtype=jnp.float64, vocab=53):
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 10, 17, 1000])
-def test_equals_the_plain_loss_with_gradients(chunk):
+def test_equals_the_plain_loss(chunk):
+    """Value and gradients, in f64."""
     with jax.enable_x64(True):
         hidden, weight, labels, mask = make_inputs()
 
@@ -41,7 +42,8 @@ def test_equals_the_plain_loss_with_gradients(chunk):
         assert float(cross_entropy(hidden, weight, labels, mask)[1]) == int(mask.sum())
 
 
-def test_a_replicated_heads_gradient_sums_over_the_devices_of_a_shard_map():
+def test_replicated_head():
+    """Inside `shard_map` the head's gradient is summed over the devices, and nothing else but the loss is."""
     hidden, weight, labels, mask = make_inputs(jnp.float32)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -57,14 +59,16 @@ def test_a_replicated_heads_gradient_sums_over_the_devices_of_a_shard_map():
     assert len(re.findall(r"\bpsum\w*\[", text)) == 2, "the loss and the head's gradient"
 
 
-def test_labels_of_masked_tokens_do_not_matter():
+def test_labels_outside_the_mask():
+    """They do not change the loss."""
     hidden, weight, labels, mask = make_inputs(jnp.float32)
     wild = jnp.where(mask, labels, -100)
     assert cross_entropy(hidden, weight, wild, mask)[0] == cross_entropy(hidden, weight, labels, mask)[0]
 
 
 @pytest.mark.parametrize("label", [-1, 53])
-def test_a_label_outside_the_vocabulary_makes_the_loss_nan(label):
+def test_label_outside_the_vocabulary(label):
+    """It makes the loss NaN, unless its token is masked out."""
     hidden, weight, labels, mask = make_inputs(jnp.float32)
     at = jnp.argmax(mask)
     assert jnp.isnan(cross_entropy(hidden, weight, labels.at[at].set(label), mask)[0])
@@ -72,7 +76,8 @@ def test_a_label_outside_the_vocabulary_makes_the_loss_nan(label):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_16_bit_operands_accumulate_in_f32_and_gradients_keep_their_dtypes(dtype):
+def test_16_bit_operands(dtype):
+    """They accumulate in f32, and gradients have the dtypes of the arguments."""
     hidden, weight, labels, mask = make_inputs(jnp.float32)
     hidden = hidden.astype(dtype)
     weight = weight.astype(dtype).astype(jnp.float32)
@@ -92,7 +97,7 @@ def test_16_bit_operands_accumulate_in_f32_and_gradients_keep_their_dtypes(dtype
         assert np.linalg.norm(np.asarray(actual, np.float64) - wanted) < rounding * np.linalg.norm(wanted)
 
 
-def test_summed_over_micro_batches_under_remat():
+def test_micro_batches_under_remat():
     hidden, weight, labels, mask = make_inputs(jnp.float32)
     batches = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), (hidden, labels, mask))
 
@@ -110,7 +115,8 @@ def test_summed_over_micro_batches_under_remat():
     np.testing.assert_allclose(gradient, expected[1], rtol=1e-4, atol=1e-5)
 
 
-def test_no_tokens_lose_nothing():
+def test_no_tokens():
+    """The loss is 0 and the gradients are 0."""
     _, weight, labels, mask = make_inputs(jnp.float32)
     value, gradients = jax.value_and_grad(lambda h, w: cross_entropy(h, w, labels[:0], mask[:0])[0], argnums=(0, 1))(
         jnp.zeros((0, 8)), weight
@@ -118,7 +124,8 @@ def test_no_tokens_lose_nothing():
     assert value == 0 and gradients[0].shape == (0, 8) and not gradients[1].any()
 
 
-def test_the_whole_logits_never_exist_and_a_chunks_are_made_once():
+def test_logits_exist_by_chunk_and_once():
+    """No array holds all logits. A gradient computes each chunk's logits once: three matmuls."""
     hidden, weight, labels, mask = make_inputs(jnp.float32, vocab=64)
 
     def loss(hidden, weight):
@@ -128,10 +135,10 @@ def test_the_whole_logits_never_exist_and_a_chunks_are_made_once():
     for text in (value, gradient):
         assert "f32[9,64]" in text and not re.search(r"f32\[(17|18|2,9),64\]", text)
     products = [len(re.findall(r"= dot_general\[", text)) for text in (value, gradient)]
-    assert products == [1, 3], "the logits; and of the two gradients one each"
+    assert products == [1, 3], "one for the logits, and one for each of two gradients"
 
 
-def test_shapes_that_do_not_fit_are_named():
+def test_shape_errors():
     hidden, weight, labels, mask = make_inputs(jnp.float32)
     with pytest.raises(ValueError, match=r"head_weight \[vocab, D\]; got \(17, 8\) and \(53, 7\)"):
         cross_entropy(hidden, weight[:, :7], labels, mask)

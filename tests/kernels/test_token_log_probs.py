@@ -23,7 +23,8 @@ def make_inputs(dtype=jnp.float64, tokens=17, vocab=53):
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 17, 1000])
-def test_equals_log_softmax_with_gradients(chunk):
+def test_equals_log_softmax(chunk):
+    """Values and gradients, in f64."""
     with jax.enable_x64(True):
         hidden, weight, labels, cotangent = make_inputs()
         values, pullback = jax.vjp(lambda h, w: token_log_probs(h, w, labels, chunk_tokens=chunk), hidden, weight)
@@ -33,7 +34,8 @@ def test_equals_log_softmax_with_gradients(chunk):
             np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_bf16_operands_give_f32_and_gradients_keep_their_dtypes():
+def test_bf16_operands():
+    """They give f32, and gradients have the dtypes of the arguments."""
     hidden, weight, labels, cotangent = make_inputs(jnp.float32)
     hidden, weight = hidden.astype(jnp.bfloat16), weight.astype(jnp.bfloat16).astype(jnp.float32)
     values, pullback = jax.vjp(lambda h, w: token_log_probs(h, w, labels, chunk_tokens=5), hidden, weight)
@@ -46,14 +48,15 @@ def test_bf16_operands_give_f32_and_gradients_keep_their_dtypes():
         np.testing.assert_allclose(actual.astype(jnp.float32), expected, rtol=0.02, atol=0.02 * np.abs(expected).max())
 
 
-def test_all_logits_never_exist():
+def test_logits_exist_by_chunk():
     hidden, weight, labels, _ = make_inputs(jnp.float32)
     gradient = jax.jit(jax.grad(lambda h, w: token_log_probs(h, w, labels, chunk_tokens=5).sum(), argnums=(0, 1)))
     text = str(gradient.trace(hidden, weight).jaxpr)
     assert "[5,53]" in text and "17,53" not in text and "20,53" not in text
 
 
-def test_a_label_outside_is_nan_for_its_token_alone_and_masked_out_harms_nothing():
+def test_label_outside_the_vocabulary():
+    """It gives NaN for its own token alone; if that token is masked out, all gradients are finite."""
     hidden, weight, labels, _ = make_inputs(jnp.float32)
     wild = labels.at[3].set(-100)
     np.testing.assert_array_equal(np.isnan(token_log_probs(hidden, weight, wild)), np.arange(17) == 3)
@@ -65,7 +68,8 @@ def test_a_label_outside_is_nan_for_its_token_alone_and_masked_out_harms_nothing
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), gradients, expected)
 
 
-def test_a_replicated_heads_gradient_sums_over_the_devices_of_a_shard_map():
+def test_replicated_head():
+    """Inside `shard_map` the head's gradient is summed over the devices."""
     hidden, weight, labels, _ = make_inputs(jnp.float32)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     sharded = jax.shard_map(token_log_probs, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P("data"))
@@ -74,7 +78,7 @@ def test_a_replicated_heads_gradient_sums_over_the_devices_of_a_shard_map():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients, expected)
 
 
-def test_shapes_that_do_not_fit_are_named():
+def test_shape_errors():
     hidden, weight, labels, _ = make_inputs(jnp.float32)
     with pytest.raises(ValueError, match=r"labels must have shape \(17,\); got \(16,\)"):
         token_log_probs(hidden, weight, labels[1:])

@@ -1,7 +1,7 @@
 """Causal attention over packed segments with grouped queries: fused on Hopper, elsewhere in plain XLA, chunked over queries.
 
 Cost in XLA for q [B,S,H,d] against N keys: 4*B*H*S*N*d FLOPs (masked keys are computed too), B*H*QUERY_CHUNK*N scores in
-memory. `flash_attention` skips what is masked and holds no scores in memory.
+memory. `flash_attention` skips blocks of masked keys and holds no scores in memory.
 """
 
 import functools
@@ -39,15 +39,16 @@ def attention(
     window: Int[Array, ""] | int | None = None,
     backend: str | None = None,
 ) -> Float[Array, "batch queries heads value_dim"]:
-    """softmax(scale * q k^T + mask) v, scores and softmax in f32, the result in q's dtype.
+    """Returns softmax(scale * q k^T + mask) v, with scores and softmax in f32 and the result in q's dtype.
 
-    Query i stands at key index query_offset + i. It sees key j if j is not after it, their segments are equal, and, with a
-    window, j is one of the `window` keys that end with it. Heads h*G .. h*G+G-1 share key head h, G = heads / kv_heads.
-    A query that sees no key gives some finite average: it is padding, which nobody reads. A traced window below 1 counts as 1.
+    Query i stands at key index query_offset + i. It sees key j if j is not after it and their segments are equal. With a
+    window, j must also be one of the `window` keys that end with the query's own. Heads h*G .. h*G+G-1 share key head h,
+    G = heads / kv_heads. A query that sees no key gives some finite average: it is padding, which nobody reads. A traced
+    window below 1 counts as 1.
 
-    `backend` "mosaic" is `flash_attention`, taken by default on a Hopper GPU in bf16 and f16 where queries and keys are the
-    same tokens (`key_segment_ids` is the very array of `query_segment_ids`); there a segment is a run of equal ids. "xla" takes
-    everything: above QUERY_CHUNK queries, chunks run one after the other and are recomputed in the backward pass.
+    `backend` "mosaic" is `flash_attention`, the default on a Hopper GPU in bf16 and f16 where queries and keys are the same
+    tokens (`key_segment_ids` is the very array of `query_segment_ids`). There a segment is a run of equal ids. "xla" takes
+    every input: above QUERY_CHUNK queries, chunks run one after the other and are recomputed in the backward pass.
     MOE_JAX_BACKEND=xla turns the kernel off.
 
     Raises:
@@ -94,16 +95,16 @@ def attention(
 
 
 def _fused_refusal(q, k, v, scale, query_segment_ids, key_segment_ids, query_offset, window) -> str | None:
-    """Why `flash_attention` cannot compute this attention; None where it can."""
+    """Returns the reason why `flash_attention` cannot compute this attention; None where it can."""
     if key_segment_ids is not query_segment_ids or not isinstance(query_offset, int) or query_offset:
         return "queries and keys must be the same tokens: one array of segment ids, query_offset 0"
     return flash_refusal(q, k, v, scale, window)
 
 
 def resolve_attention_backend(backend: str | None, refusal: str | None) -> str:
-    """The backend to use: `backend` if given, else "mosaic" where it fits, else "xla"; what is taken is logged once.
+    """Returns `backend` if given, else "mosaic" where it fits, else "xla"; each choice is logged once a process.
 
-    `refusal` says why "mosaic" cannot compute the attention, None if it can.
+    `refusal` is the reason why "mosaic" cannot compute the attention, None if it can.
 
     Raises:
         ValueError: an unknown backend, or one that does not take the input.
@@ -123,7 +124,7 @@ def resolve_attention_backend(backend: str | None, refusal: str | None) -> str:
 
 
 def _reason_against_fused() -> str | None:
-    """Why the kernel is not taken by default though it could run."""
+    """Returns the reason not to take the kernel by default though it could run."""
     if os.environ.get(ENVIRONMENT_VARIABLE) == "xla":
         return f"{ENVIRONMENT_VARIABLE} is 'xla'"
     if is_interpreted():
@@ -138,7 +139,7 @@ def _announce(backend: str, reason: str | None) -> None:
 
 
 def _masked_attention(q: Array, k: Array, v: Array, visible: Array, scale: float) -> Array:
-    """Attention of all queries at once under `visible` [batch, queries, keys]."""
+    """Computes attention of all queries at once under `visible` [batch, queries, keys]."""
     kv_heads = k.shape[2]
     grouped = q.reshape(*q.shape[:2], kv_heads, q.shape[2] // kv_heads, q.shape[3])
     accumulate = at_least_f32(q.dtype)

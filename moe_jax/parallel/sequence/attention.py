@@ -260,7 +260,8 @@ def _all_gather_backward(ring: SequenceRing, residuals: AttentionResiduals, dout
 
     def gradient(kernel, keys, previous=None, **options):
         options |= dict(scale=ring.scale, backend=ring.backend, previous=previous)
-        return kernel(dout, q, *keys, lse, delta, bounds, **options)
+        k, v = keys
+        return kernel(partial_attention.BackwardInputs(q, k, v, dout, lse, delta), bounds, **options)
 
     whole = _gather_all(kv, ring)
     key_gradients = partial(gradient, partial_attention.gradients_of_keys)

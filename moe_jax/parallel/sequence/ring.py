@@ -226,7 +226,8 @@ def _backward(ring: SequenceRing, residuals: AttentionResiduals, dout):
     def gradient(kernel, step: RingStep, keys, previous, **options):
         bounds = ring.visible(first_token, step)
         options |= dict(scale=ring.scale, backend=ring.backend, previous=previous)
-        return kernel(dout, q, *keys, lse, delta, bounds, **options)
+        k, v = keys
+        return kernel(partial_attention.BackwardInputs(q, k, v, dout, lse, delta), bounds, **options)
 
     def query_gradient(step: RingStep, here: KV, previous):
         keys, is_last = keys_and_values(ring.expand, weights, here), step == [own, *steps][-1]

@@ -51,7 +51,8 @@ def test_equals_the_definition(window, chunk, offset, monkeypatch):
     np.testing.assert_allclose(out, definition(q, k, v, 0.3, query_segments, key_segments, offset, window), atol=2e-6)
 
 
-def test_gradients_do_not_depend_on_the_chunk(monkeypatch):
+def test_chunked_gradients(monkeypatch):
+    """A smaller QUERY_CHUNK gives the same gradients."""
     keys = jax.random.split(jax.random.key(seeds.integer()), 4)
     q, k, v, weight = (jax.random.normal(key, (1, 10, heads, 4)) for key, heads in zip(keys, (4, 2, 2, 4), strict=True))
     segments = jnp.array([[1] * 4 + [2] * 5 + [0]])
@@ -67,7 +68,8 @@ def test_gradients_do_not_depend_on_the_chunk(monkeypatch):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_a_query_that_sees_nothing_stays_finite_with_its_gradient():
+def test_query_without_keys():
+    """Value and gradient stay finite."""
     x = jnp.ones((1, 2, 1, 4))
     mine, other = jnp.array([[1, 1]]), jnp.array([[2, 2]])
 
@@ -78,7 +80,7 @@ def test_a_query_that_sees_nothing_stays_finite_with_its_gradient():
     assert bool(jnp.isfinite(value)) and bool(jnp.isfinite(gradient).all())
 
 
-def test_shapes_that_do_not_fit_are_named():
+def test_shape_errors():
     q, k = jnp.zeros((1, 2, 3, 4)), jnp.zeros((1, 2, 2, 4))
     ids = jnp.ones((1, 2), jnp.int32)
     with pytest.raises(ValueError, match=r"q \(1, 2, 3, 4\), k \(1, 2, 2, 4\)"):
@@ -88,13 +90,14 @@ def test_shapes_that_do_not_fit_are_named():
 
 
 @pytest.mark.parametrize("window", [0, np.int64(-3)])
-def test_a_window_of_nothing_is_refused(window):
+def test_window_below_1(window):
     q, ids = jnp.zeros((1, 2, 1, 4)), jnp.ones((1, 2), jnp.int32)
     with pytest.raises(ValueError, match="window must be at least 1 or None"):
         attention(q, q, q, scale=1.0, query_segment_ids=ids, key_segment_ids=ids, window=window)
 
 
-def test_a_traced_window_below_1_counts_as_1():
+def test_traced_window_below_1():
+    """It counts as 1: each query sees itself."""
     q = jnp.asarray(seeds.rng().normal(size=(1, 5, 1, 4)), jnp.float32)
     ids = jnp.ones((1, 5), jnp.int32)
     of_window = jax.jit(lambda window: attention(q, q, q, scale=1.0, query_segment_ids=ids, key_segment_ids=ids, window=window))
@@ -102,13 +105,15 @@ def test_a_traced_window_below_1_counts_as_1():
 
 
 @pytest.mark.parametrize("batch, queries", [(0, 4), (1, 0)])
-def test_no_queries_give_nothing(batch, queries):
+def test_no_queries(batch, queries):
+    """An empty batch or sequence gives an empty result."""
     q, k = jnp.zeros((batch, queries, 2, 4)), jnp.zeros((batch, 4, 1, 4))
     ids = [jnp.ones(x.shape[:2], jnp.int32) for x in (q, k)]
     assert attention(q, k, k, scale=1.0, query_segment_ids=ids[0], key_segment_ids=ids[1]).shape == (batch, queries, 2, 4)
 
 
-def test_a_scale_may_be_traced_and_the_result_has_the_dtype_of_q(rng):
+def test_traced_scale_and_dtype(rng):
+    """The scale may be traced, and the result has q's dtype, not k's or v's."""
     q, k, v, options = fused_inputs(rng)
     options.pop("scale")
     out = jax.jit(lambda scale: attention(q, k.astype(jnp.float32), v.astype(jnp.float32), scale=scale, **options))(0.3)
@@ -123,7 +128,7 @@ def fused_inputs(rng, dtype=jnp.bfloat16, seq=130):
     return q, k, v, {"scale": 0.125, "query_segment_ids": segments, "key_segment_ids": segments}
 
 
-def test_the_fused_kernel_gives_what_xla_gives(rng):
+def test_fused_equals_xla(rng):
     q, k, v, options = fused_inputs(rng)
     for window in (None, 40, jnp.int32(40)):
         fused, plain = (attention(q, k, v, window=window, backend=name, **options) for name in ("mosaic", "xla"))
@@ -145,7 +150,8 @@ def test_the_fused_kernel_gives_what_xla_gives(rng):
         ({"device_kind": "NVIDIA A100"}, "xla"),
     ],
 )
-def test_hopper_takes_the_fused_kernel_where_it_can(rng, monkeypatch, change, taken):
+def test_default_backend(rng, monkeypatch, change, taken):
+    """One Hopper GPU takes the kernel by default unless the input, the environment or the device speaks against it."""
     calls, change = [], dict(change)
     num_devices = change.pop("devices", 1)
     monkeypatch.setattr(module, "flash_attention", lambda q, *args, **options: calls.append(options) or (q, None))
@@ -160,7 +166,7 @@ def test_hopper_takes_the_fused_kernel_where_it_can(rng, monkeypatch, change, ta
     assert len(calls) == (taken == "fused")
 
 
-def test_the_fused_kernel_is_refused_with_the_reason(rng):
+def test_backend_errors(rng):
     q, k, v, options = fused_inputs(rng)
     with pytest.raises(ValueError, match="backend 'mosaic' does not take this input: .*same tokens"):
         attention(q, k, v, backend="mosaic", **options | {"query_offset": 3})

@@ -13,6 +13,7 @@ from lowered import num_kernels
 from moe_jax.kernels.attention.api import attention
 from moe_jax.kernels.attention.mosaic import masks
 from moe_jax.kernels.attention.mosaic.flash import flash_attention
+from moe_jax.kernels.attention.mosaic.warpgroups import L2_BYTES, TileScheduler, WorkTile
 
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"))
 
@@ -68,9 +69,8 @@ def relative_error(actual, expected):
         (1, 1, 2, 1, 64, 64, 1, None, "bfloat16"),
     ],
 )
-def test_values_and_gradients_equal_the_definition(
-    rng, batch, seq, heads, kv_heads, head_dim, value_dim, segments, window, dtype
-):
+def test_equals_the_definition(rng, batch, seq, heads, kv_heads, head_dim, value_dim, segments, window, dtype):
+    """out, lse, dq, dk and dv, against f64."""
     arrays = make(rng, batch, seq, heads, kv_heads, head_dim, value_dim, dtype)
     ids, scale = packed(rng, batch, seq, segments), head_dim**-0.5
     actual = with_gradients(lambda *a: flash_attention(*a, scale=scale, segment_ids=ids, window=window), *arrays)
@@ -83,7 +83,7 @@ def test_values_and_gradients_equal_the_definition(
         assert relative_error(found, wanted) < (1e-5 if name == "lse" else 5e-3), name
 
 
-def test_equals_the_unfused_attention(rng):
+def test_equals_xla(rng):
     q, k, v, _, _ = make(rng, 1, 256, 2, 1, 64, 64)
     ids = packed(rng, 1, 256, 3)
     # The window may be unknown while compiling, as in a scan over layers that differ in it.
@@ -92,7 +92,7 @@ def test_equals_the_unfused_attention(rng):
     assert relative_error(fused, plain) < 6e-3
 
 
-def test_two_runs_give_the_same_bits(rng):
+def test_same_bits_twice(rng):
     # As above, so that it is traced once.
     arrays = make(rng, 1, 256, 1, 1, 128, 128)
     ids, scale = packed(rng, 1, 256, 3), 128**-0.5
@@ -101,7 +101,8 @@ def test_two_runs_give_the_same_bits(rng):
         np.testing.assert_array_equal(first, second)
 
 
-def test_scores_of_hundreds_overflow_nothing(rng):
+def test_large_scores(rng):
+    """Scores of hundreds overflow in neither pass."""
     q, k, v, dout, dlse = make(rng, 1, 128, 1, 1, 64, 64)
     ids = packed(rng, 1, 128, 2)
     results = with_gradients(lambda *a: flash_attention(*a, scale=100.0, segment_ids=ids), q, k, v, dout, dlse)
@@ -116,28 +117,41 @@ def test_scores_of_hundreds_overflow_nothing(rng):
     block_q=st.sampled_from([64, 128]),
     block_kv=st.sampled_from([64, 128]),
 )
-def test_blocks_cover_what_is_visible_and_skip_masks_only_where_all_is(lengths, window, block_q, block_kv):
+def test_block_steps(lengths, window, block_q, block_kv):
+    """The steps cover exactly the blocks in sight, and steps without a mask have every pair visible."""
     ids = np.repeat(np.arange(len(lengths)), lengths)
     ids = np.pad(ids, (0, -len(ids) % 128), constant_values=-1)[None]
     seen = visible(ids, window)[0].reshape(ids.shape[1] // block_q, block_q, ids.shape[1] // block_kv, block_kv)
     some, every = seen.any(axis=(1, 3)), seen.all(axis=(1, 3))
-    by_queries = np.asarray(
-        masks.key_blocks(masks.first_keys(jnp.asarray(ids), window), None, ids.shape[1], block_q, block_kv)
-    )[0]
-    by_keys = np.asarray(
-        masks.query_blocks(None, masks.last_queries(jnp.asarray(ids), window), ids.shape[1], block_q, block_kv)
-    )[0]
+    keys_in_sight = masks.TokenInterval(masks.first_keys(jnp.asarray(ids), window), None)
+    queries_in_sight = masks.TokenInterval(None, masks.last_queries(jnp.asarray(ids), window))
+    by_queries = np.asarray(masks.n_block_steps(keys_in_sight, ids.shape[1], block_q, block_kv))[0]
+    by_keys = np.asarray(masks.m_block_steps(queries_in_sight, ids.shape[1], block_q, block_kv))[0]
     for row, direction, has_some, has_every in (
         *zip(by_queries, [-1] * len(some), some, every, strict=True),
         *zip(by_keys, [1] * len(some.T), some.T, every.T, strict=True),
     ):
-        start, masked, unmasked, visited = row
-        blocks = start + direction * np.arange(visited)
-        assert 1 <= masked <= unmasked <= visited
+        steps = masks.BlockSteps(*row)
+        blocks = steps.start + direction * np.arange(steps.total)
+        assert 1 <= steps.masked <= steps.full <= steps.total
         assert sorted(blocks) == list(np.flatnonzero(has_some))
-        assert has_every[blocks[masked:unmasked]].all()
-        # The first is masked always; of the others none that is seen whole.
-        assert not has_every[np.concatenate([blocks[1:masked], blocks[unmasked:]])].any()
+        assert has_every[blocks[steps.masked : steps.full]].all()
+        # The first block is always masked; no other masked block is seen whole.
+        assert not has_every[np.concatenate([blocks[1 : steps.masked], blocks[steps.full :]])].any()
+
+
+@pytest.mark.parametrize("longest, bytes_per_kv_head", [("first", None), ("last", L2_BYTES // 2)])
+def test_tile_scheduler(longest, bytes_per_kv_head):
+    """Every tile has one index; a section has two key heads where L2 holds two, and its longest tiles come first."""
+    scheduler = TileScheduler(2, 6, 2, 3, longest, bytes_per_kv_head)
+    tiles = [WorkTile(*map(int, scheduler._tile(jnp.int32(i)))) for i in range(2 * 6 * 3)]
+    assert len(set(tiles)) == 36
+    assert all(tile.kv_head == tile.head // 3 for tile in tiles)
+    section = 36 if bytes_per_kv_head is None else 18
+    for start in range(0, 36, section):
+        part = tiles[start : start + section]
+        assert [tile.block for tile in part] == sorted((tile.block for tile in part), reverse=longest == "last")
+        assert len({(tile.batch, tile.kv_head) for tile in part}) == section // 9
 
 
 @pytest.mark.parametrize(
@@ -152,7 +166,7 @@ def test_blocks_cover_what_is_visible_and_skip_masks_only_where_all_is(lengths, 
         (1, 4096, 16, 2, 64, 256),
     ],
 )
-def test_real_shapes_lower_for_an_h200(batch, seq, heads, kv_heads, head_dim, value_dim):
+def test_lowers_for_an_h200(batch, seq, heads, kv_heads, head_dim, value_dim):
     """Layouts and shared memory are checked while lowering; no GPU is needed."""
 
     def step(q, k, v, ids, dout, dlse):
@@ -166,7 +180,8 @@ def test_real_shapes_lower_for_an_h200(batch, seq, heads, kv_heads, head_dim, va
     assert num_kernels(lowered.as_text()) == (3 if head_dim + value_dim <= 256 else 4)
 
 
-def test_replicated_keys_gradients_are_summed_over_devices():
+def test_replicated_keys():
+    """Their gradients are summed over the devices of a `shard_map`."""
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=H200.abstract_device)
 
     def loss(q, k, v, ids):
@@ -195,7 +210,7 @@ def test_replicated_keys_gradients_are_summed_over_devices():
         ({"ids": (1, 7)}, "segment_ids must have shape"),
     ],
 )
-def test_what_it_does_not_take_is_refused_with_the_reason(change, message):
+def test_refusals(change, message):
     given = {"q": (1, 8, 2, 64), "k": (1, 8, 1, 64), "v": (1, 8, 1, 64), "ids": (1, 8), "dtype": jnp.bfloat16, **change}
     q, k, v = (jnp.zeros(given[name], given["dtype"]) for name in "qkv")
     with pytest.raises(ValueError, match=message):

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.kernels.attention.online_softmax import merge, softmax_sum
+from moe_jax.kernels.attention.online_softmax import PartialAttention, merge, softmax_sum
 
 BATCH, QUERIES, HEADS, WIDTH = 1, 3, 2, 4
 
 
 def part(scores, v):
-    """(out, lse) of scores [batch, heads, queries, keys] and v [batch, keys, width]."""
+    """Returns attention by scores [batch, heads, queries, keys] to v [batch, keys, width]."""
     weights, lse = softmax_sum(scores)
-    return jnp.einsum("bhqk,bke->bqhe", weights, v), lse
+    return PartialAttention(jnp.einsum("bhqk,bke->bqhe", weights, v), lse)
 
 
 def make(seed, keys):
@@ -29,15 +29,16 @@ def make(seed, keys):
 
 def merged(scores, v, cuts, order):
     bounds = [0, *sorted(cuts), scores.shape[3]]
-    total = jnp.zeros((BATCH, QUERIES, HEADS, WIDTH)), jnp.full((BATCH, HEADS, QUERIES), -jnp.inf)
+    total = PartialAttention(jnp.zeros((BATCH, QUERIES, HEADS, WIDTH)), jnp.full((BATCH, HEADS, QUERIES), -jnp.inf))
     for i in order:
-        total = merge(*total, *part(scores[..., bounds[i] : bounds[i + 1]], v[:, bounds[i] : bounds[i + 1]]))
+        total = merge(total, part(scores[..., bounds[i] : bounds[i + 1]], v[:, bounds[i] : bounds[i + 1]]))
     return total
 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**31), cuts=st.tuples(st.integers(1, 4), st.integers(5, 8)), order=st.permutations(range(3)))
-def test_parts_in_any_order_give_the_whole(seed, cuts, order):
+def test_parts_in_any_order(seed, cuts, order):
+    """They merge to the softmax over all keys."""
     scores, v = make(seed, 9)
     out, lse = merged(scores, v, cuts, order)
     wanted_lse = jax.nn.logsumexp(scores, axis=-1)
@@ -48,7 +49,8 @@ def test_parts_in_any_order_give_the_whole(seed, cuts, order):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_gradients_are_those_of_the_whole_and_finite(seed):
+def test_gradients(seed):
+    """Gradients through parts are finite and equal the gradients through all keys at once."""
     scores, v = make(seed, 9)
     direction = np.random.default_rng(seed + 100).normal(size=(BATCH, QUERIES, HEADS, WIDTH))
 
@@ -66,17 +68,19 @@ def test_gradients_are_those_of_the_whole_and_finite(seed):
         np.testing.assert_allclose(actual, wanted, atol=2e-5)
 
 
-def test_nothing_merged_with_nothing_is_nothing():
-    empty = jnp.zeros((BATCH, QUERIES, HEADS, WIDTH)), jnp.full((BATCH, HEADS, QUERIES), -jnp.inf)
-    out, lse = merge(*empty, *empty)
+def test_two_empty_parts():
+    """They merge to an empty part, with finite gradients."""
+    empty = PartialAttention(jnp.zeros((BATCH, QUERIES, HEADS, WIDTH)), jnp.full((BATCH, HEADS, QUERIES), -jnp.inf))
+    out, lse = merge(empty, empty)
     assert bool((out == 0).all()) and bool(jnp.isneginf(lse).all())
-    gradients = jax.grad(lambda *a: merge(*a)[0].sum(), argnums=(0, 1, 2, 3))(*empty, *empty)
-    assert all(bool(jnp.isfinite(g).all()) for g in gradients)
+    gradients = jax.grad(lambda a, b: merge(a, b).out.sum(), argnums=(0, 1))(empty, empty)
+    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradients))
 
 
-def test_scores_far_apart_neither_overflow_nor_vanish():
+def test_scores_far_apart():
+    """The larger part wins without overflow."""
     ones = jnp.ones((BATCH, QUERIES, HEADS, WIDTH))
     low, high = (jnp.full((BATCH, HEADS, QUERIES), x) for x in (-1e4, 1e4))
-    out, lse = merge(ones, low, 2 * ones, high)
+    out, lse = merge(PartialAttention(ones, low), PartialAttention(2 * ones, high))
     np.testing.assert_array_equal(out, 2 * ones)
     np.testing.assert_array_equal(lse, high)

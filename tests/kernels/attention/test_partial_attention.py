@@ -9,7 +9,8 @@ from lowered import num_kernels
 
 from moe_jax.kernels.attention import partial as partial_attention
 from moe_jax.kernels.attention.mosaic import masks
-from moe_jax.kernels.attention.online_softmax import merge
+from moe_jax.kernels.attention.online_softmax import PartialAttention, merge
+from moe_jax.kernels.attention.partial import BackwardInputs
 
 SCALE, BATCH = 0.2, 1
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"))
@@ -60,7 +61,7 @@ CASES = {
         pytest.param("kernels, dk and dv apart", False, None, marks=pytest.mark.smoke),
     ],
 )
-def test_a_part_and_its_gradients_equal_the_definition(rng, monkeypatch, name, adds, out_dtype):
+def test_equals_the_definition(rng, monkeypatch, name, adds, out_dtype):
     """Alone, and added to what other parts gave; a last part's results rounded."""
     monkeypatch.setattr(partial_attention, "CHUNK", 64)
     *sizes, backend, tolerance = CASES[name]
@@ -90,7 +91,8 @@ def test_a_part_and_its_gradients_equal_the_definition(rng, monkeypatch, name, a
     @jax.jit
     def found(q, k, v, dout, lse, delta, *previous):
         previous = previous if adds else (None,) * 3
-        operands, options = (dout, q, k, v, lse, delta, bounds), {"scale": SCALE, "backend": backend}
+        operands = BackwardInputs(q, k, v, dout, lse, delta), bounds
+        options = {"scale": SCALE, "backend": backend}
         last = options | {"out_dtype": out_dtype}
         out, lse = partial_attention.forward(q, k, v, bounds, previous=previous[0], **last)
         dq = partial_attention.gradient_of_queries(*operands, previous=previous[1], **last)
@@ -107,7 +109,7 @@ def test_a_part_and_its_gradients_equal_the_definition(rng, monkeypatch, name, a
     else:
         assert relative_error(gradients[0], wanted[0] + of_queries) < tolerance
     if adds:
-        wanted_out, wanted_lse = merge(*sums, wanted_out, wanted_lse)
+        wanted_out, wanted_lse = merge(PartialAttention(*sums), PartialAttention(wanted_out, wanted_lse))
     empty = np.isneginf(wanted_lse)
     assert empty.any() and not empty.all()
     np.testing.assert_array_equal(np.isneginf(lse), empty)
@@ -117,35 +119,36 @@ def test_a_part_and_its_gradients_equal_the_definition(rng, monkeypatch, name, a
 
 
 @pytest.mark.parametrize("block_q, block_kv", [(64, 128), (128, 64)])
-def test_blocks_cover_what_is_visible_and_skip_masks_only_where_all_is(rng, block_q, block_kv):
+def test_block_steps(rng, block_q, block_kv):
+    """The steps cover the blocks in sight, and steps without a mask have every pair visible."""
     *_, (first, last) = make(rng, 512, 640, 1, 1, 1, 1, "float32")
     index = np.arange(640)
     visible = (np.asarray(first)[..., None] <= index) & (index <= np.asarray(last)[..., None])
     seen = visible.reshape(BATCH, 512 // block_q, block_q, 640 // block_kv, block_kv)
     some, every = seen.any(axis=(2, 4)), seen.all(axis=(2, 4))
-    by_queries = np.asarray(masks.key_blocks(first, last, 640, block_q, block_kv))
-    seeing = masks.queries_of_keys(first, last, 640)
-    by_keys = np.asarray(masks.query_blocks(*seeing, 512, block_q, block_kv))
+    keys_in_sight = masks.TokenInterval(first, last)
+    by_queries = np.asarray(masks.n_block_steps(keys_in_sight, 640, block_q, block_kv))
+    by_keys = np.asarray(masks.m_block_steps(masks.queries_of_keys(keys_in_sight, 640), 512, block_q, block_kv))
     for rows, direction, has_some, has_every in (
         (by_queries, -1, some, every),
         (by_keys, 1, some.swapaxes(1, 2), every.swapaxes(1, 2)),
     ):
         for row, row_some, row_every in zip(*(a.reshape(-1, a.shape[2]) for a in (rows, has_some, has_every)), strict=True):
-            start, masked, unmasked, visited = row
-            blocks = start + direction * np.arange(visited)
-            assert 1 <= masked <= unmasked <= visited
+            steps = masks.BlockSteps(*row)
+            blocks = steps.start + direction * np.arange(steps.total)
+            assert 1 <= steps.masked <= steps.full <= steps.total
             assert blocks.min() >= 0 and blocks.max() < len(row_some)
-            # The union of a block's intervals may have holes where intervals are empty; an empty block is visited once.
+            # The union of a block's intervals may have holes where intervals are empty; an empty block takes one step.
             assert set(np.flatnonzero(row_some)) <= set(blocks)
-            assert row_every[blocks[masked:unmasked]].all()
+            assert row_every[blocks[steps.masked : steps.full]].all()
 
 
-def test_real_sizes_lower_for_an_h200():
+def test_lowers_for_an_h200():
     def step(q, k, v, dout, lse, delta, *bounds):
         options = {"scale": SCALE, "backend": "mosaic"}
         sums = partial_attention.forward(q, k, v, bounds, **options)
         out, lse = partial_attention.forward(q, k, v, bounds, previous=sums, **options)
-        operands = dout, q, k, v, lse, delta, bounds
+        operands = BackwardInputs(q, k, v, dout, lse, delta), bounds
         dq = partial_attention.gradient_of_queries(*operands, previous=q.astype(jnp.float32), **options)
         of_keys = k.astype(jnp.float32), v.astype(jnp.float32)
         return out, dq, partial_attention.gradients_of_keys(*operands, previous=of_keys, **options)

@@ -1,243 +1,320 @@
-"""The gradients of k and v on Hopper: for each block of keys, over the blocks of queries that see it, of every head it serves.
+"""The gradients of k and v on Hopper.
 
     p = exp(scale * q k^T - lse)      ds = p * (dout v^T - delta)      dk = scale * ds^T q      dv = p^T dout
 
-Scores are computed transposed, [keys, queries], so that p^T and ds^T are operands in registers.
+n_block is a block of 128 keys, m_block a block of 64 queries; q and k have width d, v and dout width e. A tile is one n_block
+of one key head. Its loop takes the m_blocks in sight, from m_block_min up to m_block_max, for each query head of the key head.
+Scores are computed transposed, [keys, queries], so that p^T and ds^T are operands in registers. If d + e > 256, dk and dv do
+not fit the registers at once, and one launch computes dk, another dv.
 
-Cost for N visible (query, key) pairs of whole blocks: 4*B*H*N*(d + e) FLOPs, and B*H*N*2*d more where dk and dv do not fit
-the registers at once and are computed one after the other. Each sum has one order: the same bits each run.
+roles      producer WG2 (24 registers)      TMA k, v[n_block] -> k, v; q, lse, dout, delta[m_block] -> slot
+           consumers WG0, WG1 (240)         64 keys each: kq, vdo, p, ds, pdo, dsq; TMA dk, dv -> global memory
+smem       k 256 d | v 256 e | q S * 128 d | dout S * 128 e | lse, delta S * 256 each | barriers, in bytes; S <= 4 stages
+           d = e = 128, S = 4: k 32 | v 32 | q 64 | dout 64 | lse, delta 2 = 194 KiB of 227
+           16-bit dk and dv leave through the places of k and v
+barriers   kv.full: 2 copies (k, v)                  kv.empty: 2 releases, when dk and dv have been stored
+           pipe.full[0][s]: 3 copies (q, lse, dout)  pipe.full[1][s]: 1 copy (delta)
+           pipe.empty[s]: 2 releases, after dsq
+time       producer     |k v|q0 lse0 dout0 delta0|q1 lse1 dout1 delta1| ..
+           consumer     |kq0|vdo0 | p0   |ds0|pdo0 dsq0|kq1|vdo1 | p1   |ds1|pdo1 dsq1| ..
+invariants step i uses slot i mod S, counted across heads and tiles; k and v are filled once a tile; vdo runs beside the
+           exponentials of p; a consumer writes only the rows of k and v that it alone has read; a sum has one order, so two
+           runs give the same bits
+cost       4 * B * H * P * (d + e) FLOPs, P the pairs (query, key) of the blocks in sight, and 2 * B * H * P * d more for two
+           launches
 """
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.attention.mosaic.masks import query_blocks
+from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask, TokenInterval, m_block_steps
 from moe_jax.kernels.attention.mosaic.warpgroups import (
-    COMPUTER_REGISTERS,
-    COMPUTERS,
-    LOADER_REGISTERS,
+    COLUMNS,
     LOG2_E,
-    OWN_ROWS,
-    Ring,
-    Work,
+    RESIDENT_BLOCK,
+    BackwardInputs,
+    StagedBlocks,
+    TileScheduler,
+    WorkTile,
     broadcast_rows,
-    in_interval,
-    largest_ring,
+    interpreter_staging,
     launch,
+    load_rows,
+    load_tile,
+    most_stages,
+    multiply_registers,
+    operand,
     own_rows,
-    own_tokens,
-    wgmma_registers,
 )
-from moe_jax.kernels.hopper.launch import operand_transforms
+from moe_jax.kernels.hopper.pipeline import ATTENTION_REGISTERS, WGMMA_ROWS, Pipeline, run_roles
 
-BLOCK_KV = COMPUTERS * OWN_ROWS
+BLOCK_N = RESIDENT_BLOCK
 """Keys of a block."""
 
+BLOCK_M = 64
+"""Queries of a block."""
 
-def keys_ring(head_dim: int, value_dim: int) -> Ring:
-    """Blocks of queries that registers and shared memory hold."""
-    return largest_ring(64, head_dim + value_dim, BLOCK_KV * (head_dim + value_dim))
+OPERANDS, DELTA = 0, 1
+"""The two full barriers of a slot: of q, lse and dout, and of delta."""
 
 
-@partial(jax.jit, static_argnames=("scale", "ring", "out_dtype"))
+class KeyGradients(NamedTuple):
+    """dk and dv; None for the one that a launch does not compute. In the kernel: references, or accumulators."""
+
+    dk: Any
+    """[batch, keys, kv_heads, head_dim]"""
+    dv: Any
+    """[batch, keys, kv_heads, value_dim]"""
+
+
+@partial(jax.jit, static_argnames=("scale", "out_dtype"))
 def backward_keys(
-    q: Float[Array, "batch seq heads head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
-    dout: Float[Array, "batch seq heads value_dim"],
-    lse: Float[Array, "batch heads seq"],
-    delta: Float[Array, "batch heads seq"],
-    first_query: Int[Array, "batch keys"] | None,
-    last_query: Int[Array, "batch keys"],
-    previous: tuple[Array, Array] | None,
-    scale: float,
-    ring: Ring,
-    out_dtype: jnp.dtype,
-) -> tuple[Float[Array, "batch keys kv_heads head_dim"], Float[Array, "batch keys kv_heads value_dim"]]:
-    """dk and dv in `out_dtype`; lse is in base 2, log2(e) times the natural one.
+    arrays: BackwardInputs, in_sight: TokenInterval, previous: KeyGradients | None, scale: float, out_dtype: jnp.dtype
+) -> KeyGradients:
+    """Returns dk and dv in `out_dtype` by way of the queries `in_sight` of each key, plus `previous`, the f32 gradients by way
+    of other queries.
 
-    Key j is seen by the queries first_query[j] .. last_query[j], first_query[j] = j if None. `previous`, (dk, dv) in f32 by way
-    of other queries, is added. The number of keys is a multiple of BLOCK_KV, that of queries of ring.block.
+    arrays.lse is in base 2: log2(e) times the natural one. The number of keys is a multiple of BLOCK_N, and the number of
+    queries a multiple of BLOCK_M.
     """
-    arguments = q, k, v, dout, lse, delta, first_query, last_query
-    sizes = scale, ring, out_dtype
-    if k.shape[3] + v.shape[3] <= 256:
-        dk, dv = _launch(*arguments, previous or (), *sizes, of_k=True, of_v=True)
-        return dk, dv
-    of_dk, of_dv = (previous[:1], previous[1:]) if previous is not None else ((), ())
-    (dk,), (dv,) = (
-        _launch(*arguments, of_dk, *sizes, of_k=True, of_v=False),
-        _launch(*arguments, of_dv, *sizes, of_k=False, of_v=True),
-    )
-    return dk, dv
+    dk, dv = (jax.ShapeDtypeStruct(a.shape, out_dtype) for a in (arrays.k, arrays.v))
+    previous = KeyGradients(*previous) if previous is not None else KeyGradients(None, None)
+    if arrays.k.shape[3] + arrays.v.shape[3] <= 256:
+        return _launch(arrays, in_sight, previous, scale, KeyGradients(dk, dv))
+    first = _launch(arrays, in_sight, previous._replace(dv=None), scale, KeyGradients(dk, None))
+    second = _launch(arrays, in_sight, previous._replace(dk=None), scale, KeyGradients(None, dv))
+    return KeyGradients(first.dk, second.dv)
 
 
 def _launch(
-    q, k, v, dout, lse, delta, first_query, last_query, previous, scale: float, ring: Ring, out_dtype, *, of_k: bool, of_v: bool
-) -> list[Array]:
-    batch, seq, heads, head_dim = q.shape
-    keys, kv_heads, value_dim = v.shape[1:]
-    group = heads // kv_heads
-    block_q, stages = ring.block, ring.stages
+    arrays: BackwardInputs, in_sight: TokenInterval, previous: KeyGradients, scale: float, wanted: KeyGradients
+) -> KeyGradients:
+    q, k, v, dout, lse, delta = arrays
+    seq, heads, head_dim = q.shape[1:]
+    batch, keys, kv_heads, value_dim = v.shape
+    m_blocks = _m_blocks(head_dim, value_dim)
     # Too few tiles a head for sections: a thread block would get up to 1.9 times the mean.
-    work = Work(batch, kv_heads, kv_heads, keys // BLOCK_KV, "first", None)
-    causal, direct = first_query is None, out_dtype != q.dtype
+    scheduler = TileScheduler(batch, kv_heads, kv_heads, keys // BLOCK_N, "first", bytes_per_kv_head=None)
+    steps = m_block_steps(in_sight, seq, BLOCK_M, BLOCK_N)
+    inputs = _Inputs(in_sight.last, in_sight.first, steps, q, k, v, dout, lse, delta, previous)
+    scratch = _Scratch(
+        k=operand(BLOCK_N, head_dim, dtype=q.dtype),
+        v=operand(BLOCK_N, value_dim, dtype=q.dtype),
+        q=operand(m_blocks.stages, BLOCK_M, head_dim, dtype=q.dtype),
+        dout=operand(m_blocks.stages, BLOCK_M, value_dim, dtype=q.dtype),
+        lse=plgpu.SMEM((m_blocks.stages, BLOCK_M), jnp.float32),
+        delta=plgpu.SMEM((m_blocks.stages, BLOCK_M), jnp.float32),
+        staging=interpreter_staging(BLOCK_M, q.dtype),
+        kv_pipe=Pipeline.allocate(stages=1, copies=2),
+        pipe=Pipeline.allocate(m_blocks.stages, copies=(3, 1), has_opaque_slots=True),
+    )
 
-    def body(last_query_ref, *references):
-        first_query_ref, *references = references if not causal else (None, *references)
-        blocks_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *references = references
-        added, references = references[: len(previous)], references[len(previous) :]
-        outputs, scratch = references[: of_k + of_v], references[of_k + of_v :]
-        (
-            k_smem,
-            v_smem,
-            q_smem,
-            dout_smem,
-            lse_smem,
-            delta_smem,
-            staging,
-            kv_full,
-            kv_empty,
-            full,
-            delta_full,
-            empty,
-        ) = scratch
-        warpgroup = lax.axis_index("warpgroup")
+    def kernel(inputs: _Inputs, outputs: KeyGradients, scratch: _Scratch) -> None:
+        block = _Block(inputs, outputs, scratch, scheduler, scale, heads // kv_heads)
+        run_roles(block.produce, block.consume, ATTENTION_REGISTERS)
 
-        @pl.when(warpgroup == COMPUTERS)
-        def _load():
-            plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+    return launch("flash_attention_backward_keys", kernel, inputs, wanted, scratch)
 
-            def load(tile, place, before):
-                b, block, kv_head, _ = place
-                first, visited = blocks_ref[b, block, 0], blocks_ref[b, block, 3]
-                keys = pl.ds(block * BLOCK_KV, BLOCK_KV)
-                pl.when(tile > 0)(lambda: plgpu.barrier_wait(kv_empty))
-                plgpu.copy_gmem_to_smem(k_ref.at[b, keys, kv_head], k_smem, kv_full)
-                plgpu.copy_gmem_to_smem(v_ref.at[b, keys, kv_head], v_smem, kv_full)
 
-                @pl.loop(0, group * visited)
-                def _visits(visit):
-                    slot = ring.slot(before + visit)
-                    head = kv_head * group + lax.div(visit, visited)
-                    queries = pl.ds((first + lax.rem(visit, visited)) * block_q, block_q)
-                    ring.wait_until_free(empty, before + visit)
-                    plgpu.copy_gmem_to_smem(q_ref.at[b, queries, head], q_smem.at[slot], full.at[slot])
-                    plgpu.copy_gmem_to_smem(lse_ref.at[b, head, queries], lse_smem.at[slot], full.at[slot])
-                    plgpu.copy_gmem_to_smem(dout_ref.at[b, queries, head], dout_smem.at[slot], full.at[slot])
-                    plgpu.copy_gmem_to_smem(delta_ref.at[b, head, queries], delta_smem.at[slot], delta_full.at[slot])
+def _m_blocks(head_dim: int, value_dim: int) -> StagedBlocks:
+    """Returns the blocks of queries that shared memory holds."""
+    return most_stages(BLOCK_M, head_dim + value_dim, BLOCK_N * (head_dim + value_dim))
 
-                return before + group * visited
 
-            visited, tiles = work.for_each_tile(load, jnp.int32(0))
-            pl.when(tiles > 0)(lambda: plgpu.barrier_wait(kv_empty))
-            ring.drain(empty, visited)
+class _Inputs(NamedTuple):
+    last_query: Any
+    first_query: Any
+    """None in causal attention."""
+    m_block_steps: Any
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    previous: KeyGradients
 
-        def compute_tile(_, place, before):
-            b, block, kv_head, _ = place
-            first, masked, unmasked, visited = (blocks_ref[b, block, i] for i in range(4))
-            first_row = block * BLOCK_KV + warpgroup * OWN_ROWS
-            own = pl.ds(first_row, OWN_ROWS)
-            last_seeing = plgpu.load(last_query_ref.at[b, own], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            first_seeing = None
-            if not causal:
-                first_seeing = plgpu.load(first_query_ref.at[b, own], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            own_staging = None if staging is None else staging.at[warpgroup]
-            columns = plgpu.Layout.WGMMA.reduce(0)
 
-            def step(dk, dv, head, visit, is_masked):
-                slot = ring.slot(before + head * visited + visit)
-                rows = own_rows(warpgroup)
-                plgpu.barrier_wait(full.at[slot])
+class _Scratch(NamedTuple):
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    staging: Any
+    """None on a GPU."""
+    kv_pipe: Pipeline
+    pipe: Pipeline
+    """q, lse, dout and delta."""
 
-                def multiply(s_acc, dp_acc=None):
-                    plgpu.wgmma(s_acc, k_smem.at[rows], q_smem.at[slot].transpose((1, 0)))
-                    if of_k:
-                        plgpu.wgmma(dp_acc, v_smem.at[rows], dout_smem.at[slot].transpose((1, 0)))
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1 if of_k else 0)
-                    block_lse = plgpu.load(lse_smem.at[slot], layout=columns)
-                    p = jnp.exp2(s * (scale * LOG2_E) - broadcast_rows(block_lse, s.shape))
-                    if is_masked:
-                        low = own_tokens(first_row) if causal else first_seeing
-                        seen = in_interval(s.shape, (first + visit) * block_q, low, last_seeing)
-                        p = jnp.where(seen, p, 0.0)
-                    if not of_k:
-                        plgpu.barrier_wait(delta_full.at[slot])
-                        return p, p
-                    p = lax.optimization_barrier(p)
-                    # A wait of its own: its branch keeps the assembler from moving the exponentials behind the wait for the
-                    # second matmul, beside which they are to run.
-                    plgpu.barrier_wait(delta_full.at[slot])
-                    dp = dp_acc[...]
-                    block_delta = plgpu.load(delta_smem.at[slot], layout=columns)
-                    return p, p * (dp - broadcast_rows(block_delta, s.shape))
 
-                accumulators = [plgpu.ACC((OWN_ROWS, block_q), jnp.float32)] * (1 + of_k)
-                p, ds = (x.astype(q.dtype) for x in pl.run_scoped(multiply, *accumulators))
-                if of_v:
-                    wgmma_registers(dv, p, dout_smem.at[slot], own_staging)
-                if of_k:
-                    wgmma_registers(dk, ds, q_smem.at[slot], own_staging)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(empty.at[slot])
+@dataclass(frozen=True)
+class _Block:
+    """A thread block's two roles, each a loop over the block's tiles."""
 
-            def accumulate(*accumulators):
-                dk, dv = accumulators[0] if of_k else None, accumulators[-1] if of_v else None
+    inputs: _Inputs
+    outputs: KeyGradients
+    scratch: _Scratch
+    scheduler: TileScheduler
+    scale: float
+    group: int
+    """Query heads of a key head."""
 
-                @pl.loop(0, group)
-                def _heads(head):
-                    pl.loop(0, masked)(lambda visit: step(dk, dv, head, visit, True))
-                    pl.loop(masked, unmasked)(lambda visit: step(dk, dv, head, visit, False))
-                    pl.loop(unmasked, visited)(lambda visit: step(dk, dv, head, visit, True))
+    def produce(self) -> None:
+        """Loads k and v once a tile, and q, lse, dout and delta once a step."""
+        steps, tiles = self.scheduler.for_each_tile(self._load_tile, jnp.int32(0))
+        self.scratch.kv_pipe.drain(tiles)
+        self.scratch.pipe.drain(steps)
 
-                return [accumulator[...] for accumulator in accumulators]
+    def consume(self, warpgroup) -> None:
+        """Computes this warpgroup's 64 keys of each tile."""
+        self.scheduler.for_each_tile(partial(self._consume_tile, warpgroup), jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
 
-            plgpu.barrier_wait(kv_full)
-            wanted = [(head_dim, k_smem, scale)] * of_k + [(value_dim, v_smem, 1.0)] * of_v
-            sums = pl.run_scoped(accumulate, *(plgpu.ACC((OWN_ROWS, width), jnp.float32) for width, _, _ in wanted))
-            # 16-bit results leave through the place of k and v, whose rows only this warpgroup has read.
-            for i, (total, (_, buffer, factor), target) in enumerate(zip(sums, wanted, outputs, strict=True)):
-                total *= factor
-                if previous:
-                    total += plgpu.load(added[i].at[b, own, kv_head], layout=plgpu.Layout.WGMMA, optimized=False)
-                if direct:
-                    target[b, own, kv_head] = total.astype(out_dtype)
-                    continue
-                own_buffer = buffer.at[own_rows(warpgroup)]
-                own_buffer[...] = total.astype(out_dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(own_buffer, target.at[b, own, kv_head])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(kv_empty)
-            return before + group * visited
+    def _load_tile(self, number, tile: WorkTile, first_step):
+        """Returns the number of steps so far."""
+        inputs, scratch, pipe = self.inputs, self.scratch, self.scratch.pipe
+        batch, n_block, kv_head, _ = tile
+        m_block_min, _, _, total = BlockSteps.load(inputs.m_block_steps, tile)
+        keys = pl.ds(n_block * BLOCK_N, BLOCK_N)
+        scratch.kv_pipe.acquire(number)
+        plgpu.copy_gmem_to_smem(inputs.k.at[batch, keys, kv_head], scratch.k, scratch.kv_pipe.full_barrier(0))
+        plgpu.copy_gmem_to_smem(inputs.v.at[batch, keys, kv_head], scratch.v, scratch.kv_pipe.full_barrier(0))
 
-        @pl.when(warpgroup < COMPUTERS)
-        def _compute():
-            plgpu.set_max_registers(COMPUTER_REGISTERS, action="increase")
-            work.for_each_tile(compute_tile, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
+        @pl.loop(0, self.group * total)
+        def _load_step(step):
+            slot = pipe.slot(first_step + step)
+            head = kv_head * self.group + lax.div(step, total)
+            queries = pl.ds((m_block_min + lax.rem(step, total)) * BLOCK_M, BLOCK_M)
+            pipe.acquire(first_step + step)
+            landed, delta_landed = (pipe.full_barrier(slot, group=group) for group in (OPERANDS, DELTA))
+            plgpu.copy_gmem_to_smem(inputs.q.at[batch, queries, head], scratch.q.at[slot], landed)
+            plgpu.copy_gmem_to_smem(inputs.lse.at[batch, head, queries], scratch.lse.at[slot], landed)
+            plgpu.copy_gmem_to_smem(inputs.dout.at[batch, queries, head], scratch.dout.at[slot], landed)
+            plgpu.copy_gmem_to_smem(inputs.delta.at[batch, head, queries], scratch.delta.at[slot], delta_landed)
 
-    swizzled = operand_transforms(q.dtype)
-    scratch = [
-        plgpu.SMEM((BLOCK_KV, head_dim), q.dtype, transforms=swizzled),
-        plgpu.SMEM((BLOCK_KV, value_dim), q.dtype, transforms=swizzled),
-        plgpu.SMEM((stages, block_q, head_dim), q.dtype, transforms=swizzled),
-        plgpu.SMEM((stages, block_q, value_dim), q.dtype, transforms=swizzled),
-        *(plgpu.SMEM((stages, block_q), jnp.float32) for _ in range(2)),
-        (OWN_ROWS, block_q),
-        plgpu.Barrier(num_arrivals=2),
-        plgpu.Barrier(num_arrivals=COMPUTERS),
-        *(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in (3, 1)),
-        plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=stages),
-    ]
-    shapes = [jax.ShapeDtypeStruct(k.shape, out_dtype)] * of_k + [jax.ShapeDtypeStruct(v.shape, out_dtype)] * of_v
-    run = launch("flash_attention_backward_keys", body, shapes, scratch, q.dtype)
-    blocks = query_blocks(first_query, last_query, seq, block_q, BLOCK_KV)
-    bounds = (last_query,) if causal else (last_query, first_query)
-    return run(*bounds, blocks, q, k, v, dout, lse, delta, *previous)
+        return first_step + self.group * total
+
+    def _consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
+        """Returns the number of steps so far."""
+        inputs, scratch, wanted = self.inputs, self.scratch, self.outputs
+        steps = BlockSteps.load(inputs.m_block_steps, tile)
+        first_row = tile.block * BLOCK_N + warpgroup * WGMMA_ROWS
+        keys = pl.ds(first_row, WGMMA_ROWS)
+        last_query = load_rows(inputs.last_query.at[tile.batch, keys])
+        first_query = None if inputs.first_query is None else load_rows(inputs.first_query.at[tile.batch, keys])
+        mask = Mask.of_interval(first_query, last_query, first_row)
+        consumer = _Consumer(self, warpgroup, steps, first_step)
+
+        def accumulate(accumulators: KeyGradients) -> KeyGradients:
+            @pl.loop(0, self.group)
+            def _head(head):
+                m_block = partial(consumer.m_block, accumulators, head)
+                pl.loop(0, steps.masked)(partial(m_block, mask=mask))
+                pl.loop(steps.masked, steps.full)(partial(m_block, mask=Mask()))
+                pl.loop(steps.full, steps.total)(partial(m_block, mask=mask))
+
+            return jax.tree.map(lambda accumulator: accumulator[...], accumulators)
+
+        scratch.kv_pipe.wait(0)
+        accumulators = jax.tree.map(lambda out: plgpu.ACC((WGMMA_ROWS, out.shape[3]), jnp.float32), wanted)
+        dk, dv = pl.run_scoped(accumulate, accumulators)
+        if wanted.dk is not None:
+            self._store(dk * self.scale, inputs.previous.dk, wanted.dk, scratch.k, warpgroup, tile, keys)
+        if wanted.dv is not None:
+            self._store(dv, inputs.previous.dv, wanted.dv, scratch.v, warpgroup, tile, keys)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        scratch.kv_pipe.release(0)
+        return first_step + self.group * steps.total
+
+    def _store(self, gradient, previous, out_ref, buffer, warpgroup, tile: WorkTile, keys) -> None:
+        """Writes a gradient: through `buffer`, the place of k or v, if it is 16 bits wide, else from registers."""
+        target = out_ref.at[tile.batch, keys, tile.head]
+        if previous is not None:
+            gradient += load_tile(previous.at[tile.batch, keys, tile.head])
+        if out_ref.dtype != buffer.dtype:
+            target[...] = gradient.astype(out_ref.dtype)
+            return
+        own_buffer = buffer.at[own_rows(warpgroup)]
+        own_buffer[...] = gradient.astype(out_ref.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own_buffer, target)
+
+
+@dataclass(frozen=True)
+class _Consumer:
+    """A warpgroup's part of one tile."""
+
+    block: _Block
+    warpgroup: Any
+    steps: BlockSteps
+    first_step: Any
+    """The steps of all tiles before this one."""
+
+    def m_block(self, accumulators: KeyGradients, head, step, mask: Mask) -> None:
+        """Adds ds^T q of one step to dk, and p^T dout to dv."""
+        scratch, pipe = self.block.scratch, self.block.scratch.pipe
+        slot = pipe.slot(self.first_step + head * self.steps.total + step)
+        rows = own_rows(self.warpgroup)
+        pipe.wait(slot, group=OPERANDS)
+        accumulator = plgpu.ACC((WGMMA_ROWS, BLOCK_M), jnp.float32)
+
+        def p_alone(s_accumulator):
+            self.kq(s_accumulator, rows, slot)
+            p = self.probabilities(s_accumulator[...], step, slot, mask)
+            pipe.wait(slot, group=DELTA)
+            return p, None
+
+        def p_and_ds(s_accumulator, dp_accumulator):
+            self.kq(s_accumulator, rows, slot)
+            self.vdo(dp_accumulator, rows, slot)
+            s = plgpu.wgmma_accumulator_load(s_accumulator, wait_n=1)
+            p = lax.optimization_barrier(self.probabilities(s, step, slot, mask))
+            # delta has a barrier of its own. The wait's branch here keeps ptxas from moving the exponentials behind the wait
+            # for vdo, beside which they are to run.
+            pipe.wait(slot, group=DELTA)
+            dp = dp_accumulator[...]
+            delta = plgpu.load(scratch.delta.at[slot], layout=COLUMNS)
+            return p, p * (dp - broadcast_rows(delta, s.shape))
+
+        if accumulators.dk is None:
+            factors = pl.run_scoped(p_alone, accumulator)
+        else:
+            factors = pl.run_scoped(p_and_ds, accumulator, accumulator)
+        p, ds = jax.tree.map(lambda factor: factor.astype(scratch.q.dtype), factors)
+        if accumulators.dv is not None:
+            self.pdo(accumulators.dv, p, slot)
+        if accumulators.dk is not None:
+            self.dsq(accumulators.dk, ds, slot)
+        plgpu.wgmma_wait(0)
+        pipe.release(slot)
+
+    def kq(self, s_accumulator, rows, slot) -> None:
+        """Issues s^T = k q^T."""
+        plgpu.wgmma(s_accumulator, self.block.scratch.k.at[rows], self.block.scratch.q.at[slot].transpose((1, 0)))
+
+    def vdo(self, dp_accumulator, rows, slot) -> None:
+        """Issues dp^T = v dout^T."""
+        plgpu.wgmma(dp_accumulator, self.block.scratch.v.at[rows], self.block.scratch.dout.at[slot].transpose((1, 0)))
+
+    def pdo(self, dv_accumulator, p, slot) -> None:
+        """Issues dv += p^T dout."""
+        multiply_registers(dv_accumulator, p, self.block.scratch.dout.at[slot], self.block.scratch.staging, self.warpgroup)
+
+    def dsq(self, dk_accumulator, ds, slot) -> None:
+        """Issues dk += ds^T q."""
+        multiply_registers(dk_accumulator, ds, self.block.scratch.q.at[slot], self.block.scratch.staging, self.warpgroup)
+
+    def probabilities(self, s, step, slot, mask: Mask) -> Any:
+        """Returns p^T = exp(scale * s^T - lse), 0 for pairs that do not count."""
+        lse = plgpu.load(self.block.scratch.lse.at[slot], layout=COLUMNS)
+        p = jnp.exp2(s * (self.block.scale * LOG2_E) - broadcast_rows(lse, s.shape))
+        return mask.with_diagonal().apply(p, (self.steps.start + step) * BLOCK_M, 0.0)

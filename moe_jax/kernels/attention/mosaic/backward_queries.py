@@ -1,206 +1,291 @@
-"""The gradient of q on Hopper: for each block of queries, over the blocks of keys that it sees.
+"""The gradient of q on Hopper.
 
     p = exp(scale * q k^T - lse)      ds = p * (dout v^T - delta)      dq = scale * ds k
 
-Cost for N visible (query, key) pairs of whole blocks: 2*B*H*N*(2*d + e) FLOPs. Each sum has one order: the same bits each run.
+m_block is a block of 128 queries, n_block a block of N keys: N = 128 if d, e <= 128, else 64, for q and k of width d and v of
+width e. A tile is one m_block of one head. Its loop takes the n_blocks in sight, from n_block_max down to n_block_min.
+
+roles      producer WG2 (24 registers)      TMA q, dout[m_block] -> q, dout; k[n_block] -> k[slot]; v[n_block] -> v[slot]
+           consumers WG0, WG1 (240)         64 queries each: qk, dov, p, ds, dsk; TMA dq -> global memory
+smem       q 256 d | dout 256 e | k S * 2 N d | v S * 2 N e | dq 256 * 64 | barriers, in bytes; S <= 4 stages
+           d = e = 128, S = 2: q 32 | dout 32 | k 64 | v 64 | dq 16 = 208 KiB of 227
+barriers   q.full: 2 copies (q, dout)               q.empty: 2 releases, after dov of a tile's last step
+           k.full[s], v.full[s]: 1 copy each        k.empty[s]: 2 releases, after dsk; v.empty[s]: 2, after dov
+time       producer     |q dout|k0|v0|k1|v1| ..
+           consumer     |qk0|dov0 | p0   |ds0|dsk0|qk1|dov1 | p1   |ds1|dsk1| ..
+invariants step i uses slot i mod S, counted across tiles; q and dout are filled once a tile; dov runs beside the exponentials
+           of p; a slot of v is released before the same step's k; a sum has one order, so two runs give the same bits
+cost       2 * B * H * P * (2 * d + e) FLOPs, P the pairs (query, key) of the blocks in sight
 """
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from moe_jax.kernels.attention.mosaic.masks import key_blocks
+from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask, TokenInterval, n_block_steps
 from moe_jax.kernels.attention.mosaic.warpgroups import (
-    COMPUTER_REGISTERS,
-    COMPUTERS,
-    LOADER_REGISTERS,
     LOG2_E,
-    OWN_ROWS,
-    Ring,
-    Work,
+    RESIDENT_BLOCK,
+    BackwardInputs,
+    StagedBlocks,
+    TileScheduler,
+    WorkTile,
     broadcast_columns,
-    in_interval,
-    largest_ring,
+    interpreter_staging,
     launch,
+    load_rows,
+    load_tile,
+    most_stages,
+    multiply_registers,
+    operand,
     own_rows,
-    own_tokens,
-    wgmma_registers,
 )
-from moe_jax.kernels.hopper.launch import operand_transforms
+from moe_jax.kernels.hopper.pipeline import ATTENTION_REGISTERS, CONSUMERS, WGMMA_ROWS, Pipeline, run_roles
 
-BLOCK_Q = COMPUTERS * OWN_ROWS
+BLOCK_M = RESIDENT_BLOCK
 """Queries of a block."""
 
-CHUNK = 64
+DQ_COLUMNS = 64
 """Columns of dq that pass through shared memory at a time."""
 
 
-def queries_ring(head_dim: int, value_dim: int) -> Ring:
-    """Blocks of keys that registers and shared memory hold."""
-    width = head_dim + value_dim
-    return largest_ring(128 if max(head_dim, value_dim) <= 128 else 64, width, BLOCK_Q * (width + CHUNK))
-
-
-@partial(jax.jit, static_argnames=("scale", "ring", "out_dtype"))
+@partial(jax.jit, static_argnames=("scale", "out_dtype"))
 def backward_queries(
-    q: Float[Array, "batch seq heads head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
-    dout: Float[Array, "batch seq heads value_dim"],
-    lse: Float[Array, "batch heads seq"],
-    delta: Float[Array, "batch heads seq"],
-    first_key: Int[Array, "batch seq"],
-    last_key: Int[Array, "batch seq"] | None,
-    previous: Array | None,
+    arrays: BackwardInputs,
+    in_sight: TokenInterval,
+    previous: Float[Array, "batch seq heads head_dim"] | None,
     scale: float,
-    ring: Ring,
     out_dtype: jnp.dtype,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """dq in `out_dtype`; lse is in base 2, log2(e) times the natural one. Bounds and sizes as in `mosaic_forward.forward`.
+    """Returns dq in `out_dtype` by way of the keys `in_sight` of each query, plus `previous`, the f32 dq of other keys.
 
-    `previous`, f32, is added: the gradient by way of other keys.
+    arrays.lse is in base 2: log2(e) times the natural one. Sizes are multiples as in `forward.forward`.
     """
+    q, k, v, dout, lse, delta = arrays
     batch, seq, heads, head_dim = q.shape
     keys, value_dim = k.shape[1], v.shape[3]
-    block_kv, stages = ring.block, ring.stages
-    work = Work(batch, heads, k.shape[2], seq // BLOCK_Q, "last", keys * (head_dim + value_dim) * q.dtype.itemsize)
-    causal, direct = last_key is None, out_dtype != q.dtype
+    n_blocks = _n_blocks(head_dim, value_dim)
+    scheduler = TileScheduler(
+        batch, heads, k.shape[2], seq // BLOCK_M, "last", bytes_per_kv_head=keys * (head_dim + value_dim) * q.dtype.itemsize
+    )
+    steps = n_block_steps(in_sight, keys, BLOCK_M, n_blocks.block)
+    inputs = _Inputs(*in_sight, steps, q, k, v, dout, lse, delta, previous)
+    outputs = _Outputs(jax.ShapeDtypeStruct(q.shape, out_dtype))
+    scratch = _Scratch(
+        q=operand(BLOCK_M, head_dim, dtype=q.dtype),
+        dout=operand(BLOCK_M, value_dim, dtype=q.dtype),
+        k=operand(n_blocks.stages, n_blocks.block, head_dim, dtype=q.dtype),
+        v=operand(n_blocks.stages, n_blocks.block, value_dim, dtype=q.dtype),
+        dq=operand(CONSUMERS, WGMMA_ROWS, DQ_COLUMNS, dtype=q.dtype),
+        staging=interpreter_staging(n_blocks.block, q.dtype),
+        q_pipe=Pipeline.allocate(stages=1, copies=2),
+        k_pipe=Pipeline.allocate(n_blocks.stages, has_opaque_slots=True),
+        v_pipe=Pipeline.allocate(n_blocks.stages, has_opaque_slots=True),
+    )
 
-    def body(first_key_ref, *references):
-        last_key_ref, *references = references if not causal else (None, *references)
-        blocks_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *references = references
-        previous_ref, *references = references if previous is not None else (None, *references)
-        dq_ref, *scratch = references
-        q_smem, dout_smem, k_smem, v_smem, out_smem, staging, q_full, q_empty, k_full, v_full, k_empty, v_empty = scratch
-        warpgroup = lax.axis_index("warpgroup")
+    def kernel(inputs: _Inputs, outputs: _Outputs, scratch: _Scratch) -> None:
+        block = _Block(inputs, outputs, scratch, scheduler, scale)
+        run_roles(block.produce, block.consume, ATTENTION_REGISTERS)
 
-        @pl.when(warpgroup == COMPUTERS)
-        def _load():
-            plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+    return launch("flash_attention_backward_queries", kernel, inputs, outputs, scratch).dq
 
-            def load(tile, place, before):
-                b, block, head, kv_head = place
-                last, visited = blocks_ref[b, block, 0], blocks_ref[b, block, 3]
-                queries = pl.ds(block * BLOCK_Q, BLOCK_Q)
-                pl.when(tile > 0)(lambda: plgpu.barrier_wait(q_empty))
-                plgpu.copy_gmem_to_smem(q_ref.at[b, queries, head], q_smem, q_full)
-                plgpu.copy_gmem_to_smem(dout_ref.at[b, queries, head], dout_smem, q_full)
 
-                @pl.loop(0, visited)
-                def _visits(visit):
-                    slot = ring.slot(before + visit)
-                    keys = pl.ds((last - visit) * block_kv, block_kv)
-                    ring.wait_until_free(k_empty, before + visit)
-                    plgpu.copy_gmem_to_smem(k_ref.at[b, keys, kv_head], k_smem.at[slot], k_full.at[slot])
-                    ring.wait_until_free(v_empty, before + visit)
-                    plgpu.copy_gmem_to_smem(v_ref.at[b, keys, kv_head], v_smem.at[slot], v_full.at[slot])
+def _n_blocks(head_dim: int, value_dim: int) -> StagedBlocks:
+    """Returns the blocks of keys that registers and shared memory hold."""
+    width = head_dim + value_dim
+    return most_stages(128 if max(head_dim, value_dim) <= 128 else 64, width, BLOCK_M * (width + DQ_COLUMNS))
 
-                return before + visited
 
-            visited, tiles = work.for_each_tile(load, jnp.int32(0))
-            pl.when(tiles > 0)(lambda: plgpu.barrier_wait(q_empty))
-            ring.drain(k_empty, visited)
-            ring.drain(v_empty, visited)
+class _Inputs(NamedTuple):
+    first_key: Any
+    last_key: Any
+    """None in causal attention."""
+    n_block_steps: Any
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    previous: Any
 
-        def compute_tile(_, place, before):
-            b, block, head, _ = place
-            last, masked, unmasked, visited = (blocks_ref[b, block, i] for i in range(4))
-            first_row = block * BLOCK_Q + warpgroup * OWN_ROWS
-            own = pl.ds(first_row, OWN_ROWS)
-            first_seen, own_lse, own_delta = (
-                plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-                for ref in (first_key_ref.at[b, own], lse_ref.at[b, head, own], delta_ref.at[b, head, own])
-            )
-            last_seen = None
-            if not causal:
-                last_seen = plgpu.load(last_key_ref.at[b, own], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            own_staging = None if staging is None else staging.at[warpgroup]
 
-            def wait_for_k(visit):
-                plgpu.barrier_wait(k_full.at[ring.slot(before + visit)])
+class _Outputs(NamedTuple):
+    dq: Any
 
-            def step(dq, visit, is_masked):
-                slot = ring.slot(before + visit)
-                rows = own_rows(warpgroup)
 
-                if stages == 1:
-                    pl.when(visit > 0)(lambda: wait_for_k(visit))
-                plgpu.barrier_wait(v_full.at[slot])
+class _Scratch(NamedTuple):
+    q: Any
+    dout: Any
+    k: Any
+    v: Any
+    dq: Any
+    staging: Any
+    """None on a GPU."""
+    q_pipe: Pipeline
+    """q and dout."""
+    k_pipe: Pipeline
+    v_pipe: Pipeline
 
-                def multiply(s_acc, dp_acc):
-                    plgpu.wgmma(s_acc, q_smem.at[rows], k_smem.at[slot].transpose((1, 0)))
-                    plgpu.wgmma(dp_acc, dout_smem.at[rows], v_smem.at[slot].transpose((1, 0)))
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    p = jnp.exp2(s * (scale * LOG2_E) - broadcast_columns(own_lse, s.shape))
-                    if is_masked:
-                        high = own_tokens(first_row) if causal else last_seen
-                        seen = in_interval(s.shape, (last - visit) * block_kv, first_seen, high)
-                        p = jnp.where(seen, p, 0.0)
-                    p = lax.optimization_barrier(p)
 
-                    # Only needed in the next step. Here the branch keeps the assembler from moving the exponentials behind the
-                    # wait for the second matmul, beside which they are to run. A ring of one slot holds no next block yet.
-                    if stages > 1:
-                        pl.when(visit + 1 < visited)(lambda: wait_for_k(visit + 1))
-                    dp = dp_acc[...]
-                    plgpu.barrier_arrive(v_empty.at[slot])
-                    pl.when(visit == visited - 1)(lambda: plgpu.barrier_arrive(q_empty))
-                    return p * (dp - broadcast_columns(own_delta, s.shape))
+@dataclass(frozen=True)
+class _Block:
+    """A thread block's two roles, each a loop over the block's tiles."""
 
-                shape = plgpu.ACC((OWN_ROWS, block_kv), jnp.float32)
-                ds = pl.run_scoped(multiply, shape, shape)
-                wgmma_registers(dq, ds.astype(q.dtype), k_smem.at[slot], own_staging)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(k_empty.at[slot])
+    inputs: _Inputs
+    outputs: _Outputs
+    scratch: _Scratch
+    scheduler: TileScheduler
+    scale: float
 
-            def accumulate(dq):
-                pl.loop(0, masked)(lambda visit: step(dq, visit, True))
-                pl.loop(masked, unmasked)(lambda visit: step(dq, visit, False))
-                pl.loop(unmasked, visited)(lambda visit: step(dq, visit, True))
-                return dq[...]
+    def produce(self) -> None:
+        """Loads q and dout once a tile and k and v once a step."""
+        steps, tiles = self.scheduler.for_each_tile(self._load_tile, jnp.int32(0))
+        self.scratch.q_pipe.drain(tiles)
+        self.scratch.k_pipe.drain(steps)
+        self.scratch.v_pipe.drain(steps)
 
-            plgpu.barrier_wait(q_full)
-            wait_for_k(0)
-            dq = pl.run_scoped(accumulate, plgpu.ACC((OWN_ROWS, head_dim), jnp.float32)) * scale
-            for c in range(0, head_dim, CHUNK):
-                columns, part = pl.ds(c, CHUNK), dq[:, c : c + CHUNK]
-                if previous is not None:
-                    part += plgpu.load(previous_ref.at[b, own, head, columns], layout=plgpu.Layout.WGMMA, optimized=False)
-                if direct:
-                    dq_ref[b, own, head, columns] = part.astype(out_dtype)
-                    continue
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_smem[warpgroup] = part.astype(out_dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], dq_ref.at[b, own, head, columns])
-            return before + visited
+    def consume(self, warpgroup) -> None:
+        """Computes this warpgroup's 64 queries of each tile."""
+        self.scheduler.for_each_tile(partial(self._consume_tile, warpgroup), jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(warpgroup < COMPUTERS)
-        def _compute():
-            plgpu.set_max_registers(COMPUTER_REGISTERS, action="increase")
-            work.for_each_tile(compute_tile, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
+    def _load_tile(self, number, tile: WorkTile, first_step):
+        """Returns the number of steps so far."""
+        inputs, scratch = self.inputs, self.scratch
+        batch, m_block, head, kv_head = tile
+        n_block_max, _, _, total = BlockSteps.load(inputs.n_block_steps, tile)
+        block_n = scratch.k.shape[1]
+        queries = pl.ds(m_block * BLOCK_M, BLOCK_M)
+        scratch.q_pipe.acquire(number)
+        plgpu.copy_gmem_to_smem(inputs.q.at[batch, queries, head], scratch.q, scratch.q_pipe.full_barrier(0))
+        plgpu.copy_gmem_to_smem(inputs.dout.at[batch, queries, head], scratch.dout, scratch.q_pipe.full_barrier(0))
 
-    swizzled = operand_transforms(q.dtype)
-    scratch = [
-        plgpu.SMEM((BLOCK_Q, head_dim), q.dtype, transforms=swizzled),
-        plgpu.SMEM((BLOCK_Q, value_dim), q.dtype, transforms=swizzled),
-        plgpu.SMEM((stages, block_kv, head_dim), q.dtype, transforms=swizzled),
-        plgpu.SMEM((stages, block_kv, value_dim), q.dtype, transforms=swizzled),
-        plgpu.SMEM((COMPUTERS, OWN_ROWS, CHUNK), q.dtype, transforms=swizzled),
-        (OWN_ROWS, block_kv),
-        plgpu.Barrier(num_arrivals=2),
-        plgpu.Barrier(num_arrivals=COMPUTERS),
-        *(plgpu.Barrier(num_barriers=stages) for _ in range(2)),
-        *(plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=stages) for _ in range(2)),
-    ]
-    outputs = [jax.ShapeDtypeStruct(q.shape, out_dtype)]
-    run = launch("flash_attention_backward_queries", body, outputs, scratch, q.dtype)
-    blocks = key_blocks(first_key, last_key, keys, BLOCK_Q, block_kv)
-    bounds = (first_key,) if causal else (first_key, last_key)
-    return run(*bounds, blocks, q, k, v, dout, lse, delta, *(() if previous is None else (previous,)))[0]
+        @pl.loop(0, total)
+        def _load_step(step):
+            slot = scratch.k_pipe.slot(first_step + step)
+            keys = pl.ds((n_block_max - step) * block_n, block_n)
+            scratch.k_pipe.acquire(first_step + step)
+            plgpu.copy_gmem_to_smem(inputs.k.at[batch, keys, kv_head], scratch.k.at[slot], scratch.k_pipe.full_barrier(slot))
+            scratch.v_pipe.acquire(first_step + step)
+            plgpu.copy_gmem_to_smem(inputs.v.at[batch, keys, kv_head], scratch.v.at[slot], scratch.v_pipe.full_barrier(slot))
+
+        return first_step + total
+
+    def _consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
+        """Returns the number of steps so far."""
+        inputs, scratch = self.inputs, self.scratch
+        steps = BlockSteps.load(inputs.n_block_steps, tile)
+        first_row = tile.block * BLOCK_M + warpgroup * WGMMA_ROWS
+        queries = pl.ds(first_row, WGMMA_ROWS)
+        first_key = load_rows(inputs.first_key.at[tile.batch, queries])
+        lse = load_rows(inputs.lse.at[tile.batch, tile.head, queries])
+        delta = load_rows(inputs.delta.at[tile.batch, tile.head, queries])
+        last_key = None if inputs.last_key is None else load_rows(inputs.last_key.at[tile.batch, queries])
+        mask = Mask.of_interval(first_key, last_key, first_row)
+        consumer = _Consumer(self, warpgroup, tile, steps, first_step, lse, delta)
+
+        def accumulate(dq_accumulator):
+            n_block = partial(consumer.n_block, dq_accumulator)
+            pl.loop(0, steps.masked)(partial(n_block, mask=mask))
+            pl.loop(steps.masked, steps.full)(partial(n_block, mask=Mask()))
+            pl.loop(steps.full, steps.total)(partial(n_block, mask=mask))
+            return dq_accumulator[...]
+
+        scratch.q_pipe.wait(0)
+        consumer.wait_for_k(0)
+        dq = pl.run_scoped(accumulate, plgpu.ACC((WGMMA_ROWS, scratch.q.shape[1]), jnp.float32)) * self.scale
+        consumer.store(dq, queries)
+        return first_step + steps.total
+
+
+@dataclass(frozen=True)
+class _Consumer:
+    """A warpgroup's part of one tile."""
+
+    block: _Block
+    warpgroup: Any
+    tile: WorkTile
+    steps: BlockSteps
+    first_step: Any
+    """The steps of all tiles before this one."""
+    lse: Any
+    """In base 2."""
+    delta: Any
+
+    def n_block(self, dq_accumulator, step, mask: Mask) -> None:
+        """Adds ds k of one step to dq."""
+        scratch = self.block.scratch
+        slot = scratch.k_pipe.slot(self.first_step + step)
+        rows = own_rows(self.warpgroup)
+        has_next_k = scratch.k_pipe.stages > 1
+        if not has_next_k:
+            pl.when(step > 0)(lambda: self.wait_for_k(step))
+        scratch.v_pipe.wait(slot)
+
+        def multiply(s_accumulator, dp_accumulator):
+            self.qk(s_accumulator, rows, slot)
+            self.dov(dp_accumulator, rows, slot)
+            s = plgpu.wgmma_accumulator_load(s_accumulator, wait_n=1)
+            p = lax.optimization_barrier(self.probabilities(s, step, mask))
+            # k of the next step is read in that step. The wait's branch here keeps ptxas from moving the exponentials behind
+            # the wait for dov, beside which they are to run. A pipeline of one stage holds no next block yet.
+            if has_next_k:
+                pl.when(step + 1 < self.steps.total)(lambda: self.wait_for_k(step + 1))
+            dp = dp_accumulator[...]
+            scratch.v_pipe.release(slot)
+            pl.when(step == self.steps.total - 1)(lambda: scratch.q_pipe.release(0))
+            return p * (dp - broadcast_columns(self.delta, s.shape))
+
+        accumulator = plgpu.ACC((WGMMA_ROWS, scratch.k.shape[1]), jnp.float32)
+        ds = pl.run_scoped(multiply, accumulator, accumulator)
+        self.dsk(dq_accumulator, ds, slot)
+        plgpu.wgmma_wait(0)
+        scratch.k_pipe.release(slot)
+
+    def wait_for_k(self, step) -> None:
+        """Waits until k of a step has landed."""
+        pipe = self.block.scratch.k_pipe
+        pipe.wait(pipe.slot(self.first_step + step))
+
+    def qk(self, s_accumulator, rows, slot) -> None:
+        """Issues s = q k^T."""
+        plgpu.wgmma(s_accumulator, self.block.scratch.q.at[rows], self.block.scratch.k.at[slot].transpose((1, 0)))
+
+    def dov(self, dp_accumulator, rows, slot) -> None:
+        """Issues dp = dout v^T."""
+        plgpu.wgmma(dp_accumulator, self.block.scratch.dout.at[rows], self.block.scratch.v.at[slot].transpose((1, 0)))
+
+    def dsk(self, dq_accumulator, ds, slot) -> None:
+        """Issues dq += ds k."""
+        scratch = self.block.scratch
+        multiply_registers(dq_accumulator, ds.astype(scratch.q.dtype), scratch.k.at[slot], scratch.staging, self.warpgroup)
+
+    def probabilities(self, s, step, mask: Mask) -> Any:
+        """Returns p = exp(scale * s - lse), 0 for pairs that do not count."""
+        p = jnp.exp2(s * (self.block.scale * LOG2_E) - broadcast_columns(self.lse, s.shape))
+        return mask.with_diagonal().apply(p, (self.steps.start - step) * s.shape[1], 0.0)
+
+    def store(self, dq, queries) -> None:
+        """Writes dq: through shared memory if it is 16 bits wide, else from registers."""
+        batch, _, head, _ = self.tile
+        scratch, previous, out_ref = self.block.scratch, self.block.inputs.previous, self.block.outputs.dq
+        for column in range(0, dq.shape[1], DQ_COLUMNS):
+            columns, part = pl.ds(column, DQ_COLUMNS), dq[:, column : column + DQ_COLUMNS]
+            target = out_ref.at[batch, queries, head, columns]
+            if previous is not None:
+                part += load_tile(previous.at[batch, queries, head, columns])
+            if out_ref.dtype != scratch.dq.dtype:
+                target[...] = part.astype(out_ref.dtype)
+                continue
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            scratch.dq[self.warpgroup] = part.astype(out_ref.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(scratch.dq.at[self.warpgroup], target)

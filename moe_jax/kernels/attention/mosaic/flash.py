@@ -6,22 +6,25 @@ over the keys j that query i sees. Backward, with delta[i] = <dout[i], out[i]> -
 
     p = exp(scale * q k^T - lse)    ds = p * (dout v^T - delta)    dq = scale * ds k    dk = scale * ds^T q    dv = p^T dout
 
-Kept for backward: q, k, v, out, lse. (FlashAttention-3, https://arxiv.org/abs/2407.08608.)
+Residuals: q, k, v, out, lse. (FlashAttention-3, https://arxiv.org/abs/2407.08608.)
 """
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.attention.mosaic.backward_keys import backward_keys, keys_ring
-from moe_jax.kernels.attention.mosaic.backward_queries import backward_queries, queries_ring
-from moe_jax.kernels.attention.mosaic.forward import forward, forward_ring
-from moe_jax.kernels.attention.mosaic.interval import fill_up, forward_of_interval, gradient_of_queries, gradients_of_keys
-from moe_jax.kernels.attention.mosaic.masks import first_keys, last_queries
+from moe_jax.kernels.attention.mosaic.backward_keys import backward_keys
+from moe_jax.kernels.attention.mosaic.backward_queries import backward_queries
+from moe_jax.kernels.attention.mosaic.forward import forward
+from moe_jax.kernels.attention.mosaic.interval import forward_of_interval, gradient_of_queries, gradients_of_keys, pad_to_block
+from moe_jax.kernels.attention.mosaic.masks import TokenInterval, first_keys, last_queries
+from moe_jax.kernels.attention.mosaic.warpgroups import BackwardInputs
+from moe_jax.kernels.attention.online_softmax import PartialAttention
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.target import compute_capability
 from moe_jax.kernels.shapes import check_shape
@@ -41,13 +44,13 @@ def flash_attention(
 ) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch heads seq"]]:
     """Returns out in q's dtype and lse in f32, both differentiable in q, k and v.
 
-    Query i sees key j if j is not after it, no token between them has another segment id than they have, and, with a window,
-    i - window < j. A segment is a run of equal ids; blocks of keys that no query of a block sees cost nothing. Heads
-    h*G .. h*G+G-1 share key head h, G = heads / kv_heads. Scores, softmax and all sums are f32; the weights are rounded to
-    q's dtype before they multiply v. Two runs give the same bits, gradients too.
+    Query i sees key j if j is not after it and all tokens from j to i have one segment id: a segment is a run of equal ids.
+    With a window, also i - window < j. Blocks of keys that no query of a block sees cost nothing. Heads h*G .. h*G+G-1 share
+    key head h, G = heads / kv_heads. Scores, softmax and all sums are f32; p is rounded to q's dtype before it multiplies v.
+    Two runs give the same bits, gradients too.
 
     Raises:
-        ValueError: shapes that do not fit together, or what `refusal` names.
+        ValueError: shapes that do not fit together, or an input that `refusal` refuses.
     """
     sizes: dict[str, int] = {}
     check_shape("q", q, "batch seq heads head_dim", sizes)
@@ -57,11 +60,12 @@ def flash_attention(
     reason = refusal(q, k, v, scale, window)
     if reason is not None:
         raise ValueError(reason)
-    return _flash_attention(*vary_alike((q, k, v, segment_ids, window)), float(scale))
+    out, lse = _flash_attention(*vary_alike((q, k, v, segment_ids, window)), float(scale))
+    return out, lse
 
 
 def refusal(q: Array, k: Array, v: Array, scale: float, window: Array | int | None) -> str | None:
-    """Why the kernels cannot compute such an attention, and what would be right; None where they can."""
+    """Returns the reason why the kernels cannot compute this attention, with what they take; None where they can."""
     if not is_interpreted() and compute_capability() != "9.0":
         return f"it needs a Hopper GPU (compute capability 9.0); this is {compute_capability() or 'no NVIDIA GPU'}"
     if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -82,33 +86,41 @@ def refusal(q: Array, k: Array, v: Array, scale: float, window: Array | int | No
     return None
 
 
-def _forward(q: Array, k: Array, v: Array, segment_ids: Array, window: Array | int | None, scale: float) -> tuple[Array, Array]:
-    seq = q.shape[1]
-    q, k, v = (fill_up(a) for a in (q, k, v))
-    ring = forward_ring(q.shape[3], v.shape[3])
-    first_key = first_keys(fill_up(segment_ids, -1), window)
-    out, lse = forward(q, k, v, first_key, None, None, scale, ring, q.dtype)
-    return out[:, :seq], lse[:, :, :seq]
+def _forward(q: Array, k: Array, v: Array, segment_ids: Array, window: Array | int | None, scale: float) -> PartialAttention:
+    seq, dtype = q.shape[1], q.dtype
+    q, k, v = (pad_to_block(a) for a in (q, k, v))
+    in_sight = TokenInterval(first_keys(pad_to_block(segment_ids, -1), window), None)
+    out, lse = forward(q, k, v, in_sight, None, scale, dtype)
+    return PartialAttention(out[:, :seq], lse[:, :, :seq])
 
 
-def _forward_for_backward(*arguments) -> tuple[tuple[Array, Array], tuple]:
-    out, lse = _forward(*arguments)
-    return (out, lse), (*arguments[:5], out, lse)
+class _Residuals(NamedTuple):
+    q: Array
+    k: Array
+    v: Array
+    segment_ids: Array
+    window: Array | int | None
+    out: Array
+    lse: Array
 
 
-def _backward(scale: float, residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
+def _forward_for_backward(q, k, v, segment_ids, window, scale: float) -> tuple[PartialAttention, _Residuals]:
+    result = _forward(q, k, v, segment_ids, window, scale)
+    return result, _Residuals(q, k, v, segment_ids, window, *result)
+
+
+def _backward(scale: float, residuals: _Residuals, gradients: PartialAttention) -> tuple:
     q, k, v, segment_ids, window, out, lse = residuals
     dout, dlse = gradients
     seq = q.shape[1]
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=3).swapaxes(1, 2) - dlse
-    segment_ids = fill_up(segment_ids, -1)
-    # No query sees the tokens that fill up, which come last; as queries, with q, dout and delta zero, they add nothing.
-    q, k, v, dout = (fill_up(a) for a in (q, k, v, dout.astype(q.dtype)))
+    segment_ids = pad_to_block(segment_ids, -1)
+    # Padding comes last, where no query sees it; as queries, with q, dout and delta zero, it adds nothing.
+    q, k, v, dout = (pad_to_block(a) for a in (q, k, v, dout.astype(q.dtype)))
     lse, delta = (jnp.pad(a, ((0, 0), (0, 0), (0, q.shape[1] - seq))) for a in (lse * math.log2(math.e), delta))
-    widths = q.shape[3], v.shape[3]
-    operands = q, k, v, dout, lse, delta
-    dq = backward_queries(*operands, first_keys(segment_ids, window), None, None, scale, queries_ring(*widths), q.dtype)
-    dk, dv = backward_keys(*operands, None, last_queries(segment_ids, window), None, scale, keys_ring(*widths), q.dtype)
+    arrays = BackwardInputs(q, k, v, dout, lse, delta)
+    dq = backward_queries(arrays, TokenInterval(first_keys(segment_ids, window), None), None, scale, q.dtype)
+    dk, dv = backward_keys(arrays, TokenInterval(None, last_queries(segment_ids, window)), None, scale, q.dtype)
     return dq[:, :seq], dk[:, :seq], dv[:, :seq], None, None
 
 

@@ -1,7 +1,7 @@
 """Fused attention to a part of a sequence's keys: each query sees one interval of them, or none.
 
-The three functions that attention over keys which come in parts is made of (`kernels.attention.partial`). Results are f32, but
-for those of a last part, and sums over parts are formed inside the kernels.
+The Hopper kernels behind `kernels.attention.partial`. Results are f32, except a last part's, which may be rounded. The kernels
+add the results of other parts themselves.
 """
 
 import math
@@ -9,13 +9,15 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.attention.mosaic.backward_keys import backward_keys, keys_ring
-from moe_jax.kernels.attention.mosaic.backward_queries import backward_queries, queries_ring
-from moe_jax.kernels.attention.mosaic.forward import forward, forward_ring
-from moe_jax.kernels.attention.mosaic.masks import queries_of_keys
+from moe_jax.kernels.attention.mosaic.backward_keys import KeyGradients, backward_keys
+from moe_jax.kernels.attention.mosaic.backward_queries import backward_queries
+from moe_jax.kernels.attention.mosaic.forward import forward
+from moe_jax.kernels.attention.mosaic.masks import TokenInterval, queries_of_keys
+from moe_jax.kernels.attention.mosaic.warpgroups import BackwardInputs
+from moe_jax.kernels.attention.online_softmax import PartialAttention
 
 BLOCK = 128
-"""Every kernel's blocks divide it: sequences are filled up to a multiple."""
+"""A multiple of every kernel's blocks: sequences are padded to a multiple of it."""
 
 F32 = jnp.dtype(jnp.float32)
 
@@ -28,32 +30,26 @@ def forward_of_interval(
     last_key: Int[Array, "batch queries"],
     *,
     scale: float,
-    previous: tuple[Array, Array] | None = None,
+    previous: PartialAttention | None = None,
     out_dtype: jnp.dtype = F32,
-) -> tuple[Float[Array, "batch queries heads value_dim"], Float[Array, "batch heads queries"]]:
-    """out and lse (f32) of queries that see the keys first_key[i] .. last_key[i]; 0 and -inf where these are none.
+) -> PartialAttention:
+    """Returns attention to the keys first_key[i] .. last_key[i] of each query; out 0 and lse -inf where there is none.
 
-    For keys that are a part of the sequence. With `previous`, the (out, lse) of the same queries over other keys, the result
-    is over both parts. Neither bound may fall from one query to the next, and 0 <= first_key, last_key < keys. Not
-    differentiable: `gradient_of_queries` and `gradients_of_keys` are the other half.
+    With `previous`, the attention of the same queries over other keys, the result is over both parts. Neither bound may fall
+    from one query to the next, and 0 <= first_key, last_key < keys. Not differentiable: `gradient_of_queries` and
+    `gradients_of_keys` are the other half.
     """
     queries, keys = q.shape[1], k.shape[1]
-    q, k, v = (fill_up(a) for a in (q, k, v))
+    q, k, v = (pad_to_block(a) for a in (q, k, v))
     if previous is not None:
-        previous = fill_up(previous[0]), fill_up(previous[1], axis=2)
-    ring = forward_ring(q.shape[3], v.shape[3])
-    bounds = _fill_up_bounds(first_key, last_key, keys)
-    out, lse = forward(q, k, v, *bounds, previous, float(scale), ring, out_dtype)
-    return out[:, :queries], lse[:, :, :queries]
+        previous = PartialAttention(pad_to_block(previous[0]), pad_to_block(previous[1], axis=2))
+    in_sight = _pad_interval(first_key, last_key, keys)
+    out, lse = forward(q, k, v, in_sight, previous, float(scale), out_dtype)
+    return PartialAttention(out[:, :queries], lse[:, :, :queries])
 
 
 def gradient_of_queries(
-    dout: Float[Array, "batch queries heads value_dim"],
-    q: Float[Array, "batch queries heads head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
-    lse: Float[Array, "batch heads queries"],
-    delta: Float[Array, "batch heads queries"],
+    arrays: BackwardInputs,
     first_key: Int[Array, "batch queries"],
     last_key: Int[Array, "batch queries"],
     *,
@@ -61,58 +57,52 @@ def gradient_of_queries(
     previous: Float[Array, "batch queries heads head_dim"] | None = None,
     out_dtype: jnp.dtype = F32,
 ) -> Float[Array, "batch queries heads head_dim"]:
-    """dq by way of the pairs (query, key) of `forward_of_interval`, `previous` added.
+    """Returns dq by way of the pairs (query, key) of `forward_of_interval`, plus `previous`.
 
-    `lse` is over all keys of the sequence and delta[i] = <dout[i], out[i]> with the whole `out`: so the gradients by way of
-    the parts of the sequence add up to the whole's.
+    arrays.lse is over all keys of the sequence, and arrays.delta[i] = <dout[i], out[i]> is of the whole `out`. The gradients by
+    way of the sequence's parts then add up to the gradient.
     """
-    queries = q.shape[1]
-    q, k, v, dout, lse, delta, first_key, last_key = _fill_up_backward(dout, q, k, v, lse, delta, first_key, last_key)
-    previous = None if previous is None else fill_up(previous)
-    ring = queries_ring(q.shape[3], v.shape[3])
-    dq = backward_queries(q, k, v, dout, lse, delta, first_key, last_key, previous, float(scale), ring, out_dtype)
-    return dq[:, :queries]
+    queries = arrays.q.shape[1]
+    arrays, in_sight = _pad_backward(arrays, first_key, last_key)
+    previous = None if previous is None else pad_to_block(previous)
+    return backward_queries(arrays, in_sight, previous, float(scale), out_dtype)[:, :queries]
 
 
 def gradients_of_keys(
-    dout: Float[Array, "batch queries heads value_dim"],
-    q: Float[Array, "batch queries heads head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
-    lse: Float[Array, "batch heads queries"],
-    delta: Float[Array, "batch heads queries"],
+    arrays: BackwardInputs,
     first_key: Int[Array, "batch queries"],
     last_key: Int[Array, "batch queries"],
     *,
     scale: float,
     previous: tuple[Array, Array] | None = None,
 ) -> tuple[Float[Array, "batch keys kv_heads head_dim"], Float[Array, "batch keys kv_heads value_dim"]]:
-    """(dk, dv), both f32, as `gradient_of_queries`; `previous`, those by way of other queries, added."""
-    keys = k.shape[1]
-    q, k, v, dout, lse, delta, first_key, last_key = _fill_up_backward(dout, q, k, v, lse, delta, first_key, last_key)
-    previous = None if previous is None else (fill_up(previous[0]), fill_up(previous[1]))
-    first_query, last_query = queries_of_keys(first_key, last_key, k.shape[1])
-    ring = keys_ring(q.shape[3], v.shape[3])
-    dk, dv = backward_keys(q, k, v, dout, lse, delta, first_query, last_query, previous, float(scale), ring, F32)
+    """Returns dk and dv, both f32, by way of the pairs of `gradient_of_queries`, plus `previous`."""
+    keys = arrays.k.shape[1]
+    arrays, in_sight = _pad_backward(arrays, first_key, last_key)
+    padded = None if previous is None else KeyGradients(*(pad_to_block(a) for a in previous))
+    dk, dv = backward_keys(arrays, queries_of_keys(in_sight, arrays.k.shape[1]), padded, float(scale), F32)
     return dk[:, :keys], dv[:, :keys]
 
 
-def _fill_up_backward(dout, q, k, v, lse, delta, first_key, last_key) -> tuple:
-    """(q, k, v, dout, lse in base 2, delta, first_key, last_key); as queries, the tokens that fill up see nothing."""
-    tokens = (fill_up(a) for a in (q, k, v, dout.astype(q.dtype)))
-    rows = (fill_up(a, axis=2) for a in (lse * math.log2(math.e), delta))
-    return *tokens, *rows, *_fill_up_bounds(first_key, last_key, k.shape[1])
+def _pad_backward(arrays: BackwardInputs, first_key: Array, last_key: Array) -> tuple[BackwardInputs, TokenInterval]:
+    """Pads all arrays, with lse in base 2 and dout in q's dtype; as queries, padding sees nothing."""
+    q, k, v, dout, lse, delta = arrays
+    keys = k.shape[1]
+    lse_log2 = lse * math.log2(math.e)
+    q, k, v, dout = (pad_to_block(a) for a in (q, k, v, dout.astype(q.dtype)))
+    lse, delta = (pad_to_block(a, axis=2) for a in (lse_log2, delta))
+    return BackwardInputs(q, k, v, dout, lse, delta), _pad_interval(first_key, last_key, keys)
 
 
-def _fill_up_bounds(first_key: Array, last_key: Array, keys: int) -> tuple[Array, Array]:
-    """The queries that fill up see nothing: their first key is behind all, and neither bound falls."""
+def _pad_interval(first_key: Array, last_key: Array, keys: int) -> TokenInterval:
+    """Pads with queries that see nothing: their first key is after all keys, and neither bound falls."""
     padding = (0, 0), (0, -first_key.shape[1] % BLOCK)
     first_key = jnp.pad(jnp.minimum(first_key, keys), padding, constant_values=keys)
-    return first_key.astype(jnp.int32), jnp.pad(last_key, padding, mode="edge").astype(jnp.int32)
+    return TokenInterval(first_key.astype(jnp.int32), jnp.pad(last_key, padding, mode="edge").astype(jnp.int32))
 
 
-def fill_up(a: Array, value: int = 0, axis: int = 1) -> Array:
-    """The array with `value` behind it up to a multiple of BLOCK."""
+def pad_to_block(a: Array, value: int = 0, axis: int = 1) -> Array:
+    """Pads an axis at its end with `value`, up to a multiple of BLOCK."""
     padding = [(0, 0)] * a.ndim
     padding[axis] = 0, -a.shape[axis] % BLOCK
     return jnp.pad(a, padding, constant_values=value)

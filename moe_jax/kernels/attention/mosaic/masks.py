@@ -1,13 +1,30 @@
-"""What each query of packed segments sees: one interval of keys, [first_key[i], i]; each key is seen by [j, last_query[j]].
+"""The pairs (query, key) that count: intervals of tokens, the blocks that cover them, and the mask of a block's scores.
 
-Queries and keys that are different tokens of one sequence in its order have two bounds each, and an interval may be empty. No
-bound ever falls along a row of tokens, so that a block's own bounds are those of its first and last token.
+A query of packed segments sees one interval of keys, [first_key[i], i], and a key is seen by the queries [j, last_query[j]].
+Queries of a part of a sequence have two bounds each, and an interval may be empty. Neither bound ever falls along a row of
+tokens. The bounds of a block are therefore the bounds of its first and last token.
 """
+
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
+
+from moe_jax.kernels.attention.mosaic.warpgroups import ROWS, WorkTile, broadcast_columns
+from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
+
+
+class TokenInterval(NamedTuple):
+    """The tokens first[i] .. last[i] of the other side that token i sees, or is seen by; none where last < first.
+
+    In causal attention queries have no array `last`, and keys none `first`: that bound is the token's own index.
+    """
+
+    first: Int[Array, "batch tokens"] | None
+    last: Int[Array, "batch tokens"] | None
 
 
 def first_keys(segment_ids: Int[Array, "batch seq"], window: Array | int | None) -> Int[Array, "batch seq"]:
@@ -27,70 +44,119 @@ def last_queries(segment_ids: Int[Array, "batch seq"], window: Array | int | Non
     return last if window is None else jnp.minimum(last, index + _clip(window, segment_ids) - 1)
 
 
-def queries_of_keys(
-    first_key: Int[Array, "batch queries"], last_key: Int[Array, "batch queries"], num_keys: int
-) -> tuple[Int[Array, "batch keys"], Int[Array, "batch keys"]]:
-    """(first_query, last_query): the interval of queries that see each key, given the interval of keys that each query sees."""
+def queries_of_keys(keys: TokenInterval, num_keys: int) -> TokenInterval:
+    """Returns the interval of queries that see each key, given the interval of keys that each query sees."""
 
-    def of_row(first_key: Array, last_key: Array) -> tuple[Array, Array]:
+    def of_row(keys: TokenInterval) -> TokenInterval:
         index = jnp.arange(num_keys, dtype=jnp.int32)
-        first = jnp.searchsorted(last_key, index, side="left", method="scan_unrolled")
-        last = jnp.searchsorted(first_key, index, side="right", method="scan_unrolled") - 1
-        return first.astype(jnp.int32), last.astype(jnp.int32)
+        assert keys.first is not None and keys.last is not None
+        first = jnp.searchsorted(keys.last, index, side="left", method="scan_unrolled")
+        last = jnp.searchsorted(keys.first, index, side="right", method="scan_unrolled") - 1
+        return TokenInterval(first.astype(jnp.int32), last.astype(jnp.int32))
 
-    return jax.vmap(of_row)(first_key, last_key)
+    return jax.vmap(of_row)(keys)
 
 
-def key_blocks(
-    first_key: Int[Array, "batch queries"],
-    last_key: Int[Array, "batch queries"] | None,
-    num_keys: int,
-    block_q: int,
-    block_kv: int,
-) -> Int[Array, "batch q_blocks 4"]:
-    """Blocks of keys that a block of queries visits, from the last down to the first.
+class BlockSteps(NamedTuple):
+    """The steps of a tile's loop: one block of the other side a step. A row of the tables of `n_block_steps`, `m_block_steps`.
 
-    Query i sees keys first_key[i] .. last_key[i]; last_key None: up to key i. Returns (last, masked, unmasked, visited): visits
-    begin at block `last` and go down. The first `masked` of the `visited` need the mask, those up to number `unmasked` are seen
-    whole by every query of the block, the rest need it again. Where nothing is seen, one block is visited under its mask.
+    Steps [0, masked) and [full, total) apply the mask; steps [masked, full) lie between, and every pair of them counts.
+    There is always a step, and the first applies the mask.
     """
+
+    start: int | Array
+    """The block of step 0: n_block_max in a loop over keys, downwards; m_block_min in a loop over queries, upwards."""
+    masked: int | Array
+    full: int | Array
+    total: int | Array
+
+    @classmethod
+    def load(cls, table, tile: WorkTile) -> "BlockSteps":
+        """Reads a tile's row in a kernel."""
+        return cls(*(table[tile.batch, tile.block, column] for column in range(4)))
+
+
+def n_block_steps(keys: TokenInterval, num_keys: int, block_m: int, block_n: int) -> Int[Array, "batch m_blocks 4"]:
+    """Returns the `BlockSteps` of each block of queries, over blocks of keys from n_block_max down to n_block_min.
+
+    `keys` is the interval of keys that each query sees. n_block_max is the last block in sight, inclusive (FlashAttention-3
+    counts one more), and n_block_min = n_block_max - total + 1. Where nothing is in sight there is one step.
+    """
+    first_key, last_key = keys
+    assert first_key is not None
     if last_key is None:
         last_key = jnp.arange(first_key.shape[1], dtype=jnp.int32)[None]
-    first_low, first_high = first_key[:, ::block_q], first_key[:, block_q - 1 :: block_q]
-    last_low, last_high = last_key[:, ::block_q], last_key[:, block_q - 1 :: block_q]
-    end = last_high // block_kv + 1
-    visited = jnp.maximum(end - first_low // block_kv, 1)
-    masked = jnp.clip(end - (last_low + 1) // block_kv, 1, visited)
-    unmasked = jnp.clip(end + -first_high // block_kv, masked, visited)
-    return _table(jnp.clip(end - 1, 0, num_keys // block_kv - 1), masked, unmasked, visited)
+    first_low, first_high = first_key[:, ::block_m], first_key[:, block_m - 1 :: block_m]
+    last_low, last_high = last_key[:, ::block_m], last_key[:, block_m - 1 :: block_m]
+    end = last_high // block_n + 1
+    total = jnp.maximum(end - first_low // block_n, 1)
+    masked = jnp.clip(end - (last_low + 1) // block_n, 1, total)
+    full = jnp.clip(end + -first_high // block_n, masked, total)
+    return _table(BlockSteps(jnp.clip(end - 1, 0, num_keys // block_n - 1), masked, full, total))
 
 
-def query_blocks(
-    first_query: Int[Array, "batch keys"] | None,
-    last_query: Int[Array, "batch keys"],
-    num_queries: int,
-    block_q: int,
-    block_kv: int,
-) -> Int[Array, "batch kv_blocks 4"]:
-    """Blocks of queries that see a block of keys, from the first up: (first, masked, unmasked, visited), as `key_blocks`.
+def m_block_steps(queries: TokenInterval, num_queries: int, block_m: int, block_n: int) -> Int[Array, "batch n_blocks 4"]:
+    """Returns the `BlockSteps` of each block of keys, over blocks of queries from m_block_min up to m_block_max.
 
-    Key j is seen by queries first_query[j] .. last_query[j]; first_query None: from query j on.
+    `queries` is the interval of queries that see each key. m_block_max = m_block_min + total - 1, inclusive. Where no query
+    sees a key of the block there is one step.
     """
+    first_query, last_query = queries
+    assert last_query is not None
     if first_query is None:
         first_query = jnp.arange(last_query.shape[1], dtype=jnp.int32)[None]
-    first_low, first_high = first_query[:, ::block_kv], first_query[:, block_kv - 1 :: block_kv]
-    last_low, last_high = last_query[:, ::block_kv], last_query[:, block_kv - 1 :: block_kv]
-    first = first_low // block_q
-    visited = jnp.maximum(last_high // block_q + 1 - first, 1)
-    masked = jnp.clip(-(-first_high // block_q) - first, 1, visited)
-    unmasked = jnp.clip((last_low + 1) // block_q - first, masked, visited)
-    return _table(jnp.clip(first, 0, num_queries // block_q - 1), masked, unmasked, visited)
+    first_low, first_high = first_query[:, ::block_n], first_query[:, block_n - 1 :: block_n]
+    last_low, last_high = last_query[:, ::block_n], last_query[:, block_n - 1 :: block_n]
+    m_block_min = first_low // block_m
+    total = jnp.maximum(last_high // block_m + 1 - m_block_min, 1)
+    masked = jnp.clip(-(-first_high // block_m) - m_block_min, 1, total)
+    full = jnp.clip((last_low + 1) // block_m - m_block_min, masked, total)
+    return _table(BlockSteps(jnp.clip(m_block_min, 0, num_queries // block_m - 1), masked, full, total))
 
 
 def _clip(window: Array | int, segment_ids: Array) -> Array:
-    """A window of which sums neither overflow nor leave a query without itself."""
+    """Limits a window to [1, seq]: sums with it do not overflow, and each query sees itself."""
     return jnp.clip(window, 1, segment_ids.shape[1]).astype(jnp.int32)
 
 
-def _table(*columns: Array) -> Array:
-    return jnp.stack(jnp.broadcast_arrays(*columns), axis=-1).astype(jnp.int32)
+def _table(steps: BlockSteps) -> Array:
+    return jnp.stack(jnp.broadcast_arrays(*steps), axis=-1).astype(jnp.int32)
+
+
+class Mask(NamedTuple):
+    """The mask of a step's scores in a kernel. A row is a token of the warpgroup, a column a token of the step's block.
+
+    A pair counts if low[row] <= column token <= high[row], in indices of the sequence. Kinds:
+
+    full        every pair counts
+    causal      one bound is the row's own index, and the array of that bound is None
+    interval    both bounds are arrays
+    """
+
+    kind: Literal["full", "causal", "interval"] = "full"
+    low: Int[Array, "rows"] | None = None
+    high: Int[Array, "rows"] | None = None
+    first_row: int | Array = 0
+    """The index in the sequence of row 0."""
+
+    @classmethod
+    def of_interval(cls, low, high, first_row) -> "Mask":
+        """Builds the mask of a warpgroup's rows; a bound of None makes it causal."""
+        return cls("causal" if low is None or high is None else "interval", low, high, first_row)
+
+    def with_diagonal(self) -> "Mask":
+        """Fills in the rows' own indices. Called in each step: kept from step to step they would hold registers."""
+        if self.kind != "causal":
+            return self
+        own = self.first_row + plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=ROWS)
+        return self._replace(
+            kind="interval", low=own if self.low is None else self.low, high=own if self.high is None else self.high
+        )
+
+    def apply(self, a, first_column, fill: float):
+        """Returns `a` [rows, columns] with `fill` in place of pairs that do not count; column 0 is token `first_column`."""
+        if self.kind == "full":
+            return a
+        column = plgpu.broadcasted_iota(jnp.int32, a.shape, 1, layout=plgpu.Layout.WGMMA)
+        above = column >= broadcast_columns(self.low - first_column, a.shape)
+        return jnp.where(above & (column <= broadcast_columns(self.high - first_column, a.shape)), a, fill)

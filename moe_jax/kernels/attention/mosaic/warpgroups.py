@@ -1,133 +1,167 @@
-"""What the attention kernels share: their launch, the order of their blocks, and matmuls whose left operand is in registers."""
+"""The parts that the attention kernels share: launch by names, the tile scheduler, and accesses to registers and memory."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
 
 from moe_jax.kernels.hopper.interpreter import is_interpreted, wgmma_registers
 from moe_jax.kernels.hopper.launch import grid_size, operand_transforms
 from moe_jax.kernels.hopper.launch import launch as launch_kernel
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, SHARED_MEMORY, WGMMA_ROWS
 
-COMPUTERS = 2
-"""Warpgroups that compute."""
-
-OWN_ROWS = 64
-"""Rows of one warpgroup: those of one wgmma."""
-
-LOADER_REGISTERS, COMPUTER_REGISTERS = 24, 240
-"""Registers a thread: together with 128 threads a warpgroup they fill the 65536 of a core."""
+RESIDENT_BLOCK = CONSUMERS * WGMMA_ROWS
+"""Tokens of the block that stays in shared memory while a tile's loop runs over the blocks of the other side."""
 
 LOG2_E = math.log2(math.e)
 
-NEVER = -1e30
-"""A maximum below every score, finite so that differences are numbers."""
-
 L2_BYTES = 32 * 2**20
-"""Of an H100's or H200's 50 MiB, what k and v of blocks that run at a time may fill."""
+"""The part of an H100's or H200's 50 MiB that k and v of the tiles which run at a time may fill."""
+
+RESERVED_BYTES = 2**10
+"""Shared memory kept for barriers and vectors of f32."""
+
+ROWS = plgpu.Layout.WGMMA.reduce(1)
+"""The layout of one number for each row of a wgmma's result."""
+
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+"""The layout of one number for each column of a wgmma's result."""
+
+
+def launch(name: str, kernel: Callable, inputs: NamedTuple, outputs: NamedTuple, scratch: NamedTuple):
+    """Launches `kernel(inputs, outputs, scratch)`, whose fields are references, in every warpgroup of every thread block.
+
+    `inputs` holds arrays, `outputs` their shapes and `scratch` what `pl.run_scoped` allocates. A field may be None, and is
+    None in the kernel too. Returns `outputs` with arrays.
+    """
+    types, results = jax.tree.structure(inputs), jax.tree.structure(outputs)
+
+    def with_names(*references):
+        *references, buffers = references
+        given, wanted = references[: types.num_leaves], references[types.num_leaves :]
+        kernel(jax.tree.unflatten(types, given), jax.tree.unflatten(results, wanted), buffers)
+
+    run = launch_kernel(name, with_names, jax.tree.leaves(outputs), [scratch], warpgroups=CONSUMERS + 1)
+    return jax.tree.unflatten(results, run(*jax.tree.leaves(inputs)))
+
+
+class BackwardInputs(NamedTuple):
+    """The arrays that both backward kernels read."""
+
+    q: Float[Array, "batch queries heads head_dim"]
+    k: Float[Array, "batch keys kv_heads head_dim"]
+    v: Float[Array, "batch keys kv_heads value_dim"]
+    dout: Float[Array, "batch queries heads value_dim"]
+    lse: Float[Array, "batch heads queries"]
+    """f32, over every key of the sequence; -inf where a query sees none."""
+    delta: Float[Array, "batch heads queries"]
+    """f32: <dout[i], out[i]>, less the gradient of lse[i] where there is one."""
+
+
+class WorkTile(NamedTuple):
+    """The part of the result that a thread block computes at a time: a block of the sequence for one head."""
+
+    batch: int | jax.Array
+    block: int | jax.Array
+    """m_block, a block of queries, or n_block, a block of keys."""
+    head: int | jax.Array
+    kv_head: int | jax.Array
 
 
 @dataclass(frozen=True)
-class Work:
-    """The tiles of a kernel, one for each (batch, block of the sequence, head), and which a thread block computes, in order.
+class TileScheduler:
+    """The tiles of a kernel, one for each (batch, block of the sequence, head), and the order in which thread blocks take them.
 
-    Tiles come in sections of as many key heads as L2 holds, within a section the longest first. They are dealt to and fro,
-    0 1 2 2 1 0 0 1 2, so that each thread block gets as many long ones as short ones: where a section gives it many. With
-    one or two a section, the same blocks get the longest of every section.
+    Tiles come in sections of as many key heads as L2 holds, and the longest come first within a section. They are dealt to and
+    fro, 0 1 2 2 1 0 0 1 2: each thread block gets an equal share of long and short tiles where a section gives it many. With
+    one or two tiles a section, the same thread blocks get the longest of every section.
     """
 
     batch: int
     heads: int
     kv_heads: int
     num_blocks: int
-    """Along the sequence."""
+    """Blocks of the sequence."""
     longest: Literal["first", "last"]
-    """Where in the sequence the blocks with the most work are."""
+    """The end of the sequence at which blocks have the most work."""
     bytes_per_kv_head: int | None
-    """Of what the tiles of one key head share; None: all tiles are one section."""
+    """Bytes that the tiles of one key head share; None: all tiles are one section."""
 
     def for_each_tile(self, body: Callable, carry):
-        """carry = body(number of the block's tile, (batch, block, head, key head), carry) for each tile of this block."""
+        """Folds carry = body(number, tile, carry) over this thread block's tiles; returns (carry, number of tiles)."""
         own, blocks = lax.axis_index("block"), grid_size()
-        full, rest = divmod(self.batch * self.heads * self.num_blocks, blocks)
+        full_rounds, rest = divmod(self.batch * self.heads * self.num_blocks, blocks)
 
-        def position(turn):
-            return jnp.where(lax.rem(turn, jnp.int32(2)) == 0, own, blocks - 1 - own)
+        def position(deal):
+            return jnp.where(lax.rem(deal, jnp.int32(2)) == 0, own, blocks - 1 - own)
 
-        count = full + (position(jnp.int32(full)) < rest).astype(jnp.int32)
-        return lax.fori_loop(0, count, lambda turn, c: body(turn, self._place(turn * blocks + position(turn)), c), carry), count
+        count = full_rounds + (position(jnp.int32(full_rounds)) < rest).astype(jnp.int32)
+        return lax.fori_loop(0, count, lambda deal, c: body(deal, self._tile(deal * blocks + position(deal)), c), carry), count
 
-    def _place(self, index):
+    def _tile(self, index) -> WorkTile:
         pairs, group = self.batch * self.kv_heads, self.heads // self.kv_heads
         fitting = pairs if self.bytes_per_kv_head is None else max(1, min(pairs, L2_BYTES // self.bytes_per_kv_head))
         section_pairs = next(n for n in range(fitting, 0, -1) if pairs % n == 0)
         section, index = _divmod(index, section_pairs * group * self.num_blocks)
         block, index = _divmod(index, section_pairs * group)
         pair, member = _divmod(index, group)
-        b, kv_head = _divmod(section * section_pairs + pair, self.kv_heads)
-        return b, block if self.longest == "first" else self.num_blocks - 1 - block, kv_head * group + member, kv_head
+        batch, kv_head = _divmod(section * section_pairs + pair, self.kv_heads)
+        block = block if self.longest == "first" else self.num_blocks - 1 - block
+        return WorkTile(batch, block, kv_head * group + member, kv_head)
 
 
 def _divmod(a, b: int):
     return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))
 
 
-SHARED_MEMORY_BYTES = 226 * 2**10
-"""Of a core's 227 KiB, less what barriers and vectors of f32 take."""
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Blocks of the operand that a kernel runs over: tokens of one, and how many shared memory holds."""
+class StagedBlocks(NamedTuple):
+    """The blocks that a tile's loop runs over: `block` tokens each, `stages` of them in shared memory at a time."""
 
     block: int
     stages: int
 
-    def slot(self, visit):
-        """Where in the ring a visit's block lies; opaque to the compiler for the reason of `own_rows`."""
-        return lax.optimization_barrier(lax.rem(visit, jnp.int32(self.stages)))
 
-    def wait_until_free(self, empty, visit) -> None:
-        """Waits until the slot of a visit has been read by the visit before it; slots start free."""
-
-        @pl.when(visit >= self.stages)
-        def _():
-            plgpu.barrier_wait(empty.at[self.slot(visit)])
-
-    def drain(self, empty, visited) -> None:
-        """Waits for every arrival, so that no barrier ends with a phase that its waiter has not seen."""
-        for i in range(self.stages):
-            self.wait_until_free(empty, visited + i)
+def most_stages(block: int, width: int, resident: int) -> StagedBlocks:
+    """Returns up to four stages of `width` 16-bit elements a token, in the shared memory that `resident` elements leave."""
+    return StagedBlocks(block, min(4, (SHARED_MEMORY - RESERVED_BYTES - 2 * resident) // (2 * block * width)))
 
 
-def largest_ring(block: int, width: int, resident: int) -> Ring:
-    """Up to four blocks of `width` 16-bit elements a token, in the shared memory that `resident` elements leave."""
-    return Ring(block, min(4, (SHARED_MEMORY_BYTES - 2 * resident) // (2 * block * width)))
+def operand(*shape: int, dtype: jnp.dtype) -> pl.MemoryRef:
+    """Allocates a 16-bit operand of wgmma or TMA in shared memory."""
+    return plgpu.SMEM(shape, dtype, transforms=operand_transforms(dtype))
+
+
+def interpreter_staging(columns: int, dtype: jnp.dtype) -> pl.MemoryRef | None:
+    """Allocates the copy in shared memory of wgmma's left operand that only the interpreter needs; None on a GPU.
+
+    The interpreter multiplies references only. `multiply_registers` passes p or ds, which lie in registers, through this copy.
+    """
+    return operand(CONSUMERS, WGMMA_ROWS, columns, dtype=dtype) if is_interpreted() else None
 
 
 def own_rows(warpgroup):
-    """A warpgroup's rows of a block. Called in a loop it keeps what is computed from them there.
+    """Returns a warpgroup's rows of a block. Called in a loop it keeps what is computed from them there.
 
     Moved before the loop, the addresses of every step of every wgmma would fill tens of registers.
     """
-    return pl.ds(lax.optimization_barrier(warpgroup) * OWN_ROWS, OWN_ROWS)
+    return pl.ds(lax.optimization_barrier(warpgroup) * WGMMA_ROWS, WGMMA_ROWS)
 
 
-def own_tokens(first_row):
-    """[OWN_ROWS] the sequence indices of a warpgroup's rows."""
-    return first_row + plgpu.broadcasted_iota(jnp.int32, (OWN_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+def load_rows(reference):
+    """Loads one number for each row of a warpgroup from global memory."""
+    return plgpu.load(reference, layout=ROWS, optimized=False)
 
 
-def in_interval(shape: tuple[int, int], first_column, low, high):
-    """[m, n] whether low[row] <= first_column + column <= high[row]."""
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-    above = column >= broadcast_columns(low - first_column, shape)
-    return above & (column <= broadcast_columns(high - first_column, shape))
+def load_tile(reference):
+    """Loads [WGMMA_ROWS, columns] from global memory in the layout of a wgmma's result."""
+    return plgpu.load(reference, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
 def broadcast_columns(rows, shape: tuple[int, int]):
@@ -140,65 +174,17 @@ def broadcast_rows(columns, shape: tuple[int, int]):
     return lax.broadcast_in_dim(columns, shape, [1])
 
 
-def scores(a, b):
-    """a b^T of two references."""
-
-    def multiply(accumulator):
-        plgpu.wgmma(accumulator, a, b.transpose((1, 0)))
-        return accumulator[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
-
-
-def weighted_sum(out, weights, v, staging):
-    """out + weights v."""
-
-    def multiply(accumulator):
-        if staging is None:
-            accumulator[...] = out
-        wgmma_registers(accumulator, weights, v, staging)
-        return accumulator[...]
-
-    product = pl.run_scoped(multiply, plgpu.ACC(out.shape, jnp.float32))
-    # The interpreter cannot set an accumulator.
-    return product if staging is None else product + out
-
-
-def scores_and_weighted_sum(q, k, out, weights, v, issued: Callable, between: Callable, staging):
-    """(between(q k^T), out + weights v): `between` runs beside the second matmul, `issued` when both have been started."""
-
-    def multiply(s, o):
-        if staging is None:
-            o[...] = out
-        plgpu.wgmma(s, q, k.transpose((1, 0)))
-        wgmma_registers(o, weights, v, staging)
-        issued()
-        result = between(plgpu.wgmma_accumulator_load(s, wait_n=1))
-        return result, o[...]
-
-    shape = q.shape[0], k.shape[0]
-    result, product = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(out.shape, jnp.float32))
-    return result, product if staging is None else product + out
-
-
-def launch(name: str, body: Callable, outputs: list, scratch: list, dtype: jnp.dtype) -> Callable:
-    """`body(*inputs, *outputs, *scratch)` runs in every warpgroup of every block.
-
-    A tuple in `scratch` is the shape of what `wgmma_registers` stages, one for each computing warpgroup; None on a GPU.
-    """
-    stages = [i for i, s in enumerate(scratch) if isinstance(s, tuple)]
-    for i in stages:
-        scratch[i] = plgpu.SMEM((COMPUTERS, *scratch[i]), dtype, transforms=operand_transforms(dtype))
+def start_accumulator(accumulator, value) -> None:
+    """Sets an accumulator. The interpreter cannot: there `read_accumulator` adds the value."""
     if not is_interpreted():
-        for i in reversed(stages):
-            del scratch[i]
+        accumulator[...] = value
 
-    def with_stages(*references):
-        references = list(references)
-        if not is_interpreted():
-            first = len(references) - len(scratch)
-            for i in stages:
-                references.insert(first + i, None)
-        body(*references)
 
-    return launch_kernel(name, with_stages, outputs, scratch, warpgroups=COMPUTERS + 1)
+def read_accumulator(accumulator, started_with):
+    """Waits for all wgmmas and returns the accumulator that `start_accumulator` set to `started_with`."""
+    return accumulator[...] + started_with if is_interpreted() else accumulator[...]
+
+
+def multiply_registers(accumulator, a, b, staging, warpgroup) -> None:
+    """Issues accumulator += a b with `a` in registers; `staging` is what `interpreter_staging` gave."""
+    wgmma_registers(accumulator, a, b, None if staging is None else staging.at[warpgroup])
