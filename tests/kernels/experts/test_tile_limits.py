@@ -94,7 +94,7 @@ def test_allowed_tiles(pass_name, matrix, tile):
         tile.rows in (64, 128)
         and tile.columns <= 256
         and (columns % tile.columns == 0 or (tile.ping_pong and "gated" not in pass_name and tile.columns < columns))
-        and tile.own_columns % chunk == 0
+        and tile.warpgroup_columns % chunk == 0
         and registers <= (128 if pass_name == "gated_matmul_backward" else 192)
         and (pass_name != "grouped_outer" or matrix[0] % tile.rows == 0)
         and tile.stages >= 2
