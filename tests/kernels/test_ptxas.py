@@ -1,4 +1,4 @@
-"""The Hopper kernels compiled to machine code for an H200, without one: none spills registers but those named here.
+"""The Hopper kernels compiled to machine code for an H200, without one: only the kernels in SPILLS spill registers.
 
 More shared memory than a block can have, 227 KiB, is refused while lowering.
 """
@@ -11,7 +11,7 @@ from h200 import needs_compiler, run_script
 pytestmark = needs_compiler
 
 SPILLS = {"gated_matmul_backward": 264, "sum_rows": 8}
-"""Bytes a thread stores at most where what is fastest does not fit into its registers (docs/kernels.md); others store none."""
+"""Upper bound on the bytes that a thread spills, for kernels whose fastest version exceeds the registers (docs/kernels.md)."""
 
 EXPERTS = """
 def step(x, w_gate_up, w_down, weights, chosen, dy):
@@ -146,45 +146,51 @@ ATTENTION_KERNELS = {"flash_attention_forward", "flash_attention_backward_querie
 
 
 @pytest.mark.parametrize("tokens", [64, 32768])
-def test_the_experts_of_qwen3_30b_spill_no_more_than_is_named(tokens):
+def test_experts(tokens):
+    """The experts of Qwen3-30B-A3B spill no more than SPILLS says."""
     assert_no_spills(spilled_bytes(EXPERTS, tokens), EXPERTS_KERNELS)
 
 
-def test_a_forward_pass_alone_is_two_kernels_that_spill_nothing():
-    """The first gathers the rows."""
+def test_forward_pass():
+    """A forward pass alone is two kernels that spill nothing. The first gathers the rows."""
     assert_no_spills(spilled_bytes(FORWARD), {"gated_matmul", "grouped_matmul"})
 
 
-def test_the_experts_of_one_token_spill_nothing():
+def test_one_token():
+    """The experts of one token spill nothing."""
     assert_no_spills(spilled_bytes(ONE_TOKEN), {"gated_matmul_of_pairs", "matmul_of_pairs"})
 
 
 @pytest.mark.thorough
-def test_with_other_tiles_a_kernel_that_gathers_its_rows_spills_12_bytes_at_most():
+def test_gathering_tiles():
+    """With other tiles a kernel that gathers its rows spills at most 12 bytes."""
     (spilled,) = spilled_bytes(GATHERING).values()
     assert spilled <= 12
 
 
-def test_sums_over_a_tokens_choices_spill_no_more_than_is_named():
+def test_token_sums():
+    """Sums over a token's choices spill no more than SPILLS says."""
     assert_no_spills(spilled_bytes(SUMS), {"sum_rows"})
 
 
-def test_totals_of_stacked_layers_are_added_to_where_they_lie_and_nothing_spills():
+def test_accumulators_of_stacked_layers():
     """XLA copies no layer's totals out of the stack and none back: the kernel reads and writes them there."""
     assert_no_spills(spilled_bytes(TOTALS), {"grouped_outer"})
 
 
-def test_totals_that_a_scan_slices_are_whole_when_a_kernel_changes_them():
+def test_accumulators_of_a_scan():
     """XLA fuses a kernel with slices of what it reads and writes, also where it is to change one and write the other."""
     assert_no_spills(spilled_bytes(SCANNED_TOTALS), EXPERTS_KERNELS)
 
 
 @pytest.mark.thorough
-def test_warpgroups_that_take_turns_spill_no_more_than_is_named():
+def test_ping_pong():
+    """Ping-pong tiles spill no more than SPILLS says."""
     assert_no_spills(spilled_bytes(BY_TURNS), EXPERTS_KERNELS - {"gather_rows_kernel"})
 
 
-def test_the_attention_of_qwen3_30b_spills_nothing():
+def test_attention():
+    """The attention of Qwen3-30B-A3B spills nothing."""
     assert_no_spills(spilled_bytes(ATTENTION), ATTENTION_KERNELS)
 
 

@@ -1,7 +1,7 @@
 """Everything that kernels do differently in JAX's GPU interpreter, which runs them on a CPU, slowly and with a race detector.
 
-Two more differences stand where they belong: rows that `row_copies` would gather are gathered before (`experts.mosaic`), and
-attention adds to an accumulator behind the matmul, since the interpreter cannot set one before it.
+Two more differences stand where they belong. `experts.mosaic` gathers the rows that `row_copies` would gather. Attention adds
+to an accumulator behind the matmul, since the interpreter cannot set one before it.
 """
 
 from typing import Any

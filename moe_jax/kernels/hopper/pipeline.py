@@ -48,7 +48,8 @@ with a loading warpgroup is written so:
         run_roles(produce, consume, MATMUL_REGISTERS)
 
 `launch` runs the body in every warpgroup inside one `pl.run_scoped`, which takes a NamedTuple and fills it with references.
-(Keywords of `pl.run_scoped` would do too, but it allocates these in the order of the alphabet.)
+Keywords of `pl.run_scoped` would do too, but it allocates these in the order of the alphabet.
+
 An operand that stays for a whole tile (attention's q) is a pipeline of one stage, whose step is the number of the tile.
 """
 
@@ -134,8 +135,8 @@ class Pipeline:
         """Returns the scratch of a pipeline.
 
         Args:
-            copies: TMA copies that fill a slot. A tuple gives a slot several full barriers, one for each number of copies, so
-                that a consumer can start on the first operand while the others are still on their way.
+            copies: TMA copies that fill a slot. A tuple gives a slot several full barriers, one for each number of copies. A
+                consumer can then start on the first operand while the others are still on their way.
             is_ping_pong: the consumers take whole tiles in turn, so a slot has one reader. A Pallas barrier must be waited for
                 in every phase, or its waiter gets out of step; so each consumer has full barriers of its own.
             has_opaque_slots: hides from the compiler how a slot follows from its step. Moved before the loop, the addresses of
@@ -175,8 +176,8 @@ class Pipeline:
     def drain(self, steps) -> None:
         """Producer, after its last step: waits until all slots of all `steps` steps have been released.
 
-        Without it a barrier would end with an arrival that nobody has waited for, and a block could exit while copies or reads
-        of its shared memory are still going on.
+        Without it a barrier would end with an arrival that nobody has waited for. A block could exit while its shared memory is
+        still being read or filled.
         """
         for i in range(self.stages):
             self.acquire(steps + i)

@@ -8,8 +8,8 @@
     invariant piece p of row r lies at p ^ (r mod 8), the 128-byte swizzle that wgmma expects
               the parity waited for follows from the step, since a consumer may leave out phases
 
-A tile's row numbers stand in registers from its first step on. Read in each step, from memory or from shared memory, they made
-the kernel a tenth to a fifth slower, as if the load waited behind the copies before it.
+A tile's row numbers stand in registers from its first step on. Reading them in each step, from memory or from shared memory,
+made the kernel a tenth to a fifth slower: as if the load waited behind the copies before it.
 
 Pallas passes none of its barriers to `inline_mgpu`, so this file initializes and waits for its own. JAX's interpreter cannot
 run `inline_mgpu`: rows are gathered before the kernel there. This file depends on `jaxlib.mlir` and `jax.experimental.mosaic`,

@@ -1,4 +1,4 @@
-"""The experts of a few pairs, which decoding takes."""
+"""The experts of a few (token, expert) pairs, for decoding."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,8 @@ def layer_of(x, w_gate_up, w_down, weights, chosen):
         ("some_nobody", 3, 32, 4, 128, 128, "bfloat16"),
     ],
 )
-def test_values_are_as_near_f64_as_the_xla_backends(rng, routing, tokens, experts, k, hidden, inter, dtype):
+def test_values(rng, routing, tokens, experts, k, hidden, inter, dtype):
+    """As near f64 as the xla backend's."""
     layer = make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype)
     assert by_pairs.takes(layer[4], layer[2])
     with jax.enable_x64(True):
@@ -37,7 +38,8 @@ def test_values_are_as_near_f64_as_the_xla_backends(rng, routing, tokens, expert
     assert relative_error(y, exact) <= 1.5 * relative_error(other, exact) + 1e-6
 
 
-def test_ids_of_few_bits_mean_the_same(rng):
+def test_ids_of_8_bits(rng):
+    """Ids of few bits mean the same."""
     *arrays, chosen = make_layer(rng, "random", 1, 8, 2, 128, 128)
     chosen = chosen.at[0, 0].set(-1)
     np.testing.assert_array_equal(layer_of(*arrays, chosen.astype(jnp.int8)), layer_of(*arrays, chosen))
@@ -53,7 +55,8 @@ def is_by_pairs(*sizes):
     "tokens, experts, k, hidden, inter",
     [(1, 128, 8, 2048, 768), (4, 256, 8, 7168, 2048), (2, 8, 2, 4096, 14336), (1, 1, 1, 128, 32768)],
 )
-def test_few_pairs_are_computed_by_pairs(tokens, experts, k, hidden, inter):
+def test_by_pairs(tokens, experts, k, hidden, inter):
+    """Few pairs are computed by pairs."""
     assert is_by_pairs(tokens, experts, k, hidden, inter)
 
 
@@ -67,14 +70,16 @@ def test_few_pairs_are_computed_by_pairs(tokens, experts, k, hidden, inter):
         (1, 2, 1, 128, 65536, "two rows take all of a block's shared memory"),
     ],
 )
-def test_others_by_rows(tokens, experts, k, hidden, inter, why):
+def test_by_rows(tokens, experts, k, hidden, inter, why):
+    """Other inputs are computed by rows."""
     assert not is_by_pairs(tokens, experts, k, hidden, inter), why
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not mosaic.is_native(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
-def test_bits_are_those_of_many_tokens_every_time(rng, tokens):
+def test_bits_of_many_tokens(rng, tokens):
+    """The bits are those of many tokens, every time."""
     x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 70, 128, 8, 2048, 768)
     many = layer_of(x, w_gate_up, w_down, weights, chosen)[:tokens]
     few = jax.jit(layer_of)

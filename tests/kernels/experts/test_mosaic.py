@@ -48,7 +48,8 @@ SMALL = 37, 4, 2, 128, 128
         ("some_nobody", 1, 6, 3, 256, 192, "bfloat16"),
     ],
 )
-def test_values_and_every_gradient_are_as_near_f64_as_the_xla_backends(rng, routing, tokens, experts, k, hidden, inter, dtype):
+def test_values_and_gradients(rng, routing, tokens, experts, k, hidden, inter, dtype):
+    """As near f64 as the xla backend's."""
     layer = make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype)
     dy = jnp.asarray(rng.normal(size=(tokens, hidden)), dtype)
     ours = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy)
@@ -56,7 +57,8 @@ def test_values_and_every_gradient_are_as_near_f64_as_the_xla_backends(rng, rout
     assert_as_near_as(ours, theirs, layer, dy, few=3e-2)
 
 
-def test_what_stands_between_gate_up_and_down_gets_gradients_of_the_rows_of_pairs_alone(rng):
+def test_between_gate_up_and_down(rng):
+    """A function between `gate_up` and `down` gets gradients of the rows of pairs only."""
     x, w_gate_up, w_down, weights, chosen = make_layer(rng, "some_nobody", *SMALL)
     rows = plan(chosen, SMALL[1], mosaic.ROW_ALIGNMENT)
 
@@ -75,7 +77,8 @@ def in_room(max_pairs, x, w_gate_up, w_down, weights, chosen):
     return experts_mlp_of_parts([part], w_gate_up, w_down, backend="mosaic", max_pairs=[max_pairs])[0]
 
 
-def test_room_for_fewer_rows_where_most_experts_live_elsewhere(rng):
+def test_max_pairs(rng):
+    """Room for fewer rows, if most experts live elsewhere, changes no bit."""
     *arrays, chosen = make_layer(rng, "random", 17, 16, 4, 128, 64)
     layer = arrays[0], arrays[1][:4], arrays[2][:4], arrays[3], chosen
     dy = jnp.asarray(rng.normal(size=(17, 128)), jnp.bfloat16)
@@ -87,7 +90,8 @@ def test_room_for_fewer_rows_where_most_experts_live_elsewhere(rng):
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_products_of_parts_are_those_of_all_their_rows(rng, routing):
+def test_outer_of_parts(rng, routing):
+    """Products of parts are those of all their rows."""
     parts = []
     for _ in range(3):
         rows = plan(jnp.asarray(choose(rng, routing, 50, 4, 2), jnp.int32), 4, mosaic.ROW_ALIGNMENT)
@@ -107,7 +111,8 @@ def test_products_of_parts_are_those_of_all_their_rows(rng, routing):
     seed=st.integers(0, 2**31),
 )
 @pytest.mark.long
-def test_the_three_matmuls_are_those_of_the_xla_backend_on_the_same_plan(tokens, experts, k, routing, seed):
+def test_three_matmuls(tokens, experts, k, routing, seed):
+    """On the same plan they equal the xla backend's, and rows of nobody give zeros."""
     rng = np.random.default_rng(seed)
     rows = plan(jnp.asarray(choose(rng, routing, tokens, experts, min(k, experts)), jnp.int32), experts, mosaic.ROW_ALIGNMENT)
     x, dh = (jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16) for width in (64, 128))
@@ -133,7 +138,8 @@ def test_the_three_matmuls_are_those_of_the_xla_backend_on_the_same_plan(tokens,
     "routing, tokens, experts, k, m, n",
     [("random", 70, 3, 2, 64, 256), ("one_takes_all", 130, 2, 1, 128, 128), ("half_empty", 3, 4, 1, 256, 64)],
 )
-def test_a_sum_by_experts_adds_to_what_is_there_and_leaves_the_rest_alone(rng, routing, tokens, experts, k, m, n):
+def test_outer_accumulates(rng, routing, tokens, experts, k, m, n):
+    """A sum by experts is added to the accumulator; experts without rows keep every bit."""
     rows = plan(jnp.asarray(choose(rng, routing, tokens, experts, k), jnp.int32), experts, mosaic.ROW_ALIGNMENT)
     a, b = (jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16) for width in (m, n))
     before = rng.normal(size=(experts, m, n)).astype(np.float32)
@@ -146,7 +152,8 @@ def test_a_sum_by_experts_adds_to_what_is_there_and_leaves_the_rest_alone(rng, r
     np.testing.assert_array_equal(total[~has_rows].view(np.int32), before[~has_rows].view(np.int32))
 
 
-def test_totals_of_micro_batches_grow_by_the_gradients_of_every_chunk(rng):
+def test_accumulators_of_micro_batches(rng):
+    """They grow by the gradients of every chunk."""
     layer = make_layer(rng, "half_empty", 30, 4, 1, 128, 64)
     dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
     totals = tuple(jnp.asarray(rng.normal(size=w.shape), jnp.float32) for w in layer[1:3])
@@ -170,7 +177,8 @@ def test_totals_of_micro_batches_grow_by_the_gradients_of_every_chunk(rng):
 
 
 @pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.thorough), 7])
-def test_the_bits_of_a_token_do_not_depend_on_the_other_tokens(rng, tokens):
+def test_bits_of_a_token(rng, tokens):
+    """They do not depend on the other tokens."""
     x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 150, 4, 3, 128, 64)
     weights = few_bits(weights)
     dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
@@ -193,7 +201,7 @@ def test_two_runs_give_the_same_bits(rng):
 
 
 @pytest.mark.thorough
-def test_the_order_of_tiles_changes_no_bit(rng, monkeypatch):
+def test_order_of_tiles(rng, monkeypatch):
     """One and three rows of tiles an expert, and several columns; as for large matrices, two rows go through them together."""
     *arrays, _ = make_layer(rng, "random", 320, 2, 1, 384, 128)
     layer = *arrays, jnp.asarray(np.arange(320)[:, None] >= 60, jnp.int32)
@@ -211,7 +219,8 @@ def test_the_order_of_tiles_changes_no_bit(rng, monkeypatch):
             np.testing.assert_array_equal(actual, expected)
 
 
-def test_f32_master_weights_get_f32_gradients_summed_once(rng):
+def test_f32_master_weights(rng):
+    """They get f32 gradients, rounded nowhere before."""
     x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", *SMALL)
     layer = (x, w_gate_up.astype(jnp.float32), w_down.astype(jnp.float32), weights, chosen)
     dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
@@ -224,7 +233,7 @@ def test_f32_master_weights_get_f32_gradients_summed_once(rng):
     np.testing.assert_array_equal(d_down.astype(jnp.bfloat16), rounded_down)
 
 
-def test_without_h_the_bits_are_the_same(rng):
+def test_without_h(rng):
     """A forward pass alone, and the first of two under `jax.checkpoint`, which JAX does not interpret."""
     *arrays, chosen = make_layer(rng, "some_nobody", *SMALL)
     dy = jnp.asarray(rng.normal(size=arrays[0].shape), jnp.bfloat16)
@@ -241,7 +250,7 @@ def test_without_h_the_bits_are_the_same(rng):
 
 
 @pytest.mark.parametrize("routing", ["random", "one_takes_all"])
-def test_rows_gathered_where_they_are_used_are_those_gathered_before(rng, routing):
+def test_gather_where_used(rng, routing):
     """A forward pass alone gathers them in its first matmul. What a token holds that chooses nobody reaches no row."""
     # So many that a GPU's blocks have several tiles each.
     tokens, hidden, inter = (20000, 1024, 384) if mosaic.is_native() else (150, 192, 128)
@@ -261,7 +270,7 @@ def test_rows_gathered_where_they_are_used_are_those_gathered_before(rng, routin
 
 
 @pytest.mark.parametrize("routing", [*ROUTINGS[:2], pytest.param("half_empty", marks=pytest.mark.smoke), *ROUTINGS[3:]])
-def test_tokens_read_where_they_are_give_what_gathered_ones_give(rng, routing):
+def test_few_tokens_are_not_gathered(rng, routing):
     """Up to 64 tokens are read where they are, in a forward pass alone. The first token chooses one expert three times.
 
     A CPU rounds some sums by where a row stands in a tile.
@@ -280,7 +289,7 @@ def test_tokens_read_where_they_are_give_what_gathered_ones_give(rng, routing):
 
 
 @pytest.mark.parametrize("tokens, max_pairs, blocks", [(1, None, 2), (64, None, 4), (65, None, 6), (64, 128, 4), (64, 127, 6)])
-def test_up_to_64_tokens_have_one_block_of_rows_for_each_chosen_expert(tokens, max_pairs, blocks):
+def test_rows_of_up_to_64_tokens(tokens, max_pairs, blocks):
     """Unless there is no room for all that they choose. A forward pass gathers rows in its first matmul and is two kernels."""
 
     def layer(x, w_gate_up, w_down, weights, chosen):
@@ -292,7 +301,9 @@ def test_up_to_64_tokens_have_one_block_of_rows_for_each_chosen_expert(tokens, m
     assert f"-> tensor<{(blocks + 1) * 64}x320xbf16>" in lowered
 
 
-def test_h_is_written_where_a_gradient_needs_it_alone():
+def test_h_is_written_for_gradients():
+    """A forward pass alone does not write h."""
+
     def layer(x, w_gate_up, w_down, weights, chosen):
         return kernels.experts_mlp(x, w_gate_up, w_down, weights, chosen, backend="mosaic")
 
@@ -334,7 +345,9 @@ def test_real_layers_lower_for_an_h200(experts, k, hidden, inter):
         assert num_kernels(lowered) == 9, "two gathers and four matmuls backward, one and two forward"
 
 
-def test_layers_lower_for_an_h200_where_jax_has_64_bits():
+def test_lowers_for_an_h200_with_x64():
+    """With jax_enable_x64 too."""
+
     def step(x, w_gate_up, w_down, weights, chosen):
         def loss(*arrays):
             return kernels.experts_mlp(*arrays, chosen, backend="mosaic").astype(jnp.float32).sum()
@@ -346,7 +359,7 @@ def test_layers_lower_for_an_h200_where_jax_has_64_bits():
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_totals_of_a_real_layer_are_added_to_where_they_lie(check_vma):
+def test_accumulators_in_place_on_h200(check_vma):
     """On two devices, of which each has totals of its own: neither is copied, since the kernels' results take their memory."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
@@ -378,7 +391,8 @@ def test_totals_of_a_real_layer_are_added_to_where_they_lie(check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_a_replicated_weights_gradient_is_summed_over_devices(check_vma):
+def test_replicated_weights_on_h200(check_vma):
+    """The gradient of a replicated weight is summed over devices."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
     specs = (P("data"), P(), P(), P("data"), P("data"))
@@ -411,14 +425,16 @@ def test_a_replicated_weights_gradient_is_summed_over_devices(check_vma):
         ),
     ],
 )
-def test_what_it_does_not_take_is_refused_with_the_reason(rng, change, message):
+def test_refusal(rng, change, message):
+    """An input that the backend does not take is refused with the reason."""
     sizes = {"hidden": 64, "inter": 128} | change
     layer = make_layer(rng, "random", 5, 4, 2, **sizes)
     with pytest.raises(ValueError, match=f"argument backend: backend 'mosaic' does not take this input: {message}"):
         kernels.experts_mlp(*layer, backend="mosaic")
 
 
-def test_a_plan_of_another_alignment_is_refused(rng):
+def test_plan_of_another_alignment(rng):
+    """It is refused; a plan of the right alignment is taken."""
     x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 5, 4, 2, 64, 128)
     with pytest.raises(ValueError, match=r"row_alignment 1; it needs plan\(..., row_alignment=64\)"):
         kernels.gate_up(x, w_gate_up, plan(chosen, 4), backend="mosaic")
@@ -435,7 +451,8 @@ def test_a_plan_of_another_alignment_is_refused(rng):
 @pytest.mark.gpu
 @pytest.mark.skipif(not mosaic.is_native(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("tokens", [1, 2, 16, 129])
-def test_the_bits_of_a_token_of_qwen3_30b_do_not_depend_on_8192_others_nor_on_gradients(rng, tokens):
+def test_bits_of_a_token_of_qwen3_30b(rng, tokens):
+    """They depend neither on 8192 other tokens nor on whether gradients are computed."""
     x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 8192, 128, 8, 2048, 768)
     dy = jnp.asarray(rng.normal(size=x.shape), jnp.bfloat16)
 
@@ -455,7 +472,8 @@ def test_the_bits_of_a_token_of_qwen3_30b_do_not_depend_on_8192_others_nor_on_gr
 @pytest.mark.gpu
 @pytest.mark.skipif(not mosaic.is_native(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("tokens", [1, 129, 8192])
-def test_a_layer_of_qwen3_30b_on_the_gpu_equals_f64_for_sampled_tokens_and_experts(rng, tokens):
+def test_layer_of_qwen3_30b(rng, tokens):
+    """On the GPU it equals f64 for sampled tokens and experts."""
     experts, k = 128, 8
     layer = make_layer(rng, "random", tokens, experts, k, 2048, 768)
     dy = jnp.asarray(rng.normal(size=(tokens, 2048)), jnp.bfloat16)

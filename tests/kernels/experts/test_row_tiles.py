@@ -15,10 +15,10 @@ COLUMN_TILES = 3
 
 
 def places(plan, height, group):
-    """(expert, row, rows of its own, column) of each tile that a kernel is told of; references read like arrays."""
+    """Returns (expert, row, rows of the expert, column) of each tile. The references read like arrays."""
     tiles = row_tiles(plan, height, COLUMN_TILES, group)
     found = (tiles.find(jnp.int32(i), *tiles.arrays) for i in range(int(tiles.count(*tiles.arrays)) * COLUMN_TILES))
-    return [tuple(map(int, (place.expert, place.row, place.num_rows, place.part))) for place in found]
+    return [tuple(map(int, coord)) for coord in found]
 
 
 @settings(max_examples=15, deadline=None)
@@ -27,7 +27,8 @@ def places(plan, height, group):
     st.sampled_from([64, 128]),
     st.sampled_from([1, 16]),
 )
-def test_each_experts_rows_are_cut_once_for_each_column(counts, height, group):
+def test_each_row_once(counts, height, group):
+    """Each expert's rows are cut once for each column of tiles."""
     rows = plan(chosen_so_often(counts, 1600), len(counts), ROW_ALIGNMENT)
     check(rows, places(rows, height, group), height)
 
@@ -37,7 +38,8 @@ def test_each_experts_rows_are_cut_once_for_each_column(counts, height, group):
     st.lists(st.lists(st.integers(-1, 6), min_size=3, max_size=3), min_size=1, max_size=20),
     st.sampled_from([64, 128]),
 )
-def test_a_block_of_few_tokens_is_one_tile_for_each_column(chosen, height):
+def test_few_tokens(chosen, height):
+    """A block of a few tokens is one tile for each column of tiles."""
     rows = plan_of_few(jnp.asarray(chosen), 6, ROW_ALIGNMENT)
     found = places(rows, height, 1)
     check(rows, found, height)
@@ -55,7 +57,8 @@ def check(rows, found, height):
 
 
 @pytest.mark.parametrize("group, columns_first", [(1, True), (16, False)])
-def test_rows_of_a_group_go_through_a_column_together(group, columns_first):
+def test_group_order(group, columns_first):
+    """Rows of a group go through a column together."""
     rows = plan(chosen_so_often([200, 10], 210), 2, ROW_ALIGNMENT)
     (_, row, _, part), (_, next_row, _, next_part) = places(rows, 64, group)[:2]
     assert ((next_row == row, next_part == part) == (True, False)) is columns_first

@@ -1,4 +1,4 @@
-"""Which tiles a pass can take: what is allowed lowers for an H200, what is refused says what would be right."""
+"""The tiles that a pass can take: allowed tiles lower for an H200, a refusal says what would be right."""
 
 import dataclasses
 import re
@@ -47,14 +47,15 @@ def lower(pass_name, matrix, tile, gathers=False):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("pass_name", PASSES)
-def test_every_candidate_lowers_for_an_h200(pass_name):
+def test_candidates_lower_for_an_h200(pass_name):
     matrix = (768, 768)
     assert {tile.columns for tile in candidates(pass_name, matrix)} >= {128, 256}
     for tile in candidates(pass_name, matrix):
         assert num_kernels(lower(pass_name, matrix, tile)) == 1, tile
 
 
-def test_what_fits_fits_where_the_pass_gathers_its_rows():
+def test_candidates_that_gather():
+    """A tile that fits also fits if the pass gathers its rows."""
     matrix = (768, 768)
     for tile in candidates("gated_matmul", matrix):
         tile = dataclasses.replace(tile, stages=tile_limits.most_stages("gated_matmul", tile))
@@ -62,7 +63,8 @@ def test_what_fits_fits_where_the_pass_gathers_its_rows():
 
 
 @pytest.mark.parametrize("pass_name", PASSES)
-def test_one_stage_too_many_takes_as_much_shared_memory_as_we_say(pass_name):
+def test_one_stage_too_many(pass_name):
+    """It takes exactly the bytes of shared memory that `shared_memory` returns."""
     matrix = (768, 768)
     for shape in {dataclasses.replace(tile, stages=0) for tile in candidates(pass_name, matrix)}:
         tile = dataclasses.replace(shape, stages=tile_limits.most_stages(pass_name, shape) + 1)
@@ -74,7 +76,8 @@ def test_one_stage_too_many_takes_as_much_shared_memory_as_we_say(pass_name):
 
 @pytest.mark.parametrize("layer", EXPERT_LAYERS.values(), ids=list(EXPERT_LAYERS))
 @pytest.mark.parametrize("pass_name", PASSES)
-def test_a_pass_has_few_candidates_and_all_fit(pass_name, layer):
+def test_number_of_candidates(pass_name, layer):
+    """A pass has few candidates, and all fit."""
     for matrix in ((2 * layer.inter, layer.hidden), (layer.hidden, layer.inter)):
         tiles = candidates(pass_name, matrix)
         assert 5 <= len(tiles) <= 15 and len(set(tiles)) == len(tiles)
@@ -82,7 +85,8 @@ def test_a_pass_has_few_candidates_and_all_fit(pass_name, layer):
 
 
 @given(st.sampled_from(PASSES), st.tuples(SIZES, SIZES), TILES)
-def test_a_tile_is_allowed_if_it_divides_the_matrix_into_whole_chunks_that_fit(pass_name, matrix, tile):
+def test_allowed_tiles(pass_name, matrix, tile):
+    """A tile is allowed if it divides the matrix into whole chunks that fit."""
     columns = matrix[0] if pass_name in ("gated_matmul", "grouped_matmul") else matrix[1]
     chunk = 128 if pass_name == "gated_matmul" else 64
     registers = tile.rows * tile.columns // (128 if tile.ping_pong else 256)
@@ -90,7 +94,7 @@ def test_a_tile_is_allowed_if_it_divides_the_matrix_into_whole_chunks_that_fit(p
         tile.rows in (64, 128)
         and tile.columns <= 256
         and (columns % tile.columns == 0 or (tile.ping_pong and "gated" not in pass_name and tile.columns < columns))
-        and tile.own_columns % chunk == 0
+        and tile.warpgroup_columns % chunk == 0
         and registers <= (128 if pass_name == "gated_matmul_backward" else 192)
         and (pass_name != "grouped_outer" or matrix[0] % tile.rows == 0)
         and tile.stages >= 2
@@ -133,7 +137,8 @@ def test_a_tile_is_allowed_if_it_divides_the_matrix_into_whole_chunks_that_fit(p
         ),
     ],
 )
-def test_a_refusal_says_what_would_be_right(pass_name, tile, message):
+def test_refusal(pass_name, tile, message):
+    """It says what would be right."""
     assert refusal(pass_name, (192, 256), tile).startswith(message)
 
 
@@ -141,7 +146,8 @@ def test_a_refusal_says_what_would_be_right(pass_name, tile, message):
     st.sampled_from(PASSES),
     st.builds(TileShape, st.sampled_from([64, 128]), st.sampled_from([64, 128, 192, 256]), st.just(0), st.booleans()),
 )
-def test_most_stages_is_the_last_that_fits(pass_name, tile):
+def test_most_stages(pass_name, tile):
+    """It is the last number of stages that fits."""
     most = tile_limits.most_stages(pass_name, tile)
     bytes_of = [tile_limits.shared_memory(pass_name, dataclasses.replace(tile, stages=most + more)) for more in (0, 1)]
     assert bytes_of[0] <= SHARED_MEMORY < bytes_of[1]

@@ -1,10 +1,9 @@
-"""Passes with tiles of one's choice: they agree bit for bit, and are timed for every number of tokens."""
+"""Passes with given tiles: they agree bit for bit, and are timed for every number of tokens."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.mosaic import tile_timing
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("no_races")
 
 
 def results(pass_name, tiles, matrix, chosen, experts, draw):
-    """Of each tile, the results as numpy arrays; of results by row those of rows that somebody chose."""
+    """Yields the results of each tile as numpy arrays; of results by row only the rows that somebody chose."""
     rows = plan(jnp.asarray(chosen, jnp.int32), experts, mosaic.ROW_ALIGNMENT)
     owned = np.asarray(rows.pair_of_row) < chosen.size
     shapes = operand_shapes(pass_name, matrix, rows.num_rows, experts)
@@ -49,9 +48,8 @@ def results(pass_name, tiles, matrix, chosen, experts, draw):
     ],
 )
 @pytest.mark.smoke
-def test_the_bits_do_not_depend_on_the_tile(pass_name, tiles):
+def test_bits_of_tiles(rng, pass_name, tiles):
     """Sums over k are exact here, since the interpreter adds up a step as its CPU likes; the order of all others counts."""
-    rng = seeds.rng()
 
     def draw(shape):
         return jnp.asarray(rng.integers(-4, 5, size=shape) / 4, jnp.bfloat16)
@@ -67,8 +65,8 @@ def test_the_bits_do_not_depend_on_the_tile(pass_name, tiles):
 @pytest.mark.gpu
 @pytest.mark.skipif(not mosaic.is_native(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("pass_name", PASSES)
-def test_the_bits_of_every_candidate_agree_on_the_gpu(pass_name):
-    rng = seeds.rng()
+def test_bits_of_candidates(rng, pass_name):
+    """The bits of every candidate agree on the GPU."""
     matrix = (1536, 768)
 
     def draw(shape):
@@ -81,7 +79,8 @@ def test_the_bits_of_every_candidate_agree_on_the_gpu(pass_name):
             np.testing.assert_array_equal(a, b)
 
 
-def test_every_tile_is_timed_at_every_number_of_tokens(monkeypatch):
+def test_time_tiles(monkeypatch):
+    """Every tile is timed at every number of tokens."""
     monkeypatch.setattr(tile_timing, "GROUPS", 2)
     monkeypatch.setattr(tile_timing, "ROUTINGS", 1)
     monkeypatch.setattr(tile_timing, "GROUP_SECONDS", 0)
@@ -91,7 +90,8 @@ def test_every_tile_is_timed_at_every_number_of_tokens(monkeypatch):
     assert all(second > 0 for of_tiles in seconds.values() for second in of_tiles.values())
 
 
-def test_fewer_tokens_than_the_most_leave_the_others_to_nobody():
+def test_fewer_tokens():
+    """The other tokens choose nobody."""
     found = tile_timing._routing(jax.random.key(0), 10, most=50, experts=4, top_k=2)
     chosen_pairs = np.asarray(found.pair_of_row)[: int(found.offsets[-1])]
     assert sorted(chosen_pairs[chosen_pairs < 100]) == list(range(20)), "both choices of the first ten tokens"

@@ -1,4 +1,4 @@
-"""Which tile a pass takes: the user's table before the packaged one before the rule, and a table with a mistake is refused."""
+"""The tile that a pass takes: the user's table before the packaged one before the rule; a table with a mistake is refused."""
 
 import json
 
@@ -64,12 +64,14 @@ def entry(columns, rows_per_expert, pass_name="grouped_matmul", matrix=MATRIX):
         ("grouped_outer", (192, 384), 100, TileShape(64, 128, 4)),
     ],
 )
-def test_without_a_table_the_rule_says(pass_name, matrix, rows_per_expert, tile):
+def test_rule(pass_name, matrix, rows_per_expert, tile):
+    """Without a table the rule decides."""
     assert rule(pass_name, matrix, rows_per_expert) == choose_tile(pass_name, matrix, rows_per_expert) == tile
 
 
 @given(st.integers(1, 200), st.integers(1, 200), st.floats(1e-3, 1e5))
-def test_the_rules_tile_fits_every_layer_that_the_backend_takes(hidden, inter, rows_per_expert):
+def test_rule_fits_every_layer(hidden, inter, rows_per_expert):
+    """The rule's tile fits every layer that the backend takes."""
     hidden, inter = 64 * hidden, 64 * inter
     if mosaic.refusal(jnp.bfloat16, hidden, inter) is None:
         for pass_name in PASSES:
@@ -78,12 +80,14 @@ def test_the_rules_tile_fits_every_layer_that_the_backend_takes(hidden, inter, r
                     assert refusal(pass_name, matrix, rule(pass_name, matrix, rows_per_expert)) is None
 
 
-def test_the_packaged_table_is_one_and_says_where_it_comes_from():
+def test_packaged_table():
+    """It is a table, and each entry says where it was measured."""
     packaged = tiles.Path(tiles.__file__).with_name("tiles.json")
     assert all(found.measured for found in read_table(packaged))
 
 
-def test_the_users_table_comes_before_the_packaged_one_and_that_before_the_rule(monkeypatch, tmp_path):
+def test_order_of_tables(monkeypatch, tmp_path):
+    """The user's table comes before the packaged table, and that before the rule."""
     use_packaged(monkeypatch, tmp_path / "packaged.json", entry(128, 64), entry(128, 2048))
     assert choose_tile("grouped_matmul", MATRIX, 64).columns == 128
     use_own(monkeypatch, tmp_path / "own.json", entry(64, 64))
@@ -95,13 +99,14 @@ def test_the_users_table_comes_before_the_packaged_one_and_that_before_the_rule(
     assert choose_tile("grouped_matmul", MATRIX, 64).columns == 128
 
 
-def test_the_nearest_average_holds_up_to_a_ratio_of_4(monkeypatch, tmp_path):
+def test_nearest_entry(monkeypatch, tmp_path):
+    """The nearest average holds up to a ratio of 4."""
     use_own(monkeypatch, tmp_path / "own.json", entry(64, 1 / 16), entry(128, 1))
     columns = [choose_tile("grouped_matmul", MATRIX, rows).columns for rows in (1 / 64, 1 / 16, 0.2, 1 / 4, 0.3, 1, 4, 4.1)]
     assert columns == [64, 64, 64, 64, 128, 128, 128, 256], "at the same ratio the smaller average; beyond 4 the rule"
 
 
-def test_every_pass_asks_for_its_own_matrix_and_average(monkeypatch):
+def test_keys_of_passes(monkeypatch):
     """hidden 128, inter 256; 6 choices of 3 experts."""
     asked = []
     monkeypatch.setattr(mosaic, "choose_tile", lambda *key: asked.append(key) or rule(*key))
@@ -141,7 +146,8 @@ def test_every_pass_asks_for_its_own_matrix_and_average(monkeypatch):
         ({}, "an entry before it is for the same pass, matrix and rows_per_expert"),
     ],
 )
-def test_a_bad_entry_is_one_error_that_names_file_and_entry(monkeypatch, tmp_path, change, message):
+def test_bad_entry(monkeypatch, tmp_path, change, message):
+    """It is one error that names the file and the entry."""
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"tiles": [GOOD, GOOD | change]}))
     monkeypatch.setenv("MOE_JAX_TILES", str(path))
@@ -150,7 +156,8 @@ def test_a_bad_entry_is_one_error_that_names_file_and_entry(monkeypatch, tmp_pat
     assert str(error.value).startswith(f"{path}: tiles[1] = {json.dumps(GOOD | change)}: ") and message in str(error.value)
 
 
-def test_a_file_that_is_no_table_is_refused(monkeypatch, tmp_path):
+def test_no_table(monkeypatch, tmp_path):
+    """A file that is no table is refused."""
     path = tmp_path / "mine.json"
     for content, message in (
         (b"{", "is not JSON: "),
@@ -168,7 +175,8 @@ def test_a_file_that_is_no_table_is_refused(monkeypatch, tmp_path):
         choose_tile("gated_matmul", MATRIX, 1)
 
 
-def test_a_written_table_keeps_what_it_had_for_other_keys(tmp_path):
+def test_merge_into_table(tmp_path):
+    """A written table keeps what it had for other keys."""
     path = tmp_path / "mine.json"
     old, other, new = entry(128, 64), entry(128, 0.1), Entry("grouped_matmul", MATRIX, 64, TileShape(64, 256, 4), "H200")
     by_turns = Entry("grouped_matmul", MATRIX, 512, TileShape(128, 128, 5, ping_pong=True))
@@ -184,7 +192,8 @@ def test_a_written_table_keeps_what_it_had_for_other_keys(tmp_path):
     assert path.read_text() == broken
 
 
-def test_a_table_decides_what_is_compiled(monkeypatch, tmp_path):
+def test_table_decides(monkeypatch, tmp_path):
+    """A table decides which tile is compiled."""
     taken = []
     monkeypatch.setattr(mosaic, "matmul", lambda x, w, rows, tile, *, transpose: taken.append(tile) or x)
     rows = plan(jnp.zeros((4, 2), jnp.int32), 1, 64)
@@ -195,7 +204,7 @@ def test_a_table_decides_what_is_compiled(monkeypatch, tmp_path):
     assert taken == [TileShape(64, 256, 4), TileShape(128, 64, 3)]
 
 
-def test_totals_are_added_with_a_tile_that_divides_the_matrix(monkeypatch):
+def test_accumulating_tile_divides_the_matrix(monkeypatch):
     """What lies beyond the matrix is another's: sums alone are cut off there, totals would be read there too."""
     taken = []
     monkeypatch.setattr(mosaic, "choose_tile", lambda *_: TileShape(128, 192, 4, ping_pong=True))

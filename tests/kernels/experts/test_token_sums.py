@@ -39,7 +39,7 @@ def exact(values, rows, weights):
         (7, 2, 1, 1536, "bfloat16"),
     ],
 )
-def test_the_kernel_sums_what_experts_computed(rng, tokens, shares, k, features, dtype, weighted):
+def test_sums(rng, tokens, shares, k, features, dtype, weighted):
     """What stands in rows that nobody computed, here NaN, does not show."""
     assert columns_at_a_time(features, k)
     values, rows, weights = make_rows(rng, tokens * shares, k, features, dtype)
@@ -52,7 +52,8 @@ def test_the_kernel_sums_what_experts_computed(rng, tokens, shares, k, features,
 
 @pytest.mark.parametrize("backend", ["mosaic", "xla"])
 @pytest.mark.parametrize("tokens, k, features", [(6, 2, 192), (6, 9, 512), (0, 2, 512), (4, 0, 512)])
-def test_sizes_that_are_not_the_kernels_are_summed_too(rng, backend, tokens, k, features):
+def test_other_sizes(rng, backend, tokens, k, features):
+    """Sizes that the kernel does not take are summed too."""
     values, rows, weights = make_rows(rng, tokens, k, features, "float32")
     for share in range(2):
         sums = implementation(backend).token_sums(values, rows, weights, share=share, shares=2)
@@ -60,7 +61,7 @@ def test_sizes_that_are_not_the_kernels_are_summed_too(rng, backend, tokens, k, 
         np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_the_kernel_sums_at_a_time():
+def test_columns_at_a_time():
     """Columns that divide all of them; not of more choices than a warpgroup has registers for."""
     sizes = [(2048, 8), (7168, 1), (2560, 6), (2880, 4), (2048, 9), (2048, 0)]
     assert [columns_at_a_time(*size) for size in sizes] == [1024, 1024, 512, None, None, None]

@@ -1,4 +1,4 @@
-"""`moe-jax tune`: which tiles win, what is printed and written, what is refused. A made-up stopwatch stands for the GPU."""
+"""`moe-jax tune`: the tiles that win, the output, the errors. A made-up stopwatch stands for the GPU."""
 
 import functools
 from typing import get_args, get_type_hints
@@ -22,7 +22,8 @@ def stopwatch(pass_name, matrix, tiles, tokens, experts, top_k, dtype):
     return {n: {tile: n * (0.9e-3 if tile.rows == 64 and n < 100 else 1e-3) for tile in tiles} for n in tokens}
 
 
-def test_every_pass_of_the_layer_is_timed_with_its_candidates_and_the_rules_tile():
+def test_tune():
+    """Every pass of the layer is timed with its candidates and the rule's tile."""
     timings = list(tune.tune(LAYER, (1, 1000), "bfloat16", stopwatch))
     gate_up, down = (384, 256), (256, 192)
     assert [(timing.pass_name, timing.matrix, timing.tokens) for timing in timings] == [
@@ -44,13 +45,15 @@ def test_every_pass_of_the_layer_is_timed_with_its_candidates_and_the_rules_tile
 
 
 @pytest.mark.parametrize("gain, wins", [(1.0, False), (1.049, False), (1.051, True), (2.0, True)])
-def test_a_tile_replaces_the_rules_if_it_is_faster_by_more_than_5_percent(gain, wins):
+def test_best_tile(gain, wins):
+    """A tile replaces the rule's tile if it is faster by more than 5 %."""
     ruled, other, slow = rule("grouped_matmul", (256, 192), 500), TileShape(64, 128, 3), TileShape(64, 256, 3)
     timing = Timing("grouped_matmul", (256, 192), LAYER, 1000, {slow: 9.0, other: 1.0, ruled: gain})
     assert timing.best == (other if wins else ruled)
 
 
-def test_rows_show_the_fastest_first_and_mark_the_best_and_the_rules():
+def test_rows():
+    """They show the fastest tile first, and mark the best tile and the rule's."""
     seconds = {TileShape(128, 256, 3): 2e-3, TileShape(64, 256, 4): 1e-3, TileShape(128, 128, 5, ping_pong=True): 4e-3}
     timing = Timing("grouped_matmul", (1024, 512), Layer(1024, 512, 8, 2), 1000, seconds)
     first, second, third = (row.split() for row in tune.rows(timing))
@@ -60,7 +63,8 @@ def test_rows_show_the_fastest_first_and_mark_the_best_and_the_rules():
     assert third == "grouped_matmul 1024 x 512 1000 128 x 128 x 5 by turns 4.0000 0.5".split()
 
 
-def test_the_command_prints_and_writes_a_table_that_keeps_other_layers(monkeypatch, tmp_path, capsys):
+def test_command(monkeypatch, tmp_path, capsys):
+    """It prints and writes a table, which keeps other layers."""
     monkeypatch.setattr(tune, "check", lambda *_: None)
     monkeypatch.setattr(tune, "tune", functools.partial(tune.tune, stopwatch=stopwatch))
     other = Entry("grouped_matmul", (2048, 768), 1.0, TileShape(128, 64, 3), "elsewhere")
@@ -89,7 +93,8 @@ def refused(capsys, *arguments) -> str:
     return capsys.readouterr().err
 
 
-def test_a_device_without_the_kernels_is_refused_before_anything_is_written(tmp_path, capsys):
+def test_device_without_the_kernels(tmp_path, capsys):
+    """It is refused before anything is written."""
     output = tmp_path / "tables" / "mine.json"
     error = refused(capsys, "--preset", "qwen3-30b-a3b", "--output", str(output))
     assert error == (
@@ -99,7 +104,8 @@ def test_a_device_without_the_kernels_is_refused_before_anything_is_written(tmp_
     assert not output.parent.exists()
 
 
-def test_what_cannot_be_tuned_is_one_line(monkeypatch, tmp_path, capsys):
+def test_errors(monkeypatch, tmp_path, capsys):
+    """An input that cannot be tuned is an error of one line."""
     assert "give either --preset NAME or all four of --hidden" in refused(capsys)
     assert "give either --preset NAME or all four of --hidden" in refused(capsys, "--hidden", "256")
     assert "give either" in refused(capsys, "--preset", "deepseek-v3", "--hidden", "256")
@@ -115,12 +121,13 @@ def test_what_cannot_be_tuned_is_one_line(monkeypatch, tmp_path, capsys):
     assert 'mine.json must be {"tiles": [...]}' in error
 
 
-def test_the_command_offers_every_published_layer():
+def test_presets_are_offered():
+    """The command's presets are the published layers."""
     offered = get_args(get_args(get_type_hints(TuneCommand)["preset"])[0])
     assert offered == tuple(EXPERT_LAYERS)
 
 
-def test_a_preset_is_the_published_layer(monkeypatch, tmp_path):
+def test_preset_sizes(monkeypatch, tmp_path):
     """`--preset` gives the kernels the sizes that stand in `config.named`."""
     tuned = []
     monkeypatch.setattr(tune, "check", lambda *_: None)

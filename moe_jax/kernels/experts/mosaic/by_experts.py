@@ -52,7 +52,7 @@ class OuterInputs(NamedTuple):
 
 
 class OuterCoord(NamedTuple):
-    """Where a tile lies, and where the rows of its expert do."""
+    """Coordinates of a tile, and of the rows of its expert."""
 
     expert: Any
     first_rows: list[Any]

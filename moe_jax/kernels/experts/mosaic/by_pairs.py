@@ -1,8 +1,8 @@
 """The experts of a few (token, expert) pairs, for decoding: each pair reads its expert's weights for itself, without a plan.
 
-Cost: the time is that of reading the weights, 3*I*D elements a pair. A tile is 16 columns of gate and the same 16 of up, or 32
-columns of down, of one pair, so that all cores read about the same amount. A pair's row stands in registers, the same in all 64
-rows of wgmma: the bits are those of the kernels for many rows.
+Cost: the time to read the weights, 3*I*D elements a pair. A tile is 16 columns of gate and the same 16 of up, or 32 columns of
+down, of one pair. All cores then read about the same amount. A pair's row stands in registers, the same in all 64 rows of
+wgmma: the kernels for many rows give the same bits.
 
 Kernels `gated_matmul_of_pairs` and `matmul_of_pairs`, with k steps of `step` = 256 summands (or the largest divisor):
 

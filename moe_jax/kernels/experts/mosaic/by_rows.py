@@ -76,9 +76,10 @@ def matmul_gated_silu(
     keep_h: bool,
     source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """Returns h = a @ w[e].T = [gate | up] and act = silu(gate) * up, which is computed from the f32 sums before h is rounded.
+    """Returns h = a @ w[e].T = [gate | up] and act = silu(gate) * up.
 
-    Without `keep_h`, h is None and not written. With source_of_row, row r is a[source_of_row[r]].
+    act is computed from the f32 sums before h is rounded. Without `keep_h`, h is None and not written. With source_of_row,
+    row r is a[source_of_row[r]].
     """
     inter, half = w.shape[1] // 2, tile.warpgroup_columns // 2
 
@@ -103,14 +104,14 @@ class WarpgroupPart(NamedTuple):
     """The 64 rows and the columns of a tile that a consumer's epilogue works on."""
 
     row: jax.Array
-    """Of the whole array, the first of the 64."""
+    """The first of the 64 rows, in the whole array."""
     column_block: Any
     """Number of the block of columns in the whole array, in units of `tile.warpgroup_columns`."""
     warpgroup: Any
 
 
 class EpilogueReferences(NamedTuple):
-    """What an epilogue reads and writes."""
+    """The references that an epilogue reads and writes."""
 
     outputs: tuple[Any, ...]
     inputs: Any
@@ -121,10 +122,10 @@ class EpilogueReferences(NamedTuple):
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What becomes of a tile's sums."""
+    """The part of a kernel that turns a tile's sums into results."""
 
     name: str
-    """Of the whole kernel, in profiles."""
+    """Name of the whole kernel, in profiles."""
     outputs: list[jax.ShapeDtypeStruct]
     store: Callable[[Any, WarpgroupPart, Callable, EpilogueReferences], None]
     """(sums of 64 rows in f32, part, write, references). write(output reference, column, values) rounds and stores a chunk."""
@@ -178,8 +179,8 @@ def launch_rows(
 
     Args:
         a: rows in expert order. If `plan.holds_all_tokens` it may be the tokens themselves, which are fewer than the rows.
-        pairs_halves: a warpgroup's columns are half from the first half of w's rows and half from the second half, so that gate
-            and up of one column are sums of one thread.
+        pairs_halves: half of a warpgroup's columns come from the first half of w's rows, half from the second half. Gate and up
+            of one column are then sums of one thread.
         source_of_row: the producer gathers a[source_of_row] itself (`row_copies`). The full barrier then says that w's columns
             have landed, `landed` that the rows have.
     """

@@ -37,7 +37,7 @@ from moe_jax.kernels.precision import sum_in_order
 
 
 class BackwardInputs(NamedTuple):
-    """What the epilogue reads besides the sums."""
+    """Arrays that the epilogue reads besides the sums."""
 
     h: Any
     weight_of_row: Any

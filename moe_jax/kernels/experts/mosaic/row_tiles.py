@@ -15,7 +15,7 @@ from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
 
 class TileCoord(NamedTuple):
-    """Where a tile lies."""
+    """Coordinates of a tile."""
 
     expert: jax.Array
     row: jax.Array

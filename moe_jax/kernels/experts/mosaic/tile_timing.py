@@ -27,8 +27,8 @@ GROUPS, GROUP_SECONDS, MOST_CALLS = 5, 50e-3, 100
 long enough for the power limit to set the clock, as in a layer. A tile that is 15 % faster for 5 ms may gain nothing there."""
 
 ROUTINGS = 4
-"""Random routings; a call launches the pass once for each. With one routing a single token's experts would be read from the L2
-cache, and Python would take longer to call than the GPU to compute."""
+"""Random routings; a call launches the pass once for each. With one routing the L2 cache would hold a single token's experts,
+and Python would take longer to call than the GPU to compute."""
 
 
 def time_tiles(

@@ -47,7 +47,7 @@ class SumsState(NamedTuple):
     """The loop's state: what is on its way."""
 
     summands: Any
-    """Of the next item."""
+    """Summands and weights of the next item."""
     rows_of_next: Any
     """Numbers of the rows of the item after that."""
     rows_of_second: Any
