@@ -21,7 +21,16 @@ MAX_TEST_NAME = 60
 FIRST_WORDS = {"What", "Which", "Whether", "Where", "How", "Of", "As", "Those", "Whose", "That"}
 """Words that no docstring begins with: it begins with a verb in the third person or the noun that it defines."""
 
-MANY_PARAMETERS: dict[str, str] = {}
+_SAMPLING = "users give each option of sampling by its name, as in transformers"
+_MODULE = "sizes and options of a module's weights, given once by name"
+MANY_PARAMETERS = {
+    "moe_jax/generation/generate.py:generate": _SAMPLING,
+    "moe_jax/generation/speculative.py:generate_with_drafts": _SAMPLING,
+    "moe_jax/generation/text.py:chat": _SAMPLING,
+    "moe_jax/kernels/attention/api.py:attention": "three arrays, and masks by name as in jax.nn.dot_product_attention",
+    "moe_jax/layers/group_router.py:GroupRouter.__init__": _MODULE,
+    "moe_jax/layers/moe.py:MoE.__init__": _MODULE,
+}
 """Public functions that may have more than `MAX_PARAMETERS`, as `moe_jax/file.py:function`, and why each needs them."""
 
 SECTIONS = {"Args:", "Returns:", "Raises:", "Yields:", "References:"}
@@ -105,12 +114,13 @@ def longest_sentence(docstring: str) -> int:
 
 
 def prose(docstring: str) -> Iterator[str]:
-    """Yields a docstring's texts, each in a line: paragraphs, list items, and descriptions of arguments without their names."""
+    """Yields a docstring's texts, each in a line: paragraphs, list items, and arguments without their names, no tables."""
     docstring = re.sub(r"^\s*```.*?^\s*```", "", docstring, flags=re.DOTALL | re.MULTILINE)
     docstring = re.sub(r"(`+).+?\1", "code", docstring, flags=re.DOTALL)
     for paragraph in re.split(r"\n\s*\n", docstring):
         lines = paragraph.splitlines()
-        if not lines or all(line.startswith("    ") or line.lstrip().startswith("|") for line in lines):
+        is_table = any(re.search(r"\S {3,}\S", line) for line in lines)
+        if not lines or is_table or all(line.startswith("    ") or line.lstrip().startswith("|") for line in lines):
             continue
         text = ""
         in_section = False

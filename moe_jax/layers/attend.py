@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.attention.api import attention
 from moe_jax.layers.cache import KVCache
 from moe_jax.parallel.sequence.attention import ContextParallel
-from moe_jax.parallel.sequence.ring import KV, Expand, keys_and_values
+from moe_jax.parallel.sequence.ring import KV, Expansion
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,20 @@ class Attend:
         self,
         q: Float[Array, "batch seq heads key_dim"],
         kept: KV,
-        expand: Expand | None = None,
-        weights=(),
+        expansion: Expansion | None = None,
         *,
         scale: float,
     ) -> tuple[Float[Array, "batch seq heads value_dim"], KVCache | None]:
         """Returns the result, and the cache with these tokens in it (None without a cache).
 
         Args:
-          kept: k and v, or the arrays that `expand` makes them from. A cache holds `kept`, and devices send it to each other.
-          expand: (k, v) = expand(weights, *kept), for any tokens.
-          weights: the parameters that `expand` reads.
+          kept: k and v, or the arrays that `expansion` makes them from. A cache holds `kept`, and devices send it to each
+            other.
+          expansion: makes k and v of `kept`, for any tokens.
         """
         if self.context is not None:
-            options = dict(expand=expand, weights=weights, window=self.window)
-            return self.context.attention(q, kept, self.segments, scale=scale, **options), None
+            out = self.context.attention(q, kept, self.segments, scale=scale, expansion=expansion, window=self.window)
+            return out, None
         cache, keys = self.cache, self.segments
         offset: Array | int = 0
         if cache is not None:
@@ -60,7 +59,7 @@ class Attend:
             # takes equally many queries and keys.
             if self.sees_cached_tokens:
                 kept, keys, offset = cache.read(self.layer, q.dtype), cache.segment_ids, cache.length
-        k, v = keys_and_values(expand, weights, kept)
+        k, v = kept if expansion is None else expansion.expand(expansion.weights, *kept)
         out = attention(
             q,
             k,

@@ -1,9 +1,9 @@
 """DeepSeek-V3's two ways to keep experts evenly loaded: a bias that follows the load, and a small loss per sequence.
 
 Section 2.1.2 of its report (https://arxiv.org/abs/2412.19437). The bias is added to the scores for the choice of experts and
-for nothing else, so it adds no gradient to the model's (Wang et al., 2024, https://arxiv.org/abs/2408.15664). The loss guards
-against a single sequence that goes to few experts, which the load of a whole batch hides. docs/balancing.md says which loss
-is for which recipe.
+for nothing else. So it adds no gradient to the model's (Wang et al., 2024, https://arxiv.org/abs/2408.15664). The loss guards
+against a single sequence that goes to few experts, which the load of a whole batch hides. docs/balancing.md says which loss is
+for which recipe.
 """
 
 from dataclasses import dataclass, field

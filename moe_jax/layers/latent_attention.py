@@ -18,6 +18,7 @@ from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.rope import RopeTables, apply_rope, mscale_of_scores
+from moe_jax.parallel.sequence.ring import Expansion
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms on the latents, whatever `rms_norm_eps` is, as in DeepSeek's code and in transformers."""
@@ -78,12 +79,12 @@ class LatentAttention(nnx.Module):
         """Returns the output, and the cache with these tokens in it (None without a cache)."""
         q, latents = self.queries(x, rope), self.latents(x, rope)
         if attend.sees_cached_tokens and self.absorbing_is_cheaper(x.shape[1]):
-            out, cache = attend(self.absorb(q), (latents,), _as_one_head, scale=self.scale)
+            out, cache = attend(self.absorb(q), (latents,), Expansion(_as_one_head, ()), scale=self.scale)
             out = self.values(out)
         else:
             # Parameters are an argument of their own, so that their gradients are summed over all latents that arrive here.
             weight = self.kv_b_proj.weight[...]
-            out, cache = attend(q, (latents,), partial(expand, self.config), weight, scale=self.scale)
+            out, cache = attend(q, (latents,), Expansion(partial(expand, self.config), weight), scale=self.scale)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
     def queries(self, x: Float[Array, "batch seq hidden"], rope: RopeTables) -> Float[Array, "batch seq heads key_dim"]:

@@ -74,8 +74,8 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "*batch hidden"], Routing]:
         """Returns y in x's dtype, and the routing with x's tokens along one axis.
 
-        With `spread.expert` the call stands inside a `jax.shard_map` over its axis: x holds this device's tokens, the router
-        is whole, and `experts` holds this device's part of the experts. The routing's sums are over this device's tokens.
+        With `spread.expert` the call stands inside a `jax.shard_map` over its axis. x holds this device's tokens, the router is
+        whole, and `experts` holds this device's part of the experts. The routing's sums are over this device's tokens.
         Tokens that are not valid go to no expert there, which leaves the room to others: their y is the shared experts' alone.
 
         Args:

@@ -1,6 +1,6 @@
 """Rotary position embeddings (Su et al., 2021, https://arxiv.org/abs/2104.09864): frequencies, scaling and rotation.
 
-The kinds of scaling are the kinds that transformers has: linear (positions divided by a factor), dynamic (NTK-aware, base
+Scaling is as in transformers: linear (positions divided by a factor), dynamic (NTK-aware, base
 grows with the sequence) and yarn (Peng et al., 2023, https://arxiv.org/abs/2309.00071).
 """
 

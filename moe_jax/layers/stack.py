@@ -5,7 +5,7 @@ that is 58 GB, more than a third of a backward pass over few tokens. Here those 
 written once, and a layer's weights are read again from their place in the stack.
 
 With n layers, one turn of each loop does the following. A parameter gather and a gradient scatter (`parallel.fsdp.LayerGather`)
-start before the layer computes and are waited for behind it, so that the layer's kernels hide them.
+start before the layer computes, and are waited for behind it. The layer's kernels hide them.
 
 forward pass, layers upwards, i = turn:
 

@@ -1,7 +1,7 @@
 """Multi-token prediction: modules behind a model's last layer; module k predicts the token k + 1 places on.
 
 DeepSeek-V3 (2024, https://arxiv.org/abs/2412.19437), section 2.2. Embedding and vocabulary projection are the model's own. The
-paper writes [hidden; embedding]; the published weights of `eh_proj` take the embedding first (DeepSeek's README_WEIGHTS.md
+paper writes [hidden; embedding]; the published weights of `eh_proj` take the embedding first. (DeepSeek's README_WEIGHTS.md
 names the parts; vLLM's deepseek_mtp.py and SGLang's deepseek_nextn.py concatenate [enorm(embedding), hnorm(hidden)]). There the
 hidden state is the model's after its last norm. Here every module takes and gives the hidden state after the last norm, which
 the vocabulary projection reads.

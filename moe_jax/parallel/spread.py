@@ -1,4 +1,4 @@
-"""How one call of a model is spread over the devices of a mesh: what code inside `jax.shard_map` is told."""
+"""Spread: the parts of one call of a model that lie on other devices, for code inside `jax.shard_map`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

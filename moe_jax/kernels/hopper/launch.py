@@ -38,7 +38,7 @@ def launch(
 ) -> Callable:
     """Returns a persistent kernel, a function of arrays. `body(*inputs, *outputs, *scratch)` runs in each warpgroup of a block.
 
-    An input may be a pytree of arrays, and an entry of `scratch` a pytree of scratch types, such as a NamedTuple: the body gets
+    An input may be a pytree of arrays, and an entry of `scratch` a pytree of scratch types, such as a NamedTuple. The body gets
     the same pytree of references. None stays None. Scratch is allocated in the order given.
 
     Functions that launch a kernel are jitted: a program that calls one again with the same shapes traces and lowers it once.
@@ -85,7 +85,7 @@ def launch(
 def call_varying(run: Callable) -> Callable:
     """Returns `run`, a kernel of arrays, with results that vary over the mesh axes its inputs vary over inside `shard_map`.
 
-    JAX types a kernel's results as equal on all devices. The body is traced with inputs that do not vary: JAX turns these types
+    JAX types a kernel's results as equal on all devices. The body is traced with inputs that do not vary. JAX turns these types
     off inside a kernel, and a loop that carries what it read from an input would change its type.
     """
 

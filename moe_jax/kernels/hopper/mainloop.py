@@ -1,8 +1,8 @@
 """The main loop of the matmul kernels: a producer fills a pipeline's slots, two consumers multiply out of them.
 
 A thread block is persistent: block b computes tiles b, b + blocks, b + 2 * blocks, ... The pipeline runs on across tiles:
-the producer fetches the next tile's operands while the consumers store the last result (CUTLASS's warp-specialized
-persistent matmul; https://arxiv.org/abs/2407.08608 section 3 describes the technique for attention).
+the producer fetches the next tile's operands while the consumers store the last result. (CUTLASS's warp-specialized persistent
+matmul; https://arxiv.org/abs/2407.08608 section 3 describes the technique for attention).
 
     roles     producer WG2 (40 registers)        for each step: acquire, start the copies of the step
               consumers WG0, WG1 (232 registers) for each step: wait, wgmma, release the step before; then the epilogue

@@ -1,6 +1,6 @@
 """The pipeline between the warpgroup that loads and those that compute, and the constants that all Hopper kernels share.
 
-The producer copies operands into a ring of `stages` slots in shared memory; two consumers read them (warp specialization as in
+The producer copies operands into a ring of `stages` slots in shared memory; two consumers read them. (Warp specialization as in
 CUTLASS's `PipelineTmaAsync` and FlashAttention-3, https://arxiv.org/abs/2407.08608 section 3.1). Each slot has two barriers:
 
     full   completes when the slot's copies have landed. TMA arrives there by itself. Each consumer waits for it.
@@ -138,7 +138,7 @@ class Pipeline:
             copies: TMA copies that fill a slot. A tuple gives a slot several full barriers, one for each number of copies. A
                 consumer can then start on the first operand while the others are still on their way.
             is_ping_pong: the consumers take whole tiles in turn, so a slot has one reader. A Pallas barrier must be waited for
-                in every phase, or its waiter gets out of step; so each consumer has full barriers of its own.
+                in every phase, or its waiter gets out of step. So each consumer has full barriers of its own.
             has_opaque_slots: hides from the compiler how a slot follows from its step. Moved before the loop, the addresses of
                 every wgmma of every slot would fill tens of registers.
         """

@@ -38,7 +38,6 @@ from moe_jax.parallel.sequence.layouts import Layout, shard_sequence, token_indi
 from moe_jax.parallel.sequence.ring import (
     KV,
     AttentionResiduals,
-    Expand,
     Expansion,
     KVGradients,
     SequenceRing,
@@ -100,20 +99,11 @@ class ContextParallel:
         starts: Int[Array, "batch seq"],
         *,
         scale: float,
-        expand: Expand | None = None,
-        weights=(),
-        window=None,
+        expansion: Expansion | None = None,
+        window: Int[Array, ""] | None = None,
     ) -> Array:
         """Computes `context_attention` with the segments that begin at `starts`."""
-        return context_attention(
-            q,
-            *kv,
-            scale=scale,
-            parallel=self,
-            expansion=None if expand is None else Expansion(expand, weights),
-            segment_starts=starts,
-            window=window,
-        )
+        return context_attention(q, *kv, scale=scale, parallel=self, expansion=expansion, segment_starts=starts, window=window)
 
 
 def context_attention(

@@ -37,8 +37,8 @@ def values_of(model: Decoder) -> list[float]:
 def same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> dict[str, Any]:
     """Returns the identity that the run in `output` continues with.
 
-    Starting weights are compared if the run noted them in the same way: a hash of a checkpoint's weights, or values of a model
-    passed from Python. Otherwise the run continues with what it noted, if anything, and a warning.
+    Starting weights are compared if the run noted them in the same way. That is a hash of a checkpoint's weights, or values of
+    a model passed from Python. Otherwise the run continues with what it noted, if anything, and a warning.
 
     Raises:
       ValueError: the folder holds another run; the message names what differs.

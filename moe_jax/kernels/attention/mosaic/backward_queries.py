@@ -2,8 +2,9 @@
 
     p = exp(scale * q k^T - lse)      ds = p * (dout v^T - delta)      dq = scale * ds k
 
-m_block is a block of 128 queries, n_block a block of N keys: N = 128 if d, e <= 128, else 64, for q and k of width d and v of
-width e. A tile is one m_block of one head. Its loop takes the n_blocks in sight, from n_block_max down to n_block_min.
+m_block is a block of 128 queries, n_block a block of N keys. q and k have width d, v has width e.
+N = 128 if d, e <= 128, else 64. A tile is one m_block of one head. Its loop takes the n_blocks in sight, from n_block_max down
+to n_block_min.
 
 roles      producer WG2 (24 registers)      TMA q, dout[m_block] -> q, dout; k[n_block] -> k[slot]; v[n_block] -> v[slot]
            consumers WG0, WG1 (240)         64 queries each: qk, dov, p, ds, dsk; TMA dq -> global memory

@@ -44,7 +44,7 @@ def flash_attention(
 ) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch heads seq"]]:
     """Returns out in q's dtype and lse in f32, both differentiable in q, k and v.
 
-    Query i sees key j if j is not after it and all tokens from j to i have one segment id: a segment is a run of equal ids.
+    Query i sees key j if j is not after it and all tokens from j to i have one segment id. A segment is a run of equal ids.
     With a window, also i - window < j. Blocks of keys that no query of a block sees cost nothing. Heads h*G .. h*G+G-1 share
     key head h, G = heads / kv_heads. Scores, softmax and all sums are f32; p is rounded to q's dtype before it multiplies v.
     Two runs give the same bits, gradients too.

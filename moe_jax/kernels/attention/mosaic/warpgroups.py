@@ -80,7 +80,7 @@ class TileScheduler:
     """The tiles of a kernel, one for each (batch, block of the sequence, head), and the order in which thread blocks take them.
 
     Tiles come in sections of as many key heads as L2 holds, and the longest come first within a section. They are dealt to and
-    fro, 0 1 2 2 1 0 0 1 2: each thread block gets an equal share of long and short tiles where a section gives it many. With
+    fro, 0 1 2 2 1 0 0 1 2. Each thread block gets an equal share of long and short tiles where a section gives it many. With
     one or two tiles a section, the same thread blocks get the longest of every section.
     """
 

@@ -36,7 +36,7 @@ from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS
 from moe_jax.kernels.precision import sum_in_order
 
 
-class BackwardInputs(NamedTuple):
+class ActivationInputs(NamedTuple):
     """Arrays that the epilogue reads besides the sums."""
 
     h: Any
@@ -119,7 +119,7 @@ def matmul_gated_silu_backward(
             jax.ShapeDtypeStruct((inter // CHUNK, num_rows), jnp.float32),
         ],
         store=store,
-        inputs=BackwardInputs(h, weight_of_row.astype(jnp.float32)),
+        inputs=ActivationInputs(h, weight_of_row.astype(jnp.float32)),
         scratch=BackwardScratch(
             h=plgpu.SMEM((CONSUMERS, 2, 2, WGMMA_ROWS, CHUNK), h.dtype, transforms=operand_transforms(h.dtype)),
             loaded=plgpu.Barrier(num_arrivals=2, num_barriers=(CONSUMERS, 2)),

@@ -1,6 +1,6 @@
 """Rows of tokens in expert order: out[row of pair (t, k)] = x[t], by TMA copies through shared memory.
 
-Cost: T*D elements read and R*D written, at the speed of a copy. The kernel goes by tokens, so that each is read once: by rows
+Cost: T*D elements read and R*D written, at the speed of a copy. The kernel goes by tokens, so that each is read once. By rows
 each would be read K times, long after it has left the L2 cache.
 
 Kernel `gather_rows_kernel`:

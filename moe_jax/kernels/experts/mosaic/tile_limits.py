@@ -44,7 +44,7 @@ def refusal(pass_name: Pass, matrix: tuple[int, int], tile: TileShape) -> str | 
 def candidates(pass_name: Pass, matrix: tuple[int, int]) -> list[TileShape]:
     """Returns the tiles worth measuring, at most 15.
 
-    Every shape that fits, with 3 stages and with the most stages that fit up to 8; with ping-pong the two largest of 128 rows
+    Every shape that fits, with 3 stages and with the most stages that fit up to 8. With ping-pong, the two largest of 128 rows
     and 64 x 128, with the most stages that fit.
     """
 
