@@ -116,7 +116,7 @@ class RouterSums:
 
 
 def _with_counts_of(first: RouterSums, layers: RouterSums) -> RouterSums:
-    """Returns `layers` with the two counts of one call, which have no layers axis. Where layers are stacked: the first number."""
+    """Returns `layers` with the two counts of one call, which have no layers axis; stacked layers give the first number."""
     return replace(layers, num_tokens=first.num_tokens.reshape(-1)[0], num_sequences=first.num_sequences.reshape(-1)[0])
 
 
