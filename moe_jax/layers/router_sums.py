@@ -82,11 +82,18 @@ class RouterSums:
     @classmethod
     def of_no_layer(cls, valid: Bool[Array, "tokens"] | Sequences) -> "RouterSums":
         """Returns the stacked sums of a model without experts: zero layers, and the counts of `valid`."""
-        mask, sequences = _mask_and_sequences(valid)
+        mask, _ = _mask_and_sequences(valid)
         scores, experts = (jax.ShapeDtypeStruct((len(mask), 0), dtype) for dtype in (jnp.float32, jnp.int32))
         of_a_layer = jax.eval_shape(cls.of, scores, scores, experts)
-        no_layers = jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), of_a_layer)
-        return replace(no_layers, num_tokens=_num_tokens(mask), num_sequences=_num_sequences(sequences))
+        return jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), of_a_layer).with_counts(valid)
+
+    def with_counts(self, valid: Bool[Array, "tokens"] | Sequences) -> "RouterSums":
+        """Returns the sums with both counts taken from `valid` itself, not from a loop over layers.
+
+        Where all tokens are valid XLA then knows the counts while compiling, and divides by constants.
+        """
+        mask, sequences = _mask_and_sequences(valid)
+        return replace(self, num_tokens=_num_tokens(mask), num_sequences=_num_sequences(sequences))
 
     @classmethod
     def stack(cls, layers: Sequence["RouterSums"]) -> "RouterSums":

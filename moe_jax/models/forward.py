@@ -149,7 +149,7 @@ def collect(
     """Joins the stages' routings over all MoE layers, and counts the call's tokens in the cache."""
     batch, seq, _ = hidden.shape
     if routings:
-        sums = RouterSums.concatenate([routing.sums for routing in routings])
+        sums = RouterSums.concatenate([routing.sums for routing in routings]).with_counts(inputs.counted)
         experts = jnp.concatenate([routing.experts for routing in routings])
     else:
         sums, experts = RouterSums.of_no_layer(inputs.counted), jnp.zeros((0, batch * seq, 0), jnp.int32)
