@@ -66,9 +66,11 @@ def own_loss(function: OwnLoss, micro_batches: int, *, remat: Remat, force_balan
     def of_batch(model: Decoder, batch: Batch, num_labels: Float[Array, ""], **of_mesh: Any):
         # With it, a mean over the micro-batches is one over all labels, whichever micro-batch they are in.
         share = {"num_labels": num_labels.clip(1) / micro_batches} if "loss_mask" in batch else {}
-        names = {"expert": "expert_parallel", "context": "context_parallel", "layer_gathers": "layer_gathers"}
-        spread = Spread(**{name: of_mesh.get(option) for name, option in names.items()}, mesh_axes=of_mesh.get("mesh_axes", ()))
-        found = function(model, share | batch, mesh_axes=spread.mesh_axes, spread=spread, **options)
+        spread: dict[str, Any] = {"mesh_axes": ()}
+        if of_mesh:
+            names = ("expert_parallel", "context_parallel", "layer_gathers", "mesh_axes")
+            spread = {"mesh_axes": of_mesh["mesh_axes"], "spread": Spread(*(of_mesh[name] for name in names))}
+        found = function(model, share | batch, **spread, **options)
         _check_result(found)
         return jax.tree.map(lambda scalar: jnp.asarray(scalar, jnp.float32) / micro_batches, found)
 
