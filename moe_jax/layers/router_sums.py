@@ -80,13 +80,18 @@ class RouterSums:
         )
 
     @classmethod
-    def of_no_layer(cls, valid: Bool[Array, "tokens"] | Sequences) -> "RouterSums":
-        """Returns the stacked sums of a model without experts: zero layers, and the counts of `valid`."""
-        mask, sequences = _mask_and_sequences(valid)
-        scores, experts = (jax.ShapeDtypeStruct((len(mask), 0), dtype) for dtype in (jnp.float32, jnp.int32))
+    def of_no_layer(cls, num_tokens: int) -> "RouterSums":
+        """Returns the stacked sums of a model without experts: zero layers; the counts are `with_counts`'s to fill in."""
+        scores, experts = (jax.ShapeDtypeStruct((num_tokens, 0), dtype) for dtype in (jnp.float32, jnp.int32))
         of_a_layer = jax.eval_shape(cls.of, scores, scores, experts)
-        no_layers = jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), of_a_layer)
-        return replace(no_layers, num_tokens=_num_tokens(mask), num_sequences=_num_sequences(sequences))
+        return jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), of_a_layer)
+
+    def with_counts(self, valid: Bool[Array, "*batch"], sequences: Sequences | None) -> "RouterSums":
+        """Returns the sums with both counts taken from the mask and the documents, not from a loop over layers.
+
+        If the mask is known while compiling, XLA then divides by constants.
+        """
+        return replace(self, num_tokens=_num_tokens(valid), num_sequences=_num_sequences(sequences))
 
     @classmethod
     def stack(cls, layers: Sequence["RouterSums"]) -> "RouterSums":
@@ -124,7 +129,7 @@ def _mask_and_sequences(valid: Bool[Array, "tokens"] | Sequences) -> tuple[Bool[
     return (valid.valid, valid) if isinstance(valid, Sequences) else (valid, None)
 
 
-def _num_tokens(valid: Bool[Array, "tokens"]) -> Float[Array, ""]:
+def _num_tokens(valid: Bool[Array, "*batch"]) -> Float[Array, ""]:
     return valid.sum().astype(jnp.float32)
 
 

@@ -152,6 +152,7 @@ def collect(
         sums = RouterSums.concatenate([routing.sums for routing in routings])
         experts = jnp.concatenate([routing.experts for routing in routings])
     else:
-        sums, experts = RouterSums.of_no_layer(inputs.counted), jnp.zeros((0, batch * seq, 0), jnp.int32)
+        sums, experts = RouterSums.of_no_layer(batch * seq), jnp.zeros((0, batch * seq, 0), jnp.int32)
+    sums = sums.with_counts(inputs.valid, inputs.sequences)
     expert_ids = experts.reshape(len(experts), batch, seq, experts.shape[-1])
     return HiddenStates(hidden, sums, expert_ids, None if cache is None else cache.advanced(seq))

@@ -85,7 +85,7 @@ def test_bias_changes_choices_only():
     logits = jnp.asarray(seeds.rng().normal(size=(64, 8)), jnp.float32)
     bias = jnp.zeros(8).at[3].set(2.0)
     biased = route_by_groups(logits, 2, GroupRule(), bias)
-    assert int(biased.expert_load[3]) == 64
+    assert int(biased.sums.expert_load[3]) == 64
     replayed = route_by_groups(logits, 2, GroupRule(), expert_ids=biased.experts)
     np.testing.assert_array_equal(biased.weights, replayed.weights)
 
