@@ -48,7 +48,8 @@ def test_training_steps_on_four_gpus(mesh, rows, remat, seconds, gib):
     assert prediction.fits
 
 
-def test_a_training_step_over_nccl_with_the_loss_of_three_matmuls():
+def test_a_training_step_over_nccl():
+    """Measured with the loss of three matmuls."""
     prediction = predict(step(32))
     assert prediction.step_seconds == pytest.approx(2.377, rel=0.055)
     assert prediction.memory_bytes / 2**30 == pytest.approx(86.0, rel=0.08)

@@ -36,7 +36,7 @@ MESHES = st.builds(MeshShape, data=SIZES, fsdp=SIZES, expert=SIZES, context=SIZE
 @given(
     config=st.sampled_from((MIXED, LATENT)), mesh=MESHES, rows=st.sampled_from((8, 24, 192)), length=st.sampled_from((96, 4096))
 )
-def test_runs_are_those_that_a_training_step_takes(config, mesh, rows, length):
+def test_a_plan_accepts_the_runs_that_a_training_step_accepts(config, mesh, rows, length):
     """The step's own checks, on a mesh without devices."""
     abstract = AbstractMesh((mesh.data, mesh.fsdp, mesh.expert, mesh.context), MESH_AXES)
 
@@ -95,7 +95,7 @@ def test_a_step_has_the_flops_of_its_model(config):
     assert sum(exact.values()) / run.tokens == pytest.approx(expected - experts, rel=1e-9)
 
 
-def test_a_module_that_predicts_a_further_token_is_a_layer_and_a_loss_more():
+def test_an_mtp_module_costs_one_more_layer_and_loss():
     run = PlannedStep(DEEPSEEK, MeshShape(fsdp=8, expert=8), 64, 4096)
     plain = replace(run, config=DEEPSEEK.without_mtp())
     found, without = predict(run), predict(plain)
@@ -117,8 +117,9 @@ def test_a_stage_gathers_one_layer_more_than_it_has():
     assert found == pytest.approx(49 * needed)
 
 
-def test_gathers_by_copies_hide_but_for_the_memory_that_they_read_and_write():
-    """In units of what one of four devices is sent of a matrix; forward it arrives and is put into its place with its own."""
+def test_hidden_copies_still_cost_their_memory_traffic():
+    """Counts in units of the part of a matrix that one of four devices is sent. Forward, it arrives and is put into its place
+    beside the device's own."""
     run = PlannedStep(QWEN, MeshShape(fsdp=4), 32, 4096, hops="copies")
     forward, backward = gather_seconds(run, 0, H200)
     size = sum(2 * p.used_size / p.layers for p in run.parameters if p.in_stage and p.gather_axes)
@@ -192,7 +193,7 @@ LINKS_ALONE = replace(H200, hbm=math.inf, dense_matmul=math.inf, latency=0.0)
 
 
 @pytest.mark.parametrize("config, elements", [(QWEN, 2 * 4 * 128), (DEEPSEEK, 512 + 64)])
-def test_what_travels_of_a_token_round_the_ring(config, elements):
+def test_bytes_of_a_token_round_the_ring(config, elements):
     """Keys and values, or the latent they are made of: in bf16 forward; backward so again, and the gradients in f32."""
     run = PlannedStep(config, MeshShape(context=8), 1, 2**18)
     found = context_seconds(run, attention(run), LINKS_ALONE)
@@ -200,7 +201,7 @@ def test_what_travels_of_a_token_round_the_ring(config, elements):
     assert found == pytest.approx((forward, forward, 3 * forward))
 
 
-def test_what_travels_of_a_token_to_a_part_of_the_heads():
+def test_bytes_of_a_token_with_ulysses():
     """Queries and results; latents to all devices, and their gradients back."""
     run = PlannedStep(DEEPSEEK, MeshShape(context=8), 1, 2**18, context_method="ulysses")
     found = context_seconds(run, attention(run), LINKS_ALONE)
@@ -275,7 +276,7 @@ def test_further_rounds_cost_from_the_capacity_on():
         ({"expert_load_imbalance": float("nan")}, "expert_load_imbalance=nan must be a number of at least 1"),
     ],
 )
-def test_what_cannot_run_is_refused(options, message):
+def test_impossible_steps_are_refused(options, message):
     arguments = {"config": QWEN, "mesh": MeshShape(fsdp=2), "rows": 2, "sequence_length": 4096} | options
     with pytest.raises(ValueError, match=message):
         PlannedStep(**arguments)
