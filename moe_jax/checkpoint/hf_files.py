@@ -1,7 +1,7 @@
 """Finds the weight files of a checkpoint folder and reads slices of their tensors, without reading the rest.
 
-safetensors files are mapped into memory by the `safetensors` library; PyTorch's .bin files, where there are no others, by
-`torch.load(weights_only=True, mmap=True)`, which runs no code from the file.
+The `safetensors` library maps safetensors files into memory. If there are none, `torch.load(weights_only=True, mmap=True)` maps
+PyTorch's .bin files, and runs no code from them.
 """
 
 import json

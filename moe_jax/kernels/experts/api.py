@@ -67,8 +67,8 @@ def experts_mlp(
         y in x's dtype. Each gradient has the dtype of its argument.
 
     Raises:
-        ValueError: shapes do not fit together; topk_experts is not an integer array; chunk_tokens < 1; the backend is unknown
-            or does not take the input; or arrays are split over mesh axes of type Explicit.
+        ValueError: shapes do not fit together; topk_experts is not an integer array; or chunk_tokens < 1. Also if the backend
+            is unknown or does not take the input, or arrays are split over mesh axes of type Explicit.
     """
     return experts_mlp_accumulating(
         x, w_gate_up, w_down, topk_weights, topk_experts, None, backend=backend, chunk_tokens=chunk_tokens
