@@ -120,7 +120,7 @@ def test_every_byte_has_its_value(tmp_path):
 
 
 def test_a_part_takes_its_own_bytes_and_the_scales_of_its_blocks(tmp_path):
-    """Of 576 rows, as DeepSeek-V3's kv_a_proj_with_mqa has, those of one device of four."""
+    """Reads the part of one device of four, of 576 rows like DeepSeek-V3's kv_a_proj_with_mqa."""
     read = {}
 
     def counted(name, tensor):

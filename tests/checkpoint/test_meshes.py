@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 
 def run(folder, output, axes, *, processes: int, devices: int) -> list[dict]:
-    """What each process of `load_on_mesh.py` prints; together they have `devices` devices."""
+    """Returns the printed counts of each process of `load_on_mesh.py`; together they have `devices` devices."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"

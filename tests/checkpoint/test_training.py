@@ -1,4 +1,4 @@
-"""What lies in the folder of a run's checkpoints, and what is left of one that was never finished."""
+"""The folder of a run's checkpoints, and the remains of a checkpoint that was never finished."""
 
 import resource
 import shutil

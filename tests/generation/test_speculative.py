@@ -21,7 +21,7 @@ PROMPTS = [[1, 2, 0, 3], [2], [3, 3, 1, 0, 1, 2, 2]]
 
 
 def small_model():
-    """Of four tokens: drafts are right by chance."""
+    """Returns a model of four tokens, so that drafts are right by chance."""
     model = tiny.deepseek(mtp=1, layers=2, vocab_size=4)
     rng = seeds.rng()
     model.embed_tokens.weight[...] = jnp.asarray(rng.normal(0, 1, (4, 16)), jnp.float32)
@@ -65,7 +65,7 @@ def test_greedy_tokens_equal_those_without_drafts():
     assert outputs == moe_jax.generate(model, PROMPTS, **options)
     assert (drafts.drafted, drafts.accepted) == count_by_hand(model, PROMPTS, outputs)
     assert drafts.acceptance_rate == drafts.accepted / drafts.drafted
-    # A draw from the most likely token alone is no other way than the greedy one.
+    # A draw from the most likely token alone is greedy.
     assert (outputs, drafts) == generate_with_drafts(model, PROMPTS, **options, temperature=1.5, top_k=1)
 
 
@@ -112,7 +112,7 @@ def test_sampled_tokens_have_the_models_frequencies():
 
     counts = np.bincount(np.asarray(new) @ [16, 4, 1], minlength=64)
     assert not counts[of_outcome == 0].any()
-    # One cell of all rare outcomes and the least frequent of the others: where few are expected, a count is no normal variable.
+    # One cell joins all rare outcomes and the least frequent of the others: small expected counts are not normal variables.
     cell = np.maximum(np.argsort(np.argsort(of_outcome)) - (of_outcome * sequences < 40).sum(), 0)
     observed, expected = np.bincount(cell, counts), np.bincount(cell, of_outcome * sequences)
     assert ((observed - expected) ** 2 / expected).sum() < chi2.isf(1e-7, max(len(expected) - 1, 1))

@@ -1,4 +1,4 @@
-"""The launcher starts each process with its own place in the job, prints whose lines are whose, and ends the job as one."""
+"""The launcher gives each process its place in the job, marks the lines of each, and ends all processes together."""
 
 import fcntl
 import os
@@ -87,7 +87,7 @@ def test_a_process_that_does_not_end_is_killed_with_its_children(tmp_path):
     )
     assert launch(settings(source, processes=2, grace_seconds=0.2)) == 128 + signal.SIGKILL
     with open(tmp_path / "child") as file:
-        # Held for as long as the child lives: by its number it could not be told from a dead one that nobody waited for.
+        # The lock is held as long as the child lives. A process id also exists for a dead child that no parent waited for.
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
@@ -123,8 +123,8 @@ def test_signals_are_passed_on(send, tmp_path, capfd):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_after_a_signal_a_process_has_the_time_of_a_checkpoint(capfd):
-    """And not that of one whose neighbour has failed."""
+def test_after_a_signal_a_process_has_time_to_save(capfd):
+    """`grace_seconds`, the time after a neighbour's failure, does not apply."""
     source = (
         "import signal, sys, time\n"
         "def save(*_): time.sleep(0.5); print('saved'); sys.exit(0)\n"

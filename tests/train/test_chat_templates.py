@@ -1,4 +1,4 @@
-"""The template that a user gives is learned with, and saved with the model."""
+"""A user's chat template is used for training, and saved with the model."""
 
 import json
 

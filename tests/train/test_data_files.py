@@ -40,7 +40,7 @@ def test_a_link_that_leads_nowhere_is_an_error(tmp_path):
 
 
 def test_without_links_the_fingerprint_is_the_old_one(tmp_path):
-    """Runs that have begun hold it."""
+    """Existing runs have stored it."""
     for name in ("b/2.txt", "b-/1.txt", "a.txt", "b.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)

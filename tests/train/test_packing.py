@@ -54,7 +54,7 @@ def test_processes_read_the_rows_of_one_batch(tmp_path):
             expected, actual = next(whole), [next(process) for process in processes]
             assert all(equal(batch, expected, list(rows)) for batch, rows in zip(actual, parts, strict=True))
             assert equal(actual[1], expected)
-            # The first and the last are without a stream each.
+            # The first and the last process have one of the two streams.
             assert all((actual[0][name][32:] == padding).all() for name, padding in PADDING.items())
             assert all((actual[2][name][:32] == padding).all() for name, padding in PADDING.items())
 

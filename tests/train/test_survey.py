@@ -1,4 +1,4 @@
-"""What is said of a data set before training is what its batches hold."""
+"""The survey of a data set before training agrees with its batches."""
 
 import json
 

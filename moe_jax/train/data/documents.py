@@ -81,9 +81,9 @@ def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
     Args:
       path: a .jsonl file, a folder of .jsonl files, or a folder of UTF-8 text files, where each file is a document. Folders
         are searched recursively through links; hidden files are left out. A byte order mark at a file's beginning is dropped.
-      data_format: "folder", "text" (JSONL with a string "text"), "chat" (JSONL with a list "messages", each with "role" and a
-        string "content", or "tool_calls" without one; optionally "tools"), or "auto": by what is there. Files that the
-        format leaves out are logged by name.
+      data_format: "folder", "text", "chat", or "auto": the files decide. A line of "text" is JSON with a string "text". A line
+        of "chat" is JSON with a list "messages" and optionally "tools". A message has "role" and a string "content", or
+        "tool_calls" without content. Files that the format leaves out are logged by name.
 
     Raises:
       FileNotFoundError: there is no such path, or no file in it.

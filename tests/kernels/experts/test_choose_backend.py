@@ -1,4 +1,4 @@
-"""Which backend is taken, how a user names one, and what is said of it."""
+"""The choice of a backend, by the device or by name, and the log line about it."""
 
 import jax
 import jax.numpy as jnp

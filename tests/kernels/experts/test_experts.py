@@ -197,8 +197,8 @@ def test_runs_under_scan_remat_and_vmap():
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 7])
-def test_totals_grow_by_the_weight_gradients(chunk_tokens):
-    """Outputs and other gradients stay the same. The totals of experts without tokens keep their bits."""
+def test_accumulators_grow_by_the_weight_gradients(chunk_tokens):
+    """Outputs and other gradients stay the same. The accumulators of experts without tokens keep their bits."""
     with jax.enable_x64(True):
         rng = seeds.rng()
         x, *weights, topk_weights, chosen = make_inputs(rng, 20, 6, 2, 8, 4, "half_empty")
@@ -220,7 +220,7 @@ def test_totals_grow_by_the_weight_gradients(chunk_tokens):
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 16])
-def test_totals_of_micro_batches_take_no_memory_but_their_own(chunk_tokens):
+def test_accumulators_take_no_memory_but_their_own(chunk_tokens):
     """The compiled loop over micro-batches works on the arrays that it is given, and copies none."""
     tokens, experts, k, hidden, inter = 64, 6, 2, 32, 64
 
@@ -252,8 +252,8 @@ ON_GPU = [pytest.param(backend, marks=pytest.mark.gpu) for backend in ("mosaic",
 
 
 @pytest.mark.parametrize("backend", ["xla", *ON_GPU])
-def test_totals_of_stacked_layers_grow_where_they_lie(backend):
-    """In our kernels bit for bit, though XLA takes each layer's totals out of the stack and puts them back."""
+def test_stacked_accumulators_grow_in_place(backend):
+    """Our kernels agree bit for bit, though XLA takes each layer's accumulators out of the stack and puts them back."""
     if not implementation(backend).is_native():
         pytest.skip(f"backend {backend} is not written for this device")
     rng = seeds.rng()
@@ -282,7 +282,7 @@ def test_totals_of_stacked_layers_grow_where_they_lie(backend):
         np.testing.assert_allclose(actual[matrix], jnp.stack([after[matrix] for after in expected]), tolerance, tolerance)
 
 
-def test_totals_of_devices_are_their_own():
+def test_accumulators_of_devices_are_their_own():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     x, *weights, topk_weights, chosen = make_inputs(seeds.rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)
     totals = tuple(jnp.ones_like(w) for w in weights)
@@ -346,7 +346,7 @@ def test_weights_of_ids_out_of_range_may_be_nan_or_inf(weight):
 
 @pytest.mark.parametrize("max_pairs", [20, 37, 60])
 def test_room_for_fewer_pairs_leaves_out_the_last_experts(max_pairs):
-    """Of 60 pairs at most 37 are in range: with room for them all is as without the bound."""
+    """At most 37 of 60 pairs are in range: with room for 37 the result is the same as without the bound."""
     with jax.enable_x64(True):
         *arrays, chosen = make_inputs(seeds.rng(), 20, 5, 3, 8, 4)
         chosen = jnp.where(jnp.arange(60).reshape(20, 3) % 60 < 37, chosen, -1)

@@ -26,7 +26,7 @@ def both_ways(request):
 @settings(max_examples=25, deadline=None)
 @given(sizes=SIZES, seed=st.integers(0, 2**32 - 1))
 def test_plan_is_the_stable_sort(sizes, seed):
-    """Ids range from -1 to E: both ends are nobody and stand last."""
+    """Ids range from -1 to E. Both ends are out of range, and their pairs stand last."""
     tokens, num_experts, k = sizes
     experts = np.random.default_rng(seed).integers(-1, num_experts + 1, (tokens, k))
     result = jax.tree.map(np.asarray, plan(jnp.asarray(experts), num_experts))
@@ -79,7 +79,7 @@ def test_aligned_rows_hold_every_pair_once_in_the_same_order(sizes, alignment, s
     seed=st.integers(0, 2**32 - 1),
 )
 def test_pairs_beyond_max_pairs_count_as_out_of_range(tokens, max_pairs, alignment, seed):
-    """The plan is that of the first max_pairs pairs in expert order, with rows for no others."""
+    """The plan equals a plan of the first max_pairs pairs in expert order, with rows for no other pairs."""
     k, num_experts = 3, 5
     experts = np.random.default_rng(seed).integers(-1, num_experts + 1, (tokens, k))
     whole = jax.tree.map(np.asarray, plan(jnp.asarray(experts), num_experts))

@@ -315,7 +315,7 @@ def test_a_real_layer_lowers_for_an_h200(tokens):
 
 
 @needs_triton
-def test_totals_are_added_to_where_they_lie():
+def test_accumulators_are_updated_in_place():
     if launch.missing_packages() is not None:
         pytest.skip(f"needs jax_triton and JAX's CUDA plugin: {launch.missing_packages()}")
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
