@@ -43,7 +43,7 @@ def test_convert_to_orbax_and_back_keeps_every_bit(checkpoint, tmp_path, capsys)
         assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_convert_to_a_narrower_dtype_says_so_and_what_it_replaces(checkpoint, tmp_path, capsys):
+def test_convert_says_what_it_rounds_and_replaces(checkpoint, tmp_path, capsys):
     for _ in range(2):
         main(["convert", str(checkpoint), str(tmp_path / "hf"), "--to", "hf", "--dtype", "bfloat16"])
     first, second = capsys.readouterr().out.splitlines()
@@ -70,7 +70,8 @@ def test_finetune_then_generate(checkpoint, tmp_path, capsys, monkeypatch):
     assert "a chat needs a tokenizer with a chat template" in fails(capsys, *generate, "--chat")
 
 
-def test_generate_with_drafts_draws_and_prints_how_many_were_accepted(checkpoint, tmp_path, capsys, monkeypatch):
+def test_generate_with_drafts_prints_its_acceptance(checkpoint, tmp_path, capsys, monkeypatch):
+    """Bad options, and a model without a module for drafts, are refused before weights are read."""
     moe_jax.save_pretrained(tiny.deepseek(mtp=1), tmp_path, tokenizer_from=checkpoint)
     options = "--prompt text --max-new-tokens 3 --temperature 0.7 --top-k 20 --top-p 0.9 --dtype float32 --drafts".split()
     main(["generate", str(tmp_path), *options])
@@ -82,7 +83,8 @@ def test_generate_with_drafts_draws_and_prints_how_many_were_accepted(checkpoint
     assert "drafts need a model with a module" in fails(capsys, "generate", str(checkpoint), *options)
 
 
-def test_a_prompt_begins_as_its_tokenizer_begins_a_text_but_not_behind_a_template(tmp_path, monkeypatch):
+def test_a_prompt_begins_with_one_bos_token(tmp_path, monkeypatch):
+    """A plain prompt begins as its tokenizer begins a text. Behind a chat template nothing is added."""
     tiny.tokenizer_with_a_beginning().save_pretrained(tmp_path / "tokenizer")
     moe_jax.save_pretrained(tiny.dense(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     prompts = []
@@ -132,7 +134,7 @@ def test_check_runs_in_several_processes(checkpoint, tmp_path, capfd):
         np.testing.assert_allclose(launched[name], alone[name], rtol=1e-4)
 
 
-def test_help_teaches(capsys):
+def test_help_lists_commands_and_shows_examples(capsys):
     main(["--help"])
     printed = capsys.readouterr().out
     assert all(f"\n  {command} " in printed for command in BY_NAME) and len(printed.splitlines()) <= 24

@@ -1,13 +1,13 @@
 """FP8 checkpoints as DeepSeek-V3, Qwen3-*-FP8 and others publish them, dequantised while they are read.
 
-Section 3.3 of the DeepSeek-V3 report (https://arxiv.org/abs/2412.19437): a matrix is stored as e4m3 with one scale for each
-block of 128 x 128, in a second tensor `NAME_scale_inv`; at the lower and right edges blocks are cut off.
+Section 3.3 of the DeepSeek-V3 report (https://arxiv.org/abs/2412.19437): a matrix is stored as e4m3. A second tensor
+`NAME_scale_inv` has one scale for each block of 128 x 128. At the lower and right edges blocks are cut off.
 
     weight[..., i, j] = float32(stored[..., i, j]) * float32(scale_inv[..., i // 128, j // 128])
 
-rounded once to the dtype of the parameter. For matrices of whole blocks this equals, bit for bit, `transformers` with
-`dequantize=True`, which accepts no others. For matrices with cut-off blocks (the 576 rows of V3's kv_a_proj_with_mqa) it equals
-DeepSeek's own `weight_dequant`.
+The result is rounded once to the dtype of the parameter. For matrices of whole blocks it equals, bit for bit, `transformers`
+with `dequantize=True`, which accepts no others. For matrices with cut-off blocks (the 576 rows of V3's kv_a_proj_with_mqa) it
+equals DeepSeek's own `weight_dequant`.
 """
 
 import json

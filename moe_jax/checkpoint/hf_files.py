@@ -1,7 +1,7 @@
 """Finds the weight files of a checkpoint folder and reads slices of their tensors, without reading the rest.
 
-safetensors files are mapped into memory by the `safetensors` library; PyTorch's .bin files, where there are no others, by
-`torch.load(weights_only=True, mmap=True)`, which runs no code from the file.
+The `safetensors` library maps safetensors files into memory. If there are none, `torch.load(weights_only=True, mmap=True)` maps
+PyTorch's .bin files, and runs no code from them.
 """
 
 import json
@@ -90,7 +90,7 @@ def _open_files(files: list[Path], read_file, problems: list[str]) -> dict[str, 
                 tensors[name] = tensor
         except ImportError:
             raise
-        except Exception as error:  # the readers raise many types for a file that is cut off or is not what it seems
+        except Exception as error:  # the readers raise many types for a file that is cut off or has another format
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             problems.append(f"{file.name}: cannot be read, it is truncated or corrupt ({text})")
     return tensors
@@ -124,7 +124,7 @@ def _open_indexed(index: Path, read_file, problems: list[str]) -> dict[str, Stor
 
 
 def _open_safetensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
-    # The handle stays open, and the file mapped, for as long as a StoredTensor of it lives.
+    # As long as a StoredTensor of the file lives, the handle stays open and the file mapped.
     handle = safe_open(file, framework="numpy")
     offsets: dict[str, int] = {}
     for name in handle.keys():

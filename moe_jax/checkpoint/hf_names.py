@@ -199,7 +199,7 @@ def _to_host(leaf: Any, layer: Index) -> np.ndarray:
     """Copies one layer, (row,), of a stacked parameter to the host, or with () a whole parameter that is not stacked."""
     array = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
     if layer:
-        # A traced index compiles once for all layers; a Python integer in array[...] would for each.
+        # A traced index compiles once for all layers; a Python integer in array[...] would compile once for each layer.
         array = _take_layer(array, layer[0]) if isinstance(array, jax.Array) else array[layer]
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))

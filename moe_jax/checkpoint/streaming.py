@@ -1,7 +1,7 @@
 """Streams slices of files to shards on devices, with one layer of one parameter in host memory at a time.
 
-A stacked parameter [layers, ...] is filled in place: each device's buffer is donated to the write of every layer, so neither
-the host nor the device ever holds a second copy of it.
+A stacked parameter [layers, ...] is filled in place: each device's buffer is donated to the write of every layer. So neither
+the host nor the device ever holds a second copy of the parameter.
 """
 
 import math

@@ -15,7 +15,8 @@ class ExpertsSpec:
       num_experts_per_tok: experts that the router chooses for each token (k).
       moe_intermediate_size: width of one routed expert's activation.
       shared_intermediate_size: total width of the shared experts, which every token passes; 0 if there are none.
-      num_groups: equal groups of consecutive experts of which the router first chooses some; 1 if it chooses among all experts.
+      num_groups: number of equal groups of consecutive experts. The router first chooses groups; 1 if it chooses among all
+        experts.
       aux_loss_coef: default factor of the load-balancing loss over a whole batch.
       sequence_loss_coef: default factor of the load-balancing loss within each sequence.
     """

@@ -34,7 +34,7 @@ class Machine:
     """Seconds of an MoE layer's small kernels in a forward pass, for any number of tokens; twice that backward."""
     attention_forward: float
     attention_backward: float
-    """FLOPs count five matmuls, of which the kernels compute two twice."""
+    """FLOPs count five matmuls. The kernels compute two of them twice."""
     attention_backward_wide: float
     """`attention_backward` for keys wider than 128 channels."""
     vocabulary: float
@@ -63,7 +63,7 @@ class Machine:
 
     @property
     def experts_training(self) -> float:
-        """FLOP/s of experts forward and backward: nine matmuls of equal size, one of which runs at `experts_d_act`."""
+        """FLOP/s of experts forward and backward: nine matmuls of equal size. One of them runs at `experts_d_act`."""
         return 9 / (8 / self.experts_matmul + 1 / self.experts_d_act)
 
 

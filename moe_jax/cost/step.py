@@ -67,7 +67,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """True if the machine has that much memory."""
+        """True if the machine's memory holds `memory_bytes`."""
         return self.memory_bytes <= self.machine.memory
 
     @property

@@ -235,7 +235,7 @@ def small_config(model: str, vocab_size: int, eos_token_id: int) -> ModelConfig:
     """Returns the config of a model of about 3 M parameters, which two CPU cores train in minutes.
 
     initializer_range is about 1 / sqrt(hidden_size). At the usual 0.02, a model this narrow needs many more steps to leave the
-    plateau where it has learned only the frequencies of tokens. A small vocabulary and 3 layers leave time for more steps: in
+    plateau where it has learned only the frequencies of tokens. A small vocabulary and 3 layers leave time for more steps. In
     equal CPU time, 4096 tokens and 4 layers end at a higher loss per byte.
     """
     common: dict[str, Any] = dict(

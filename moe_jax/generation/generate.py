@@ -48,8 +48,8 @@ def generate(
       One list of new tokens per prompt, or one list where `prompt_tokens` was one flat prompt.
 
     Raises:
-      ValueError: text in place of token ids; an empty prompt; an id outside the vocabulary; an option outside its range; or
-        prompts of one length without a mask, some of which begin, or end, with the model's padding token.
+      ValueError: text in place of token ids; an empty prompt; an id outside the vocabulary; or an option outside its range.
+        Also prompts of one length without a mask, if one of them begins, or ends, with the model's padding token.
     """
     request = checked_request(
         model.config,

@@ -21,8 +21,8 @@ def as_prompts(
       padding_ids: the tokens that tokenizers use to pad this model's prompts.
 
     Raises:
-      ValueError: text or a tokenizer's result in place of ids; an empty prompt; an id outside the vocabulary; a mask that does
-        not fit; or prompts that look padded and have no mask.
+      ValueError: text or a tokenizer's result in place of ids; an empty prompt; or an id outside the vocabulary. Also a mask
+        that does not fit, or prompts that look padded and have no mask.
     """
     _refuse_text(prompt_tokens)
     rows, single = _rows(prompt_tokens, "prompt_tokens")

@@ -1,15 +1,15 @@
 """Generation in which the model's own multi-token prediction module drafts a token, and the model checks the draft.
 
-Speculative decoding (Leviathan et al., 2023, https://arxiv.org/abs/2211.17192) with multi-token prediction as the draft
-(DeepSeek-V3, 2024, https://arxiv.org/abs/2412.19437, section 5.4.3): a pass over two tokens, which reads the weights once,
-gives two tokens where the draft was accepted and one where it was not.
+Speculative decoding: Leviathan et al., 2023, https://arxiv.org/abs/2211.17192. Multi-token prediction as the draft:
+DeepSeek-V3, 2024, https://arxiv.org/abs/2412.19437, section 5.4.3. A pass over two tokens reads the weights once. It gives two
+tokens if the draft was accepted, and one token if it was not.
 
 Let p be the distribution from which `sampling.sample` draws for the model, and q the distribution for the module. A draft x
 drawn from q is accepted with probability min(1, p(x) / q(x)). Otherwise the token in its place is drawn from max(p - q, 0),
 normalised. Together the two cases draw from p. A share of sum_x min(p(x), q(x)) of the drafts is accepted, the most for any
-rule with drafts from q; if q is p, all drafts are. A draft that is always q's most likely token would need no q in the rule.
-But it is accepted with p(x), which is at most the largest probability of p however good the module. At temperature 0, p and q
-are 1 for one token each, and a draft is accepted if it is the model's choice.
+rule with drafts from q. If q is p, all drafts are accepted. A draft that is always q's most likely token would need no q in the
+rule. But it is accepted with p(x), which is at most the largest probability of p however good the module. At temperature 0, p
+and q are 1 for one token each, and a draft is accepted if it is the model's choice.
 
 A cache counts the same number of tokens for all sequences. So each pass takes two rows of it, and a wrong draft stays there as
 padding, which no token sees. The caches have room for two tokens for each new one.

@@ -130,8 +130,8 @@ def chat(
 
     Raises:
       FileNotFoundError: there is no such folder and no such model on the hub.
-      ValueError: a conversation is empty or malformed, ends with the assistant's message or is refused by the template; the
-        tokenizer is not found or has no chat template; or an option is outside its range.
+      ValueError: a conversation is empty or malformed, ends with the assistant's message or is refused by the template. Also
+        if the tokenizer is not found or has no chat template, or an option is outside its range.
     """
     if not isinstance(messages, str | list | tuple):
         raise ValueError(f"messages must be a text, a list of messages, or a list of either; got {messages!r:.80}")

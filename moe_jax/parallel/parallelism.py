@@ -20,8 +20,8 @@ class Parallelism:
     travel to them along `expert`. All other matrices are gathered where they are used (`parallel.fsdp`).
 
     Raises:
-      ValueError: hops that the mesh's devices do not support; an `expert.axis_name` other than "expert", along which the mesh
-        splits the experts; a `context.axis_name` that the mesh lacks.
+      ValueError: hops that the mesh's devices do not support, or a `context.axis_name` that the mesh lacks. Also an
+        `expert.axis_name` other than "expert": along that axis the mesh splits the experts.
     """
 
     mesh: Mesh

@@ -96,8 +96,8 @@ def plot_expert_load(
 ) -> None:
     """Draws the tokens that each expert received, relative to an even share (1 is even, 2 is twice the share).
 
-    Above, a heat map of layers by experts; then one of layers by steps, of each layer's busiest expert; below, over the steps,
-    the busiest and the idlest expert of the worst layer and of the layers' mean.
+    At the top stands a heat map of layers by experts. Below it a heat map of layers by steps shows each layer's busiest expert.
+    At the bottom, over the steps: the busiest and the idlest expert of the worst layer and of the layers' mean.
 
     Args:
       steps: the training steps of `loads`.

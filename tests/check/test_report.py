@@ -17,7 +17,7 @@ from moe_jax.models.auto import from_config
 from moe_jax.models.random_weights import random_model
 
 
-def test_the_report_is_that_of_the_plain_passes():
+def test_the_report_equals_plain_forward_and_backward_passes():
     model = tiny.model()
     tokens = seeds.rng().integers(0, 264, 9).tolist()
     report = check_model(model, tokens, repeats=1)
@@ -50,7 +50,8 @@ def test_a_prompt_begins_as_its_tokenizer_begins_a_text(tmp_path):
     assert report.tokens == 2
 
 
-def test_a_checkpoint_without_a_tokenizer_is_refused_before_weights_are_read(tmp_path, monkeypatch):
+def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, monkeypatch):
+    """The refusal comes before any weights are read."""
     moe_jax.save_pretrained(tiny.dense(), tmp_path)
     monkeypatch.setattr("moe_jax.check.report.from_pretrained", None)
     with pytest.raises(ValueError, match="no tokenizer can be read from the folder"):

@@ -81,7 +81,7 @@ def rewrite_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
 
 
 def fuse_experts(weights: dict[str, torch.Tensor], layer: int, num_experts: int) -> dict[str, torch.Tensor]:
-    """The same weights with the experts of one layer as two tensors, as transformers 5 holds them in memory."""
+    """Returns the same weights with the experts of one layer as two tensors, as transformers 5 holds them in memory."""
     weights = dict(weights)
     prefix = f"model.layers.{layer}.mlp.experts."
 
@@ -100,7 +100,7 @@ def parameters(model) -> dict[tuple, np.ndarray]:
 
 
 def same_bits(a: dict, b: dict) -> bool:
-    """Whether two dicts of arrays or tensors have equal keys, dtypes, shapes and bytes."""
+    """Returns True if two dicts of arrays or tensors have equal keys, dtypes, shapes and bytes."""
 
     def raw(x):
         return (str(x.dtype), tuple(x.shape), (x.contiguous().view(torch.uint8).numpy() if torch.is_tensor(x) else x).tobytes())

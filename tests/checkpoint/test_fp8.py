@@ -50,7 +50,7 @@ def assert_same(array: np.ndarray, tensor: torch.Tensor):
     np.testing.assert_array_equal(array.astype(np.float32).view(np.int32), tensor.float().view(torch.int32))
 
 
-def test_fused_experts_are_dequantised_as_those_apart(tmp_path):
+def test_fused_experts_equal_separate_ones(tmp_path):
     write_fp8(tmp_path / "apart")
     apart = read_weights(tmp_path / "apart")
     fused, names = {}, ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
@@ -69,7 +69,8 @@ def test_fused_experts_are_dequantised_as_those_apart(tmp_path):
     assert same_bits(parameters(from_pretrained(tmp_path / "fused")), parameters(from_pretrained(tmp_path / "apart")))
 
 
-def test_is_written_back_as_bf16_without_a_mark_of_quantisation(tmp_path):
+def test_is_saved_as_plain_bf16(tmp_path):
+    """The written config.json does not mention a quantisation."""
     write_fp8(tmp_path / "in")
     model = from_pretrained(tmp_path / "in")
     moe_jax.save_pretrained(model, tmp_path / "out")
@@ -91,7 +92,7 @@ def store(folder, weight: torch.Tensor, scales: torch.Tensor):
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_any_part_is_the_part_of_the_whole(tmp_path_factory, data):
+def test_reading_a_part_equals_a_part_of_the_whole(tmp_path_factory, data):
     """Against the dequantisation that transformers differentiates through, for blocks cut off at the edges too."""
     rows, columns = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 70))
     block = data.draw(st.tuples(st.integers(1, 40), st.integers(1, 40)))
@@ -119,7 +120,7 @@ def test_every_byte_has_its_value(tmp_path):
 
 
 def test_a_part_takes_its_own_bytes_and_the_scales_of_its_blocks(tmp_path):
-    """Of 576 rows, as DeepSeek-V3's kv_a_proj_with_mqa has, those of one device of four."""
+    """Reads the part of one device of four, of 576 rows like DeepSeek-V3's kv_a_proj_with_mqa."""
     read = {}
 
     def counted(name, tensor):

@@ -149,7 +149,8 @@ def test_rotary_tables_and_a_tied_head_are_ignored(tmp_path):
     assert_holds(from_pretrained(tmp_path, dtype=jnp.float32), stored)
 
 
-def test_a_head_that_differs_from_the_embedding_is_loaded_though_the_config_ties_them(tmp_path, caplog):
+def test_a_stored_head_wins_over_the_configs_tie(tmp_path, caplog):
+    """A head that differs from the embedding is loaded with one warning, though the config ties the two."""
     write_checkpoint(tmp_path, moe=False, tie_word_embeddings=True)
     stored = read_weights(tmp_path) | {"lm_head.weight": torch.randn(61, 16)}
     rewrite_weights(tmp_path, stored)
@@ -180,7 +181,8 @@ def test_a_checkpoint_of_the_model_without_a_head_loads(tmp_path):
         from_pretrained(tmp_path)
 
 
-def test_modules_that_predict_further_tokens_are_loaded_where_there_are_some(tmp_path, caplog):
+def test_mtp_modules_are_loaded_if_the_checkpoint_has_them(tmp_path, caplog):
+    """`mtp=False` leaves them out. A save writes them back bit for bit. Missing, unexpected and differing tensors are named."""
     theirs = write_checkpoint(tmp_path, deepseek=True)
     stored = read_weights(tmp_path)
     edit_config(tmp_path, num_nextn_predict_layers=1)  # as in what transformers writes, which has none of their tensors
@@ -408,7 +410,7 @@ def test_neither_a_folder_nor_a_hub_id(tmp_path):
         from_pretrained(tmp_path / "nothing" / "here")
 
 
-def test_the_output_folder_of_a_run_is_told_from_the_model_in_it(moe_folder):
+def test_a_runs_folder_is_no_model_but_names_the_one_in_it(moe_folder):
     run = moe_folder.rename(moe_folder.with_name("model")).parent
     for load in (from_pretrained, read_config):
         with pytest.raises(FileNotFoundError, match=f"did you mean the model in it, {re.escape(str(run / 'model'))}?"):
@@ -423,7 +425,7 @@ def test_the_output_folder_of_a_run_is_told_from_the_model_in_it(moe_folder):
         (HfHubHTTPError, "that can be reached: no route$"),
     ],
 )
-def test_the_hub_says_no_in_one_line(error, message, monkeypatch):
+def test_a_refusal_of_the_hub_is_one_line(error, message, monkeypatch):
     def snapshot_download(name, **options):
         raise error("no route\nPlease try again.", response=Mock())
 
@@ -432,7 +434,8 @@ def test_the_hub_says_no_in_one_line(error, message, monkeypatch):
         from_pretrained("someone/some-model")
 
 
-def test_hub_id_is_downloaded_with_torch_files_only_as_a_last_resort(moe_folder, monkeypatch):
+def test_the_hub_gives_torch_files_only_as_a_last_resort(moe_folder, monkeypatch):
+    """A refused config ends the load before any weights are downloaded."""
     stored = read_weights(moe_folder)
     asked = []
 
@@ -473,5 +476,5 @@ def test_progress_bar_is_silent_when_not_on_a_terminal(moe_folder, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_dtype_table_is_what_the_library_calls_them():
+def test_float_dtypes_have_the_names_of_safetensors():
     assert {name: dtype.itemsize for name, dtype in hf_files.FLOAT_DTYPES.items()} == {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}

@@ -26,7 +26,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
-def test_names_and_shapes_are_those_that_transformers_writes(tmp_path, options):
+def test_names_and_shapes_equal_those_of_transformers(tmp_path, options):
     write_checkpoint(tmp_path, **options)
     stored = {name: tuple(tensor.shape) for name, tensor in read_weights(tmp_path).items()}
     assert {tensor.name: tensor.shape for tensor in hf_tensors(load_config(tmp_path))} == stored

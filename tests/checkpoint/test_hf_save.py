@@ -48,7 +48,8 @@ def random_model(**overrides):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
-def test_load_save_load_keeps_every_bit_and_transformers_loads_it(tmp_path, options, dtype):
+def test_a_round_trip_keeps_every_bit(tmp_path, options, dtype):
+    """The weights survive load, save and load. transformers loads the result, with the logits of the original."""
     reference = write_checkpoint(tmp_path / "theirs", dtype=getattr(torch, dtype), **options)
     model = from_pretrained(tmp_path / "theirs", dtype=dtype)
     moe_jax.save_pretrained(model, tmp_path / "ours")
@@ -228,7 +229,8 @@ def test_somebody_elses_folder_is_not_replaced(tmp_path):
     from_pretrained(tmp_path / "empty")
 
 
-def test_a_folder_that_cannot_be_replaced_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+def test_an_irreplaceable_folder_is_refused(tmp_path, monkeypatch):
+    """The current directory, its parents and mount points are refused before anything is written."""
     (tmp_path / "a" / "b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "a" / "b")
     for folder in (".", ".."):

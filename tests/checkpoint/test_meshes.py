@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 
 def run(folder, output, axes, *, processes: int, devices: int) -> list[dict]:
-    """What each process of `load_on_mesh.py` prints; together they have `devices` devices."""
+    """Returns the printed counts of each process of `load_on_mesh.py`; together they have `devices` devices."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
@@ -65,7 +65,8 @@ def test_eight_devices_read_every_byte_once(tmp_path, axes):
     assert counts["read"] == 2 * counts["held"]
 
 
-def test_two_processes_read_their_own_slices_and_generate_together(tmp_path):
+def test_two_processes_read_only_their_own_slices(tmp_path):
+    """The two save the original weights, and generate the tokens of a process alone."""
     write_checkpoint(tmp_path / "in", num_experts=8)
     total = stored_bytes(tmp_path / "in")
     counts = run(tmp_path / "in", tmp_path / "out", dict(fsdp=2, expert=2), processes=2, devices=4)

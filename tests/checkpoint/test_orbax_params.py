@@ -50,7 +50,7 @@ def test_saving_over_an_older_one_and_a_crash(tmp_path, monkeypatch):
     assert same_bits(parameters(load_orbax(tmp_path / "out", dtype="float32")), parameters(second))
 
 
-def test_what_does_not_fit_the_config_is_listed(tmp_path):
+def test_parameters_that_do_not_fit_the_config_are_listed(tmp_path):
     save_orbax(random_model("float32"), tmp_path / "out")
     edit_config(tmp_path / "out", tie_word_embeddings=True, attention_bias=True, vocab_size=60)
     with pytest.raises(ValueError) as caught:
@@ -80,7 +80,7 @@ def test_from_hugging_face_and_back(moe_folder, tmp_path):
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
 
 
-def test_one_format_takes_the_place_of_the_other(tmp_path):
+def test_one_format_replaces_the_other(tmp_path):
     model = random_model("float32")
     moe_jax.save_pretrained(model, tmp_path / "out")
     save_orbax(model, tmp_path / "out")

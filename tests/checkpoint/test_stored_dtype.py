@@ -36,7 +36,7 @@ def test_fp8_becomes_bf16_and_it_is_said(tmp_path):
     assert found.name == "bfloat16" and "FP8" in found.remark
 
 
-def test_an_orbax_folder_has_its_own(tmp_path):
+def test_an_orbax_folder_has_a_stored_dtype(tmp_path):
     save_orbax(tiny.model(), tmp_path / "orbax")
     assert stored_dtype(tmp_path / "orbax").name == "float32"
 

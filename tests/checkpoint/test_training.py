@@ -1,4 +1,4 @@
-"""What lies in the folder of a run's checkpoints, and what is left of one that was never finished."""
+"""The folder of a run's checkpoints, and the remains of a checkpoint that was never finished."""
 
 import resource
 import shutil
@@ -10,7 +10,8 @@ import pytest
 from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
 
 
-def test_an_unfinished_checkpoint_is_none_and_is_removed_by_who_saves_next(tmp_path):
+def test_an_unfinished_checkpoint_does_not_count(tmp_path):
+    """The next save removes it, if `remove_unfinished` allows that."""
     unfinished = tmp_path / "5.orbax-checkpoint-tmp" / "state"
     unfinished.mkdir(parents=True)
     for step, is_there in ((6, True), (7, False)):
@@ -30,7 +31,8 @@ def saved(folder, *steps):
     return checkpoints
 
 
-def test_a_failed_save_is_one_message_that_names_the_newest_whole_checkpoint(tmp_path, capfd):
+def test_a_failed_save_names_the_newest_whole_checkpoint(tmp_path, capfd):
+    """The error is one message, without a traceback, and says where the same command goes on."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for steps, way in (((), "begins anew: there is none before it"), ((3,), "goes on from step 3, the newest that is whole")):
         checkpoints = saved(tmp_path, *steps)

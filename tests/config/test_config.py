@@ -78,7 +78,7 @@ def test_the_hub_file_of_deepseek_v3_is_the_named_config():
         ({"model_type": "deepseek_v2"}, "norm_topk_prob=True is not supported"),
     ],
 )
-def test_what_makes_no_deepseek_is_refused_by_name(change, message):
+def test_bad_deepseek_fields_are_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         config_from_dict({**HUB_DEEPSEEK_V3, **change})
 
@@ -117,7 +117,8 @@ def test_the_hub_file_of_30b_is_the_named_config():
     ],
     ids=["moe", "moe-yarn", "dense-dynamic", "deepseek-v3", "deepseek-v2", "dense-sliding"],
 )
-def test_what_transformers_writes_is_read_and_what_we_write_it_reads(theirs, tmp_path):
+def test_configs_round_trip_with_transformers(theirs, tmp_path):
+    """Our reader takes what transformers writes, and transformers reads every field back from our file."""
     theirs.save_pretrained(tmp_path)
     ours = load_config(tmp_path)
     assert ours.rope_parameters.rope_theta == theirs.rope_parameters["rope_theta"]
@@ -168,7 +169,7 @@ def test_old_and_current_names_mean_the_same():
         ),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(change, message):
+def test_bad_and_unknown_fields_are_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         config_from_dict({**HUB_30B, **change})
 
@@ -182,18 +183,20 @@ def test_what_is_not_understood_is_refused_by_name(change, message):
     ],
     ids=["coder", "unsloth", "transformers 4"],
 )
-def test_fields_that_change_nothing_are_read_over(harmless):
+def test_fields_without_effect_are_skipped(harmless):
     assert config_from_dict(HUB_30B | harmless) == config_from_dict(HUB_30B)
 
 
-def test_a_rope_field_that_transformers_ignores_is_ignored_with_a_warning(caplog):
+def test_an_ignored_rope_field_gives_a_warning(caplog):
+    """transformers ignores `attn_factor`. So do we, with a warning."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     config = config_from_dict({**HUB_30B, "rope_scaling": {**yarn, "attn_factor": 0.878}})
     assert config == config_from_dict({**HUB_30B, "rope_scaling": yarn})
     assert "attn_factor=0.878 is ignored" in caplog.text
 
 
-def test_a_factor_of_yarn_that_is_null_is_written_as_the_number_it_means():
+def test_a_null_yarn_factor_is_written_as_its_number():
+    """Null means max_position_embeddings / original_max_position_embeddings, here 40960 / 10240."""
     yarn = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 10240}
     config = config_from_dict({**HUB_30B, "rope_scaling": yarn})
     assert config_to_dict(config)["rope_scaling"]["factor"] == 4.0

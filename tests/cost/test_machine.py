@@ -39,8 +39,8 @@ def test_a_hop_that_is_copied_is_faster_inside_a_host_alone():
     assert list(hops) == pytest.approx([GB / H200.between_hosts] * 2)
 
 
-def test_the_rate_of_experts_is_that_of_nine_matmuls_of_a_size():
-    """Of gate, up and down one forward and two backward each; that of d_act is another kernel."""
+def test_the_rate_of_experts_averages_nine_equal_matmuls():
+    """Gate, up and down have one matmul forward and two backward each. The matmul of d_act is another kernel."""
     times = [1 / H200.experts_matmul] * 8 + [1 / H200.experts_d_act]
     assert H200.experts_training == pytest.approx(9 / sum(times))
     assert ExpertParallel.flops_per_byte == H200.experts_training / H200.all_to_all
@@ -48,8 +48,8 @@ def test_the_rate_of_experts_is_that_of_nine_matmuls_of_a_size():
 
 def test_between_hosts_the_network_is_the_limit():
     mesh = MeshShape(fsdp=16)
-    # Of a gather a host's eight GPUs receive the other half together, which NVLink then has to bring to each; of an all-to-all
-    # each exchanges half of its own.
+    # In a gather a host's eight GPUs receive the other half together, and NVLink then brings it to each of them. In an
+    # all-to-all each GPU exchanges half of its own part.
     assert all_gather_seconds(AT_ONCE, GB, ("fsdp",), mesh) == pytest.approx(15 / 16 * GB / H200.all_gather)
     slow = replace(AT_ONCE, between_hosts=10e9)
     assert all_gather_seconds(slow, GB, ("fsdp",), mesh) == pytest.approx(GB / 2 / 8 / 10e9)

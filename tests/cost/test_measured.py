@@ -1,8 +1,8 @@
 """Predictions beside every measurement of docs/performance.md that the model of cost speaks of.
 
-Nothing was fitted to one row: the experts' three constants to all nine layers, one overhead to four steps before these, and
-what of a gather hides to the two that gather experts, the rate of the vocabulary's matmuls to three losses. All else are
-rates of single kernels and collectives.
+No constant was fitted to a single row. The experts' three constants were fitted to all nine layers, and one overhead to four
+steps before these. The hidden share of a gather was fitted to the two steps that gather experts, and the rate of the
+vocabulary's matmuls to three losses. All other constants are rates of single kernels and collectives.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ STEPS = [
 
 @pytest.mark.parametrize("mesh, rows, remat, seconds, gib", STEPS)
 def test_training_steps_on_four_gpus(mesh, rows, remat, seconds, gib):
-    """Section "A training step of Qwen3-30B-A3B", balanced routing; the vocabulary's loss took 28 ms of 8192 tokens then."""
+    """Section "A training step of Qwen3-30B-A3B", balanced routing; the vocabulary's loss then took 28 ms for 8192 tokens."""
     prediction = predict(step(rows, mesh=mesh, remat=remat))
     loss_then = 28e-3 * prediction.step.tokens / 8192
     assert prediction.step_seconds - prediction.seconds["loss"] + loss_then == pytest.approx(seconds, rel=0.05)
@@ -48,7 +48,8 @@ def test_training_steps_on_four_gpus(mesh, rows, remat, seconds, gib):
     assert prediction.fits
 
 
-def test_a_training_step_over_nccl_with_the_loss_of_three_matmuls():
+def test_a_training_step_over_nccl():
+    """Measured with the loss of three matmuls."""
     prediction = predict(step(32))
     assert prediction.step_seconds == pytest.approx(2.377, rel=0.055)
     assert prediction.memory_bytes / 2**30 == pytest.approx(86.0, rel=0.08)

@@ -53,7 +53,8 @@ def test_the_fastest_stands_first_and_all_that_run_are_there():
     assert {prediction.step.remat for prediction in plan(QWEN, 8, rows=32, sequence_length=4096, remat=True)} == {True}
 
 
-def test_a_layer_s_input_waits_in_the_host_s_memory_where_nothing_else_fits(capsys):
+def test_layer_inputs_go_to_the_host_only_if_nothing_else_fits(capsys):
+    """A plan with "offload" appears only if the same step with remat alone does not fit."""
     for prediction in plan(QWEN, 8, rows=32, sequence_length=4096):
         with_remat = predict(replace(prediction.step, remat=True))
         assert prediction.step.remat != "offload" or not with_remat.fits
@@ -111,7 +112,7 @@ def test_by_default_a_device_has_32768_tokens(capsys):
         (DEEPSEEK, 128, 2048, "65536 tokens a GPU are too many: take fewer rows, or more devices."),
     ],
 )
-def test_where_nothing_fits_the_smallest_is_named_and_what_would(config, devices, rows, remedy):
+def test_if_nothing_fits_the_smallest_is_named_with_a_remedy(config, devices, rows, remedy):
     printed = format_plan(plan(config, devices, rows=rows, sequence_length=4096, remat=True), 10)
     assert printed.startswith("Nothing fits: the smallest needs ")
     assert f" GiB, more than the 132 of an NVIDIA H200. {remedy}" in printed
@@ -135,7 +136,7 @@ def test_the_batch_may_be_named_as_finetune_names_it(capsys):
     assert printed[0] == printed[1] and "8 x 1024 tokens" in printed[0]
 
 
-def test_hops_are_copies_on_one_host_unless_asked_for_otherwise(capsys):
+def test_hops_are_copies_on_one_host_by_default(capsys):
     """One process has the GPUs of one host alone."""
     options = "--sequence-length 262144 --limit 1"
     for devices, asked, hops in ((8, "", "copies"), (8, "--hops nccl", "nccl"), (16, "--rows 2", "nccl")):
@@ -144,7 +145,8 @@ def test_hops_are_copies_on_one_host_unless_asked_for_otherwise(capsys):
 
 
 @pytest.mark.parametrize("method", ["all_gather", "ulysses"])
-def test_no_command_is_printed_for_attention_that_finetune_does_not_compute(method):
+def test_attention_outside_finetune_gets_no_command(method):
+    """`finetune` does not compute these methods, so the plan prints the `make_train_step` options."""
     run = PlannedStep(QWEN, MeshShape(expert=2, context=2), 2, 4096, context_method=method)
     printed = how_to_train(run)
     assert f"make_train_step with Parallelism(mesh, context=ContextParallel(method='{method}'))" in printed
@@ -218,7 +220,8 @@ def test_the_defaults_are_those_of_finetune():
     assert ours["sequence_length"] == theirs["seq_len"]
 
 
-def test_the_batch_script_is_whole_and_trains_on_the_fastest_mesh(tmp_path, capsys):
+def test_the_batch_script_trains_on_the_fastest_mesh(tmp_path, capsys):
+    """Its options are those in docs/many_gpus.md, and bash can parse it. Bad options write no file."""
     script = tmp_path / "train.sbatch"
     main(f"plan qwen3-30b-a3b --devices 16 --limit 1 --sbatch {script}".split())
     flags_printed = capsys.readouterr().out.split("moe-jax finetune ")[1].split(" ...")[0]

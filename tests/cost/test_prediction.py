@@ -1,4 +1,4 @@
-"""What predictions must obey whatever the machine: parts add up, splitting divides, nothing gets faster by more work."""
+"""Rules for predictions on any machine: parts add up, splitting divides, nothing gets faster by more work."""
 
 import functools
 import math
@@ -36,7 +36,7 @@ MESHES = st.builds(MeshShape, data=SIZES, fsdp=SIZES, expert=SIZES, context=SIZE
 @given(
     config=st.sampled_from((MIXED, LATENT)), mesh=MESHES, rows=st.sampled_from((8, 24, 192)), length=st.sampled_from((96, 4096))
 )
-def test_runs_are_those_that_a_training_step_takes(config, mesh, rows, length):
+def test_a_plan_accepts_the_runs_that_a_training_step_accepts(config, mesh, rows, length):
     """The step's own checks, on a mesh without devices."""
     abstract = AbstractMesh((mesh.data, mesh.fsdp, mesh.expert, mesh.context), MESH_AXES)
 
@@ -78,7 +78,7 @@ def test_parts_add_up(config):
 
 @pytest.mark.parametrize("config", [QWEN, MIXED, DEEPSEEK, LITE], ids=["sparse", "mixed", "deepseek-v3", "deepseek-v2"])
 def test_a_step_has_the_flops_of_its_model(config):
-    """With memory that costs nothing and FLOPs a second each; but for the tiles of the experts, which are not all filled."""
+    """Memory takes no time here, and every rate is 1 FLOP/s. The experts differ a little: not all of their tiles are filled."""
     rates = ("dense_matmul", "experts_matmul", "experts_d_act", "attention_forward", "attention_backward", "vocabulary")
     machine = replace(H200, hbm=math.inf, top_k=0, sort=0, experts_overhead=0, layer_overhead=0, **dict.fromkeys(rates, 1.0))
     machine = replace(machine, attention_backward_wide=1.0)
@@ -95,7 +95,7 @@ def test_a_step_has_the_flops_of_its_model(config):
     assert sum(exact.values()) / run.tokens == pytest.approx(expected - experts, rel=1e-9)
 
 
-def test_a_module_that_predicts_a_further_token_is_a_layer_and_a_loss_more():
+def test_an_mtp_module_costs_one_more_layer_and_loss():
     run = PlannedStep(DEEPSEEK, MeshShape(fsdp=8, expert=8), 64, 4096)
     plain = replace(run, config=DEEPSEEK.without_mtp())
     found, without = predict(run), predict(plain)
@@ -103,22 +103,23 @@ def test_a_module_that_predicts_a_further_token_is_a_layer_and_a_loss_more():
     for part in ("experts", "attention", "exchange"):
         of_layers = DEEPSEEK.num_hidden_layers if part == "attention" else len(DEEPSEEK.moe_layers)
         assert found.seconds[part] == pytest.approx((1 + 1 / of_layers) * without.seconds[part])
-    # Beside a layer's, the projection of two hidden states to one.
+    # A module adds the projection of two hidden states to one.
     of_layer, of_module = (layer_seconds(run, stage, H200)["projections"].forward for stage in (1, 2))
     assert of_module - of_layer == pytest.approx(2 * run.tokens * 2 * 7168**2 / H200.dense_matmul)
     assert found.memory_bytes > without.memory_bytes
 
 
-def test_a_stage_gathers_one_layer_more_than_it_has():
-    """The first before its loop, where nothing hides it, the last in vain."""
+def test_a_stage_gathers_one_more_layer_than_it_has():
+    """The first gather runs before the loop, where nothing hides it. The last one is not used."""
     run = PlannedStep(QWEN, MeshShape(fsdp=8), 8, 4096)
     needed = sum(passes.travel for passes in gather_seconds(run, 0, H200))
     found = predict(run, replace(H200, hidden=0.0)).seconds["gathers"]
     assert found == pytest.approx(49 * needed)
 
 
-def test_gathers_by_copies_hide_but_for_the_memory_that_they_read_and_write():
-    """In units of what one of four devices is sent of a matrix; forward it arrives and is put into its place with its own."""
+def test_hidden_copies_still_cost_their_memory_traffic():
+    """Counts in units of the part of a matrix that one of four devices is sent. Forward, it arrives and is put into its place
+    beside the device's own."""
     run = PlannedStep(QWEN, MeshShape(fsdp=4), 32, 4096, hops="copies")
     forward, backward = gather_seconds(run, 0, H200)
     size = sum(2 * p.used_size / p.layers for p in run.parameters if p.in_stage and p.gather_axes)
@@ -128,11 +129,11 @@ def test_gathers_by_copies_hide_but_for_the_memory_that_they_read_and_write():
     assert backward.travel == pytest.approx(2 * forward.travel)
     found = predict(run)
     assert found.seconds["gathers"] == pytest.approx(48 * (forward.memory + backward.memory) + forward.travel + backward.travel)
-    # Beside too little they show.
+    # With too little to compute beside them, the copies are not hidden.
     assert predict(replace(run, rows=4, sequence_length=64)).seconds["gathers"] > found.seconds["gathers"]
 
 
-def test_one_device_keeps_everything_and_meets_nobody():
+def test_one_device_keeps_everything_and_sends_nothing():
     prediction = predict(PlannedStep(QWEN, MeshShape(), 1, 4096))
     travels = {prediction.seconds[part] for part in ("exchange", "context", "gathers", "once a step")}
     assert travels == {0} and prediction.hidden_seconds == 0
@@ -192,7 +193,7 @@ LINKS_ALONE = replace(H200, hbm=math.inf, dense_matmul=math.inf, latency=0.0)
 
 
 @pytest.mark.parametrize("config, elements", [(QWEN, 2 * 4 * 128), (DEEPSEEK, 512 + 64)])
-def test_what_travels_of_a_token_round_the_ring(config, elements):
+def test_bytes_of_a_token_round_the_ring(config, elements):
     """Keys and values, or the latent they are made of: in bf16 forward; backward so again, and the gradients in f32."""
     run = PlannedStep(config, MeshShape(context=8), 1, 2**18)
     found = context_seconds(run, attention(run), LINKS_ALONE)
@@ -200,7 +201,7 @@ def test_what_travels_of_a_token_round_the_ring(config, elements):
     assert found == pytest.approx((forward, forward, 3 * forward))
 
 
-def test_what_travels_of_a_token_to_a_part_of_the_heads():
+def test_bytes_of_a_token_with_ulysses():
     """Queries and results; latents to all devices, and their gradients back."""
     run = PlannedStep(DEEPSEEK, MeshShape(context=8), 1, 2**18, context_method="ulysses")
     found = context_seconds(run, attention(run), LINKS_ALONE)
@@ -242,8 +243,8 @@ def test_copies_are_refused_where_no_process_has_all_gpus():
     assert predict(run, replace(H200, gpus_of_host=16)).seconds["context"] > 0
 
 
-def test_expanded_keys_of_the_ring_are_those_of_one_device():
-    """Of `all_gather` those of all: bf16 and f32, a latent of six devices more and keys and values of seven."""
+def test_the_ring_expands_the_keys_of_one_device():
+    """`all_gather` holds the keys of all: bf16 and f32, of six more devices the latents and of seven the keys and values."""
     ring, gathered = (
         predict(PlannedStep(DEEPSEEK, MeshShape(context=8), 1, 2**18, context_method=method)).memory_bytes
         for method in ("ring", "all_gather")
@@ -251,7 +252,7 @@ def test_expanded_keys_of_the_ring_are_those_of_one_device():
     assert gathered - ring == (2 + 4) * (6 * 576 + 7 * 128 * (192 + 128)) * 2**18 / 8
 
 
-def test_further_rounds_cost_from_the_capacity_on():
+def test_loads_above_the_capacity_cost_further_rounds():
     run = PlannedStep(QWEN, MeshShape(expert=8), 64, 4096)
     exchange = [predict(replace(run, expert_load_imbalance=load)).seconds["exchange"] for load in (1.0, 1.25, 1.26, 2.6)]
     assert exchange[0] == exchange[1] < exchange[2] < exchange[3]
@@ -275,7 +276,7 @@ def test_further_rounds_cost_from_the_capacity_on():
         ({"expert_load_imbalance": float("nan")}, "expert_load_imbalance=nan must be a number of at least 1"),
     ],
 )
-def test_what_cannot_run_is_refused(options, message):
+def test_impossible_steps_are_refused(options, message):
     arguments = {"config": QWEN, "mesh": MeshShape(fsdp=2), "rows": 2, "sequence_length": 4096} | options
     with pytest.raises(ValueError, match=message):
         PlannedStep(**arguments)

@@ -52,7 +52,7 @@ def test_every_step_is_there_once_across_the_interruption(demo):
     assert np.isfinite(result.losses).all() and result.losses[-1] < result.losses[0]
 
 
-def test_everything_that_it_lists_lies_there_and_nothing_else(demo):
+def test_the_folder_holds_exactly_the_listed_files(demo):
     output, _ = demo
     assert sorted(p.name for p in output.iterdir()) == sorted([*CONTENTS, MARKER, "notes.txt"])
     for name in ("loss.png", "expert_load.png"):
@@ -60,7 +60,8 @@ def test_everything_that_it_lists_lies_there_and_nothing_else(demo):
     assert (output / "notes.txt").read_text() == "the user's own"
 
 
-def test_the_export_agrees_with_transformers_and_differs_from_the_initial_model(demo):
+def test_the_export_has_the_logits_of_transformers(demo):
+    """Training has changed every parameter of the initial model."""
     output, result = demo
     assert 0 <= result.logit_difference < 1e-4
     trained, initial = (nnx.state(from_pretrained(output / name), nnx.Param) for name in ("model", "initial"))
@@ -110,7 +111,8 @@ def test_the_model_says_how_it_generates_and_chats(demo):
     assert tokenizer.decode(tokens).startswith(asked)
 
 
-def test_the_tokenizer_gives_every_text_back_and_loads_with_transformers(tmp_path):
+def test_the_tokenizer_round_trips_every_text(tmp_path):
+    """transformers loads it, with the special tokens as ids 0 to 2."""
     texts = library_functions(30)
     train_tokenizer(texts, 500).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -120,7 +122,8 @@ def test_the_tokenizer_gives_every_text_back_and_loads_with_transformers(tmp_pat
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_text_is_short_functions_once_each_in_an_order_of_its_own():
+def test_the_text_is_short_functions_without_repeats():
+    """Every call returns them in the same order."""
     functions = library_functions(30)
     assert functions == library_functions(30) and len(functions) == len(set(functions))
     assert all(len(text) <= MAX_CHARACTERS for text in functions)
@@ -128,7 +131,8 @@ def test_the_text_is_short_functions_once_each_in_an_order_of_its_own():
     assert all(len(body) == 1 and isinstance(body[0], ast.FunctionDef) for body in parsed)
 
 
-def test_functions_come_without_docstrings_and_methods_without_their_class():
+def test_functions_lose_docstrings_and_methods_their_class():
+    """Functions that are too short or too long, and files that do not parse, are left out."""
     method = 'class A:\n    def f(self, a):\n        """Doc."""  # comment\n        b = a\n        return b\n'
     assert functions_of(method) == ["def f(self, a):\n    b = a\n    return b\n"]
     assert functions_of("def short():\n    return 1\n") == []

@@ -68,7 +68,7 @@ def test_on_an_h200_the_prompt_alone_takes_the_fused_kernel(name, module, monkey
     assert shapes == [((2, 192, config.num_attention_heads, config.key_dim), 192)] * stages
 
 
-def test_a_sequence_ends_with_its_eos_while_the_others_go_on():
+def test_a_sequence_ends_at_its_eos_while_others_go_on():
     model = load_ours(reference("qwen3_moe", 11))
     prompts = [[5, 6, 7], [8]]
     free = moe_jax.generate(model, prompts, max_new_tokens=10)
@@ -80,7 +80,8 @@ def test_a_sequence_ends_with_its_eos_while_the_others_go_on():
     assert len(stopped[0]) <= 3
 
 
-def test_sampling_is_reproducible_by_its_seed_and_independent_of_the_prompts_after_it():
+def test_sampling_is_reproducible_by_its_seed():
+    """The draw of a prompt does not depend on the prompts after it."""
     model = load_ours(reference("qwen3_moe", 12))
     options = dict(max_new_tokens=16, temperature=1.0, top_k=50, top_p=0.95)
     one = moe_jax.generate(model, [[1, 2], [3]], seed=1, **options)
@@ -145,7 +146,8 @@ def test_bad_input_is_named(prompt, options, message):
         moe_jax.generate(model, prompt, **options)
 
 
-def test_without_a_padding_token_the_end_of_texts_is_taken_for_one():
+def test_the_eos_token_stands_in_for_a_missing_padding_token():
+    """With a padding token in the config, a prompt may begin with an end token."""
     model = load_ours(reference("qwen3", 13))
     model.config = replace(model.config, pad_token_id=None, eos_token_id=(5, 6))
     with pytest.raises(ValueError, match="begin with the padding token 6 in 1 of 2 rows"):
@@ -164,7 +166,7 @@ def test_padding_under_a_mask_changes_nothing_on_either_side():
     assert meant[1] == moe_jax.generate(model, [8, 0], max_new_tokens=4)
 
 
-def test_what_is_longer_than_the_model_was_made_for_is_said_once(caplog):
+def test_exceeding_max_position_embeddings_warns_once(caplog):
     model = load_ours(reference("qwen3", 13))
     model.config = replace(model.config, max_position_embeddings=5)
     for _ in range(2):

@@ -21,7 +21,7 @@ PROMPTS = [[1, 2, 0, 3], [2], [3, 3, 1, 0, 1, 2, 2]]
 
 
 def small_model():
-    """Of four tokens: drafts are right by chance."""
+    """Returns a model of four tokens, so that drafts are right by chance."""
     model = tiny.deepseek(mtp=1, layers=2, vocab_size=4)
     rng = seeds.rng()
     model.embed_tokens.weight[...] = jnp.asarray(rng.normal(0, 1, (4, 16)), jnp.float32)
@@ -56,7 +56,8 @@ def count_by_hand(model, prompts, outputs):
     return drafted, accepted
 
 
-def test_the_tokens_are_those_without_drafts_and_the_right_drafts_those_of_the_module():
+def test_greedy_tokens_equal_those_without_drafts():
+    """The counts of drafts equal a count by hand. Sampling with top_k=1 is the same as greedy."""
     options, drafts = dict(max_new_tokens=20, eos_token_id=3), Drafts(0, 0)
     while not 0 < drafts.accepted < drafts.drafted:  # a model that says one token again and again
         model = small_model()
@@ -64,7 +65,7 @@ def test_the_tokens_are_those_without_drafts_and_the_right_drafts_those_of_the_m
     assert outputs == moe_jax.generate(model, PROMPTS, **options)
     assert (drafts.drafted, drafts.accepted) == count_by_hand(model, PROMPTS, outputs)
     assert drafts.acceptance_rate == drafts.accepted / drafts.drafted
-    # A draw from the most likely token alone is no other way than the greedy one.
+    # A draw from the most likely token alone is greedy.
     assert (outputs, drafts) == generate_with_drafts(model, PROMPTS, **options, temperature=1.5, top_k=1)
 
 
@@ -74,7 +75,8 @@ probabilities = st.lists(st.sampled_from([0, 0, 1e-30, 0.1, 1, 2, 7]), min_size=
 
 @settings(deadline=None)
 @given(probabilities, probabilities)
-def test_over_a_module_s_drafts_a_token_has_the_model_s_probabilities_and_the_overlap_is_accepted(p, q):
+def test_tokens_follow_p_over_drafts_from_q(p, q):
+    """A draft x is accepted with probability min(p, q) / q, so the overlap of p and q is accepted."""
     p, q = (np.asarray(weights, np.float32) / np.float32(sum(weights)) for weights in (p, q))
     drafts = np.flatnonzero(q)
     given_each = np.asarray(given_draft(*(jnp.tile(each, (6, 1)) for each in (p, q)), jnp.arange(6)))[drafts]
@@ -85,13 +87,15 @@ def test_over_a_module_s_drafts_a_token_has_the_model_s_probabilities_and_the_ov
     assert not given_each[:, p == 0].any()
 
 
-def test_a_draft_that_is_not_accepted_where_rounding_leaves_nothing_gives_way_to_a_token_of_the_model_s():
+def test_a_rejected_draft_survives_rounding():
+    """Rounding leaves nothing of max(p - q, 0): a token of the model still replaces the rejected draft."""
     p, q = jnp.array([[0.0, 1.0, 0.0]]), jnp.array([[1e-30, 1.0, 0.0]])
     np.testing.assert_array_equal(given_draft(p, q, jnp.array([0])), p)
 
 
 @pytest.mark.thorough
-def test_three_tokens_are_as_frequent_as_the_model_says_and_as_many_drafts_accepted_as_it_and_the_module_agree():
+def test_sampled_tokens_have_the_models_frequencies():
+    """4096 draws of three tokens follow the exact distribution. The counts of drafts follow the overlap of model and module."""
     model, prompt, sequences = small_model(), [1, 2, 0], 4096
     options = dict(temperature=4.0, top_k=3, top_p=0.95)
     new, drafts = generate_with_drafts(model, [prompt] * sequences, max_new_tokens=3, seed=fresh_seed(), **options)
@@ -108,7 +112,7 @@ def test_three_tokens_are_as_frequent_as_the_model_says_and_as_many_drafts_accep
 
     counts = np.bincount(np.asarray(new) @ [16, 4, 1], minlength=64)
     assert not counts[of_outcome == 0].any()
-    # One cell of all rare outcomes and the least frequent of the others: where few are expected, a count is no normal variable.
+    # One cell joins all rare outcomes and the least frequent of the others: small expected counts are not normal variables.
     cell = np.maximum(np.argsort(np.argsort(of_outcome)) - (of_outcome * sequences < 40).sum(), 0)
     observed, expected = np.bincount(cell, counts), np.bincount(cell, of_outcome * sequences)
     assert ((observed - expected) ** 2 / expected).sum() < chi2.isf(1e-7, max(len(expected) - 1, 1))
@@ -121,7 +125,8 @@ def test_three_tokens_are_as_frequent_as_the_model_says_and_as_many_drafts_accep
     assert abs(drafts.accepted - sequences * agreed) < six_deviations
 
 
-def test_a_prompt_s_draws_follow_from_its_seed_and_place_whatever_stands_beside_it_and_go_on_to_its_end():
+def test_draws_depend_on_seed_and_place_alone():
+    """Longer neighbours and an end token change no token before the end."""
     model, seed = small_model(), fresh_seed()
     options = dict(max_new_tokens=16, temperature=8.0)
     free, _ = generate_with_drafts(model, PROMPTS, seed=seed, **options)
@@ -137,7 +142,7 @@ def fresh_seed() -> int:
     return seeds.integer()
 
 
-def test_a_model_without_such_a_module_and_bad_options_are_refused():
+def test_bad_options_and_models_without_a_module_are_refused():
     with pytest.raises(ValueError, match="drafts need a model with a module that predicts further tokens"):
         generate_with_drafts(tiny.deepseek(), [1])
     model = tiny.deepseek(mtp=1)

@@ -38,7 +38,7 @@ def test_complete_adds_to_a_text_and_to_several(model):
     assert first == expected and other == moe_jax.complete(model, "c", max_new_tokens=TOKENS)
 
 
-def test_a_prompt_has_no_end(model):
+def test_a_prompt_gets_no_end_token(model):
     ending = tiny.tokenizer()
     ending.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="$A <|im_end|>", special_tokens=[("<|im_end|>", 2)]
@@ -60,7 +60,7 @@ def test_a_model_may_be_named_by_its_folder(folder):
     assert moe_jax.complete(folder, "ab", max_new_tokens=TOKENS) == expected
 
 
-def test_a_model_from_nowhere_takes_the_tokenizer_that_is_passed(model):
+def test_a_model_without_a_folder_needs_a_tokenizer(model):
     alone = tiny.dense()
     with pytest.raises(ValueError, match="this model was not read from a folder.*: pass tokenizer=moe_jax.load_tokenizer"):
         moe_jax.complete(alone, "ab")
@@ -110,7 +110,8 @@ def test_sampling_defaults_are_those_of_the_model(tmp_path, beside, given, expec
     [({}, False, [0]), ({"eos_token_id": 5}, False, [5]), ({"eos_token_id": [6, 5]}, True, [2, 5, 6])],
     ids=["tokenizer", "generation_config", "answer"],
 )
-def test_a_text_ends_as_the_model_says_and_an_answer_also_as_its_template_does(tmp_path, beside, answers, ends):
+def test_answers_also_end_as_their_template_does(tmp_path, beside, answers, ends):
+    """Texts end at the eos token of generation_config.json, else at the tokenizer's."""
     (tmp_path / "generation_config.json").write_text(json.dumps(beside))
     assert text_options(tmp_path, tiny.dense().config, tiny.tokenizer(), {}, answers=answers)["eos_token_id"] == ends
 
@@ -135,7 +136,7 @@ def test_a_text_ends_as_the_model_says_and_an_answer_also_as_its_template_does(t
         (moe_jax.chat, [{"role": "assistant", "content": "a"}], "ends with the assistant's message"),
     ],
 )
-def test_what_is_no_text_is_named(model, call, argument, message):
+def test_bad_texts_are_named(model, call, argument, message):
     with pytest.raises(ValueError, match=message):
         call(model, argument)
 

@@ -1,4 +1,4 @@
-"""The launcher starts each process with its own place in the job, prints whose lines are whose, and ends the job as one."""
+"""The launcher gives each process its place in the job, marks the lines of each, and ends all processes together."""
 
 import fcntl
 import os
@@ -57,7 +57,8 @@ barrier("never reached by all")
 """
 
 
-def test_a_process_that_fails_in_the_middle_does_not_wait_for_the_others(tmp_path, capfd, monkeypatch):
+def test_a_failing_process_does_not_wait_for_the_others(tmp_path, capfd, monkeypatch):
+    """Both processes are connected when one of them fails."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     command = (sys.executable, "-c", CONNECTED, str(tmp_path / "folder"))
     # Without `initialize_processes`' care JAX would wait for five minutes.
@@ -71,7 +72,7 @@ def test_a_process_that_fails_in_the_middle_does_not_wait_for_the_others(tmp_pat
     assert not any((tmp_path / "folder").iterdir())
 
 
-def test_who_does_not_end_is_killed_with_all_that_it_started(tmp_path):
+def test_a_process_that_does_not_end_is_killed_with_its_children(tmp_path):
     # The process ignores SIGTERM, as JAX's do, and so does its child.
     child = (
         f"import fcntl, time; file = open(r'{tmp_path}/child', 'w'); fcntl.flock(file, fcntl.LOCK_EX)\n"
@@ -86,7 +87,7 @@ def test_who_does_not_end_is_killed_with_all_that_it_started(tmp_path):
     )
     assert launch(settings(source, processes=2, grace_seconds=0.2)) == 128 + signal.SIGKILL
     with open(tmp_path / "child") as file:
-        # Held for as long as the child lives: by its number it could not be told from a dead one that nobody waited for.
+        # The lock is held as long as the child lives. A process id also exists for a dead child that no parent waited for.
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
@@ -122,8 +123,8 @@ def test_signals_are_passed_on(send, tmp_path, capfd):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_after_a_signal_a_process_has_the_time_of_a_checkpoint(capfd):
-    """And not that of one whose neighbour has failed."""
+def test_after_a_signal_a_process_has_time_to_save(capfd):
+    """`grace_seconds`, the time after a neighbour's failure, does not apply."""
     source = (
         "import signal, sys, time\n"
         "def save(*_): time.sleep(0.5); print('saved'); sys.exit(0)\n"
@@ -135,7 +136,7 @@ def test_after_a_signal_a_process_has_the_time_of_a_checkpoint(capfd):
     assert launch(settings(source, processes=1, save_seconds=0.1)) == 128 + signal.SIGKILL
 
 
-def test_what_is_ignored_stays_so():
+def test_ignored_signals_stay_ignored():
     """As under nohup."""
     source = "import signal, sys; sys.exit(signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -14,13 +14,13 @@ SLURM = {"SLURM_JOB_ID": "9", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 
 
-def test_alone_nothing_starts():
+def test_a_single_process_starts_nothing():
     assert arguments_by_hand({}) is None and arguments_of_cluster({}) is None
     initialize_processes(num_processes=1)
     assert not jax.distributed.is_initialized()
 
 
-def test_alone_a_process_keeps_to_its_gpus(monkeypatch):
+def test_a_single_process_keeps_to_its_gpus(monkeypatch):
     monkeypatch.setenv("MOE_JAX_NUM_PROCESSES", "1")
     monkeypatch.setenv("MOE_JAX_LOCAL_DEVICE_IDS", "2,3")
     before = {name: jax.config.values[name] for name in VISIBLE_DEVICES}
@@ -40,7 +40,8 @@ def test_alone_a_process_keeps_to_its_gpus(monkeypatch):
             jax.config.update(name, value)
 
 
-def test_a_program_of_one_device_sees_the_first_gpu_of_its_process(monkeypatch):
+def test_use_one_gpu_keeps_the_first_gpu_of_the_process(monkeypatch):
+    """Once JAX has started its backends, nothing changes."""
     before = {name: jax.config.values[name] for name in VISIBLE_DEVICES}
     jax.devices()
     use_one_gpu()
@@ -57,7 +58,7 @@ def test_a_program_of_one_device_sees_the_first_gpu_of_its_process(monkeypatch):
             jax.config.update(name, value)
 
 
-def test_by_hand_from_the_environment_and_from_arguments():
+def test_settings_come_from_environment_or_arguments():
     arguments = arguments_by_hand({**BY_HAND, "MOE_JAX_LOCAL_DEVICE_IDS": "2,3"})
     assert arguments == {
         "coordinator_address": "node0:1234", "num_processes": 4, "process_id": 3, "local_device_ids": [2, 3],
@@ -114,13 +115,13 @@ def test_kubernetes_needs_an_indexed_job_and_its_package(monkeypatch):
     assert arguments_of_cluster({**POD, "JOB_COMPLETION_INDEX": "0"}) == {}
 
 
-def test_too_late_is_refused_by_name():
+def test_initializing_after_jax_began_is_refused():
     jax.devices()
     with pytest.raises(RuntimeError, match="initialize_processes: .*before"):
         initialize_processes("localhost:1234", 2, 0)
 
 
-def test_alone_a_program_leaves_as_any():
+def test_a_single_process_leaves_with_its_status():
     with pytest.raises(SystemExit) as status:
         leave(3)
     assert status.value.code == 3

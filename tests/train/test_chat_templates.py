@@ -1,4 +1,4 @@
-"""The template that a user gives is learned with, and saved with the model."""
+"""A user's chat template is used for training, and saved with the model."""
 
 import json
 
@@ -18,7 +18,8 @@ CHAT = [
 ]
 
 
-def test_chatml_marks_answers_and_ends_them_with_the_tokens_that_end_generation():
+def test_chatml_marks_answers_and_their_end_tokens():
+    """An answer ends with the token that ends generation. The template refuses tools."""
     plain = tiny.tokenizer(None)
     tokenizer = with_chat_template(plain, "chatml")
     tokens, trained = chat_tokens(tokenizer, CHAT)
@@ -29,7 +30,7 @@ def test_chatml_marks_answers_and_ends_them_with_the_tokens_that_end_generation(
         chat_tokens(tokenizer, CHAT, [{"name": "add"}])
 
 
-def test_a_file_is_read(tmp_path):
+def test_a_template_file_is_read(tmp_path):
     (tmp_path / "own.jinja").write_text(tiny.CHATML)
     assert with_chat_template(tiny.tokenizer(None), str(tmp_path / "own.jinja")).chat_template == tiny.CHATML
     (tmp_path / "own.jinja").write_text("\n")
@@ -37,7 +38,7 @@ def test_a_file_is_read(tmp_path):
         with_chat_template(tiny.tokenizer(), str(tmp_path / "own.jinja"))
 
 
-def test_it_is_the_one_template_of_the_saved_tokenizer(tmp_path):
+def test_a_given_template_replaces_the_saved_tokenizers(tmp_path):
     tiny.tokenizer("old").save_pretrained(tmp_path / "old")
     (tmp_path / "old" / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((tmp_path / "old" / "tokenizer_config.json").read_text())
@@ -48,7 +49,7 @@ def test_it_is_the_one_template_of_the_saved_tokenizer(tmp_path):
     assert "chat_template" not in json.loads((tmp_path / "new" / "tokenizer_config.json").read_text())
 
 
-def test_a_run_and_what_is_converted_of_it_have_the_template(tmp_path):
+def test_a_run_and_its_conversion_have_the_template(tmp_path):
     moe_jax.save_pretrained(tiny.dense(), tmp_path / "base")
     tiny.tokenizer(None).save_pretrained(tmp_path / "base")
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")

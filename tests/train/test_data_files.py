@@ -40,7 +40,7 @@ def test_a_link_that_leads_nowhere_is_an_error(tmp_path):
 
 
 def test_without_links_the_fingerprint_is_the_old_one(tmp_path):
-    """Runs that have begun hold it."""
+    """Existing runs have stored it."""
     for name in ("b/2.txt", "b-/1.txt", "a.txt", "b.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -57,14 +57,15 @@ def test_files_that_a_format_leaves_out_are_named(tmp_path, caplog):
     assert f"left out of the training data: {tmp_path}/b.jsonl.gz, {tmp_path}/pipe" in caplog.text
 
 
-def test_the_format_is_guessed_by_the_first_line_of_any_file(tmp_path):
+def test_the_first_line_of_any_file_shows_the_format(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n \n")
     write_line(tmp_path / "b.JSONL", messages=[{"role": "assistant", "content": "x"}])
     assert open_documents(tmp_path).format == "chat"
 
 
 @pytest.mark.parametrize("name, advice", [("x.jsonl.gz", "gunzip"), ("x.txt.zst", "unzstd")], ids=["one file", "in a folder"])
-def test_compressed_data_is_refused_with_the_command_that_unpacks_it(tmp_path, name, advice):
+def test_compressed_data_is_refused_with_advice(tmp_path, name, advice):
+    """The error names the command that unpacks the file."""
     (tmp_path / name).write_bytes(b"\x1f\x8b")
     path = tmp_path / name if ".jsonl" in name else tmp_path
     with pytest.raises(ValueError, match=rf"compressed data .*: .*{name}; unpack it first \({advice} .*{name}\)"):

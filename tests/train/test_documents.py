@@ -59,7 +59,7 @@ def test_lines_of_text_are_read_by_their_place(tmp_path):
     assert documents.where(1) == f"{file}:3 (byte 19)"
 
 
-def test_the_fingerprint_is_of_contents_and_of_what_is_read_of_them(tmp_path):
+def test_the_fingerprint_depends_on_contents_and_format(tmp_path):
     write_lines(tmp_path / "a.jsonl", {"messages": CHAT, "text": "x"})
     kinds = [open_documents(tmp_path, kind).fingerprint for kind in ("auto", "chat", "text", "folder")]
     assert kinds[0] == kinds[1] and len(set(kinds)) == 3
@@ -95,14 +95,14 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     assert len(files) == 1 and files[0]["text"] == "x"
 
 
-def test_white_space_is_no_text_in_any_format(tmp_path):
+def test_white_space_alone_is_no_document(tmp_path):
     (tmp_path / "a.txt").write_text("\u00a0\u3000\n")
     (tmp_path / "b.txt").write_text("b")
     assert len(open_documents(tmp_path)) == 1
     assert len(open_documents(write_lines(tmp_path / "c.jsonl", {"text": "\u00a0\u3000"}, {"text": "b"}))) == 1
 
 
-def test_text_that_is_no_utf_8_is_named(tmp_path):
+def test_files_that_are_not_utf_8_are_named(tmp_path):
     (tmp_path / "a.txt").write_bytes("hello".encode("utf-16-le"))
     with pytest.raises(
         ValueError, match="a.txt: holds NUL bytes, so it is no UTF-8 text; write Parquet or Arrow as JSON Lines"
@@ -147,7 +147,8 @@ def test_an_answer_of_weight_0_is_not_learned(template):
         assert tokenizer.decode(tokens[trained]) == said and (both & trained == trained).all()
 
 
-def test_answers_of_weight_0_that_a_template_does_not_mark_one_by_one_are_refused():
+def test_answers_of_weight_0_need_marks_of_their_own():
+    """A template that marks all answers as one span hides which of them has weight 0."""
     chat = [*CHAT[:2], {**CHAT[2], "weight": 0}, {"role": "assistant", "content": "bye"}]
     joined = "{% for m in messages[2:] %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
     with pytest.raises(ValueError, match='marks 1 spans for 2 answers, so the answers of "weight" 0 cannot be found'):
@@ -162,12 +163,12 @@ def test_a_template_that_would_leave_tools_out_is_refused(change, tools, left_ou
 
 
 @pytest.mark.parametrize("template", [REFUSING, MARKED + REFUSING], ids=["plain", "marked"])
-def test_what_a_template_refuses_is_said(template):
+def test_the_refusal_of_a_template_is_quoted(template):
     with pytest.raises(ValueError, match="the tokenizer's chat template refuses the first 5 messages: no tools here"):
         chat_tokens(tiny.tokenizer(template), CHAT)
 
 
-def test_a_chat_that_the_assistant_begins_needs_a_template_that_marks_answers():
+def test_a_leading_answer_needs_a_template_with_marks():
     with pytest.raises(ValueError, match="begins with the assistant's message.*; put a system or user message first"):
         chat_tokens(tiny.tokenizer(), CHAT[2:])
     tokenizer = tiny.tokenizer(MARKED)
@@ -208,7 +209,8 @@ def test_a_bad_line_is_named(tmp_path, lines, message):
         open_documents(write_lines(tmp_path / "a.jsonl", *lines))
 
 
-def test_in_a_folder_of_jsonl_files_and_others_the_format_must_be_said(tmp_path):
+def test_a_mixed_folder_needs_a_named_format(tmp_path):
+    """The folder holds .jsonl files and others."""
     (tmp_path / "README.md").write_text("what this is")
     write_lines(tmp_path / "train.jsonl", {"text": "x"})
     with pytest.raises(
@@ -233,7 +235,8 @@ def test_a_single_file_that_is_no_jsonl_is_refused(tmp_path):
         open_documents(tmp_path / "a.json")
 
 
-def test_templates_that_hide_the_assistant_and_missing_templates_are_refused(tmp_path):
+def test_missing_templates_are_refused(tmp_path):
+    """So are templates that hide the assistant's tokens."""
     with pytest.raises(ValueError, match="the assistant's tokens cannot be found"):
         chat_tokens(tiny.tokenizer(COUNTING), CHAT)
     documents = open_documents(write_lines(tmp_path / "a.jsonl", {"messages": CHAT}))
@@ -256,7 +259,7 @@ def test_a_text_begins_as_its_tokenizer_begins_a_text(tmp_path):
     assert beginning(plain) == [] and beginning(begins) == [1]
 
 
-def test_all_conversations_that_a_template_cannot_mask_are_named_at_once(tmp_path):
+def test_all_unmaskable_conversations_are_named_at_once(tmp_path):
     good, bad = {"messages": CHAT}, {"messages": CHAT[2:]}
     file = write_lines(tmp_path / "a.jsonl", good, bad, good, *[bad] * 10)
     documents = open_documents(file)
@@ -266,7 +269,7 @@ def test_all_conversations_that_a_template_cannot_mask_are_named_at_once(tmp_pat
     batches(documents, tiny.tokenizer(MARKED), seq_len=8, batch_size=1)
 
 
-def test_a_batch_holds_what_its_picture_says(tmp_path):
+def test_a_batch_has_the_documented_layout(tmp_path):
     documents = open_documents(write_lines(tmp_path / "a.jsonl", {"messages": CHAT}, {"messages": CHAT[1:3]}))
     tokenizer = tiny.tokenizer()
     batch = next(batches(documents, tokenizer, seq_len=256, batch_size=2, seed=1))

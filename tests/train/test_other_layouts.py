@@ -21,7 +21,7 @@ FURTHER = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("ending", ["jsonl", "ndjson", "json"])
-def test_the_code_that_the_error_prints_converts_the_data(tmp_path, monkeypatch, name, ending):
+def test_the_printed_code_converts_the_data(tmp_path, monkeypatch, name, ending):
     if name == "chat" and ending != "json":
         return
     rows, file = [LAYOUTS[name]] * 10, tmp_path / f"data.{ending}"

@@ -23,7 +23,7 @@ def test_cutting_loses_no_label(length, seq_len, seed):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 23])
-def test_a_restored_position_gives_the_batches_that_would_have_come(steps, tmp_path):
+def test_a_restored_position_continues_the_batches(steps, tmp_path):
     documents = open_documents(tiny.write_texts(tmp_path))
     first, second = (batches(documents, tiny.tokenizer(), seq_len=24, batch_size=2, seed=5) for _ in range(2))
     for _ in range(steps):
@@ -39,8 +39,8 @@ def equal(actual, expected, rows=slice(None)) -> bool:
     return all((actual[name][rows] == expected[name][rows]).all() for name in PADDING)
 
 
-def test_processes_that_read_their_own_rows_read_the_batch_of_one_and_go_on_from_each_other(tmp_path):
-    """64 rows are two streams."""
+def test_processes_read_the_rows_of_one_batch(tmp_path):
+    """64 rows are two streams. The merged positions of two processes restore all of them."""
     documents = open_documents(tiny.write_texts(tmp_path))
 
     def stream(rows=None):
@@ -54,7 +54,7 @@ def test_processes_that_read_their_own_rows_read_the_batch_of_one_and_go_on_from
             expected, actual = next(whole), [next(process) for process in processes]
             assert all(equal(batch, expected, list(rows)) for batch, rows in zip(actual, parts, strict=True))
             assert equal(actual[1], expected)
-            # The first and the last are without a stream each.
+            # The first and the last process have one of the two streams.
             assert all((actual[0][name][32:] == padding).all() for name, padding in PADDING.items())
             assert all((actual[2][name][:32] == padding).all() for name, padding in PADDING.items())
 

@@ -14,7 +14,7 @@ def test_moving_average_is_the_mean_of_the_last_values(rng):
         np.testing.assert_allclose(moving_average(values, width), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_relative_load_is_one_when_even_and_where_nothing_arrived(rng):
+def test_relative_load_is_one_for_even_and_empty_loads(rng):
     loads = rng.integers(1, 100, (3, 2, 8))
     loads[1, 0] = 0
     loads[2, 1] = 7

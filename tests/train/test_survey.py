@@ -1,4 +1,4 @@
-"""What is said of a data set before training is what its batches hold."""
+"""The survey of a data set before training agrees with its batches."""
 
 import json
 
@@ -55,7 +55,8 @@ def test_a_sample_stands_for_the_whole(tmp_path):
     assert survey(documents, tiny.tokenizer(), seq_len=64, max_seconds=0).measured == 1
 
 
-def test_conversations_that_a_template_refuses_are_counted_or_an_error(tmp_path):
+def test_refused_conversations_are_an_error_or_counted(tmp_path):
+    """`skip_bad` counts them."""
     documents = chats(tmp_path, SHORT, LONG[1:], SHORT)
     with pytest.raises(ValueError, match="1 of 3 conversations begin with the assistant's message"):
         survey(documents, tiny.tokenizer(), seq_len=64)

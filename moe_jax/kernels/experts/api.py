@@ -67,8 +67,8 @@ def experts_mlp(
         y in x's dtype. Each gradient has the dtype of its argument.
 
     Raises:
-        ValueError: shapes do not fit together; topk_experts is not an integer array; chunk_tokens < 1; the backend is unknown
-            or does not take the input; or arrays are split over mesh axes of type Explicit.
+        ValueError: shapes do not fit together; topk_experts is not an integer array; or chunk_tokens < 1. Also if the backend
+            is unknown or does not take the input, or arrays are split over mesh axes of type Explicit.
     """
     return experts_mlp_accumulating(
         x, w_gate_up, w_down, topk_weights, topk_experts, None, backend=backend, chunk_tokens=chunk_tokens
@@ -139,7 +139,10 @@ def _refuse_plan_of_few(plan: Plan) -> None:
 
 
 def _zero_rows_without_a_pair(rows: Float[Array, "rows features"], plan: Plan) -> Float[Array, "rows features"]:
-    """Zeroes the rows that kernels leave unwritten: a gradient to what is between `gate_up` and `down` sums over all rows."""
+    """Zeroes the rows that kernels leave unwritten.
+
+    The gradients of an activation's own parameters, between `gate_up` and `down`, sum over all rows.
+    """
     row = jnp.arange(plan.num_rows, dtype=jnp.int32)
     is_computed = (plan.pair_of_row < plan.row_of_pair.size) & (row < plan.offsets[-1])
     return jnp.where(is_computed[:, None], rows, 0)

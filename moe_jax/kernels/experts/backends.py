@@ -1,8 +1,11 @@
 """Matmuls of rows sorted by expert with each expert's own weights, one module per backend.
 
-Every backend module offers what `xla` describes: `grouped_matmul`, `grouped_outer`, their fusions with the gated activation
-`gated_matmul` and `gated_matmul_backward`, `rows_of_tokens` before and `token_sums` behind them, `refusal`, `is_native` and
-`ROW_ALIGNMENT`.
+Every backend module offers the same names, which `xla` describes:
+
+- `grouped_matmul` and `grouped_outer`;
+- their fusions with the gated activation, `gated_matmul` and `gated_matmul_backward`;
+- `rows_of_tokens` before these, and `token_sums` behind them;
+- `refusal`, `is_native` and `ROW_ALIGNMENT`.
 """
 
 from collections.abc import Sequence

@@ -21,8 +21,8 @@ _logger = logging.getLogger(__name__)
 def resolve_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int, row_alignment: int | None = None) -> str:
     """Returns the backend to use: `name` if given, else the environment variable MOE_JAX_BACKEND, else the first that fits.
 
-    A backend fits if three conditions hold: it was written for the target; it takes experts of `dtype`, `hidden` and `inter`;
-    and the plan has the `row_alignment` that it needs (None: the plan is made for it). The choice, and why earlier backends
+    A backend fits if three conditions hold. It was written for the target. It takes experts of `dtype`, `hidden` and `inter`.
+    The plan has the `row_alignment` that it needs (None: the plan is made for it). The choice, and why earlier backends
     were passed over, is logged once.
 
     Raises:

@@ -140,7 +140,7 @@ def _forward_of_parts(
         return _gate_up_of_part(operands.w_gate_up, options.backend, for_backward, max_pairs, x, experts)
 
     def both_passes(max_pairs: int | None, shares: int | None, x: Array, weights: Array, experts: Array) -> _Outcome:
-        """A `_PartOutput` and its `_PlannedTokens`."""
+        """Returns a `_PartOutput` and its `_PlannedTokens`."""
         (act, h), planned = gate_up(max_pairs, x, experts)
         y = down_of_shares(act, operands.w_down, weights, planned.plan, options.backend, shares)
         return _Outcome(_PartOutput(y, h), planned)
@@ -153,7 +153,7 @@ def _forward_of_parts(
     # The barriers hold h too: where `jax.checkpoint` does not compute y again, parts must still run one after the other.
     ((act, h), own_planned), *outcomes = _one_after_the_other(steps)
     if outcomes:
-        # The own down pass comes last: something to compute while the other devices' outputs travel.
+        # The down pass of the device's own tokens comes last: it is computed while the other devices' outputs travel.
         outcomes[-1], act = _wait_for(outcomes[-1], act)
     y = down_of_shares(act, operands.w_down, own_weights, own_planned.plan, options.backend, shares)
     outcomes = [_Outcome(_PartOutput(y, h), own_planned), *outcomes]
@@ -278,7 +278,7 @@ def _gate_up_of_part(
 ) -> _Outcome:
     """Returns a `_GateUp` and its `_PlannedTokens`."""
     num_experts, alignment = w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT
-    # With an alignment of 1 this is a single token.
+    # With an alignment of 1 this holds for a single token alone.
     if not for_backward and _has_room_for_all(max_pairs, experts) and x.shape[0] <= alignment and experts.size:
         planned = plan_of_few(experts, num_experts, alignment)
     else:
@@ -361,7 +361,7 @@ def _wait_for(outcome: _Outcome, arguments: Any) -> tuple[_Outcome, Any]:
 
 
 def _split(a: Array, size: int, fill: int) -> Array:
-    """[T, ...] -> [chunks, size, ...], the last chunk padded with `fill`."""
+    """Splits [T, ...] into [chunks, size, ...], the last chunk padded with `fill`."""
     chunks = -(-a.shape[0] // size)
     a = jnp.pad(a, [(0, chunks * size - a.shape[0])] + [(0, 0)] * (a.ndim - 1), constant_values=fill)
     return a.reshape(chunks, size, *a.shape[1:])

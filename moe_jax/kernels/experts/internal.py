@@ -103,7 +103,7 @@ def experts_mlp_of_parts(
     """Computes `experts_mlp` of several groups of tokens, one after the other, where some arrive later than others.
 
     A part waits for its own tokens and for the parts before it. Its y is there before later parts are computed; the gradients
-    follow the same order. The first part, the caller's own tokens, is the exception: its down pass comes last, so that there is
+    follow the same order. The first part, the caller's own tokens, is the exception: its down pass comes last. So there is
     something to compute while the other parts' outputs travel. The weights' gradients come at the end, each summed over all
     parts in f32 in one pass and rounded once.
 
@@ -111,11 +111,11 @@ def experts_mlp_of_parts(
         max_pairs: for each part, the number of ids in [0, E) to make room for: R is max_pairs instead of T*K. Ids beyond it
             count as ids outside [0, E), the last experts' first. None: room for all.
         shares: for each part, the number of devices that its tokens come from, equally many from each (default: 1). The part's
-            y and dx are made in this number of equal pieces, one by one: what is sent from here is not copied out of the whole.
+            y and dx are made in this number of equal pieces, one by one. So no piece that is sent is copied out of the whole.
 
     Raises:
-        ValueError: there are no parts; parts differ in more than their numbers of tokens; max_pairs or shares has another
-            length than parts; shares do not divide the tokens; or what `experts_mlp` raises.
+        ValueError: there are no parts; parts differ in more than their numbers of tokens; or max_pairs or shares has another
+            length than parts. Also if shares do not divide the tokens, and as `experts_mlp`.
     """
     refuse_explicit_axes(w_gate_up=w_gate_up, w_down=w_down)
     for part in parts:

@@ -1,7 +1,7 @@
 """Grouped matmuls in plain XLA, for every platform.
 
-Cost for R rows, E experts, weights [E, N, D]: 2*(R + E*direct_rows)*N*D FLOPs at most, each expert's weights read once plus
-once per overflow block; `lax.ragged_dot` takes 2*E*R*N*D on CPU and GPU.
+Cost for R rows, E experts, weights [E, N, D]: 2*(R + E*direct_rows)*N*D FLOPs at most. Each expert's weights are read once,
+and once more per overflow block. `lax.ragged_dot` takes 2*E*R*N*D on CPU and GPU.
 
 An expert's rows are one contiguous run of unknown length, while XLA's shapes are static. So each expert's first `direct_rows`
 rows go through one batched matmul with the weights in place; under even routing these are all rows. An expert's further rows
@@ -80,8 +80,11 @@ def gated_matmul_backward(
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Computes gradients from the gradient dy of y = sum_k weight * w_down act, where act = silu(gate) * up.
 
-    With g = dy @ w_down[e], returns dh, the gradient to h; weight_of_row * act, which the gradient of w_down needs; and
-    <g, act>, the gradient to each row's weight, in at least f32.
+    With g = dy @ w_down[e], returns three arrays:
+
+    - dh, the gradient to h;
+    - weight_of_row * act, which the gradient of w_down needs;
+    - <g, act>, the gradient to each row's weight, in at least f32.
     """
     g = widened(grouped_matmul(dy, w_down, plan, source_of_row=source_of_row, transpose=True))
     act, weight = widened(gated_silu(h)), widened(weight_of_row)[:, None]

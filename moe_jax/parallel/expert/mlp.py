@@ -134,7 +134,7 @@ class ExpertInputs(NamedTuple):
 
 
 class ShadowOutput(NamedTuple):
-    """The outputs of shadow experts, and what is left for the exchange."""
+    """The outputs of shadow experts, and the choices that are left for the exchange."""
 
     y: Float[Array, "tokens hidden"]
     """The shadows' contribution to this device's tokens."""
@@ -194,7 +194,7 @@ class ExchangePlan(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """The integer arrays of a call: who chose which expert, and in which round each choice is computed."""
+    """The integer arrays of a call: the chosen expert of each choice, and the round that computes it."""
 
     rounds: Int[Array, ""]
     """The number of further rounds."""

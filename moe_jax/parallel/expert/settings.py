@@ -47,8 +47,8 @@ class ExpertParallel:
     Attributes:
       axis_name: the mesh axis. The layer is called inside a `jax.shard_map` over it.
       transport: one of TRANSPORTS, or a `Transport`. None takes "gather" if the buffers of an exchange would be as large as
-        the result of a gather (2 to 4 devices with 8 choices a token), and "all_to_all" otherwise. "pairwise" pays if tokens
-        travel as peer-to-peer copies (`hops="copies"` of `Parallelism`, which then takes it by itself).
+        the result of a gather, else "all_to_all". With 8 choices a token they are that large on 2 to 4 devices. "pairwise"
+        pays if tokens travel as peer-to-peer copies (`hops="copies"` of `Parallelism`, which then takes it by itself).
       capacity_factor: the size of the buffers over what an even routing sends. Tokens that do not fit travel in further
         rounds. On n devices a factor of n fits every routing.
       drop: None drops nothing. "position" and "probability" compute one round and drop the tokens that do not fit.
@@ -61,8 +61,8 @@ class ExpertParallel:
         shadow's copies. With 0 every shadow pays that takes rows from the busiest device. Default: the ratio of an H200.
 
     Raises:
-      ValueError: an unknown transport or drop, a capacity_factor that is not a number above 0, a group_size below 1 or
-        without "pairwise", a negative shadow_experts or flops_per_byte.
+      ValueError: an unknown transport or drop, or a capacity_factor that is not a number above 0. Also a group_size below 1
+        or without "pairwise", and a negative shadow_experts or flops_per_byte.
     """
 
     axis_name: str = "expert"

@@ -1,1 +1,1 @@
-"""Sequences split over devices: layouts of tokens, ring attention, and attention of what a device holds."""
+"""Sequences split over devices: layouts of tokens, ring attention, and attention of the tokens that a device holds."""

@@ -127,13 +127,14 @@ def context_attention(
       expansion: (k, v) = expand(weights, *kv). `kv` travels in place of k and v, and each device expands what arrives. Each
         device's gradients of `kv` are in the dtype of `kv`, and are summed in f32. The gradients of the weights are summed in
         f32 over everything that arrives. With `ulysses` the leading axis of the weights is the heads, or the rows of one
-        head after the other; from a part of them `expand` makes the keys and values of these heads.
+        head after the other. From a part of this axis `expand` makes the keys and values of these heads.
       segment_starts: `starts_of_segments` of the segment ids, computed once for many layers. Default: one segment.
       backend: "mosaic" (default on Hopper in bf16 and f16) or "xla".
 
     Raises:
-      ValueError: shapes that do not fit together; a window below 1; an unknown backend, or one that does not take the input; a
-        length that the layout cannot split; with `ulysses` heads, key heads or rows of weights that the devices do not divide.
+      ValueError: shapes that do not fit together; a window below 1; an unknown backend, or one that does not take the input.
+        Also a length that the layout cannot split. With `ulysses`, heads, key heads or rows of weights that the devices do
+        not divide.
       NameError: outside `shard_map`, or inside one whose mesh lacks the axis.
     """
     axis_name, layout = parallel.axis_name, parallel.layout

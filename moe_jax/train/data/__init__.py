@@ -46,7 +46,7 @@ def batches(
       skip_bad: leave out conversations that the template cannot render, instead of raising. Positions fit either way.
 
     Raises:
-      ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets; or
+      ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets. Also if
         conversations begin with an answer, and the template does not mark answers. While iterating: a conversation that
         the template cannot render, by file and line, or a file that changed since it was opened. The position then stays
         as it was before the batch.

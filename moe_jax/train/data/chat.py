@@ -27,8 +27,8 @@ def chat_tokens(
 
     Raises:
       ValueError: the template cannot render the conversation, or would leave its tools out; or answers cannot be told from the
-        rest. Without marks the first message is one, or the rendering of a part is not a part of the whole; with marks they
-        are not one for each answer, and some answer has weight 0.
+        rest. Without marks: the first message is an answer, or the rendering of a part is not a part of the whole. With marks:
+        some answer has weight 0, and there is not one mark for each answer.
     """
     template = tokenizer.get_chat_template(tools=tools)
     check_template(template, messages, tools)

@@ -1,7 +1,7 @@
 """Training documents on disk: a folder of text files, or JSONL with "text" or "messages" a line, read by index.
 
-All files are read once when they are opened: that finds bad lines before training starts, indexes the documents by byte
-offset, and gives a fingerprint that a resumed run compares. After that one document at a time is in memory.
+All files are read once when they are opened. That finds bad lines before training starts, and indexes the documents by byte
+offset. It also gives a fingerprint that a resumed run compares. After that one document at a time is in memory.
 """
 
 import hashlib
@@ -79,16 +79,16 @@ def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
     """Opens and checks a data set.
 
     Args:
-      path: a folder of UTF-8 text files (searched recursively through links, hidden ones left out; each file is a document), a
-        .jsonl file, or a folder of .jsonl files. A byte order mark at a file's beginning is dropped.
-      data_format: "folder", "text" (JSONL with a string "text"), "chat" (JSONL with a list "messages", each with "role" and a
-        string "content", or "tool_calls" without one; optionally "tools"), or "auto": by what is there. Files that the
-        format leaves out are logged by name.
+      path: a .jsonl file, a folder of .jsonl files, or a folder of UTF-8 text files, where each file is a document. Folders
+        are searched recursively through links; hidden files are left out. A byte order mark at a file's beginning is dropped.
+      data_format: "folder", "text", "chat", or "auto": the files decide. A line of "text" is JSON with a string "text". A line
+        of "chat" is JSON with a list "messages" and optionally "tools". A message has "role" and a string "content", or
+        "tool_calls" without content. Files that the format leaves out are logged by name.
 
     Raises:
       FileNotFoundError: there is no such path, or no file in it.
-      ValueError: bad lines or files, listed by file and line; not one document that has any text; a link that leads nowhere;
-        data that is compressed, a pipe or a device; or, with "auto", a folder of .jsonl files and others.
+      ValueError: bad lines or files, listed by file and line; not one document that has any text; or a link that leads
+        nowhere. Also data that is compressed, a pipe or a device. With "auto", a folder of .jsonl files and others.
     """
     files, data_format = data_files(path, data_format)
     digest, problems = hashlib.blake2b(data_format.encode(), digest_size=16), _Problems()

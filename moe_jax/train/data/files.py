@@ -20,8 +20,8 @@ def data_files(path: str | Path, data_format: str) -> tuple[list[Path], str]:
 
     Raises:
       FileNotFoundError: there is no such path, or no file in it.
-      ValueError: the format is unknown, or does not fit the files; a link leads nowhere; `path` is a pipe or a device, or
-        compressed; or, with "auto", .jsonl files and others stand side by side.
+      ValueError: the format is unknown, or does not fit the files; a link leads nowhere; or `path` is a pipe or a device, or
+        compressed. Also if, with "auto", .jsonl files and others stand side by side.
     """
     path = Path(path).expanduser()
     if data_format not in FORMATS:
@@ -74,7 +74,7 @@ def _files_below(folder: Path, data_format: str) -> list[Path]:
 
 
 def _entries(folder: Path, inside: tuple[Path, ...]) -> Iterator[Path]:
-    """All below `folder` that is not hidden and no folder; a link back to one of the folders that it is `inside` of, too."""
+    """Yields the paths below `folder`, except folders and hidden files. A link back to a folder in `inside` is yielded too."""
     for path in folder.iterdir():
         if path.name.startswith("."):
             continue

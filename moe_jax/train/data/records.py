@@ -11,10 +11,10 @@ _OR_CHATS = ' (or, in all lines, "messages" for chats)'
 
 
 def read_record(content: bytes, data_format: str) -> dict[str, Any] | None:
-    """Returns {"text": ...} of a file, or the object of a line; None where there is nothing to learn from.
+    """Returns {"text": ...} of a file, or the object of a line; None if there is nothing to learn from.
 
     Raises:
-      ValueError: what is wrong, as a clause that follows the place.
+      ValueError: bad content. The message is a clause that follows the name of the place.
     """
     if not content.strip():
         return None

@@ -51,7 +51,7 @@ def tokenization(
     The reason is stored in `skipped` under the document's index.
 
     Raises:
-      ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets; or
+      ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets. Also if
         conversations begin with an answer, and the template does not mark answers. The returned function raises
         BadDocument, and ValueError when all documents are skipped.
     """

@@ -1,4 +1,4 @@
-"""Which backend is taken, how a user names one, and what is said of it."""
+"""The choice of a backend, by the device or by name, and the log line about it."""
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,8 @@ def test_several_devices_take_xla_outside_shard_map(monkeypatch):
 
 
 @pytest.mark.parametrize("size, taken", [(1, "mosaic"), (2, "xla")])
-def test_inside_shard_map_the_kernels_are_taken_where_the_compiler_splits_nothing_more(monkeypatch, size, taken):
+def test_shard_map_takes_the_kernels_if_all_else_is_whole(monkeypatch, size, taken):
+    """The compiler may split along the Auto axis `model`, unless its size is 1."""
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     types = AxisType.Manual, AxisType.Auto
@@ -86,7 +87,7 @@ def test_inside_shard_map_the_kernels_are_taken_where_the_compiler_splits_nothin
 
 
 @pytest.mark.parametrize("chosen", ["cpu", jax.devices("cpu")[0]])
-def test_where_a_cpu_is_the_default_device_the_kernels_are_interpreted(monkeypatch, chosen):
+def test_kernels_are_interpreted_if_a_cpu_is_the_default(monkeypatch, chosen):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with jax.default_device(chosen):
         assert interpreter.is_interpreted() and target.compute_capability() is None

@@ -139,7 +139,9 @@ def test_two_runs_give_the_same_bits():
         np.testing.assert_array_equal(first, second)
 
 
-def test_the_halves_compose_to_the_whole_with_their_own_gradients():
+def test_gate_up_and_down_compose_to_the_whole():
+    """Each half has its own gradients."""
+
     def halves(x, w_gate_up, w_down, weights, chosen):
         rows = kernels.plan(chosen, w_gate_up.shape[0])
         return kernels.down(gated_silu(kernels.gate_up(x, w_gate_up, rows)), w_down, weights, rows)
@@ -165,7 +167,8 @@ def test_products_with_the_hessian_are_those_of_the_oracle():
                 np.testing.assert_allclose(actual, wanted, rtol=1e-9, atol=1e-9 * float(jnp.abs(wanted).max()))
 
 
-def test_forward_mode_and_a_gradients_gradient_are_refused_as_the_docstring_says():
+def test_forward_mode_and_second_gradients_are_refused():
+    """The docstring of `experts_mlp` says so."""
     *arrays, chosen = make_inputs(seeds.rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
 
     def total(x):
@@ -194,7 +197,8 @@ def test_runs_under_scan_remat_and_vmap():
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 7])
-def test_totals_grow_by_the_gradients_of_weights_and_nothing_else_changes(chunk_tokens):
+def test_accumulators_grow_by_the_weight_gradients(chunk_tokens):
+    """Outputs and other gradients stay the same. The accumulators of experts without tokens keep their bits."""
     with jax.enable_x64(True):
         rng = seeds.rng()
         x, *weights, topk_weights, chosen = make_inputs(rng, 20, 6, 2, 8, 4, "half_empty")
@@ -216,7 +220,7 @@ def test_totals_grow_by_the_gradients_of_weights_and_nothing_else_changes(chunk_
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 16])
-def test_totals_of_micro_batches_take_no_memory_but_their_own(chunk_tokens):
+def test_accumulators_take_no_memory_but_their_own(chunk_tokens):
     """The compiled loop over micro-batches works on the arrays that it is given, and copies none."""
     tokens, experts, k, hidden, inter = 64, 6, 2, 32, 64
 
@@ -248,8 +252,8 @@ ON_GPU = [pytest.param(backend, marks=pytest.mark.gpu) for backend in ("mosaic",
 
 
 @pytest.mark.parametrize("backend", ["xla", *ON_GPU])
-def test_totals_of_stacked_layers_grow_where_they_lie(backend):
-    """In our kernels bit for bit, though XLA takes each layer's totals out of the stack and puts them back."""
+def test_stacked_accumulators_grow_in_place(backend):
+    """Our kernels agree bit for bit, though XLA takes each layer's accumulators out of the stack and puts them back."""
     if not implementation(backend).is_native():
         pytest.skip(f"backend {backend} is not written for this device")
     rng = seeds.rng()
@@ -278,7 +282,7 @@ def test_totals_of_stacked_layers_grow_where_they_lie(backend):
         np.testing.assert_allclose(actual[matrix], jnp.stack([after[matrix] for after in expected]), tolerance, tolerance)
 
 
-def test_totals_of_devices_are_their_own():
+def test_accumulators_of_devices_are_their_own():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     x, *weights, topk_weights, chosen = make_inputs(seeds.rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)
     totals = tuple(jnp.ones_like(w) for w in weights)
@@ -318,7 +322,7 @@ def test_memory_does_not_grow_with_experts_times_rows():
     assert compiled.memory_analysis().temp_size_in_bytes < 12 * rows_bytes
 
 
-def test_ids_out_of_range_are_nobody():
+def test_ids_out_of_range_add_nothing():
     with jax.enable_x64(True):
         *arrays, chosen = make_inputs(seeds.rng(), 20, 5, 3, 8, 4)
         chosen = chosen.at[3:9, 1].set(5).at[7:, 2].set(-1)
@@ -328,7 +332,7 @@ def test_ids_out_of_range_are_nobody():
 
 
 @pytest.mark.parametrize("weight", [np.nan, np.inf])
-def test_the_weight_of_nobody_may_be_anything(weight):
+def test_weights_of_ids_out_of_range_may_be_nan_or_inf(weight):
     *arrays, weights, chosen = make_inputs(seeds.rng(), 6, 4, 2, 8, 4, dtype=jnp.float32)
     chosen = chosen.at[2, 0].set(-1).at[4, 1].set(4)
     wild = jnp.where((chosen < 0) | (chosen == 4), weight, weights)
@@ -342,7 +346,7 @@ def test_the_weight_of_nobody_may_be_anything(weight):
 
 @pytest.mark.parametrize("max_pairs", [20, 37, 60])
 def test_room_for_fewer_pairs_leaves_out_the_last_experts(max_pairs):
-    """Of 60 pairs at most 37 are in range: with room for them all is as without the bound."""
+    """At most 37 of 60 pairs are in range: with room for 37 the result is the same as without the bound."""
     with jax.enable_x64(True):
         *arrays, chosen = make_inputs(seeds.rng(), 20, 5, 3, 8, 4)
         chosen = jnp.where(jnp.arange(60).reshape(20, 3) % 60 < 37, chosen, -1)
@@ -396,7 +400,8 @@ def test_ids_of_8_bits_may_be_of_256_experts(chunk_tokens):
     np.testing.assert_array_equal(run(topk_experts=chosen.astype(jnp.uint8)), run(topk_experts=chosen))
 
 
-def test_a_plan_of_few_is_refused_where_gradients_may_be_asked_for():
+def test_differentiable_halves_refuse_plan_of_few():
+    """Gradients may be asked for of `gate_up` and `down`."""
     x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 1, 3, 2, 8, 4, dtype=jnp.float32)
     rows = plan_of_few(chosen, 3, 1)
     with pytest.raises(ValueError, match=r"of plan_of_few.*make it by plan"):
@@ -405,9 +410,9 @@ def test_a_plan_of_few_is_refused_where_gradients_may_be_asked_for():
         kernels.down(jnp.zeros((rows.num_rows, 4)), w_down, weights, rows, backend="xla")
 
 
-def test_a_part_waits_for_those_before_it_and_its_result_for_no_other():
-    """Else XLA joins small operations of all parts, and none begins before the last part's tokens are there. The first part's
-    down pass waits for all others."""
+def test_barriers_keep_the_parts_in_order():
+    """A part waits for the parts before it; its result waits for no other part. Without barriers XLA joins small operations of
+    all parts, and none begins before the last part's tokens are there. The first part's down pass waits for all others."""
     x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 6, 3, 2, 8, 4, dtype=jnp.float32)
     parts = list(map(TokenPart, *(jnp.split(a, 3) for a in (x, weights, chosen))))
     text = jax.jit(experts_mlp_of_parts).lower(parts, w_gate_up, w_down).as_text()

@@ -42,7 +42,7 @@ SHAPES = [(50, 6, 3), (1, 128, 8), (3, 16, 4), (200, 4, 1), (64, 5, 5), (90, 1, 
 
 @functools.partial(jax.jit, static_argnames="workspace_bytes")
 def all_three(x, rows, w, p, workspace_bytes):
-    """The last one twice: alone, and added to what is there, here w."""
+    """Returns the third product twice: alone, and added to existing values, here w."""
     assert workspace_bytes == xla.WORKSPACE_BYTES, "traced under the patched constant"
     return (
         xla.grouped_matmul(x, w, p, source_of_row=p.token_of_row),
@@ -119,7 +119,7 @@ def test_products_of_parts_are_summed_in_f32_and_rounded_once(backend):
 
 @pytest.mark.parametrize("backend", ["xla", "mosaic"])
 def test_products_of_parts_are_added_to_what_is_there(rng, backend):
-    """Of an expert with rows in the first part alone, in the second alone, in both and in none."""
+    """Covers experts with rows in the first part alone, in the second alone, in both and in none."""
     parts, expected = [], rng.normal(size=(4, 128, 64)).astype(np.float32)
     expected[3] = -0.0  # Which adding 0 would turn into 0.
     before = jnp.asarray(expected)

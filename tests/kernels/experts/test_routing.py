@@ -26,7 +26,7 @@ def both_ways(request):
 @settings(max_examples=25, deadline=None)
 @given(sizes=SIZES, seed=st.integers(0, 2**32 - 1))
 def test_plan_is_the_stable_sort(sizes, seed):
-    """Ids range from -1 to E: both ends are nobody and stand last."""
+    """Ids range from -1 to E. Both ends are out of range, and their pairs stand last."""
     tokens, num_experts, k = sizes
     experts = np.random.default_rng(seed).integers(-1, num_experts + 1, (tokens, k))
     result = jax.tree.map(np.asarray, plan(jnp.asarray(experts), num_experts))
@@ -78,8 +78,8 @@ def test_aligned_rows_hold_every_pair_once_in_the_same_order(sizes, alignment, s
     alignment=st.sampled_from([1, 64]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_beyond_max_pairs_everyone_is_nobody(tokens, max_pairs, alignment, seed):
-    """The plan is that of the first max_pairs pairs in expert order, with rows for no others."""
+def test_pairs_beyond_max_pairs_count_as_out_of_range(tokens, max_pairs, alignment, seed):
+    """The plan equals a plan of the first max_pairs pairs in expert order, with rows for no other pairs."""
     k, num_experts = 3, 5
     experts = np.random.default_rng(seed).integers(-1, num_experts + 1, (tokens, k))
     whole = jax.tree.map(np.asarray, plan(jnp.asarray(experts), num_experts))
@@ -106,7 +106,8 @@ def test_beyond_max_pairs_everyone_is_nobody(tokens, max_pairs, alignment, seed)
     alignment=st.sampled_from([64, 128]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_of_few_tokens_each_has_its_row_in_the_block_of_every_chosen_expert(sizes, alignment, seed):
+def test_plan_of_few_gives_each_token_a_row_in_every_block(sizes, alignment, seed):
+    """A block has `alignment` rows and belongs to one chosen expert."""
     tokens, num_experts, k = sizes
     experts = np.random.default_rng(seed).integers(-1, num_experts + 1, (tokens, k))
     result = jax.tree.map(np.asarray, plan_of_few(jnp.asarray(experts), num_experts, alignment))
@@ -149,7 +150,7 @@ def test_plan_refuses():
 
 
 @pytest.mark.parametrize("tokens, k", [(0, 2), (65, 2), (5, 0)])
-def test_plan_of_few_refuses_what_does_not_fit_into_a_block(tokens, k):
+def test_plan_of_few_refuses_tokens_that_do_not_fit_a_block(tokens, k):
     with pytest.raises(ValueError, match=f"1 to row_alignment = 64 tokens with choices; got {tokens} with {k}"):
         plan_of_few(jnp.zeros((tokens, k), jnp.int32), 4, 64)
 

@@ -111,9 +111,7 @@ def run_in_interpreter(module, name, inputs, outputs, grid, constants, aliases):
         (1, 6, 3, 64, 5, "float32"),
     ],
 )
-def test_values_and_every_gradient_are_as_near_f64_as_the_xla_backends(
-    rng, runs, routing, tokens, experts, k, hidden, inter, dtype
-):
+def test_values_and_gradients_are_as_near_f64_as_xla(rng, runs, routing, tokens, experts, k, hidden, inter, dtype):
     layer = make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype)
     dy = jnp.asarray(rng.normal(size=(tokens, hidden)), dtype)
     actuals = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="triton"), layer, dy)
@@ -260,8 +258,8 @@ def step(x, w_gate_up, w_down, weights, chosen, dy):
         *(pytest.param(32768, capability, marks=pytest.mark.thorough) for capability in ("8.9", "9.0", "10.0")),
     ],
 )
-def test_kernels_compile_for_each_architecture_and_no_register_spills(monkeypatch, tmp_path, tokens, capability):
-    """Triton brings its own assembler; no GPU is needed."""
+def test_kernels_compile_without_register_spills(monkeypatch, tmp_path, tokens, capability):
+    """Triton brings its own assembler; no GPU is needed. Compiles for each architecture."""
     compiler = importlib.import_module("triton.compiler")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", int(capability.replace(".", "")), 32)
     tools = os.path.join(os.path.dirname(importlib.import_module("triton").__file__), "backends", "nvidia", "bin")
@@ -317,7 +315,7 @@ def test_a_real_layer_lowers_for_an_h200(tokens):
 
 
 @needs_triton
-def test_totals_are_added_to_where_they_lie():
+def test_accumulators_are_updated_in_place():
     if launch.missing_packages() is not None:
         pytest.skip(f"needs jax_triton and JAX's CUDA plugin: {launch.missing_packages()}")
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -329,8 +327,8 @@ def test_totals_are_added_to_where_they_lie():
 
 
 @needs_triton
-def test_results_of_sharded_tokens_are_not_taken_for_equal_on_all_devices(runs):
-    """Else shard_map would drop the sum over devices from the gradient of weights, or accept such an output, silently."""
+def test_results_of_sharded_tokens_vary_over_devices(runs):
+    """Otherwise shard_map would silently drop the sum over devices from the gradient of weights, or accept such an output."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     x, w = jnp.ones((3, 8)), jnp.ones((2, 8, 8))
     rows = plan(jnp.zeros((3, 1), jnp.int32), 2)
@@ -352,14 +350,14 @@ def test_results_of_sharded_tokens_are_not_taken_for_equal_on_all_devices(runs):
         ("8.0", "float64", "x is float64; it computes in bfloat16, float16 and float32"),
     ],
 )
-def test_what_it_does_not_take_is_refused_with_the_reason(monkeypatch, capability, dtype, message):
+def test_unsupported_devices_and_dtypes_are_refused_by_reason(monkeypatch, capability, dtype, message):
     pretend_hopper(monkeypatch, capability)
     assert ours.is_native() == (capability == "8.0")
     assert ours.refusal(jnp.dtype(dtype), 64, 64) == message
     assert ours.refusal(jnp.dtype(jnp.bfloat16), 7, 33) == (None if capability == "8.0" else message)
 
 
-def test_absent_packages_are_refused_with_the_command_that_installs_them(monkeypatch):
+def test_missing_packages_are_refused_with_a_pip_command(monkeypatch):
     monkeypatch.setattr(target, "compute_capability", lambda: "8.9")
     monkeypatch.setitem(sys.modules, "triton", None)
     launch.missing_packages.cache_clear()
@@ -389,7 +387,8 @@ def test_importing_the_library_does_not_import_triton():
 @pytest.mark.gpu
 @pytest.mark.skipif(not ours.is_native(), reason="needs an NVIDIA GPU from Ampere on, triton and jax_triton")
 @pytest.mark.parametrize("tokens", [1, 129, 8192])
-def test_a_layer_of_qwen3_30b_on_the_gpu_is_near_the_xla_backends_and_repeats_its_bits(rng, tokens):
+def test_a_layer_of_qwen3_30b_on_the_gpu(rng, tokens):
+    """The result is near that of the xla backend, and a second run repeats its bits."""
     layer = make_layer(rng, "random", tokens, **{name: QWEN3_30B[name] for name in ("experts", "k", "hidden", "inter")})
     dy = jnp.asarray(rng.normal(size=(tokens, 2048)), jnp.bfloat16)
 

@@ -24,7 +24,7 @@ DEEPSEEK_V3 = dict(tokens=4096, hidden=7168, inter=2048, experts=256)
 def test_forward(transport, steps, gathers, permutes, check_vma):
     """The default is a gather: with 8 choices on four devices no transport sends less. Outputs return."""
     text = lowered(forward(ExpertParallel(transport=transport)), check_vma, **QWEN3_30B)
-    # Two matmuls, the first of which gathers rows, and the sums, in each step of the first round and in the further ones.
+    # Each step of the first round and the further rounds have two matmuls and the sums. The first matmul gathers rows.
     assert num_kernels(text) == sum(2 + devices for devices in [*steps, 1])
     assert text.count('"stablehlo.all_gather"') == gathers
     assert text.count('"stablehlo.collective_permute"') == permutes

@@ -104,7 +104,8 @@ def test_a_shadow_pays_where_it_saves_more_rows_than_its_price():
 
 @pytest.mark.parametrize("hidden, inter", [(2048, 768), (7168, 2048)])
 @pytest.mark.parametrize("devices, itemsize", [(2, 4), (8, 2)])
-def test_the_price_is_the_time_of_the_copies_in_rows_whatever_the_experts_size(hidden, inter, devices, itemsize):
+def test_the_price_of_a_shadow_is_its_copy_time_in_rows(hidden, inter, devices, itemsize):
+    """The price does not depend on the size of the experts."""
     flops, bandwidth = 570e12, 285e9
     there_and_back = 2 * 2 * (devices - 1) / devices * 3 * hidden * inter * itemsize / bandwidth
     row = 3 * 2 * 3 * hidden * inter / flops

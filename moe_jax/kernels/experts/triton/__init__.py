@@ -1,7 +1,7 @@
 """Grouped matmuls in Triton, called through jax-triton: any NVIDIA GPU from Ampere on (compute capability 8.0).
 
-Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs, where R' are the rows padded to whole tiles of 64 or 128 for each
-expert. Only the weights of experts that have rows are read. Rows are gathered while they are loaded. Each output element is one
+Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs. R' counts the rows of each expert, padded to whole tiles of 64 or
+128. Only the weights of experts that have rows are read. Rows are gathered while they are loaded. Each output element is one
 sum in one order whatever the tile: the bits of a row do not depend on the other rows.
 
 `triton` and `jax_triton` are optional packages, imported when a kernel is first asked for.
