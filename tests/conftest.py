@@ -69,6 +69,11 @@ def kept_objects_are_searched_once():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """Thaws objects at the end. Otherwise the bindings of Triton and JAX report every frozen object as a leak at exit."""
+    gc.unfreeze()
+
+
 @pytest.fixture
 def rng():
     """Random numbers of this test; see `seeds`."""

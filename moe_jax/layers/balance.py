@@ -85,8 +85,8 @@ def sequence_balance(
 ) -> Float[Array, ""]:
     """Computes equations 17 to 20 without alpha: sum_i f_i P_i, summed over the sequences.
 
-    f_i = experts / (k length) * number of tokens of the sequence with expert i among their k best scores
-    P_i = mean over the sequence of scores[t, i]
+        f_i = experts / (k length) * number of tokens of the sequence with expert i among their k best scores
+        P_i = mean over the sequence of scores[t, i]
 
     An even load gives 1 for a sequence. The choice has no gradient: the gradient flows through P only. The paper counts the
     best scores, not the experts that a bias or groups chose. A token's own part of the sum is sum_i f_i scores[t, i] / length:

@@ -86,8 +86,8 @@ class MoE(nnx.Module):
           spread: only `spread.expert` is read: how tokens travel to the experts of other devices.
 
         Raises:
-          ValueError: x's last axis is not the block's hidden size; `valid` or `expert_ids` does not fit x; or `experts`, on all
-            devices of the axis together, are not the router's number of experts.
+          ValueError: x's last axis is not the block's hidden size; or `valid` or `expert_ids` does not fit x. The devices of
+            the axis together do not hold the router's number of experts.
           NameError: with `spread.expert`, outside `shard_map` or in one whose mesh lacks the axis.
         """
         hidden = self.experts.gate_up_proj.shape[-1]

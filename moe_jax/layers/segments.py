@@ -15,7 +15,7 @@ def segment_positions(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch
 
 
 def runs(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-    """Gives each run of equal ids a number of its own, and padding 0: [7 7 0 8 7 7] -> [1 1 0 4 5 5]."""
+    """Gives each run of equal ids a number of its own, and padding 0. `[7 7 0 8 7 7]` becomes `[1 1 0 4 5 5]`."""
     starts = jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - segment_positions(segment_ids)
     return jnp.where(segment_ids == 0, 0, starts + 1)
 

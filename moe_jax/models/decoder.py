@@ -108,8 +108,8 @@ class Decoder(nnx.Module):
           sequence_balance: also sum what `layers.router.sequence_balance_loss` needs.
 
         Raises:
-          ValueError: tokens that are no integers or outside the vocabulary, shapes that do not fit each other, a cache without
-            positions or room, a cache beside `spread.context`, or another text than "balanced".
+          ValueError: tokens that are no integers or outside the vocabulary; shapes that do not fit each other; or another text
+            than "balanced". A cache without positions or room, or beside `spread.context`.
         """
         config, execution = self.config, self._execution(remat, spread)
         if isinstance(expert_ids, str):

@@ -72,16 +72,22 @@ def make_train_step(
         the whole batch's on one device. None: one device, or all collectives left to XLA.
 
     Returns:
-      A step whose metrics are f32 scalars: loss (cross-entropy a label), aux_loss, sequence_loss (0 if its coefficient is 0),
-      z_loss, mtp_loss (cross-entropy of further tokens; 0 without modules that predict some), total_loss, grad_norm (before
-      clipping), num_labels, num_tokens (without padding), learning_rate if there is a schedule.
-      f32 arrays: router_entropy [moe_layers] (mean over tokens, nats); num_rounds and num_shadows [moe_layers]
-      (`parallel.expert.Exchange`, means over devices and micro-batches); expert_bias_range [moe_layers, 2] (smallest, largest,
-      after the step) if there are biases.
-      int32: expert_load [moe_layers, E]; num_dropped (choices that no expert computed, over all layers; 0 unless
-      `ExpertParallel.drop` is set). Modules' layers are the last of moe_layers.
-      With a function as `loss`: its metrics, loss (its value, unless a metric has that name), total_loss, grad_norm and
-      learning_rate; num_labels and num_tokens if the batch has a loss_mask and segment_ids.
+      A step whose metrics are f32 scalars, unless a shape stands beside the name:
+
+      - loss: cross-entropy per label.
+      - aux_loss, sequence_loss, z_loss: the router's losses. sequence_loss is 0 if its coefficient is 0.
+      - mtp_loss: cross-entropy of further tokens; 0 without modules that predict some.
+      - total_loss, grad_norm (before clipping), num_labels, num_tokens (without padding).
+      - learning_rate, if there is a schedule.
+      - router_entropy [moe_layers]: mean over tokens, in nats.
+      - num_rounds, num_shadows [moe_layers]: of `parallel.expert.Exchange`, means over devices and micro-batches.
+      - expert_bias_range [moe_layers, 2]: smallest and largest bias after the step, if there are biases.
+      - expert_load [moe_layers, E], int32. Modules' layers are the last of moe_layers.
+      - num_dropped, int32: choices that no expert computed, over all layers. 0 unless `ExpertParallel.drop` is set.
+
+      With a function as `loss` the metrics are the function's own, total_loss, grad_norm and learning_rate.
+      They have loss, the function's value, unless a metric has that name.
+      They have num_labels and num_tokens if the batch has a loss_mask and segment_ids.
 
     Raises:
       TypeError: a function that cannot be called as loss(model, batch).

@@ -25,7 +25,7 @@ def run(folder, output, axes, *, processes: int, devices: int) -> list[dict]:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": cpu_flags.of_devices(devices // processes),
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1]))),
     }
     started = [
         subprocess.Popen(

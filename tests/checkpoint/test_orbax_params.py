@@ -75,7 +75,7 @@ def test_folders_without_parameters(tmp_path):
 def test_from_hugging_face_and_back(moe_folder, tmp_path):
     (moe_folder / "tokenizer.json").write_text("{}")
     save_orbax(from_pretrained(moe_folder, dtype="float32"), tmp_path / "orbax")
-    load_orbax(tmp_path / "orbax", dtype="float32").save_pretrained(tmp_path / "hf")
+    moe_jax.save_pretrained(load_orbax(tmp_path / "orbax", dtype="float32"), tmp_path / "hf")
     assert same_bits(read_weights(tmp_path / "hf"), read_weights(moe_folder))
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
 

@@ -179,11 +179,11 @@ def test_exceeding_max_position_embeddings_warns_once(caplog):
 
 def test_a_terminal_shows_once_that_a_program_compiles(capsys, monkeypatch):
     model = load_ours(reference("qwen3", 13))
-    monkeypatch.setattr(devices, "_said", set())
+    monkeypatch.setattr(devices, "_announced", set())
     capsys.readouterr()
     moe_jax.generate(model, [1, 2, 3], max_new_tokens=4)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(devices, "_said", set())
+    monkeypatch.setattr(devices, "_announced", set())
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     for prompt in ([1, 2, 3], [4, 5]):
         moe_jax.generate(model, prompt, max_new_tokens=4)

@@ -6,7 +6,7 @@ import pytest
 from h200 import kernels_beside_copies, needs_compiler, run_script
 
 COMPILED = """
-from moe_jax.parallel import ExpertParallel, context_attention, expert_parallel_mlp
+from moe_jax.parallel import ContextParallel, ExpertParallel, context_attention, expert_parallel_mlp
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
 
 def on_four(f, axis, spec, *shapes):
@@ -20,7 +20,7 @@ def on_four(f, axis, spec, *shapes):
 
 RING = """
 def attend(q, k, v):
-    return context_attention(q, k, v, scale=128**-0.5, hops="copies")
+    return context_attention(q, k, v, scale=128**-0.5, parallel=ContextParallel(hops="copies"))
 
 q, kv = (((1, 32768, heads, 128), bf16) for heads in (32, 8))
 on_four(attend, "context", PartitionSpec(None, "context"), q, kv, kv)

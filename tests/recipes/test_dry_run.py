@@ -45,5 +45,5 @@ def test_it_refuses_another_run_and_finetune_refuses_to_pretend(tmp_path):
     finetune(settings(tmp_path, steps=1, warmup_steps=0), model=tiny.dense(), tokenizer=tiny.tokenizer())
     with pytest.raises(ValueError, match="holds another run.*seed: checkpoint 0, now 1"):
         dry_run(settings(tmp_path, seed=1, dry_run=True), model=tiny.dense(), tokenizer=tiny.tokenizer())
-    with pytest.raises(ValueError, match="call train.dry_run"):
+    with pytest.raises(ValueError, match="call moe_jax.recipes.dry_run"):
         finetune(settings(tmp_path, dry_run=True), model=tiny.dense(), tokenizer=tiny.tokenizer())

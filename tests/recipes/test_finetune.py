@@ -117,7 +117,8 @@ def test_settings_are_noted_with_the_steps_that_epochs_come_to(tmp_path, monkeyp
     assert noted["seq_len"] == 32 and set(noted["versions"]) == {"moe_jax", "jax"}
 
 
-def test_the_first_step_says_that_it_compiled_and_later_ones_what_is_left(tmp_path, capsys, steps_that_learn_nothing):
+def test_console_lines(tmp_path, capsys, steps_that_learn_nothing):
+    """The first step says that it compiled; later steps say the time left."""
     finetune(settings(tmp_path, steps=3), model=tiny.dense(), tokenizer=tiny.tokenizer())
     first, second, third = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert "compiled in this step" in first and "tokens/s" not in first
@@ -143,7 +144,8 @@ def test_bf16_compute_keeps_f32_weights(tmp_path):
     assert result.model(jnp.zeros((1, 4), jnp.int32)).logits.dtype == jnp.bfloat16
 
 
-def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_files(tmp_path):
+def test_loss_that_is_not_finite(tmp_path):
+    """The error names the step and the files."""
     model = tiny.model()
     model.norm.weight[...] = jnp.full(16, jnp.nan)
     with pytest.raises(FloatingPointError, match=r"(?s)step 1: loss nan.*texts/\d\.txt"):

@@ -37,7 +37,8 @@ def one_step(batch, make_model=tiny.dense, **options):
     return make_train_step(nnx.graphdef(model), optimizer, **options)(init_state(model, optimizer), batch)
 
 
-def test_log_probs_are_those_of_all_logits_and_zero_without_a_label():
+def test_log_probs_equal_all_logits():
+    """Log-probabilities equal the log-softmax of all logits, and are 0 without a label."""
     batch, model = make_batch(), tiny.dense()
     logits = model(batch["tokens"], batch["positions"], batch["segment_ids"]).logits
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
@@ -47,7 +48,8 @@ def test_log_probs_are_those_of_all_logits_and_zero_without_a_label():
     np.testing.assert_array_equal(log_probs(model, without_positions), log_probs(model, batch))
 
 
-def test_cross_entropy_as_ones_own_loss_takes_the_built_in_losss_step():
+def test_cross_entropy_as_own_loss():
+    """Cross-entropy as a user's loss takes the built-in loss's step."""
     batch = make_batch()
     own, own_metrics = one_step(batch, tiny.model, loss=cross_entropy, gradient_accumulation=2)
     built_in, metrics = one_step(batch, tiny.model, gradient_accumulation=2)
@@ -58,7 +60,8 @@ def test_cross_entropy_as_ones_own_loss_takes_the_built_in_losss_step():
     assert max(jax.tree.leaves(difference)) < 1e-3
 
 
-def test_scalars_are_means_over_micro_batches_and_extra_arrays_arrive():
+def test_means_over_micro_batches():
+    """Scalars are means over micro-batches, and further arrays of the batch arrive."""
     seen = {}
 
     def loss(model, batch):
@@ -105,7 +108,8 @@ def test_a_function_of_another_form_is_told_the_new_one(function):
         one_step({"tokens": jnp.ones((4, 3), jnp.int32)}, loss=function)
 
 
-def test_finetune_minimises_it_logs_its_metrics_and_goes_on_with_it_alone(tmp_path):
+def test_finetune_with_own_loss(tmp_path):
+    """A run minimises a user's loss, logs its metrics, and goes on with this loss alone."""
     records, options = [], dict(model=tiny.dense(), tokenizer=tiny.tokenizer())
     settings = tiny.settings(tmp_path, steps=4, batch_size=2)
     result = finetune(settings, **options, loss=cross_entropy, on_step=records.append, stop_after=3)

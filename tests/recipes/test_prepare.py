@@ -103,7 +103,8 @@ def test_positions_that_a_model_has_not_seen_give_a_warning(caplog):
         caplog.clear()
 
 
-def test_a_conversation_that_the_template_refuses_is_named_before_weights_are_read(tmp_path, monkeypatch):
+def test_refused_conversation_is_named_early(tmp_path, monkeypatch):
+    """A conversation that the template refuses is named before weights are read."""
     monkeypatch.setattr(sys.modules["moe_jax.recipes.finetuning.loop"], "from_pretrained", None)
     moe_jax.save_pretrained(tiny.model(), tmp_path / "model")
     tiny.tokenizer(
@@ -123,6 +124,7 @@ def test_a_conversation_that_the_template_refuses_is_named_before_weights_are_re
         finetune(settings(tmp_path, model=str(tmp_path / "model"), data=str(chats["bad"])))
 
 
-def test_a_misspelt_model_is_named_before_its_tokenizer_is_looked_for(tmp_path):
+def test_misspelt_model_is_named_early(tmp_path):
+    """A misspelt model is named before its tokenizer is looked for."""
     with pytest.raises(FileNotFoundError, match="^'.*/nothing/here' is neither a folder with a checkpoint nor a model"):
         finetune(settings(tmp_path, model=str(tmp_path / "nothing" / "here")))

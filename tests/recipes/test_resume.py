@@ -106,7 +106,8 @@ def test_a_second_ctrl_c_interrupts_at_once(tmp_path):
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_run_that_has_ended_goes_on_with_more_steps_and_not_with_fewer(tmp_path, monkeypatch):
+def test_more_steps_after_the_end(tmp_path, monkeypatch):
+    """A run that has ended goes on with more steps, and not with fewer."""
     lengths, schedule = [], warmup_cosine
     monkeypatch.setattr(
         sys.modules["moe_jax.recipes.finetuning.loop"],
@@ -151,7 +152,8 @@ def test_a_run_that_began_without_a_bos_token_goes_on_without(tmp_path, monkeypa
     assert run.steps_done == 1 and "begin_texts" not in run.identity and not (rows == 1).any()
 
 
-def test_a_folder_with_another_run_is_refused_before_weights_are_read(tmp_path, monkeypatch):
+def test_folder_of_another_run(tmp_path, monkeypatch):
+    """A folder with another run is refused before weights are read."""
     data, checkpoint = tiny.write_texts(tmp_path / "texts"), tmp_path / "model"
     moe_jax.save_pretrained(tiny.model(), checkpoint)
     options = dict(

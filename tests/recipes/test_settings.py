@@ -62,7 +62,7 @@ def test_a_chat_template_that_is_not_there_is_refused(tmp_path):
         settings(tmp_path, chat_template="none.jinja")
 
 
-def test_forced_routing_and_experts_that_change_places_exclude_each_other(tmp_path):
+def test_forced_routing_excludes_rebalancing(tmp_path):
     with pytest.raises(ValueError, match="rebalance_every needs the router's own choices"):
         settings(tmp_path, rebalance_every=1, force_balanced_routing=True)
 

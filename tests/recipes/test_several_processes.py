@@ -108,7 +108,8 @@ def test_two_processes_are_one_and_stop_when_told(tmp_path):
 
 
 @pytest.mark.thorough
-def test_an_output_folder_that_is_not_shared_is_refused_before_weights_are_read(tmp_path):
+def test_unshared_output_folder_is_refused(tmp_path):
+    """An output folder that processes do not share is refused before weights are read."""
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     moe_jax.save_pretrained(tiny.model(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     data = tiny.write_texts(tmp_path / "texts")

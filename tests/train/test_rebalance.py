@@ -56,7 +56,8 @@ def test_rebalance_evens_out_the_devices():
 
 
 @pytest.mark.parametrize("devices", [4, 8])
-def test_the_busiest_experts_of_all_layers_do_not_meet_in_one_place(monkeypatch, devices):
+def test_busiest_experts_are_spread(monkeypatch, devices):
+    """The busiest experts of all layers do not meet in one place."""
     config = dataclasses.replace(CONFIG, num_hidden_layers=4, num_experts=16)
     monkeypatch.setattr("moe_jax.train.rebalance.move_experts", lambda state, *_: state)
     load = np.tile(1 / np.arange(1, 17), (4, 1))
@@ -82,7 +83,7 @@ def test_a_model_without_experts_is_refused():
         rebalance(None, tiny.dense().config, np.ones((0, 0)), 2)
 
 
-def test_groups_of_experts_and_modules_for_further_tokens_compute_the_same():
+def test_groups_and_mtp_modules_compute_the_same():
     model, tokens = tiny.deepseek(mtp=1), jnp.arange(16)[None]
     graph, config, before = nnx.graphdef(model), model.config, model(tokens).logits
     assert len(config.routed_layers) == 3

@@ -56,7 +56,8 @@ def test_padding_reaches_neither_loss_nor_any_gradient():
 
 
 @pytest.mark.parametrize("coefficients", [dict(aux=1.0), dict(z=1.0)], ids=["aux", "z"])
-def test_the_router_feels_the_balancing_loss_as_a_finite_difference_says(coefficients):
+def test_router_gradient_of_balancing_loss(coefficients):
+    """The router's gradient of the balancing loss equals a finite difference."""
     batch = make_batch(seeds.rng())
     batch["loss_mask"] = jnp.zeros_like(batch["loss_mask"])  # nothing but the balancing loss is left
     _, gradients = loss_and_gradients(batch, **coefficients)
@@ -130,7 +131,8 @@ def test_gradients_of_experts_are_added_up_unrounded():
 
 
 @pytest.mark.thorough
-def test_gradients_of_experts_are_added_up_in_f64_where_that_is_computed_in():
+def test_expert_gradients_in_f64():
+    """A model that computes in f64 adds up its experts' gradients in f64."""
     batch, optimizer = make_batch(seeds.rng()), optax.sgd(1.0)
     with jax.enable_x64(True):
         model = tiny.biased_model(dtype=jnp.float64, param_dtype=jnp.float32)

@@ -46,8 +46,9 @@ def attention(
     G = heads / kv_heads. A query that sees no key gives some finite average: it is padding, which nobody reads. A traced
     window below 1 counts as 1.
 
-    `backend` "mosaic" is `flash_attention`, the default on a Hopper GPU in bf16 and f16 where queries and keys are the same
-    tokens (`key_segment_ids` is the very array of `query_segment_ids`). There a segment is a run of equal ids. "xla" takes
+    `backend` "mosaic" is `flash_attention`, the default on a Hopper GPU in bf16 and f16 if queries and keys are the same
+    tokens. They are if `key_segment_ids` is the very array of `query_segment_ids`. A segment is then a run of equal ids. "xla"
+    takes
     every input: above QUERY_CHUNK queries, chunks run one after the other and are recomputed in the backward pass.
     MOE_JAX_BACKEND=xla turns the kernel off.
 

@@ -9,7 +9,7 @@
               the parity waited for follows from the step, since a consumer may leave out phases
 
 A tile's row numbers stand in registers from its first step on. Reading them in each step, from memory or from shared memory,
-made the kernel a tenth to a fifth slower, as if the load waited behind the copies before it.
+made the kernel a tenth to a fifth slower. It was as if the load waited behind the copies before it.
 
 Pallas passes none of its barriers to `inline_mgpu`, so this file initializes and waits for its own. JAX's interpreter cannot
 run `inline_mgpu`: rows are gathered before the kernel there. This file depends on `jaxlib.mlir` and `jax.experimental.mosaic`,

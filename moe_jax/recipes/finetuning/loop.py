@@ -94,8 +94,8 @@ def finetune(
       TypeError: a `loss` that cannot be called as loss(model, batch).
       FileNotFoundError: there is no such data, tokenizer or model.
       BlockingIOError: another run is under way in the output folder.
-      FloatingPointError: the loss is not finite, and the message names the step and the documents of its batch; or the loss of
-        the held-out text is not finite.
+      FloatingPointError: the loss of training or of held-out text is not finite. For training the message names the step
+        and the documents of its batch.
     """
     if settings.dry_run:
         raise ValueError("settings.dry_run=True: call moe_jax.recipes.dry_run(settings), which trains nothing")
