@@ -73,7 +73,7 @@ def test_python_snippets_run_as_pasted(code, checkpoints, tmp_path, monkeypatch)
         assert train.open_documents("chats.jsonl").format == "chat"
 
 
-MODULES = ("", ".generation", ".models", ".layers", ".kernels", ".train", ".parallel", ".checkpoint", ".config", ".cost")
+MODULES = ("", ".generation", ".models", ".layers", ".kernels", ".train", ".recipes", ".parallel", ".checkpoint", ".config", ".cost")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_dead_links_fail_the_build(tmp_path):
     shutil.copytree(DOCS, root / "docs")
     for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, root)
-    for name in ("moe_jax", "examples"):
+    for name in ("moe_jax", "examples", "tests"):
         (root / name).symlink_to(ROOT / name)
     (root / "docs" / "api.md").write_text("# API\n\n[1](scaling.md#nothing) [2](../examples/nothing.py) [3](nothing.md)\n")
     done = build(root, tmp_path / "site")
