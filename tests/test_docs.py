@@ -73,7 +73,19 @@ def test_python_snippets_run_as_pasted(code, checkpoints, tmp_path, monkeypatch)
         assert train.open_documents("chats.jsonl").format == "chat"
 
 
-MODULES = ("", ".generation", ".models", ".layers", ".kernels", ".train", ".recipes", ".parallel", ".checkpoint", ".config", ".cost")
+MODULES = [
+    "",
+    ".generation",
+    ".models",
+    ".layers",
+    ".kernels",
+    ".train",
+    ".recipes",
+    ".parallel",
+    ".checkpoint",
+    ".config",
+    ".cost",
+]
 
 
 @pytest.fixture(scope="module")
