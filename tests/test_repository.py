@@ -1,11 +1,13 @@
 """Rules of the whole repository: which room may import which, torch stays optional, every file says what it is about."""
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import durations
 import house_rules
 import pytest
 
@@ -128,6 +130,11 @@ def test_the_house_rules_themselves():
     docstring = ast.get_docstring(ast.parse(f"def f():\n    '''{text}'''").body[0])
     assert house_rules.longest_sentence(docstring) == 7
     assert house_rules.longest_sentence(" ".join(["word"] * 26) + ". One.") == 26
+
+
+def test_slow_tests_exist():
+    """A name in durations.json that no test has would let its slow test into `make fast`."""
+    assert not [name for name in json.loads(durations.TABLE.read_text()) if not durations.exists(name)]
 
 
 def test_random_numbers_are_seeded():
