@@ -52,10 +52,10 @@ class ExpandedConfig(DeepseekV3Config):
 class ExpandedAttention(LatentAttention):
     """Latent attention that expands the keys and values of its tokens and caches them."""
 
-    def __call__(self, x, cos, sin, attend):
+    def __call__(self, x, rope, attend):
         """Computes attention, like `LatentAttention`."""
-        kept = expand(self.config, self.kv_b_proj.weight[...], self.latents(x, cos, sin))
-        out, cache = attend(self.queries(x, cos, sin), kept, scale=self.scale)
+        kept = expand(self.config, self.kv_b_proj.weight[...], self.latents(x, rope))
+        out, cache = attend(self.queries(x, rope), kept, scale=self.scale)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
 

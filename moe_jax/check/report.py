@@ -192,6 +192,7 @@ def _mesh(devices: Sequence[jax.Device] | None, config: ModelConfig) -> Mesh | N
     return None if devices is None else generation_mesh(devices, config)
 
 
+@jax.jit
 def _gradient_statistics(gradients):
     """Returns the norm, maximum and minimum over all gradients, in float32."""
     leaves = jax.tree.leaves(gradients)

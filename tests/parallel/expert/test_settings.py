@@ -56,3 +56,8 @@ def test_bounds_of_capacity():
 
 def test_more_choices_than_experts():
     assert first_capacity(1000, 5, 4, 2, 1.0) == (1000, 2500)
+
+
+def test_ragged_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"pass the object RAGGED of moe_jax\.experimental\.ragged"):
+        ExpertParallel(transport="ragged")
