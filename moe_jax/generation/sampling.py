@@ -1,4 +1,4 @@
-"""From logits to the next token: greedy, temperature, top-k and nucleus (top-p) sampling."""
+"""Draws the next token from logits: greedy, temperature, top-k and nucleus (top-p) sampling."""
 
 import jax
 import jax.numpy as jnp

@@ -100,7 +100,7 @@ class Residuals(NamedTuple):
     parameters: Any
     accumulators: Any
     saved: Any
-    """Of each layer, stacked: x before the layer with remat, else the residuals of its pullback."""
+    """With remat each layer's x, else the residuals of each layer's pullback; stacked."""
 
 
 class ForwardState(NamedTuple):
@@ -156,7 +156,7 @@ class BackwardState(NamedTuple):
     gathered: list[Array]
     """The gathered parameters of layer i."""
     restored: Any
-    """What layer i saved, copied from the host's memory; None without "offload"."""
+    """The residuals of layer i, copied from the host's memory; None without "offload"."""
     to_scatter: list[Array]
     """The gradients of the gathered parameters of layer i + 1, of this device's tokens alone; zeros in the first turn."""
     scattered: list[Array]

@@ -72,7 +72,7 @@ class LayerOutput(NamedTuple):
     """One layer's results."""
 
     x: Any
-    """As in `Carry`."""
+    """The residual stream behind the layer, as in `Carry`."""
     cache: KVCache | None
     """The cache with this layer's keys and values of the tokens; None without a cache."""
     routing: Routing | None

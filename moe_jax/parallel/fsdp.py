@@ -36,7 +36,7 @@ class LayerGather:
     """
 
     gathers: tuple[Gather, ...]
-    """How each leaf is gathered, in the order of the leaves; () for a leaf that is whole."""
+    """The gather of each leaf, in the order of the leaves; () for a leaf that is whole."""
     dtype: jnp.dtype
     """Dtype in which matrices travel and are computed with."""
     hops: Hops = "nccl"
