@@ -180,7 +180,7 @@ def imported_names(path: Path, *, everywhere: bool) -> Iterator[tuple[int, str]]
 
 
 def allowed(room: str, name: str) -> bool:
-    """Whether a file of `room` may import `name`."""
+    """Returns whether a file of `room` may import `name`."""
     words = name.split(".")
     if words[0] != "moe_jax":
         return True

@@ -158,7 +158,7 @@ def test_rebalancing_sees_the_experts_of_a_new_architecture():
 
 @pytest.mark.parametrize("config, experts", [(OTHER, 2), (DENSE, 1)], ids=["sparse", "dense"])
 def test_generation_meshes_see_the_experts_of_a_new_architecture(config, experts, monkeypatch):
-    """Of four devices the axis `expert` takes the greatest common divisor with 6."""
+    """The axis `expert` takes the greatest common divisor of four devices and 6."""
     monkeypatch.setattr("moe_jax.generation.devices.Mesh", lambda devices, *_, **__: devices)
     assert generation_mesh(range(4), config).shape == (4 // experts, experts)
 

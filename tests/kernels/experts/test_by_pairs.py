@@ -28,7 +28,7 @@ def layer_of(x, w_gate_up, w_down, weights, chosen):
     ],
 )
 def test_values(rng, routing, tokens, experts, k, hidden, inter, dtype):
-    """As near f64 as the xla backend's."""
+    """Errors against f64 are as small as the xla backend's."""
     layer = make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype)
     assert by_pairs.takes(layer[4], layer[2])
     with jax.enable_x64(True):

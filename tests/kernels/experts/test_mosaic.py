@@ -49,7 +49,7 @@ SMALL = 37, 4, 2, 128, 128
     ],
 )
 def test_values_and_gradients(rng, routing, tokens, experts, k, hidden, inter, dtype):
-    """As near f64 as the xla backend's."""
+    """Errors against f64 are as small as the xla backend's."""
     layer = make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype)
     dy = jnp.asarray(rng.normal(size=(tokens, hidden)), dtype)
     ours = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy)

@@ -64,7 +64,7 @@ def test_one_or_two_are_optimal(devices, slots, price, numbers):
 
 
 def test_three_and_four_are_nearly_optimal():
-    """Of 40 loads of this seed; other seeds have single loads up to 9 % above the optimum."""
+    """Takes 40 loads of this seed; other seeds have single loads up to 9 % above the optimum."""
     rng = np.random.default_rng(0)
     excess = []
     for _ in range(40):
