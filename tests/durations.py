@@ -59,7 +59,7 @@ def pytest_runtest_makereport(item):
 
 def pytest_runtest_logreport(report):
     """Adds up the phases of each test, in the process that the workers report to."""
-    # What is reported of a worker that died has no times.
+    # The report of a worker that died has no times.
     _seconds[report.nodeid] = _seconds.get(report.nodeid, 0) + getattr(report, "cpu_seconds", 0)
     if getattr(report, "is_listed", True):
         _listed.add(report.nodeid)

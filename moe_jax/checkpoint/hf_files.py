@@ -124,7 +124,7 @@ def _open_indexed(index: Path, read_file, problems: list[str]) -> dict[str, Stor
 
 
 def _open_safetensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
-    # As long as a StoredTensor of the file lives, the handle stays open and the file mapped.
+    # The handle stays open and the file mapped while a StoredTensor of the file lives.
     handle = safe_open(file, framework="numpy")
     offsets: dict[str, int] = {}
     for name in handle.keys():

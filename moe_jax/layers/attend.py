@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.attention.api import attention
 from moe_jax.layers.cache import KVCache
 from moe_jax.parallel.sequence.attention import ContextParallel
-from moe_jax.parallel.sequence.ring import KV, Expansion
+from moe_jax.parallel.sequence.ring import KV, Expansion, keys_and_values
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Attend:
             # takes equally many queries and keys.
             if self.sees_cached_tokens:
                 kept, keys, offset = cache.read(self.layer, q.dtype), cache.segment_ids, cache.length
-        k, v = kept if expansion is None else expansion.expand(expansion.weights, *kept)
+        expand, weights = (None, ()) if expansion is None else expansion
+        k, v = keys_and_values(expand, weights, kept)
         out = attention(
             q,
             k,

@@ -100,8 +100,10 @@ class RouterSums:
 
     @classmethod
     def concatenate(cls, stacks: Sequence["RouterSums"]) -> "RouterSums":
-        """Joins stacked layers of one call, at least one stack."""
-        arrays = [jax.tree.map(jnp.atleast_1d, layers) for layers in stacks]
+        """Joins stacked layers, at least one stack. The two counts come from the first stack."""
+        # A stack without layers has no experts either, so that its load fits beside no other.
+        with_layers = [layers for layers in stacks if len(layers.z_loss_sum)] or stacks[:1]
+        arrays = [jax.tree.map(jnp.atleast_1d, layers) for layers in with_layers]
         return _with_counts_of(stacks[0], jax.tree.map(lambda *parts: jnp.concatenate(parts), *arrays))
 
     def with_exchange(self, exchange: Exchange) -> "RouterSums":

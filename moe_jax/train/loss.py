@@ -10,7 +10,6 @@ number of labels of the model, which has a few more labels than the module. So t
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -114,7 +113,7 @@ def loss(
         modules.append(_parts(model, of_module, labels, mask * has_successor(segments, k, spread.context), spread))
     total = weighted(parts) + weights.mtp_loss_coef / len(modules) * sum(map(weighted, modules))
     return total, parts._replace(
-        router=_all_layers([p.router for p in (parts, *modules)]),
+        router=RouterSums.concatenate([p.router for p in (parts, *modules)]),
         routed_tokens=jnp.concatenate([p.routed_tokens for p in (parts, *modules)]),
         mtp_cross_entropy=jnp.stack([p.cross_entropy for p in modules]).mean(),
     )
@@ -137,13 +136,3 @@ def _parts(model: Decoder, states: HiddenStates, labels, mask, spread: Spread) -
         routed_tokens=jnp.full_like(router.entropy_sum, router.num_tokens),
         mtp_cross_entropy=jnp.zeros_like(summed),
     )
-
-
-def _all_layers(sums: Sequence[RouterSums]) -> RouterSums:
-    """Concatenates sums with a row for each layer; sums without layers are the first's, the model's."""
-
-    def join(*of_parts: Array) -> Array:
-        # Without layers of experts the load has no experts either, and so no row for them.
-        return jnp.concatenate([x for x in of_parts if x.size] or of_parts[:1]) if of_parts[0].ndim else of_parts[0]
-
-    return jax.tree.map(join, *sums)
