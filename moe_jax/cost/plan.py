@@ -9,7 +9,7 @@ from moe_jax.cost import PlannedStep, Prediction, predict
 from moe_jax.cost.flops import num_parameters
 from moe_jax.cost.machine import H200, Machine
 from moe_jax.cost.planned_step import BYTES
-from moe_jax.layers.stack import Remat
+from moe_jax.layers.passes import Remat
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
 
 KINDS = {

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 
 from moe_jax.config import ExpertsSpec, ModelConfig, Stage
 from moe_jax.layers.moe import EXPERT_CHUNK_TOKENS
-from moe_jax.layers.stack import Remat
+from moe_jax.layers.passes import Remat
 from moe_jax.models.auto import from_config
 from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
 from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, devices_of_step, first_capacity

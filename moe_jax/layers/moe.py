@@ -160,6 +160,13 @@ def add_expert_gradients_to(model: nnx.Module, accumulators: nnx.State) -> None:
             module.add_gradients_to(own["gate_up_proj"][...], own["down_proj"][...])
 
 
+def accumulated_gradients(accumulators: nnx.State) -> nnx.State:
+    """Returns the arrays of `GradientAccumulator`s at the places of their weights: the inverse of `add_expert_gradients_to`."""
+    weights: dict[Any, str] = {"gate_up_accumulator": "gate_up_proj", "down_accumulator": "down_proj"}
+    flat = nnx.to_flat_state(accumulators)
+    return nnx.from_flat_state([((*path[:-1], weights[path[-1]]), nnx.Param(array[...])) for path, array in flat])
+
+
 class Experts(nnx.Module):
     """The experts' weights, fused as in transformers: gate_up_proj [E, 2I, D] (gate rows first) and down_proj [E, D, I]."""
 

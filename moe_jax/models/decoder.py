@@ -15,15 +15,25 @@ from moe_jax.layers.linear import Embedding, Linear
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.moe import MoE
 from moe_jax.layers.norm import RMSNorm
+from moe_jax.layers.passes import Remat
 from moe_jax.layers.router import check_expert_choice, load_balancing_loss
 from moe_jax.layers.segments import has_successor, shift_left
-from moe_jax.layers.stack import Remat
 from moe_jax.models.decoder_layer import DecoderLayer, SparseDecoderLayer
 from moe_jax.models.execution import Execution
-from moe_jax.models.forward import Carry, PerLayer, collect, layer_inputs, run_stage
+from moe_jax.models.forward import (
+    Carry,
+    Entered,
+    LayerInputs,
+    PerLayer,
+    StageRouting,
+    collect,
+    layer_inputs,
+    run_stage,
+)
 from moe_jax.models.inputs import check_options, check_shapes, float_dtype, integers, token_ids
 from moe_jax.models.mtp import PredictorState, TokenPredictor
 from moe_jax.models.output import HiddenStates, ModelOutput
+from moe_jax.parallel.sequence.attention import ContextParallel
 from moe_jax.parallel.spread import Spread
 
 NO_WINDOW = 2**30
@@ -111,12 +121,37 @@ class Decoder(nnx.Module):
           ValueError: tokens that are no integers or outside the vocabulary; shapes that do not fit each other; or another text
             than "balanced". A cache without positions or room, or beside `spread.context`.
         """
-        config, execution = self.config, self._execution(remat, spread)
+        execution = self._execution(remat, spread)
         if isinstance(expert_ids, str):
             check_expert_choice(expert_ids)
             execution, expert_ids = replace(execution, balanced_routing=True), None
         elif expert_ids is not None:
             execution = replace(execution, balanced_routing=False)
+        options: dict[str, Any] = dict(cache=cache, expert_ids=expert_ids, sequence_balance=sequence_balance)
+        inputs, per_layer, carry = self.enter(tokens, positions, segment_ids, context=execution.spread.context, **options)
+        routings = []
+        for number, of_stage in enumerate(per_layer):
+            carry, routing = run_stage(self.stages[number], number, inputs, of_stage, carry, execution)
+            if routing is not None:
+                routings.append(routing)
+        return self.leave(inputs, carry, routings)
+
+    def enter(
+        self,
+        tokens: Int[Array, "batch seq"],
+        positions: Int[Array, "batch seq"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        *,
+        cache: KVCache | None = None,
+        expert_ids: Int[Array, "moe_layers batch seq k"] | None = None,
+        context: ContextParallel | None = None,
+        sequence_balance: bool = False,
+    ) -> Entered:
+        """Computes what `hidden_states` does before the first layer: checks the arguments and embeds the tokens.
+
+        Arguments and errors as in `hidden_states`; `context` is `Spread.context`.
+        """
+        config = self.config
         tokens = token_ids(tokens, config.vocab_size)
         positions = None if positions is None else integers(positions, "positions")
         segment_ids = None if segment_ids is None else integers(segment_ids, "segment_ids")
@@ -124,20 +159,19 @@ class Decoder(nnx.Module):
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
         inputs = layer_inputs(
-            config,
-            positions,
-            segment_ids,
-            segment_ids != 0,
-            cache=cache,
-            context=execution.spread.context,
-            sequence_balance=sequence_balance,
+            config, positions, segment_ids, segment_ids != 0, cache=cache, context=context, sequence_balance=sequence_balance
         )
         carry = Carry(self.embed_tokens(tokens, self.dtype), None if cache is None else cache.with_segments(segment_ids))
-        routings = []
-        for number, per_layer in enumerate(_per_layer(config, expert_ids)):
-            carry, routing = run_stage(self.stages[number], number, inputs, per_layer, carry, execution)
-            if routing is not None:
-                routings.append(routing)
+        return Entered(inputs, _per_layer(config, expert_ids), carry)
+
+    def leave(self, inputs: LayerInputs, carry: Carry, routings: list[StageRouting]) -> HiddenStates:
+        """Computes what `hidden_states` does behind the last layer: applies the last norm and joins the stages' routings.
+
+        Args:
+          inputs: of `enter`.
+          carry: of the last layer.
+          routings: of the stages with experts, in order.
+        """
         return collect(self.norm(carry.x), routings, inputs, carry.cache)
 
     def mtp_hidden_states(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moe_jax.layers.stack import Remat
+from moe_jax.layers.passes import Remat
 from moe_jax.parallel.spread import ONE_DEVICE, Spread
 
 

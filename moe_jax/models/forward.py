@@ -13,6 +13,7 @@ from moe_jax.layers.attend import Attend
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.moe import AccumulatedWeight, GradientAccumulator
+from moe_jax.layers.passes import LayerArrays, Layers
 from moe_jax.layers.rope import RopeTables, rope_tables
 from moe_jax.layers.router import ExpertBias, Routing
 from moe_jax.layers.router_sums import RouterSums
@@ -20,6 +21,7 @@ from moe_jax.layers.segments import runs, segment_positions
 from moe_jax.layers.stack import run_layers
 from moe_jax.models.execution import Execution
 from moe_jax.models.output import HiddenStates
+from moe_jax.parallel.fsdp import LayerGather
 from moe_jax.parallel.sequence.attention import ContextParallel
 
 
@@ -79,6 +81,15 @@ class LayerOutput(NamedTuple):
     """None for a dense layer."""
 
 
+class Entered(NamedTuple):
+    """A call's tokens on their way into the first layer (`Decoder.enter`)."""
+
+    inputs: LayerInputs
+    per_layer: list[PerLayer]
+    """One for each stage of `config.stages`."""
+    carry: Carry
+
+
 def layer_inputs(
     config: ModelConfig,
     positions: Int[Array, "batch seq"] | None,
@@ -115,20 +126,43 @@ def layer_inputs(
     )
 
 
+class StageRouting(NamedTuple):
+    """The routing of a stage's layers, stacked; the fields as in `Routing`."""
+
+    sums: RouterSums
+    experts: Int[Array, "layers tokens k"]
+
+
+class StageLayers(NamedTuple):
+    """A stage as `layers.passes` takes it."""
+
+    layers: Layers
+    arrays: LayerArrays
+
+
 def run_stage(
     stage: nnx.Module, number: int, inputs: LayerInputs, per_layer: PerLayer, carry: Carry, execution: Execution
-) -> tuple[Carry, Routing | None]:
+) -> tuple[Carry, StageRouting | None]:
     """Runs the stacked layers of a stage one after the other.
+
+    Arguments as in `stage_layers`, and the carry before the first layer.
+
+    Returns:
+      The carry behind the last layer, and the routings of all layers; None for dense layers.
+    """
+    (body, gather, remat), arrays = stage_layers(stage, number, inputs, per_layer, execution)
+    shared, per_layer, parameters, accumulators = arrays
+    return run_layers(body, shared, per_layer, carry, parameters, gather, accumulators, remat=remat)
+
+
+def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer: PerLayer, execution: Execution) -> StageLayers:
+    """Returns the body of a stage's layers, and the arrays that the layers read. A carry goes through the layers.
 
     Args:
       stage: the stacked layers, called as `decoder_layer.DecoderLayer` is.
       number: the stage's index in `Decoder.stages`, and so in `Spread.layer_gathers`.
-
-    Returns:
-      The carry behind the last layer, and the routings of all layers, stacked; None for dense layers.
     """
     spread = execution.spread
-    gather = None if spread.layer_gathers is None else spread.layer_gathers[number]
     graph, *states = nnx.split(stage, nnx.Param, GradientAccumulator, (ExpertBias, AccumulatedWeight))
     parameters, accumulators, others = states
 
@@ -138,13 +172,16 @@ def run_stage(
         attend = Attend(inputs.segments, per_layer.layer, per_layer.window, carry.cache, spread.context)
         inputs = replace(inputs, expert_ids="balanced" if execution.balanced_routing else per_layer.expert_ids)
         out = block(carry.x, inputs, attend, spread)
-        return Carry(out.x, out.cache), out.routing
+        routing = None if out.routing is None else StageRouting(out.routing.sums, out.routing.experts)
+        return Carry(out.x, out.cache), routing
 
-    return run_layers(layer, inputs, (per_layer, others), carry, parameters, gather, accumulators, remat=execution.remat)
+    gather = None if spread.layer_gathers is None else spread.layer_gathers[number]
+    layers = Layers(layer, gather or LayerGather.of_whole_layer(len(jax.tree.leaves(parameters))), execution.remat)
+    return StageLayers(layers, LayerArrays(inputs, (per_layer, others), parameters, accumulators))
 
 
 def collect(
-    hidden: Float[Array, "batch seq hidden"], routings: list[Routing], inputs: LayerInputs, cache: KVCache | None
+    hidden: Float[Array, "batch seq hidden"], routings: list[StageRouting], inputs: LayerInputs, cache: KVCache | None
 ) -> HiddenStates:
     """Joins the stages' routings over all MoE layers, and counts the call's tokens in the cache."""
     batch, seq, _ = hidden.shape

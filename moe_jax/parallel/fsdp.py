@@ -6,7 +6,7 @@ them in f32. All code here runs inside `jax.shard_map` under `check_vma`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -168,6 +168,15 @@ class ShardedParameters:
             return part if how is None else _gathered(how, self.dtype, self.hops, part)
 
         return jax.tree.map_with_path(enter, params)
+
+    def leave(self, params: nnx.State, gradients: nnx.State) -> nnx.State:
+        """Returns the gradients of a device's parts from f32 gradients of the parameters that `enter` made of them.
+
+        The transposed function of `enter`, without rounding: gradients are summed over devices and returned in f32.
+        """
+        in_f32 = replace(self, dtype=jnp.dtype(jnp.float32))
+        _, transposed = jax.vjp(in_f32.enter, jax.tree.map(lambda part: part.astype(jnp.float32), params))
+        return transposed(gradients)[0]
 
     def gathered(self, params: nnx.State) -> nnx.State:
         """Gathers all parameters but the experts at once, for a program without gradients that uses them many times."""

@@ -33,6 +33,10 @@ class Parallelism:
     """Transfers between devices (`parallel.collectives.hops`). "copies" needs a program compiled with `compiler_options`;
     `make_train_step` does that."""
 
+    overlap_micro_batches: bool = False
+    """With gradient accumulation, compute each micro-batch forward beside the one before backward (`train.overlap`). Tokens of one
+    travel to the experts while the other computes. Takes the memory of two micro-batches."""
+
     def __post_init__(self):
         check_hops(self.hops, self.mesh)
         name = self.expert.axis_name

@@ -89,14 +89,29 @@ def loss(
     Raises:
       ValueError: the spread's `mesh_axes` lack the axis of its `context`.
     """
+    check_axes(model.execution.spread)
+    tokens = (batch["tokens"], batch["positions"], batch["segment_ids"])
+    states = model.hidden_states(*tokens, sequence_balance=weights.sequence_loss_coef != 0)
+    return loss_of_states(model, states, batch, weights, num_labels=num_labels, router_share=router_share)
+
+
+def loss_of_states(
+    model: Decoder,
+    states: HiddenStates,
+    batch: Batch,
+    weights: LossWeights = LossWeights(),
+    *,
+    num_labels: Float[Array, ""] | None = None,
+    router_share: float = 1.0,
+) -> tuple[Float[Array, ""], LossParts]:
+    """Computes `loss` from the hidden states of the batch's tokens. Modules that predict further tokens run here.
+
+    Args:
+      states: of a call with `sequence_balance` if the loss has that term. Other arguments as in `loss`.
+    """
     spread = model.execution.spread
-    if spread.context is not None and spread.context.axis_name not in spread.mesh_axes:
-        raise ValueError(
-            f"mesh_axes must name the axis of Spread.context, {spread.context.axis_name!r}; got {spread.mesh_axes}"
-        )
     tokens, segments = (batch["tokens"], batch["positions"], batch["segment_ids"]), batch["segment_ids"]
     sequence_balance = weights.sequence_loss_coef != 0
-    states = model.hidden_states(*tokens, sequence_balance=sequence_balance)
     parts = _parts(model, states, batch["labels"], batch["loss_mask"], spread)
     divisor = (parts.num_labels if num_labels is None else num_labels).clip(1)
 
@@ -117,6 +132,18 @@ def loss(
         routed_tokens=jnp.concatenate([p.routed_tokens for p in (parts, *modules)]),
         mtp_cross_entropy=jnp.stack([p.cross_entropy for p in modules]).mean(),
     )
+
+
+def check_axes(spread: Spread) -> None:
+    """Refuses a spread whose sums over devices would leave out the axis that splits the sequences.
+
+    Raises:
+      ValueError: `mesh_axes` lacks the axis of `context`.
+    """
+    if spread.context is not None and spread.context.axis_name not in spread.mesh_axes:
+        raise ValueError(
+            f"mesh_axes must name the axis of Spread.context, {spread.context.axis_name!r}; got {spread.mesh_axes}"
+        )
 
 
 def _parts(model: Decoder, states: HiddenStates, labels, mask, spread: Spread) -> LossParts:

@@ -14,9 +14,10 @@ from jaxtyping import Array, Float
 from moe_jax.config import ModelConfig
 from moe_jax.kernels.varying import varying_axes
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.output import HiddenStates
 from moe_jax.train.batch import BATCH_ARRAYS, Batch
 from moe_jax.train.expert_bias import move_expert_bias
-from moe_jax.train.loss import LossParts, LossWeights, loss
+from moe_jax.train.loss import LossParts, LossWeights, loss, loss_of_states
 
 LossFunction = Callable[[Decoder, Batch], tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]
 """A user's loss: loss(model, batch) -> (a scalar, a dict of scalar metrics), as `make_train_step` describes it."""
@@ -44,6 +45,18 @@ class Objective:
 
     def __call__(self, model: Decoder, batch: Batch) -> tuple[Float[Array, ""], Any]:
         """Returns (value, aux) of a prepared micro-batch, the same on every device of a mesh."""
+        raise NotImplementedError
+
+    @property
+    def sequence_balance(self) -> bool:
+        """The option of `Decoder.hidden_states` with which `of_states` needs the hidden states."""
+        return False
+
+    def of_states(self, model: Decoder, states: HiddenStates, batch: Batch) -> tuple[Float[Array, ""], Any]:
+        """Returns what a call returns, from the hidden states of the batch's tokens.
+
+        Only an objective that has this function can run where micro-batches overlap.
+        """
         raise NotImplementedError
 
     def metrics(self, value: Float[Array, ""], aux: Any, num_labels: Float[Array, ""]) -> dict[str, Array]:
@@ -82,6 +95,17 @@ class NextToken(Objective):
         """
         check_mtp_loss_coef(model.config, self.weights.mtp_loss_coef)
         return loss(model, batch, self.weights, num_labels=batch["num_labels"], router_share=1 / self.micro_batches)
+
+    @property
+    def sequence_balance(self) -> bool:
+        """True if the loss has the term within sequences."""
+        return self.weights.sequence_loss_coef != 0
+
+    def of_states(self, model: Decoder, states: HiddenStates, batch: Batch) -> tuple[Float[Array, ""], LossParts]:
+        """Returns what a call returns, from the hidden states of the batch's tokens; raises as a call does."""
+        check_mtp_loss_coef(model.config, self.weights.mtp_loss_coef)
+        options: dict[str, Any] = dict(num_labels=batch["num_labels"], router_share=1 / self.micro_batches)
+        return loss_of_states(model, states, batch, self.weights, **options)
 
     def metrics(self, value: Float[Array, ""], aux: LossParts, num_labels: Float[Array, ""]) -> dict[str, Array]:
         """Returns the metrics that `make_train_step` lists. The only place that makes metrics of `LossParts`."""

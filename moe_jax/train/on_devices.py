@@ -47,7 +47,7 @@ def on_devices(
         whole = merged_model(graphdef, params, fixed, execution)
         mesh, axes = parallelism.mesh, parallelism.token_axes
         sharded = ShardedParameters.of(params, mesh, dtype=whole.dtype, token_axes=axes, hops=parallelism.hops)
-        on_mesh = replace(whole.execution, spread=_spread(parallelism, sharded))
+        on_mesh = replace(whole.execution, spread=spread_of(parallelism, sharded))
 
         def local(params: nnx.State, fixed: nnx.State, batch: Batch):
             def of_parts(params: nnx.State):
@@ -90,7 +90,8 @@ def mean_over_devices[Values](model: Decoder, values: Values) -> Values:
     return jax.lax.pmean(values, axes) if axes else values
 
 
-def _spread(parallelism: Parallelism, sharded: ShardedParameters) -> Spread:
+def spread_of(parallelism: Parallelism, sharded: ShardedParameters) -> Spread:
+    """Returns the spread of a model's calls on the devices of `parallelism`."""
     return Spread(
         expert=parallelism.expert_parallel,
         context=parallelism.context_parallel,

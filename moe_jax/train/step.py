@@ -13,13 +13,14 @@ import optax
 from flax import nnx
 from jaxtyping import Array
 
-from moe_jax.layers.stack import Remat
+from moe_jax.layers.passes import Remat
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.train.batch import Batch, num_rows, replicated_sharding
 from moe_jax.train.expert_bias import expert_bias_range
 from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
 from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objective
+from moe_jax.train.overlap import accumulate_overlapping
 from moe_jax.train.state import TrainState, apply_gradients
 
 COUNTED = {"num_labels": "loss_mask", "num_tokens": "segment_ids"}
@@ -90,14 +91,17 @@ def make_train_step(
       They have num_labels and num_tokens if the batch has a loss_mask and segment_ids.
 
     Raises:
-      TypeError: a function that cannot be called as loss(model, batch).
+      TypeError: a function that cannot be called as loss(model, batch); or any function as `loss` where micro-batches overlap.
       ValueError: at the first step, a function that returns something else. A function for a model with modules that predict
         further tokens, or `NextToken` with an `mtp_loss_coef` of 0 for such a model. Rows that cannot be dealt out to the
         micro-batches and devices.
     """
     objective = as_objective(NextToken() if loss is None else loss, gradient_accumulation)
     execution = Execution(remat=remat, balanced_routing=force_balanced_routing)
-    gradients = accumulate(gradients_fn(objective, graphdef, execution, parallelism), gradient_accumulation)
+    if parallelism is not None and parallelism.overlap_micro_batches and gradient_accumulation > 1:
+        gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation, in_place=False)
+    else:
+        gradients = accumulate(gradients_fn(objective, graphdef, execution, parallelism), gradient_accumulation)
     in_place = accumulate_in_place(objective, graphdef, execution, gradient_accumulation)
 
     def train_step(one_device: bool, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

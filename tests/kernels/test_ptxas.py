@@ -69,14 +69,14 @@ for hidden, k, weighted in ((2048, 8, True), (2048, 8, False), (4096, 2, False),
 TOTALS = """
 from moe_jax.kernels.experts.backends import mosaic
 from moe_jax.kernels.experts.routing import plan
-from moe_jax.layers.stack import _put, _take
+from moe_jax.layers.passes import put_layer, take_layer
 
 def step(totals, dh, x, chosen):
     rows = plan(chosen, 128, mosaic.ROW_ALIGNMENT)
     sources = dict(a_source_of_row=rows.token_of_row, b_source_of_row=rows.token_of_row)
 
     def layer(i, totals):
-        return _put(totals, mosaic.grouped_outer(dh, x, rows, f32, **sources, accumulate_into=_take(totals, i)), i)
+        return put_layer(totals, mosaic.grouped_outer(dh, x, rows, f32, **sources, accumulate_into=take_layer(totals, i)), i)
 
     return jax.lax.fori_loop(0, 4, layer, totals)
 

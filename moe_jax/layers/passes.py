@@ -1,0 +1,331 @@
+"""The forward and the backward pass over stacked layers, each a `Loop` that runs alone or joined with another.
+
+With n layers, one turn of each loop does the following. A parameter gather and a gradient scatter (`parallel.fsdp.LayerGather`)
+start before the layer computes, and are waited for behind it. The layer's kernels hide them.
+
+forward pass, layers upwards, i = turn:
+
+| turn | computes | receives | sends |
+|---|---|---|---|
+| before the loop | | gathered parameters of layer 0 | parts of layer 0 |
+| i | layer i | gathered parameters of layer i + 1 | parts of layer i + 1 |
+
+backward pass, layers downwards, i = n - 1 - turn:
+
+| turn | computes | receives | sends |
+|---|---|---|---|
+| before the loop | | gathered parameters of layer n - 1 | parts of layer n - 1 |
+| i, recomputation (remat) | layer i again | gathered parameters of layer i - 1 | parts of layer i - 1 |
+| i, backward | gradients of layer i | own parts of the gradients of layer i + 1 | gradients of layer i + 1 |
+| behind the loop | | own parts of the gradients of layer 0 | gradients of layer 0 |
+
+In the last turn a layer is gathered whose result nothing reads: the last layer forward, layer 0 backward. In the first backward
+turn zeros are scattered, which the second turn overwrites. Without remat the gather too hides behind the backward of layer i.
+With "offload", the saved input of layer i - 1 is copied from the host's memory in the turn of layer i.
+
+Two loops in one program run one after the other. Joined, a turn of both is one loop body, in which XLA runs the transfers of
+each pass beside the kernels of the other.
+"""
+
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from moe_jax.kernels.varying import vary_as
+from moe_jax.parallel.fsdp import LayerGather
+
+Body = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
+"""A layer: (x, y) = body(shared, per_layer, x, parameters, accumulators)."""
+
+Remat = bool | Literal["offload"]
+"""True recomputes a layer in the backward pass, from its input alone; "offload" keeps that input in the host's memory."""
+
+Turn = Int[Array, ""] | int
+
+
+class Layers(NamedTuple):
+    """Stacked layers without their arrays: the body, how parameters are gathered, and what is recomputed."""
+
+    body: Body
+    gather: LayerGather
+    remat: Remat
+
+
+class LayerArrays(NamedTuple):
+    """The arrays that both passes read, as `stack.run_layers` takes them."""
+
+    shared: Any
+    per_layer: Any
+    parameters: Any
+    accumulators: Any = None
+
+    @property
+    def num_layers(self) -> int:
+        """The number of stacked layers."""
+        return jax.tree.leaves(self.parameters)[0].shape[0]
+
+
+SavedLayers = Any
+"""The arrays that the forward pass keeps for the backward pass, stacked: with remat each layer's x, else the residuals of each
+layer's pullback."""
+
+
+class Loop(NamedTuple):
+    """A pass that has not run: `start` goes through `step` once a turn, and `finish` makes the result of the last state."""
+
+    turns: int
+    start: Any
+    step: Callable[[Turn, Any], Any]
+    finish: Callable[[Any], Any]
+
+
+def run_loops(*loops: Loop) -> tuple:
+    """Runs loops with equal numbers of turns as one loop, of which a turn is a turn of each; returns their results.
+
+    Raises:
+      ValueError: numbers of turns that differ.
+    """
+    turns = {loop.turns for loop in loops}
+    if len(turns) != 1:
+        raise ValueError(f"joined loops must have equal numbers of turns; got {', '.join(str(loop.turns) for loop in loops)}")
+    (last,) = turns
+
+    def step(carry):
+        turn, states = carry
+        return turn + 1, tuple(loop.step(turn, state) for loop, state in zip(loops, states, strict=True))
+
+    start = 0, tuple(loop.start for loop in loops)
+    _, states = lax.while_loop(lambda carry: carry[0] < last, step, start)
+    return tuple(loop.finish(state) for loop, state in zip(loops, states, strict=True))
+
+
+Pass = Generator[Loop, Any, Any]
+"""A pass over several stacks of layers: it yields a loop, is sent the loop's result, and at last returns its own."""
+
+
+def run_pass(steps: Pass):
+    """Runs the loops of a pass one after the other; returns the result of the pass."""
+    return _run_on(steps, None)
+
+
+def run_joined(*passes: tuple[Pass, int]) -> tuple:
+    """Runs several passes, of each of which one loop is joined with one loop of the others; returns their results.
+
+    Args:
+      passes: pairs (pass, the number of its loops that run alone before the joined loop). Further loops run alone behind it.
+    """
+    loops = []
+    for steps, before in passes:
+        loop = next(steps)
+        for _ in range(before):
+            loop = steps.send(run_loops(loop)[0])
+        loops.append(loop)
+    results = run_loops(*loops)
+    return tuple(_run_on(steps, result) for (steps, _), result in zip(passes, results, strict=True))
+
+
+def _run_on(steps: Pass, sent):
+    """Sends a loop's result to a pass and runs its remaining loops; returns the result of the pass."""
+    try:
+        while True:
+            (sent,) = run_loops(steps.send(sent))
+    except StopIteration as stop:
+        return stop.value
+
+
+class ForwardRun(NamedTuple):
+    """The result of a forward pass."""
+
+    x: Any
+    """The output of the last layer."""
+    y: Any
+    """The further outputs of all layers, stacked."""
+    saved: SavedLayers
+
+
+class ForwardState(NamedTuple):
+    """The state before a turn of the forward loop, which computes layer i = turn."""
+
+    x: Any
+    """The input of layer i."""
+    gathered: list[Array]
+    """The gathered parameters of layer i."""
+    written: list[Array]
+    """The leaves of y and of `ForwardRun.saved`, stacked, written up to layer i - 1."""
+
+
+def forward_loop(layers: Layers, arrays: LayerArrays, x) -> Loop:
+    """Returns the forward pass; its result is a `ForwardRun`."""
+    body, gather, remat = layers.body, layers.gather, layers.remat
+    last = arrays.num_layers - 1
+    placed = partial(_in_memory, jax.memory.Space.Host) if remat == "offload" else lambda arrays: arrays
+
+    def layer(i, x, gathered):
+        own = take_layer(arrays.per_layer, i), take_layer(arrays.parameters, i), take_layer(arrays.accumulators, i)
+        arguments = arrays.shared, own[0], x, gather.layer(own[1], gathered), own[2]
+        if remat:
+            after, y = body(*arguments)
+            return after, (y, placed(x))
+        # Parameters are no residuals: the backward pass reads them from the stack. A copy of each layer's would double them.
+        (after, y), pullback = jax.vjp(
+            body, *arguments, saveable_args=(False, False, True, False, False), in_nzs=(False, False, True, True, True)
+        )
+        return after, (y, placed(pullback))
+
+    def step(i: Turn, state: ForwardState) -> ForwardState:
+        arriving = gather.start_gather(take_layer(arrays.parameters, jnp.minimum(i + 1, last)))
+        x, results = layer(i, state.x, state.gathered)
+        x, arriving = gather.barrier(x, arriving)
+        return ForwardState(x, gather.finish_gather(arriving), put_layer(state.written, jax.tree.leaves(results), i))
+
+    # The loop carries leaves, because two traces of a pullback are two tree structures with the same leaves.
+    first = gather.gather(take_layer(arrays.parameters, 0))
+    shapes, structure = jax.tree.flatten(jax.eval_shape(layer, 0, x, first)[1])
+    y, saved = jax.tree.unflatten(structure, _unwritten(last + 1, shapes))
+    start = ForwardState(x, first, jax.tree.leaves((y, placed(saved))))
+    return Loop(last + 1, start, step, lambda state: ForwardRun(state.x, *jax.tree.unflatten(structure, state.written)))
+
+
+class BackwardRun(NamedTuple):
+    """The result of a backward pass."""
+
+    dx: Any
+    """The gradient of the input of layer 0."""
+    parameters: Any
+    """The gradients of the parameters, stacked."""
+    accumulators: Any
+    """The accumulators with the gradients that the body added."""
+
+
+class BackwardState(NamedTuple):
+    """The state before a turn of the backward loop, which computes layer i = last - turn."""
+
+    dx: Any
+    """The gradient of the output of layer i."""
+    gathered: list[Array]
+    """The gathered parameters of layer i."""
+    restored: Any
+    """The residuals of layer i, copied from the host's memory; None without "offload"."""
+    to_scatter: list[Array]
+    """The gradients of the gathered parameters of layer i + 1, of this device's tokens alone; zeros in the first turn."""
+    scattered: list[Array]
+    """The gradients of this device's parts of gathered parameters, stacked, written from layer i + 2 on."""
+    whole: list[Array]
+    """The gradients of the parameters that are not gathered, stacked, written from layer i + 1 on."""
+    accumulators: Any
+    """The accumulators, stacked, with the gradients from layer i + 1 on added."""
+
+
+def backward_loop(layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, dy, sums=None) -> Loop:
+    """Returns the backward pass; its result is a `BackwardRun`.
+
+    Args:
+      saved: of the forward pass over the same layers and inputs.
+      dx, dy: the gradients of `ForwardRun.x` and `ForwardRun.y`.
+      sums: arrays like the parameters, to which the gradients are added in the sums' dtype and memory. None: gradients have
+        the parameters' dtypes and memory of their own.
+    """
+    body, gather, remat, parameters = layers.body, layers.gather, layers.remat, arrays.parameters
+    last = arrays.num_layers - 1
+    offload = remat == "offload"
+    write = put_layer if sums is None else _add_layer
+
+    def restored(i):
+        """Copies what layer i saved from the host's memory, one layer ahead of its use."""
+        return _in_memory(jax.memory.Space.Device, take_layer(saved, i)) if offload else None
+
+    def step(turn: Turn, state: BackwardState) -> BackwardState:
+        i = last - turn
+        below = jnp.maximum(i - 1, 0)
+        arriving, restored_below = gather.start_gather(take_layer(parameters, below)), restored(below)
+        scattering = gather.start_scatter(state.to_scatter)
+        of_layer = state.restored if offload else take_layer(saved, i)
+        layer, dx = gather.layer(take_layer(parameters, i), state.gathered), state.dx
+        own = take_layer(arrays.per_layer, i), take_layer(state.accumulators, i)
+        if remat:
+            arguments = arrays.shared, own[0], of_layer, layer, own[1]
+            _, pullback = jax.vjp(body, *arguments, in_nzs=(False, False, True, True, True))
+            # Recomputation hides the parameter gather, the backward pass hides the gradient scatter. dx is in the barrier too:
+            # otherwise expert parallelism sends it before the tokens that are needed first.
+            (pullback, dx), arriving = gather.barrier((pullback, dx), arriving)
+        else:
+            arguments = arrays.shared, own[0], of_layer.args_res[2], layer, own[1]
+            pullback = of_layer.replace(args_res=list(arguments))
+        _, _, dx, dlayer, daccumulators = pullback((dx, take_layer(dy, i)))
+        to_scatter, whole = gather.split(dlayer)
+        (dx, to_scatter), (arriving, scattering) = gather.barrier((dx, to_scatter), (arriving, scattering))
+        # In the first turn these are zeros, in a place that the second turn overwrites or adds to.
+        arrived = gather.finish_scatter(scattering, state.scattered)
+        return BackwardState(
+            dx=dx,
+            gathered=gather.finish_gather(arriving),
+            restored=restored_below,
+            to_scatter=to_scatter,
+            scattered=write(state.scattered, arrived, jnp.minimum(i + 1, last)),
+            whole=write(state.whole, whole, i),
+            accumulators=put_layer(state.accumulators, daccumulators, i),
+        )
+
+    def finish(state: BackwardState) -> BackwardRun:
+        of_first = gather.finish_scatter(gather.start_scatter(state.to_scatter), state.scattered)
+        scattered = write(state.scattered, of_first, 0)
+        return BackwardRun(state.dx, gather.join(parameters, scattered, state.whole), state.accumulators)
+
+    gathered = gather.gather(take_layer(parameters, last))
+    scattered, whole = gather.split(_unwritten(last + 1, take_layer(parameters, 0)) if sums is None else sums)
+    start = BackwardState(
+        dx=dx,
+        gathered=gathered,
+        restored=restored(last),
+        to_scatter=jax.tree.map(jnp.zeros_like, gathered),
+        scattered=scattered,
+        whole=whole,
+        accumulators=arrays.accumulators,
+    )
+    return Loop(last + 1, start, step, finish)
+
+
+def _in_memory(space: jax.memory.Space, arrays):
+    return jax.tree.map(lambda a: jax.device_put(a, space), arrays)
+
+
+def take_layer(stacked, i):
+    """Returns layer i of every array; gradients of integers have no values to index."""
+
+    def take(a):
+        if a.dtype == jax.dtypes.float0:
+            return np.zeros(a.shape[1:], a.dtype)
+        part = lax.dynamic_slice(a, (i, *[0] * (a.ndim - 1)), (1, *a.shape[1:]), allow_negative_indices=False)
+        return part.reshape(a.shape[1:])
+
+    return jax.tree.map(take, stacked)
+
+
+def put_layer(stacked, layer, i):
+    """Returns the stacked arrays with `layer` in place of layer i."""
+
+    def put(a, part):
+        # An index that may count from the end would hide from XLA that a kernel can write its result here: it would copy.
+        return lax.dynamic_update_slice(a, part[None], (i, *[0] * part.ndim), allow_negative_indices=False)
+
+    return jax.tree.map(put, stacked, layer)
+
+
+def _add_layer(sums, layer, i):
+    """Returns the stacked sums with `layer` added to layer i, in the sums' dtype and memory."""
+    added = jax.tree.map(lambda a, part: a + part.astype(a.dtype), take_layer(sums, i), layer)
+    return put_layer(sums, added, i)
+
+
+def _unwritten(num_layers: int, like):
+    """Allocates stacks of `num_layers` arrays with the shapes and dtypes of `like`; their contents are undefined."""
+    # XLA would not split an allocation over devices: each device would allocate the whole array. Zeros it splits.
+    splits = jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
+    empty = jnp.zeros if splits else lax.empty
+    return jax.tree.map(lambda a: vary_as(empty((num_layers, *a.shape), a.dtype), a), like)

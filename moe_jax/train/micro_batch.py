@@ -1,0 +1,160 @@
+"""The passes of one micro-batch through a model, apart: forward, loss and backward, for a step that orders them itself."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from moe_jax.kernels.precision import at_least_f32
+from moe_jax.kernels.varying import vary_as
+from moe_jax.layers.moe import accumulated_gradients, add_expert_gradients_to
+from moe_jax.layers.passes import BackwardRun, ForwardRun, Pass, SavedLayers, backward_loop, forward_loop
+from moe_jax.models.decoder import Decoder
+from moe_jax.models.execution import Execution
+from moe_jax.models.forward import Carry, Entered, StageLayers, StageRouting, stage_layers
+from moe_jax.train.batch import Batch
+from moe_jax.train.objective import Objective
+from moe_jax.train.on_devices import merged_model
+
+
+class Forwarded(NamedTuple):
+    """A micro-batch behind its last layer."""
+
+    x: Float[Array, "batch seq hidden"]
+    routings: list[StageRouting]
+    """Of the stages with experts."""
+    saved: list[SavedLayers]
+    """Of all stages."""
+
+
+class LossRun(NamedTuple):
+    """The value of a micro-batch's objective, and the gradients with which its backward pass begins."""
+
+    value: Float[Array, ""]
+    aux: Any
+    dx: Float[Array, "batch seq hidden"]
+    """The gradient of `Forwarded.x`."""
+    droutings: list[Any]
+    """The gradients of `Forwarded.routings`."""
+    gradients: nnx.State
+    """The sums of gradients, with the gradients of norm, head and modules that predict further tokens added."""
+
+
+@dataclass(frozen=True)
+class MicroBatchPasses:
+    """The passes of a micro-batch. Together they compute an objective's value and its gradients, as `jax.value_and_grad` does.
+
+        forwarded = run_pass(passes.forward(batch))
+        found = passes.loss(batch, forwarded, gradients)
+        gradients = run_pass(passes.backward(batch, forwarded.saved, found.dx, found.droutings, found.gradients))
+
+    Attributes:
+      objective: one that has `of_states`.
+      graphdef, fixed, execution: as in `train.on_devices`.
+      params: as the model reads them; on a mesh, what `ShardedParameters.enter` returns.
+      in_place: the kernels add the experts' gradients to the sums; for one device.
+    """
+
+    objective: Objective
+    graphdef: nnx.GraphDef
+    params: nnx.State
+    fixed: nnx.State
+    execution: Execution
+    in_place: bool
+
+    @property
+    def num_stages(self) -> int:
+        """The number of loops of a forward or a backward pass."""
+        return len(self.model().config.stages)
+
+    @property
+    def longest_stage(self) -> int:
+        """The index of the stage that has the most layers with experts, or else the most layers."""
+        stages = self.model().config.stages
+        return max(range(len(stages)), key=lambda number: (stages[number].sparse, stages[number].num_layers))
+
+    def zeros(self) -> nnx.State:
+        """Returns sums of gradients before the first micro-batch, in f32 (f64 for f64)."""
+        dtype = at_least_f32(self.model().dtype)
+        return jax.tree.map(lambda w: vary_as(jnp.zeros(w.shape, dtype), w), self.params)
+
+    def forward(self, batch: Batch) -> Pass:
+        """Embeds the tokens and runs all stages; the result is a `Forwarded`."""
+        entered = self._enter(self.params, batch)
+        carry, routings, saved = entered.carry, [], []
+        for number in range(self.num_stages):
+            # The accumulators' values are not read forward. Zeros keep the sums out of the loop, which would copy them.
+            stage = self._stage(number, entered, self.zeros())
+            run: ForwardRun = yield forward_loop(*stage, carry)
+            carry = run.x
+            saved.append(run.saved)
+            if run.y is not None:
+                routings.append(run.y)
+        return Forwarded(carry.x, routings, saved)
+
+    def loss(self, batch: Batch, forwarded: Forwarded, gradients: nnx.State) -> LossRun:
+        """Computes the objective behind the last layer, and its gradients, which it adds to `gradients`."""
+        inputs = self._enter(self.params, batch).inputs
+        of_stages, outside = self._split(self.params)
+
+        def objective(outside: nnx.State, x, routings):
+            model = self.model(nnx.merge_state(of_stages, outside))
+            return self.objective.of_states(model, model.leave(inputs, Carry(x, None), routings), batch)
+
+        value, pullback, aux = jax.vjp(objective, outside, forwarded.x, forwarded.routings, has_aux=True)
+        found, dx, droutings = pullback(jnp.ones_like(value))
+        of_stages, of_others = self._split(gradients)
+        gradients = nnx.merge_state(of_stages, _add(of_others, found))
+        return LossRun(value, aux, dx, droutings, gradients)
+
+    def backward(self, batch: Batch, saved: list[SavedLayers], dx, droutings: list[Any], gradients: nnx.State) -> Pass:
+        """Runs all stages backwards, then the embedding; the result is `gradients` with this micro-batch's added."""
+        entered = self._enter(self.params, batch)
+        of_stages, others = self._split(gradients)
+        stages = dict(of_stages["stages"])
+        carry, droutings = Carry(dx, None), list(droutings)
+        for number in reversed(range(self.num_stages)):
+            layers, arrays = self._stage(number, entered, gradients)
+            routing = droutings.pop() if self.model().config.stages[number].sparse else None
+            sums = nnx.filter_state(stages[number], lambda path, _: not self._is_accumulated(path))
+            run: BackwardRun = yield backward_loop(layers, arrays, saved[number], carry, routing, sums)
+            carry = run.dx
+            stages[number] = nnx.merge_state(run.parameters, accumulated_gradients(run.accumulators))
+        _, pullback = jax.vjp(lambda outside: self._enter(nnx.merge_state(of_stages, outside), batch).carry.x, others)
+        return nnx.merge_state(nnx.State({"stages": stages}), _add(others, pullback(carry.x)[0]))
+
+    def model(self, params: nnx.State | None = None) -> Decoder:
+        """Returns the model of these parameters; default: of `self.params`."""
+        return merged_model(self.graphdef, self.params if params is None else params, self.fixed, self.execution)
+
+    def _enter(self, params: nnx.State, batch: Batch) -> Entered:
+        return self.model(params).enter(
+            batch["tokens"],
+            batch["positions"],
+            batch["segment_ids"],
+            context=self.execution.spread.context,
+            sequence_balance=self.objective.sequence_balance,
+        )
+
+    def _stage(self, number: int, entered: Entered, gradients: nnx.State) -> StageLayers:
+        """Returns the layers of a stage; in place, with the sums of the experts' gradients as accumulators."""
+        model = self.model()
+        if self.in_place:
+            add_expert_gradients_to(model, gradients)
+        return stage_layers(model.stages[number], number, entered.inputs, entered.per_layer[number], self.execution)
+
+    def _is_accumulated(self, path: tuple) -> bool:
+        return self.in_place and "experts" in path
+
+    def _split(self, tree: nnx.State) -> tuple[nnx.State, nnx.State]:
+        """Splits a tree of parameters into the stages of the passes, and everything else."""
+        stages = self.num_stages
+        of_stages, others = nnx.split_state(tree, lambda path, _: path[0] == "stages" and path[1] < stages, ...)
+        return of_stages, others
+
+
+def _add(sums: nnx.State, gradients: nnx.State) -> nnx.State:
+    return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, gradients)

@@ -1,0 +1,149 @@
+"""Micro-batches that overlap: the forward pass of one beside the backward pass of the one before, in one loop over the layers.
+
+A turn of the loop computes layer l forward for micro-batch i + 1 and layer n - 1 - l backward for micro-batch i. Tokens of one
+pass travel to the experts of other devices while the other pass computes. This is the order of Megatron's combined 1F1B without
+a pipeline, and of DualPipe's pairs (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.2.1).
+
+| time | 0 | 1 | ... | n |
+|---|---|---|---|---|
+| forward | micro-batch 0 | 1 | | |
+| backward | | 0 | | n - 1 |
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from moe_jax.kernels.varying import vary_as
+from moe_jax.layers.passes import run_joined, run_pass
+from moe_jax.models.execution import Execution
+from moe_jax.parallel.fsdp import ShardedParameters
+from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.train.batch import Batch, batch_specs, micro_batches_of
+from moe_jax.train.gradients import Gradients, GradientsFn
+from moe_jax.train.micro_batch import Forwarded, MicroBatchPasses
+from moe_jax.train.objective import Objective
+from moe_jax.train.on_devices import merged_model, spread_of
+from moe_jax.train.state import as_f32
+
+
+def accumulate_overlapping(
+    objective: Objective,
+    graphdef: nnx.GraphDef,
+    execution: Execution,
+    parallelism: Parallelism | None,
+    micro_batches: int,
+    *,
+    in_place: bool,
+) -> GradientsFn:
+    """Returns what `gradients.accumulate` returns, with passes of neighbouring micro-batches in one loop.
+
+    Two micro-batches are in flight: memory holds what two keep for their backward passes. Parameters outside the layers are
+    gathered once for all micro-batches, and all gradients are summed over devices once, in f32.
+
+    Args:
+      objective: one that has `of_states`.
+      graphdef, execution, parallelism: as in `train.on_devices`.
+      micro_batches: at least 2.
+      in_place: as in `MicroBatchPasses`.
+
+    Raises:
+      ValueError: fewer than 2 micro-batches.
+      TypeError: an objective that works on batches alone.
+    """
+    if micro_batches < 2:
+        raise ValueError(f"micro_batches must be at least 2, of which one overlaps the next; got {micro_batches}")
+    check_objective(objective)
+
+    def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
+        stacked, scalars = micro_batches_of(batch, micro_batches)
+        if parallelism is None:
+            passes = MicroBatchPasses(objective, graphdef, params, fixed, execution, in_place)
+            found = _sum_of(passes, stacked, scalars)
+            return found._replace(gradients=as_f32(found.gradients))
+        dtype = merged_model(graphdef, params, fixed).dtype
+        sharded = ShardedParameters.of(
+            params, parallelism.mesh, dtype=dtype, token_axes=parallelism.token_axes, hops=parallelism.hops
+        )
+        on_mesh = replace(execution, spread=spread_of(parallelism, sharded))
+
+        def local(params: nnx.State, fixed: nnx.State, stacked: Batch, scalars: Batch) -> tuple[Array, Any, nnx.State]:
+            passes = MicroBatchPasses(objective, graphdef, sharded.enter(params), fixed, on_mesh, in_place=False)
+            found = _sum_of(passes, stacked, scalars)
+            return found.value, found.aux, sharded.leave(params, found.gradients)
+
+        rows = {name: PartitionSpec(None, *spec) for name, spec in batch_specs(_micro_batch(stacked, 0), parallelism).items()}
+        value, aux, gradients = jax.shard_map(
+            local,
+            mesh=parallelism.mesh,
+            in_specs=(sharded.specs, PartitionSpec(), rows, PartitionSpec()),
+            out_specs=(PartitionSpec(), PartitionSpec(), sharded.specs),
+        )(params, fixed, stacked, scalars)
+        return Gradients(value, aux, gradients)
+
+    return summed
+
+
+def check_objective(objective: Objective) -> None:
+    """Refuses an objective whose computation behind the last layer is not apart from the layers.
+
+    Raises:
+      TypeError: it has no `of_states` of its own.
+    """
+    if type(objective).of_states is Objective.of_states:
+        raise TypeError(
+            "overlapping micro-batches need an objective with the function of_states, as train.NextToken has; a function "
+            "loss(model, batch) runs the layers itself: leave overlap_micro_batches out"
+        )
+
+
+class _Carry(NamedTuple):
+    """The state between two ticks."""
+
+    x: Any
+    routings: Any
+    saved: list[Array]
+    """The leaves of `Forwarded.saved`."""
+    value: Float[Array, ""]
+    aux: Any
+    gradients: nnx.State
+
+
+def _sum_of(passes: MicroBatchPasses, stacked: Batch, scalars: Batch) -> Gradients:
+    """Sums the objective's value, aux and gradients over the micro-batches on one device."""
+    joined = passes.longest_stage
+    joined_behind = passes.num_stages - 1 - joined
+
+    first = _micro_batch(stacked, 0) | scalars
+    forwarded = run_pass(passes.forward(first))
+    # The loop carries leaves, because two traces of a pullback are two tree structures with the same leaves.
+    leaves, structure = jax.tree.flatten(forwarded.saved)
+    found = jax.eval_shape(lambda: passes.loss(first, forwarded, passes.zeros()))
+    value, aux = jax.tree.map(lambda a: vary_as(jnp.zeros(a.shape, a.dtype), a), (found.value, found.aux))
+
+    def loss(carry: _Carry, batch: Batch):
+        saved = jax.tree.unflatten(structure, carry.saved)
+        found = passes.loss(batch, Forwarded(carry.x, carry.routings, saved), carry.gradients)
+        value, aux = jax.tree.map(jnp.add, (carry.value, carry.aux), (found.value, found.aux))
+        return value, aux, passes.backward(batch, saved, found.dx, found.droutings, found.gradients)
+
+    def tick(carry: _Carry, batches: tuple[Batch, Batch]):
+        before, after = (batch | scalars for batch in batches)
+        value, aux, backward = loss(carry, before)
+        forwarded, gradients = run_joined((passes.forward(after), joined), (backward, joined_behind))
+        return _Carry(forwarded.x, forwarded.routings, jax.tree.leaves(forwarded.saved), value, aux, gradients), None
+
+    carry = _Carry(forwarded.x, forwarded.routings, leaves, value, aux, passes.zeros())
+    neighbours = ({name: x[:-1] for name, x in stacked.items()}, {name: x[1:] for name, x in stacked.items()})
+    carry, _ = jax.lax.scan(tick, carry, neighbours)
+    value, aux, backward = loss(carry, _micro_batch(stacked, -1) | scalars)
+    return Gradients(value, aux, run_pass(backward))
+
+
+def _micro_batch(stacked: Batch, i: int) -> Batch:
+    return {name: x[i] for name, x in stacked.items()}

@@ -1,0 +1,74 @@
+"""Overlapping micro-batches: the value, aux and every gradient equal plain accumulation's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import seeds
+import tiny
+from flax import nnx
+
+from moe_jax.models.execution import Execution
+from moe_jax.train import LossWeights, NextToken, accumulate, gradients_fn
+from moe_jax.train.gradients import accumulate_in_place
+from moe_jax.train.objective import as_objective
+from moe_jax.train.overlap import accumulate_overlapping
+
+ROWS, SEQ = 6, 16
+ALL_LOSSES = LossWeights(aux_loss_coef=0.02, sequence_loss_coef=0.01, z_loss_coef=0.01)
+
+
+def make_batch(rows=ROWS):
+    """Packed documents of two lengths, and padding."""
+    rng = seeds.rng()
+    segments = np.sort(rng.integers(1, 3, (rows, SEQ)), axis=1).astype(np.int32)
+    segments[:, SEQ - 3 :] = 0
+    tokens = rng.integers(0, 259, (rows, SEQ)).astype(np.int32)
+    mask = ((segments != 0) & (rng.random((rows, SEQ)) < 0.8)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(SEQ, dtype=np.int32), (rows, SEQ))
+    batch = dict(tokens=tokens, labels=np.roll(tokens, -1, 1), loss_mask=mask, positions=positions, segment_ids=segments)
+    return {name: jnp.asarray(x) for name, x in batch.items()} | {"num_labels": jnp.float32(mask.sum())}
+
+
+def assert_equal_gradients(found, expected, rtol=1e-5):
+    """Every array is equal up to `rtol` times its largest entry."""
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * max(np.abs(b).max(initial=0), 1e-12), err_msg=str(path))
+
+
+MODELS = {"moe": tiny.model, "dense": tiny.dense, "deepseek": lambda **options: tiny.deepseek(mtp=1, **options)}
+
+
+@pytest.mark.parametrize(
+    "name, remat, micro_batches, in_place",
+    [
+        ("moe", True, 3, True),
+        ("moe", False, 2, False),
+        ("dense", "offload", 3, False),
+        ("deepseek", False, 3, True),
+        pytest.param("moe", False, 3, True, marks=pytest.mark.thorough),
+        pytest.param("deepseek", True, 2, False, marks=pytest.mark.thorough),
+        pytest.param("deepseek", "offload", 2, True, marks=pytest.mark.thorough),
+    ],
+)
+def test_equals_accumulation(name, remat, micro_batches, in_place):
+    """On one device; DeepSeek-V3 has a dense stage, a stage with experts and a module that predicts further tokens."""
+    graph, params, fixed = nnx.split(MODELS[name](), nnx.Param, ...)
+    objective, execution = as_objective(NextToken(ALL_LOSSES), micro_batches), Execution(remat=remat)
+    plain = accumulate(gradients_fn(objective, graph, execution), micro_batches)
+    if in_place:
+        plain = accumulate_in_place(objective, graph, execution, micro_batches)
+    overlapping = accumulate_overlapping(objective, graph, execution, None, micro_batches, in_place=in_place)
+    batch = make_batch()
+    assert_equal_gradients(jax.jit(overlapping)(params, fixed, batch), jax.jit(plain)(params, fixed, batch))
+
+
+def test_what_cannot_overlap_is_refused():
+    """One micro-batch, and an objective that runs the layers itself."""
+    graph = nnx.graphdef(tiny.dense())
+    with pytest.raises(ValueError, match="micro_batches must be at least 2"):
+        accumulate_overlapping(NextToken(), graph, Execution(), None, 1, in_place=False)
+    own = as_objective(lambda model, batch: (jnp.zeros(()), {}), 2)
+    with pytest.raises(TypeError, match="of_states, as train.NextToken has"):
+        accumulate_overlapping(own, graph, Execution(), None, 2, in_place=False)
