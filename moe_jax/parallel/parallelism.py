@@ -34,8 +34,8 @@ class Parallelism:
     `make_train_step` does that."""
 
     overlap_micro_batches: bool = False
-    """With gradient accumulation, compute each micro-batch forward beside the one before backward (`train.overlap`). Tokens of one
-    travel to the experts while the other computes. Takes the memory of two micro-batches."""
+    """Compute each micro-batch forward beside the backward pass of the one before (`train.overlap`). Tokens of one pass travel
+    to experts while the other computes. Two micro-batches are in memory. Without gradient accumulation nothing changes."""
 
     def __post_init__(self):
         check_hops(self.hops, self.mesh)

@@ -79,9 +79,30 @@ def train(batch, parallelism=None, steps=2, make_model=tiny.model, mtp_loss_coef
     ids=["moe-fsdp-expert", "moe-data-fsdp-context", "deepseek-mtp"],
 )
 def test_two_steps(sizes, options):
+    check_two_steps(Parallelism(make_mesh(**sizes)), options)
+
+
+@pytest.mark.parametrize(
+    "sizes, transport, options",
+    [
+        ({"expert": 4, "context": 2}, "pairwise", {}),
+        ({"fsdp": 2, "expert": 2, "context": 2}, "all_to_all", {"make_model": partial(tiny.deepseek, mtp=1)}),
+        pytest.param({"data": 2, "fsdp": 2, "context": 2}, None, {"remat": "offload"}, marks=pytest.mark.thorough),
+        pytest.param({"expert": 4, "context": 2}, "gather", {"remat": False}, marks=pytest.mark.thorough),
+    ],
+)
+def test_overlapping_micro_batches(sizes, transport, options):
+    """Micro-batches that overlap change nothing."""
+    experts = ExpertParallel(transport=transport, capacity_factor=4)
+    parallelism = Parallelism(make_mesh(**sizes), experts, overlap_micro_batches=True)
+    check_two_steps(parallelism, {"gradient_accumulation": 2, **options})
+
+
+def check_two_steps(parallelism, options):
+    """Two steps on a mesh equal two steps on one device."""
     batch = make_batch(seeds.rng())
     expected, expected_metrics = train(batch, **options)
-    state, metrics = train(batch, Parallelism(make_mesh(**sizes)), **options)
+    state, metrics = train(batch, parallelism, **options)
     # The second step inherits f32's noise through AdamW, as the parameters below do.
     for ours, theirs, rtol in zip(metrics, expected_metrics, (1e-5, 1e-3), strict=True):
         for name, value in theirs.items():
@@ -94,7 +115,7 @@ def test_two_steps(sizes, options):
         assert np.ptp(ours) > 0
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 1]
     assert all(isinstance(x.sharding, NamedSharding) for x in moments)
-    ways = np.prod([sizes.get(name, 1) for name in ("fsdp", "expert", "context")])
+    ways = np.prod([parallelism.mesh.shape[name] for name in ("fsdp", "expert", "context")])
     assert sum(x.addressable_shards[0].data.size for x in moments) < 1.2 * sum(x.size for x in moments) / ways
 
 
