@@ -1,4 +1,4 @@
-"""The Hopper kernels, in JAX's GPU interpreter with its race detector where there is no GPU, compiled where there is one."""
+"""The Hopper kernels, in JAX's GPU interpreter where there is no GPU, compiled where there is one."""
 
 import re
 
@@ -30,9 +30,6 @@ from moe_jax.kernels.experts.mosaic import tile_order
 from moe_jax.kernels.experts.routing import plan
 
 ROUTINGS = ["random", "one_takes_all", "half_empty", "some_nobody"]
-
-
-pytestmark = pytest.mark.usefixtures("no_races")
 
 
 SMALL = 37, 4, 2, 128, 128
