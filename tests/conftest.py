@@ -23,7 +23,7 @@ import durations
 import hypothesis
 import jax
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+import races
 
 # Tests compare f32 with f32 and f64; on an NVIDIA GPU XLA multiplies f32 matrices in TF32 unless told otherwise.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -82,8 +82,7 @@ def rng():
 
 @pytest.fixture
 def no_races():
-    """The race detector of JAX's GPU interpreter found nothing in the kernels that a test ran."""
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    yield
-    if gpu_callbacks._races is not None:
-        assert not gpu_callbacks.get_races().races_found
+    """Searches the kernels that a test runs in the interpreter for races: at least one runs, and none has a race."""
+    with races.search() as searches:
+        yield
+    races.assert_none(searches)

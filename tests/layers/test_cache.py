@@ -93,7 +93,6 @@ def test_no_room_is_refused(batch, seq):
         nnx.merge(graph, state)(*arrays, cache=cache)
 
 
-@pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
 def test_fused_prompt(model_type, monkeypatch):
     """In JAX's GPU interpreter: prompts padded on the left, a window, values of another width than the keys."""

@@ -1,4 +1,8 @@
-"""Everything that kernels do differently in JAX's GPU interpreter, which runs them on a CPU, slowly and with a race detector.
+"""Everything that kernels do differently in JAX's GPU interpreter, which runs them on a CPU, slowly.
+
+The interpreter's race detector is off: a user on a CPU wants results. JAX's `plgpu.force_gpu_interpret_mode` turns it on for
+the kernels that are traced inside it, as `tests/races.py` does. The mode is part of the key of jit's caches: a kernel that was
+traced without the detector is traced again.
 
 Two more differences stand where they belong. `experts.mosaic` gathers the rows that `row_copies` would gather. Attention adds
 to an accumulator behind the matmul, since the interpreter cannot set one before it.
@@ -12,10 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from moe_jax.kernels.hopper import target
 
 INTERPRETED_BLOCKS = 2
-"""Thread blocks of a kernel: enough for two to run at once and for each to take several tiles."""
-
-DETECT_RACES = True
-"""Default of `interpret`. A test that sets it to False must do so before the kernel is traced: jit keeps the traced kernel."""
+"""Thread blocks of a kernel. The interpreter runs one after the other; of two, neither has all tiles."""
 
 
 def is_interpreted() -> bool:
@@ -23,15 +24,9 @@ def is_interpreted() -> bool:
     return target.platform() == "cpu"
 
 
-def interpret(detect_races: bool | None = None) -> plgpu.InterpretGPUParams | bool:
-    """Returns the `interpret` argument of a kernel: False on a GPU.
-
-    Args:
-        detect_races: search each run for races; None means DETECT_RACES.
-    """
-    if not is_interpreted():
-        return False
-    return plgpu.InterpretGPUParams(detect_races=DETECT_RACES if detect_races is None else detect_races)
+def interpret() -> plgpu.InterpretGPUParams | bool:
+    """Returns the `interpret` argument of a kernel: False on a GPU."""
+    return plgpu.InterpretGPUParams(detect_races=False) if is_interpreted() else False
 
 
 def operand_staging(shape: tuple[int, ...], dtype: jnp.dtype, transforms: tuple = ()) -> Any:

@@ -1,4 +1,4 @@
-"""Fused attention equals its definition in f64, gradients too, in JAX's GPU interpreter with its race detector."""
+"""Fused attention equals its definition in f64, gradients too, in JAX's GPU interpreter."""
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,6 @@ from moe_jax.kernels.attention.mosaic.flash import flash_attention
 from moe_jax.kernels.attention.mosaic.warpgroups import L2_BYTES, TileScheduler, WorkTile
 
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"))
-
-
-pytestmark = pytest.mark.usefixtures("no_races")
 
 
 def packed(rng, batch, seq, segments):

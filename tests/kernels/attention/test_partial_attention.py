@@ -14,7 +14,6 @@ from moe_jax.kernels.attention.partial import BackwardInputs
 
 SCALE, BATCH = 0.2, 1
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"))
-pytestmark = pytest.mark.usefixtures("no_races")
 
 
 def make(rng, queries, keys, heads, kv_heads, head_dim, value_dim, dtype):

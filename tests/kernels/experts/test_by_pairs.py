@@ -12,8 +12,6 @@ from moe_jax import kernels
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.mosaic import by_pairs
 
-pytestmark = pytest.mark.usefixtures("no_races")
-
 
 def layer_of(x, w_gate_up, w_down, weights, chosen):
     return kernels.experts_mlp(x, w_gate_up, w_down, weights, chosen, backend="mosaic")

@@ -12,8 +12,6 @@ from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass,
 from moe_jax.kernels.experts.routing import plan
 from moe_jax.kernels.hopper.mainloop import TileShape
 
-pytestmark = pytest.mark.usefixtures("no_races")
-
 
 def results(pass_name, tiles, matrix, chosen, experts, draw):
     """Yields the results of each tile as numpy arrays; of results by row only the rows that somebody chose."""

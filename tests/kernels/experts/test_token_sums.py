@@ -8,8 +8,6 @@ from moe_jax.kernels.experts.backends import implementation
 from moe_jax.kernels.experts.mosaic.token_sums import columns_at_a_time
 from moe_jax.kernels.experts.routing import plan
 
-pytestmark = pytest.mark.usefixtures("no_races")
-
 EXPERTS = 5
 
 

@@ -1,23 +1,76 @@
-"""The interpreter's shims: the race detector's switch, and what a GPU does not need."""
+"""The interpreter's shims, which a GPU does not need, and the race detector."""
+
+import contextlib
 
 import jax
 import jax.numpy as jnp
 import pytest
+import races
+from jax import lax
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental import pallas as pl
 from lowered import H200
 
-from moe_jax.kernels.hopper import interpreter
 from moe_jax.kernels.hopper.interpreter import interpret, is_interpreted, operand_staging
-from moe_jax.kernels.hopper.launch import grid_size
+from moe_jax.kernels.hopper.launch import grid_size, launch
 from moe_jax.kernels.hopper.target import compute_capability
 
+needs_interpreter = pytest.mark.skipif(not is_interpreted(), reason="the kernels run on this GPU")
 
-@pytest.mark.skipif(not is_interpreted(), reason="the kernels run on this GPU")
-def test_race_detector(monkeypatch):
-    """On by default, off by argument or for a whole test."""
-    assert interpret().detect_races
-    assert not interpret(detect_races=False).detect_races
-    monkeypatch.setattr(interpreter, "DETECT_RACES", False)
-    assert not interpret().detect_races and interpret(detect_races=True).detect_races
+
+@jax.jit
+def ones_by_each(wanted):
+    """Ones [2, 128]. With wanted = [1], thread block i writes row i. With [0], both write row 0, and row 1 is undefined."""
+
+    def body(wanted_ref, out_ref):
+        block = lax.axis_index("block")
+
+        # In each block another warpgroup writes.
+        @pl.when(lax.axis_index("warpgroup") == block)
+        def _():
+            out_ref[block * wanted_ref[0]] = jnp.ones(128, jnp.float32)
+
+    return launch("ones", body, [jax.ShapeDtypeStruct((2, 128), jnp.float32)], [], warpgroups=2)(wanted)[0]
+
+
+RACE_FREE, RACING = jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("runs, found", [([RACING, RACE_FREE], [True, False]), ([RACE_FREE, RACING], [False, True])])
+def test_race_is_found(runs, found):
+    """In any of the kernels that run, not in the last alone."""
+    with races.search() as searches:
+        for wanted in runs:
+            ones_by_each(wanted)
+    assert [each.races_found for each in searches] == found
+    with pytest.raises(AssertionError, match="the accesses that race"):
+        races.assert_none(searches)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("searches_first", [False, True])
+def test_caches_of_jit(searches_first):
+    """A kernel that was traced without the detector is traced again with it, and the other way round."""
+    run = jax.jit(lambda wanted: ones_by_each(wanted))
+
+    def is_searched(searches):
+        with races.search() if searches else contextlib.nullcontext():
+            jax.block_until_ready(run(RACE_FREE))
+        return any(gpu_callbacks.get_races().writes.values())
+
+    jax.clear_caches()
+    for searches in (searches_first, not searches_first, searches_first):
+        assert is_searched(searches) == searches
+
+
+@needs_interpreter
+def test_search_of_nothing():
+    """Neither a test that ran no kernel nor one that ran it without the detector has shown anything."""
+    with pytest.raises(AssertionError, match="no kernel ran"), races.search() as searches:
+        races.assert_none(searches)
+    with pytest.raises(AssertionError, match="without the race detector"):
+        races.assert_none([gpu_callbacks.GPURaceDetectionState(num_cores=1)])
 
 
 def test_an_h200_is_not_interpreted():

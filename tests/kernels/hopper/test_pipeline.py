@@ -1,4 +1,4 @@
-"""The producer/consumer pipeline alone, in the interpreter with its race detector, or on a Hopper GPU.
+"""The producer/consumer pipeline alone, in the interpreter or on a Hopper GPU.
 
 Each tile sums its steps' blocks of x and y. Two stages, so that three steps wrap the ring.
 """
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import races
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -22,10 +23,9 @@ STAGES = 2
 ROWS, COLUMNS = 8, 128
 STEPS_OF_TILES = [(5,), (1,), (0,), (2, 3), (3, 0, 4, 1)]
 
-pytestmark = [
-    pytest.mark.usefixtures("no_races"),
-    pytest.mark.skipif(not is_interpreted() and compute_capability() != "9.0", reason="needs a Hopper GPU or the interpreter"),
-]
+pytestmark = pytest.mark.skipif(
+    not is_interpreted() and compute_capability() != "9.0", reason="needs a Hopper GPU or the interpreter"
+)
 
 
 class Scratch(NamedTuple):
@@ -40,8 +40,11 @@ def blocks_of(rng, steps):
     return jnp.asarray(rng.integers(-9, 9, (max(steps, 1), ROWS, COLUMNS)), jnp.float32)
 
 
-def sum_tiles(x, y, steps_of_tiles, copies, **options):
-    """[tiles, consumers, rows, columns] each tile's sum of x + 2 * y, by every consumer, or with ping-pong by one of them."""
+def sum_tiles(x, y, steps_of_tiles, copies, reads_late=False, **options):
+    """[tiles, consumers, rows, columns] each tile's sum of x + 2 * y, by every consumer, or with ping-pong by one of them.
+
+    With `reads_late`, a mistake, a consumer reads a slot once more when it has released it.
+    """
     firsts = np.cumsum([0, *steps_of_tiles])
     is_ping_pong = options.get("is_ping_pong", False)
 
@@ -74,7 +77,7 @@ def sum_tiles(x, y, steps_of_tiles, copies, **options):
                     # Ordinary loads read through the generic proxy, TMA writes through the async one.
                     plgpu.commit_smem()
                     pipe.release(slot)
-                    return total
+                    return total + 0 * scratch.y[slot] if reads_late else total
 
                 def compute(tile=tile, first=first, end=end):
                     zero = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS)), plgpu.Layout.WG_STRIDED((ROWS, COLUMNS), vec_size=4))
@@ -124,3 +127,22 @@ def test_opaque_slots_are_the_same_slots(rng):
     x, y = (blocks_of(rng, 5) for _ in range(2))
     sums = sum_tiles(x, y, (5,), 2, has_opaque_slots=True)
     np.testing.assert_array_equal(sums[:, 0], expected(x, y, (5,)))
+
+
+needs_interpreter = pytest.mark.skipif(not is_interpreted(), reason="JAX's race detector needs the interpreter")
+
+
+@needs_interpreter
+@pytest.mark.parametrize("is_ping_pong", [False, True])
+def test_no_races(rng, no_races, is_ping_pong):
+    x, y = (blocks_of(rng, 8) for _ in range(2))
+    jax.block_until_ready(sum_tiles(x, y, (3, 0, 4, 1), (1, 1), is_ping_pong=is_ping_pong))
+
+
+@needs_interpreter
+def test_race_is_found(rng):
+    """A read of a slot after its release races with the copy of a later step."""
+    x, y = (blocks_of(rng, 5) for _ in range(2))
+    with races.search() as searches:
+        sum_tiles(x, y, (5,), 2, reads_late=True)
+    assert [each.races_found for each in searches] == [True]

@@ -4,7 +4,7 @@ Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs. R' are the rows f
 average. Tiles of 128 rows fill up 32 more again. Only weights of experts that have rows are read. Each output element is one
 sum over k in steps of 16, in one order for every tile. The bits of a row do not depend on the rows beside it.
 
-On a CPU the kernels run in JAX's GPU interpreter, slowly and with its race detector on.
+On a CPU the kernels run in JAX's GPU interpreter, slowly.
 """
 
 import dataclasses
