@@ -91,3 +91,30 @@ def kernels_beside_copies(computation):
     waits = {match[1]: i for i, line in enumerate(lines) if (match := re.search(r" collective-permute-done\(%(\S+?)\)", line))}
     assert starts.keys() == waits.keys()
     return [sum(starts[name] < i < waits[name] for i in kernels) for name in starts]
+
+
+def scopes_beside_copies(program, scopes):
+    """Of each copy that a loop of a compiled program starts: (the scope of its operation, the scopes of our kernels beside it).
+
+    A kernel that reads or writes a part of a stack stands in a computation of its own, which a fusion calls.
+    """
+    computations = {c.split(" ")[0].lstrip("%"): c for c in re.split(r"\n(?=%|ENTRY)", program)}
+    kernels = {name for name, c in computations.items() if name.startswith("dynamic-slice-fusion") and "mosaic_gpu" in c}
+
+    def scope_of(text):
+        names = re.findall(r'op_name="([^"]*)"', text)
+        return next((scope for scope in scopes if any(f"/{scope}/" in name for name in names)), None)
+
+    found, in_flight = {}, set()
+    for name, computation in computations.items():
+        for line in computation.splitlines() if not name.startswith("ENTRY") else ():
+            called = re.search(r" fusion\(.* calls=%([\w.-]+)", line)
+            if start := re.search(r"%(\S+) = .* collective-permute-start\(", line):
+                found[start[1]] = (scope_of(line), set())
+                in_flight.add(start[1])
+            elif wait := re.search(r" collective-permute-done\(%(\S+?)\)", line):
+                in_flight.discard(wait[1])
+            elif ("mosaic_gpu" in line and "custom-call(" in line) or (called and called[1] in kernels):
+                for copy in in_flight:
+                    found[copy][1].add(scope_of(computations[called[1]] if called else line))
+    return list(found.values())

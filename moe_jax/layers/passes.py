@@ -79,6 +79,8 @@ layer's pullback."""
 class Loop(NamedTuple):
     """A pass that has not run: `start` goes through `step` once a turn, and `finish` makes the result of the last state."""
 
+    name: str
+    """The scope of its operations in profiles and compiled programs."""
     turns: int
     start: Any
     step: Callable[[Turn, Any], Any]
@@ -98,7 +100,11 @@ def run_loops(*loops: Loop) -> tuple:
 
     def step(carry):
         turn, states = carry
-        return turn + 1, tuple(loop.step(turn, state) for loop, state in zip(loops, states, strict=True))
+        after = []
+        for loop, state in zip(loops, states, strict=True):
+            with jax.named_scope(loop.name):
+                after.append(loop.step(turn, state))
+        return turn + 1, tuple(after)
 
     start = 0, tuple(loop.start for loop in loops)
     _, states = lax.while_loop(lambda carry: carry[0] < last, step, start)
@@ -189,7 +195,9 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x) -> Loop:
     shapes, structure = jax.tree.flatten(jax.eval_shape(layer, 0, x, first)[1])
     y, saved = jax.tree.unflatten(structure, _unwritten(last + 1, shapes))
     start = ForwardState(x, first, jax.tree.leaves((y, placed(saved))))
-    return Loop(last + 1, start, step, lambda state: ForwardRun(state.x, *jax.tree.unflatten(structure, state.written)))
+    return Loop(
+        "forward", last + 1, start, step, lambda state: ForwardRun(state.x, *jax.tree.unflatten(structure, state.written))
+    )
 
 
 class BackwardRun(NamedTuple):
@@ -288,7 +296,7 @@ def backward_loop(layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, d
         whole=whole,
         accumulators=arrays.accumulators,
     )
-    return Loop(last + 1, start, step, finish)
+    return Loop("backward", last + 1, start, step, finish)
 
 
 def _in_memory(space: jax.memory.Space, arrays):
