@@ -49,6 +49,8 @@ def main() -> None:
     )
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=4, help="rows of the whole batch")
+    parser.add_argument("--gradient-accumulation", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--overlap", action="store_true", help="option overlap_micro_batches of Parallelism")
     parser.add_argument("--packed", action="store_true", help="rows of several documents; default: one document each")
     parser.add_argument(
         "--param-dtype", default="bfloat16", choices=("float32", "bfloat16"), help="dtype of parameters; masters are f32"
@@ -77,7 +79,7 @@ def main() -> None:
     mesh = make_mesh(**sizes, devices=devices)
     experts = ExpertParallel(transport=args.transport, capacity_factor=args.capacity_factor, shadow_experts=args.shadow_experts)
     hops = args.hops or default_hops(mesh)
-    parallelism = Parallelism(mesh, experts, ContextParallel(method=args.context_method), hops)
+    parallelism = Parallelism(mesh, experts, ContextParallel(method=args.context_method), hops, args.overlap)
     ceiling = measure_ceiling(256 if args.small else 8192)
     first = jax.process_index() == 0
     show = print if first else lambda *_, **__: None
@@ -85,7 +87,11 @@ def main() -> None:
         f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}, {args.config}, {config.num_hidden_layers} layers, ",
         end="",
     )
-    show(f"{num_parameters(config) / 1e9:.2f} B parameters, {args.rows} x {args.seq} tokens, {' '.join(args.mesh)}, {hops}")
+    show(
+        f"{num_parameters(config) / 1e9:.2f} B parameters, {args.rows} x {args.seq} tokens, {' '.join(args.mesh)}, {hops}",
+        end="",
+    )
+    show(f", {args.gradient_accumulation} micro-batches{' that overlap' if args.overlap else ''}")
     show(f"matmul ceiling {ceiling:.0f} TFLOP/s")
     results = []
     for routing in args.routings:
@@ -95,6 +101,8 @@ def main() -> None:
             "routing": routing,
             "mesh": sizes,
             "hops": hops,
+            "micro_batches": args.gradient_accumulation,
+            "overlap": args.overlap,
             "ceiling": ceiling,
             "of_ceiling": row["tflops_per_gpu"] / ceiling,
         }
@@ -122,6 +130,7 @@ def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing:
         graph,
         optimizer,
         NextToken(LossWeights(aux_loss_coef=1e-3)),
+        gradient_accumulation=args.gradient_accumulation,
         remat="offload" if args.offload else not args.no_remat,
         force_balanced_routing=routing == "balanced",
         parallelism=parallelism,
