@@ -53,7 +53,7 @@ def test_chunks_of_tokens(monkeypatch, tokens, chunked):
 def test_accumulators_on_several_devices_are_refused():
     block = MoE(8, 16, 4, 2, rngs=nnx.Rngs(0))
     block.experts.add_gradients_to(jnp.zeros((4, 32, 8)), jnp.zeros((4, 8, 16)))
-    with pytest.raises(ValueError, match="gradient accumulators are for experts that lie on one device; these are split"):
+    with pytest.raises(ValueError, match="gradient accumulators need experts that lie on one device; these are split"):
         block(jnp.ones((3, 8)), spread=SPLIT)
 
 
@@ -70,9 +70,11 @@ def test_number_of_experts_is_checked():
     half.experts = Experts(8, 16, 2, rngs=nnx.Rngs(0))
     assert output_over_two_devices(whole).shape == (6, 8)
     assert output_over_two_devices(half, spread=SPLIT).shape == (6, 8)
-    with pytest.raises(ValueError, match="among 4 experts; without spread.expert, 1 x 2 are there: spread.expert must"):
+    with pytest.raises(ValueError, match="among 4 experts; without spread.expert, the devices hold 1 x 2: spread.expert must"):
         output_over_two_devices(half)
-    with pytest.raises(ValueError, match="among 4 experts; with axis_name='expert', 2 x 4 are there: spread.expert must"):
+    with pytest.raises(
+        ValueError, match="among 4 experts; with axis_name='expert', the devices hold 2 x 4: spread.expert must"
+    ):
         output_over_two_devices(whole, spread=SPLIT)
 
 

@@ -44,7 +44,7 @@ def test_a_place_that_the_trained_model_cannot_take_is_refused(tmp_path, place):
 def test_a_tokenizer_whose_files_cannot_be_passed_on_is_refused(tmp_path):
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "vocab.txt").write_text("[UNK]\nwords\n")
-    with pytest.raises(FileNotFoundError, match="tokenizer.* has none of tokenizer.json, "):
+    with pytest.raises(FileNotFoundError, match="tokenizer.* has no tokenizer; it must hold one of tokenizer.json, "):
         finetune(settings(tmp_path, tokenizer=str(tmp_path / "tokenizer")), model=tiny.model())
     assert not (tmp_path / "run").exists()
 

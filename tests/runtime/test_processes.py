@@ -83,7 +83,7 @@ def test_settings_come_from_environment_or_arguments():
         ({"MOE_JAX_NUM_PROCESSES": "four"}, "MOE_JAX_NUM_PROCESSES='four' must be integers"),
         ({"MOE_JAX_PROCESS_ID": "1,2"}, "MOE_JAX_PROCESS_ID='1,2' must be one integer"),
         ({"MOE_JAX_PROCESS_ID": "4"}, "MOE_JAX_PROCESS_ID=4 must be from 0 to 3"),
-        ({"MOE_JAX_LOCAL_DEVICE_IDS": "1,1"}, r"MOE_JAX_LOCAL_DEVICE_IDS=\[1, 1\] must be different numbers"),
+        ({"MOE_JAX_LOCAL_DEVICE_IDS": "1,1"}, r"MOE_JAX_LOCAL_DEVICE_IDS=\[1, 1\] must be distinct numbers"),
     ],
 )
 def test_half_of_the_settings_are_refused(changes, message):

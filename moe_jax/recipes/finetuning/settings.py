@@ -167,7 +167,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
         if getattr(settings, name) not in choices:
             problems.append(f"{name}={getattr(settings, name)!r} must be one of {', '.join(choices)}")
     if settings.offload and not settings.remat:
-        problems.append("offload=True needs remat: without it far more is kept than a layer's input")
+        problems.append("offload=True needs remat: without remat a layer keeps far more than its input")
     if settings.rebalance_every and settings.force_balanced_routing:
         problems.append(
             "rebalance_every needs the router's own choices: force_balanced_routing deals experts out by their places"

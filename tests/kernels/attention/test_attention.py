@@ -85,7 +85,7 @@ def test_shape_errors():
     ids = jnp.ones((1, 2), jnp.int32)
     with pytest.raises(ValueError, match=r"q \(1, 2, 3, 4\), k \(1, 2, 2, 4\)"):
         attention(q, k, k, scale=1.0, query_segment_ids=ids, key_segment_ids=ids)
-    with pytest.raises(ValueError, match=r"key_segment_ids must have shape \[1, 2\], one of each token; got \[1, 1\]"):
+    with pytest.raises(ValueError, match=r"key_segment_ids must have shape \[1, 2\], one id per token; got \[1, 1\]"):
         attention(k, k, k, scale=1.0, query_segment_ids=ids, key_segment_ids=ids[:, :1])
 
 

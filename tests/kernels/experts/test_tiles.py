@@ -139,11 +139,11 @@ def test_keys_of_passes(monkeypatch):
         ({"rows_per_expert": "64"}, "rows_per_expert is '64'; it must be a number above 0"),
         ({"tile": [64, 256, 4]}, 'tile is [64, 256, 4]; it must be {"rows": 128, "columns": 256, "stages": 3}'),
         ({"tile": GOOD["tile"] | {"stages": 3.5}}, "or other whole numbers"),
-        ({"tile": GOOD["tile"] | {"by_turns": 1}}, 'or other whole numbers, and if you like "by_turns": true'),
+        ({"tile": GOOD["tile"] | {"by_turns": 1}}, 'or other whole numbers, and may have "by_turns": true'),
         ({"tile": GOOD["tile"] | {"columns": 192}}, "columns is 192; with 64 rows it must be 128 or 256"),
         ({"tile": GOOD["tile"] | {"stages": 5}}, "stages is 5; with tiles of 64 x 256 it must be 2 to 4, what 232448 bytes"),
-        ({"tokens": 8}, "an entry has pass, matrix, rows_per_expert, tile and, if you like, measured"),
-        ({}, "an entry before it is for the same pass, matrix and rows_per_expert"),
+        ({"tokens": 8}, "an entry must have pass, matrix, rows_per_expert and tile, and may have measured"),
+        ({}, "an earlier entry has the same pass, matrix and rows_per_expert"),
     ],
 )
 def test_bad_entry(monkeypatch, tmp_path, change, message):
