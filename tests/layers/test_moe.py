@@ -58,7 +58,7 @@ def test_accumulators_on_several_devices_are_refused():
 
 
 def output_over_two_devices(block, **options):
-    """The type of what the block gives where each of two devices holds the block's experts."""
+    """Returns the type of the block's result if each of two devices holds the block's experts."""
     mesh = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,))
     f = jax.shard_map(lambda x: block(x, **options)[0], mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
     return jax.eval_shape(f, jax.ShapeDtypeStruct((6, 8), jnp.float32))
@@ -84,7 +84,7 @@ def test_leading_axes_of_x_come_back():
     x, valid = jnp.asarray(rng.normal(size=(2, 3, 8)), jnp.float32), jnp.asarray(rng.random((2, 3)) < 0.5)
     y, routing = block(x, valid)
     of_tokens, expected = block(x.reshape(6, 8), valid.reshape(6))
-    # Whatever is not 0 is valid, and none counts twice.
+    # Every number but 0 means a valid token, which counts once.
     jax.tree.map(np.testing.assert_array_equal, block(x, 2 * valid.astype(jnp.int32))[1], routing)
     np.testing.assert_array_equal(y, of_tokens.reshape(2, 3, 8))
     jax.tree.map(np.testing.assert_array_equal, routing, expected)

@@ -1,4 +1,4 @@
-"""A user's loss in place of `train.loss`: the same step around it, its metrics, extra arrays, and what is refused."""
+"""A user's loss in place of `train.loss`: the same step around it, its metrics, extra arrays, and refusals."""
 
 import jax
 import jax.numpy as jnp

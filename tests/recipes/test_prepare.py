@@ -1,4 +1,4 @@
-"""What does not fit together is refused before weights are read, and nothing has been written then."""
+"""Settings that do not fit together are refused before weights are read or anything is written."""
 
 import json
 import sys
@@ -118,7 +118,7 @@ def test_refused_conversation_is_named_early(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="bad.jsonl:1 .*roles must alternate"):
             finetune(settings(tmp_path, model=str(tmp_path / "model"), **paths))
     assert not (tmp_path / "run").exists()
-    # What a run leaves that ended before its first checkpoint.
+    # The files of a run that ended before its first checkpoint.
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ValueError, match="roles must alternate"):
         finetune(settings(tmp_path, model=str(tmp_path / "model"), data=str(chats["bad"])))

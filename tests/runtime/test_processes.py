@@ -1,4 +1,4 @@
-"""Who started the processes is found out before anything starts, and half of what is needed is refused."""
+"""The launcher of the processes is found before anything starts, and incomplete settings are refused."""
 
 import importlib.util
 
@@ -33,7 +33,7 @@ def test_a_single_process_keeps_to_its_gpus(monkeypatch):
         initialize_processes()
         assert {jax.config.values[name] for name in VISIBLE_DEVICES} == {"2,3"}
         monkeypatch.undo()
-        # A second time nothing is to be done.
+        # A second call does nothing.
         initialize_processes(num_processes=1, local_device_ids=[2, 3])
     finally:
         for name, value in before.items():

@@ -168,7 +168,7 @@ def test_products_with_the_hessian_are_those_of_the_oracle():
 
 
 def test_forward_mode_and_second_gradients_are_refused():
-    """The docstring of `experts_mlp` says so."""
+    """The docstring of `experts_mlp` promises this."""
     *arrays, chosen = make_inputs(seeds.rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
 
     def total(x):
@@ -401,12 +401,12 @@ def test_ids_of_8_bits_may_be_of_256_experts(chunk_tokens):
 
 
 def test_differentiable_halves_refuse_plan_of_few():
-    """Gradients may be asked for of `gate_up` and `down`."""
+    """`gate_up` and `down` have gradients."""
     x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 1, 3, 2, 8, 4, dtype=jnp.float32)
     rows = plan_of_few(chosen, 3, 1)
-    with pytest.raises(ValueError, match=r"of plan_of_few.*make it by plan"):
+    with pytest.raises(ValueError, match=r"plan must come from plan.* plan_of_few"):
         kernels.gate_up(x, w_gate_up, rows, backend="xla")
-    with pytest.raises(ValueError, match=r"of plan_of_few.*make it by plan"):
+    with pytest.raises(ValueError, match=r"plan must come from plan.* plan_of_few"):
         kernels.down(jnp.zeros((rows.num_rows, 4)), w_down, weights, rows, backend="xla")
 
 
