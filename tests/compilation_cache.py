@@ -21,7 +21,7 @@ ROOM = "MOE_JAX_TEST_PROGRAMS"
 
 
 def prepare(config, workers: int) -> None:
-    """Makes the folders of so many workers; of a second run at the same time, temporary ones."""
+    """Makes one folder for each of the workers; a second run at the same time gets temporary folders."""
     KEPT.mkdir(parents=True, exist_ok=True)
     lock = (KEPT / "lock").open("w")
     config.add_cleanup(lock.close)
@@ -45,7 +45,7 @@ def prepare(config, workers: int) -> None:
 
 
 def use(worker: str) -> None:
-    """Reads and writes a worker's folder in this process, and in those it starts."""
+    """Makes this process, and the processes that it starts, read and write a worker's folder."""
     folder = str(Path(os.environ[ROOM]) / worker)
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     jax.config.update("jax_compilation_cache_dir", folder)

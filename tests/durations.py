@@ -79,7 +79,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def write_table() -> None:
-    """Writes the slow tests among those that were measured here; those measured elsewhere stay as they are."""
+    """Writes the slow tests among the tests measured here; entries of tests measured elsewhere stay."""
     measured = json.loads(MEASURED.read_text())
     known = json.loads(TABLE.read_text()) | measured
     slow = {name: round(each, 1) for name, each in known.items() if each >= SLOW and exists(name)}

@@ -66,11 +66,11 @@ bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
 
 
 def run_script(script, *arguments):
-    """What a script prints in a process of its own that can compile for an H200; `COMMON` stands before it."""
+    """Returns the output of a script, with `COMMON` before it, in a process of its own that can compile for an H200."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        # The plugin looks for libraries that only running kernels needs.
+        # The plugin looks for libraries that are needed to run kernels alone.
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(COMPILER), os.environ.get("PYTHONPATH", "")]),
@@ -82,7 +82,7 @@ def run_script(script, *arguments):
 
 
 def kernels_beside_copies(computation):
-    """Of each copy that a compiled computation starts: how many of our kernels are between its start and the wait for it."""
+    """Returns, for each copy of a compiled computation, the number of our kernels between its start and the wait for it."""
     lines = computation.splitlines()
     kernels = [i for i, line in enumerate(lines) if "mosaic_gpu" in line and "custom-call(" in line]
     starts = {

@@ -47,7 +47,7 @@ SMALL_MOE = dict(SMALL, moe_intermediate_size=24, num_experts=8, num_experts_per
 
 
 def reference(model_type: str, seed: int, *, router_std: float = 0.5, **overrides):
-    """A transformers model in f32 whose every parameter, norms and biases included, is random.
+    """Returns a transformers model in f32 with random values in every parameter, norms and biases included.
 
     The default `router_std` spreads the router's logits, so that rounding cannot flip a choice between two implementations.
     """
@@ -66,7 +66,7 @@ def reference(model_type: str, seed: int, *, router_std: float = 0.5, **override
 
 
 def load_ours(model, **options):
-    """The same weights through a checkpoint folder, in f32."""
+    """Returns our model in f32 with the same weights, loaded from a checkpoint folder."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return moe_jax.from_pretrained(Path(folder), **{"dtype": jnp.float32, "progress": False, **options})

@@ -133,7 +133,7 @@ def prose(docstring: str) -> Iterator[str]:
 
 
 def repeated_class_names(documented: list[Documented]) -> list[str]:
-    """Returns the public classes whose name another public class of the package has too."""
+    """Returns the public classes that share their name with another public class of the package."""
     classes = [name for name, node in documented if isinstance(node, ast.ClassDef)]
     count = Counter(name.split(":")[1] for name in classes)
     return [name for name in classes if count[name.split(":")[1]] > 1]

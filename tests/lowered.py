@@ -1,4 +1,4 @@
-"""What a lowered program does, read off its text."""
+"""Facts about a lowered program, read from its text."""
 
 import re
 
@@ -15,7 +15,7 @@ def lowered_for_h200(f, *arguments) -> str:
 
 
 def num_kernels(text: str) -> int:
-    """Hopper kernels that a program launches; what a function launches counts with each call of it, a loop's body once."""
+    """Returns the number of Hopper kernels that a program launches: in each call of a function, and once in a loop."""
     functions = dict(re.findall(r"func\.func \w+ @([\w.]+)\((.*?)\n  }\n", text, re.DOTALL))
 
     def launches(body: str) -> int:

@@ -1,4 +1,4 @@
-"""Rules of the whole repository: which room may import which, torch stays optional, every file says what it is about."""
+"""Rules of the whole repository: the imports of rooms, torch stays optional, every file states its subject."""
 
 import ast
 import json
@@ -99,7 +99,7 @@ def test_every_file_says_what_it_is_about():
 
 @pytest.mark.parametrize("rule", house_rules.RULES)
 def test_house_rules(rule):
-    """Nothing in the repository breaks the rule; tests/house_rules.py says what it asks for."""
+    """Nothing in the repository breaks the rule, which tests/house_rules.py defines."""
     found = house_rules.offenders()[rule]
     assert not found, f"these break the rule on {rule} (tests/house_rules.py): {found}"
 

@@ -86,7 +86,9 @@ def tokenizer_files(tokenizer_from: str | Path | None, source: str | None) -> li
         path = downloaded(str(tokenizer_from), TOKENIZER_FILES)
     files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
     if tokenizer_from is not None and not files:
-        raise FileNotFoundError(f"tokenizer_from={str(folder)!r} has none of {', '.join(TOKENIZER_FILES)}")
+        raise FileNotFoundError(
+            f"tokenizer_from={str(folder)!r} has no tokenizer; it must hold one of {', '.join(TOKENIZER_FILES)}"
+        )
     return files
 
 

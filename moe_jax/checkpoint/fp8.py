@@ -42,9 +42,7 @@ def read_block_size(folder: Path) -> BlockSize | None:
     if given is None:
         return None
     if not isinstance(given, dict):
-        raise ValueError(
-            f"{folder}: quantization_config={given!r} must be an object of fields, quant_method among them, or null"
-        )
+        raise ValueError(f"{folder}: quantization_config={given!r} must be null or an object of fields with quant_method")
     method = given.get("quant_method")
     if method != "fp8":
         raise ValueError(f"{folder}: quant_method {method!r} is not supported, only 'fp8' is; take the checkpoint in bfloat16")

@@ -81,7 +81,7 @@ def _check(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
         if name in wanted and shape != wanted[name].shape
     ]
     if problems:
-        raise ValueError(f"the parameters in {folder} are not those of its config: " + "; ".join(problems))
+        raise ValueError(f"the parameters in {folder} do not match its config: " + "; ".join(problems))
 
 
 def _name(path: tuple) -> str:

@@ -31,7 +31,7 @@ def load_tokenizer(folder_or_hub_id: str | Path):
         raise ValueError(f"no tokenizer can be read from {where}: {reason}") from error
     # From a config.json alone transformers makes a tokenizer with only its class's special tokens.
     if not tokenizer.get_vocab().keys() - tokenizer.all_special_tokens:
-        raise ValueError(f"no tokenizer can be read from {where}: there are no files of one")
+        raise ValueError(f"no tokenizer can be read from {where}: it has no tokenizer files")
     return tokenizer
 
 

@@ -112,7 +112,7 @@ def _read_rope(given: dict[str, Any], problems: list[str]) -> RopeParameters:
             problems.append(f"{name}={fields!r} must be an object of fields or null")
             return RopeParameters()
         if any(isinstance(value, dict) for value in (fields or {}).values()):
-            problems.append(f"{name} of each type of layer ({', '.join(fields)}) is not supported (only one of all layers)")
+            problems.append(f"{name} for each type of layer ({', '.join(fields)}) is not supported (only one for all layers)")
             return RopeParameters()
     rope: dict[str, Any] = dict(scaling or parameters or {})
     legacy_type = rope.pop("type", None)

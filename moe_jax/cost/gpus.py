@@ -75,7 +75,7 @@ def machine(gpu: str, *, memory: float | None = None, gpus_of_host: int = 8) -> 
       ValueError: `gpu` is unknown, or `memory` is not above 0.
     """
     if gpu.lower() not in GPUS:
-        raise ValueError(f"no GPU {gpu!r}; known are {', '.join(GPUS)}. For another, take the nearest and give --memory")
+        raise ValueError(f"no GPU {gpu!r}; choose one of {', '.join(GPUS)}, or the nearest of them with your GPU's --memory")
     if memory is not None and not 0 < memory < float("inf"):
         raise ValueError(f"memory={memory} must be a number of GiB above 0")
     found = replace(GPUS[gpu.lower()], gpus_of_host=gpus_of_host)

@@ -50,7 +50,9 @@ def plan(
     if devices < 1:
         raise ValueError(f"devices={devices} must be at least 1")
     if machine.gpus_of_host < 1 or (devices > machine.gpus_of_host and devices % machine.gpus_of_host):
-        raise ValueError(f"devices={devices} must be whole hosts of {machine.gpus_of_host}, or fewer than one")
+        raise ValueError(
+            f"devices={devices} must be a multiple of {machine.gpus_of_host}, the GPUs of a host, or less than that"
+        )
     predictions, refusals = [], []
     for mesh in meshes(devices):
         for kept in REMAT.values() if remat is None else (remat,):

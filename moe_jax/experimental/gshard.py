@@ -29,7 +29,7 @@ def random_second_expert(routing: Routing, key: jax.Array, valid: Bool[Array, "t
     """
     tokens, k = routing.weights.shape
     if k != 2:
-        raise ValueError(f"random_second_expert is for 2 experts a token; got {k}")
+        raise ValueError(f"random_second_expert needs 2 experts per token; got {k}")
     share = routing.weights[:, 1] / routing.weights.sum(axis=1)
     taken = jax.random.uniform(key, (tokens,), share.dtype) < 2 * share
     return _without(routing, jnp.stack([jnp.zeros_like(taken), ~taken], axis=1), valid)

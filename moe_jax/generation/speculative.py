@@ -96,9 +96,7 @@ def check_drafts(config: ModelConfig) -> None:
       ValueError: the model has no module that predicts further tokens.
     """
     if not config.mtp_stages:
-        raise ValueError(
-            "drafts need a model with a module that predicts further tokens (num_nextn_predict_layers), loaded too"
-        )
+        raise ValueError("drafts need a model loaded with its modules that predict further tokens (num_nextn_predict_layers)")
 
 
 @jax.tree_util.register_dataclass

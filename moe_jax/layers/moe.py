@@ -118,15 +118,15 @@ class MoE(nnx.Module):
 
     def _check_experts(self, num_experts: int, expert_parallel: ExpertParallel | None) -> None:
         if expert_parallel is not None and self.experts.accumulators is not None:
-            raise ValueError("gradient accumulators are for experts that lie on one device; these are split over several")
+            raise ValueError("gradient accumulators need experts that lie on one device; these are split over several")
         devices = 1 if expert_parallel is None else axis_size(expert_parallel.axis_name)
         held = self.experts.gate_up_proj.shape[-3]
         # Choices of experts that no device holds would add nothing, silently.
         if devices * held != num_experts:
             how = "without spread.expert" if expert_parallel is None else f"with axis_name={expert_parallel.axis_name!r}"
             raise ValueError(
-                f"the router chooses among {num_experts} experts; {how}, {devices} x {held} are there: spread.expert must "
-                "name the mesh axis over which the experts are split, and be None where each device holds them all"
+                f"the router chooses among {num_experts} experts; {how}, the devices hold {devices} x {held}: spread.expert "
+                "must name the mesh axis over which the experts are split, and be None where each device holds them all"
             )
 
 

@@ -25,7 +25,7 @@ def shift_left(
 ) -> Int[Array, "batch seq"]:
     """Returns x[:, i + offset] at i, and 0 behind the row's end; with `context_parallel`, for this device's tokens."""
     if context_parallel is not None:
-        return context_parallel.later(x, offset)
+        return context_parallel.shift_left(x, offset)
     return jnp.pad(x, ((0, 0), (0, offset)))[:, offset:]
 
 

@@ -55,7 +55,7 @@ def parameter_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | None) -
     if AxisType.Explicit in mesh.axis_types:
         raise ValueError(
             f"the mesh's axes {', '.join(mesh.axis_names)} must all be AxisType.Auto, as moe_jax.parallel.make_mesh makes "
-            "them; those of jax.make_mesh are Explicit unless its axis_types say otherwise"
+            "them; jax.make_mesh makes Explicit axes unless its axis_types say otherwise"
         )
     return NamedSharding(mesh, parameter_spec(path, shape, mesh))
 

@@ -218,11 +218,11 @@ def _print_lines(rank: int, source: IO[bytes], target: IO[str]) -> None:
 def _problems(settings: LaunchSettings, count: int, gpus: int) -> list[str]:
     problems = []
     if not settings.command:
-        problems.append("no program; name it behind --")
+        problems.append("the program is missing; name it behind --")
     if settings.cpu_devices is not None and settings.cpu_devices < 1:
         problems.append(f"cpu_devices={settings.cpu_devices} must be at least 1")
     if settings.cpu_devices is not None and settings.processes is None:
-        problems.append("cpu_devices needs processes: how many to start")
+        problems.append("cpu_devices needs processes, the number of processes to start")
     elif settings.cpu_devices is None and not gpus:
         problems.append("no GPU is visible here; give processes and cpu_devices to run on CPU")
     elif count < 1:
@@ -232,7 +232,7 @@ def _problems(settings: LaunchSettings, count: int, gpus: int) -> list[str]:
     if settings.hosts < 1 or not 0 <= settings.host < settings.hosts:
         problems.append(f"host={settings.host} must be from 0 to hosts - 1, and hosts={settings.hosts} at least 1")
     if settings.hosts > 1 and settings.coordinator is None:
-        problems.append("several hosts need coordinator: host:port of host 0")
+        problems.append("several hosts need coordinator, the host:port of host 0")
     for name in ("grace_seconds", "save_seconds"):
         if getattr(settings, name) < 0:
             problems.append(f"{name}={getattr(settings, name)} must not be negative")

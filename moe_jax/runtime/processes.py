@@ -114,7 +114,7 @@ def arguments_by_hand(
         problems.append(f"{PROCESS_ID}={process_id} must be from 0 to {num_processes - 1}")
     ids = list(local_device_ids or ())
     if local_device_ids is not None and (not ids or min(ids) < 0 or len({*ids}) < len(ids)):
-        problems.append(f"{LOCAL_DEVICE_IDS}={ids} must be different numbers from 0 on")
+        problems.append(f"{LOCAL_DEVICE_IDS}={ids} must be distinct numbers of at least 0")
     if problems:
         raise ValueError("processes by hand (environment variables, or arguments of the same names): " + "; ".join(problems))
     return {
@@ -222,7 +222,7 @@ def _use_gpus_alone(local_device_ids: Sequence[int]) -> None:
         return
     if xla_bridge.backends_are_initialized():
         raise RuntimeError(
-            f"initialize_processes: it must be called before anything that asks JAX for devices; these run already, and not on "
+            f"initialize_processes must be called before anything that asks JAX for devices; JAX runs already, and not on "
             f"the GPUs {ids} alone"
         )
     for name in VISIBLE_DEVICES:

@@ -65,7 +65,7 @@ def test_a_few_layers_of_a_published_deepseek_v3_shrunken():
     config = replace(NAMED_CONFIGS["deepseek-v3"], num_hidden_layers=4, n_routed_experts=16, **sizes)
     report = check_random(config, 7, dtype=jnp.float32, repeats=1)
     assert np.isfinite(report.gradient_norm) and report.gradient_norm > 0
-    # Three dense layers and one of 16 experts, whose bias has no gradient.
+    # Three dense layers and one of 16 experts. The bias of the experts has no gradient.
     assert report.tensors_with_gradients == 3 + 3 * (2 + 7 + 3) + (2 + 7 + 1 + 3 + 16 * 3)
     model = nnx.eval_shape(lambda: from_config(config.without_mtp(), rngs=nnx.Rngs(0)))
     assert report.parameters == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))

@@ -58,7 +58,7 @@ def write_checkpoint(
     model = model.to(dtype).eval()
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            # Loading keeps it in f32, whatever the model's dtype.
+            # Loading keeps it in f32 in a model of any dtype.
             model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = torch.randn(buffer.shape)
     model.save_pretrained(folder, max_shard_size=shard)
     return model
@@ -95,7 +95,7 @@ def fuse_experts(weights: dict[str, torch.Tensor], layer: int, num_experts: int)
 
 
 def parameters(model) -> dict[tuple, np.ndarray]:
-    """A model's parameters by path, on the host, and what it has beside them."""
+    """Returns a model's parameters by path, on the host, and its other state."""
     return {path: np.asarray(leaf.get_value()) for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
 

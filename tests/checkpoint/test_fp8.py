@@ -1,4 +1,4 @@
-"""FP8 checkpoints: what is loaded is transformers' dequantisation, bit for bit, read in parts, and written back as bf16."""
+"""FP8 checkpoints: loading gives transformers' dequantisation, bit for bit, also in parts; saving writes bf16."""
 
 import json
 import warnings
@@ -21,8 +21,8 @@ from moe_jax.checkpoint.hf_load import from_pretrained
 
 
 def of_transformers(folder, dtype, monkeypatch) -> dict[str, torch.Tensor]:
-    """What transformers loads."""
-    # It asks for a package that it then has no use for on a CPU.
+    """Returns the weights that transformers loads."""
+    # transformers asks for a package that it does not use on a CPU.
     monkeypatch.setattr(transformers.quantizers.quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -58,7 +58,7 @@ def test_fused_experts_equal_separate_ones(tmp_path):
         prefix = f"model.layers.{layer}.mlp.experts."
         for suffix in ("", "_scale_inv"):
             gate, up, down = ([apart.pop(f"{prefix}{e}.{name}{suffix}") for e in range(4)] for name in names)
-            # torch joins no two tensors of 8-bit floats.
+            # torch cannot concatenate tensors of 8-bit floats.
             kind = gate[0].dtype
             pairs = [torch.cat([a.float(), b.float()]) for a, b in zip(gate, up, strict=True)]
             fused[f"{prefix}gate_up_proj{suffix}"] = torch.stack(pairs).to(kind)
@@ -82,7 +82,7 @@ def test_is_saved_as_plain_bf16(tmp_path):
 
 
 def store(folder, weight: torch.Tensor, scales: torch.Tensor):
-    """The two as a file, opened."""
+    """Returns an open file that holds the two."""
     rewrite_weights(folder, {"w": weight, "w_scale_inv": scales})
     problems: list[str] = []
     tensors = open_tensors(folder, problems)

@@ -185,7 +185,7 @@ def test_mtp_modules_are_loaded_if_the_checkpoint_has_them(tmp_path, caplog):
     """`mtp=False` leaves them out. A save writes them back bit for bit. Missing, unexpected and differing tensors are named."""
     theirs = write_checkpoint(tmp_path, deepseek=True)
     stored = read_weights(tmp_path)
-    edit_config(tmp_path, num_nextn_predict_layers=1)  # as in what transformers writes, which has none of their tensors
+    edit_config(tmp_path, num_nextn_predict_layers=1)  # transformers writes such a config without the module's tensors
     assert from_pretrained(tmp_path, dtype=jnp.float32).config.num_nextn_predict_layers == 0
 
     layer = {name.replace("layers.2.", "layers.3."): tensor + 1 for name, tensor in stored.items() if "layers.2." in name}
@@ -239,7 +239,7 @@ def test_host_memory_stays_under_two_layers_of_one_parameter(tmp_path):
     write_checkpoint(tmp_path, num_hidden_layers=6, hidden_size=256, moe_intermediate_size=128, num_experts=8, shard="5MB")
     fused_layer = 8 * 2 * 128 * 256 * 4
     from_pretrained(tmp_path, dtype=jnp.float32)  # compiles, so that the tracer's objects are not counted below
-    tracemalloc.start()  # counts what numpy and Python allocate; JAX's device buffers are not among it
+    tracemalloc.start()  # counts what numpy and Python allocate; it does not see JAX's device buffers
     try:
         model = from_pretrained(tmp_path, dtype=jnp.float32)
         _, peak = tracemalloc.get_traced_memory()

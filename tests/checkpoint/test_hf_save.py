@@ -112,7 +112,7 @@ def test_tokenizer_and_generation_config_are_passed_along(moe_folder, tmp_path):
     assert (tmp_path / "a" / "tokenizer.json").read_text() == "other"
     assert (tmp_path / "a" / "tokenizer.model").read_text() == "of sentencepiece"
     assert not (tmp_path / "a" / "vocab.json").exists()  # the files of two tokenizers are not mixed
-    with pytest.raises(FileNotFoundError, match="has none of tokenizer.json"):
+    with pytest.raises(FileNotFoundError, match="has no tokenizer; it must hold one of tokenizer.json"):
         save_pretrained(model, tmp_path / "b", tokenizer_from=tmp_path)
     assert not (tmp_path / "b").exists()
 

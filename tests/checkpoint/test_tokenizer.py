@@ -28,9 +28,9 @@ def test_a_tokenizer_on_the_hub_is_asked_for_once(tmp_path, monkeypatch):
 
 
 def test_a_model_without_a_tokenizer_has_none(tmp_path):
-    """transformers makes one of special tokens alone, of config.json."""
+    """From config.json alone, transformers makes a tokenizer of special tokens."""
     moe_jax.save_pretrained(tiny.dense(), tmp_path)
-    with pytest.raises(ValueError, match=f"no tokenizer can be read from the folder {re.escape(str(tmp_path))}: there are no"):
+    with pytest.raises(ValueError, match=f"no tokenizer can be read from the folder {re.escape(str(tmp_path))}: it has no"):
         load_tokenizer(tmp_path)
 
 

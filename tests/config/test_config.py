@@ -165,7 +165,7 @@ def test_old_and_current_names_mean_the_same():
         ({"rope_scaling": 5}, "rope_scaling=5 must be an object of fields or null"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
-            "rope_parameters of each type of layer .full_attention",
+            "rope_parameters for each type of layer .full_attention",
         ),
     ],
 )

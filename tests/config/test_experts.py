@@ -103,7 +103,7 @@ def test_experts_without_sparse_layers_are_refused():
 
 @dataclass(frozen=True, kw_only=True)
 class OtherNames(Qwen3Config):
-    """A new architecture, whose fields have none of the usual names."""
+    """A new architecture. Its fields have other names than usual."""
 
     ffn_experts: int = 6
     ffn_choices: int = 2

@@ -47,7 +47,8 @@ def test_deepseek_v3():
 def test_the_module_of_deepseek_v3_that_predicts_a_further_token():
     config = NAMED_CONFIGS["deepseek-v3"]
     plain = config.without_mtp()
-    # Published: 11.5e9 in its layer, 2.4e9 active with the shared embedding and head; 685e9 in the files, shared ones twice.
+    # Published: 11.5e9 in its layer, 2.4e9 active with the shared embedding and head; 685e9 in the files,
+    # which hold shared weights twice.
     own = num_parameters(config) - num_parameters(plain) - 2 * 7168 * 7168
     assert own / 1e9 == pytest.approx(11.5, abs=0.01)
     assert sum(math.prod(tensor.shape) for tensor in hf_tensors(config)) / 1e9 == pytest.approx(684.5, abs=0.1)

@@ -184,7 +184,7 @@ LOGITS = 2 * CHECK.tokens * CHECK.config.vocab_size * CHECK.config.hidden_size /
 
 
 def of_layers(run: PlannedStep, part: str) -> dict[str, float]:
-    """Seconds of one of the passes by what takes them, of all layers."""
+    """Returns the seconds of one pass over all layers, by cause."""
     stages = [(stage.num_layers, layer_seconds(run, s, H200)) for s, stage in enumerate(run.stages)]
     names = {name for _, computing in stages for name in computing}
     return {name: sum(n * getattr(computing[name], part) for n, computing in stages if name in computing) for name in names}
@@ -192,12 +192,12 @@ def of_layers(run: PlannedStep, part: str) -> dict[str, float]:
 
 def test_a_forward_pass_of_four_layers_of_deepseek_v3():
     seconds = of_layers(CHECK, "forward")
-    # Without a gradient nothing is kept.
+    # Without a gradient, no residuals are kept.
     assert sum(seconds.values()) - seconds["kept"] + LOGITS == pytest.approx(0.2437, rel=0.02)
 
 
 def test_a_backward_pass_of_four_layers_of_deepseek_v3():
-    """Both passes less the one without a gradient, as a check has it."""
+    """A check computes it as both passes minus the pass without a gradient."""
     seconds = of_layers(CHECK, "backward")
     assert sum(seconds.values()) + seconds["kept"] + 2 * LOGITS == pytest.approx(0.7363, rel=0.02)
 

@@ -1,4 +1,4 @@
-"""`moe-jax plan`: every mesh is tried, those that fit are listed, the fastest first, and what cannot be is said in one line."""
+"""`moe-jax plan`: tries every mesh, lists the meshes that fit, the fastest first, and refuses bad input in one line."""
 
 import math
 import re
@@ -120,7 +120,7 @@ def test_if_nothing_fits_the_smallest_is_named_with_a_remedy(config, devices, ro
 
 @pytest.mark.parametrize("devices", [512, 2048])
 def test_deepseek_v3_trains_on_whole_clusters(devices):
-    """14 bytes of each of 683e9 parameters, and few devices along `expert`: tokens do not cross the network."""
+    """Each of 683e9 parameters takes 14 bytes. With few devices along `expert`, tokens do not cross the network."""
     fitting = [p for p in plan(DEEPSEEK, devices, rows=8 * devices, sequence_length=4096, remat=True) if p.fits]
     best, smallest = fitting[0].step, min(p.memory_bytes for p in fitting)
     assert best.mesh.expert in (4, 8) and best.mesh.context == 1
@@ -166,11 +166,11 @@ def test_an_exchange_by_copies_is_printed_with_its_capacity():
         ("deepseek-v3 --devices 16 --hops copies", "hops='copies' needs all devices in one process, and a host has 8"),
         ("gpt --devices 4", "no config 'gpt'; give a folder with a config.json, or one of qwen3-0.6b"),
         ("qwen3-30b-a3b --devices 0", "devices=0 must be at least 1"),
-        ("qwen3-30b-a3b --devices 12", "devices=12 must be whole hosts of 8, or fewer than one"),
+        ("qwen3-30b-a3b --devices 12", "devices=12 must be a multiple of 8, the GPUs of a host, or less than that"),
         ("qwen3-30b-a3b --devices 4 --rows 0", "rows=0 must be an integer of at least 1"),
         ("qwen3-30b-a3b --devices 4 --rows 1 --sequence-length 4097", "must be a multiple of 2 * mesh.context = 8"),
         ("qwen3-30b-a3b --devices 4 --seq-len 1", "--seq-len must be at least 2, as in `moe-jax finetune`; got 1"),
-        ("qwen3-30b-a3b --devices 4 --gpu h20", "no GPU 'h20'; known are h200, h100, a100"),
+        ("qwen3-30b-a3b --devices 4 --gpu h20", "no GPU 'h20'; choose one of h200, h100, a100"),
         ("qwen3-30b-a3b --devices 4 --memory 0", "memory=0.0 must be a number of GiB above 0"),
         ("qwen3-30b-a3b --devices 4 --limit 0", "limit must be at least 1; got 0"),
     ],
@@ -221,7 +221,7 @@ def test_the_defaults_are_those_of_finetune():
 
 
 def test_the_batch_script_trains_on_the_fastest_mesh(tmp_path, capsys):
-    """Its options are those in docs/many_gpus.md, and bash can parse it. Bad options write no file."""
+    """The script has the options of docs/many_gpus.md, and bash can parse it. Bad options write no file."""
     script = tmp_path / "train.sbatch"
     main(f"plan qwen3-30b-a3b --devices 16 --limit 1 --sbatch {script}".split())
     flags_printed = capsys.readouterr().out.split("moe-jax finetune ")[1].split(" ...")[0]

@@ -1,4 +1,4 @@
-"""Rules for predictions on any machine: parts add up, splitting divides, nothing gets faster by more work."""
+"""Rules for predictions on any machine: parts add up, splitting divides, more work makes nothing faster."""
 
 import functools
 import math
@@ -84,7 +84,7 @@ def test_a_step_has_the_flops_of_its_model(config):
     machine = replace(machine, attention_backward_wide=1.0)
     run = PlannedStep(config, MeshShape(), 64, 4096, remat=False)
     seconds = predict(run, machine).seconds
-    # Attention's backward pass makes the scores again.
+    # Attention's backward pass recomputes the scores.
     pairs = sum(run.attended) * config.num_attention_heads
     scores = (8 * config.key_dim + 6 * config.value_dim) - 6 * (config.key_dim + config.value_dim)
     router = 6 * len(config.routed_layers) * config.hidden_size * config.num_experts
@@ -124,7 +124,7 @@ def test_hidden_copies_still_cost_their_memory_traffic():
     forward, backward = gather_seconds(run, 0, H200)
     size = sum(2 * p.used_size / p.layers for p in run.parameters if p.in_stage and p.gather_axes)
     assert forward.memory == pytest.approx(3.5 * size / H200.hbm)
-    # Gathered again; gradients cut out, sent, and read for the sum, which is written.
+    # The matrix is gathered again; gradients are cut out, sent, and read for the sum, which is written.
     assert backward.memory - forward.memory == pytest.approx(4.25 * size / H200.hbm)
     assert backward.travel == pytest.approx(2 * forward.travel)
     found = predict(run)
@@ -194,7 +194,7 @@ LINKS_ALONE = replace(H200, hbm=math.inf, dense_matmul=math.inf, latency=0.0)
 
 @pytest.mark.parametrize("config, elements", [(QWEN, 2 * 4 * 128), (DEEPSEEK, 512 + 64)])
 def test_bytes_of_a_token_round_the_ring(config, elements):
-    """Keys and values, or the latent they are made of: in bf16 forward; backward so again, and the gradients in f32."""
+    """Keys and values, or the latents that they are made of, travel in bf16 in both passes; their gradients travel in f32."""
     run = PlannedStep(config, MeshShape(context=8), 1, 2**18)
     found = context_seconds(run, attention(run), LINKS_ALONE)
     forward = 7 * 2 * elements * run.tokens / H200.ring_hop
@@ -212,7 +212,7 @@ def test_bytes_of_a_token_with_ulysses():
 
 
 def test_every_device_of_a_ring_expands_every_latent():
-    """docs/context_parallel.md: beside causal attention a tenth of the FLOPs at 8192 tokens a device, however many."""
+    """docs/context_parallel.md: a tenth of causal attention's FLOPs at 8192 tokens a device, with any number of devices."""
     run = PlannedStep(DEEPSEEK, MeshShape(context=8), 1, 8 * 8192)
     compute = replace(H200, hbm=math.inf, ring_hop=math.inf, latency=0.0)
     found = context_seconds(run, attention(run), compute).forward * H200.dense_matmul
@@ -244,7 +244,7 @@ def test_copies_are_refused_where_no_process_has_all_gpus():
 
 
 def test_the_ring_expands_the_keys_of_one_device():
-    """`all_gather` holds the keys of all: bf16 and f32, of six more devices the latents and of seven the keys and values."""
+    """`all_gather` holds the keys of all devices in bf16 and f32: latents of six more devices, keys and values of seven."""
     ring, gathered = (
         predict(PlannedStep(DEEPSEEK, MeshShape(context=8), 1, 2**18, context_method=method)).memory_bytes
         for method in ("ring", "all_gather")

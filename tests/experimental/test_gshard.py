@@ -77,7 +77,7 @@ def test_the_loss_counts_first_choices():
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="2 experts a token; got 3"):
+    with pytest.raises(ValueError, match="2 experts per token; got 3"):
         random_second_expert(routing_of(k=3)[0], jax.random.key(0))
     with pytest.raises(ValueError, match="num_groups=5 must divide the 24 tokens"):
         drop_over_capacity(routing_of()[0], num_groups=5, capacity=1)

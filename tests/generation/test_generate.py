@@ -45,7 +45,7 @@ def test_greedy_equals_transformers_token_for_token(model_type, overrides):
     "name, module", [("qwen3-30b-a3b", "generate"), ("deepseek-v3", "generate"), ("deepseek-v3", "speculative")]
 )
 def test_on_an_h200_the_prompt_alone_takes_the_fused_kernel(name, module, monkeypatch):
-    """Also in the cache of a module that drafts."""
+    """Covers the cache of a module that drafts too."""
     attention, shapes = importlib.import_module("moe_jax.kernels.attention.api"), []
 
     def recorded(q, k, v, **options):

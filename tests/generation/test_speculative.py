@@ -1,4 +1,4 @@
-"""Drafts change the number of passes, not what tokens there are and how often; as many are accepted as the module is right."""
+"""Drafts change the number of passes, not the distribution of tokens; a draft is accepted if the module is right."""
 
 import itertools
 
@@ -30,7 +30,7 @@ def small_model():
 
 
 def whole_sequences(model, tokens, segments=None):
-    """Hidden states of the model, and of the module."""
+    """Returns hidden states of the model and of the module."""
     hidden = model.hidden_states(tokens, None, segments).hidden
     (further,) = model.mtp_hidden_states(hidden, tokens, None, segments)
     return hidden, further.hidden
@@ -117,7 +117,7 @@ def test_sampled_tokens_have_the_models_frequencies():
     observed, expected = np.bincount(cell, counts), np.bincount(cell, of_outcome * sequences)
     assert ((observed - expected) ** 2 / expected).sum() < chi2.isf(1e-7, max(len(expected) - 1, 1))
 
-    # A second token that is accepted brings the third along; one that is not is followed by another draft.
+    # An accepted second token brings the third along; a rejected second token is followed by another draft.
     rejected = first[:, None] * jnp.maximum(second - drafted_second, 0)
     agreed = 1 - rejected.sum() + (rejected[:, :, None] * jnp.minimum(third, drafted_third)).sum()
     six_deviations = 6 * np.sqrt(sequences / 4)
@@ -143,7 +143,7 @@ def fresh_seed() -> int:
 
 
 def test_bad_options_and_models_without_a_module_are_refused():
-    with pytest.raises(ValueError, match="drafts need a model with a module that predicts further tokens"):
+    with pytest.raises(ValueError, match="drafts need a model loaded with its modules that predict further tokens"):
         generate_with_drafts(tiny.deepseek(), [1])
     model = tiny.deepseek(mtp=1)
     with pytest.raises(ValueError, match="max_new_tokens must be an integer, at least 1; got 0; eos_token_id 264 is outside"):

@@ -1,4 +1,4 @@
-"""Layers of experts under routings that are hard for a kernel, and what is compared of them."""
+"""Layers of experts under routings that are hard for a kernel, and comparisons of their results."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def choose(rng, routing, tokens, experts, k):
 
 
 def chosen_so_often(counts, tokens):
-    """[tokens, 1]: expert e by the next counts[e] tokens, nobody by those left over; one shape, whatever the counts."""
+    """[tokens, 1]: the next counts[e] tokens choose expert e, the tokens left over choose nobody; one shape for all counts."""
     chosen = np.repeat(np.arange(len(counts)), counts)
     return jnp.asarray(np.pad(chosen, (0, tokens - chosen.size), constant_values=-1)[:, None], jnp.int32)
 
@@ -35,7 +35,7 @@ def make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype=jnp.bfloat
 
 
 def types_of(tokens, experts, k, hidden, inter):
-    """Of the arguments of `experts_mlp` in bf16."""
+    """Returns the types of the arguments of `experts_mlp` in bf16."""
     arrays = [(tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter)]
     routing = [jax.ShapeDtypeStruct((tokens, k), dtype) for dtype in (jnp.float32, jnp.int32)]
     return *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in arrays), *routing
@@ -56,7 +56,7 @@ def with_gradients(f, layer, dy):
 
 
 def exact_with_gradients(layer, dy):
-    """By the definition, in f64."""
+    """Computes y and the gradients by the definition, in f64."""
     *arrays, chosen = layer
     with jax.enable_x64(True):
         return with_gradients(oracle.experts_mlp, (*(a.astype(jnp.float64) for a in arrays), chosen), dy)

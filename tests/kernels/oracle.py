@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts):
-    """y[t] = sum_k topk_weights[t, k] * expert topk_experts[t, k] of x[t]; E times the work and memory it takes."""
+    """y[t] = sum_k topk_weights[t, k] * expert topk_experts[t, k] of x[t]. Takes E times the work and memory."""
     h = jnp.einsum("td,end->ten", x, w_gate_up.astype(x.dtype))
     gate, up = jnp.split(h, 2, axis=-1)
     y = jnp.einsum("tei,edi->ted", gate / (1 + jnp.exp(-gate)) * up, w_down.astype(x.dtype))

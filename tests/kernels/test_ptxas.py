@@ -179,7 +179,7 @@ def test_accumulators_of_stacked_layers():
 
 
 def test_accumulators_of_a_scan():
-    """XLA fuses a kernel with slices of what it reads and writes, also where it is to change one and write the other."""
+    """XLA fuses a kernel with slices of its operands and results, also if it changes one array and writes another."""
     assert_no_spills(spilled_bytes(SCANNED_TOTALS), EXPERTS_KERNELS)
 
 
@@ -195,7 +195,7 @@ def test_attention():
 
 
 def spilled_bytes(script, *arguments):
-    """{kernel: bytes that a thread of it stores because registers run out}, of what the script compiles."""
+    """Returns {kernel: bytes that a thread spills} for the programs that the script compiles."""
     kernels = re.findall(
         r"Compiling entry function '(\w+)_mosaic_gpu_kernel'.*\n.*\n.* (\d+) bytes spill stores", run_script(script, *arguments)
     )

@@ -38,7 +38,7 @@ def test_bias_evens_the_load():
 
 
 def paper(scores, ids, k):
-    """Equations 17 to 20 of the DeepSeek-V3 report, summed over the sequences, and how many these are."""
+    """Equations 17 to 20 of the DeepSeek-V3 report, summed over the sequences, and the number of sequences."""
     rows, length, experts = scores.shape
     total, count = 0.0, 0
     for row in range(rows):
@@ -98,7 +98,7 @@ def test_sequence_loss_gradient():
 
 
 def test_sequence_against_batch():
-    """Two sequences of which each goes to its own half of the experts: together even, each by itself not."""
+    """Two sequences choose a half of the experts each: the load is even over both, and uneven in each."""
     halves = np.repeat([[9.0, 9, 0, 0], [0, 0, 9, 9]], 6, axis=0)
     by_sequence = Sequences.of(jnp.asarray([[1] * 6, [1] * 6]))
     as_one = Sequences.of(jnp.ones((1, 12), jnp.int32))

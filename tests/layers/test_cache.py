@@ -55,12 +55,12 @@ def jitted(model):
 
 
 def with_tokens(cache):
-    """The cache as if there might be tokens in it, which leaves nothing known while compiling."""
+    """Returns the cache as one that may hold tokens, so that nothing is known while compiling."""
     return replace(cache, written=jnp.int32(0))
 
 
 def relative_error(found, expected, segment_ids):
-    """Of the tokens that are no padding."""
+    """Returns the relative error over the tokens that are no padding."""
     found, expected = (np.where(segment_ids[..., None] != 0, a, 0).astype(np.float32) for a in (found, expected))
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
@@ -114,7 +114,7 @@ def test_fused_prompt(model_type, monkeypatch):
     [("qwen3-0.6b", {}), ("qwen3-30b-a3b", {"use_sliding_window": True}), ("deepseek-v3", {})],
 )
 def test_prompt_on_an_h200(name, change, monkeypatch):
-    """Of 5000 tokens, no multiple of a block, in a cache with room for 5500."""
+    """The prompt has 5000 tokens, no multiple of a block; the cache has room for 5500."""
     monkeypatch.setattr(attention, "QUERY_CHUNK", 1250)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.delenv("MOE_JAX_BACKEND", raising=False)
@@ -132,7 +132,7 @@ def test_prompt_on_an_h200(name, change, monkeypatch):
             return traced.lower(lowering_platforms=("cuda",)).as_text()
 
     def has_scores(text):
-        """Whether an array has two axes of queries or keys: the prompt, filled up to blocks, a chunk, or the cache's rows."""
+        """Returns whether an array has two axes of queries or keys: prompt, padded prompt, chunk, or the cache's rows."""
         shapes = (shape.split("x") for shape in set(re.findall(r"tensor<(\d+(?:x\d+)*)x", text)))
         return any(sum(length in ("5000", "5120", "1250", "5500") for length in shape) > 1 for shape in shapes)
 

@@ -56,7 +56,7 @@ def test_equals_the_definition(data):
         np.testing.assert_allclose(routing.weights[t][order], weights, rtol=1e-5)
         load[experts] += valid[t]
     np.testing.assert_array_equal(routing.sums.expert_load, load)
-    # Eq. 18 of the DeepSeek-V3 paper: whatever the scores are, a token's probabilities sum to one.
+    # Eq. 18 of the DeepSeek-V3 paper: for any scores, a token's probabilities sum to one.
     np.testing.assert_allclose(routing.sums.probability_sum.sum(), valid.sum(), rtol=1e-5, atol=1e-6)
 
 

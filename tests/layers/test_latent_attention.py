@@ -66,7 +66,7 @@ def test_the_absorbed_form_at_published_widths(dtype, tolerance):
         return attention(jnp.asarray(x, dtype), rope, Attend(ids, jnp.int32(3), cache=cache))
 
     room = jnp.pad(ids, ((0, 0), (0, 7)))
-    # As if there were tokens in it: an empty cache is not read.
+    # This makes the cache one that may hold tokens: an empty cache is not read.
     found, cache = attend(dtype, replace(init_cache(config, 2, 48, dtype), segment_ids=room, written=jnp.int32(0)))
     expected, _ = attend(jnp.float32, None)
     assert found.dtype == dtype

@@ -53,12 +53,12 @@ def test_chunks_of_tokens(monkeypatch, tokens, chunked):
 def test_accumulators_on_several_devices_are_refused():
     block = MoE(8, 16, 4, 2, rngs=nnx.Rngs(0))
     block.experts.add_gradients_to(jnp.zeros((4, 32, 8)), jnp.zeros((4, 8, 16)))
-    with pytest.raises(ValueError, match="gradient accumulators are for experts that lie on one device; these are split"):
+    with pytest.raises(ValueError, match="gradient accumulators need experts that lie on one device; these are split"):
         block(jnp.ones((3, 8)), spread=SPLIT)
 
 
 def output_over_two_devices(block, **options):
-    """The type of what the block gives where each of two devices holds the block's experts."""
+    """Returns the type of the block's result if each of two devices holds the block's experts."""
     mesh = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,))
     f = jax.shard_map(lambda x: block(x, **options)[0], mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
     return jax.eval_shape(f, jax.ShapeDtypeStruct((6, 8), jnp.float32))
@@ -70,9 +70,11 @@ def test_number_of_experts_is_checked():
     half.experts = Experts(8, 16, 2, rngs=nnx.Rngs(0))
     assert output_over_two_devices(whole).shape == (6, 8)
     assert output_over_two_devices(half, spread=SPLIT).shape == (6, 8)
-    with pytest.raises(ValueError, match="among 4 experts; without spread.expert, 1 x 2 are there: spread.expert must"):
+    with pytest.raises(ValueError, match="among 4 experts; without spread.expert, the devices hold 1 x 2: spread.expert must"):
         output_over_two_devices(half)
-    with pytest.raises(ValueError, match="among 4 experts; with axis_name='expert', 2 x 4 are there: spread.expert must"):
+    with pytest.raises(
+        ValueError, match="among 4 experts; with axis_name='expert', the devices hold 2 x 4: spread.expert must"
+    ):
         output_over_two_devices(whole, spread=SPLIT)
 
 
@@ -82,7 +84,7 @@ def test_leading_axes_of_x_come_back():
     x, valid = jnp.asarray(rng.normal(size=(2, 3, 8)), jnp.float32), jnp.asarray(rng.random((2, 3)) < 0.5)
     y, routing = block(x, valid)
     of_tokens, expected = block(x.reshape(6, 8), valid.reshape(6))
-    # Whatever is not 0 is valid, and none counts twice.
+    # Every number but 0 means a valid token, which counts once.
     jax.tree.map(np.testing.assert_array_equal, block(x, 2 * valid.astype(jnp.int32))[1], routing)
     np.testing.assert_array_equal(y, of_tokens.reshape(2, 3, 8))
     jax.tree.map(np.testing.assert_array_equal, routing, expected)

@@ -1,4 +1,4 @@
-"""Routing and its losses equal their formulas, and the gradients are those of the formulas."""
+"""Routing and its losses equal their formulas, with their gradients."""
 
 from dataclasses import replace
 from functools import partial
@@ -57,7 +57,7 @@ def test_losses(num_layers, tokens, experts, data):
 
 
 def test_balancing_gradient():
-    """The gradient is the probabilities' under fixed choices."""
+    """The gradient equals the gradient of the probabilities under fixed choices."""
     rng = seeds.rng()
     logits = jnp.asarray(rng.normal(size=(1, 12, 5)), jnp.float32)
     gradient = jax.grad(lambda x: load_balancing_loss(statistics(x, 2, None)))(logits)

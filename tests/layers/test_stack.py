@@ -97,7 +97,7 @@ def test_equals_scan(remat, window):
 
 @jax.custom_vjp
 def times(x, w, total):
-    """x w, whose gradient to w goes to total."""
+    """Computes x w; the gradient to w is added to total."""
     return x @ w
 
 
@@ -216,7 +216,7 @@ def test_the_schedule(remat):
 
 
 def test_residuals():
-    """Neither weights nor what all layers read are stored once more: of each layer h, its tanh and x remain."""
+    """Weights and arrays that all layers read are not stored again: the residuals of a layer are h, its tanh and x."""
     inputs = make_inputs()
     _, pullback = jax.vjp(loss(lambda *a: run_layers(layer, *a), inputs), *inputs[2:])
     stacked = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape[:1] == (LAYERS,)]

@@ -1,4 +1,4 @@
-"""What every architecture's frame does with tokens and segments."""
+"""The frame of every architecture: its treatment of tokens and segments."""
 
 import jax
 import jax.numpy as jnp

@@ -20,7 +20,7 @@ SEGMENTS = np.array([[1, 1, 1, 1, 1, 2, 2, 0], [3, 3, 3, 3, 3, 3, 3, 3]])
 def make_batch(rng):
     positions = np.array([[0, 1, 2, 3, 4, 0, 1, 0], np.arange(8)])
     tokens = rng.integers(0, 264, SEGMENTS.shape)
-    # The last token of the second row is followed by one that is not in the row.
+    # The token after the second row's last token is not in the row.
     labels = np.append(tokens[:, 1:], rng.integers(0, 264, (2, 1)), axis=1)
     mask = np.append(SEGMENTS[:, 1:] == SEGMENTS[:, :-1], [[False], [True]], axis=1) & (SEGMENTS != 0)
     mask &= rng.random(mask.shape) < 0.8
@@ -33,7 +33,7 @@ def rms_norm(x, weight, eps=1e-6):
 
 
 def chain_by_hand(model, batch):
-    """The mean over modules of equation 24 times the labels, document by document; decoder layers alone are the model's."""
+    """The mean over modules of equation 24 times the labels, by document; only the decoder layers come from the model."""
     embedding, head = model.embed_tokens.weight[...], model.head_weight
     main = model.hidden_states(batch["tokens"], batch["positions"], batch["segment_ids"]).hidden
     total = 0.0
@@ -79,7 +79,7 @@ def with_random_norms(model, rng):
 
 
 def test_two_modules():
-    """Value and every gradient are those of the paper's equations."""
+    """Value and every gradient equal the paper's equations."""
     rng = seeds.rng()
     with jax.enable_x64(True):
         batch = make_batch(rng)

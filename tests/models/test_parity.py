@@ -75,13 +75,13 @@ THOROUGH = "moe_top1", "moe_all_experts", "dense_rope_dynamic", "dense_multi_hea
     "variant", [pytest.param(name, marks=[pytest.mark.thorough] * (name in THOROUGH)) for name in VARIANTS]
 )
 def test_transformers(variant):
-    """Logits, loss and every gradient equal those of transformers."""
+    """Logits, loss and every gradient equal transformers'."""
     model_type, overrides = VARIANTS[variant]
     rng = seeds.rng()
     theirs = reference(model_type, int(rng.integers(2**31)), **overrides)
     ours = load_ours(theirs)
     tokens = rng.integers(0, 97, (2, 24))
-    # Those of transformers' models that add a balancing loss.
+    # transformers' models that add a balancing loss.
     balanced = model_type == "qwen3_moe"
     coefficient = 0.7 if balanced else 0.0
     if balanced:
@@ -212,7 +212,7 @@ def hub_gradients(model) -> dict[str, np.ndarray]:
 
 
 def by_parameter(names) -> dict[str, list[str]]:
-    """The checkpoint's names by the parameter that transformers holds them in: all experts' gate and up rows are one."""
+    """Returns the checkpoint's names by transformers' parameter: one parameter holds gate and up rows of all experts."""
     groups: dict[str, list[str]] = {}
     for name in names:
         parameter = re.sub(r"experts\.\d+\.(gate|up)_proj.weight", "experts.gate_up_proj", name)

@@ -1,4 +1,4 @@
-"""Which layouts are refused. `eight_devices/test_fsdp.py` computes with the others."""
+"""Refusals of layouts. `eight_devices/test_fsdp.py` computes with the others."""
 
 import jax.numpy as jnp
 import pytest

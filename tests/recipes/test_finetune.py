@@ -112,7 +112,7 @@ def test_settings_are_noted_with_the_steps_that_epochs_come_to(tmp_path, monkeyp
         assert result.finished and (noted["epochs"], noted["steps"]) == (epochs, result.step)
         steps[epochs] = result.step
     assert steps == {epochs: found.steps(epochs, batch_size=4) for epochs in (0.5, 1.0)}
-    # The second run has its steps from the file.
+    # The second run reads its steps from the file.
     assert len(surveys) == 2 and all(options["max_documents"] is None for options in surveys)
     assert noted["seq_len"] == 32 and set(noted["versions"]) == {"moe_jax", "jax"}
 

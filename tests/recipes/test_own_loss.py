@@ -1,4 +1,4 @@
-"""A user's loss in place of `train.loss`: the same step around it, its metrics, extra arrays, and what is refused."""
+"""A user's loss in place of `train.loss`: the same step around it, its metrics, extra arrays, and refusals."""
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +127,7 @@ def test_finetune_with_own_loss(tmp_path):
 @pytest.mark.parametrize(
     "make_model, changes, message",
     [
-        (tiny.dense, dict(z_loss_coef=0.1), "z_loss_coef=0.1: a factor of the built-in loss"),
+        (tiny.dense, dict(z_loss_coef=0.1), "built-in loss, which alone has the factors z_loss_coef=0.1"),
         (lambda: tiny.deepseek(mtp=1), {}, "modules that predict further tokens, which `loss` does not train"),
     ],
 )

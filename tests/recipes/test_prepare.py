@@ -1,4 +1,4 @@
-"""What does not fit together is refused before weights are read, and nothing has been written then."""
+"""Settings that do not fit together are refused before weights are read or anything is written."""
 
 import json
 import sys
@@ -44,7 +44,7 @@ def test_a_place_that_the_trained_model_cannot_take_is_refused(tmp_path, place):
 def test_a_tokenizer_whose_files_cannot_be_passed_on_is_refused(tmp_path):
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "vocab.txt").write_text("[UNK]\nwords\n")
-    with pytest.raises(FileNotFoundError, match="tokenizer.* has none of tokenizer.json, "):
+    with pytest.raises(FileNotFoundError, match="tokenizer.* has no tokenizer; it must hold one of tokenizer.json, "):
         finetune(settings(tmp_path, tokenizer=str(tmp_path / "tokenizer")), model=tiny.model())
     assert not (tmp_path / "run").exists()
 
@@ -118,7 +118,7 @@ def test_refused_conversation_is_named_early(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="bad.jsonl:1 .*roles must alternate"):
             finetune(settings(tmp_path, model=str(tmp_path / "model"), **paths))
     assert not (tmp_path / "run").exists()
-    # What a run leaves that ended before its first checkpoint.
+    # The files of a run that ended before its first checkpoint.
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ValueError, match="roles must alternate"):
         finetune(settings(tmp_path, model=str(tmp_path / "model"), data=str(chats["bad"])))

@@ -48,7 +48,7 @@ def environment(**more) -> dict[str, str]:
 
 
 def moments(checkpoint: Path) -> dict[str, np.ndarray]:
-    """AdamW's, by parameter: after the first step a tenth of each gradient, clipped."""
+    """Returns AdamW's first moments by parameter: after the first step a tenth of each clipped gradient."""
     checkpointer = ocp.PyTreeCheckpointer()
     tree = checkpointer.metadata(checkpoint / "state").item_metadata.tree
     arrays = checkpointer.restore(

@@ -168,14 +168,14 @@ def test_several_hosts_number_their_processes_on():
 def test_settings_that_make_no_sense_are_refused():
     gpus = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     for options, environment, message in (
-        ({"command": ()}, gpus, "no program; name it behind --"),
+        ({"command": ()}, gpus, "the program is missing; name it behind --"),
         ({"processes": 3}, gpus, "processes=3 cannot share 4 GPUs evenly"),
         ({"processes": 0}, gpus, "processes=0 must be at least 1"),
         ({}, {"CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible here; give processes and cpu_devices"),
         ({}, {"CUDA_VISIBLE_DEVICES": "-1"}, "no GPU is visible here; give processes and cpu_devices"),
         ({"cpu_devices": 2}, {}, "cpu_devices needs processes"),
         ({"processes": 1, "cpu_devices": 0}, {}, "cpu_devices=0 must be at least 1"),
-        ({"hosts": 2}, gpus, "several hosts need coordinator: host:port of host 0"),
+        ({"hosts": 2}, gpus, "several hosts need coordinator, the host:port of host 0"),
         ({"hosts": 2, "host": 2, "coordinator": "a:1"}, gpus, "host=2 must be from 0 to hosts - 1"),
         ({"grace_seconds": -1}, gpus, "grace_seconds=-1 must not be negative"),
         ({"save_seconds": -1}, gpus, "save_seconds=-1 must not be negative"),

@@ -1,4 +1,4 @@
-"""Who started the processes is found out before anything starts, and half of what is needed is refused."""
+"""The launcher of the processes is found before anything starts, and incomplete settings are refused."""
 
 import importlib.util
 
@@ -33,7 +33,7 @@ def test_a_single_process_keeps_to_its_gpus(monkeypatch):
         initialize_processes()
         assert {jax.config.values[name] for name in VISIBLE_DEVICES} == {"2,3"}
         monkeypatch.undo()
-        # A second time nothing is to be done.
+        # A second call does nothing.
         initialize_processes(num_processes=1, local_device_ids=[2, 3])
     finally:
         for name, value in before.items():
@@ -83,7 +83,7 @@ def test_settings_come_from_environment_or_arguments():
         ({"MOE_JAX_NUM_PROCESSES": "four"}, "MOE_JAX_NUM_PROCESSES='four' must be integers"),
         ({"MOE_JAX_PROCESS_ID": "1,2"}, "MOE_JAX_PROCESS_ID='1,2' must be one integer"),
         ({"MOE_JAX_PROCESS_ID": "4"}, "MOE_JAX_PROCESS_ID=4 must be from 0 to 3"),
-        ({"MOE_JAX_LOCAL_DEVICE_IDS": "1,1"}, r"MOE_JAX_LOCAL_DEVICE_IDS=\[1, 1\] must be different numbers"),
+        ({"MOE_JAX_LOCAL_DEVICE_IDS": "1,1"}, r"MOE_JAX_LOCAL_DEVICE_IDS=\[1, 1\] must be distinct numbers"),
     ],
 )
 def test_half_of_the_settings_are_refused(changes, message):

@@ -1,4 +1,4 @@
-"""Folders, texts and chats become batches; what is not understood is named with its file and line."""
+"""Folders, texts and chats become batches; bad input is named with its file and line."""
 
 import json
 import os
@@ -19,7 +19,7 @@ CHAT = [
     {"role": "user", "content": "hi there"},
     {"role": "assistant", "content": "bye"},
 ]
-# As Qwen3's own template does: the last assistant turn alone gets an (empty) block of thoughts.
+# Qwen3's own template does this: the last assistant turn alone gets an (empty) block of thoughts.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if loop.last and m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"

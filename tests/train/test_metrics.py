@@ -1,4 +1,4 @@
-"""The log of a run survives crashes and damage: no step is lost but those whose own line is bad."""
+"""The log of a run survives crashes and damage: only steps with a bad line are lost."""
 
 import json
 

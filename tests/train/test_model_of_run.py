@@ -1,4 +1,4 @@
-"""The model of a run that was stopped, of its newest checkpoint or an earlier one, is the one that was being trained."""
+"""The model of a stopped run, from its newest checkpoint or an earlier one, is the model that was trained."""
 
 import jax.numpy as jnp
 import numpy as np

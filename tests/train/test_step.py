@@ -106,7 +106,7 @@ def test_modules_for_further_tokens_must_learn_too():
 
 
 def test_gradients_of_experts_are_added_up_unrounded():
-    """Experts of stages and of a module that predicts further tokens, in bf16, whose gradients would be rounded to that."""
+    """Covers bf16 experts of stages and of a module that predicts further tokens. Their gradients would be rounded to bf16."""
     batch = make_batch(seeds.rng())
     keeps_gradients = optax.GradientTransformation(lambda params: params, lambda grads, state, params: (grads, grads))
 

@@ -56,7 +56,7 @@ def test_a_sample_stands_for_the_whole(tmp_path):
 
 
 def test_refused_conversations_are_an_error_or_counted(tmp_path):
-    """`skip_bad` counts them."""
+    """`skip_bad` counts the bad documents."""
     documents = chats(tmp_path, SHORT, LONG[1:], SHORT)
     with pytest.raises(ValueError, match="1 of 3 conversations begin with the assistant's message"):
         survey(documents, tiny.tokenizer(), seq_len=64)

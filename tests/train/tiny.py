@@ -36,7 +36,7 @@ def tokenizer(chat_template: str | None = CHATML):
 
 
 def tokenizer_with_a_beginning():
-    """As `tokenizer`, with a special token, 1, before each text that no template has rendered."""
+    """Returns `tokenizer` with a special token, 1, before each text that no template has rendered."""
     made = tokenizer()
     begins = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
     made.backend_tokenizer.post_processor = begins
@@ -56,7 +56,7 @@ QWEN3 = dict(
 
 
 def model(**options):
-    """Two layers, four experts, of which a token uses two."""
+    """Two layers with four experts; a token uses two."""
     config = moe_jax.Qwen3MoeConfig(
         **QWEN3,
         moe_intermediate_size=16,
@@ -75,7 +75,7 @@ def dense(**options):
 
 
 def deepseek(mtp=0, layers=3, vocab_size=264, **options):
-    """A dense layer and two with eight experts in four groups, of which a token uses two in two groups, and a shared one.
+    """A dense layer, and two with eight experts in four groups and a shared expert. A token uses two experts of two groups.
 
     `mtp` is the number of modules that predict further tokens.
     """
@@ -96,7 +96,7 @@ def deepseek(mtp=0, layers=3, vocab_size=264, **options):
 
 
 def biased_model(**options):
-    """Two layers, four experts with biases of zero, of which a token uses two, and a shared one."""
+    """Two layers with four experts, biases of zero, and a shared expert. A token uses two."""
     config = deepseek_config(
         num_hidden_layers=2, first_k_dense_replace=0, n_routed_experts=4, n_group=1, topk_group=1, num_nextn_predict_layers=0
     )
@@ -131,7 +131,7 @@ def write_texts(folder: Path) -> Path:
 
 
 def settings(folder: Path, **changes) -> FinetuneSettings:
-    """Of a run in the folder, on texts there."""
+    """Returns settings of a run in the folder, on texts there."""
     data = write_texts(folder / "texts")
     options = dict(
         model="none", data=str(data), output=str(folder / "run"), seq_len=32, batch_size=4, steps=30, learning_rate=2e-2,

@@ -63,7 +63,7 @@ def attention(
         )
     for name, ids, of in (("query_segment_ids", query_segment_ids, q), ("key_segment_ids", key_segment_ids, k)):
         if ids.shape != of.shape[:2]:
-            raise ValueError(f"{name} must have shape {list(of.shape[:2])}, one of each token; got {list(ids.shape)}")
+            raise ValueError(f"{name} must have shape {list(of.shape[:2])}, one id per token; got {list(ids.shape)}")
     if isinstance(window, int | np.integer) and window < 1:
         raise ValueError(f"window must be at least 1 or None; got {window}")
 

@@ -135,7 +135,9 @@ def down(
 
 def _refuse_plan_of_few(plan: Plan) -> None:
     if plan.holds_all_tokens:
-        raise ValueError("the plan is of plan_of_few, for a forward pass inside experts_mlp alone; make it by plan(...)")
+        raise ValueError(
+            "plan must come from plan(...); this one comes from plan_of_few, for a forward pass inside experts_mlp"
+        )
 
 
 def _zero_rows_without_a_pair(rows: Float[Array, "rows features"], plan: Plan) -> Float[Array, "rows features"]:

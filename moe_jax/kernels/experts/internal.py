@@ -123,14 +123,16 @@ def experts_mlp_of_parts(
         refuse_explicit_axes(**part._asdict())
     types = [", ".join(f"{a.dtype}[tokens, {a.shape[1]}]" for a in part) for part in parts]
     if len(set(types)) != 1:
-        raise ValueError(f"parts must be one or more of the same dtypes and widths; got {'; '.join(types) or 'none'}")
+        raise ValueError(f"parts must be one or more, all of the same dtypes and widths; got {'; '.join(types) or 'none'}")
     max_pairs = [None] * len(parts) if max_pairs is None else max_pairs
     if len(max_pairs) != len(parts):
-        raise ValueError(f"max_pairs must be one for each of the {len(parts)} parts; got {len(max_pairs)}")
+        raise ValueError(f"max_pairs must have one entry for each of the {len(parts)} parts; got {len(max_pairs)}")
     shares = [1] * len(parts) if shares is None else shares
     if len(shares) != len(parts) or any(n < 1 or part.x.shape[0] % n for part, n in zip(parts, shares, strict=True)):
         tokens = [part.x.shape[0] for part in parts]
-        raise ValueError(f"shares must be one for each part, and divide its tokens; got {list(shares)} for {tokens} tokens")
+        raise ValueError(
+            f"shares must have one entry for each part, a divisor of its tokens; got {list(shares)} for {tokens} tokens"
+        )
     for pairs in max_pairs:
         _check_positive("max_pairs", pairs)
     backend = resolve_backend(backend, parts[0].x.dtype, parts[0].x.shape[1], w_down.shape[2])
@@ -163,7 +165,7 @@ def _check_accumulators(accumulators: Accumulators, arrays: Sequence[Array], siz
         name = f"accumulators.{matrix}"
         check_shape(name, array, shapes[matrix], sizes)
         if array.dtype != wanted:
-            raise ValueError(f"{name} must be {wanted.name}, in which gradients are summed; got {array.dtype}")
+            raise ValueError(f"{name} must have dtype {wanted.name}, in which gradients are summed; got {array.dtype}")
         if missing := sorted(axes - varying_axes(array)):
             raise ValueError(f"{name} must vary over the mesh axes {missing}, as tokens or weights do: a device adds its own")
 

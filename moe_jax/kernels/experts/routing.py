@@ -138,7 +138,8 @@ def plan_of_few(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alig
     tokens, k = topk_experts.shape
     if not 0 < tokens <= row_alignment or k == 0:
         raise ValueError(
-            f"a plan of few is for 1 to row_alignment = {row_alignment} tokens with choices; got {tokens} with {k}"
+            f"plan_of_few takes 1 to row_alignment = {row_alignment} tokens with choices; got {tokens} tokens with {k} choices "
+            "each"
         )
     topk_experts = wide_ids(topk_experts)
     expert = jnp.arange(num_experts + 1, dtype=jnp.int32)

@@ -22,10 +22,10 @@ def balanced_order(expert_load: Float[np.ndarray, "experts"], devices: int, num_
     """
     load = np.asarray(expert_load)
     if load.ndim != 1:
-        raise ValueError(f"expert_load must be [experts]; got {list(load.shape)}")
+        raise ValueError(f"expert_load must have shape [experts]; got {list(load.shape)}")
     valid = np.isfinite(load) & (load >= 0)
     if not valid.all():
-        raise ValueError(f"expert_load must be numbers of at least 0; got {load[~valid][0]} for one expert")
+        raise ValueError(f"expert_load must hold numbers of at least 0; got {load[~valid][0]} for one expert")
     if devices < 1 or len(load) % devices:
         raise ValueError(f"{len(load)} experts cannot be dealt out to {devices} devices; take a divisor")
     if num_groups < 1 or len(load) % num_groups:

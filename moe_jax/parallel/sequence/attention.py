@@ -88,9 +88,9 @@ class ContextParallel:
         """Returns each token's index in its segment."""
         return own_tokens(starts.shape[1], axis_name=self.axis_name, layout=self.layout) - starts
 
-    def later(self, x: Int[Array, "batch seq"], offset: int) -> Int[Array, "batch seq"]:
-        """Returns `later` of this array."""
-        return later(x, offset, axis_name=self.axis_name, layout=self.layout)
+    def shift_left(self, x: Int[Array, "batch seq"], offset: int) -> Int[Array, "batch seq"]:
+        """Computes `shift_left` of this array."""
+        return shift_left(x, offset, axis_name=self.axis_name, layout=self.layout)
 
     def attention(
         self,
@@ -205,10 +205,13 @@ def starts_of_segments(
     return _own_part(lax.cummax(jnp.where(begins, index, 0), axis=1), axis_name, layout)
 
 
-def later(
+def shift_left(
     x: Int[Array, "batch seq"], offset: int, *, axis_name: str = "context", layout: Layout = "zigzag"
 ) -> Int[Array, "batch seq"]:
-    """Returns the entries of x `offset` tokens later in the sequence; 0 after its end. 4 bytes a token are gathered."""
+    """Returns, for each of this device's tokens, the entry of x `offset` tokens after it in the sequence; 0 behind its end.
+
+    The entries of all devices are gathered, 4 bytes a token.
+    """
     return _own_part(jnp.pad(_gather(x, axis_name, layout), ((0, 0), (0, offset)))[:, offset:], axis_name, layout)
 
 

@@ -221,7 +221,7 @@ def _check_user_loss(loss: LossFunction, settings: FinetuneSettings, config: Mod
     coefficients = {name: getattr(settings, name) for name in ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef")}
     if given := [f"{name}={value}" for name, value in coefficients.items() if value]:
         raise ValueError(
-            f"{', '.join(given)}: a factor of the built-in loss, which `loss` takes the place of; add that term there"
+            f"`loss` replaces the built-in loss, which alone has the factors {', '.join(given)}: add their terms to `loss`"
         )
     refuse_further_predictors(config)
     if settings.rebalance_every:

@@ -24,24 +24,24 @@ class FinetuneSettings:
       model: a checkpoint folder or hub id.
       data: a folder of text files, a .jsonl file, or a folder of .jsonl files.
       output: the folder for metrics and checkpoints. A run that finds checkpoints there continues from the last one.
-      eval_data: held-out text to measure the loss on, in the same format as `data`; None: no such text. A file that `data` has
-        too is refused.
+      eval_data: held-out text to measure the loss on, in the same format as `data`; None: no measurement. A file that is also
+        in `data` is refused.
       eval_every: steps between two measurements of the held-out loss; the last step is always measured.
-      eval_batches: the number of batches, of a micro-batch's rows, for a measurement; drawn by `seed`, the same each time.
+      eval_batches: batches in a measurement, each with a micro-batch's rows. `seed` draws them; they are the same each time.
       data_format: "folder", "text" (JSONL "text"), "chat" (JSONL "messages"), or "auto".
       skip_bad_documents: leave out conversations that the chat template refuses, and count them in the log. Otherwise the first
         such conversation ends the run. May be changed when a run continues.
       tokenizer: a folder or hub id; None: the model's.
       chat_template: a Jinja file to use in place of the tokenizer's template, or "chatml"; saved with the trained model.
       seq_len: tokens in a row. Documents are packed into rows; longer documents are cut. More than the model's
-        max_position_embeddings (extended by yarn, if the model has it) gives a warning, and is trained.
+        max_position_embeddings (extended by yarn, if the model has it) gives a warning, and the run goes on.
       batch_size: rows in an optimizer step, over all micro-batches.
       gradient_accumulation: micro-batches in an optimizer step.
-      steps: optimizer steps in all. Run the command again with a larger value to continue a run that has ended.
+      steps: total number of optimizer steps. Run the command again with a larger value to continue a run that has ended.
       epochs: passes through the data, in place of `steps`; all documents are tokenized once to count the steps.
       learning_rate: the peak, reached after `warmup_steps`; afterwards the rate falls along a cosine.
       min_learning_rate_ratio: the learning rate at the end, as a part of the peak.
-      warmup_steps: None: a tenth of `steps`, at most 100.
+      warmup_steps: steps in which the learning rate rises to its peak; None: a tenth of `steps`, at most 100.
       weight_decay: AdamW's weight decay; norms and biases do not decay.
       max_grad_norm: gradients with a larger norm are scaled down to it.
       aux_loss_coef: the load-balancing loss's coefficient; None: the config's router_aux_loss_coef.
@@ -50,11 +50,11 @@ class FinetuneSettings:
       z_loss_coef: the router z-loss's coefficient.
       expert_bias_update_rate: the step by which the biases of experts move, for models that balance their load by biases; 0:
         the biases stay.
-      mtp_loss_coef: the coefficient of the loss of further tokens, for models with modules that predict some (DeepSeek-V3 was
+      mtp_loss_coef: the coefficient of the further tokens' loss, for models with modules that predict them (DeepSeek-V3 was
         pretrained with 0.3, at the end 0.1). 0: the modules are left out of the run and of the trained model.
       seed: decides the order of documents.
       checkpoint_every: steps between checkpoints; the last step always has one.
-      keep_checkpoints: the number of latest checkpoints that stay.
+      keep_checkpoints: the number of newest checkpoints to keep.
       dtype: the dtype that the model computes in, "bfloat16" or "float32".
       param_dtype: the dtype of parameters, and of their gradients within a micro-batch, "float32" or "bfloat16". Masters are
         float32 in either case: a bfloat16 parameter is the upper half of its master, so that no pass casts it.
@@ -64,16 +64,16 @@ class FinetuneSettings:
       mesh: the numbers of devices over which rows, parameters, experts and sequences are spread (docs/scaling.md). All devices
         are used.
       capacity_factor: the room of one exchange between experts' devices, as a multiple of an even routing's tokens. With the
-        number of devices along mesh.expert everything fits, and no layer waits to learn whether it did
+        number of devices along mesh.expert every routing fits, and no layer waits to learn whether its tokens fit
         (docs/parallel_experts.md).
-      hops: the transport between devices: of gathered matrices, of the ring along mesh.context, of pairwise exchanges with
-        experts. "copies" are peer-to-peer copies between the GPUs of one process; "nccl" are collectives. None: copies if they
-        can be made.
+      hops: how gathered matrices, the ring along mesh.context and pairwise exchanges with experts travel between devices.
+        "copies" are peer-to-peer copies between the GPUs of one process; "nccl" are collectives. None: copies if they can be
+        made.
       shadow_experts: the most experts that a layer may copy to all devices along mesh.expert for a step. A layer does so if the
         busiest device saves more than the copies cost (docs/parallel_experts.md).
       rebalance_every: steps after which experts change places between the devices along mesh.expert, by their load since the
-        last change; 0: never. Log and trained model have the experts under their old numbers. The load-balancing loss of
-        several layers counts them under their places (docs/scaling.md).
+        last change; 0: never. The log and the trained model keep the experts' old numbers. The load-balancing loss of
+        several layers counts experts by their places (docs/scaling.md).
       tensorboard: write output/tensorboard too.
       force_balanced_routing: ignore the router's choices and deal experts out in turn. For benchmarks: it spoils a model.
       dry_run: check everything, and print the data that the run would learn from, with a row of its first batch. Train nothing,
@@ -167,7 +167,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
         if getattr(settings, name) not in choices:
             problems.append(f"{name}={getattr(settings, name)!r} must be one of {', '.join(choices)}")
     if settings.offload and not settings.remat:
-        problems.append("offload=True needs remat: without it far more is kept than a layer's input")
+        problems.append("offload=True needs remat: without remat a layer keeps far more than its input")
     if settings.rebalance_every and settings.force_balanced_routing:
         problems.append(
             "rebalance_every needs the router's own choices: force_balanced_routing deals experts out by their places"

@@ -109,8 +109,8 @@ class Batches(Iterator[Rows]):
         """
         if missing := [i for i in self._streams if str(i) not in state]:
             raise ValueError(
-                f"the position is of other streams: it has none of number {', '.join(map(str, missing))}. Documents are dealt "
-                "out by batch_size; take the one that the position was saved with"
+                f"the position belongs to other streams: it has no stream of number {', '.join(map(str, missing))}. "
+                "Documents are dealt out by batch_size; take the batch_size that the position was saved with"
             )
         for i, stream in self._streams.items():
             stream.set_state(state[str(i)])

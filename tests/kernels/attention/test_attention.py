@@ -85,7 +85,7 @@ def test_shape_errors():
     ids = jnp.ones((1, 2), jnp.int32)
     with pytest.raises(ValueError, match=r"q \(1, 2, 3, 4\), k \(1, 2, 2, 4\)"):
         attention(q, k, k, scale=1.0, query_segment_ids=ids, key_segment_ids=ids)
-    with pytest.raises(ValueError, match=r"key_segment_ids must have shape \[1, 2\], one of each token; got \[1, 1\]"):
+    with pytest.raises(ValueError, match=r"key_segment_ids must have shape \[1, 2\], one id per token; got \[1, 1\]"):
         attention(k, k, k, scale=1.0, query_segment_ids=ids, key_segment_ids=ids[:, :1])
 
 
@@ -132,7 +132,7 @@ def test_fused_equals_xla(rng):
     q, k, v, options = fused_inputs(rng)
     for window in (None, 40, jnp.int32(40)):
         fused, plain = (attention(q, k, v, window=window, backend=name, **options) for name in ("mosaic", "xla"))
-        # Two steps of bf16, of which one is 1/32 at 4 and above.
+        # Two steps of bf16; a step is 1/32 at 4 and above.
         np.testing.assert_allclose(np.asarray(fused, np.float32), np.asarray(plain, np.float32), rtol=1.6e-2, atol=3e-2)
 
 

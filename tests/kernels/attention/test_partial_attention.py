@@ -17,11 +17,11 @@ H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NV
 
 
 def make(rng, queries, keys, heads, kv_heads, head_dim, value_dim, dtype):
-    """q, k, v, dout and bounds that never fall, of which some are empty: at the beginning, in the middle, and at the end."""
+    """q, k, v, dout and bounds that never fall. Some intervals are empty: at the beginning, in the middle and at the end."""
     shapes = (queries, heads, head_dim), (keys, kv_heads, head_dim), (keys, kv_heads, value_dim), (queries, heads, value_dim)
     q, k, v, dout = (jnp.asarray(rng.normal(size=(BATCH, *shape)), dtype) for shape in shapes)
     first, last = np.sort(rng.integers(0, keys + 1, (BATCH, queries)), 1), np.sort(rng.integers(-1, keys, (BATCH, queries)), 1)
-    # Most queries see something, those at both ends of some draws nothing.
+    # Most queries see a key; in some draws the queries at both ends see none.
     first //= 3
     first[:, -7:] = keys
     return q, k, v, dout, (jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32))
@@ -61,7 +61,7 @@ CASES = {
     ],
 )
 def test_equals_the_definition(rng, monkeypatch, name, adds, out_dtype):
-    """Alone, and added to what other parts gave; a last part's results rounded."""
+    """Covers a part alone, a part added to other parts, and a last part with rounded results."""
     monkeypatch.setattr(partial_attention, "CHUNK", 64)
     *sizes, backend, tolerance = CASES[name]
     q, k, v, dout, bounds = make(rng, *sizes)
@@ -84,7 +84,7 @@ def test_equals_the_definition(rng, monkeypatch, name, adds, out_dtype):
         (before(k.shape), before(v.shape)),
     )
     if adds:
-        # Some queries had not seen a key before either.
+        # Some queries saw no key in the previous part either.
         sums = sums[0].at[:, ::3].set(0), sums[1].at[:, :, ::3].set(-jnp.inf)
 
     @jax.jit

@@ -37,7 +37,7 @@ def test_values(rng, routing, tokens, experts, k, hidden, inter, dtype):
 
 
 def test_ids_of_8_bits(rng):
-    """Ids of few bits mean the same."""
+    """Ids of a narrow dtype give the same result."""
     *arrays, chosen = make_layer(rng, "random", 1, 8, 2, 128, 128)
     chosen = chosen.at[0, 0].set(-1)
     np.testing.assert_array_equal(layer_of(*arrays, chosen.astype(jnp.int8)), layer_of(*arrays, chosen))
@@ -77,7 +77,7 @@ def test_by_rows(tokens, experts, k, hidden, inter, why):
 @pytest.mark.skipif(not mosaic.is_native(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
 def test_bits_of_many_tokens(rng, tokens):
-    """The bits are those of many tokens, every time."""
+    """The bits equal the bits of many tokens in every run."""
     x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 70, 128, 8, 2048, 768)
     many = layer_of(x, w_gate_up, w_down, weights, chosen)[:tokens]
     few = jax.jit(layer_of)

@@ -177,7 +177,7 @@ def test_products_with_the_hessian_are_those_of_the_oracle():
 
 
 def test_forward_mode_and_second_gradients_are_refused():
-    """The docstring of `experts_mlp` says so."""
+    """The docstring of `experts_mlp` promises this."""
     *arrays, chosen = make_inputs(seeds.rng(), 5, 4, 2, 8, 4, dtype=jnp.float32)
 
     def total(x):
@@ -410,12 +410,12 @@ def test_ids_of_8_bits_may_be_of_256_experts(chunk_tokens):
 
 
 def test_differentiable_halves_refuse_plan_of_few():
-    """Gradients may be asked for of `gate_up` and `down`."""
+    """`gate_up` and `down` have gradients."""
     x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 1, 3, 2, 8, 4, dtype=jnp.float32)
     rows = plan_of_few(chosen, 3, 1)
-    with pytest.raises(ValueError, match=r"of plan_of_few.*make it by plan"):
+    with pytest.raises(ValueError, match=r"plan must come from plan.* plan_of_few"):
         kernels.gate_up(x, w_gate_up, rows, backend="xla")
-    with pytest.raises(ValueError, match=r"of plan_of_few.*make it by plan"):
+    with pytest.raises(ValueError, match=r"plan must come from plan.* plan_of_few"):
         kernels.down(jnp.zeros((rows.num_rows, 4)), w_down, weights, rows, backend="xla")
 
 
@@ -436,14 +436,14 @@ def test_parts_that_differ_in_more_than_their_tokens_are_refused():
         experts_mlp_of_parts([part, one_choice], w_gate_up, w_down)
     with pytest.raises(ValueError, match=r"got float32\[tokens, 8\], .*; bfloat16\[tokens, 8\], "):
         experts_mlp_of_parts([part, part._replace(x=x.astype(jnp.bfloat16))], w_gate_up, w_down)
-    with pytest.raises(ValueError, match="one or more of the same dtypes and widths; got none"):
+    with pytest.raises(ValueError, match="one or more, all of the same dtypes and widths; got none"):
         experts_mlp_of_parts([], w_gate_up, w_down)
-    with pytest.raises(ValueError, match="max_pairs must be one for each of the 2 parts; got 1"):
+    with pytest.raises(ValueError, match="max_pairs must have one entry for each of the 2 parts; got 1"):
         experts_mlp_of_parts([part, part], w_gate_up, w_down, max_pairs=[3])
     with pytest.raises(ValueError, match="max_pairs must be at least 1 or None; got 0"):
         experts_mlp_of_parts([part], w_gate_up, w_down, max_pairs=[0])
     with pytest.raises(
-        ValueError, match=r"shares must be one for each part, and divide its tokens; got \[4\] for \[6\] tokens"
+        ValueError, match=r"shares must have one entry for each part, a divisor of its tokens; got \[4\] for \[6\] tokens"
     ):
         experts_mlp_of_parts([part], w_gate_up, w_down, shares=[4])
 
@@ -529,7 +529,7 @@ def test_other_bad_arguments_are_named():
     with pytest.raises(ValueError, match="chunk_tokens must be at least 1 or None; got 0"):
         kernels.experts_mlp(*inputs, chunk_tokens=0)
     totals = jnp.zeros_like(inputs[1]), jnp.zeros_like(inputs[2])
-    with pytest.raises(ValueError, match=r"accumulators\.gate_up must be float32, in which .* summed; got bfloat16"):
+    with pytest.raises(ValueError, match=r"accumulators\.gate_up must have dtype float32, in which .* summed; got bfloat16"):
         accumulating(*inputs, (totals[0].astype(jnp.bfloat16), totals[1]))
     with pytest.raises(ValueError, match=r"accumulators\.down must .* with experts=4, hidden=8, inter=4; got \[3, 8, 4\]"):
         accumulating(*inputs, (totals[0], totals[1][:3]))

@@ -89,7 +89,7 @@ def test_max_pairs(rng):
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_outer_of_parts(rng, routing):
-    """Products of parts are those of all their rows."""
+    """The products of parts equal the product of all their rows."""
     parts = []
     for _ in range(3):
         rows = plan(jnp.asarray(choose(rng, routing, 50, 4, 2), jnp.int32), 4, mosaic.ROW_ALIGNMENT)
@@ -153,7 +153,7 @@ def test_outer_accumulates(rng, routing, tokens, experts, k, m, n):
 
 
 def test_accumulators_of_micro_batches(rng):
-    """They grow by the gradients of every chunk."""
+    """Accumulators grow by the gradients of every chunk."""
     layer = make_layer(rng, "half_empty", 30, 4, 1, 128, 64)
     dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
     totals = tuple(jnp.asarray(rng.normal(size=w.shape), jnp.float32) for w in layer[1:3])
@@ -213,14 +213,14 @@ def test_order_of_tiles(rng, monkeypatch):
     row_after_row = run()
     monkeypatch.setattr(tile_order, "SMALL_MATRIX_BYTES", 0)
     monkeypatch.setattr(tile_order, "GROUP", 2)
-    # What JAX has traced it traces again under another precision of f32 products, of which there are none here.
+    # Another precision of f32 products makes JAX trace again. There are no f32 products here.
     with jax.default_matmul_precision("high"):
         for actual, expected in zip(run(), row_after_row, strict=True):
             np.testing.assert_array_equal(actual, expected)
 
 
 def test_f32_master_weights(rng):
-    """They get f32 gradients, rounded nowhere before."""
+    """f32 weights get f32 gradients that were not rounded before."""
     x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", *SMALL)
     layer = (x, w_gate_up.astype(jnp.float32), w_down.astype(jnp.float32), weights, chosen)
     dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
@@ -251,8 +251,8 @@ def test_without_h(rng):
 
 @pytest.mark.parametrize("routing", ["random", "one_takes_all"])
 def test_gather_where_used(rng, routing):
-    """A forward pass alone gathers them in its first matmul. What a token holds that chooses nobody reaches no row."""
-    # So many that a GPU's blocks have several tiles each.
+    """A forward pass alone gathers them in its first matmul. Tokens that choose nobody reach no row."""
+    # Enough tokens that each of a GPU's blocks has several tiles.
     tokens, hidden, inter = (20000, 1024, 384) if mosaic.is_native() else (150, 192, 128)
     x, w_gate_up, _, _, chosen = make_layer(rng, routing, tokens, 5, 2, hidden, inter)
     x, chosen = x.at[-1].set(jnp.nan), chosen.at[-1].set(-1)
@@ -297,7 +297,7 @@ def test_rows_of_up_to_64_tokens(tokens, max_pairs, blocks):
 
     lowered = lowered_for_h200(layer, *types_of(tokens, 4, 2, 256, 320))
     assert num_kernels(lowered) == 2
-    # One block more is kept free.
+    # One more block is kept free.
     assert f"-> tensor<{(blocks + 1) * 64}x320xbf16>" in lowered
 
 
@@ -346,7 +346,7 @@ def test_real_layers_lower_for_an_h200(experts, k, hidden, inter):
 
 
 def test_lowers_for_an_h200_with_x64():
-    """With jax_enable_x64 too."""
+    """Covers jax_enable_x64 too."""
 
     def step(x, w_gate_up, w_down, weights, chosen):
         def loss(*arrays):
@@ -360,7 +360,7 @@ def test_lowers_for_an_h200_with_x64():
 
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_accumulators_in_place_on_h200(check_vma):
-    """On two devices, of which each has totals of its own: neither is copied, since the kernels' results take their memory."""
+    """Two devices have accumulators of their own. Neither is copied, since the kernels' results take their memory."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
     tokens, experts, k, hidden, inter = 8192, 128, 8, 2048, 768
@@ -452,7 +452,7 @@ def test_plan_of_another_alignment(rng):
 @pytest.mark.skipif(not mosaic.is_native(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("tokens", [1, 2, 16, 129])
 def test_bits_of_a_token_of_qwen3_30b(rng, tokens):
-    """They depend neither on 8192 other tokens nor on whether gradients are computed."""
+    """They do not depend on 8192 other tokens, or on gradients that are computed too."""
     x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 8192, 128, 8, 2048, 768)
     dy = jnp.asarray(rng.normal(size=x.shape), jnp.bfloat16)
 

@@ -151,7 +151,7 @@ def test_plan_refuses():
 
 @pytest.mark.parametrize("tokens, k", [(0, 2), (65, 2), (5, 0)])
 def test_plan_of_few_refuses_tokens_that_do_not_fit_a_block(tokens, k):
-    with pytest.raises(ValueError, match=f"1 to row_alignment = 64 tokens with choices; got {tokens} with {k}"):
+    with pytest.raises(ValueError, match=f"1 to row_alignment = 64 tokens with choices; got {tokens} tokens with {k}"):
         plan_of_few(jnp.zeros((tokens, k), jnp.int32), 4, 64)
 
 

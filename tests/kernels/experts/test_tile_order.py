@@ -1,4 +1,4 @@
-"""The order of tiles: each once, and for large matrices those that follow each other nearly a square."""
+"""The order of tiles: each comes once, and for large matrices neighbours in the order form nearly a square."""
 
 import jax.numpy as jnp
 import pytest
@@ -29,7 +29,7 @@ def test_groups_of_rows():
 
 @pytest.mark.parametrize("row_tiles, column_tiles", [(5, 28), (64, 112), (512, 16)])
 def test_rows_and_columns_of_128_tiles(row_tiles, column_tiles):
-    """Of DeepSeek-V3's and Mixtral's experts; row after row, the first two have 28 and 112 columns at work."""
+    """Covers DeepSeek-V3's and Mixtral's experts. Row after row, the first two have 28 and 112 columns at work."""
     at_work = order(row_tiles, column_tiles)[:128]
     needed = len({i for i, _ in at_work}) + len({j for _, j in at_work})
     assert needed <= max(GROUP + 128 // GROUP, row_tiles + -(-128 // row_tiles))

@@ -14,7 +14,7 @@ from moe_jax.kernels.hopper.mainloop import TileShape
 
 
 def results(pass_name, tiles, matrix, chosen, experts, draw):
-    """Yields the results of each tile as numpy arrays; of results by row only the rows that somebody chose."""
+    """Yields the results of each tile as numpy arrays. Results by row hold only the rows of pairs."""
     rows = plan(jnp.asarray(chosen, jnp.int32), experts, mosaic.ROW_ALIGNMENT)
     owned = np.asarray(rows.pair_of_row) < chosen.size
     shapes = operand_shapes(pass_name, matrix, rows.num_rows, experts)
@@ -47,7 +47,7 @@ def results(pass_name, tiles, matrix, chosen, experts, draw):
 )
 @pytest.mark.smoke
 def test_bits_of_tiles(rng, pass_name, tiles):
-    """Sums over k are exact here, since the interpreter adds up a step as its CPU likes; the order of all others counts."""
+    """Sums over k are exact here, since the interpreter adds up a step in its CPU's order. All other orders count."""
 
     def draw(shape):
         return jnp.asarray(rng.integers(-4, 5, size=shape) / 4, jnp.bfloat16)

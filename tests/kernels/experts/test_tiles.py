@@ -139,11 +139,11 @@ def test_keys_of_passes(monkeypatch):
         ({"rows_per_expert": "64"}, "rows_per_expert is '64'; it must be a number above 0"),
         ({"tile": [64, 256, 4]}, 'tile is [64, 256, 4]; it must be {"rows": 128, "columns": 256, "stages": 3}'),
         ({"tile": GOOD["tile"] | {"stages": 3.5}}, "or other whole numbers"),
-        ({"tile": GOOD["tile"] | {"by_turns": 1}}, 'or other whole numbers, and if you like "by_turns": true'),
+        ({"tile": GOOD["tile"] | {"by_turns": 1}}, 'or other whole numbers, and may have "by_turns": true'),
         ({"tile": GOOD["tile"] | {"columns": 192}}, "columns is 192; with 64 rows it must be 128 or 256"),
         ({"tile": GOOD["tile"] | {"stages": 5}}, "stages is 5; with tiles of 64 x 256 it must be 2 to 4, what 232448 bytes"),
-        ({"tokens": 8}, "an entry has pass, matrix, rows_per_expert, tile and, if you like, measured"),
-        ({}, "an entry before it is for the same pass, matrix and rows_per_expert"),
+        ({"tokens": 8}, "an entry must have pass, matrix, rows_per_expert and tile, and may have measured"),
+        ({}, "an earlier entry has the same pass, matrix and rows_per_expert"),
     ],
 )
 def test_bad_entry(monkeypatch, tmp_path, change, message):
@@ -163,8 +163,8 @@ def test_no_table(monkeypatch, tmp_path):
         (b"{", "is not JSON: "),
         (b"\xff", "is not JSON: "),
         (b"[" * 100_000, "is not JSON: "),
-        (b"[]", 'must be {"tiles": [...]}'),
-        (b'{"tiles": 3}', 'must be {"tiles"'),
+        (b"[]", 'must hold {"tiles": [...]}'),
+        (b'{"tiles": 3}', 'must hold {"tiles"'),
     ):
         path.write_bytes(content)
         with pytest.raises(ValueError) as error:
@@ -176,7 +176,7 @@ def test_no_table(monkeypatch, tmp_path):
 
 
 def test_merge_into_table(tmp_path):
-    """A written table keeps what it had for other keys."""
+    """A written table keeps its entries for other keys."""
     path = tmp_path / "mine.json"
     old, other, new = entry(128, 64), entry(128, 0.1), Entry("grouped_matmul", MATRIX, 64, TileShape(64, 256, 4), "H200")
     by_turns = Entry("grouped_matmul", MATRIX, 512, TileShape(128, 128, 5, ping_pong=True))
@@ -205,7 +205,7 @@ def test_table_decides(monkeypatch, tmp_path):
 
 
 def test_accumulating_tile_divides_the_matrix(monkeypatch):
-    """What lies beyond the matrix is another's: sums alone are cut off there, totals would be read there too."""
+    """Columns beyond the matrix belong to another: stores are cut off there, accumulators would be read there too."""
     taken = []
     monkeypatch.setattr(mosaic, "choose_tile", lambda *_: TileShape(128, 192, 4, ping_pong=True))
     monkeypatch.setattr(mosaic, "outer", lambda parts, tile, dtype, accumulate_into: taken.append(tile))

@@ -1,4 +1,4 @@
-"""Each token's sum over the rows of its choices, in f64 by numpy: where no expert computes a choice nothing is added."""
+"""Each token's sum over the rows of its choices equals numpy's in f64; a choice that no expert computes adds nothing."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ EXPERTS = 5
 
 
 def make_rows(rng, tokens, k, features, dtype):
-    """Rows in expert order, choices of which a third is computed elsewhere, and weights; what belongs to nobody is NaN."""
+    """Rows in expert order, choices, and weights. A third of the choices is computed elsewhere; rows of nobody are NaN."""
     backend = implementation("mosaic")
     rows = plan(jnp.asarray(rng.integers(-2, EXPERTS, (tokens, k))), EXPERTS, backend.ROW_ALIGNMENT)
     has_pair = np.asarray(rows.pair_of_row)[:, None] < tokens * k
@@ -38,7 +38,7 @@ def exact(values, rows, weights):
     ],
 )
 def test_sums(rng, tokens, shares, k, features, dtype, weighted):
-    """What stands in rows that nobody computed, here NaN, does not show."""
+    """Rows that nobody computed, here NaN, do not reach the sums."""
     assert columns_at_a_time(features, k)
     values, rows, weights = make_rows(rng, tokens * shares, k, features, dtype)
     sums = implementation("mosaic").token_sums
@@ -60,6 +60,6 @@ def test_other_sizes(rng, backend, tokens, k, features):
 
 
 def test_columns_at_a_time():
-    """Columns that divide all of them; not of more choices than a warpgroup has registers for."""
+    """The columns at a time divide all columns. More choices than a warpgroup has registers for give None."""
     sizes = [(2048, 8), (7168, 1), (2560, 6), (2880, 4), (2048, 9), (2048, 0)]
     assert [columns_at_a_time(*size) for size in sizes] == [1024, 1024, 512, None, None, None]

@@ -82,7 +82,7 @@ def interpreted_call(executor, *inputs, kernel, out_shape, grid, input_output_al
 
 
 def run_in_interpreter(module, name, inputs, outputs, grid, constants, aliases):
-    """Runs in the interpreter's process. What a kernel leaves unwritten is NaN.
+    """Runs in the interpreter's process. Rows that a kernel leaves unwritten are NaN.
 
     The interpreter multiplies the bits of bfloat16 as if they were whole numbers and rounds to it by cutting off: it gets f32.
     """
@@ -131,7 +131,7 @@ def test_values_and_gradients_are_as_near_f64_as_xla(rng, runs, routing, tokens,
     seed=st.integers(0, 2**31),
 )
 def test_every_matmul_is_that_of_the_xla_backend_on_any_plan(runs, tokens, experts, k, widths, routing, row_alignment, seed):
-    """Rows of no pair hold NaN wherever the interface lets them hold anything; some rows' sources are none."""
+    """Rows of no pair hold NaN wherever the interface allows any value. Some rows have no source."""
     rng = np.random.default_rng(seed)
     rows = plan(jnp.asarray(choose(rng, routing, tokens, experts, min(k, experts)), jnp.int32), experts, row_alignment)
     hidden, inter = widths

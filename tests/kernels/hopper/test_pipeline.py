@@ -88,7 +88,7 @@ def sum_tiles(x, y, steps_of_tiles, copies, reads_late=False, **options):
                 else:
                     compute()
 
-        # One block of the grid works, so that which steps it takes is plain to see.
+        # One block of the grid works, so that its steps are known.
         pl.when(lax.axis_index("block") == 0)(lambda: run_roles(produce, consume, ATTENTION_REGISTERS))
 
     scratch = Scratch(

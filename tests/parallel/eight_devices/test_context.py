@@ -1,4 +1,4 @@
-"""Attention over a split sequence equals that of one device, in every layout and by every method, with its gradients."""
+"""Attention over a split sequence equals one device's, in every layout and by every method, with its gradients."""
 
 import functools
 import math
@@ -144,7 +144,7 @@ def test_bf16_error_does_not_grow_with_devices():
 
 
 def expand(weight, latents, k_shared):
-    """Keys of a head for each entry of `weight`, the last part of all the same, and narrower values."""
+    """Expands keys of a head for each entry of `weight`, with one last part for all heads, and narrower values."""
     k, v = jnp.split(jnp.einsum("bsr,hrd->bshd", latents, weight), [5], axis=-1)
     shared = jnp.broadcast_to(k_shared[:, :, None], (*k.shape[:3], WIDTH - 5))
     return jnp.concatenate([k, shared], axis=-1), v
@@ -160,7 +160,7 @@ def expand(weight, latents, k_shared):
     ],
 )
 def test_latents_travel(devices, layout, method, hops, travels):
-    """Results and gradients equal one device's with expanded keys; in bf16 the error is about that of one device."""
+    """Results and gradients equal one device's with expanded keys; in bf16 the error is about as large as one device's."""
     rng, ids = seeds.rng(), packed(seeds.rng())
     runs = jnp.cumsum(ids != jnp.roll(ids, 1, axis=1), axis=1)
     shapes = (BATCH, SEQ, 4, WIDTH), (BATCH, SEQ, 6), (BATCH, SEQ, WIDTH - 5), (4, 6, 9), (BATCH, SEQ, 4, 4)

@@ -56,7 +56,7 @@ def test_loss_and_gradients_are_those_of_one_device(single, sizes, remat, hops):
     on_mesh = jax.shard_map(local, mesh=mesh, in_specs=(sharded.specs, P(axes), P(axes)), out_specs=(P(), sharded.specs))
     parts = jax.tree.map(lambda p, spec: jax.device_put(p, NamedSharding(mesh, spec)), parameters, sharded.specs)
     found, gradients = jax.jit(on_mesh)(parts, tokens, direction)
-    # A sum of 12672 numbers of either sign, some 50 in size, may be next to nothing.
+    # A sum of 12672 numbers of either sign and of size about 50 may be nearly 0.
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-4)
     for (path, actual), wanted in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(expected_gradients), strict=True):
         assert relative_error(actual, wanted) < 1e-5, jax.tree_util.keystr(path)

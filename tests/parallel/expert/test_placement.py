@@ -46,10 +46,10 @@ def test_groups_stay_together(devices, best):
 def test_errors_of_groups_and_loads():
     with pytest.raises(ValueError, match="9 experts are not 6 groups of one size"):
         balanced_order(np.ones(9), 3, num_groups=6)
-    with pytest.raises(ValueError, match=r"expert_load must be \[experts\]; got \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"expert_load must have shape \[experts\]; got \[2, 4\]"):
         balanced_order(np.ones((2, 4)), 2)
     for wrong in (np.nan, -1.0):
-        with pytest.raises(ValueError, match=f"expert_load must be numbers of at least 0; got {wrong} for one expert"):
+        with pytest.raises(ValueError, match=f"expert_load must hold numbers of at least 0; got {wrong} for one expert"):
             balanced_order(np.array([3.0, wrong, 1.0, 2.0]), 2)
 
 

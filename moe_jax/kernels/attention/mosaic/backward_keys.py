@@ -35,6 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask, TokenInterval, m_block_steps
+from moe_jax.kernels.attention.mosaic.producer import load_tiles
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     COLUMNS,
     LOG2_E,
@@ -170,9 +171,8 @@ class _Block:
 
     def produce(self) -> None:
         """Loads k and v once a tile, and q, lse, dout and delta once a step."""
-        steps, tiles = self.scheduler.for_each_tile(self._load_tile, jnp.int32(0))
-        self.scratch.kv_pipe.drain(tiles)
-        self.scratch.pipe.drain(steps)
+        scratch = self.scratch
+        load_tiles(self.scheduler, self._load_tile, once_a_tile=scratch.kv_pipe, once_a_step=(scratch.pipe,))
 
     def consume(self, warpgroup) -> None:
         """Computes this warpgroup's 64 keys of each tile."""

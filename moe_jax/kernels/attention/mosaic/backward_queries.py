@@ -31,6 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask, TokenInterval, n_block_steps
+from moe_jax.kernels.attention.mosaic.producer import load_n_blocks, load_tiles
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     LOG2_E,
     RESIDENT_BLOCK,
@@ -148,10 +149,8 @@ class _Block:
 
     def produce(self) -> None:
         """Loads q and dout once a tile and k and v once a step."""
-        steps, tiles = self.scheduler.for_each_tile(self._load_tile, jnp.int32(0))
-        self.scratch.q_pipe.drain(tiles)
-        self.scratch.k_pipe.drain(steps)
-        self.scratch.v_pipe.drain(steps)
+        scratch = self.scratch
+        load_tiles(self.scheduler, self._load_tile, once_a_tile=scratch.q_pipe, once_a_step=(scratch.k_pipe, scratch.v_pipe))
 
     def consume(self, warpgroup) -> None:
         """Computes this warpgroup's 64 queries of each tile."""
@@ -161,24 +160,13 @@ class _Block:
     def _load_tile(self, number, tile: WorkTile, first_step):
         """Returns the number of steps so far."""
         inputs, scratch = self.inputs, self.scratch
-        batch, m_block, head, kv_head = tile
-        n_block_max, _, _, total = BlockSteps.load(inputs.n_block_steps, tile)
-        block_n = scratch.k.shape[1]
-        queries = pl.ds(m_block * BLOCK_M, BLOCK_M)
+        steps = BlockSteps.load(inputs.n_block_steps, tile)
+        queries = pl.ds(tile.block * BLOCK_M, BLOCK_M)
         scratch.q_pipe.acquire(number)
-        plgpu.copy_gmem_to_smem(inputs.q.at[batch, queries, head], scratch.q, scratch.q_pipe.full_barrier(0))
-        plgpu.copy_gmem_to_smem(inputs.dout.at[batch, queries, head], scratch.dout, scratch.q_pipe.full_barrier(0))
-
-        @pl.loop(0, total)
-        def _load_step(step):
-            slot = scratch.k_pipe.slot(first_step + step)
-            keys = pl.ds((n_block_max - step) * block_n, block_n)
-            scratch.k_pipe.acquire(first_step + step)
-            plgpu.copy_gmem_to_smem(inputs.k.at[batch, keys, kv_head], scratch.k.at[slot], scratch.k_pipe.full_barrier(slot))
-            scratch.v_pipe.acquire(first_step + step)
-            plgpu.copy_gmem_to_smem(inputs.v.at[batch, keys, kv_head], scratch.v.at[slot], scratch.v_pipe.full_barrier(slot))
-
-        return first_step + total
+        plgpu.copy_gmem_to_smem(inputs.q.at[tile.batch, queries, tile.head], scratch.q, scratch.q_pipe.full_barrier(0))
+        plgpu.copy_gmem_to_smem(inputs.dout.at[tile.batch, queries, tile.head], scratch.dout, scratch.q_pipe.full_barrier(0))
+        load_n_blocks(inputs, scratch, tile, steps, first_step)
+        return first_step + steps.total
 
     def _consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
         """Returns the number of steps so far."""

@@ -112,13 +112,13 @@ def read_table(path: str | Path) -> list[Entry]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(table, dict) or not isinstance(table.get("tiles"), list):
-        raise ValueError(f'{path} must be {{"tiles": [...]}}, as `moe-jax tune` writes it')
+        raise ValueError(f'{path} must hold {{"tiles": [...]}}, as `moe-jax tune` writes it')
     entries: dict[tuple, Entry] = {}
     for i, values in enumerate(table["tiles"]):
         try:
             entry = _parse(values)
             if entry.key in entries:
-                raise ValueError("an entry before it is for the same pass, matrix and rows_per_expert; leave one of them out")
+                raise ValueError("an earlier entry has the same pass, matrix and rows_per_expert; leave one of them out")
         except (ValueError, OverflowError) as error:
             raise ValueError(f"{path}: tiles[{i}] = {json.dumps(values)}: {error}") from error
         entries[entry.key] = entry
@@ -159,7 +159,7 @@ def _nearest(entries: list[Entry], pass_name: Pass, matrix: tuple[int, int], row
 def _parse(values: Any) -> Entry:
     needed = {"pass", "matrix", "rows_per_expert", "tile"}
     if not isinstance(values, dict) or not needed <= values.keys() <= needed | {"measured"}:
-        raise ValueError("an entry has pass, matrix, rows_per_expert, tile and, if you like, measured")
+        raise ValueError("an entry must have pass, matrix, rows_per_expert and tile, and may have measured")
     pass_name, matrix, rows, tile = values["pass"], values["matrix"], values["rows_per_expert"], values["tile"]
     if pass_name not in PASSES:
         raise ValueError(f"pass is {pass_name!r}; it must be one of {', '.join(PASSES)}")
@@ -174,7 +174,7 @@ def _parse(values: Any) -> Entry:
     ):
         raise ValueError(
             f'tile is {tile}; it must be {{"rows": 128, "columns": 256, "stages": 3}} or other whole numbers, '
-            'and if you like "by_turns": true'
+            'and may have "by_turns": true'
         )
     shape = TileShape(tile["rows"], tile["columns"], tile["stages"], ping_pong=tile.get("by_turns", False))
     entry = Entry(pass_name, (matrix[0], matrix[1]), float(rows), shape, str(values.get("measured", "")))
