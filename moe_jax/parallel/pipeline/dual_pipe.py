@@ -70,9 +70,7 @@ def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
     _require_two_per_rank("DualPipeV", ranks, micro_batches)
     return Schedule(
         name="dualpipe-v",
-        ranks=tuple(
-            _slots(_phases(ranks, rank, micro_batches), own=0, is_middle=rank == ranks - 1) for rank in range(ranks)
-        ),
+        ranks=tuple(_slots(_phases(ranks, rank, micro_batches), own=0, is_middle=rank == ranks - 1) for rank in range(ranks)),
         stages=tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)),
         directions=(0, 0),
         micro_batches=micro_batches,

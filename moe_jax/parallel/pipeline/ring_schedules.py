@@ -43,7 +43,7 @@ def uniform(ranks: int, chunks: int, micro_batches: int) -> Schedule:
     """Returns interleaved 1F1B in ticks: slot k of each rank is tick k, with at most one forward and one backward pass.
 
     `moe_jax.parallel.pipeline.ticks` has the arithmetic. All ranks can run one program, because every tick computes the same
-    on all of them and masks what does not exist. A rank holds up to `(chunks + 1) ranks` chunk inputs.
+    on all of them and masks what does not exist. Rank r holds up to `(chunks + 1) ranks - 2 r` chunk inputs.
 
     Raises:
       ValueError: a size is below 1, or there are several chunks on one rank.
@@ -56,7 +56,7 @@ def uniform(ranks: int, chunks: int, micro_batches: int) -> Schedule:
         stages=_stages(ranks, chunks),
         directions=(0,) * chunks,
         micro_batches=micro_batches,
-        in_flight=(min((chunks + 1) * ranks, chunks * micro_batches),) * ranks,
+        in_flight=tuple(min((chunks + 1) * ranks - 2 * rank, chunks * micro_batches) for rank in range(ranks)),
         weights_queue=(0,) * ranks,
     )
 
