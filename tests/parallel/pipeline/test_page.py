@@ -18,8 +18,8 @@ DRAWN = {
     "dualpipe-v": (2, 2, 4),
 }
 ROWS = [
-    ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("uniform", 1), ("uniform", 2), ("uniform", 4), ("zb-h1", 1), ("zb-v", 2),
-    ("dualpipe", 2), ("dualpipe-v", 2),
+    ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("uniform", 1), ("uniform", 2), ("uniform", 4),
+    ("zb-h1", 1), ("zb-v", 2), ("dualpipe", 2), ("dualpipe-v", 2),
 ]  # fmt: skip
 CHOOSES_CHUNKS = ("interleaved", "uniform")
 
