@@ -25,6 +25,8 @@ class Command:
     summary: str
     several_processes: bool = False
     """True if the command can run as several processes of one job."""
+    uses_jax: bool = True
+    """False if the command runs without JAX, and JAX is not imported for it."""
 
 
 COMMANDS = {
@@ -32,7 +34,7 @@ COMMANDS = {
         "finetune": Command("FinetuneCommand", "train a model on texts or chats, and export it", several_processes=True),
         "demo": Command("DemoCommand", "train, resume, export and sample a small model here, in 5 minutes on a CPU"),
         "plan": Command("PlanCommand", "predict time and memory of a training step for every mesh; needs no GPU"),
-        "launch": Command("LaunchCommand", "start a program once for each GPU of this host, as one job"),
+        "launch": Command("LaunchCommand", "start a program once for each GPU of this host, as one job", uses_jax=False),
     },
     "Use": {
         "generate": Command("GenerateCommand", "continue a prompt, or answer it", several_processes=True),
@@ -40,6 +42,7 @@ COMMANDS = {
     },
     "Look": {
         "plot": Command("PlotCommand", "draw a training run: its loss, and the load of its experts"),
+        "schedule": Command("ScheduleCommand", "draw a pipeline schedule, and count its bubble; needs no GPU", uses_jax=False),
         "check": Command("CheckCommand", "time one forward and one backward pass of a model", several_processes=True),
         "tune": Command("TuneCommand", "find the fastest tiles of the Hopper kernels for a model's experts"),
     },
@@ -100,7 +103,7 @@ def _run_command(name: str, arguments: list[str]) -> None:
 
     refuse_other_names(name, arguments)
     command: Any = tyro.cli(_command_class(name), prog=f"moe-jax {name}", args=arguments)
-    if name == "launch":
+    if not BY_NAME[name].uses_jax:
         command.run()
         return
     if name == "finetune":

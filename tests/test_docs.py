@@ -82,6 +82,7 @@ MODULES = [
     ".train",
     ".recipes",
     ".parallel",
+    ".parallel.pipeline",
     ".checkpoint",
     ".config",
     ".cost",
@@ -270,7 +271,11 @@ def literals(tree: ast.AST) -> list[str]:
 def commands() -> list:
     """Every whole `moe-jax` line of the pages; the command that `launch` would start is one of its own."""
     found = []
-    for page in [*PAGES, CONTRIBUTING, *(DOCS / f"{name}.md" for name in ("scaling", "balancing", "parallel_experts"))]:
+    for page in [
+        *PAGES,
+        CONTRIBUTING,
+        *(DOCS / f"{name}.md" for name in ("scaling", "balancing", "parallel_experts", "schedules")),
+    ]:
         blocks = fences(page, "", "bash") + [
             argument for block in fences(page, "yaml") for argument in arguments_of_pods(block)
         ]

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGES = [
     *("", ".checkpoint", ".config", ".cost", ".generation", ".kernels", ".layers", ".models", ".parallel", ".parallel.expert"),
-    ".train",
+    *(".parallel.pipeline", ".train"),
 ]
 
 

@@ -1,0 +1,98 @@
+"""`moe-jax schedule`: draws a pipeline schedule and counts its bubble."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from moe_jax.parallel import pipeline
+
+
+@dataclass(frozen=True)
+class ScheduleCommand:
+    """Draw a pipeline schedule for given times of its passes, and print its bubble beside the formula. Needs no GPU.
+
+    moe-jax schedule dualpipe --ranks 8 --micro-batches 32
+
+    moe-jax schedule interleaved --ranks 4 --chunks 2 --micro-batches 8 --output picture.png
+
+    docs/schedules.md explains and compares the schedules. Times are those of a rank's share of the layers, 1/ranks of the
+    model, for one micro-batch. Any unit will do.
+
+    Args:
+      schedule: the order of the passes.
+      ranks: devices along the pipeline.
+      micro_batches: micro-batches of a step; dualpipe counts both directions.
+      chunks: chunks of layers that each rank holds, for interleaved (default 2) and uniform (default 1).
+      forward: time of a forward pass.
+      backward: time of a whole backward pass.
+      weights: the part of `backward` that computes gradients of weights.
+      overlapped: time of a forward pass overlapped with a backward pass. Default: forward + backward.
+      hop: time in which a result travels to the next rank.
+      lockstep: run in ticks, each as long as its longest slot.
+      width: columns of the drawing.
+      output: a PNG file for the picture.
+    """
+
+    schedule: tyro.conf.Positional[Literal["1f1b", "interleaved", "uniform", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"]]
+    ranks: int
+    micro_batches: int
+    chunks: int | None = None
+    forward: float = 1.0
+    backward: float = 2.0
+    weights: float = 1.0
+    overlapped: float | None = None
+    hop: float = 0.0
+    lockstep: bool = False
+    width: int = 120
+    output: Annotated[str | None, tyro.conf.arg(metavar="FILE.png")] = None
+
+    def run(self) -> None:
+        """Prints the timeline and the bubble, and draws the picture if asked."""
+        schedule = self.made()
+        pipeline.verify(schedule)
+        of_rank = pipeline.PassTimes(self.forward, self.backward, self.weights, self.overlapped)
+        times = of_rank.divided(schedule.num_stages / self.ranks)
+        timeline = pipeline.simulate(schedule, times, hop=self.hop, lockstep=self.lockstep)
+        if self.output is not None:
+            pipeline.plot(timeline, self.output)
+        print(pipeline.draw(timeline, self.width))
+        by_formula = pipeline.bubble_formula(schedule, times)
+        print()
+        print(f"time of the step     {timeline.makespan:.6g}, efficiency {timeline.efficiency:.1%}")
+        print(f"bubble               {timeline.bubble:.6g} simulated, {by_formula:.6g} by the formula")
+        print(f"idle in each rank    {_list(timeline.idle)}")
+        if max(timeline.idle) > max(timeline.waiting):
+            print(f"between its passes   {_list(timeline.waiting)}")
+        print(f"chunk inputs held    {_list(timeline.peak_in_flight)}")
+        if any(timeline.peak_weights_queue):
+            print(f"passes W put off     {_list(timeline.peak_weights_queue)}")
+        if self.output is not None:
+            print(f"wrote {self.output}")
+
+    def made(self) -> pipeline.Schedule:
+        """Returns the schedule.
+
+        Raises:
+          ValueError: the schedule refuses the sizes, or has no `chunks` to choose.
+        """
+        if self.schedule == "interleaved":
+            return pipeline.interleaved(self.ranks, 2 if self.chunks is None else self.chunks, self.micro_batches)
+        if self.schedule == "uniform":
+            return pipeline.uniform(self.ranks, 1 if self.chunks is None else self.chunks, self.micro_batches)
+        if self.chunks is not None:
+            raise ValueError(f"--chunks goes with interleaved and uniform; {self.schedule} has chunks of its own")
+        make = {
+            "1f1b": pipeline.one_f_one_b,
+            "zb-h1": pipeline.zb_h1,
+            "zb-v": pipeline.zb_v,
+            "dualpipe": pipeline.dualpipe,
+            "dualpipe-v": pipeline.dualpipe_v,
+        }
+        return make[self.schedule](self.ranks, self.micro_batches)
+
+
+def _list(numbers: tuple[float, ...]) -> str:
+    """Returns the numbers, or one of them if all are equal."""
+    texts = [f"{number:.6g}" for number in numbers]
+    return texts[0] if len(set(texts)) == 1 else " ".join(texts)

@@ -1,0 +1,42 @@
+"""Pipeline parallelism: schedules as data, their rules, and the time and memory of a step. No module here imports JAX.
+
+docs/schedules.md compares the schedules.
+"""
+
+from typing import TYPE_CHECKING
+
+from moe_jax.runtime.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from moe_jax.parallel.pipeline.actions import to_actions
+    from moe_jax.parallel.pipeline.drawing import draw, plot
+    from moe_jax.parallel.pipeline.dual_pipe import dualpipe, dualpipe_v
+    from moe_jax.parallel.pipeline.formulas import bubble_formula
+    from moe_jax.parallel.pipeline.ring_schedules import interleaved, uniform
+    from moe_jax.parallel.pipeline.schedules import Part, Schedule, one_f_one_b
+    from moe_jax.parallel.pipeline.simulator import PassTimes, TimedSlot, Timeline, simulate
+    from moe_jax.parallel.pipeline.verification import verify
+    from moe_jax.parallel.pipeline.zero_bubble import zb_h1, zb_v
+
+__all__ = [
+    "Part",
+    "PassTimes",
+    "Schedule",
+    "TimedSlot",
+    "Timeline",
+    "bubble_formula",
+    "draw",
+    "dualpipe",
+    "dualpipe_v",
+    "interleaved",
+    "one_f_one_b",
+    "plot",
+    "simulate",
+    "to_actions",
+    "uniform",
+    "verify",
+    "zb_h1",
+    "zb_v",
+]
+
+export_lazily(__name__)

@@ -1,0 +1,135 @@
+"""Drawings of a simulated step: a row for each rank, as text or as a PNG file."""
+
+import math
+import os
+from pathlib import Path
+from string import ascii_lowercase as LETTERS
+
+from moe_jax.parallel.pipeline.schedules import Part, Slot
+from moe_jax.parallel.pipeline.simulator import TimedSlot, Timeline
+
+MAX_COLUMNS_PER_SLOT = 24
+"""Columns of a mean slot at most: labels of much shorter slots are cut instead."""
+
+MAX_NUMBERED_SLOTS = 120
+"""Slots in a row of a picture up to which each has room for the number of its micro-batch."""
+
+COLORS = {"F": "#6f9bd8", "B": "#7fbf7f", "b": "#56b4c9", "W": "#e0b040"}
+"""Colours of the kinds of passes. Odd chunks are lighter."""
+
+
+def draw(timeline: Timeline, width: int = 120) -> str:
+    """Returns a step as text: slots from | to |, idle time as dots, in panels of `width` columns.
+
+    F3 is the forward pass of micro-batch 3, B3 its backward pass, and b3 and W3 the parts of it. With several chunks a letter
+    is added: F3a is of chunk 0, F3b of chunk 1. F5a+B3b is an overlapped pair.
+
+    Raises:
+      ValueError: `width` is below 20.
+    """
+    if width < 20:
+        raise ValueError(f"width must be at least 20 columns; got {width}")
+    scale = _columns_per_time(timeline)
+    length = round(timeline.makespan * scale) + 1
+    rows = [_row(timeline, slots, scale, length) for slots in timeline.ranks]
+    names = [f"rank {rank} ".rjust(len(f"rank {len(rows) - 1} ")) for rank in range(len(rows))]
+    columns = width - len(names[0])
+    panels = []
+    for first in range(0, length, columns):
+        lines = [(name + row[first : first + columns]).rstrip() for name, row in zip(names, rows, strict=True)]
+        header = [] if first == 0 else [f"time {first / scale:.4g}"]
+        panels.append("\n".join(header + lines))
+    return "\n\n".join(panels)
+
+
+def plot(timeline: Timeline, path: str | Path) -> None:
+    """Draws a step into a PNG file, which is complete or absent. Overlapped passes share the height of a row.
+
+    Raises:
+      ValueError: `path` does not end in .png.
+    """
+    path = Path(path).expanduser()
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"the picture's name must end in .png; got {path}")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    num_ranks = len(timeline.ranks)
+    figure = Figure(figsize=(16, 1.2 + 0.45 * num_ranks), layout="constrained")
+    axes = figure.add_subplot(xlabel="time", xlim=(0, timeline.makespan or 1), ylim=(num_ranks - 0.5, -0.5))
+    axes.set(yticks=range(num_ranks), yticklabels=[f"rank {rank}" for rank in range(num_ranks)])
+    has_numbers = max(map(len, timeline.ranks)) <= MAX_NUMBERED_SLOTS
+    for rank, slots in enumerate(timeline.ranks):
+        for timed in slots:
+            for part, top, height in _boxes(timed.slot):
+                color = _shade(COLORS[part.kind], part.chunk)
+                left, length = timed.start, timed.end - timed.start
+                axes.barh(
+                    rank - 0.4 + top,
+                    length,
+                    0.8 * height,
+                    left=left,
+                    align="edge",
+                    color=color,
+                    edgecolor="white",
+                    linewidth=0.5,
+                )
+                if has_numbers:
+                    middle = (left + length / 2, rank - 0.4 + top + 0.4 * height)
+                    axes.text(*middle, str(part.micro_batch), ha="center", va="center", fontsize=6)
+    for kind, name in {"F": "forward", "B": "backward", "b": "gradients of inputs", "W": "gradients of weights"}.items():
+        if any(part.kind == kind for slots in timeline.ranks for timed in slots for part in timed.slot):
+            axes.barh(0, 0, color=COLORS[kind], label=name)
+    axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small", frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        FigureCanvasAgg(figure).print_png(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _columns_per_time(timeline: Timeline) -> float:
+    """Returns the smallest scale at which every label fits, within bounds."""
+    slots = [timed for slots in timeline.ranks for timed in slots if timed.end > timed.start]
+    if not slots:
+        return 1.0
+    mean = sum(timed.end - timed.start for timed in slots) / len(slots)
+    # A label needs its own columns and one for the bar before it.
+    needed = max((len(_label(timeline, timed.slot)) + 1) / (timed.end - timed.start) for timed in slots)
+    scale = min(needed, MAX_COLUMNS_PER_SLOT / mean)
+    # Whole columns for a time of 1, where there are any, keep rows of equal slots aligned.
+    return math.ceil(scale - 1e-9) if scale >= 1 else scale
+
+
+def _row(timeline: Timeline, slots: tuple[TimedSlot, ...], scale: float, length: int) -> str:
+    row = ["."] * length
+    for timed in slots:
+        start, end = round(timed.start * scale), round(timed.end * scale)
+        room = max(0, end - start - 1)
+        row[start:end] = ("|" + _label(timeline, timed.slot)[:room].ljust(room))[: end - start]
+        row[end] = "|"
+    return "".join(row)
+
+
+def _label(timeline: Timeline, slot: Slot) -> str:
+    def of_chunk(chunk: int) -> str:
+        if len(timeline.schedule.directions) == 1:
+            return ""
+        return LETTERS[chunk] if chunk < len(LETTERS) else f".{chunk}"
+
+    return "+".join(f"{part.kind}{part.micro_batch}{of_chunk(part.chunk)}" for part in slot)
+
+
+def _boxes(slot: Slot) -> list[tuple[Part, float, float]]:
+    """Returns each part of a slot with the top and the height of its box, as shares of a row."""
+    return [(part, 0.8 * i / len(slot), 1 / len(slot)) for i, part in enumerate(slot)]
+
+
+def _shade(color: str, chunk: int) -> str:
+    """Returns `color`, lighter for odd chunks."""
+    if chunk % 2 == 0:
+        return color
+    channels = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(channel + 0.45 * (255 - channel)):02x}" for channel in channels)

@@ -1,0 +1,140 @@
+"""Pipeline schedules as data: the order in which each rank computes its forward and backward passes.
+
+A rank holds one or more chunks of the model's layers. A stage is a chunk's place in the model: stage 0 has the first layers.
+Here are the types and the simplest schedule, 1F1B (Narayanan et al., arXiv 1806.03377). Nothing here imports JAX.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "b", "W"]
+
+
+class Part(NamedTuple):
+    """One pass of a chunk over a micro-batch.
+
+    Kind F is the forward pass and B the whole backward pass. B is b, the gradient of the chunk's inputs, and then W, the
+    gradients of its weights.
+    """
+
+    kind: Kind
+    chunk: int
+    micro_batch: int
+
+
+Slot = tuple[Part, ...]
+"""The passes that a rank computes as one unit: one part, an overlapped (F, B), or () for an idle tick."""
+
+
+class Result(NamedTuple):
+    """The outcome of a pass: outputs (F), gradients of inputs (b) or gradients of weights (W) of one stage and micro-batch."""
+
+    kind: Literal["F", "b", "W"]
+    direction: int
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The slots of each rank in order, and the bounds of memory that the schedule promises.
+
+    Attributes:
+      name: the name of the schedule in `moe-jax schedule`.
+      ranks: the slots of each rank.
+      stages: `stages[rank][chunk]`, the stage that a rank's chunk is.
+      directions: the stream of micro-batches that a chunk computes. DualPipe has two: stream 1 enters at the last rank.
+      micro_batches: the micro-batches of one stream, numbered from 0.
+      in_flight: the largest number of chunk inputs that each rank may hold. An input is held from its F to its W.
+      weights_queue: the largest number of passes that each rank may hold between their b and their W.
+    """
+
+    name: str
+    ranks: tuple[tuple[Slot, ...], ...]
+    stages: tuple[tuple[int, ...], ...]
+    directions: tuple[int, ...]
+    micro_batches: int
+    in_flight: tuple[int, ...]
+    weights_queue: tuple[int, ...]
+
+    @cached_property
+    def num_stages(self) -> int:
+        """The number of stages that the model is cut into."""
+        return 1 + max(stage for chunks in self.stages for stage in chunks)
+
+    @cached_property
+    def owners(self) -> dict[tuple[int, int], int]:
+        """{(direction, stage): the rank that computes it}."""
+        return {
+            (self.directions[chunk], stage): rank
+            for rank, chunks in enumerate(self.stages)
+            for chunk, stage in enumerate(chunks)
+        }
+
+    def results(self, rank: int, part: Part) -> list[Result]:
+        """Returns the results that a part of `rank` produces. B produces those of b and of W."""
+        kinds: tuple[Literal["F", "b", "W"], ...] = ("b", "W") if part.kind == "B" else (part.kind,)
+        return [Result(kind, *self._place(rank, part)) for kind in kinds]
+
+    def needs(self, rank: int, part: Part) -> list[Result]:
+        """Returns the results that a part of `rank` waits for."""
+        direction, stage, micro_batch = self._place(rank, part)
+        if part.kind == "F":
+            return [Result("F", direction, stage - 1, micro_batch)] if stage else []
+        if part.kind == "W":
+            return [Result("b", direction, stage, micro_batch)]
+        needed = [Result("F", direction, stage, micro_batch)]
+        if stage < self.num_stages - 1:
+            needed.append(Result("b", direction, stage + 1, micro_batch))
+        return needed
+
+    def _place(self, rank: int, part: Part) -> tuple[int, int, int]:
+        return self.directions[part.chunk], self.stages[rank][part.chunk], part.micro_batch
+
+
+def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
+    """Returns 1F1B: rank r computes `ranks - 1 - r` forward passes, then one forward and one backward pass in turn.
+
+    Rank r holds `ranks - r` micro-batches.
+
+    Raises:
+      ValueError: a size is below 1.
+    """
+    require_positive(ranks=ranks, micro_batches=micro_batches)
+
+    def slots(rank: int) -> Iterator[Slot]:
+        ahead = min(ranks - 1 - rank, micro_batches)
+        yield from (forward(0, i) for i in range(ahead))
+        for i in range(micro_batches):
+            if ahead + i < micro_batches:
+                yield forward(0, ahead + i)
+            yield backward(0, i)
+
+    return Schedule(
+        name="1f1b",
+        ranks=tuple(tuple(slots(rank)) for rank in range(ranks)),
+        stages=tuple((rank,) for rank in range(ranks)),
+        directions=(0,),
+        micro_batches=micro_batches,
+        in_flight=tuple(min(ranks - rank, micro_batches) for rank in range(ranks)),
+        weights_queue=(0,) * ranks,
+    )
+
+
+def forward(chunk: int, micro_batch: int) -> Slot:
+    """Returns a slot of one forward pass."""
+    return (Part("F", chunk, micro_batch),)
+
+
+def backward(chunk: int, micro_batch: int) -> Slot:
+    """Returns a slot of one whole backward pass."""
+    return (Part("B", chunk, micro_batch),)
+
+
+def require_positive(**sizes: int) -> None:
+    """Raises a ValueError that names the first size below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1; got {size}")
