@@ -23,7 +23,11 @@ import durations
 import hypothesis
 import jax
 import pytest
+import shapes
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+# Before a test imports the package.
+shapes.install()
 
 # Tests compare f32 with f32 and f64; on an NVIDIA GPU XLA multiplies f32 matrices in TF32 unless told otherwise.
 jax.config.update("jax_default_matmul_precision", "highest")
