@@ -23,7 +23,15 @@ import durations
 import hypothesis
 import jax
 import pytest
+<<<<<<< HEAD
 import races
+=======
+import shapes
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+>>>>>>> h-shapes
+
+# Before a test imports the package.
+shapes.install()
 
 # Tests compare f32 with f32 and f64; on an NVIDIA GPU XLA multiplies f32 matrices in TF32 unless told otherwise.
 jax.config.update("jax_default_matmul_precision", "highest")

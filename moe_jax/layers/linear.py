@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 
 class Linear(nnx.Module):
@@ -51,7 +51,7 @@ class Embedding(nnx.Module):
     ):
         self.weight = normal_parameter((vocab_size, hidden_size), stddev, param_dtype, rngs)
 
-    def __call__(self, tokens: Int[Array, "batch seq"], dtype: DTypeLike) -> Float[Array, "batch seq hidden"]:
+    def __call__(self, tokens: Integer[Array, "batch seq"], dtype: DTypeLike) -> Float[Array, "batch seq hidden"]:
         """Returns the tokens' rows as `dtype`."""
         # `jnp.take` would count negative ids, such as a label's -100, from the table's end.
         rows = self.weight[...].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)

@@ -67,9 +67,9 @@ class MoE(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "*batch hidden"],
-        valid: Bool[Array, "*batch"] | Sequences | None = None,
+        valid: Bool[Array, "*batch"] | Bool[Array, "tokens"] | Sequences | None = None,
         *,
-        expert_ids: Int[Array, "*batch k"] | Literal["balanced"] | None = None,
+        expert_ids: Int[Array, "*batch k"] | Int[Array, "tokens k"] | Literal["balanced"] | None = None,
         spread: Spread = ONE_DEVICE,
     ) -> tuple[Float[Array, "*batch hidden"], Routing]:
         """Returns y in x's dtype, and the routing with x's tokens along one axis.

@@ -2,27 +2,27 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Integer
 
 from moe_jax.parallel.sequence.attention import ContextParallel
 
 
-def segment_positions(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+def segment_positions(segment_ids: Integer[Array, "batch seq"]) -> Int[Array, "batch seq"]:
     """Returns each token's index in its segment, a run of equal ids: [7 7 7 8 8 0] -> [0 1 2 0 1 0]."""
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     starts = jnp.concatenate([jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
 
 
-def runs(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+def runs(segment_ids: Integer[Array, "batch seq"]) -> Int[Array, "batch seq"]:
     """Gives each run of equal ids a number of its own, and padding 0. `[7 7 0 8 7 7]` becomes `[1 1 0 4 5 5]`."""
     starts = jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - segment_positions(segment_ids)
     return jnp.where(segment_ids == 0, 0, starts + 1)
 
 
 def shift_left(
-    x: Int[Array, "batch seq"], offset: int, context_parallel: ContextParallel | None = None
-) -> Int[Array, "batch seq"]:
+    x: Integer[Array, "batch seq"], offset: int, context_parallel: ContextParallel | None = None
+) -> Integer[Array, "batch seq"]:
     """Returns x[:, i + offset] at i, and 0 behind the row's end; with `context_parallel`, for this device's tokens."""
     if context_parallel is not None:
         return context_parallel.shift_left(x, offset)
@@ -30,7 +30,7 @@ def shift_left(
 
 
 def has_successor(
-    segment_ids: Int[Array, "batch seq"], offset: int, context_parallel: ContextParallel | None = None
+    segment_ids: Integer[Array, "batch seq"], offset: int, context_parallel: ContextParallel | None = None
 ) -> Bool[Array, "batch seq"]:
     """Returns True where token i + offset is in token i's document: [7 7 7 8 8 0], 1 -> [1 1 0 1 0 0].
 

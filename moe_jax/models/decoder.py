@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.config import ModelConfig, Stage
 from moe_jax.layers.cache import KVCache
@@ -72,7 +72,7 @@ class Decoder(nnx.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, stddev=std, param_dtype=param_dtype, rngs=rngs)
 
-    def __call__(self, tokens: Int[Array, "batch seq"], positions=None, segment_ids=None, **options) -> ModelOutput:
+    def __call__(self, tokens: Integer[Array, "batch seq"], positions=None, segment_ids=None, **options) -> ModelOutput:
         """Computes the logits of every position; arguments as in `hidden_states`.
 
         Raises:
@@ -86,9 +86,9 @@ class Decoder(nnx.Module):
 
     def hidden_states(
         self,
-        tokens: Int[Array, "batch seq"],
+        tokens: Integer[Array, "batch seq"],
         positions: Int[Array, "batch seq"] | None = None,
-        segment_ids: Int[Array, "batch seq"] | None = None,
+        segment_ids: Integer[Array, "batch seq"] | None = None,
         *,
         cache: KVCache | None = None,
         expert_ids: Int[Array, "moe_layers batch seq k"] | Literal["balanced"] | None = None,
@@ -177,9 +177,9 @@ class Decoder(nnx.Module):
     def mtp_hidden_states(
         self,
         hidden: Float[Array, "batch seq hidden"],
-        tokens: Int[Array, "batch seq"],
+        tokens: Integer[Array, "batch seq"],
         positions: Int[Array, "batch seq"] | None = None,
-        segment_ids: Int[Array, "batch seq"] | None = None,
+        segment_ids: Integer[Array, "batch seq"] | None = None,
         *,
         execution: Execution | None = None,
         sequence_balance: bool = False,
@@ -208,9 +208,9 @@ class Decoder(nnx.Module):
         self,
         module: int,
         hidden: Float[Array, "batch seq hidden"],
-        following: Int[Array, "batch seq"],
+        following: Integer[Array, "batch seq"],
         positions: Int[Array, "batch seq"] | None = None,
-        segment_ids: Int[Array, "batch seq"] | None = None,
+        segment_ids: Integer[Array, "batch seq"] | None = None,
         *,
         cache: KVCache | None = None,
         execution: Execution | None = None,

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe_jax.config import ModelConfig
 from moe_jax.layers.attend import Attend
@@ -93,7 +93,7 @@ class Entered(NamedTuple):
 def layer_inputs(
     config: ModelConfig,
     positions: Int[Array, "batch seq"] | None,
-    segment_ids: Int[Array, "batch seq"],
+    segment_ids: Integer[Array, "batch seq"],
     valid: Bool[Array, "batch seq"],
     *,
     cache: KVCache | None = None,

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Integer
 
 MAX_CHECKED_TOKENS = 1 << 16
 """Largest number of ids on an accelerator that are compared with the vocabulary. The copy to the host waits for the device."""
@@ -24,7 +24,7 @@ OTHER_NAMES = {
 """Other libraries' names of the dtypes."""
 
 
-def token_ids(tokens: Any, vocab_size: int, name: str = "tokens") -> Int[Array, "batch seq"]:
+def token_ids(tokens: Any, vocab_size: int, name: str = "tokens") -> Integer[Array, "batch seq"]:
     """Returns token ids [batch, seq], given as an array or lists, as an array.
 
     Raises:

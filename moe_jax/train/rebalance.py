@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Sharding
-from jaxtyping import Array, Float, Int, Num, PyTree
+from jaxtyping import Array, Int, Num, PyTree
 
 from moe_jax.config import ModelConfig
 from moe_jax.parallel.expert.placement import balanced_order
@@ -22,7 +22,7 @@ from moe_jax.train.state import TrainState
 
 
 def rebalance(
-    state: TrainState, config: ModelConfig, expert_load: Float[np.ndarray, "moe_layers experts"], devices: int
+    state: TrainState, config: ModelConfig, expert_load: Num[np.ndarray, "moe_layers experts"], devices: int
 ) -> tuple[TrainState, Int[np.ndarray, "moe_layers experts"]]:
     """Deals each layer's experts out evenly to `devices` of the mesh axis `expert`; returns the state and the orders used.
 

@@ -11,7 +11,7 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.kernels.attention.mosaic.flash import flash_attention
 from moe_jax.kernels.attention.mosaic.flash import refusal as flash_refusal
@@ -33,8 +33,8 @@ def attention(
     v: Float[Array, "batch keys kv_heads value_dim"],
     *,
     scale: float,
-    query_segment_ids: Int[Array, "batch queries"],
-    key_segment_ids: Int[Array, "batch keys"],
+    query_segment_ids: Integer[Array, "batch queries"],
+    key_segment_ids: Integer[Array, "batch keys"],
     query_offset: Int[Array, ""] | int = 0,
     window: Int[Array, ""] | int | None = None,
     backend: str | None = None,

@@ -19,7 +19,7 @@ outlives the pass that makes it (SonicMoE, https://arxiv.org/abs/2512.14080).
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from moe_jax.kernels.experts import separate_vjps
 from moe_jax.kernels.experts.choose_backend import resolve_backend
@@ -34,7 +34,7 @@ def experts_mlp(
     w_gate_up: Float[Array, "experts 2*inter hidden"],
     w_down: Float[Array, "experts hidden inter"],
     topk_weights: Float[Array, "tokens k"],
-    topk_experts: Int[Array, "tokens k"],
+    topk_experts: Integer[Array, "tokens k"],
     *,
     backend: str | None = None,
     chunk_tokens: int | None = None,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
@@ -165,7 +165,7 @@ def _forward_of_parts(
 class _Chunk(NamedTuple):
     x: Float[Array, "chunk hidden"]
     weights: Float[Array, "chunk k"]
-    experts: Int[Array, "chunk k"]
+    experts: Integer[Array, "chunk k"]
 
 
 def _forward_of_chunks(
@@ -274,7 +274,7 @@ def _gate_up_of_part(
     for_backward: bool,
     max_pairs: int | None,
     x: Float[Array, "tokens hidden"],
-    experts: Int[Array, "tokens k"],
+    experts: Integer[Array, "tokens k"],
 ) -> _Outcome:
     """Returns a `_GateUp` and its `_PlannedTokens`."""
     num_experts, alignment = w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT

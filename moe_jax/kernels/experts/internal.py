@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from moe_jax.kernels.experts.choose_backend import resolve_backend
 from moe_jax.kernels.experts.fused_vjp import ExpertsOperands, ExpertsOptions, Matrices, experts_of_parts
@@ -37,7 +37,7 @@ def experts_mlp_accumulating(
     w_gate_up: Float[Array, "experts 2*inter hidden"],
     w_down: Float[Array, "experts hidden inter"],
     topk_weights: Float[Array, "tokens k"],
-    topk_experts: Int[Array, "tokens k"],
+    topk_experts: Integer[Array, "tokens k"],
     accumulators: Accumulators | None,
     *,
     backend: str | None = None,
@@ -88,7 +88,7 @@ class TokenPart(NamedTuple):
 
     x: Float[Array, "tokens hidden"]
     topk_weights: Float[Array, "tokens k"]
-    topk_experts: Int[Array, "tokens k"]
+    topk_experts: Integer[Array, "tokens k"]
 
 
 def experts_mlp_of_parts(
@@ -99,7 +99,7 @@ def experts_mlp_of_parts(
     backend: str | None = None,
     max_pairs: Sequence[int | None] | None = None,
     shares: Sequence[int] | None = None,
-) -> tuple[Float[Array, "tokens hidden"], ...]:
+) -> tuple[Float[Array, "_ hidden"], ...]:
     """Computes `experts_mlp` of several groups of tokens, one after the other, where some arrive later than others.
 
     A part waits for its own tokens and for the parts before it. Its y is there before later parts are computed; the gradients
@@ -171,7 +171,7 @@ def _check_accumulators(accumulators: Accumulators, arrays: Sequence[Array], siz
 
 
 def _without_strangers(
-    weights: Float[Array, "tokens k"], topk_experts: Int[Array, "tokens k"], num_experts: int
+    weights: Float[Array, "tokens k"], topk_experts: Integer[Array, "tokens k"], num_experts: int
 ) -> Float[Array, "tokens k"]:
     """Zeroes the weights of ids outside [0, E): these weights may be NaN, and later steps multiply them by zeros."""
     return jnp.where(is_an_expert(topk_experts, num_experts), weights, 0)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Num
+from jaxtyping import Array, Bool, Int, Integer, Num
 
 from moe_jax.kernels.varying import refuse_explicit_axes
 
@@ -59,7 +59,9 @@ class Plan:
         return self.offsets.shape[0] - 1
 
 
-def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: int = 1, max_pairs: int | None = None) -> Plan:
+def plan(
+    topk_experts: Integer[Array, "tokens k"], num_experts: int, row_alignment: int = 1, max_pairs: int | None = None
+) -> Plan:
     """Sorts the pairs of `topk_experts` by expert, stably: an expert's rows stand in the order of their tokens.
 
     The same choices give the same plan on every backend of one `row_alignment`. A token may choose one expert twice. Ids
@@ -125,7 +127,7 @@ def plan(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: 
     )
 
 
-def plan_of_few(topk_experts: Int[Array, "tokens k"], num_experts: int, row_alignment: int) -> Plan:
+def plan_of_few(topk_experts: Integer[Array, "tokens k"], num_experts: int, row_alignment: int) -> Plan:
     """Makes a plan for at most `row_alignment` tokens: one block of rows per chosen expert, with token t in row t.
 
     For forward passes only: `Plan` describes the differences. A tile of `row_alignment` rows takes the same time for one token
@@ -173,7 +175,7 @@ def rows_of_pairs(rows: Num[Array, "rows ..."], plan: Plan, tokens: slice = slic
     return jnp.where(is_computed.reshape(is_computed.shape + (1,) * (rows.ndim - 1)), pairs, 0)
 
 
-def _check(topk_experts: Int[Array, "tokens k"], **counts: int | None) -> None:
+def _check(topk_experts: Integer[Array, "tokens k"], **counts: int | None) -> None:
     if topk_experts.ndim != 2 or not jnp.issubdtype(topk_experts.dtype, jnp.integer):
         raise ValueError(
             f"topk_experts must be an integer array of shape [tokens, k]; got {topk_experts.dtype}{list(topk_experts.shape)}"
@@ -183,25 +185,25 @@ def _check(topk_experts: Int[Array, "tokens k"], **counts: int | None) -> None:
             raise ValueError(f"{name} must be at least 1; got {value}")
 
 
-def wide_ids(topk_experts: Int[Array, "tokens k"]) -> Int[Array, "tokens k"]:
+def wide_ids(topk_experts: Integer[Array, "tokens k"]) -> Integer[Array, "tokens k"]:
     """Widens ids below 32 bits to int32: they are compared with num_experts, and 8 bits hold ids 0..255 but not 256."""
     return topk_experts.astype(jnp.int32) if topk_experts.dtype.itemsize < 4 else topk_experts
 
 
-def int32_ids(topk_experts: Int[Array, "tokens k"], num_experts: int) -> Int[Array, "tokens k"]:
+def int32_ids(topk_experts: Integer[Array, "tokens k"], num_experts: int) -> Int[Array, "tokens k"]:
     """Returns the ids as int32; ids outside [0, num_experts) stay outside."""
     if topk_experts.dtype.itemsize < 8:
         return topk_experts.astype(jnp.int32)
     return jnp.where(is_an_expert(topk_experts, num_experts), topk_experts, -1).astype(jnp.int32)
 
 
-def is_an_expert(topk_experts: Int[Array, "tokens k"], num_experts: int) -> Bool[Array, "tokens k"]:
+def is_an_expert(topk_experts: Integer[Array, "tokens k"], num_experts: int) -> Bool[Array, "tokens k"]:
     """Returns True where the id lies in [0, num_experts)."""
     topk_experts = wide_ids(topk_experts)
     return (topk_experts >= 0) & (topk_experts < num_experts)
 
 
-def _experts_of_pairs(topk_experts: Int[Array, "tokens k"], num_experts: int) -> Int[Array, "pairs"]:
+def _experts_of_pairs(topk_experts: Integer[Array, "tokens k"], num_experts: int) -> Int[Array, "pairs"]:
     """Returns the expert of each pair; num_experts for ids outside [0, num_experts)."""
     return jnp.where(is_an_expert(topk_experts, num_experts), topk_experts, num_experts).astype(jnp.int32).reshape(-1)
 
@@ -216,6 +218,6 @@ def _sorted_rows(experts: Int[Array, "pairs"], shift: Int[Array, "experts+1"]) -
     return jnp.zeros_like(place).at[sorted_pairs].set(sorted_row, unique_indices=True, mode="promise_in_bounds")
 
 
-def masked_sum(mask: Bool[Array, "*#parts n m"], values: Int[Array, "*#parts #n m"]) -> Int[Array, "*parts n"]:
-    """Computes sum_j values[.., j] where mask[.., i, j]: one kernel for few values, where a cumulative sum takes several."""
+def masked_sum(mask: Bool[Array, "n m"], values: Int[Array, "m"] | Int[Array, "1 m"]) -> Int[Array, "n"]:
+    """Computes sum_j values[.., j] where mask[i, j]: one kernel for few values, where a cumulative sum takes several."""
     return jnp.sum(jnp.where(mask, values, 0), axis=-1, dtype=jnp.int32)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe_jax.kernels.experts.api import experts_mlp
 from moe_jax.kernels.experts.internal import TokenPart, experts_mlp_of_parts
@@ -78,7 +78,7 @@ def expert_parallel_mlp(
     w_gate_up: Float[Array, "local_experts 2*inter hidden"],
     w_down: Float[Array, "local_experts hidden inter"],
     topk_weights: Float[Array, "tokens k"],
-    topk_experts: Int[Array, "tokens k"],
+    topk_experts: Integer[Array, "tokens k"],
     parallel: ExpertParallel,
     *,
     backend: str | None = None,

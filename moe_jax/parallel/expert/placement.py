@@ -1,10 +1,10 @@
 """Chooses which experts share a device, so that all devices have about the same work."""
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int, Num
 
 
-def balanced_order(expert_load: Float[np.ndarray, "experts"], devices: int, num_groups: int = 1) -> Int[np.ndarray, "experts"]:
+def balanced_order(expert_load: Num[np.ndarray, "experts"], devices: int, num_groups: int = 1) -> Int[np.ndarray, "experts"]:
     """Returns the expert for each position. Device d of n holds positions d*E/n to (d+1)*E/n.
 
     Experts are assigned in order of falling load, each to the device with the least load that has a free position. This is
@@ -43,13 +43,13 @@ def balanced_order(expert_load: Float[np.ndarray, "experts"], devices: int, num_
     return order if device_load(load[order], devices).max() < device_load(load, devices).max() else unchanged
 
 
-def device_load(expert_load: Float[np.ndarray, "*layers experts"], devices: int) -> Float[np.ndarray, "*layers devices"]:
+def device_load(expert_load: Num[np.ndarray, "*layers experts"], devices: int) -> Num[np.ndarray, "*layers devices"]:
     """Returns the number of choices that each device computes: the sum over the experts that it holds."""
     load = np.asarray(expert_load)
     return load.reshape(*load.shape[:-1], devices, -1).sum(axis=-1)
 
 
-def _assign(load: Float[np.ndarray, "items"], devices: int) -> Int[np.ndarray, "items"]:
+def _assign(load: Num[np.ndarray, "items"], devices: int) -> Int[np.ndarray, "items"]:
     """Returns the item for each position, in the order of the devices."""
     positions = len(load) // devices
     held: list[list[int]] = [[] for _ in range(devices)]

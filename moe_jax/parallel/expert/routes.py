@@ -9,7 +9,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Integer
 
 from moe_jax.kernels.experts.routing import wide_ids
 from moe_jax.parallel.expert.settings import Capacity
@@ -41,7 +41,7 @@ class Route:
     """The number of filled slots. They are the first slots of the buffer."""
 
 
-def owners(topk_experts: Int[Array, "tokens k"], num_experts: int, devices: int) -> Int[Array, "tokens k"]:
+def owners(topk_experts: Integer[Array, "tokens k"], num_experts: int, devices: int) -> Int[Array, "tokens k"]:
     """Returns the device that holds each chosen expert; -1 for an id outside [0, num_experts)."""
     topk_experts = wide_ids(topk_experts)
     in_range = (topk_experts >= 0) & (topk_experts < num_experts)

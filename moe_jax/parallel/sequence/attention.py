@@ -49,6 +49,9 @@ from moe_jax.parallel.sequence.ring import (
 
 Method = Literal["ring", "all_gather", "ulysses"]
 
+WholeKV = tuple[Float[Array, "batch keys ..."], ...]
+"""A `KV` of all devices' tokens."""
+
 
 def _check_known(name: str, value: str, known) -> None:
     if value not in get_args(known):
@@ -272,7 +275,7 @@ def _all_gather_backward(ring: SequenceRing, residuals: AttentionResiduals, dout
 _all_gather_attention.defvjp(_all_gather_forward, _all_gather_backward)
 
 
-def _gather_all(kv: KV, ring: SequenceRing) -> KV:
+def _gather_all(kv: KV, ring: SequenceRing) -> WholeKV:
     return tuple(_gather(a, ring.axis_name, ring.layout) for a in kv)
 
 
@@ -312,7 +315,7 @@ def _ulysses_attention(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather_summing(axis_name: str, layout: Layout, kv: KV) -> KV:
+def _gather_summing(axis_name: str, layout: Layout, kv: KV) -> WholeKV:
     """Gathers `kv` of all devices in the order of the sequence.
 
     Each device's gradients travel home in the dtype of `kv`, and are summed there in f32.
@@ -320,7 +323,7 @@ def _gather_summing(axis_name: str, layout: Layout, kv: KV) -> KV:
     return tuple(_gather(a, axis_name, layout) for a in kv)
 
 
-def _sums_at_home(axis_name: str, layout: Layout, _, gradients: KV) -> tuple[KV]:
+def _sums_at_home(axis_name: str, layout: Layout, _, gradients: WholeKV) -> tuple[KV]:
     shards = (shard_sequence(a, lax.axis_size(axis_name), layout) for a in gradients)
     return (tuple(sum_scatter(a, axis_name, 1).astype(a.dtype) for a in shards),)
 

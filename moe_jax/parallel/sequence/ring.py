@@ -50,6 +50,9 @@ from moe_jax.parallel.sequence.layouts import Layout, join_in_order, split_in_or
 KV = tuple[Float[Array, "batch seq ..."], ...]
 """k and v, or the smaller arrays that an `Expand` makes them of."""
 
+Message = tuple[Float[Array, "..."], ...]
+"""Arrays that travel together: a `KV`, or all its numbers in one array."""
+
 Expand = Callable[..., tuple[Array, Array]]
 """(k, v) = expand(weights, *kv), for each token alone. Its gradients are taken by `jax.vjp`."""
 
@@ -94,21 +97,21 @@ class SequenceRing:
         others = range(1, self.size)
         return [[0], *(list(others[i : i + per_step]) for i in range(0, len(others), per_step))]
 
-    def pack(self, arrays: KV) -> KV:
+    def pack(self, arrays: KV) -> Message:
         """Packs arrays into one message over NCCL: XLA would run one of two transfers beside a kernel and wait for the other.
 
         Peer-to-peer copies send the arrays as they are.
         """
         return arrays if self.hops == "copies" else (jnp.concatenate([a.reshape(-1) for a in arrays]),)
 
-    def unpack(self, message: KV, like: KV) -> KV:
+    def unpack(self, message: Message, like: KV) -> KV:
         """Inverts `pack`; `like` gives the shapes."""
         if self.hops == "copies":
             return message
         parts = jnp.split(message[0], list(accumulate(a.size for a in like[:-1])))
         return tuple(part.reshape(a.shape) for part, a in zip(parts, like, strict=True))
 
-    def send_on(self, messages: list[KV], step: RingStep, following: RingStep) -> list[KV]:
+    def send_on(self, messages: list[Message], step: RingStep, following: RingStep) -> list[Message]:
         """Sends the messages about this step's devices to the devices that need them in the following step.
 
         Returns the messages that arrive for the following step.
@@ -116,7 +119,7 @@ class SequenceRing:
         sources = [min(i, len(step) - 1) for i in range(len(following))]
         return [self._hop(messages[i], distance - step[i]) for i, distance in zip(sources, following, strict=True)]
 
-    def send_home(self, messages: list[KV], step: RingStep, following: RingStep) -> list[KV]:
+    def send_home(self, messages: list[Message], step: RingStep, following: RingStep) -> list[Message]:
         """Sends the messages that `send_on` sends no further to the devices that they are about; returns what arrives."""
         return [self._hop(messages[i], self.size - step[i]) for i in range(len(following), len(step))]
 
@@ -143,7 +146,7 @@ class SequenceRing:
     def _devices(self, step: RingStep) -> list[Int[Array, ""]]:
         return [(lax.axis_index(self.axis_name) - distance) % self.size for distance in step]
 
-    def _hop(self, message: KV, distance: int) -> KV:
+    def _hop(self, message: Message, distance: int) -> Message:
         """Returns the message of the device `distance` before this one."""
         return tuple(hop(a, self.axis_name, distance) for a in message)
 
