@@ -23,12 +23,8 @@ import durations
 import hypothesis
 import jax
 import pytest
-<<<<<<< HEAD
 import races
-=======
 import shapes
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
->>>>>>> h-shapes
 
 # Before a test imports the package.
 shapes.install()
