@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from moe_jax.kernels.precision import widened
 from moe_jax.parallel.layout import data_axis, optimizer_spec, parameter_path, parameter_spec
 from moe_jax.parallel.parallelism import Parallelism
 
@@ -54,15 +55,15 @@ def to_whole(params: PyTree, mesh: Mesh) -> PyTree:
 
 
 def sum_to_parts(contributions: nnx.State, mesh: Mesh) -> nnx.State:
-    """Sums gradients over `data`; the sums are laid out as the optimizer's state.
+    """Sums gradients over `data` in f32; the sums are laid out as the optimizer's state.
 
     Args:
-      contributions: [data, ...] for each parameter [...], f32. The devices along `data` hold one gradient each
+      contributions: [data, ...] for each parameter [...]. The devices along `data` hold one gradient each
         (`train.on_devices(..., stack_over_data=True)`).
     """
 
     def sum_own(stacked: nnx.State) -> nnx.State:
-        return _by_path(stacked, lambda path, g: _sum(g[0], axes[path]))
+        return _by_path(stacked, lambda path, g: _sum(widened(g[0]), axes[path]))
 
     axes = {
         parameter_path(path): data_axis(parameter_path(path), g.shape[1:], mesh)
