@@ -43,6 +43,7 @@ def main() -> None:
         "--capacity-factor", type=float, default=ExpertParallel.capacity_factor, help="option of ExpertParallel"
     )
     parser.add_argument("--shadow-experts", type=int, default=0, help="option of ExpertParallel")
+    parser.add_argument("--shard-optimizer", action="store_true", help="option of Parallelism")
     parser.add_argument("--context-method", default="ring", choices=("ring", "all_gather", "ulysses"))
     parser.add_argument(
         "--hops", choices=("nccl", "copies"), help="option of Parallelism; default: copies if the devices allow them"
@@ -79,7 +80,8 @@ def main() -> None:
     mesh = make_mesh(**sizes, devices=devices)
     experts = ExpertParallel(transport=args.transport, capacity_factor=args.capacity_factor, shadow_experts=args.shadow_experts)
     hops = args.hops or default_hops(mesh)
-    parallelism = Parallelism(mesh, experts, ContextParallel(method=args.context_method), hops, args.overlap)
+    context = ContextParallel(method=args.context_method)
+    parallelism = Parallelism(mesh, experts, context, hops, args.overlap, args.shard_optimizer)
     ceiling = measure_ceiling(256 if args.small else 8192)
     first = jax.process_index() == 0
     show = print if first else lambda *_, **__: None
@@ -123,7 +125,7 @@ def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing:
     """Returns the median step of `--steps` steps after a first one."""
     model = random_model(config, jnp.bfloat16, param_dtype=jnp.dtype(args.param_dtype), mesh=parallelism.mesh)
     optimizer = make_optimizer(1e-5, moment_dtype=jnp.dtype(args.moment_dtype))
-    graph, state = nnx.graphdef(model), init_state(model, optimizer)
+    graph, state = nnx.graphdef(model), init_state(model, optimizer, parallelism)
     del model
     state_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
     step = make_train_step(

@@ -40,6 +40,7 @@ class PlanCommand:
       context_method: how attention is computed over a split sequence (`moe-jax finetune` uses the ring).
       hops: as in `moe-jax finetune`. Default: copies if one host has all devices, since one process can use them; else nccl.
       capacity_factor: as in `moe-jax finetune`.
+      shard_optimizer: as in `moe-jax finetune`, on meshes with several devices along data.
       limit: maximum number of meshes to list.
       sbatch: a file for a Slurm batch script that trains on the fastest mesh.
     """
@@ -59,6 +60,7 @@ class PlanCommand:
     context_method: Literal["ring", "all_gather", "ulysses"] = "ring"
     hops: Literal["nccl", "copies"] | None = None
     capacity_factor: float = 1.25
+    shard_optimizer: bool = False
     limit: int = 10
     sbatch: str | None = None
 
@@ -91,6 +93,7 @@ class PlanCommand:
             context_method=self.context_method,
             hops=self.hops or ("copies" if self.devices <= self.hosts_of else "nccl"),
             capacity_factor=self.capacity_factor,
+            shard_optimizer=self.shard_optimizer,
         )
         hosts = f"{self.devices} x {found.name} ({found.memory / 2**30:.0f} GiB to use) in hosts of {self.hosts_of}"
         print(f"{self.config}, {hosts}, {rows} x {self.sequence_length} tokens a step; predicted, not measured")

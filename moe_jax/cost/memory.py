@@ -16,9 +16,11 @@ from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
 
 def memory_bytes(step: PlannedStep) -> dict[str, float]:
     """Returns the peak by part, in bytes. `workspace` is the rest of the peak after the other four parts."""
-    own = sum(p.own_size for p in step.parameters)
-    parameters, moments = 4 * own, 2 * BYTES[step.moment_dtype] * own
-    gradients = BYTES[step.param_dtype] * own
+    own, updated = sum(p.own_size for p in step.parameters), sum(map(step.updated_size, step.parameters))
+    of_param = BYTES[step.param_dtype]
+    # Beside bf16 parameters, the other halves of the masters lie as the moments do.
+    parameters, moments = of_param * own + (4 - of_param) * updated, 2 * BYTES[step.moment_dtype] * updated
+    gradients = of_param * own
     # With "offload" the inputs of two layers are on their way to or from the host.
     kept = sum((2 if step.remat == "offload" else stage.num_layers) * kept_by_layer(step, stage) for stage in step.stages)
     # Gradients of the model's own loss stay in memory during the passes of the MTP modules.

@@ -158,4 +158,5 @@ def flags(step: PlannedStep) -> str:
     capacity = "" if step.capacity_factor == PlannedStep.capacity_factor else f"--capacity-factor {step.capacity_factor:g}"
     hops = f"--hops {step.hops}" if step.mesh.size > 1 else ""
     remat = {False: "--no-remat", True: "", "offload": "--offload"}[step.remat]
-    return " ".join(part for part in (axes, batch, dtypes, capacity, hops, remat) if part)
+    optimizer = "--shard-optimizer" if step.shard_optimizer and step.mesh.data > 1 else ""
+    return " ".join(part for part in (axes, batch, dtypes, capacity, hops, remat, optimizer) if part)

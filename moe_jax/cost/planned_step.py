@@ -15,7 +15,7 @@ from moe_jax.layers.passes import Remat
 from moe_jax.models.auto import from_config
 from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
 from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, devices_of_step, first_capacity
-from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec
+from moe_jax.parallel.layout import data_axis, gathered_axes, parameter_path, parameter_spec
 from moe_jax.parallel.sequence.attention import Method
 from moe_jax.parallel.sequence.ring import devices_per_ring_step
 
@@ -39,6 +39,7 @@ class PlannedStep:
       context_method: how attention is computed over the mesh axis `context`.
       hops: as in `parallel.Parallelism`; "copies" needs one process that has all GPUs.
       capacity_factor: as in `parallel.ExpertParallel`.
+      shard_optimizer: as in `parallel.Parallelism`.
 
     Raises:
       ValueError: the mesh does not divide the rows, the experts or the sequence, or a field has an invalid value. One error
@@ -57,6 +58,7 @@ class PlannedStep:
     context_method: Method = "ring"
     hops: Hops = "nccl"
     capacity_factor: float = ExpertParallel.capacity_factor
+    shard_optimizer: bool = False
 
     def __post_init__(self):
         problems = _problems(self)
@@ -148,6 +150,10 @@ class PlannedStep:
         """The model's parameter arrays and how `parallel.layout` splits each of them."""
         return _parameters(self.config, self.mesh)
 
+    def updated_size(self, parameter: "Parameter") -> int:
+        """Returns the elements of the parameter that a device updates: it stores their moments and masters."""
+        return parameter.part_size if self.shard_optimizer else parameter.own_size
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -158,6 +164,8 @@ class Parameter:
     """Layers stacked in the array; 1 outside stages."""
     own_size: int
     """Elements that a device stores."""
+    part_size: int
+    """Elements of `own_size` that a device updates if the optimizer's state is split over `data` (`parallel.zero1`)."""
     split_axes: tuple[str, ...]
     """The mesh axes that split the array. Over all other axes its gradients are summed once a step."""
     gather_axes: tuple[str, ...]
@@ -180,8 +188,9 @@ def _parameters(config: ModelConfig, mesh: MeshShape) -> tuple[Parameter, ...]:
         gathered = tuple(name for _, names in gathered_axes(path, shape, abstract) for name in names)
         own = math.prod(shape) // math.prod(getattr(mesh, name) for name in ways)
         used = own * math.prod(getattr(mesh, name) for name in gathered)
+        part = own // (1 if data_axis(path, shape, abstract) is None else mesh.data)
         layers = shape[0] if path[0] == "stages" else 1
-        found.append(Parameter(path, layers, own, ways, gathered, used))
+        found.append(Parameter(path, layers, own, part, ways, gathered, used))
     return tuple(found)
 
 

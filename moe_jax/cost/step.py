@@ -192,4 +192,4 @@ def vocabulary_seconds(tokens: int, vocab: int, hidden: int, machine: Machine) -
 def _optimizer_seconds(step: PlannedStep, machine: Machine) -> float:
     """Returns the seconds of AdamW: gradients are read twice (once for their norm), masters and moments read and written."""
     traffic = 2 * BYTES[step.param_dtype] + 2 * 4 + 4 * BYTES[step.moment_dtype]
-    return traffic * sum(p.own_size for p in step.parameters) / machine.hbm
+    return traffic * sum(map(step.updated_size, step.parameters)) / machine.hbm

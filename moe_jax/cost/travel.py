@@ -13,7 +13,7 @@ from moe_jax.cost.machine import (
     reduce_scatter_seconds,
     ring_hop_seconds,
 )
-from moe_jax.cost.planned_step import PlannedStep
+from moe_jax.cost.planned_step import BYTES, PlannedStep
 from moe_jax.parallel.choices import MESH_AXES
 from moe_jax.parallel.expert.settings import further_capacity
 
@@ -199,7 +199,8 @@ def once_a_step_seconds(step: PlannedStep, machine: Machine) -> float:
     """Returns the seconds of communication outside layers, once a step.
 
     The vocabulary's two matrices are gathered and their gradients sent. Gradients are summed in float32 over each axis that
-    does not split them.
+    does not split them. Where `data` splits the optimizer's state, a device receives the sum of its part alone, and the updated
+    parameters are gathered.
     """
     seconds = 0.0
     for p in step.parameters:
@@ -207,5 +208,9 @@ def once_a_step_seconds(step: PlannedStep, machine: Machine) -> float:
             seconds += all_gather_seconds(machine, ELEMENT * p.used_size, p.gather_axes, step.mesh)
             seconds += all_to_all_seconds(machine, ELEMENT * p.used_size, p.gather_axes, step.mesh)
         whole = tuple(name for name in MESH_AXES if name not in p.split_axes)
+        if step.updated_size(p) < p.own_size:
+            whole = tuple(name for name in whole if name != "data")
+            seconds += reduce_scatter_seconds(machine, 4 * p.own_size, ("data",), step.mesh)
+            seconds += all_gather_seconds(machine, BYTES[step.param_dtype] * p.own_size, ("data",), step.mesh)
         seconds += all_reduce_seconds(machine, 4 * p.own_size, whole, step.mesh)
     return seconds

@@ -5,6 +5,8 @@ split over `expert` first, along which they stay, and then over the other axes. 
 axes; if they do not divide it, they split the next. Parameters outside the table (norms, biases, routers) are replicated, and
 so are matrices without an axis that can be split.
 
+A parameter's moments and master lie as the parameter. With ZeRO, stage 1, `data` splits them too (`optimizer_spec`).
+
 Outside `shard_map` XLA inserts the collectives that a computation needs. Inside it `parallel.fsdp` gathers the axes of
 `gathered_axes`.
 """
@@ -64,6 +66,29 @@ def parameter_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMes
     """Returns the mesh axes, or None, for each axis of the parameter."""
     splits = _splits(path, shape, mesh)
     return PartitionSpec(*(splits.get(axis) for axis in range(len(shape))))
+
+
+def optimizer_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Returns the layout of the parameter's moments and master with ZeRO, stage 1: `parameter_spec`, and `data` on one axis.
+
+    An array without a `data_axis` keeps `parameter_spec`.
+    """
+    splits, split_by_data = _splits(path, shape, mesh), data_axis(path, shape, mesh)
+    if split_by_data is not None:
+        splits[split_by_data] = (*splits.get(split_by_data, ()), "data")
+    return PartitionSpec(*(splits.get(axis) for axis in range(len(shape))))
+
+
+def data_axis(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> int | None:
+    """Returns the first axis of the array that `data` divides, after the mesh axes that split the parameter; None without one.
+
+    The axis of layers comes first. Its parts are contiguous, so that collectives along it need no transposed copy.
+    """
+    ways, splits = mesh.shape.get("data", 1), _splits(path, shape, mesh)
+    for axis, size in enumerate(shape) if ways > 1 else ():
+        if size % (ways * math.prod(mesh.shape[name] for name in splits.get(axis, ()))) == 0:
+            return axis
+    return None
 
 
 def parameter_path(key_path: tuple) -> tuple:

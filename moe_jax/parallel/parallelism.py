@@ -32,6 +32,9 @@ class Parallelism:
     hops: Hops = "nccl"
     """Transfers between devices (`parallel.collectives.hops`). "copies" needs a program compiled with `compiler_options`;
     `make_train_step` does that."""
+    shard_optimizer: bool = False
+    """Splits the optimizer's moments and the masters over `data` too, and parameters not (`parallel.zero1`). With one device
+    along `data` there is nothing to split, and the flag changes nothing."""
 
     overlap_micro_batches: bool = False
     """Compute each micro-batch forward beside the backward pass of the one before (`train.overlap`). Tokens of one pass travel
@@ -70,6 +73,11 @@ class Parallelism:
     def context_parallel(self) -> ContextParallel | None:
         """`context` with this object's `hops`; None if each device holds whole sequences."""
         return replace(self.context, hops=self.hops) if self._size(self.context.axis_name) > 1 else None
+
+    @property
+    def splits_optimizer(self) -> bool:
+        """True if the optimizer's state is split over `data`: `shard_optimizer`, with several devices there."""
+        return self.shard_optimizer and self._size("data") > 1
 
     @property
     def row_axes(self) -> tuple[str, ...]:

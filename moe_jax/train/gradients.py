@@ -35,13 +35,25 @@ GradientsFn = Callable[[nnx.State, nnx.State, Batch], Gradients]
 
 
 def gradients_fn(
-    objective: ObjectiveFn, graphdef: nnx.GraphDef, execution: Execution | None = None, parallelism: Parallelism | None = None
+    objective: ObjectiveFn,
+    graphdef: nnx.GraphDef,
+    execution: Execution | None = None,
+    parallelism: Parallelism | None = None,
+    *,
+    stack_over_data: bool = False,
 ) -> GradientsFn:
     """Returns gradients(params, fixed, batch) of objective(model, batch) -> (scalar, aux), on one device or on a mesh.
 
     Arguments as in `on_devices`. On a mesh, value and gradients equal the whole batch's on one device.
     """
-    call = on_devices(objective, graphdef, execution=execution, parallelism=parallelism, differentiate=True)
+    call = on_devices(
+        objective,
+        graphdef,
+        execution=execution,
+        parallelism=parallelism,
+        differentiate=True,
+        stack_over_data=stack_over_data,
+    )
 
     def gradients(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
         (value, aux), grads = call(params, fixed, batch)

@@ -12,8 +12,10 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float32, Int16, PyTree
 
 
-def initial_low_halves(params: PyTree) -> PyTree | None:
+def initial_low_halves(params: PyTree, shardings: PyTree | None = None) -> PyTree | None:
     """Returns the low halves of masters that equal their bf16 parameters; None for f32 parameters, their own masters.
+
+    `shardings` lays them out; default: as the parameters.
 
     Raises:
       ValueError: parameters of other dtypes, or of both dtypes.
@@ -23,7 +25,9 @@ def initial_low_halves(params: PyTree) -> PyTree | None:
         return None
     if dtypes != ["bfloat16"]:
         raise ValueError(f"parameters must be all float32 or all bfloat16 to be trained; there are {' and '.join(dtypes)}")
-    return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.int16), params)
+    if shardings is None:
+        return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.int16), params)
+    return jax.tree.map(lambda p, sharding: jnp.zeros_like(p, jnp.int16, device=sharding), params, shardings)
 
 
 def join(params: PyTree, low_halves: PyTree) -> PyTree:

@@ -1,12 +1,13 @@
 """The passes of one micro-batch through a model, apart: forward, loss and backward, for a step that orders them itself."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.varying import vary_as
@@ -43,13 +44,23 @@ class LossRun(NamedTuple):
     """The sums of gradients, with the gradients of norm, head and modules that predict further tokens added."""
 
 
+class Backwarded(NamedTuple):
+    """A micro-batch before its first layer, on its way back."""
+
+    dx: Float[Array, "batch seq hidden"]
+    """The gradient of the embedded tokens."""
+    gradients: nnx.State
+    """The sums of gradients, with the gradients of the stages added."""
+
+
 @dataclass(frozen=True)
 class MicroBatchPasses:
     """The passes of a micro-batch. Together they compute an objective's value and its gradients, as `jax.value_and_grad` does.
 
         forwarded = run_pass(passes.forward(batch))
         found = passes.loss(batch, forwarded, gradients)
-        gradients = run_pass(passes.backward(batch, forwarded.saved, found.dx, found.droutings, found.gradients))
+        dx, gradients = run_pass(passes.backward(batch, forwarded.saved, found.dx, found.droutings, found.gradients))
+        gradients = passes.embedding(batch["tokens"], dx, gradients)
 
     Attributes:
       objective: one that has `of_states`.
@@ -111,7 +122,7 @@ class MicroBatchPasses:
         return LossRun(value, aux, dx, droutings, gradients)
 
     def backward(self, batch: Batch, saved: list[SavedLayers], dx, droutings: list[Any], gradients: nnx.State) -> Pass:
-        """Runs all stages backwards, then the embedding; the result is `gradients` with this micro-batch's added."""
+        """Runs all stages backwards; the result is a `Backwarded`, whose gradients are `gradients` with the stages' added."""
         entered = self._enter(self.params, batch)
         of_stages, others = self._split(gradients)
         stages = dict(of_stages["stages"])
@@ -123,8 +134,22 @@ class MicroBatchPasses:
             run: BackwardRun = yield backward_loop(layers, arrays, saved[number], carry, routing, sums)
             carry = run.dx
             stages[number] = nnx.merge_state(run.parameters, accumulated_gradients(run.accumulators))
-        _, pullback = jax.vjp(lambda outside: self._enter(nnx.merge_state(of_stages, outside), batch).carry.x, others)
-        return nnx.merge_state(nnx.State({"stages": stages}), _add(others, pullback(carry.x)[0]))
+        return Backwarded(carry.x, nnx.merge_state(nnx.State({"stages": stages}), others))
+
+    def embedding(
+        self, tokens: Int[Array, "batch seq"], dx: Float[Array, "batch seq hidden"], gradients: nnx.State
+    ) -> nnx.State:
+        """Adds the embedding table's gradient, summed over these tokens in f32, to `gradients`."""
+        table, others = _split(self.params, lambda path: path[0] == "embed_tokens")
+        in_f32 = jax.tree.map(lambda w: w.astype(at_least_f32(w.dtype)), table)
+
+        def embed(table: nnx.State):
+            model = self.model(nnx.merge_state(others, table))
+            return model.embed_tokens(tokens, model.dtype)
+
+        _, pullback = jax.vjp(embed, in_f32)
+        of_table, of_others = _split(gradients, lambda path: path[0] == "embed_tokens")
+        return nnx.merge_state(of_others, _add(of_table, pullback(dx)[0]))
 
     def model(self, params: nnx.State | None = None) -> Decoder:
         """Returns the model of these parameters; default: of `self.params`."""
@@ -152,8 +177,13 @@ class MicroBatchPasses:
     def _split(self, tree: nnx.State) -> tuple[nnx.State, nnx.State]:
         """Splits a tree of parameters into the stages of the passes, and everything else."""
         stages = self.num_stages
-        of_stages, others = nnx.split_state(tree, lambda path, _: path[0] == "stages" and path[1] < stages, ...)
-        return of_stages, others
+        return _split(tree, lambda path: path[0] == "stages" and path[1] < stages)
+
+
+def _split(tree: nnx.State, is_first: Callable[[tuple], bool]) -> tuple[nnx.State, nnx.State]:
+    """Splits a tree by the paths of its leaves."""
+    first, others = nnx.split_state(tree, lambda path, _: is_first(path), ...)
+    return first, others
 
 
 def _add(sums: nnx.State, gradients: nnx.State) -> nnx.State:

@@ -14,6 +14,7 @@ from moe_jax.models.execution import Execution
 from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.spread import Spread
+from moe_jax.parallel.zero1 import stacked_specs
 from moe_jax.train.batch import Batch, batch_specs
 
 
@@ -24,6 +25,7 @@ def on_devices(
     execution: Execution | None = None,
     parallelism: Parallelism | None = None,
     differentiate: bool = False,
+    stack_over_data: bool = False,
 ) -> Callable[[nnx.State, nnx.State, Batch], Any]:
     """Returns call(params, fixed, batch), which merges the model and returns function(model, batch).
 
@@ -38,6 +40,8 @@ def on_devices(
       differentiate: `function` returns (a scalar, aux), and the call ((scalar, aux), gradients) as `jax.value_and_grad` does.
         Gradients are taken in `params`, in their dtypes and layout. `fixed` holds the rest of the model, whole on every
         device, and gets none.
+      stack_over_data: gradients are not summed over the mesh axis `data`. A parameter of shape [...] has gradients [data, ...],
+        of which each device along `data` holds its own. `parallel.zero1.sum_to_parts` sums them. Needs `differentiate`.
     """
     transform = partial(jax.value_and_grad, has_aux=True) if differentiate else lambda f: f
 
@@ -53,13 +57,19 @@ def on_devices(
             def of_parts(params: nnx.State):
                 return function(merged_model(graphdef, sharded.enter(params), fixed, on_mesh), batch)
 
-            return transform(of_parts)(params)
+            if not stack_over_data:
+                return transform(of_parts)(params)
+            # Parameters that vary over `data` get the gradients of this device's tokens alone.
+            params = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
+            value, gradients = transform(of_parts)(params)
+            return value, jax.tree.map(lambda g: g[None], gradients)
 
+        of_gradients = stacked_specs(sharded.specs) if stack_over_data else sharded.specs
         return jax.shard_map(
             local,
             mesh=mesh,
             in_specs=(sharded.specs, PartitionSpec(), batch_specs(batch, parallelism)),
-            out_specs=(PartitionSpec(), sharded.specs) if differentiate else PartitionSpec(),
+            out_specs=(PartitionSpec(), of_gradients) if differentiate else PartitionSpec(),
         )(params, fixed, batch)
 
     return call

@@ -24,6 +24,7 @@ from moe_jax.layers.passes import run_joined, run_pass
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.parallel.zero1 import stacked_specs
 from moe_jax.train.batch import Batch, batch_specs, micro_batches_of
 from moe_jax.train.gradients import Gradients, GradientsFn
 from moe_jax.train.micro_batch import Forwarded, MicroBatchPasses
@@ -39,18 +40,21 @@ def accumulate_overlapping(
     parallelism: Parallelism | None,
     micro_batches: int,
     *,
-    in_place: bool,
+    in_place: bool = False,
+    stack_over_data: bool = False,
 ) -> GradientsFn:
     """Returns what `gradients.accumulate` returns, with passes of neighbouring micro-batches in one loop.
 
     Two micro-batches are in flight: memory holds what two keep for their backward passes. Parameters outside the layers are
-    gathered once for all micro-batches, and all gradients are summed over devices once, in f32.
+    gathered once for all micro-batches, and their gradients are summed over devices once, in f32. So the sums of the embedding
+    and of the head are whole on every device. The gradients of all embedded tokens are kept until the end of the step.
 
     Args:
       objective: one that has `of_states`.
       graphdef, execution, parallelism: as in `train.on_devices`.
       micro_batches: at least 2.
-      in_place: as in `MicroBatchPasses`.
+      in_place: as in `MicroBatchPasses`; without `parallelism` alone.
+      stack_over_data: as in `train.on_devices`.
 
     Raises:
       ValueError: fewer than 2 micro-batches.
@@ -73,16 +77,20 @@ def accumulate_overlapping(
         on_mesh = replace(execution, spread=spread_of(parallelism, sharded))
 
         def local(params: nnx.State, fixed: nnx.State, stacked: Batch, scalars: Batch) -> tuple[Array, Any, nnx.State]:
+            if stack_over_data:
+                params = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
             passes = MicroBatchPasses(objective, graphdef, sharded.enter(params), fixed, on_mesh, in_place=False)
             found = _sum_of(passes, stacked, scalars)
-            return found.value, found.aux, sharded.leave(params, found.gradients)
+            gradients = sharded.leave(params, found.gradients)
+            return found.value, found.aux, jax.tree.map(lambda g: g[None], gradients) if stack_over_data else gradients
 
+        of_gradients = stacked_specs(sharded.specs) if stack_over_data else sharded.specs
         rows = {name: PartitionSpec(None, *spec) for name, spec in batch_specs(_micro_batch(stacked, 0), parallelism).items()}
         value, aux, gradients = jax.shard_map(
             local,
             mesh=parallelism.mesh,
             in_specs=(sharded.specs, PartitionSpec(), rows, PartitionSpec()),
-            out_specs=(PartitionSpec(), PartitionSpec(), sharded.specs),
+            out_specs=(PartitionSpec(), PartitionSpec(), of_gradients),
         )(params, fixed, stacked, scalars)
         return Gradients(value, aux, gradients)
 
@@ -135,14 +143,18 @@ def _sum_of(passes: MicroBatchPasses, stacked: Batch, scalars: Batch) -> Gradien
     def tick(carry: _Carry, batches: tuple[Batch, Batch]):
         before, after = (batch | scalars for batch in batches)
         value, aux, backward = loss(carry, before)
-        forwarded, gradients = run_joined((passes.forward(after), joined), (backward, joined_behind))
-        return _Carry(forwarded.x, forwarded.routings, jax.tree.leaves(forwarded.saved), value, aux, gradients), None
+        forwarded, (dx, gradients) = run_joined((passes.forward(after), joined), (backward, joined_behind))
+        return _Carry(forwarded.x, forwarded.routings, jax.tree.leaves(forwarded.saved), value, aux, gradients), dx
 
     carry = _Carry(forwarded.x, forwarded.routings, leaves, value, aux, passes.zeros())
     neighbours = ({name: x[:-1] for name, x in stacked.items()}, {name: x[1:] for name, x in stacked.items()})
-    carry, _ = jax.lax.scan(tick, carry, neighbours)
+    carry, dx = jax.lax.scan(tick, carry, neighbours)
     value, aux, backward = loss(carry, _micro_batch(stacked, -1) | scalars)
-    return Gradients(value, aux, run_pass(backward))
+    last_dx, gradients = run_pass(backward)
+    # The table is as large as several layers: its sums are read and written once, for the tokens of all micro-batches.
+    dx = jnp.concatenate([dx, last_dx[None]])
+    tokens, dx = (x.reshape(-1, *x.shape[2:]) for x in (stacked["tokens"], dx))
+    return Gradients(value, aux, passes.embedding(tokens, dx, gradients))
 
 
 def _micro_batch(stacked: Batch, i: int) -> Batch:

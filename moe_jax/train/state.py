@@ -12,6 +12,8 @@ from jaxtyping import Array, Int, PyTree
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import parameter_path
+from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.parallel.zero1 import optimizer_mesh, optimizer_shardings, to_parts, to_whole
 from moe_jax.train import master_weights
 from moe_jax.train.batch import replicated_sharding
 
@@ -38,33 +40,49 @@ class TrainState:
     expert_bias: nnx.State = field(default_factory=lambda: nnx.State({}))
 
 
-def init_state(model: Decoder, optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(model: Decoder, optimizer: optax.GradientTransformation, parallelism: Parallelism | None = None) -> TrainState:
     """Returns the state before the first step. It shares the model's arrays, and the first train step takes them over.
 
+    Args:
+      parallelism: with its `shard_optimizer`, moments and low halves are split over `data` too. Otherwise, and by default, each
+        array lies as its parameter.
+
     Raises:
-      ValueError: parameters that are not all f32 or all bf16.
+      ValueError: parameters that are not all f32 or all bf16, or `shard_optimizer` where `data` can split none of them.
     """
     # Committed to their devices, as a restored state is, so that both run the same compiled step.
     params, expert_bias = jax.tree.map(
         lambda p: jax.device_put(p, p.sharding), (nnx.state(model, nnx.Param), nnx.state(model, ExpertBias))
     )
     everywhere = replicated_sharding(params)
-    opt_state = _init_optimizer(optimizer, params, everywhere)
-    low_halves = master_weights.initial_low_halves(params)
+    layouts = _optimizer_layouts(params, parallelism)
+    opt_state = _init_optimizer(optimizer, params, layouts, everywhere)
+    low_halves = master_weights.initial_low_halves(params, layouts)
     return TrainState(jnp.zeros((), jnp.int32, device=everywhere), params, opt_state, low_halves, expert_bias)
 
 
-def apply_gradients(optimizer: optax.GradientTransformation, state: TrainState, gradients: nnx.State) -> TrainState:
+def apply_gradients(
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    gradients: nnx.State,
+    parallelism: Parallelism | None = None,
+) -> TrainState:
     """Returns the state one step later: the optimizer's updates are added to the f32 masters. Biases of experts stay.
 
     Args:
-      gradients: f32, laid out as `state.params`.
+      gradients: f32, laid out as `state.params`, or as the optimizer's state.
+      parallelism: with its `shard_optimizer`, each device along `data` updates its part of the masters, and the parameters are
+        gathered (`parallel.zero1`).
     """
-    split = state.low_halves is not None
+    split, mesh = state.low_halves is not None, optimizer_mesh(parallelism)
     masters = master_weights.join(state.params, state.low_halves) if split else as_f32(state.params)
+    if mesh is not None:
+        masters, gradients = to_parts(masters, mesh), to_parts(gradients, mesh)
     updates, opt_state = optimizer.update(gradients, state.opt_state, masters)
     masters = optax.apply_updates(masters, updates)
     params, low_halves = master_weights.split(masters) if split else (masters, None)
+    if mesh is not None:
+        params = to_whole(params, mesh)
     return replace(state, step=state.step + 1, params=params, opt_state=opt_state, low_halves=low_halves)
 
 
@@ -73,8 +91,34 @@ def as_f32[Tree: PyTree](tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-def _init_optimizer(optimizer: optax.GradientTransformation, params: nnx.State, everywhere: Sharding) -> optax.OptState:
-    """Returns the optimizer's state for f32 masters, each array laid out as its parameter.
+def check_layout(state: TrainState, parallelism: Parallelism | None) -> None:
+    """Checks that the optimizer's state is split as `parallelism` says.
+
+    Raises:
+      ValueError: it is not: `init_state` did not have this `parallelism`.
+    """
+    if optimizer_mesh(parallelism) is None:
+        return
+    layouts = _by_paths(_optimizer_layouts(state.params, parallelism))
+    for path, array in jax.tree.leaves_with_path((state.opt_state, state.low_halves)):
+        wanted = layouts.get(parameter_path(path))
+        if wanted is not None and not array.sharding.is_equivalent_to(wanted, array.ndim):
+            raise ValueError(
+                f"the optimizer's state lies as {array.sharding}, and Parallelism(shard_optimizer=True) splits it as "
+                f"{wanted}; make the state with init_state(model, optimizer, parallelism)"
+            )
+
+
+def _optimizer_layouts(params: nnx.State, parallelism: Parallelism | None) -> nnx.State:
+    """Returns the sharding of each parameter's moments and low half."""
+    mesh = optimizer_mesh(parallelism)
+    return jax.tree.map(lambda p: p.sharding, params) if mesh is None else optimizer_shardings(params, mesh)
+
+
+def _init_optimizer(
+    optimizer: optax.GradientTransformation, params: nnx.State, layouts: nnx.State, everywhere: Sharding
+) -> optax.OptState:
+    """Returns the optimizer's state for f32 masters, moments laid out as `layouts`.
 
     Compiled, so that no f32 copy of the parameters is made.
     """
@@ -82,7 +126,11 @@ def _init_optimizer(optimizer: optax.GradientTransformation, params: nnx.State, 
     def init(params):
         return optimizer.init(as_f32(params))
 
-    layouts = {parameter_path(path): p.sharding for path, p in jax.tree.leaves_with_path(params)}
     # The paths of moments end in their parameters'.
-    out = jax.tree.map_with_path(lambda path, _: layouts.get(parameter_path(path), everywhere), jax.eval_shape(init, params))
+    of_path = _by_paths(layouts)
+    out = jax.tree.map_with_path(lambda path, _: of_path.get(parameter_path(path), everywhere), jax.eval_shape(init, params))
     return jax.jit(init, out_shardings=out)(params)
+
+
+def _by_paths(layouts: nnx.State) -> dict[tuple, Sharding]:
+    return {parameter_path(path): layout for path, layout in jax.tree.leaves_with_path(layouts)}

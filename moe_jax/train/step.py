@@ -16,12 +16,13 @@ from jaxtyping import Array
 from moe_jax.layers.passes import Remat
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.parallel.zero1 import optimizer_mesh, sum_to_parts
 from moe_jax.train.batch import Batch, num_rows, replicated_sharding
 from moe_jax.train.expert_bias import expert_bias_range
 from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
 from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objective
 from moe_jax.train.overlap import accumulate_overlapping
-from moe_jax.train.state import TrainState, apply_gradients
+from moe_jax.train.state import TrainState, apply_gradients, check_layout
 
 COUNTED = {"num_labels": "loss_mask", "num_tokens": "segment_ids"}
 """Metrics that count an array's entries other than 0."""
@@ -70,7 +71,8 @@ def make_train_step(
       remat: recompute each layer in the backward pass and keep only its input. "offload" keeps the inputs in the host's memory.
       force_balanced_routing: deal tokens to experts in turn and ignore the router's choice. For benchmarks only.
       parallelism: the mesh that the state lies on, and how the model is spread over it. Losses, gradients and metrics equal
-        the whole batch's on one device. None: one device, or all collectives left to XLA.
+        the whole batch's on one device. With `shard_optimizer` the state must come from `init_state(..., parallelism)`. None:
+        one device, or all collectives left to XLA.
 
     Returns:
       A step whose metrics are f32 scalars, unless a shape stands beside the name:
@@ -94,14 +96,18 @@ def make_train_step(
       TypeError: a function that cannot be called as loss(model, batch); or any function as `loss` where micro-batches overlap.
       ValueError: at the first step, a function that returns something else. A function for a model with modules that predict
         further tokens, or `NextToken` with an `mtp_loss_coef` of 0 for such a model. Rows that cannot be dealt out to the
-        micro-batches and devices.
+        micro-batches and devices. A state whose optimizer is not split as `parallelism` says.
     """
     objective = as_objective(NextToken() if loss is None else loss, gradient_accumulation)
     execution = Execution(remat=remat, balanced_routing=force_balanced_routing)
+    # Split over `data`, the optimizer's state needs sums over `data` once a step, and only their parts.
+    split_over = optimizer_mesh(parallelism)
+    stacked: dict[str, bool] = dict(stack_over_data=split_over is not None)
     if parallelism is not None and parallelism.overlap_micro_batches and gradient_accumulation > 1:
-        gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation, in_place=False)
+        gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
     else:
-        gradients = accumulate(gradients_fn(objective, graphdef, execution, parallelism), gradient_accumulation)
+        gradients = gradients_fn(objective, graphdef, execution, parallelism, **stacked)
+        gradients = accumulate(gradients, gradient_accumulation)
     in_place = accumulate_in_place(objective, graphdef, execution, gradient_accumulation)
 
     def train_step(one_device: bool, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -112,7 +118,10 @@ def make_train_step(
         # Split over devices, the experts' gradients can be added up only after they have travelled.
         compute = in_place if one_device and gradient_accumulation > 1 else gradients
         value, aux, grads = compute(state.params, state.expert_bias, objective.prepare(batch, num_labels))
-        after = replace(apply_gradients(optimizer, state, grads), expert_bias=objective.move_biases(state.expert_bias, aux))
+        if split_over is not None:
+            grads = sum_to_parts(grads, split_over)
+        after = apply_gradients(optimizer, state, grads, parallelism)
+        after = replace(after, expert_bias=objective.move_biases(state.expert_bias, aux))
         metrics = counts | {"total_loss": value, "grad_norm": optax.tree.norm(grads)}
         metrics |= objective.metrics(value, aux, num_labels) | expert_bias_range(after.expert_bias)
         if schedule is not None:
@@ -133,6 +142,7 @@ def _compiled_at_first_call(train_step: Callable, parallelism: Parallelism | Non
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         nonlocal compiled
         if compiled is None:
+            check_layout(state, parallelism)
             one_device = parallelism is None and len(jax.tree.leaves(state.params)[0].sharding.device_set) == 1
             compiled = jax.jit(
                 partial(train_step, one_device),

@@ -160,6 +160,20 @@ def test_an_exchange_by_copies_is_printed_with_its_capacity():
     assert "--hops" not in flags(replace(run, mesh=MeshShape()))
 
 
+def test_an_optimizer_in_parts_is_printed_where_data_splits_it():
+    run = PlannedStep(QWEN, MeshShape(data=2), 2, 4096, shard_optimizer=True)
+    assert flags(run).endswith(" --shard-optimizer")
+    assert "--shard-optimizer" not in flags(replace(run, mesh=MeshShape(fsdp=2)))
+
+
+def test_the_program_plans_an_optimizer_in_parts(capsys):
+    main("plan qwen3-0.6b --devices 8 --hops nccl --limit 1 --shard-optimizer".split())
+    printed = capsys.readouterr().out
+    assert "--mesh.data 8" in printed and "--shard-optimizer ..." in printed
+    whole = predict(PlannedStep(NAMED_CONFIGS["qwen3-0.6b"], MeshShape(data=8), 64, 4096)).bytes["moments"]
+    assert f"moments {whole / 8 / 2**30:.1f}" in printed
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -215,7 +229,7 @@ def test_a_small_model_fits_one_small_gpu_and_memory_decides(capsys):
 def test_the_defaults_are_those_of_finetune():
     ours = {field.name: field.default for field in fields(PlanCommand)}
     theirs = {field.name: field.default for field in fields(FinetuneSettings)}
-    names = {"param_dtype", "moment_dtype", "capacity_factor", "hops"}
+    names = {"param_dtype", "moment_dtype", "capacity_factor", "hops", "shard_optimizer"}
     assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
     assert ours["sequence_length"] == theirs["seq_len"]
 

@@ -150,6 +150,31 @@ def test_every_axis_but_data_divides_the_state(axis, divides):
     assert many == pytest.approx(one / 8 if divides else one, rel=0.01)
 
 
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
+def test_optimizer_state_split_over_data(param_dtype):
+    """ZeRO, stage 1, divides moments and the masters' other halves, and the update. Whole parameters stay."""
+    run = PlannedStep(QWEN, MeshShape(data=4, fsdp=2), 8, 4096, param_dtype=param_dtype)
+    whole, parts = predict(run), predict(replace(run, shard_optimizer=True))
+    # All 48 layers, the vocabulary and the norms are divided by four.
+    assert parts.bytes["moments"] == whole.bytes["moments"] / 4
+    own, in_params = whole.bytes["moments"] / 8, 2 if param_dtype == "bfloat16" else 4
+    assert parts.bytes["parameters"] == in_params * own + (4 - in_params) * own / 4
+    assert parts.bytes["gradients"] == whole.bytes["gradients"]
+    assert parts.seconds["optimizer"] == pytest.approx(whole.seconds["optimizer"] / 4)
+    # A reduce-scatter in f32 and a gather in the parameters' dtype, in place of a reduce-scatter and a gather in f32.
+    if param_dtype == "bfloat16":
+        assert parts.seconds["once a step"] < whole.seconds["once a step"]
+    one = replace(run, mesh=MeshShape(fsdp=8))
+    assert predict(replace(one, shard_optimizer=True)).bytes == predict(one).bytes
+
+
+def test_arrays_that_data_does_not_divide_stay_whole():
+    run = PlannedStep(MIXED, MeshShape(data=3), 3, 4096, shard_optimizer=True)
+    whole = [p for p in run.parameters if p.part_size == p.own_size]
+    assert 0 < len(whole) < len(run.parameters)
+    assert all(p.part_size in (p.own_size, p.own_size / 3) for p in run.parameters)
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     config=st.sampled_from((QWEN, DEEPSEEK)),

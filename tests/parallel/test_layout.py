@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec, SingleDeviceSharding
 
 from moe_jax.parallel import make_mesh, parameter_sharding
-from moe_jax.parallel.layout import gathered_axes, parameter_spec
+from moe_jax.parallel.layout import data_axis, gathered_axes, optimizer_spec, parameter_spec
 
 
 def mesh(**sizes):
@@ -45,6 +45,26 @@ def test_the_table(path, shape, expected):
 def test_mesh_axes():
     path, shape = (*LAYER, "mlp", "experts", "gate_up_proj"), (3, 8, 48, 32)
     assert parameter_spec(path, shape, mesh(data=2, expert=2, context=2))[1] == ("expert", "context")
+
+
+@pytest.mark.parametrize(
+    "path, shape, expected",
+    [
+        ((*LAYER, "self_attn", "q_proj", "weight"), (4, 64, 32), ("data", "fsdp", None)),
+        ((*LAYER, "self_attn", "q_proj", "weight"), (3, 64, 32), (None, ("fsdp", "data"), None)),
+        ((*LAYER, "self_attn", "q_proj", "weight"), (3, 6, 32), (None, "fsdp", "data")),
+        ((*LAYER, "mlp", "experts", "gate_up_proj"), (3, 8, 48, 32), (None, ("fsdp", "data"), None, None)),
+        ((*LAYER, "mlp", "router", "weight"), (3, 8, 32), (None, "data", None)),
+        (("norm", "weight"), (32,), ("data",)),
+        (("norm", "weight"), (33,), (None,)),
+    ],
+)
+def test_optimizer_spec(path, shape, expected):
+    on = mesh(data=4, fsdp=2)
+    assert optimizer_spec(path, shape, on) == PartitionSpec(*expected)
+    assert optimizer_spec(path, shape, mesh(fsdp=2)) == parameter_spec(path, shape, mesh(fsdp=2))
+    axes = [axis for axis, names in enumerate(expected) if names and "data" in names]
+    assert data_axis(path, shape, on) == (axes[0] if axes else None)
 
 
 def test_gathered_axes():

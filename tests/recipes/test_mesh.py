@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 
 SCRIPT = """
-import logging, sys
+import logging, shutil, sys
 from functools import partial
 import jax, numpy as np
 import tiny, moe_jax
@@ -40,12 +40,12 @@ jax.config.update("jax_log_compiles", True)
 free = partial(moe_jax.parallel.ExpertParallel, flops_per_byte=0.0)
 sys.modules["moe_jax.recipes.finetuning.prepare"].ExpertParallel = free
 
-def run(name, mesh, shadow_experts=0, seq_len=32, rebalance_every=0, **stop):
+def run(name, mesh, shadow_experts=0, seq_len=32, rebalance_every=0, shard_optimizer=False, **stop):
     model = moe_jax.from_pretrained(folder + "/model", dtype=np.float32, mesh=mesh, progress=False)
     settings = FinetuneSettings(
         model="none", data=folder + "/texts", output=folder + "/" + name, seq_len=seq_len, batch_size=4, steps=6,
         learning_rate=1e-2, warmup_steps=1, dtype="float32", checkpoint_every=3, shadow_experts=shadow_experts,
-        rebalance_every=rebalance_every,
+        rebalance_every=rebalance_every, shard_optimizer=shard_optimizer,
     )
     result = finetune(settings, model=model, tokenizer=tiny.tokenizer(), **stop)
     models[name], metrics = result.model, result.metrics
@@ -82,6 +82,15 @@ for refused in (partial(run, "moved", moved, shadow_experts=5), partial(run, "re
     except ValueError as error:
         print(error)
 np.testing.assert_allclose(run("moved", moved, shadow_experts=2), one, rtol=1e-4)
+
+# The optimizer's state in parts over data; the second half of one run on a mesh without data.
+over_data = moe_jax.parallel.make_mesh(data=2, fsdp=2)
+parts = run("parts", over_data, shard_optimizer=True)
+np.testing.assert_allclose(parts, one, rtol=1e-4)
+run("parts resumed", over_data, shard_optimizer=True, stop_after=3)
+shutil.copytree(folder + "/parts resumed", folder + "/parts moved")
+assert run("parts resumed", over_data, shard_optimizer=True) == parts
+np.testing.assert_allclose(run("parts moved", mesh), one, rtol=1e-4)
 
 # As even as so few experts are, they would often stay where they are.
 sys.modules["moe_jax.train.rebalance"].balanced_order = lambda load, *_: np.argsort(-load, kind="stable")

@@ -15,7 +15,7 @@ from moe_jax.config.base import RopeParameters
 from moe_jax.parallel import Parallelism
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.recipes import finetune
-from moe_jax.recipes.finetuning.prepare import _check_experts, _warn_of_far_positions
+from moe_jax.recipes.finetuning.prepare import _check_experts, _check_optimizer, _warn_of_far_positions
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
@@ -31,6 +31,18 @@ def test_what_needs_experts_on_several_devices_is_refused_on_one(tmp_path, name)
     with pytest.raises(ValueError, match=f"{name}=1 needs experts on several devices: a mesh.expert of 2 or more"):
         finetune(settings(tmp_path, **{name: 1}), model=tiny.model(), tokenizer=tiny.tokenizer())
     assert not (tmp_path / "run").exists()
+
+
+def test_optimizer_on_one_device_along_data(tmp_path):
+    with pytest.raises(ValueError, match="shard_optimizer=True needs several devices along data: a mesh.data of 2 or more"):
+        finetune(settings(tmp_path, shard_optimizer=True), model=tiny.model(), tokenizer=tiny.tokenizer())
+    assert not (tmp_path / "run").exists()
+
+
+def test_optimizer_that_data_cannot_split(tmp_path):
+    parallelism = Parallelism(AbstractMesh((7, 1, 1, 1), MESH_AXES), shard_optimizer=True)
+    with pytest.raises(ValueError, match="data=7 divides no axis of any parameter that is left to split; take a divisor"):
+        _check_optimizer(settings(tmp_path, shard_optimizer=True), parallelism, tiny.model().config)
 
 
 @pytest.mark.parametrize("place", ["model", "model/notes.txt"])

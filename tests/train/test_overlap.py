@@ -68,7 +68,7 @@ def test_what_cannot_overlap_is_refused():
     """One micro-batch, and an objective that runs the layers itself."""
     graph = nnx.graphdef(tiny.dense())
     with pytest.raises(ValueError, match="micro_batches must be at least 2"):
-        accumulate_overlapping(NextToken(), graph, Execution(), None, 1, in_place=False)
+        accumulate_overlapping(NextToken(), graph, Execution(), None, 1)
     own = as_objective(lambda model, batch: (jnp.zeros(()), {}), 2)
     with pytest.raises(TypeError, match="of_states, as train.NextToken has"):
-        accumulate_overlapping(own, graph, Execution(), None, 2, in_place=False)
+        accumulate_overlapping(own, graph, Execution(), None, 2)

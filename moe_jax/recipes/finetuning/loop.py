@@ -187,7 +187,7 @@ def _load(run: PreparedRun, model: Decoder | None, loss: LossFunction | None) ->
         max_grad_norm=settings.max_grad_norm,
         moment_dtype=settings.moment_dtype,
     )
-    graph, state = nnx.graphdef(model), init_state(model, optimizer)
+    graph, state = nnx.graphdef(model), init_state(model, optimizer, parallelism)
     train_step = make_train_step(
         graph,
         optimizer,

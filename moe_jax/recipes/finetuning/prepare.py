@@ -18,6 +18,7 @@ from moe_jax.checkpoint.hf_load import find_config, read_config
 from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
 from moe_jax.config import ModelConfig, config_to_dict
+from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.parallel.collectives.hops import default_hops
@@ -26,6 +27,7 @@ from moe_jax.parallel.expert.placement import balanced_order
 from moe_jax.parallel.layout import mesh_of
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.parallel.zero1 import optimizer_mesh, optimizer_shardings
 from moe_jax.recipes.finetuning.identity import MODEL, same_run, values_of
 from moe_jax.recipes.finetuning.lock import output_lock
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
@@ -174,6 +176,7 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     _check_vocabulary(config, tokenizer)
     _warn_of_far_positions(config, settings.seq_len)
     expert_devices = _check_experts(settings, parallelism, config)
+    _check_optimizer(settings, parallelism, config)
     saved = saved_run(output)
     # A run that began when texts had no BOS token continues without it, or its data would be other data.
     begin_texts = not saved.identity or "begin_texts" in saved.identity
@@ -322,7 +325,8 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
     if mesh is None:
         return None
     experts = ExpertParallel(capacity_factor=settings.capacity_factor, shadow_experts=settings.shadow_experts)
-    parallelism = Parallelism(mesh, experts, hops=settings.hops or default_hops(mesh))
+    hops = settings.hops or default_hops(mesh)
+    parallelism = Parallelism(mesh, experts, hops=hops, shard_optimizer=settings.shard_optimizer)
     parallelism.check_batch(settings.batch_size // settings.gradient_accumulation)
     ways = mesh.shape.get("context", 1)
     if ways > 1 and settings.seq_len % (2 * ways):
@@ -385,6 +389,19 @@ def _check_experts(settings: FinetuneSettings, parallelism: Parallelism | None, 
         # Refuses groups of experts that these devices would part.
         balanced_order(np.ones(num_experts), devices, num_groups(config))
     return devices
+
+
+def _check_optimizer(settings: FinetuneSettings, parallelism: Parallelism | None, config: ModelConfig) -> None:
+    """Refuses `shard_optimizer` where nothing can be split over `data`."""
+    if not settings.shard_optimizer:
+        return
+    mesh = optimizer_mesh(parallelism)
+    if mesh is None:
+        raise ValueError(
+            "shard_optimizer=True needs several devices along data: a mesh.data of 2 or more. Over the other axes the "
+            "optimizer's state is split without it"
+        )
+    optimizer_shardings(nnx.eval_shape(lambda: nnx.state(from_config(config, rngs=nnx.Rngs(0)), nnx.Param)), mesh)
 
 
 def _num_experts(config: ModelConfig) -> int:

@@ -63,6 +63,8 @@ class FinetuneSettings:
       offload: keep the input of each layer, which remat needs, in the host's memory: for long sequences (docs/scaling.md).
       mesh: the numbers of devices over which rows, parameters, experts and sequences are spread (docs/scaling.md). All devices
         are used.
+      shard_optimizer: split AdamW's moments and the masters over mesh.data too (ZeRO, stage 1); parameters stay whole there.
+        Needs a mesh.data of 2 or more. May be changed when a run continues.
       capacity_factor: the room of one exchange between experts' devices, as a multiple of an even routing's tokens. With the
         number of devices along mesh.expert every routing fits, and no layer waits to learn whether its tokens fit
         (docs/parallel_experts.md).
@@ -114,6 +116,7 @@ class FinetuneSettings:
     remat: bool = True
     offload: bool = False
     mesh: MeshShape = MeshShape()
+    shard_optimizer: bool = False
     capacity_factor: float = ExpertParallel.capacity_factor
     hops: Hops | None = None
     shadow_experts: int = 0
