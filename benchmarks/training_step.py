@@ -81,7 +81,9 @@ def main() -> None:
     experts = ExpertParallel(transport=args.transport, capacity_factor=args.capacity_factor, shadow_experts=args.shadow_experts)
     hops = args.hops or default_hops(mesh)
     context = ContextParallel(method=args.context_method)
-    parallelism = Parallelism(mesh, experts, context, hops, args.overlap, args.shard_optimizer)
+    parallelism = Parallelism(
+        mesh, experts, context, hops, overlap_micro_batches=args.overlap, shard_optimizer=args.shard_optimizer
+    )
     ceiling = measure_ceiling(256 if args.small else 8192)
     first = jax.process_index() == 0
     show = print if first else lambda *_, **__: None

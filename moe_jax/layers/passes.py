@@ -327,8 +327,15 @@ def put_layer(stacked, layer, i):
 
 def _add_layer(sums, layer, i):
     """Returns the stacked sums with `layer` added to layer i, in the sums' dtype and memory."""
-    added = jax.tree.map(lambda a, part: a + part.astype(a.dtype), take_layer(sums, i), layer)
-    return put_layer(sums, added, i)
+
+    def add(a, part):
+        # The slice keeps the axis of layers. If it were reshaped, XLA would copy it before the sum: 5 % of a step (f32 sums of
+        # 64 experts' matrices, 8192 tokens, two H100).
+        start = (i, *[0] * part.ndim)
+        before = lax.dynamic_slice(a, start, (1, *part.shape), allow_negative_indices=False)
+        return lax.dynamic_update_slice(a, before + part[None].astype(a.dtype), start, allow_negative_indices=False)
+
+    return jax.tree.map(add, sums, layer)
 
 
 def _unwritten(num_layers: int, like):

@@ -171,5 +171,6 @@ def test_exchange_hides_behind_the_other_pass():
     assert len(beside) == 7 and all(kernels for _, kernels in beside)
     other = {"forward": "backward", "backward": "forward"}
     assert sum(other.get(scope) in kernels for scope, kernels in beside) >= 4
-    # There is no second stack of the experts' matrices or of their sums.
+    # There is no second stack of the experts' matrices or of their sums, and no copy of one layer's sums.
+    assert not re.search(r"ROOT \S+ = f32\[1,64,\d+,\d+\]\S* dynamic-slice\(", program)
     assert not re.search(r"= (bf16|f32)\[2,64,\d+,\d+\]\S* copy\(", program)
