@@ -51,7 +51,9 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=4, help="rows of the whole batch")
     parser.add_argument("--gradient-accumulation", type=int, default=1, help="micro-batches of a step")
-    parser.add_argument("--overlap", action="store_true", help="option overlap_micro_batches of Parallelism")
+    parser.add_argument(
+        "--overlap", action=argparse.BooleanOptionalAction, help="option overlap_micro_batches of Parallelism; default: its own"
+    )
     parser.add_argument("--packed", action="store_true", help="rows of several documents; default: one document each")
     parser.add_argument(
         "--param-dtype", default="bfloat16", choices=("float32", "bfloat16"), help="dtype of parameters; masters are f32"
@@ -95,7 +97,9 @@ def main() -> None:
         f"{num_parameters(config) / 1e9:.2f} B parameters, {args.rows} x {args.seq} tokens, {' '.join(args.mesh)}, {hops}",
         end="",
     )
-    show(f", {args.gradient_accumulation} micro-batches{' that overlap' if args.overlap else ''}")
+    show(
+        f", {args.gradient_accumulation} micro-batches{'' if args.overlap is None else ', overlapping' if args.overlap else ', in turn'}"
+    )
     show(f"matmul ceiling {ceiling:.0f} TFLOP/s")
     results = []
     for routing in args.routings:

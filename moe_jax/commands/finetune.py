@@ -21,7 +21,7 @@ GROUPS = {
         "force_balanced_routing",
     ),
     "memory": ("dtype", "param_dtype", "moment_dtype", "remat", "offload", "shard_optimizer"),
-    "exchange between devices": ("capacity_factor", "hops", "shadow_experts", "rebalance_every"),
+    "exchange between devices": ("capacity_factor", "hops", "overlap_micro_batches", "shadow_experts", "rebalance_every"),
     "log": ("tensorboard",),
 }  # fmt: skip
 """The fields of `FinetuneSettings` by their group in `--help`; `mesh` is a group of its own."""

@@ -97,13 +97,18 @@ def accumulate_overlapping(
     return summed
 
 
+def can_overlap(objective: Objective) -> bool:
+    """Returns whether the objective's computation behind the last layer is apart from the layers: whether it has `of_states`."""
+    return type(objective).of_states is not Objective.of_states
+
+
 def check_objective(objective: Objective) -> None:
-    """Refuses an objective whose computation behind the last layer is not apart from the layers.
+    """Refuses an objective that cannot overlap.
 
     Raises:
       TypeError: it has no `of_states` of its own.
     """
-    if type(objective).of_states is Objective.of_states:
+    if not can_overlap(objective):
         raise TypeError(
             "overlapping micro-batches need an objective with the function of_states, as train.NextToken has; a function "
             "loss(model, batch) runs the layers itself: leave overlap_micro_batches out"

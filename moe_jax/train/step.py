@@ -21,7 +21,7 @@ from moe_jax.train.batch import Batch, num_rows, replicated_sharding
 from moe_jax.train.expert_bias import expert_bias_range
 from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
 from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objective
-from moe_jax.train.overlap import accumulate_overlapping
+from moe_jax.train.overlap import accumulate_overlapping, can_overlap
 from moe_jax.train.state import TrainState, apply_gradients, check_layout
 
 COUNTED = {"num_labels": "loss_mask", "num_tokens": "segment_ids"}
@@ -103,7 +103,7 @@ def make_train_step(
     # Split over `data`, the optimizer's state needs sums over `data` once a step, and only their parts.
     split_over = optimizer_mesh(parallelism)
     stacked: dict[str, bool] = dict(stack_over_data=split_over is not None)
-    if parallelism is not None and parallelism.overlap_micro_batches and gradient_accumulation > 1:
+    if parallelism is not None and overlaps(objective, parallelism, remat, gradient_accumulation):
         gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
     else:
         gradients = gradients_fn(objective, graphdef, execution, parallelism, **stacked)
@@ -129,6 +129,15 @@ def make_train_step(
         return after, metrics
 
     return _compiled_at_first_call(train_step, parallelism)
+
+
+def overlaps(objective: Objective, parallelism: Parallelism, remat: Remat, micro_batches: int) -> bool:
+    """Returns whether neighbouring micro-batches overlap, as `Parallelism.overlap_micro_batches` says."""
+    if micro_batches == 1:
+        return False
+    if parallelism.overlap_micro_batches is not None:
+        return parallelism.overlap_micro_batches
+    return parallelism.expert_parallel is not None and remat is not False and can_overlap(objective)
 
 
 def _count(array: Array) -> Array:

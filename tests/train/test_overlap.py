@@ -1,5 +1,7 @@
 """Overlapping micro-batches: the value, aux and every gradient equal plain accumulation's."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,12 @@ import tiny
 from flax import nnx
 
 from moe_jax.models.execution import Execution
+from moe_jax.parallel import Parallelism
 from moe_jax.train import LossWeights, NextToken, accumulate, gradients_fn
 from moe_jax.train.gradients import accumulate_in_place
 from moe_jax.train.objective import as_objective
 from moe_jax.train.overlap import accumulate_overlapping
+from moe_jax.train.step import overlaps
 
 ROWS, SEQ = 6, 16
 ALL_LOSSES = LossWeights(aux_loss_coef=0.02, sequence_loss_coef=0.01, z_loss_coef=0.01)
@@ -72,3 +76,17 @@ def test_what_cannot_overlap_is_refused():
     own = as_objective(lambda model, batch: (jnp.zeros(()), {}), 2)
     with pytest.raises(TypeError, match="of_states, as train.NextToken has"):
         accumulate_overlapping(own, graph, Execution(), None, 2)
+
+
+def test_default():
+    """Micro-batches overlap where experts lie on several devices, layers are recomputed and the objective allows it."""
+    mesh = jax.sharding.AbstractMesh((1, 1, 2, 1), ("data", "fsdp", "expert", "context"))
+    split, whole = (Parallelism(m, hops="nccl") for m in (mesh, mesh.update(axis_sizes=(1, 2, 1, 1))))
+    own = as_objective(lambda model, batch: (jnp.zeros(()), {}), 2)
+    assert overlaps(NextToken(), split, True, 2) and overlaps(NextToken(), split, "offload", 2)
+    assert not overlaps(NextToken(), split, True, 1)
+    assert not overlaps(NextToken(), split, False, 2)
+    assert not overlaps(own, split, True, 2)
+    assert not overlaps(NextToken(), whole, True, 2)
+    assert overlaps(NextToken(), replace(whole, overlap_micro_batches=True), False, 2)
+    assert not overlaps(NextToken(), replace(split, overlap_micro_batches=False), True, 2)

@@ -326,7 +326,13 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
         return None
     experts = ExpertParallel(capacity_factor=settings.capacity_factor, shadow_experts=settings.shadow_experts)
     hops = settings.hops or default_hops(mesh)
-    parallelism = Parallelism(mesh, experts, hops=hops, shard_optimizer=settings.shard_optimizer)
+    parallelism = Parallelism(
+        mesh,
+        experts,
+        hops=hops,
+        shard_optimizer=settings.shard_optimizer,
+        overlap_micro_batches=settings.overlap_micro_batches,
+    )
     parallelism.check_batch(settings.batch_size // settings.gradient_accumulation)
     ways = mesh.shape.get("context", 1)
     if ways > 1 and settings.seq_len % (2 * ways):

@@ -71,6 +71,9 @@ class FinetuneSettings:
       hops: how gathered matrices, the ring along mesh.context and pairwise exchanges with experts travel between devices.
         "copies" are peer-to-peer copies between the GPUs of one process; "nccl" are collectives. None: copies if they can be
         made.
+      overlap_micro_batches: compute each micro-batch forward beside the backward pass of the one before, so that the exchange
+        with experts of other devices hides (docs/scaling.md). None: where experts lie on several devices and remat is on. With
+        a loss of your own, only False and None.
       shadow_experts: the most experts that a layer may copy to all devices along mesh.expert for a step. A layer does so if the
         busiest device saves more than the copies cost (docs/parallel_experts.md).
       rebalance_every: steps after which experts change places between the devices along mesh.expert, by their load since the
@@ -119,6 +122,7 @@ class FinetuneSettings:
     shard_optimizer: bool = False
     capacity_factor: float = ExpertParallel.capacity_factor
     hops: Hops | None = None
+    overlap_micro_batches: bool | None = None
     shadow_experts: int = 0
     rebalance_every: int = 0
     tensorboard: bool = False
