@@ -97,9 +97,8 @@ def main() -> None:
         f"{num_parameters(config) / 1e9:.2f} B parameters, {args.rows} x {args.seq} tokens, {' '.join(args.mesh)}, {hops}",
         end="",
     )
-    show(
-        f", {args.gradient_accumulation} micro-batches{'' if args.overlap is None else ', overlapping' if args.overlap else ', in turn'}"
-    )
+    order = {None: "", True: ", overlapping", False: ", in turn"}[args.overlap]
+    show(f", {args.gradient_accumulation} micro-batches{order}")
     show(f"matmul ceiling {ceiling:.0f} TFLOP/s")
     results = []
     for routing in args.routings:

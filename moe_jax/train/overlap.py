@@ -98,7 +98,7 @@ def accumulate_overlapping(
 
 
 def can_overlap(objective: Objective) -> bool:
-    """Returns whether the objective's computation behind the last layer is apart from the layers: whether it has `of_states`."""
+    """Returns whether the objective's computation is apart from the layers: whether it has `of_states`."""
     return type(objective).of_states is not Objective.of_states
 
 
