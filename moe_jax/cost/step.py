@@ -147,7 +147,7 @@ def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str,
 
 
 def _keeping_seconds(step: PlannedStep, stage: Stage, computing: Iterable[Passes], machine: Machine) -> Passes:
-    """Returns the seconds to copy a layer's residuals into the stack of all layers (`layers/stack.py`) and out of it.
+    """Returns the seconds to copy a layer's residuals into the stack of all layers (`layers/passes.py`) and out of it.
 
     Copies to and from host memory overlap with the layer's computation; only the excess counts.
     """
