@@ -27,7 +27,7 @@ Two loops in one program run one after the other. Joined, a turn of both is one 
 each pass beside the kernels of the other.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -136,6 +136,22 @@ def run_joined(*passes: tuple[Pass, int]) -> tuple:
     return tuple(_run_on(steps, result) for (steps, _), result in zip(passes, results, strict=True))
 
 
+def run_together(*passes: Pass) -> tuple:
+    """Runs passes with equal numbers of loops, each loop joined with those of the same place; returns the passes' results."""
+    sent: Sequence[Any] = [None] * len(passes)
+    results = list(sent)
+    while True:
+        loops = []
+        for place, steps in enumerate(passes):
+            try:
+                loops.append(steps.send(sent[place]))
+            except StopIteration as stop:
+                results[place] = stop.value
+        if not loops:
+            return tuple(results)
+        sent = run_loops(*loops)
+
+
 def _run_on(steps: Pass, sent):
     """Sends a loop's result to a pass and runs its remaining loops; returns the result of the pass."""
     try:
@@ -178,10 +194,7 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x) -> Loop:
         if remat:
             after, y = body(*arguments)
             return after, (y, placed(x))
-        # Parameters are no residuals: the backward pass reads them from the stack. A copy of each layer's would double them.
-        (after, y), pullback = jax.vjp(
-            body, *arguments, saveable_args=(False, False, True, False, False), in_nzs=(False, False, True, True, True)
-        )
+        (after, y), pullback = _pullback(body, arguments)
         return after, (y, placed(pullback))
 
     def step(i: Turn, state: ForwardState) -> ForwardState:
@@ -257,14 +270,14 @@ def backward_loop(layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, d
         layer, dx = gather.layer(take_layer(parameters, i), state.gathered), state.dx
         own = take_layer(arrays.per_layer, i), take_layer(state.accumulators, i)
         if remat:
-            arguments = arrays.shared, own[0], of_layer, layer, own[1]
-            _, pullback = jax.vjp(body, *arguments, in_nzs=(False, False, True, True, True))
+            _, pullback = _pullback(body, (arrays.shared, own[0], of_layer, layer, own[1]))
             # Recomputation hides the parameter gather, the backward pass hides the gradient scatter. dx is in the barrier too:
-            # otherwise expert parallelism sends it before the tokens that are needed first.
+            # otherwise expert parallelism sends it before the tokens that are needed first. Parameters are not: a barrier
+            # makes XLA copy each slice of a stack that passes it.
             (pullback, dx), arriving = gather.barrier((pullback, dx), arriving)
         else:
-            arguments = arrays.shared, own[0], of_layer.args_res[2], layer, own[1]
-            pullback = of_layer.replace(args_res=list(arguments))
+            pullback = of_layer
+        pullback = pullback.replace(args_res=[arrays.shared, own[0], pullback.args_res[2], layer, own[1]])
         _, _, dx, dlayer, daccumulators = pullback((dx, take_layer(dy, i)))
         to_scatter, whole = gather.split(dlayer)
         (dx, to_scatter), (arriving, scattering) = gather.barrier((dx, to_scatter), (arriving, scattering))
@@ -297,6 +310,14 @@ def backward_loop(layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, d
         accumulators=arrays.accumulators,
     )
     return Loop("backward", last + 1, start, step, finish)
+
+
+def _pullback(body: Body, arguments: tuple):
+    """Returns the layer's outputs, and its pullback without the arguments but x: the caller puts them into `args_res`.
+
+    Parameters are no residuals: the backward pass reads them from the stack. A copy of each layer's would double them.
+    """
+    return jax.vjp(body, *arguments, saveable_args=(False, False, True, False, False), in_nzs=(False, False, True, True, True))
 
 
 def _in_memory(space: jax.memory.Space, arrays):

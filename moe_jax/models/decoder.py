@@ -15,7 +15,7 @@ from moe_jax.layers.linear import Embedding, Linear
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.moe import MoE
 from moe_jax.layers.norm import RMSNorm
-from moe_jax.layers.passes import Remat
+from moe_jax.layers.passes import Pass, Remat, forward_loop
 from moe_jax.layers.router import check_expert_choice, load_balancing_loss
 from moe_jax.layers.segments import has_successor, shift_left
 from moe_jax.models.decoder_layer import DecoderLayer, SparseDecoderLayer
@@ -29,6 +29,7 @@ from moe_jax.models.forward import (
     collect,
     layer_inputs,
     run_stage,
+    stage_layers,
 )
 from moe_jax.models.inputs import check_options, check_shapes, float_dtype, integers, token_ids
 from moe_jax.models.mtp import PredictorState, TokenPredictor
@@ -163,6 +164,28 @@ class Decoder(nnx.Module):
         )
         carry = Carry(self.embed_tokens(tokens, self.dtype), None if cache is None else cache.with_segments(segment_ids))
         return Entered(inputs, _per_layer(config, expert_ids), carry)
+
+    def forward_pass(
+        self, tokens: Int[Array, "batch seq"], positions: Int[Array, "batch seq"], segment_ids: Int[Array, "batch seq"]
+    ) -> Pass:
+        """Computes `hidden_states` of the model's `execution` as a `layers.passes.Pass`, which can be joined with another.
+
+            of_one, of_other = run_together(model.forward_pass(*one), model.forward_pass(*other))
+
+        A joined loop sends the tokens of each batch to other devices' experts while the other batch computes. It cannot be
+        differentiated; `train.micro_batch` has passes for training.
+        """
+        execution = self.execution
+        inputs, per_layer, carry = self.enter(tokens, positions, segment_ids, context=execution.spread.context)
+        routings = []
+        for number, of_stage in enumerate(per_layer):
+            layers, arrays = stage_layers(self.stages[number], number, inputs, of_stage, execution)
+            # Of a layer that is recomputed, its input alone is stacked, and XLA removes a stack that nothing reads.
+            run = yield forward_loop(layers._replace(remat=True), arrays, carry)
+            carry = run.x
+            if run.y is not None:
+                routings.append(run.y)
+        return self.leave(inputs, carry, routings)
 
     def leave(self, inputs: LayerInputs, carry: Carry, routings: list[StageRouting]) -> HiddenStates:
         """Computes what `hidden_states` does behind the last layer: applies the last norm and joins the stages' routings.

@@ -9,7 +9,16 @@ import pytest
 import seeds
 from h200 import needs_compiler, run_script, scopes_beside_copies
 
-from moe_jax.layers.passes import LayerArrays, Layers, backward_loop, forward_loop, run_joined, run_loops, run_pass
+from moe_jax.layers.passes import (
+    LayerArrays,
+    Layers,
+    backward_loop,
+    forward_loop,
+    run_joined,
+    run_loops,
+    run_pass,
+    run_together,
+)
 from moe_jax.parallel.fsdp import LayerGather
 
 LAYERS, WIDTH = 3, 8
@@ -96,6 +105,8 @@ def test_passes_of_several_stages_are_joined_at_one():
     up, down = run_joined((upwards(x), 1), (downwards(x), 0))
     np.testing.assert_allclose(up, run_pass(upwards(x)), rtol=1e-6)
     np.testing.assert_allclose(down, run_pass(downwards(x)), rtol=1e-6)
+    for found, alone in zip(run_together(upwards(x), upwards(2 * x)), (x, 2 * x), strict=True):
+        np.testing.assert_allclose(found, run_pass(upwards(alone)), rtol=1e-6)
 
 
 JOINED = """
