@@ -139,12 +139,12 @@ class Decoder(nnx.Module):
 
     def enter(
         self,
-        tokens: Int[Array, "batch seq"],
-        positions: Int[Array, "batch seq"] | None = None,
-        segment_ids: Int[Array, "batch seq"] | None = None,
+        tokens: Integer[Array, "batch seq"],
+        positions: Integer[Array, "batch seq"] | None = None,
+        segment_ids: Integer[Array, "batch seq"] | None = None,
         *,
         cache: KVCache | None = None,
-        expert_ids: Int[Array, "moe_layers batch seq k"] | None = None,
+        expert_ids: Integer[Array, "moe_layers batch seq k"] | None = None,
         context: ContextParallel | None = None,
         sequence_balance: bool = False,
     ) -> Entered:
@@ -166,7 +166,10 @@ class Decoder(nnx.Module):
         return Entered(inputs, _per_layer(config, expert_ids), carry)
 
     def forward_pass(
-        self, tokens: Int[Array, "batch seq"], positions: Int[Array, "batch seq"], segment_ids: Int[Array, "batch seq"]
+        self,
+        tokens: Integer[Array, "batch seq"],
+        positions: Integer[Array, "batch seq"],
+        segment_ids: Integer[Array, "batch seq"],
     ) -> Pass:
         """Computes `hidden_states` of the model's `execution` as a `layers.passes.Pass`, which can be joined with another.
 

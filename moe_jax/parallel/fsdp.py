@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from moe_jax.kernels.precision import widened
+from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.varying import varying_axes
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.direct import add_contributions, join_parts, send_contributions, send_part
@@ -170,12 +170,13 @@ class ShardedParameters:
         return jax.tree.map_with_path(enter, params)
 
     def leave(self, params: nnx.State, gradients: nnx.State) -> nnx.State:
-        """Returns the gradients of a device's parts from f32 gradients of the parameters that `enter` made of them.
+        """Returns the gradients of a device's parts from gradients of the parameters that `enter` made of them.
 
-        The transposed function of `enter`, without rounding: gradients are summed over devices and returned in f32.
+        The transposed function of `enter`, without rounding: gradients are in f32 (f64 for f64) before and after their sum over
+        devices.
         """
-        in_f32 = replace(self, dtype=jnp.dtype(jnp.float32))
-        _, transposed = jax.vjp(in_f32.enter, jax.tree.map(lambda part: part.astype(jnp.float32), params))
+        wide = replace(self, dtype=jnp.dtype(at_least_f32(self.dtype)))
+        _, transposed = jax.vjp(wide.enter, jax.tree.map(lambda part: part.astype(wide.dtype), params))
         return transposed(gradients)[0]
 
     def gathered(self, params: nnx.State) -> nnx.State:

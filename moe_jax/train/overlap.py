@@ -92,14 +92,21 @@ def accumulate_overlapping(
             in_specs=(sharded.specs, PartitionSpec(), rows, PartitionSpec()),
             out_specs=(PartitionSpec(), PartitionSpec(), of_gradients),
         )(params, fixed, stacked, scalars)
-        return Gradients(value, aux, gradients)
+        return Gradients(value, aux, as_f32(gradients))
 
     return summed
 
 
 def can_overlap(objective: Objective) -> bool:
-    """Returns whether the objective's computation is apart from the layers: whether it has `of_states`."""
-    return type(objective).of_states is not Objective.of_states
+    """Returns whether the objective's computation is apart from the layers: whether its `of_states` belongs to its call.
+
+    A subclass that has only a call of its own cannot overlap: the `of_states` that it inherits computes something else.
+    """
+    classes = type(objective).__mro__
+    of_states, call = (
+        next(place for place, kind in enumerate(classes) if name in vars(kind)) for name in ("of_states", "__call__")
+    )
+    return of_states <= call and classes[of_states] is not Objective
 
 
 def check_objective(objective: Objective) -> None:
@@ -110,8 +117,8 @@ def check_objective(objective: Objective) -> None:
     """
     if not can_overlap(objective):
         raise TypeError(
-            "overlapping micro-batches need an objective with the function of_states, as train.NextToken has; a function "
-            "loss(model, batch) runs the layers itself: leave overlap_micro_batches out"
+            "overlapping micro-batches need an objective with the function of_states beside its call, as train.NextToken has; "
+            "a function loss(model, batch) runs the layers itself: leave overlap_micro_batches out"
         )
 
 

@@ -99,9 +99,9 @@ def check_layout(state: TrainState, parallelism: Parallelism | None) -> None:
     """
     if optimizer_mesh(parallelism) is None:
         return
-    layouts = _by_paths(_optimizer_layouts(state.params, parallelism))
+    layouts = _by_paths(_optimizer_layouts(state.params, parallelism), state.params)
     for path, array in jax.tree.leaves_with_path((state.opt_state, state.low_halves)):
-        wanted = layouts.get(parameter_path(path))
+        wanted = _layout_of(path, array.shape, layouts)
         if wanted is not None and not array.sharding.is_equivalent_to(wanted, array.ndim):
             raise ValueError(
                 f"the optimizer's state lies as {array.sharding}, and Parallelism(shard_optimizer=True) splits it as "
@@ -126,11 +126,29 @@ def _init_optimizer(
     def init(params):
         return optimizer.init(as_f32(params))
 
-    # The paths of moments end in their parameters'.
-    of_path = _by_paths(layouts)
-    out = jax.tree.map_with_path(lambda path, _: of_path.get(parameter_path(path), everywhere), jax.eval_shape(init, params))
-    return jax.jit(init, out_shardings=out)(params)
+    of_path = _by_paths(layouts, params)
+
+    def layout(path: tuple, array: jax.ShapeDtypeStruct) -> Sharding:
+        return _layout_of(path, array.shape, of_path) or everywhere
+
+    return jax.jit(init, out_shardings=jax.tree.map_with_path(layout, jax.eval_shape(init, params)))(params)
 
 
-def _by_paths(layouts: nnx.State) -> dict[tuple, Sharding]:
-    return {parameter_path(path): layout for path, layout in jax.tree.leaves_with_path(layouts)}
+Layouts = dict[tuple, tuple[tuple[int, ...], Sharding]]
+"""The shape of each parameter, and the sharding of its moments, by path."""
+
+
+def _by_paths(layouts: nnx.State, params: nnx.State) -> Layouts:
+    leaves = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(layouts), strict=True)
+    return {parameter_path(path): (p.shape, layout) for (path, p), layout in leaves}
+
+
+def _layout_of(path: tuple, shape: tuple[int, ...], layouts: Layouts) -> Sharding | None:
+    """Returns the sharding of an array of the optimizer's; None if the array is no moment of a parameter.
+
+    A moment's path ends in its parameter's. Before that the optimizer has names, such as a label of `optax.multi_transform`.
+    """
+    names = parameter_path(path)
+    found = (layouts.get(names[first:]) for first in range(len(names)))
+    wanted, layout = next((pair for pair in found if pair is not None), (None, None))
+    return layout if wanted == shape else None

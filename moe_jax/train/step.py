@@ -93,7 +93,8 @@ def make_train_step(
       They have num_labels and num_tokens if the batch has a loss_mask and segment_ids.
 
     Raises:
-      TypeError: a function that cannot be called as loss(model, batch); or any function as `loss` where micro-batches overlap.
+      TypeError: a function that cannot be called as loss(model, batch); or any function as `loss` with
+        gradient accumulation and `overlap_micro_batches=True`.
       ValueError: at the first step, a function that returns something else. A function for a model with modules that predict
         further tokens, or `NextToken` with an `mtp_loss_coef` of 0 for such a model. Rows that cannot be dealt out to the
         micro-batches and devices. A state whose optimizer is not split as `parallelism` says.

@@ -215,7 +215,7 @@ def test_bad_checkpoints_are_refused_before_anything_is_read(fp8_folder, tmp_pat
     [
         ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq' is not supported, only 'fp8' is"),
         ({"bits": 4}, "quant_method None is not supported"),
-        ("fp8", "quantization_config='fp8' must be an object of fields"),
+        ("fp8", "quantization_config='fp8' must be null or an object of fields"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2' is not supported .only 'e4m3'."),
         ({"quant_method": "fp8", "activation_scheme": "static"}, "activation_scheme='static' is not supported"),
         ({"quant_method": "fp8", "weight_block_size": None}, "weight_block_size=None must be two positive integers"),

@@ -89,4 +89,4 @@ def test_backward_with_remat():
     beside = kernels_beside_copies(backward)
     assert len(beside) == 9 and all(beside)
     starts = [line for line in backward.splitlines() if "collective-permute-start(" in line]
-    assert ["/body/jvp()/" in line for line in starts] == [True] * 3 + [False] * 6
+    assert ["/backward/jvp()/" in line for line in starts] == [True] * 3 + [False] * 6

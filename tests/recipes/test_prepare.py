@@ -15,7 +15,12 @@ from moe_jax.config.base import RopeParameters
 from moe_jax.parallel import Parallelism
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.recipes import finetune
-from moe_jax.recipes.finetuning.prepare import _check_experts, _check_optimizer, _warn_of_far_positions
+from moe_jax.recipes.finetuning.prepare import (
+    _check_experts,
+    _check_optimizer,
+    _check_user_loss,
+    _warn_of_far_positions,
+)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
@@ -140,3 +145,9 @@ def test_misspelt_model_is_named_early(tmp_path):
     """A misspelt model is named before its tokenizer is looked for."""
     with pytest.raises(FileNotFoundError, match="^'.*/nothing/here' is neither a folder with a checkpoint nor a model"):
         finetune(settings(tmp_path, model=str(tmp_path / "nothing" / "here")))
+
+
+def test_own_loss_cannot_overlap(tmp_path):
+    chosen = settings(tmp_path, overlap_micro_batches=True, gradient_accumulation=2, mesh=MeshShape(expert=2))
+    with pytest.raises(ValueError, match="overlap_micro_batches=True needs the built-in loss"):
+        _check_user_loss(lambda model, batch: None, chosen, tiny.model().config)

@@ -3,6 +3,8 @@
 import pytest
 from tiny import settings
 
+from moe_jax.parallel.choices import MeshShape
+
 
 def test_all_wrong_settings_are_named_at_once(tmp_path):
     with pytest.raises(ValueError) as error:
@@ -48,6 +50,16 @@ def test_a_model_that_the_run_would_replace_is_refused(tmp_path, name):
         ):
             settings(tmp_path, **{name: str(tmp_path / place)})
     settings(tmp_path, **{name: str(tmp_path / "run" / "initial")})
+
+
+def test_overlapping_micro_batches_need_several_and_a_mesh(tmp_path):
+    needs = "overlap_micro_batches=True needs gradient_accumulation of at least 2 and a mesh of several devices"
+    for options in ({}, {"gradient_accumulation": 2}, {"mesh": MeshShape(expert=2)}):
+        with pytest.raises(ValueError, match=needs):
+            settings(tmp_path, overlap_micro_batches=True, **options)
+    settings(tmp_path, overlap_micro_batches=True, gradient_accumulation=2, mesh=MeshShape(expert=2))
+    with pytest.raises(ValueError, match="overlap_micro_batches='no' must be True, False or None"):
+        settings(tmp_path, overlap_micro_batches="no")
 
 
 def test_epochs_take_the_place_of_steps(tmp_path):

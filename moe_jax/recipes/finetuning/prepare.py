@@ -227,6 +227,11 @@ def _check_user_loss(loss: LossFunction, settings: FinetuneSettings, config: Mod
             f"`loss` replaces the built-in loss, which alone has the factors {', '.join(given)}: add their terms to `loss`"
         )
     refuse_further_predictors(config)
+    if settings.overlap_micro_batches:
+        raise ValueError(
+            "overlap_micro_batches=True needs the built-in loss: `loss` runs the layers itself, one micro-batch at a time; "
+            "leave the setting out"
+        )
     if settings.rebalance_every:
         raise ValueError(f"rebalance_every={settings.rebalance_every} needs the load of experts, which `loss` does not report")
 

@@ -73,7 +73,7 @@ class FinetuneSettings:
         made.
       overlap_micro_batches: compute each micro-batch forward beside the backward pass of the one before, so that the exchange
         with experts of other devices hides (docs/scaling.md). None: where experts lie on several devices and remat is on. With
-        a loss of your own, only False and None.
+        a loss of your own, only False and None. Changes the order of sums, and so the last bits of a run.
       shadow_experts: the most experts that a layer may copy to all devices along mesh.expert for a step. A layer does so if the
         busiest device saves more than the copies cost (docs/parallel_experts.md).
       rebalance_every: steps after which experts change places between the devices along mesh.expert, by their load since the
@@ -181,6 +181,8 @@ def _problems(settings: FinetuneSettings) -> list[str]:
         )
     if settings.hops not in (None, *get_args(Hops)):
         problems.append(f"hops={settings.hops!r} must be one of {', '.join(get_args(Hops))}, or None")
+    if settings.overlap_micro_batches not in (None, True, False):
+        problems.append(f"overlap_micro_batches={settings.overlap_micro_batches!r} must be True, False or None")
     for axis in MESH_AXES:
         if not _fits(getattr(settings.mesh, axis), "an integer of at least 1"):
             problems.append(f"mesh.{axis}={getattr(settings.mesh, axis)!r} must be an integer of at least 1")
@@ -189,6 +191,11 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     if settings.batch_size % settings.gradient_accumulation:
         problems.append(
             f"batch_size={settings.batch_size} must be a multiple of gradient_accumulation={settings.gradient_accumulation}"
+        )
+    if settings.overlap_micro_batches and (settings.gradient_accumulation == 1 or settings.mesh.size == 1):
+        problems.append(
+            "overlap_micro_batches=True needs gradient_accumulation of at least 2 and a mesh of several devices: on one device "
+            "no exchange could hide"
         )
     rows = settings.batch_size // settings.gradient_accumulation
     ways = settings.mesh.size // settings.mesh.context

@@ -49,13 +49,15 @@ def test_two_steps(sizes, options):
         ({"fsdp": 2, "expert": 2, "context": 2}, "all_to_all", {"make_model": partial(tiny.deepseek, mtp=1)}),
         pytest.param({"data": 2, "fsdp": 2, "context": 2}, None, {"remat": "offload"}, marks=pytest.mark.thorough),
         pytest.param({"expert": 4, "context": 2}, "gather", {"remat": False}, marks=pytest.mark.thorough),
+        pytest.param({"data": 2, "expert": 2, "context": 2}, None, {"shard_optimizer": True}, marks=pytest.mark.thorough),
     ],
 )
 def test_overlapping_micro_batches(sizes, transport, options):
     """Micro-batches that overlap change nothing."""
     experts = ExpertParallel(transport=transport, capacity_factor=4)
-    parallelism = Parallelism(make_mesh(**sizes), experts, overlap_micro_batches=True)
-    check_two_steps(parallelism, {"gradient_accumulation": 2, **options})
+    own = {name: options[name] for name in options.keys() & {"shard_optimizer"}}
+    parallelism = Parallelism(make_mesh(**sizes), experts, overlap_micro_batches=True, **own)
+    check_two_steps(parallelism, {"gradient_accumulation": 2, **options} | dict.fromkeys(own, None))
 
 
 def check_two_steps(parallelism, options):

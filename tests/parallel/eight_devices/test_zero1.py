@@ -231,6 +231,20 @@ def test_resumed(tmp_path):
     assert_close(elsewhere.opt_state, state.opt_state, 1e-4)
 
 
+def test_labelled_optimizers():
+    """Moments are split wherever an optimizer keeps them; arrays of other shapes, as Adafactor's, are whole."""
+    _, parallelism = both(data=2, fsdp=2)
+    model = laid_out(tiny.model(), data=2, fsdp=2)
+
+    def matrices_or_vectors(params):
+        return jax.tree.map(lambda p: "matrix" if p.ndim > 2 else "other", params)
+
+    labelled = optax.multi_transform({"matrix": optax.adam(1e-2), "other": optax.adam(1e-3)}, matrices_or_vectors)
+    moments = jax.tree.leaves(init_state(model, labelled, parallelism).opt_state)
+    assert sum(x.addressable_shards[0].data.size for x in moments) < 0.3 * sum(x.size for x in moments)
+    init_state(model, optax.adafactor(1e-2, min_dim_size_to_factor=4), parallelism)
+
+
 def test_experts_change_places():
     optimizer, (_, parallelism) = make_optimizer(1e-2), both(data=2, expert=2)
     model = laid_out(tiny.model(), data=2, expert=2)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import seeds
 import tiny
@@ -13,10 +14,11 @@ from flax import nnx
 from moe_jax.models.execution import Execution
 from moe_jax.parallel import Parallelism
 from moe_jax.train import LossWeights, NextToken, accumulate, gradients_fn
+from moe_jax.train import step as step_module
 from moe_jax.train.gradients import accumulate_in_place
 from moe_jax.train.objective import as_objective
-from moe_jax.train.overlap import accumulate_overlapping
-from moe_jax.train.step import overlaps
+from moe_jax.train.overlap import accumulate_overlapping, can_overlap
+from moe_jax.train.step import make_train_step, overlaps
 
 ROWS, SEQ = 6, 16
 ALL_LOSSES = LossWeights(aux_loss_coef=0.02, sequence_loss_coef=0.01, z_loss_coef=0.01)
@@ -74,7 +76,7 @@ def test_what_cannot_overlap_is_refused():
     with pytest.raises(ValueError, match="micro_batches must be at least 2"):
         accumulate_overlapping(NextToken(), graph, Execution(), None, 1)
     own = as_objective(lambda model, batch: (jnp.zeros(()), {}), 2)
-    with pytest.raises(TypeError, match="of_states, as train.NextToken has"):
+    with pytest.raises(TypeError, match="of_states beside its call, as train.NextToken has"):
         accumulate_overlapping(own, graph, Execution(), None, 2)
 
 
@@ -90,3 +92,38 @@ def test_default():
     assert not overlaps(NextToken(), whole, True, 2)
     assert overlaps(NextToken(), replace(whole, overlap_micro_batches=True), False, 2)
     assert not overlaps(NextToken(), replace(split, overlap_micro_batches=False), True, 2)
+
+
+class TwiceTheLoss(NextToken):
+    """A call of its own, and the `of_states` of `NextToken`."""
+
+    def __call__(self, model, batch):
+        value, parts = super().__call__(model, batch)
+        return 2 * value, parts
+
+
+class TwiceTheLossOfStates(NextToken):
+    """An `of_states` of its own."""
+
+    def of_states(self, model, states, batch):
+        value, parts = super().of_states(model, states, batch)
+        return 2 * value, parts
+
+
+def test_inherited_of_states():
+    """A call of a subclass is never passed over for the `of_states` that it inherits."""
+    assert can_overlap(NextToken()) and can_overlap(TwiceTheLossOfStates())
+    assert not can_overlap(TwiceTheLoss())
+
+
+def test_step_takes_it(monkeypatch):
+    """`make_train_step` accumulates so by default, and not if it is switched off."""
+    taken = []
+    monkeypatch.setattr(step_module, "accumulate_overlapping", lambda *_, **__: taken.append("overlapping"))
+    mesh = jax.sharding.AbstractMesh((1, 1, 2, 1), ("data", "fsdp", "expert", "context"))
+    graph, optimizer = nnx.graphdef(tiny.model()), optax.sgd(1.0)
+    for overlap, expected in ((None, 1), (True, 1), (False, 0)):
+        taken.clear()
+        parallelism = Parallelism(mesh, overlap_micro_batches=overlap)
+        make_train_step(graph, optimizer, gradient_accumulation=2, parallelism=parallelism)
+        assert len(taken) == expected
