@@ -19,6 +19,9 @@ class ScheduleCommand:
     docs/schedules.md explains and compares the schedules. Times are those of a rank's share of the layers, 1/ranks of the
     model, for one micro-batch. Any unit will do.
 
+    The efficiency is the least work of a rank over the time of the step. The least work is, for each micro-batch, the shorter
+    of forward + backward and overlapped, even if the schedule overlaps nothing.
+
     Args:
       schedule: the order of the passes.
       ranks: devices along the pipeline.
@@ -27,9 +30,11 @@ class ScheduleCommand:
       forward: time of a forward pass.
       backward: time of a whole backward pass.
       weights: the part of `backward` that computes gradients of weights.
-      overlapped: time of a forward pass overlapped with a backward pass. Default: forward + backward.
+      overlapped: time of a forward pass overlapped with a backward pass, at least the longer of both. Default: forward +
+        backward.
       hop: time in which a result travels to the next rank.
       lockstep: run in ticks, each as long as its longest slot.
+      masked: run in lockstep, and compute in each tick every kind of pass that any rank needs.
       width: columns of the drawing.
       output: a PNG file for the picture.
     """
@@ -44,6 +49,7 @@ class ScheduleCommand:
     overlapped: float | None = None
     hop: float = 0.0
     lockstep: bool = False
+    masked: bool = False
     width: int = 120
     output: Annotated[str | None, tyro.conf.arg(metavar="FILE.png")] = None
 
@@ -52,14 +58,20 @@ class ScheduleCommand:
         schedule = self.made()
         pipeline.verify(schedule)
         of_rank = pipeline.PassTimes(self.forward, self.backward, self.weights, self.overlapped)
+        # Here, for errors name the times that the user gave, and not those of a stage.
+        of_rank.require_valid(1)
         times = of_rank.divided(schedule.num_stages / self.ranks)
-        timeline = pipeline.simulate(schedule, times, hop=self.hop, lockstep=self.lockstep)
+        lockstep = self.lockstep or self.masked
+        timeline = pipeline.simulate(schedule, times, hop=self.hop, lockstep=lockstep, masked=self.masked)
         if self.output is not None:
             pipeline.plot(timeline, self.output)
         print(pipeline.draw(timeline, self.width))
         by_formula = pipeline.bubble_formula(schedule, times)
+        work = min(self.forward + self.backward, of_rank.both(0, 0))
         print()
-        print(f"time of the step     {timeline.makespan:.6g}, efficiency {timeline.efficiency:.1%}")
+        print(f"time of the step     {timeline.makespan:.6g}")
+        share = f"{timeline.efficiency:.1%}"
+        print(f"efficiency           {share}: {self.micro_batches} x {work:.6g} of work over the time of the step")
         print(f"bubble               {timeline.bubble:.6g} simulated, {by_formula:.6g} by the formula")
         print(f"idle in each rank    {_list(timeline.idle)}")
         if max(timeline.idle) > max(timeline.waiting):

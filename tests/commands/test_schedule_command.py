@@ -41,6 +41,34 @@ def test_every_schedule_and_option(arguments, bubble, capsys):
 
 
 @pytest.mark.parametrize(
+    "options, efficiency, bubble",
+    [([], "84.2%", 9), (["--lockstep"], "66.7%", 24), (["--masked"], "47.5%", 53), (["--lockstep", "--masked"], "47.5%", 53)],
+)
+def test_columns_of_the_page(options, efficiency, bubble, capsys):
+    """The table of docs/schedules.md can be printed: 1f1b asynchronously, in lockstep and masked."""
+    main(["schedule", "1f1b", "--ranks", "4", "--micro-batches", "16", *options])
+    printed = capsys.readouterr().out
+    assert f"efficiency           {efficiency}: 16 x 3 of work over the time of the step\n" in printed
+    assert f"bubble               {bubble} simulated, 9 by the formula\n" in printed
+
+
+def test_efficiency_is_of_the_least_work(capsys):
+    """32 pairs of 3.5 over 162.8, though 1f1b overlaps nothing and works 128. Times are of a rank, not of a stage."""
+    times = "--backward 3 --weights 0.8 --overlapped 3.5 --micro-batches 32".split()
+    main(["schedule", "1f1b", "--ranks", "8", *times, "--hop", "0.1"])
+    assert "efficiency           68.8%: 32 x 3.5 of work over the time of the step\n" in capsys.readouterr().out
+    main(["schedule", "dualpipe-v", "--ranks", "8", *times])
+    assert ": 32 x 3.5 of work over the time of the step\n" in capsys.readouterr().out
+
+
+def test_a_step_too_wide_to_draw_is_counted(capsys):
+    main("schedule 1f1b --ranks 2 --micro-batches 4 --hop 1e8".split())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("no drawing: it would be 1.2e+09 columns wide") and max(map(len, lines)) < 128
+    assert "bubble               4e+08 simulated, 3 by the formula" in lines
+
+
+@pytest.mark.parametrize(
     "arguments, message",
     [
         ("dualpipe --ranks 5 --micro-batches 20", "ranks must be even, for DualPipe starts at both ends; got 5"),
@@ -48,7 +76,19 @@ def test_every_schedule_and_option(arguments, bubble, capsys):
         ("dualpipe --ranks 4 --micro-batches 8 --chunks 2", "--chunks goes with interleaved and uniform; dualpipe has chunks"),
         ("uniform --ranks 1 --micro-batches 8 --chunks 2", "chunks must be 1 with one rank"),
         ("1f1b --ranks 0 --micro-batches 8", "ranks must be at least 1; got 0"),
-        ("1f1b --ranks 2 --micro-batches 8 --forward -1", "forward must be a time of at least 0; got -1"),
+        ("1f1b --ranks 2 --micro-batches 8 --forward -1", "forward must be a finite time of at least 0; got -1"),
+        ("zb-v --ranks 2 --micro-batches 4 --forward -3", "forward must be a finite time of at least 0; got -3.0"),
+        ("1f1b --ranks 2 --micro-batches 8 --hop nan", "hop must be a finite time of at least 0; got nan"),
+        ("1f1b --ranks 2 --micro-batches 8 --hop inf", "hop must be a finite time of at least 0; got inf"),
+        ("1f1b --ranks 2 --micro-batches 8 --forward 1e308 --backward 1e308", "the time of the step is too large for a float"),
+        (
+            "interleaved --ranks 2 --micro-batches 4 --backward 0.5",
+            "weights must be at most backward=0.5, of which it is a part",
+        ),
+        (
+            "dualpipe --ranks 4 --micro-batches 8 --overlapped 1e-3",
+            "overlapped must be at least the longer of forward=1.0 and backward=2.0, for it contains both; got 0.001",
+        ),
         ("1f1b --ranks 2 --micro-batches 8 --weights 3", "weights must be at most backward=2"),
         ("1f1b --ranks 2 --micro-batches 8 --output picture.pdf", "the picture's name must end in .png; got picture.pdf"),
         ("1f1b --ranks 2 --micro-batches 8 --width 3", "width must be at least 20 columns; got 3"),

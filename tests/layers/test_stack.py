@@ -163,7 +163,7 @@ class RecordingGather(LayerGather):
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_the_schedule(remat):
-    """Each turn starts its transfers, computes, and then waits for them: the table at the top of `layers.stack`.
+    """Each turn starts its transfers, computes, and then waits for them: the table at the top of `layers.passes`.
 
     Without jit the loops run in Python. w[l] is l and its gradient l + 1, so that each call shows its layer; -1 is zeros.
     """

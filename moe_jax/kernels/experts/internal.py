@@ -27,7 +27,7 @@ class Accumulators(NamedTuple):
     in_stack: bool = False
     """True if both are slices of stacked arrays, and `lax.dynamic_update_slice` writes their gradients back to the same place.
 
-    `layers.stack` does so, and the kernels then work inside the stack. Other slices must be copied first: XLA would let a
+    `layers.passes` does so, and the kernels then work inside the stack. Other slices must be copied first: XLA would let a
     kernel change the slice itself and take the result from elsewhere.
     """
 

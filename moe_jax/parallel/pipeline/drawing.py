@@ -11,6 +11,9 @@ from moe_jax.parallel.pipeline.simulator import TimedSlot, Timeline
 MAX_COLUMNS_PER_SLOT = 24
 """Columns of a mean slot at most: labels of much shorter slots are cut instead."""
 
+MAX_COLUMNS = 20_000
+"""Columns of a step at most. A hop of 1e8 passes would take gigabytes, and its drawing would be all dots."""
+
 MAX_NUMBERED_SLOTS = 120
 """Slots in a row of a picture up to which each has room for the number of its micro-batch."""
 
@@ -24,12 +27,16 @@ def draw(timeline: Timeline, width: int = 120) -> str:
     F3 is the forward pass of micro-batch 3, B3 its backward pass, and b3 and W3 the parts of it. With several chunks a letter
     is added: F3a is of chunk 0, F3b of chunk 1. F5a+B3b is an overlapped pair.
 
+    A step of more than MAX_COLUMNS columns is not drawn. One line says so in its place.
+
     Raises:
       ValueError: `width` is below 20.
     """
     if width < 20:
         raise ValueError(f"width must be at least 20 columns; got {width}")
     scale = _columns_per_time(timeline)
+    if not timeline.makespan * scale < MAX_COLUMNS:
+        return f"no drawing: it would be {timeline.makespan * scale:.3g} columns wide, above the limit of {MAX_COLUMNS}"
     length = round(timeline.makespan * scale) + 1
     rows = [_row(timeline, slots, scale, length) for slots in timeline.ranks]
     names = [f"rank {rank} ".rjust(len(f"rank {len(rows) - 1} ")) for rank in range(len(rows))]
@@ -95,12 +102,13 @@ def _columns_per_time(timeline: Timeline) -> float:
     slots = [timed for slots in timeline.ranks for timed in slots if timed.end > timed.start]
     if not slots:
         return 1.0
-    mean = sum(timed.end - timed.start for timed in slots) / len(slots)
+    # Divided first: the sum may be too large for a float.
+    mean = sum((timed.end - timed.start) / len(slots) for timed in slots)
     # A label needs its own columns and one for the bar before it.
     needed = max((len(_label(timeline, timed.slot)) + 1) / (timed.end - timed.start) for timed in slots)
     scale = min(needed, MAX_COLUMNS_PER_SLOT / mean)
     # Whole columns for a time of 1, where there are any, keep rows of equal slots aligned.
-    return math.ceil(scale - 1e-9) if scale >= 1 else scale
+    return math.ceil(scale - 1e-9) if 1 <= scale < math.inf else scale
 
 
 def _row(timeline: Timeline, slots: tuple[TimedSlot, ...], scale: float, length: int) -> str:

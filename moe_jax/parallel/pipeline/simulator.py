@@ -1,5 +1,6 @@
 """When each rank computes each pass of a schedule, for given times of the passes: the bubble, and the memory in use."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +22,8 @@ class PassTimes:
       forward: F.
       backward: B, the whole backward pass.
       weights: W, the part of B that computes gradients of weights. The gradients of inputs take b = B - W.
-      overlapped: an overlapped F and B. None: F + B. Of two stages with different times the longer counts.
+      overlapped: an overlapped F and B, at least the longer of both. None: F + B. Of two stages with different times the
+        longer counts.
     """
 
     forward: OfStages = 1.0
@@ -54,18 +56,29 @@ class PassTimes:
         return max(_of(self.overlapped, forward_stage), _of(self.overlapped, backward_stage))
 
     def require_valid(self, num_stages: int) -> None:
-        """Raises a ValueError if a time is negative, or W above B, or there are not `num_stages` times."""
+        """Checks the times of `num_stages` stages.
+
+        Raises:
+          ValueError: a time is negative or not finite, or there are not `num_stages` times. Or W is longer than B, or an
+            overlapped F and B is shorter than one of them.
+        """
         for name in ("forward", "backward", "weights", "overlapped"):
             times = getattr(self, name)
             if isinstance(times, Sequence) and len(times) != num_stages:
                 raise ValueError(f"{name} must be one time or {num_stages}, one for each stage; got {len(times)}")
             for stage in range(num_stages if times is not None else 0):
-                if not 0 <= _of(times, stage) < float("inf"):
-                    raise ValueError(f"{name} must be a time of at least 0; got {_of(times, stage)}")
+                if not 0 <= _of(times, stage) < math.inf:
+                    raise ValueError(f"{name} must be a finite time of at least 0; got {_of(times, stage)}")
         for stage in range(num_stages):
-            whole, weights = _of(self.backward, stage), _of(self.weights, stage)
+            forward, whole, weights = (_of(times, stage) for times in (self.forward, self.backward, self.weights))
             if weights > whole:
                 raise ValueError(f"weights must be at most backward={whole}, of which it is a part; got {weights}")
+            # The margin is for times that a caller computed, as F + B less what is hidden: rounding may cost the last bit.
+            if self.overlapped is not None and _of(self.overlapped, stage) < (1 - 1e-9) * max(forward, whole):
+                raise ValueError(
+                    f"overlapped must be at least the longer of forward={forward} and backward={whole}, for it contains both; "
+                    f"got {_of(self.overlapped, stage)}"
+                )
 
     def _of_part(self, part: Part, stage: int) -> float:
         weights, whole = _of(self.weights, stage), _of(self.backward, stage)
@@ -114,14 +127,22 @@ class Timeline:
 
     @property
     def efficiency(self) -> float:
-        """The mean work of a rank if each F were overlapped with a B, over the time of the step."""
-        work = 0.0
+        """The least work of a rank over the time of the step; the mean of the ranks.
+
+        The least work is the shorter of F + B and F&B for each micro-batch and chunk, whether the schedule overlaps or not. So
+        schedules that compute passes one after the other are compared with those that overlap. If F&B is shorter than F + B,
+        they lose more than their bubble.
+        """
+        if not self.makespan:
+            return 1.0
+        share = 0.0
         for rank, slots in enumerate(self.ranks):
             for part in (part for timed in slots for part in timed.slot if part.kind == "F"):
                 stage = self.schedule.stages[rank][part.chunk]
                 apart = _of(self.times.forward, stage) + _of(self.times.backward, stage)
-                work += min(apart, self.times.both(stage, stage))
-        return work / len(self.ranks) / self.makespan if self.makespan else 1.0
+                # Shares of the step: the sum of all ranks' times may be too large for a float.
+                share += min(apart, self.times.both(stage, stage)) / self.makespan
+        return share / len(self.ranks)
 
 
 def simulate(
@@ -140,14 +161,17 @@ def simulate(
       masked: with `lockstep`, a tick computes every kind of pass that any rank needs, as a program without branches does.
 
     Raises:
-      ValueError: slots wait for each other, a time is negative, or there are not as many times as stages.
+      ValueError: slots wait for each other, or `PassTimes.require_valid` refuses the times. Or `hop` is negative or not
+        finite, or the time of the step is too large for a float.
     """
     times.require_valid(schedule.num_stages)
-    if hop < 0:
-        raise ValueError(f"hop must be a time of at least 0; got {hop}")
+    if not 0 <= hop < math.inf:
+        raise ValueError(f"hop must be a finite time of at least 0; got {hop}")
     if masked and not lockstep:
         raise ValueError("masked=True needs lockstep=True: without ticks there is nothing to mask")
     ranks, makespan = _in_ticks(schedule, times, hop, masked) if lockstep else _asynchronously(schedule, times, hop)
+    if not makespan < math.inf:
+        raise ValueError("the time of the step is too large for a float; give the times in a larger unit")
     peaks = [memory_peaks(slots) for slots in schedule.ranks]
     return Timeline(
         schedule,

@@ -41,6 +41,16 @@ def test_labels_without_room_are_cut():
     assert draw(simulate(zb_h1(2, 3), PassTimes(0, 0, 0))).startswith("rank 0")
 
 
+def test_drawings_have_a_widest():
+    """A hop far longer than the passes, many micro-batches, times of almost 0: one line, and no row of gigabytes."""
+    hops = draw(simulate(one_f_one_b(2, 4), pipelines.UNIT, hop=1e8))
+    assert hops == "no drawing: it would be 1.2e+09 columns wide, above the limit of 20000"
+    assert draw(simulate(one_f_one_b(1, 4000), pipelines.UNIT)).startswith("no drawing: it would be 7.2e+04 columns wide")
+    assert draw(simulate(one_f_one_b(2, 2), PassTimes(1e-320, 1e-320, 0))).startswith("no drawing: ")
+    small, large = (draw(simulate(one_f_one_b(2, 2), PassTimes(time, time, 0))) for time in (1e-3, 1e307))
+    assert small == large and "|F1|" in large
+
+
 def test_pictures(tmp_path):
     """A whole file, different for different schedules, and no other file beside it."""
     first, second = tmp_path / "new" / "a.png", tmp_path / "new" / "b.png"

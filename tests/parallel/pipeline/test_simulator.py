@@ -79,6 +79,15 @@ def test_lockstep_waits_for_the_longest():
     assert timeline.makespan == 12.5
 
 
+def test_the_least_work():
+    """Efficiency counts min(F + B, F&B) for each micro-batch, for schedules that overlap nothing too."""
+    apart, timeline = PassTimes(1, 3, 0.8), simulate(one_f_one_b(8, 32), PassTimes(1, 3, 0.8, 3.5), hop=0.1)
+    assert timeline.makespan == pytest.approx(162.8) and timeline.bubble == pytest.approx(34.8)
+    assert timeline.efficiency == pytest.approx(32 * 3.5 / 162.8)
+    assert simulate(one_f_one_b(8, 32), apart, hop=0.1).efficiency == pytest.approx(1 - 34.8 / 162.8)
+    assert simulate(one_f_one_b(2, 2), PassTimes(1e307, 2e307, 0)).efficiency == pytest.approx(2 / 3)
+
+
 def test_times_of_stages():
     """The longest stage bounds the step: one stage of double length makes the others wait."""
     schedule = one_f_one_b(3, 9)
@@ -110,11 +119,15 @@ def test_a_deadlock_is_named():
 @pytest.mark.parametrize(
     "times, message",
     [
-        (PassTimes(-1), "forward must be a time of at least 0; got -1"),
-        (PassTimes(1, float("nan")), "backward must be a time of at least 0; got nan"),
+        (PassTimes(-1), "forward must be a finite time of at least 0; got -1"),
+        (PassTimes(1, float("nan")), "backward must be a finite time of at least 0; got nan"),
         (PassTimes((1, 2, 3)), "forward must be one time or 2, one for each stage; got 3"),
         (PassTimes(1, 2, 2.5), "weights must be at most backward=2, of which it is a part; got 2.5"),
-        (PassTimes(overlapped=-3), "overlapped must be a time of at least 0; got -3"),
+        (PassTimes(overlapped=-3), "overlapped must be a finite time of at least 0; got -3"),
+        (PassTimes(float("inf")), "forward must be a finite time of at least 0; got inf"),
+        (PassTimes(overlapped=1e-3), "overlapped must be at least the longer of forward=1.0 and backward=2.0, .*; got 0.001"),
+        (PassTimes((1, 3), 2, 1, (2, 2.5)), "at least the longer of forward=3 and backward=2, .*; got 2.5"),
+        (PassTimes(1e308, 1e308), "the time of the step is too large for a float; give the times in a larger unit"),
     ],
 )
 def test_bad_times_are_refused(times, message):
@@ -123,8 +136,12 @@ def test_bad_times_are_refused(times, message):
 
 
 def test_bad_options_are_refused():
-    with pytest.raises(ValueError, match="hop must be a time of at least 0; got -1"):
-        simulate(one_f_one_b(2, 2), PassTimes(), hop=-1)
+    for hop in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"hop must be a finite time of at least 0; got {hop}"):
+            simulate(one_f_one_b(2, 2), PassTimes(), hop=hop)
+    for lockstep in (False, True):
+        with pytest.raises(ValueError, match="the time of the step is too large for a float"):
+            simulate(one_f_one_b(2, 2), PassTimes(), hop=1e308, lockstep=lockstep)
     with pytest.raises(ValueError, match="masked=True needs lockstep=True"):
         simulate(one_f_one_b(2, 2), PassTimes(), masked=True)
 
