@@ -49,8 +49,8 @@ class Linear(TicketHolder):
         """W and its ticket."""
         return TicketedMatrix(self.weight[...], self.held_ticket)
 
-    def products_like(self, x: Float[Array, "tokens _"]) -> LinearProduct:
-        """Returns arrays like the operands of W's gradient; of x it reads the number of tokens and the dtype."""
+    def products_like(self, x: Float[Array, "*batch _"]) -> LinearProduct:
+        """Returns arrays like the operands of W's gradient; of x it reads the leading axes and the dtype."""
         return linear_product_like(x, self.weight, x.dtype)
 
 

@@ -44,6 +44,9 @@ class MoE(nnx.Module):
     examples/moe_block.py and, over several devices, examples/moe_block_sharded.py are whole programs.
     """
 
+    flattens_tokens = True
+    """The modules inside take tokens along one axis; `layers.tickets` reads this."""
+
     def __init__(
         self,
         hidden_size: int,
