@@ -167,8 +167,6 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
       ValueError: matrices have tickets (`layers.tickets`), and a mesh gathers them.
     """
     spread = execution.spread
-    if spread.layer_gathers is not None and jax.tree.leaves(nnx.state(stage, WeightTicket)):
-        raise ValueError("weight tickets need matrices that are whole on each device; this mesh gathers them layer by layer")
     accumulating, without_gradients = (GradientAccumulator, WeightTicket), (ExpertBias, AccumulatedWeight, DeferredWeight)
     graph, *states = nnx.split(stage, nnx.Param, accumulating, without_gradients)
     parameters, accumulators, others = states
@@ -183,6 +181,8 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
         return Carry(out.x, out.cache), routing
 
     gather = None if spread.layer_gathers is None else spread.layer_gathers[number]
+    if gather is not None and jax.tree.leaves(nnx.state(stage, WeightTicket)):
+        raise ValueError("weight tickets need matrices that are whole on each device; this mesh gathers them layer by layer")
     layers = Layers(layer, gather or LayerGather.of_whole_layer(len(jax.tree.leaves(parameters))), execution.remat)
     return StageLayers(layers, LayerArrays(inputs, (per_layer, others), parameters, accumulators))
 

@@ -12,11 +12,16 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.config import ModelConfig
+from moe_jax.layers.cache import init_cache
+from moe_jax.layers.moe import Experts, MoE
 from moe_jax.layers.passes import LayerArrays, Layers, backward_loop, forward_loop, run_loops
 from moe_jax.layers.tickets import DeferredWeight, WeightTicket, defer_weight_gradients, inputs_backward, weights_backward
 from moe_jax.models.auto import MODEL_CLASSES
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, PerLayer, layer_inputs, stage_layers
+from moe_jax.parallel import ExpertParallel
+from moe_jax.parallel.fsdp import LayerGather
+from moe_jax.parallel.spread import Spread
 
 ROWS, SEQ = 3, 7
 """21 tokens: no matrix has such an axis."""
@@ -40,14 +45,14 @@ class Stage(NamedTuple):
     state: nnx.State
     x: jax.Array
     dx: jax.Array
-    remat: bool
+    execution: Execution
 
     @classmethod
     def of(cls, model, remat: bool) -> "Stage":
         """Returns the model's last stage."""
         rng = seeds.rng()
         x, dx = (jnp.asarray(rng.normal(size=(ROWS, SEQ, model.config.hidden_size)), jnp.float32) for _ in range(2))
-        return cls(model.config, *nnx.split(model.stages[-1]), x, dx, remat)
+        return cls(model.config, *nnx.split(model.stages[-1]), x, dx, Execution(remat))
 
     def layers(self, state: nnx.State, x, tickets: bool) -> tuple[Layers, LayerArrays]:
         """Returns the stage as the passes take it; with `tickets`, its matrices have tickets."""
@@ -57,7 +62,7 @@ class Stage(NamedTuple):
             defer_weight_gradients(stage, x)
         ids = jnp.ones((ROWS, SEQ), jnp.int32)
         inputs = layer_inputs(self.config, None, ids, ids != 0)
-        return stage_layers(stage, 0, inputs, PerLayer(jnp.arange(num_layers)), Execution(self.remat))
+        return stage_layers(stage, 0, inputs, PerLayer(jnp.arange(num_layers)), self.execution)
 
     def zeros(self, state: nnx.State) -> nnx.State:
         """Returns sums of the gradients of all parameters."""
@@ -184,3 +189,23 @@ def test_matrices_are_no_residuals():
     saved = jax.eval_shape(lambda: run_loops(forward_loop(layers, arrays, Carry(stage.x, None)))[0].saved)
     matrices = {a.shape for a in jax.tree.leaves(nnx.filter_state(stage.state, nnx.Param)) if a.ndim > 2}
     assert not matrices & {a.shape for a in jax.tree.leaves(saved)}
+
+
+def test_refusals():
+    """Tickets are for matrices and experts that are whole on a device, and for keys of the call's own tokens."""
+    stage = Stage.of(tiny.deepseek(), False)
+    layers, arrays = stage.layers(stage.state, stage.x, tickets=True)
+    cache = init_cache(stage.config, ROWS, SEQ, jnp.float32)
+    with pytest.raises(ValueError, match="weight tickets need keys of this call's tokens alone"):
+        jax.eval_shape(lambda: run_loops(forward_loop(layers, arrays, Carry(stage.x, cache))))
+    gather = LayerGather.of_whole_layer(len(jax.tree.leaves(stage.zeros(stage.state))))
+    on_mesh = stage._replace(execution=Execution(False, spread=Spread(layer_gathers=(gather,))))
+    with pytest.raises(ValueError, match="weight tickets need matrices that are whole on each device"):
+        on_mesh.layers(stage.state, stage.x, tickets=True)
+    moe = MoE(16, 16, 4, 2, stack=(1,), rngs=nnx.Rngs(0))
+    defer_weight_gradients(moe, stage.x)
+    layer = jax.tree.map(lambda a: a[0], nnx.split(moe))
+    with pytest.raises(ValueError, match="weight tickets need experts that lie on one device"):
+        nnx.merge(*layer)(stage.x, spread=Spread(ExpertParallel()))
+    with pytest.raises(ValueError, match="the experts' ticket needs num_experts_per_tok"):
+        defer_weight_gradients(Experts(16, 16, 4, stack=(1,), rngs=nnx.Rngs(0)), stage.x)
