@@ -160,7 +160,8 @@ class MicroBatchPasses:
         entered = self._enter(self.params, batch)
         of_stages, others = self._split(gradients)
         stages = dict(of_stages["stages"])
-        carry, droutings, products = Carry(dx, None), list(droutings), []
+        carry, droutings = Carry(dx, None), list(droutings)
+        products: list[nnx.State] = []
         for number in reversed(range(self.num_stages)):
             layers, arrays = self._stage(number, entered, gradients)
             routing = droutings.pop() if self.model().config.stages[number].sparse else None
