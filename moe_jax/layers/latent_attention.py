@@ -18,6 +18,7 @@ from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.rope import RopeTables, apply_rope, mscale_of_scores
+from moe_jax.layers.tickets import TicketedMatrix, linear_map
 from moe_jax.parallel.sequence.ring import Expansion
 
 LATENT_NORM_EPS = 1e-6
@@ -83,8 +84,12 @@ class LatentAttention(nnx.Module):
             out = self.values(out)
         else:
             # Parameters are an argument of their own, so that their gradients are summed over all latents that arrive here.
-            weight = self.kv_b_proj.weight[...]
-            out, cache = attend(q, (latents,), Expansion(partial(expand, self.config), weight), scale=self.scale)
+            matrix = self.kv_b_proj.matrix
+            if matrix.ticket is not None and (attend.context is not None or attend.cache is not None):
+                raise ValueError(
+                    "weight tickets need keys of this call's tokens alone: no cache, no sequence split over devices"
+                )
+            out, cache = attend(q, (latents,), Expansion(partial(expand, self.config), matrix), scale=self.scale)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
     def queries(self, x: Float[Array, "batch seq hidden"], rope: RopeTables) -> Float[Array, "batch seq heads key_dim"]:
@@ -123,12 +128,11 @@ class LatentAttention(nnx.Module):
 
 
 def expand(
-    config: DeepseekV3Config, kv_b_proj: Float[Array, "out kv_lora_rank"], latents: Float[Array, "batch seq latent_dim"]
+    config: DeepseekV3Config, kv_b_proj: TicketedMatrix, latents: Float[Array, "batch seq latent_dim"]
 ) -> tuple[Float[Array, "batch seq heads key_dim"], Float[Array, "batch seq heads value_dim"]]:
     """Expands latents to the keys and values of every head, or of the heads whose rows of the matrix are given."""
     latent, k_rope = jnp.split(latents, [config.kv_lora_rank], axis=-1)
-    by_head = jnp.einsum("bsr,or->bso", latent, kv_b_proj.astype(latents.dtype))
-    by_head = by_head.reshape(*latent.shape[:-1], -1, config.qk_nope_head_dim + config.v_head_dim)
+    by_head = linear_map(latent, kv_b_proj).reshape(*latent.shape[:-1], -1, config.qk_nope_head_dim + config.v_head_dim)
     k_nope, v = jnp.split(by_head, [config.qk_nope_head_dim], axis=-1)
     shared = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:-1], k_rope.shape[-1]))
     return jnp.concatenate([k_nope, shared], axis=-1), v

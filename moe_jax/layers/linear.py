@@ -9,8 +9,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
+from moe_jax.layers.tickets import LinearProduct, TicketedMatrix, TicketHolder, linear_map, linear_product_like
 
-class Linear(nnx.Module):
+
+class Linear(TicketHolder):
     """y = x W^T + b with W [out, in] and an optional b [out].
 
     Args:
@@ -32,15 +34,24 @@ class Linear(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.weight = normal_parameter((*stack, out_features, in_features), stddev, param_dtype, rngs)
+        self.weight: nnx.Variable = normal_parameter((*stack, out_features, in_features), stddev, param_dtype, rngs)
         if use_bias:
             self.bias = nnx.Param(jnp.zeros((*stack, out_features), param_dtype))
         self.use_bias = use_bias
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         """Applies the map to the last axis of x; the result has x's dtype."""
-        y = jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype))
+        y = linear_map(x, self.matrix)
         return y + self.bias[...].astype(x.dtype) if self.use_bias else y
+
+    @property
+    def matrix(self) -> TicketedMatrix:
+        """W and its ticket."""
+        return TicketedMatrix(self.weight[...], self.held_ticket)
+
+    def products_like(self, x: Float[Array, "*batch _"]) -> LinearProduct:
+        """Returns arrays like the operands of W's gradient; of x it reads the leading axes and the dtype."""
+        return linear_product_like(x, self.weight, x.dtype)
 
 
 class Embedding(nnx.Module):

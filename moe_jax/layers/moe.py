@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.kernels.experts.deferred import ExpertProducts, expert_products_like, experts_mlp_deferring
 from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
 from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.varying import vary_as
@@ -17,6 +18,7 @@ from moe_jax.layers.balance import Sequences
 from moe_jax.layers.linear import normal_parameter
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.router import Router, Routing
+from moe_jax.layers.tickets import EXPERT_MATRICES, TicketHolder
 from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
 from moe_jax.parallel.mesh import axis_size
 from moe_jax.parallel.spread import ONE_DEVICE, Spread
@@ -42,6 +44,9 @@ class MoE(nnx.Module):
     examples/moe_block.py and, over several devices, examples/moe_block_sharded.py are whole programs.
     """
 
+    flattens_tokens = True
+    """The modules inside take tokens along one axis; `layers.tickets` reads this."""
+
     def __init__(
         self,
         hidden_size: int,
@@ -61,7 +66,9 @@ class MoE(nnx.Module):
         if router is None:
             router = Router(hidden_size, num_experts, num_experts_per_tok, norm_topk_prob=norm_topk_prob, **options)
         self.router = router
-        self.experts = Experts(hidden_size, moe_intermediate_size, num_experts, **options)
+        self.experts = Experts(
+            hidden_size, moe_intermediate_size, num_experts, num_experts_per_tok=num_experts_per_tok, **options
+        )
         self.shared_experts = MLP(hidden_size, shared_intermediate_size, **options) if shared_intermediate_size else None
 
     def __call__(
@@ -119,6 +126,8 @@ class MoE(nnx.Module):
     def _check_experts(self, num_experts: int, expert_parallel: ExpertParallel | None) -> None:
         if expert_parallel is not None and self.experts.accumulators is not None:
             raise ValueError("gradient accumulators need experts that lie on one device; these are split over several")
+        if expert_parallel is not None and self.experts.ticket is not None:
+            raise ValueError("weight tickets need experts that lie on one device; these are split over several")
         devices = 1 if expert_parallel is None else axis_size(expert_parallel.axis_name)
         held = self.experts.gate_up_proj.shape[-3]
         # Choices of experts that no device holds would add nothing, silently.
@@ -167,9 +176,14 @@ def accumulated_gradients(accumulators: nnx.State) -> nnx.State:
     return nnx.from_flat_state([((*path[:-1], weights[path[-1]]), nnx.Param(array[...])) for path, array in flat])
 
 
-class Experts(nnx.Module):
-    """The experts' weights, fused as in transformers: gate_up_proj [E, 2I, D] (gate rows first) and down_proj [E, D, I]."""
+class Experts(TicketHolder):
+    """The experts' weights, fused as in transformers: gate_up_proj [E, 2I, D] (gate rows first) and down_proj [E, D, I].
 
+    Args:
+      num_experts_per_tok: choices of a token, for the size of tickets alone (`layers.tickets`); a call takes any number.
+    """
+
+    matrices = EXPERT_MATRICES
     gate_up_accumulator: GradientAccumulator | None = None
     down_accumulator: GradientAccumulator | None = None
 
@@ -179,6 +193,7 @@ class Experts(nnx.Module):
         moe_intermediate_size: int,
         num_experts: int,
         *,
+        num_experts_per_tok: int | None = None,
         stddev: float = 0.02,
         stack: tuple[int, ...] = (),
         param_dtype: DTypeLike = jnp.float32,
@@ -188,11 +203,15 @@ class Experts(nnx.Module):
         down_shape = (*stack, num_experts, hidden_size, moe_intermediate_size)
         self.gate_up_proj: nnx.Variable = normal_parameter(gate_up_shape, stddev, param_dtype, rngs)
         self.down_proj: nnx.Variable = normal_parameter(down_shape, stddev, param_dtype, rngs)
+        self.num_experts_per_tok = num_experts_per_tok
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], weights: Float[Array, "tokens k"], experts: Int[Array, "tokens k"]
     ) -> Float[Array, "tokens hidden"]:
         """Returns the weighted sum of the chosen experts' outputs (`kernels.experts_mlp`)."""
+        if self.ticket is not None:
+            matrices = self.gate_up_proj[...], self.down_proj[...]
+            return experts_mlp_deferring(x, *matrices, weights, experts, self.held_ticket)
         return experts_mlp_accumulating(
             x,
             self.gate_up_proj[...],
@@ -202,6 +221,17 @@ class Experts(nnx.Module):
             None if self.accumulators is None else Accumulators(*self.accumulators, in_stack=True),
             chunk_tokens=EXPERT_CHUNK_TOKENS if len(x) > 2 * EXPERT_CHUNK_TOKENS else None,
         )
+
+    def products_like(self, x: Float[Array, "tokens hidden"]) -> ExpertProducts:
+        """Returns arrays like the operands of both matrices' gradients.
+
+        Raises:
+          ValueError: made without `num_experts_per_tok`.
+        """
+        if self.num_experts_per_tok is None:
+            raise ValueError("the experts' ticket needs num_experts_per_tok; give it to Experts")
+        *_, num_experts, _, inter = self.down_proj.shape
+        return expert_products_like(x, num_experts, self.num_experts_per_tok, inter)
 
     def add_gradients_to(self, gate_up: Array, down: Array) -> None:
         """Adds the weights' gradients to these f32 arrays of the weights' shapes from now on, in place of returning them."""

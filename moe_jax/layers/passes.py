@@ -206,7 +206,7 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x) -> Loop:
     # The loop carries leaves, because two traces of a pullback are two tree structures with the same leaves.
     first = gather.gather(take_layer(arrays.parameters, 0))
     shapes, structure = jax.tree.flatten(jax.eval_shape(layer, 0, x, first)[1])
-    y, saved = jax.tree.unflatten(structure, _unwritten(last + 1, shapes))
+    y, saved = jax.tree.unflatten(structure, unwritten(last + 1, shapes))
     start = ForwardState(x, first, jax.tree.leaves((y, placed(saved))))
     return Loop(
         "forward", last + 1, start, step, lambda state: ForwardRun(state.x, *jax.tree.unflatten(structure, state.written))
@@ -255,7 +255,7 @@ def backward_loop(layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, d
     body, gather, remat, parameters = layers.body, layers.gather, layers.remat, arrays.parameters
     last = arrays.num_layers - 1
     offload = remat == "offload"
-    write = put_layer if sums is None else _add_layer
+    write = put_layer if sums is None else add_layer
 
     def restored(i):
         """Copies what layer i saved from the host's memory, one layer ahead of its use."""
@@ -299,7 +299,7 @@ def backward_loop(layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, d
         return BackwardRun(state.dx, gather.join(parameters, scattered, state.whole), state.accumulators)
 
     gathered = gather.gather(take_layer(parameters, last))
-    scattered, whole = gather.split(_unwritten(last + 1, take_layer(parameters, 0)) if sums is None else sums)
+    scattered, whole = gather.split(unwritten(last + 1, take_layer(parameters, 0)) if sums is None else sums)
     start = BackwardState(
         dx=dx,
         gathered=gathered,
@@ -346,7 +346,7 @@ def put_layer(stacked, layer, i):
     return jax.tree.map(put, stacked, layer)
 
 
-def _add_layer(sums, layer, i):
+def add_layer(sums, layer, i):
     """Returns the stacked sums with `layer` added to layer i, in the sums' dtype and memory."""
 
     def add(a, part):
@@ -359,7 +359,7 @@ def _add_layer(sums, layer, i):
     return jax.tree.map(add, sums, layer)
 
 
-def _unwritten(num_layers: int, like):
+def unwritten(num_layers: int, like):
     """Allocates stacks of `num_layers` arrays with the shapes and dtypes of `like`; their contents are undefined."""
     # XLA would not split an allocation over devices: each device would allocate the whole array. Zeros it splits.
     splits = jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes

@@ -18,6 +18,7 @@ from moe_jax.kernels.varying import vary_alike
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.linear import normal_parameter
 from moe_jax.layers.router_sums import RouterSums
+from moe_jax.layers.tickets import LinearProduct, TicketedMatrix, TicketHolder, linear_map, linear_product_like
 
 
 class Routing(NamedTuple):
@@ -41,7 +42,7 @@ class ExpertBias(nnx.Variable):
     """
 
 
-class Router(nnx.Module):
+class Router(TicketHolder):
     """A linear map to one logit per expert, and `route` on the logits."""
 
     def __init__(
@@ -56,7 +57,7 @@ class Router(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.weight = normal_parameter((*stack, num_experts, hidden_size), stddev, param_dtype, rngs)
+        self.weight: nnx.Variable = normal_parameter((*stack, num_experts, hidden_size), stddev, param_dtype, rngs)
         self.num_experts_per_tok = num_experts_per_tok
         self.norm_topk_prob = norm_topk_prob
 
@@ -76,11 +77,15 @@ class Router(nnx.Module):
         Raises:
           ValueError: `expert_ids` is another text.
         """
-        logits = jnp.einsum("td,ed->te", x, self.weight[...].astype(x.dtype), preferred_element_type=at_least_f32(x.dtype))
+        logits = linear_map(x, TicketedMatrix(self.weight[...], self.held_ticket), at_least_f32(x.dtype))
         if isinstance(expert_ids, str):
             check_expert_choice(expert_ids)
             expert_ids = balanced_expert_ids(x.shape[0], self.num_experts_per_tok, logits.shape[1])
         return self._route(logits, valid, expert_ids)
+
+    def products_like(self, x: Float[Array, "tokens hidden"]) -> LinearProduct:
+        """Returns arrays like the operands of the weight's gradient."""
+        return linear_product_like(x, self.weight, at_least_f32(x.dtype))
 
     def _route(self, logits, valid, expert_ids) -> Routing:
         return route(logits, self.num_experts_per_tok, self.norm_topk_prob, valid, expert_ids)

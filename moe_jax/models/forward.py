@@ -19,6 +19,7 @@ from moe_jax.layers.router import ExpertBias, Routing
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.layers.segments import runs, segment_positions
 from moe_jax.layers.stack import run_layers
+from moe_jax.layers.tickets import DeferredWeight, WeightTicket
 from moe_jax.models.execution import Execution
 from moe_jax.models.output import HiddenStates
 from moe_jax.parallel.fsdp import LayerGather
@@ -161,9 +162,13 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
     Args:
       stage: the stacked layers, called as `decoder_layer.DecoderLayer` is.
       number: the stage's index in `Decoder.stages`, and so in `Spread.layer_gathers`.
+
+    Raises:
+      ValueError: matrices have tickets (`layers.tickets`), and a mesh gathers them.
     """
     spread = execution.spread
-    graph, *states = nnx.split(stage, nnx.Param, GradientAccumulator, (ExpertBias, AccumulatedWeight))
+    accumulating, without_gradients = (GradientAccumulator, WeightTicket), (ExpertBias, AccumulatedWeight, DeferredWeight)
+    graph, *states = nnx.split(stage, nnx.Param, accumulating, without_gradients)
     parameters, accumulators, others = states
 
     def layer(inputs: LayerInputs, own: tuple[PerLayer, nnx.State], carry: Carry, parameters, accumulators):
@@ -176,6 +181,8 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
         return Carry(out.x, out.cache), routing
 
     gather = None if spread.layer_gathers is None else spread.layer_gathers[number]
+    if gather is not None and jax.tree.leaves(nnx.state(stage, WeightTicket)):
+        raise ValueError("weight tickets need matrices that are whole on each device; this mesh gathers them layer by layer")
     layers = Layers(layer, gather or LayerGather.of_whole_layer(len(jax.tree.leaves(parameters))), execution.remat)
     return StageLayers(layers, LayerArrays(inputs, (per_layer, others), parameters, accumulators))
 

@@ -13,6 +13,7 @@ from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.moe import accumulated_gradients, add_expert_gradients_to
 from moe_jax.layers.passes import BackwardRun, ForwardRun, Pass, SavedLayers, backward_loop, forward_loop
+from moe_jax.layers.tickets import InputsRun, defer_weight_gradients, inputs_backward, weights_backward
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, Entered, StageLayers, StageRouting, stage_layers
@@ -53,6 +54,17 @@ class Backwarded(NamedTuple):
     """The sums of gradients, with the gradients of the stages added."""
 
 
+class InputsBackwarded(NamedTuple):
+    """A micro-batch before its first layer, whose weights' gradients are still to be multiplied out."""
+
+    dx: Float[Array, "batch seq hidden"]
+    """The gradient of the embedded tokens."""
+    gradients: nnx.State
+    """The sums of gradients, with the gradients of the stages' vectors added."""
+    products: list[nnx.State]
+    """The operands of the gradients of all matrices, of all stages."""
+
+
 @dataclass(frozen=True)
 class MicroBatchPasses:
     """The passes of a micro-batch. Together they compute an objective's value and its gradients, as `jax.value_and_grad` does.
@@ -62,11 +74,17 @@ class MicroBatchPasses:
         dx, gradients = run_pass(passes.backward(batch, forwarded.saved, found.dx, found.droutings, found.gradients))
         gradients = passes.embedding(batch["tokens"], dx, gradients)
 
+    With `divided`, two halves take the place of `backward`; the second may wait:
+
+        dx, gradients, products = run_pass(passes.inputs_backward(batch, ...))
+        gradients = run_pass(passes.weights_backward(products, gradients))
+
     Attributes:
       objective: one that has `of_states`.
       graphdef, fixed, execution: as in `train.on_devices`.
       params: as the model reads them; on a mesh, what `ShardedParameters.enter` returns.
       in_place: the kernels add the experts' gradients to the sums; for one device.
+      divided: the stages' matrices have tickets (`layers.tickets`), so that the backward pass has two halves; for one device.
     """
 
     objective: Objective
@@ -75,6 +93,7 @@ class MicroBatchPasses:
     fixed: nnx.State
     execution: Execution
     in_place: bool
+    divided: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -136,6 +155,32 @@ class MicroBatchPasses:
             stages[number] = nnx.merge_state(run.parameters, accumulated_gradients(run.accumulators))
         return Backwarded(carry.x, nnx.merge_state(nnx.State({"stages": stages}), others))
 
+    def inputs_backward(self, batch: Batch, saved: list[SavedLayers], dx, droutings: list[Any], gradients: nnx.State) -> Pass:
+        """Runs B of all stages, as `backward` with `divided`; the result is an `InputsBackwarded`."""
+        entered = self._enter(self.params, batch)
+        of_stages, others = self._split(gradients)
+        stages = dict(of_stages["stages"])
+        carry, droutings = Carry(dx, None), list(droutings)
+        products: list[nnx.State] = []
+        for number in reversed(range(self.num_stages)):
+            layers, arrays = self._stage(number, entered, gradients)
+            routing = droutings.pop() if self.model().config.stages[number].sparse else None
+            vectors = {path for path, _ in nnx.to_flat_state(arrays.parameters)}
+            sums = nnx.filter_state(stages[number], lambda path, _, vectors=vectors: path in vectors)
+            run: InputsRun = yield inputs_backward(layers, arrays, saved[number], carry, routing, sums)
+            carry = run.dx
+            stages[number] = nnx.merge_state(stages[number], run.vectors)
+            products.insert(0, run.products)
+        return InputsBackwarded(carry.x, nnx.merge_state(nnx.State({"stages": stages}), others), products)
+
+    def weights_backward(self, products: list[nnx.State], gradients: nnx.State) -> Pass:
+        """Runs W of all stages: the result is `gradients` with the gradients of the stages' matrices added."""
+        of_stages, others = self._split(gradients)
+        stages = dict(of_stages["stages"])
+        for number in reversed(range(self.num_stages)):
+            stages[number] = yield weights_backward(products[number], stages[number])
+        return nnx.merge_state(nnx.State({"stages": stages}), others)
+
     def embedding(
         self, tokens: Int[Array, "batch seq"], dx: Float[Array, "batch seq hidden"], gradients: nnx.State
     ) -> nnx.State:
@@ -167,7 +212,9 @@ class MicroBatchPasses:
     def _stage(self, number: int, entered: Entered, gradients: nnx.State) -> StageLayers:
         """Returns the layers of a stage; in place, with the sums of the experts' gradients as accumulators."""
         model = self.model()
-        if self.in_place:
+        if self.divided:
+            defer_weight_gradients(model.stages[number], entered.carry.x)
+        elif self.in_place:
             add_expert_gradients_to(model, gradients)
         return stage_layers(model.stages[number], number, entered.inputs, entered.per_layer[number], self.execution)
 

@@ -5,6 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 
+from moe_jax.kernels.experts.deferred import add_expert_products, expert_products_like, experts_mlp_deferring
+from moe_jax.kernels.experts.fused_vjp import Matrices
+from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
+
 ARRAYS = ("y", "x", "w_gate_up", "w_down", "weights")
 """What `with_gradients` gives: the result, and the gradients."""
 
@@ -53,6 +57,36 @@ def with_gradients(f, layer, dy):
     *arrays, chosen = layer
     y, pullback = jax.vjp(lambda *a: f(*a, chosen), *arrays)
     return y, *pullback(dy.astype(y.dtype))
+
+
+def gradients_by_accumulators(backend, layer, dy):
+    """Returns y, dx, the gradients of the weights of choices, and of both matrices, added to zeros in f32."""
+    x, w_gate_up, w_down, weights, chosen = layer
+    zeros = Accumulators(*(jnp.zeros(w.shape, jnp.float32) for w in (w_gate_up, w_down)))
+
+    def f(x, weights, sums):
+        return experts_mlp_accumulating(x, w_gate_up, w_down, weights, chosen, sums, backend=backend)
+
+    y, pullback = jax.vjp(f, x, weights, zeros)
+    dx, d_weights, sums = pullback(dy)
+    return y, dx, d_weights, *sums[:2]
+
+
+def gradients_by_tickets(backend, layer, dy):
+    """Returns what `gradients_by_accumulators` returns, with the matrices' gradients multiplied out later."""
+    x, w_gate_up, w_down, weights, chosen = layer
+    like = jax.eval_shape(
+        lambda x: expert_products_like(x, len(w_down), weights.shape[1], w_down.shape[-1], backend=backend), x
+    )
+    ticket = jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan, a.dtype), like)
+
+    def f(x, weights, ticket):
+        return experts_mlp_deferring(x, w_gate_up, w_down, weights, chosen, ticket, backend=backend)
+
+    y, pullback = jax.vjp(f, x, weights, ticket)
+    dx, d_weights, products = pullback(dy)
+    zeros = Matrices(*(jnp.zeros(w.shape, jnp.float32) for w in (w_gate_up, w_down)))
+    return y, dx, d_weights, *add_expert_products(products, zeros, backend=backend)
 
 
 def exact_with_gradients(layer, dy):

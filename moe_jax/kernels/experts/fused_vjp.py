@@ -95,10 +95,12 @@ def _without_gradients(operands: ExpertsOperands, options: ExpertsOptions) -> Ar
             if rows is not None:
                 choices = widened(rows).reshape(*experts.shape, -1)
                 return (sum_of_choices(choices, weights).astype(x.dtype),)
-    return _forward(operands, options, for_backward=False)[0]
+    return forward_pass(operands, options, for_backward=False)[0]
 
 
-def _forward(operands: ExpertsOperands, options: ExpertsOptions, for_backward: bool = True) -> tuple[Arrays, ExpertsResiduals]:
+def forward_pass(
+    operands: ExpertsOperands, options: ExpertsOptions, for_backward: bool = True
+) -> tuple[Arrays, ExpertsResiduals]:
     """Returns the y of each part and the residuals. Only `for_backward` writes h."""
     forward = _forward_of_parts if options.chunk_tokens is None else _forward_of_chunks
     return forward(operands, options, for_backward)
@@ -223,12 +225,12 @@ def _backward_of_parts(options: ExpertsOptions, residuals: ExpertsResiduals, dys
     for shares, x, weights, hidden, dy in zip(
         options.shares, residuals.xs, residuals.weights, residuals.hidden, dys, strict=True
     ):
-        steps.append(_Step(partial(_gradients_of_part, residuals, options.backend, shares, x, weights, hidden), (dy,)))
+        steps.append(_Step(partial(gradients_of_part, residuals, options.backend, shares, x, weights, hidden), (dy,)))
     outcomes = _one_after_the_other(steps)
     of_parts = [outcome.result for outcome in outcomes]
     into = residuals.accumulators
     dtypes = _dtypes(Matrices(residuals.w_gate_up, residuals.w_down) if into is None else into)
-    matrices = _matrix_gradients(options.backend, [outcome.extra for outcome in outcomes], dtypes, into)
+    matrices = matrix_gradients(options.backend, [outcome.extra for outcome in outcomes], dtypes, into)
     dxs = tuple(jnp.concatenate(gradients.dx_of_shares) for gradients in of_parts)
     return _Gradients(dxs, tuple(gradients.dweights for gradients in of_parts), matrices)
 
@@ -252,11 +254,11 @@ def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dy
     dtypes = _dtypes(start)
 
     def add_chunk(sums: Matrices, chunk: _BackwardChunk) -> tuple[Matrices, tuple[Array, Array]]:
-        gradients, products = _gradients_of_part(
+        gradients, products = gradients_of_part(
             residuals, options.backend, None, chunk.x, chunk.weights, chunk.hidden, chunk.dy
         )
         (dx,) = gradients.dx_of_shares
-        return _matrix_gradients(options.backend, [products], dtypes, sums), (dx, gradients.dweights)
+        return matrix_gradients(options.backend, [products], dtypes, sums), (dx, gradients.dweights)
 
     (dy,), (x,), (weights,) = dys, residuals.xs, residuals.weights
     dy_chunks, x_chunks, weight_chunks = (_split(a, options.chunk_tokens, 0) for a in (dy, x, weights))
@@ -293,14 +295,14 @@ class _PartGradients(NamedTuple):
     dweights: Float[Array, "tokens k"]
 
 
-class _Products(NamedTuple):
+class MatrixProducts(NamedTuple):
     """The operands whose grouped outer products are the matrices' gradients."""
 
     gate_up: OuterPart
     down: OuterPart
 
 
-def _gradients_of_part(
+def gradients_of_part(
     residuals: ExpertsResiduals,
     backend: str,
     shares: int | None,
@@ -309,7 +311,7 @@ def _gradients_of_part(
     hidden: HiddenResiduals,
     dy: Float[Array, "tokens hidden"],
 ) -> _Outcome:
-    """Returns the `_PartGradients` of one part and its `_Products`; of `residuals` it uses the matrices alone."""
+    """Returns the `_PartGradients` of one part and its `MatrixProducts`; of `residuals` it uses the matrices alone."""
     plan = hidden.plan
     rows, source = implementation(backend).rows_of_tokens(dy, plan)
     dh, weighted_act, dweight_of_row = implementation(backend).gated_matmul_backward(
@@ -318,11 +320,11 @@ def _gradients_of_part(
     dx_of_shares, gate_up = gate_up_gradients(dh, x, residuals.w_gate_up, plan, backend, shares)
     down = OuterPart(rows, weighted_act, plan, source, None)
     dweights = rows_of_pairs(dweight_of_row, plan).astype(weights.dtype)
-    return _Outcome(_PartGradients(dx_of_shares, dweights), _Products(gate_up, down))
+    return _Outcome(_PartGradients(dx_of_shares, dweights), MatrixProducts(gate_up, down))
 
 
-def _matrix_gradients(
-    backend: str, products: Sequence[_Products], dtypes: tuple[jnp.dtype, jnp.dtype], accumulators: Matrices | None
+def matrix_gradients(
+    backend: str, products: Sequence[MatrixProducts], dtypes: tuple[jnp.dtype, jnp.dtype], accumulators: Matrices | None
 ) -> Matrices:
     """Returns the matrices' gradients, each summed over the parts and added to its accumulator, if there is one."""
     into = (None, None) if accumulators is None else accumulators
@@ -374,7 +376,7 @@ def _join(a: Array, tokens: int) -> Array:
 
 def _with_gradients(optimize_remat: bool) -> Callable:
     op = jax.custom_vjp(_without_gradients, nondiff_argnums=(1,))
-    op.defvjp(_forward, _backward, optimize_remat=optimize_remat)
+    op.defvjp(forward_pass, _backward, optimize_remat=optimize_remat)
     return jax.jit(op, static_argnums=1)
 
 

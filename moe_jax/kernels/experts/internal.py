@@ -77,7 +77,7 @@ def experts_mlp_accumulating(
         into, in_stack = Matrices(accumulators.gate_up, accumulators.down), accumulators.in_stack
         # The accumulators' gradient takes the place of the weights' gradients.
         w_gate_up, w_down = jax.lax.stop_gradient(w_gate_up), jax.lax.stop_gradient(w_down)
-    topk_weights = _without_strangers(topk_weights, topk_experts, w_down.shape[0])
+    topk_weights = without_strangers(topk_weights, topk_experts, w_down.shape[0])
     operands = ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), into)
     options = ExpertsOptions(backend, (None,), chunk_tokens=chunk_tokens, accumulators_in_stack=in_stack)
     return experts_of_parts(operands, options)[0]
@@ -141,7 +141,7 @@ def experts_mlp_of_parts(
         xs=tuple(part.x for part in parts),
         w_gate_up=w_gate_up,
         w_down=w_down,
-        weights=tuple(_without_strangers(part.topk_weights, part.topk_experts, w_down.shape[0]) for part in parts),
+        weights=tuple(without_strangers(part.topk_weights, part.topk_experts, w_down.shape[0]) for part in parts),
         experts=tuple(part.topk_experts for part in parts),
         accumulators=None,
     )
@@ -170,7 +170,7 @@ def _check_accumulators(accumulators: Accumulators, arrays: Sequence[Array], siz
             raise ValueError(f"{name} must vary over the mesh axes {missing}, as tokens or weights do: a device adds its own")
 
 
-def _without_strangers(
+def without_strangers(
     weights: Float[Array, "tokens k"], topk_experts: Integer[Array, "tokens k"], num_experts: int
 ) -> Float[Array, "tokens k"]:
     """Zeroes the weights of ids outside [0, E): these weights may be NaN, and later steps multiply them by zeros."""

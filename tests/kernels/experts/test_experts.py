@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 import seeds
+from expert_layers import gradients_by_accumulators, gradients_by_tickets, make_layer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -226,6 +227,18 @@ def test_accumulators_grow_by_the_weight_gradients(chunk_tokens):
         for after, before, gradient in zip(actual[3], totals, expected[2], strict=True):
             np.testing.assert_allclose(after, before + gradient, rtol=0, atol=1e-13 * np.abs(gradient).max())
             np.testing.assert_array_equal(after[3:].view(jnp.int64), before[3:].view(jnp.int64))
+
+
+@pytest.mark.parametrize("routing", ["random", "one_takes_all", "half_empty", "some_nobody", "nobody"])
+def test_weight_gradients_multiplied_later(routing):
+    """They have the bits of gradients added to accumulators, and so have y and the other gradients. No ticket is read."""
+    rng = seeds.rng()
+    layer = make_layer(rng, routing, 20, 6, 2, 8, 4, jnp.float32)
+    dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.float32)
+    found, expected = (
+        jax.jit(f, static_argnums=0)("xla", layer, dy) for f in (gradients_by_tickets, gradients_by_accumulators)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 16])

@@ -12,6 +12,8 @@ from expert_layers import (
     choose,
     exact_with_gradients,
     few_bits,
+    gradients_by_accumulators,
+    gradients_by_tickets,
     make_layer,
     relative_error,
     types_of,
@@ -150,6 +152,16 @@ def test_outer_accumulates(rng, routing, tokens, experts, k, m, n):
     has_rows = np.diff(rows.offsets) > 0
     np.testing.assert_array_equal(total[has_rows], before[has_rows] + np.asarray(alone)[has_rows])
     np.testing.assert_array_equal(total[~has_rows].view(np.int32), before[~has_rows].view(np.int32))
+
+
+def test_weight_gradients_multiplied_later(rng):
+    """They have the bits of gradients added to accumulators, and so have y and the other gradients."""
+    layer = make_layer(rng, "some_nobody", *SMALL)
+    dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
+    found, expected = (
+        jax.jit(f, static_argnums=0)("mosaic", layer, dy) for f in (gradients_by_tickets, gradients_by_accumulators)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_accumulators_of_micro_batches(rng):

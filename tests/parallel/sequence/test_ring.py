@@ -15,6 +15,7 @@ from lowered import num_kernels
 
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.layers.latent_attention import expand
+from moe_jax.layers.tickets import TicketedMatrix
 from moe_jax.parallel import ContextParallel, context_attention
 from moe_jax.parallel.sequence.ring import Expansion
 
@@ -63,7 +64,7 @@ def test_latents_travel(method, kernels, travels):
     shapes = (1, 16384, 128, 192), (1, 16384, 576), (32768, 512)
     q, latents, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     attend = partial(context_attention, scale=config.key_dim**-0.5, parallel=ContextParallel(method=method))
-    text = lowered(2, attend, q, (latents,), Expansion(partial(expand, config), weight))
+    text = lowered(2, attend, q, (latents,), Expansion(partial(expand, config), TicketedMatrix(weight, None)))
     assert num_kernels(text) == kernels
     found = re.findall(r'"stablehlo\.(collective_\w+|all_\w+|reduce_scatter)".*? : \(tensor<(\w+)>\)', text, re.DOTALL)
     expected = travels | {"all_reduce": ["32768x512xbf16"]}
