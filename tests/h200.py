@@ -94,7 +94,7 @@ def kernels_beside_copies(computation):
 
 
 def scopes_beside_copies(program, scopes):
-    """Of each copy that a loop of a compiled program starts: (the scope of its operation, the scopes of our kernels beside it).
+    """Pairs for the copies that loops of a compiled program start: (the copy's scope, the scopes of our kernels beside it).
 
     A kernel that reads or writes a part of a stack stands in a computation of its own, which a fusion calls.
     """

@@ -76,7 +76,7 @@ def check(function):
     for name in hints.keys() & signature.parameters.keys():
         if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
             hints[name] = tuple[hints[name], ...]
-    # Those with expressions a second time: the axes that these are made of may come with any array.
+    # Shapes with expressions come last: the axes of an expression may belong to any array of the call.
     passes = [(hints, False), ({name: hint for name, hint in hints.items() if has_expressions(hint)}, True)]
 
     @functools.wraps(function)

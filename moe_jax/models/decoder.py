@@ -183,7 +183,7 @@ class Decoder(nnx.Module):
         routings = []
         for number, of_stage in enumerate(per_layer):
             layers, arrays = stage_layers(self.stages[number], number, inputs, of_stage, execution)
-            # Of a layer that is recomputed, its input alone is stacked, and XLA removes a stack that nothing reads.
+            # With remat the loop stacks the layers' inputs alone, and XLA removes a stack that nothing reads.
             run = yield forward_loop(layers._replace(remat=True), arrays, carry)
             carry = run.x
             if run.y is not None:

@@ -27,9 +27,9 @@ class Forwarded(NamedTuple):
 
     x: Float[Array, "batch seq hidden"]
     routings: list[StageRouting]
-    """Of the stages with experts."""
+    """One for each stage with experts."""
     saved: list[SavedLayers]
-    """Of all stages."""
+    """One for each stage."""
 
 
 class LossRun(NamedTuple):

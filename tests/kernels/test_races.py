@@ -24,7 +24,7 @@ from moe_jax.kernels.hopper.mainloop import TileShape
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="JAX's race detector needs the interpreter")
 
 EXPERTS, MATRIX = 3, (256, 256)
-"""Of a pass over the experts: two tiles of columns or more, and more steps than the pipeline has stages."""
+"""The sizes of a pass over the experts: two tiles of columns or more, and more steps than the pipeline has stages."""
 
 
 def normal(rng, *shape, dtype=jnp.bfloat16):
