@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from pathlib import Path
 
 # JAX's GPU interpreter waits for barriers inside callbacks, which hold a thread of XLA's CPU pool each: six in a kernel of two
 # blocks. With a pool of two, as a machine of two cores has, the warpgroup that they wait for may never run. In a collective of
@@ -69,8 +70,21 @@ def pytest_runtest_makereport(item):
 def kept_objects_are_searched_once():
     """What JAX's caches keep of a module's tests, gigabytes late in a run, is not searched for garbage after them."""
     yield
+    if memory_maps() > MANY_MAPS:
+        jax.clear_caches()
+        gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+MANY_MAPS = 20_000
+"""Each compiled program maps pieces of memory. At 65530 maps, the default limit of Linux, the next program ends the process."""
+
+
+def memory_maps() -> int:
+    """Returns the number of pieces of memory that this process maps; 0 where the system does not say."""
+    maps = Path("/proc/self/maps")
+    return len(maps.read_bytes().splitlines()) if maps.exists() else 0
 
 
 def pytest_unconfigure():
