@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
 from moe_jax.kernels.precision import at_least_f32
+from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.moe import add_expert_gradients_to
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
@@ -123,5 +124,9 @@ def accumulate_in_place(
 
 def _zeros(of_micro_batch: Callable[[Batch], Gradients], stacked: Batch) -> PyTree:
     """Returns the zeros that sums of `of_micro_batch` over micro-batches begin with."""
-    shapes = jax.eval_shape(of_micro_batch, jax.tree.map(lambda x: x[0], stacked))
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return zeros_of(jax.eval_shape(of_micro_batch, jax.tree.map(lambda x: x[0], stacked)))
+
+
+def zeros_of(shapes: PyTree) -> PyTree:
+    """Returns zeros of these shapes and dtypes, which vary over the same mesh axes inside `jax.shard_map`."""
+    return jax.tree.map(lambda x: vary_as(jnp.zeros(x.shape, x.dtype), x), shapes)

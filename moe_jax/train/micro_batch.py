@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.moe import accumulated_gradients, add_expert_gradients_to
-from moe_jax.layers.passes import BackwardRun, ForwardRun, Pass, SavedLayers, backward_loop, forward_loop
-from moe_jax.layers.tickets import InputsRun, defer_weight_gradients, inputs_backward, weights_backward
+from moe_jax.layers.passes import ForwardRun, Loop, Pass, SavedLayers, backward_loop, forward_loop
+from moe_jax.layers.tickets import defer_weight_gradients, inputs_backward, weights_backward
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, Entered, StageLayers, StageRouting, stage_layers
@@ -142,44 +142,25 @@ class MicroBatchPasses:
 
     def backward(self, batch: Batch, saved: list[SavedLayers], dx, droutings: list[Any], gradients: nnx.State) -> Pass:
         """Runs all stages backwards; the result is a `Backwarded`, whose gradients are `gradients` with the stages' added."""
-        entered = self._enter(self.params, batch)
-        of_stages, others = self._split(gradients)
-        stages = dict(of_stages["stages"])
-        carry, droutings = Carry(dx, None), list(droutings)
-        for number in reversed(range(self.num_stages)):
-            layers, arrays = self._stage(number, entered, gradients)
-            routing = droutings.pop() if self.model().config.stages[number].sparse else None
-            sums = nnx.filter_state(stages[number], lambda path, _: not self._is_accumulated(path))
-            run: BackwardRun = yield backward_loop(layers, arrays, saved[number], carry, routing, sums)
-            carry = run.dx
-            stages[number] = nnx.merge_state(run.parameters, accumulated_gradients(run.accumulators))
-        return Backwarded(carry.x, nnx.merge_state(nnx.State({"stages": stages}), others))
+        dx, runs = yield from self._stages_backward(backward_loop, batch, saved, dx, droutings, gradients)
+        stages = {
+            number: nnx.merge_state(run.parameters, accumulated_gradients(run.accumulators)) for number, run in runs.items()
+        }
+        return Backwarded(dx, self._with_stages(gradients, stages))
 
     def inputs_backward(self, batch: Batch, saved: list[SavedLayers], dx, droutings: list[Any], gradients: nnx.State) -> Pass:
         """Runs B of all stages, as `backward` with `divided`; the result is an `InputsBackwarded`."""
-        entered = self._enter(self.params, batch)
-        of_stages, others = self._split(gradients)
-        stages = dict(of_stages["stages"])
-        carry, droutings = Carry(dx, None), list(droutings)
-        products: list[nnx.State] = []
-        for number in reversed(range(self.num_stages)):
-            layers, arrays = self._stage(number, entered, gradients)
-            routing = droutings.pop() if self.model().config.stages[number].sparse else None
-            vectors = {path for path, _ in nnx.to_flat_state(arrays.parameters)}
-            sums = nnx.filter_state(stages[number], lambda path, _, vectors=vectors: path in vectors)
-            run: InputsRun = yield inputs_backward(layers, arrays, saved[number], carry, routing, sums)
-            carry = run.dx
-            stages[number] = nnx.merge_state(stages[number], run.vectors)
-            products.insert(0, run.products)
-        return InputsBackwarded(carry.x, nnx.merge_state(nnx.State({"stages": stages}), others), products)
+        dx, runs = yield from self._stages_backward(inputs_backward, batch, saved, dx, droutings, gradients)
+        stages = {number: nnx.merge_state(gradients["stages"][number], run.vectors) for number, run in runs.items()}
+        products = [runs[number].products for number in range(self.num_stages)]
+        return InputsBackwarded(dx, self._with_stages(gradients, stages), products)
 
     def weights_backward(self, products: list[nnx.State], gradients: nnx.State) -> Pass:
         """Runs W of all stages: the result is `gradients` with the gradients of the stages' matrices added."""
-        of_stages, others = self._split(gradients)
-        stages = dict(of_stages["stages"])
+        stages = {}
         for number in reversed(range(self.num_stages)):
-            stages[number] = yield weights_backward(products[number], stages[number])
-        return nnx.merge_state(nnx.State({"stages": stages}), others)
+            stages[number] = yield weights_backward(products[number], gradients["stages"][number])
+        return self._with_stages(gradients, stages)
 
     def embedding(
         self, tokens: Int[Array, "batch seq"], dx: Float[Array, "batch seq hidden"], gradients: nnx.State
@@ -218,8 +199,26 @@ class MicroBatchPasses:
             add_expert_gradients_to(model, gradients)
         return stage_layers(model.stages[number], number, entered.inputs, entered.per_layer[number], self.execution)
 
-    def _is_accumulated(self, path: tuple) -> bool:
-        return self.in_place and "experts" in path
+    def _stages_backward(
+        self, loop: Callable[..., Loop], batch: Batch, saved: list[SavedLayers], dx, droutings: list[Any], gradients: nnx.State
+    ) -> Pass:
+        """Runs a backward loop of each stage, the last first; the result is dx, and the loops' results by stage."""
+        entered = self._enter(self.params, batch)
+        carry, droutings = Carry(dx, None), list(droutings)
+        runs = {}
+        for number in reversed(range(self.num_stages)):
+            layers, arrays = self._stage(number, entered, gradients)
+            routing = droutings.pop() if self.model().config.stages[number].sparse else None
+            # Accumulated matrices, and matrices with tickets, are no parameters of the loop.
+            own = {path for path, _ in nnx.to_flat_state(arrays.parameters)}
+            sums = nnx.filter_state(gradients["stages"][number], lambda path, _, own=own: path in own)
+            runs[number] = yield loop(layers, arrays, saved[number], carry, routing, sums)
+            carry = runs[number].dx
+        return carry.x, runs
+
+    def _with_stages(self, gradients: nnx.State, stages: dict[int, nnx.State]) -> nnx.State:
+        """Returns the gradients with those of the stages replaced."""
+        return nnx.merge_state(nnx.State({"stages": stages}), self._split(gradients)[1])
 
     def _split(self, tree: nnx.State) -> tuple[nnx.State, nnx.State]:
         """Splits a tree of parameters into the stages of the passes, and everything else."""

@@ -19,14 +19,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.passes import run_joined, run_pass
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.zero1 import stacked_specs
 from moe_jax.train.batch import Batch, batch_specs, micro_batches_of
-from moe_jax.train.gradients import Gradients, GradientsFn
+from moe_jax.train.gradients import Gradients, GradientsFn, zeros_of
 from moe_jax.train.micro_batch import Forwarded, MicroBatchPasses
 from moe_jax.train.objective import Objective
 from moe_jax.train.on_devices import merged_model, spread_of
@@ -144,7 +143,7 @@ def _sum_of(passes: MicroBatchPasses, stacked: Batch, scalars: Batch) -> Gradien
     # The loop carries leaves, because two traces of a pullback are two tree structures with the same leaves.
     leaves, structure = jax.tree.flatten(forwarded.saved)
     found = jax.eval_shape(lambda: passes.loss(first, forwarded, passes.zeros()))
-    value, aux = jax.tree.map(lambda a: vary_as(jnp.zeros(a.shape, a.dtype), a), (found.value, found.aux))
+    value, aux = zeros_of((found.value, found.aux))
 
     def loss(carry: _Carry, batch: Batch):
         saved = jax.tree.unflatten(structure, carry.saved)

@@ -1,15 +1,14 @@
 """Pictures of a training run, as PNG files: the loss over steps, and how evenly the experts are loaded."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from moe_jax.runtime.pictures import save_png
 from moe_jax.train.metrics import read_records
 
 SMOOTHING_STEPS = 10
@@ -171,15 +170,3 @@ def moving_average(values: Float[np.ndarray, "steps"], width: int) -> Float[np.n
     end = np.arange(1, len(values) + 1)
     start = np.maximum(0, end - width)
     return (total[end] - total[start]) / (end - start)
-
-
-def save_png(figure: Figure, path: str | Path) -> None:
-    """Writes `figure` at once: a reader of `path` sees the old picture or the whole new one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        FigureCanvasAgg(figure).print_png(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -1,12 +1,12 @@
 """Drawings of a simulated step: a row for each rank, as text or as a PNG file."""
 
 import math
-import os
 from pathlib import Path
 from string import ascii_lowercase as LETTERS
 
 from moe_jax.parallel.pipeline.schedules import Part, Slot
 from moe_jax.parallel.pipeline.simulator import TimedSlot, Timeline
+from moe_jax.runtime.pictures import save_png
 
 MAX_COLUMNS_PER_SLOT = 24
 """Columns of a mean slot at most: labels of much shorter slots are cut instead."""
@@ -58,7 +58,6 @@ def plot(timeline: Timeline, path: str | Path) -> None:
     path = Path(path).expanduser()
     if path.suffix.lower() != ".png":
         raise ValueError(f"the picture's name must end in .png; got {path}")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     num_ranks = len(timeline.ranks)
@@ -88,13 +87,7 @@ def plot(timeline: Timeline, path: str | Path) -> None:
         if any(part.kind == kind for slots in timeline.ranks for timed in slots for part in timed.slot):
             axes.barh(0, 0, color=COLORS[kind], label=name)
     axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small", frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        FigureCanvasAgg(figure).print_png(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    save_png(figure, path)
 
 
 def _columns_per_time(timeline: Timeline) -> float:

@@ -1,0 +1,23 @@
+"""Writes pictures as files that are complete or absent."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def save_png(figure: "Figure", path: str | Path) -> None:
+    """Writes `figure` at once: a reader of `path` sees the old picture or the whole new one."""
+    # Only who draws waits for matplotlib.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        FigureCanvasAgg(figure).print_png(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
