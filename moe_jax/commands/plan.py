@@ -66,7 +66,8 @@ class PlanCommand:
 
     def run(self) -> None:
         """Prints the table, and writes the batch script if asked."""
-        from moe_jax.cost import plan
+        from moe_jax.cost.plan import REMAT, plan
+        from moe_jax.cost.plan_table import format_plan
         from moe_jax.cost.slurm import write_batch_script
 
         if self.config not in NAMED_CONFIGS and not Path(self.config).is_dir():
@@ -79,12 +80,12 @@ class PlanCommand:
         found = machine(self.gpu, memory=self.memory, gpus_of_host=self.hosts_of)
         config = NAMED_CONFIGS[self.config] if self.config in NAMED_CONFIGS else load_config(self.config)
         rows = max(1, self.devices * 32768 // self.sequence_length) if self.rows is None else self.rows
-        predictions = plan.plan(
+        predictions = plan(
             config,
             self.devices,
             rows=rows,
             sequence_length=self.sequence_length,
-            remat=None if self.remat is None else plan.REMAT[self.remat],
+            remat=None if self.remat is None else REMAT[self.remat],
             machine=found,
             param_dtype=self.param_dtype,
             moment_dtype=self.moment_dtype,
@@ -99,7 +100,7 @@ class PlanCommand:
         print(f"{self.config}, {hosts}, {rows} x {self.sequence_length} tokens a step; predicted, not measured")
         if self.gpu.lower() != "h200":
             print("Rates are those measured on an H200, scaled by data sheets; before Hopper a step takes longer than this.")
-        print(plan.format_plan(predictions, self.limit))
+        print(format_plan(predictions, self.limit))
         if self.sbatch is not None:
             best = next((prediction for prediction in predictions if prediction.fits), None)
             if best is None:

@@ -71,6 +71,16 @@ def experts_seconds(work: ExpertsWork, machine: Machine) -> Passes:
     return Passes(again + down + combine, again, 2 * overhead + backward)
 
 
+def experts_sums_seconds(work: ExpertsWork, machine: Machine) -> float:
+    """Returns the seconds by which kernels that add the weights' gradients to float32 sums take longer than their matmuls.
+
+    The sums are read and written while three of nine matmuls compute.
+    """
+    weights = 3 * work.experts * work.hidden * work.inter
+    flops = 6 * work.rows * work.hidden * work.inter
+    return max(0.0, 8 * weights / machine.hbm - flops / machine.experts_matmul)
+
+
 def router_seconds(tokens: int, hidden: int, num_experts: int, machine: Machine, *, grouped: bool = False) -> Passes:
     """Returns the seconds of the router: a narrow matmul, float32 scores (read and written) and a top-k.
 

@@ -108,6 +108,11 @@ def ring_hop_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape,
     return _started(machine, devices, min(hosts, 2), size / rate)
 
 
+def is_inside_host(machine: Machine, axes: Axes, mesh: MeshShape) -> bool:
+    """Returns True if a collective along `axes` stays inside a host."""
+    return _group(machine, axes, mesh).hosts == 1
+
+
 class _Group(NamedTuple):
     """The devices that take part in one collective."""
 

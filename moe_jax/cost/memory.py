@@ -5,130 +5,103 @@ The peak is one of three moments:
     a layer's backward pass    nearly all gradients exist
     the loss                   only the vocabulary's gradients exist, and the logits of a chunk of tokens
     AdamW                      no activations are left
+
+With several micro-batches float32 sums of all gradients exist throughout. Where passes are joined (`PlannedStep.joins_passes`),
+layers add to the sums directly, and several micro-batches are in flight.
 """
 
-from moe_jax.config import Stage
-from moe_jax.cost.attention import expanded_elements, kept_elements, key_value_elements, travelling_elements
+from typing import NamedTuple
+
 from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.planned_step import BYTES, PlannedStep
-from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
+from moe_jax.cost.workspace import (
+    activations,
+    backward_workspace,
+    context_workspace,
+    gathered_layer,
+    kept_by_layer,
+    layer_workspace,
+    loss_workspace,
+    optimizer_workspace,
+)
 
 
 def memory_bytes(step: PlannedStep) -> dict[str, float]:
     """Returns the peak by part, in bytes. `workspace` is the rest of the peak after the other four parts."""
     own, updated = sum(p.own_size for p in step.parameters), sum(map(step.updated_size, step.parameters))
     of_param = BYTES[step.param_dtype]
-    # Beside bf16 parameters, the other halves of the masters lie as the moments do.
-    parameters, moments = of_param * own + (4 - of_param) * updated, 2 * BYTES[step.moment_dtype] * updated
-    gradients = of_param * own
-    # With "offload" the inputs of two layers are on their way to or from the host.
-    kept = sum((2 if step.remat == "offload" else stage.num_layers) * kept_by_layer(step, stage) for stage in step.stages)
-    # Gradients of the model's own loss stay in memory during the passes of the MTP modules.
-    waiting = 4 * len(step.config.mtp_stages) * step.config.hidden_size * (step.config.vocab_size + step.tokens)
-    backward = max(gradients, waiting) + kept + _backward_workspace(step)
-    optimizer = gradients + _optimizer_workspace(step)
-    peak = max(backward, kept + waiting + _loss_workspace(step), optimizer)
+    held = _of_joined_passes(step) if step.joins_passes else _of_passes_in_turn(step)
     return {
-        "parameters": parameters,
-        "moments": moments,
-        "gradients": gradients,
-        "activations": min(kept, peak - gradients),
-        "workspace": peak - gradients - min(kept, peak - gradients),
+        # Beside bf16 parameters, the other halves of the masters lie as the moments do.
+        "parameters": of_param * own + (4 - of_param) * updated,
+        "moments": 2 * BYTES[step.moment_dtype] * updated,
+        "gradients": held.gradients,
+        "activations": min(held.kept, held.peak - held.gradients),
+        "workspace": held.peak - held.gradients - min(held.kept, held.peak - held.gradients),
     }
+
+
+class _Held(NamedTuple):
+    """Bytes beside parameters and moments."""
+
+    gradients: float
+    kept: float
+    """Residuals of layers."""
+    peak: float
+
+
+def _of_passes_in_turn(step: PlannedStep) -> _Held:
+    """Returns the bytes of micro-batches one after the other; with several, the sums and the gradients of one exist."""
+    config, own = step.config, sum(p.own_size for p in step.parameters)
+    sums, added_in_place = 0.0, 0
+    if step.gradient_accumulation > 1:
+        sums, added_in_place = 4 * own, sum(p.own_size for p in step.parameters if step.adds_in_kernel(p))
+    gradients = BYTES[step.param_dtype] * (own - added_in_place)
+    kept = sum(_layers_kept(step, stage.num_layers) * kept_by_layer(step, stage) for stage in step.stages)
+    # Gradients of the model's own loss stay in memory during the passes of the MTP modules.
+    waiting = 4 * len(config.mtp_stages) * config.hidden_size * (config.vocab_size + step.tokens)
+    backward = max(gradients, waiting) + kept + backward_workspace(step)
+    head = (ELEMENT + 4) * config.vocab_size * config.hidden_size
+    loss = kept + waiting + head + loss_workspace(step, step.tokens)
+    optimizer = (0 if sums else gradients) + optimizer_workspace(step)
+    return _Held(sums + gradients, kept, sums + max(backward, loss, optimizer))
+
+
+def _of_joined_passes(step: PlannedStep) -> _Held:
+    """Returns the bytes where forward and backward passes are joined, in a pipe or without.
+
+    Arrays that are gathered once a step are whole on every device, with their sums. A slot keeps the residuals of one chunk.
+    Stages beside the joined one keep at most two micro-batches for each rank, of which a rank has its part of the rows. A
+    module keeps one, for its passes follow each other. The gradients of all embedded tokens are kept until the end.
+    """
+    config, number = step.config, step.joined_stage
+    stage, ranks = step.stages[number], step.mesh.pipe
+    sums = 4 * sum(p.own_size if p.by_layer else p.used_size for p in step.parameters)
+    whole = ELEMENT * sum(p.used_size for p in step.parameters if p.gather_axes and not p.by_layer)
+    own_tokens = step.tokens / ranks
+    embedded = ELEMENT * step.gradient_accumulation * own_tokens * config.hidden_size
+    kept = step.slots * _layers_kept(step, step.layers_of_chunk) * kept_by_layer(step, stage)
+    # The forward pass of a tick has gathered layers of its own, and makes the residuals of a layer.
+    workspaces = [layer_workspace(step, number) + 2 * gathered_layer(step, number) + activations(step, stage)]
+    for other, own in enumerate(step.stages):
+        if other != number:
+            beside = step.beside_pipe
+            in_flight = 1 if step.is_module(own) else min(2 * ranks, step.gradient_accumulation)
+            kept += in_flight * _layers_kept(step, own.num_layers) * kept_by_layer(beside, own)
+            gathers = 4 * gathered_layer(beside, other) if ranks > 1 else 0
+            workspaces.append(layer_workspace(beside, other) - gathers)
+    waiting = 4 * len(config.mtp_stages) * config.hidden_size * own_tokens
+    passes = max(max(workspaces) + context_workspace(step), loss_workspace(step, own_tokens)) + waiting
+    return _Held(sums, kept, sums + max(whole + embedded + kept + passes, optimizer_workspace(step)))
 
 
 def host_bytes(step: PlannedStep) -> float:
     """Returns the bytes that a device keeps in its host's memory."""
-    return sum(stage.num_layers * kept_by_layer(step, stage) for stage in step.stages) if step.remat == "offload" else 0.0
+    in_flight = step.slots if step.joins_passes else 1
+    layers = sum(stage.num_layers * kept_by_layer(step, stage) for stage in step.stages)
+    return in_flight * layers if step.remat == "offload" else 0.0
 
 
-def kept_by_layer(step: PlannedStep, stage: Stage) -> float:
-    """Returns the bytes of residuals that one layer of a stage keeps for its backward pass.
-
-    With remat these are its input alone; an MTP module's input includes embeddings.
-    """
-    if not step.remat:
-        return _activations(step, stage)
-    return ELEMENT * step.tokens * step.config.hidden_size * (2 if step.is_module(stage) else 1)
-
-
-def _activations(step: PlannedStep, stage: Stage) -> float:
-    """Returns the bytes of residuals that one layer keeps without remat.
-
-    Every layer keeps x and its norm, attention's residuals, then x and its norm again. A sparse layer adds the dispatched
-    tokens, h, and the router's probabilities, weights and ids. A dense layer and shared experts add gate, up and their
-    product. An MTP module adds its joined inputs before and after the norms, and the input of its last norm.
-    """
-    config = step.config
-    expanded = step.mesh.context == 1 or step.context_method == "ulysses"
-    elements = step.tokens * (4 * config.hidden_size + kept_elements(config, expanded=expanded))
-    elements += step.tokens * 5 * config.hidden_size if step.is_module(stage) else 0
-    if not stage.sparse:
-        return ELEMENT * (elements + step.tokens * 3 * config.intermediate_size)
-    experts = step.experts
-    elements += step.tokens * 3 * experts.shared_intermediate_size
-    if step.exchanges:
-        elements += step.received * config.hidden_size
-    elements += step.room * 2 * experts.moe_intermediate_size
-    return ELEMENT * elements + 4 * step.tokens * (experts.num_experts + 8 * experts.num_experts_per_tok)
-
-
-def _backward_workspace(step: PlannedStep) -> float:
-    """Returns the bytes that one layer's backward pass uses beside the residuals of all layers.
-
-    These are the gathered parameters of two layers and the gradients of two layers, and with remat the layer's activations.
-    The larger of two workspaces comes on top. The experts' backward pass makes rows of dy, of x or dx, dh and the weighted
-    activation, and the gradients that travel. Attention's backward pass makes gradients of all its inputs and outputs.
-    Experts that are computed in chunks accumulate the gradients of their weights in float32.
-    """
-    config, layers = step.config, []
-    head_elements = config.num_attention_heads * (config.key_dim + config.value_dim) + key_value_elements(config)
-    for number, stage in enumerate(step.stages):
-        own = [p for p in step.parameters if p.in_stage and p.path[1] == number]
-        gathered = 4 * ELEMENT * sum(p.used_size / p.layers for p in own if p.gather_axes)
-        if stage.sparse:
-            inter = step.experts.moe_intermediate_size
-            elements = step.computed_at_once * (2 * config.hidden_size + 3 * inter)
-            elements += 2 * step.received * config.hidden_size if step.exchanges else 0
-            if step.computed_at_once < step.room:
-                gathered += 4 * sum(p.used_size / p.layers for p in own if "experts" in p.path)
-        else:
-            elements = step.tokens * 3 * config.intermediate_size
-        elements = max(elements, step.tokens * head_elements)
-        layers.append(gathered + ELEMENT * elements + (_activations(step, stage) if step.remat else 0))
-    return max(layers) + _context_workspace(step)
-
-
-def _context_workspace(step: PlannedStep) -> float:
-    """Returns the bytes of keys and values (or latents) from other devices, and of their float32 gradients.
-
-    With `all_gather` these come from all devices, in the ring from two steps. Keys and values that are expanded from latents
-    are added; in the ring only the keys and values of one step.
-    """
-    if step.mesh.context == 1 or step.context_method == "ulysses":
-        return 0
-    is_ring, devices = step.context_method == "ring", step.mesh.context
-    arrived, at_once = (2 * step.ring_step, step.ring_step) if is_ring else (devices, devices)
-    elements = arrived * travelling_elements(step.config) + at_once * expanded_elements(step.config)
-    return (ELEMENT + 4) * step.tokens * elements
-
-
-def _loss_workspace(step: PlannedStep) -> float:
-    """Returns the bytes of the vocabulary projection, the logits of a chunk and x, each with its gradient.
-
-    Of each array and its gradient one is float32 and the other bfloat16.
-    """
-    vocab, hidden = step.config.vocab_size, step.config.hidden_size
-    chunk = min(CHUNK_TOKENS, step.tokens)
-    return (ELEMENT + 4) * (vocab * hidden + chunk * vocab + step.tokens * hidden)
-
-
-def _optimizer_workspace(step: PlannedStep) -> float:
-    """Returns the bytes that AdamW uses beside state and gradients.
-
-    With float32 parameters it is one more array of each parameter (inferred from the one measured row). With bfloat16
-    parameters, sums over the axis `data` cast each array to float32.
-    """
-    own = [p.own_size for p in step.parameters]
-    summed = 4 * max(own) if step.mesh.data > 1 and step.param_dtype != "float32" else 0
-    return 4 * sum(own) if step.param_dtype == "float32" else summed
+def _layers_kept(step: PlannedStep, layers: int) -> int:
+    """Returns the number of layers whose residuals the device holds. With "offload" inputs of two are on their way."""
+    return 2 if step.remat == "offload" else layers

@@ -2,20 +2,16 @@
 
 import functools
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
-import jax
-from flax import nnx
-from jax.sharding import AbstractMesh
-
 from moe_jax.config import ExpertsSpec, ModelConfig, Stage
+from moe_jax.cost.parameters import Parameter, layers_of_chunk, num_piped_layers, parameters, piped_stage
 from moe_jax.layers.moe import EXPERT_CHUNK_TOKENS
 from moe_jax.layers.passes import Remat
-from moe_jax.models.auto import from_config
-from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
+from moe_jax.parallel.choices import Hops, MeshShape
 from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, devices_of_step, first_capacity
-from moe_jax.parallel.layout import data_axis, gathered_axes, parameter_path, parameter_spec
+from moe_jax.parallel.pipeline.ticks import input_slots
 from moe_jax.parallel.sequence.attention import Method
 from moe_jax.parallel.sequence.ring import devices_per_ring_step
 
@@ -29,8 +25,11 @@ class PlannedStep:
 
     Multi-token prediction (MTP) modules are trained with the model; `config.without_mtp()` has none.
 
+    With a pipe (`mesh.pipe`), the layers of the longest stage are dealt out to its ranks, and each rank has all rows. Other
+    work is split over the ranks too: other layers by rows, embedding and loss by tokens.
+
     Attributes:
-      rows: sequences of the whole batch, over all devices.
+      rows: sequences of the whole batch, over all devices and micro-batches.
       remat: True recomputes each layer from its input in the backward pass. "offload" also keeps that input in host memory.
       param_dtype: dtype of the parameters and their gradients; master parameters are float32 in either case.
       moment_dtype: dtype of AdamW's two moments.
@@ -40,6 +39,9 @@ class PlannedStep:
       hops: as in `parallel.Parallelism`; "copies" needs one process that has all GPUs.
       capacity_factor: as in `parallel.ExpertParallel`.
       shard_optimizer: as in `parallel.Parallelism`.
+      gradient_accumulation: micro-batches of the step.
+      pipe_chunks: chunks of layers on each rank of a pipe.
+      overlap_micro_batches: as in `parallel.Parallelism`; the passes of a pipe always overlap.
 
     Raises:
       ValueError: the mesh does not divide the rows, the experts or the sequence, or a field has an invalid value. One error
@@ -59,6 +61,9 @@ class PlannedStep:
     hops: Hops = "nccl"
     capacity_factor: float = ExpertParallel.capacity_factor
     shard_optimizer: bool = False
+    gradient_accumulation: int = 1
+    pipe_chunks: int = 1
+    overlap_micro_batches: bool | None = None
 
     def __post_init__(self):
         problems = _problems(self)
@@ -67,8 +72,48 @@ class PlannedStep:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one device."""
-        return self.rows * self.sequence_length // self.mesh.size
+        """Tokens of one micro-batch that a device computes in a layer, with a pipe in a layer of the pipe."""
+        return self.rows * self.sequence_length // (self.gradient_accumulation * (self.mesh.size // self.mesh.pipe))
+
+    @property
+    def tokens_of_step(self) -> float:
+        """Tokens of the whole step, divided by the number of devices."""
+        return self.rows * self.sequence_length / self.mesh.size
+
+    @property
+    def accumulates(self) -> bool:
+        """True if gradients of micro-batches are added to float32 sums: in a pipe, or with several micro-batches."""
+        return self.mesh.pipe > 1 or self.gradient_accumulation > 1
+
+    @property
+    def joins_passes(self) -> bool:
+        """True if one loop computes a micro-batch forward and another backward: in a pipe, or by `overlap_micro_batches`."""
+        if self.mesh.pipe > 1 or self.gradient_accumulation == 1:
+            return self.mesh.pipe > 1
+        by_default = self.mesh.expert > 1 and self.remat is not False
+        return by_default if self.overlap_micro_batches is None else self.overlap_micro_batches
+
+    @property
+    def joined_stage(self) -> int:
+        """Number of the stage whose layers the joined loop computes."""
+        return piped_stage(self.config)
+
+    @property
+    def layers_of_chunk(self) -> int:
+        """Layers of one chunk of a pipe, with places without a layer; without a pipe all layers of the joined stage."""
+        return layers_of_chunk(self.config, self.mesh.pipe, self.pipe_chunks)
+
+    @property
+    def slots(self) -> int:
+        """Number of chunks whose inputs are kept at a time; in a joined loop without a pipe, 2."""
+        return _num_slots(self.mesh.pipe, self.pipe_chunks, self.gradient_accumulation)
+
+    @property
+    def beside_pipe(self) -> "PlannedStep":
+        """One micro-batch in layers beside the pipe: rows are split over `pipe` too, as over `fsdp`."""
+        mesh = replace(self.mesh, pipe=1, fsdp=self.mesh.pipe * self.mesh.fsdp)
+        rows = self.rows // self.gradient_accumulation
+        return replace(self, mesh=mesh, rows=rows, gradient_accumulation=1, pipe_chunks=1)
 
     @property
     def imbalance(self) -> float:
@@ -78,7 +123,7 @@ class PlannedStep:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The stages of the model's layers, followed by one stage for each MTP module."""
-        return (*self.config.stages, *self.config.mtp_stages)
+        return _stages(self.config)
 
     def is_module(self, stage: Stage) -> bool:
         """Returns True if the stage is an MTP module."""
@@ -94,13 +139,14 @@ class PlannedStep:
     @property
     def experts(self) -> ExpertsSpec:
         """The experts of each sparse layer. Callers ask only for models that have some."""
-        assert self.config.experts is not None
-        return self.config.experts
+        experts = _experts(self.config)
+        assert experts is not None
+        return experts
 
     @property
     def exchanges(self) -> bool:
         """True if tokens travel to experts on other devices."""
-        return self.mesh.expert > 1 and bool(self.config.routed_layers)
+        return self.mesh.expert > 1 and _has_experts(self.config)
 
     @property
     def capacity(self) -> Capacity:
@@ -146,69 +192,48 @@ class PlannedStep:
         return min(self.mesh.context - 1, devices_per_ring_step(BYTES["bfloat16"] * self.tokens * elements, self.hops))
 
     @property
-    def parameters(self) -> tuple["Parameter", ...]:
-        """The model's parameter arrays and how `parallel.layout` splits each of them."""
-        return _parameters(self.config, self.mesh)
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The model's parameter arrays and how they lie on the mesh."""
+        return parameters(self.config, self.mesh, self.pipe_chunks)
 
-    def updated_size(self, parameter: "Parameter") -> int:
+    def updated_size(self, parameter: Parameter) -> int:
         """Returns the elements of the parameter that a device updates: it stores their moments and masters."""
         return parameter.part_size if self.shard_optimizer else parameter.own_size
 
+    def adds_in_kernel(self, parameter: Parameter) -> bool:
+        """Returns True if the kernels add the parameter's gradients to the sums of micro-batches: experts that stay in place.
 
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter array of the model, and its share on each device."""
-
-    path: tuple
-    layers: int
-    """Layers stacked in the array; 1 outside stages."""
-    own_size: int
-    """Elements that a device stores."""
-    part_size: int
-    """Elements of `own_size` that a device updates if the optimizer's state is split over `data` (`parallel.zero1`)."""
-    split_axes: tuple[str, ...]
-    """The mesh axes that split the array. Over all other axes its gradients are summed once a step."""
-    gather_axes: tuple[str, ...]
-    """The mesh axes over which the array is gathered for use."""
-    used_size: int
-    """Elements that a device has after the gather."""
-
-    @property
-    def in_stage(self) -> bool:
-        """True if the array belongs to a layer. Then one layer is gathered at a time, one layer ahead of its use."""
-        return self.path[0] == "stages"
+        On a mesh without a pipe no kernel does (`train.gradients`).
+        """
+        in_place = self.mesh.size == 1 or (self.mesh.pipe > 1 and parameter.by_layer)
+        return in_place and "experts" in parameter.path and not parameter.gather_axes
 
 
 @functools.cache
-def _parameters(config: ModelConfig, mesh: MeshShape) -> tuple[Parameter, ...]:
-    abstract = AbstractMesh(tuple(asdict(mesh).values()), MESH_AXES)
-    found = []
-    for path, shape in _shapes(config):
-        ways = tuple(name for names in parameter_spec(path, shape, abstract) if names for name in _as_tuple(names))
-        gathered = tuple(name for _, names in gathered_axes(path, shape, abstract) for name in names)
-        own = math.prod(shape) // math.prod(getattr(mesh, name) for name in ways)
-        used = own * math.prod(getattr(mesh, name) for name in gathered)
-        part = own // (1 if data_axis(path, shape, abstract) is None else mesh.data)
-        layers = shape[0] if path[0] == "stages" else 1
-        found.append(Parameter(path, layers, own, part, ways, gathered, used))
-    return tuple(found)
+def _stages(config: ModelConfig) -> tuple[Stage, ...]:
+    return (*config.stages, *config.mtp_stages)
 
 
 @functools.cache
-def _shapes(config: ModelConfig) -> tuple[tuple[tuple, tuple[int, ...]], ...]:
-    model = nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0)))
-    leaves = jax.tree.leaves_with_path(nnx.state(model, nnx.Param))
-    return tuple((parameter_path(path), leaf.shape) for path, leaf in leaves)
+def _experts(config: ModelConfig) -> ExpertsSpec | None:
+    return config.experts
 
 
-def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
+@functools.cache
+def _has_experts(config: ModelConfig) -> bool:
+    return bool(config.routed_layers)
+
+
+@functools.cache
+def _num_slots(ranks: int, chunks: int, micro_batches: int) -> int:
+    return 1 + max(input_slots(ranks, chunks, micro_batches))
 
 
 def _problems(step: PlannedStep) -> list[str]:
     """Returns the problems of a step, each as one clause."""
     counts = {"rows": step.rows, "sequence_length": step.sequence_length}
     counts |= {f"mesh.{name}": size for name, size in asdict(step.mesh).items()}
+    counts |= {"gradient_accumulation": step.gradient_accumulation, "pipe_chunks": step.pipe_chunks}
     problems = [
         f"{name}={value!r} must be an integer of at least 1"
         for name, value in counts.items()
@@ -230,19 +255,47 @@ def _problems(step: PlannedStep) -> list[str]:
         problems.append(f"expert_load_imbalance={step.expert_load_imbalance!r} must be a number of at least 1")
     if not 0 < step.capacity_factor < math.inf:
         problems.append(f"capacity_factor={step.capacity_factor!r} must be a number above 0")
-    if problems:
-        return problems
-    config, mesh = step.config, step.mesh
-    ways = mesh.size // mesh.context
-    if step.rows % ways:
-        problems.append(f"{step.rows} rows cannot be dealt out to data x fsdp x expert = {ways} devices")
+    return problems or [*_problems_of_mesh(step), *_problems_of_pipe(step)]
+
+
+def _problems_of_mesh(step: PlannedStep) -> list[str]:
+    problems, config, mesh = [], step.config, step.mesh
+    ways = mesh.size // mesh.pipe // mesh.context
+    rows = step.rows // step.gradient_accumulation
+    if step.rows % step.gradient_accumulation:
+        problems.append(f"{step.rows} rows must be a multiple of gradient_accumulation={step.gradient_accumulation}")
+    elif rows % ways:
+        of = f"{rows} rows" if step.gradient_accumulation == 1 else f"a micro-batch of {rows} rows"
+        problems.append(f"{of} cannot be dealt out to data x fsdp x expert = {ways} devices")
     split = 2 * mesh.context if mesh.context > 1 else 1
     if step.sequence_length % split:
         problems.append(f"sequence_length={step.sequence_length} must be a multiple of 2 * mesh.context = {split}")
-    experts = config.experts.num_experts if config.experts else 0
+    spec = _experts(config)
+    experts = spec.num_experts if spec else 0
     if experts % mesh.expert:
         problems.append(f"{experts} experts cannot be dealt out to mesh.expert={mesh.expert} devices; take a divisor")
     heads = config.num_attention_heads, config.num_key_value_heads
     if step.context_method == "ulysses" and any(number % mesh.context for number in heads):
         problems.append(f"ulysses needs mesh.context={mesh.context} to divide {heads[0]} heads and {heads[1]} key heads")
+    return problems
+
+
+def _problems_of_pipe(step: PlannedStep) -> list[str]:
+    ranks, chunks = step.mesh.pipe, step.pipe_chunks
+    if ranks == 1:
+        alone = f"pipe_chunks={chunks} needs a mesh.pipe of at least 2: one rank computes its layers in one chunk"
+        return [alone] if chunks > 1 else []
+    problems, layers = [], num_piped_layers(step.config)
+    if ranks * (chunks - 1) >= layers:
+        problems.append(f"the {layers} layers of the longest stage are too few for mesh.pipe={ranks} x pipe_chunks={chunks}")
+    if step.remat == "offload":
+        problems.append("remat='offload' is not for a pipe: take True or False")
+    rows = step.rows // step.gradient_accumulation // (step.mesh.size // ranks // step.mesh.context)
+    if len(step.stages) > 1 and rows % ranks:
+        problems.append(
+            f"a micro-batch has {rows} rows on a rank of the pipe, not a multiple of mesh.pipe={ranks}: layers of another kind "
+            "than the pipe's are computed by rows over its ranks"
+        )
+    elif step.tokens % ranks:
+        problems.append(f"the {step.tokens} tokens of a micro-batch must be a multiple of mesh.pipe={ranks}")
     return problems

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from moe_jax.cost import PlannedStep
-from moe_jax.cost.plan import flags
+from moe_jax.cost.plan_table import flags
 
 SCRIPT = """\
 #!/bin/bash

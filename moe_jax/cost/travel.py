@@ -196,21 +196,26 @@ def _added(a: Gathers, b: Gathers) -> Gathers:
 
 
 def once_a_step_seconds(step: PlannedStep, machine: Machine) -> float:
-    """Returns the seconds of communication outside layers, once a step.
+    """Returns the seconds of communication outside the loops over layers.
 
-    The vocabulary's two matrices are gathered and their gradients sent. Gradients are summed in float32 over each axis that
-    does not split them. Where `data` splits the optimizer's state, a device receives the sum of its part alone, and the updated
-    parameters are gathered.
+    The vocabulary's two matrices are gathered and their gradients sent, and so are the layers beside a pipe. Gradients are
+    summed in float32 over each axis that does not split them. Where `data` splits the optimizer's state, a device receives the
+    sum of its part alone, and the updated parameters are gathered.
+
+    Where passes are joined, all this happens once a step, and gradients travel in float32. Else each micro-batch gathers, sends
+    and sums anew, except sums of parts.
     """
+    times = 1 if step.joins_passes else step.gradient_accumulation
+    of_gradient = 4 if step.joins_passes else ELEMENT
     seconds = 0.0
     for p in step.parameters:
-        if not p.in_stage and p.gather_axes:
-            seconds += all_gather_seconds(machine, ELEMENT * p.used_size, p.gather_axes, step.mesh)
-            seconds += all_to_all_seconds(machine, ELEMENT * p.used_size, p.gather_axes, step.mesh)
+        if not p.by_layer and p.gather_axes:
+            seconds += times * all_gather_seconds(machine, ELEMENT * p.used_size, p.gather_axes, step.mesh)
+            seconds += times * all_to_all_seconds(machine, of_gradient * p.used_size, p.gather_axes, step.mesh)
         whole = tuple(name for name in MESH_AXES if name not in p.split_axes)
         if step.updated_size(p) < p.own_size:
             whole = tuple(name for name in whole if name != "data")
             seconds += reduce_scatter_seconds(machine, 4 * p.own_size, ("data",), step.mesh)
             seconds += all_gather_seconds(machine, BYTES[step.param_dtype] * p.own_size, ("data",), step.mesh)
-        seconds += all_reduce_seconds(machine, 4 * p.own_size, whole, step.mesh)
+        seconds += times * all_reduce_seconds(machine, 4 * p.own_size, whole, step.mesh)
     return seconds

@@ -4,8 +4,9 @@ import math
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-MESH_AXES = ("data", "fsdp", "expert", "context")
-"""The axes and what each splits: data the batch, fsdp batch and parameters, expert the experts, context the sequences."""
+MESH_AXES = ("pipe", "data", "fsdp", "expert", "context")
+"""The axes and what each splits: pipe the layers, data the batch, fsdp batch and parameters, expert the experts, context the
+sequences."""
 
 Hops = Literal["nccl", "copies"]
 """Transfers between devices: NCCL kernels or peer-to-peer copies (`parallel.collectives.hops`)."""
@@ -15,6 +16,7 @@ Hops = Literal["nccl", "copies"]
 class MeshShape:
     """The number of devices along each axis of a mesh: `make_mesh(**asdict(shape))`."""
 
+    pipe: int = 1
     data: int = 1
     fsdp: int = 1
     expert: int = 1

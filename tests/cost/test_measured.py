@@ -13,10 +13,12 @@ from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep, predict
 from moe_jax.cost.attention import attention_seconds
 from moe_jax.cost.flops import num_parameters
+from moe_jax.cost.gpus import GPUS
 from moe_jax.cost.layer import ExpertsWork, experts_seconds, router_seconds
 from moe_jax.cost.machine import H200
 from moe_jax.cost.memory import memory_bytes
-from moe_jax.cost.step import layer_seconds, vocabulary_seconds
+from moe_jax.cost.stage import layer_seconds
+from moe_jax.cost.step import vocabulary_seconds
 from moe_jax.cost.travel import context_seconds, exchange_seconds
 from moe_jax.parallel.choices import MeshShape
 
@@ -98,6 +100,31 @@ def test_a_step_on_a_million_tokens():
     prediction = predict(replace(run, moment_dtype="bfloat16"))
     assert prediction.step_seconds == pytest.approx(43.25, rel=0.02)
     assert prediction.memory_bytes / 2**30 == pytest.approx(41.5, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    "hops, overlap, seconds, gib",
+    [("copies", False, 1.001, 72.7), ("copies", True, 0.966, 68.2), ("nccl", False, 1.075, 72.8), ("nccl", True, 0.971, 67.7)],
+)
+def test_micro_batches_on_two_gpus(hops, overlap, seconds, gib):
+    """Section "Micro-batches that overlap", two H100, over NCCL with `all_to_all`."""
+    found = micro_batches(16, MeshShape(expert=2), 16, hops=hops, overlap_micro_batches=overlap, capacity_factor=2.0)
+    assert found.step_seconds == pytest.approx(seconds, rel=0.035)
+    assert found.memory_bytes / 2**30 == pytest.approx(gib, rel=0.035)
+
+
+@pytest.mark.parametrize(
+    "rows, overlap, milliseconds", [(8, False, 511.5), (8, True, 508.6), (16, False, 906.0), (16, True, 903.8)]
+)
+def test_gradients_of_micro_batches_on_one_gpu(rows, overlap, milliseconds):
+    """The same section, one H100, without AdamW."""
+    found = micro_batches(8, MeshShape(), rows, overlap_micro_batches=overlap)
+    assert 1e3 * (found.step_seconds - found.seconds["optimizer"]) == pytest.approx(milliseconds, rel=0.02)
+
+
+def micro_batches(layers: int, mesh: MeshShape, rows: int, **options):
+    run = step(rows, mesh=mesh, gradient_accumulation=4, **options)
+    return predict(replace(run, config=replace(QWEN, num_hidden_layers=layers)), GPUS["h100"])
 
 
 def test_memory_with_f32_parameters():

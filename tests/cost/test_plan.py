@@ -15,7 +15,8 @@ from moe_jax.commands.plan import PlanCommand
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep, predict
 from moe_jax.cost.gpus import GPUS
-from moe_jax.cost.plan import KINDS, flags, format_plan, how_to_train, meshes, plan
+from moe_jax.cost.plan import MICRO_BATCHES, chunk_counts, meshes, plan, rank
+from moe_jax.cost.plan_table import KINDS, flags, format_plan, how_to_train
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
 
@@ -27,13 +28,13 @@ QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
 def test_meshes_are_all_shapes_once(devices):
     shapes = [astuple(mesh) for mesh in meshes(devices)]
     assert len(shapes) == len(set(shapes)) and all(math.prod(shape) == devices for shape in shapes)
-    # Powers of primes are dealt out to four axes independently.
+    # Powers of primes are dealt out to five axes independently.
     expected, rest = 1, devices
     for prime in range(2, devices + 1):
         power = 0
         while rest % prime == 0:
             rest, power = rest // prime, power + 1
-        expected *= math.comb(power + 3, 3)
+        expected *= math.comb(power + 4, 4)
     assert len(shapes) == expected
 
 
@@ -45,7 +46,7 @@ def test_every_part_of_a_step_is_of_one_kind():
 
 def test_the_fastest_stands_first_and_all_that_run_are_there():
     predictions = plan(QWEN, 8, rows=32, sequence_length=4096)
-    seconds = [prediction.step_seconds for prediction in predictions]
+    seconds = [rank(prediction) for prediction in predictions]
     assert seconds == sorted(seconds)
     assert {prediction.step.mesh for prediction in predictions} == set(meshes(8))
     assert {prediction.step.remat for prediction in predictions} == {True, False, "offload"}
@@ -66,6 +67,50 @@ def test_layer_inputs_go_to_the_host_only_if_nothing_else_fits(capsys):
     assert "Nothing fits" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "layers, ranks, chunks", [(48, 4, [1, 2, 3, 4, 6]), (48, 32, []), (94, 32, [1, 3]), (61, 1, [1]), (2, 4, [])]
+)
+def test_chunks_leave_few_places_without_a_layer(layers, ranks, chunks):
+    assert chunk_counts(replace(QWEN, num_hidden_layers=layers), ranks) == chunks
+
+
+def test_a_pipe_stands_first_only_if_faster_by_the_models_error():
+    predictions = [p for p in plan(QWEN, 8, rows=64, sequence_length=4096, remat=True, moment_dtype="bfloat16") if p.fits]
+    first = next(n for n, p in enumerate(predictions) if p.step.mesh.pipe > 1)
+    pipe, behind = predictions[first], predictions[first + 1 :]
+    assert all(p.step_seconds <= 1.05 * pipe.step_seconds for p in predictions[:first])
+    assert all(p.step_seconds >= 1.05 * pipe.step_seconds for p in behind if p.step.mesh.pipe == 1)
+    assert any(p.step_seconds > pipe.step_seconds for p in predictions[:first])
+
+
+def test_each_mesh_has_its_fastest_number_of_micro_batches():
+    found = {(p.step.mesh, p.step.remat): p for p in plan(QWEN, 4, rows=32, sequence_length=4096, moment_dtype="bfloat16")}
+    for (mesh, _), best in found.items():
+        assert best.step.gradient_accumulation in [number * mesh.pipe for number in MICRO_BATCHES]
+        if mesh.expert > 1 or not best.fits:
+            continue
+        for factor in (1, 2, 4, 8):
+            micro_batches = factor * mesh.pipe
+            if 32 % (micro_batches * mesh.data * mesh.fsdp) == 0:
+                other = predict(replace(best.step, gradient_accumulation=micro_batches))
+                assert not other.fits or other.step_seconds >= best.step_seconds
+
+
+def test_the_table_marks_pipes_and_prints_how_to_train_them(tmp_path, capsys):
+    script = tmp_path / "train.sbatch"
+    main(f"plan qwen3-235b-a22b --devices 64 --param-dtype bfloat16 --limit 200 --sbatch {script}".split())
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if re.match(r" +\d+ ", line)]
+    assert {int(line.split()[0]) > 1 for line in rows} == {True, False}
+    assert all((int(line.split()[0]) > 1) == line.endswith("not measured") for line in rows)
+    pipe, chunks, data, fsdp, expert, context, micro_batches = rows[0].split()[:7]
+    assert int(pipe) > 1 and "micro-batches" in printed
+    command = printed.split("moe-jax finetune ")[1].split(" ...")[0]
+    assert command.startswith(f"--mesh.pipe {pipe} ") and f" --pipe-chunks {chunks} " in command
+    assert f" --gradient-accumulation {micro_batches} " in command
+    assert command in script.read_text()
+
+
 def test_a_long_sequence_is_split():
     predictions = plan(QWEN, 8, rows=1, sequence_length=2**20, context_method="all_gather")
     assert {prediction.step.mesh.context for prediction in predictions} == {8}
@@ -84,7 +129,7 @@ def test_the_program_prints_the_table_and_how_to_train_so(capsys):
     assert printed.count(" s ") == 3 and f"and {len(fitting) - 3} more that fit" in printed
     assert f"{fitting[0].step_seconds:.3f} s" in printed
     assert f"moe-jax finetune {flags(fitting[0].step)} ..." in printed
-    assert "--batch-size 32 --seq-len 4096 --param-dtype bfloat16 --moment-dtype bfloat16" in printed
+    assert "--batch-size 32 --seq-len 4096 " in printed and " --param-dtype bfloat16 --moment-dtype bfloat16 " in printed
 
 
 def test_by_default_a_device_has_32768_tokens(capsys):
@@ -109,11 +154,12 @@ def test_by_default_a_device_has_32768_tokens(capsys):
             96,
             "Parameters, moments and gradients alone are 278, for 96 devices do not divide the model's matrices",
         ),
-        (DEEPSEEK, 128, 2048, "65536 tokens a GPU are too many: take fewer rows, or more devices."),
+        (QWEN, 4, 1, "262144 tokens a GPU are too many: take fewer or shorter rows, or more devices."),
     ],
 )
 def test_if_nothing_fits_the_smallest_is_named_with_a_remedy(config, devices, rows, remedy):
-    printed = format_plan(plan(config, devices, rows=rows, sequence_length=4096, remat=True), 10)
+    length = 2**20 if "too many" in remedy else 4096
+    printed = format_plan(plan(config, devices, rows=rows, sequence_length=length, remat=True), 10)
     assert printed.startswith("Nothing fits: the smallest needs ")
     assert f" GiB, more than the 132 of an NVIDIA H200. {remedy}" in printed
 

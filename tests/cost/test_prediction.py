@@ -16,7 +16,7 @@ from moe_jax.cost import PlannedStep, predict
 from moe_jax.cost.attention import attention_seconds
 from moe_jax.cost.flops import num_parameters, training_flops_per_token
 from moe_jax.cost.machine import H200
-from moe_jax.cost.step import layer_seconds
+from moe_jax.cost.stage import layer_seconds
 from moe_jax.cost.travel import context_seconds, gather_seconds
 from moe_jax.models.auto import from_config
 from moe_jax.parallel import ExpertParallel, Parallelism, ShardedParameters
@@ -38,7 +38,7 @@ MESHES = st.builds(MeshShape, data=SIZES, fsdp=SIZES, expert=SIZES, context=SIZE
 )
 def test_a_plan_accepts_the_runs_that_a_training_step_accepts(config, mesh, rows, length):
     """The step's own checks, on a mesh without devices."""
-    abstract = AbstractMesh((mesh.data, mesh.fsdp, mesh.expert, mesh.context), MESH_AXES)
+    abstract = AbstractMesh((1, mesh.data, mesh.fsdp, mesh.expert, mesh.context), MESH_AXES)
 
     def check():
         Parallelism(abstract).check_batch(rows)
@@ -143,7 +143,9 @@ def test_one_device_keeps_everything_and_sends_nothing():
     assert prediction.bytes["gradients"] == 2 * num_parameters(QWEN) and not prediction.fits
 
 
-@pytest.mark.parametrize("axis, divides", [("data", False), ("fsdp", True), ("expert", True), ("context", True)])
+@pytest.mark.parametrize(
+    "axis, divides", [("pipe", True), ("data", False), ("fsdp", True), ("expert", True), ("context", True)]
+)
 def test_every_axis_but_data_divides_the_state(axis, divides):
     one, many = (predict(PlannedStep(QWEN, MeshShape(**{axis: ways}), 8, 4096)).bytes["moments"] for ways in (1, 8))
     # Norms and routers stay whole.
@@ -178,7 +180,7 @@ def test_arrays_that_data_does_not_divide_stay_whole():
 @settings(deadline=None, max_examples=40)
 @given(
     config=st.sampled_from((QWEN, DEEPSEEK)),
-    mesh=st.sampled_from([MeshShape(fsdp=8), MeshShape(expert=8), MeshShape(2, 2, 2, 2), MeshShape(context=16)]),
+    mesh=st.sampled_from([MeshShape(fsdp=8), MeshShape(expert=8), MeshShape(1, 2, 2, 2, 2), MeshShape(context=16)]),
     remat=st.sampled_from([False, True, "offload"]),
     load=st.floats(1, 8),
     length=st.sampled_from((4096, 32768)),
@@ -298,6 +300,17 @@ def test_loads_above_the_capacity_cost_further_rounds():
         ),
         ({"moment_dtype": "float16"}, "moment_dtype='float16' must be one of bfloat16, float32"),
         ({"keys_per_token": 5000.0}, "keys_per_token=5000.0 must be above 0, and at most sequence_length"),
+        ({"gradient_accumulation": 0}, "gradient_accumulation=0 must be an integer of at least 1"),
+        ({"rows": 3, "gradient_accumulation": 2}, "3 rows must be a multiple of gradient_accumulation=2"),
+        ({"gradient_accumulation": 2}, "a micro-batch of 1 rows cannot be dealt out to data x fsdp x expert = 2 devices"),
+        ({"pipe_chunks": 2}, "pipe_chunks=2 needs a mesh.pipe of at least 2: one rank computes its layers in one chunk"),
+        ({"mesh": MeshShape(pipe=8), "pipe_chunks": 7}, "the 48 layers of the longest stage are too few for mesh.pipe=8 x"),
+        ({"mesh": MeshShape(pipe=2), "remat": "offload"}, "remat='offload' is not for a pipe: take True or False"),
+        ({"mesh": MeshShape(pipe=3)}, "the 8192 tokens of a micro-batch must be a multiple of mesh.pipe=3"),
+        (
+            {"config": DEEPSEEK, "mesh": MeshShape(pipe=4)},
+            "a micro-batch has 2 rows on a rank of the pipe, not a multiple of mesh.pipe=4: layers of another kind",
+        ),
         ({"expert_load_imbalance": float("nan")}, "expert_load_imbalance=nan must be a number of at least 1"),
     ],
 )

@@ -1,0 +1,86 @@
+"""Seconds of layers whose passes are joined: in a pipe (`parallel.pipeline.ticks`), or of micro-batches that overlap.
+
+With p ranks, v chunks and m micro-batches, the longest stage takes
+
+    v p ticks                      a chunk forward
+    m v + p - 1 - v p ticks        a chunk forward and one backward, in one loop over their layers
+    v p ticks                      a chunk backward
+
+m is rounded up to a multiple of p, and layers to one of p v. A hop follows each pass of a tick. Without a pipe p = v = 1.
+Nothing of a pipe was measured.
+"""
+
+from moe_jax.cost.layer import ELEMENT
+from moe_jax.cost.machine import Machine, is_inside_host, ring_hop_seconds
+from moe_jax.cost.planned_step import PlannedStep
+from moe_jax.cost.stage import COMPUTING, LayersSeconds, StageSeconds, no_seconds, stage_seconds
+from moe_jax.parallel.choices import Hops
+from moe_jax.parallel.pipeline.ticks import num_ticks
+
+HIDDEN_EXCHANGE: dict[Hops, float] = {"nccl": 0.93, "copies": 0.0}
+"""Share of an exchange inside a host that hides behind the other pass of a joined loop.
+
+docs/performance.md, "Micro-batches that overlap", two GPUs: over NCCL (`all_to_all`) a step took 1.075 s in turn and 0.971 s
+overlapping, by copies 1.001 and 0.966 s. So 5 of the 74 ms that NCCL takes beyond copies stayed. By copies, only kernels became
+faster. Exchanges between hosts were not measured, and count in full.
+"""
+
+
+def pipeline_seconds(step: PlannedStep, machine: Machine) -> LayersSeconds:
+    """Returns the seconds of all layers in a step with joined passes.
+
+    The parts of a layer count what a rank computes of its layers. "bubble" is the rest of the ticks: filling and emptying the
+    pipe, places without a layer, and micro-batches that the last round lacks.
+
+    Stages beside the joined one run one micro-batch after the other. With a pipe the ranks share their rows, and their
+    parameters are gathered once a step.
+    """
+    ranks, chunks, micro_batches = step.mesh.pipe, step.pipe_chunks, step.gradient_accumulation
+    number = step.joined_stage
+    found = no_seconds()
+    for other, stage in enumerate(step.stages):
+        if other != number:
+            beside = stage_seconds(step.beside_pipe, other, stage.num_layers, machine)
+            found = found.plus(_without_gathers(beside) if ranks > 1 else beside, micro_batches)
+    parts, chunk = found.parts, stage_seconds(step, number, step.layers_of_chunk, machine)
+    passes = num_ticks(ranks, chunks, micro_batches) - chunks * ranks
+    joined = passes - chunks * ranks
+    hidden = _hidden_exchange(step, chunk, machine) * joined / passes
+    # Chunks of a rank in all micro-batches, without places that have no layer.
+    useful = micro_batches * step.stages[number].num_layers / (ranks * step.layers_of_chunk)
+    of_chunk = {name: chunk.forward.get(name, 0.0) + chunk.backward.get(name, 0.0) for name in parts}
+    of_chunk["exchange"] -= hidden
+    for name, seconds in of_chunk.items():
+        parts[name] += useful * seconds
+    parts["bubble"] = (passes - useful) * sum(of_chunk.values())
+    parts["hops"] = _hops_seconds(step, passes, machine)
+    return LayersSeconds(parts, found.hidden + useful * (chunk.hidden + hidden))
+
+
+def _without_gathers(seconds: StageSeconds) -> StageSeconds:
+    forward, backward = ({**of_pass, "gathers": 0.0} for of_pass in (seconds.forward, seconds.backward))
+    return StageSeconds(forward, backward, 0.0)
+
+
+def _hidden_exchange(step: PlannedStep, chunk: StageSeconds, machine: Machine) -> float:
+    """Returns the seconds of a chunk's two exchanges that hide in a tick, each at most the computation of the other pass."""
+    if not is_inside_host(machine, ("expert",), step.mesh):
+        return 0.0
+    forward, backward = (sum(seconds.get(name, 0.0) for name in COMPUTING) for seconds in (chunk.forward, chunk.backward))
+    exchanges = (seconds.get("exchange", 0.0) for seconds in (chunk.forward, chunk.backward))
+    share = HIDDEN_EXCHANGE[step.hops]
+    return sum(min(share * each, other) for each, other in zip(exchanges, (backward, forward), strict=True))
+
+
+def _hops_seconds(step: PlannedStep, passes: int, machine: Machine) -> float:
+    """Returns the seconds of hidden states between ranks: two hops for each pass, and those of embedding and loss.
+
+    Embedded tokens and outputs of a micro-batch go from and to all ranks in equal parts, and so do their gradients.
+    """
+    ranks, copied = step.mesh.pipe, step.hops == "copies"
+    if ranks == 1:
+        return 0.0
+    size = ELEMENT * step.tokens * step.config.hidden_size
+    hop = ring_hop_seconds(machine, size, ("pipe",), step.mesh, copied=copied)
+    others = ring_hop_seconds(machine, size * (ranks - 1) / ranks, ("pipe",), step.mesh, copied=copied)
+    return 2 * passes * hop + 4 * step.gradient_accumulation * others

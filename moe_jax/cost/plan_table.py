@@ -1,0 +1,106 @@
+"""Table of predictions that `moe-jax plan` prints, with the command that trains the first of them."""
+
+import math
+from dataclasses import asdict
+
+from moe_jax.cost import PlannedStep, Prediction
+from moe_jax.cost.flops import num_parameters
+from moe_jax.cost.plan import REMAT
+from moe_jax.cost.planned_step import BYTES
+from moe_jax.parallel.choices import MESH_AXES
+
+KINDS = {
+    "computing": ("experts", "projections", "attention", "loss", "overhead"),
+    "HBM": ("elementwise", "kept", "sums", "optimizer"),
+    "links": ("exchange", "context", "gathers", "hops", "once a step"),
+    "bubble": ("bubble",),
+}
+"""The parts of a prediction by their bound: arithmetic, the GPU's own memory, links between GPUs, the ends of a pipe."""
+
+HEADER = (
+    f"{'pipe':>8}{'chunks':>8}"
+    + "".join(f"{name:>8}" for name in MESH_AXES if name != "pipe")
+    + (
+        f"{'micro-batches':>15}{'remat':>9}{'step':>11}{'tokens/s/GPU':>14}{'TFLOP/s/GPU':>13}{'GiB':>7}"
+        + "".join(f"{kind:>11}" for kind in KINDS)
+    )
+)
+
+
+def row(prediction: Prediction) -> str:
+    """Returns one line in the columns of HEADER. The last columns are shares of the step; pipes are marked as not measured."""
+    step, seconds = prediction.step, prediction.step_seconds
+    sizes = asdict(step.mesh)
+    layout = sizes.pop("pipe"), step.pipe_chunks, *sizes.values()
+    remat = next(name for name, value in REMAT.items() if value == step.remat)
+    mesh = "".join(f"{size:>8}" for size in layout) + f"{step.gradient_accumulation:>15}{remat:>9}"
+    speed = f"{seconds:>9.3f} s{prediction.tokens_per_second:>14.0f}{prediction.flops_per_second / 1e12:>13.0f}"
+    memory = f"{prediction.memory_bytes / 2**30:>7.0f}"
+    shares = (sum(prediction.seconds.get(part, 0.0) for part in parts) / seconds for parts in KINDS.values())
+    mark = "  not measured" if step.mesh.pipe > 1 else ""
+    return mesh + speed + memory + "".join(f"{share:>11.0%}" for share in shares) + mark
+
+
+def format_plan(predictions: list[Prediction], limit: int) -> str:
+    """Returns the table of the first `limit` meshes that fit and the command for the first.
+
+    If none fits, returns the needs of the mesh that uses the least memory.
+    """
+    fitting = [prediction for prediction in predictions if prediction.fits]
+    machine = predictions[0].machine
+    if not fitting:
+        smallest = min(predictions, key=lambda prediction: prediction.memory_bytes)
+        room = f"the {machine.memory / 2**30:.0f} of an {machine.name}"
+        need = f"{smallest.memory_bytes / 2**30:.0f} GiB"
+        reason = f"Nothing fits: the smallest needs {need}, more than {room}. {_remedy(smallest)}"
+        return f"{reason}\n{HEADER}\n{row(smallest)}\n{_memory(smallest)}"
+    best = fitting[0]
+    lines = [HEADER, *(row(prediction) for prediction in fitting[:limit])]
+    if len(fitting) > limit:
+        lines.append(f"and {len(fitting) - limit} more that fit")
+    return "\n".join([*lines, _memory(best), f"train so: {how_to_train(best.step)}"])
+
+
+def _remedy(prediction: Prediction) -> str:
+    """Returns advice for a step that does not fit. State depends on the model, all other memory on tokens per device."""
+    state = sum(prediction.bytes[part] for part in ("parameters", "moments", "gradients"))
+    if state < prediction.machine.memory:
+        return f"{prediction.step.tokens} tokens a GPU are too many: take fewer or shorter rows, or more devices."
+    step, alone = prediction.step, f"Parameters, moments and gradients alone are {state / 2**30:.0f}"
+    whole = (4 + 2 * BYTES[step.moment_dtype] + BYTES[step.param_dtype]) * num_parameters(step.config)
+    devices = math.ceil(whole / prediction.machine.memory)
+    if step.mesh.size >= devices:
+        uneven = f"for {step.mesh.size} devices do not divide the model's matrices"
+        return f"{alone}, {uneven}: take a power of two, of at least {devices}."
+    smaller = "" if (step.param_dtype, step.moment_dtype) == ("bfloat16", "bfloat16") else ", or bf16 parameters and moments"
+    return f"{alone}: take more than {devices} devices{smaller}."
+
+
+def _memory(prediction: Prediction) -> str:
+    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in prediction.bytes.items())
+    host = f"; and {prediction.host_bytes / 2**30:.0f} of the host's memory for each GPU" if prediction.host_bytes else ""
+    return f"GiB of the first: {parts}{host}"
+
+
+def how_to_train(step: PlannedStep) -> str:
+    """Returns the command that trains this step, or `make_train_step`'s arguments if `finetune` lacks its attention method."""
+    if step.mesh.context > 1 and step.context_method != "ring":
+        method = f"context=ContextParallel(method={step.context_method!r})"
+        return f"by moe_jax.train.make_train_step with Parallelism(mesh, {method}); moe-jax finetune takes the ring"
+    return f"moe-jax finetune {flags(step)} ..."
+
+
+def flags(step: PlannedStep) -> str:
+    """Returns the options of `moe-jax finetune` for the same step."""
+    axes = " ".join(f"--mesh.{name} {size}" for name, size in asdict(step.mesh).items() if size > 1)
+    chunks = f"--pipe-chunks {step.pipe_chunks}" if step.mesh.pipe > 1 else ""
+    micro_batches = f"--gradient-accumulation {step.gradient_accumulation}" if step.gradient_accumulation > 1 else ""
+    overlap = "" if step.overlap_micro_batches is None else f"--overlap-micro-batches {step.overlap_micro_batches}"
+    batch = f"--batch-size {step.rows} --seq-len {step.sequence_length}"
+    dtypes = f"--param-dtype {step.param_dtype} --moment-dtype {step.moment_dtype}"
+    capacity = "" if step.capacity_factor == PlannedStep.capacity_factor else f"--capacity-factor {step.capacity_factor:g}"
+    hops = f"--hops {step.hops}" if step.mesh.size > 1 else ""
+    remat = {False: "--no-remat", True: "", "offload": "--offload"}[step.remat]
+    optimizer = "--shard-optimizer" if step.shard_optimizer and step.mesh.data > 1 else ""
+    parts = (axes, chunks, batch, micro_batches, dtypes, capacity, hops, overlap, remat, optimizer)
+    return " ".join(part for part in parts if part)

@@ -1,0 +1,107 @@
+"""Bytes that a device keeps of one layer, and bytes that it uses while it computes a layer, the loss or AdamW."""
+
+from moe_jax.config import Stage
+from moe_jax.cost.attention import expanded_elements, kept_elements, key_value_elements, travelling_elements
+from moe_jax.cost.layer import ELEMENT
+from moe_jax.cost.planned_step import PlannedStep
+from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
+
+
+def kept_by_layer(step: PlannedStep, stage: Stage) -> float:
+    """Returns the bytes of residuals that one layer of a stage keeps for its backward pass.
+
+    With remat these are its input alone; an MTP module's input includes embeddings.
+    """
+    if not step.remat:
+        return activations(step, stage)
+    return ELEMENT * step.tokens * step.config.hidden_size * (2 if step.is_module(stage) else 1)
+
+
+def activations(step: PlannedStep, stage: Stage) -> float:
+    """Returns the bytes of residuals that one layer keeps without remat.
+
+    Every layer keeps x and its norm, attention's residuals, then x and its norm again. A sparse layer adds the dispatched
+    tokens, h, and the router's probabilities, weights and ids. A dense layer and shared experts add gate, up and their
+    product. An MTP module adds its joined inputs before and after the norms, and the input of its last norm.
+    """
+    config = step.config
+    expanded = step.mesh.context == 1 or step.context_method == "ulysses"
+    elements = step.tokens * (4 * config.hidden_size + kept_elements(config, expanded=expanded))
+    elements += step.tokens * 5 * config.hidden_size if step.is_module(stage) else 0
+    if not stage.sparse:
+        return ELEMENT * (elements + step.tokens * 3 * config.intermediate_size)
+    experts = step.experts
+    elements += step.tokens * 3 * experts.shared_intermediate_size
+    if step.exchanges:
+        elements += step.received * config.hidden_size
+    elements += step.room * 2 * experts.moe_intermediate_size
+    return ELEMENT * elements + 4 * step.tokens * (experts.num_experts + 8 * experts.num_experts_per_tok)
+
+
+def backward_workspace(step: PlannedStep) -> float:
+    """Returns the bytes that the backward pass of a layer uses, at the stage that uses most."""
+    return max(layer_workspace(step, number) for number in range(len(step.stages))) + context_workspace(step)
+
+
+def layer_workspace(step: PlannedStep, number: int) -> float:
+    """Returns the bytes that one layer's backward pass uses beside the residuals of all layers.
+
+    These are the gathered parameters of two layers and the gradients of two layers, and with remat the layer's activations.
+    The larger of two workspaces comes on top. The experts' backward pass makes rows of dy, of x or dx, dh and the weighted
+    activation, and the gradients that travel. Attention's backward pass makes gradients of all its inputs and outputs.
+    Experts that are computed in chunks accumulate the gradients of their weights in float32.
+    """
+    config, stage = step.config, step.stages[number]
+    head_elements = config.num_attention_heads * (config.key_dim + config.value_dim) + key_value_elements(config)
+    gathered = 4 * gathered_layer(step, number)
+    if stage.sparse:
+        inter = step.experts.moe_intermediate_size
+        elements = step.computed_at_once * (2 * config.hidden_size + 3 * inter)
+        elements += 2 * step.received * config.hidden_size if step.exchanges else 0
+        if step.computed_at_once < step.room:
+            own = [p for p in step.parameters if p.in_stage and p.path[1] == number]
+            gathered += 4 * sum(p.used_size / p.layers for p in own if "experts" in p.path)
+    else:
+        elements = step.tokens * 3 * config.intermediate_size
+    elements = max(elements, step.tokens * head_elements)
+    return gathered + ELEMENT * elements + (activations(step, stage) if step.remat else 0)
+
+
+def gathered_layer(step: PlannedStep, number: int) -> float:
+    """Returns the bytes of the matrices that one layer of stage `number` gathers."""
+    own = [p for p in step.parameters if p.in_stage and p.path[1] == number]
+    return ELEMENT * sum(p.used_size / p.layers for p in own if p.gather_axes and p.by_layer)
+
+
+def context_workspace(step: PlannedStep) -> float:
+    """Returns the bytes of keys and values (or latents) from other devices, and of their float32 gradients.
+
+    With `all_gather` these come from all devices, in the ring from two steps. Keys and values that are expanded from latents
+    are added; in the ring only the keys and values of one step.
+    """
+    if step.mesh.context == 1 or step.context_method == "ulysses":
+        return 0
+    is_ring, devices = step.context_method == "ring", step.mesh.context
+    arrived, at_once = (2 * step.ring_step, step.ring_step) if is_ring else (devices, devices)
+    elements = arrived * travelling_elements(step.config) + at_once * expanded_elements(step.config)
+    return (ELEMENT + 4) * step.tokens * elements
+
+
+def loss_workspace(step: PlannedStep, tokens: float) -> float:
+    """Returns the bytes of the logits of a chunk and of x, each with its gradient, for `tokens` tokens.
+
+    Of each array and its gradient one is float32 and the other bfloat16.
+    """
+    vocab, hidden = step.config.vocab_size, step.config.hidden_size
+    return (ELEMENT + 4) * (min(CHUNK_TOKENS, tokens) * vocab + tokens * hidden)
+
+
+def optimizer_workspace(step: PlannedStep) -> float:
+    """Returns the bytes that AdamW uses beside state and gradients.
+
+    With float32 parameters it is one more array of each parameter (inferred from the one measured row). With bfloat16
+    parameters, sums over the axis `data` cast each array to float32.
+    """
+    own = [p.own_size for p in step.parameters]
+    summed = 4 * max(own) if step.mesh.data > 1 and step.param_dtype != "float32" else 0
+    return 4 * sum(own) if step.param_dtype == "float32" else summed
