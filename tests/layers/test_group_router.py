@@ -29,23 +29,26 @@ def definition(logits, k, rule, bias):
     return weights * rule.routed_scaling_factor, experts
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.data())
-def test_equals_the_definition(data):
-    num_groups, of_group = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 5))
-    groups_per_token = data.draw(st.integers(1, num_groups))
-    k = data.draw(st.integers(1, groups_per_token * of_group))
-    rule = GroupRule(
-        scoring_func=data.draw(st.sampled_from(["sigmoid", "softmax"])),
-        num_groups=num_groups,
-        groups_per_token=groups_per_token,
-        group_score_size=data.draw(st.integers(1, 2)),
-        norm_topk_prob=data.draw(st.booleans()),
-        routed_scaling_factor=data.draw(st.sampled_from([1.0, 2.5])),
-    )
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+@pytest.mark.parametrize(
+    "num_groups, of_group, groups_per_token, group_score_size, k",
+    [(1, 5, 1, 2, 3), (3, 3, 3, 1, 5), (4, 4, 2, 2, 5), (4, 2, 1, 1, 2)],
+    ids=["one group", "all groups", "a few of the groups", "all experts of one of the groups"],
+)
+@settings(max_examples=4, deadline=None)
+@given(
+    scoring_func=st.sampled_from(["sigmoid", "softmax"]),
+    norm_topk_prob=st.booleans(),
+    factor=st.sampled_from([1.0, 2.5]),
+    size_of_bias=st.sampled_from([0, 0.3]),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_the_definition(
+    num_groups, of_group, groups_per_token, group_score_size, k, scoring_func, norm_topk_prob, factor, size_of_bias, seed
+):
+    rule = GroupRule(scoring_func, num_groups, groups_per_token, group_score_size, norm_topk_prob, factor)
+    rng = np.random.default_rng(seed)
     logits = rng.normal(size=(6, num_groups * of_group)).astype(np.float32)
-    bias = rng.normal(size=logits.shape[1]).astype(np.float32) * data.draw(st.sampled_from([0, 0.3]))
+    bias = rng.normal(size=logits.shape[1]).astype(np.float32) * size_of_bias
     valid = rng.random(6) < 0.7
     routing = route_by_groups(jnp.asarray(logits), k, rule, jnp.asarray(bias), jnp.asarray(valid))
     load = np.zeros(logits.shape[1], int)

@@ -107,17 +107,22 @@ def test_large_scores(rng):
     np.testing.assert_allclose(results[1], definition(q, k, v, 100.0, ids, None)[1], rtol=1e-2)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=8),
-    window=st.none() | st.integers(1, 300) | st.just(2**31 - 1),
-    block_q=st.sampled_from([64, 128]),
-    block_kv=st.sampled_from([64, 128]),
+NEAR_EDGES = st.builds(lambda block, offset: 64 * block + offset, st.integers(1, 11), st.integers(-2, 1))
+"""Where blocks end, and a token or two away."""
+
+WINDOWS = st.none() | st.integers(1, 300) | NEAR_EDGES | st.just(2**31 - 1)
+
+
+@pytest.mark.parametrize(
+    "length, block_q, block_kv",
+    [(768, 128, 128), (768, 64, 128), (768, 128, 64), (192, 64, 64), (128, 128, 128)],
+    ids=["equal blocks", "smaller blocks of queries", "smaller blocks of keys", "few small blocks", "one block"],
 )
-def test_block_steps(lengths, window, block_q, block_kv):
+@settings(max_examples=15, deadline=None)
+@given(ends=st.sets(st.integers(1, 767) | NEAR_EDGES, max_size=7), window=WINDOWS)
+def test_block_steps(length, block_q, block_kv, ends, window):
     """The steps cover exactly the blocks in sight, and steps without a mask have every pair visible."""
-    ids = np.repeat(np.arange(len(lengths)), lengths)
-    ids = np.pad(ids, (0, -len(ids) % 128), constant_values=-1)[None]
+    ids = np.searchsorted(sorted(ends), np.arange(length), side="right")[None]
     seen = visible(ids, window)[0].reshape(ids.shape[1] // block_q, block_q, ids.shape[1] // block_kv, block_kv)
     some, every = seen.any(axis=(1, 3)), seen.all(axis=(1, 3))
     keys_in_sight = masks.TokenInterval(masks.first_keys(jnp.asarray(ids), window), None)

@@ -120,21 +120,17 @@ def test_values_and_gradients_are_as_near_f64_as_xla(rng, runs, routing, tokens,
 
 
 @needs_triton
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    tokens=st.integers(0, 200),
-    experts=st.integers(1, 7),
-    k=st.integers(1, 3),
-    widths=st.sampled_from([(64, 128), (256, 256), (20, 72)]),
-    routing=st.sampled_from(ROUTINGS),
-    row_alignment=st.sampled_from([1, 3, 64]),
-    seed=st.integers(0, 2**31),
+@pytest.mark.parametrize(
+    "tokens, experts, k, hidden, inter, row_alignment",
+    [(0, 3, 2, 64, 128, 64), (150, 1, 1, 64, 128, 1), (40, 7, 3, 20, 72, 3), (50, 2, 2, 256, 256, 64)],
+    ids=["no tokens", "several tiles of one expert", "a part of a tile an expert", "several tiles a row"],
 )
-def test_every_matmul_is_that_of_the_xla_backend_on_any_plan(runs, tokens, experts, k, widths, routing, row_alignment, seed):
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(routing=st.sampled_from(ROUTINGS), seed=st.integers(0, 2**31))
+def test_every_matmul_is_that_of_the_xla_backend(runs, tokens, experts, k, hidden, inter, row_alignment, routing, seed):
     """Rows of no pair hold NaN wherever the interface allows any value. Some rows have no source."""
     rng = np.random.default_rng(seed)
-    rows = plan(jnp.asarray(choose(rng, routing, tokens, experts, min(k, experts)), jnp.int32), experts, row_alignment)
-    hidden, inter = widths
+    rows = plan(jnp.asarray(choose(rng, routing, tokens, experts, k), jnp.int32), experts, row_alignment)
     owned = np.asarray(rows.pair_of_row) < rows.row_of_pair.size
     owned &= np.arange(rows.num_rows) < int(rows.offsets[-1])
     source = jnp.where(rng.random(rows.num_rows) < 0.1, tokens + 3, rows.token_of_row)
@@ -147,30 +143,37 @@ def test_every_matmul_is_that_of_the_xla_backend_on_any_plan(runs, tokens, exper
     v = jnp.asarray(rng.random(rows.num_rows), jnp.float32)
     before = -w_down.astype(jnp.float32)
 
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def all_matmuls(module, nothing, rows):
-        of_rows = [jnp.where(owned.reshape(-1, *[1] * (a.ndim - 1)), a, nothing) for a in (act, h, v)]
-        by_rows = (
-            *module.gated_matmul(x, w_gate_up, rows, source_of_row=source),
-            module.gated_matmul(x, w_gate_up, rows, source_of_row=source, keep_h=False)[1],
-            module.grouped_matmul(of_rows[0], w_down, rows),
-            module.grouped_matmul(x, w_down, rows, source_of_row=source, transpose=True),
-            *module.gated_matmul_backward(x, w_down, of_rows[1], of_rows[2], rows, source_of_row=source),
-        )
-        return [jnp.where(owned.reshape(-1, *[1] * (a.ndim - 1)), a, 0) for a in by_rows] + [
-            module.grouped_outer(x, of_rows[0], rows, jnp.float32, a_source_of_row=source),
-            module.grouped_outer(of_rows[1], x, rows, jnp.bfloat16, b_source_of_row=source),
-            module.grouped_outer(x, of_rows[0], rows, jnp.float32, a_source_of_row=source, accumulate_into=before),
-        ]
-
-    results = all_matmuls(ours, math.nan, rows)
+    arrays = rows, source, owned, x, (act, h, v), w_gate_up, w_down, before
+    results = all_matmuls(ours, math.nan, *arrays)
     np.testing.assert_array_equal(results[2], results[1])
     np.testing.assert_array_equal(results[-1], before + results[-3])
-    for actual, expected in zip(results, all_matmuls(xla, 0, rows), strict=True):
+    for actual, expected in zip(results, all_matmuls(xla, 0, *arrays), strict=True):
         assert actual.shape == expected.shape and actual.dtype == expected.dtype
         assert relative_error(actual, expected) < 6e-3
     for without_rows in np.flatnonzero(np.asarray(rows.ends) == np.asarray(rows.offsets[:-1])):
         assert all(not np.asarray(dw[without_rows]).any() for dw in results[-3:-1])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def all_matmuls(module, nothing, rows, source, owned, x, of_rows, w_gate_up, w_down, before):
+    """Returns six products by rows, zero where a row is nobody's, and three by experts. Compiled once a shape."""
+
+    def where_owned(a, other):
+        return jnp.where(owned.reshape(-1, *[1] * (a.ndim - 1)), a, other)
+
+    act, h, v = (where_owned(a, nothing) for a in of_rows)
+    by_rows = (
+        *module.gated_matmul(x, w_gate_up, rows, source_of_row=source),
+        module.gated_matmul(x, w_gate_up, rows, source_of_row=source, keep_h=False)[1],
+        module.grouped_matmul(act, w_down, rows),
+        module.grouped_matmul(x, w_down, rows, source_of_row=source, transpose=True),
+        *module.gated_matmul_backward(x, w_down, h, v, rows, source_of_row=source),
+    )
+    return [where_owned(a, 0) for a in by_rows] + [
+        module.grouped_outer(x, act, rows, jnp.float32, a_source_of_row=source),
+        module.grouped_outer(h, x, rows, jnp.bfloat16, b_source_of_row=source),
+        module.grouped_outer(x, act, rows, jnp.float32, a_source_of_row=source, accumulate_into=before),
+    ]
 
 
 @needs_triton
