@@ -71,6 +71,14 @@ class LayerArrays(NamedTuple):
         return jax.tree.leaves(self.parameters)[0].shape[0]
 
 
+class Chunk(NamedTuple):
+    """Consecutive layers of a stack: those that a pass runs through if it does not run through all."""
+
+    first: Turn
+    """The index of the first layer; may be traced."""
+    num_layers: int
+
+
 SavedLayers = Any
 """The arrays that the forward pass keeps for the backward pass, stacked: with remat each layer's x, else the residuals of each
 layer's pullback."""
@@ -182,13 +190,18 @@ class ForwardState(NamedTuple):
     """The leaves of y and of `ForwardRun.saved`, stacked, written up to layer i - 1."""
 
 
-def forward_loop(layers: Layers, arrays: LayerArrays, x) -> Loop:
-    """Returns the forward pass; its result is a `ForwardRun`."""
+def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = None) -> Loop:
+    """Returns the forward pass; its result is a `ForwardRun`, stacked over the layers of the chunk.
+
+    Args:
+      chunk: the layers to run; None: all.
+    """
     body, gather, remat = layers.body, layers.gather, layers.remat
-    last = arrays.num_layers - 1
+    last = (arrays.num_layers if chunk is None else chunk.num_layers) - 1
     placed = partial(_in_memory, jax.memory.Space.Host) if remat == "offload" else lambda arrays: arrays
 
     def layer(i, x, gathered):
+        i = _place(chunk, i)
         own = take_layer(arrays.per_layer, i), take_layer(arrays.parameters, i), take_layer(arrays.accumulators, i)
         arguments = arrays.shared, own[0], x, gather.layer(own[1], gathered), own[2]
         if remat:
@@ -198,13 +211,13 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x) -> Loop:
         return after, (y, placed(pullback))
 
     def step(i: Turn, state: ForwardState) -> ForwardState:
-        arriving = gather.start_gather(take_layer(arrays.parameters, jnp.minimum(i + 1, last)))
+        arriving = gather.start_gather(take_layer(arrays.parameters, _place(chunk, jnp.minimum(i + 1, last))))
         x, results = layer(i, state.x, state.gathered)
         x, arriving = gather.barrier(x, arriving)
         return ForwardState(x, gather.finish_gather(arriving), put_layer(state.written, jax.tree.leaves(results), i))
 
     # The loop carries leaves, because two traces of a pullback are two tree structures with the same leaves.
-    first = gather.gather(take_layer(arrays.parameters, 0))
+    first = gather.gather(take_layer(arrays.parameters, _place(chunk, 0)))
     shapes, structure = jax.tree.flatten(jax.eval_shape(layer, 0, x, first)[1])
     y, saved = jax.tree.unflatten(structure, unwritten(last + 1, shapes))
     start = ForwardState(x, first, jax.tree.leaves((y, placed(saved))))
@@ -243,17 +256,20 @@ class BackwardState(NamedTuple):
     """The accumulators, stacked, with the gradients from layer i + 1 on added."""
 
 
-def backward_loop(layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, dy, sums=None) -> Loop:
-    """Returns the backward pass; its result is a `BackwardRun`.
+def backward_loop(
+    layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, dy, sums=None, chunk: Chunk | None = None
+) -> Loop:
+    """Returns the backward pass; its result is a `BackwardRun`, whose gradients are stacked over all layers.
 
     Args:
       saved: of the forward pass over the same layers and inputs.
       dx, dy: the gradients of `ForwardRun.x` and `ForwardRun.y`.
       sums: arrays like the parameters, to which the gradients are added in the sums' dtype and memory. None: gradients have
         the parameters' dtypes and memory of their own.
+      chunk: the layers to run, with `sums`; `saved` and `dy` are of these layers alone. None: all.
     """
     body, gather, remat, parameters = layers.body, layers.gather, layers.remat, arrays.parameters
-    last = arrays.num_layers - 1
+    last = (arrays.num_layers if chunk is None else chunk.num_layers) - 1
     offload = remat == "offload"
     write = put_layer if sums is None else add_layer
 
@@ -263,12 +279,12 @@ def backward_loop(layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, d
 
     def step(turn: Turn, state: BackwardState) -> BackwardState:
         i = last - turn
-        below = jnp.maximum(i - 1, 0)
-        arriving, restored_below = gather.start_gather(take_layer(parameters, below)), restored(below)
+        here, below = _place(chunk, i), jnp.maximum(i - 1, 0)
+        arriving, restored_below = gather.start_gather(take_layer(parameters, _place(chunk, below))), restored(below)
         scattering = gather.start_scatter(state.to_scatter)
         of_layer = state.restored if offload else take_layer(saved, i)
-        layer, dx = gather.layer(take_layer(parameters, i), state.gathered), state.dx
-        own = take_layer(arrays.per_layer, i), take_layer(state.accumulators, i)
+        layer, dx = gather.layer(take_layer(parameters, here), state.gathered), state.dx
+        own = take_layer(arrays.per_layer, here), take_layer(state.accumulators, here)
         if remat:
             _, pullback = _pullback(body, (arrays.shared, own[0], of_layer, layer, own[1]))
             # Recomputation hides the parameter gather, the backward pass hides the gradient scatter. dx is in the barrier too:
@@ -288,17 +304,17 @@ def backward_loop(layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, d
             gathered=gather.finish_gather(arriving),
             restored=restored_below,
             to_scatter=to_scatter,
-            scattered=write(state.scattered, arrived, jnp.minimum(i + 1, last)),
-            whole=write(state.whole, whole, i),
-            accumulators=put_layer(state.accumulators, daccumulators, i),
+            scattered=write(state.scattered, arrived, _place(chunk, jnp.minimum(i + 1, last))),
+            whole=write(state.whole, whole, here),
+            accumulators=put_layer(state.accumulators, daccumulators, here),
         )
 
     def finish(state: BackwardState) -> BackwardRun:
         of_first = gather.finish_scatter(gather.start_scatter(state.to_scatter), state.scattered)
-        scattered = write(state.scattered, of_first, 0)
+        scattered = write(state.scattered, of_first, _place(chunk, 0))
         return BackwardRun(state.dx, gather.join(parameters, scattered, state.whole), state.accumulators)
 
-    gathered = gather.gather(take_layer(parameters, last))
+    gathered = gather.gather(take_layer(parameters, _place(chunk, last)))
     scattered, whole = gather.split(unwritten(last + 1, take_layer(parameters, 0)) if sums is None else sums)
     start = BackwardState(
         dx=dx,
@@ -310,6 +326,11 @@ def backward_loop(layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, d
         accumulators=arrays.accumulators,
     )
     return Loop("backward", last + 1, start, step, finish)
+
+
+def _place(chunk: Chunk | None, i: Turn) -> Turn:
+    """Returns the index in the stack of layer i of the chunk."""
+    return i if chunk is None else chunk.first + i
 
 
 def _pullback(body: Body, arguments: tuple):

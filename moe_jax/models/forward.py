@@ -51,6 +51,13 @@ class LayerInputs:
         """The valid tokens along one axis, as a router takes them: with their documents if these are known."""
         return self.valid.reshape(-1) if self.sequences is None else self.sequences
 
+    def counted_where(self, exists: Bool[Array, ""]) -> "LayerInputs":
+        """Returns the inputs of a layer whose tokens count only if `exists`; otherwise none goes to another device's experts."""
+        sequences = self.sequences
+        if sequences is not None:
+            sequences = replace(sequences, length=jnp.where(exists, sequences.length, 0))
+        return replace(self, valid=self.valid & exists, sequences=sequences)
+
 
 class PerLayer(NamedTuple):
     """Inputs that differ from layer to layer, with the layers of a stage as leading axis."""
@@ -61,6 +68,8 @@ class PerLayer(NamedTuple):
     """The layer's sliding window."""
     expert_ids: Int[Array, "layers batch seq k"] | None = None
     """The experts to replay."""
+    exists: Bool[Array, "layers"] | None = None
+    """False for a layer whose tokens do not count. Such a layer fills up a pipeline's last chunk, or runs on no micro-batch."""
 
 
 class Carry(NamedTuple):
@@ -176,6 +185,8 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
         block = nnx.merge(graph, parameters, accumulators, others)
         attend = Attend(inputs.segments, per_layer.layer, per_layer.window, carry.cache, spread.context)
         inputs = replace(inputs, expert_ids="balanced" if execution.balanced_routing else per_layer.expert_ids)
+        if per_layer.exists is not None:
+            inputs = inputs.counted_where(per_layer.exists)
         out = block(carry.x, inputs, attend, spread)
         routing = None if out.routing is None else StageRouting(out.routing.sums, out.routing.experts)
         return Carry(out.x, out.cache), routing

@@ -1,7 +1,9 @@
 """Defines, in one table, how each parameter is split over the devices.
 
 Every matrix is split over each mesh axis but `data`. A dense matrix is split over `fsdp`, `expert` and `context`. Experts are
-split over `expert` first, along which they stay, and then over the other axes. Mesh axes split the first of the matrix's own
+split over `expert` first, along which they stay, and then over the other axes. The layers of a pipeline are stacked along three
+axes, [chunks, ranks, layers of a chunk], and `pipe` splits the second (`parallel.pipeline.chunks`). Matrices outside the
+pipeline are split over `pipe` last. Mesh axes split the first of the matrix's own
 axes; if they do not divide it, they split the next. Parameters outside the table (norms, biases, routers) are replicated, and
 so are matrices without an axis that can be split.
 
@@ -17,7 +19,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 # The module that holds the matrix -> the number of its axes. Stacked parameters have the layer axis in front. The layer axis is
-# not split, since every device runs every layer.
+# not split, since every device runs every layer. In a pipeline three axes stand in front, and each rank runs its own layers.
 _MATRICES = {
     "embed_tokens": 2,
     "lm_head": 2,
@@ -36,6 +38,9 @@ _MATRICES = {
     "experts.gate_up_proj": 3,
     "experts.down_proj": 3,
 }
+
+# The module -> the number of axes of a parameter that is not split, where it has more than one.
+_VECTORS = {"router": 2}
 
 
 def mesh_of(parameters) -> Mesh | None:
@@ -114,7 +119,14 @@ def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> d
     modules = [str(part) for part in path if part != "weight"]
     own_axes = 0 if path[-1] == "bias" else _MATRICES.get(".".join(modules[-2:]), _MATRICES.get(modules[-1], 0))
     splits: dict[int, tuple[str, ...]] = {}
-    for name in ("expert", "fsdp", "context") if own_axes == 3 else ("fsdp", "expert", "context"):
+    names = ("expert", "fsdp", "context") if own_axes == 3 else ("fsdp", "expert", "context")
+    if mesh.shape.get("pipe", 1) > 1:
+        in_chunks = path[0] == "stages" and len(shape) - (own_axes or _VECTORS.get(modules[-1], 1)) == 3
+        if in_chunks:
+            splits[1] = ("pipe",)
+        else:
+            names = (*names, "pipe")
+    for name in names:
         ways = mesh.shape.get(name, 1)
         # `expert` splits an experts' matrix only along the axis of experts: a part of an expert could not stay in place.
         choices = 1 if name == "expert" and own_axes == 3 else own_axes

@@ -9,7 +9,13 @@ from moe_jax.parallel.choices import MESH_AXES
 
 
 def make_mesh(
-    *, data: int = 1, fsdp: int = 1, expert: int = 1, context: int = 1, devices: list[jax.Device] | None = None
+    *,
+    pipe: int = 1,
+    data: int = 1,
+    fsdp: int = 1,
+    expert: int = 1,
+    context: int = 1,
+    devices: list[jax.Device] | None = None,
 ) -> jax.sharding.Mesh:
     """Makes a mesh with the axes MESH_AXES of the given sizes, for `from_pretrained(..., mesh=)`.
 
@@ -17,7 +23,7 @@ def make_mesh(
       ValueError: the sizes do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = (data, fsdp, expert, context)
+    sizes = (pipe, data, fsdp, expert, context)
     if math.prod(sizes) != len(devices) or min(sizes) < 1:
         wanted = " x ".join(f"{name}={size}" for name, size in zip(MESH_AXES, sizes, strict=True))
         problem = f"the mesh {wanted} has {math.prod(sizes)} places; there are {len(devices)} devices"

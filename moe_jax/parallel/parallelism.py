@@ -16,12 +16,13 @@ class Parallelism:
     """A mesh of `make_mesh`, and how experts and sequences are spread over it.
 
     Every device has its own tokens. The rows of a batch are split over `data`, `fsdp` and `expert`, the tokens of a row over
-    `context`. Parameters are split over all axes but `data` (`parallel.layout`). The experts stay where they are, and tokens
-    travel to them along `expert`. All other matrices are gathered where they are used (`parallel.fsdp`).
+    `context`. Along `pipe` devices have the same rows and different layers (`train.pipelined`). Parameters are split over all
+    axes but `data` (`parallel.layout`). The experts stay where they are, and tokens travel to them along `expert`. All other
+    matrices are gathered where they are used (`parallel.fsdp`).
 
     Raises:
       ValueError: hops that the mesh's devices do not support, or a `context.axis_name` that the mesh lacks. Also an
-        `expert.axis_name` other than "expert": along that axis the mesh splits the experts.
+        `expert.axis_name` other than "expert": along that axis the mesh splits the experts. Chunks without a pipe.
     """
 
     mesh: Mesh
@@ -42,8 +43,16 @@ class Parallelism:
     where experts lie on several devices, layers are recomputed (remat) and the loss is `NextToken`. Without gradient
     accumulation nothing overlaps; with it and a function as loss, True is an error."""
 
+    pipe_chunks: int = 1
+    """The parts of consecutive layers that each rank of `pipe` holds. More chunks wait less and send more."""
+
     def __post_init__(self):
         check_hops(self.hops, self.mesh)
+        if self.pipe_chunks < 1 or (self.pipe_chunks > 1 and not self.pipelined):
+            raise ValueError(
+                f"pipe_chunks must be at least 1, and 1 where the mesh axis pipe has one device; got {self.pipe_chunks} with "
+                f"pipe={self._size('pipe')}"
+            )
         name = self.expert.axis_name
         if self._size("expert") > 1 and name != "expert":
             raise ValueError(
@@ -77,6 +86,11 @@ class Parallelism:
         return replace(self.context, hops=self.hops) if self._size(self.context.axis_name) > 1 else None
 
     @property
+    def pipelined(self) -> bool:
+        """True if the layers lie in a pipeline: if several devices lie along `pipe`."""
+        return self._size("pipe") > 1
+
+    @property
     def splits_optimizer(self) -> bool:
         """True if the optimizer's state is split over `data`: `shard_optimizer`, with several devices there."""
         return self.shard_optimizer and self._size("data") > 1
@@ -84,11 +98,11 @@ class Parallelism:
     @property
     def row_axes(self) -> tuple[str, ...]:
         """The mesh axes that split the rows of a batch."""
-        return tuple(name for name in self.mesh.axis_names if name != self.context.axis_name)
+        return tuple(name for name in self.mesh.axis_names if name not in ("pipe", self.context.axis_name))
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which devices have different tokens: all axes."""
+        """The mesh axes along which devices have different tokens: all axes. Along `pipe` they have other tokens' losses."""
         return tuple(self.mesh.axis_names)
 
     @property
