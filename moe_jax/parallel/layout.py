@@ -39,9 +39,6 @@ _MATRICES = {
     "experts.down_proj": 3,
 }
 
-# The module -> the number of axes of a parameter that is not split, where it has more than one.
-_VECTORS = {"router": 2}
-
 
 def mesh_of(parameters) -> Mesh | None:
     """Returns the mesh that the parameters (a pytree of arrays) lie on; None if they lie on one device."""
@@ -102,13 +99,15 @@ def parameter_path(key_path: tuple) -> tuple:
 
 
 def gathered_axes(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Returns pairs (axis, mesh axes that split it) that are gathered before use: all but the experts' own axis.
+    """Returns pairs (axis, mesh axes that split it) that are gathered before use: all but those of experts and of layers.
 
     Axes are negative: the last is -1.
     """
-    own = "expert" if "experts" in path else None
+    kept = {"expert"} if "experts" in path else set()
+    if _lies_in_chunks(path, shape):
+        kept.add("pipe")
     pairs = (
-        (axis - len(shape), tuple(name for name in names if name != own))
+        (axis - len(shape), tuple(name for name in names if name not in kept))
         for axis, names in _splits(path, shape, mesh).items()
     )  # fmt: skip
     return tuple((axis, names) for axis, names in pairs if names)
@@ -116,13 +115,11 @@ def gathered_axes(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 
 def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> dict[int, tuple[str, ...]]:
     """Returns the mesh axes that split each axis of the parameter, the slowest first."""
-    modules = [str(part) for part in path if part != "weight"]
-    own_axes = 0 if path[-1] == "bias" else _MATRICES.get(".".join(modules[-2:]), _MATRICES.get(modules[-1], 0))
+    own_axes = _matrix_axes(path)
     splits: dict[int, tuple[str, ...]] = {}
     names = ("expert", "fsdp", "context") if own_axes == 3 else ("fsdp", "expert", "context")
     if mesh.shape.get("pipe", 1) > 1:
-        in_chunks = path[0] == "stages" and len(shape) - (own_axes or _VECTORS.get(modules[-1], 1)) == 3
-        if in_chunks:
+        if _lies_in_chunks(path, shape):
             splits[1] = ("pipe",)
         else:
             names = (*names, "pipe")
@@ -136,3 +133,15 @@ def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> d
                 splits[axis] = (*before, name)
                 break
     return splits
+
+
+def _lies_in_chunks(path: tuple, shape: tuple[int, ...]) -> bool:
+    """Returns whether the parameter is stacked as [chunks, ranks, layers of a chunk, ...]."""
+    own_axes = _matrix_axes(path) or (2 if "router" in path else 1)
+    return path[0] == "stages" and len(shape) == 3 + own_axes
+
+
+def _matrix_axes(path: tuple) -> int:
+    """Returns the number of the matrix's own axes; 0 for parameters that are not split."""
+    modules = [str(part) for part in path if part != "weight"]
+    return 0 if path[-1] == "bias" else _MATRICES.get(".".join(modules[-2:]), _MATRICES.get(modules[-1], 0))

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.config import ModelConfig
 from moe_jax.kernels.varying import varying_axes
+from moe_jax.layers.router_sums import RouterSums
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.output import HiddenStates
 from moe_jax.train.batch import BATCH_ARRAYS, Batch
@@ -58,6 +59,15 @@ class Objective:
         Only an objective that has this function can run where micro-batches overlap.
         """
         raise NotImplementedError
+
+    def with_layers(self, aux: Any, router: RouterSums, devices: int) -> Any:
+        """Returns aux with the router's sums of all layers, where `of_states` was given nothing but their sum.
+
+        Args:
+          router: over all micro-batches and devices.
+          devices: the number of devices that the sums are over.
+        """
+        return aux
 
     def metrics(self, value: Float[Array, ""], aux: Any, num_labels: Float[Array, ""]) -> dict[str, Array]:
         """Returns the metrics of a step from the sums over its micro-batches."""
@@ -106,6 +116,12 @@ class NextToken(Objective):
         check_mtp_loss_coef(model.config, self.weights.mtp_loss_coef)
         options: dict[str, Any] = dict(num_labels=batch["num_labels"], router_share=1 / self.micro_batches)
         return loss_of_states(model, states, batch, self.weights, **options)
+
+    def with_layers(self, aux: LossParts, router: RouterSums, devices: int) -> LossParts:
+        """Returns the parts with the sums of all layers; rounds and shadows are means over devices."""
+        rounds, shadows = router.num_rounds / devices, router.num_shadows / devices
+        counts: dict[str, Any] = dict(num_tokens=aux.router.num_tokens, num_sequences=aux.router.num_sequences)
+        return aux._replace(router=replace(router, num_rounds=rounds, num_shadows=shadows, **counts))
 
     def metrics(self, value: Float[Array, ""], aux: LossParts, num_labels: Float[Array, ""]) -> dict[str, Array]:
         """Returns the metrics that `make_train_step` lists. The only place that makes metrics of `LossParts`."""

@@ -22,6 +22,7 @@ from moe_jax.train.expert_bias import expert_bias_range
 from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
 from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objective
 from moe_jax.train.overlap import accumulate_overlapping, can_overlap
+from moe_jax.train.pipelined import accumulate_pipelined
 from moe_jax.train.state import TrainState, apply_gradients, check_layout
 
 COUNTED = {"num_labels": "loss_mask", "num_tokens": "segment_ids"}
@@ -104,7 +105,9 @@ def make_train_step(
     # Split over `data`, the optimizer's state needs sums over `data` once a step, and only their parts.
     split_over = optimizer_mesh(parallelism)
     stacked: dict[str, bool] = dict(stack_over_data=split_over is not None)
-    if parallelism is not None and overlaps(objective, parallelism, remat, gradient_accumulation):
+    if parallelism is not None and parallelism.pipelined:
+        gradients = accumulate_pipelined(objective, graphdef, execution, parallelism, gradient_accumulation)
+    elif parallelism is not None and overlaps(objective, parallelism, remat, gradient_accumulation):
         gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
     else:
         gradients = gradients_fn(objective, graphdef, execution, parallelism, **stacked)

@@ -1,0 +1,91 @@
+"""The layers of a pipeline: [layers, ...] becomes [chunks, ranks, layers of a chunk, ...]; `pipe` splits the second axis.
+
+Rank r of p holds chunk c, the layers (c p + r) l to (c p + r) l + l - 1. The order of the layers stays, so the change is a
+reshape. If v p l layers are more than the model has, the last are zeros. A layer of zeros adds nothing to the residual stream
+and gets no gradients.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from moe_jax.parallel.layout import parameter_path, parameter_sharding
+
+
+def to_chunks(params: nnx.State, mesh: Mesh, chunks: int = 1) -> nnx.State:
+    """Lays a model's parameters out for a pipeline over the mesh axis `pipe`, one array after the other.
+
+        state = train.init_state(model, optimizer)
+        params = to_chunks(nnx.state(model, nnx.Param), mesh, chunks=2)
+
+    Args:
+      params: `nnx.state(model, nnx.Param)` of a model whose layers are one stage.
+      mesh: of `make_mesh`.
+      chunks: `Parallelism.pipe_chunks`.
+
+    Raises:
+      ValueError: a model of several stages, or a chunk of a rank in which no rank has a layer.
+    """
+    ranks = mesh.shape["pipe"]
+    if set(params["stages"]) != {0}:
+        raise ValueError(
+            f"a pipeline needs layers that are all alike; this model has {len(params['stages'])} stages: dense first layers "
+            "and modules that predict further tokens cannot lie in a pipeline yet"
+        )
+    num_layers = jax.tree.leaves(params["stages"])[0].shape[0]
+    if (chunks - 1) * ranks * layers_of_chunk(num_layers, ranks, chunks) >= num_layers:
+        raise ValueError(
+            f"{num_layers} layers do not reach the last of {chunks} chunks on pipe={ranks} ranks; take fewer chunks"
+        )
+
+    def lay_out(key_path: tuple, array: Array) -> Array:
+        path = parameter_path(key_path)
+        if path[0] == "stages":
+            array = split_layers(array, ranks, chunks)
+        return jax.device_put(array, parameter_sharding(path, array.shape, mesh))
+
+    return jax.tree.map_with_path(lay_out, params)
+
+
+def from_chunks(params: nnx.State, num_layers: int, mesh: Mesh | None = None) -> nnx.State:
+    """Returns parameters of `to_chunks` with one axis of layers, laid out on another mesh; None: on the default device."""
+
+    def lay_out(key_path: tuple, array: Array) -> Array:
+        path = parameter_path(key_path)
+        if path[0] == "stages":
+            array = join_layers(array, num_layers)
+        return jax.device_put(array, parameter_sharding(path, array.shape, mesh))
+
+    return jax.tree.map_with_path(lay_out, params)
+
+
+def layers_of_chunk(num_layers: int, ranks: int, chunks: int) -> int:
+    """Returns the layers of a chunk, l = ceil(layers / (p v))."""
+    return -(-num_layers // (ranks * chunks))
+
+
+def split_layers(stacked: Array, ranks: int, chunks: int) -> Array:
+    """Returns [layers, ...] as [chunks, ranks, layers of a chunk, ...], filled up with zeros."""
+    of_chunk = layers_of_chunk(stacked.shape[0], ranks, chunks)
+    missing = ranks * chunks * of_chunk - stacked.shape[0]
+    filled = jnp.pad(stacked, [(0, missing), *[(0, 0)] * (stacked.ndim - 1)]) if missing else stacked
+    return filled.reshape(chunks, ranks, of_chunk, *stacked.shape[1:])
+
+
+def join_layers(split: Array, num_layers: int) -> Array:
+    """Returns [chunks, ranks, layers of a chunk, ...] as [layers, ...], without those that were filled up."""
+    return split.reshape(-1, *split.shape[3:])[:num_layers]
+
+
+def layers_of_rank(stacked: Any, ranks: int, chunks: int, rank: Int[Array, ""]) -> Any:
+    """Returns the rank's own layers of arrays [layers, ...] as [chunks x layers of a chunk, ...]; `rank` may be traced."""
+
+    def own(array: Array) -> Array:
+        part = jax.lax.dynamic_index_in_dim(split_layers(array, ranks, chunks), rank, axis=1, keepdims=False)
+        return part.reshape(-1, *part.shape[2:])
+
+    return jax.tree.map(own, stacked)

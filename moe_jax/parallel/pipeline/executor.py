@@ -1,0 +1,172 @@
+"""Runs a pipeline in uniform ticks: in each tick every rank runs one chunk forward and one chunk backward, in one program.
+
+Interleaved 1F1B (Narayanan et al., 2021, https://arxiv.org/abs/2104.04473) whose passes come in pairs. `ticks` says which chunk
+and micro-batch a rank has in a tick. All ranks run the same operations: what a rank has none for is computed and not counted.
+So no collective can wait for a rank that does not take part in it.
+
+| tick of a step | forward pass | loss | backward pass |
+|---|---|---|---|
+| the first v p | yes | | |
+| the middle | yes | of the micro-batch that the last rank finished one tick before | yes |
+| the last v p | | as in the middle | yes |
+
+Behind a tick the outputs go to the next rank, and the gradients to the rank before.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from moe_jax.kernels.varying import vary_as
+from moe_jax.parallel.collectives.hops import hop
+from moe_jax.parallel.pipeline.ticks import (
+    TickPass,
+    backward_at,
+    forward_at,
+    input_slots,
+    num_passes,
+    num_ticks,
+    pass_number,
+)
+
+
+@dataclass(frozen=True)
+class PipelinePasses:
+    """What a pipeline runs, as functions of arrays inside `jax.shard_map`.
+
+    A `TickPass` says which chunk and micro-batch. If it does not exist, gradients and sums must not count it.
+    """
+
+    enter: Callable[[Any], Any]
+    """(micro-batch) -> what enters the first layer."""
+    forward: Callable[[TickPass, Any], Any]
+    """(pass, what enters the chunk) -> a pass that `run` runs."""
+    backward: Callable[[TickPass, Any, Any, Any], Any]
+    """(pass, what the forward pass saved, the gradient of the chunk's output, totals) -> a pass that `run` runs."""
+    run: Callable[..., tuple]
+    """Runs one pass, or a forward and a backward pass in one loop. Forward gives (output, saved, totals -> totals), backward
+    (the gradient of the input, totals)."""
+    loss: Callable[[Any, Any, Any], tuple[Any, Any]]
+    """(micro-batch, what leaves the last layer on the last rank, totals) -> (its gradient, totals)."""
+    leave: Callable[[TickPass, Any, Any], Any]
+    """(pass, the gradient of what entered the first layer, totals) -> totals."""
+
+
+class _State(NamedTuple):
+    """The state between two ticks."""
+
+    arriving: Any
+    """What came from the rank before: the input of this tick's forward pass."""
+    returning: Any
+    """The gradient that came from the next rank, of the output of this tick's backward pass."""
+    finished: Any
+    """The output of the rank's forward pass one tick before."""
+    slots: Any
+    """What forward passes saved, stacked; the last slot takes what is not needed."""
+    totals: Any
+
+
+def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: Any, axis_name: str = "pipe") -> Any:
+    """Runs all passes of a step and returns the totals, inside `jax.shard_map` over `axis_name`.
+
+    Args:
+      passes: their results vary over the same mesh axes as their arguments.
+      chunks: of each rank.
+      totals: arrays that the passes add to, of any structure.
+    """
+    ranks, rank = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    sizes = ranks, chunks, micro_batches
+    table = np.asarray(input_slots(*sizes), np.int32)
+    num_slots = int(table.max()) + 1
+
+    def slot_of(of_tick: TickPass):
+        """Returns where the inputs of a pass are kept."""
+        number = pass_number(of_tick.chunk, of_tick.micro_batch, ranks, chunks)
+        return jnp.where(of_tick.exists, jnp.asarray(table)[jnp.clip(number, 0, len(table) - 1)], num_slots)
+
+    def begin(of_tick: TickPass, arriving):
+        is_first = (rank == 0) & (of_tick.chunk == 0)
+        return passes.forward(of_tick, _where(is_first, passes.enter(of_tick.micro_batch), arriving))
+
+    def tick(has_forward: bool, has_backward: bool, t, state: _State) -> _State:
+        ahead, back = (_in_range(at(t, rank, *sizes), chunks, micro_batches) for at in (forward_at, backward_at))
+        totals, running = state.totals, []
+        if has_forward:
+            running.append(begin(ahead, state.arriving))
+        if has_backward:
+            # The same on all ranks, so that the ranks agree whether there is a loss to compute.
+            done = forward_at(t - 1, ranks - 1, *sizes)
+            dy, totals = _loss(passes, done, chunks, micro_batches, state.finished, state.returning, totals)
+            dy = _where((rank == ranks - 1) & (back.chunk == chunks - 1), dy, state.returning)
+            dy = _where(back.exists, dy, jax.tree.map(jnp.zeros_like, dy))
+            running.append(passes.backward(back, _take(state.slots, slot_of(back)), dy, totals))
+        results = list(passes.run(*running))
+        if has_forward:
+            output, saved, count = results.pop(0)
+            state = state._replace(
+                arriving=jax.tree.map(lambda a: hop(a, axis_name, 1), output),
+                finished=output,
+                slots=_put(state.slots, saved, slot_of(ahead)),
+            )
+        if has_backward:
+            dx, totals = results.pop(0)
+            totals = passes.leave(back._replace(exists=back.exists & (rank == 0) & (back.chunk == 0)), dx, totals)
+            state = state._replace(returning=jax.tree.map(lambda a: hop(a, axis_name, -1), dx))
+        return state._replace(totals=count(totals) if has_forward else totals)
+
+    entering = passes.enter(jnp.zeros((), jnp.int32))
+    first = TickPass(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rank < 0)
+    saved = jax.eval_shape(lambda x: passes.run(passes.forward(first, x))[0][1], entering)
+    everywhere = (entering, rank, totals)
+    zeros, slots = vary_as(
+        (jax.tree.map(jnp.zeros_like, entering), jax.tree.map(lambda s: jnp.zeros((num_slots + 1, *s.shape), s.dtype), saved)),
+        everywhere,
+    )
+    state = _State(zeros, zeros, zeros, slots, totals)
+    forward_ends = num_passes(*sizes) + ranks - 1
+    spans = (
+        ((True, False), 0, ranks * chunks),
+        ((True, True), ranks * chunks, forward_ends),
+        ((False, True), max(forward_ends, ranks * chunks), num_ticks(*sizes)),
+    )
+    for kinds, begins, ends in spans:
+        state = lax.fori_loop(begins, ends, partial(tick, *kinds), state)
+    return state.totals
+
+
+def _loss(passes: PipelinePasses, done: TickPass, chunks: int, micro_batches: int, finished, like, totals) -> tuple[Any, Any]:
+    """Computes the loss of the micro-batch that left the last layer, if one did; returns its gradient and the totals."""
+
+    def compute(finished, totals):
+        dy, totals = passes.loss(jnp.clip(done.micro_batch, 0, micro_batches - 1), finished, totals)
+        return vary_as(dy, like), totals
+
+    def skip(finished, totals):
+        return jax.tree.map(jnp.zeros_like, finished), totals
+
+    return lax.cond(done.exists & (done.chunk == chunks - 1), compute, skip, finished, totals)
+
+
+def _in_range(of_tick: TickPass, chunks: int, micro_batches: int) -> TickPass:
+    """Returns the pass with a chunk and a micro-batch that exist, whether or not the pass does."""
+    return of_tick._replace(
+        chunk=jnp.clip(of_tick.chunk, 0, chunks - 1), micro_batch=jnp.clip(of_tick.micro_batch, 0, micro_batches - 1)
+    )
+
+
+def _where(condition, one, other):
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+
+
+def _take(stacked, i):
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), stacked)
+
+
+def _put(stacked, values, i):
+    return jax.tree.map(lambda a, value: lax.dynamic_update_index_in_dim(a, value, i, 0), stacked, values)
