@@ -28,6 +28,7 @@ from moe_jax.cost.flops import num_parameters, training_flops_per_token
 from moe_jax.models.random_weights import random_model
 from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism, default_hops, initialize_processes, make_mesh
 from moe_jax.parallel.expert.placement import device_load
+from moe_jax.parallel.pipeline.chunks import to_chunks
 from moe_jax.train import LossWeights, NextToken, init_state, make_optimizer, make_train_step, put_batch
 from moe_jax.train.rebalance import rebalance
 
@@ -37,7 +38,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="qwen3-30b-a3b", choices=tuple(NAMED_CONFIGS))
     parser.add_argument("--layers", type=int, help="number of layers; default: all")
-    parser.add_argument("--mesh", nargs="+", default=["fsdp=1"], metavar="AXIS=N", help="axes data, fsdp, expert, context")
+    parser.add_argument(
+        "--mesh", nargs="+", default=["fsdp=1"], metavar="AXIS=N", help="axes pipe, data, fsdp, expert, context"
+    )
+    parser.add_argument("--pipe-chunks", type=int, default=1, help="option of Parallelism")
     parser.add_argument("--transport", help="transport of ExpertParallel; default: its own choice")
     parser.add_argument(
         "--capacity-factor", type=float, default=ExpertParallel.capacity_factor, help="option of ExpertParallel"
@@ -84,7 +88,13 @@ def main() -> None:
     hops = args.hops or default_hops(mesh)
     context = ContextParallel(method=args.context_method)
     parallelism = Parallelism(
-        mesh, experts, context, hops, overlap_micro_batches=args.overlap, shard_optimizer=args.shard_optimizer
+        mesh,
+        experts,
+        context,
+        hops,
+        overlap_micro_batches=args.overlap,
+        shard_optimizer=args.shard_optimizer,
+        pipe_chunks=args.pipe_chunks,
     )
     ceiling = measure_ceiling(256 if args.small else 8192)
     first = jax.process_index() == 0
@@ -107,6 +117,7 @@ def main() -> None:
         row |= {
             "routing": routing,
             "mesh": sizes,
+            "pipe_chunks": args.pipe_chunks,
             "hops": hops,
             "micro_batches": args.gradient_accumulation,
             "overlap": args.overlap,
@@ -126,9 +137,17 @@ def main() -> None:
         args.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
+def without_pipe(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    """Returns the mesh, or one that splits over `fsdp` what it would split over `pipe`."""
+    ways = mesh.shape["pipe"]
+    return mesh if ways == 1 else make_mesh(fsdp=mesh.size, devices=list(mesh.devices.flat))
+
+
 def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing: str) -> dict:
     """Returns the median step of `--steps` steps after a first one."""
-    model = random_model(config, jnp.bfloat16, param_dtype=jnp.dtype(args.param_dtype), mesh=parallelism.mesh)
+    model = random_model(config, jnp.bfloat16, param_dtype=jnp.dtype(args.param_dtype), mesh=without_pipe(parallelism.mesh))
+    if parallelism.pipelined:
+        nnx.update(model, to_chunks(nnx.state(model), parallelism.mesh, args.pipe_chunks))
     optimizer = make_optimizer(1e-5, moment_dtype=jnp.dtype(args.moment_dtype))
     graph, state = nnx.graphdef(model), init_state(model, optimizer, parallelism)
     del model

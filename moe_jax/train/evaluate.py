@@ -33,7 +33,15 @@ def make_evaluation(
       graphdef: `nnx.graphdef(model)`.
       parallelism: as in `make_train_step`; `put_batch` puts the batches there. If its `overlap_micro_batches` is True, two
         batches at a time pass the layers in one loop. None computes them in turn: overlapping was not measured here.
+
+    Raises:
+      ValueError: layers that lie in a pipeline.
     """
+    if parallelism is not None and parallelism.pipelined:
+        raise ValueError(
+            "evaluation does not run through a pipeline yet: move the parameters to a mesh without pipe with "
+            "parallel.pipeline.chunks.from_chunks, and evaluate there"
+        )
     options = None if parallelism is None else parallelism.compiler_options
     of_one, of_two = (
         jax.jit(on_devices(function, graphdef, parallelism=parallelism), compiler_options=options)

@@ -61,7 +61,7 @@ def accumulate_overlapping(
     """
     if micro_batches < 2:
         raise ValueError(f"micro_batches must be at least 2, of which one overlaps the next; got {micro_batches}")
-    check_objective(objective)
+    check_objective(objective, "overlapping micro-batches")
 
     def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
         stacked, scalars = micro_batches_of(batch, micro_batches)
@@ -108,16 +108,16 @@ def can_overlap(objective: Objective) -> bool:
     return of_states <= call and classes[of_states] is not Objective
 
 
-def check_objective(objective: Objective) -> None:
-    """Refuses an objective that cannot overlap.
+def check_objective(objective: Objective, user: str) -> None:
+    """Refuses an objective whose computation is not apart from the layers. `user` is what needs that, for the message.
 
     Raises:
       TypeError: it has no `of_states` of its own.
     """
     if not can_overlap(objective):
         raise TypeError(
-            "overlapping micro-batches need an objective with the function of_states beside its call, as train.NextToken has; "
-            "a function loss(model, batch) runs the layers itself: leave overlap_micro_batches out"
+            f"an objective of {user} must have the function of_states beside its call, as train.NextToken has; a function "
+            "loss(model, batch) runs the layers itself: leave overlap_micro_batches and the mesh axis pipe out"
         )
 
 

@@ -6,6 +6,7 @@ layers travel with the tokens from rank to rank, and their gradients travel back
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.chunks import join_layers, layers_of_chunk, layers_of_rank
 from moe_jax.parallel.pipeline.executor import PipelinePasses, run_ticks
 from moe_jax.parallel.pipeline.ticks import TickPass
+from moe_jax.parallel.zero1 import stacked_specs
 from moe_jax.train.batch import Batch, batch_specs, micro_batches_of
 from moe_jax.train.gradients import Gradients, GradientsFn, zeros_of
 from moe_jax.train.objective import Objective
@@ -38,7 +40,13 @@ from moe_jax.train.state import as_f32
 
 
 def accumulate_pipelined(
-    objective: Objective, graphdef: nnx.GraphDef, execution: Execution, parallelism: Parallelism, micro_batches: int
+    objective: Objective,
+    graphdef: nnx.GraphDef,
+    execution: Execution,
+    parallelism: Parallelism,
+    micro_batches: int,
+    *,
+    stack_over_data: bool = False,
 ) -> GradientsFn:
     """Returns what `gradients.accumulate` returns, for parameters of `parallel.pipeline.chunks.to_chunks`.
 
@@ -47,12 +55,13 @@ def accumulate_pipelined(
     Args:
       objective: one that has `of_states`, and whose value is a sum over tokens. It sees the tokens of a micro-batch in as many
         parts as there are ranks, along one axis.
+      stack_over_data: as in `train.on_devices`.
 
     Raises:
       TypeError: an objective that works on batches alone.
       ValueError: at the first call, a model whose layers are not all alike, or parameters that lie otherwise.
     """
-    check_objective(objective)
+    check_objective(objective, "a pipeline")
     mesh, chunks = parallelism.mesh, parallelism.pipe_chunks
 
     def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
@@ -65,6 +74,8 @@ def accumulate_pipelined(
         on_mesh = replace(execution, spread=spread_of(parallelism, sharded))
 
         def local(params: nnx.State, fixed: nnx.State, stacked: Batch, scalars: Batch):
+            if stack_over_data:
+                params = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params)
             entered, shapes = _join_chunks(sharded.enter(params))
             passes = _Passes(objective, graphdef, entered, fixed, on_mesh, chunks, stacked, scalars)
             totals = run_ticks(passes.of_pipeline(), chunks, micro_batches, passes.zeros())
@@ -75,8 +86,11 @@ def accumulate_pipelined(
                 others = tuple(name for name in parallelism.token_axes if name != "pipe")
                 split = jax.tree.map(lambda a: a.reshape(chunks, 1, -1, *a.shape[1:]), totals.router)
                 router = lax.psum(split, others)
+            if stack_over_data:
+                gradients = jax.tree.map(lambda g: g[None], gradients)
             return totals.value, totals.aux, gradients, router
 
+        of_gradients = stacked_specs(sharded.specs) if stack_over_data else sharded.specs
         rows = {
             name: PartitionSpec(None, *spec)
             for name, spec in batch_specs({name: x[0] for name, x in stacked.items()}, parallelism).items()
@@ -85,7 +99,7 @@ def accumulate_pipelined(
             local,
             mesh=mesh,
             in_specs=(sharded.specs, PartitionSpec(), rows, PartitionSpec()),
-            out_specs=(PartitionSpec(), PartitionSpec(), sharded.specs, PartitionSpec(None, "pipe")),
+            out_specs=(PartitionSpec(), PartitionSpec(), of_gradients, PartitionSpec(None, "pipe")),
         )(params, fixed, stacked, scalars)
         if router is not None:
             num_layers = whole.config.num_hidden_layers
@@ -119,7 +133,7 @@ class _Totals(NamedTuple):
     """The sums of the rank's layers, stacked."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Passes:
     """The passes of a rank. `params` has the rank's layers along one axis."""
 
@@ -131,6 +145,8 @@ class _Passes:
     chunks: int
     stacked: Batch
     scalars: Batch
+    saved_structure: Any = None
+    """The structure of what the last traced forward pass saved."""
 
     def of_pipeline(self) -> PipelinePasses:
         return PipelinePasses(self.enter, self.forward, self.backward, self.run, self.loss, self.leave)
@@ -138,7 +154,7 @@ class _Passes:
     def zeros(self) -> _Totals:
         """Returns the totals before the first micro-batch."""
         moving = self.enter(0)
-        found = jax.eval_shape(lambda: self._value(0, moving, self._outside(self.params), 1.0))
+        found = jax.eval_shape(lambda: self._value(0, moving, self._outside(self.params)))
         value, aux = zeros_of(found)
         dtype = at_least_f32(self.model().dtype)
         gradients = jax.tree.map(lambda w: self._vary(jnp.zeros(w.shape, dtype)), self.params)
@@ -164,9 +180,14 @@ class _Passes:
         chunk = self._chunk(of_tick)
         loop = forward_loop(layers, arrays, Carry(moving.x, None), chunk)
 
+        def leaves(saved) -> list[Array]:
+            # The pipeline keeps leaves, because two traces of a pullback are two tree structures with the same leaves.
+            arrays, self.saved_structure = jax.tree.flatten(saved)
+            return arrays
+
         def finish(run):
             if run.y is None:
-                return _Moving(run.x.x, None, None), run.saved, lambda totals: totals
+                return _Moving(run.x.x, None, None), leaves(run.saved), lambda totals: totals
             exists = lax.dynamic_slice_in_dim(arrays.per_layer[0].exists, chunk.first, chunk.num_layers)
 
             def counted(a):
@@ -183,13 +204,14 @@ class _Passes:
 
                 return totals._replace(router=jax.tree.map(add, totals.router, sums))
 
-            return moved, run.saved, count
+            return moved, leaves(run.saved), count
 
         return loop, finish
 
     def backward(self, of_tick: TickPass, saved, dy: _Moving, totals: _Totals):
         """Returns a chunk's backward pass, which adds to the sums of gradients."""
         layers, arrays = self._stage(of_tick)
+        saved = jax.tree.unflatten(self.saved_structure, saved)
         sums = totals.gradients["stages"][0]
         routing = None
         if self._routing is not None:
@@ -258,7 +280,7 @@ class _Passes:
         """The model's layers, without those that fill up chunks."""
         return self.model().config.num_hidden_layers
 
-    @property
+    @cached_property
     def _routing(self) -> StageRouting | None:
         """The shapes of a chunk's routing; None for dense layers."""
         if self.model().config.experts is None:
@@ -312,7 +334,7 @@ class _Passes:
         num_layers = layers_of_chunk(self.num_layers, lax.axis_size("pipe"), self.chunks)
         return Chunk(of_tick.chunk * num_layers, num_layers)
 
-    def _value(self, i, finished: _Moving, outside: nnx.State, _=None) -> tuple[Float[Array, ""], Any]:
+    def _value(self, i, finished: _Moving, outside: nnx.State) -> tuple[Float[Array, ""], Any]:
         """Computes the objective of the tokens that the last rank finished; every rank computes a part of them."""
         ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
         is_last = rank == ranks - 1

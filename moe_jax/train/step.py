@@ -106,7 +106,7 @@ def make_train_step(
     split_over = optimizer_mesh(parallelism)
     stacked: dict[str, bool] = dict(stack_over_data=split_over is not None)
     if parallelism is not None and parallelism.pipelined:
-        gradients = accumulate_pipelined(objective, graphdef, execution, parallelism, gradient_accumulation)
+        gradients = accumulate_pipelined(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
     elif parallelism is not None and overlaps(objective, parallelism, remat, gradient_accumulation):
         gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
     else:

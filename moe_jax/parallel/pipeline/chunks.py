@@ -19,11 +19,13 @@ from moe_jax.parallel.layout import parameter_path, parameter_sharding
 def to_chunks(params: nnx.State, mesh: Mesh, chunks: int = 1) -> nnx.State:
     """Lays a model's parameters out for a pipeline over the mesh axis `pipe`, one array after the other.
 
+        nnx.update(model, to_chunks(nnx.state(model), mesh, chunks=2))
         state = train.init_state(model, optimizer)
-        params = to_chunks(nnx.state(model, nnx.Param), mesh, chunks=2)
+
+    Biases of experts stay whole on every device, in the order of the layers. The model can only be trained now.
 
     Args:
-      params: `nnx.state(model, nnx.Param)` of a model whose layers are one stage.
+      params: `nnx.state(model)` of a model whose layers are one stage.
       mesh: of `make_mesh`.
       chunks: `Parallelism.pipe_chunks`.
 
@@ -44,7 +46,7 @@ def to_chunks(params: nnx.State, mesh: Mesh, chunks: int = 1) -> nnx.State:
 
     def lay_out(key_path: tuple, array: Array) -> Array:
         path = parameter_path(key_path)
-        if path[0] == "stages":
+        if path[0] == "stages" and path[-1] != "expert_bias":
             array = split_layers(array, ranks, chunks)
         return jax.device_put(array, parameter_sharding(path, array.shape, mesh))
 
@@ -56,7 +58,7 @@ def from_chunks(params: nnx.State, num_layers: int, mesh: Mesh | None = None) ->
 
     def lay_out(key_path: tuple, array: Array) -> Array:
         path = parameter_path(key_path)
-        if path[0] == "stages":
+        if path[0] == "stages" and path[-1] != "expert_bias":
             array = join_layers(array, num_layers)
         return jax.device_put(array, parameter_sharding(path, array.shape, mesh))
 

@@ -1,0 +1,153 @@
+"""A pipeline: value, aux and every gradient of a step equal one device's, and so do two steps of AdamW."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import seeds
+import tiny
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import relative_error
+from train_steps import make_batch
+
+from moe_jax.layers.router import ExpertBias
+from moe_jax.models.execution import Execution
+from moe_jax.parallel import Parallelism, make_mesh
+from moe_jax.parallel.pipeline.chunks import from_chunks, to_chunks
+from moe_jax.train import (
+    LossWeights,
+    NextToken,
+    accumulate,
+    gradients_fn,
+    init_state,
+    make_evaluation,
+    make_optimizer,
+    make_train_step,
+    put_batch,
+)
+from moe_jax.train.objective import as_objective
+from moe_jax.train.pipelined import accumulate_pipelined
+
+ALL_LOSSES = NextToken(LossWeights(aux_loss_coef=0.1, sequence_loss_coef=0.1, z_loss_coef=0.1))
+
+
+def with_layers(make_model, layers):
+    """A model as `make_model` makes it, with another number of layers."""
+    config = replace(make_model().config, num_hidden_layers=layers)
+    return type(make_model())(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+
+def mesh_of(**sizes):
+    return make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+@pytest.mark.parametrize(
+    "make_model, layers, sizes, chunks, micro_batches, remat",
+    [
+        (tiny.model, 7, dict(pipe=2, expert=2), 2, 4, True),
+        (tiny.dense, 3, dict(pipe=3), 1, 4, False),
+        pytest.param(tiny.biased_model, 4, dict(pipe=4, fsdp=2), 1, 2, True, marks=pytest.mark.thorough),
+        pytest.param(tiny.model, 8, dict(pipe=2, data=2, context=2), 3, 1, True, marks=pytest.mark.thorough),
+        pytest.param(tiny.model, 4, dict(pipe=2, fsdp=2, expert=2), 2, 2, "offload", marks=pytest.mark.thorough),
+        pytest.param(tiny.dense, 8, dict(pipe=8), 1, 8, True, marks=pytest.mark.thorough),
+    ],
+    ids=["experts-padded-chunks", "dense-kept-three-ranks", "fsdp-few-micro-batches", "context", "offload", "eight-ranks"],
+)
+def test_gradients(make_model, layers, sizes, chunks, micro_batches, remat):
+    """Loss, its parts, the statistics of every layer, and all gradients."""
+    model = with_layers(make_model, layers)
+    graph, params, fixed = nnx.split(model, nnx.Param, ExpertBias)
+    parallelism = Parallelism(mesh_of(**sizes), pipe_chunks=chunks)
+    objective, execution = as_objective(ALL_LOSSES, micro_batches), Execution(remat=remat)
+    batch = make_batch(seeds.rng())
+    num_labels = jnp.float32(batch["loss_mask"].sum())
+
+    plain = jax.jit(accumulate(gradients_fn(objective, graph, execution), micro_batches))
+    expected = plain(params, fixed, objective.prepare(batch, num_labels))
+    laid_out = to_chunks(params, parallelism.mesh, chunks)
+    pipelined = jax.jit(accumulate_pipelined(objective, graph, execution, parallelism, micro_batches))
+    arrays, everywhere = put_batch(batch, laid_out, parallelism), NamedSharding(parallelism.mesh, PartitionSpec())
+    found = pipelined(laid_out, jax.device_put(fixed, everywhere), objective.prepare(arrays, num_labels))
+
+    found = found._replace(gradients=from_chunks(found.gradients, layers))
+    for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        assert relative_error(x, y) <= 1e-5, jax.tree_util.keystr(path)
+
+
+def trained(batch, parallelism=None, micro_batches=2, make_model=tiny.biased_model):
+    """Returns the model's arrays after two steps of AdamW, and the metrics of each step."""
+    model = with_layers(make_model, 3)
+    graph, optimizer = nnx.graphdef(model), make_optimizer(1e-2, eps=1e-3, max_grad_norm=0.1)
+    if parallelism is not None:
+        nnx.update(model, to_chunks(nnx.state(model), parallelism.mesh, parallelism.pipe_chunks))
+    state = init_state(model, optimizer, parallelism)
+    step = make_train_step(graph, optimizer, ALL_LOSSES, parallelism=parallelism, gradient_accumulation=micro_batches)
+    metrics = []
+    for _ in range(2):
+        state, of_step = step(state, put_batch(batch, state.params, parallelism))
+        metrics.append(of_step)
+    params = state.params if parallelism is None else from_chunks(state.params, 3)
+    return (params, state.expert_bias), metrics
+
+
+@pytest.mark.parametrize("shard_optimizer", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_two_steps(shard_optimizer):
+    """Parameters, moved biases and metrics; padded layers and clipped gradients included."""
+    batch = make_batch(seeds.rng())
+    parallelism = Parallelism(mesh_of(pipe=2, data=2), pipe_chunks=1, shard_optimizer=shard_optimizer)
+    for ours, theirs in zip(trained(batch, parallelism), trained(batch), strict=True):
+        for (path, x), y in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+            assert relative_error(x, y) <= 2e-5, jax.tree_util.keystr(path)
+
+
+def test_chunks_and_back():
+    params = nnx.state(with_layers(tiny.model, 5), nnx.Param)
+    there = to_chunks(params, mesh_of(pipe=2, fsdp=2), 2)
+    norm = there["stages"][0]["input_layernorm"]["weight"]
+    assert norm.shape[:3] == (2, 2, 2) and norm.sharding.spec[1] in ("pipe", ("pipe",))
+    back = from_chunks(there, 5, mesh_of(fsdp=2))
+    for (path, x), y in zip(jax.tree.leaves_with_path(back), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
+
+
+def refused_deepseek(mesh):
+    to_chunks(nnx.state(tiny.deepseek(), nnx.Param), mesh)
+
+
+def refused_chunks(mesh):
+    to_chunks(nnx.state(tiny.model(), nnx.Param), mesh, chunks=2)
+
+
+def refused_evaluation(mesh):
+    make_evaluation(nnx.graphdef(tiny.model()), parallelism=Parallelism(mesh))
+
+
+def refused_layout(mesh):
+    graph, params, fixed = nnx.split(tiny.model(), nnx.Param, ExpertBias)
+    batch = {name: jnp.asarray(x) for name, x in make_batch(seeds.rng()).items()}
+    call = accumulate_pipelined(as_objective(ALL_LOSSES, 1), graph, Execution(), Parallelism(mesh), 1)
+    call(params, fixed, ALL_LOSSES.prepare(batch, jnp.float32(1)))
+
+
+def refused_function(mesh):
+    loss = partial(lambda model, batch: (jnp.zeros(()), {}))
+    make_train_step(nnx.graphdef(tiny.model()), make_optimizer(1e-3), loss, parallelism=Parallelism(mesh))
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (refused_deepseek, ValueError, "layers that are all alike; this model has 2 stages"),
+        (refused_chunks, ValueError, "2 layers do not reach the last of 2 chunks on pipe=2"),
+        (refused_evaluation, ValueError, "evaluation does not run through a pipeline"),
+        (refused_layout, ValueError, "lay the parameters out with parallel.pipeline.chunks.to_chunks"),
+        (refused_function, TypeError, "an objective of a pipeline must have the function of_states"),
+    ],
+)
+def test_refusals(call, error, message):
+    with pytest.raises(error, match=message):
+        call(mesh_of(pipe=2))
