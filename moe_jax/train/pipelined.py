@@ -345,14 +345,13 @@ class _Passes:
         own = lax.psum_scatter(dealt, "pipe", scatter_dimension=0, tiled=False)
         part = {name: _own_part(x, ranks, rank) for name, x in batch.items()}
         sums = self._router_sums(finished, is_last)
-        counts = sums.with_counts(self._vary(inputs.valid), self._vary(inputs.sequences))
-        counts = replace(
-            counts,
-            num_tokens=jnp.where(is_last, counts.num_tokens, 0),
-            num_sequences=jnp.where(is_last, counts.num_sequences, 0),
+        counted = sums.with_counts(inputs.valid, inputs.sequences)
+        counts: dict[str, Any] = dict(
+            num_tokens=jnp.where(is_last, counted.num_tokens, 0), num_sequences=jnp.where(is_last, counted.num_sequences, 0)
         )
+        router = self._vary(replace(counted, **counts))
         hidden = model.norm(own[None])
-        states = HiddenStates(hidden, counts, jnp.zeros((0, *part["tokens"].shape, 0), jnp.int32), None)
+        states = HiddenStates(hidden, router, jnp.zeros((0, *part["tokens"].shape, 0), jnp.int32), None)
         return self.objective.of_states(model, states, part | self.scalars)
 
     def _router_sums(self, finished: _Moving, is_last) -> RouterSums:
