@@ -301,7 +301,10 @@ class _Passes:
         of_sums = len(jax.tree.leaves(self._routing.sums))
         for place, shape in enumerate(jax.tree.leaves(self._routing)):
             if jnp.issubdtype(shape.dtype, jnp.floating) and place < of_sums:
-                leaves.append(jnp.broadcast_to(next(gradients), shape.shape))
+                gradient = jnp.broadcast_to(next(gradients), shape.shape)
+                # A constant, as the sum within sequences of a loss without that term, is typed as the same on all devices.
+                is_constant = not shape.manual_axis_type.varying
+                leaves.append(jnp.zeros(shape.shape, shape.dtype) if is_constant else gradient)
             else:
                 leaves.append(np.zeros(shape.shape, jax.dtypes.float0))
         return leaves
