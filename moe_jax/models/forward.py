@@ -52,7 +52,7 @@ class LayerInputs:
         return self.valid.reshape(-1) if self.sequences is None else self.sequences
 
     def counted_where(self, exists: Bool[Array, ""]) -> "LayerInputs":
-        """Returns the inputs of a layer whose tokens count only if `exists`; otherwise none goes to another device's experts."""
+        """Returns the inputs of a layer whose tokens count only if `exists`; else none goes to another device's experts."""
         sequences = self.sequences
         if sequences is not None:
             sequences = replace(sequences, length=jnp.where(exists, sequences.length, 0))
