@@ -102,8 +102,11 @@ class Parallelism:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which devices have different tokens: all axes. Along `pipe` they have other tokens' losses."""
-        return tuple(self.mesh.axis_names)
+        """The mesh axes along which devices have different tokens. Along `pipe`, if it is used, they have other tokens' losses.
+
+        Without a pipe no value varies along `pipe`, and JAX refuses sums of other values over an axis.
+        """
+        return tuple(name for name in self.mesh.axis_names if name != "pipe" or self.pipelined)
 
     @property
     def batch_spec(self) -> PartitionSpec:

@@ -67,6 +67,42 @@ def test_optimizer_spec(path, shape, expected):
     assert data_axis(path, shape, on) == (axes[0] if axes else None)
 
 
+@pytest.mark.parametrize(
+    "path, shape, expected",
+    [
+        ((*LAYER, "self_attn", "q_proj", "weight"), (3, 2, 4, 64, 32), (None, "pipe", None, ("fsdp", "expert"), None)),
+        ((*LAYER, "self_attn", "q_proj", "weight"), (3, 2, 4, 36, 32), (None, "pipe", None, "fsdp", "expert")),
+        ((*LAYER, "self_attn", "q_proj", "bias"), (3, 2, 4, 64), (None, "pipe", None, None)),
+        ((*LAYER, "self_attn", "q_norm", "weight"), (3, 2, 4, 16), (None, "pipe", None, None)),
+        ((*LAYER, "input_layernorm", "weight"), (1, 2, 1, 32), (None, "pipe", None, None)),
+        (
+            (*LAYER, "mlp", "experts", "gate_up_proj"),
+            (3, 2, 4, 8, 48, 32),
+            (None, "pipe", None, ("expert", "fsdp"), None, None),
+        ),
+        ((*LAYER, "mlp", "experts", "down_proj"), (3, 2, 4, 6, 32, 24), (None, "pipe", None, "expert", "fsdp", None)),
+        ((*LAYER, "mlp", "router", "weight"), (3, 2, 4, 8, 32), (None, "pipe", None, None, None)),
+        ((*LAYER, "mlp", "router", "expert_bias"), (3, 2, 4, 8), (None, "pipe", None, None)),
+        # Stages outside the pipe have one axis of layers.
+        ((*LAYER, "self_attn", "q_proj", "weight"), (3, 64, 32), (None, ("fsdp", "expert", "pipe"), None)),
+        ((*LAYER, "mlp", "experts", "down_proj"), (3, 8, 32, 24), (None, ("expert", "fsdp"), "pipe", None)),
+        ((*LAYER, "mlp", "router", "weight"), (2, 8, 32), (None, None, None)),
+        ((*LAYER, "input_layernorm", "weight"), (2, 32), (None, None)),
+        (("embed_tokens", "weight"), (97, 32), (None, ("fsdp", "expert", "pipe"))),
+        (("lm_head", "weight"), (8, 32), (("fsdp", "expert"), "pipe")),
+        (("norm", "weight"), (32,), (None,)),
+    ],
+)
+def test_a_pipe_splits_chunks_by_rank_and_other_matrices_last(path, shape, expected):
+    assert parameter_spec(path, shape, mesh(pipe=2, fsdp=4, expert=2)) == PartitionSpec(*expected)
+
+
+def test_layers_stay_on_their_rank_of_the_pipe():
+    on = mesh(pipe=2, data=2, fsdp=2)
+    path, shape = (*LAYER, "self_attn", "q_proj", "weight"), (3, 2, 4, 64, 32)
+    assert optimizer_spec(path, shape, on) == PartitionSpec(None, "pipe", "data", "fsdp", None)
+
+
 def test_gathered_axes():
     on = mesh(fsdp=4, expert=2)
     assert gathered_axes((*LAYER, "self_attn", "q_proj", "weight"), (3, 64, 32), on) == ((-2, ("fsdp", "expert")),)
@@ -91,5 +127,5 @@ def test_explicit_axes_are_refused():
 
 
 def test_a_mesh_must_use_every_device():
-    with pytest.raises(ValueError, match="data=3 x fsdp=1 x expert=1 x context=1 has 3 places; there are 1 devices"):
+    with pytest.raises(ValueError, match="pipe=1 x data=3 x fsdp=1 x expert=1 x context=1 has 3 places; there are 1 devices"):
         make_mesh(data=3, devices=jax.devices()[:1])

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism, context_attention
 
@@ -40,6 +40,29 @@ def test_error_outside_shard_map():
     for method in ("ring", "all_gather", "ulysses"):
         with pytest.raises(NameError, match="no mesh axis 'context' here; call it inside a jax.shard_map over that axis"):
             context_attention(q, q, q, scale=1.0, parallel=ContextParallel(method=method))
+
+
+def test_rows_are_not_split_over_the_pipe():
+    piped, whole = (Parallelism(mesh(pipe=ranks, data=2, fsdp=2, context=2)) for ranks in (2, 1))
+    assert piped.row_axes == whole.row_axes == ("data", "fsdp")
+    assert piped.batch_spec == PartitionSpec(("data", "fsdp"), "context")
+    assert piped.pipelined and not whole.pipelined
+    piped.check_batch(4)
+    with pytest.raises(ValueError, match="of 2 rows cannot be dealt out to data=2 x fsdp=2; it must be a multiple of 4"):
+        piped.check_batch(2)
+
+
+def test_sums_run_over_the_pipe_where_there_is_one():
+    assert Parallelism(mesh(pipe=2, fsdp=2, context=2)).token_axes == ("pipe", "fsdp", "context")
+    assert Parallelism(mesh(pipe=1, fsdp=2, context=2)).token_axes == ("fsdp", "context")
+
+
+@pytest.mark.parametrize("sizes, chunks", [({"fsdp": 2}, 2), ({"pipe": 1, "fsdp": 2}, 2), ({"pipe": 2}, 0), ({"pipe": 1}, 0)])
+def test_pipe_chunks(sizes, chunks):
+    got = f"got {chunks} with pipe={sizes.get('pipe', 1)}"
+    with pytest.raises(ValueError, match=f"pipe_chunks must be at least 1, and 1 where the mesh axis pipe has one .*; {got}"):
+        Parallelism(mesh(**sizes), pipe_chunks=chunks)
+    assert Parallelism(mesh(pipe=2), pipe_chunks=2).pipe_chunks == 2
 
 
 def test_mesh_without_axes():

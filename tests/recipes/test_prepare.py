@@ -45,7 +45,7 @@ def test_optimizer_on_one_device_along_data(tmp_path):
 
 
 def test_optimizer_that_data_cannot_split(tmp_path):
-    parallelism = Parallelism(AbstractMesh((7, 1, 1, 1), MESH_AXES), shard_optimizer=True)
+    parallelism = Parallelism(AbstractMesh((1, 7, 1, 1, 1), MESH_AXES), shard_optimizer=True)
     with pytest.raises(ValueError, match="data=7 divides no axis of any parameter that is left to split; take a divisor"):
         _check_optimizer(settings(tmp_path, shard_optimizer=True), parallelism, tiny.model().config)
 
@@ -79,13 +79,13 @@ def test_a_mesh_that_is_not_the_models_is_refused(tmp_path):
 
 
 def test_experts_that_devices_do_not_divide_are_refused(tmp_path):
-    parallelism = Parallelism(AbstractMesh((1, 1, 3, 1), MESH_AXES))
+    parallelism = Parallelism(AbstractMesh((1, 1, 1, 3, 1), MESH_AXES))
     with pytest.raises(ValueError, match="4 experts cannot be dealt out to mesh.expert=3 devices; take a divisor"):
         _check_experts(settings(tmp_path), parallelism, tiny.model().config)
 
 
 def test_experts_that_a_model_lacks_cannot_change_places(tmp_path):
-    parallelism = Parallelism(AbstractMesh((1, 1, 2, 1), MESH_AXES))
+    parallelism = Parallelism(AbstractMesh((1, 1, 1, 2, 1), MESH_AXES))
     with pytest.raises(ValueError, match="rebalance_every=1 needs a model with experts"):
         _check_experts(settings(tmp_path, rebalance_every=1), parallelism, tiny.dense().config)
 

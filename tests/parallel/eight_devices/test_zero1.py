@@ -156,7 +156,7 @@ from moe_jax.parallel.zero1 import sum_to_parts
 from moe_jax.train import TrainState, apply_gradients
 
 devices = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x4x1").devices
-mesh = Mesh(np.array(devices).reshape(2, 2, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 4)
+mesh = Mesh(np.array(devices).reshape(1, 2, 2, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 5)
 path, shape, optimizer = ("lm_head", "weight"), (4096, 2048), optax.adamw(1e-5)
 
 def tree(shape, dtype, spec):
