@@ -26,6 +26,7 @@ from moe_jax.generation import generation_mesh
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.random_weights import random_model
 from moe_jax.parallel.layout import mesh_of
+from moe_jax.parallel.mesh import refuse_pipe
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,10 @@ def check_model(model: Decoder, tokens: list[int], *, tokenizer: Any = None, rep
     """Runs both passes on one sequence, on the devices that hold the model.
 
     Raises:
-      ValueError: the mesh axis `expert` of these devices does not divide the number of experts.
+      ValueError: the mesh axis `expert` of these devices does not divide the number of experts, or `pipe` has several devices.
     """
     config, mesh = model.config, mesh_of(nnx.state(model, nnx.Param))
+    refuse_pipe(mesh, "check_model", "move the layers out of their chunks first, by parallel.pipeline.chunks.from_chunks")
     passes = passes_over(model, tokens)
     arguments = passes.arguments
     began = time.perf_counter()

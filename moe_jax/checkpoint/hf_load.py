@@ -28,6 +28,7 @@ from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.inputs import float_dtype
 from moe_jax.parallel.layout import parameter_sharding
+from moe_jax.parallel.mesh import refuse_pipe
 from moe_jax.runtime.processes import is_first_process
 
 _logger = logging.getLogger(__name__)
@@ -58,11 +59,17 @@ def from_pretrained(
 
     Raises:
       FileNotFoundError: there is no such folder and no such model on the hub.
-      ValueError: dtype or param_dtype is no float dtype, or config.json asks for an unsupported feature.
+      ValueError: dtype or param_dtype is no float dtype, or config.json asks for an unsupported feature. Or the mesh has
+        several devices along `pipe`.
       CheckpointError (a ValueError): tensors are missing, unexpected, or of a wrong shape or dtype, or files are absent,
         truncated or corrupt; one error lists all problems.
       ImportError: the weights are .bin files, and torch is not installed.
     """
+    refuse_pipe(
+        mesh,
+        "from_pretrained",
+        "load onto a mesh without pipe, or onto one device, and then take parallel.pipeline.chunks.to_chunks",
+    )
     dtype = float_dtype(dtype)
     param_dtype = dtype if param_dtype is None else float_dtype(param_dtype, "param_dtype")
     folder = find_checkpoint(folder_or_hub_id)

@@ -17,6 +17,8 @@ KINDS = {
 }
 """The parts of a prediction by their bound: arithmetic, the GPU's own memory, links between GPUs, the ends of a pipe."""
 
+NO_PIPE = "finetune runs no pipes yet; train.make_train_step does, with parallel.pipeline.chunks"
+
 HEADER = (
     f"{'pipe':>8}{'chunks':>8}"
     + "".join(f"{name:>8}" for name in MESH_AXES if name != "pipe")
@@ -58,7 +60,15 @@ def format_plan(predictions: list[Prediction], limit: int) -> str:
     lines = [HEADER, *(row(prediction) for prediction in fitting[:limit])]
     if len(fitting) > limit:
         lines.append(f"and {len(fitting) - limit} more that fit")
-    return "\n".join([*lines, _memory(best), f"train so: {how_to_train(best.step)}"])
+    lines += [_memory(best), f"train so: {how_to_train(best.step)}"]
+    if best.step.mesh.pipe > 1 and (runs := for_finetune(predictions)) is not None:
+        lines.append(f"the fastest without a pipe, {runs.step_seconds:.3f} s: {how_to_train(runs.step)}")
+    return "\n".join(lines)
+
+
+def for_finetune(predictions: list[Prediction]) -> Prediction | None:
+    """Returns the first prediction that fits and has no pipe, which `finetune` lacks; None without one."""
+    return next((prediction for prediction in predictions if prediction.fits and prediction.step.mesh.pipe == 1), None)
 
 
 def _remedy(prediction: Prediction) -> str:
@@ -83,11 +93,15 @@ def _memory(prediction: Prediction) -> str:
 
 
 def how_to_train(step: PlannedStep) -> str:
-    """Returns the command that trains this step, or `make_train_step`'s arguments if `finetune` lacks its attention method."""
+    """Returns the command that trains this step, or `make_train_step`'s arguments if `finetune` lacks its attention method.
+
+    With a pipe it says that `finetune` does not run the command yet.
+    """
     if step.mesh.context > 1 and step.context_method != "ring":
         method = f"context=ContextParallel(method={step.context_method!r})"
         return f"by moe_jax.train.make_train_step with Parallelism(mesh, {method}); moe-jax finetune takes the ring"
-    return f"moe-jax finetune {flags(step)} ..."
+    command = f"moe-jax finetune {flags(step)} ..."
+    return f"{command} ({NO_PIPE})" if step.mesh.pipe > 1 else command
 
 
 def flags(step: PlannedStep) -> str:

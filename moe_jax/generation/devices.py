@@ -30,6 +30,7 @@ from moe_jax.kernels.varying import vary_as
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.fsdp import ShardedParameters
+from moe_jax.parallel.mesh import refuse_pipe
 from moe_jax.parallel.spread import Spread
 from moe_jax.runtime.processes import is_first_process
 
@@ -77,6 +78,9 @@ def decode_on_devices[Results: tuple](
       decode: a decoding loop, traced for one device. Each array of its result, a NamedTuple, has a row for each of the device's
         prompts. Results of rows without a prompt are dropped.
       options: a compilation is kept for each set of values.
+
+    Raises:
+      ValueError: the model lies on a mesh with several devices along `pipe`.
     """
     graph, parameters, *rest = nnx.split(model, nnx.Param, ...)
     mesh = generation_mesh(_devices_of(model), model.config)
@@ -156,6 +160,11 @@ def _devices_of(model: Decoder) -> list[jax.Device]:
     if sharding is None:
         return jax.local_devices()[:1]
     if isinstance(sharding, NamedSharding):
+        refuse_pipe(
+            sharding.mesh,
+            "generation",
+            "move the layers out of their chunks first, by parallel.pipeline.chunks.from_chunks",
+        )
         return sharding.mesh.devices.ravel().tolist()
     return sorted(sharding.device_set, key=lambda device: device.id)
 

@@ -11,6 +11,7 @@ from moe_jax.layers.router import ExpertBias
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import parameter_sharding
+from moe_jax.parallel.mesh import refuse_pipe
 
 
 def random_model(
@@ -21,7 +22,13 @@ def random_model(
     Args:
       param_dtype: dtype of the parameters (default: dtype).
       mesh: devices to spread the parameters over (`moe_jax.parallel.make_mesh`); None: the default device.
+
+    Raises:
+      ValueError: the mesh has several devices along `pipe`.
     """
+    refuse_pipe(
+        mesh, "random_model", "draw on a mesh without pipe, or on one device, and then take parallel.pipeline.chunks.to_chunks"
+    )
     param_dtype = dtype if param_dtype is None else param_dtype
 
     def make():

@@ -34,6 +34,16 @@ def make_mesh(
     return jax.make_mesh(sizes, MESH_AXES, axis_types=auto, devices=devices)
 
 
+def refuse_pipe(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None, work: str, instead: str) -> None:
+    """Refuses a mesh with several devices along `pipe`, for `work` that does not run through a pipe.
+
+    Raises:
+      ValueError: names the work, the size of `pipe`, and what to do `instead`.
+    """
+    if mesh is not None and mesh.shape.get("pipe", 1) > 1:
+        raise ValueError(f"{work} has no pipe yet, and the mesh has pipe={mesh.shape['pipe']}: {instead}")
+
+
 def axis_size(axis_name: str) -> int:
     """Returns the number of devices along a mesh axis, inside a `jax.shard_map` over it.
 

@@ -105,10 +105,13 @@ def test_the_table_marks_pipes_and_prints_how_to_train_them(tmp_path, capsys):
     assert all((int(line.split()[0]) > 1) == line.endswith("not measured") for line in rows)
     pipe, chunks, data, fsdp, expert, context, micro_batches = rows[0].split()[:7]
     assert int(pipe) > 1 and "micro-batches" in printed
-    command = printed.split("moe-jax finetune ")[1].split(" ...")[0]
+    (command, beside), (whole, _) = (part.split(" ...", 1) for part in printed.split("moe-jax finetune ")[1:])
     assert command.startswith(f"--mesh.pipe {pipe} ") and f" --pipe-chunks {chunks} " in command
     assert f" --gradient-accumulation {micro_batches} " in command
-    assert command in script.read_text()
+    assert beside.startswith(" (finetune runs no pipes yet; train.make_train_step does, with parallel.pipeline.chunks)\n")
+    assert "pipe" not in whole and whole in script.read_text()
+    first_whole = next(line for line in rows if int(line.split()[0]) == 1)
+    assert f"the fastest without a pipe, {first_whole.split(' s ')[0].split()[-1]} s: moe-jax finetune {whole}" in printed
 
 
 def test_a_long_sequence_is_split():
@@ -280,11 +283,11 @@ def test_the_defaults_are_those_of_finetune():
     assert ours["sequence_length"] == theirs["seq_len"]
 
 
-def test_the_batch_script_trains_on_the_fastest_mesh(tmp_path, capsys):
+def test_the_batch_script_trains_without_a_pipe(tmp_path, capsys):
     """The script has the options of docs/many_gpus.md, and bash can parse it. Bad options write no file."""
     script = tmp_path / "train.sbatch"
     main(f"plan qwen3-30b-a3b --devices 16 --limit 1 --sbatch {script}".split())
-    flags_printed = capsys.readouterr().out.split("moe-jax finetune ")[1].split(" ...")[0]
+    flags_printed = capsys.readouterr().out.split("moe-jax finetune ")[-1].split(" ...")[0]
     text = script.read_text()
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8\n" in text and f"\n  {flags_printed} || status=$?\n" in text
     in_docs = (Path(__file__).parents[2] / "docs" / "many_gpus.md").read_text().split("```bash")

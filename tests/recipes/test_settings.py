@@ -62,6 +62,11 @@ def test_overlapping_micro_batches_need_several_and_a_mesh(tmp_path):
         settings(tmp_path, overlap_micro_batches="no")
 
 
+def test_a_pipe_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="mesh.pipe=2 must be 1: finetune has no pipe yet. .* train.make_train_step"):
+        settings(tmp_path, mesh=MeshShape(pipe=2))
+
+
 def test_epochs_take_the_place_of_steps(tmp_path):
     with pytest.raises(ValueError, match="epochs=2 and steps=30 exclude each other"):
         settings(tmp_path, epochs=2)

@@ -25,7 +25,7 @@ from moe_jax.parallel.collectives.hops import default_hops
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.expert.placement import balanced_order
 from moe_jax.parallel.layout import mesh_of
-from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.mesh import make_mesh, refuse_pipe
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.zero1 import optimizer_mesh, optimizer_shardings
 from moe_jax.recipes.finetuning.identity import MODEL, same_run, values_of
@@ -308,14 +308,16 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
     """Returns how training is spread over devices, the model's devices if a model was passed; None for one device.
 
     Raises:
-      ValueError: the settings name another mesh than the model's. Or the mesh lacks devices of some process, which would be a
-        run for each process in the same folder. Or the mesh does not divide a micro-batch's rows, or a sequence.
+      ValueError: the settings name another mesh than the model's, or that mesh has a pipe. Or the mesh lacks devices of some
+        process, which would be a run for each process in the same folder. Or the mesh does not divide a micro-batch's rows, or
+        a sequence.
     """
     if model is None:
         alone = settings.mesh.size == 1 and jax.process_count() == 1
         mesh = None if alone else make_mesh(**asdict(settings.mesh))
     else:
         mesh = mesh_of(nnx.state(model, nnx.Param))
+        refuse_pipe(mesh, "finetune", "train through a pipe with train.make_train_step and parallel.pipeline.chunks")
         lies_on = MeshShape() if mesh is None else MeshShape(**{axis: mesh.shape.get(axis, 1) for axis in MESH_AXES})
         if settings.mesh not in (MeshShape(), lies_on):
             raise ValueError(

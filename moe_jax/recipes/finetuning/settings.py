@@ -186,6 +186,11 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     for axis in MESH_AXES:
         if not _fits(getattr(settings.mesh, axis), "an integer of at least 1"):
             problems.append(f"mesh.{axis}={getattr(settings.mesh, axis)!r} must be an integer of at least 1")
+        elif axis == "pipe" and settings.mesh.pipe > 1:
+            problems.append(
+                f"mesh.pipe={settings.mesh.pipe} must be 1: finetune has no pipe yet. Training through a pipe works with "
+                "train.make_train_step and parallel.pipeline.chunks"
+            )
     if problems:
         return problems
     if settings.batch_size % settings.gradient_accumulation:
