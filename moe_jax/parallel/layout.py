@@ -117,7 +117,7 @@ def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> d
     """Returns the mesh axes that split each axis of the parameter, the slowest first."""
     own_axes = _matrix_axes(path)
     splits: dict[int, tuple[str, ...]] = {}
-    names = ("expert", "fsdp", "context") if own_axes == 3 else ("fsdp", "expert", "context")
+    names: tuple[str, ...] = ("expert", "fsdp", "context") if own_axes == 3 else ("fsdp", "expert", "context")
     if mesh.shape.get("pipe", 1) > 1:
         if _lies_in_chunks(path, shape):
             splits[1] = ("pipe",)
@@ -137,7 +137,7 @@ def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> d
 
 def _lies_in_chunks(path: tuple, shape: tuple[int, ...]) -> bool:
     """Returns whether the parameter is stacked as [chunks, ranks, layers of a chunk, ...]."""
-    own_axes = _matrix_axes(path) or (2 if "router" in path else 1)
+    own_axes = _matrix_axes(path) or (2 if path[-2:] == ("router", "weight") else 1)
     return path[0] == "stages" and len(shape) == 3 + own_axes
 
 

@@ -297,10 +297,11 @@ class _Passes:
 
     def _routing_gradients(self, router) -> list:
         """Returns the gradients of a chunk's routing, leaf by leaf: those of the sums over layers, for each layer."""
-        gradients, leaves = iter(jax.tree.leaves(router)), []
-        of_sums = len(jax.tree.leaves(self._routing.sums))
-        for place, shape in enumerate(jax.tree.leaves(self._routing)):
-            if jnp.issubdtype(shape.dtype, jnp.floating) and place < of_sums:
+        gradients = iter(jax.tree.leaves(router))
+        leaves: list[Any] = []
+        # The routing's only floats are those of its sums.
+        for shape in jax.tree.leaves(self._routing):
+            if jnp.issubdtype(shape.dtype, jnp.floating):
                 gradient = jnp.broadcast_to(next(gradients), shape.shape)
                 # A constant, as the sum within sequences of a loss without that term, is typed as the same on all devices.
                 is_constant = not shape.manual_axis_type.varying
@@ -359,7 +360,7 @@ class _Passes:
 
     def _router_sums(self, finished: _Moving, is_last) -> RouterSums:
         """Returns sums of as many layers as the model has, all in the first: losses need the sum over layers alone."""
-        if finished.router is None:
+        if self._routing is None:
             return self._vary(RouterSums.of_no_layer(1))
         joined = _joined(
             jax.tree.map(lambda a: jnp.where(is_last, a, 0), (finished.router, finished.counts)), self._routing.sums

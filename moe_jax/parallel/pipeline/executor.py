@@ -68,7 +68,7 @@ class _State(NamedTuple):
     finished: Any
     """The output of the rank's forward pass one tick before."""
     slots: Any
-    """What forward passes saved, stacked; the last slot takes what is not needed."""
+    """What forward passes saved, stacked. The last slot is for passes that do not exist: chunk 0 of micro-batch 0."""
     totals: Any
 
 
@@ -95,7 +95,7 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
         return passes.forward(of_tick, _where(is_first, passes.enter(of_tick.micro_batch), arriving))
 
     def tick(has_forward: bool, has_backward: bool, t, state: _State) -> _State:
-        ahead, back = (_in_range(at(t, rank, *sizes), chunks, micro_batches) for at in (forward_at, backward_at))
+        ahead, back = (_or_first(at(t, rank, *sizes)) for at in (forward_at, backward_at))
         totals, running = state.totals, []
         if has_forward:
             running.append(begin(ahead, state.arriving))
@@ -109,6 +109,11 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
         results = list(passes.run(*running))
         if has_forward:
             output, saved, count = results.pop(0)
+            if not has_backward:
+                # A backward pass that does not exist reads what a forward pass over the same chunk and micro-batch saved.
+                # With zeros in place of residuals, its gradients would be NaN, and not the zeros that add nothing.
+                is_first = ahead.exists & (ahead.chunk == 0) & (ahead.micro_batch == 0)
+                state = state._replace(slots=_put(state.slots, saved, jnp.where(is_first, num_slots, slot_of(ahead))))
             state = state._replace(
                 arriving=jax.tree.map(lambda a: hop(a, axis_name, 1), output),
                 finished=output,
@@ -153,10 +158,10 @@ def _loss(passes: PipelinePasses, done: TickPass, chunks: int, micro_batches: in
     return lax.cond(done.exists & (done.chunk == chunks - 1), compute, skip, finished, totals)
 
 
-def _in_range(of_tick: TickPass, chunks: int, micro_batches: int) -> TickPass:
-    """Returns the pass with a chunk and a micro-batch that exist, whether or not the pass does."""
+def _or_first(of_tick: TickPass) -> TickPass:
+    """Returns the pass; chunk 0 of micro-batch 0 in place of one that does not exist."""
     return of_tick._replace(
-        chunk=jnp.clip(of_tick.chunk, 0, chunks - 1), micro_batch=jnp.clip(of_tick.micro_batch, 0, micro_batches - 1)
+        chunk=jnp.where(of_tick.exists, of_tick.chunk, 0), micro_batch=jnp.where(of_tick.exists, of_tick.micro_batch, 0)
     )
 
 
