@@ -1,4 +1,6 @@
-"""Pipeline parallelism: schedules as data, their rules, and the time and memory of a step. No module here imports JAX.
+"""Pipeline parallelism: schedules as data, their rules, the time and memory of a step, and an executor.
+
+`chunks` lays layers out and `executor` runs uniform ticks. The other modules do not import JAX.
 
 docs/schedules.md compares the schedules.
 """

@@ -38,7 +38,7 @@ from moe_jax.parallel.pipeline.ticks import (
 
 @dataclass(frozen=True)
 class PipelinePasses:
-    """What a pipeline runs, as functions of arrays inside `jax.shard_map`.
+    """Functions of arrays inside `jax.shard_map` that a pipeline runs.
 
     A `TickPass` says which chunk and micro-batch. If it does not exist, gradients and sums must not count it.
     """
