@@ -123,7 +123,8 @@ def test_gpus_that_a_command_does_not_take_are_hidden_from_it(command, sees_one_
 
 
 def test_check_runs_in_several_processes(checkpoint, tmp_path, capfd):
-    check = ["check", str(checkpoint), "--prompt", "the same words", "--dtype", "float32", "--repeats", "1", "--json"]
+    moe_jax.save_pretrained(tiny.dense(), tmp_path / "model", tokenizer_from=checkpoint)
+    check = ["check", str(tmp_path / "model"), "--prompt", "the same words", "--dtype", "float32", "--repeats", "1", "--json"]
     main([*check, str(tmp_path / "alone.json")])
     program = [sys.executable, "-m", "moe_jax.cli", *check, str(tmp_path / "launched.json")]
     main(["launch", "--processes", "2", "--cpu-devices", "1", "--", *program])

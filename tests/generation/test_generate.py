@@ -69,7 +69,7 @@ def test_on_an_h200_the_prompt_alone_takes_the_fused_kernel(name, module, monkey
 
 
 def test_a_sequence_ends_at_its_eos_while_others_go_on():
-    model = load_ours(reference("qwen3_moe", 11))
+    model = load_ours(reference("qwen3", 11))
     prompts = [[5, 6, 7], [8]]
     free = moe_jax.generate(model, prompts, max_new_tokens=10)
     end = free[0][2]
@@ -82,7 +82,7 @@ def test_a_sequence_ends_at_its_eos_while_others_go_on():
 
 def test_sampling_is_reproducible_by_its_seed():
     """The draw of a prompt does not depend on the prompts after it."""
-    model = load_ours(reference("qwen3_moe", 12))
+    model = load_ours(reference("qwen3", 12))
     options = dict(max_new_tokens=16, temperature=1.0, top_k=50, top_p=0.95)
     one = moe_jax.generate(model, [[1, 2], [3]], seed=1, **options)
     assert one == moe_jax.generate(model, [[1, 2], [3]], seed=1, **options)

@@ -102,8 +102,15 @@ def gradient_of(y):
     return jax.tree.map(gradient, y)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name, remat",
+    [
+        ("deepseek-v3", False),
+        ("qwen3-moe", True),
+        pytest.param("deepseek-v3", True, marks=pytest.mark.thorough),
+        pytest.param("qwen3-moe", False, marks=pytest.mark.thorough),
+    ],
+)
 def test_b_then_w_is_the_undivided_backward_pass(name, remat):
     """Bit for bit: x, dx, and the gradient of every parameter."""
     stage = Stage.of(MODELS[name](), remat)
@@ -153,7 +160,7 @@ def test_all_architectures_are_walked():
     assert walked == set(MODEL_CLASSES.values())
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_flops(remat):
     """B and W multiply as much as the undivided backward pass, by XLA's count, and B has no products of W's.
 

@@ -18,12 +18,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 YARN_MSCALE = {**YARN, "mscale": 1.2, "mscale_all_dim": 0.8}
 VARIANTS = {
     "moe": ("qwen3_moe", {}),
-    "moe_sparse_step": ("qwen3_moe", {"decoder_sparse_step": 2}),
-    "moe_mlp_only_layers": ("qwen3_moe", {"mlp_only_layers": [0, 2]}),
-    "moe_tied_bias": ("qwen3_moe", {"tie_word_embeddings": True, "attention_bias": True}),
-    "moe_sliding_window_rope_linear": (
+    # Layer 3 of 0 to 3 has experts.
+    "moe_sparse_step_mlp_only_layers": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}),
+    "moe_tied_bias_sliding_window_rope_linear": (
         "qwen3_moe",
         {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
             "use_sliding_window": True,
             "sliding_window": 5,
             "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e7},
@@ -35,31 +36,48 @@ VARIANTS = {
     # which f32 leaves transformers itself no more than 5 digits.
     "moe_all_experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 4, "router_std": 0.1}),
     "dense": ("qwen3", {}),
-    "dense_tied_bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
     "dense_sliding_upper_layers": ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
     "dense_rope_dynamic": (
         "qwen3",
         {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
     ),
-    "dense_yarn_options": (
+    "dense_tied_bias_yarn_options": (
         "qwen3",
-        {"rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}},
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+        },
     ),
     "dense_multi_head": ("qwen3", {"num_key_value_heads": 4, "head_dim": 8, "rms_norm_eps": 1e-3}),
-    "deepseek_three_dense_layers": (
+    "deepseek_three_dense_layers_yarn": (
         "deepseek_v3",
-        {"first_k_dense_replace": 3, "num_hidden_layers": 4, "n_group": 2, "topk_group": 1, "tie_word_embeddings": True},
+        {
+            "first_k_dense_replace": 3,
+            "num_hidden_layers": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN,
+        },
     ),
     "deepseek_all_layers_dense": ("deepseek_v3", {"first_k_dense_replace": 2, "rms_norm_eps": 1e-3}),
     "deepseek_one_dense_layer_eight_groups": (
         "deepseek_v3",
         {"first_k_dense_replace": 1, "n_group": 8, "topk_group": 3, "routed_scaling_factor": 1.0},
     ),
-    "deepseek_one_group_unnormed_halves_no_shared": (
+    "deepseek_one_group_unnormed_halves_no_shared_bias": (
         "deepseek_v3",
-        {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False, "n_shared_experts": 0},
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 5,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "n_shared_experts": 0,
+            "attention_bias": True,
+        },
     ),
-    "deepseek_yarn_bias": ("deepseek_v3", {"rope_parameters": YARN, "attention_bias": True, "num_experts_per_tok": 5}),
     "deepseek_yarn_mscale_whole_queries_two_shared": (
         "deepseek_v3",
         {"rope_parameters": YARN_MSCALE, "q_lora_rank": None, "n_shared_experts": 2},
@@ -148,10 +166,12 @@ def test_packed_documents(model_type, overrides):
     documents = [rng.integers(0, 97, length) for length in lengths]
     packed = np.concatenate([*documents, np.zeros(2, int)])[None]
     segments = np.repeat([1, 2, 3, 0], [*lengths, 2])[None]
-    logits = ours(jnp.asarray(packed), segment_ids=jnp.asarray(segments)).logits[0]
+    graph, state = nnx.split(ours)
+    run = jax.jit(lambda *arguments: nnx.merge(graph, state)(arguments[0], segment_ids=arguments[1]).logits[0])
+    logits = run(packed, segments)
     start = 0
     for document in documents:
-        alone = ours(jnp.asarray(document)[None]).logits[0]
+        alone = run(document[None], None)
         assert_close(logits[start : start + len(document)], alone)
         start += len(document)
 

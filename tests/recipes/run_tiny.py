@@ -1,14 +1,21 @@
-"""The training run that test_resume starts as a process of its own, to be killed. Arguments: data folder, output folder."""
+"""The training run of test_resume, also as a process of its own, to be killed. Arguments: data folder, output folder."""
 
 import sys
+from pathlib import Path
 
 import tiny
 
 from moe_jax.recipes import FinetuneSettings, finetune
 
-if __name__ == "__main__":
+
+def run(data: Path, output: Path) -> None:
+    """Trains for 24 steps, or goes on to them."""
     settings = FinetuneSettings(
-        model="none", data=sys.argv[1], output=sys.argv[2], seq_len=32, batch_size=4, gradient_accumulation=2, steps=24,
+        model="none", data=str(data), output=str(output), seq_len=32, batch_size=4, gradient_accumulation=2, steps=24,
         learning_rate=1e-2, warmup_steps=2, checkpoint_every=5, keep_checkpoints=2, dtype="float32", seed=7,
     )  # fmt: skip
     finetune(settings, model=tiny.biased_model(), tokenizer=tiny.tokenizer())
+
+
+if __name__ == "__main__":
+    run(*map(Path, sys.argv[1:]))

@@ -3,10 +3,12 @@
 import json
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from flax import nnx
 from tiny import settings
 
 from moe_jax.recipes import finetune
@@ -60,7 +62,9 @@ def test_held_out_text_is_measured_and_not_trained_on(tmp_path):
     found = {record["step"]: record["eval_loss"] for record in result.metrics if "eval_loss" in record}
     assert sorted(found) == [2, 4, 5] and found[5] < found[2]
     stream = batches(open_documents(options["eval_data"]), tiny.tokenizer(), seq_len=32, batch_size=2)
-    parts = [loss(result.model, {name: jnp.asarray(a) for name, a in next(stream).items()})[1] for _ in range(3)]
+    graph, state = nnx.split(result.model)
+    losses = jax.jit(lambda state, batch: loss(nnx.merge(graph, state), batch)[1])
+    parts = [losses(state, next(stream)) for _ in range(3)]
     expected = sum(p.cross_entropy for p in parts) / sum(p.num_labels for p in parts)
     np.testing.assert_allclose(found[5], expected, rtol=1e-5)
     alone = finetune(
@@ -82,7 +86,7 @@ def test_further_tokens_are_learned_and_logged_or_refused(tmp_path):
 
 
 def test_tensorboard_gets_every_scalar(tmp_path, capsys):
-    finetune(settings(tmp_path, steps=2, warmup_steps=0, tensorboard=True), model=tiny.model(), tokenizer=tiny.tokenizer())
+    finetune(settings(tmp_path, tensorboard=True), model=tiny.model(), tokenizer=tiny.tokenizer(), stop_after=2)
     (events,) = (tmp_path / "run" / "tensorboard").iterdir()
     content = events.read_bytes()
     assert all(name in content for name in (b"loss", b"grad_norm", b"max_mean_expert_load"))
@@ -133,12 +137,12 @@ def test_a_checkpoint_that_was_never_finished_is_removed(tmp_path, steps_that_le
 
 def test_a_home_folder_may_be_written_short(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    finetune(settings(tmp_path, steps=1, warmup_steps=0, output="~/run"), model=tiny.model(), tokenizer=tiny.tokenizer())
+    finetune(settings(tmp_path, output="~/run"), model=tiny.model(), tokenizer=tiny.tokenizer(), stop_after=1)
     assert len(read_records(tmp_path / "run" / "metrics.jsonl")) == 1
 
 
 def test_bf16_compute_keeps_f32_weights(tmp_path):
-    model = tiny.model(dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    model = tiny.dense(dtype=jnp.bfloat16, param_dtype=jnp.float32)
     result = finetune(settings(tmp_path, dtype="bfloat16", steps=3), model=model, tokenizer=tiny.tokenizer())
     assert result.model.head_weight.dtype == jnp.float32
     assert result.model(jnp.zeros((1, 4), jnp.int32)).logits.dtype == jnp.bfloat16

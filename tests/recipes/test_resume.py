@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+import run_tiny
 import tiny
 from flax import nnx
 
@@ -37,11 +39,6 @@ def start(data: Path, output: Path) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen) -> None:
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors.decode()[-3000:]
-
-
 def comparable(output: Path) -> list[dict]:
     timed = ("tokens_per_second", "model_tflops")
     records = [{k: v for k, v in r.items() if k not in timed} for r in read_records(output / "metrics.jsonl")]
@@ -50,8 +47,9 @@ def comparable(output: Path) -> list[dict]:
 
 @pytest.mark.long
 def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path):
+    """A process is killed twice. What ends its run, and the run to compare with, may be this process: bits are the same."""
     data = tiny.write_texts(tmp_path / "texts")
-    finish(start(data, tmp_path / "whole"))
+    run_tiny.run(data, tmp_path / "whole")
     expected = comparable(tmp_path / "whole")
     assert len(expected) == 48
 
@@ -65,7 +63,7 @@ def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path):
             time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    finish(start(data, output))
+    run_tiny.run(data, output)
     assert comparable(output) == expected
     kept = sorted(int(p.name) for p in (output / "checkpoints").iterdir() if p.name.isdigit())
     assert kept == [20, 24]
@@ -73,7 +71,7 @@ def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_that_is_alone_saves_when_it_is_told_to_stop(tmp_path, monkeypatch, number):
-    settings = tiny.settings(tmp_path, seq_len=16, batch_size=2, steps=5)
+    settings = tiny.settings(tmp_path)
     handler, write = signal.getsignal(number), MetricsWriter.write
 
     def write_and_be_told(self, record, of_layers):
@@ -120,7 +118,7 @@ def test_more_steps_after_the_end(tmp_path, monkeypatch):
         # The same rate in runs of any length, so that all else can be compared.
         rate = dict(learning_rate=1e-2, min_learning_rate_ratio=1.0)
         settings = FinetuneSettings(**paths, **rate, steps=steps, seq_len=16, batch_size=2, dtype="float32")
-        assert finetune(settings, model=tiny.model(), tokenizer=tiny.tokenizer()).step == steps
+        assert finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer()).step == steps
 
     run("lengthened", steps=2)
     with pytest.raises(ValueError, match="lengthened holds 2 steps of this run: steps=1 would end before; take 2 or more"):
@@ -154,26 +152,22 @@ def test_a_run_that_began_without_a_bos_token_goes_on_without(tmp_path, monkeypa
 
 def test_folder_of_another_run(tmp_path, monkeypatch):
     """A folder with another run is refused before weights are read."""
-    data, checkpoint = tiny.write_texts(tmp_path / "texts"), tmp_path / "model"
+    checkpoint = tmp_path / "model"
     moe_jax.save_pretrained(tiny.model(), checkpoint)
-    options = dict(
-        model=str(checkpoint), data=str(data), output=str(tmp_path / "run"), seq_len=16, batch_size=2, steps=4, warmup_steps=0
-    )
-    result = finetune(
-        FinetuneSettings(**options, dtype="float32"), model=tiny.model(), tokenizer=tiny.tokenizer(), stop_after=2
-    )
+    settings = tiny.settings(tmp_path, model=str(checkpoint))
+    result = finetune(settings, model=tiny.model(), tokenizer=tiny.tokenizer(), stop_after=2)
     assert result.step == 2 and len(result.metrics) == 2
     monkeypatch.setattr(sys.modules["moe_jax.recipes.finetuning.loop"], "from_pretrained", None)
     with pytest.raises(ValueError, match="holds another run.*seed: checkpoint 0, now 1"):
-        finetune(FinetuneSettings(**options, dtype="float32", seed=1), tokenizer=tiny.tokenizer())
+        finetune(replace(settings, seed=1), tokenizer=tiny.tokenizer())
     in_bf16 = tiny.model(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     with pytest.raises(
         ValueError, match="dtype: checkpoint 'float32', now 'bfloat16'; param_dtype: checkpoint 'float32', now 'bfloat16'"
     ):
-        finetune(FinetuneSettings(**options, dtype="float32"), model=in_bf16, tokenizer=tiny.tokenizer())
+        finetune(settings, model=in_bf16, tokenizer=tiny.tokenizer())
     moe_jax.save_pretrained(tiny.biased_model(), checkpoint)
     with pytest.raises(ValueError, match="holds another run.*config: checkpoint .*'qwen3_moe'.*, now .*'deepseek_v3'"):
-        finetune(FinetuneSettings(**options, dtype="float32"), tokenizer=tiny.tokenizer())
+        finetune(settings, tokenizer=tiny.tokenizer())
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
 

@@ -37,7 +37,7 @@ def test_equals_one_device(make, sizes):
 
 def test_command_takes_devices(tmp_path, capsys):
     tiny.tokenizer_with_a_beginning().save_pretrained(tmp_path / "tokenizer")
-    moe_jax.save_pretrained(tiny.model(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+    moe_jax.save_pretrained(tiny.dense(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     reports = []
     for devices in (1, 8):
         report = tmp_path / f"{devices}.json"

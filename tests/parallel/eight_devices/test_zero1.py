@@ -44,7 +44,8 @@ def assert_close(ours, theirs, tolerance):
     "sizes, options",
     [
         ({"data": 2, "fsdp": 2}, {"gradient_accumulation": 2}),
-        ({"data": 4}, {}),
+        # Parts over four devices: `test_bf16_parameters` and `test_update`.
+        pytest.param({"data": 4}, {}, marks=pytest.mark.thorough),
         pytest.param(
             {"data": 2, "expert": 2, "context": 2},
             {"make_model": partial(tiny.deepseek, mtp=1), "mtp_loss_coef": 0.3, "remat": "offload"},
@@ -83,8 +84,16 @@ def test_bf16_parameters():
     assert own_bytes(state.params) == own_bytes(expected.params)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2}, {"data": 4}], ids=["data-fsdp", "data"])
+@pytest.mark.parametrize(
+    "sizes, dtype",
+    [
+        ({"data": 2, "fsdp": 2}, jnp.bfloat16),
+        ({"data": 4}, jnp.float32),
+        pytest.param({"data": 2, "fsdp": 2}, jnp.float32, marks=pytest.mark.thorough),
+        pytest.param({"data": 4}, jnp.bfloat16, marks=pytest.mark.thorough),
+    ],
+    ids=["data-fsdp-bfloat16", "data-float32", "data-fsdp-float32", "data-bfloat16"],
+)
 def test_update(sizes, dtype):
     """From equal gradients, two updates give the masters and moments of the whole state."""
     optimizer = make_optimizer(1e-2)
