@@ -64,6 +64,11 @@ def micro_batches_of(batch: Batch, micro_batches: int) -> tuple[Batch, Batch]:
     return {name: strided(x) for name, x in batch.items() if x.ndim}, scalars
 
 
+def micro_batch_at(stacked: Batch, i: int | Int[Array, ""]) -> Batch:
+    """Returns micro-batch i of the arrays of `micro_batches_of`, without the shared scalars; i may be traced."""
+    return {name: x[i] for name, x in stacked.items()}
+
+
 def num_rows(batch: dict[str, Any]) -> int:
     """Returns the rows of a batch that holds no scalars."""
     return next(iter(batch.values())).shape[0]

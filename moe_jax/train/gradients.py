@@ -5,11 +5,13 @@ brings its own. `fixed` is the part of the model that gets no gradients.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from moe_jax.kernels.precision import at_least_f32
@@ -17,9 +19,11 @@ from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.moe import add_expert_gradients_to
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
+from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.train.batch import Batch, micro_batches_of
-from moe_jax.train.on_devices import merged_model, on_devices
+from moe_jax.parallel.zero1 import stacked_specs
+from moe_jax.train.batch import Batch, batch_specs, micro_batch_at, micro_batches_of
+from moe_jax.train.on_devices import merged_model, on_devices, spread_of
 from moe_jax.train.state import as_f32
 
 
@@ -33,6 +37,11 @@ class Gradients(NamedTuple):
 
 ObjectiveFn = Callable[[Decoder, Batch], tuple[Float[Array, ""], Any]]
 GradientsFn = Callable[[nnx.State, nnx.State, Batch], Gradients]
+SumFn = Callable[[nnx.State, nnx.State, Execution, Batch, Batch], Gradients]
+"""sum_of(params, fixed, execution, stacked, scalars): sums over the micro-batches of one device, inside `jax.shard_map`.
+
+`params` is what `ShardedParameters.enter` returns, and the gradients are laid out alike. Value and aux are the same on every
+device."""
 
 
 def gradients_fn(
@@ -118,6 +127,52 @@ def accumulate_in_place(
         zeros = _zeros(lambda arrays: of_micro_batch(accumulators, arrays)[0], stacked)
         (sums, accumulators), _ = jax.lax.scan(add, (zeros, accumulators), stacked)
         return sums._replace(gradients=nnx.merge_state(sums.gradients, as_f32(accumulators)))
+
+    return summed
+
+
+def sum_on_mesh(
+    sum_of: SumFn,
+    graphdef: nnx.GraphDef,
+    execution: Execution,
+    parallelism: Parallelism,
+    micro_batches: int,
+    *,
+    stack_over_data: bool = False,
+) -> GradientsFn:
+    """Returns what `accumulate` returns, of a function that orders a device's micro-batches itself.
+
+    Parameters outside the layers are gathered once for all micro-batches, and their gradients are summed over devices once.
+
+    Args:
+      sum_of: called on each device; its `execution` says how the model is spread.
+      graphdef, execution, parallelism, stack_over_data: as in `on_devices`.
+    """
+
+    def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
+        stacked, scalars = micro_batches_of(batch, micro_batches)
+        dtype = merged_model(graphdef, params, fixed).dtype
+        sharded = ShardedParameters.of(
+            params, parallelism.mesh, dtype=dtype, token_axes=parallelism.token_axes, hops=parallelism.hops
+        )
+        on_mesh = replace(execution, spread=spread_of(parallelism, sharded))
+
+        def local(params: nnx.State, fixed: nnx.State, stacked: Batch, scalars: Batch) -> tuple[Array, Any, nnx.State]:
+            if stack_over_data:
+                params = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
+            found = sum_of(sharded.enter(params), fixed, on_mesh, stacked, scalars)
+            gradients = sharded.leave(params, found.gradients)
+            return found.value, found.aux, jax.tree.map(lambda g: g[None], gradients) if stack_over_data else gradients
+
+        of_gradients = stacked_specs(sharded.specs) if stack_over_data else sharded.specs
+        rows = {name: PartitionSpec(None, *spec) for name, spec in batch_specs(micro_batch_at(stacked, 0), parallelism).items()}
+        value, aux, gradients = jax.shard_map(
+            local,
+            mesh=parallelism.mesh,
+            in_specs=(sharded.specs, PartitionSpec(), rows, PartitionSpec()),
+            out_specs=(PartitionSpec(), PartitionSpec(), of_gradients),
+        )(params, fixed, stacked, scalars)
+        return Gradients(value, aux, as_f32(gradients))
 
     return summed
 

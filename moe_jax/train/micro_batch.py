@@ -111,9 +111,19 @@ class MicroBatchPasses:
         dtype = at_least_f32(self.model().dtype)
         return jax.tree.map(lambda w: vary_as(jnp.zeros(w.shape, dtype), w), self.params)
 
+    def enter(self, batch: Batch) -> Entered:
+        """Embeds the tokens, and builds what all layers read of them."""
+        return self.model().enter(
+            batch["tokens"],
+            batch["positions"],
+            batch["segment_ids"],
+            context=self.execution.spread.context,
+            sequence_balance=self.objective.sequence_balance,
+        )
+
     def forward(self, batch: Batch) -> Pass:
         """Embeds the tokens and runs all stages; the result is a `Forwarded`."""
-        entered = self._enter(self.params, batch)
+        entered = self.enter(batch)
         carry, routings, saved = entered.carry, [], []
         for number in range(self.num_stages):
             # The accumulators' values are not read forward. Zeros keep the sums out of the loop, which would copy them.
@@ -127,18 +137,24 @@ class MicroBatchPasses:
 
     def loss(self, batch: Batch, forwarded: Forwarded, gradients: nnx.State) -> LossRun:
         """Computes the objective behind the last layer, and its gradients, which it adds to `gradients`."""
-        inputs = self._enter(self.params, batch).inputs
-        of_stages, outside = self._split(self.params)
+        inputs = self.enter(batch).inputs
 
-        def objective(outside: nnx.State, x, routings):
-            model = self.model(nnx.merge_state(of_stages, outside))
+        def value(model: Decoder, x, routings):
             return self.objective.of_states(model, model.leave(inputs, Carry(x, None), routings), batch)
 
-        value, pullback, aux = jax.vjp(objective, outside, forwarded.x, forwarded.routings, has_aux=True)
-        found, dx, droutings = pullback(jnp.ones_like(value))
+        return self.loss_of(value, forwarded.x, forwarded.routings, gradients)
+
+    def loss_of(self, value: Callable[[Decoder, Any, Any], tuple[Array, Any]], x, routings, gradients: nnx.State) -> LossRun:
+        """Computes value(model, x, routings) -> (scalar, aux) and the scalar's gradients; those of parameters are added."""
+        of_stages, outside = self._split(self.params)
+
+        def of_outside(outside: nnx.State, x, routings):
+            return value(self.model(nnx.merge_state(of_stages, outside)), x, routings)
+
+        found, pullback, aux = jax.vjp(of_outside, outside, x, routings, has_aux=True)
+        own, dx, droutings = pullback(jnp.ones_like(found))
         of_stages, of_others = self._split(gradients)
-        gradients = nnx.merge_state(of_stages, _add(of_others, found))
-        return LossRun(value, aux, dx, droutings, gradients)
+        return LossRun(found, aux, dx, droutings, nnx.merge_state(of_stages, _add(of_others, own)))
 
     def backward(self, batch: Batch, saved: list[SavedLayers], dx, droutings: list[Any], gradients: nnx.State) -> Pass:
         """Runs all stages backwards; the result is a `Backwarded`, whose gradients are `gradients` with the stages' added."""
@@ -181,15 +197,6 @@ class MicroBatchPasses:
         """Returns the model of these parameters; default: of `self.params`."""
         return merged_model(self.graphdef, self.params if params is None else params, self.fixed, self.execution)
 
-    def _enter(self, params: nnx.State, batch: Batch) -> Entered:
-        return self.model(params).enter(
-            batch["tokens"],
-            batch["positions"],
-            batch["segment_ids"],
-            context=self.execution.spread.context,
-            sequence_balance=self.objective.sequence_balance,
-        )
-
     def _stage(self, number: int, entered: Entered, gradients: nnx.State) -> StageLayers:
         """Returns the layers of a stage; in place, with the sums of the experts' gradients as accumulators."""
         model = self.model()
@@ -203,7 +210,7 @@ class MicroBatchPasses:
         self, loop: Callable[..., Loop], batch: Batch, saved: list[SavedLayers], dx, droutings: list[Any], gradients: nnx.State
     ) -> Pass:
         """Runs a backward loop of each stage, the last first; the result is dx, and the loops' results by stage."""
-        entered = self._enter(self.params, batch)
+        entered = self.enter(batch)
         carry, droutings = Carry(dx, None), list(droutings)
         runs = {}
         for number in reversed(range(self.num_stages)):

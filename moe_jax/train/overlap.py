@@ -10,25 +10,20 @@ a pipeline, and of DualPipe's pairs (DeepSeek-V3, https://arxiv.org/abs/2412.194
 | backward | | 0 | | n - 1 |
 """
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from moe_jax.layers.passes import run_joined, run_pass
 from moe_jax.models.execution import Execution
-from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.parallel.zero1 import stacked_specs
-from moe_jax.train.batch import Batch, batch_specs, micro_batches_of
-from moe_jax.train.gradients import Gradients, GradientsFn, zeros_of
+from moe_jax.train.batch import Batch, micro_batch_at, micro_batches_of
+from moe_jax.train.gradients import Gradients, GradientsFn, sum_on_mesh, zeros_of
 from moe_jax.train.micro_batch import Forwarded, MicroBatchPasses
 from moe_jax.train.objective import Objective
-from moe_jax.train.on_devices import merged_model, spread_of
 from moe_jax.train.state import as_f32
 
 
@@ -63,35 +58,16 @@ def accumulate_overlapping(
         raise ValueError(f"micro_batches must be at least 2, of which one overlaps the next; got {micro_batches}")
     check_objective(objective, "overlapping micro-batches")
 
+    def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:
+        adds_in_kernel = in_place and parallelism is None
+        return _sum_of(MicroBatchPasses(objective, graphdef, params, fixed, execution, adds_in_kernel), stacked, scalars)
+
+    if parallelism is not None:
+        return sum_on_mesh(sum_of, graphdef, execution, parallelism, micro_batches, stack_over_data=stack_over_data)
+
     def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
-        stacked, scalars = micro_batches_of(batch, micro_batches)
-        if parallelism is None:
-            passes = MicroBatchPasses(objective, graphdef, params, fixed, execution, in_place)
-            found = _sum_of(passes, stacked, scalars)
-            return found._replace(gradients=as_f32(found.gradients))
-        dtype = merged_model(graphdef, params, fixed).dtype
-        sharded = ShardedParameters.of(
-            params, parallelism.mesh, dtype=dtype, token_axes=parallelism.token_axes, hops=parallelism.hops
-        )
-        on_mesh = replace(execution, spread=spread_of(parallelism, sharded))
-
-        def local(params: nnx.State, fixed: nnx.State, stacked: Batch, scalars: Batch) -> tuple[Array, Any, nnx.State]:
-            if stack_over_data:
-                params = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
-            passes = MicroBatchPasses(objective, graphdef, sharded.enter(params), fixed, on_mesh, in_place=False)
-            found = _sum_of(passes, stacked, scalars)
-            gradients = sharded.leave(params, found.gradients)
-            return found.value, found.aux, jax.tree.map(lambda g: g[None], gradients) if stack_over_data else gradients
-
-        of_gradients = stacked_specs(sharded.specs) if stack_over_data else sharded.specs
-        rows = {name: PartitionSpec(None, *spec) for name, spec in batch_specs(_micro_batch(stacked, 0), parallelism).items()}
-        value, aux, gradients = jax.shard_map(
-            local,
-            mesh=parallelism.mesh,
-            in_specs=(sharded.specs, PartitionSpec(), rows, PartitionSpec()),
-            out_specs=(PartitionSpec(), PartitionSpec(), of_gradients),
-        )(params, fixed, stacked, scalars)
-        return Gradients(value, aux, as_f32(gradients))
+        found = sum_of(params, fixed, execution, *micro_batches_of(batch, micro_batches))
+        return found._replace(gradients=as_f32(found.gradients))
 
     return summed
 
@@ -138,7 +114,7 @@ def _sum_of(passes: MicroBatchPasses, stacked: Batch, scalars: Batch) -> Gradien
     joined = passes.longest_stage
     joined_behind = passes.num_stages - 1 - joined
 
-    first = _micro_batch(stacked, 0) | scalars
+    first = micro_batch_at(stacked, 0) | scalars
     forwarded = run_pass(passes.forward(first))
     # The loop carries leaves, because two traces of a pullback are two tree structures with the same leaves.
     leaves, structure = jax.tree.flatten(forwarded.saved)
@@ -160,13 +136,9 @@ def _sum_of(passes: MicroBatchPasses, stacked: Batch, scalars: Batch) -> Gradien
     carry = _Carry(forwarded.x, forwarded.routings, leaves, value, aux, passes.zeros())
     neighbours = ({name: x[:-1] for name, x in stacked.items()}, {name: x[1:] for name, x in stacked.items()})
     carry, dx = jax.lax.scan(tick, carry, neighbours)
-    value, aux, backward = loss(carry, _micro_batch(stacked, -1) | scalars)
+    value, aux, backward = loss(carry, micro_batch_at(stacked, -1) | scalars)
     last_dx, gradients = run_pass(backward)
     # The table is as large as several layers: its sums are read and written once, for the tokens of all micro-batches.
     dx = jnp.concatenate([dx, last_dx[None]])
     tokens, dx = (x.reshape(-1, *x.shape[2:]) for x in (stacked["tokens"], dx))
     return Gradients(value, aux, passes.embedding(tokens, dx, gradients))
-
-
-def _micro_batch(stacked: Batch, i: int) -> Batch:
-    return {name: x[i] for name, x in stacked.items()}

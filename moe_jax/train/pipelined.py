@@ -5,6 +5,7 @@ tokens of a micro-batch out to all ranks, and each computes the loss of its part
 layers travel with the tokens from rank to rank, and their gradients travel back.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,29 +15,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.passes import Chunk, Loop, backward_loop, forward_loop, run_loops
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
-from moe_jax.models.forward import Carry, Entered, StageLayers, StageRouting, stage_layers
+from moe_jax.models.forward import Carry, StageLayers, StageRouting, stage_layers
 from moe_jax.models.output import HiddenStates
-from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.parallel.pipeline.chunks import join_layers, layers_of_chunk, layers_of_rank
+from moe_jax.parallel.pipeline.chunks import join_layers, layers_of_all_ranks, layers_of_chunk, layers_of_rank
 from moe_jax.parallel.pipeline.executor import PipelinePasses, run_ticks
 from moe_jax.parallel.pipeline.ticks import TickPass
-from moe_jax.parallel.zero1 import stacked_specs
-from moe_jax.train.batch import Batch, batch_specs, micro_batches_of
-from moe_jax.train.gradients import Gradients, GradientsFn, zeros_of
+from moe_jax.train.batch import Batch, micro_batch_at
+from moe_jax.train.gradients import Gradients, GradientsFn, sum_on_mesh, zeros_of
+from moe_jax.train.micro_batch import LossRun, MicroBatchPasses
 from moe_jax.train.objective import Objective
-from moe_jax.train.on_devices import merged_model, spread_of
+from moe_jax.train.on_devices import merged_model
 from moe_jax.train.overlap import check_objective
-from moe_jax.train.state import as_f32
 
 
 def accumulate_pipelined(
@@ -62,57 +59,27 @@ def accumulate_pipelined(
       ValueError: at the first call, a model whose layers are not all alike, or parameters that lie otherwise.
     """
     check_objective(objective, "a pipeline")
-    mesh, chunks = parallelism.mesh, parallelism.pipe_chunks
+    ranks, chunks = parallelism.mesh.shape["pipe"], parallelism.pipe_chunks
+
+    def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:
+        own, shapes = _join_chunks(params)
+        passes = _Passes(MicroBatchPasses(objective, graphdef, own, fixed, execution, in_place=False), chunks, stacked, scalars)
+        totals = run_ticks(passes.of_pipeline(), chunks, micro_batches, passes.zeros())
+        tokens, dx = (x.reshape(-1, *x.shape[2:]) for x in (stacked["tokens"], totals.embedded[:-1]))
+        gradients = passes.micro.embedding(tokens, dx, totals.gradients)
+        return Gradients(totals.value, passes.aux_of_layers(totals), _split_chunks(gradients, shapes))
+
+    on_mesh = sum_on_mesh(sum_of, graphdef, execution, parallelism, micro_batches, stack_over_data=stack_over_data)
 
     def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
-        stacked, scalars = micro_batches_of(batch, micro_batches)
-        whole = merged_model(graphdef, params, fixed)
-        _check_model(whole, mesh.shape["pipe"], chunks)
-        sharded = ShardedParameters.of(
-            params, mesh, dtype=whole.dtype, token_axes=parallelism.token_axes, hops=parallelism.hops
-        )
-        on_mesh = replace(execution, spread=spread_of(parallelism, sharded))
-
-        def local(params: nnx.State, fixed: nnx.State, stacked: Batch, scalars: Batch):
-            if stack_over_data:
-                params = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params)
-            entered, shapes = _join_chunks(sharded.enter(params))
-            passes = _Passes(objective, graphdef, entered, fixed, on_mesh, chunks, stacked, scalars)
-            totals = run_ticks(passes.of_pipeline(), chunks, micro_batches, passes.zeros())
-            totals = passes.with_embedding(totals)
-            gradients = sharded.leave(params, _split_chunks(totals.gradients, shapes))
-            router = None
-            if totals.router is not None:
-                others = tuple(name for name in parallelism.token_axes if name != "pipe")
-                split = jax.tree.map(lambda a: a.reshape(chunks, 1, -1, *a.shape[1:]), totals.router)
-                router = lax.psum(split, others)
-            if stack_over_data:
-                gradients = jax.tree.map(lambda g: g[None], gradients)
-            return totals.value, totals.aux, gradients, router
-
-        of_gradients = stacked_specs(sharded.specs) if stack_over_data else sharded.specs
-        rows = {
-            name: PartitionSpec(None, *spec)
-            for name, spec in batch_specs({name: x[0] for name, x in stacked.items()}, parallelism).items()
-        }
-        value, aux, gradients, router = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(sharded.specs, PartitionSpec(), rows, PartitionSpec()),
-            out_specs=(PartitionSpec(), PartitionSpec(), of_gradients, PartitionSpec(None, "pipe")),
-        )(params, fixed, stacked, scalars)
-        if router is not None:
-            num_layers = whole.config.num_hidden_layers
-            devices = mesh.size // mesh.shape["pipe"]
-            router = jax.tree.map(lambda a: join_layers(a, num_layers), router)
-            aux = objective.with_layers(aux, router, devices)
-        return Gradients(value, aux, as_f32(gradients))
+        _check_model(merged_model(graphdef, params, fixed), ranks, chunks)
+        return on_mesh(params, fixed, batch)
 
     return summed
 
 
 class _Moving(NamedTuple):
-    """What goes from chunk to chunk; also its gradient, which goes the other way."""
+    """The arrays that go from chunk to chunk; also their gradients, which go the other way."""
 
     x: Float[Array, "batch seq hidden"]
     router: Any
@@ -135,13 +102,10 @@ class _Totals(NamedTuple):
 
 @dataclass
 class _Passes:
-    """The passes of a rank. `params` has the rank's layers along one axis."""
+    """The passes of a rank. The parameters have the rank's layers along one axis, and `fixed` is whole."""
 
-    objective: Objective
-    graphdef: nnx.GraphDef
-    params: nnx.State
-    fixed: nnx.State
-    execution: Execution
+    micro: MicroBatchPasses
+    """The passes of a micro-batch, of which a pipeline takes what lies outside the layers."""
     chunks: int
     stacked: Batch
     scalars: Batch
@@ -154,21 +118,19 @@ class _Passes:
     def zeros(self) -> _Totals:
         """Returns the totals before the first micro-batch."""
         moving = self.enter(0)
-        found = jax.eval_shape(lambda: self._value(0, moving, self._outside(self.params)))
-        value, aux = zeros_of(found)
-        dtype = at_least_f32(self.model().dtype)
-        gradients = jax.tree.map(lambda w: self._vary(jnp.zeros(w.shape, dtype)), self.params)
-        micro_batches = len(self.stacked["tokens"])
-        embedded = self._vary(jnp.zeros((micro_batches + 1, *moving.x.shape), moving.x.dtype))
+        gradients = self.micro.zeros()
+        found = jax.eval_shape(lambda: self.loss_run(0, moving, gradients))
+        value, aux = zeros_of((found.value, found.aux))
+        embedded = self._vary(jnp.zeros((len(self.stacked["tokens"]) + 1, *moving.x.shape), moving.x.dtype))
         router = None
         if (routing := self._routing) is not None:
-            held = jax.tree.leaves(self.params["stages"])[0].shape[0]
+            held = jax.tree.leaves(self.micro.params["stages"])[0].shape[0]
             router = jax.tree.map(lambda a: self._vary(jnp.zeros((held, *a.shape[1:]), a.dtype)), routing.sums)
         return _Totals(value, aux, gradients, embedded, router)
 
     def enter(self, i) -> _Moving:
         """Embeds the tokens of a micro-batch."""
-        x = self._vary(self._entered(self.model(), i).carry.x)
+        x = self._vary(self.micro.enter(micro_batch_at(self.stacked, i)).carry.x)
         if (routing := self._routing) is None:
             return _Moving(x, None, None)
         floats, counts = _parts(jax.tree.map(lambda a: self._vary(jnp.zeros(a.shape[1:], a.dtype)), routing.sums))
@@ -232,21 +194,31 @@ class _Passes:
 
     def loss(self, i, finished: _Moving, totals: _Totals) -> tuple[_Moving, _Totals]:
         """Computes the objective of a micro-batch, and its gradients."""
-        outside = self._outside(self.params)
-
-        def value(outside: nnx.State, x, router):
-            return self._value(i, finished._replace(x=x, router=router), outside)
-
-        found, pullback, aux = jax.vjp(value, outside, finished.x, finished.router, has_aux=True)
-        gradients, dx, drouter = pullback(jnp.ones_like(found))
-        before = totals.gradients
-        added = jax.tree.map(lambda a, g: a + g.astype(a.dtype), self._outside(before), gradients)
+        found = self.loss_run(i, finished, totals.gradients)
         totals = totals._replace(
-            value=totals.value + found,
-            aux=jax.tree.map(jnp.add, totals.aux, aux),
-            gradients=nnx.merge_state(before, added),
+            value=totals.value + found.value, aux=jax.tree.map(jnp.add, totals.aux, found.aux), gradients=found.gradients
         )
-        return _Moving(dx, drouter, jax.tree.map(jnp.zeros_like, finished.counts)), totals
+        return _Moving(found.dx, found.droutings, jax.tree.map(jnp.zeros_like, finished.counts)), totals
+
+    def loss_run(self, i, finished: _Moving, gradients: nnx.State) -> LossRun:
+        """Computes the objective of the tokens that the last rank finished; every rank computes a part of them."""
+        ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
+        is_last = rank == ranks - 1
+        batch = micro_batch_at(self.stacked, i)
+        inputs = self.micro.enter(batch).inputs
+        part = {name: _own_part(x, ranks, rank) for name, x in batch.items()}
+
+        def value(model: Decoder, x, router) -> tuple[Float[Array, ""], Any]:
+            own = lax.psum_scatter(_deal(jnp.where(is_last, x, 0), ranks), "pipe", scatter_dimension=0, tiled=False)
+            sums = self._router_sums(finished._replace(router=router), is_last).with_counts(inputs.valid, inputs.sequences)
+            counts: dict[str, Any] = dict(
+                num_tokens=jnp.where(is_last, sums.num_tokens, 0), num_sequences=jnp.where(is_last, sums.num_sequences, 0)
+            )
+            expert_ids = jnp.zeros((0, *part["tokens"].shape, 0), jnp.int32)
+            states = HiddenStates(model.norm(own[None]), self._vary(replace(sums, **counts)), expert_ids, None)
+            return self.micro.objective.of_states(model, states, part | self.scalars)
+
+        return self.micro.loss_of(value, finished.x, finished.router, gradients)
 
     def leave(self, of_tick: TickPass, dx: _Moving, totals: _Totals) -> _Totals:
         """Keeps the gradients of a micro-batch's embedded tokens."""
@@ -254,39 +226,29 @@ class _Passes:
         embedded = lax.dynamic_update_index_in_dim(totals.embedded, dx.x.astype(totals.embedded.dtype), place, 0)
         return totals._replace(embedded=embedded)
 
-    def with_embedding(self, totals: _Totals) -> _Totals:
-        """Adds the gradient of the embedding table, of the tokens of all micro-batches; on the first rank alone they count."""
-        dx = totals.embedded[:-1]
-        table = nnx.filter_state(self.params, lambda path, _: path[0] == "embed_tokens")
-        in_f32 = jax.tree.map(lambda w: w.astype(at_least_f32(w.dtype)), table)
-        tokens = self.stacked["tokens"]
-
-        def embed(table: nnx.State):
-            model = self.model(nnx.merge_state(self.params, table))
-            return self._vary(model.embed_tokens(tokens.reshape(-1, tokens.shape[-1]), model.dtype))
-
-        _, pullback = jax.vjp(embed, in_f32)
-        (found,) = pullback(dx.reshape(-1, *dx.shape[2:]))
-        before = nnx.filter_state(totals.gradients, lambda path, _: path[0] == "embed_tokens")
-        added = jax.tree.map(lambda a, g: a + g.astype(a.dtype), before, found)
-        return totals._replace(gradients=nnx.merge_state(totals.gradients, added))
-
-    def model(self, params: nnx.State | None = None) -> Decoder:
-        """Returns the model whose only stage is the rank's layers; `fixed` is whole and is cut where a stage is run."""
-        return merged_model(self.graphdef, self.params if params is None else params, self.fixed, self.execution)
+    def aux_of_layers(self, totals: _Totals) -> Any:
+        """Returns aux with the statistics of all layers, which lie on the ranks that computed them."""
+        if totals.router is None:
+            return totals.aux
+        ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
+        placed = layers_of_all_ranks(totals.router, ranks, self.chunks, rank)
+        spread = self.micro.execution.spread
+        router = spread.sum(jax.tree.map(lambda a: join_layers(a, self.num_layers), placed))
+        devices = math.prod(map(lax.axis_size, spread.mesh_axes)) // ranks
+        return self.micro.objective.with_layers(totals.aux, router, devices)
 
     @property
     def num_layers(self) -> int:
         """The model's layers, without those that fill up chunks."""
-        return self.model().config.num_hidden_layers
+        return self.micro.model().config.num_hidden_layers
 
     @cached_property
     def _routing(self) -> StageRouting | None:
         """The shapes of a chunk's routing; None for dense layers."""
-        if self.model().config.experts is None:
+        if self.micro.model().config.experts is None:
             return None
         of_tick = TickPass(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros((), bool))
-        x = self._entered(self.model(), 0).carry.x
+        x = self.micro.enter(micro_batch_at(self.stacked, 0)).carry.x
 
         def routing(x):
             layers, arrays = self._stage(of_tick)
@@ -310,53 +272,21 @@ class _Passes:
                 leaves.append(np.zeros(shape.shape, jax.dtypes.float0))
         return leaves
 
-    def _entered(self, model: Decoder, i) -> Entered:
-        batch = _micro_batch(self.stacked, i)
-        return model.enter(
-            batch["tokens"],
-            batch["positions"],
-            batch["segment_ids"],
-            context=self.execution.spread.context,
-            sequence_balance=self.objective.sequence_balance,
-        )
-
     def _stage(self, of_tick: TickPass) -> StageLayers:
         """Returns the rank's layers for a micro-batch."""
         ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
-        model = self.model()
-        entered = self._entered(model, of_tick.micro_batch)
+        micro = self.micro
+        entered = micro.enter(micro_batch_at(self.stacked, of_tick.micro_batch))
         (per_layer,) = entered.per_layer
-        exists = jnp.ones(self.num_layers, bool)
-        of_rank = layers_of_rank((per_layer._replace(exists=exists), self.fixed), ranks, self.chunks, rank)
-        per_layer, fixed = self._vary(of_rank)
+        whole = per_layer._replace(exists=jnp.ones(self.num_layers, bool)), micro.fixed
+        per_layer, fixed = self._vary(layers_of_rank(whole, ranks, self.chunks, rank))
         per_layer = per_layer._replace(exists=per_layer.exists & of_tick.exists)
-        model = merged_model(self.graphdef, self.params, fixed, self.execution)
-        inputs = self._vary(entered.inputs)
-        return stage_layers(model.stages[0], 0, inputs, per_layer, self.execution)
+        model = replace(micro, fixed=fixed).model()
+        return stage_layers(model.stages[0], 0, self._vary(entered.inputs), per_layer, micro.execution)
 
     def _chunk(self, of_tick: TickPass) -> Chunk:
         num_layers = layers_of_chunk(self.num_layers, lax.axis_size("pipe"), self.chunks)
         return Chunk(of_tick.chunk * num_layers, num_layers)
-
-    def _value(self, i, finished: _Moving, outside: nnx.State) -> tuple[Float[Array, ""], Any]:
-        """Computes the objective of the tokens that the last rank finished; every rank computes a part of them."""
-        ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
-        is_last = rank == ranks - 1
-        model = self.model(nnx.merge_state(self.params, outside))
-        batch = _micro_batch(self.stacked, i)
-        inputs = self._entered(model, i).inputs
-        dealt = _deal(jnp.where(is_last, finished.x, 0), ranks, batch_axes=2)
-        own = lax.psum_scatter(dealt, "pipe", scatter_dimension=0, tiled=False)
-        part = {name: _own_part(x, ranks, rank) for name, x in batch.items()}
-        sums = self._router_sums(finished, is_last)
-        counted = sums.with_counts(inputs.valid, inputs.sequences)
-        counts: dict[str, Any] = dict(
-            num_tokens=jnp.where(is_last, counted.num_tokens, 0), num_sequences=jnp.where(is_last, counted.num_sequences, 0)
-        )
-        router = self._vary(replace(counted, **counts))
-        hidden = model.norm(own[None])
-        states = HiddenStates(hidden, router, jnp.zeros((0, *part["tokens"].shape, 0), jnp.int32), None)
-        return self.objective.of_states(model, states, part | self.scalars)
 
     def _router_sums(self, finished: _Moving, is_last) -> RouterSums:
         """Returns sums of as many layers as the model has, all in the first: losses need the sum over layers alone."""
@@ -367,29 +297,21 @@ class _Passes:
         )
         return jax.tree.map(lambda a: jnp.pad(a[None], [(0, self.num_layers - 1), *[(0, 0)] * a.ndim]), joined)
 
-    def _outside(self, tree: nnx.State) -> nnx.State:
-        """Returns the parameters outside the layers."""
-        return nnx.filter_state(tree, lambda path, _: path[0] != "stages")
-
     def _vary(self, arrays):
         """Casts arrays to vary over all mesh axes along which devices have tokens or layers of their own."""
-        return vary_as(arrays, (self.params, self.stacked, lax.axis_index("pipe")))
+        return vary_as(arrays, (self.micro.params, self.stacked, lax.axis_index("pipe")))
 
 
-def _micro_batch(stacked: Batch, i) -> Batch:
-    return {name: lax.dynamic_index_in_dim(x, i, 0, keepdims=False) for name, x in stacked.items()}
-
-
-def _deal(x: Array, ranks: int, batch_axes: int) -> Array:
-    """Returns the tokens along one axis, in as many equal parts as there are ranks; the last is filled up with zeros."""
-    tokens = x.reshape(-1, *x.shape[batch_axes:])
+def _deal(x: Array, ranks: int) -> Array:
+    """Returns [batch, seq, ...] as [ranks, tokens of a rank, ...]; the last part is filled up with zeros."""
+    tokens = x.reshape(-1, *x.shape[2:])
     missing = -len(tokens) % ranks
     return jnp.pad(tokens, [(0, missing), *[(0, 0)] * (tokens.ndim - 1)]).reshape(ranks, -1, *tokens.shape[1:])
 
 
 def _own_part(x: Array, ranks: int, rank) -> Array:
     """Returns the rank's tokens of an array [batch, seq] as [1, tokens]."""
-    return lax.dynamic_index_in_dim(_deal(x, ranks, batch_axes=2), rank, 0)
+    return lax.dynamic_index_in_dim(_deal(x, ranks), rank, 0)
 
 
 def _parts(sums: RouterSums) -> tuple[list[Array], list[Array]]:

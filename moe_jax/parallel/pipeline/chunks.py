@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
+from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.layout import parameter_path, parameter_sharding
 
 
@@ -91,3 +92,14 @@ def layers_of_rank(stacked: Any, ranks: int, chunks: int, rank: Int[Array, ""]) 
         return part.reshape(-1, *part.shape[2:])
 
     return jax.tree.map(own, stacked)
+
+
+def layers_of_all_ranks(own: Any, ranks: int, chunks: int, rank: Int[Array, ""]) -> Any:
+    """Returns arrays of `layers_of_rank` as [chunks, ranks, layers of a chunk, ...], zeros for the layers of other ranks."""
+
+    def placed(array: Array) -> Array:
+        part = array.reshape(chunks, -1, *array.shape[1:])
+        whole = vary_as(jnp.zeros((chunks, ranks, *part.shape[1:]), part.dtype), part)
+        return jax.lax.dynamic_update_index_in_dim(whole, part, rank, axis=1)
+
+    return jax.tree.map(placed, own)

@@ -62,25 +62,25 @@ class _State(NamedTuple):
     """The state between two ticks."""
 
     arriving: Any
-    """What came from the rank before: the input of this tick's forward pass."""
+    """The input of this tick's forward pass, from the rank before."""
     returning: Any
-    """The gradient that came from the next rank, of the output of this tick's backward pass."""
+    """The gradient of the output of this tick's backward pass, from the next rank."""
     finished: Any
     """The output of the rank's forward pass one tick before."""
     slots: Any
-    """What forward passes saved, stacked. The last slot is for passes that do not exist: chunk 0 of micro-batch 0."""
+    """Arrays that forward passes saved, stacked. The last slot is for passes that do not exist: chunk 0 of micro-batch 0."""
     totals: Any
 
 
-def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: Any, axis_name: str = "pipe") -> Any:
-    """Runs all passes of a step and returns the totals, inside `jax.shard_map` over `axis_name`.
+def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: Any) -> Any:
+    """Runs all passes of a step and returns the totals, inside `jax.shard_map` over `pipe`.
 
     Args:
       passes: their results vary over the same mesh axes as their arguments.
       chunks: of each rank.
       totals: arrays that the passes add to, of any structure.
     """
-    ranks, rank = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
     sizes = ranks, chunks, micro_batches
     table = np.asarray(input_slots(*sizes), np.int32)
     num_slots = int(table.max()) + 1
@@ -88,7 +88,7 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
     def slot_of(of_tick: TickPass):
         """Returns where the inputs of a pass are kept."""
         number = pass_number(of_tick.chunk, of_tick.micro_batch, ranks, chunks)
-        return jnp.where(of_tick.exists, jnp.asarray(table)[jnp.clip(number, 0, len(table) - 1)], num_slots)
+        return jnp.where(of_tick.exists, jnp.asarray(table)[number], num_slots)
 
     def begin(of_tick: TickPass, arriving):
         is_first = (rank == 0) & (of_tick.chunk == 0)
@@ -102,7 +102,7 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
         if has_backward:
             # The same on all ranks, so that the ranks agree whether there is a loss to compute.
             done = forward_at(t - 1, ranks - 1, *sizes)
-            dy, totals = _loss(passes, done, chunks, micro_batches, state.finished, state.returning, totals)
+            dy, totals = _loss(passes, done, done.chunk == chunks - 1, state, totals)
             dy = _where((rank == ranks - 1) & (back.chunk == chunks - 1), dy, state.returning)
             dy = _where(back.exists, dy, jax.tree.map(jnp.zeros_like, dy))
             running.append(passes.backward(back, _take(state.slots, slot_of(back)), dy, totals))
@@ -115,14 +115,14 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
                 is_first = ahead.exists & (ahead.chunk == 0) & (ahead.micro_batch == 0)
                 state = state._replace(slots=_put(state.slots, saved, jnp.where(is_first, num_slots, slot_of(ahead))))
             state = state._replace(
-                arriving=jax.tree.map(lambda a: hop(a, axis_name, 1), output),
+                arriving=jax.tree.map(lambda a: hop(a, "pipe", 1), output),
                 finished=output,
                 slots=_put(state.slots, saved, slot_of(ahead)),
             )
         if has_backward:
             dx, totals = results.pop(0)
             totals = passes.leave(back._replace(exists=back.exists & (rank == 0) & (back.chunk == 0)), dx, totals)
-            state = state._replace(returning=jax.tree.map(lambda a: hop(a, axis_name, -1), dx))
+            state = state._replace(returning=jax.tree.map(lambda a: hop(a, "pipe", -1), dx))
         return state._replace(totals=count(totals) if has_forward else totals)
 
     entering = passes.enter(jnp.zeros((), jnp.int32))
@@ -138,24 +138,24 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
     spans = (
         ((True, False), 0, ranks * chunks),
         ((True, True), ranks * chunks, forward_ends),
-        ((False, True), max(forward_ends, ranks * chunks), num_ticks(*sizes)),
+        ((False, True), forward_ends, num_ticks(*sizes)),
     )
     for kinds, begins, ends in spans:
         state = lax.fori_loop(begins, ends, partial(tick, *kinds), state)
     return state.totals
 
 
-def _loss(passes: PipelinePasses, done: TickPass, chunks: int, micro_batches: int, finished, like, totals) -> tuple[Any, Any]:
+def _loss(passes: PipelinePasses, done: TickPass, of_last_chunk, state: _State, totals: Any) -> tuple[Any, Any]:
     """Computes the loss of the micro-batch that left the last layer, if one did; returns its gradient and the totals."""
 
     def compute(finished, totals):
-        dy, totals = passes.loss(jnp.clip(done.micro_batch, 0, micro_batches - 1), finished, totals)
-        return vary_as(dy, like), totals
+        dy, totals = passes.loss(done.micro_batch, finished, totals)
+        return vary_as(dy, state.returning), totals
 
     def skip(finished, totals):
         return jax.tree.map(jnp.zeros_like, finished), totals
 
-    return lax.cond(done.exists & (done.chunk == chunks - 1), compute, skip, finished, totals)
+    return lax.cond(done.exists & of_last_chunk, compute, skip, state.finished, totals)
 
 
 def _or_first(of_tick: TickPass) -> TickPass:
