@@ -56,9 +56,11 @@ def accumulate_pipelined(
 
     Raises:
       TypeError: an objective that works on batches alone.
-      ValueError: at the first call, a model whose layers are not all alike, or parameters that lie otherwise.
+      ValueError: remat "offload". At the first call, a model whose layers are not all alike, or parameters that lie otherwise.
     """
     check_objective(objective, "a pipeline")
+    if execution.remat == "offload":
+        raise ValueError("remat='offload' is not for a pipeline, whose slots lie in the GPU's memory: take True or False")
     ranks, chunks = parallelism.mesh.shape["pipe"], parallelism.pipe_chunks
 
     def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:

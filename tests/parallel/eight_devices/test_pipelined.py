@@ -1,7 +1,6 @@
 """A pipeline: value, aux and every gradient of a step equal one device's, and so do two steps of AdamW."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -51,11 +50,18 @@ def mesh_of(**sizes):
         (tiny.model, 7, dict(pipe=2, expert=2), 2, 4, True),
         (tiny.dense, 3, dict(pipe=3), 1, 4, False),
         pytest.param(tiny.biased_model, 4, dict(pipe=4, fsdp=2), 1, 2, True, marks=pytest.mark.thorough),
-        pytest.param(tiny.model, 8, dict(pipe=2, data=2, context=2), 3, 1, True, marks=pytest.mark.thorough),
-        pytest.param(tiny.model, 4, dict(pipe=2, fsdp=2, expert=2), 2, 2, "offload", marks=pytest.mark.thorough),
+        pytest.param(tiny.model, 8, dict(pipe=2, data=2, context=2), 4, 1, True, marks=pytest.mark.thorough),
+        pytest.param(tiny.model, 4, dict(pipe=2, fsdp=2, expert=2), 2, 2, True, marks=pytest.mark.thorough),
         pytest.param(tiny.dense, 8, dict(pipe=8), 1, 8, True, marks=pytest.mark.thorough),
     ],
-    ids=["experts-padded-chunks", "dense-kept-three-ranks", "fsdp-few-micro-batches", "context", "offload", "eight-ranks"],
+    ids=[
+        "experts-padded-chunks",
+        "dense-kept-three-ranks",
+        "fsdp-few-micro-batches",
+        "context",
+        "fsdp-expert-kept",
+        "eight-ranks",
+    ],
 )
 def test_gradients(make_model, layers, sizes, chunks, micro_batches, remat):
     """Loss, its parts, the statistics of every layer, and all gradients."""
@@ -78,14 +84,14 @@ def test_gradients(make_model, layers, sizes, chunks, micro_batches, remat):
         assert relative_error(x, y) <= 1e-5, jax.tree_util.keystr(path)
 
 
-def trained(batch, parallelism=None, micro_batches=2, make_model=tiny.biased_model):
+def trained(batch, parallelism=None):
     """Returns the model's arrays after two steps of AdamW, and the metrics of each step."""
-    model = with_layers(make_model, 3)
+    model = with_layers(tiny.biased_model, 3)
     graph, optimizer = nnx.graphdef(model), make_optimizer(1e-2, eps=1e-3, max_grad_norm=0.1)
     if parallelism is not None:
         nnx.update(model, to_chunks(nnx.state(model), parallelism.mesh, parallelism.pipe_chunks))
     state = init_state(model, optimizer, parallelism)
-    step = make_train_step(graph, optimizer, ALL_LOSSES, parallelism=parallelism, gradient_accumulation=micro_batches)
+    step = make_train_step(graph, optimizer, ALL_LOSSES, parallelism=parallelism, gradient_accumulation=2)
     metrics = []
     for _ in range(2):
         state, of_step = step(state, put_batch(batch, state.params, parallelism))
@@ -134,8 +140,14 @@ def refused_layout(mesh):
 
 
 def refused_function(mesh):
-    loss = partial(lambda model, batch: (jnp.zeros(()), {}))
+    def loss(model, batch):
+        return jnp.zeros(()), {}
+
     make_train_step(nnx.graphdef(tiny.model()), make_optimizer(1e-3), loss, parallelism=Parallelism(mesh))
+
+
+def refused_offload(mesh):
+    make_train_step(nnx.graphdef(tiny.model()), make_optimizer(1e-3), remat="offload", parallelism=Parallelism(mesh))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +157,7 @@ def refused_function(mesh):
         (refused_chunks, ValueError, "2 layers do not reach the last of 2 chunks on pipe=2"),
         (refused_evaluation, ValueError, "evaluation does not run through a pipeline"),
         (refused_layout, ValueError, "lay the parameters out with parallel.pipeline.chunks.to_chunks"),
+        (refused_offload, ValueError, "remat='offload' is not for a pipeline"),
         (refused_function, TypeError, "an objective of a pipeline must have the function of_states"),
     ],
 )
