@@ -6,7 +6,7 @@ On a mesh with a pipe, the layers of one stage (`piped_stage`) are dealt out to 
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 from flax import nnx
@@ -16,6 +16,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.models.auto import from_config
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.parallel.layout import data_axis, gathered_axes, parameter_path, parameter_spec
+from moe_jax.parallel.pipeline.chunks import layers_of_chunk
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,6 @@ def num_piped_layers(config: ModelConfig) -> int:
     return config.stages[piped_stage(config)].num_layers
 
 
-def layers_of_chunk(config: ModelConfig, ranks: int, chunks: int) -> int:
-    """Returns the layers of one chunk of a pipe. The last chunks may have places without a layer."""
-    return math.ceil(num_piped_layers(config) / (ranks * chunks))
-
-
 @functools.cache
 def parameters(config: ModelConfig, mesh: MeshShape, chunks: int) -> tuple[Parameter, ...]:
     """Returns the model's parameter arrays and how `parallel.layout` splits each of them.
@@ -71,32 +67,22 @@ def parameters(config: ModelConfig, mesh: MeshShape, chunks: int) -> tuple[Param
       mesh: its axes.
       chunks: chunks of layers on each rank of a pipe; 1 without a pipe.
     """
-    whole = replace(mesh, pipe=1)
-    if mesh.pipe == 1:
-        return tuple(_parameter(path, shape, whole) for path, shape in _shapes(config))
-    as_fsdp, stage = replace(whole, fsdp=mesh.pipe * mesh.fsdp), piped_stage(config)
-    found = []
-    for path, shape in _shapes(config):
-        if path[:2] == ("stages", stage):
-            own_layers = chunks * layers_of_chunk(config, mesh.pipe, chunks)
-            parameter = _parameter(path, (own_layers, *shape[1:]), whole)
-            found.append(replace(parameter, split_axes=("pipe", *parameter.split_axes)))
-        else:
-            parameter = _parameter(path, shape, as_fsdp)
-            split, gathered = _over_pipe_too(parameter.split_axes), _over_pipe_too(parameter.gather_axes)
-            found.append(replace(parameter, split_axes=split, gather_axes=gathered, by_layer=False))
-    return tuple(found)
-
-
-def _parameter(path: tuple, shape: tuple[int, ...], mesh: MeshShape) -> Parameter:
+    stage, found = piped_stage(config), []
     abstract = AbstractMesh(tuple(getattr(mesh, name) for name in MESH_AXES), MESH_AXES)
-    ways = tuple(name for names in parameter_spec(path, shape, abstract) if names for name in _as_tuple(names))
-    gathered = tuple(name for _, names in gathered_axes(path, shape, abstract) for name in names)
-    own = math.prod(shape) // math.prod(getattr(mesh, name) for name in ways)
-    used = own * math.prod(getattr(mesh, name) for name in gathered)
-    part = own // (1 if data_axis(path, shape, abstract) is None else mesh.data)
-    in_stage = path[0] == "stages"
-    return Parameter(path, shape[0] if in_stage else 1, own, part, ways, gathered, used, by_layer=in_stage)
+    for path, shape in _shapes(config):
+        layers = shape[0] if path[0] == "stages" else 1
+        in_pipe = mesh.pipe > 1 and path[:2] == ("stages", stage)
+        if in_pipe:
+            of_chunk = layers_of_chunk(layers, mesh.pipe, chunks)
+            layers, shape = chunks * of_chunk, (chunks, mesh.pipe, of_chunk, *shape[1:])
+        ways = tuple(name for names in parameter_spec(path, shape, abstract) if names for name in _as_tuple(names))
+        gathered = tuple(name for _, names in gathered_axes(path, shape, abstract) for name in names)
+        own = math.prod(shape) // math.prod(getattr(mesh, name) for name in ways)
+        used = own * math.prod(getattr(mesh, name) for name in gathered)
+        part = own // (1 if data_axis(path, shape, abstract) is None else mesh.data)
+        by_layer = in_pipe or (path[0] == "stages" and mesh.pipe == 1)
+        found.append(Parameter(path, layers, own, part, ways, gathered, used, by_layer))
+    return tuple(found)
 
 
 @functools.cache
@@ -108,8 +94,3 @@ def _shapes(config: ModelConfig) -> tuple[tuple[tuple, tuple[int, ...]], ...]:
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
-
-
-def _over_pipe_too(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the axes with `pipe` before `fsdp`."""
-    return tuple(both for name in names for both in (("pipe", "fsdp") if name == "fsdp" else (name,)))

@@ -6,9 +6,10 @@ from functools import partial
 from moe_jax.config import ModelConfig
 from moe_jax.cost import PlannedStep, Prediction, predict
 from moe_jax.cost.machine import H200, Machine
-from moe_jax.cost.parameters import layers_of_chunk, num_piped_layers
+from moe_jax.cost.parameters import num_piped_layers
 from moe_jax.layers.passes import Remat
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
+from moe_jax.parallel.pipeline.chunks import fills_chunks, layers_of_chunk
 
 REMAT: dict[str, Remat] = {"no": False, "yes": True, "offload": "offload"}
 """Values of `remat` by their names on the command line: keep all residuals, a layer's input, or that input in host memory."""
@@ -149,6 +150,6 @@ def chunk_counts(config: ModelConfig, ranks: int) -> list[int]:
     return [
         chunks
         for chunks in range(1, MAX_CHUNKS + 1)
-        if ranks * (chunks - 1) < layers
-        and ranks * chunks * layers_of_chunk(config, ranks, chunks) <= (1 + MAX_PADDING) * layers
+        if fills_chunks(layers, ranks, chunks)
+        and ranks * chunks * layers_of_chunk(layers, ranks, chunks) <= (1 + MAX_PADDING) * layers
     ]

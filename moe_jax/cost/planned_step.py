@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
 from moe_jax.config import ExpertsSpec, ModelConfig, Stage
-from moe_jax.cost.parameters import Parameter, layers_of_chunk, num_piped_layers, parameters, piped_stage
+from moe_jax.cost.parameters import Parameter, num_piped_layers, parameters, piped_stage
 from moe_jax.layers.moe import EXPERT_CHUNK_TOKENS
 from moe_jax.layers.passes import Remat
 from moe_jax.parallel.choices import Hops, MeshShape
 from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, devices_of_step, first_capacity
+from moe_jax.parallel.pipeline.chunks import fills_chunks, layers_of_chunk
 from moe_jax.parallel.pipeline.ticks import input_slots
 from moe_jax.parallel.sequence.attention import Method
 from moe_jax.parallel.sequence.ring import devices_per_ring_step
@@ -101,7 +102,7 @@ class PlannedStep:
     @property
     def layers_of_chunk(self) -> int:
         """Layers of one chunk of a pipe, with places without a layer; without a pipe all layers of the joined stage."""
-        return layers_of_chunk(self.config, self.mesh.pipe, self.pipe_chunks)
+        return layers_of_chunk(num_piped_layers(self.config), self.mesh.pipe, self.pipe_chunks)
 
     @property
     def slots(self) -> int:
@@ -286,7 +287,7 @@ def _problems_of_pipe(step: PlannedStep) -> list[str]:
         alone = f"pipe_chunks={chunks} needs a mesh.pipe of at least 2: one rank computes its layers in one chunk"
         return [alone] if chunks > 1 else []
     problems, layers = [], num_piped_layers(step.config)
-    if ranks * (chunks - 1) >= layers:
+    if not fills_chunks(layers, ranks, chunks):
         problems.append(f"the {layers} layers of the longest stage are too few for mesh.pipe={ranks} x pipe_chunks={chunks}")
     if step.remat == "offload":
         problems.append("remat='offload' is not for a pipe: take True or False")

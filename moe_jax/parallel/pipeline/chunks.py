@@ -40,7 +40,7 @@ def to_chunks(params: nnx.State, mesh: Mesh, chunks: int = 1) -> nnx.State:
             "and modules that predict further tokens cannot lie in a pipeline yet"
         )
     num_layers = jax.tree.leaves(params["stages"])[0].shape[0]
-    if (chunks - 1) * ranks * layers_of_chunk(num_layers, ranks, chunks) >= num_layers:
+    if not fills_chunks(num_layers, ranks, chunks):
         raise ValueError(
             f"{num_layers} layers do not reach the last of {chunks} chunks on pipe={ranks} ranks; take fewer chunks"
         )
@@ -69,6 +69,11 @@ def from_chunks(params: nnx.State, num_layers: int, mesh: Mesh | None = None) ->
 def layers_of_chunk(num_layers: int, ranks: int, chunks: int) -> int:
     """Returns the layers of a chunk, l = ceil(layers / (p v))."""
     return -(-num_layers // (ranks * chunks))
+
+
+def fills_chunks(num_layers: int, ranks: int, chunks: int) -> bool:
+    """Returns whether some rank has a layer in its last chunk."""
+    return (chunks - 1) * ranks * layers_of_chunk(num_layers, ranks, chunks) < num_layers
 
 
 def split_layers(stacked: Array, ranks: int, chunks: int) -> Array:
