@@ -128,7 +128,7 @@ def check_model(model: Decoder, tokens: list[int], *, tokenizer: Any = None, rep
       ValueError: the mesh axis `expert` of these devices does not divide the number of experts, or `pipe` has several devices.
     """
     config, mesh = model.config, mesh_of(nnx.state(model, nnx.Param))
-    refuse_pipe(mesh, "check_model", "move the layers out of their chunks first, by parallel.pipeline.chunks.from_chunks")
+    refuse_pipe(mesh, "check_model")
     passes = passes_over(model, tokens)
     arguments = passes.arguments
     began = time.perf_counter()

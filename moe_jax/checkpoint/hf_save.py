@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
@@ -14,6 +13,7 @@ from moe_jax.checkpoint.companions import Companions, write_json
 from moe_jax.checkpoint.folders import replaced_folder
 from moe_jax.checkpoint.hf_names import export, hf_tensors
 from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.layout import mesh_of
 from moe_jax.parallel.mesh import refuse_pipe
 from moe_jax.runtime.processes import is_first_process
 
@@ -47,9 +47,7 @@ def save_pretrained(
       ValueError: `max_shard_bytes` is not positive, or `folder` is a mount point, the current directory or holds it. Or the
         model lies on a mesh with several devices along `pipe`.
     """
-    sharding = getattr(jax.tree.leaves(nnx.state(model))[0], "sharding", None)
-    instead = "move the layers out of their chunks first, by parallel.pipeline.chunks.from_chunks"
-    refuse_pipe(getattr(sharding, "mesh", None), "save_pretrained", instead)
+    refuse_pipe(mesh_of(nnx.state(model, nnx.Param)), "save_pretrained")
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive")
     companions = Companions(model, tokenizer_from, chat_template)

@@ -160,11 +160,7 @@ def _devices_of(model: Decoder) -> list[jax.Device]:
     if sharding is None:
         return jax.local_devices()[:1]
     if isinstance(sharding, NamedSharding):
-        refuse_pipe(
-            sharding.mesh,
-            "generation",
-            "move the layers out of their chunks first, by parallel.pipeline.chunks.from_chunks",
-        )
+        refuse_pipe(sharding.mesh, "generation")
         return sharding.mesh.devices.ravel().tolist()
     return sorted(sharding.device_set, key=lambda device: device.id)
 

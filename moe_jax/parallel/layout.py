@@ -3,9 +3,9 @@
 Every matrix is split over each mesh axis but `data`. A dense matrix is split over `fsdp`, `expert` and `context`. Experts are
 split over `expert` first, along which they stay, and then over the other axes. The layers of a pipeline are stacked along three
 axes, [chunks, ranks, layers of a chunk], and `pipe` splits the second (`parallel.pipeline.chunks`). Matrices outside the
-pipeline are split over `pipe` last. Mesh axes split the first of the matrix's own
-axes; if they do not divide it, they split the next. Parameters outside the table (norms, biases, routers) are replicated, and
-so are matrices without an axis that can be split.
+pipeline are split over `pipe` last. Mesh axes split the first of the matrix's own axes; if they do not divide it, they split
+the next. Parameters outside the table (norms, biases, routers) are replicated, and so are matrices without an axis that can be
+split.
 
 A parameter's moments and master lie as the parameter. With ZeRO, stage 1, `data` splits them too (`optimizer_spec`).
 

@@ -34,7 +34,11 @@ def make_mesh(
     return jax.make_mesh(sizes, MESH_AXES, axis_types=auto, devices=devices)
 
 
-def refuse_pipe(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None, work: str, instead: str) -> None:
+def refuse_pipe(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
+    work: str,
+    instead: str = "move the layers out of their chunks first, by parallel.pipeline.chunks.from_chunks",
+) -> None:
     """Refuses a mesh with several devices along `pipe`, for `work` that does not run through a pipe.
 
     Raises:
