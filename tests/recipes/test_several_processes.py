@@ -19,7 +19,7 @@ from moe_jax.train.metrics import read_records
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "moe_jax.cli"]
-STEPS = 8
+STEPS = 12
 SECONDS = 300
 
 ALONE = """
@@ -63,15 +63,15 @@ def test_two_processes_are_one_and_stop_when_told(tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     moe_jax.save_pretrained(tiny.model(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     data = tiny.write_texts(tmp_path / "texts")
-    paths = f"--model {tmp_path}/model --data {data} --mesh.fsdp 2 --mesh.expert 2".split()
+    paths = f"--model {tmp_path}/model --data {data} --mesh.fsdp 2 --mesh.expert 2 --mesh.context 2".split()
     # Rows of two streams of documents, one in each process.
-    sizes = f"--seq-len 32 --batch-size 16 --steps {STEPS} --warmup-steps 1 --learning-rate 1e-2 --dtype float32".split()
+    sizes = f"--seq-len 32 --batch-size 64 --steps {STEPS} --warmup-steps 1 --learning-rate 1e-2 --dtype float32".split()
     # Where experts change places, the load-balancing loss of several layers changes a little.
     moves = "--rebalance-every 2 --aux-loss-coef 1e-3".split()
     options = [*paths, *sizes, *moves, "--checkpoint-every", "1", "--keep-checkpoints", "100"]
     one, two = tmp_path / "one", tmp_path / "two"
 
-    command = [*PROGRAM, "launch", "--processes", "2", "--cpu-devices", "2", "--", *PROGRAM, "finetune", *options]
+    command = [*PROGRAM, "launch", "--processes", "2", "--cpu-devices", "4", "--", *PROGRAM, "finetune", *options]
     process = subprocess.Popen(
         [*command, "--output", str(two)], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -88,7 +88,7 @@ def test_two_processes_are_one_and_stop_when_told(tmp_path):
 
     done = subprocess.run(
         [sys.executable, "-c", ALONE, str(tmp_path), *options],
-        env=environment(JAX_NUM_CPU_DEVICES="4"),
+        env=environment(JAX_NUM_CPU_DEVICES="8"),
         capture_output=True,
         text=True,
         timeout=SECONDS,
