@@ -126,7 +126,7 @@ def test_overlap_hides_an_exchange_over_nccl_alone():
     for hops, share in HIDDEN_EXCHANGE.items():
         step = of(QWEN, MeshShape(expert=2), 16, 4, 1, hops=hops, capacity_factor=2.0)
         together, in_turn = (predict(replace(step, overlap_micro_batches=overlap)) for overlap in (True, False))
-        # Of four micro-batches, three pairs of passes overlap.
+        # Three pairs of passes overlap in four micro-batches.
         assert together.seconds["exchange"] == pytest.approx((1 - share * 3 / 4) * in_turn.seconds["exchange"])
         assert together.seconds["bubble"] == pytest.approx(0, abs=1e-12)
         same = ("experts", "attention", "gathers", "loss")
