@@ -55,6 +55,16 @@ class Layers(NamedTuple):
     body: Body
     gather: LayerGather
     remat: Remat
+    whole_accumulators: bool = False
+    """The body is given the whole stacks of accumulators, and adds to its own layer's place; else its own layer's alone."""
+
+    def take_accumulators(self, stacks, i: Turn):
+        """Returns the accumulators of layer i as the body takes them."""
+        return stacks if self.whole_accumulators else take_layer(stacks, i)
+
+    def put_accumulators(self, stacks, after, i: Turn):
+        """Returns the stacks with the accumulators of layer i, as the body returns them."""
+        return after if self.whole_accumulators else put_layer(stacks, after, i)
 
 
 class LayerArrays(NamedTuple):
@@ -202,7 +212,11 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
 
     def layer(i, x, gathered):
         i = _place(chunk, i)
-        own = take_layer(arrays.per_layer, i), take_layer(arrays.parameters, i), take_layer(arrays.accumulators, i)
+        own = (
+            take_layer(arrays.per_layer, i),
+            take_layer(arrays.parameters, i),
+            layers.take_accumulators(arrays.accumulators, i),
+        )
         arguments = arrays.shared, own[0], x, gather.layer(own[1], gathered), own[2]
         if remat:
             after, y = body(*arguments)
@@ -284,7 +298,7 @@ def backward_loop(
         scattering = gather.start_scatter(state.to_scatter)
         of_layer = state.restored if offload else take_layer(saved, i)
         layer, dx = gather.layer(take_layer(parameters, here), state.gathered), state.dx
-        own = take_layer(arrays.per_layer, here), take_layer(state.accumulators, here)
+        own = take_layer(arrays.per_layer, here), layers.take_accumulators(state.accumulators, here)
         if remat:
             _, pullback = _pullback(body, (arrays.shared, own[0], of_layer, layer, own[1]))
             # Recomputation hides the parameter gather, the backward pass hides the gradient scatter. dx is in the barrier too:
@@ -306,7 +320,7 @@ def backward_loop(
             to_scatter=to_scatter,
             scattered=write(state.scattered, arrived, _place(chunk, jnp.minimum(i + 1, last))),
             whole=write(state.whole, whole, here),
-            accumulators=put_layer(state.accumulators, daccumulators, here),
+            accumulators=layers.put_accumulators(state.accumulators, daccumulators, here),
         )
 
     def finish(state: BackwardState) -> BackwardRun:

@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.varying import vary_as
+from moe_jax.layers.moe import add_expert_gradients_to
 from moe_jax.layers.passes import Chunk, Loop, backward_loop, forward_loop, run_loops
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.models.decoder import Decoder
@@ -30,7 +31,7 @@ from moe_jax.parallel.pipeline.executor import PipelinePasses, run_ticks
 from moe_jax.parallel.pipeline.ticks import TickPass
 from moe_jax.train.batch import Batch, micro_batch_at
 from moe_jax.train.gradients import Gradients, GradientsFn, sum_on_mesh, zeros_of
-from moe_jax.train.micro_batch import LossRun, MicroBatchPasses
+from moe_jax.train.micro_batch import LossRun, MicroBatchPasses, gradients_of_stage, sums_of_loop
 from moe_jax.train.objective import Objective
 from moe_jax.train.on_devices import merged_model
 from moe_jax.train.overlap import check_objective
@@ -62,10 +63,15 @@ def accumulate_pipelined(
     if execution.remat == "offload":
         raise ValueError("remat='offload' is not for a pipeline, whose slots lie in the GPU's memory: take True or False")
     ranks, chunks = parallelism.mesh.shape["pipe"], parallelism.pipe_chunks
+    # Where layers lie whole on their rank, the kernels add the experts' gradients to the sums. XLA would read and write all
+    # experts' sums once more.
+    in_place = all(parallelism.mesh.shape[axis] == 1 for axis in ("fsdp", "expert", "context"))
 
     def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:
         own, shapes = _join_chunks(params)
-        passes = _Passes(MicroBatchPasses(objective, graphdef, own, fixed, execution, in_place=False), chunks, stacked, scalars)
+        if in_place:
+            execution = replace(execution, spread=replace(execution.spread, layer_gathers=None))
+        passes = _Passes(MicroBatchPasses(objective, graphdef, own, fixed, execution, in_place), chunks, stacked, scalars)
         totals = run_ticks(passes.of_pipeline(), chunks, micro_batches, passes.zeros())
         tokens, dx = (x.reshape(-1, *x.shape[2:]) for x in (stacked["tokens"], totals.embedded[:-1]))
         gradients = passes.micro.embedding(tokens, dx, totals.gradients)
@@ -140,7 +146,8 @@ class _Passes:
 
     def forward(self, of_tick: TickPass, moving: _Moving):
         """Returns a chunk's forward pass, and how its result is counted."""
-        layers, arrays = self._stage(of_tick)
+        # The sums' values are not read forward. Zeros keep the sums out of the loop, which would copy them.
+        layers, arrays = self._stage(of_tick, self.micro.zeros())
         chunk = self._chunk(of_tick)
         loop = forward_loop(layers, arrays, Carry(moving.x, None), chunk)
 
@@ -174,16 +181,16 @@ class _Passes:
 
     def backward(self, of_tick: TickPass, saved, dy: _Moving, totals: _Totals):
         """Returns a chunk's backward pass, which adds to the sums of gradients."""
-        layers, arrays = self._stage(of_tick)
+        layers, arrays = self._stage(of_tick, totals.gradients)
         saved = jax.tree.unflatten(self.saved_structure, saved)
-        sums = totals.gradients["stages"][0]
+        sums = sums_of_loop(totals.gradients["stages"][0], arrays)
         routing = None
         if self._routing is not None:
             routing = jax.tree.unflatten(jax.tree.structure(self._routing), self._routing_gradients(dy.router))
         loop = backward_loop(layers, arrays, saved, Carry(dy.x, None), routing, sums, self._chunk(of_tick))
 
         def finish(run):
-            gradients = nnx.merge_state(totals.gradients, nnx.State({"stages": {0: run.parameters}}))
+            gradients = nnx.merge_state(totals.gradients, nnx.State({"stages": {0: gradients_of_stage(run)}}))
             # The sums over layers are sums: their gradient is the same for all layers.
             return _Moving(run.dx.x, dy.router, dy.counts), totals._replace(gradients=gradients)
 
@@ -253,7 +260,7 @@ class _Passes:
         x = self.micro.enter(micro_batch_at(self.stacked, 0)).carry.x
 
         def routing(x):
-            layers, arrays = self._stage(of_tick)
+            layers, arrays = self._stage(of_tick, self.micro.zeros())
             (run,) = run_loops(forward_loop(layers, arrays, Carry(self._vary(x), None), self._chunk(of_tick)))
             return run.y
 
@@ -274,8 +281,8 @@ class _Passes:
                 leaves.append(np.zeros(shape.shape, jax.dtypes.float0))
         return leaves
 
-    def _stage(self, of_tick: TickPass) -> StageLayers:
-        """Returns the rank's layers for a micro-batch."""
+    def _stage(self, of_tick: TickPass, gradients: nnx.State) -> StageLayers:
+        """Returns the rank's layers for a micro-batch; `gradients` as in `MicroBatchPasses.stage_model`."""
         ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
         micro = self.micro
         entered = micro.enter(micro_batch_at(self.stacked, of_tick.micro_batch))
@@ -284,6 +291,8 @@ class _Passes:
         per_layer, fixed = self._vary(layers_of_rank(whole, ranks, self.chunks, rank))
         per_layer = per_layer._replace(exists=per_layer.exists & of_tick.exists)
         model = replace(micro, fixed=fixed).model()
+        if micro.in_place:
+            add_expert_gradients_to(model, gradients, in_stacks=True)
         return stage_layers(model.stages[0], 0, self._vary(entered.inputs), per_layer, micro.execution)
 
     def _chunk(self, of_tick: TickPass) -> Chunk:

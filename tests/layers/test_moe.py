@@ -55,7 +55,7 @@ def test_accumulators_on_several_devices_are_refused():
     block = MoE(8, 16, 4, 2, rngs=nnx.Rngs(0))
     block.experts.add_gradients_to(jnp.zeros((4, 32, 8)), jnp.zeros((4, 8, 16)))
     with pytest.raises(ValueError, match="gradient accumulators need experts that lie on one device; these are split"):
-        block(jnp.ones((3, 8)), spread=SPLIT)
+        output_over_two_devices(block, spread=SPLIT)
 
 
 def output_over_two_devices(block, **options):

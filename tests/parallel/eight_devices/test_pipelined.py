@@ -48,7 +48,9 @@ def mesh_of(**sizes):
     "make_model, layers, sizes, chunks, micro_batches, remat",
     [
         (tiny.model, 7, dict(pipe=2, expert=2), 2, 4, True),
+        (tiny.model, 3, dict(pipe=2), 2, 4, True),
         (tiny.dense, 3, dict(pipe=3), 1, 4, False),
+        pytest.param(tiny.model, 3, dict(pipe=2, data=2), 2, 2, False, marks=pytest.mark.thorough),
         pytest.param(tiny.biased_model, 4, dict(pipe=4, fsdp=2), 1, 2, True, marks=pytest.mark.thorough),
         pytest.param(tiny.model, 8, dict(pipe=2, data=2, context=2), 4, 1, True, marks=pytest.mark.thorough),
         pytest.param(tiny.model, 4, dict(pipe=2, fsdp=2, expert=2), 2, 2, True, marks=pytest.mark.thorough),
@@ -56,7 +58,9 @@ def mesh_of(**sizes):
     ],
     ids=[
         "experts-padded-chunks",
+        "whole-experts-padded-chunks",
         "dense-kept-three-ranks",
+        "whole-experts-kept-data",
         "fsdp-few-micro-batches",
         "context",
         "fsdp-expert-kept",
