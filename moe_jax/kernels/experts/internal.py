@@ -83,8 +83,6 @@ def experts_mlp_accumulating(
     into, in_stack = None, False
     if accumulators is not None:
         into, in_stack = Matrices(accumulators.gate_up, accumulators.down), accumulators.in_stack
-        # The accumulators' gradient takes the place of the weights' gradients.
-        w_gate_up, w_down = jax.lax.stop_gradient(w_gate_up), jax.lax.stop_gradient(w_down)
     topk_weights = without_strangers(topk_weights, topk_experts, sizes["experts"])
     operands = ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), into, layer)
     options = ExpertsOptions(backend, (None,), chunk_tokens=chunk_tokens, accumulators_in_stack=in_stack)
