@@ -6,6 +6,7 @@ and their gradients travel back.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -76,11 +77,14 @@ class RankPasses:
         found = jax.eval_shape(lambda: self.loss_run(0, moving, gradients))
         value, aux = zeros_of((found.value, found.aux))
         embedded = self._vary(jnp.zeros((len(self.stacked["tokens"]) + 1, *moving.x.shape), moving.x.dtype))
-        router = None
-        if (routing := self._routing) is not None:
-            held = jax.tree.leaves(self.micro.params["stages"])[0].shape[0]
-            router = jax.tree.map(lambda a: self._vary(jnp.zeros((held, *a.shape[1:]), a.dtype)), routing.sums)
-        return _Totals(value, aux, gradients, embedded, router)
+        return _Totals(value, aux, gradients, embedded, self.zeros_of_layers())
+
+    def zeros_of_layers(self) -> RouterSums | None:
+        """Returns the router's sums of the rank's layers before the first micro-batch; None for dense layers."""
+        if (routing := self._routing) is None:
+            return None
+        held = jax.tree.leaves(self.micro.params["stages"])[0].shape[0]
+        return jax.tree.map(lambda a: self._vary(jnp.zeros((held, *a.shape[1:]), a.dtype)), routing.sums)
 
     def enter(self, i) -> _Moving:
         """Embeds the tokens of a micro-batch."""
@@ -113,7 +117,7 @@ class RankPasses:
             floats, counts = _parts(jax.tree.map(lambda a: a.sum(0), sums))
             moved = _Moving(run.x.x, *jax.tree.map(jnp.add, (moving.router, moving.counts), (floats, counts)))
 
-            def count(totals: _Totals) -> _Totals:
+            def count(totals):
                 def add(a, part):
                     before = lax.dynamic_slice_in_dim(a, chunk.first, chunk.num_layers)
                     return lax.dynamic_update_slice_in_dim(a, before + part, chunk.first, 0)
@@ -155,7 +159,15 @@ class RankPasses:
         return _Moving(found.dx, found.droutings, jax.tree.map(jnp.zeros_like, finished.counts)), totals
 
     def loss_run(self, i, finished: _Moving, gradients: nnx.State) -> LossRun:
-        """Computes the objective of the tokens that the last rank finished; every rank computes a part of them."""
+        """Computes the objective of the tokens that the last rank finished, and its gradients."""
+        return self.micro.loss_of(self._objective_of(i, finished), finished.x, finished.router, gradients)
+
+    def value_of(self, i, finished: _Moving) -> tuple[Float[Array, ""], Any]:
+        """Computes the objective of the tokens that the last rank finished, without gradients; returns value and aux."""
+        return self._objective_of(i, finished)(self.micro.model(), finished.x, finished.router)
+
+    def _objective_of(self, i, finished: _Moving) -> Callable[[Decoder, Any, Any], tuple[Float[Array, ""], Any]]:
+        """Returns the function (model, x, router) -> (value, aux), of which every rank computes its part of the tokens."""
         ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
         is_last = rank == ranks - 1
         batch = micro_batch_at(self.stacked, i)
@@ -172,7 +184,7 @@ class RankPasses:
             states = HiddenStates(model.norm(own[None]), self._vary(replace(sums, **counts)), expert_ids, None)
             return self.micro.objective.of_states(model, states, part | self.scalars)
 
-        return self.micro.loss_of(value, finished.x, finished.router, gradients)
+        return value
 
     def leave(self, of_tick: TickPass, dx: _Moving, totals: _Totals) -> _Totals:
         """Keeps the gradients of a micro-batch's embedded tokens."""
@@ -180,16 +192,16 @@ class RankPasses:
         embedded = lax.dynamic_update_index_in_dim(totals.embedded, dx.x.astype(totals.embedded.dtype), place, 0)
         return totals._replace(embedded=embedded)
 
-    def aux_of_layers(self, totals: _Totals) -> Any:
-        """Returns aux with the statistics of all layers, which lie on the ranks that computed them."""
-        if totals.router is None:
-            return totals.aux
+    def aux_of_layers(self, aux: Any, own: RouterSums | None) -> Any:
+        """Returns aux with the statistics of all layers; `own` is of the rank's layers."""
+        if own is None:
+            return aux
         ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
-        placed = layers_of_all_ranks(totals.router, ranks, self.chunks, rank)
+        placed = layers_of_all_ranks(own, ranks, self.chunks, rank)
         spread = self.micro.execution.spread
         router = spread.sum(jax.tree.map(lambda a: join_layers(a, self.num_layers), placed))
         devices = math.prod(map(lax.axis_size, spread.mesh_axes)) // ranks
-        return self.micro.objective.with_layers(totals.aux, router, devices)
+        return self.micro.objective.with_layers(aux, router, devices)
 
     @property
     def num_layers(self) -> int:

@@ -53,7 +53,7 @@ def accumulate_pipelined(
         totals = run_ticks(passes.of_pipeline(), chunks, micro_batches, passes.zeros())
         tokens, dx = (x.reshape(-1, *x.shape[2:]) for x in (stacked["tokens"], totals.embedded[:-1]))
         gradients = passes.micro.embedding(tokens, dx, totals.gradients)
-        return Gradients(totals.value, passes.aux_of_layers(totals), _split_chunks(gradients, shapes))
+        return Gradients(totals.value, passes.aux_of_layers(totals.aux, totals.router), _split_chunks(gradients, shapes))
 
     on_mesh = sum_on_mesh(sum_of, graphdef, execution, parallelism, micro_batches, stack_over_data=stack_over_data)
 
