@@ -31,8 +31,9 @@ def to_chunks(params: nnx.State, mesh: Mesh, chunks: int = 1) -> nnx.State:
       chunks: `Parallelism.pipe_chunks`.
 
     Raises:
-      ValueError: a model of several stages, or a chunk of a rank in which no rank has a layer.
+      ValueError: a model of several stages, a chunk of a rank in which no rank has a layer, or layers that lie in chunks.
     """
+    refuse_chunks(params, "to_chunks")
     ranks = mesh.shape["pipe"]
     if set(params["stages"]) != {0}:
         raise ValueError(
@@ -64,6 +65,21 @@ def from_chunks(params: nnx.State, num_layers: int, mesh: Mesh | None = None) ->
         return jax.device_put(array, parameter_sharding(path, array.shape, mesh))
 
     return jax.tree.map_with_path(lay_out, params)
+
+
+def refuse_chunks(params: Any, work: str) -> None:
+    """Refuses parameters of `to_chunks`, for `work` that needs the layers along one axis.
+
+    Raises:
+      ValueError: names the work, a parameter's shape, and what to do.
+    """
+    for key_path, array in jax.tree.leaves_with_path(params):
+        if parameter_path(key_path)[-2:] == ("input_layernorm", "weight") and array.ndim == 4:
+            raise ValueError(
+                f"{work} needs a model's layers along one axis, and these lie in the chunks of a pipeline: a norm's weights "
+                f"have the shape {list(array.shape)} (chunks, ranks, layers of a chunk, hidden). Bring them back first: "
+                "nnx.update(model, parallel.pipeline.chunks.from_chunks(nnx.state(model), num_layers))"
+            )
 
 
 def layers_of_chunk(num_layers: int, ranks: int, chunks: int) -> int:

@@ -23,7 +23,6 @@ from moe_jax.train import (
     accumulate,
     gradients_fn,
     init_state,
-    make_evaluation,
     make_optimizer,
     make_train_step,
     put_batch,
@@ -132,10 +131,6 @@ def refused_chunks(mesh):
     to_chunks(nnx.state(tiny.model(), nnx.Param), mesh, chunks=2)
 
 
-def refused_evaluation(mesh):
-    make_evaluation(nnx.graphdef(tiny.model()), parallelism=Parallelism(mesh))
-
-
 def refused_layout(mesh):
     graph, params, fixed = nnx.split(tiny.model(), nnx.Param, ExpertBias)
     batch = {name: jnp.asarray(x) for name, x in make_batch(seeds.rng()).items()}
@@ -159,7 +154,6 @@ def refused_offload(mesh):
     [
         (refused_deepseek, ValueError, "layers that are all alike; this model has 2 stages"),
         (refused_chunks, ValueError, "2 layers do not reach the last of 2 chunks on pipe=2"),
-        (refused_evaluation, ValueError, "evaluation does not run through a pipeline"),
         (refused_layout, ValueError, "lay the parameters out with parallel.pipeline.chunks.to_chunks"),
         (refused_offload, ValueError, "remat='offload' is not for a pipeline"),
         (refused_function, TypeError, "an objective of a pipeline must have the function of_states"),
