@@ -16,21 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.moe import add_expert_gradients_to
-from moe_jax.layers.passes import Chunk, Loop, backward_loop, forward_loop, run_loops
+from moe_jax.layers.passes import Chunk, Loop, SavedPlace, backward_loop, forward_loop, run_loops
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, StageLayers, StageRouting, stage_layers
 from moe_jax.models.output import HiddenStates
 from moe_jax.parallel.pipeline.chunks import join_layers, layers_of_all_ranks, layers_of_chunk, layers_of_rank
-from moe_jax.parallel.pipeline.executor import PipelinePasses
+from moe_jax.parallel.pipeline.executor import PipelinePasses, Slot
 from moe_jax.parallel.pipeline.ticks import TickPass
 from moe_jax.train.batch import Batch, micro_batch_at
 from moe_jax.train.gradients import zeros_of
 from moe_jax.train.micro_batch import LossRun, MicroBatchPasses, gradients_of_stage, sums_of_loop
+from moe_jax.train.objective import Objective
 
 
 class _Moving(NamedTuple):
@@ -95,14 +98,19 @@ class RankPasses:
         floats, counts = _parts(jax.tree.map(lambda a: self._vary(jnp.zeros(a.shape[1:], a.dtype)), routing.sums))
         return _Moving(x, floats, counts)
 
-    def forward(self, of_tick: TickPass, moving: _Moving):
+    def forward(self, of_tick: TickPass, moving: _Moving, slot: Slot | None = None):
         """Returns a chunk's forward pass, and how its result is counted."""
         # The sums' values are not read forward. Zeros keep the sums out of the loop, which would copy them.
         layers, arrays = self._stage(of_tick, self.micro.zeros())
         chunk = self._chunk(of_tick)
-        loop = forward_loop(layers, arrays, Carry(moving.x, None), chunk)
+        place = None
+        if slot is not None:
+            place = SavedPlace([a.reshape(-1, *a.shape[2:]) for a in slot.slots], slot.number * chunk.num_layers)
+        loop = forward_loop(layers, arrays, Carry(moving.x, None), chunk, place)
 
         def leaves(saved) -> list[Array]:
+            if slot is not None:
+                return [a.reshape(-1, chunk.num_layers, *a.shape[1:]) for a in saved]
             # The pipeline keeps leaves, because two traces of a pullback are two tree structures with the same leaves.
             arrays, self.saved_structure = jax.tree.flatten(saved)
             return arrays
@@ -297,6 +305,17 @@ def _joined(parts: tuple[list[Array], list[Array]], like: RouterSums) -> RouterS
     floats, counts = iter(parts[0]), iter(parts[1])
     leaves, structure = jax.tree.flatten(like)
     return jax.tree.unflatten(structure, [next(floats if jnp.issubdtype(a.dtype, jnp.floating) else counts) for a in leaves])
+
+
+def passes_of_layers(
+    objective: Objective, graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, execution: Execution, mesh: Mesh
+) -> MicroBatchPasses:
+    """Returns the passes of a micro-batch through the rank's layers, whose parameters are those of `join_chunks`."""
+    # Where layers lie whole on their rank, kernels read the experts' weights inside the stack, and add to their sums there.
+    are_whole = all(mesh.shape[axis] == 1 for axis in ("fsdp", "expert", "context"))
+    if are_whole:
+        execution = replace(execution, spread=replace(execution.spread, layer_gathers=None))
+    return MicroBatchPasses(objective, graphdef, params, fixed, execution, in_place=are_whole)
 
 
 def join_chunks(params: nnx.State) -> tuple[nnx.State, nnx.State]:

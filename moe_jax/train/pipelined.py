@@ -3,8 +3,6 @@
 `parallel.pipeline.executor` orders the passes of `train.pipeline_passes`.
 """
 
-from dataclasses import replace
-
 import jax
 from flax import nnx
 
@@ -13,11 +11,10 @@ from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.executor import run_ticks
 from moe_jax.train.batch import Batch
 from moe_jax.train.gradients import Gradients, GradientsFn, sum_on_mesh
-from moe_jax.train.micro_batch import MicroBatchPasses
 from moe_jax.train.objective import Objective
 from moe_jax.train.on_devices import merged_model
 from moe_jax.train.overlap import check_objective
-from moe_jax.train.pipeline_passes import RankPasses, check_chunks, join_chunks
+from moe_jax.train.pipeline_passes import RankPasses, check_chunks, join_chunks, passes_of_layers
 
 
 def accumulate_pipelined(
@@ -46,15 +43,11 @@ def accumulate_pipelined(
     if execution.remat == "offload":
         raise ValueError("remat='offload' is not for a pipeline, whose slots lie in the GPU's memory: take True or False")
     ranks, chunks = parallelism.mesh.shape["pipe"], parallelism.pipe_chunks
-    # Where layers lie whole on their rank, the kernels add the experts' gradients to the sums. XLA would read and write all
-    # experts' sums once more.
-    in_place = all(parallelism.mesh.shape[axis] == 1 for axis in ("fsdp", "expert", "context"))
 
     def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:
         own, shapes = join_chunks(params)
-        if in_place:
-            execution = replace(execution, spread=replace(execution.spread, layer_gathers=None))
-        passes = RankPasses(MicroBatchPasses(objective, graphdef, own, fixed, execution, in_place), chunks, stacked, scalars)
+        micro = passes_of_layers(objective, graphdef, own, fixed, execution, parallelism.mesh)
+        passes = RankPasses(micro, chunks, stacked, scalars)
         totals = run_ticks(passes.of_pipeline(), chunks, micro_batches, passes.zeros())
         tokens, dx = (x.reshape(-1, *x.shape[2:]) for x in (stacked["tokens"], totals.embedded[:-1]))
         gradients = passes.micro.embedding(tokens, dx, totals.gradients)

@@ -15,11 +15,10 @@ from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.executor import ForwardPasses, run_forward_ticks
 from moe_jax.train.batch import Batch, micro_batches_of
 from moe_jax.train.gradients import zeros_of
-from moe_jax.train.micro_batch import MicroBatchPasses
 from moe_jax.train.objective import Objective
 from moe_jax.train.on_devices import merged_model, on_devices
 from moe_jax.train.overlap import check_objective
-from moe_jax.train.pipeline_passes import RankPasses, check_chunks, join_chunks
+from moe_jax.train.pipeline_passes import RankPasses, check_chunks, join_chunks, passes_of_layers
 
 
 class Evaluated(NamedTuple):
@@ -46,7 +45,7 @@ def evaluate_pipelined(
         (fixed,) = rest
         # With remat a chunk saves its layers' inputs alone, and XLA removes a stack that nothing reads.
         execution = replace(model.execution, remat=True)
-        micro = MicroBatchPasses(objective, graph, join_chunks(params)[0], fixed, execution, in_place=False)
+        micro = passes_of_layers(objective, graph, join_chunks(params)[0], fixed, execution, parallelism.mesh)
         return _evaluated(RankPasses(micro, chunks, *micro_batches_of(batch, micro_batches)), micro_batches)
 
     on_mesh = on_devices(of_device, graphdef, parallelism=parallelism)

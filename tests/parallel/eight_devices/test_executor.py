@@ -50,9 +50,12 @@ def passes_of(weights, entering, targets):
     def counted(counts, of_tick):
         return counts.at[of_tick.chunk, of_tick.micro_batch].add(jnp.where(of_tick.exists, 1, 0))
 
-    def forward(of_tick, x):
+    def forward(of_tick, x, slot):
         y = jnp.sqrt(weights[of_tick.chunk] * x)
-        return y, (x, y), lambda sums: sums._replace(forwards=counted(sums.forwards, of_tick))
+        slots = x, y
+        if slot is not None:
+            slots = jax.tree.map(lambda a, saved: a.at[slot.number].set(saved), slot.slots, (x, y))
+        return y, slots, lambda sums: sums._replace(forwards=counted(sums.forwards, of_tick))
 
     def backward(of_tick, saved, dy, sums):
         x, y = saved
@@ -70,7 +73,7 @@ def passes_of(weights, entering, targets):
 
     return PipelinePasses(
         enter=lambda i: entering[i],
-        forward=lambda of_tick, x: lambda: forward(of_tick, x),
+        forward=lambda of_tick, x, slot: lambda: forward(of_tick, x, slot),
         backward=lambda of_tick, saved, dy, sums: lambda: backward(of_tick, saved, dy, sums),
         run=lambda *passes: tuple(each() for each in passes),
         loss=loss,
