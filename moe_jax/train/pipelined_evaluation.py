@@ -19,6 +19,7 @@ from moe_jax.train.micro_batch import MicroBatchPasses
 from moe_jax.train.objective import Objective
 from moe_jax.train.on_devices import merged_model, on_devices
 from moe_jax.train.overlap import check_objective
+from moe_jax.train.pipeline_front import Front
 from moe_jax.train.pipeline_passes import RankPasses, check_chunks, join_chunks
 
 
@@ -47,7 +48,8 @@ def evaluate_pipelined(
         # With remat a chunk saves its layers' inputs alone, and XLA removes a stack that nothing reads.
         execution = replace(model.execution, remat=True)
         micro = MicroBatchPasses(objective, graph, join_chunks(params)[0], fixed, execution, in_place=False)
-        return _evaluated(RankPasses(micro, chunks, *micro_batches_of(batch, micro_batches)), micro_batches)
+        stacked, scalars = micro_batches_of(batch, micro_batches)
+        return _evaluated(RankPasses(micro, chunks, stacked, scalars, Front(micro, stacked).forward()), micro_batches)
 
     on_mesh = on_devices(of_device, graphdef, parallelism=parallelism)
 
