@@ -1,8 +1,9 @@
 """The passes of one rank of a pipeline: what `parallel.pipeline.executor` runs, for a model's layers and an objective.
 
 The embedding and the head are whole on every rank. The last rank deals the tokens of a micro-batch out to all ranks, and each
-computes the loss of its part. The sums that the router's losses need of all layers travel with the tokens from rank to rank,
-and their gradients travel back.
+computes the loss of its part. Modules that predict further tokens run with the loss, on whole rows: a rank that gets no row
+computes padding. The sums that the router's losses need of all layers travel with the tokens from rank to rank, and their
+gradients travel back.
 """
 
 import math
@@ -27,7 +28,8 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, StageLayers, StageRouting, stage_layers
 from moe_jax.models.output import HiddenStates
-from moe_jax.parallel.pipeline.chunks import join_layers, layers_of_all_ranks, layers_of_chunk, layers_of_rank
+from moe_jax.parallel.layout import lies_in_chunks, parameter_path
+from moe_jax.parallel.pipeline.chunks import join_layers, layers_of_all_ranks, layers_of_chunk, layers_of_rank, stage_in_pipe
 from moe_jax.parallel.pipeline.executor import PipelinePasses, Slot
 from moe_jax.parallel.pipeline.ticks import TickPass
 from moe_jax.train.batch import Batch, micro_batch_at
@@ -53,7 +55,7 @@ class _Totals(NamedTuple):
     aux: Any
     gradients: nnx.State
     embedded: Float[Array, "micro_batches_and_one batch seq hidden"]
-    """The gradients of the embedded tokens; the last place takes what is not needed."""
+    """The gradients of what entered; the last place takes what is not needed."""
     router: RouterSums | None
     """The sums of the rank's layers, stacked."""
 
@@ -67,6 +69,8 @@ class RankPasses:
     chunks: int
     stacked: Batch
     scalars: Batch
+    entering: Float[Array, "micro_batches batch seq hidden"] | None = None
+    """The outputs of dense layers before the pipeline (`pipeline_front`); None without such layers."""
     saved_structure: Any = None
     """The structure of what the last traced forward pass saved."""
 
@@ -87,12 +91,13 @@ class RankPasses:
         """Returns the router's sums of the rank's layers before the first micro-batch; None for dense layers."""
         if (routing := self._routing) is None:
             return None
-        held = jax.tree.leaves(self.micro.params["stages"])[0].shape[0]
+        held = jax.tree.leaves(self.micro.params["stages"][self.stage])[0].shape[0]
         return jax.tree.map(lambda a: self._vary(jnp.zeros((held, *a.shape[1:]), a.dtype)), routing.sums)
 
     def enter(self, i) -> _Moving:
-        """Embeds the tokens of a micro-batch."""
-        x = self._vary(self.micro.enter(micro_batch_at(self.stacked, i)).carry.x)
+        """Embeds the tokens of a micro-batch, or takes what dense layers made of them."""
+        x = self.micro.enter(micro_batch_at(self.stacked, i)).carry.x if self.entering is None else self.entering[i]
+        x = self._vary(x)
         if (routing := self._routing) is None:
             return _Moving(x, None, None)
         floats, counts = _parts(jax.tree.map(lambda a: self._vary(jnp.zeros(a.shape[1:], a.dtype)), routing.sums))
@@ -142,14 +147,14 @@ class RankPasses:
         """Returns a chunk's backward pass, which adds to the sums of gradients."""
         layers, arrays = self._stage(of_tick, totals.gradients)
         saved = jax.tree.unflatten(self.saved_structure, saved)
-        sums = sums_of_loop(totals.gradients["stages"][0], arrays)
+        sums = sums_of_loop(totals.gradients["stages"][self.stage], arrays)
         routing = None
         if self._routing is not None:
             routing = jax.tree.unflatten(jax.tree.structure(self._routing), self._routing_gradients(dy.router))
         loop = backward_loop(layers, arrays, saved, Carry(dy.x, None), routing, sums, self._chunk(of_tick))
 
         def finish(run):
-            gradients = nnx.merge_state(totals.gradients, nnx.State({"stages": {0: gradients_of_stage(run)}}))
+            gradients = nnx.merge_state(totals.gradients, nnx.State({"stages": {self.stage: gradients_of_stage(run)}}))
             # The sums over layers are sums: their gradient is the same for all layers.
             return _Moving(run.dx.x, dy.router, dy.counts), totals._replace(gradients=gradients)
 
@@ -182,22 +187,23 @@ class RankPasses:
         is_last = rank == ranks - 1
         batch = micro_batch_at(self.stacked, i)
         inputs = self.micro.enter(batch).inputs
-        part = {name: _own_part(x, ranks, rank) for name, x in batch.items()}
+        by_rows = bool(self.micro.model().config.mtp_stages)
+        part = {name: lax.dynamic_index_in_dim(_deal(x, ranks, by_rows), rank, 0, False) for name, x in batch.items()}
 
         def value(model: Decoder, x, router) -> tuple[Float[Array, ""], Any]:
-            own = lax.psum_scatter(_deal(jnp.where(is_last, x, 0), ranks), "pipe", scatter_dimension=0, tiled=False)
+            own = lax.psum_scatter(_deal(jnp.where(is_last, x, 0), ranks, by_rows), "pipe", scatter_dimension=0, tiled=False)
             sums = self._router_sums(finished._replace(router=router), is_last).with_counts(inputs.valid, inputs.sequences)
             counts: dict[str, Any] = dict(
                 num_tokens=jnp.where(is_last, sums.num_tokens, 0), num_sequences=jnp.where(is_last, sums.num_sequences, 0)
             )
             expert_ids = jnp.zeros((0, *part["tokens"].shape, 0), jnp.int32)
-            states = HiddenStates(model.norm(own[None]), self._vary(replace(sums, **counts)), expert_ids, None)
+            states = HiddenStates(model.norm(own), self._vary(replace(sums, **counts)), expert_ids, None)
             return self.micro.objective.of_states(model, states, part | self.scalars)
 
         return value
 
     def leave(self, of_tick: TickPass, dx: _Moving, totals: _Totals) -> _Totals:
-        """Keeps the gradients of a micro-batch's embedded tokens."""
+        """Keeps the gradients of what entered for a micro-batch."""
         place = jnp.where(of_tick.exists, of_tick.micro_batch, len(totals.embedded) - 1)
         embedded = lax.dynamic_update_index_in_dim(totals.embedded, dx.x.astype(totals.embedded.dtype), place, 0)
         return totals._replace(embedded=embedded)
@@ -215,13 +221,18 @@ class RankPasses:
 
     @property
     def num_layers(self) -> int:
-        """The model's layers, without those that fill up chunks."""
-        return self.micro.model().config.num_hidden_layers
+        """The layers that lie in the pipeline, without those that fill up chunks."""
+        return self.micro.model().config.stages[self.stage].num_layers
+
+    @property
+    def stage(self) -> int:
+        """The number of the stage that lies in the pipeline."""
+        return self.micro.num_stages - 1
 
     @cached_property
     def _routing(self) -> StageRouting | None:
         """The shapes of a chunk's routing; None for dense layers."""
-        if self.micro.model().config.experts is None:
+        if not self.micro.model().config.stages[self.stage].sparse:
             return None
         of_tick = TickPass(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros((), bool))
         x = self.micro.enter(micro_batch_at(self.stacked, 0)).carry.x
@@ -253,21 +264,21 @@ class RankPasses:
         ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
         micro = self.micro
         entered = micro.enter(micro_batch_at(self.stacked, of_tick.micro_batch))
-        (per_layer,) = entered.per_layer
-        whole = per_layer._replace(exists=jnp.ones(self.num_layers, bool)), micro.fixed
+        fixed, others = nnx.split_state(micro.fixed, lambda path, _: path[:2] == ("stages", self.stage), ...)
+        whole = entered.per_layer[self.stage]._replace(exists=jnp.ones(self.num_layers, bool)), fixed
         per_layer, fixed = self._vary(layers_of_rank(whole, ranks, self.chunks, rank))
         per_layer = per_layer._replace(exists=per_layer.exists & of_tick.exists)
-        model = replace(micro, fixed=fixed).model()
+        stage = replace(micro, fixed=nnx.merge_state(fixed, others)).model().stages[self.stage]
         if micro.in_place:
-            add_expert_gradients_to(model, gradients, in_stacks=True)
-        return stage_layers(model.stages[0], 0, self._vary(entered.inputs), per_layer, micro.execution)
+            add_expert_gradients_to(stage, gradients["stages"][self.stage], in_stacks=True)
+        return stage_layers(stage, self.stage, self._vary(entered.inputs), per_layer, micro.execution)
 
     def _chunk(self, of_tick: TickPass) -> Chunk:
         num_layers = layers_of_chunk(self.num_layers, lax.axis_size("pipe"), self.chunks)
         return Chunk(of_tick.chunk * num_layers, num_layers)
 
     def _router_sums(self, finished: _Moving, is_last) -> RouterSums:
-        """Returns sums of as many layers as the model has, all in the first: losses need the sum over layers alone."""
+        """Returns sums of as many layers as the pipeline has, all in the first: losses need the sum over layers alone."""
         if self._routing is None:
             return self._vary(RouterSums.of_no_layer(1))
         joined = _joined(
@@ -280,16 +291,15 @@ class RankPasses:
         return vary_as(arrays, (self.micro.params, self.stacked, lax.axis_index("pipe")))
 
 
-def _deal(x: Array, ranks: int) -> Array:
-    """Returns [batch, seq, ...] as [ranks, tokens of a rank, ...]; the last part is filled up with zeros."""
-    tokens = x.reshape(-1, *x.shape[2:])
-    missing = -len(tokens) % ranks
-    return jnp.pad(tokens, [(0, missing), *[(0, 0)] * (tokens.ndim - 1)]).reshape(ranks, -1, *tokens.shape[1:])
+def _deal(x: Array, ranks: int, by_rows: bool) -> Array:
+    """Returns [batch, seq, ...] as parts of the ranks, the last filled up with zeros.
 
-
-def _own_part(x: Array, ranks: int, rank) -> Array:
-    """Returns the rank's tokens of an array [batch, seq] as [1, tokens]."""
-    return lax.dynamic_index_in_dim(_deal(x, ranks), rank, 0)
+    `by_rows`: [ranks, rows of a rank, seq, ...]; else [ranks, 1, tokens of a rank, ...].
+    """
+    parts = x if by_rows else x.reshape(-1, *x.shape[2:])
+    missing = -len(parts) % ranks
+    filled = jnp.pad(parts, [(0, missing), *[(0, 0)] * (parts.ndim - 1)])
+    return filled.reshape(ranks, -1, *x.shape[1:]) if by_rows else filled.reshape(ranks, 1, -1, *x.shape[2:])
 
 
 def _parts(sums: RouterSums) -> tuple[list[Array], list[Array]]:
@@ -313,32 +323,35 @@ def passes_of_layers(
     """Returns the passes of a micro-batch through the rank's layers, whose parameters are those of `join_chunks`."""
     # Where layers lie whole on their rank, kernels read the experts' weights inside the stack, and add to their sums there.
     are_whole = all(mesh.shape[axis] == 1 for axis in ("fsdp", "expert", "context"))
-    if are_whole:
-        execution = replace(execution, spread=replace(execution.spread, layer_gathers=None))
-    return MicroBatchPasses(objective, graphdef, params, fixed, execution, in_place=are_whole)
+    passes = MicroBatchPasses(objective, graphdef, params, fixed, execution, in_place=are_whole)
+    if not are_whole:
+        return passes
+    # A gather of nothing would expect the experts among the arrays of a layer.
+    gathers = list(execution.spread.layer_gathers or ())
+    gathers[passes.num_stages - 1] = None
+    return replace(passes, execution=replace(execution, spread=replace(execution.spread, layer_gathers=tuple(gathers))))
 
 
 def join_chunks(params: nnx.State) -> tuple[nnx.State, nnx.State]:
     """Returns the rank's layers [chunks, 1, layers of a chunk, ...] along one axis, and the shapes that they had."""
     shapes = jax.tree.map(lambda a: a.shape, params)
-    joined = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), params["stages"])
-    return nnx.merge_state(params, nnx.State({"stages": joined})), shapes
+
+    def join(key_path: tuple, array: Array) -> Array:
+        return array.reshape(-1, *array.shape[3:]) if lies_in_chunks(parameter_path(key_path), array.shape) else array
+
+    return jax.tree.map_with_path(join, params), shapes
 
 
 def check_chunks(model: Decoder, ranks: int, chunks: int) -> None:
-    """Checks that a model's layers are all alike and lie in chunks.
+    """Checks that a model's last layers of one kind lie in chunks.
 
     Raises:
-      ValueError: they are not, or lie otherwise.
+      ValueError: they lie otherwise, or layers with experts stand before them.
     """
-    config = model.config
-    if len(config.stages) != 1 or config.mtp_stages:
-        raise ValueError(
-            "a pipeline needs layers that are all alike; this model has "
-            f"{len(config.stages)} stages and {len(config.mtp_stages)} modules that predict further tokens"
-        )
-    wanted = (chunks, ranks, layers_of_chunk(config.num_hidden_layers, ranks, chunks))
-    shape = jax.tree.leaves(nnx.state(model.stages[0], nnx.Param))[0].shape
+    stages = nnx.state(model, nnx.Param)["stages"]
+    stage = stage_in_pipe(stages)
+    wanted = (chunks, ranks, layers_of_chunk(model.config.stages[stage].num_layers, ranks, chunks))
+    shape = jax.tree.leaves(stages[stage])[0].shape
     if shape[:3] != wanted:
         raise ValueError(
             f"the layers of a pipeline are stacked as {list(wanted)} (chunks, ranks, layers of a chunk); a parameter has shape "

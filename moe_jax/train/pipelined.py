@@ -14,6 +14,7 @@ from moe_jax.train.gradients import Gradients, GradientsFn, sum_on_mesh
 from moe_jax.train.objective import Objective
 from moe_jax.train.on_devices import merged_model
 from moe_jax.train.overlap import check_objective
+from moe_jax.train.pipeline_front import Front
 from moe_jax.train.pipeline_passes import RankPasses, check_chunks, join_chunks, passes_of_layers
 
 
@@ -32,12 +33,12 @@ def accumulate_pipelined(
 
     Args:
       objective: one that has `of_states`, and whose value is a sum over tokens. It sees the tokens of a micro-batch in as many
-        parts as there are ranks, along one axis.
+        parts as there are ranks, along one axis. If the model has modules that predict further tokens, parts are whole rows.
       stack_over_data: as in `train.on_devices`.
 
     Raises:
       TypeError: an objective that works on batches alone.
-      ValueError: remat "offload". At the first call, a model whose layers are not all alike, or parameters that lie otherwise.
+      ValueError: remat "offload". At the first call, parameters that lie otherwise.
     """
     check_objective(objective, "a pipeline")
     if execution.remat == "offload":
@@ -46,11 +47,10 @@ def accumulate_pipelined(
 
     def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:
         own, shapes = join_chunks(params)
-        micro = passes_of_layers(objective, graphdef, own, fixed, execution, parallelism.mesh)
-        passes = RankPasses(micro, chunks, stacked, scalars)
+        front = Front(passes_of_layers(objective, graphdef, own, fixed, execution, parallelism.mesh), stacked)
+        passes = RankPasses(front.micro, chunks, stacked, scalars, front.forward())
         totals = run_ticks(passes.of_pipeline(), chunks, micro_batches, passes.zeros())
-        tokens, dx = (x.reshape(-1, *x.shape[2:]) for x in (stacked["tokens"], totals.embedded[:-1]))
-        gradients = passes.micro.embedding(tokens, dx, totals.gradients)
+        gradients = front.backward(totals.embedded[:-1], totals.gradients)
         return Gradients(totals.value, passes.aux_of_layers(totals.aux, totals.router), _split_chunks(gradients, shapes))
 
     on_mesh = sum_on_mesh(sum_of, graphdef, execution, parallelism, micro_batches, stack_over_data=stack_over_data)

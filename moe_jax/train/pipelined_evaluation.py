@@ -18,6 +18,7 @@ from moe_jax.train.gradients import zeros_of
 from moe_jax.train.objective import Objective
 from moe_jax.train.on_devices import merged_model, on_devices
 from moe_jax.train.overlap import check_objective
+from moe_jax.train.pipeline_front import Front
 from moe_jax.train.pipeline_passes import RankPasses, check_chunks, join_chunks, passes_of_layers
 
 
@@ -46,7 +47,8 @@ def evaluate_pipelined(
         # With remat a chunk saves its layers' inputs alone, and XLA removes a stack that nothing reads.
         execution = replace(model.execution, remat=True)
         micro = passes_of_layers(objective, graph, join_chunks(params)[0], fixed, execution, parallelism.mesh)
-        return _evaluated(RankPasses(micro, chunks, *micro_batches_of(batch, micro_batches)), micro_batches)
+        stacked, scalars = micro_batches_of(batch, micro_batches)
+        return _evaluated(RankPasses(micro, chunks, stacked, scalars, Front(micro, stacked).forward()), micro_batches)
 
     on_mesh = on_devices(of_device, graphdef, parallelism=parallelism)
 

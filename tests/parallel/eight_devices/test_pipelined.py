@@ -68,11 +68,15 @@ def mesh_of(**sizes):
 )
 def test_gradients(make_model, layers, sizes, chunks, micro_batches, remat):
     """Loss, its parts, the statistics of every layer, and all gradients."""
-    model = with_layers(make_model, layers)
+    compare(with_layers(make_model, layers), layers, sizes, chunks, micro_batches, remat)
+
+
+def compare(model, layers, sizes, chunks, micro_batches, remat, rows=8):
+    """Compares a step's value, aux and gradients with one device's; `layers` is the number of those in the pipe."""
     graph, params, fixed = nnx.split(model, nnx.Param, ExpertBias)
     parallelism = Parallelism(mesh_of(**sizes), pipe_chunks=chunks)
     objective, execution = as_objective(ALL_LOSSES, micro_batches), Execution(remat=remat)
-    batch = make_batch(seeds.rng())
+    batch = {name: x[:rows] for name, x in make_batch(seeds.rng()).items()}
     num_labels = jnp.float32(batch["loss_mask"].sum())
 
     plain = jax.jit(accumulate(gradients_fn(objective, graph, execution), micro_batches))
@@ -123,8 +127,9 @@ def test_chunks_and_back():
         np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
 
 
-def refused_deepseek(mesh):
-    to_chunks(nnx.state(tiny.deepseek(), nnx.Param), mesh)
+def refused_order(mesh):
+    params = nnx.state(tiny.deepseek(), nnx.Param)
+    to_chunks(nnx.State({"stages": {0: params["stages"][1], 1: params["stages"][0]}}), mesh)
 
 
 def refused_chunks(mesh):
@@ -152,7 +157,7 @@ def refused_offload(mesh):
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (refused_deepseek, ValueError, "layers that are all alike; this model has 2 stages"),
+        (refused_order, ValueError, "this model has 2 runs of layers, and experts before the last"),
         (refused_chunks, ValueError, "2 layers do not reach the last of 2 chunks on pipe=2"),
         (refused_layout, ValueError, "lay the parameters out with parallel.pipeline.chunks.to_chunks"),
         (refused_offload, ValueError, "remat='offload' is not for a pipeline"),
