@@ -108,15 +108,17 @@ class MoE(nnx.Module):
         routing = self.router(x, valid, expert_ids=expert_ids)
         num_experts = len(routing.sums.expert_load)
         self._check_experts(num_experts, spread.expert)
-        experts = routing.experts
-        if spread.expert is not None and valid is not None:
-            is_valid = valid.valid if isinstance(valid, Sequences) else valid
-            experts = jnp.where(is_valid[:, None], int32_ids(experts, num_experts), -1)
-        if spread.expert is None or self.experts.accumulators is not None:
-            y = self.experts(x, routing.weights, experts)
+        if spread.expert is None:
+            y = self.experts(x, routing.weights, routing.experts)
         else:
             matrices = self.experts.gate_up_proj[...], self.experts.down_proj[...]
-            y, exchange = expert_parallel_mlp(x, *matrices, routing.weights, experts, spread.expert)
+            experts = routing.experts
+            if valid is not None:
+                is_valid = valid.valid if isinstance(valid, Sequences) else valid
+                experts = jnp.where(is_valid[:, None], int32_ids(experts, num_experts), -1)
+            y, exchange = expert_parallel_mlp(
+                x, *matrices, routing.weights, experts, spread.expert, accumulators=self.experts.accumulators
+            )
             # Typed as varying like the tokens, even where devices agree: a sum over the mesh takes one type for all its terms.
             routing = routing._replace(sums=routing.sums.with_exchange(vary_as(exchange, x)))
         if self.shared_experts is not None:
@@ -125,8 +127,6 @@ class MoE(nnx.Module):
 
     def _check_experts(self, num_experts: int, expert_parallel: ExpertParallel | None) -> None:
         devices = 1 if expert_parallel is None else axis_size(expert_parallel.axis_name)
-        if devices > 1 and self.experts.accumulators is not None:
-            raise ValueError("gradient accumulators need experts that lie on one device; these are split over several")
         if expert_parallel is not None and self.experts.ticket is not None:
             raise ValueError("weight tickets need experts that lie on one device; these are split over several")
         held = self.experts.gate_up_proj.shape[-3]
@@ -221,14 +221,13 @@ class Experts(TicketHolder):
         if self.ticket is not None:
             matrices = self.gate_up_proj[...], self.down_proj[...]
             return experts_mlp_deferring(x, *matrices, weights, experts, self.held_ticket)
-        place = None if self.place is None else self.place[...]
         return experts_mlp_accumulating(
             x,
             self.gate_up_proj[...],
             self.down_proj[...],
             weights,
             experts,
-            None if self.accumulators is None else Accumulators(*self.accumulators, in_stack=True, layer=place),
+            self.accumulators,
             chunk_tokens=EXPERT_CHUNK_TOKENS if len(x) > 2 * EXPERT_CHUNK_TOKENS else None,
         )
 
@@ -256,8 +255,9 @@ class Experts(TicketHolder):
         self.gate_up_accumulator, self.down_accumulator = GradientAccumulator(gate_up), GradientAccumulator(down)
 
     @property
-    def accumulators(self) -> tuple[Array, Array] | None:
+    def accumulators(self) -> Accumulators | None:
         """The arrays that `add_gradients_to` was given; None without."""
         if self.gate_up_accumulator is None or self.down_accumulator is None:
             return None
-        return self.gate_up_accumulator[...], self.down_accumulator[...]
+        layer = None if self.place is None else self.place[...]
+        return Accumulators(self.gate_up_accumulator[...], self.down_accumulator[...], in_stack=True, layer=layer)

@@ -122,7 +122,8 @@ def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> d
         if lies_in_chunks(path, shape):
             splits[1] = ("pipe",)
         else:
-            names = (*names, "pipe")
+            # Axes that are gathered together stand in the order of the mesh, as peer-to-peer copies need.
+            names = ("expert", "pipe", *names[1:]) if own_axes == 3 else ("pipe", *names)
     for name in names:
         ways = mesh.shape.get(name, 1)
         # `expert` splits an experts' matrix only along the axis of experts: a part of an expert could not stay in place.

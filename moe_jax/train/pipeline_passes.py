@@ -321,15 +321,20 @@ def passes_of_layers(
     objective: Objective, graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, execution: Execution, mesh: Mesh
 ) -> MicroBatchPasses:
     """Returns the passes of a micro-batch through the rank's layers, whose parameters are those of `join_chunks`."""
-    # Where layers lie whole on their rank, kernels read the experts' weights inside the stack, and add to their sums there.
-    are_whole = all(mesh.shape[axis] == 1 for axis in ("fsdp", "expert", "context"))
-    passes = MicroBatchPasses(objective, graphdef, params, fixed, execution, in_place=are_whole)
-    if not are_whole:
+    spread = execution.spread
+    shadows = spread.expert is not None and spread.expert.shadow_experts > 0
+    # Where experts lie whole on their device, kernels read their weights inside the stack, and add to their sums there.
+    in_place = not shadows and all(mesh.shape[axis] == 1 for axis in ("fsdp", "context"))
+    passes = MicroBatchPasses(objective, graphdef, params, fixed, execution, in_place)
+    if not in_place or spread.layer_gathers is None:
         return passes
-    # A gather of nothing would expect the experts among the arrays of a layer.
-    gathers = list(execution.spread.layer_gathers or ())
-    gathers[passes.num_stages - 1] = None
-    return replace(passes, execution=replace(execution, spread=replace(execution.spread, layer_gathers=tuple(gathers))))
+    # The experts are then not among the arrays of a layer that its gather is given.
+    number = passes.num_stages - 1
+    paths = [path for path, _ in nnx.to_flat_state(params["stages"][number])]
+    gathers = list(spread.layer_gathers)
+    if (gather := gathers[number]) is not None:
+        gathers[number] = gather.without(["experts" in path for path in paths])
+    return replace(passes, execution=replace(execution, spread=replace(spread, layer_gathers=tuple(gathers))))
 
 
 def join_chunks(params: nnx.State) -> tuple[nnx.State, nnx.State]:

@@ -98,8 +98,9 @@ class TokenPart(NamedTuple):
 
 def experts_mlp_of_parts(
     parts: Sequence[TokenPart],
-    w_gate_up: Float[Array, "experts 2*inter hidden"],
-    w_down: Float[Array, "experts hidden inter"],
+    w_gate_up: Float[Array, "*layers experts 2*inter hidden"],
+    w_down: Float[Array, "*layers experts hidden inter"],
+    accumulators: Accumulators | None = None,
     *,
     backend: str | None = None,
     max_pairs: Sequence[int | None] | None = None,
@@ -113,6 +114,7 @@ def experts_mlp_of_parts(
     parts in f32 in one pass and rounded once.
 
     Args:
+        accumulators: as in `experts_mlp_accumulating`.
         max_pairs: for each part, the number of ids in [0, E) to make room for: R is max_pairs instead of T*K. Ids beyond it
             count as ids outside [0, E), the last experts' first. None: room for all.
         shares: for each part, the number of devices that its tokens come from, equally many from each (default: 1). The part's
@@ -123,8 +125,11 @@ def experts_mlp_of_parts(
             length than parts. Also if shares do not divide the tokens, and as `experts_mlp`.
     """
     refuse_explicit_axes(w_gate_up=w_gate_up, w_down=w_down)
+    layer = None if accumulators is None else accumulators.layer
+    experts = "experts" if layer is None else "layers experts"
+    sizes: dict[str, int] = {}
     for part in parts:
-        check_experts_mlp(part.x, w_gate_up, w_down, part.topk_weights, part.topk_experts)
+        sizes = check_experts_mlp(part.x, w_gate_up, w_down, part.topk_weights, part.topk_experts, experts=experts)
         refuse_explicit_axes(**part._asdict())
     types = [", ".join(f"{a.dtype}[tokens, {a.shape[1]}]" for a in part) for part in parts]
     if len(set(types)) != 1:
@@ -140,17 +145,22 @@ def experts_mlp_of_parts(
         )
     for pairs in max_pairs:
         _check_positive("max_pairs", pairs)
-    backend = resolve_backend(backend, parts[0].x.dtype, parts[0].x.shape[1], w_down.shape[2])
+    backend = resolve_backend(backend, parts[0].x.dtype, sizes["hidden"], sizes["inter"])
     parts, w_gate_up, w_down = vary_alike((tuple(parts), w_gate_up, w_down))
+    into, in_stack = None, False
+    if accumulators is not None:
+        _check_accumulators(accumulators, (parts[0].x, w_gate_up), sizes, experts)
+        into, in_stack = Matrices(accumulators.gate_up, accumulators.down), accumulators.in_stack
     operands = ExpertsOperands(
         xs=tuple(part.x for part in parts),
         w_gate_up=w_gate_up,
         w_down=w_down,
-        weights=tuple(without_strangers(part.topk_weights, part.topk_experts, w_down.shape[0]) for part in parts),
+        weights=tuple(without_strangers(part.topk_weights, part.topk_experts, sizes["experts"]) for part in parts),
         experts=tuple(part.topk_experts for part in parts),
-        accumulators=None,
+        accumulators=into,
+        layer=layer,
     )
-    return experts_of_parts(operands, ExpertsOptions(backend, tuple(max_pairs), tuple(shares)))
+    return experts_of_parts(operands, ExpertsOptions(backend, tuple(max_pairs), tuple(shares), accumulators_in_stack=in_stack))
 
 
 def _check_positive(name: str, value: int | None) -> None:
