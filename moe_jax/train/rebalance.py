@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, Num, PyTree
 
 from moe_jax.config import ModelConfig
 from moe_jax.parallel.expert.placement import balanced_order
-from moe_jax.parallel.layout import parameter_path
+from moe_jax.parallel.layout import lies_in_chunks, parameter_path
 from moe_jax.train.state import TrainState
 
 
@@ -52,10 +52,14 @@ def move_experts[Tree: PyTree](state: Tree, config: ModelConfig, orders: Int[np.
       state: a TrainState, or several of its parts; one part must be the parameters or their moments.
 
     Raises:
-      ValueError: orders that are no permutations, do not have this model's shape, or part a group's experts.
+      ValueError: orders that are no permutations, do not have this model's shape, or part a group's experts. Or the layers lie
+        in the chunks of a pipeline.
     """
     orders = np.asarray(orders)
     _check_orders(orders, config)
+    for path, array in jax.tree.leaves_with_path(state):
+        if (names := parameter_path(path))[:1] == ("stages",) and lies_in_chunks(names, array.shape):
+            raise ValueError("experts cannot change places while layers lie in the chunks of a pipeline")
     stages = _orders_of_stages(state, orders)
 
     def move(path, array: Array) -> Array:

@@ -16,7 +16,7 @@ from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep, predict
 from moe_jax.cost.gpus import GPUS
 from moe_jax.cost.plan import MICRO_BATCHES, chunk_counts, meshes, plan, rank
-from moe_jax.cost.plan_table import KINDS, flags, format_plan, how_to_train
+from moe_jax.cost.plan_table import KINDS, first_that_runs, flags, format_plan, how_to_train
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
 
@@ -105,13 +105,21 @@ def test_the_table_marks_pipes_and_prints_how_to_train_them(tmp_path, capsys):
     assert all((int(line.split()[0]) > 1) == line.endswith("not measured") for line in rows)
     pipe, chunks, data, fsdp, expert, context, micro_batches = rows[0].split()[:7]
     assert int(pipe) > 1 and "micro-batches" in printed
-    (command, beside), (whole, _) = (part.split(" ...", 1) for part in printed.split("moe-jax finetune ")[1:])
+    (command, behind) = printed.split("moe-jax finetune ")[1].split(" ...", 1)
     assert command.startswith(f"--mesh.pipe {pipe} ") and f" --pipe-chunks {chunks} " in command
     assert f" --gradient-accumulation {micro_batches} " in command
-    assert beside.startswith(" (finetune runs no pipes yet; train.make_train_step does, with parallel.pipeline.chunks)\n")
-    assert "pipe" not in whole and whole in script.read_text()
-    first_whole = next(line for line in rows if int(line.split()[0]) == 1)
-    assert f"the fastest without a pipe, {first_whole.split(' s ')[0].split()[-1]} s: moe-jax finetune {whole}" in printed
+    assert behind.startswith("\n") and "the fastest without a pipe" not in printed and command in script.read_text()
+
+
+def test_a_pipe_that_nothing_runs_is_marked():
+    """Layers of two kinds cannot lie in a pipe yet: the fastest mesh without one stands beside it."""
+    meshes = MeshShape(pipe=2, data=2, fsdp=16, expert=8), MeshShape(fsdp=64, expert=8)
+    options = dict(param_dtype="bfloat16", moment_dtype="bfloat16", gradient_accumulation=4)
+    predictions = [predict(PlannedStep(DEEPSEEK, mesh, 4096, 4096, **options)) for mesh in meshes]
+    assert all(p.fits for p in predictions) and first_that_runs(predictions) is predictions[1]
+    best, other = format_plan(predictions, 1).splitlines()[-2:]
+    assert best.endswith("... (no pipe runs this model yet: its layers are not all alike)")
+    assert other.startswith("the fastest without a pipe, ") and "--mesh.pipe" not in other
 
 
 def test_a_long_sequence_is_split():
