@@ -291,7 +291,7 @@ def test_the_defaults_are_those_of_finetune():
     assert ours["sequence_length"] == theirs["seq_len"]
 
 
-def test_the_batch_script_trains_without_a_pipe(tmp_path, capsys):
+def test_the_batch_script(tmp_path, capsys):
     """The script has the options of docs/many_gpus.md, and bash can parse it. Bad options write no file."""
     script = tmp_path / "train.sbatch"
     main(f"plan qwen3-30b-a3b --devices 16 --limit 1 --sbatch {script}".split())
