@@ -159,6 +159,11 @@ def prepare_run(
             )
         plan.batches.set_state(position["data"])
         places = Places.from_json(position["places"]) if position.get("places") else places
+        if places is not None and plan.parallelism is not None and plan.parallelism.pipelined:
+            raise ValueError(
+                f"the experts of the run in {output} have changed places, and in a pipe they cannot move back at the end: take "
+                "a mesh without pipe"
+            )
     known = vars(plan) | {"identity": identity}
     return PreparedRun(**known, checkpoints=checkpoints, steps_done=steps_done, places=places)
 

@@ -76,7 +76,8 @@ class FinetuneSettings:
         made.
       overlap_micro_batches: compute each micro-batch forward beside the backward pass of the one before, so that the exchange
         with experts of other devices hides (docs/scaling.md). None: where experts lie on several devices and remat is on. With
-        a loss of your own, only False and None. Changes the order of sums, and so the last bits of a run.
+        a loss of your own, only False and None. Changes the order of sums, and so the last bits of a run. A pipe always
+        computes so.
       shadow_experts: the most experts that a layer may copy to all devices along mesh.expert for a step. A layer does so if the
         busiest device saves more than the copies cost (docs/parallel_experts.md).
       rebalance_every: steps after which experts change places between the devices along mesh.expert, by their load since the
