@@ -28,7 +28,6 @@ from moe_jax.cost.flops import num_parameters, training_flops_per_token
 from moe_jax.models.random_weights import random_model
 from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism, default_hops, initialize_processes, make_mesh
 from moe_jax.parallel.expert.placement import device_load
-from moe_jax.parallel.pipeline.chunks import to_chunks
 from moe_jax.train import LossWeights, NextToken, init_state, make_optimizer, make_train_step, put_batch
 from moe_jax.train.rebalance import rebalance
 
@@ -137,17 +136,12 @@ def main() -> None:
         args.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def without_pipe(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """Returns the mesh, or one that splits over `fsdp` what it would split over `pipe`."""
-    ways = mesh.shape["pipe"]
-    return mesh if ways == 1 else make_mesh(fsdp=mesh.size, devices=list(mesh.devices.flat))
-
-
 def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing: str) -> dict:
     """Returns the median step of `--steps` steps after a first one."""
-    model = random_model(config, jnp.bfloat16, param_dtype=jnp.dtype(args.param_dtype), mesh=without_pipe(parallelism.mesh))
-    if parallelism.pipelined:
-        nnx.update(model, to_chunks(nnx.state(model), parallelism.mesh, args.pipe_chunks))
+    param_dtype = jnp.dtype(args.param_dtype)
+    model = random_model(
+        config, jnp.bfloat16, param_dtype=param_dtype, mesh=parallelism.mesh, pipe_chunks=parallelism.pipe_chunks
+    )
     optimizer = make_optimizer(1e-5, moment_dtype=jnp.dtype(args.moment_dtype))
     graph, state = nnx.graphdef(model), init_state(model, optimizer, parallelism)
     del model

@@ -115,7 +115,7 @@ def _run_command(name: str, arguments: list[str]) -> None:
 
     processes.initialize_processes()
     several, may_be_several = jax.distributed.is_initialized(), BY_NAME[name].several_processes
-    if not several and not (may_be_several and _num_devices(command) > 1):
+    if not several and not ((may_be_several or hasattr(command, "mesh")) and _num_devices(command) > 1):
         processes.use_one_gpu()
     if several and not may_be_several:
         raise ValueError("only finetune, generate and check run in several processes; start this command once")
@@ -127,7 +127,7 @@ def _command_class(name: str) -> Any:
 
 
 def _num_devices(command: Any) -> int:
-    """Returns the devices that a command asks for: the size of finetune's mesh, or --devices of generate and check."""
+    """Returns the devices that a command asks for: the size of its mesh, or --devices of generate and check."""
     return command.mesh.size if hasattr(command, "mesh") else command.devices or 1
 
 

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "train": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint"},
     "check": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "cost", "generation"},
     "recipes": {"runtime", "config", "parallel", "models", "checkpoint", "cost", "train"},
-    "demo": {"runtime", "config", "models", "checkpoint", "generation", "train", "recipes"},
+    "demo": {"runtime", "config", "parallel", "models", "checkpoint", "generation", "train", "recipes"},
     "commands": {
         "runtime", "config", "kernels", "parallel", "checkpoint", "cost", "generation", "train", "check", "recipes", "demo",
     },

@@ -27,8 +27,9 @@ from moe_jax.config import ModelConfig, load_config
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.inputs import float_dtype
+from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.layout import parameter_sharding
-from moe_jax.parallel.mesh import refuse_pipe
+from moe_jax.parallel.pipeline.chunks import pipe_of, stacked_shape
 from moe_jax.runtime.processes import is_first_process
 
 _logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ def from_pretrained(
     dtype: DTypeLike = jnp.bfloat16,
     param_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
+    pipe_chunks: int = 1,
     mtp: bool = True,
     progress: bool = True,
 ) -> Decoder:
@@ -53,49 +55,49 @@ def from_pretrained(
       param_dtype: the dtype of the parameters, whatever the files hold (default: dtype). float32 for training. A bias that no
         gradient reaches (`layers.router.ExpertBias`) is always float32.
       mesh: the devices to spread the parameters over (`moe_jax.parallel.make_mesh`); None: the default device.
+      pipe_chunks: with several devices along `pipe`, the chunks of layers of each rank, as in `parallel.Parallelism`. Layers go
+        to their ranks alone, stacked as by `parallel.pipeline.chunks.to_chunks`. Such a model can be trained and saved.
       mtp: True loads the modules that predict further tokens, if the checkpoint has some (`models.mtp`; 11.6e9 parameters in
         DeepSeek-V3). False leaves more memory for inference; a checkpoint written from the model then lacks them.
       progress: show a progress bar when stderr is a terminal.
 
     Raises:
       FileNotFoundError: there is no such folder and no such model on the hub.
-      ValueError: dtype or param_dtype is no float dtype, or config.json asks for an unsupported feature. Or the mesh has
-        several devices along `pipe`.
+      ValueError: dtype or param_dtype is no float dtype, or config.json asks for an unsupported feature. Or the layers cannot
+        lie in the mesh's pipe: layers with experts stand before dense ones, or layers are too few for its chunks.
       CheckpointError (a ValueError): tensors are missing, unexpected, or of a wrong shape or dtype, or files are absent,
         truncated or corrupt; one error lists all problems.
       ImportError: the weights are .bin files, and torch is not installed.
     """
-    refuse_pipe(
-        mesh,
-        "from_pretrained",
-        "load onto a mesh without pipe, or onto one device, and then take parallel.pipeline.chunks.to_chunks",
-    )
+    pipe = pipe_of(mesh, pipe_chunks)
     dtype = float_dtype(dtype)
     param_dtype = dtype if param_dtype is None else float_dtype(param_dtype, "param_dtype")
     folder = find_checkpoint(folder_or_hub_id)
     config = load_config(folder)
     config, pieces, warnings = _checked_pieces(folder, config, mtp)
+    layers = layers_in_pipe(config, pipe)
     for warning in warnings:
         _logger.warning("%s: %s", folder, warning)
 
     # eval_shape: the random initialisation is traced for its shapes and never computed.
     abstract = nnx.eval_shape(lambda: from_config(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
     graph, parameters = nnx.split(abstract)
-    leaves = [
-        (path, leaf, parameter_sharding(path, leaf.shape, mesh)) for path, leaf in nnx.to_flat_state(parameters)
-    ]  # fmt: skip
+    leaves = []
+    for path, leaf in nnx.to_flat_state(parameters):
+        shape = stacked_shape(path, leaf.shape, layers, pipe)
+        leaves.append((path, leaf, shape, parameter_sharding(path, shape, mesh)))
     size = sum(
         num_elements(part) * leaf.dtype.itemsize
-        for _, leaf, sharding in leaves
-        for part in held_parts(leaf.shape, sharding)
+        for _, leaf, shape, sharding in leaves
+        for part in held_parts(shape, sharding)
     )  # fmt: skip
     loaded = []
     quiet = None if progress and is_first_process() else True
     with tqdm(total=size, unit="B", unit_scale=True, desc="loading", disable=quiet) as bar:
-        for path, leaf, sharding in leaves:
-            stacked = path[0] == "stages"
+        for path, leaf, shape, sharding in leaves:
+            layer_axes = 1 + len(shape) - len(leaf.shape) if path[0] == "stages" else 0
             array = load_parameter(
-                pieces[path], leaf.shape, leaf.dtype, sharding, stacked=stacked, on_read=bar.update
+                pieces[path], shape, leaf.dtype, sharding, layer_axes=layer_axes, on_read=bar.update
             )  # fmt: skip
             loaded.append((path, leaf.replace(array)))
     model = nnx.merge(graph, nnx.from_flat_state(loaded))

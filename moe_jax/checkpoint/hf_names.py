@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
 from moe_jax.config import DeepseekV3Config, ModelConfig, Stage
+from moe_jax.parallel.layout import lies_in_chunks
+from moe_jax.parallel.pipeline.restack import take_layer
 
 Index = tuple[int | slice, ...]
 
@@ -67,8 +70,8 @@ def export(config: ModelConfig, flat_params: Mapping[tuple, Any]) -> Iterator[tu
 
     Args:
       flat_params: arrays or `nnx.Variable`s by path, as in `dict(nnx.to_flat_state(nnx.state(model)))`, or a mapping of the
-        same structure, such as gradients. Parameters that are not trained may be absent, and are then left out. Arrays may be
-        sharded; all processes must call this together.
+        same structure, such as gradients. Layers may lie in the chunks of a pipeline. Parameters that are not trained may be
+        absent, and are then left out. Arrays may be sharded; all processes must call this together.
 
     One layer of one parameter at a time is copied to the host, and the yielded arrays are views of that copy. A tensor with
     copies is yielded under each of its names.
@@ -81,7 +84,7 @@ def export(config: ModelConfig, flat_params: Mapping[tuple, Any]) -> Iterator[tu
         if held != (tensor.path, tensor.index[:1]):
             held = (tensor.path, tensor.index[:1])
             del block  # frees the previous layer before the next is fetched
-            block = _to_host(flat_params[tensor.path], tensor.index[:1])
+            block = _to_host(tensor.path, flat_params[tensor.path], tensor.index[:1])
         yield tensor.name, block[tensor.index[1:]]
 
 
@@ -195,10 +198,12 @@ def _expert_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     return {"gate_up_proj": (experts, 2 * inter, hidden), "down_proj": (experts, hidden, inter)}
 
 
-def _to_host(leaf: Any, layer: Index) -> np.ndarray:
+def _to_host(path: tuple, leaf: Any, layer: Index) -> np.ndarray:
     """Copies one layer, (row,), of a stacked parameter to the host, or with () a whole parameter that is not stacked."""
     array = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-    if layer:
+    if layer and lies_in_chunks(path, array.shape):
+        array = take_layer(jnp.asarray(array), layer[0])
+    elif layer:
         # A traced index compiles once for all layers; a Python integer in array[...] would compile once for each layer.
         array = _take_layer(array, layer[0]) if isinstance(array, jax.Array) else array[layer]
     if isinstance(array, jax.Array) and not array.is_fully_addressable:

@@ -13,9 +13,6 @@ from moe_jax.checkpoint.companions import Companions, write_json
 from moe_jax.checkpoint.folders import replaced_folder
 from moe_jax.checkpoint.hf_names import export, hf_tensors
 from moe_jax.models.decoder import Decoder
-from moe_jax.parallel.layout import mesh_of
-from moe_jax.parallel.mesh import refuse_pipe
-from moe_jax.parallel.pipeline.chunks import refuse_chunks
 from moe_jax.runtime.processes import is_first_process
 
 
@@ -33,7 +30,7 @@ def save_pretrained(
     The folder gets model.safetensors, or model-0000i-of-0000n.safetensors with an index where it would be larger than
     `max_shard_bytes`; config.json; generation_config.json; and the tokenizer's files. It is replaced as a whole at the end.
     So a crash leaves an old checkpoint intact, and saving into the folder that the model came from works. Files there that
-    belong to no checkpoint stay. One shard at a time is in host memory.
+    belong to no checkpoint stay. One shard at a time is in host memory. The layers of a pipeline are written as all others.
 
     Args:
       tokenizer_from: the folder or hub id whose tokenizer files to copy (default: the folder that the model was loaded from, if
@@ -45,12 +42,8 @@ def save_pretrained(
     Raises:
       FileExistsError: `folder` is a file, or has files and no config.json, so it is not a checkpoint that may be replaced.
       FileNotFoundError: `tokenizer_from` has no tokenizer files, or is neither a folder nor a model on the hub.
-      ValueError: `max_shard_bytes` is not positive, or `folder` is a mount point, the current directory or holds it. Or the
-        model lies on a mesh with several devices along `pipe`, or its layers in the chunks of a pipeline.
+      ValueError: `max_shard_bytes` is not positive, or `folder` is a mount point, the current directory or holds it.
     """
-    params = nnx.state(model, nnx.Param)
-    refuse_pipe(mesh_of(params), "save_pretrained")
-    refuse_chunks(params, "save_pretrained")
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive")
     companions = Companions(model, tokenizer_from, chat_template)

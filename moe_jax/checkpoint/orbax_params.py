@@ -18,7 +18,8 @@ from moe_jax.checkpoint.folders import replaced_folder
 from moe_jax.config import load_config
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
-from moe_jax.parallel.layout import parameter_sharding
+from moe_jax.parallel.layout import mesh_of, parameter_sharding
+from moe_jax.parallel.mesh import refuse_pipe
 from moe_jax.runtime.processes import is_first_process
 
 
@@ -30,8 +31,9 @@ def save_orbax(
     Raises:
       FileExistsError: `folder` is a file, or has files and no config.json, so it is not a checkpoint that may be replaced.
       FileNotFoundError: `tokenizer_from` has no tokenizer files, or is neither a folder nor a model on the hub.
-      ValueError: `folder` is a mount point, the current directory or holds it.
+      ValueError: `folder` is a mount point, the current directory or holds it. Or the model lies on a mesh with a pipe.
     """
+    refuse_pipe(mesh_of(nnx.state(model, nnx.Param)), "save_orbax", "save_pretrained writes such a model")
     arrays = {_name(path): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
     companions = Companions(model, tokenizer_from, chat_template)
     with replaced_folder(folder, companions.replaces) as target:
@@ -49,8 +51,10 @@ def load_orbax(
 
     Raises:
       FileNotFoundError: there is no config.json or no `params` in `folder`.
-      ValueError: the parameters in the folder do not fit its config; one error lists all differences.
+      ValueError: the parameters in the folder do not fit its config; one error lists all differences. Or the mesh has a
+        pipe.
     """
+    refuse_pipe(mesh, "load_orbax", "from_pretrained reads onto such a mesh")
     folder = Path(folder).expanduser().resolve()
     config = load_config(folder)
     if not (folder / "params").is_dir():

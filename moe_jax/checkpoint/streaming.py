@@ -83,19 +83,23 @@ def load_parameter(
     dtype: np.dtype,
     sharding: Sharding,
     *,
-    stacked: bool,
+    layer_axes: int,
     on_read: Callable[[int], object],
 ) -> jax.Array:
     """Assembles a parameter from `pieces`, which cover it, as `dtype` in the layout `sharding`.
 
     Args:
-      stacked: True if the first axis is layers; they are then loaded one at a time.
+      layer_axes: the number of first axes that number the layers, which are then loaded one at a time. 1, or 3 in a pipeline:
+        places are read row by row, and those behind the last layer are zeros. Pieces have one axis of layers in their place.
       on_read: called with the number of bytes after each block that was read.
     """
     shards: dict[jax.Device, jax.Array] = {}
     for bounds, devices in held_parts(shape, sharding).items():
-        load = _load_stacked if stacked else _load_whole
-        shards |= zip(devices, load(pieces, bounds, dtype, devices, on_read), strict=True)
+        if layer_axes:
+            arrays = _load_stacked(pieces, bounds, shape[:layer_axes], dtype, devices, on_read)
+        else:
+            arrays = _load_whole(pieces, bounds, dtype, devices, on_read)
+        shards |= zip(devices, arrays, strict=True)
     return jax.make_array_from_single_device_arrays(shape, sharding, list(shards.values()))
 
 
@@ -107,26 +111,31 @@ def _load_whole(pieces: list[Piece], bounds: Bounds, dtype: np.dtype, devices, o
     return jax.block_until_ready([jax.device_put(block, device) for device in devices])
 
 
-def _load_stacked(pieces: list[Piece], bounds: Bounds, dtype: np.dtype, devices, on_read) -> list[jax.Array]:
-    """Loads the part like `_load_whole`, but layer by layer through one host block."""
+def _load_stacked(
+    pieces: list[Piece], bounds: Bounds, places: tuple[int, ...], dtype: np.dtype, devices, on_read
+) -> list[jax.Array]:
+    """Loads the part like `_load_whole`, but layer by layer through one host block; `places` are the axes of layers."""
     by_layer: dict[int, list[Piece]] = defaultdict(list)
     for piece in pieces:
         by_layer[piece.bounds[0][0]].append(piece)
     shape = [stop - start for start, stop in bounds]
     buffers = [jnp.zeros(shape, dtype, device=device) for device in devices]
-    block = np.empty([1, *shape[1:]], dtype)
-    for row, layer in enumerate(range(*bounds[0])):
-        _read(by_layer[layer], ((layer, layer + 1), *bounds[1:]), block)
-        blocks = [jax.device_put(block, device) for device in devices]
-        buffers = [_write_layer(buffer, on_device, row) for buffer, on_device in zip(buffers, blocks, strict=True)]
-        jax.block_until_ready(buffers)  # on CPU the device may share the block's memory, which is written again next
+    axes = len(places)
+    block = np.empty([1] * axes + shape[axes:], dtype)
+    for place in np.ndindex(*shape[:axes]):
+        layer = int(np.ravel_multi_index([start + i for (start, _), i in zip(bounds, place, strict=False)], places))
+        if layer in by_layer:
+            _read(by_layer[layer], ((layer, layer + 1), *bounds[axes:]), block.reshape(1, *shape[axes:]))
+            blocks = [jax.device_put(block, device) for device in devices]
+            buffers = [_write_layer(buffer, on_device, place) for buffer, on_device in zip(buffers, blocks, strict=True)]
+            jax.block_until_ready(buffers)  # on CPU the device may share the block's memory, which is written again next
         on_read(block.nbytes)
     return buffers
 
 
 @partial(jax.jit, donate_argnums=0)
-def _write_layer(buffer: jax.Array, block: jax.Array, row: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(buffer, block, row, 0)
+def _write_layer(buffer: jax.Array, block: jax.Array, place: tuple[jax.Array, ...]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(buffer, block, (*place, *[0] * (buffer.ndim - len(place))))
 
 
 def _read(pieces: list[Piece], bounds: Bounds, block: np.ndarray) -> None:

@@ -21,6 +21,7 @@ GROUPS = {
         "force_balanced_routing",
     ),
     "memory": ("dtype", "param_dtype", "moment_dtype", "remat", "offload", "shard_optimizer"),
+    "pipeline": ("pipe_chunks",),
     "exchange between devices": ("capacity_factor", "hops", "overlap_micro_batches", "shadow_experts", "rebalance_every"),
     "log": ("tensorboard",),
 }  # fmt: skip

@@ -42,7 +42,7 @@ class PlanCommand:
       capacity_factor: as in `moe-jax finetune`.
       shard_optimizer: as in `moe-jax finetune`, on meshes with several devices along data.
       limit: maximum number of meshes to list.
-      sbatch: a file for a Slurm batch script that trains on the fastest mesh without a pipe.
+      sbatch: a file for a Slurm batch script that trains on the fastest mesh.
     """
 
     config: tyro.conf.Positional[str]
@@ -67,7 +67,7 @@ class PlanCommand:
     def run(self) -> None:
         """Prints the table, and writes the batch script if asked."""
         from moe_jax.cost.plan import REMAT, plan
-        from moe_jax.cost.plan_table import for_finetune, format_plan
+        from moe_jax.cost.plan_table import format_plan
         from moe_jax.cost.slurm import write_batch_script
 
         if self.config not in NAMED_CONFIGS and not Path(self.config).is_dir():
@@ -102,9 +102,8 @@ class PlanCommand:
             print("Rates are those measured on an H200, scaled by data sheets; before Hopper a step takes longer than this.")
         print(format_plan(predictions, self.limit))
         if self.sbatch is not None:
-            best = for_finetune(predictions)
+            best = next((prediction for prediction in predictions if prediction.fits), None)
             if best is None:
-                pipes = " without a pipe, and finetune runs no pipes yet" if any(each.fits for each in predictions) else ""
-                raise ValueError(f"--sbatch {self.sbatch}: nothing fits{pipes}, so there is no run to write a script for")
+                raise ValueError(f"--sbatch {self.sbatch}: nothing fits, so there is no run to write a script for")
             write_batch_script(Path(self.sbatch), best.step, self.hosts_of)
             print(f"wrote {self.sbatch}; set its model, data and output, then: sbatch {self.sbatch}")

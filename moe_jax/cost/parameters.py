@@ -47,9 +47,8 @@ class Parameter:
 
 @functools.cache
 def piped_stage(config: ModelConfig) -> int:
-    """Returns the number of the stage whose layers a pipe computes: the longest of `config.stages`, the first of equals."""
-    lengths = [stage.num_layers for stage in config.stages]
-    return lengths.index(max(lengths))
+    """Returns the number of the stage whose layers a pipe computes: the last of `config.stages`."""
+    return len(config.stages) - 1
 
 
 @functools.cache

@@ -26,7 +26,7 @@ class PlannedStep:
 
     Multi-token prediction (MTP) modules are trained with the model; `config.without_mtp()` has none.
 
-    With a pipe (`mesh.pipe`), the layers of the longest stage are dealt out to its ranks, and each rank has all rows. Other
+    With a pipe (`mesh.pipe`), the layers of the last stage are dealt out to its ranks, and each rank has all rows. Other
     work is split over the ranks too: other layers by rows, embedding and loss by tokens.
 
     Attributes:
@@ -96,8 +96,9 @@ class PlannedStep:
 
     @property
     def joined_stage(self) -> int:
-        """Number of the stage whose layers the joined loop computes."""
-        return piped_stage(self.config)
+        """Number of the stage whose layers the joined loop computes: without a pipe the longest, the first of equals."""
+        lengths = [stage.num_layers for stage in self.config.stages]
+        return piped_stage(self.config) if self.mesh.pipe > 1 else lengths.index(max(lengths))
 
     @property
     def layers_of_chunk(self) -> int:
@@ -287,8 +288,13 @@ def _problems_of_pipe(step: PlannedStep) -> list[str]:
         alone = f"pipe_chunks={chunks} needs a mesh.pipe of at least 2: one rank computes its layers in one chunk"
         return [alone] if chunks > 1 else []
     problems, layers = [], num_piped_layers(step.config)
+    *before, last = step.config.stages
+    if any(stage.sparse for stage in before):
+        problems.append(
+            f"mesh.pipe={ranks}: layers with experts stand before the last {last.num_layers}, which a pipe deals out"
+        )
     if not fills_chunks(layers, ranks, chunks):
-        problems.append(f"the {layers} layers of the longest stage are too few for mesh.pipe={ranks} x pipe_chunks={chunks}")
+        problems.append(f"the {layers} layers of the last stage are too few for mesh.pipe={ranks} x pipe_chunks={chunks}")
     if step.remat == "offload":
         problems.append("remat='offload' is not for a pipe: take True or False")
     rows = step.rows // step.gradient_accumulation // (step.mesh.size // ranks // step.mesh.context)

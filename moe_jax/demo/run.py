@@ -28,6 +28,9 @@ from moe_jax.config import DeepseekV3Config, ModelConfig, Qwen3Config, Qwen3MoeC
 from moe_jax.demo.text import SPECIAL_TOKENS, TURN_END, as_chat, library_functions, train_tokenizer
 from moe_jax.generation import generate
 from moe_jax.models.auto import from_config
+from moe_jax.models.layers_in_pipe import layers_in_pipe
+from moe_jax.parallel.choices import MeshShape
+from moe_jax.parallel.pipeline.chunks import PipeShape
 from moe_jax.recipes import FinetuneSettings, finetune
 from moe_jax.train.plots import plot_run
 
@@ -48,6 +51,9 @@ class DemoSettings:
       vocab_size: maximum vocabulary of the tokenizer.
       every_nth_file: train only on every n-th file of the library.
       prompt: the beginning of a function, which the trained model completes.
+      mesh: the numbers of devices over which training is spread, as in `moe-jax finetune`. On a CPU the command imitates them.
+      pipe_chunks: as in `moe-jax finetune`.
+      gradient_accumulation: micro-batches in a step; None: 1, or with a pipe two for each of its ranks.
       samples: number of completions.
       new_tokens: maximum number of new tokens; a completion stops where the function ends.
       seed: seed of the initial weights, the order of the data and the sampling.
@@ -60,6 +66,9 @@ class DemoSettings:
     seq_len: int = 128
     vocab_size: int = 1024
     every_nth_file: int = 1
+    mesh: MeshShape = MeshShape()
+    pipe_chunks: int = 1
+    gradient_accumulation: int | None = None
     prompt: str = "def"
     samples: int = 4
     new_tokens: int = 200
@@ -143,8 +152,12 @@ def run_demo(settings: DemoSettings) -> DemoResult:
 
     with stage(7, f"Complete {settings.prompt!r}, {settings.samples} times"):
         prompt = tokenizer.encode(settings.prompt)
+        writer = result.model
+        if settings.mesh.pipe > 1:
+            print("  generation does not run through a pipe yet: the export is loaded onto one device and writes")
+            writer = from_pretrained(output / "model", dtype=writer.dtype, param_dtype=jnp.float32, progress=False)
         new = generate(
-            result.model, [prompt] * settings.samples, max_new_tokens=settings.new_tokens, temperature=TEMPERATURE, top_p=TOP_P,
+            writer, [prompt] * settings.samples, max_new_tokens=settings.new_tokens, temperature=TEMPERATURE, top_p=TOP_P,
             eos_token_id=tokenizer.eos_token_id, seed=settings.seed,
         )  # fmt: skip
         texts = [str(tokenizer.decode(prompt + tokens, skip_special_tokens=True)) for tokens in new]
@@ -197,6 +210,11 @@ def check_options(settings: DemoSettings, output: Path) -> None:
     ]
     if not settings.prompt:
         problems.append("prompt must not be empty")
+    config = small_config(settings.model, settings.vocab_size, 0)
+    try:
+        layers_in_pipe(config, PipeShape(settings.mesh.pipe, settings.pipe_chunks))
+    except ValueError as error:
+        problems.append(str(error))
     try:
         # The text does not exist yet; any file can stand for it.
         training_settings(settings, output, Path(__file__))
@@ -270,6 +288,9 @@ def training_settings(settings: DemoSettings, output: Path, data: Path) -> Finet
         output=str(output / "training"),
         seq_len=settings.seq_len,
         batch_size=settings.batch_size,
+        gradient_accumulation=settings.gradient_accumulation or (2 * settings.mesh.pipe if settings.mesh.pipe > 1 else 1),
+        mesh=settings.mesh,
+        pipe_chunks=settings.pipe_chunks,
         steps=settings.steps,
         learning_rate=5e-3,
         sequence_loss_coef=0.03,

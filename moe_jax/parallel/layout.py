@@ -81,6 +81,15 @@ def optimizer_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMes
     return PartitionSpec(*(splits.get(axis) for axis in range(len(shape))))
 
 
+def moving_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Returns a layout for layers that are about to move between ranks: each device holds a part of every layer.
+
+    All mesh axes split a matrix's own axes, those of `parameter_spec` first, and none splits an axis of layers.
+    """
+    splits = _split_own_axes(path, shape, mesh, (*_own_names(path), "pipe", "data"), {})
+    return PartitionSpec(*(splits.get(axis) for axis in range(len(shape))))
+
+
 def data_axis(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> int | None:
     """Returns the first axis of the array that `data` divides, after the mesh axes that split the parameter; None without one.
 
@@ -113,17 +122,36 @@ def gathered_axes(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
     return tuple((axis, names) for axis, names in pairs if names)
 
 
+def lies_in_chunks(path: tuple, shape: tuple[int, ...]) -> bool:
+    """Returns whether the parameter is stacked as [chunks, ranks, layers of a chunk, ...]."""
+    own_axes = _matrix_axes(path) or (2 if path[-2:] == ("router", "weight") else 1)
+    return path[0] == "stages" and len(shape) == 3 + own_axes
+
+
 def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> dict[int, tuple[str, ...]]:
     """Returns the mesh axes that split each axis of the parameter, the slowest first."""
+    names = _own_names(path)
+    if mesh.shape.get("pipe", 1) > 1 and lies_in_chunks(path, shape):
+        return _split_own_axes(path, shape, mesh, names, {1: ("pipe",)})
+    # Axes that are gathered together stand in the order of the mesh, as peer-to-peer copies need.
+    names = ("expert", "pipe", *names[1:]) if _matrix_axes(path) == 3 else ("pipe", *names)
+    return _split_own_axes(path, shape, mesh, names, {})
+
+
+def _own_names(path: tuple) -> tuple[str, ...]:
+    """Returns the mesh axes that split a matrix, in their order. Experts lie along `expert` first."""
+    return ("expert", "fsdp", "context") if _matrix_axes(path) == 3 else ("fsdp", "expert", "context")
+
+
+def _split_own_axes(
+    path: tuple,
+    shape: tuple[int, ...],
+    mesh: Mesh | AbstractMesh,
+    names: tuple[str, ...],
+    splits: dict[int, tuple[str, ...]],
+) -> dict[int, tuple[str, ...]]:
+    """Returns `splits` with the mesh axes `names` added, each to the first of the matrix's own axes that it divides."""
     own_axes = _matrix_axes(path)
-    splits: dict[int, tuple[str, ...]] = {}
-    names: tuple[str, ...] = ("expert", "fsdp", "context") if own_axes == 3 else ("fsdp", "expert", "context")
-    if mesh.shape.get("pipe", 1) > 1:
-        if lies_in_chunks(path, shape):
-            splits[1] = ("pipe",)
-        else:
-            # Axes that are gathered together stand in the order of the mesh, as peer-to-peer copies need.
-            names = ("expert", "pipe", *names[1:]) if own_axes == 3 else ("pipe", *names)
     for name in names:
         ways = mesh.shape.get(name, 1)
         # `expert` splits an experts' matrix only along the axis of experts: a part of an expert could not stay in place.
@@ -131,15 +159,9 @@ def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> d
         for axis in range(len(shape) - own_axes, len(shape) - own_axes + choices) if ways > 1 else ():
             before = splits.get(axis, ())
             if shape[axis] % (ways * math.prod(mesh.shape[other] for other in before)) == 0:
-                splits[axis] = (*before, name)
+                splits = splits | {axis: (*before, name)}
                 break
     return splits
-
-
-def lies_in_chunks(path: tuple, shape: tuple[int, ...]) -> bool:
-    """Returns whether the parameter is stacked as [chunks, ranks, layers of a chunk, ...]."""
-    own_axes = _matrix_axes(path) or (2 if path[-2:] == ("router", "weight") else 1)
-    return path[0] == "stages" and len(shape) == 3 + own_axes
 
 
 def _matrix_axes(path: tuple) -> int:

@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE, check_hops
 from moe_jax.parallel.expert import ExpertParallel
+from moe_jax.parallel.pipeline.chunks import PipeShape, pipe_of
 from moe_jax.parallel.sequence.attention import ContextParallel
 
 
@@ -48,11 +49,7 @@ class Parallelism:
 
     def __post_init__(self):
         check_hops(self.hops, self.mesh)
-        if self.pipe_chunks < 1 or (self.pipe_chunks > 1 and not self.pipelined):
-            raise ValueError(
-                f"pipe_chunks must be at least 1, and 1 where the mesh axis pipe has one device; got {self.pipe_chunks} with "
-                f"pipe={self._size('pipe')}"
-            )
+        pipe_of(self.mesh, self.pipe_chunks)
         name = self.expert.axis_name
         if self._size("expert") > 1 and name != "expert":
             raise ValueError(
@@ -84,6 +81,11 @@ class Parallelism:
     def context_parallel(self) -> ContextParallel | None:
         """`context` with this object's `hops`; None if each device holds whole sequences."""
         return replace(self.context, hops=self.hops) if self._size(self.context.axis_name) > 1 else None
+
+    @property
+    def pipe(self) -> PipeShape:
+        """The ranks along `pipe`, and the chunks of each."""
+        return pipe_of(self.mesh, self.pipe_chunks)
 
     @property
     def pipelined(self) -> bool:

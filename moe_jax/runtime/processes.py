@@ -84,6 +84,15 @@ def use_one_gpu() -> None:
             jax.config.update(name, "0" if visible == "all" else visible.split(",")[0])
 
 
+def imitate_devices(count: int) -> None:
+    """Makes the CPU look like `count` devices, to try a mesh on a machine without GPUs.
+
+    If JAX_NUM_CPU_DEVICES says another number, or JAX's backends already run, nothing changes. GPUs are left as they are.
+    """
+    if not xla_bridge.backends_are_initialized() and jax.config.values["jax_num_cpu_devices"] < 0:
+        jax.config.update("jax_num_cpu_devices", count)
+
+
 def arguments_by_hand(
     environment: Mapping[str, str],
     coordinator: str | None = None,

@@ -1,5 +1,6 @@
 """The model of a training run that has not ended, or of an earlier step of one that has, from the run's checkpoints."""
 
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -13,9 +14,12 @@ from moe_jax.config import config_from_dict
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.layout import parameter_path, parameter_sharding
+from moe_jax.parallel.pipeline.chunks import pipe_of, stacked_shape
 from moe_jax.train.master_weights import join
 from moe_jax.train.rebalance import Places, move_experts
+from moe_jax.train.restored import restored
 
 
 def model_of_run(
@@ -25,19 +29,23 @@ def model_of_run(
     dtype: DTypeLike = jnp.bfloat16,
     param_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
+    pipe_chunks: int = 1,
 ) -> Decoder:
     """Reads the model from the checkpoint of `step`, without the optimizer's state.
 
-    If the run has bf16 parameters, a model with f32 parameters gets the masters (`train.master_weights`).
+    If the run has bf16 parameters, a model with f32 parameters gets the masters (`train.master_weights`). The run may have
+    trained on any mesh.
 
     Args:
       run: the output folder of `finetune`.
       step: default: the step of the newest checkpoint.
-      dtype, param_dtype, mesh: as in `from_pretrained`.
+      dtype, param_dtype, mesh, pipe_chunks: as in `from_pretrained`.
 
     Raises:
       FileNotFoundError: `run` has no checkpoints, or none of this step.
+      ValueError: the layers cannot lie in the mesh's pipe.
     """
+    pipe = pipe_of(mesh, pipe_chunks)
     folder = Path(run).expanduser() / "checkpoints"
     checkpoints = TrainingCheckpoints(folder) if folder.is_dir() else None
     steps = [] if checkpoints is None else checkpoints.steps()
@@ -48,25 +56,28 @@ def model_of_run(
         raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {', '.join(map(str, steps))}")
     position = checkpoints.position(step)
     config = config_from_dict(position["identity"]["config"])
+    layers = layers_in_pipe(config, pipe)
 
     param_dtype = jnp.dtype(dtype if param_dtype is None else param_dtype)
     in_halves = param_dtype == jnp.float32 and position["identity"]["param_dtype"] == "bfloat16"
     abstract = nnx.eval_shape(lambda: from_config(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
     graph, *abstract_parts = nnx.split(abstract, nnx.Param, ExpertBias)
 
-    def place(path, leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=parameter_sharding(parameter_path(path), leaf.shape, mesh))
+    def place(key_path, leaf):
+        path = parameter_path(key_path)
+        shape = stacked_shape(path, leaf.shape, layers, pipe)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=parameter_sharding(path, shape, mesh))
 
     names = "params", "expert_bias"
     like = {name: jax.tree.map_with_path(place, part) for name, part in zip(names, abstract_parts, strict=True)}
     if in_halves:
         like["low_halves"] = jax.tree.map(lambda master: master.update(dtype=jnp.int16), like["params"])
         like["params"] = jax.tree.map(lambda master: master.update(dtype=jnp.bfloat16), like["params"])
-    restored = checkpoints.restore_parts(step, like)
+    found = restored(partial(checkpoints.restore_parts, step), like, layers, position, pipe)
     checkpoints.close()
     if in_halves:
-        restored["params"] = join(restored["params"], restored["low_halves"])
-    parts = [restored[name] for name in names]
+        found["params"] = join(found["params"], found["low_halves"])
+    parts = [found[name] for name in names]
     if position.get("places"):
         parts = move_experts(parts, config, Places.from_json(position["places"]).back)
     return nnx.merge(graph, *parts)

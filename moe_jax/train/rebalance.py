@@ -53,8 +53,8 @@ def move_experts[Tree: PyTree](state: Tree, config: ModelConfig, orders: Int[np.
       state: a TrainState, or several of its parts; one part must be the parameters or their moments.
 
     Raises:
-      ValueError: orders that are no permutations, do not have this model's shape, or part a group's experts. Or layers that
-        lie in the chunks of a pipeline.
+      ValueError: orders that are no permutations, do not have this model's shape, or part a group's experts. Or the layers lie
+        in the chunks of a pipeline.
     """
     refuse_chunks(state, "moving experts")
     orders = np.asarray(orders)

@@ -249,12 +249,15 @@ def test_host_memory_stays_under_two_layers_of_one_parameter(tmp_path):
     assert sum(array.nbytes for array in parameters(model).values()) > 9 * fused_layer
 
 
-def test_layers_are_written_in_place():
-    buffer = jnp.zeros((3, 64, 64))
+@pytest.mark.parametrize("layers, place", [((3,), (1,)), ((3, 1, 2), (1, 0, 1))], ids=["stacked", "in-chunks"])
+def test_layers_are_written_in_place(layers, place):
+    buffer = jnp.zeros((*layers, 64, 64))
     address = buffer.unsafe_buffer_pointer()
-    written = streaming._write_layer(buffer, jnp.ones((1, 64, 64)), 1)
+    written = streaming._write_layer(buffer, jnp.ones((*[1] * len(layers), 64, 64)), place)
     assert buffer.is_deleted() and written.unsafe_buffer_pointer() == address
-    np.testing.assert_array_equal(written.sum((1, 2)), [0, 64 * 64, 0])
+    expected = np.zeros(layers)
+    expected[place] = 64 * 64
+    np.testing.assert_array_equal(written.sum((-2, -1)), expected)
 
 
 def test_every_byte_is_read_once(moe_folder, monkeypatch):

@@ -105,13 +105,17 @@ def test_the_table_marks_pipes_and_prints_how_to_train_them(tmp_path, capsys):
     assert all((int(line.split()[0]) > 1) == line.endswith("not measured") for line in rows)
     pipe, chunks, data, fsdp, expert, context, micro_batches = rows[0].split()[:7]
     assert int(pipe) > 1 and "micro-batches" in printed
-    (command, beside), (whole, _) = (part.split(" ...", 1) for part in printed.split("moe-jax finetune ")[1:])
+    (command, behind) = printed.split("moe-jax finetune ")[1].split(" ...", 1)
     assert command.startswith(f"--mesh.pipe {pipe} ") and f" --pipe-chunks {chunks} " in command
     assert f" --gradient-accumulation {micro_batches} " in command
-    assert beside.startswith(" (finetune runs no pipes yet; train.make_train_step does, with parallel.pipeline.chunks)\n")
-    assert "pipe" not in whole and whole in script.read_text()
-    first_whole = next(line for line in rows if int(line.split()[0]) == 1)
-    assert f"the fastest without a pipe, {first_whole.split(' s ')[0].split()[-1]} s: moe-jax finetune {whole}" in printed
+    assert behind.startswith("\n") and "the fastest without a pipe" not in printed and command in script.read_text()
+
+
+def test_experts_before_a_pipe_are_refused():
+    """A pipe holds a model's last layers of one kind: only dense layers can stand before them."""
+    config = replace(QWEN, num_hidden_layers=4, mlp_only_layers=(1,))
+    with pytest.raises(ValueError, match="mesh.pipe=2: layers with experts stand before the last 2, which a pipe deals out"):
+        PlannedStep(config, MeshShape(pipe=2), 8, 4096, gradient_accumulation=4)
 
 
 def test_a_long_sequence_is_split():
@@ -283,7 +287,7 @@ def test_the_defaults_are_those_of_finetune():
     assert ours["sequence_length"] == theirs["seq_len"]
 
 
-def test_the_batch_script_trains_without_a_pipe(tmp_path, capsys):
+def test_the_batch_script(tmp_path, capsys):
     """The script has the options of docs/many_gpus.md, and bash can parse it. Bad options write no file."""
     script = tmp_path / "train.sbatch"
     main(f"plan qwen3-30b-a3b --devices 16 --limit 1 --sbatch {script}".split())

@@ -2,7 +2,11 @@
 
 import ast
 import json
+import os
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import matplotlib.image
@@ -25,8 +29,10 @@ from moe_jax.demo.text import (
     train_tokenizer,
 )
 from moe_jax.models.auto import from_config
+from moe_jax.parallel.choices import MeshShape
 from moe_jax.train.data import open_documents
 from moe_jax.train.data.chat import chat_tokens
+from moe_jax.train.metrics import read_records
 
 SHRUNKEN = dict(steps=10, batch_size=2, seq_len=32, vocab_size=600, every_nth_file=60, samples=2, new_tokens=8)
 
@@ -86,6 +92,33 @@ def test_it_prints_each_stage_and_the_text(demo, tmp_path, capsys):
     commands = [shlex.split(line) for line in printed.split("Try next")[1].splitlines()[1:]]
     assert [command[:2] for command in commands] == [["moe-jax", name] for name in ("generate", "finetune", "generate")]
     assert str(tmp_path / "dense" / "model") in commands[0] and f"{tmp_path / 'dense'}-chat/model" in commands[2]
+
+
+@pytest.mark.long
+def test_a_pipe_on_imitated_devices(tmp_path):
+    """`moe-jax demo --mesh.pipe 2` trains as one device does, exports, and completes with the export."""
+    options = SHRUNKEN | {"steps": 4, "model": "qwen3"}
+    alone = run_demo(DemoSettings(output=str(tmp_path / "alone"), **options)).losses
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    pipe = ["--mesh.pipe", "2", "--gradient-accumulation", "2", "--output", str(tmp_path / "piped")]
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_jax.cli", "demo", *pipe, *arguments],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "on 2 devices, a pipe of 2 ranks with 1 chunk of 2 layers (1 of 4 places are empty)" in done.stdout
+    assert "generation does not run through a pipe yet: the export is loaded onto one device and writes" in done.stdout
+    piped = [record["loss"] for record in read_records(tmp_path / "piped" / "training" / "metrics.jsonl")]
+    np.testing.assert_allclose(piped, alone, rtol=1e-5)
+
+
+def test_a_model_that_no_pipe_takes_is_refused(tmp_path):
+    settings = DemoSettings(output=str(tmp_path / "x"), mesh=MeshShape(pipe=2), pipe_chunks=9, steps=1)
+    with pytest.raises(ValueError, match="steps must be at least 2.* layers do not reach the last of 9 chunks on pipe=2"):
+        run_demo(settings)
+    assert not (tmp_path / "x").exists()
 
 
 def test_logits_that_disagree_end_the_demo_and_its_program(tmp_path, monkeypatch, capsys):

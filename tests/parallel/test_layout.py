@@ -93,7 +93,7 @@ def test_optimizer_spec(path, shape, expected):
         (("norm", "weight"), (32,), (None,)),
     ],
 )
-def test_a_pipe_splits_chunks_by_rank_and_other_matrices_in_mesh_order(path, shape, expected):
+def test_a_pipe_splits_chunks_by_rank_and_other_matrices(path, shape, expected):
     assert parameter_spec(path, shape, mesh(pipe=2, fsdp=4, expert=2)) == PartitionSpec(*expected)
 
 

@@ -62,9 +62,29 @@ def test_overlapping_micro_batches_need_several_and_a_mesh(tmp_path):
         settings(tmp_path, overlap_micro_batches="no")
 
 
-def test_a_pipe_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="mesh.pipe=2 must be 1: finetune has no pipe yet. .* train.make_train_step"):
-        settings(tmp_path, mesh=MeshShape(pipe=2))
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(gradient_accumulation=1), "mesh.pipe=2 needs a gradient_accumulation of 2 or more: with one micro-batch all"),
+        (dict(offload=True), "offload=True needs a mesh without pipe: with mesh.pipe=2 inputs of layers stay on the GPU"),
+        (dict(rebalance_every=3), "rebalance_every=3 needs a mesh without pipe: experts cannot change places in one yet"),
+        (dict(pipe_chunks=0), "pipe_chunks=0 must be an integer of at least 1"),
+        (dict(pipe_chunks=2, mesh=MeshShape(fsdp=2)), "pipe_chunks=2 needs a mesh.pipe of 2 or more"),
+    ],
+)
+def test_what_a_pipe_cannot_do_is_refused(tmp_path, changes, message):
+    fits = dict(mesh=MeshShape(pipe=2, fsdp=2), gradient_accumulation=2, pipe_chunks=1)
+    settings(tmp_path, **fits)
+    if "eval_data" in changes:
+        changes = changes | {"eval_data": str(tmp_path)}
+    with pytest.raises(ValueError, match=message):
+        settings(tmp_path, **fits | changes)
+
+
+def test_rows_are_not_dealt_out_to_the_ranks_of_a_pipe(tmp_path):
+    settings(tmp_path, mesh=MeshShape(pipe=4, fsdp=2), batch_size=4, gradient_accumulation=2)
+    with pytest.raises(ValueError, match="a micro-batch of 1 rows cannot be dealt out to data x fsdp x expert = 2 devices"):
+        settings(tmp_path, mesh=MeshShape(pipe=4, fsdp=2), batch_size=4, gradient_accumulation=4)
 
 
 def test_epochs_take_the_place_of_steps(tmp_path):

@@ -15,6 +15,7 @@ import pytest
 import tiny
 
 import moe_jax
+from moe_jax.cli import main
 from moe_jax.train.metrics import read_records
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +106,25 @@ def test_two_processes_are_one_and_stop_when_told(tmp_path):
     assert len(gradients) == 14
     for name, array in moments(two / "checkpoints" / "1").items():
         assert np.linalg.norm(array - gradients[name]) <= 1e-5 * np.linalg.norm(gradients[name]), name
+
+
+@pytest.mark.thorough
+def test_a_pipe_over_two_processes(tmp_path):
+    """Each process reads and saves its own layers. The run goes on in one process without a pipe."""
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    moe_jax.save_pretrained(tiny.dense(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+    data = tiny.write_texts(tmp_path / "texts")
+    options = f"--model {tmp_path}/model --data {data} --seq-len 16 --batch-size 8 --gradient-accumulation 2".split()
+    options += "--warmup-steps 1 --learning-rate 1e-2 --min-learning-rate-ratio 1 --dtype float32".split()
+    command = [*PROGRAM, "launch", "--processes", "2", "--cpu-devices", "1", "--", *PROGRAM, "finetune", *options]
+    command += ["--steps", "2", "--mesh.pipe", "2", "--output", str(tmp_path / "two")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr[-5000:]
+    for folder in ("two", "one"):
+        main(["finetune", *options, "--steps", "3", "--output", str(tmp_path / folder)])
+    piped, alone = ([record["loss"] for record in read_records(tmp_path / name / "metrics.jsonl")] for name in ("two", "one"))
+    assert len(alone) == 3
+    np.testing.assert_allclose(piped, alone, rtol=1e-5)
 
 
 @pytest.mark.thorough

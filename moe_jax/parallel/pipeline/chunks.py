@@ -5,7 +5,7 @@ reshape. If v p l layers are more than the model has, the last are zeros. A laye
 and gets no gradients.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,28 @@ from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.layout import lies_in_chunks, parameter_path, parameter_sharding
 
 
+class PipeShape(NamedTuple):
+    """The ranks of a pipeline, and the chunks of each. One rank is no pipeline: the layers lie along one axis."""
+
+    ranks: int = 1
+    chunks: int = 1
+
+
+class LayersInPipe(NamedTuple):
+    """The layers of a model that a pipeline deals out: those of one stage. The others lie as on any mesh."""
+
+    stage: int
+    num_layers: int
+
+
 def to_chunks(params: nnx.State, mesh: Mesh, chunks: int = 1) -> nnx.State:
     """Lays a model's parameters out for a pipeline over the mesh axis `pipe`, one array after the other.
 
         nnx.update(model, to_chunks(nnx.state(model), mesh, chunks=2))
         state = train.init_state(model, optimizer)
 
-    Biases of experts stay whole on every device, in the order of the layers. The model can only be trained now.
+    Biases of experts stay whole on every device, in the order of the layers. The model can be trained and saved now, and
+    nothing else. `from_pretrained(mesh=, pipe_chunks=)` loads a model so, and no device holds all layers on the way.
 
     Args:
       params: `nnx.state(model)`. Of DeepSeek-V3 the layers with experts lie in chunks, and the rest as on any mesh.
@@ -35,18 +50,13 @@ def to_chunks(params: nnx.State, mesh: Mesh, chunks: int = 1) -> nnx.State:
         chunks.
     """
     refuse_chunks(params, "to_chunks")
-    ranks = mesh.shape["pipe"]
-    stage = stage_in_pipe(params["stages"])
-    num_layers = jax.tree.leaves(params["stages"][stage])[0].shape[0]
-    if not fills_chunks(num_layers, ranks, chunks):
-        raise ValueError(
-            f"{num_layers} layers do not reach the last of {chunks} chunks on pipe={ranks} ranks; take fewer chunks"
-        )
+    pipe, stage = PipeShape(mesh.shape["pipe"], chunks), stage_in_pipe(params["stages"])
+    check_layers(jax.tree.leaves(params["stages"][stage])[0].shape[0], pipe)
 
     def lay_out(key_path: tuple, array: Array) -> Array:
         path = parameter_path(key_path)
-        if path[:2] == ("stages", stage) and path[-1] != "expert_bias":
-            array = split_layers(array, ranks, chunks)
+        if is_dealt_out(path, stage):
+            array = split_layers(array, *pipe)
         return jax.device_put(array, parameter_sharding(path, array.shape, mesh))
 
     return jax.tree.map_with_path(lay_out, params)
@@ -66,6 +76,73 @@ def from_chunks(params: nnx.State, num_layers: int, mesh: Mesh | None = None) ->
         return jax.device_put(array, parameter_sharding(path, array.shape, mesh))
 
     return jax.tree.map_with_path(lay_out, params)
+
+
+def pipe_of(mesh: Mesh | None, chunks: int) -> PipeShape:
+    """Returns the pipeline over the mesh with these chunks.
+
+    Raises:
+      ValueError: less than one chunk, or several without several devices along `pipe`.
+    """
+    ranks = 1 if mesh is None else mesh.shape.get("pipe", 1)
+    if chunks < 1 or (chunks > 1 and ranks == 1):
+        raise ValueError(
+            f"pipe_chunks must be at least 1, and 1 where the mesh axis pipe has one device; got {chunks} with pipe={ranks}"
+        )
+    return PipeShape(ranks, chunks)
+
+
+def pipe_of_model(params: nnx.State, mesh: Mesh | None) -> PipeShape:
+    """Returns the pipeline for which the parameters of a model on `mesh` are laid out.
+
+    Raises:
+      ValueError: the mesh has several devices along `pipe`, and the layers do not lie in chunks.
+    """
+    ranks = 1 if mesh is None else mesh.shape.get("pipe", 1)
+    if ranks == 1:
+        return PipeShape()
+    stage = stage_in_pipe(params["stages"])
+    for key_path, array in jax.tree.leaves_with_path(params):
+        path = parameter_path(key_path)
+        if is_dealt_out(path, stage) and not lies_in_chunks(path, array.shape):
+            raise ValueError(
+                f"the mesh has pipe={ranks}, and the model's layers do not lie in chunks: load it with "
+                "from_pretrained(mesh=, pipe_chunks=), or lay it out with parallel.pipeline.chunks.to_chunks"
+            )
+    return PipeShape(ranks, jax.tree.leaves(params["stages"][stage])[0].shape[0])
+
+
+def check_layers(num_layers: int, pipe: PipeShape) -> None:
+    """Checks that a pipeline's layers fill it; without a pipeline nothing is checked.
+
+    Raises:
+      ValueError: a chunk of a rank in which no rank has a layer.
+    """
+    if pipe.ranks > 1 and not fills_chunks(num_layers, *pipe):
+        raise ValueError(
+            f"{num_layers} layers do not reach the last of {pipe.chunks} chunks on pipe={pipe.ranks} ranks; take fewer chunks"
+        )
+
+
+def stacked_shape(path: tuple, shape: tuple[int, ...], layers: LayersInPipe, pipe: PipeShape) -> tuple[int, ...]:
+    """Returns the shape of a parameter, or of its moment, in `pipe`.
+
+    Args:
+      path: as in `nnx.to_flat_state`; () for another array of the optimizer's.
+      shape: in any pipeline, or in none.
+    """
+    if not is_dealt_out(path, layers.stage):
+        return shape
+    in_chunks = lies_in_chunks(path, shape)
+    own = shape[3:] if in_chunks else shape[1:]
+    if pipe.ranks == 1:
+        return (layers.num_layers, *own) if in_chunks else shape
+    return (pipe.chunks, pipe.ranks, layers_of_chunk(layers.num_layers, *pipe), *own)
+
+
+def is_dealt_out(path: tuple, stage: int) -> bool:
+    """Returns whether the parameter's layers are dealt out to ranks. Biases of experts stay whole on every device."""
+    return path[:2] == ("stages", stage) and path[-1] != "expert_bias"
 
 
 def stage_in_pipe(stages: Any) -> int:

@@ -61,7 +61,7 @@ class PipelinePasses:
 
 
 class Slot(NamedTuple):
-    """Where a forward pass saves: `slots[number]`."""
+    """The place where a forward pass saves, `slots[number]`."""
 
     slots: Any
     """Arrays like those that a pass saves, stacked."""

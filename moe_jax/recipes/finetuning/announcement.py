@@ -1,5 +1,6 @@
 """The announcement of a run: its data and its length, printed before it starts."""
 
+from moe_jax.parallel.pipeline.chunks import layers_of_chunk
 from moe_jax.recipes.finetuning.prepare import PlannedRun
 from moe_jax.train.data.survey import Survey
 
@@ -13,7 +14,7 @@ def announcement(run: PlannedRun, steps_done: int) -> str:
     devices = 1 if run.parallelism is None else run.parallelism.mesh.size
     steps = (
         f"steps {steps_done + 1} to {settings.steps}, {settings.batch_size} x {settings.seq_len} tokens a step on "
-        f"{devices} device{'s' if devices > 1 else ''}"
+        f"{devices} device{'s' if devices > 1 else ''}{_pipe(run)}"
     )
     if steps_done >= settings.steps:
         steps = f"all {settings.steps} steps are taken: nothing is left to do"
@@ -30,6 +31,19 @@ def announcement(run: PlannedRun, steps_done: int) -> str:
             f"epochs are {three} step{'s' if three > 1 else ''}"
         )
     return "\n".join(lines)
+
+
+def _pipe(run: PlannedRun) -> str:
+    """Describes the pipeline of the run; empty without one."""
+    if run.parallelism is None or not run.parallelism.pipelined:
+        return ""
+    (ranks, chunks), layers = run.parallelism.pipe, run.config.num_hidden_layers
+    of_chunk = layers_of_chunk(layers, ranks, chunks)
+    empty = ranks * chunks * of_chunk - layers
+    return (
+        f", a pipe of {ranks} ranks with {chunks} chunk{'s' if chunks > 1 else ''} of {of_chunk} "
+        f"layer{'s' if of_chunk > 1 else ''}{f' ({empty} of {ranks * chunks * of_chunk} places are empty)' if empty else ''}"
+    )
 
 
 def _data(run: PlannedRun, found: Survey) -> str:

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax.models.decoder import Decoder
-from moe_jax.parallel.layout import mesh_of
+from moe_jax.parallel.layout import lies_in_chunks, mesh_of, parameter_path
 from moe_jax.runtime.processes import is_first_process
 
 MODEL = "model"
@@ -21,17 +21,26 @@ _logger = logging.getLogger(__name__)
 
 
 def values_of(model: Decoder) -> list[float]:
-    """Returns eight values of each parameter of a model in memory: enough to notice another model, not every changed weight."""
-    params = nnx.state(model, nnx.Param)
-    mesh = mesh_of(params)
+    """Returns eight values of each parameter of a model in memory: enough to notice another model, not every changed weight.
 
-    def sample(leaves: list[jax.Array]) -> jax.Array:
-        rows = [leaf[tuple(size // 2 for size in leaf.shape[:-1])][:8] for leaf in leaves]
+    A model in a pipeline gives the values that it has without.
+    """
+    params = nnx.state(model, nnx.Param)
+    mesh, num_layers = mesh_of(params), model.config.num_hidden_layers
+
+    def middle(path: tuple, leaf: jax.Array) -> tuple[int, ...]:
+        if not lies_in_chunks(parameter_path(path), leaf.shape):
+            return tuple(size // 2 for size in leaf.shape[:-1])
+        place = np.unravel_index(num_layers // 2, leaf.shape[:3])
+        return (*map(int, place), *(size // 2 for size in leaf.shape[3:-1]))
+
+    def sample(params: nnx.State) -> jax.Array:
+        rows = [leaf[middle(path, leaf)][:8] for path, leaf in jax.tree.leaves_with_path(params)]
         return jnp.concatenate([row.astype(jnp.float32) for row in rows])
 
     # Replicated, so that each process of a job has all values.
     placed = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return np.asarray(jax.jit(sample, out_shardings=placed)(jax.tree.leaves(params))).tolist()
+    return np.asarray(jax.jit(sample, out_shardings=placed)(params)).tolist()
 
 
 def same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.config import ModelConfig
 from moe_jax.cost.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.layers_in_pipe import layers_in_pipe
+from moe_jax.parallel.pipeline.chunks import PipeShape
 from moe_jax.recipes.finetuning.announcement import announcement
 from moe_jax.recipes.finetuning.prepare import PreparedRun, prepare_run
 from moe_jax.recipes.finetuning.run_log import RunLog
@@ -35,6 +38,7 @@ from moe_jax.train.metrics import of_layers, read_records, record_of_step
 from moe_jax.train.objective import LossFunction, NextToken
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
 from moe_jax.train.rebalance import Places, move_experts
+from moe_jax.train.restored import PIPE, restored
 from moe_jax.train.state import TrainState, init_state
 from moe_jax.train.step import make_train_step
 
@@ -111,7 +115,8 @@ class Training(NamedTuple):
     graph: nnx.GraphDef
     state: TrainState
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
-    evaluate: Callable[[TrainState, Sequence[Batch]], float]
+    evaluate: Callable[[TrainState, Sequence[Batch]], float] | None
+    """None without held-out text."""
 
 
 def _train(
@@ -144,7 +149,7 @@ def _train(
                 host["expert_load"] = places.by_number(host["expert_load"])
             record = record_of_step(step, host, run.config, seconds, flops_per_token)
             _check_finite(record, host["total_loss"], batch, run.documents)
-            if held_out and (step % settings.eval_every == 0 or step == last):
+            if training.evaluate is not None and (step % settings.eval_every == 0 or step == last):
                 record["eval_loss"] = training.evaluate(state, held_out)
                 _check_eval_loss(record)
             log.write(record, of_layers(host, run.config.routed_layers), last)
@@ -178,6 +183,7 @@ def _load(run: PreparedRun, model: Decoder | None, loss: LossFunction | None) ->
             dtype=jnp.dtype(settings.dtype),
             param_dtype=jnp.dtype(settings.param_dtype),
             mesh=None if parallelism is None else parallelism.mesh,
+            pipe_chunks=1 if parallelism is None else parallelism.pipe_chunks,
             mtp=settings.mtp_loss_coef > 0,
         )
     schedule = _schedule(settings)
@@ -199,8 +205,9 @@ def _load(run: PreparedRun, model: Decoder | None, loss: LossFunction | None) ->
         parallelism=parallelism,
     )
     if run.steps_done:
-        state = run.checkpoints.restore(run.steps_done, _freed(state))
-    return Training(graph, state, train_step, make_evaluation(graph, parallelism=parallelism))
+        state = _restored(run, state)
+    evaluate = make_evaluation(graph, parallelism=parallelism) if run.held_out else None
+    return Training(graph, state, train_step, evaluate)
 
 
 def _schedule(settings: FinetuneSettings) -> optax.Schedule:
@@ -226,6 +233,14 @@ def _next_token(settings: FinetuneSettings, config: ModelConfig) -> NextToken:
         mtp_loss_coef=settings.mtp_loss_coef,
     )
     return NextToken(weights, settings.expert_bias_update_rate)
+
+
+def _restored(run: PreparedRun, state: TrainState) -> TrainState:
+    """Returns the state of the newest checkpoint, laid out as `state`, whose arrays are deleted."""
+    step, position = run.steps_done, run.checkpoints.position(run.steps_done)
+    pipe = PipeShape() if run.parallelism is None else run.parallelism.pipe
+    layers = layers_in_pipe(run.config, pipe)
+    return restored(partial(run.checkpoints.restore, step), _freed(state), layers, position, pipe)
 
 
 def _freed(state: TrainState) -> TrainState:
@@ -279,8 +294,9 @@ def _next_batch(run: PreparedRun, step: int, state: TrainState, places: Places |
 
 
 def _position(run: PreparedRun, places: Places | None) -> dict[str, Any]:
-    """Returns the position that a checkpoint holds: the data streams of all processes, the identity, the experts' places."""
+    """Returns the position that a checkpoint holds: data streams of all processes, identity, places of experts, pipe."""
     data: dict[str, Any] = {}
     for text in texts_of_all(json.dumps(run.batches.get_state())):
         data |= json.loads(text)
-    return {"data": data, "identity": run.identity, "places": places and places.to_json()}
+    pipe = {} if run.parallelism is None else {PIPE: run.parallelism.pipe._asdict()}
+    return {"data": data, "identity": run.identity, "places": places and places.to_json(), **pipe}

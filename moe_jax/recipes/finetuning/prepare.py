@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from moe_jax.checkpoint.companions import tokenizer_files
 from moe_jax.checkpoint.fingerprint import weights_fingerprint
@@ -20,17 +21,19 @@ from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
 from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.parallel.collectives.hops import default_hops
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.expert.placement import balanced_order
 from moe_jax.parallel.layout import mesh_of
-from moe_jax.parallel.mesh import make_mesh, refuse_pipe
+from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.parallel.pipeline.chunks import pipe_of_model
 from moe_jax.parallel.zero1 import optimizer_mesh, optimizer_shardings
 from moe_jax.recipes.finetuning.identity import MODEL, same_run, values_of
 from moe_jax.recipes.finetuning.lock import output_lock
-from moe_jax.recipes.finetuning.settings import FinetuneSettings
+from moe_jax.recipes.finetuning.settings import FinetuneSettings, pipe_problems
 from moe_jax.recipes.finetuning.settings_file import noted_steps
 from moe_jax.runtime.processes import is_first_process, require_shared, unlike_the_first
 from moe_jax.train.data import Batches, Documents, batches, open_documents, tokenizer_fingerprint
@@ -137,7 +140,7 @@ def prepare_run(
     plan = plan_run(settings, model, tokenizer)
     settings, config = plan.settings, plan.config
     if loss is not None:
-        _check_user_loss(loss, settings, config)
+        _check_user_loss(loss, settings, config, plan.parallelism)
     identity = plan.identity | {"loss": None if loss is None else name_of(loss)}
     identity |= {MODEL: weights_fingerprint(settings.model) if model is None else values_of(model)}
     if jax.process_count() > 1:
@@ -157,6 +160,11 @@ def prepare_run(
             )
         plan.batches.set_state(position["data"])
         places = Places.from_json(position["places"]) if position.get("places") else places
+        if places is not None and plan.parallelism is not None and plan.parallelism.pipelined:
+            raise ValueError(
+                f"the experts of the run in {output} have changed places, and in a pipe they cannot move back at the end: take "
+                "a mesh without pipe"
+            )
     known = vars(plan) | {"identity": identity}
     return PreparedRun(**known, checkpoints=checkpoints, steps_done=steps_done, places=places)
 
@@ -177,6 +185,8 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     _warn_of_far_positions(config, settings.seq_len)
     expert_devices = _check_experts(settings, parallelism, config)
     _check_optimizer(settings, parallelism, config)
+    if parallelism is not None:
+        layers_in_pipe(config, parallelism.pipe)
     saved = saved_run(output)
     # A run that began when texts had no BOS token continues without it, or its data would be other data.
     begin_texts = not saved.identity or "begin_texts" in saved.identity
@@ -218,8 +228,10 @@ def saved_run(output: Path) -> SavedRun:
         return SavedRun(0, {})
 
 
-def _check_user_loss(loss: LossFunction, settings: FinetuneSettings, config: ModelConfig) -> None:
-    """Refuses a user's loss beside coefficients of the built-in one, beside rebalancing, and for further-token modules."""
+def _check_user_loss(
+    loss: LossFunction, settings: FinetuneSettings, config: ModelConfig, parallelism: Parallelism | None = None
+) -> None:
+    """Refuses a user's loss beside coefficients of the built-in one, rebalancing, a pipe, and for further-token modules."""
     check_loss_function(loss)
     coefficients = {name: getattr(settings, name) for name in ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef")}
     if given := [f"{name}={value}" for name, value in coefficients.items() if value]:
@@ -231,6 +243,11 @@ def _check_user_loss(loss: LossFunction, settings: FinetuneSettings, config: Mod
         raise ValueError(
             "overlap_micro_batches=True needs the built-in loss: `loss` runs the layers itself, one micro-batch at a time; "
             "leave the setting out"
+        )
+    if parallelism is not None and parallelism.pipelined:
+        raise ValueError(
+            f"a pipe needs the built-in loss, and the mesh has pipe={parallelism.pipe.ranks}: `loss` runs all layers itself; "
+            "take a mesh without pipe"
         )
     if settings.rebalance_every:
         raise ValueError(f"rebalance_every={settings.rebalance_every} needs the load of experts, which `loss` does not report")
@@ -308,7 +325,7 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
     """Returns how training is spread over devices, the model's devices if a model was passed; None for one device.
 
     Raises:
-      ValueError: the settings name another mesh than the model's, or that mesh has a pipe. Or the mesh lacks devices of some
+      ValueError: the settings name another mesh than the model's, or do not fit its pipe. Or the mesh lacks devices of some
         process, which would be a run for each process in the same folder. Or the mesh does not divide a micro-batch's rows, or
         a sequence.
     """
@@ -317,12 +334,12 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
         mesh = None if alone else make_mesh(**asdict(settings.mesh))
     else:
         mesh = mesh_of(nnx.state(model, nnx.Param))
-        refuse_pipe(mesh, "finetune", "train through a pipe with train.make_train_step and parallel.pipeline.chunks")
         lies_on = MeshShape() if mesh is None else MeshShape(**{axis: mesh.shape.get(axis, 1) for axis in MESH_AXES})
         if settings.mesh not in (MeshShape(), lies_on):
             raise ValueError(
                 f"settings.mesh={settings.mesh}, but the model lies on {lies_on}; load it there, or leave settings.mesh out"
             )
+    chunks = _pipe_chunks(settings, model, mesh)
     processes = 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
     if processes < jax.process_count():
         raise ValueError(
@@ -339,12 +356,32 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
         hops=hops,
         shard_optimizer=settings.shard_optimizer,
         overlap_micro_batches=settings.overlap_micro_batches,
+        pipe_chunks=chunks,
     )
     parallelism.check_batch(settings.batch_size // settings.gradient_accumulation)
     ways = mesh.shape.get("context", 1)
     if ways > 1 and settings.seq_len % (2 * ways):
         raise ValueError(f"seq_len={settings.seq_len} must be a multiple of 2 * mesh.context = {2 * ways}")
     return parallelism
+
+
+def _pipe_chunks(settings: FinetuneSettings, model: Decoder | None, mesh: Mesh | None) -> int:
+    """Returns the chunks of each rank of the mesh's pipe: those in which the model lies, if a model was passed.
+
+    Raises:
+      ValueError: the settings name other chunks than the model's, or do not fit a pipe. Or the model has a pipe and no chunks.
+    """
+    if model is None:
+        return settings.pipe_chunks
+    pipe = pipe_of_model(nnx.state(model, nnx.Param), mesh)
+    if problems := pipe_problems(settings, pipe.ranks):
+        raise ValueError("FinetuneSettings: " + "; ".join(problems))
+    if settings.pipe_chunks not in (1, pipe.chunks):
+        raise ValueError(
+            f"settings.pipe_chunks={settings.pipe_chunks}, but the model lies in {pipe.chunks} chunks a rank; load it so, or "
+            "leave settings.pipe_chunks out"
+        )
+    return pipe.chunks
 
 
 def _check_vocabulary(config: ModelConfig, tokenizer: Any) -> None:

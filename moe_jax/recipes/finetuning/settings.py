@@ -63,6 +63,9 @@ class FinetuneSettings:
       offload: keep the input of each layer, which remat needs, in the host's memory: for long sequences (docs/scaling.md).
       mesh: the numbers of devices over which rows, parameters, experts and sequences are spread (docs/scaling.md). All devices
         are used.
+      pipe_chunks: the parts of consecutive layers that each rank of mesh.pipe holds. More chunks wait less and send more
+        (docs/schedules.md). A mesh.pipe of 2 or more needs gradient_accumulation, best a multiple of mesh.pipe from four times
+        on. May be changed, as mesh, when a run continues.
       shard_optimizer: split AdamW's moments and the masters over mesh.data too (ZeRO, stage 1); parameters stay whole there.
         Needs a mesh.data of 2 or more. May be changed when a run continues.
       capacity_factor: the room of one exchange between experts' devices, as a multiple of an even routing's tokens. With the
@@ -73,7 +76,8 @@ class FinetuneSettings:
         made.
       overlap_micro_batches: compute each micro-batch forward beside the backward pass of the one before, so that the exchange
         with experts of other devices hides (docs/scaling.md). None: where experts lie on several devices and remat is on. With
-        a loss of your own, only False and None. Changes the order of sums, and so the last bits of a run.
+        a loss of your own, only False and None. Changes the order of sums, and so the last bits of a run. A pipe always
+        computes so.
       shadow_experts: the most experts that a layer may copy to all devices along mesh.expert for a step. A layer does so if the
         busiest device saves more than the copies cost (docs/parallel_experts.md).
       rebalance_every: steps after which experts change places between the devices along mesh.expert, by their load since the
@@ -119,6 +123,7 @@ class FinetuneSettings:
     remat: bool = True
     offload: bool = False
     mesh: MeshShape = MeshShape()
+    pipe_chunks: int = 1
     shard_optimizer: bool = False
     capacity_factor: float = ExpertParallel.capacity_factor
     hops: Hops | None = None
@@ -148,6 +153,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
             "keep_checkpoints",
             "eval_every",
             "eval_batches",
+            "pipe_chunks",
         ),
         "an integer of at least 2": ("seq_len",),
         "an integer of at least 0": ("warmup_steps", "shadow_experts", "rebalance_every"),
@@ -186,11 +192,6 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     for axis in MESH_AXES:
         if not _fits(getattr(settings.mesh, axis), "an integer of at least 1"):
             problems.append(f"mesh.{axis}={getattr(settings.mesh, axis)!r} must be an integer of at least 1")
-        elif axis == "pipe" and settings.mesh.pipe > 1:
-            problems.append(
-                f"mesh.pipe={settings.mesh.pipe} must be 1: finetune has no pipe yet. Training through a pipe works with "
-                "train.make_train_step and parallel.pipeline.chunks"
-            )
     if problems:
         return problems
     if settings.batch_size % settings.gradient_accumulation:
@@ -202,8 +203,11 @@ def _problems(settings: FinetuneSettings) -> list[str]:
             "overlap_micro_batches=True needs gradient_accumulation of at least 2 and a mesh of several devices: on one device "
             "no exchange could hide"
         )
+    problems += pipe_problems(settings, settings.mesh.pipe)
+    if settings.pipe_chunks > 1 and settings.mesh.pipe == 1:
+        problems.append(f"pipe_chunks={settings.pipe_chunks} needs a mesh.pipe of 2 or more")
     rows = settings.batch_size // settings.gradient_accumulation
-    ways = settings.mesh.size // settings.mesh.context
+    ways = settings.mesh.size // (settings.mesh.context * settings.mesh.pipe)
     if rows % ways:
         problems.append(f"a micro-batch of {rows} rows cannot be dealt out to data x fsdp x expert = {ways} devices")
     if settings.mesh.context > 1 and settings.seq_len % (2 * settings.mesh.context):
@@ -235,6 +239,25 @@ def _problems(settings: FinetuneSettings) -> list[str]:
         problems.append("tensorboard=True needs the package tensorboardX: pip install tensorboardX")
     if output.is_file():
         problems.append(f"output={settings.output!r} is a file; it must be a folder")
+    return problems
+
+
+def pipe_problems(settings: FinetuneSettings, ranks: int) -> list[str]:
+    """Returns the settings that do not fit a run through a pipe of `ranks` ranks, one clause each; none for one rank."""
+    if ranks == 1:
+        return []
+    problems = []
+    if settings.gradient_accumulation == 1:
+        problems.append(
+            f"mesh.pipe={ranks} needs a gradient_accumulation of 2 or more: with one micro-batch all ranks but one wait. "
+            f"Take a multiple of {ranks}, at best {4 * ranks} or more"
+        )
+    if settings.offload:
+        problems.append(f"offload=True needs a mesh without pipe: with mesh.pipe={ranks} inputs of layers stay on the GPU")
+    if settings.rebalance_every:
+        problems.append(
+            f"rebalance_every={settings.rebalance_every} needs a mesh without pipe: experts cannot change places in one yet"
+        )
     return problems
 
 
