@@ -120,11 +120,19 @@ def test_two_steps(shard_optimizer):
             assert relative_error(x, y) <= 2e-5, jax.tree_util.keystr(path)
 
 
-def test_chunks_and_back():
-    params = nnx.state(with_layers(tiny.model, 5), nnx.Param)
+@pytest.mark.parametrize(
+    "model, stage",
+    [(lambda: with_layers(tiny.model, 5), 0), (lambda: tiny.deepseek(mtp=1, layers=6), 1)],
+    ids=["moe", "deepseek"],
+)
+def test_chunks_and_back(model, stage):
+    """Five layers with experts lie in chunks; a dense first layer and a module for further tokens do not."""
+    params = nnx.state(model(), nnx.Param)
     there = to_chunks(params, mesh_of(pipe=2, fsdp=2), 2)
-    norm = there["stages"][0]["input_layernorm"]["weight"]
-    assert norm.shape[:3] == (2, 2, 2) and norm.sharding.spec[1] in ("pipe", ("pipe",))
+    for number, layers in there["stages"].items():
+        norm = layers["block"]["input_layernorm"]["weight"] if "block" in layers else layers["input_layernorm"]["weight"]
+        assert norm.shape == ((2, 2, 2, 16) if number == stage else (1, 16))
+        assert ("pipe" in str(norm.sharding.spec)) == (number == stage)
     back = from_chunks(there, 5, mesh_of(fsdp=2))
     for (path, x), y in zip(jax.tree.leaves_with_path(back), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
