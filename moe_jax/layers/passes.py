@@ -201,8 +201,8 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
     placed = partial(_in_memory, jax.memory.Space.Host) if remat == "offload" else lambda arrays: arrays
 
     def layer(i, x, gathered):
-        i = _place(chunk, i)
-        own = take_layer(arrays.per_layer, i), take_layer(arrays.parameters, i), take_layer(arrays.accumulators, i)
+        here = _place(chunk, i)
+        own = take_layer(arrays.per_layer, here), take_layer(arrays.parameters, here), take_layer(arrays.accumulators, i)
         arguments = arrays.shared, own[0], x, gather.layer(own[1], gathered), own[2]
         if remat:
             after, y = body(*arguments)
@@ -284,7 +284,7 @@ def backward_loop(
         scattering = gather.start_scatter(state.to_scatter)
         of_layer = state.restored if offload else take_layer(saved, i)
         layer, dx = gather.layer(take_layer(parameters, here), state.gathered), state.dx
-        own = take_layer(arrays.per_layer, here), take_layer(state.accumulators, here)
+        own = take_layer(arrays.per_layer, here), take_layer(state.accumulators, i)
         if remat:
             _, pullback = _pullback(body, (arrays.shared, own[0], of_layer, layer, own[1]))
             # Recomputation hides the parameter gather, the backward pass hides the gradient scatter. dx is in the barrier too:
@@ -306,7 +306,7 @@ def backward_loop(
             to_scatter=to_scatter,
             scattered=write(state.scattered, arrived, _place(chunk, jnp.minimum(i + 1, last))),
             whole=write(state.whole, whole, here),
-            accumulators=put_layer(state.accumulators, daccumulators, here),
+            accumulators=put_layer(state.accumulators, daccumulators, i),
         )
 
     def finish(state: BackwardState) -> BackwardRun:
