@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.passes import Chunk, Loop, backward_loop, forward_loop, run_loops
 from moe_jax.layers.router_sums import RouterSums
+from moe_jax.layers.tickets import defer_weight_gradients
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, StageLayers, StageRouting, stage_layers
@@ -65,7 +66,9 @@ def accumulate_pipelined(
 
     def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:
         own, shapes = _join_chunks(params)
-        passes = _Passes(MicroBatchPasses(objective, graphdef, own, fixed, execution, in_place=False), chunks, stacked, scalars)
+        passes = RankPasses(
+            MicroBatchPasses(objective, graphdef, own, fixed, execution, in_place=False), chunks, stacked, scalars
+        )
         totals = run_ticks(passes.of_pipeline(), chunks, micro_batches, passes.zeros())
         tokens, dx = (x.reshape(-1, *x.shape[2:]) for x in (stacked["tokens"], totals.embedded[:-1]))
         gradients = passes.micro.embedding(tokens, dx, totals.gradients)
@@ -74,7 +77,7 @@ def accumulate_pipelined(
     on_mesh = sum_on_mesh(sum_of, graphdef, execution, parallelism, micro_batches, stack_over_data=stack_over_data)
 
     def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
-        _check_model(merged_model(graphdef, params, fixed), ranks, chunks)
+        check_model(merged_model(graphdef, params, fixed), ranks, chunks)
         return on_mesh(params, fixed, batch)
 
     return summed
@@ -103,7 +106,7 @@ class _Totals(NamedTuple):
 
 
 @dataclass
-class _Passes:
+class RankPasses:
     """The passes of a rank. The parameters have the rank's layers along one axis, and `fixed` is whole."""
 
     micro: MicroBatchPasses
@@ -111,10 +114,15 @@ class _Passes:
     chunks: int
     stacked: Batch
     scalars: Batch
+    last_rank: int | None = None
+    """The rank of the model's last layers; None: the last."""
+    divided: bool = False
+    """The layers' matrices have tickets (`layers.tickets`)."""
     saved_structure: Any = None
     """The structure of what the last traced forward pass saved."""
 
     def of_pipeline(self) -> PipelinePasses:
+        """Returns the functions of a pipeline."""
         return PipelinePasses(self.enter, self.forward, self.backward, self.run, self.loss, self.leave)
 
     def zeros(self) -> _Totals:
@@ -177,10 +185,7 @@ class _Passes:
         layers, arrays = self._stage(of_tick)
         saved = jax.tree.unflatten(self.saved_structure, saved)
         sums = totals.gradients["stages"][0]
-        routing = None
-        if self._routing is not None:
-            routing = jax.tree.unflatten(jax.tree.structure(self._routing), self._routing_gradients(dy.router))
-        loop = backward_loop(layers, arrays, saved, Carry(dy.x, None), routing, sums, self._chunk(of_tick))
+        loop = backward_loop(layers, arrays, saved, Carry(dy.x, None), self._droutings(dy), sums, self._chunk(of_tick))
 
         def finish(run):
             gradients = nnx.merge_state(totals.gradients, nnx.State({"stages": {0: run.parameters}}))
@@ -205,7 +210,7 @@ class _Passes:
     def loss_run(self, i, finished: _Moving, gradients: nnx.State) -> LossRun:
         """Computes the objective of the tokens that the last rank finished; every rank computes a part of them."""
         ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
-        is_last = rank == ranks - 1
+        is_last = rank == (ranks - 1 if self.last_rank is None else self.last_rank)
         batch = micro_batch_at(self.stacked, i)
         inputs = self.micro.enter(batch).inputs
         part = {name: _own_part(x, ranks, rank) for name, x in batch.items()}
@@ -232,11 +237,9 @@ class _Passes:
         """Returns aux with the statistics of all layers, which lie on the ranks that computed them."""
         if totals.router is None:
             return totals.aux
-        ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
-        placed = layers_of_all_ranks(totals.router, ranks, self.chunks, rank)
         spread = self.micro.execution.spread
-        router = spread.sum(jax.tree.map(lambda a: join_layers(a, self.num_layers), placed))
-        devices = math.prod(map(lax.axis_size, spread.mesh_axes)) // ranks
+        router = spread.sum(self._of_all_ranks(totals.router))
+        devices = math.prod(map(lax.axis_size, spread.mesh_axes)) // lax.axis_size("pipe")
         return self.micro.objective.with_layers(totals.aux, router, devices)
 
     @property
@@ -259,6 +262,12 @@ class _Passes:
 
         return jax.eval_shape(routing, x)
 
+    def _droutings(self, dy: _Moving):
+        """Returns the gradients of a chunk's routing; None for dense layers."""
+        if self._routing is None:
+            return None
+        return jax.tree.unflatten(jax.tree.structure(self._routing), self._routing_gradients(dy.router))
+
     def _routing_gradients(self, router) -> list:
         """Returns the gradients of a chunk's routing, leaf by leaf: those of the sums over layers, for each layer."""
         gradients = iter(jax.tree.leaves(router))
@@ -276,19 +285,32 @@ class _Passes:
 
     def _stage(self, of_tick: TickPass) -> StageLayers:
         """Returns the rank's layers for a micro-batch."""
-        ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
         micro = self.micro
         entered = micro.enter(micro_batch_at(self.stacked, of_tick.micro_batch))
         (per_layer,) = entered.per_layer
         whole = per_layer._replace(exists=jnp.ones(self.num_layers, bool)), micro.fixed
-        per_layer, fixed = self._vary(layers_of_rank(whole, ranks, self.chunks, rank))
+        per_layer, fixed = self._vary(self._of_rank(whole))
         per_layer = per_layer._replace(exists=per_layer.exists & of_tick.exists)
         model = replace(micro, fixed=fixed).model()
+        if self.divided:
+            defer_weight_gradients(model.stages[0], self._vary(entered.carry.x))
         return stage_layers(model.stages[0], 0, self._vary(entered.inputs), per_layer, micro.execution)
 
     def _chunk(self, of_tick: TickPass) -> Chunk:
-        num_layers = layers_of_chunk(self.num_layers, lax.axis_size("pipe"), self.chunks)
-        return Chunk(of_tick.chunk * num_layers, num_layers)
+        return Chunk(of_tick.chunk * self._layers_of_chunk, self._layers_of_chunk)
+
+    @property
+    def _layers_of_chunk(self) -> int:
+        return layers_of_chunk(self.num_layers, lax.axis_size("pipe"), self.chunks)
+
+    def _of_rank(self, stacked):
+        """Returns the rank's layers of arrays [layers, ...], in the order of the parameters."""
+        return layers_of_rank(stacked, lax.axis_size("pipe"), self.chunks, lax.axis_index("pipe"))
+
+    def _of_all_ranks(self, own):
+        """Returns arrays of the rank's layers as [layers, ...], zeros for the layers of other ranks."""
+        placed = layers_of_all_ranks(own, lax.axis_size("pipe"), self.chunks, lax.axis_index("pipe"))
+        return jax.tree.map(lambda a: join_layers(a, self.num_layers), placed)
 
     def _router_sums(self, finished: _Moving, is_last) -> RouterSums:
         """Returns sums of as many layers as the model has, all in the first: losses need the sum over layers alone."""
@@ -342,7 +364,12 @@ def _split_chunks(gradients: nnx.State, shapes: nnx.State) -> nnx.State:
     return jax.tree.map(lambda g, shape: g.reshape(shape), gradients, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def _check_model(model: Decoder, ranks: int, chunks: int) -> None:
+def check_model(model: Decoder, ranks: int, chunks: int) -> None:
+    """Refuses a model whose layers are not all alike, and parameters that are not laid out as chunks.
+
+    Raises:
+      ValueError: such a model or layout.
+    """
     config = model.config
     if len(config.stages) != 1 or config.mtp_stages:
         raise ValueError(
