@@ -1,4 +1,4 @@
-"""Makes the schedule that `Parallelism.pipe_schedule` names."""
+"""Makes a schedule by its name in `moe-jax schedule` and `Parallelism.pipe_schedule`."""
 
 from moe_jax.parallel.choices import PipeSchedule
 from moe_jax.parallel.pipeline.dual_pipe import dualpipe, dualpipe_v

@@ -12,6 +12,7 @@ branch. A `ppermute` has no groups: it would wait for ranks that are in another 
 ranks and may use any.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -121,8 +122,9 @@ def _first_state(passes: TablePasses, table: Table, totals: Any) -> _State:
         dx=zeros,
         inputs=slots(table.sizes.inputs + 1, entering),
         gradients=slots(table.sizes.gradients + 1, entering),
-        saved=slots(table.sizes.saved, saved),
-        products=slots(table.sizes.products, product),
+        # Into one slot alone a pass would put an array in place of all slots, and XLA would copy it in all other branches.
+        saved=slots(max(table.sizes.saved, 2), saved),
+        products=slots(max(table.sizes.products, 2), product),
         totals=totals,
     )
 
@@ -181,7 +183,19 @@ def _pass(chunk, micro_batch) -> TickPass:
 
 
 def _hop(arrays, distance: int):
-    return jax.tree.map(lambda a: hop(a, "pipe", distance), arrays)
+    """Sends the largest array by itself, and the others of each dtype in one message: a message has a cost of its own."""
+    leaves, structure = jax.tree.flatten(arrays)
+    largest = max(range(len(leaves)), key=lambda i: leaves[i].size)
+    messages: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        messages.setdefault(None if i == largest else leaf.dtype, []).append(i)
+    for places in messages.values():
+        parts = [leaves[i] for i in places]
+        arrived = hop(jnp.concatenate([part.reshape(-1) for part in parts]), "pipe", distance)
+        ends = list(itertools.accumulate(part.size for part in parts))[:-1]
+        for i, part, of_part in zip(places, parts, jnp.split(arrived, ends), strict=True):
+            leaves[i] = of_part.reshape(part.shape)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _take(slots, i):
