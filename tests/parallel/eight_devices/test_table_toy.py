@@ -1,5 +1,7 @@
 """The executor of tables with a chain of numbers in place of a model: each pass counts once, whatever the schedule."""
 
+from dataclasses import replace
+
 import pipelines
 import pytest
 from toy_pipeline import assert_counts_once
@@ -18,3 +20,12 @@ from toy_pipeline import assert_counts_once
 )
 def test_each_stage_and_micro_batch_counts_once(name, ranks, chunks, micro_batches):
     assert_counts_once(pipelines.MAKE[name](ranks, chunks, micro_batches), micro_batches)
+
+
+def test_stages_anywhere_on_the_ring():
+    """Rank r has stage r + 1, and the last rank stage 0: parameters come from the next rank, and gradients go back to it."""
+    schedule = pipelines.MAKE["1f1b"](3, 1, 4)
+    turned = {
+        name: (*of_ranks[1:], of_ranks[0]) for name in ("ranks", "stages", "in_flight") if (of_ranks := getattr(schedule, name))
+    }
+    assert_counts_once(replace(schedule, **turned), 4)
