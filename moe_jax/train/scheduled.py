@@ -15,7 +15,6 @@ from jax import lax
 from moe_jax.layers.tickets import inputs_backward, weights_backward
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry
-from moe_jax.parallel.expert.settings import Transport
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.by_name import schedule_by_name
 from moe_jax.parallel.pipeline.schedules import Schedule
@@ -98,19 +97,14 @@ def check_branches(parallelism: Parallelism) -> None:
     """Refuses transfers that would hang where ranks of the pipe are in different branches.
 
     Raises:
-      ValueError: a `ppermute` inside the layers: experts over "pairwise", a ring of sequences, or gathers by copies. Also a
-        transport of the caller's own, whose collectives are not known.
+      ValueError: a `ppermute` inside the layers: experts over "pairwise", a ring of sequences, or gathers by copies. One in a
+        transport of the caller's own is found when a step is traced (`parallel.pipeline.branches`).
     """
     where = f"pipe_schedule={parallelism.pipe_schedule!r} runs ranks of the pipe in different branches"
     expert, context, sizes = parallelism.expert_parallel, parallelism.context_parallel, parallelism.mesh.shape
     if parallelism.hops == "copies" and any(sizes.get(axis, 1) > 1 for axis in ("fsdp", "expert", "context")):
         raise ValueError(
             f"{where}, and hops='copies' inside the layers would wait for ranks that never send: take hops='nccl' or "
-            "pipe_schedule='uniform'"
-        )
-    if expert is not None and isinstance(expert.transport, Transport):
-        raise ValueError(
-            f"{where}, in which the transport {expert.transport.name!r} could hang: take 'all_to_all' or 'gather', or "
             "pipe_schedule='uniform'"
         )
     if expert is not None and expert.transport == "pairwise":

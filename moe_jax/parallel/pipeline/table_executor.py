@@ -23,6 +23,7 @@ from jax import lax
 
 from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.collectives.hops import hop
+from moe_jax.parallel.pipeline.branches import checked_branch
 from moe_jax.parallel.pipeline.table import Kinds, Row, Table
 from moe_jax.parallel.pipeline.ticks import TickPass
 
@@ -71,21 +72,25 @@ def run_table(passes: TablePasses, table: Table, totals: Any) -> Any:
     """Runs all passes of a step and returns the totals, inside `jax.shard_map` over `pipe`.
 
     Args:
-      passes: their results vary over the same mesh axes as their arguments. Forward and backward passes use no `ppermute`, and
-        no collective over `pipe`.
+      passes: their results vary over the same mesh axes as their arguments.
       table: for as many ranks as `pipe` has.
       totals: arrays that the passes add to, of any structure.
 
     Raises:
-      ValueError: a table for another number of ranks.
+      ValueError: a table for another number of ranks, or a pass with transfers that would hang (`checked_branch`).
     """
     if lax.axis_size("pipe") != (ranks := table.rows.kinds.shape[1]):
         raise ValueError(f"the table is for {ranks} ranks; the mesh axis pipe has {lax.axis_size('pipe')}")
     rank = lax.axis_index("pipe")
-    branches = [_branch(passes, kinds) for kinds in table.kinds]
+    first = _first_state(passes, table, totals)
+
+    def row_at(t) -> Row:
+        return jax.tree.map(lambda column: jnp.asarray(column)[t, rank], table.rows)
+
+    branches = [checked_branch(_branch(passes, kinds), row_at(0), first) for kinds in table.kinds]
 
     def tick(t, state: _State) -> _State:
-        row: Row = jax.tree.map(lambda column: jnp.asarray(column)[t, rank], table.rows)
+        row = row_at(t)
         for losses, slot, last_rank in zip(table.losses, row.losses, table.last_ranks, strict=True):
             state = _with_loss(passes, jnp.asarray(losses)[t], last_rank, slot, state)
         state = lax.switch(row.kinds, branches, row, state)
@@ -96,7 +101,7 @@ def run_table(passes: TablePasses, table: Table, totals: Any) -> Any:
             gradients = _put(gradients, _hop(state.dx, distance), slot)
         return state._replace(inputs=inputs, gradients=gradients)
 
-    return lax.fori_loop(0, table.num_ticks, tick, _first_state(passes, table, totals)).totals
+    return lax.fori_loop(0, table.num_ticks, tick, first).totals
 
 
 def _first_state(passes: TablePasses, table: Table, totals: Any) -> _State:

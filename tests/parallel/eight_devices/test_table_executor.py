@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshes import relative_error
 from train_steps import make_batch
 
-from moe_jax.experimental.ragged import RAGGED
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.execution import Execution
 from moe_jax.parallel import ExpertParallel, Parallelism, make_mesh
@@ -137,7 +136,6 @@ def step_of(name, micro_batches=4, remat=True, **settings):
     "refused, message",
     [
         (dict(name="1f1b", transport="pairwise", pipe=2, expert=2), "the transport 'pairwise' would wait for ranks that never"),
-        (dict(name="1f1b", transport=RAGGED, pipe=2, expert=2), "in which the transport 'ragged' could hang"),
         (dict(name="dualpipe", method="ring", pipe=2, context=2), "the method 'ring' would wait for ranks that never send"),
         (dict(name="zb-h1", pipe=2, fsdp=2), "'zb-h1' divides the backward pass, for which matrices must lie whole on a rank"),
         (dict(name="zb-v", pipe=2, expert=2, fsdp=2), "fsdp, expert of this mesh split them: take '1f1b', 'interleaved', 'dua"),

@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import pipelines
 import pytest
+from jax import lax
 from toy_pipeline import assert_counts_once
+
+from moe_jax.parallel.collectives.hops import hop
 
 
 @pytest.mark.parametrize(
@@ -20,6 +23,22 @@ from toy_pipeline import assert_counts_once
 )
 def test_each_stage_and_micro_batch_counts_once(name, ranks, chunks, micro_batches):
     assert_counts_once(pipelines.MAKE[name](ranks, chunks, micro_batches), micro_batches)
+
+
+@pytest.mark.parametrize(
+    "travel, message",
+    [
+        (lambda x: hop(x, "expert", 1), "a pass has the transfer ppermute over expert, which waits for all devices"),
+        (lambda x: lax.cond(x > 0, lambda: hop(x, "expert", 1), lambda: x), "a pass has the transfer ppermute over expert"),
+        (
+            lambda x: lax.psum_scatter(lax.all_gather(x, "pipe"), "pipe") / 2,
+            "a pass has the transfer all_gather over pipe, whose ranks",
+        ),
+    ],
+)
+def test_transfers_that_would_hang_are_refused(travel, message):
+    with pytest.raises(ValueError, match=message):
+        assert_counts_once(pipelines.MAKE["1f1b"](2, 1, 4), 4, travel, expert=2)
 
 
 def test_stages_anywhere_on_the_ring():

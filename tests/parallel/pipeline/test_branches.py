@@ -1,4 +1,7 @@
-"""Collectives inside a rank's branch, in processes with a time limit: those with groups end, and a `ppermute` hangs."""
+"""Collectives inside a rank's branch: those with groups end, and a `ppermute`, let through, hangs.
+
+Both in processes of their own with a time limit. `eight_devices/test_table_toy.py` sees that it is not let through.
+"""
 
 import os
 import subprocess
@@ -16,6 +19,7 @@ import jax.numpy as jnp
 import pipelines
 from toy_pipeline import assert_counts_once
 from moe_jax.parallel.collectives.hops import hop
+from moe_jax.parallel.pipeline import table_executor
 
 TRAVEL = {
     "all_to_all": lambda x: jax.lax.all_to_all(jnp.stack([x, x]), "expert", 0, 0).sum() / 2,
@@ -24,6 +28,8 @@ TRAVEL = {
     "ppermute": lambda x: hop(x, "expert", 1),
 }
 names = sys.argv[1:]
+# Without the search for transfers that would hang.
+table_executor.checked_branch = lambda branch, *arguments: branch
 print("begins", flush=True)
 for name in names:
     assert_counts_once(pipelines.MAKE["1f1b"](2, 1, 4), 4, TRAVEL[name], expert=2)
