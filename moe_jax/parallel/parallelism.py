@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from moe_jax.parallel.choices import Hops, PipeSchedule
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE, check_hops
 from moe_jax.parallel.expert import ExpertParallel
+from moe_jax.parallel.pipeline.branches import NO_COPIES
 from moe_jax.parallel.sequence.attention import ContextParallel
 
 
@@ -70,9 +71,10 @@ class Parallelism:
             raise ValueError(f"ContextParallel.axis_name must be an axis of the mesh, {axes}; got {self.context.axis_name!r}")
 
     @property
-    def compiler_options(self) -> dict[str, str]:
-        """The options of `jax.jit` that make XLA transfer data as `hops` says."""
-        return {} if self.hops == "nccl" else COPIES | MANY_AT_ONCE
+    def compiler_options(self) -> dict[str, str | bool]:
+        """The options of `jax.jit` that make XLA transfer data as `hops` says, and copy nothing in a pipeline's branches."""
+        hops = {} if self.hops == "nccl" else COPIES | MANY_AT_ONCE
+        return hops | ({} if self.pipe_schedule == "uniform" else NO_COPIES)
 
     @property
     def expert_parallel(self) -> ExpertParallel | None:

@@ -127,9 +127,8 @@ def _first_state(passes: TablePasses, table: Table, totals: Any) -> _State:
         dx=zeros,
         inputs=slots(table.sizes.inputs + 1, entering),
         gradients=slots(table.sizes.gradients + 1, entering),
-        # Into one slot alone a pass would put an array in place of all slots, and XLA would copy it in all other branches.
-        saved=slots(max(table.sizes.saved, 2), saved),
-        products=slots(max(table.sizes.products, 2), product),
+        saved=slots(table.sizes.saved, saved),
+        products=slots(table.sizes.products, product),
         totals=totals,
     )
 
@@ -176,11 +175,12 @@ def _branch(passes: TablePasses, kinds: Kinds) -> Callable[[Row, _State], _State
 def _with_loss(passes: TablePasses, micro_batch, last_rank: int, slot, state: _State) -> _State:
     """Computes the loss of a micro-batch that left the last stage, if one did, and puts its gradient into a slot."""
 
-    def compute(state: _State) -> _State:
-        dy, totals = passes.loss(micro_batch, last_rank, state.output, state.totals)
-        return state._replace(gradients=_put(state.gradients, vary_as(dy, state.dx), slot), totals=totals)
+    def compute(gradients, totals):
+        dy, totals = passes.loss(micro_batch, last_rank, state.output, totals)
+        return _put(gradients, vary_as(dy, state.dx), slot), totals
 
-    return lax.cond(micro_batch >= 0, compute, lambda state: state, state)
+    gradients, totals = lax.cond(micro_batch >= 0, compute, lambda *arrays: arrays, state.gradients, state.totals)
+    return state._replace(gradients=gradients, totals=totals)
 
 
 def _pass(chunk, micro_batch) -> TickPass:
