@@ -4,9 +4,8 @@
 embedding, the head and the router's sums are those of `train.pipelined`, with other layers on the ranks.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import jax
 from flax import nnx
@@ -16,10 +15,10 @@ from moe_jax.layers.tickets import inputs_backward, weights_backward
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.parallel.pipeline.by_name import schedule_by_name
+from moe_jax.parallel.pipeline.of_mesh import check_branches, schedule_of
 from moe_jax.parallel.pipeline.schedules import Schedule
 from moe_jax.parallel.pipeline.stages import from_stages, layers_of_all_stages, layers_of_stages, to_stages
-from moe_jax.parallel.pipeline.table import lockstep_table, undivided
+from moe_jax.parallel.pipeline.table import lockstep_table
 from moe_jax.parallel.pipeline.table_executor import TablePasses, run_table
 from moe_jax.parallel.pipeline.ticks import TickPass
 from moe_jax.train.batch import Batch
@@ -74,56 +73,11 @@ def accumulate_scheduled(
     return summed
 
 
-def schedule_of(parallelism: Parallelism, micro_batches: int) -> Schedule:
-    """Returns the schedule of a step.
-
-    Raises:
-      ValueError: sizes that the schedule refuses, or a schedule that needs b and W where matrices are split inside a rank.
-    """
-    name = parallelism.pipe_schedule
-    schedule = schedule_by_name(name, parallelism.mesh.shape["pipe"], parallelism.pipe_chunks, micro_batches)
-    split = [axis for axis in ("fsdp", "expert", "context") if parallelism.mesh.shape.get(axis, 1) > 1]
-    if not split or not any(part.kind == "W" for slots in schedule.ranks for slot in slots for part in slot):
-        return schedule
-    if name.startswith("zb"):
-        raise ValueError(
-            f"pipe_schedule={name!r} divides the backward pass, for which matrices must lie whole on a rank of the pipe; "
-            f"{', '.join(split)} of this mesh split them: take '1f1b', 'interleaved', 'dualpipe' or 'dualpipe-v'"
-        )
-    return undivided(schedule)
-
-
-def check_branches(parallelism: Parallelism) -> None:
-    """Refuses transfers that would hang where ranks of the pipe are in different branches.
-
-    Raises:
-      ValueError: a `ppermute` inside the layers: experts over "pairwise", a ring of sequences, or gathers by copies. One in a
-        transport of the caller's own is found when a step is traced (`parallel.pipeline.branches`).
-    """
-    where = f"pipe_schedule={parallelism.pipe_schedule!r} runs ranks of the pipe in different branches"
-    expert, context, sizes = parallelism.expert_parallel, parallelism.context_parallel, parallelism.mesh.shape
-    if parallelism.hops == "copies" and any(sizes.get(axis, 1) > 1 for axis in ("fsdp", "expert", "context")):
-        raise ValueError(
-            f"{where}, and hops='copies' inside the layers would wait for ranks that never send: take hops='nccl' or "
-            "pipe_schedule='uniform'"
-        )
-    if expert is not None and expert.transport == "pairwise":
-        raise ValueError(
-            f"{where}, and the transport 'pairwise' would wait for ranks that never send: take 'all_to_all' or 'gather', or "
-            "pipe_schedule='uniform'"
-        )
-    if context is not None and context.method == "ring":
-        raise ValueError(
-            f"{where}, and the method 'ring' would wait for ranks that never send: take 'all_gather' or 'ulysses', or "
-            "pipe_schedule='uniform'"
-        )
-
-
 @dataclass
 class ScheduledPasses(RankPasses):
     """The passes of a rank whose chunks are stages of a schedule."""
 
-    schedule: Any = None
+    schedule: Schedule = field(kw_only=True)
 
     def of_table(self, divides: bool) -> TablePasses:
         """Returns the functions of a table; `divides`: its backward passes are divided into b and W.

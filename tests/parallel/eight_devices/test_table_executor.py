@@ -17,6 +17,7 @@ from moe_jax.layers.router import ExpertBias
 from moe_jax.models.execution import Execution
 from moe_jax.parallel import ExpertParallel, Parallelism, make_mesh
 from moe_jax.parallel.pipeline.chunks import from_chunks, to_chunks
+from moe_jax.parallel.pipeline.of_mesh import check_branches, schedule_of
 from moe_jax.parallel.sequence.attention import ContextParallel
 from moe_jax.train import (
     LossWeights,
@@ -29,7 +30,7 @@ from moe_jax.train import (
     put_batch,
 )
 from moe_jax.train.objective import as_objective
-from moe_jax.train.scheduled import accumulate_scheduled, check_branches, schedule_of
+from moe_jax.train.scheduled import accumulate_scheduled
 
 ALL_LOSSES = NextToken(LossWeights(aux_loss_coef=0.1, sequence_loss_coef=0.1, z_loss_coef=0.1))
 CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
