@@ -15,8 +15,9 @@ from moe_jax.parallel.pipeline.table_executor import TablePasses, run_table
 def toy_passes(weights, inputs, travel):
     """Totals: the value, the gradients of w of the rank's chunks, and those of the inputs."""
 
-    def forward(of_pass, x):
-        return lambda: (travel(x) * weights[of_pass.chunk], [x], lambda totals: totals)
+    def forward(of_pass, x, slot):
+        saved = [x] if slot is None else [slot.slots[0].at[slot.number].set(x)]
+        return lambda: (travel(x) * weights[of_pass.chunk], saved, lambda totals: totals)
 
     def inputs_backward(of_pass, saved, dy, totals):
         return lambda: (dy * weights[of_pass.chunk], saved[0] * dy, totals)

@@ -15,6 +15,7 @@ from moe_jax.checkpoint.hf_names import export, hf_tensors
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of
 from moe_jax.parallel.mesh import refuse_pipe
+from moe_jax.parallel.pipeline.chunks import refuse_chunks
 from moe_jax.runtime.processes import is_first_process
 
 
@@ -45,9 +46,11 @@ def save_pretrained(
       FileExistsError: `folder` is a file, or has files and no config.json, so it is not a checkpoint that may be replaced.
       FileNotFoundError: `tokenizer_from` has no tokenizer files, or is neither a folder nor a model on the hub.
       ValueError: `max_shard_bytes` is not positive, or `folder` is a mount point, the current directory or holds it. Or the
-        model lies on a mesh with several devices along `pipe`.
+        model lies on a mesh with several devices along `pipe`, or its layers in the chunks of a pipeline.
     """
-    refuse_pipe(mesh_of(nnx.state(model, nnx.Param)), "save_pretrained")
+    params = nnx.state(model, nnx.Param)
+    refuse_pipe(mesh_of(params), "save_pretrained")
+    refuse_chunks(params, "save_pretrained")
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive")
     companions = Companions(model, tokenizer_from, chat_template)

@@ -31,6 +31,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.mesh import refuse_pipe
+from moe_jax.parallel.pipeline.chunks import refuse_chunks
 from moe_jax.parallel.spread import Spread
 from moe_jax.runtime.processes import is_first_process
 
@@ -80,10 +81,11 @@ def decode_on_devices[Results: tuple](
       options: a compilation is kept for each set of values.
 
     Raises:
-      ValueError: the model lies on a mesh with several devices along `pipe`.
+      ValueError: the model lies on a mesh with several devices along `pipe`, or its layers in the chunks of a pipeline.
     """
     graph, parameters, *rest = nnx.split(model, nnx.Param, ...)
     mesh = generation_mesh(_devices_of(model), model.config)
+    refuse_chunks(parameters, "generation")
     specs = ShardedParameters.of(parameters, mesh, dtype=model.dtype, token_axes=AXES).specs
     parameters = jax.tree.map(partial(_placed, mesh), parameters, specs)
     (others,) = jax.tree.map(partial(_placed, mesh, spec=PartitionSpec()), rest)

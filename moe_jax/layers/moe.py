@@ -116,7 +116,9 @@ class MoE(nnx.Module):
             if valid is not None:
                 is_valid = valid.valid if isinstance(valid, Sequences) else valid
                 experts = jnp.where(is_valid[:, None], int32_ids(experts, num_experts), -1)
-            y, exchange = expert_parallel_mlp(x, *matrices, routing.weights, experts, spread.expert)
+            y, exchange = expert_parallel_mlp(
+                x, *matrices, routing.weights, experts, spread.expert, accumulators=self.experts.accumulators
+            )
             # Typed as varying like the tokens, even where devices agree: a sum over the mesh takes one type for all its terms.
             routing = routing._replace(sums=routing.sums.with_exchange(vary_as(exchange, x)))
         if self.shared_experts is not None:
@@ -124,11 +126,9 @@ class MoE(nnx.Module):
         return y.reshape(*leading, hidden), routing
 
     def _check_experts(self, num_experts: int, expert_parallel: ExpertParallel | None) -> None:
-        if expert_parallel is not None and self.experts.accumulators is not None:
-            raise ValueError("gradient accumulators need experts that lie on one device; these are split over several")
+        devices = 1 if expert_parallel is None else axis_size(expert_parallel.axis_name)
         if expert_parallel is not None and self.experts.ticket is not None:
             raise ValueError("weight tickets need experts that lie on one device; these are split over several")
-        devices = 1 if expert_parallel is None else axis_size(expert_parallel.axis_name)
         held = self.experts.gate_up_proj.shape[-3]
         # Choices of experts that no device holds would add nothing, silently.
         if devices * held != num_experts:
@@ -158,7 +158,15 @@ class AccumulatedWeight(nnx.Variable):
     """A weight whose gradient goes into a `GradientAccumulator`; it has no gradient of its own."""
 
 
-def add_expert_gradients_to(model: nnx.Module, accumulators: nnx.State) -> None:
+class StackedWeight(nnx.Variable):
+    """An `AccumulatedWeight` of all layers of a stack, of which a layer's kernels read their own. So is the accumulator."""
+
+
+class PlaceInStack(nnx.Variable):
+    """The index of a layer in its stack."""
+
+
+def add_expert_gradients_to(model: nnx.Module, accumulators: nnx.State, *, in_stacks: bool = False) -> None:
     """Calls `Experts.add_gradients_to` for all experts of a model; `accumulators` are laid out as the model's parameters.
 
     The model is one that was merged for a single call, inside the function that is differentiated in `accumulators`.
@@ -166,7 +174,7 @@ def add_expert_gradients_to(model: nnx.Module, accumulators: nnx.State) -> None:
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Experts):
             own: Any = functools.reduce(operator.getitem, path, accumulators)
-            module.add_gradients_to(own["gate_up_proj"][...], own["down_proj"][...])
+            module.add_gradients_to(own["gate_up_proj"][...], own["down_proj"][...], in_stacks=in_stacks)
 
 
 def accumulated_gradients(accumulators: nnx.State) -> nnx.State:
@@ -186,6 +194,7 @@ class Experts(TicketHolder):
     matrices = EXPERT_MATRICES
     gate_up_accumulator: GradientAccumulator | None = None
     down_accumulator: GradientAccumulator | None = None
+    place: PlaceInStack | None = None
 
     def __init__(
         self,
@@ -218,7 +227,7 @@ class Experts(TicketHolder):
             self.down_proj[...],
             weights,
             experts,
-            None if self.accumulators is None else Accumulators(*self.accumulators, in_stack=True),
+            self.accumulators,
             chunk_tokens=EXPERT_CHUNK_TOKENS if len(x) > 2 * EXPERT_CHUNK_TOKENS else None,
         )
 
@@ -233,14 +242,22 @@ class Experts(TicketHolder):
         *_, num_experts, _, inter = self.down_proj.shape
         return expert_products_like(x, num_experts, self.num_experts_per_tok, inter)
 
-    def add_gradients_to(self, gate_up: Array, down: Array) -> None:
-        """Adds the weights' gradients to these f32 arrays of the weights' shapes from now on, in place of returning them."""
-        self.gate_up_proj, self.down_proj = AccumulatedWeight(self.gate_up_proj[...]), AccumulatedWeight(self.down_proj[...])
+    def add_gradients_to(self, gate_up: Array, down: Array, *, in_stacks: bool = False) -> None:
+        """Adds the weights' gradients to these f32 arrays of the weights' shapes from now on, in place of returning them.
+
+        Args:
+          in_stacks: the module is a stack of layers that run one by one. Each is given the whole stacks, and its place in them.
+        """
+        weight = StackedWeight if in_stacks else AccumulatedWeight
+        if in_stacks:
+            self.place = PlaceInStack(jnp.arange(len(gate_up), dtype=jnp.int32))
+        self.gate_up_proj, self.down_proj = weight(self.gate_up_proj[...]), weight(self.down_proj[...])
         self.gate_up_accumulator, self.down_accumulator = GradientAccumulator(gate_up), GradientAccumulator(down)
 
     @property
-    def accumulators(self) -> tuple[Array, Array] | None:
+    def accumulators(self) -> Accumulators | None:
         """The arrays that `add_gradients_to` was given; None without."""
         if self.gate_up_accumulator is None or self.down_accumulator is None:
             return None
-        return self.gate_up_accumulator[...], self.down_accumulator[...]
+        layer = None if self.place is None else self.place[...]
+        return Accumulators(self.gate_up_accumulator[...], self.down_accumulator[...], in_stack=True, layer=layer)

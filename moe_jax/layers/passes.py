@@ -55,6 +55,16 @@ class Layers(NamedTuple):
     body: Body
     gather: LayerGather
     remat: Remat
+    whole_accumulators: bool = False
+    """The body is given the whole stacks of accumulators, and adds to its own layer's place; else its own layer's alone."""
+
+    def take_accumulators(self, stacks, i: Turn):
+        """Returns the accumulators of layer i as the body takes them."""
+        return stacks if self.whole_accumulators else take_layer(stacks, i)
+
+    def put_accumulators(self, stacks, after, i: Turn):
+        """Returns the stacks with the accumulators of layer i, as the body returns them."""
+        return after if self.whole_accumulators else put_layer(stacks, after, i)
 
 
 class LayerArrays(NamedTuple):
@@ -77,6 +87,15 @@ class Chunk(NamedTuple):
     first: Turn
     """The index of the first layer; may be traced."""
     num_layers: int
+
+
+class SavedPlace(NamedTuple):
+    """Memory for what a forward pass saves."""
+
+    stacks: list[Array]
+    """For each leaf of `SavedLayers`, an array with a leading axis for the layers of several passes."""
+    first: Turn
+    """The index of the first layer of the pass; may be traced."""
 
 
 SavedLayers = Any
@@ -179,6 +198,18 @@ class ForwardRun(NamedTuple):
     saved: SavedLayers
 
 
+class WrittenLayers(NamedTuple):
+    """Stacks that the forward loop has written up to the layer before.
+
+    They are leaves, because two traces of a pullback are two tree structures with the same leaves.
+    """
+
+    y: list[Array]
+    """The leaves of `ForwardRun.y`."""
+    saved: list[Array]
+    """The leaves of `ForwardRun.saved`."""
+
+
 class ForwardState(NamedTuple):
     """The state before a turn of the forward loop, which computes layer i = turn."""
 
@@ -186,23 +217,29 @@ class ForwardState(NamedTuple):
     """The input of layer i."""
     gathered: list[Array]
     """The gathered parameters of layer i."""
-    written: list[Array]
-    """The leaves of y and of `ForwardRun.saved`, stacked, written up to layer i - 1."""
+    written: WrittenLayers
 
 
-def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = None) -> Loop:
+def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = None, place: SavedPlace | None = None) -> Loop:
     """Returns the forward pass; its result is a `ForwardRun`, stacked over the layers of the chunk.
 
     Args:
       chunk: the layers to run; None: all.
+      place: where to save; the result's `saved` are then the leaves `place.stacks`, with this pass written into them. None:
+        arrays of this pass alone.
     """
     body, gather, remat = layers.body, layers.gather, layers.remat
     last = (arrays.num_layers if chunk is None else chunk.num_layers) - 1
     placed = partial(_in_memory, jax.memory.Space.Host) if remat == "offload" else lambda arrays: arrays
+    first_saved = 0 if place is None else place.first
 
     def layer(i, x, gathered):
         here = _place(chunk, i)
-        own = take_layer(arrays.per_layer, here), take_layer(arrays.parameters, here), take_layer(arrays.accumulators, i)
+        own = (
+            take_layer(arrays.per_layer, here),
+            take_layer(arrays.parameters, here),
+            layers.take_accumulators(arrays.accumulators, i),
+        )
         arguments = arrays.shared, own[0], x, gather.layer(own[1], gathered), own[2]
         if remat:
             after, y = body(*arguments)
@@ -214,16 +251,26 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
         arriving = gather.start_gather(take_layer(arrays.parameters, _place(chunk, jnp.minimum(i + 1, last))))
         x, results = layer(i, state.x, state.gathered)
         x, arriving = gather.barrier(x, arriving)
-        return ForwardState(x, gather.finish_gather(arriving), put_layer(state.written, jax.tree.leaves(results), i))
+        y, saved = map(jax.tree.leaves, results)
+        written = state.written._replace(
+            y=put_layer(state.written.y, y, i), saved=put_layer(state.written.saved, saved, first_saved + i)
+        )
+        return ForwardState(x, gather.finish_gather(arriving), written)
 
-    # The loop carries leaves, because two traces of a pullback are two tree structures with the same leaves.
     first = gather.gather(take_layer(arrays.parameters, _place(chunk, 0)))
-    shapes, structure = jax.tree.flatten(jax.eval_shape(layer, 0, x, first)[1])
-    y, saved = jax.tree.unflatten(structure, unwritten(last + 1, shapes))
-    start = ForwardState(x, first, jax.tree.leaves((y, placed(saved))))
-    return Loop(
-        "forward", last + 1, start, step, lambda state: ForwardRun(state.x, *jax.tree.unflatten(structure, state.written))
-    )
+    (y, of_y), (saved, of_saved) = map(jax.tree.flatten, jax.eval_shape(layer, 0, x, first)[1])
+    stacks = placed(unwritten(last + 1, saved)) if place is None else place.stacks
+
+    def finish(state: ForwardState) -> ForwardRun:
+        stacks = state.written.saved
+        return ForwardRun(
+            state.x,
+            jax.tree.unflatten(of_y, state.written.y),
+            jax.tree.unflatten(of_saved, stacks) if place is None else stacks,
+        )
+
+    start = ForwardState(x, first, WrittenLayers(unwritten(last + 1, y), stacks))
+    return Loop("forward", last + 1, start, step, finish)
 
 
 class BackwardRun(NamedTuple):
@@ -266,7 +313,7 @@ def backward_loop(
       dx, dy: the gradients of `ForwardRun.x` and `ForwardRun.y`.
       sums: arrays like the parameters, to which the gradients are added in the sums' dtype and memory. None: gradients have
         the parameters' dtypes and memory of their own.
-      chunk: the layers to run, with `sums`; `saved` and `dy` are of these layers alone. None: all.
+      chunk: the layers to run, with `sums`; `saved`, `dy` and accumulators are of these layers alone. None: all.
     """
     body, gather, remat, parameters = layers.body, layers.gather, layers.remat, arrays.parameters
     last = (arrays.num_layers if chunk is None else chunk.num_layers) - 1
@@ -284,7 +331,7 @@ def backward_loop(
         scattering = gather.start_scatter(state.to_scatter)
         of_layer = state.restored if offload else take_layer(saved, i)
         layer, dx = gather.layer(take_layer(parameters, here), state.gathered), state.dx
-        own = take_layer(arrays.per_layer, here), take_layer(state.accumulators, i)
+        own = take_layer(arrays.per_layer, here), layers.take_accumulators(state.accumulators, i)
         if remat:
             _, pullback = _pullback(body, (arrays.shared, own[0], of_layer, layer, own[1]))
             # Recomputation hides the parameter gather, the backward pass hides the gradient scatter. dx is in the barrier too:
@@ -306,7 +353,7 @@ def backward_loop(
             to_scatter=to_scatter,
             scattered=write(state.scattered, arrived, _place(chunk, jnp.minimum(i + 1, last))),
             whole=write(state.whole, whole, here),
-            accumulators=put_layer(state.accumulators, daccumulators, i),
+            accumulators=layers.put_accumulators(state.accumulators, daccumulators, i),
         )
 
     def finish(state: BackwardState) -> BackwardRun:

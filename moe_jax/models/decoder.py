@@ -34,6 +34,7 @@ from moe_jax.models.forward import (
 from moe_jax.models.inputs import check_options, check_shapes, float_dtype, integers, token_ids
 from moe_jax.models.mtp import PredictorState, TokenPredictor
 from moe_jax.models.output import HiddenStates, ModelOutput
+from moe_jax.parallel.pipeline.chunks import refuse_chunks
 from moe_jax.parallel.sequence.attention import ContextParallel
 from moe_jax.parallel.spread import Spread
 
@@ -120,7 +121,8 @@ class Decoder(nnx.Module):
 
         Raises:
           ValueError: tokens that are no integers or outside the vocabulary; shapes that do not fit each other; or another text
-            than "balanced". A cache without positions or room, or beside `spread.context`.
+            than "balanced". A cache without positions or room, or beside `spread.context`. Layers that lie in the chunks of a
+            pipeline, which `train.make_train_step` and `train.make_evaluation` run.
         """
         execution = self._execution(remat, spread)
         if isinstance(expert_ids, str):
@@ -152,6 +154,7 @@ class Decoder(nnx.Module):
 
         Arguments and errors as in `hidden_states`; `context` is `Spread.context`.
         """
+        refuse_chunks(nnx.state(self.stages, nnx.Param), "a call of the model")
         config = self.config
         tokens = token_ids(tokens, config.vocab_size)
         positions = None if positions is None else integers(positions, "positions")

@@ -12,7 +12,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.layers.attend import Attend
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.cache import KVCache
-from moe_jax.layers.moe import AccumulatedWeight, GradientAccumulator
+from moe_jax.layers.moe import AccumulatedWeight, GradientAccumulator, PlaceInStack, StackedWeight
 from moe_jax.layers.passes import LayerArrays, Layers
 from moe_jax.layers.rope import RopeTables, rope_tables
 from moe_jax.layers.router import ExpertBias, Routing
@@ -160,9 +160,9 @@ def run_stage(
     Returns:
       The carry behind the last layer, and the routings of all layers; None for dense layers.
     """
-    (body, gather, remat), arrays = stage_layers(stage, number, inputs, per_layer, execution)
-    shared, per_layer, parameters, accumulators = arrays
-    return run_layers(body, shared, per_layer, carry, parameters, gather, accumulators, remat=remat)
+    layers, arrays = stage_layers(stage, number, inputs, per_layer, execution)
+    shared, of_layers, parameters, accumulators = arrays
+    return run_layers(layers.body, shared, of_layers, carry, parameters, layers.gather, accumulators, remat=layers.remat)
 
 
 def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer: PerLayer, execution: Execution) -> StageLayers:
@@ -177,12 +177,13 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
     """
     spread = execution.spread
     accumulating, without_gradients = (GradientAccumulator, WeightTicket), (ExpertBias, AccumulatedWeight, DeferredWeight)
-    graph, *states = nnx.split(stage, nnx.Param, accumulating, without_gradients)
+    graph, *states = nnx.split(stage, nnx.Param, accumulating, (*without_gradients, StackedWeight, PlaceInStack))
     parameters, accumulators, others = states
+    stacks, others = nnx.split_state(others, StackedWeight, ...)
 
-    def layer(inputs: LayerInputs, own: tuple[PerLayer, nnx.State], carry: Carry, parameters, accumulators):
-        per_layer, others = own
-        block = nnx.merge(graph, parameters, accumulators, others)
+    def layer(shared: tuple[LayerInputs, nnx.State], own: tuple[PerLayer, nnx.State], carry: Carry, parameters, accumulators):
+        (inputs, stacks), (per_layer, others) = shared, own
+        block = nnx.merge(graph, parameters, accumulators, stacks, others)
         attend = Attend(inputs.segments, per_layer.layer, per_layer.window, carry.cache, spread.context)
         inputs = replace(inputs, expert_ids="balanced" if execution.balanced_routing else per_layer.expert_ids)
         if per_layer.exists is not None:
@@ -199,8 +200,9 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
             )
         # It has a place for each parameter, and matrices with tickets are none.
         gather = None
-    layers = Layers(layer, gather or LayerGather.of_whole_layer(len(jax.tree.leaves(parameters))), execution.remat)
-    return StageLayers(layers, LayerArrays(inputs, (per_layer, others), parameters, accumulators))
+    gather = gather or LayerGather.of_whole_layer(len(jax.tree.leaves(parameters)))
+    layers = Layers(layer, gather, execution.remat, whole_accumulators=bool(jax.tree.leaves(stacks)))
+    return StageLayers(layers, LayerArrays((inputs, stacks), (per_layer, others), parameters, accumulators))
 
 
 def collect(

@@ -47,6 +47,10 @@ class LayerGather:
         """Returns a gather that moves nothing, for a layer whose parameters are whole on every device."""
         return cls(((),) * num_leaves, jnp.dtype(jnp.float32))
 
+    def without(self, left_out: Sequence[bool]) -> "LayerGather":
+        """Returns the gather of a layer without some of its leaves."""
+        return replace(self, gathers=tuple(how for how, out in zip(self.gathers, left_out, strict=True) if not out))
+
     def gather(self, parts) -> list[Array]:
         """Gathers the full parameters from this device's parts; whole leaves are left out."""
         return self.finish_gather(self.start_gather(parts))

@@ -104,7 +104,7 @@ def gathered_axes(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
     Axes are negative: the last is -1.
     """
     kept = {"expert"} if "experts" in path else set()
-    if _lies_in_chunks(path, shape):
+    if lies_in_chunks(path, shape):
         kept.add("pipe")
     pairs = (
         (axis - len(shape), tuple(name for name in names if name not in kept))
@@ -119,10 +119,11 @@ def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> d
     splits: dict[int, tuple[str, ...]] = {}
     names: tuple[str, ...] = ("expert", "fsdp", "context") if own_axes == 3 else ("fsdp", "expert", "context")
     if mesh.shape.get("pipe", 1) > 1:
-        if _lies_in_chunks(path, shape):
+        if lies_in_chunks(path, shape):
             splits[1] = ("pipe",)
         else:
-            names = (*names, "pipe")
+            # Axes that are gathered together stand in the order of the mesh, as peer-to-peer copies need.
+            names = ("expert", "pipe", *names[1:]) if own_axes == 3 else ("pipe", *names)
     for name in names:
         ways = mesh.shape.get(name, 1)
         # `expert` splits an experts' matrix only along the axis of experts: a part of an expert could not stay in place.
@@ -135,7 +136,7 @@ def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> d
     return splits
 
 
-def _lies_in_chunks(path: tuple, shape: tuple[int, ...]) -> bool:
+def lies_in_chunks(path: tuple, shape: tuple[int, ...]) -> bool:
     """Returns whether the parameter is stacked as [chunks, ranks, layers of a chunk, ...]."""
     own_axes = _matrix_axes(path) or (2 if path[-2:] == ("router", "weight") else 1)
     return path[0] == "stages" and len(shape) == 3 + own_axes

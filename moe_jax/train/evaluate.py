@@ -10,10 +10,13 @@ from jaxtyping import Array, Float
 
 from moe_jax.layers.passes import run_together
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.output import HiddenStates
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.train.batch import BATCH_ARRAYS, Batch
 from moe_jax.train.loss import LossWeights, loss, loss_of_states
+from moe_jax.train.objective import Objective
 from moe_jax.train.on_devices import on_devices
+from moe_jax.train.pipelined_evaluation import evaluate_pipelined
 from moe_jax.train.state import TrainState
 
 
@@ -33,15 +36,11 @@ def make_evaluation(
       graphdef: `nnx.graphdef(model)`.
       parallelism: as in `make_train_step`; `put_batch` puts the batches there. If its `overlap_micro_batches` is True, two
         batches at a time pass the layers in one loop. None computes them in turn: overlapping was not measured here.
-
-    Raises:
-      ValueError: layers that lie in a pipeline.
+        Through a pipe all batches of a call flow one behind another, in one program, and have equal shapes. On p ranks with
+        one chunk each, n batches take as long as n + p - 1 batches' share of a rank.
     """
     if parallelism is not None and parallelism.pipelined:
-        raise ValueError(
-            "evaluation does not run through a pipeline yet: move the parameters to a mesh without pipe with "
-            "parallel.pipeline.chunks.from_chunks, and evaluate there"
-        )
+        return _through_pipe(graphdef, parallelism)
     options = None if parallelism is None else parallelism.compiler_options
     of_one, of_two = (
         jax.jit(on_devices(function, graphdef, parallelism=parallelism), compiler_options=options)
@@ -58,6 +57,39 @@ def make_evaluation(
             sums.append((of_two if further else of_one)(state.params, state.expert_bias, batch))
         sums = jax.device_get(sums)
         return float(sum(of_batch.summed for of_batch in sums)) / max(1.0, float(sum(of_batch.num_labels for of_batch in sums)))
+
+    return evaluate
+
+
+class _CrossEntropy(Objective):
+    """The cross-entropy alone; aux is a `CrossEntropySum`."""
+
+    def of_states(self, model: Decoder, states: HiddenStates, batch: Batch) -> tuple[Float[Array, ""], CrossEntropySum]:
+        _, parts = loss_of_states(model, states, batch, LossWeights(mtp_loss_coef=0))
+        return parts.cross_entropy, CrossEntropySum(parts.cross_entropy, parts.num_labels)
+
+
+def _through_pipe(graphdef: nnx.GraphDef, parallelism: Parallelism) -> Callable[[TrainState, Sequence[Batch]], float]:
+    """Returns evaluate(state, batches), where each batch is a micro-batch of a pipeline."""
+
+    def compute(params: nnx.State, fixed: nnx.State, batches: list[Batch]) -> CrossEntropySum:
+        # Row r of batch i of n becomes row r n + i: micro-batch i of these rows is batch i, and its rows stay where they are.
+        rows = {
+            name: jnp.stack([b[name] for b in batches], 1).reshape(-1, *batches[0][name].shape[1:]) for name in BATCH_ARRAYS
+        }
+        return evaluate_pipelined(_CrossEntropy(), graphdef, parallelism, len(batches))(params, fixed, rows).aux
+
+    compiled = jax.jit(compute, compiler_options=parallelism.compiler_options)
+
+    def evaluate(state: TrainState, batches: Sequence[Batch]) -> float:
+        if len({batch["tokens"].shape for batch in batches}) > 1:
+            shapes = sorted({tuple(batch["tokens"].shape) for batch in batches})
+            raise ValueError(f"batches that flow through a pipe must have equal shapes; got {shapes}: evaluate them in turn")
+        if not batches:
+            return 0.0
+        own = [{name: batch[name] for name in BATCH_ARRAYS} for batch in batches]
+        sums = jax.device_get(compiled(state.params, state.expert_bias, own))
+        return float(sums.summed) / max(1.0, float(sums.num_labels))
 
     return evaluate
 

@@ -12,7 +12,16 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.moe import accumulated_gradients, add_expert_gradients_to
-from moe_jax.layers.passes import ForwardRun, Loop, Pass, SavedLayers, backward_loop, forward_loop
+from moe_jax.layers.passes import (
+    BackwardRun,
+    ForwardRun,
+    LayerArrays,
+    Loop,
+    Pass,
+    SavedLayers,
+    backward_loop,
+    forward_loop,
+)
 from moe_jax.layers.tickets import defer_weight_gradients, inputs_backward, weights_backward
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
@@ -83,7 +92,7 @@ class MicroBatchPasses:
       objective: one that has `of_states`.
       graphdef, fixed, execution: as in `train.on_devices`.
       params: as the model reads them; on a mesh, what `ShardedParameters.enter` returns.
-      in_place: the kernels add the experts' gradients to the sums; for one device.
+      in_place: the kernels add the experts' gradients to the sums; for devices that hold all experts of their layers.
       divided: the stages' matrices have tickets (`layers.tickets`), so that the backward pass has two halves; for one device.
     """
 
@@ -159,9 +168,7 @@ class MicroBatchPasses:
     def backward(self, batch: Batch, saved: list[SavedLayers], dx, droutings: list[Any], gradients: nnx.State) -> Pass:
         """Runs all stages backwards; the result is a `Backwarded`, whose gradients are `gradients` with the stages' added."""
         dx, runs = yield from self._stages_backward(backward_loop, batch, saved, dx, droutings, gradients)
-        stages = {
-            number: nnx.merge_state(run.parameters, accumulated_gradients(run.accumulators)) for number, run in runs.items()
-        }
+        stages = {number: gradients_of_stage(run) for number, run in runs.items()}
         return Backwarded(dx, self._with_stages(gradients, stages))
 
     def inputs_backward(self, batch: Batch, saved: list[SavedLayers], dx, droutings: list[Any], gradients: nnx.State) -> Pass:
@@ -216,9 +223,7 @@ class MicroBatchPasses:
         for number in reversed(range(self.num_stages)):
             layers, arrays = self._stage(number, entered, gradients)
             routing = droutings.pop() if self.model().config.stages[number].sparse else None
-            # Accumulated matrices, and matrices with tickets, are no parameters of the loop.
-            own = {path for path, _ in nnx.to_flat_state(arrays.parameters)}
-            sums = nnx.filter_state(gradients["stages"][number], lambda path, _, own=own: path in own)
+            sums = sums_of_loop(gradients["stages"][number], arrays)
             runs[number] = yield loop(layers, arrays, saved[number], carry, routing, sums)
             carry = runs[number].dx
         return carry.x, runs
@@ -231,6 +236,18 @@ class MicroBatchPasses:
         """Splits a tree of parameters into the stages of the passes, and everything else."""
         stages = self.num_stages
         return _split(tree, lambda path: path[0] == "stages" and path[1] < stages)
+
+
+def sums_of_loop(gradients: nnx.State, arrays: LayerArrays) -> nnx.State:
+    """Returns the sums of a stage's gradients to which the stage's backward loop adds."""
+    # Accumulated matrices, and matrices with tickets, are no parameters of the loop.
+    own = {path for path, _ in nnx.to_flat_state(arrays.parameters)}
+    return nnx.filter_state(gradients, lambda path, _: path in own)
+
+
+def gradients_of_stage(run: BackwardRun) -> nnx.State:
+    """Returns the sums of a stage's gradients after its backward loop: the loop's sums, and those that its kernels added to."""
+    return nnx.merge_state(run.parameters, accumulated_gradients(run.accumulators))
 
 
 def _split(tree: nnx.State, is_first: Callable[[tuple], bool]) -> tuple[nnx.State, nnx.State]:

@@ -121,7 +121,10 @@ class NextToken(Objective):
         """Returns the parts with the sums of all layers; rounds and shadows are means over devices."""
         rounds, shadows = router.num_rounds / devices, router.num_shadows / devices
         counts: dict[str, Any] = dict(num_tokens=aux.router.num_tokens, num_sequences=aux.router.num_sequences)
-        return aux._replace(router=replace(router, num_rounds=rounds, num_shadows=shadows, **counts))
+        layers = replace(router, num_rounds=rounds, num_shadows=shadows, **counts)
+        # Modules that predict further tokens run with the loss, so that aux has their rows already.
+        modules = jax.tree.map(lambda a: a[len(router.z_loss_sum) :] if a.ndim else a, aux.router)
+        return aux._replace(router=RouterSums.concatenate([layers, modules]))
 
     def metrics(self, value: Float[Array, ""], aux: LossParts, num_labels: Float[Array, ""]) -> dict[str, Array]:
         """Returns the metrics that `make_train_step` lists. The only place that makes metrics of `LossParts`."""

@@ -1,40 +1,21 @@
 """Gradients of a step whose layers lie in a pipeline: each rank along `pipe` runs its own layers on every micro-batch.
 
-`parallel.pipeline.executor` orders the passes. The embedding and the head are whole on every rank. The last rank deals the
-tokens of a micro-batch out to all ranks, and each computes the loss of its part. The sums that the router's losses need of all
-layers travel with the tokens from rank to rank, and their gradients travel back.
+`parallel.pipeline.executor` orders the passes of `train.pipeline_passes`.
 """
 
-import math
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple
-
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax import lax
-from jaxtyping import Array, Float
 
-from moe_jax.kernels.varying import vary_as
-from moe_jax.layers.passes import Chunk, Loop, backward_loop, forward_loop, run_loops
-from moe_jax.layers.router_sums import RouterSums
-from moe_jax.layers.tickets import defer_weight_gradients
-from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
-from moe_jax.models.forward import Carry, StageLayers, StageRouting, stage_layers
-from moe_jax.models.output import HiddenStates
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.parallel.pipeline.chunks import join_layers, layers_of_all_ranks, layers_of_chunk, layers_of_rank
-from moe_jax.parallel.pipeline.executor import PipelinePasses, run_ticks
-from moe_jax.parallel.pipeline.ticks import TickPass
-from moe_jax.train.batch import Batch, micro_batch_at
-from moe_jax.train.gradients import Gradients, GradientsFn, sum_on_mesh, zeros_of
-from moe_jax.train.micro_batch import LossRun, MicroBatchPasses
+from moe_jax.parallel.pipeline.executor import run_ticks
+from moe_jax.train.batch import Batch
+from moe_jax.train.gradients import Gradients, GradientsFn, sum_on_mesh
 from moe_jax.train.objective import Objective
 from moe_jax.train.on_devices import merged_model
 from moe_jax.train.overlap import check_objective
+from moe_jax.train.pipeline_front import Front
+from moe_jax.train.pipeline_passes import RankPasses, check_chunks, join_chunks, passes_of_layers
 
 
 def accumulate_pipelined(
@@ -52,12 +33,12 @@ def accumulate_pipelined(
 
     Args:
       objective: one that has `of_states`, and whose value is a sum over tokens. It sees the tokens of a micro-batch in as many
-        parts as there are ranks, along one axis.
+        parts as there are ranks, along one axis. If the model has modules that predict further tokens, parts are whole rows.
       stack_over_data: as in `train.on_devices`.
 
     Raises:
       TypeError: an objective that works on batches alone.
-      ValueError: remat "offload". At the first call, a model whose layers are not all alike, or parameters that lie otherwise.
+      ValueError: remat "offload". At the first call, parameters that lie otherwise.
     """
     check_objective(objective, "a pipeline")
     if execution.remat == "offload":
@@ -65,321 +46,21 @@ def accumulate_pipelined(
     ranks, chunks = parallelism.mesh.shape["pipe"], parallelism.pipe_chunks
 
     def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:
-        own, shapes = _join_chunks(params)
-        passes = RankPasses(
-            MicroBatchPasses(objective, graphdef, own, fixed, execution, in_place=False), chunks, stacked, scalars
-        )
+        own, shapes = join_chunks(params)
+        front = Front(passes_of_layers(objective, graphdef, own, fixed, execution, parallelism.mesh), stacked)
+        passes = RankPasses(front.micro, chunks, stacked, scalars, front.forward())
         totals = run_ticks(passes.of_pipeline(), chunks, micro_batches, passes.zeros())
-        tokens, dx = (x.reshape(-1, *x.shape[2:]) for x in (stacked["tokens"], totals.embedded[:-1]))
-        gradients = passes.micro.embedding(tokens, dx, totals.gradients)
-        return Gradients(totals.value, passes.aux_of_layers(totals), _split_chunks(gradients, shapes))
+        gradients = front.backward(totals.embedded[:-1], totals.gradients)
+        return Gradients(totals.value, passes.aux_of_layers(totals.aux, totals.router), _split_chunks(gradients, shapes))
 
     on_mesh = sum_on_mesh(sum_of, graphdef, execution, parallelism, micro_batches, stack_over_data=stack_over_data)
 
     def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
-        check_model(merged_model(graphdef, params, fixed), ranks, chunks)
+        check_chunks(merged_model(graphdef, params, fixed), ranks, chunks)
         return on_mesh(params, fixed, batch)
 
     return summed
 
 
-class _Moving(NamedTuple):
-    """The arrays that go from chunk to chunk; also their gradients, which go the other way."""
-
-    x: Float[Array, "batch seq hidden"]
-    router: Any
-    """The router's sums over the layers so far, one array for each float of `RouterSums`; None for dense layers."""
-    counts: Any
-    """The same of its integers, which have no gradient."""
-
-
-class _Totals(NamedTuple):
-    """Sums over the micro-batches, on a rank."""
-
-    value: Float[Array, ""]
-    aux: Any
-    gradients: nnx.State
-    embedded: Float[Array, "micro_batches_and_one batch seq hidden"]
-    """The gradients of the embedded tokens; the last place takes what is not needed."""
-    router: RouterSums | None
-    """The sums of the rank's layers, stacked."""
-
-
-@dataclass
-class RankPasses:
-    """The passes of a rank. The parameters have the rank's layers along one axis, and `fixed` is whole."""
-
-    micro: MicroBatchPasses
-    """The passes of a micro-batch, of which a pipeline takes what lies outside the layers."""
-    chunks: int
-    stacked: Batch
-    scalars: Batch
-    last_rank: int | None = None
-    """The rank of the model's last layers; None: the last."""
-    divided: bool = False
-    """The layers' matrices have tickets (`layers.tickets`)."""
-    saved_structure: Any = None
-    """The structure of what the last traced forward pass saved."""
-
-    def of_pipeline(self) -> PipelinePasses:
-        """Returns the functions of a pipeline."""
-        return PipelinePasses(self.enter, self.forward, self.backward, self.run, self.loss, self.leave)
-
-    def zeros(self) -> _Totals:
-        """Returns the totals before the first micro-batch."""
-        moving = self.enter(0)
-        gradients = self.micro.zeros()
-        found = jax.eval_shape(lambda: self.loss_run(0, moving, gradients))
-        value, aux = zeros_of((found.value, found.aux))
-        embedded = self._vary(jnp.zeros((len(self.stacked["tokens"]) + 1, *moving.x.shape), moving.x.dtype))
-        router = None
-        if (routing := self._routing) is not None:
-            held = jax.tree.leaves(self.micro.params["stages"])[0].shape[0]
-            router = jax.tree.map(lambda a: self._vary(jnp.zeros((held, *a.shape[1:]), a.dtype)), routing.sums)
-        return _Totals(value, aux, gradients, embedded, router)
-
-    def enter(self, i) -> _Moving:
-        """Embeds the tokens of a micro-batch."""
-        x = self._vary(self.micro.enter(micro_batch_at(self.stacked, i)).carry.x)
-        if (routing := self._routing) is None:
-            return _Moving(x, None, None)
-        floats, counts = _parts(jax.tree.map(lambda a: self._vary(jnp.zeros(a.shape[1:], a.dtype)), routing.sums))
-        return _Moving(x, floats, counts)
-
-    def forward(self, of_tick: TickPass, moving: _Moving):
-        """Returns a chunk's forward pass, and how its result is counted."""
-        layers, arrays = self._stage(of_tick)
-        chunk = self._chunk(of_tick)
-        loop = forward_loop(layers, arrays, Carry(moving.x, None), chunk)
-
-        def leaves(saved) -> list[Array]:
-            # The pipeline keeps leaves, because two traces of a pullback are two tree structures with the same leaves.
-            arrays, self.saved_structure = jax.tree.flatten(saved)
-            return arrays
-
-        def finish(run):
-            if run.y is None:
-                return _Moving(run.x.x, None, None), leaves(run.saved), lambda totals: totals
-            exists = lax.dynamic_slice_in_dim(arrays.per_layer[0].exists, chunk.first, chunk.num_layers)
-
-            def counted(a):
-                return jnp.where(exists.reshape(-1, *[1] * (a.ndim - 1)), a, 0)
-
-            sums = jax.tree.map(counted, run.y.sums)
-            floats, counts = _parts(jax.tree.map(lambda a: a.sum(0), sums))
-            moved = _Moving(run.x.x, *jax.tree.map(jnp.add, (moving.router, moving.counts), (floats, counts)))
-
-            def count(totals: _Totals) -> _Totals:
-                def add(a, part):
-                    before = lax.dynamic_slice_in_dim(a, chunk.first, chunk.num_layers)
-                    return lax.dynamic_update_slice_in_dim(a, before + part, chunk.first, 0)
-
-                return totals._replace(router=jax.tree.map(add, totals.router, sums))
-
-            return moved, leaves(run.saved), count
-
-        return loop, finish
-
-    def backward(self, of_tick: TickPass, saved, dy: _Moving, totals: _Totals):
-        """Returns a chunk's backward pass, which adds to the sums of gradients."""
-        layers, arrays = self._stage(of_tick)
-        saved = jax.tree.unflatten(self.saved_structure, saved)
-        sums = totals.gradients["stages"][0]
-        loop = backward_loop(layers, arrays, saved, Carry(dy.x, None), self._droutings(dy), sums, self._chunk(of_tick))
-
-        def finish(run):
-            gradients = nnx.merge_state(totals.gradients, nnx.State({"stages": {0: run.parameters}}))
-            # The sums over layers are sums: their gradient is the same for all layers.
-            return _Moving(run.dx.x, dy.router, dy.counts), totals._replace(gradients=gradients)
-
-        return loop, finish
-
-    def run(self, *passes: tuple[Loop, Any]) -> tuple:
-        """Runs one pass, or two in one loop."""
-        loops, finishes = zip(*passes, strict=True)
-        return tuple(finish(result) for finish, result in zip(finishes, run_loops(*loops), strict=True))
-
-    def loss(self, i, finished: _Moving, totals: _Totals) -> tuple[_Moving, _Totals]:
-        """Computes the objective of a micro-batch, and its gradients."""
-        found = self.loss_run(i, finished, totals.gradients)
-        totals = totals._replace(
-            value=totals.value + found.value, aux=jax.tree.map(jnp.add, totals.aux, found.aux), gradients=found.gradients
-        )
-        return _Moving(found.dx, found.droutings, jax.tree.map(jnp.zeros_like, finished.counts)), totals
-
-    def loss_run(self, i, finished: _Moving, gradients: nnx.State) -> LossRun:
-        """Computes the objective of the tokens that the last rank finished; every rank computes a part of them."""
-        ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
-        is_last = rank == (ranks - 1 if self.last_rank is None else self.last_rank)
-        batch = micro_batch_at(self.stacked, i)
-        inputs = self.micro.enter(batch).inputs
-        part = {name: _own_part(x, ranks, rank) for name, x in batch.items()}
-
-        def value(model: Decoder, x, router) -> tuple[Float[Array, ""], Any]:
-            own = lax.psum_scatter(_deal(jnp.where(is_last, x, 0), ranks), "pipe", scatter_dimension=0, tiled=False)
-            sums = self._router_sums(finished._replace(router=router), is_last).with_counts(inputs.valid, inputs.sequences)
-            counts: dict[str, Any] = dict(
-                num_tokens=jnp.where(is_last, sums.num_tokens, 0), num_sequences=jnp.where(is_last, sums.num_sequences, 0)
-            )
-            expert_ids = jnp.zeros((0, *part["tokens"].shape, 0), jnp.int32)
-            states = HiddenStates(model.norm(own[None]), self._vary(replace(sums, **counts)), expert_ids, None)
-            return self.micro.objective.of_states(model, states, part | self.scalars)
-
-        return self.micro.loss_of(value, finished.x, finished.router, gradients)
-
-    def leave(self, of_tick: TickPass, dx: _Moving, totals: _Totals) -> _Totals:
-        """Keeps the gradients of a micro-batch's embedded tokens."""
-        place = jnp.where(of_tick.exists, of_tick.micro_batch, len(totals.embedded) - 1)
-        embedded = lax.dynamic_update_index_in_dim(totals.embedded, dx.x.astype(totals.embedded.dtype), place, 0)
-        return totals._replace(embedded=embedded)
-
-    def aux_of_layers(self, totals: _Totals) -> Any:
-        """Returns aux with the statistics of all layers, which lie on the ranks that computed them."""
-        if totals.router is None:
-            return totals.aux
-        spread = self.micro.execution.spread
-        router = spread.sum(self._of_all_ranks(totals.router))
-        devices = math.prod(map(lax.axis_size, spread.mesh_axes)) // lax.axis_size("pipe")
-        return self.micro.objective.with_layers(totals.aux, router, devices)
-
-    @property
-    def num_layers(self) -> int:
-        """The model's layers, without those that fill up chunks."""
-        return self.micro.model().config.num_hidden_layers
-
-    @cached_property
-    def _routing(self) -> StageRouting | None:
-        """The shapes of a chunk's routing; None for dense layers."""
-        if self.micro.model().config.experts is None:
-            return None
-        of_tick = TickPass(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros((), bool))
-        x = self.micro.enter(micro_batch_at(self.stacked, 0)).carry.x
-
-        def routing(x):
-            layers, arrays = self._stage(of_tick)
-            (run,) = run_loops(forward_loop(layers, arrays, Carry(self._vary(x), None), self._chunk(of_tick)))
-            return run.y
-
-        return jax.eval_shape(routing, x)
-
-    def _droutings(self, dy: _Moving):
-        """Returns the gradients of a chunk's routing; None for dense layers."""
-        if self._routing is None:
-            return None
-        return jax.tree.unflatten(jax.tree.structure(self._routing), self._routing_gradients(dy.router))
-
-    def _routing_gradients(self, router) -> list:
-        """Returns the gradients of a chunk's routing, leaf by leaf: those of the sums over layers, for each layer."""
-        gradients = iter(jax.tree.leaves(router))
-        leaves: list[Any] = []
-        # The routing's only floats are those of its sums.
-        for shape in jax.tree.leaves(self._routing):
-            if jnp.issubdtype(shape.dtype, jnp.floating):
-                gradient = jnp.broadcast_to(next(gradients), shape.shape)
-                # A constant, as the sum within sequences of a loss without that term, is typed as the same on all devices.
-                is_constant = not shape.manual_axis_type.varying
-                leaves.append(jnp.zeros(shape.shape, shape.dtype) if is_constant else gradient)
-            else:
-                leaves.append(np.zeros(shape.shape, jax.dtypes.float0))
-        return leaves
-
-    def _stage(self, of_tick: TickPass) -> StageLayers:
-        """Returns the rank's layers for a micro-batch."""
-        micro = self.micro
-        entered = micro.enter(micro_batch_at(self.stacked, of_tick.micro_batch))
-        (per_layer,) = entered.per_layer
-        whole = per_layer._replace(exists=jnp.ones(self.num_layers, bool)), micro.fixed
-        per_layer, fixed = self._vary(self._of_rank(whole))
-        per_layer = per_layer._replace(exists=per_layer.exists & of_tick.exists)
-        model = replace(micro, fixed=fixed).model()
-        if self.divided:
-            defer_weight_gradients(model.stages[0], self._vary(entered.carry.x))
-        return stage_layers(model.stages[0], 0, self._vary(entered.inputs), per_layer, micro.execution)
-
-    def _chunk(self, of_tick: TickPass) -> Chunk:
-        return Chunk(of_tick.chunk * self._layers_of_chunk, self._layers_of_chunk)
-
-    @property
-    def _layers_of_chunk(self) -> int:
-        return layers_of_chunk(self.num_layers, lax.axis_size("pipe"), self.chunks)
-
-    def _of_rank(self, stacked):
-        """Returns the rank's layers of arrays [layers, ...], in the order of the parameters."""
-        return layers_of_rank(stacked, lax.axis_size("pipe"), self.chunks, lax.axis_index("pipe"))
-
-    def _of_all_ranks(self, own):
-        """Returns arrays of the rank's layers as [layers, ...], zeros for the layers of other ranks."""
-        placed = layers_of_all_ranks(own, lax.axis_size("pipe"), self.chunks, lax.axis_index("pipe"))
-        return jax.tree.map(lambda a: join_layers(a, self.num_layers), placed)
-
-    def _router_sums(self, finished: _Moving, is_last) -> RouterSums:
-        """Returns sums of as many layers as the model has, all in the first: losses need the sum over layers alone."""
-        if self._routing is None:
-            return self._vary(RouterSums.of_no_layer(1))
-        joined = _joined(
-            jax.tree.map(lambda a: jnp.where(is_last, a, 0), (finished.router, finished.counts)), self._routing.sums
-        )
-        return jax.tree.map(lambda a: jnp.pad(a[None], [(0, self.num_layers - 1), *[(0, 0)] * a.ndim]), joined)
-
-    def _vary(self, arrays):
-        """Casts arrays to vary over all mesh axes along which devices have tokens or layers of their own."""
-        return vary_as(arrays, (self.micro.params, self.stacked, lax.axis_index("pipe")))
-
-
-def _deal(x: Array, ranks: int) -> Array:
-    """Returns [batch, seq, ...] as [ranks, tokens of a rank, ...]; the last part is filled up with zeros."""
-    tokens = x.reshape(-1, *x.shape[2:])
-    missing = -len(tokens) % ranks
-    return jnp.pad(tokens, [(0, missing), *[(0, 0)] * (tokens.ndim - 1)]).reshape(ranks, -1, *tokens.shape[1:])
-
-
-def _own_part(x: Array, ranks: int, rank) -> Array:
-    """Returns the rank's tokens of an array [batch, seq] as [1, tokens]."""
-    return lax.dynamic_index_in_dim(_deal(x, ranks), rank, 0)
-
-
-def _parts(sums: RouterSums) -> tuple[list[Array], list[Array]]:
-    """Returns the floats and the integers of the sums."""
-    leaves = jax.tree.leaves(sums)
-    return [a for a in leaves if jnp.issubdtype(a.dtype, jnp.floating)], [
-        a for a in leaves if not jnp.issubdtype(a.dtype, jnp.floating)
-    ]
-
-
-def _joined(parts: tuple[list[Array], list[Array]], like: RouterSums) -> RouterSums:
-    """Inverse of `_parts`."""
-    floats, counts = iter(parts[0]), iter(parts[1])
-    leaves, structure = jax.tree.flatten(like)
-    return jax.tree.unflatten(structure, [next(floats if jnp.issubdtype(a.dtype, jnp.floating) else counts) for a in leaves])
-
-
-def _join_chunks(params: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """Returns the rank's layers [chunks, 1, layers of a chunk, ...] along one axis, and the shapes that they had."""
-    shapes = jax.tree.map(lambda a: a.shape, params)
-    joined = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), params["stages"])
-    return nnx.merge_state(params, nnx.State({"stages": joined})), shapes
-
-
 def _split_chunks(gradients: nnx.State, shapes: nnx.State) -> nnx.State:
     return jax.tree.map(lambda g, shape: g.reshape(shape), gradients, shapes, is_leaf=lambda x: isinstance(x, tuple))
-
-
-def check_model(model: Decoder, ranks: int, chunks: int) -> None:
-    """Refuses a model whose layers are not all alike, and parameters that are not laid out as chunks.
-
-    Raises:
-      ValueError: such a model or layout.
-    """
-    config = model.config
-    if len(config.stages) != 1 or config.mtp_stages:
-        raise ValueError(
-            "a pipeline needs layers that are all alike; this model has "
-            f"{len(config.stages)} stages and {len(config.mtp_stages)} modules that predict further tokens"
-        )
-    wanted = (chunks, ranks, layers_of_chunk(config.num_hidden_layers, ranks, chunks))
-    shape = jax.tree.leaves(nnx.state(model.stages[0], nnx.Param))[0].shape
-    if shape[:3] != wanted:
-        raise ValueError(
-            f"the layers of a pipeline are stacked as {list(wanted)} (chunks, ranks, layers of a chunk); a parameter has shape "
-            f"{list(shape)}: lay the parameters out with parallel.pipeline.chunks.to_chunks"
-        )

@@ -18,6 +18,7 @@ from jaxtyping import Array, Int, Num, PyTree
 from moe_jax.config import ModelConfig
 from moe_jax.parallel.expert.placement import balanced_order
 from moe_jax.parallel.layout import parameter_path
+from moe_jax.parallel.pipeline.chunks import refuse_chunks
 from moe_jax.train.state import TrainState
 
 
@@ -52,8 +53,10 @@ def move_experts[Tree: PyTree](state: Tree, config: ModelConfig, orders: Int[np.
       state: a TrainState, or several of its parts; one part must be the parameters or their moments.
 
     Raises:
-      ValueError: orders that are no permutations, do not have this model's shape, or part a group's experts.
+      ValueError: orders that are no permutations, do not have this model's shape, or part a group's experts. Or layers that
+        lie in the chunks of a pipeline.
     """
+    refuse_chunks(state, "moving experts")
     orders = np.asarray(orders)
     _check_orders(orders, config)
     stages = _orders_of_stages(state, orders)

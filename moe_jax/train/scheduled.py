@@ -1,7 +1,7 @@
 """Gradients of a step whose layers lie in a pipeline with a schedule of its own: 1F1B, zero-bubble schedules or DualPipe.
 
-`train.pipelined` runs uniform ticks. Here `parallel.pipeline.table_executor` runs any schedule from its table. The passes, the
-embedding, the head and the router's sums are those of `train.pipelined`, with other layers on the ranks.
+`train.pipelined` runs uniform ticks. Here `parallel.pipeline.table_executor` runs any schedule from its table. The passes are
+those of `train.pipeline_passes`, with other layers on the ranks.
 """
 
 from dataclasses import dataclass, field, replace
@@ -10,10 +10,12 @@ from functools import partial
 import jax
 from flax import nnx
 from jax import lax
+from jaxtyping import Array
 
 from moe_jax.layers.tickets import inputs_backward, weights_backward
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry
+from moe_jax.parallel.layout import lies_in_chunks, parameter_path
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.of_mesh import check_branches, schedule_of
 from moe_jax.parallel.pipeline.schedules import Schedule
@@ -23,11 +25,12 @@ from moe_jax.parallel.pipeline.table_executor import TablePasses, run_table
 from moe_jax.parallel.pipeline.ticks import TickPass
 from moe_jax.train.batch import Batch
 from moe_jax.train.gradients import Gradients, GradientsFn, sum_on_mesh
-from moe_jax.train.micro_batch import MicroBatchPasses
+from moe_jax.train.micro_batch import sums_of_loop
 from moe_jax.train.objective import Objective
 from moe_jax.train.on_devices import merged_model
 from moe_jax.train.overlap import check_objective
-from moe_jax.train.pipelined import RankPasses, check_model
+from moe_jax.train.pipeline_front import Front
+from moe_jax.train.pipeline_passes import RankPasses, check_chunks, passes_of_layers
 
 
 def accumulate_scheduled(
@@ -57,17 +60,16 @@ def accumulate_scheduled(
 
     def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:
         own, shapes = _to_stages(params, schedule)
-        micro = MicroBatchPasses(objective, graphdef, own, fixed, execution, in_place=False)
-        passes = ScheduledPasses(micro, len(schedule.directions), stacked, scalars, schedule=schedule)
+        front = Front(passes_of_layers(objective, graphdef, own, fixed, execution, parallelism.mesh), stacked)
+        passes = ScheduledPasses(front.micro, len(schedule.directions), stacked, scalars, front.forward(), schedule=schedule)
         totals = run_table(passes.of_table(any(("W",) == kinds for kinds in table.kinds)), table, passes.zeros())
-        tokens, dx = (x.reshape(-1, *x.shape[2:]) for x in (stacked["tokens"], totals.embedded[:-1]))
-        gradients = passes.micro.embedding(tokens, dx, totals.gradients)
-        return Gradients(totals.value, passes.aux_of_layers(totals), _from_stages(gradients, shapes, schedule))
+        gradients = _from_stages(front.backward(totals.embedded[:-1], totals.gradients), shapes, schedule)
+        return Gradients(totals.value, passes.aux_of_layers(totals.aux, totals.router), gradients)
 
     on_mesh = sum_on_mesh(sum_of, graphdef, execution, parallelism, micro_batches, stack_over_data=stack_over_data)
 
     def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
-        check_model(merged_model(graphdef, params, fixed), ranks, chunks)
+        check_chunks(merged_model(graphdef, params, fixed), ranks, chunks)
         return on_mesh(params, fixed, batch)
 
     return summed
@@ -85,7 +87,8 @@ class ScheduledPasses(RankPasses):
         Recomputed layers need tickets in b alone. Otherwise what a forward pass saves must be what b needs, and a whole B is b
         and then W.
         """
-        apart = replace(self, divided=divides)
+        micro = replace(self.micro, in_place=self.micro.in_place and not divides)
+        apart = replace(self, micro=micro, divided=divides)
         whole = self if self.micro.execution.remat else apart
 
         def b(*arguments):
@@ -121,24 +124,26 @@ class ScheduledPasses(RankPasses):
 
     def inputs_backward(self, of_tick: TickPass, saved, dy, totals):
         """Returns b of a chunk, which adds the gradients of vectors; its product are the operands of those of matrices."""
-        layers, arrays = self._stage(of_tick)
+        layers, arrays = self._stage(of_tick, totals.gradients)
         saved = jax.tree.unflatten(self.saved_structure, saved)
-        stage = totals.gradients["stages"][0]
-        own = {path for path, _ in nnx.to_flat_state(arrays.parameters)}
-        sums = nnx.filter_state(stage, lambda path, _: path in own)
-        chunk = self._chunk(of_tick)
+        stage = totals.gradients["stages"][self.stage]
+        sums, chunk = sums_of_loop(stage, arrays), self._chunk(of_tick)
         loop = inputs_backward(layers, arrays, saved, Carry(dy.x, None), self._droutings(dy), sums, chunk)
 
         def finish(run):
             changed = nnx.merge_state(stage, run.vectors)
-            return type(dy)(run.dx.x, dy.router, dy.counts), run.products, _with_stage(totals, changed)
+            return type(dy)(run.dx.x, dy.router, dy.counts), run.products, self._with_stage(totals, changed)
 
         return loop, finish
 
     def weights_backward(self, of_tick: TickPass, product, totals):
         """Returns W of a chunk, which adds the gradients of matrices."""
-        loop = weights_backward(product, totals.gradients["stages"][0], self._chunk(of_tick))
-        return loop, partial(_with_stage, totals)
+        loop = weights_backward(product, totals.gradients["stages"][self.stage], self._chunk(of_tick))
+        return loop, partial(self._with_stage, totals)
+
+    def _with_stage(self, totals, stage: nnx.State):
+        """Returns the totals with other sums of the gradients of the rank's layers."""
+        return totals._replace(gradients=nnx.merge_state(totals.gradients, nnx.State({"stages": {self.stage: stage}})))
 
     @property
     def _layers_of_chunk(self) -> int:
@@ -152,22 +157,24 @@ class ScheduledPasses(RankPasses):
         return jax.tree.map(lambda a: a[: self.num_layers], placed)
 
 
-def _with_stage(totals, stage: nnx.State):
-    return totals._replace(gradients=nnx.merge_state(totals.gradients, nnx.State({"stages": {0: stage}})))
-
-
 def _to_stages(params: nnx.State, schedule: Schedule) -> tuple[nnx.State, nnx.State]:
     """Returns the layers [chunks of `to_chunks`, 1, l, ...] of a rank's stages along one axis, and the shapes that they had."""
-    stages = jax.tree.map(lambda a: a.squeeze(1), params["stages"])
-    shapes = jax.tree.map(lambda a: a.shape, params["stages"])
-    joined = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), to_stages(stages, schedule))
-    return nnx.merge_state(params, nnx.State({"stages": joined})), shapes
+
+    def join(key_path: tuple, array: Array) -> Array:
+        if not lies_in_chunks(parameter_path(key_path), array.shape):
+            return array
+        return to_stages(array.squeeze(1), schedule).reshape(-1, *array.shape[3:])
+
+    return jax.tree.map_with_path(join, params), jax.tree.map(lambda a: a.shape, params)
 
 
 def _from_stages(gradients: nnx.State, shapes: nnx.State, schedule: Schedule) -> nnx.State:
     """Returns gradients of `_to_stages`, laid out as the parameters."""
     chunks = len(schedule.directions)
-    apart = jax.tree.map(lambda g: g.reshape(chunks, -1, *g.shape[1:]), gradients["stages"])
-    home = from_stages(apart, schedule)
-    home = jax.tree.map(lambda g, shape: g.reshape(shape), home, shapes, is_leaf=lambda x: isinstance(x, tuple))
-    return nnx.merge_state(gradients, nnx.State({"stages": home}))
+
+    def home(key_path: tuple, gradient: Array, shape: tuple[int, ...]) -> Array:
+        if not lies_in_chunks(parameter_path(key_path), shape):
+            return gradient
+        return from_stages(gradient.reshape(chunks, -1, *gradient.shape[1:]), schedule).reshape(shape)
+
+    return jax.tree.map_with_path(home, gradients, shapes, is_leaf=lambda x: isinstance(x, tuple))

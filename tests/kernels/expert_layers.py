@@ -72,6 +72,24 @@ def gradients_by_accumulators(backend, layer, dy):
     return y, dx, d_weights, *sums[:2]
 
 
+def gradients_in_a_stack(backend, layer, dy):
+    """Returns what `gradients_by_accumulators` returns, of a layer between two others, and the others' sums.
+
+    The others' weights are NaN, and their sums -1 and 1.
+    """
+    x, w_gate_up, w_down, weights, chosen = layer
+    stacks = [jnp.stack([jnp.full_like(w, jnp.nan), w, jnp.full_like(w, jnp.nan)]) for w in (w_gate_up, w_down)]
+    before = [jnp.stack([jnp.full(w.shape, i, jnp.float32) for i in (-1, 0, 1)]) for w in (w_gate_up, w_down)]
+
+    def f(x, weights, sums, place):
+        accumulators = Accumulators(*sums, layer=place)
+        return experts_mlp_accumulating(x, *stacks, weights, chosen, accumulators, backend=backend)
+
+    y, pullback = jax.vjp(f, x, weights, before, jnp.int32(1))
+    dx, d_weights, sums, _ = pullback(dy)
+    return (y, dx, d_weights, *(after[1] for after in sums)), [after[::2] for after in sums]
+
+
 def gradients_by_tickets(backend, layer, dy):
     """Returns what `gradients_by_accumulators` returns, with the matrices' gradients multiplied out later."""
     x, w_gate_up, w_down, weights, chosen = layer

@@ -51,13 +51,6 @@ def test_chunks_of_tokens(monkeypatch, tokens, chunked):
     assert ("scan" in str(jax.make_jaxpr(lambda x: block(x)[0])(x))) == chunked
 
 
-def test_accumulators_on_several_devices_are_refused():
-    block = MoE(8, 16, 4, 2, rngs=nnx.Rngs(0))
-    block.experts.add_gradients_to(jnp.zeros((4, 32, 8)), jnp.zeros((4, 8, 16)))
-    with pytest.raises(ValueError, match="gradient accumulators need experts that lie on one device; these are split"):
-        block(jnp.ones((3, 8)), spread=SPLIT)
-
-
 def output_over_two_devices(block, **options):
     """Returns the type of the block's result if each of two devices holds the block's experts."""
     mesh = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,))

@@ -84,16 +84,16 @@ def test_optimizer_spec(path, shape, expected):
         ((*LAYER, "mlp", "router", "weight"), (3, 2, 4, 8, 32), (None, "pipe", None, None, None)),
         ((*LAYER, "mlp", "router", "expert_bias"), (3, 2, 4, 8), (None, "pipe", None, None)),
         # Stages outside the pipe have one axis of layers.
-        ((*LAYER, "self_attn", "q_proj", "weight"), (3, 64, 32), (None, ("fsdp", "expert", "pipe"), None)),
-        ((*LAYER, "mlp", "experts", "down_proj"), (3, 8, 32, 24), (None, ("expert", "fsdp"), "pipe", None)),
+        ((*LAYER, "self_attn", "q_proj", "weight"), (3, 64, 32), (None, ("pipe", "fsdp", "expert"), None)),
+        ((*LAYER, "mlp", "experts", "down_proj"), (3, 8, 32, 24), (None, ("expert", "pipe"), "fsdp", None)),
         ((*LAYER, "mlp", "router", "weight"), (2, 8, 32), (None, None, None)),
         ((*LAYER, "input_layernorm", "weight"), (2, 32), (None, None)),
-        (("embed_tokens", "weight"), (97, 32), (None, ("fsdp", "expert", "pipe"))),
-        (("lm_head", "weight"), (8, 32), (("fsdp", "expert"), "pipe")),
+        (("embed_tokens", "weight"), (97, 32), (None, ("pipe", "fsdp", "expert"))),
+        (("lm_head", "weight"), (8, 32), (("pipe", "fsdp"), "expert")),
         (("norm", "weight"), (32,), (None,)),
     ],
 )
-def test_a_pipe_splits_chunks_by_rank_and_other_matrices_last(path, shape, expected):
+def test_a_pipe_splits_chunks_by_rank_and_other_matrices_in_mesh_order(path, shape, expected):
     assert parameter_spec(path, shape, mesh(pipe=2, fsdp=4, expert=2)) == PartitionSpec(*expected)
 
 

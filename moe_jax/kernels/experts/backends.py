@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts import mosaic, triton, xla
-from moe_jax.kernels.experts.routing import Plan
+from moe_jax.kernels.experts.routing import Plan, of_own_layer
 from moe_jax.kernels.precision import at_least_f32
 
 MODULES = {"mosaic": mosaic, "triton": triton, "xla": xla}
@@ -42,18 +43,22 @@ def grouped_outer_of_parts(
     backend: str,
     parts: Sequence[OuterPart],
     dtype: jnp.dtype,
-    accumulate_into: Float[Array, "experts n m"] | None = None,
-) -> Float[Array, "experts n m"]:
+    accumulate_into: Float[Array, "*layers experts n m"] | None = None,
+) -> Float[Array, "*layers experts n m"]:
     """Computes the sum of `grouped_outer` over parts with the same experts, in at least f32, rounded to `dtype` once.
 
     The sum is added to `accumulate_into`, which has `dtype`, as in `grouped_outer`: in the same memory, unless something else
-    reads `accumulate_into` later.
+    reads `accumulate_into` later. If the plans are of a layer of a stack, `accumulate_into` is the stack.
     """
     if backend == "mosaic":
         return mosaic.grouped_outer_of_parts(parts, dtype, accumulate_into)
+    layer = parts[0].plan.layer
     sum_dtype = dtype if len(parts) == 1 else at_least_f32(dtype)
-    total: Any = accumulate_into
+    total: Any = None if accumulate_into is None else of_own_layer(accumulate_into, parts[0].plan)
     for part in parts:
         sources = {"a_source_of_row": part.a_source_of_row, "b_source_of_row": part.b_source_of_row}
         total = implementation(backend).grouped_outer(part.a, part.b, part.plan, sum_dtype, **sources, accumulate_into=total)
-    return total.astype(dtype)
+    total = total.astype(dtype)
+    if accumulate_into is None or layer is None:
+        return total
+    return jax.lax.dynamic_update_index_in_dim(accumulate_into, total, layer, 0, allow_negative_indices=False)

@@ -4,13 +4,14 @@
 Tokens come in parts that are computed one after the other, or in one part that is cut into chunks.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
@@ -28,19 +29,21 @@ Arrays = tuple[Array, ...]
 class Matrices(NamedTuple):
     """One array for each of the experts' two matrices: the weights, their gradients or the accumulators of these."""
 
-    gate_up: Float[Array, "experts 2*inter hidden"]
-    down: Float[Array, "experts hidden inter"]
+    gate_up: Float[Array, "*layers experts 2*inter hidden"]
+    down: Float[Array, "*layers experts hidden inter"]
 
 
 class ExpertsOperands(NamedTuple):
     """The arrays of a call; `xs`, `weights` and `experts` have one entry per part."""
 
     xs: Arrays
-    w_gate_up: Float[Array, "experts 2*inter hidden"]
-    w_down: Float[Array, "experts hidden inter"]
+    w_gate_up: Float[Array, "*layers experts 2*inter hidden"]
+    w_down: Float[Array, "*layers experts hidden inter"]
     weights: Arrays
     experts: Arrays
     accumulators: Matrices | None
+    layer: Int[Array, ""] | None = None
+    """`Plan.layer`."""
 
 
 class ExpertsOptions(NamedTuple):
@@ -88,7 +91,7 @@ def experts_of_parts(operands: ExpertsOperands, options: ExpertsOptions) -> Arra
 
 def _without_gradients(operands: ExpertsOperands, options: ExpertsOptions) -> Arrays:
     """Computes y of a forward pass that no backward pass follows."""
-    if len(operands.xs) == 1 and options.backend == "mosaic":
+    if len(operands.xs) == 1 and options.backend == "mosaic" and operands.layer is None:
         (x,), (weights,), (experts,) = operands.xs, operands.weights, operands.experts
         if _has_room_for_all(options.max_pairs[0], experts):
             rows = mosaic.experts_of_few_pairs(x, operands.w_gate_up, operands.w_down, experts)
@@ -139,7 +142,7 @@ def _forward_of_parts(
     operands: ExpertsOperands, options: ExpertsOptions, for_backward: bool
 ) -> tuple[Arrays, ExpertsResiduals]:
     def gate_up(max_pairs: int | None, x: Array, experts: Array) -> _Outcome:
-        return _gate_up_of_part(operands.w_gate_up, options.backend, for_backward, max_pairs, x, experts)
+        return _gate_up_of_part(operands, options.backend, for_backward, max_pairs, x, experts)
 
     def both_passes(max_pairs: int | None, shares: int | None, x: Array, weights: Array, experts: Array) -> _Outcome:
         """Returns a `_PartOutput` and its `_PlannedTokens`."""
@@ -178,7 +181,7 @@ def _forward_of_chunks(
 
     def of_chunk(chunk: _Chunk) -> tuple[Array, HiddenResiduals]:
         (act, h), planned = _gate_up_of_part(
-            operands.w_gate_up, options.backend, for_backward, options.max_pairs[0], chunk.x, chunk.experts
+            operands, options.backend, for_backward, options.max_pairs[0], chunk.x, chunk.experts
         )
         (y,) = down_of_shares(act, operands.w_down, chunk.weights, planned.plan, options.backend)
         return y, HiddenResiduals(h, planned.plan)
@@ -187,7 +190,7 @@ def _forward_of_chunks(
     chunks = _Chunk(
         _split(x, options.chunk_tokens, 0),
         _split(weights, options.chunk_tokens, 0),
-        _split(wide_ids(experts), options.chunk_tokens, operands.w_down.shape[0]),
+        _split(wide_ids(experts), options.chunk_tokens, operands.w_down.shape[-3]),
     )
     y, hidden = jax.lax.map(of_chunk, chunks)
     return (_join(y, x.shape[0]),), _residuals(operands, operands.xs, hidden)
@@ -271,7 +274,7 @@ def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dy
 
 
 def _gate_up_of_part(
-    w_gate_up: Float[Array, "experts 2*inter hidden"],
+    operands: ExpertsOperands,
     backend: str,
     for_backward: bool,
     max_pairs: int | None,
@@ -279,12 +282,14 @@ def _gate_up_of_part(
     experts: Integer[Array, "tokens k"],
 ) -> _Outcome:
     """Returns a `_GateUp` and its `_PlannedTokens`."""
-    num_experts, alignment = w_gate_up.shape[0], implementation(backend).ROW_ALIGNMENT
+    w_gate_up = operands.w_gate_up
+    num_experts, alignment = w_gate_up.shape[-3], implementation(backend).ROW_ALIGNMENT
     # With an alignment of 1 this holds for a single token alone.
     if not for_backward and _has_room_for_all(max_pairs, experts) and x.shape[0] <= alignment and experts.size:
         planned = plan_of_few(experts, num_experts, alignment)
     else:
         planned = plan(experts, num_experts, alignment, max_pairs)
+    planned = dataclasses.replace(planned, layer=operands.layer)
     rows, source = implementation(backend).rows_of_tokens(x, planned, for_gradients=for_backward)
     h, act = implementation(backend).gated_matmul(rows, w_gate_up, planned, source_of_row=source, keep_h=for_backward)
     return _Outcome(_GateUp(act, h), _PlannedTokens(planned, x))

@@ -7,9 +7,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.kernels.experts.choose_backend import resolve_backend
 from moe_jax.kernels.experts.fused_vjp import ExpertsOperands, ExpertsOptions, Matrices, experts_of_parts
@@ -30,12 +29,18 @@ class Accumulators(NamedTuple):
     `layers.passes` does so, and the kernels then work inside the stack. Other slices must be copied first: XLA would let a
     kernel change the slice itself and take the result from elsewhere.
     """
+    layer: Int[Array, ""] | None = None
+    """If given, the weights and both sums are whole stacks [layers, experts, ...], of which a call uses this layer.
+
+    The kernels then read and write inside the stacks, whatever the index is computed from. Of other slices than those of a
+    loop's counter XLA makes copies: for the experts of Qwen3-30B-A3B 14 GB a layer and micro-batch.
+    """
 
 
 def experts_mlp_accumulating(
     x: Float[Array, "tokens hidden"],
-    w_gate_up: Float[Array, "experts 2*inter hidden"],
-    w_down: Float[Array, "experts hidden inter"],
+    w_gate_up: Float[Array, "*layers experts 2*inter hidden"],
+    w_down: Float[Array, "*layers experts hidden inter"],
     topk_weights: Float[Array, "tokens k"],
     topk_experts: Integer[Array, "tokens k"],
     accumulators: Accumulators | None,
@@ -62,23 +67,23 @@ def experts_mlp_accumulating(
         ValueError: what `experts_mlp` raises; accumulators of another shape or dtype; or accumulators that are equal on devices
             that differ in x.
     """
-    sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts)
+    layer = None if accumulators is None else accumulators.layer
+    experts = "experts" if layer is None else "layers experts"
+    sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts=experts)
     refuse_explicit_axes(x=x, w_gate_up=w_gate_up, w_down=w_down, topk_weights=topk_weights, topk_experts=topk_experts)
     _check_positive("chunk_tokens", chunk_tokens)
     if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
         chunk_tokens = None
-    backend = resolve_backend(backend, x.dtype, x.shape[1], w_down.shape[2])
+    backend = resolve_backend(backend, x.dtype, x.shape[1], sizes["inter"])
     arrays = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts))
     if accumulators is not None:
-        _check_accumulators(accumulators, arrays, sizes)
+        _check_accumulators(accumulators, arrays, sizes, experts)
     x, w_gate_up, w_down, topk_weights, topk_experts = arrays
     into, in_stack = None, False
     if accumulators is not None:
         into, in_stack = Matrices(accumulators.gate_up, accumulators.down), accumulators.in_stack
-        # The accumulators' gradient takes the place of the weights' gradients.
-        w_gate_up, w_down = jax.lax.stop_gradient(w_gate_up), jax.lax.stop_gradient(w_down)
-    topk_weights = without_strangers(topk_weights, topk_experts, w_down.shape[0])
-    operands = ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), into)
+    topk_weights = without_strangers(topk_weights, topk_experts, sizes["experts"])
+    operands = ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), into, layer)
     options = ExpertsOptions(backend, (None,), chunk_tokens=chunk_tokens, accumulators_in_stack=in_stack)
     return experts_of_parts(operands, options)[0]
 
@@ -93,8 +98,9 @@ class TokenPart(NamedTuple):
 
 def experts_mlp_of_parts(
     parts: Sequence[TokenPart],
-    w_gate_up: Float[Array, "experts 2*inter hidden"],
-    w_down: Float[Array, "experts hidden inter"],
+    w_gate_up: Float[Array, "*layers experts 2*inter hidden"],
+    w_down: Float[Array, "*layers experts hidden inter"],
+    accumulators: Accumulators | None = None,
     *,
     backend: str | None = None,
     max_pairs: Sequence[int | None] | None = None,
@@ -108,6 +114,7 @@ def experts_mlp_of_parts(
     parts in f32 in one pass and rounded once.
 
     Args:
+        accumulators: as in `experts_mlp_accumulating`.
         max_pairs: for each part, the number of ids in [0, E) to make room for: R is max_pairs instead of T*K. Ids beyond it
             count as ids outside [0, E), the last experts' first. None: room for all.
         shares: for each part, the number of devices that its tokens come from, equally many from each (default: 1). The part's
@@ -118,8 +125,11 @@ def experts_mlp_of_parts(
             length than parts. Also if shares do not divide the tokens, and as `experts_mlp`.
     """
     refuse_explicit_axes(w_gate_up=w_gate_up, w_down=w_down)
+    layer = None if accumulators is None else accumulators.layer
+    experts = "experts" if layer is None else "layers experts"
+    sizes: dict[str, int] = {}
     for part in parts:
-        check_experts_mlp(part.x, w_gate_up, w_down, part.topk_weights, part.topk_experts)
+        sizes = check_experts_mlp(part.x, w_gate_up, w_down, part.topk_weights, part.topk_experts, experts=experts)
         refuse_explicit_axes(**part._asdict())
     types = [", ".join(f"{a.dtype}[tokens, {a.shape[1]}]" for a in part) for part in parts]
     if len(set(types)) != 1:
@@ -135,17 +145,22 @@ def experts_mlp_of_parts(
         )
     for pairs in max_pairs:
         _check_positive("max_pairs", pairs)
-    backend = resolve_backend(backend, parts[0].x.dtype, parts[0].x.shape[1], w_down.shape[2])
+    backend = resolve_backend(backend, parts[0].x.dtype, sizes["hidden"], sizes["inter"])
     parts, w_gate_up, w_down = vary_alike((tuple(parts), w_gate_up, w_down))
+    into, in_stack = None, False
+    if accumulators is not None:
+        _check_accumulators(accumulators, (parts[0].x, w_gate_up), sizes, experts)
+        into, in_stack = Matrices(accumulators.gate_up, accumulators.down), accumulators.in_stack
     operands = ExpertsOperands(
         xs=tuple(part.x for part in parts),
         w_gate_up=w_gate_up,
         w_down=w_down,
-        weights=tuple(without_strangers(part.topk_weights, part.topk_experts, w_down.shape[0]) for part in parts),
+        weights=tuple(without_strangers(part.topk_weights, part.topk_experts, sizes["experts"]) for part in parts),
         experts=tuple(part.topk_experts for part in parts),
-        accumulators=None,
+        accumulators=into,
+        layer=layer,
     )
-    return experts_of_parts(operands, ExpertsOptions(backend, tuple(max_pairs), tuple(shares)))
+    return experts_of_parts(operands, ExpertsOptions(backend, tuple(max_pairs), tuple(shares), accumulators_in_stack=in_stack))
 
 
 def _check_positive(name: str, value: int | None) -> None:
@@ -153,14 +168,14 @@ def _check_positive(name: str, value: int | None) -> None:
         raise ValueError(f"{name} must be at least 1 or None; got {value}")
 
 
-def _check_accumulators(accumulators: Accumulators, arrays: Sequence[Array], sizes: dict[str, int]) -> None:
+def _check_accumulators(accumulators: Accumulators, arrays: Sequence[Array], sizes: dict[str, int], experts: str) -> None:
     given = {"gate_up": accumulators.gate_up, "down": accumulators.down}
     if any(array is None for array in given.values()):
         found = ["None" if array is None else str(list(array.shape)) for array in given.values()]
         raise ValueError(f"accumulators must be two arrays, of w_gate_up's and of w_down's shape; got {', '.join(found)}")
     wanted = at_least_f32(arrays[0].dtype)
     axes = varying_axes(arrays)
-    shapes = {"gate_up": "experts 2*inter hidden", "down": "experts hidden inter"}
+    shapes = {"gate_up": f"{experts} 2*inter hidden", "down": f"{experts} hidden inter"}
     for matrix, array in given.items():
         name = f"accumulators.{matrix}"
         check_shape(name, array, shapes[matrix], sizes)

@@ -42,6 +42,9 @@ class Plan:
     row_alignment: int = field(metadata={"static": True}, default=1)
     holds_all_tokens: bool = field(metadata={"static": True}, default=False)
     """True: a matmul may read the tokens in place, instead of a block's rows."""
+    layer: Int[Array, ""] | None = None
+    """The experts are those of this layer of a stack: weights, and sums of their gradients, are [layers, experts, ...]. None:
+    they are [experts, ...]."""
 
     @property
     def num_rows(self) -> int:
@@ -57,6 +60,10 @@ class Plan:
     def num_experts(self) -> int:
         """The number of experts, including experts without rows."""
         return self.offsets.shape[0] - 1
+
+    def in_stack(self, experts: Int[Array, "..."]) -> Int[Array, "..."]:
+        """Returns the experts' places in weights whose leading axes, [layers, experts], are joined to one."""
+        return experts if self.layer is None else experts + self.layer * self.num_experts
 
 
 def plan(
@@ -164,6 +171,13 @@ def plan_of_few(topk_experts: Integer[Array, "tokens k"], num_experts: int, row_
         row_alignment=row_alignment,
         holds_all_tokens=True,
     )
+
+
+def of_own_layer(weights: Num[Array, "*layers experts n m"], plan: Plan) -> Num[Array, "experts n m"]:
+    """Returns the weights of the plan's experts. Of a stack this is a copy, unless the index is the counter of a loop."""
+    if plan.layer is None:
+        return weights
+    return jax.lax.dynamic_index_in_dim(weights, plan.layer, keepdims=False, allow_negative_indices=False)
 
 
 def rows_of_pairs(rows: Num[Array, "rows ..."], plan: Plan, tokens: slice = slice(None)) -> Num[Array, "tokens k ..."]:

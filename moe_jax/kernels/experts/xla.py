@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.activation import gated_silu, gated_silu_backward
-from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
+from moe_jax.kernels.experts.routing import Plan, of_own_layer, rows_of_pairs
 from moe_jax.kernels.precision import at_least_f32, sum_in_order, widened
 from moe_jax.kernels.varying import vary_as
 
@@ -58,7 +58,7 @@ def rows_of_tokens(
 
 def gated_matmul(
     x: Float[Array, "sources in"],
-    w: Float[Array, "experts 2*inter in"],
+    w: Float[Array, "*layers experts 2*inter in"],
     plan: Plan,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
@@ -71,7 +71,7 @@ def gated_matmul(
 
 def gated_matmul_backward(
     dy: Float[Array, "sources out"],
-    w_down: Float[Array, "experts out inter"],
+    w_down: Float[Array, "*layers experts out inter"],
     h: Float[Array, "rows 2*inter"],
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
@@ -93,7 +93,7 @@ def gated_matmul_backward(
 
 def grouped_matmul(
     x: Float[Array, "sources in"],
-    w: Float[Array, "experts ..."],
+    w: Float[Array, "*layers experts n m"],
     plan: Plan,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
@@ -104,7 +104,7 @@ def grouped_matmul(
     w is [experts, out, in], with `transpose` [experts, in, out]; it is cast to x's dtype where it is used. `source_of_row`
     is the identity when absent. Sums in f32 (f64 for f64), the result in x's dtype. Rows without an expert are 0.
     """
-    num_experts, num_rows = plan.num_experts, plan.num_rows
+    w, num_experts, num_rows = of_own_layer(w, plan), plan.num_experts, plan.num_rows
     out = w.shape[2] if transpose else w.shape[1]
     if num_rows == 0:
         return jnp.zeros((0, out), x.dtype)

@@ -22,7 +22,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe_jax.kernels.experts.api import experts_mlp
-from moe_jax.kernels.experts.internal import TokenPart, experts_mlp_of_parts
+from moe_jax.kernels.experts.fused_vjp import Matrices
+from moe_jax.kernels.experts.internal import (
+    Accumulators,
+    TokenPart,
+    experts_mlp_accumulating,
+    experts_mlp_of_parts,
+)
 from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.shapes import check_experts_mlp
@@ -75,13 +81,14 @@ class Exchange(NamedTuple):
 
 def expert_parallel_mlp(
     x: Float[Array, "tokens hidden"],
-    w_gate_up: Float[Array, "local_experts 2*inter hidden"],
-    w_down: Float[Array, "local_experts hidden inter"],
+    w_gate_up: Float[Array, "*layers local_experts 2*inter hidden"],
+    w_down: Float[Array, "*layers local_experts hidden inter"],
     topk_weights: Float[Array, "tokens k"],
     topk_experts: Integer[Array, "tokens k"],
     parallel: ExpertParallel,
     *,
     backend: str | None = None,
+    accumulators: Accumulators | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], Exchange]:
     """Computes `experts_mlp` of this device's tokens with the experts of all n devices of the axis, inside `jax.shard_map`.
 
@@ -95,14 +102,22 @@ def expert_parallel_mlp(
     Ids outside [0, E) add nothing, as in `experts_mlp`. A token may choose an expert twice. On an axis of one device nothing
     travels and nothing is dropped.
 
+    Args:
+        accumulators: of this device's experts, as in `kernels.experts.internal.experts_mlp_accumulating`.
+
     Raises:
-        ValueError: shapes that do not fit together, more shadow_experts than experts, and errors of `experts_mlp`.
+        ValueError: shapes that do not fit together, more shadow_experts than experts, and errors of `experts_mlp`. Shadow
+            experts with accumulators.
         NameError: outside `shard_map`, or inside one whose mesh lacks the axis.
         NotImplementedError: shadow_experts under `jax.vmap`.
     """
-    check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts="local_experts")
+    layer = None if accumulators is None else accumulators.layer
+    experts_axes = "local_experts" if layer is None else "layers local_experts"
+    check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts=experts_axes)
     devices = axis_size(parallel.axis_name)
-    num_experts = devices * w_gate_up.shape[0]
+    num_experts = devices * w_gate_up.shape[-3]
+    if parallel.shadow_experts and accumulators is not None:
+        raise ValueError("shadow_experts move experts' gradients between devices, which accumulators cannot: take one of both")
     if parallel.shadow_experts > num_experts:
         raise ValueError(f"shadow_experts must be at most the {num_experts} experts; got {parallel.shadow_experts}")
     arguments = x, w_gate_up, w_down, topk_weights, topk_experts
@@ -110,14 +125,19 @@ def expert_parallel_mlp(
     if topk_experts.size == 0:
         return vary_as(jnp.zeros_like(x), arguments), Exchange(none, one, none)
     if devices == 1:
-        return experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, backend=backend), Exchange(none, one, none)
+        y = experts_mlp_accumulating(x, w_gate_up, w_down, topk_weights, topk_experts, accumulators, backend=backend)
+        return y, Exchange(none, one, none)
 
     experts = int32_ids(topk_experts, num_experts)
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, -1)
-    inputs = ExpertInputs(x, w_gate_up, w_down, topk_weights)
-    inputs, experts = vary_as((inputs, experts), (arguments, lax.axis_index(parallel.axis_name)))
+    inputs, accumulating = ExpertInputs(x, w_gate_up, w_down, topk_weights), None
+    if accumulators is not None:
+        inputs = ExpertInputs(x, None, None, topk_weights, Matrices(accumulators.gate_up, accumulators.down))
+        accumulating = AccumulatingExperts(w_gate_up, w_down, layer)
+    everywhere = arguments, lax.axis_index(parallel.axis_name)
+    inputs, experts, accumulating = vary_as((inputs, experts, accumulating), everywhere)
     if parallel.shadow_experts == 0:
-        y, exchange = _exchange(parallel, backend, inputs, experts)
+        y, exchange = _exchange(parallel, backend, inputs, experts, accumulating)
         return y.astype(x.dtype), exchange
     shadows = _compute_shadows(parallel, backend, inputs, experts)
     y, exchange = _exchange(parallel, backend, shadows.inputs, shadows.experts)
@@ -128,9 +148,20 @@ class ExpertInputs(NamedTuple):
     """The differentiable arguments of `expert_parallel_mlp`, on one device."""
 
     x: Float[Array, "tokens hidden"]
-    w_gate_up: Float[Array, "local_experts 2*inter hidden"]
-    w_down: Float[Array, "local_experts hidden inter"]
+    w_gate_up: Float[Array, "local_experts 2*inter hidden"] | None
+    w_down: Float[Array, "local_experts hidden inter"] | None
     weights: Float[Array, "tokens k"]
+    sums: Matrices | None = None
+    """The sums to which the weights' gradients are added; the weights are then not among the inputs."""
+
+
+class AccumulatingExperts(NamedTuple):
+    """Weights without gradients of their own, `ExpertInputs.sums` having them."""
+
+    w_gate_up: Float[Array, "*layers local_experts 2*inter hidden"]
+    w_down: Float[Array, "*layers local_experts hidden inter"]
+    layer: Int[Array, ""] | None
+    """As in `kernels.experts.internal.Accumulators`."""
 
 
 class ShadowOutput(NamedTuple):
@@ -148,6 +179,7 @@ class ShadowOutput(NamedTuple):
 def _compute_shadows(
     parallel: ExpertParallel, backend: str | None, inputs: ExpertInputs, experts: Int[Array, "tokens k"]
 ) -> ShadowOutput:
+    assert inputs.w_gate_up is not None and inputs.w_down is not None
     axis_name, num_experts = parallel.axis_name, axis_size(parallel.axis_name) * inputs.w_down.shape[0]
     dtype = inputs.x.dtype
     load = load_by_device(experts, num_experts, axis_name)
@@ -161,11 +193,16 @@ def _compute_shadows(
 
 
 def _exchange(
-    parallel: ExpertParallel, backend: str | None, inputs: ExpertInputs, experts: Int[Array, "tokens k"]
+    parallel: ExpertParallel,
+    backend: str | None,
+    inputs: ExpertInputs,
+    experts: Int[Array, "tokens k"],
+    accumulating: AccumulatingExperts | None = None,
 ) -> tuple[Array, Exchange]:
     """Returns what the experts of all devices add to this device's tokens, in at least f32, and the counts."""
     devices, tokens = axis_size(parallel.axis_name), inputs.x.shape[0]
-    plan = plan_exchange(tokens, experts.shape[1], devices, inputs.w_gate_up.shape[0], parallel, backend)
+    local_experts = _weights(inputs, accumulating)[0].shape[-3]
+    plan = plan_exchange(tokens, experts.shape[1], devices, local_experts, parallel, backend)
     owner = owners(experts, plan.num_experts, devices)
     queues = queue(owner, lax.stop_gradient(inputs.weights), devices, plan.first, parallel.drop or "position")
     # A buffer holds everything that one device can send to another, under any routing.
@@ -173,10 +210,10 @@ def _exchange(
     is_first = owner >= 0 if holds_all else in_first_round(queues, owner)
     none, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     if parallel.drop is not None or holds_all:
-        y = _first_round(plan, Choices(none, queues, is_first, experts), inputs)
+        y = _first_round(plan, Choices(none, queues, is_first, experts, accumulating), inputs)
         return y, Exchange(jnp.sum((owner >= 0) & ~is_first, dtype=jnp.int32), one, none)
     rounds = further_rounds(queues, plan.further, parallel.axis_name)
-    y = _all_rounds(plan, Choices(rounds, queues, is_first, experts), inputs)
+    y = _all_rounds(plan, Choices(rounds, queues, is_first, experts, accumulating), inputs)
     return y, Exchange(none, 1 + rounds, none)
 
 
@@ -194,7 +231,7 @@ class ExchangePlan(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """The integer arrays of a call: the chosen expert of each choice, and the round that computes it."""
+    """The arrays of a call without gradients: the chosen expert of each choice, and the round that computes it."""
 
     rounds: Int[Array, ""]
     """The number of further rounds."""
@@ -203,6 +240,8 @@ class Choices(NamedTuple):
     """True for a choice that the first round computes."""
     experts: Int[Array, "tokens k"]
     """Ids among all experts; -1 for a choice that the exchange does not compute."""
+    accumulating: AccumulatingExperts | None
+    """The weights, where their gradients are added to sums."""
 
 
 def plan_exchange(
@@ -221,13 +260,14 @@ def plan_exchange(
 def _first_round(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs) -> Array:
     # A gather brings the tokens of all rounds: without the mask it would compute choices of further rounds twice.
     experts = jnp.where(choices.is_first, choices.experts, -1)
-    return _round(plan, first_route(choices.queues, plan.first), plan.first, plan.transport, experts, inputs)
+    route = first_route(choices.queues, plan.first)
+    return _round(plan, route, plan.first, plan.transport, choices._replace(experts=experts), inputs)
 
 
 def _further_round(plan: ExchangePlan, choices: Choices, index: Int[Array, ""], inputs: ExpertInputs) -> Array:
     # Groups of other mesh axes may run another number of rounds. `all_to_all` within a group allows that, `ppermute` does not.
     route = further_route(choices.queues, index, plan.further)
-    return _round(plan, route, plan.further, "all_to_all", choices.experts, inputs)
+    return _round(plan, route, plan.further, "all_to_all", choices, inputs)
 
 
 def _round(
@@ -235,16 +275,21 @@ def _round(
     route: Route,
     capacity: Capacity,
     transport: TransportName | Transport,
-    experts: Int[Array, "tokens k"],
+    of_call: Choices,
     inputs: ExpertInputs,
 ) -> Float[Array, "tokens hidden"]:
     """Returns the outputs of the tokens on `route`, in at least f32; 0 for the other tokens."""
-    x, w_gate_up, w_down, weights = inputs
+    x, weights, sums, experts = inputs.x, inputs.weights, inputs.sums, of_call.experts
+    w_gate_up, w_down = _weights(inputs, of_call.accumulating)
     steps: tuple[int, ...] = (plan.devices,)
     shares: tuple[int, ...] = (1,)
     if transport == "pairwise":
         steps = shares = _devices_per_step(plan)
-        x, w_down = _with_gradients_together(x, w_down)
+        if sums is None:
+            x, w_down = _with_gradients_together(x, w_down)
+        else:
+            x, sums_of_down = _with_gradients_together(x, sums.down)
+            sums = sums._replace(down=sums_of_down)
     how, k = (plan.axis_name, transport, steps), weights.shape[1]
     # Weights and ids travel as one array: f32 holds every id exactly. An id travels as id + 1, since an empty slot holds 0.
     wide = at_least_f32(weights.dtype)
@@ -260,7 +305,7 @@ def _round(
     else:
         choices = dispatch(choices, route, *how)
     tokens = dispatch(x, route, *how)
-    first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * w_down.shape[0]
+    first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * w_down.shape[-3]
 
     def part(tokens: Array, choices: Array) -> TokenPart:
         # Computed for each step alone: one computation for all steps would make each wait for the last choices.
@@ -269,8 +314,21 @@ def _round(
     ends = list(itertools.accumulate(step * (tokens.shape[0] // plan.devices) for step in steps[:-1]))
     parts = list(map(part, *(jnp.split(a, ends) for a in (tokens, choices))))
     max_pairs = [step * capacity.pairs for step in steps]
-    outputs = experts_mlp_of_parts(parts, w_gate_up, w_down, backend=plan.backend, max_pairs=max_pairs, shares=shares)
+    accumulators = None
+    if sums is not None and of_call.accumulating is not None:
+        accumulators = Accumulators(*sums, in_stack=True, layer=of_call.accumulating.layer)
+    outputs = experts_mlp_of_parts(
+        parts, w_gate_up, w_down, accumulators, backend=plan.backend, max_pairs=max_pairs, shares=shares
+    )
     return combine(jnp.concatenate(outputs), route, *how)
+
+
+def _weights(inputs: ExpertInputs, accumulating: AccumulatingExperts | None) -> tuple[Array, Array]:
+    """Returns the gate-up and the down matrices."""
+    if accumulating is not None:
+        return accumulating.w_gate_up, accumulating.w_down
+    assert inputs.w_gate_up is not None and inputs.w_down is not None
+    return inputs.w_gate_up, inputs.w_down
 
 
 @jax.custom_vjp
@@ -287,7 +345,7 @@ _when_arrived.defvjp(
 
 @jax.custom_vjp
 def _with_gradients_together(x: Array, w_down: Array) -> tuple[Array, Array]:
-    """Returns both unchanged; their gradients are ready together.
+    """Returns both unchanged; their gradients are ready together. The second may be the sums that w_down's gradient goes to.
 
     The last of x's gradient travels home beside the computation of w_down's gradient. Without the barrier XLA would compute
     the latter later.
@@ -320,7 +378,7 @@ class _RoundsResiduals(NamedTuple):
 
 
 def _all_rounds_forward(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs):
-    def first(*inputs: Array) -> Array:
+    def first(*inputs: Any) -> Array:
         return _first_round(plan, choices, ExpertInputs(*inputs))
 
     # The pullback saves no arguments: the residuals below hold each of them once, not once per use.
@@ -346,7 +404,7 @@ class _GradientState(NamedTuple):
     round_index: Int[Array, ""]
     """The next further round, counted from 0."""
     sums: ExpertInputs
-    """The gradients of all rounds so far, in at least f32."""
+    """The gradients of all rounds so far, in at least f32. `ExpertInputs.sums` has those of the weights added."""
 
 
 def _all_rounds_backward(plan: ExchangePlan, residuals: _RoundsResiduals, dy: Array) -> tuple[None, ExpertInputs]:
@@ -355,8 +413,11 @@ def _all_rounds_backward(plan: ExchangePlan, residuals: _RoundsResiduals, dy: Ar
 
     def add_further_rounds(gradients: ExpertInputs) -> ExpertInputs:
         def add(state: _GradientState) -> _GradientState:
-            (of_round,) = jax.vjp(partial(_further_round, plan, choices, state.round_index), inputs)[1](dy)
-            return _GradientState(state.round_index + 1, jax.tree.map(jnp.add, state.sums, of_round))
+            before = state.sums.sums
+            of_inputs = inputs if before is None else inputs._replace(sums=before)
+            (of_round,) = jax.vjp(partial(_further_round, plan, choices, state.round_index), of_inputs)[1](dy)
+            own, others = (each._replace(sums=None) for each in (state.sums, of_round))
+            return _GradientState(state.round_index + 1, jax.tree.map(jnp.add, own, others)._replace(sums=of_round.sums))
 
         start = _GradientState(jnp.zeros((), jnp.int32), jax.tree.map(widened, gradients))
         sums = lax.while_loop(lambda state: state.round_index < choices.rounds, add, start).sums

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from moe_jax.kernels.varying import vary_as
-from moe_jax.parallel.layout import parameter_path, parameter_sharding
+from moe_jax.parallel.layout import lies_in_chunks, parameter_path, parameter_sharding
 
 
 def to_chunks(params: nnx.State, mesh: Mesh, chunks: int = 1) -> nnx.State:
@@ -26,20 +26,18 @@ def to_chunks(params: nnx.State, mesh: Mesh, chunks: int = 1) -> nnx.State:
     Biases of experts stay whole on every device, in the order of the layers. The model can only be trained now.
 
     Args:
-      params: `nnx.state(model)` of a model whose layers are one stage.
+      params: `nnx.state(model)`. Of DeepSeek-V3 the layers with experts lie in chunks, and the rest as on any mesh.
       mesh: of `make_mesh`.
       chunks: `Parallelism.pipe_chunks`.
 
     Raises:
-      ValueError: a model of several stages, or a chunk of a rank in which no rank has a layer.
+      ValueError: layers with experts before dense ones, a chunk of a rank in which no rank has a layer, or layers that lie in
+        chunks.
     """
+    refuse_chunks(params, "to_chunks")
     ranks = mesh.shape["pipe"]
-    if set(params["stages"]) != {0}:
-        raise ValueError(
-            f"a pipeline needs layers that are all alike; this model has {len(params['stages'])} stages: dense first layers "
-            "and modules that predict further tokens cannot lie in a pipeline yet"
-        )
-    num_layers = jax.tree.leaves(params["stages"])[0].shape[0]
+    stage = stage_in_pipe(params["stages"])
+    num_layers = jax.tree.leaves(params["stages"][stage])[0].shape[0]
     if not fills_chunks(num_layers, ranks, chunks):
         raise ValueError(
             f"{num_layers} layers do not reach the last of {chunks} chunks on pipe={ranks} ranks; take fewer chunks"
@@ -47,7 +45,7 @@ def to_chunks(params: nnx.State, mesh: Mesh, chunks: int = 1) -> nnx.State:
 
     def lay_out(key_path: tuple, array: Array) -> Array:
         path = parameter_path(key_path)
-        if path[0] == "stages" and path[-1] != "expert_bias":
+        if path[:2] == ("stages", stage) and path[-1] != "expert_bias":
             array = split_layers(array, ranks, chunks)
         return jax.device_put(array, parameter_sharding(path, array.shape, mesh))
 
@@ -55,15 +53,52 @@ def to_chunks(params: nnx.State, mesh: Mesh, chunks: int = 1) -> nnx.State:
 
 
 def from_chunks(params: nnx.State, num_layers: int, mesh: Mesh | None = None) -> nnx.State:
-    """Returns parameters of `to_chunks` with one axis of layers, laid out on another mesh; None: on the default device."""
+    """Returns parameters of `to_chunks` with one axis of layers, laid out on another mesh; None: on the default device.
+
+    Args:
+      num_layers: the layers that lie in chunks: without dense layers before them, and modules behind them.
+    """
 
     def lay_out(key_path: tuple, array: Array) -> Array:
         path = parameter_path(key_path)
-        if path[0] == "stages" and path[-1] != "expert_bias":
+        if lies_in_chunks(path, array.shape):
             array = join_layers(array, num_layers)
         return jax.device_put(array, parameter_sharding(path, array.shape, mesh))
 
     return jax.tree.map_with_path(lay_out, params)
+
+
+def stage_in_pipe(stages: Any) -> int:
+    """Returns the number of the stage that lies in a pipeline: the last before modules that predict further tokens.
+
+    Args:
+      stages: the parameters of all stages, by number.
+
+    Raises:
+      ValueError: layers with experts stand before that stage.
+    """
+    *before, last = [number for number in sorted(stages) if "eh_proj" not in stages[number]]
+    if any("experts" in path for number in before for path, _ in nnx.to_flat_state(stages[number])):
+        raise ValueError(
+            f"a pipeline deals out a model's last layers of one kind, with dense layers alone before them; this model has "
+            f"{len(before) + 1} runs of layers, and experts before the last"
+        )
+    return last
+
+
+def refuse_chunks(params: Any, work: str) -> None:
+    """Refuses parameters of `to_chunks`, for `work` that needs the layers along one axis.
+
+    Raises:
+      ValueError: names the work, a parameter's shape, and what to do.
+    """
+    for key_path, array in jax.tree.leaves_with_path(params):
+        if parameter_path(key_path)[-2:] == ("input_layernorm", "weight") and array.ndim == 4:
+            raise ValueError(
+                f"{work} needs a model's layers along one axis, and these lie in the chunks of a pipeline: a norm's weights "
+                f"have the shape {list(array.shape)} (chunks, ranks, layers of a chunk, hidden). Bring them back first: "
+                "nnx.update(model, parallel.pipeline.chunks.from_chunks(nnx.state(model), num_layers))"
+            )
 
 
 def layers_of_chunk(num_layers: int, ranks: int, chunks: int) -> int:

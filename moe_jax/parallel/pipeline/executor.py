@@ -10,7 +10,8 @@ So no collective can wait for a rank that does not take part in it.
 | the middle | yes | of the micro-batch that the last rank finished one tick before | yes |
 | the last v p | | as in the middle | yes |
 
-Behind a tick the outputs go to the next rank, and the gradients to the rank before.
+Behind a tick the outputs go to the next rank, and the gradients to the rank before. Evaluation runs forward passes and losses
+alone (`run_forward_ticks`).
 """
 
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Int
 
 from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.collectives.hops import hop
@@ -45,17 +47,37 @@ class PipelinePasses:
 
     enter: Callable[[Any], Any]
     """(micro-batch) -> what enters the first layer."""
-    forward: Callable[[TickPass, Any], Any]
-    """(pass, what enters the chunk) -> a pass that `run` runs."""
+    forward: Callable[[TickPass, Any, "Slot | None"], Any]
+    """(pass, what enters the chunk, where to save) -> a pass that `run` runs."""
     backward: Callable[[TickPass, Any, Any, Any], Any]
     """(pass, what the forward pass saved, the gradient of the chunk's output, totals) -> a pass that `run` runs."""
     run: Callable[..., tuple]
-    """Runs one pass, or a forward and a backward pass in one loop. Forward gives (output, saved, totals -> totals), backward
-    (the gradient of the input, totals)."""
+    """Runs one pass, or a forward and a backward pass in one loop. Forward gives (output, all slots, totals -> totals); without
+    a slot, what it saved takes the place of the slots. Backward gives (the gradient of the input, totals)."""
     loss: Callable[[Any, Any, Any], tuple[Any, Any]]
     """(micro-batch, what leaves the last layer on the last rank, totals) -> (its gradient, totals)."""
     leave: Callable[[TickPass, Any, Any], Any]
     """(pass, the gradient of what entered the first layer, totals) -> totals."""
+
+
+class Slot(NamedTuple):
+    """The place at which a forward pass saves: `slots[number]`."""
+
+    slots: Any
+    """Arrays like those that a pass saves, stacked."""
+    number: Int[Array, ""]
+
+
+@dataclass(frozen=True)
+class ForwardPasses:
+    """Functions of a pipeline without gradients; otherwise as in `PipelinePasses`."""
+
+    enter: Callable[[Any], Any]
+    """(micro-batch) -> what enters the first layer."""
+    forward: Callable[[TickPass, Any], tuple[Any, Callable[[Any], Any]]]
+    """(pass, what enters the chunk) -> (output, totals -> totals)."""
+    loss: Callable[[Any, Any, Any], Any]
+    """(micro-batch, what leaves the last layer on the last rank, totals) -> totals."""
 
 
 class _State(NamedTuple):
@@ -90,15 +112,12 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
         number = pass_number(of_tick.chunk, of_tick.micro_batch, ranks, chunks)
         return jnp.where(of_tick.exists, jnp.asarray(table)[number], num_slots)
 
-    def begin(of_tick: TickPass, arriving):
-        is_first = (rank == 0) & (of_tick.chunk == 0)
-        return passes.forward(of_tick, _where(is_first, passes.enter(of_tick.micro_batch), arriving))
-
     def tick(has_forward: bool, has_backward: bool, t, state: _State) -> _State:
         ahead, back = (_or_first(at(t, rank, *sizes)) for at in (forward_at, backward_at))
         totals, running = state.totals, []
         if has_forward:
-            running.append(begin(ahead, state.arriving))
+            entering = _entering(passes.enter, ahead, state.arriving)
+            running.append(passes.forward(ahead, entering, Slot(state.slots, slot_of(ahead))))
         if has_backward:
             # The same on all ranks, so that the ranks agree whether there is a loss to compute.
             done = forward_at(t - 1, ranks - 1, *sizes)
@@ -108,17 +127,13 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
             running.append(passes.backward(back, _take(state.slots, slot_of(back)), dy, totals))
         results = list(passes.run(*running))
         if has_forward:
-            output, saved, count = results.pop(0)
+            output, slots, count = results.pop(0)
             if not has_backward:
                 # A backward pass that does not exist reads what a forward pass over the same chunk and micro-batch saved.
                 # With zeros in place of residuals, its gradients would be NaN, and not the zeros that add nothing.
                 is_first = ahead.exists & (ahead.chunk == 0) & (ahead.micro_batch == 0)
-                state = state._replace(slots=_put(state.slots, saved, jnp.where(is_first, num_slots, slot_of(ahead))))
-            state = state._replace(
-                arriving=jax.tree.map(lambda a: hop(a, "pipe", 1), output),
-                finished=output,
-                slots=_put(state.slots, saved, slot_of(ahead)),
-            )
+                slots = lax.cond(is_first, lambda s, i: _put(s, _take(s, i), num_slots), lambda s, i: s, slots, slot_of(ahead))
+            state = state._replace(arriving=jax.tree.map(lambda a: hop(a, "pipe", 1), output), finished=output, slots=slots)
         if has_backward:
             dx, totals = results.pop(0)
             totals = passes.leave(back._replace(exists=back.exists & (rank == 0) & (back.chunk == 0)), dx, totals)
@@ -127,7 +142,7 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
 
     entering = passes.enter(jnp.zeros((), jnp.int32))
     first = TickPass(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rank < 0)
-    saved = jax.eval_shape(lambda x: passes.run(passes.forward(first, x))[0][1], entering)
+    saved = jax.eval_shape(lambda x: passes.run(passes.forward(first, x, None))[0][1], entering)
     everywhere = (entering, rank, totals)
     zeros, slots = vary_as(
         (jax.tree.map(jnp.zeros_like, entering), jax.tree.map(lambda s: jnp.zeros((num_slots + 1, *s.shape), s.dtype), saved)),
@@ -143,6 +158,35 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
     for kinds, begins, ends in spans:
         state = lax.fori_loop(begins, ends, partial(tick, *kinds), state)
     return state.totals
+
+
+def run_forward_ticks(passes: ForwardPasses, chunks: int, micro_batches: int, totals: Any) -> Any:
+    """Runs the forward passes and the losses of all micro-batches; arguments and result as in `run_ticks`.
+
+    If p divides m, this takes m v + p - 1 ticks of one chunk each, of which a rank needs m v.
+    """
+    ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
+    sizes = ranks, chunks, micro_batches
+
+    def tick(t, carry):
+        arriving, totals = carry
+        ahead, done = _or_first(forward_at(t, rank, *sizes)), forward_at(t, ranks - 1, *sizes)
+        output, count = passes.forward(ahead, _entering(passes.enter, ahead, arriving))
+        # The same on all ranks, so that the ranks agree whether there is a loss to compute.
+        has_loss = done.exists & (done.chunk == chunks - 1)
+        totals = lax.cond(has_loss, passes.loss, lambda i, finished, totals: totals, done.micro_batch, output, count(totals))
+        return jax.tree.map(lambda a: hop(a, "pipe", 1), output), totals
+
+    entering = passes.enter(jnp.zeros((), jnp.int32))
+    zeros = vary_as(jax.tree.map(jnp.zeros_like, entering), (entering, rank, totals))
+    ticks = pass_number(chunks - 1, micro_batches - 1, ranks, chunks) + ranks
+    return lax.fori_loop(0, ticks, tick, (zeros, totals))[1]
+
+
+def _entering(enter: Callable[[Any], Any], ahead: TickPass, arriving: Any) -> Any:
+    """Returns what enters a chunk: from the rank before, or from outside into the first chunk of all."""
+    is_first = (lax.axis_index("pipe") == 0) & (ahead.chunk == 0)
+    return _where(is_first, enter(ahead.micro_batch), arriving)
 
 
 def _loss(passes: PipelinePasses, done: TickPass, of_last_chunk, state: _State, totals: Any) -> tuple[Any, Any]:

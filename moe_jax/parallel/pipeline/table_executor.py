@@ -24,6 +24,7 @@ from jax import lax
 from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.collectives.hops import hop
 from moe_jax.parallel.pipeline.branches import checked_branch
+from moe_jax.parallel.pipeline.executor import Slot
 from moe_jax.parallel.pipeline.table import Kinds, Row, Table
 from moe_jax.parallel.pipeline.ticks import TickPass
 
@@ -37,8 +38,8 @@ class TablePasses:
 
     enter: Callable[[Any], Any]
     """(micro-batch) -> what enters the first stage."""
-    forward: Callable[[TickPass, Any], Any]
-    """(pass, what enters the chunk) -> a pass that `run` runs."""
+    forward: Callable[[TickPass, Any, Slot | None], Any]
+    """(pass, what enters the chunk, where to save) -> a pass that `run` runs."""
     backward: Callable[[TickPass, Any, Any, Any], Any]
     """(pass, what the forward pass saved, the gradient of the chunk's output, totals) -> a pass that `run` runs."""
     inputs_backward: Callable[[TickPass, Any, Any, Any], Any]
@@ -46,8 +47,10 @@ class TablePasses:
     weights_backward: Callable[[TickPass, Any, Any], Any]
     """(pass, the product of b, totals) -> a pass that `run` runs: W, the second half."""
     run: Callable[..., tuple]
-    """Runs one pass, or a forward and a backward pass in one loop. F gives (output, saved, totals -> totals), B (the gradient
-    of the input, totals), b (the gradient of the input, product, totals), W totals."""
+    """Runs one pass, or a forward and a backward pass in one loop.
+
+    F gives (output, all slots, totals -> totals); without a slot, what it saved takes the place of the slots. B gives (the
+    gradient of the input, totals), b (the gradient of the input, product, totals), W totals."""
     loss: Callable[[Any, int, Any, Any], tuple[Any, Any]]
     """(micro-batch, rank, what left the last stage on that rank, totals) -> (its gradient, totals)."""
     leave: Callable[[TickPass, Any, Any], Any]
@@ -109,7 +112,7 @@ def _first_state(passes: TablePasses, table: Table, totals: Any) -> _State:
     entering = passes.enter(first.micro_batch)
 
     def results(entering, totals):
-        output, saved, _ = passes.run(passes.forward(first, entering))[0]
+        output, saved, _ = passes.run(passes.forward(first, entering, None))[0]
         product = None
         if any("b" in kinds for kinds in table.kinds):
             _, product, _ = passes.run(passes.inputs_backward(first, saved, output, totals))[0]
@@ -140,7 +143,7 @@ def _branch(passes: TablePasses, kinds: Kinds) -> Callable[[Row, _State], _State
         at = row.forward
         arrived = _take(state.inputs, at.input)
         x = jax.tree.map(lambda a, b: jnp.where(at.is_first, a, b), passes.enter(at.micro_batch), arrived)
-        return passes.forward(_pass(at.chunk, at.micro_batch), x)
+        return passes.forward(_pass(at.chunk, at.micro_batch), x, Slot(state.saved, jnp.asarray(at.saved)))
 
     def backward(row: Row, state: _State):
         at, of_kind = row.backward, passes.backward if "B" in kinds else passes.inputs_backward
@@ -165,7 +168,6 @@ def _branch(passes: TablePasses, kinds: Kinds) -> Callable[[Row, _State], _State
                     state = state._replace(products=_put(state.products, product[0], at.product))
         if "F" in results:
             output, saved, count = results["F"]
-            saved = _put(state.saved, saved, row.forward.saved)
             state = state._replace(output=output, saved=saved, totals=count(state.totals))
         return state
 

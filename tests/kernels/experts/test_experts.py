@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 import seeds
-from expert_layers import gradients_by_accumulators, gradients_by_tickets, make_layer
+from expert_layers import gradients_by_accumulators, gradients_by_tickets, gradients_in_a_stack, make_layer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -271,6 +271,21 @@ def test_accumulators_take_no_memory_but_their_own(chunk_tokens):
 
 
 ON_GPU = [pytest.param(backend, marks=pytest.mark.gpu) for backend in ("mosaic", "triton")]
+
+
+@pytest.mark.parametrize("backend", ["xla", *ON_GPU])
+def test_layer_of_a_stack(backend):
+    """Kernels read a layer's weights inside a stack and add to its sums there: the same bits, and other layers' sums stay."""
+    if not implementation(backend).is_native():
+        pytest.skip(f"backend {backend} is not written for this device")
+    rng = seeds.rng()
+    layer = make_layer(rng, "half_empty", 300, 8, 2, 128, 64, jnp.bfloat16)
+    dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
+    expected = jax.jit(gradients_by_accumulators, static_argnums=0)(backend, layer, dy)
+    found, of_others = jax.jit(gradients_in_a_stack, static_argnums=0)(backend, layer, dy)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    for before, after in of_others:
+        assert (before == -1).all() and (after == 1).all()
 
 
 @pytest.mark.parametrize("backend", ["xla", *ON_GPU])
@@ -551,6 +566,6 @@ def test_other_bad_arguments_are_named():
     with pytest.raises(ValueError, match=r"accumulators must be two arrays, of .* shape; got None, \[4, 8, 4\]"):
         accumulating(*inputs, (None, totals[1]))
     with pytest.raises(TypeError, match="argument"):
-        accumulating(*inputs, (*totals, False, totals[0]))
+        accumulating(*inputs, (*totals, False, None, totals[0]))
     with pytest.raises(ValueError, match="argument backend: unknown backend 'cuda'; choose one of 'mosaic', 'triton', 'xla'"):
         kernels.experts_mlp(*inputs, backend="cuda")

@@ -14,6 +14,7 @@ from expert_layers import (
     few_bits,
     gradients_by_accumulators,
     gradients_by_tickets,
+    gradients_in_a_stack,
     make_layer,
     relative_error,
     types_of,
@@ -164,6 +165,17 @@ def test_weight_gradients_multiplied_later(rng):
         jax.jit(f, static_argnums=0)("mosaic", layer, dy) for f in (gradients_by_tickets, gradients_by_accumulators)
     )
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_layer_of_a_stack(rng):
+    """Kernels read a layer's weights inside a stack and add to its sums there: the same bits, and other layers' sums stay."""
+    layer = make_layer(rng, "half_empty", *SMALL)
+    dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
+    expected = jax.jit(gradients_by_accumulators, static_argnums=0)("mosaic", layer, dy)
+    found, of_others = jax.jit(gradients_in_a_stack, static_argnums=0)("mosaic", layer, dy)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    for before, after in of_others:
+        assert (before == -1).all() and (after == 1).all()
 
 
 def test_accumulators_of_micro_batches(rng):

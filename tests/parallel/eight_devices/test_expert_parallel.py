@@ -26,6 +26,7 @@ from expert_layer import (
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, relative_error, value_and_gradients
 
+from moe_jax.kernels.experts.internal import Accumulators
 from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
 from moe_jax.parallel.expert.settings import first_capacity, further_capacity
 
@@ -47,6 +48,35 @@ def test_residuals(transport):
     assert [shapes.count(shape) for shape in weights] == [1, 1]
     h_rows = sum(shape[0] for shape in shapes if shape[1:] == (2 * hidden,)) / devices
     assert factor * tokens * k <= h_rows <= factor * tokens * k + devices
+
+
+@pytest.mark.parametrize("transport", ["pairwise", "gather"])
+def test_accumulators(transport):
+    """Sums of gradients grow by the weights' gradients, in the first and in further rounds, inside a stack of two layers."""
+    mesh, settings = make_mesh(expert=4), ExpertParallel(transport=transport)
+    x, w_gate_up, w_down, weights = arrays()
+    stacks = [jnp.stack([jnp.full_like(w, jnp.nan), w]) for w in (w_gate_up, w_down)]
+
+    def layer(x, weights, sums, stacks, ids):
+        accumulators = Accumulators(*sums, in_stack=True, layer=jnp.int32(1))
+        y, exchange = expert_parallel_mlp(x, *stacks, weights, ids, settings, accumulators=accumulators)
+        return y, exchange.num_rounds[None]
+
+    tokens, experts = P("expert"), P(None, "expert")
+    specs = tokens, tokens, experts, experts, tokens
+    sharded_layer = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=(tokens, tokens))
+
+    @jax.jit
+    def run(ids, dy):
+        y, pullback, rounds = jax.vjp(lambda *a: sharded_layer(*a, stacks, ids), x, weights, before, has_aux=True)
+        return y, pullback(dy), rounds
+
+    before = [jnp.full_like(stack, 2.0) for stack in stacks]
+    for name, several in (("even", False), ("one expert takes all", True)):
+        y, (dx, dweights, sums), rounds = run(routing(name), direction())
+        assert (rounds[0] > 1) == several
+        assert_equal((y, dx, *(after[1] - 2 for after in sums), dweights), on_one_device(name))
+        assert all((after[0] == 2).all() for after in sums)
 
 
 @pytest.mark.thorough

@@ -3,18 +3,64 @@
 import jax
 import jax.numpy as jnp
 import pytest
+import seeds
 import tiny
+from flax import nnx
 from meshes import laid_out
+from train_steps import make_batch
 
 import moe_jax
 from moe_jax.check.report import check_model
 from moe_jax.models.random_weights import random_model
 from moe_jax.parallel import make_mesh
+from moe_jax.parallel.pipeline.chunks import to_chunks
 from moe_jax.recipes import finetune
+from moe_jax.train import init_state, make_evaluation, make_optimizer, make_train_step
+from moe_jax.train.rebalance import move_experts
 
 
 def pipe():
     return make_mesh(pipe=2, fsdp=2, devices=jax.devices()[:4])
+
+
+def in_chunks():
+    """A model that was laid out for a pipe, and whose arrays lie on one device."""
+    model = tiny.model()
+    on_pipe = to_chunks(nnx.state(model), make_mesh(pipe=2, devices=jax.devices()[:2]))
+    nnx.update(model, jax.device_put(on_pipe, jax.devices()[0]))
+    return model
+
+
+def batch():
+    return {name: jnp.asarray(x) for name, x in make_batch(seeds.rng()).items()}
+
+
+def train(model):
+    optimizer = make_optimizer(1e-3)
+    make_train_step(nnx.graphdef(model), optimizer)(init_state(model, optimizer), batch())
+
+
+@pytest.mark.parametrize(
+    "work, call",
+    [
+        ("a call of the model", lambda model, folder: model(jnp.ones((1, 4), jnp.int32))),
+        ("a call of the model", lambda model, folder: train(model)),
+        (
+            "a call of the model",
+            lambda model, folder: make_evaluation(nnx.graphdef(model))(init_state(model, make_optimizer(1e-3)), [batch()]),
+        ),
+        ("generation", lambda model, folder: moe_jax.generate(model, [[1, 2]], max_new_tokens=1)),
+        ("save_pretrained", lambda model, folder: moe_jax.save_pretrained(model, folder / "model")),
+        ("to_chunks", lambda model, folder: to_chunks(nnx.state(model), pipe())),
+        ("moving experts", lambda model, folder: move_experts(nnx.state(model), model.config, [[1, 0, 2, 3]] * 2)),
+    ],
+    ids=["call", "train", "evaluate", "generate", "save", "to_chunks", "move"],
+)
+def test_layers_in_chunks(work, call, tmp_path):
+    """Wherever the arrays lie, work that needs the layers along one axis says so."""
+    with pytest.raises(ValueError, match=rf"{work} needs a model's layers along one axis.*\[1, 2, 1, 16\].*from_chunks"):
+        call(in_chunks(), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_from_pretrained():

@@ -53,15 +53,6 @@ def batch_of_tests():
     return make_batch(np.random.default_rng(3))
 
 
-@functools.cache
-def expected_of(make_model, layers, micro_batches):
-    """What one device computes."""
-    graph, params, fixed = nnx.split(model_of(make_model, layers), nnx.Param, ExpertBias)
-    objective, batch = as_objective(ALL_LOSSES, micro_batches), batch_of_tests()
-    plain = jax.jit(accumulate(gradients_fn(objective, graph, Execution(remat=True)), micro_batches))
-    return plain(params, fixed, objective.prepare(batch, jnp.float32(batch["loss_mask"].sum())))
-
-
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
@@ -89,16 +80,29 @@ thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
     ],
 )
 def test_gradients(name, make_model, layers, sizes, micro_batches, remat):
+    compare(name, model_of(make_model, layers), layers, sizes, micro_batches, remat)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name, sizes", [("dualpipe", dict(pipe=2)), ("zb-v", dict(pipe=2, data=2))])
+def test_dense_first_layers_and_further_tokens(name, sizes):
+    """Of five layers the four with experts lie in the pipe."""
+    compare(name, tiny.deepseek(mtp=1, layers=5), 4, sizes, 4, True)
+
+
+def compare(name, model, layers, sizes, micro_batches, remat):
+    """Compares a step with one device's; `layers` of the model lie in the pipe."""
     parallelism = parallelism_of(name, **sizes)
-    graph, params, fixed = nnx.split(model_of(make_model, layers), nnx.Param, ExpertBias)
+    graph, params, fixed = nnx.split(model, nnx.Param, ExpertBias)
     objective, batch = as_objective(ALL_LOSSES, micro_batches), batch_of_tests()
+    num_labels = jnp.float32(batch["loss_mask"].sum())
+    plain = jax.jit(accumulate(gradients_fn(objective, graph, Execution(remat=True)), micro_batches))
+    expected = plain(params, fixed, objective.prepare(batch, num_labels))
     laid_out = to_chunks(params, parallelism.mesh, parallelism.pipe_chunks)
     run = jax.jit(accumulate_scheduled(objective, graph, Execution(remat=remat), parallelism, micro_batches))
     arrays, everywhere = put_batch(batch, laid_out, parallelism), NamedSharding(parallelism.mesh, PartitionSpec())
-    prepared = objective.prepare(arrays, jnp.float32(batch["loss_mask"].sum()))
-    found = run(laid_out, jax.device_put(fixed, everywhere), prepared)
+    found = run(laid_out, jax.device_put(fixed, everywhere), objective.prepare(arrays, num_labels))
     found = found._replace(gradients=from_chunks(found.gradients, layers))
-    expected = expected_of(make_model, layers, micro_batches)
     for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         assert relative_error(x, y) <= 1e-5, jax.tree_util.keystr(path)
 

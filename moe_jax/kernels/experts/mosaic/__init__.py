@@ -22,7 +22,7 @@ from moe_jax.kernels.experts.mosaic.gather import gather_rows, shared_bytes
 from moe_jax.kernels.experts.mosaic.tile_limits import Pass, most_stages
 from moe_jax.kernels.experts.mosaic.tiles import choose_tile, shared_tile
 from moe_jax.kernels.experts.mosaic.token_sums import columns_at_a_time, sum_rows
-from moe_jax.kernels.experts.routing import Plan, int32_ids
+from moe_jax.kernels.experts.routing import Plan, int32_ids, of_own_layer
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
 from moe_jax.kernels.hopper.pipeline import SHARED_MEMORY
@@ -98,7 +98,7 @@ def experts_of_few_pairs(
 
 def grouped_matmul(
     x: Float[Array, "sources in"],
-    w: Float[Array, "experts ..."],
+    w: Float[Array, "*layers experts n m"],
     plan: Plan,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
@@ -109,22 +109,24 @@ def grouped_matmul(
     As `xla.grouped_matmul`, but rows of no expert are left unwritten. Weights of another dtype are cast to x's dtype first.
     """
     x = _take(x, source_of_row)
+    w, plan = _weights_to_read(w, plan, x.dtype)
     out = w.shape[2] if transpose else w.shape[1]
     if plan.num_rows == 0:
         return jnp.zeros((0, out), x.dtype)
     tile = _tile("grouped_matmul_transposed" if transpose else "grouped_matmul", w.shape[1:], plan)
-    return matmul(x, w.astype(x.dtype), plan, tile, transpose=transpose)
+    return matmul(x, w, plan, tile, transpose=transpose)
 
 
 def gated_matmul(
     x: Float[Array, "sources in"],
-    w: Float[Array, "experts 2*inter in"],
+    w: Float[Array, "*layers experts 2*inter in"],
     plan: Plan,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
     keep_h: bool = True,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
     """Computes `xla.gated_matmul` in one kernel, with the gather by source_of_row in it. Leaves rows of no expert unwritten."""
+    w, plan = _weights_to_read(w, plan, x.dtype)
     if plan.num_rows == 0:
         return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
     tile = _tile("gated_matmul", w.shape[1:], plan)
@@ -133,12 +135,12 @@ def gated_matmul(
     if source_of_row is not None:
         # Copies of 16 bytes take longer to land than TMA copies.
         tile = dataclasses.replace(tile, stages=min(tile.stages + 1, most_stages("gated_matmul", tile)))
-    return matmul_gated_silu(x, w.astype(x.dtype), plan, tile, keep_h=keep_h, source_of_row=source_of_row)
+    return matmul_gated_silu(x, w, plan, tile, keep_h=keep_h, source_of_row=source_of_row)
 
 
 def gated_matmul_backward(
     dy: Float[Array, "sources out"],
-    w_down: Float[Array, "experts out inter"],
+    w_down: Float[Array, "*layers experts out inter"],
     h: Float[Array, "rows 2*inter"],
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
@@ -147,10 +149,11 @@ def gated_matmul_backward(
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Computes `xla.gated_matmul_backward` in one kernel. Rows of no expert are left unwritten."""
     dy = _take(dy, source_of_row)
+    w_down, plan = _weights_to_read(w_down, plan, dy.dtype)
     if plan.num_rows == 0:
         return h, h[:, : w_down.shape[2]], jnp.zeros(0, jnp.float32)
     tile = _tile("gated_matmul_backward", w_down.shape[1:], plan)
-    return matmul_gated_silu_backward(dy, w_down.astype(dy.dtype), h, weight_of_row, plan, tile)
+    return matmul_gated_silu_backward(dy, w_down, h, weight_of_row, plan, tile)
 
 
 def token_sums(
@@ -192,8 +195,8 @@ def grouped_outer(
 def grouped_outer_of_parts(
     parts: Sequence[tuple[Array, Array, Plan, Array | None, Array | None]],
     dtype: jnp.dtype,
-    accumulate_into: Float[Array, "experts n m"] | None = None,
-) -> Float[Array, "experts n m"]:
+    accumulate_into: Float[Array, "*layers experts n m"] | None = None,
+) -> Float[Array, "*layers experts n m"]:
     """Returns the sum of `grouped_outer` over `backends.OuterPart`s of the same experts: in f32 in one kernel, rounded once."""
     a, b, plan, _, _ = parts[0]
     matrix, num_experts = (a.shape[1], b.shape[1]), plan.num_experts
@@ -204,7 +207,22 @@ def grouped_outer_of_parts(
     tile = choose_tile("grouped_outer", matrix, max_pairs / num_experts)
     if accumulate_into is not None and matrix[1] % tile.columns:
         tile = shared_tile("grouped_outer", matrix, max_pairs / num_experts)
-    return outer(with_rows, tile, dtype, accumulate_into)
+    if accumulate_into is None:
+        return outer(with_rows, tile, dtype)
+    of_all_layers = accumulate_into.reshape(-1, *matrix)
+    return outer(with_rows, tile, dtype, of_all_layers).reshape(accumulate_into.shape)
+
+
+def _weights_to_read(
+    w: Float[Array, "*layers experts n m"], plan: Plan, dtype: jnp.dtype
+) -> tuple[Float[Array, "all_experts n m"], Plan]:
+    """Returns the weights in `dtype`, and the plan of a kernel that reads them.
+
+    A kernel reads a layer's experts inside the stack. Weights of another dtype are taken out first, so that only they are cast.
+    """
+    if plan.layer is None or w.dtype != dtype:
+        return of_own_layer(w, plan).astype(dtype), dataclasses.replace(plan, layer=None)
+    return w.reshape(-1, *w.shape[2:]), plan
 
 
 def _take(x: Array, source_of_row: Array | None) -> Array:

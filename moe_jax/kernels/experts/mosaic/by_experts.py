@@ -49,12 +49,15 @@ class OuterInputs(NamedTuple):
     """`Plan.offsets`."""
     a: list[Any]
     b: list[Any]
+    first_matrix: Any
+    """[1]: the place of expert 0 in a stack of accumulators; None without a stack."""
 
 
 class OuterCoord(NamedTuple):
     """Coordinates of a tile, and of the rows of its expert."""
 
-    expert: Any
+    matrix: Any
+    """The place of the expert's result."""
     first_rows: list[Any]
     """First row of the expert, for each part."""
     steps_to: list[Any]
@@ -77,8 +80,8 @@ def outer(
     parts: Sequence[OuterOperands],
     tile: TileShape,
     dtype: jnp.dtype,
-    accumulate_into: Float[Array, "experts m n"] | None = None,
-) -> Float[Array, "experts m n"]:
+    accumulate_into: Float[Array, "all_experts m n"] | None = None,
+) -> Float[Array, "all_experts m n"]:
     """Returns out[e] = the sum over parts of a[rows of e].T @ b[rows of e], summed in f32 and rounded to `dtype` once.
 
     An expert without rows gives zeros. Rows that fill an expert's last block must be zero in a or b, and finite in the other.
@@ -86,7 +89,8 @@ def outer(
 
     Args:
         accumulate_into: f32, as `dtype`. The sums are added to it in place. For an expert without rows it is neither read nor
-            written. The tile's columns must divide n, because accumulators are read by loads that know no border.
+            written. The tile's columns must divide n, because accumulators are read by loads that know no border. It may hold
+            the experts of all layers, of which `Plan.layer` says which to add to.
     """
     a, b, plan = parts[0]
     m, n = a.shape[1], b.shape[1]
@@ -105,7 +109,8 @@ def outer(
                 first = pl.multiple_of(offsets[expert], ROW_ALIGNMENT)
                 first_rows.append(first)
                 steps_to.append(steps_to[-1] + lax.div(offsets[expert + 1] - first, jnp.int32(STEP)))
-            return steps_to[-1], OuterCoord(expert, first_rows, steps_to, row * tile.rows, column * tile.columns)
+            matrix = expert if inputs.first_matrix is None else expert + inputs.first_matrix[0]
+            return steps_to[-1], OuterCoord(matrix, first_rows, steps_to, row * tile.rows, column * tile.columns)
 
         program = TileProgram(
             locate=locate,
@@ -125,7 +130,10 @@ def outer(
     )
     outputs = [] if accumulates else [jax.ShapeDtypeStruct((plan.num_experts, m, n), dtype)]
     kernel = launch("grouped_outer", body, outputs, [scratch], warpgroups=CONSUMERS + 1, in_place=accumulates)
-    inputs = OuterInputs([part.plan.offsets for part in parts], [part.a for part in parts], [part.b for part in parts])
+    first_matrix = plan.in_stack(jnp.zeros(1, jnp.int32)) if accumulates and plan.layer is not None else None
+    inputs = OuterInputs(
+        [part.plan.offsets for part in parts], [part.a for part in parts], [part.b for part in parts], first_matrix
+    )
     return kernel(inputs, *([accumulate_into] if accumulates else []))[0]
 
 
@@ -161,7 +169,7 @@ def _store(out_ref, scratch: OuterScratch, tile: TileShape, accumulator, coord, 
     first_column = coord.column + tile.column_block(warpgroup) * tile.warpgroup_columns
     chunk = scratch.out.shape[-1]
     starts = [(r, c) for r in range(0, tile.warpgroup_rows, WGMMA_ROWS) for c in range(0, tile.warpgroup_columns, chunk)]
-    targets = [out_ref.at[coord.expert, pl.ds(first_row + r, WGMMA_ROWS), pl.ds(first_column + c, chunk)] for r, c in starts]
+    targets = [out_ref.at[coord.matrix, pl.ds(first_row + r, WGMMA_ROWS), pl.ds(first_column + c, chunk)] for r, c in starts]
 
     def accumulated(target):
         return plgpu.load(target, layout=plgpu.Layout.WGMMA, optimized=False)

@@ -18,6 +18,7 @@ class TileCoord(NamedTuple):
     """Coordinates of a tile."""
 
     expert: jax.Array
+    """The index of the matrix among all that the kernel is given."""
     row: jax.Array
     """The tile's first row of the whole array."""
     num_rows: jax.Array | int
@@ -60,7 +61,7 @@ def _cut(plan: Plan, height: int, column_tiles: int, group: int) -> RowTiles:
     row = first_row + (tile - first_tile) * height
     # The values of the expert that owns a tile: a sum over experts in which all others are zero.
     is_owner = (first_tile <= tile) & (tile < ends)
-    values = expert, row, jnp.minimum(end_row - row, height), first_tile, num_tiles
+    values = plan.in_stack(expert), row, jnp.minimum(end_row - row, height), first_tile, num_tiles
     of_experts = tuple(jnp.where(is_owner, value, 0) for value in values)
     of_owner = lax.reduce(of_experts, (jnp.int32(0),) * len(values), lambda a, b: tuple(map(jnp.add, a, b)), (1,))
 
@@ -83,4 +84,4 @@ def _blocks_as_tiles(plan: Plan, column_tiles: int) -> RowTiles:
     def count(_, offsets_ref):
         return lax.div(offsets_ref[plan.num_experts], jnp.int32(ROW_ALIGNMENT))
 
-    return RowTiles((experts, plan.offsets), count, find)
+    return RowTiles((plan.in_stack(experts), plan.offsets), count, find)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts import xla
-from moe_jax.kernels.experts.routing import Plan
+from moe_jax.kernels.experts.routing import Plan, of_own_layer
 from moe_jax.kernels.experts.triton.launch import (
     capability,
     expert_tile,
@@ -58,7 +58,7 @@ def rows_of_tokens(
 
 def grouped_matmul(
     x: Float[Array, "sources in"],
-    w: Float[Array, "experts ..."],
+    w: Float[Array, "*layers experts n m"],
     plan: Plan,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
@@ -68,6 +68,7 @@ def grouped_matmul(
 
     Like `xla.grouped_matmul`, but rows without a pair are left unwritten. Weights of another dtype are cast to x's first.
     """
+    w = of_own_layer(w, plan)
     out = w.shape[2] if transpose else w.shape[1]
     if plan.num_rows == 0:
         return jnp.zeros((0, out), x.dtype)
@@ -77,13 +78,14 @@ def grouped_matmul(
 
 def gated_matmul(
     x: Float[Array, "sources in"],
-    w: Float[Array, "experts 2*inter in"],
+    w: Float[Array, "*layers experts 2*inter in"],
     plan: Plan,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
     keep_h: bool = True,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
     """Computes `xla.gated_matmul` in one kernel. Rows without a pair are left unwritten."""
+    w = of_own_layer(w, plan)
     if plan.num_rows == 0:
         return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
     tile = row_tile(_rows_per_expert(plan), w.shape[1], x.dtype)
@@ -93,7 +95,7 @@ def gated_matmul(
 
 def gated_matmul_backward(
     dy: Float[Array, "sources out"],
-    w_down: Float[Array, "experts out inter"],
+    w_down: Float[Array, "*layers experts out inter"],
     h: Float[Array, "rows 2*inter"],
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
@@ -101,6 +103,7 @@ def gated_matmul_backward(
     source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Computes `xla.gated_matmul_backward` in one kernel. Rows without a pair are left unwritten."""
+    w_down = of_own_layer(w_down, plan)
     if plan.num_rows == 0:
         return h, h[:, : w_down.shape[2]], jnp.zeros(0, jnp.float32)
     return _kernels("by_rows_backward").matmul_gated_silu_backward(

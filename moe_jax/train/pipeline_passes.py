@@ -1,0 +1,383 @@
+"""The passes of one rank of a pipeline: what `parallel.pipeline.executor` runs, for a model's layers and an objective.
+
+The embedding and the head are whole on every rank. The last rank deals the tokens of a micro-batch out to all ranks, and each
+computes the loss of its part. Modules that predict further tokens run with the loss, on whole rows: a rank that gets no row
+computes padding. The sums that the router's losses need of all layers travel with the tokens from rank to rank, and their
+gradients travel back.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from moe_jax.kernels.varying import vary_as
+from moe_jax.layers.moe import add_expert_gradients_to
+from moe_jax.layers.passes import Chunk, Loop, SavedPlace, backward_loop, forward_loop, run_loops
+from moe_jax.layers.router_sums import RouterSums
+from moe_jax.layers.tickets import defer_weight_gradients
+from moe_jax.models.decoder import Decoder
+from moe_jax.models.execution import Execution
+from moe_jax.models.forward import Carry, StageLayers, StageRouting, stage_layers
+from moe_jax.models.output import HiddenStates
+from moe_jax.parallel.layout import lies_in_chunks, parameter_path
+from moe_jax.parallel.pipeline.chunks import join_layers, layers_of_all_ranks, layers_of_chunk, layers_of_rank, stage_in_pipe
+from moe_jax.parallel.pipeline.executor import PipelinePasses, Slot
+from moe_jax.parallel.pipeline.ticks import TickPass
+from moe_jax.train.batch import Batch, micro_batch_at
+from moe_jax.train.gradients import zeros_of
+from moe_jax.train.micro_batch import LossRun, MicroBatchPasses, gradients_of_stage, sums_of_loop
+from moe_jax.train.objective import Objective
+
+
+class _Moving(NamedTuple):
+    """The arrays that go from chunk to chunk; also their gradients, which go the other way."""
+
+    x: Float[Array, "batch seq hidden"]
+    router: Any
+    """The router's sums over the layers so far, one array for each float of `RouterSums`; None for dense layers."""
+    counts: Any
+    """The same of its integers, which have no gradient."""
+
+
+class _Totals(NamedTuple):
+    """Sums over the micro-batches, on a rank."""
+
+    value: Float[Array, ""]
+    aux: Any
+    gradients: nnx.State
+    embedded: Float[Array, "micro_batches_and_one batch seq hidden"]
+    """The gradients of what entered; the last place takes what is not needed."""
+    router: RouterSums | None
+    """The sums of the rank's layers, stacked."""
+
+
+@dataclass
+class RankPasses:
+    """The passes of a rank. The parameters have the rank's layers along one axis, and `fixed` is whole."""
+
+    micro: MicroBatchPasses
+    """The passes of a micro-batch, of which a pipeline takes what lies outside the layers."""
+    chunks: int
+    stacked: Batch
+    scalars: Batch
+    entering: Float[Array, "micro_batches batch seq hidden"] | None = None
+    """The outputs of dense layers before the pipeline (`pipeline_front`); None without such layers."""
+    last_rank: int | None = None
+    """The rank of the model's last layers; None: the last."""
+    divided: bool = False
+    """The layers' matrices have tickets (`layers.tickets`)."""
+    saved_structure: Any = None
+    """The structure of what the last traced forward pass saved."""
+
+    def of_pipeline(self) -> PipelinePasses:
+        """Returns the passes as the executor takes them."""
+        return PipelinePasses(self.enter, self.forward, self.backward, self.run, self.loss, self.leave)
+
+    def zeros(self) -> _Totals:
+        """Returns the totals before the first micro-batch."""
+        moving = self.enter(0)
+        gradients = self.micro.zeros()
+        found = jax.eval_shape(lambda: self.loss_run(0, moving, gradients))
+        value, aux = zeros_of((found.value, found.aux))
+        embedded = self._vary(jnp.zeros((len(self.stacked["tokens"]) + 1, *moving.x.shape), moving.x.dtype))
+        return _Totals(value, aux, gradients, embedded, self.zeros_of_layers())
+
+    def zeros_of_layers(self) -> RouterSums | None:
+        """Returns the router's sums of the rank's layers before the first micro-batch; None for dense layers."""
+        if (routing := self._routing) is None:
+            return None
+        held = jax.tree.leaves(self.micro.params["stages"][self.stage])[0].shape[0]
+        return jax.tree.map(lambda a: self._vary(jnp.zeros((held, *a.shape[1:]), a.dtype)), routing.sums)
+
+    def enter(self, i) -> _Moving:
+        """Embeds the tokens of a micro-batch, or takes what dense layers made of them."""
+        x = self.micro.enter(micro_batch_at(self.stacked, i)).carry.x if self.entering is None else self.entering[i]
+        x = self._vary(x)
+        if (routing := self._routing) is None:
+            return _Moving(x, None, None)
+        floats, counts = _parts(jax.tree.map(lambda a: self._vary(jnp.zeros(a.shape[1:], a.dtype)), routing.sums))
+        return _Moving(x, floats, counts)
+
+    def forward(self, of_tick: TickPass, moving: _Moving, slot: Slot | None = None):
+        """Returns a chunk's forward pass, and how its result is counted."""
+        # The sums' values are not read forward. Zeros keep the sums out of the loop, which would copy them.
+        layers, arrays = self._stage(of_tick, self.micro.zeros())
+        chunk = self._chunk(of_tick)
+        place = None
+        if slot is not None:
+            place = SavedPlace([a.reshape(-1, *a.shape[2:]) for a in slot.slots], slot.number * chunk.num_layers)
+        loop = forward_loop(layers, arrays, Carry(moving.x, None), chunk, place)
+
+        def leaves(saved) -> list[Array]:
+            if slot is not None:
+                return [a.reshape(-1, chunk.num_layers, *a.shape[1:]) for a in saved]
+            # The pipeline keeps leaves, because two traces of a pullback are two tree structures with the same leaves.
+            arrays, self.saved_structure = jax.tree.flatten(saved)
+            return arrays
+
+        def finish(run):
+            if run.y is None:
+                return _Moving(run.x.x, None, None), leaves(run.saved), lambda totals: totals
+            exists = lax.dynamic_slice_in_dim(arrays.per_layer[0].exists, chunk.first, chunk.num_layers)
+
+            def counted(a):
+                return jnp.where(exists.reshape(-1, *[1] * (a.ndim - 1)), a, 0)
+
+            sums = jax.tree.map(counted, run.y.sums)
+            floats, counts = _parts(jax.tree.map(lambda a: a.sum(0), sums))
+            moved = _Moving(run.x.x, *jax.tree.map(jnp.add, (moving.router, moving.counts), (floats, counts)))
+
+            def count(totals):
+                def add(a, part):
+                    before = lax.dynamic_slice_in_dim(a, chunk.first, chunk.num_layers)
+                    return lax.dynamic_update_slice_in_dim(a, before + part, chunk.first, 0)
+
+                return totals._replace(router=jax.tree.map(add, totals.router, sums))
+
+            return moved, leaves(run.saved), count
+
+        return loop, finish
+
+    def backward(self, of_tick: TickPass, saved, dy: _Moving, totals: _Totals):
+        """Returns a chunk's backward pass, which adds to the sums of gradients."""
+        layers, arrays = self._stage(of_tick, totals.gradients)
+        saved = jax.tree.unflatten(self.saved_structure, saved)
+        sums = sums_of_loop(totals.gradients["stages"][self.stage], arrays)
+        loop = backward_loop(layers, arrays, saved, Carry(dy.x, None), self._droutings(dy), sums, self._chunk(of_tick))
+
+        def finish(run):
+            gradients = nnx.merge_state(totals.gradients, nnx.State({"stages": {self.stage: gradients_of_stage(run)}}))
+            # The sums over layers are sums: their gradient is the same for all layers.
+            return _Moving(run.dx.x, dy.router, dy.counts), totals._replace(gradients=gradients)
+
+        return loop, finish
+
+    def run(self, *passes: tuple[Loop, Any]) -> tuple:
+        """Runs one pass, or two in one loop."""
+        loops, finishes = zip(*passes, strict=True)
+        return tuple(finish(result) for finish, result in zip(finishes, run_loops(*loops), strict=True))
+
+    def loss(self, i, finished: _Moving, totals: _Totals) -> tuple[_Moving, _Totals]:
+        """Computes the objective of a micro-batch, and its gradients."""
+        found = self.loss_run(i, finished, totals.gradients)
+        totals = totals._replace(
+            value=totals.value + found.value, aux=jax.tree.map(jnp.add, totals.aux, found.aux), gradients=found.gradients
+        )
+        return _Moving(found.dx, found.droutings, jax.tree.map(jnp.zeros_like, finished.counts)), totals
+
+    def loss_run(self, i, finished: _Moving, gradients: nnx.State) -> LossRun:
+        """Computes the objective of the tokens that the last rank finished, and its gradients."""
+        return self.micro.loss_of(self._objective_of(i, finished), finished.x, finished.router, gradients)
+
+    def value_of(self, i, finished: _Moving) -> tuple[Float[Array, ""], Any]:
+        """Computes the objective of the tokens that the last rank finished, without gradients; returns value and aux."""
+        return self._objective_of(i, finished)(self.micro.model(), finished.x, finished.router)
+
+    def _objective_of(self, i, finished: _Moving) -> Callable[[Decoder, Any, Any], tuple[Float[Array, ""], Any]]:
+        """Returns the function (model, x, router) -> (value, aux), of which every rank computes its part of the tokens."""
+        ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
+        is_last = rank == (ranks - 1 if self.last_rank is None else self.last_rank)
+        batch = micro_batch_at(self.stacked, i)
+        inputs = self.micro.enter(batch).inputs
+        by_rows = bool(self.micro.model().config.mtp_stages)
+        part = {name: lax.dynamic_index_in_dim(_deal(x, ranks, by_rows), rank, 0, False) for name, x in batch.items()}
+
+        def value(model: Decoder, x, router) -> tuple[Float[Array, ""], Any]:
+            own = lax.psum_scatter(_deal(jnp.where(is_last, x, 0), ranks, by_rows), "pipe", scatter_dimension=0, tiled=False)
+            sums = self._router_sums(finished._replace(router=router), is_last).with_counts(inputs.valid, inputs.sequences)
+            counts: dict[str, Any] = dict(
+                num_tokens=jnp.where(is_last, sums.num_tokens, 0), num_sequences=jnp.where(is_last, sums.num_sequences, 0)
+            )
+            expert_ids = jnp.zeros((0, *part["tokens"].shape, 0), jnp.int32)
+            states = HiddenStates(model.norm(own), self._vary(replace(sums, **counts)), expert_ids, None)
+            return self.micro.objective.of_states(model, states, part | self.scalars)
+
+        return value
+
+    def leave(self, of_tick: TickPass, dx: _Moving, totals: _Totals) -> _Totals:
+        """Keeps the gradients of what entered for a micro-batch."""
+        place = jnp.where(of_tick.exists, of_tick.micro_batch, len(totals.embedded) - 1)
+        embedded = lax.dynamic_update_index_in_dim(totals.embedded, dx.x.astype(totals.embedded.dtype), place, 0)
+        return totals._replace(embedded=embedded)
+
+    def aux_of_layers(self, aux: Any, own: RouterSums | None) -> Any:
+        """Returns aux with the statistics of all layers; `own` is of the rank's layers."""
+        if own is None:
+            return aux
+        spread = self.micro.execution.spread
+        router = spread.sum(self._of_all_ranks(own))
+        devices = math.prod(map(lax.axis_size, spread.mesh_axes)) // lax.axis_size("pipe")
+        return self.micro.objective.with_layers(aux, router, devices)
+
+    @property
+    def num_layers(self) -> int:
+        """The layers that lie in the pipeline, without those that fill up chunks."""
+        return self.micro.model().config.stages[self.stage].num_layers
+
+    @property
+    def stage(self) -> int:
+        """The number of the stage that lies in the pipeline."""
+        return self.micro.num_stages - 1
+
+    @cached_property
+    def _routing(self) -> StageRouting | None:
+        """The shapes of a chunk's routing; None for dense layers."""
+        if not self.micro.model().config.stages[self.stage].sparse:
+            return None
+        of_tick = TickPass(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros((), bool))
+        x = self.micro.enter(micro_batch_at(self.stacked, 0)).carry.x
+
+        def routing(x):
+            layers, arrays = self._stage(of_tick, self.micro.zeros())
+            (run,) = run_loops(forward_loop(layers, arrays, Carry(self._vary(x), None), self._chunk(of_tick)))
+            return run.y
+
+        return jax.eval_shape(routing, x)
+
+    def _droutings(self, dy: _Moving):
+        """Returns the gradients of a chunk's routing; None for dense layers."""
+        if self._routing is None:
+            return None
+        return jax.tree.unflatten(jax.tree.structure(self._routing), self._routing_gradients(dy.router))
+
+    def _routing_gradients(self, router) -> list:
+        """Returns the gradients of a chunk's routing, leaf by leaf: those of the sums over layers, for each layer."""
+        gradients = iter(jax.tree.leaves(router))
+        leaves: list[Any] = []
+        # The routing's only floats are those of its sums.
+        for shape in jax.tree.leaves(self._routing):
+            if jnp.issubdtype(shape.dtype, jnp.floating):
+                gradient = jnp.broadcast_to(next(gradients), shape.shape)
+                # A constant, as the sum within sequences of a loss without that term, is typed as the same on all devices.
+                is_constant = not shape.manual_axis_type.varying
+                leaves.append(jnp.zeros(shape.shape, shape.dtype) if is_constant else gradient)
+            else:
+                leaves.append(np.zeros(shape.shape, jax.dtypes.float0))
+        return leaves
+
+    def _stage(self, of_tick: TickPass, gradients: nnx.State) -> StageLayers:
+        """Returns the rank's layers for a micro-batch; in place, with the sums of the experts' gradients as accumulators."""
+        micro = self.micro
+        entered = micro.enter(micro_batch_at(self.stacked, of_tick.micro_batch))
+        fixed, others = nnx.split_state(micro.fixed, lambda path, _: path[:2] == ("stages", self.stage), ...)
+        whole = entered.per_layer[self.stage]._replace(exists=jnp.ones(self.num_layers, bool)), fixed
+        per_layer, fixed = self._vary(self._of_rank(whole))
+        per_layer = per_layer._replace(exists=per_layer.exists & of_tick.exists)
+        stage = replace(micro, fixed=nnx.merge_state(fixed, others)).model().stages[self.stage]
+        if self.divided:
+            defer_weight_gradients(stage, self._vary(entered.carry.x))
+        elif micro.in_place:
+            add_expert_gradients_to(stage, gradients["stages"][self.stage], in_stacks=True)
+        return stage_layers(stage, self.stage, self._vary(entered.inputs), per_layer, micro.execution)
+
+    def _chunk(self, of_tick: TickPass) -> Chunk:
+        return Chunk(of_tick.chunk * self._layers_of_chunk, self._layers_of_chunk)
+
+    @property
+    def _layers_of_chunk(self) -> int:
+        return layers_of_chunk(self.num_layers, lax.axis_size("pipe"), self.chunks)
+
+    def _of_rank(self, stacked):
+        """Returns the rank's layers of arrays [layers, ...], in the order of the parameters."""
+        return layers_of_rank(stacked, lax.axis_size("pipe"), self.chunks, lax.axis_index("pipe"))
+
+    def _of_all_ranks(self, own):
+        """Returns arrays of the rank's layers as [layers, ...], zeros for the layers of other ranks."""
+        placed = layers_of_all_ranks(own, lax.axis_size("pipe"), self.chunks, lax.axis_index("pipe"))
+        return jax.tree.map(lambda a: join_layers(a, self.num_layers), placed)
+
+    def _router_sums(self, finished: _Moving, is_last) -> RouterSums:
+        """Returns sums of as many layers as the pipeline has, all in the first: losses need the sum over layers alone."""
+        if self._routing is None:
+            return self._vary(RouterSums.of_no_layer(1))
+        joined = _joined(
+            jax.tree.map(lambda a: jnp.where(is_last, a, 0), (finished.router, finished.counts)), self._routing.sums
+        )
+        return jax.tree.map(lambda a: jnp.pad(a[None], [(0, self.num_layers - 1), *[(0, 0)] * a.ndim]), joined)
+
+    def _vary(self, arrays):
+        """Casts arrays to vary over all mesh axes along which devices have tokens or layers of their own."""
+        return vary_as(arrays, (self.micro.params, self.stacked, lax.axis_index("pipe")))
+
+
+def _deal(x: Array, ranks: int, by_rows: bool) -> Array:
+    """Returns [batch, seq, ...] as parts of the ranks, the last filled up with zeros.
+
+    `by_rows`: [ranks, rows of a rank, seq, ...]; else [ranks, 1, tokens of a rank, ...].
+    """
+    parts = x if by_rows else x.reshape(-1, *x.shape[2:])
+    missing = -len(parts) % ranks
+    filled = jnp.pad(parts, [(0, missing), *[(0, 0)] * (parts.ndim - 1)])
+    return filled.reshape(ranks, -1, *x.shape[1:]) if by_rows else filled.reshape(ranks, 1, -1, *x.shape[2:])
+
+
+def _parts(sums: RouterSums) -> tuple[list[Array], list[Array]]:
+    """Returns the floats and the integers of the sums."""
+    leaves = jax.tree.leaves(sums)
+    return [a for a in leaves if jnp.issubdtype(a.dtype, jnp.floating)], [
+        a for a in leaves if not jnp.issubdtype(a.dtype, jnp.floating)
+    ]
+
+
+def _joined(parts: tuple[list[Array], list[Array]], like: RouterSums) -> RouterSums:
+    """Inverse of `_parts`."""
+    floats, counts = iter(parts[0]), iter(parts[1])
+    leaves, structure = jax.tree.flatten(like)
+    return jax.tree.unflatten(structure, [next(floats if jnp.issubdtype(a.dtype, jnp.floating) else counts) for a in leaves])
+
+
+def passes_of_layers(
+    objective: Objective, graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, execution: Execution, mesh: Mesh
+) -> MicroBatchPasses:
+    """Returns the passes of a micro-batch through the rank's layers, whose parameters are those of `join_chunks`."""
+    spread = execution.spread
+    shadows = spread.expert is not None and spread.expert.shadow_experts > 0
+    # Where experts lie whole on their device, kernels read their weights inside the stack, and add to their sums there.
+    in_place = not shadows and all(mesh.shape[axis] == 1 for axis in ("fsdp", "context"))
+    passes = MicroBatchPasses(objective, graphdef, params, fixed, execution, in_place)
+    if not in_place or spread.layer_gathers is None:
+        return passes
+    # The experts are then not among the arrays of a layer that its gather is given.
+    number = passes.num_stages - 1
+    paths = [path for path, _ in nnx.to_flat_state(params["stages"][number])]
+    gathers = list(spread.layer_gathers)
+    if (gather := gathers[number]) is not None:
+        gathers[number] = gather.without(["experts" in path for path in paths])
+    return replace(passes, execution=replace(execution, spread=replace(spread, layer_gathers=tuple(gathers))))
+
+
+def join_chunks(params: nnx.State) -> tuple[nnx.State, nnx.State]:
+    """Returns the rank's layers [chunks, 1, layers of a chunk, ...] along one axis, and the shapes that they had."""
+    shapes = jax.tree.map(lambda a: a.shape, params)
+
+    def join(key_path: tuple, array: Array) -> Array:
+        return array.reshape(-1, *array.shape[3:]) if lies_in_chunks(parameter_path(key_path), array.shape) else array
+
+    return jax.tree.map_with_path(join, params), shapes
+
+
+def check_chunks(model: Decoder, ranks: int, chunks: int) -> None:
+    """Checks that a model's last layers of one kind lie in chunks.
+
+    Raises:
+      ValueError: they lie otherwise, or layers with experts stand before them.
+    """
+    stages = nnx.state(model, nnx.Param)["stages"]
+    stage = stage_in_pipe(stages)
+    wanted = (chunks, ranks, layers_of_chunk(model.config.stages[stage].num_layers, ranks, chunks))
+    shape = jax.tree.leaves(stages[stage])[0].shape
+    if shape[:3] != wanted:
+        raise ValueError(
+            f"the layers of a pipeline are stacked as {list(wanted)} (chunks, ranks, layers of a chunk); a parameter has shape "
+            f"{list(shape)}: lay the parameters out with parallel.pipeline.chunks.to_chunks"
+        )
