@@ -17,6 +17,7 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost.flops import num_parameters, training_flops_per_token
 from moe_jax.models.random_weights import random_model
 from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism, default_hops, initialize_processes, make_mesh
+from moe_jax.parallel.choices import PipeSchedule
 from moe_jax.parallel.expert.placement import device_load
 from moe_jax.train import LossWeights, NextToken, init_state, make_optimizer, make_train_step, put_batch
 from moe_jax.train.rebalance import rebalance
@@ -41,6 +43,7 @@ def main() -> None:
         "--mesh", nargs="+", default=["fsdp=1"], metavar="AXIS=N", help="axes pipe, data, fsdp, expert, context"
     )
     parser.add_argument("--pipe-chunks", type=int, default=1, help="option of Parallelism")
+    parser.add_argument("--pipe-schedule", default="uniform", choices=get_args(PipeSchedule), help="option of Parallelism")
     parser.add_argument("--transport", help="transport of ExpertParallel; default: its own choice")
     parser.add_argument(
         "--capacity-factor", type=float, default=ExpertParallel.capacity_factor, help="option of ExpertParallel"
@@ -94,6 +97,7 @@ def main() -> None:
         overlap_micro_batches=args.overlap,
         shard_optimizer=args.shard_optimizer,
         pipe_chunks=args.pipe_chunks,
+        pipe_schedule=args.pipe_schedule,
     )
     ceiling = measure_ceiling(256 if args.small else 8192)
     first = jax.process_index() == 0
@@ -117,6 +121,7 @@ def main() -> None:
             "routing": routing,
             "mesh": sizes,
             "pipe_chunks": args.pipe_chunks,
+            "pipe_schedule": args.pipe_schedule,
             "hops": hops,
             "micro_batches": args.gradient_accumulation,
             "overlap": args.overlap,

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import tyro
 
 from moe_jax.parallel import pipeline
+from moe_jax.parallel.pipeline.by_name import schedule_by_name
 
 
 @dataclass(frozen=True)
@@ -88,20 +89,14 @@ class ScheduleCommand:
         Raises:
           ValueError: the schedule refuses the sizes, or has no `chunks` to choose.
         """
-        if self.schedule == "interleaved":
-            return pipeline.interleaved(self.ranks, 2 if self.chunks is None else self.chunks, self.micro_batches)
-        if self.schedule == "uniform":
-            return pipeline.uniform(self.ranks, 1 if self.chunks is None else self.chunks, self.micro_batches)
+        if self.schedule in ("interleaved", "uniform"):
+            usual = 2 if self.schedule == "interleaved" else 1
+            return schedule_by_name(
+                self.schedule, self.ranks, usual if self.chunks is None else self.chunks, self.micro_batches
+            )
         if self.chunks is not None:
             raise ValueError(f"--chunks goes with interleaved and uniform; {self.schedule} has chunks of its own")
-        make = {
-            "1f1b": pipeline.one_f_one_b,
-            "zb-h1": pipeline.zb_h1,
-            "zb-v": pipeline.zb_v,
-            "dualpipe": pipeline.dualpipe,
-            "dualpipe-v": pipeline.dualpipe_v,
-        }
-        return make[self.schedule](self.ranks, self.micro_batches)
+        return schedule_by_name(self.schedule, self.ranks, 1, self.micro_batches)
 
 
 def _list(numbers: tuple[float, ...]) -> str:

@@ -234,10 +234,10 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
     first_saved = 0 if place is None else place.first
 
     def layer(i, x, gathered):
-        i = _place(chunk, i)
+        here = _place(chunk, i)
         own = (
-            take_layer(arrays.per_layer, i),
-            take_layer(arrays.parameters, i),
+            take_layer(arrays.per_layer, here),
+            take_layer(arrays.parameters, here),
             layers.take_accumulators(arrays.accumulators, i),
         )
         arguments = arrays.shared, own[0], x, gather.layer(own[1], gathered), own[2]
@@ -313,7 +313,7 @@ def backward_loop(
       dx, dy: the gradients of `ForwardRun.x` and `ForwardRun.y`.
       sums: arrays like the parameters, to which the gradients are added in the sums' dtype and memory. None: gradients have
         the parameters' dtypes and memory of their own.
-      chunk: the layers to run, with `sums`; `saved` and `dy` are of these layers alone. None: all.
+      chunk: the layers to run, with `sums`; `saved`, `dy` and accumulators are of these layers alone. None: all.
     """
     body, gather, remat, parameters = layers.body, layers.gather, layers.remat, arrays.parameters
     last = (arrays.num_layers if chunk is None else chunk.num_layers) - 1
@@ -331,7 +331,7 @@ def backward_loop(
         scattering = gather.start_scatter(state.to_scatter)
         of_layer = state.restored if offload else take_layer(saved, i)
         layer, dx = gather.layer(take_layer(parameters, here), state.gathered), state.dx
-        own = take_layer(arrays.per_layer, here), layers.take_accumulators(state.accumulators, here)
+        own = take_layer(arrays.per_layer, here), layers.take_accumulators(state.accumulators, i)
         if remat:
             _, pullback = _pullback(body, (arrays.shared, own[0], of_layer, layer, own[1]))
             # Recomputation hides the parameter gather, the backward pass hides the gradient scatter. dx is in the barrier too:
@@ -353,7 +353,7 @@ def backward_loop(
             to_scatter=to_scatter,
             scattered=write(state.scattered, arrived, _place(chunk, jnp.minimum(i + 1, last))),
             whole=write(state.whole, whole, here),
-            accumulators=layers.put_accumulators(state.accumulators, daccumulators, here),
+            accumulators=layers.put_accumulators(state.accumulators, daccumulators, i),
         )
 
     def finish(state: BackwardState) -> BackwardRun:

@@ -27,6 +27,7 @@ from moe_jax.kernels.experts.deferred import ExpertProducts, add_expert_products
 from moe_jax.kernels.experts.fused_vjp import Matrices
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.passes import (
+    Chunk,
     LayerArrays,
     Layers,
     Loop,
@@ -159,19 +160,25 @@ class InputsRun(NamedTuple):
     """The operands of the gradients of all matrices, stacked, as `WeightTicket`s."""
 
 
-def inputs_backward(layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, dy, sums=None) -> Loop:
-    """Returns B of layers with tickets; its result is an `InputsRun`.
+def inputs_backward(
+    layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, dy, sums=None, chunk: Chunk | None = None
+) -> Loop:
+    """Returns B of layers with tickets; its result is an `InputsRun`, whose products are those of the chunk's layers.
 
     Args:
       layers, arrays: `models.forward.stage_layers` of a stage whose matrices have tickets; these stand as the accumulators.
       saved, dx, dy: as for `backward_loop`.
       sums: arrays like the parameters without a ticket, to which their gradients are added; as for `backward_loop`.
+      chunk: as for `backward_loop`.
     """
-    loop = backward_loop(layers, arrays, saved, dx, dy, sums)
+    if chunk is not None:
+        of_layer = jax.eval_shape(lambda: take_layer(arrays.accumulators, 0))
+        arrays = arrays._replace(accumulators=unwritten(chunk.num_layers, of_layer))
+    loop = backward_loop(layers, arrays, saved, dx, dy, sums, chunk)
     return loop._replace(name="inputs_backward", finish=lambda state: InputsRun(*loop.finish(state)))
 
 
-def weights_backward(products: nnx.State, sums: nnx.State) -> Loop:
+def weights_backward(products: nnx.State, sums: nnx.State, chunk: Chunk | None = None) -> Loop:
     """Returns W; its result is `sums` with the gradients of all matrices with a ticket added.
 
     The experts' kernels add to the sums without rounding. Gradients of other matrices are rounded to the dtype of the layers'
@@ -180,13 +187,15 @@ def weights_backward(products: nnx.State, sums: nnx.State) -> Loop:
     Args:
       products: `InputsRun.products`.
       sums: arrays like the layers' matrices, stacked, in f32 (f64 for f64), laid out as these. Others are left as they are.
+      chunk: the layers of the products; None: all.
     """
     last = jax.tree.leaves(products)[0].shape[0] - 1
 
     def step(turn: Turn, sums: nnx.State) -> nnx.State:
-        i = last - turn
+        of_product = last - turn
+        i = of_product if chunk is None else chunk.first + of_product
         after = dict(nnx.to_flat_state(sums))
-        for (*module, _), ticket in nnx.to_flat_state(take_layer(products, i)):
+        for (*module, _), ticket in nnx.to_flat_state(take_layer(products, of_product)):
             product = ticket.get_value()
             if isinstance(product, LinearProduct):
                 (path,) = places = [(*module, "weight")]

@@ -194,7 +194,12 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
 
     gather = None if spread.layer_gathers is None else spread.layer_gathers[number]
     if gather is not None and jax.tree.leaves(nnx.state(stage, WeightTicket)):
-        raise ValueError("weight tickets need matrices that are whole on each device; this mesh gathers them layer by layer")
+        if any(gather.gathers):
+            raise ValueError(
+                "weight tickets need matrices that are whole on each device; this mesh gathers them layer by layer"
+            )
+        # It has a place for each parameter, and matrices with tickets are none.
+        gather = None
     gather = gather or LayerGather.of_whole_layer(len(jax.tree.leaves(parameters)))
     layers = Layers(layer, gather, execution.remat, whole_accumulators=bool(jax.tree.leaves(stacks)))
     return StageLayers(layers, LayerArrays((inputs, stacks), (per_layer, others), parameters, accumulators))

@@ -11,6 +11,9 @@ sequences."""
 Hops = Literal["nccl", "copies"]
 """Transfers between devices: NCCL kernels or peer-to-peer copies (`parallel.collectives.hops`)."""
 
+PipeSchedule = Literal["uniform", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"]
+"""The order of the passes in a pipeline (docs/schedules.md)."""
+
 
 @dataclass(frozen=True)
 class MeshShape:

@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moe_jax.parallel.choices import Hops
+from moe_jax.parallel.choices import Hops, PipeSchedule
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE, check_hops
 from moe_jax.parallel.expert import ExpertParallel
+from moe_jax.parallel.pipeline.branches import NO_COPIES
 from moe_jax.parallel.pipeline.chunks import PipeShape, pipe_of
 from moe_jax.parallel.sequence.attention import ContextParallel
 
@@ -23,7 +25,8 @@ class Parallelism:
 
     Raises:
       ValueError: hops that the mesh's devices do not support, or a `context.axis_name` that the mesh lacks. Also an
-        `expert.axis_name` other than "expert": along that axis the mesh splits the experts. Chunks without a pipe.
+        `expert.axis_name` other than "expert": along that axis the mesh splits the experts. Chunks or a schedule without a
+        pipe, or numbers of chunks or ranks that the schedule does not take.
     """
 
     mesh: Mesh
@@ -47,9 +50,14 @@ class Parallelism:
     pipe_chunks: int = 1
     """The parts of consecutive layers that each rank of `pipe` holds. More chunks wait less and send more."""
 
+    pipe_schedule: PipeSchedule = "uniform"
+    """The order of the passes along `pipe`. "uniform" runs the same operations on all ranks. The others run from a table, each
+    rank in a branch of its own (`train.scheduled`). Then transfers inside the layers must be collectives with groups."""
+
     def __post_init__(self):
         check_hops(self.hops, self.mesh)
         pipe_of(self.mesh, self.pipe_chunks)
+        self._check_schedule()
         name = self.expert.axis_name
         if self._size("expert") > 1 and name != "expert":
             raise ValueError(
@@ -60,9 +68,10 @@ class Parallelism:
             raise ValueError(f"ContextParallel.axis_name must be an axis of the mesh, {axes}; got {self.context.axis_name!r}")
 
     @property
-    def compiler_options(self) -> dict[str, str]:
-        """The options of `jax.jit` that make XLA transfer data as `hops` says."""
-        return {} if self.hops == "nccl" else COPIES | MANY_AT_ONCE
+    def compiler_options(self) -> dict[str, str | bool]:
+        """The options of `jax.jit` that make XLA transfer data as `hops` says, and copy nothing in a pipeline's branches."""
+        hops = {} if self.hops == "nccl" else COPIES | MANY_AT_ONCE
+        return hops | ({} if self.pipe_schedule == "uniform" else NO_COPIES)
 
     @property
     def expert_parallel(self) -> ExpertParallel | None:
@@ -126,6 +135,18 @@ class Parallelism:
         if rows % ways:
             axes = " x ".join(f"{name}={self._size(name)}" for name in self.row_axes)
             raise ValueError(f"a (micro-)batch of {rows} rows cannot be dealt out to {axes}; it must be a multiple of {ways}")
+
+    def _check_schedule(self) -> None:
+        name, ranks, chunks = self.pipe_schedule, self._size("pipe"), self.pipe_chunks
+        if name not in get_args(PipeSchedule):
+            raise ValueError(f"pipe_schedule={name!r} must be one of {', '.join(get_args(PipeSchedule))}")
+        if name != "uniform" and not self.pipelined:
+            raise ValueError(f"pipe_schedule={name!r} needs several devices along the mesh axis pipe")
+        wanted = chunks if name in ("uniform", "interleaved") else 2 if name in ("zb-v", "dualpipe-v") else 1
+        if chunks != wanted:
+            raise ValueError(f"pipe_schedule={name!r} needs pipe_chunks={wanted}; got {chunks}")
+        if name == "dualpipe" and ranks % 2:
+            raise ValueError(f"pipe_schedule='dualpipe' needs an even number of ranks, for it starts at both ends; got {ranks}")
 
     def own_rows(self, rows: int) -> list[int]:
         """Returns the rows of a batch of `rows` rows that lie, wholly or partly, on devices of this process."""

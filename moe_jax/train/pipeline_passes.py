@@ -24,6 +24,7 @@ from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.moe import add_expert_gradients_to
 from moe_jax.layers.passes import Chunk, Loop, SavedPlace, backward_loop, forward_loop, run_loops
 from moe_jax.layers.router_sums import RouterSums
+from moe_jax.layers.tickets import defer_weight_gradients
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, StageLayers, StageRouting, stage_layers
@@ -71,6 +72,10 @@ class RankPasses:
     scalars: Batch
     entering: Float[Array, "micro_batches batch seq hidden"] | None = None
     """The outputs of dense layers before the pipeline (`pipeline_front`); None without such layers."""
+    last_rank: int | None = None
+    """The rank of the model's last layers; None: the last."""
+    divided: bool = False
+    """The layers' matrices have tickets (`layers.tickets`)."""
     saved_structure: Any = None
     """The structure of what the last traced forward pass saved."""
 
@@ -148,10 +153,7 @@ class RankPasses:
         layers, arrays = self._stage(of_tick, totals.gradients)
         saved = jax.tree.unflatten(self.saved_structure, saved)
         sums = sums_of_loop(totals.gradients["stages"][self.stage], arrays)
-        routing = None
-        if self._routing is not None:
-            routing = jax.tree.unflatten(jax.tree.structure(self._routing), self._routing_gradients(dy.router))
-        loop = backward_loop(layers, arrays, saved, Carry(dy.x, None), routing, sums, self._chunk(of_tick))
+        loop = backward_loop(layers, arrays, saved, Carry(dy.x, None), self._droutings(dy), sums, self._chunk(of_tick))
 
         def finish(run):
             gradients = nnx.merge_state(totals.gradients, nnx.State({"stages": {self.stage: gradients_of_stage(run)}}))
@@ -184,7 +186,7 @@ class RankPasses:
     def _objective_of(self, i, finished: _Moving) -> Callable[[Decoder, Any, Any], tuple[Float[Array, ""], Any]]:
         """Returns the function (model, x, router) -> (value, aux), of which every rank computes its part of the tokens."""
         ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
-        is_last = rank == ranks - 1
+        is_last = rank == (ranks - 1 if self.last_rank is None else self.last_rank)
         batch = micro_batch_at(self.stacked, i)
         inputs = self.micro.enter(batch).inputs
         by_rows = bool(self.micro.model().config.mtp_stages)
@@ -212,11 +214,9 @@ class RankPasses:
         """Returns aux with the statistics of all layers; `own` is of the rank's layers."""
         if own is None:
             return aux
-        ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
-        placed = layers_of_all_ranks(own, ranks, self.chunks, rank)
         spread = self.micro.execution.spread
-        router = spread.sum(jax.tree.map(lambda a: join_layers(a, self.num_layers), placed))
-        devices = math.prod(map(lax.axis_size, spread.mesh_axes)) // ranks
+        router = spread.sum(self._of_all_ranks(own))
+        devices = math.prod(map(lax.axis_size, spread.mesh_axes)) // lax.axis_size("pipe")
         return self.micro.objective.with_layers(aux, router, devices)
 
     @property
@@ -244,6 +244,12 @@ class RankPasses:
 
         return jax.eval_shape(routing, x)
 
+    def _droutings(self, dy: _Moving):
+        """Returns the gradients of a chunk's routing; None for dense layers."""
+        if self._routing is None:
+            return None
+        return jax.tree.unflatten(jax.tree.structure(self._routing), self._routing_gradients(dy.router))
+
     def _routing_gradients(self, router) -> list:
         """Returns the gradients of a chunk's routing, leaf by leaf: those of the sums over layers, for each layer."""
         gradients = iter(jax.tree.leaves(router))
@@ -261,21 +267,34 @@ class RankPasses:
 
     def _stage(self, of_tick: TickPass, gradients: nnx.State) -> StageLayers:
         """Returns the rank's layers for a micro-batch; in place, with the sums of the experts' gradients as accumulators."""
-        ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
         micro = self.micro
         entered = micro.enter(micro_batch_at(self.stacked, of_tick.micro_batch))
         fixed, others = nnx.split_state(micro.fixed, lambda path, _: path[:2] == ("stages", self.stage), ...)
         whole = entered.per_layer[self.stage]._replace(exists=jnp.ones(self.num_layers, bool)), fixed
-        per_layer, fixed = self._vary(layers_of_rank(whole, ranks, self.chunks, rank))
+        per_layer, fixed = self._vary(self._of_rank(whole))
         per_layer = per_layer._replace(exists=per_layer.exists & of_tick.exists)
         stage = replace(micro, fixed=nnx.merge_state(fixed, others)).model().stages[self.stage]
-        if micro.in_place:
+        if self.divided:
+            defer_weight_gradients(stage, self._vary(entered.carry.x))
+        elif micro.in_place:
             add_expert_gradients_to(stage, gradients["stages"][self.stage], in_stacks=True)
         return stage_layers(stage, self.stage, self._vary(entered.inputs), per_layer, micro.execution)
 
     def _chunk(self, of_tick: TickPass) -> Chunk:
-        num_layers = layers_of_chunk(self.num_layers, lax.axis_size("pipe"), self.chunks)
-        return Chunk(of_tick.chunk * num_layers, num_layers)
+        return Chunk(of_tick.chunk * self._layers_of_chunk, self._layers_of_chunk)
+
+    @property
+    def _layers_of_chunk(self) -> int:
+        return layers_of_chunk(self.num_layers, lax.axis_size("pipe"), self.chunks)
+
+    def _of_rank(self, stacked):
+        """Returns the rank's layers of arrays [layers, ...], in the order of the parameters."""
+        return layers_of_rank(stacked, lax.axis_size("pipe"), self.chunks, lax.axis_index("pipe"))
+
+    def _of_all_ranks(self, own):
+        """Returns arrays of the rank's layers as [layers, ...], zeros for the layers of other ranks."""
+        placed = layers_of_all_ranks(own, lax.axis_size("pipe"), self.chunks, lax.axis_index("pipe"))
+        return jax.tree.map(lambda a: join_layers(a, self.num_layers), placed)
 
     def _router_sums(self, finished: _Moving, is_last) -> RouterSums:
         """Returns sums of as many layers as the pipeline has, all in the first: losses need the sum over layers alone."""

@@ -23,6 +23,7 @@ from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_f
 from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objective
 from moe_jax.train.overlap import accumulate_overlapping, can_overlap
 from moe_jax.train.pipelined import accumulate_pipelined
+from moe_jax.train.scheduled import accumulate_scheduled
 from moe_jax.train.state import TrainState, apply_gradients, check_layout
 
 COUNTED = {"num_labels": "loss_mask", "num_tokens": "segment_ids"}
@@ -106,7 +107,8 @@ def make_train_step(
     split_over = optimizer_mesh(parallelism)
     stacked: dict[str, bool] = dict(stack_over_data=split_over is not None)
     if parallelism is not None and parallelism.pipelined:
-        gradients = accumulate_pipelined(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
+        pipeline = accumulate_pipelined if parallelism.pipe_schedule == "uniform" else accumulate_scheduled
+        gradients = pipeline(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
     elif parallelism is not None and overlaps(objective, parallelism, remat, gradient_accumulation):
         gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
     else:

@@ -205,7 +205,8 @@ def test_refusals():
     cache = init_cache(stage.config, ROWS, SEQ, jnp.float32)
     with pytest.raises(ValueError, match="weight tickets need keys of this call's tokens alone"):
         jax.eval_shape(lambda: run_loops(forward_loop(layers, arrays, Carry(stage.x, cache))))
-    gather = LayerGather.of_whole_layer(len(jax.tree.leaves(stage.zeros(stage.state))))
+    split = ((-1, ("fsdp",)),)
+    gather = LayerGather((split,) * len(jax.tree.leaves(stage.zeros(stage.state))), jnp.dtype(jnp.float32))
     on_mesh = stage._replace(execution=Execution(False, spread=Spread(layer_gathers=(gather,))))
     with pytest.raises(ValueError, match="weight tickets need matrices that are whole on each device"):
         on_mesh.layers(stage.state, stage.x, tickets=True)

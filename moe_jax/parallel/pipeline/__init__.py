@@ -1,6 +1,7 @@
 """Pipeline parallelism: schedules as data, their rules, the time and memory of a step, and an executor.
 
-`chunks` lays layers out and `executor` runs uniform ticks. The other modules do not import JAX.
+`chunks` and `stages` lay layers out, `executor` runs uniform ticks and `table_executor` the others. The other modules do not
+import JAX.
 
 docs/schedules.md compares the schedules.
 """

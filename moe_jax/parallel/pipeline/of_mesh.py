@@ -1,0 +1,53 @@
+"""The schedule of a step on a mesh, and the transfers inside layers that its branches cannot have."""
+
+from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.parallel.pipeline.by_name import schedule_by_name
+from moe_jax.parallel.pipeline.schedules import Schedule
+from moe_jax.parallel.pipeline.table import undivided
+
+SPLIT_MATRICES = ("fsdp", "expert", "context")
+"""The mesh axes that split matrices inside a rank of the pipe. There b and W are not apart (`layers.tickets`)."""
+
+
+def schedule_of(parallelism: Parallelism, micro_batches: int) -> Schedule:
+    """Returns the schedule of a step. Where matrices are split inside a rank, DualPipe and DualPipeV have no b and W.
+
+    Raises:
+      ValueError: sizes that the schedule refuses, or ZB-H1 and ZB-V where matrices are split inside a rank.
+    """
+    name = parallelism.pipe_schedule
+    schedule = schedule_by_name(name, parallelism.mesh.shape["pipe"], parallelism.pipe_chunks, micro_batches)
+    split = _split_axes(parallelism)
+    if not split or not any(part.kind == "W" for slots in schedule.ranks for slot in slots for part in slot):
+        return schedule
+    if name in ("zb-h1", "zb-v"):
+        raise ValueError(
+            f"pipe_schedule={name!r} divides the backward pass, for which matrices must lie whole on a rank of the pipe; "
+            f"{', '.join(split)} of this mesh split them: take '1f1b', 'interleaved', 'dualpipe' or 'dualpipe-v'"
+        )
+    return undivided(schedule)
+
+
+def check_branches(parallelism: Parallelism) -> None:
+    """Refuses transfers that would hang where ranks of the pipe are in different branches.
+
+    Raises:
+      ValueError: a `ppermute` inside the layers: experts over "pairwise", a ring of sequences, or gathers by copies. One in a
+        transport of the caller's own is found when a step is traced (`branches`).
+    """
+    expert, context = parallelism.expert_parallel, parallelism.context_parallel
+    by_copies = parallelism.hops == "copies" and bool(_split_axes(parallelism))
+    for is_used, what, instead in (
+        (by_copies, "hops='copies' inside the layers", "hops='nccl'"),
+        (expert is not None and expert.transport == "pairwise", "the transport 'pairwise'", "'all_to_all' or 'gather'"),
+        (context is not None and context.method == "ring", "the method 'ring'", "'all_gather' or 'ulysses'"),
+    ):
+        if is_used:
+            raise ValueError(
+                f"pipe_schedule={parallelism.pipe_schedule!r} runs ranks of the pipe in different branches, and {what} would "
+                f"wait for ranks that never send: take {instead}, or pipe_schedule='uniform'"
+            )
+
+
+def _split_axes(parallelism: Parallelism) -> list[str]:
+    return [axis for axis in SPLIT_MATRICES if parallelism.mesh.shape.get(axis, 1) > 1]
