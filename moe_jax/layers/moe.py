@@ -126,9 +126,9 @@ class MoE(nnx.Module):
         return y.reshape(*leading, hidden), routing
 
     def _check_experts(self, num_experts: int, expert_parallel: ExpertParallel | None) -> None:
-        devices = 1 if expert_parallel is None else axis_size(expert_parallel.axis_name)
         if expert_parallel is not None and self.experts.ticket is not None:
             raise ValueError("weight tickets need experts that lie on one device; these are split over several")
+        devices = 1 if expert_parallel is None else axis_size(expert_parallel.axis_name)
         held = self.experts.gate_up_proj.shape[-3]
         # Choices of experts that no device holds would add nothing, silently.
         if devices * held != num_experts:
