@@ -94,7 +94,7 @@ def test_it_prints_each_stage_and_the_text(demo, tmp_path, capsys):
     assert str(tmp_path / "dense" / "model") in commands[0] and f"{tmp_path / 'dense'}-chat/model" in commands[2]
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_a_pipe_on_imitated_devices(tmp_path):
     """`moe-jax demo --mesh.pipe 2` trains as one device does, exports, and completes with the export."""
     options = SHRUNKEN | {"steps": 4, "model": "qwen3"}

@@ -50,7 +50,7 @@ def test_residuals(transport):
     assert factor * tokens * k <= h_rows <= factor * tokens * k + devices
 
 
-@pytest.mark.parametrize("transport", ["pairwise", "gather"])
+@pytest.mark.parametrize("transport", ["pairwise", pytest.param("gather", marks=pytest.mark.thorough)])
 def test_accumulators(transport):
     """Sums of gradients grow by the weights' gradients, in the first and in further rounds, inside a stack of two layers."""
     mesh, settings = make_mesh(expert=4), ExpertParallel(transport=transport)

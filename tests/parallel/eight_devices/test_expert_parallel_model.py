@@ -34,7 +34,11 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "settings",
+    [SETTINGS["exchange"], pytest.param(SETTINGS["shadows that cost nothing"], marks=pytest.mark.thorough)],
+    ids=SETTINGS,
+)
 def test_equals_one_device(settings):
     rng = np.random.default_rng(0)
     graph, parameters = nnx.split(tiny.model())

@@ -44,7 +44,10 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+CHUNKS = [pytest.param(1, marks=pytest.mark.thorough), 2]
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
 def test_each_rank_reads_its_own_layers(folder, tmp_path, monkeypatch, chunks):
     """They lie as `to_chunks` lays them, each byte is read once, and saving writes the same bytes."""
     mesh, read, copy = mesh_of(pipe=2, fsdp=2), [], streaming._copy
@@ -72,7 +75,7 @@ def test_layers_beside_the_pipe(tmp_path):
         assert (tmp_path / "saved" / file.name).read_bytes() == file.read_bytes()
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", CHUNKS)
 def test_random_weights_do_not_depend_on_the_pipe(chunks):
     mesh = mesh_of(pipe=2, fsdp=2)
     ours, theirs = (
@@ -93,7 +96,7 @@ def state_on(sizes, chunks=1):
     "start, end",
     [
         ((dict(pipe=2, data=2), 1), (dict(fsdp=2), 1)),
-        ((dict(data=2, expert=2), 1), (dict(pipe=2, data=2, fsdp=2), 2)),
+        pytest.param((dict(data=2, expert=2), 1), (dict(pipe=2, data=2, fsdp=2), 2), marks=pytest.mark.thorough),
         ((dict(pipe=2, expert=2), 2), (dict(pipe=3), 1)),
     ],
     ids=["off", "onto", "other-pipe"],

@@ -60,10 +60,10 @@ thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
     "name, make_model, layers, sizes, micro_batches, remat",
     [
         ("1f1b", tiny.model, 3, dict(pipe=2), 4, True),
-        ("interleaved", tiny.model, 4, dict(pipe=2), 4, True),
-        ("zb-h1", tiny.model, 4, dict(pipe=4), 8, True),
+        thorough("interleaved", tiny.model, 4, dict(pipe=2), 4, True),
+        thorough("zb-h1", tiny.model, 4, dict(pipe=4), 8, True),
         ("zb-v", tiny.model, 3, dict(pipe=2), 4, False),
-        ("dualpipe", tiny.model, 4, dict(pipe=4), 8, True),
+        thorough("dualpipe", tiny.model, 4, dict(pipe=4), 8, True),
         ("dualpipe-v", tiny.model, 4, dict(pipe=2), 4, True),
         ("dualpipe", tiny.model, 3, dict(pipe=2, expert=2), 4, True),
         thorough("1f1b", tiny.dense, 3, dict(pipe=3), 4, False),
@@ -124,6 +124,7 @@ def trained(parallelism=None):
     return (params, state.expert_bias), metrics
 
 
+@pytest.mark.thorough
 def test_two_steps():
     """Parameters, moved biases and metrics; the optimizer's state is split over `data`, and layers fill up a chunk."""
     parallelism = replace(parallelism_of("dualpipe-v", pipe=2, data=2), shard_optimizer=True)

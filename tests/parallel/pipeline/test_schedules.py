@@ -21,7 +21,7 @@ def times(draw, num_stages: int) -> PassTimes:
     return PassTimes(some(0.1, 3), some(1, 4), weights, draw(st.none() | st.floats(4, 4)))
 
 
-@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.settings(max_examples=50, deadline=None)
 @hypothesis.given(pipelines.schedules(), st.data())
 def test_any_schedule_keeps_its_promises(schedule, data):
     """verify holds; simulate ends; peaks are within the bounds; lockstep, masks, hops and longer stages only cost time."""
