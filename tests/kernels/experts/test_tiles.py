@@ -207,10 +207,16 @@ def test_table_decides(monkeypatch, tmp_path):
 def test_accumulating_tile_divides_the_matrix(monkeypatch):
     """Columns beyond the matrix belong to another: stores are cut off there, accumulators would be read there too."""
     taken = []
+
+    def outer(parts, tile, dtype, totals=None):
+        taken.append(tile)
+        return totals
+
     monkeypatch.setattr(mosaic, "choose_tile", lambda *_: TileShape(128, 192, 4, ping_pong=True))
-    monkeypatch.setattr(mosaic, "outer", lambda parts, tile, dtype, accumulate_into: taken.append(tile))
+    monkeypatch.setattr(mosaic, "outer", outer)
     rows = plan(jnp.zeros((4, 2), jnp.int32), 1, 64)
     a = jnp.zeros((rows.num_rows, 128), jnp.bfloat16)
-    for n, totals in ((256, None), (256, 0), (384, 0)):
+    for n, accumulates in ((256, False), (256, True), (384, True)):
+        totals = jnp.zeros((1, 128, n)) if accumulates else None
         mosaic.grouped_outer(a, jnp.zeros((rows.num_rows, n), jnp.bfloat16), rows, jnp.float32, accumulate_into=totals)
     assert taken == [TileShape(128, 192, 4, ping_pong=True), TileShape(128, 256, 4), TileShape(128, 192, 4, ping_pong=True)]
