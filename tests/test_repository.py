@@ -24,12 +24,14 @@ MAY_IMPORT = {
     "checkpoint": {"runtime", "config", "parallel", "models"},
     "cost": {"runtime", "config", "kernels", "parallel", "layers", "models"},
     "generation": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint"},
+    "serving": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "generation"},
     "train": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint"},
     "check": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "cost", "generation"},
     "recipes": {"runtime", "config", "parallel", "models", "checkpoint", "cost", "train"},
     "demo": {"runtime", "config", "parallel", "models", "checkpoint", "generation", "train", "recipes"},
     "commands": {
-        "runtime", "config", "kernels", "parallel", "checkpoint", "cost", "generation", "train", "check", "recipes", "demo",
+        "runtime", "config", "kernels", "parallel", "checkpoint", "cost", "generation", "serving", "train", "check", "recipes",
+        "demo",
     },
     "cli": {"runtime", "commands", "__version__"},
 }  # fmt: skip

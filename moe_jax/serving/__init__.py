@@ -1,0 +1,1 @@
+"""Serving: many prompts at once, their keys and values in pages, as requests come and go."""
