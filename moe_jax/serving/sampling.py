@@ -1,0 +1,161 @@
+"""Draws the next token of each running sequence on the device: every row has its own options, and depends on no other row."""
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key, UInt32
+
+from moe_jax.generation.sampling import draw
+from moe_jax.serving.penalties import Penalties, penalised
+
+if TYPE_CHECKING:
+    from moe_jax.serving.request import SamplingOptions
+
+Draw = Literal["greedy", "plain", "restricted"]
+"""A variant of the sampling program: argmax alone; temperatures too; top_k, top_p and min_p too.
+
+A row has the same token in each variant that can serve it, so the host takes the smallest one that serves all rows.
+"""
+
+
+class SlotOptions(NamedTuple):
+    """The sampling options of every slot."""
+
+    temperature: Float[Array, "slots"]
+    """0: the most likely token."""
+    top_k: Int[Array, "slots"]
+    """0: no restriction."""
+    top_p: Float[Array, "slots"]
+    """1: no restriction."""
+    min_p: Float[Array, "slots"]
+    """0: no restriction."""
+    seed: UInt32[Array, "slots 2"]
+    """High and low 32 bits of the sequence's seed."""
+
+
+class Sampled(NamedTuple):
+    """The new token of each row. Log-probabilities are those of the model: of logits before penalties and temperature."""
+
+    tokens: Int[Array, "rows"]
+    logprobs: Float[Array, "rows"]
+    top_tokens: Int[Array, "rows choices"]
+    """The most likely tokens, the first of equals first; `choices` is `num_top`."""
+    top_logprobs: Float[Array, "rows choices"]
+
+
+def sample_rows(
+    logits: Float[Array, "rows vocab"],
+    slots: Int[Array, "rows"],
+    positions: Int[Array, "rows"],
+    options: SlotOptions,
+    *,
+    variant: Draw = "restricted",
+    penalties: Penalties | None = None,
+    num_top: int = 0,
+) -> Sampled:
+    """Draws a token for each row from softmax(logits / temperature), cut to the top k, then top p, then min p.
+
+    The draw's random key is that of the sequence's seed and of the new token's position, and of nothing else. top_k and top_p
+    cut as `generation.sampling.sample` does. min_p cuts tokens less likely than min_p times the most likely one.
+
+    Args:
+      slots: the slot of each row, which has its options; -1: the row is padding, and gets token 0.
+      positions: the positions of the new tokens.
+      variant: static; it must serve the options of all rows.
+      penalties: penalties and biases of the slots; None: no row has any.
+      num_top: static; the number of most likely tokens to return for each row.
+    """
+    logits = logits.astype(jnp.float32)
+    of_row = jax.tree.map(lambda values: values[jnp.maximum(slots, 0)], options)
+    scores = logits if penalties is None else penalised(logits, slots, penalties)
+    tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    if variant != "greedy":
+        scores = scores / jnp.where(of_row.temperature > 0, of_row.temperature, 1)[:, None]
+        if variant == "restricted":
+            scores = _restricted(scores, of_row)
+        tokens = jnp.where(of_row.temperature > 0, draw(scores, _keys(of_row.seed, positions)), tokens)
+    tokens = jnp.where(slots < 0, 0, tokens)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    top_logprobs, top_tokens = jax.lax.top_k(logprobs, num_top)
+    return Sampled(tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0], top_tokens, top_logprobs)
+
+
+def init_slots(num_slots: int) -> SlotOptions:
+    """Returns options of greedy slots."""
+    zeros, ones = jnp.zeros(num_slots, jnp.float32), jnp.ones(num_slots, jnp.float32)
+    return SlotOptions(zeros, jnp.zeros(num_slots, jnp.int32), ones, zeros, jnp.zeros((num_slots, 2), jnp.uint32))
+
+
+def slot_row(options: "SamplingOptions", seed: int) -> SlotOptions:
+    """Returns the row of a slot that a sequence with these options and this seed of up to 64 bits takes, in NumPy."""
+    row = dict(
+        temperature=np.float32(options.temperature),
+        top_k=np.int32(options.top_k or 0),
+        top_p=np.float32(1 if options.top_p is None else options.top_p),
+        min_p=np.float32(options.min_p or 0),
+        seed=np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32),
+    )
+    return SlotOptions(**row)  # type: ignore[arg-type]
+
+
+def variant_for(options: "SamplingOptions") -> Draw:
+    """Returns the smallest variant of the sampling program that serves these options."""
+    if options.temperature == 0:
+        return "greedy"
+    restricted = options.top_k is not None or options.top_p is not None or bool(options.min_p)
+    return "restricted" if restricted else "plain"
+
+
+def with_last_tokens(
+    last_token: Int[Array, "slots"], slots: Int[Array, "rows"], tokens: Int[Array, "rows"]
+) -> Int[Array, "slots"]:
+    """Returns `last_token` with the new tokens of the rows that are no padding."""
+    return last_token.at[jnp.where(slots < 0, len(last_token), slots)].set(tokens, mode="drop")
+
+
+def _keys(seed: UInt32[Array, "rows 2"], positions: Int[Array, "rows"]) -> Key[Array, "rows"]:
+    return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(seed, impl="threefry2x32"), positions)
+
+
+def _restricted(scores: Float[Array, "rows vocab"], options: SlotOptions) -> Float[Array, "rows vocab"]:
+    """Returns the scores with -inf for tokens that the options cut."""
+    vocab, best = scores.shape[-1], jnp.max(scores, axis=-1, keepdims=True)
+    k = jnp.where(options.top_k > 0, options.top_k, vocab + 1)
+    smallest = _threshold(scores, jnp.ones_like(scores, jnp.int32), k, jnp.any(k < vocab))
+    scores = jnp.where(scores < smallest[:, None], -jnp.inf, scores)
+    weights = jnp.exp(scores - best)
+    mass = jnp.where(options.top_p < 1, options.top_p * weights.sum(axis=-1), jnp.inf)
+    smallest = _threshold(scores, weights, mass, jnp.any(options.top_p < 1))
+    scores = jnp.where(scores < smallest[:, None], -jnp.inf, scores)
+    return jnp.where(scores < best + jnp.log(options.min_p)[:, None], -jnp.inf, scores)
+
+
+def _threshold(scores: Float[Array, "rows vocab"], weights: Array, wanted: Array, any_row: Array) -> Float[Array, "rows"]:
+    """Returns the largest score of each row at which the weights of all scores not below it reach `wanted`; else -inf.
+
+    Halves an interval of floats, in the order of their bits, 32 times. Each time reads the scores once; a sort would read and
+    write them more often. Sums do not depend on other rows, and `any_row` saves the work if no row needs a threshold.
+    """
+
+    def halve(_, interval):
+        low, high = interval
+        # Rounded up, without the overflow of low + high: the last two floats end at the upper one if it reaches `wanted`.
+        middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
+        reached = jnp.where(scores >= _as_float(middle)[:, None], weights, 0).sum(axis=-1) >= wanted
+        return jnp.where(reached, middle, low), jnp.where(reached, high, middle - 1)
+
+    ends = jnp.full_like(scores[:, 0], MINUS_INFINITY, jnp.int32), jnp.full_like(scores[:, 0], INFINITY, jnp.int32)
+    low, _ = jax.lax.fori_loop(0, jnp.where(any_row, 32, 0), halve, ends)
+    return _as_float(low)
+
+
+INFINITY = 0x7F800000
+MINUS_INFINITY = -INFINITY - 1
+"""The integers of the infinite floats in `_as_float`."""
+
+
+def _as_float(ordered: Int[Array, "rows"]) -> Float[Array, "rows"]:
+    """Returns the floats whose order is that of these integers: a negative float's bits count down."""
+    return jnp.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(jnp.float32)
