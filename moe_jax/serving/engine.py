@@ -20,7 +20,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.serving.device import Device, Launched
 from moe_jax.serving.handle import Event, Handle, Listener, wake
 from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.queues import Queues, change_weights, finish
+from moe_jax.serving.queues import EngineQueues, change_weights, finish
 from moe_jax.serving.records import Record, completion_of
 from moe_jax.serving.request import Completion, SamplingOptions, checked, seeds_of
 from moe_jax.serving.schedule import plan_step, read_step
@@ -79,7 +79,7 @@ class Engine:
         self._keeps_experts = keep_experts and model.config.experts is not None
         self._device = Device(model, limits, keep_experts=keep_experts)
         self._device.warm_up()
-        self._queues = Queues(limits)
+        self._queues = EngineQueues(limits)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: set[Sequence] = set()
         self._open_lock = threading.Lock()
