@@ -13,7 +13,7 @@ from moe_jax.serving.device import Device
 from moe_jax.serving.handle import Handle
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.loop import EngineLoop
-from moe_jax.serving.queues import Queues, change_weights
+from moe_jax.serving.queues import EngineQueues, change_weights
 from moe_jax.serving.records import Record
 from moe_jax.serving.request import Completion, SamplingOptions, checked, seeds_of
 from moe_jax.serving.sequence import Sequence
@@ -65,7 +65,7 @@ class Engine:
         self._keeps_experts = keep_experts and model.config.experts is not None
         device = Device(model, limits, keep_experts=keep_experts)
         device.warm_up()
-        self._loop = EngineLoop(device, Queues(limits))
+        self._loop = EngineLoop(device, EngineQueues(limits))
 
     def generate(
         self, prompts: Many[Many[int]], options: SamplingOptions | Many[SamplingOptions] = GREEDY

@@ -13,7 +13,7 @@ import numpy as np
 
 from moe_jax.serving.device import Device, Launched
 from moe_jax.serving.handle import Event, Listener, wake
-from moe_jax.serving.queues import Queues, finish
+from moe_jax.serving.queues import EngineQueues, finish
 from moe_jax.serving.records import Record, completion_of
 from moe_jax.serving.schedule import plan_step, read_step
 from moe_jax.serving.sequence import Sequence
@@ -34,7 +34,7 @@ class EngineLoop:
       num_steps, num_tokens: steps started, and new tokens read, so far.
     """
 
-    def __init__(self, device: Device, queues: Queues):
+    def __init__(self, device: Device, queues: EngineQueues):
         self.device = device
         self.queues = queues
         self.is_paused = False
