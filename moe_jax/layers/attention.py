@@ -10,6 +10,7 @@ from moe_jax.layers.attend import Attend
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.norm import RMSNorm
+from moe_jax.layers.paged import LayerPages, PagedAttend
 from moe_jax.layers.rope import RopeTables, apply_rope
 
 
@@ -42,9 +43,9 @@ class Attention(nnx.Module):
         self.head_dim = config.head_dim
 
     def __call__(
-        self, x: Float[Array, "batch seq hidden"], rope: RopeTables, attend: Attend
-    ) -> tuple[Float[Array, "batch seq hidden"], KVCache | None]:
-        """Returns the output, and the cache with these tokens in it (None without a cache)."""
+        self, x: Float[Array, "batch seq hidden"], rope: RopeTables, attend: Attend | PagedAttend
+    ) -> tuple[Float[Array, "batch seq hidden"], KVCache | LayerPages | None]:
+        """Returns the output, and the cache or pages with these tokens in it (None without either)."""
 
         def heads(y: Array) -> Array:
             return y.reshape(*y.shape[:-1], -1, self.head_dim)

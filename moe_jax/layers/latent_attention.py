@@ -17,6 +17,7 @@ from moe_jax.layers.attend import Attend
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.norm import RMSNorm
+from moe_jax.layers.paged import LayerPages, PagedAttend
 from moe_jax.layers.rope import RopeTables, apply_rope, mscale_of_scores
 from moe_jax.layers.tickets import TicketedMatrix, linear_map
 from moe_jax.parallel.sequence.ring import Expansion
@@ -75,11 +76,12 @@ class LatentAttention(nnx.Module):
         self.scale = config.key_dim**-0.5 * mscale_of_scores(config.rope_parameters, config.max_position_embeddings)
 
     def __call__(
-        self, x: Float[Array, "batch seq hidden"], rope: RopeTables, attend: Attend
-    ) -> tuple[Float[Array, "batch seq hidden"], KVCache | None]:
-        """Returns the output, and the cache with these tokens in it (None without a cache)."""
+        self, x: Float[Array, "batch seq hidden"], rope: RopeTables, attend: Attend | PagedAttend
+    ) -> tuple[Float[Array, "batch seq hidden"], KVCache | LayerPages | None]:
+        """Returns the output, and the cache or pages with these tokens in it (None without either)."""
         q, latents = self.queries(x, rope), self.latents(x, rope)
-        if attend.sees_cached_tokens and self.absorbing_is_cheaper(x.shape[1]):
+        # Pages are always read as they are: a kernel that expands latents page by page does not exist.
+        if isinstance(attend, PagedAttend) or (attend.sees_cached_tokens and self.absorbing_is_cheaper(x.shape[1])):
             out, cache = attend(self.absorb(q), (latents,), Expansion(_as_one_head, ()), scale=self.scale)
             out = self.values(out)
         else:

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.experts.deferred import ExpertProducts, expert_products_like, experts_mlp_deferring
-from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
+from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating, experts_mlp_in_stack
 from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.balance import Sequences
@@ -163,7 +163,7 @@ class StackedWeight(nnx.Variable):
 
 
 class PlaceInStack(nnx.Variable):
-    """The index of a layer in its stack."""
+    """The index of a layer in its stack, where kernels read the layer's weights inside the stack."""
 
 
 def add_expert_gradients_to(model: nnx.Module, accumulators: nnx.State, *, in_stacks: bool = False) -> None:
@@ -221,6 +221,9 @@ class Experts(TicketHolder):
         if self.ticket is not None:
             matrices = self.gate_up_proj[...], self.down_proj[...]
             return experts_mlp_deferring(x, *matrices, weights, experts, self.held_ticket)
+        if self.place is not None and self.accumulators is None:
+            matrices = self.gate_up_proj[...], self.down_proj[...]
+            return experts_mlp_in_stack(x, *matrices, weights, experts, self.place[...])
         return experts_mlp_accumulating(
             x,
             self.gate_up_proj[...],
@@ -253,6 +256,10 @@ class Experts(TicketHolder):
             self.place = PlaceInStack(jnp.arange(len(gate_up), dtype=jnp.int32))
         self.gate_up_proj, self.down_proj = weight(self.gate_up_proj[...]), weight(self.down_proj[...])
         self.gate_up_accumulator, self.down_accumulator = GradientAccumulator(gate_up), GradientAccumulator(down)
+
+    def read_in_stack(self, layer: Int[Array, ""]) -> None:
+        """Computes with this layer's matrices of a stack from now on, without gradients; the weights are the whole stack."""
+        self.place = PlaceInStack(layer)
 
     @property
     def accumulators(self) -> Accumulators | None:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from moe_jax.config import ModelConfig
 from moe_jax.layers.attend import Attend
 from moe_jax.layers.norm import RMSNorm
+from moe_jax.layers.paged import PagedAttend
 from moe_jax.layers.router import Routing
 from moe_jax.models.forward import LayerInputs, LayerOutput
 from moe_jax.parallel.spread import Spread
@@ -33,7 +34,9 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = norm()
         self.mlp = mlp
 
-    def __call__(self, x: Float[Array, "batch seq hidden"], inputs: LayerInputs, attend: Attend, spread: Spread) -> LayerOutput:
+    def __call__(
+        self, x: Float[Array, "batch seq hidden"], inputs: LayerInputs, attend: Attend | PagedAttend, spread: Spread
+    ) -> LayerOutput:
         """Applies the layer to the residual stream; `attend` is this layer's attention."""
         attended, cache = self.self_attn(self.input_layernorm(x), inputs.rope, attend)
         x = x + attended

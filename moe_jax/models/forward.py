@@ -13,6 +13,7 @@ from moe_jax.layers.attend import Attend
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.moe import AccumulatedWeight, GradientAccumulator, PlaceInStack, StackedWeight
+from moe_jax.layers.paged import LayerPages
 from moe_jax.layers.passes import LayerArrays, Layers
 from moe_jax.layers.rope import RopeTables, rope_tables
 from moe_jax.layers.router import ExpertBias, Routing
@@ -85,8 +86,8 @@ class LayerOutput(NamedTuple):
 
     x: Any
     """The residual stream behind the layer, as in `Carry`."""
-    cache: KVCache | None
-    """The cache with this layer's keys and values of the tokens; None without a cache."""
+    cache: KVCache | LayerPages | None
+    """The cache, or the layer's pages, with this layer's keys and values of the tokens; None without either."""
     routing: Routing | None
     """None for a dense layer."""
 

@@ -91,10 +91,10 @@ def experts_of_parts(operands: ExpertsOperands, options: ExpertsOptions) -> Arra
 
 def _without_gradients(operands: ExpertsOperands, options: ExpertsOptions) -> Arrays:
     """Computes y of a forward pass that no backward pass follows."""
-    if len(operands.xs) == 1 and options.backend == "mosaic" and operands.layer is None:
+    if len(operands.xs) == 1 and options.backend == "mosaic":
         (x,), (weights,), (experts,) = operands.xs, operands.weights, operands.experts
         if _has_room_for_all(options.max_pairs[0], experts):
-            rows = mosaic.experts_of_few_pairs(x, operands.w_gate_up, operands.w_down, experts)
+            rows = mosaic.experts_of_few_pairs(x, operands.w_gate_up, operands.w_down, experts, operands.layer)
             if rows is not None:
                 choices = widened(rows).reshape(*experts.shape, -1)
                 return (sum_of_choices(choices, weights).astype(x.dtype),)

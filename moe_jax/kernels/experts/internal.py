@@ -1,6 +1,7 @@
 """Variants of `experts_mlp` for callers inside this package; they have its formula and its gradients.
 
 `layers/moe.py` calls `experts_mlp_accumulating`: micro-batches then add their weight gradients to given arrays in place.
+It calls `experts_mlp_in_stack` where layers run one by one and read their weights inside the stack of all layers.
 `parallel/expert/mlp.py` calls `experts_mlp_of_parts`: the tokens of other devices arrive later than a device's own.
 """
 
@@ -86,6 +87,26 @@ def experts_mlp_accumulating(
     operands = ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), into, layer)
     options = ExpertsOptions(backend, (None,), chunk_tokens=chunk_tokens, accumulators_in_stack=in_stack)
     return experts_of_parts(operands, options)[0]
+
+
+def experts_mlp_in_stack(
+    x: Float[Array, "tokens hidden"],
+    w_gate_up: Float[Array, "layers experts 2*inter hidden"],
+    w_down: Float[Array, "layers experts hidden inter"],
+    topk_weights: Float[Array, "tokens k"],
+    topk_experts: Integer[Array, "tokens k"],
+    layer: Int[Array, ""],
+) -> Float[Array, "tokens hidden"]:
+    """Computes `experts_mlp` with the experts of one layer of a stack, which kernels read in place. It has no gradients.
+
+    Raises:
+        ValueError: what `experts_mlp` raises.
+    """
+    sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts="layers experts")
+    backend = resolve_backend(None, x.dtype, x.shape[1], sizes["inter"])
+    topk_weights = without_strangers(topk_weights, topk_experts, sizes["experts"])
+    operands = ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), None, layer)
+    return experts_of_parts(operands, ExpertsOptions(backend, (None,)))[0]
 
 
 class TokenPart(NamedTuple):

@@ -22,7 +22,7 @@ from moe_jax.kernels.experts.mosaic.gather import gather_rows, shared_bytes
 from moe_jax.kernels.experts.mosaic.tile_limits import Pass, most_stages
 from moe_jax.kernels.experts.mosaic.tiles import choose_tile, shared_tile
 from moe_jax.kernels.experts.mosaic.token_sums import columns_at_a_time, sum_rows
-from moe_jax.kernels.experts.routing import Plan, int32_ids, of_own_layer
+from moe_jax.kernels.experts.routing import Plan, int32_ids, is_an_expert, of_own_layer
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
 from moe_jax.kernels.hopper.pipeline import SHARED_MEMORY
@@ -81,18 +81,25 @@ def rows_of_tokens(
 
 def experts_of_few_pairs(
     x: Float[Array, "tokens hidden"],
-    w_gate_up: Float[Array, "experts 2*inter hidden"],
-    w_down: Float[Array, "experts hidden inter"],
+    w_gate_up: Float[Array, "*layers experts 2*inter hidden"],
+    w_down: Float[Array, "*layers experts hidden inter"],
     topk_experts: Int[Array, "tokens k"],
+    layer: Int[Array, ""] | None = None,
 ) -> Float[Array, "tokens*k hidden"] | None:
     """Returns the output of each pair's expert for its token, in the order of pairs; zero if the id is no expert.
 
     For a forward pass of few pairs, for which a plan is not worth its time. None if there are more pairs, or other sizes
-    (`by_pairs.takes`).
+    (`by_pairs.takes`). `layer` is `Plan.layer`; weights of another dtype than x's are then not taken either.
     """
-    if not by_pairs.takes(topk_experts, w_down):
+    num_experts = w_down.shape[-3]
+    if not by_pairs.takes(topk_experts, num_experts, *w_down.shape[-2:]):
         return None
-    ids = int32_ids(topk_experts, w_down.shape[0])
+    ids = int32_ids(topk_experts, num_experts)
+    if layer is not None:
+        if {w_gate_up.dtype, w_down.dtype} != {x.dtype}:
+            return None
+        ids = jnp.where(is_an_expert(ids, num_experts), ids + layer * num_experts, -1)
+        w_gate_up, w_down = (w.reshape(-1, *w.shape[-2:]) for w in (w_gate_up, w_down))
     return by_pairs.experts_of_pairs(x, w_gate_up.astype(x.dtype), w_down.astype(x.dtype), ids)
 
 

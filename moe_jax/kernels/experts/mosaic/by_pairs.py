@@ -51,12 +51,12 @@ RESERVED = 4096
 """Bytes of shared memory for barriers and for what Pallas takes."""
 
 
-def takes(topk_experts: Int[Array, "tokens k"], w_down: Float[Array, "experts hidden inter"]) -> bool:
+def takes(topk_experts: Int[Array, "tokens k"], num_experts: int, hidden: int, inter: int) -> bool:
     """Returns True if these are few pairs, of sizes that the kernel can take.
 
     Few: at most MOST_PAIRS, and few enough beside the number of experts that tokens seldom share one.
     """
-    (tokens, k), (num_experts, hidden, inter) = topk_experts.shape, w_down.shape
+    tokens, k = topk_experts.shape
     is_few = 0 < tokens * k <= MOST_PAIRS and 4 * (tokens - 1) * k <= num_experts
     # 128 threads copy a row.
     return is_few and all(0 < size <= WIDEST_ROW and size % 128 == 0 for size in (hidden, inter))

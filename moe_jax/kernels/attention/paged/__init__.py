@@ -1,0 +1,13 @@
+"""Attention to keys and values that lie in pages of 64 tokens, as a serving engine keeps them."""
+
+from typing import TYPE_CHECKING
+
+from moe_jax.runtime.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from moe_jax.kernels.attention.paged.api import paged_attention
+    from moe_jax.kernels.attention.paged.queries import PAGE_SIZE, PagedQueries
+
+__all__ = ["PAGE_SIZE", "PagedQueries", "paged_attention"]
+
+export_lazily(__name__)

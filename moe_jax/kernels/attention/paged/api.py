@@ -1,0 +1,77 @@
+"""Causal attention to keys and values in pages: one query a row in decoding, many in a chunk of a prompt."""
+
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.attention.api import resolve_attention_backend
+from moe_jax.kernels.attention.paged import xla
+from moe_jax.kernels.attention.paged.queries import PAGE_SIZE, PagedQueries
+
+
+def paged_attention(
+    q: Float[Array, "tokens heads key_dim"],
+    keys: Float[Array, "pages kv_heads page_size key_dim"],
+    values: Float[Array, "pages kv_heads page_size value_dim"] | None,
+    queries: PagedQueries,
+    *,
+    scale: float,
+    value_dim: int | None = None,
+    window: Int[Array, ""] | int | None = None,
+    queries_per_row: int | None = None,
+    backend: str | None = None,
+) -> Float[Array, "tokens heads value_dim"]:
+    """Returns softmax(scale * q k^T + mask) v of each query over its own row's keys, in q's dtype, f32 inside.
+
+    A query sees the keys of its row that are not after it, with a window the last `window` of them. A traced window below 1
+    counts as 1. Heads h*G .. h*G+G-1 share key head h, G = heads / kv_heads. Padding gives finite results, which nobody reads.
+    All of a page must be finite, the places that nobody has written too.
+
+    Args:
+        values: None if the values are the first `value_dim` columns of the keys, as with DeepSeek's latents.
+        value_dim: given if and only if `values` is None.
+        queries_per_row: given if all rows have exactly this number of queries, 1 in decoding. `first_query` must agree.
+        backend: "xla" takes every input.
+
+    Raises:
+        ValueError: shapes that do not fit together, a window below 1, an unknown backend, or one that does not take the input.
+    """
+    value_dim = _check(q, keys, values, queries, value_dim, window, queries_per_row)
+    resolve_attention_backend(backend, "paged attention has no kernel yet")
+    return xla.paged_attention(q, keys, values, queries, scale=scale, window=window, value_dim=value_dim)
+
+
+def _check(q, keys, values, queries: PagedQueries, value_dim, window, queries_per_row) -> int:
+    """Returns the width of the values; raises ValueError where arguments do not fit together."""
+    if q.ndim != 3 or keys.ndim != 4 or q.shape[1] % keys.shape[1] or q.shape[2] != keys.shape[3]:
+        raise ValueError(
+            f"q [tokens, heads, key_dim] must match keys [pages, kv_heads, {PAGE_SIZE}, key_dim], "
+            f"heads a multiple of kv_heads; got q {q.shape}, keys {keys.shape}"
+        )
+    if keys.shape[2] != PAGE_SIZE:
+        raise ValueError(f"a page must hold {PAGE_SIZE} tokens; got keys {keys.shape}")
+    if (values is None) == (value_dim is None):
+        raise ValueError(
+            f"either values or value_dim must be given; got values {'None' if values is None else values.shape}, "
+            f"value_dim {value_dim}"
+        )
+    if values is None:
+        if not 1 <= value_dim <= keys.shape[3]:
+            raise ValueError(f"value_dim must be from 1 to the width of the keys, {keys.shape[3]}; got {value_dim}")
+    elif values.shape[:3] != keys.shape[:3]:
+        raise ValueError(f"values must have the pages, heads and tokens of keys, {keys.shape[:3]}; got {values.shape[:3]}")
+    rows = queries.num_keys.shape[0]
+    if not rows or queries.first_query.shape != (rows + 1,) or queries.page_table.ndim != 2:
+        raise ValueError(
+            f"first_query must be [rows + 1], num_keys [rows] and page_table [rows, max_pages] of at least one row; "
+            f"got {queries.first_query.shape}, {queries.num_keys.shape}, {queries.page_table.shape}"
+        )
+    if queries.page_table.shape[0] != rows or not queries.page_table.shape[1]:
+        raise ValueError(f"page_table must have {rows} rows of at least one page; got {queries.page_table.shape}")
+    if queries_per_row is not None and (queries_per_row < 1 or queries_per_row * rows != q.shape[0]):
+        raise ValueError(
+            f"queries_per_row times {rows} rows must be the number of tokens, {q.shape[0]}; "
+            f"got queries_per_row {queries_per_row}"
+        )
+    if isinstance(window, int | np.integer) and window < 1:
+        raise ValueError(f"window must be at least 1 or None; got {window}")
+    return value_dim if values is None else values.shape[3]

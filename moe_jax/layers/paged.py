@@ -1,0 +1,86 @@
+"""Attention of decoding sequences whose keys and values lie in pages: a layer writes new tokens, then reads all of a row's.
+
+A page holds PAGE_SIZE tokens of one sequence in one layer, wherever the pool has room. `kernels.attention.paged` reads them.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from moe_jax.config import ModelConfig
+from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention
+from moe_jax.parallel.sequence.ring import KV, Expansion
+
+LayerPages = tuple[Float[Array, "pages kv_heads page_size _"], ...]
+"""One layer's pages: keys and values, or the latents that both are made from, as one head."""
+
+
+class TokenPlaces(NamedTuple):
+    """Where each token of a step is written."""
+
+    page: Int[Array, "tokens"]
+    offset: Int[Array, "tokens"]
+    """The token's place inside the page."""
+
+
+def empty_pages(config: ModelConfig, num_pages: int, dtype: DTypeLike) -> list[LayerPages]:
+    """Makes the pages of all layers, as zeros: rows that are not written yet must be finite, for zeros multiply them."""
+    # A layer keeps one array of heads for each of keys and values, or one of latents without heads.
+    shapes = [shape if len(shape) == 2 else (1, *shape) for shape in config.cache_shapes]
+    layers = range(config.num_hidden_layers)
+    return [tuple(jnp.zeros((num_pages, heads, PAGE_SIZE, width), dtype) for heads, width in shapes) for _ in layers]
+
+
+@dataclass(frozen=True)
+class PagedAttend:
+    """softmax(scale * q k^T + mask) v for one layer whose keys lie in pages; a stand-in for `Attend`.
+
+    Attributes:
+      pages: the layer's pages, with room for the tokens of this call.
+      places: where the call's tokens go.
+      queries: the rows' queries and pages.
+      value_dim: the width of values that are the first columns of latents; None where pages hold values.
+      window: the sliding window; None if there is none.
+    """
+
+    pages: LayerPages
+    places: TokenPlaces
+    queries: PagedQueries
+    queries_per_row: int | None = None
+    value_dim: int | None = None
+    window: Int[Array, ""] | int | None = None
+
+    def __call__(
+        self,
+        q: Float[Array, "1 tokens heads key_dim"],
+        kept: KV,
+        expansion: Expansion | None = None,
+        *,
+        scale: float,
+    ) -> tuple[Float[Array, "1 tokens heads value_dim"], LayerPages]:
+        """Returns the result, and the pages with these tokens in them.
+
+        Args:
+          kept: k and v, or the latents, of this call's tokens, which are written before queries read.
+          expansion: not read. Queries of latents come absorbed (`LatentAttention.absorb`), and their result is a mean of latents.
+        """
+        page, offset = self.places
+        written = []
+        for pages, tokens in zip(self.pages, kept, strict=True):
+            tokens = tokens[0] if tokens.ndim == 4 else tokens[0][:, None]
+            written.append(pages.at[page, :, offset].set(tokens.astype(pages.dtype), mode="drop"))
+        keys, values = written[0], None if len(written) == 1 else written[1]
+        out = paged_attention(
+            q[0],
+            keys,
+            values,
+            self.queries,
+            scale=scale,
+            window=self.window,
+            queries_per_row=self.queries_per_row,
+            value_dim=self.value_dim,
+        )
+        return out[None], tuple(written)

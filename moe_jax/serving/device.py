@@ -1,0 +1,172 @@
+"""The engine's device: weights, state, and the compiled programs that run a planned step and draw its tokens."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from moe_jax.models.decoder import Decoder
+from moe_jax.serving.drawing import VARIANTS, draw_program, variant_of
+from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.pages import pages_of
+from moe_jax.serving.penalties import Penalties, init_penalties, penalty_row, start_slot
+from moe_jax.serving.sampling import Sampled, init_slots, slot_row
+from moe_jax.serving.schedule import StepPlan
+from moe_jax.serving.sequence import Sequence
+from moe_jax.serving.step import initial_state, step_program
+from moe_jax.serving.upload import StepRows, StepShape, empty_rows, packed
+from moe_jax.serving.weights import take_apart
+
+SMALLEST_CHUNKS = 128
+"""Tokens of the smallest program with chunks; each further one has four times as many."""
+
+
+class Launched(NamedTuple):
+    """A step that the device runs, or has run."""
+
+    plan: StepPlan
+    rows: list[int]
+    """The row of each of `plan.samples` in the arrays of `sampled`."""
+    sampled: Sampled
+
+
+class Device:
+    """Weights and state of one engine on one device.
+
+    A program is compiled for each of the step shapes: numbers of decoding rows that double, alone, and numbers of tokens of
+    chunks that quadruple, alone or with as many decoding rows as there may be.
+    """
+
+    def __init__(self, model: Decoder, limits: EngineLimits, *, keep_experts: bool):
+        self.limits = limits
+        self.served, self.weights = take_apart(model)
+        max_pages = pages_of(limits.max_length)
+        self.state = initial_state(
+            self.served, limits.num_pages, limits.max_sequences, max_pages, keep_experts=keep_experts
+        )
+        self._decode_shapes = [StepShape(n, 0, 0, max_pages) for n in _doubling(limits.max_sequences)]
+        chunk_tokens = _quadrupling(limits.max_tokens_per_step)
+        self._chunk_shapes = [
+            StepShape(decodes, tokens, limits.max_chunks_per_step, max_pages)
+            for tokens in chunk_tokens
+            for decodes in (0, limits.max_sequences)
+        ]
+        self._programs = {shape: step_program(self.served, shape) for shape in self._decode_shapes + self._chunk_shapes}
+        self._options = jax.tree.map(np.array, init_slots(limits.max_sequences))
+        self._options_on_device = jax.device_put(self._options)
+        self._penalties: Penalties | None = None
+
+    def warm_up(self) -> None:
+        """Compiles all programs and runs each once, on rows that are not used."""
+        for shape in self._programs:
+            for variant in VARIANTS:
+                self._launch(shape, empty_rows(shape), variant)
+        jax.block_until_ready(self.state)
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Starts a step; the copies of its tokens to the host start with it."""
+        for chunk in plan.chunks:
+            if chunk.samples:
+                self._start_slot(chunk.sequence)
+        shape = self._shape_for(plan)
+        rows = _filled(plan, empty_rows(shape))
+        sampled = self._launch(shape, rows, variant_of(sequence.options for sequence in plan.samples))
+        for array in sampled:
+            array.copy_to_host_async()
+        of_chunks = [shape.decodes + i for i, chunk in enumerate(plan.chunks) if chunk.samples]
+        return Launched(plan, [*range(len(plan.decodes)), *of_chunks], sampled)
+
+    def experts_of(self, pages: list[int], num_tokens: int) -> np.ndarray:
+        """Returns the experts of a sequence's tokens, [tokens, moe_layers, k], from its pages."""
+        padded = np.zeros(self.state.page_table.shape[1], np.int32)
+        padded[: len(pages)] = pages
+        found = np.asarray(_taken(self.state.experts, padded))
+        return found.reshape(-1, *found.shape[2:])[:num_tokens]
+
+    def replace_weights(self, model: Decoder) -> None:
+        """Computes with the weights of another model of the same architecture from the next step on.
+
+        Raises:
+          ValueError: the model has another architecture or dtype.
+        """
+        served, weights = take_apart(model)
+        shapes, own = (jax.tree.map(lambda a: (a.shape, a.dtype), w) for w in (weights, self.weights))
+        if served != self.served or shapes != own:
+            raise ValueError("the new weights must be of a model with the same config and dtype as the engine's")
+        self.weights = weights
+
+    def _launch(self, shape: StepShape, rows: StepRows, variant) -> Sampled:
+        self.state, output = self._programs[shape](self.weights, self.state, packed(rows))
+        penalties = None
+        if variant == "full":
+            penalties = self._penalties or init_penalties(self.limits.max_sequences, output.logits.shape[1])
+        drawn = draw_program(variant)(output, self._options_on_device, self.state.last_token, penalties)
+        self.state = self.state._replace(last_token=drawn.last_token)
+        if variant == "full":
+            self._penalties = drawn.penalties
+        return drawn.sampled
+
+    def _shape_for(self, plan: StepPlan) -> StepShape:
+        """Returns the smallest shape that has room for the plan."""
+        if not plan.chunks:
+            return next(shape for shape in self._decode_shapes if shape.decodes >= len(plan.decodes))
+        tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
+        return next(
+            shape for shape in self._chunk_shapes if shape.chunk_tokens >= tokens and shape.decodes >= len(plan.decodes)
+        )
+
+    def _start_slot(self, sequence: Sequence) -> None:
+        """Gives a slot the options of the sequence that begins to draw there."""
+        slot, options = sequence.slot, sequence.options
+        for values, value in zip(self._options, slot_row(options, sequence.seed), strict=True):
+            values[slot] = value
+        # A copy: the array on the device may share the host's memory, which the next sequence changes.
+        self._options_on_device = jax.device_put(jax.tree.map(np.copy, self._options))
+        # All slots once penalties exist: the slot's last sequence may have left some.
+        if self._penalties is None and variant_of([options]) == "full":
+            self._penalties = init_penalties(self.limits.max_sequences, self.served.config.vocab_size)
+        if self._penalties is not None:
+            tokens = np.zeros(self.limits.max_length, np.int32)
+            tokens[: len(sequence.tokens)] = sequence.tokens
+            sizes = np.int32(len(sequence.prompt)), np.int32(len(sequence.tokens))
+            self._penalties = _start_slot(self._penalties, np.int32(slot), penalty_row(options), tokens, *sizes)
+
+
+_start_slot = jax.jit(start_slot, donate_argnums=0)
+
+
+@jax.jit
+def _taken(pages: Int[Array, "pages ..."], numbers: Int[Array, "_"]) -> Int[Array, "_ ..."]:
+    return jnp.take(pages, numbers, axis=0)
+
+
+def _filled(plan: StepPlan, rows: StepRows) -> StepRows:
+    """Writes the plan into empty rows, and returns them."""
+    if plan.decodes:
+        n = len(plan.decodes)
+        columns = np.array([decode[1:] for decode in plan.decodes], np.int32).T
+        rows.decode_slots[:n], rows.decode_positions[:n], rows.decode_pages[:n] = columns
+    first = 0
+    for i, chunk in enumerate(plan.chunks):
+        count, pages = len(chunk.tokens), chunk.sequence.pages
+        rows.chunk_slots[i], rows.chunk_starts[i], rows.chunk_counts[i] = chunk.sequence.slot, chunk.start, count
+        rows.chunk_samples[i] = chunk.samples
+        rows.chunk_tokens[first : first + count] = chunk.tokens
+        rows.chunk_tables[i, : len(pages)] = pages
+        first += count
+    return rows
+
+
+def _doubling(largest: int) -> list[int]:
+    """Returns 1, 2, 4 and so on, and `largest` as the last one."""
+    return [*(1 << i for i in range(largest.bit_length()) if 1 << i < largest), largest]
+
+
+def _quadrupling(largest: int) -> list[int]:
+    sizes, size = [], SMALLEST_CHUNKS
+    while size < largest:
+        sizes.append(size)
+        size *= 4
+    return [*sizes, largest]

@@ -1,0 +1,65 @@
+"""The program that draws the tokens of a step, and remembers them on the device for the next one.
+
+Three variants are compiled. A step takes the cheapest one that serves the options of all its rows.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
+
+import jax
+from jaxtyping import Array, Int
+
+from moe_jax.serving.penalties import Penalties, count_tokens, has_penalties
+from moe_jax.serving.request import MAX_LOGPROBS, SamplingOptions
+from moe_jax.serving.sampling import Sampled, SlotOptions, sample_rows, variant_for, with_last_tokens
+from moe_jax.serving.step import StepOutput
+
+Variant = Literal["greedy", "plain", "full"]
+"""Argmax alone; temperatures too; all options, with penalties and alternatives."""
+
+VARIANTS: tuple[Variant, ...] = ("greedy", "plain", "full")
+
+
+class Drawn(NamedTuple):
+    """The results of drawing the tokens of a step."""
+
+    sampled: Sampled
+    last_token: Int[Array, "slots"]
+    penalties: Penalties | None
+    """With the new tokens counted; None in variants without penalties."""
+
+
+def variant_of(options: Iterable[SamplingOptions]) -> Variant:
+    """Returns the cheapest variant that serves all these options."""
+    return max((_variant_of_one(one) for one in options), key=VARIANTS.index, default="greedy")
+
+
+@functools.cache
+def draw_program(variant: Variant) -> Callable[..., Drawn]:
+    """Returns the jitted f(output, options, last_token, penalties) -> `Drawn`, which changes the last two in place."""
+    return jax.jit(functools.partial(_draw, variant), donate_argnums=(2, 3))
+
+
+def _draw(
+    variant: Variant, output: StepOutput, options: SlotOptions, last_token: Int[Array, "slots"], penalties: Penalties | None
+) -> Drawn:
+    is_full = variant == "full"
+    sampled = sample_rows(
+        output.logits,
+        output.slots,
+        output.positions,
+        options,
+        variant="restricted" if is_full else variant,
+        penalties=penalties,
+        num_top=min(MAX_LOGPROBS, output.logits.shape[1]) if is_full else 0,
+    )
+    if penalties is not None:
+        penalties = count_tokens(penalties, output.slots, sampled.tokens)
+    return Drawn(sampled, with_last_tokens(last_token, output.slots, sampled.tokens), penalties)
+
+
+def _variant_of_one(options: SamplingOptions) -> Variant:
+    if has_penalties(options) or options.logprobs or (variant := variant_for(options)) == "restricted":
+        return "full"
+    return variant

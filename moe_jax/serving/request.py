@@ -1,0 +1,179 @@
+"""A request to the engine: sampling options, checked before anything is computed, and the completion that comes back."""
+
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from numbers import Integral, Real
+from typing import Any, Literal
+
+import numpy as np
+
+from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.pages import PAGE_SIZE, pages_of
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20
+"""Largest number of alternatives beside a token, as in OpenAI's API."""
+
+MAX_BIASES = 300
+"""Largest number of tokens in `logit_bias`, as in OpenAI's API; the device has room for so many a slot."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the tokens of a request are drawn, when they end, and what is returned beside them.
+
+    Temperature 0 takes the most likely token. The penalties are those of transformers (repetition) and of OpenAI's API.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Numbers that are added to the logits of tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Texts that end a sequence; they are not part of its text."""
+    ignore_eos: bool = False
+    """Whether the model's own end tokens are tokens like others."""
+    seed: int | None = None
+    """None: a random one. The draws depend on seed and position alone."""
+    n: int = 1
+    """Number of continuations of each prompt."""
+    logprobs: int | None = None
+    """Number of alternatives that are returned with each token; 0: the token's own log-probability alone."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    return_experts: bool = False
+    """Whether each token's experts are returned, layer by layer."""
+
+    def problems(self, vocab_size: int) -> list[str]:
+        """Returns a sentence for each option that has a wrong type or is out of its range."""
+        rules: dict[str, tuple[Any, str]] = {
+            "max_new_tokens": (_is_integer(self.max_new_tokens, 1), "an integer, at least 1"),
+            "temperature": (_is_number(self.temperature, 0), "a finite number, 0 or more"),
+            "top_k": (self.top_k is None or _is_integer(self.top_k, 1), "None or an integer, at least 1"),
+            "top_p": (self.top_p is None or (_is_number(self.top_p, 0, 1) and self.top_p > 0), "None or a number in (0, 1]"),
+            "min_p": (self.min_p is None or _is_number(self.min_p, 0, 1), "None or a number in [0, 1]"),
+            "repetition_penalty": (
+                _is_number(self.repetition_penalty, 0) and self.repetition_penalty > 0,
+                "a finite number above 0",
+            ),
+            "presence_penalty": (_is_number(self.presence_penalty, -2, 2), "a number in [-2, 2]"),
+            "frequency_penalty": (_is_number(self.frequency_penalty, -2, 2), "a number in [-2, 2]"),
+            "logit_bias": (
+                isinstance(self.logit_bias, Mapping)
+                and len(self.logit_bias) <= MAX_BIASES
+                and all(_is_integer(token, 0, vocab_size - 1) for token in self.logit_bias)
+                and all(_is_number(bias, -100, 100) for bias in self.logit_bias.values()),
+                f"a mapping of at most {MAX_BIASES} token ids below {vocab_size} to numbers in [-100, 100]",
+            ),
+            "stop_token_ids": (
+                isinstance(self.stop_token_ids, tuple | list)
+                and all(_is_integer(token, 0, vocab_size - 1) for token in self.stop_token_ids),
+                f"a tuple of token ids below {vocab_size}",
+            ),
+            "stop": (
+                isinstance(self.stop, tuple | list) and all(isinstance(text, str) and text for text in self.stop),
+                "a tuple of texts, none of them empty",
+            ),
+            "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
+            "seed": (self.seed is None or _is_integer(self.seed, 0, 2**32 - 1), "None or an integer in [0, 2**32)"),
+            "n": (_is_integer(self.n, 1), "an integer, at least 1"),
+            "logprobs": (_is_count(self.logprobs), f"None or an integer in [0, {MAX_LOGPROBS}]"),
+            "prompt_logprobs": (_is_count(self.prompt_logprobs), f"None or an integer in [0, {MAX_LOGPROBS}]"),
+            "return_experts": (isinstance(self.return_experts, bool), "True or False"),
+        }
+        return [f"{name} must be {wanted}; got {getattr(self, name)!r}" for name, (fits, wanted) in rules.items() if not fits]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished continuation of a prompt."""
+
+    tokens: list[int]
+    """New tokens, with the one that ended the sequence."""
+    finish_reason: FinishReason
+    """`stop`: an end token or a stop text; `length`: as many tokens as were asked for; `abort`; `error`."""
+    logprobs: list[float] | None = None
+    """Log-probability of each new token under the raw logits."""
+    top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    text: str | None = None
+    experts: Any = None
+    """Experts of each computed position, of shape (positions, layers, choices)."""
+    weights_version: int = 0
+    cached_tokens: int = 0
+    """Number of the prompt's tokens whose keys and values were found in the cache."""
+
+
+def checked(prompt: Any, options: SamplingOptions, limits: EngineLimits, vocab_size: int) -> list[int]:
+    """Returns the prompt as a list of ints, if an engine of these limits can run the request.
+
+    Raises:
+        ValueError: The prompt is no list of token ids, is empty, or is too long; or options are wrong. Lists all problems.
+    """
+    if not isinstance(options, SamplingOptions):
+        raise ValueError(f"options must be SamplingOptions; got {options!r}")
+    problems = _problems_of_prompt(prompt, vocab_size) + options.problems(vocab_size)
+    problems = problems or _problems_of_length(len(prompt), options.max_new_tokens, limits)
+    if not problems and options.n > limits.max_waiting:
+        problems = [f"n must be at most max_waiting={limits.max_waiting}; got {options.n}"]
+    if problems:
+        raise ValueError("; ".join(problems))
+    return np.asarray(prompt).tolist()
+
+
+def seeds_of(options: SamplingOptions) -> list[int]:
+    """Returns a seed for each of the n continuations; the first is the request's own, the others are hashes of it."""
+    seed = secrets.randbits(32) if options.seed is None else int(options.seed)
+    others = (blake2b(f"{seed} {index}".encode(), digest_size=4).digest() for index in range(1, options.n))
+    return [seed, *(int.from_bytes(other) for other in others)]
+
+
+def _problems_of_prompt(prompt: Any, vocab_size: int) -> list[str]:
+    try:
+        ids = np.asarray(prompt)
+    except (ValueError, TypeError, OverflowError):
+        ids = np.asarray(None)
+    if ids.ndim == 1 and ids.size == 0:
+        return ["the prompt is empty; it must have at least one token"]
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        return [f"the prompt must be a flat list of token ids; got {_shortened(prompt)}"]
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    return [f"the prompt has token {outside[0]}, outside the vocabulary of {vocab_size}"] if outside.size else []
+
+
+def _problems_of_length(length: int, new: int, limits: EngineLimits) -> list[str]:
+    if length + new > limits.max_length:
+        return [f"a prompt of {length} tokens and max_new_tokens={new} exceed the engine's max_length={limits.max_length}"]
+    # The last token is sampled and never computed.
+    if pages_of(length + new - 1) > limits.num_pages - 1:
+        room = (limits.num_pages - 1) * PAGE_SIZE + 1
+        return [f"a prompt of {length} tokens and max_new_tokens={new} exceed the {room} tokens that the engine's pages hold"]
+    return []
+
+
+def _is_integer(value: Any, low: int, high: float = math.inf) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
+
+
+def _is_number(value: Any, low: float, high: float = math.inf) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and low <= float(value) <= high
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or _is_integer(value, 0, MAX_LOGPROBS)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,82 @@
+"""The rows of a step as one array of int32: a single copy to the device in each step."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Int
+
+
+class StepShape(NamedTuple):
+    """The sizes of a step's program; `StepRows` has arrays of these sizes."""
+
+    decodes: int
+    """Decoding rows, of one token each."""
+    chunk_tokens: int
+    """Tokens of all chunks of prompts."""
+    chunks: int
+    max_pages: int
+    """Pages of the longest sequence."""
+
+
+class StepRows(NamedTuple):
+    """The rows of a step; rows that are not used have slot -1."""
+
+    decode_slots: Int[Array, "decodes"]
+    decode_positions: Int[Array, "decodes"]
+    """The position of the token that the row reads: the slot's newest."""
+    decode_pages: Int[Array, "decodes"]
+    """The page that the token is the first of; -1 where its page is in the table already."""
+    chunk_slots: Int[Array, "chunks"]
+    chunk_starts: Int[Array, "chunks"]
+    """The position of the chunk's first token."""
+    chunk_counts: Int[Array, "chunks"]
+    """The number of the chunk's tokens; 0 for a row that is not used."""
+    chunk_samples: Int[Array, "chunks"]
+    """1 where the chunk ends its prompt, so that a token is drawn behind it; else 0."""
+    chunk_tokens: Int[Array, "chunk_tokens"]
+    """The tokens of all chunks, one chunk behind the other."""
+    chunk_tables: Int[Array, "chunks max_pages"]
+    """The pages of each chunk's sequence."""
+
+    @property
+    def sampling_slots(self) -> Int[Array, "rows"]:
+        """The slot of each row behind which a token is drawn; -1 for other rows."""
+        # Arrays of numpy or of jax: `pack` and the tests use the one, the step the other.
+        xp = self.decode_slots.__array_namespace__()
+        return xp.concat([self.decode_slots, xp.where(self.chunk_samples > 0, self.chunk_slots, -1)])
+
+
+def empty_rows(shape: StepShape) -> StepRows:
+    """Makes rows of which none is used."""
+    decodes, chunk_tokens, chunks, max_pages = shape
+
+    def filled(*sizes: int, value: int = 0) -> np.ndarray:
+        return np.full(sizes, value, np.int32)
+
+    return StepRows(
+        decode_slots=filled(decodes, value=-1),
+        decode_positions=filled(decodes),
+        decode_pages=filled(decodes, value=-1),
+        chunk_slots=filled(chunks, value=-1),
+        chunk_starts=filled(chunks),
+        chunk_counts=filled(chunks),
+        chunk_samples=filled(chunks),
+        chunk_tokens=filled(chunk_tokens),
+        chunk_tables=filled(chunks, max_pages),
+    )
+
+
+def packed(rows: StepRows) -> np.ndarray:
+    """Joins all arrays to one."""
+    return np.concatenate([np.ravel(array) for array in rows])
+
+
+def unpacked(upload: Int[Array, "_"], shape: StepShape) -> StepRows:
+    """Undoes `packed`."""
+    arrays, start = [], 0
+    for like in empty_rows(shape):
+        size = math.prod(like.shape)
+        arrays.append(upload[start : start + size].reshape(like.shape))
+        start += size
+    return StepRows(*arrays)

@@ -1,0 +1,96 @@
+"""A model's parameters as the step program reads them: each layer's matrices as arrays of their own, experts in their stacks.
+
+The step runs layers one by one. XLA would copy a layer's matrices out of a stack in each step: they are cut out once. Experts,
+nearly all of a sparse model's bytes, stay where they are, because their kernels read a layer inside a stack.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from moe_jax.config import ModelConfig
+from moe_jax.layers.moe import Experts
+from moe_jax.layers.tickets import EXPERT_MATRICES
+from moe_jax.models.decoder import Decoder
+
+
+class ServedModel(NamedTuple):
+    """All of a model but its arrays; hashable, and the same for models that differ in their arrays alone."""
+
+    config: ModelConfig
+    dtype: Any
+    frame: nnx.GraphDef
+    """Embedding, last norm and vocabulary projection."""
+    stages: tuple[nnx.GraphDef, ...]
+
+
+class Weights(NamedTuple):
+    """A model's arrays, in the model's dtype (the arrays that choose experts keep their own)."""
+
+    frame: nnx.State
+    layers: tuple[nnx.State, ...]
+    """Each layer's arrays, without its experts."""
+    experts: tuple[nnx.State, ...]
+    """Each stage's experts, stacked; empty for a dense stage."""
+
+
+def take_apart(model: Decoder) -> tuple[ServedModel, Weights]:
+    """Returns the model's parts. Experts in the model's dtype are the model's own arrays; other arrays are copies."""
+    modules = {"embed_tokens": model.embed_tokens, "norm": model.norm}
+    if not model.config.tie_word_embeddings:
+        modules["lm_head"] = model.lm_head
+    frame_graph, frame = nnx.split(nnx.Dict(modules))
+    graphs, layers, experts = [], [], []
+    for stage in list(model.stages)[: len(model.config.stages)]:
+        graph, matrices, others = nnx.split(stage, _is_expert_matrix, ...)
+        graphs.append(graph)
+        layers += _cut(_in_dtype(others, model.dtype))
+        experts.append(_in_dtype(matrices, model.dtype))
+    served = ServedModel(model.config, model.dtype, frame_graph, tuple(graphs))
+    return served, Weights(_in_dtype(frame, model.dtype), tuple(layers), tuple(experts))
+
+
+def frame_of(served: ServedModel, weights: Weights) -> Any:
+    """Returns the modules around the layers, by name."""
+    return nnx.merge(served.frame, weights.frame)
+
+
+def head_of(frame: Any) -> Float[Array, "vocab hidden"]:
+    """Returns the matrix of the vocabulary projection."""
+    return (frame["lm_head"] if "lm_head" in frame else frame["embed_tokens"]).weight[...]
+
+
+def layer_of(served: ServedModel, weights: Weights, stage: int, place: int) -> Any:
+    """Returns the module of a layer: number `place` of the stage."""
+    first = sum(stage.num_layers for stage in served.config.stages[:stage])
+    block = nnx.merge(served.stages[stage], weights.experts[stage], weights.layers[first + place])
+    for _, module in nnx.iter_modules(block):
+        if isinstance(module, Experts):
+            module.read_in_stack(jnp.int32(place))
+    return block
+
+
+def _is_expert_matrix(path: tuple, _) -> bool:
+    return path[-1] in EXPERT_MATRICES and path[-2] == "experts"
+
+
+def _cut(stacked: nnx.State) -> list[nnx.State]:
+    """Returns the state of each layer of a stage."""
+    num_layers = len(jax.tree.leaves(stacked)[0])
+    return _layers(stacked, num_layers)
+
+
+@partial(jax.jit, static_argnums=1)
+def _layers(stacked: nnx.State, num_layers: int) -> list[nnx.State]:
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_layers)]
+
+
+def _in_dtype(state: nnx.State, dtype: Any) -> nnx.State:
+    """Returns the state with its parameters as `dtype`; expert biases, which no computation casts, as they are."""
+    parameters, others = nnx.split_state(state, nnx.Param, ...)
+    cast = jax.tree.map(lambda leaf: leaf if leaf.dtype == dtype else leaf.astype(dtype), parameters)
+    return nnx.merge_state(cast, others)

@@ -1,0 +1,137 @@
+"""Paged attention equals attention to contiguous keys, whatever pages hold them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.kernels.attention.api import attention
+from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention
+
+SCALE = 0.2
+
+
+def make(rng, counts, num_keys, heads, kv_heads, key_dim, value_dim, *, shared=0, padding=0, dtype=jnp.float32):
+    """q, keys, values and queries. The rows' first `shared` pages are the same; pages lie in random order."""
+    counts, num_keys = np.asarray(counts), np.asarray(num_keys)
+    pages = -(-num_keys // PAGE_SIZE)
+    max_pages = pages.max() + 2
+    order = rng.permutation(pages.sum() + shared + 3)
+    table = rng.integers(0, len(order), (len(counts), max_pages))
+    own = shared
+    for row, count in enumerate(pages):
+        table[row, :count] = order[own : own + count]
+        own += count
+        table[row, : min(shared, count)] = order[: min(shared, count)]
+    arrays = (
+        rng.normal(size=(counts.sum() + padding, heads, key_dim)),
+        rng.normal(size=(len(order), kv_heads, PAGE_SIZE, key_dim)),
+        rng.normal(size=(len(order), kv_heads, PAGE_SIZE, value_dim)),
+    )
+    first = np.concatenate([[0], np.cumsum(counts)])
+    queries = PagedQueries(*(jnp.asarray(a, jnp.int32) for a in (first, num_keys, table)))
+    return *(jnp.asarray(a, dtype) for a in arrays), queries
+
+
+def by_rows(q, keys, values, queries, window=None):
+    """`attention` of each row's queries to the row's keys, copied out of their pages."""
+    out = np.zeros((*q.shape[:2], values.shape[3]), np.float32)
+    first = np.asarray(queries.first_query)
+    for row, num_keys in enumerate(np.asarray(queries.num_keys)):
+        start, end = first[row], first[row + 1]
+        if start == end:
+            continue
+        table = queries.page_table[row, : -(-num_keys // PAGE_SIZE)]
+        k, v = (jnp.moveaxis(a[table], 1, 2).reshape(1, -1, a.shape[1], a.shape[3])[:, :num_keys] for a in (keys, values))
+        one = jnp.ones((1, end - start), jnp.int32), jnp.ones((1, num_keys), jnp.int32)
+        out[start:end] = attention(
+            q[None, start:end].astype(jnp.float32),
+            k.astype(jnp.float32),
+            v.astype(jnp.float32),
+            scale=SCALE,
+            query_segment_ids=one[0],
+            key_segment_ids=one[1],
+            query_offset=int(num_keys - (end - start)),
+            window=window,
+            backend="xla",
+        )[0]
+    return out
+
+
+@pytest.mark.parametrize(
+    "counts, num_keys, window",
+    [
+        ([1] * 6, [1, 63, 64, 65, 200, 3], None),
+        ([5, 0, 64, 1, 0, 70, 1], [5, 9, 64, 129, 0, 300, 64], None),
+        ([2, 65, 1], [130, 65, 200], 70),
+        ([1, 3], [100, 3], 1),
+    ],
+    ids=["decoding", "ragged", "window", "window of one"],
+)
+def test_equals_attention(rng, counts, num_keys, window):
+    q, keys, values, queries = make(rng, counts, num_keys, 4, 2, 16, 8, padding=3)
+    out = jax.jit(lambda *a, window: paged_attention(*a, scale=SCALE, window=window))(q, keys, values, queries, window=window)
+    np.testing.assert_allclose(out[:-3], by_rows(q, keys, values, queries, window)[:-3], atol=3e-6)
+    assert np.isfinite(out).all()
+
+
+def test_shared_pages(rng):
+    """Rows that begin with the same tokens read the same pages."""
+    q, keys, values, queries = make(rng, [1, 10, 2], [200, 140, 131], 4, 1, 8, 8, shared=2)
+    assert (queries.page_table[:, :2] == queries.page_table[0, :2]).all()
+    out = paged_attention(q, keys, values, queries, scale=SCALE)
+    np.testing.assert_allclose(out, by_rows(q, keys, values, queries), atol=3e-6)
+
+
+def test_latents(rng):
+    """Values are the first columns of the keys."""
+    q, keys, _, queries = make(rng, [1, 3], [70, 130], 4, 1, 12, 8)
+    out = paged_attention(q, keys, None, queries, value_dim=8, scale=SCALE)
+    np.testing.assert_allclose(out, by_rows(q, keys, keys[..., :8], queries), atol=3e-6)
+
+
+def test_a_token_depends_on_its_own_row_alone(rng):
+    """Bit for bit: alone, in a chunk, among other rows, and with a wider table."""
+    q, keys, values, queries = make(rng, [1, 20, 1], [150, 90, 300], 4, 2, 16, 16)
+    together = paged_attention(q, keys, values, queries, scale=SCALE)
+    table = jnp.pad(queries.page_table[1:2], ((0, 0), (0, 5)))
+    for i in (0, 7, 19):
+        alone = PagedQueries(jnp.array([0, 1]), jnp.array([90 - 19 + i]), table)
+        one = paged_attention(q[1 + i][None], keys, values, alone, scale=SCALE, queries_per_row=1)
+        np.testing.assert_array_equal(one[0], together[1 + i])
+
+
+def test_blocks_of_tokens(rng, monkeypatch):
+    """Tokens are computed in blocks, the last of them not full."""
+    from moe_jax.kernels.attention.paged import xla
+
+    q, keys, values, queries = make(rng, [9, 4], [9, 70], 2, 1, 8, 8)
+    whole = paged_attention(q, keys, values, queries, scale=SCALE)
+    monkeypatch.setattr(xla, "TOKEN_BLOCK", 5)
+    np.testing.assert_allclose(paged_attention(q, keys, values, queries, scale=SCALE), whole, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"keys": (3, 3, 64, 8)}, "heads a multiple of kv_heads"),
+        ({"keys": (3, 2, 32, 8)}, "a page must hold 64 tokens"),
+        ({"values": (2, 2, 64, 8)}, "values must have the pages, heads and tokens of keys"),
+        ({"values": None}, "either values or value_dim must be given"),
+        ({"values": None, "value_dim": 9}, "value_dim must be from 1 to the width of the keys, 8; got 9"),
+        ({"first": 3}, r"first_query must be \[rows \+ 1\]"),
+        ({"table": (1, 4)}, "page_table must have 3 rows"),
+        ({"queries_per_row": 2}, "queries_per_row times 3 rows must be the number of tokens, 5; got queries_per_row 2"),
+        ({"window": 0}, "window must be at least 1 or None; got 0"),
+        ({"backend": "cuda"}, "unknown backend 'cuda'"),
+    ],
+)
+def test_refusals(change, message):
+    given = {"keys": (3, 2, 64, 8), "values": (3, 2, 64, 8), "first": 4, "table": (3, 4), **change}
+    values = None if given["values"] is None else jnp.zeros(given["values"])
+    first, num_keys, table = (jnp.zeros(shape, jnp.int32) for shape in (given["first"], 3, given["table"]))
+    options = {name: change[name] for name in ("value_dim", "queries_per_row", "window", "backend") if name in change}
+    with pytest.raises(ValueError, match=message):
+        paged_attention(
+            jnp.zeros((5, 4, 8)), jnp.zeros(given["keys"]), values, PagedQueries(first, num_keys, table), scale=1.0, **options
+        )

@@ -1,0 +1,74 @@
+"""A device that computes nothing but what pages hold: keys of a token are a hash over all keys before, read out of pages.
+
+If a page of one sequence holds what another wrote, the next token differs from `expected_tokens`.
+"""
+
+import zlib
+
+from moe_jax.serving.pages import PAGE_SIZE
+
+VOCAB_SIZE = 50
+
+
+def key_of(before, token, version):
+    return zlib.crc32(b"%d %d %d" % (before, token, version))
+
+
+def token_of(key):
+    return key % VOCAB_SIZE
+
+
+def expected_tokens(prompt, count, version=0):
+    """Returns the tokens that follow a prompt."""
+    key, tokens = 0, []
+    for token in prompt:
+        key = key_of(key, token, version)
+    for _ in range(count):
+        tokens.append(token_of(key))
+        key = key_of(key, tokens[-1], version)
+    return tokens
+
+
+class FakeDevice:
+    """Runs plans in order. Each write is checked: not to a page that was shared or sealed before the step was planned."""
+
+    def __init__(self, limits):
+        self.pages = {}
+        self.page_table = [[] for _ in range(limits.max_sequences)]
+        self.last_token = [None] * limits.max_sequences
+        self.version = 0
+
+    def run(self, plan, written_before=frozenset()):
+        """Runs a plan and returns the tokens of its rows that sample; `written_before` may not be written."""
+        self.written, self.written_before = set(), written_before
+        for sequence, slot, position, new_page in plan.decodes:
+            assert sequence.slot == slot
+            if new_page >= 0:
+                self.page_table[slot].append(new_page)
+            assert len(self.page_table[slot]) == position // PAGE_SIZE + 1
+        for chunk in plan.chunks:
+            self.page_table[chunk.sequence.slot] = list(chunk.sequence.pages)
+        # A step writes the keys of all its rows before a row reads those of other rows.
+        rows = [(slot, position, [self.last_token[slot]], True) for _, slot, position, _ in plan.decodes]
+        rows += [(chunk.sequence.slot, chunk.start, chunk.tokens, chunk.samples) for chunk in plan.chunks]
+        sampled = []
+        for slot, start, tokens, samples in rows:
+            key = self.write(slot, start, tokens)
+            if samples:
+                self.last_token[slot] = token_of(key)
+                sampled.append(token_of(key))
+        return sampled
+
+    def write(self, slot, start, tokens):
+        table, key = self.page_table[slot], 0
+        for number in range(-(-start // PAGE_SIZE)):
+            # Each page must follow the one before: one that is not the sequence's own would not.
+            keys, before = self.pages[table[number]], key
+            key = keys[min(start - number * PAGE_SIZE, PAGE_SIZE) - 1][0]
+            assert keys[0][1] == before, "the pages of a sequence do not follow each other"
+        for position, token in enumerate(tokens, start):
+            page, place = table[position // PAGE_SIZE], position % PAGE_SIZE
+            assert page != 0 and page not in self.written_before, "a page was written that is sealed or shared"
+            before, key = key, key_of(key, token, self.version)
+            self.pages.setdefault(page, [None] * PAGE_SIZE)[place] = (key, before)
+        return key
