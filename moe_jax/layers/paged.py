@@ -65,7 +65,7 @@ class PagedAttend:
 
         Args:
           kept: k and v, or the latents, of this call's tokens, which are written before queries read.
-          expansion: not read. Queries of latents come absorbed (`LatentAttention.absorb`), and their result is a mean of latents.
+          expansion: not read. Queries of latents come absorbed (`LatentAttention.absorb`); their result is a mean of latents.
         """
         page, offset = self.places
         written = []

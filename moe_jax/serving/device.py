@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt
 
 from moe_jax.models.decoder import Decoder
 from moe_jax.serving.drawing import VARIANTS, draw_program, variant_of
@@ -43,9 +43,7 @@ class Device:
         self.limits = limits
         self.served, self.weights = take_apart(model)
         max_pages = pages_of(limits.max_length)
-        self.state = initial_state(
-            self.served, limits.num_pages, limits.max_sequences, max_pages, keep_experts=keep_experts
-        )
+        self.state = initial_state(self.served, limits.num_pages, limits.max_sequences, max_pages, keep_experts=keep_experts)
         self._decode_shapes = [StepShape(n, 0, 0, max_pages) for n in _doubling(limits.max_sequences)]
         chunk_tokens = _quadrupling(limits.max_tokens_per_step)
         self._chunk_shapes = [
@@ -63,6 +61,8 @@ class Device:
         for shape in self._programs:
             for variant in VARIANTS:
                 self._launch(shape, empty_rows(shape), variant)
+        # They take much memory, and most engines are never asked for any.
+        self._penalties = None
         jax.block_until_ready(self.state)
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -101,12 +101,15 @@ class Device:
         self.state, output = self._programs[shape](self.weights, self.state, packed(rows))
         penalties = None
         if variant == "full":
-            penalties = self._penalties or init_penalties(self.limits.max_sequences, output.logits.shape[1])
+            penalties = self._penalties or self._no_penalties()
         drawn = draw_program(variant)(output, self._options_on_device, self.state.last_token, penalties)
         self.state = self.state._replace(last_token=drawn.last_token)
         if variant == "full":
             self._penalties = drawn.penalties
         return drawn.sampled
+
+    def _no_penalties(self) -> Penalties:
+        return _init_penalties(self.limits.max_sequences, self.served.config.vocab_size)
 
     def _shape_for(self, plan: StepPlan) -> StepShape:
         """Returns the smallest shape that has room for the plan."""
@@ -120,13 +123,14 @@ class Device:
     def _start_slot(self, sequence: Sequence) -> None:
         """Gives a slot the options of the sequence that begins to draw there."""
         slot, options = sequence.slot, sequence.options
+        assert slot is not None
         for values, value in zip(self._options, slot_row(options, sequence.seed), strict=True):
             values[slot] = value
         # A copy: the array on the device may share the host's memory, which the next sequence changes.
         self._options_on_device = jax.device_put(jax.tree.map(np.copy, self._options))
         # All slots once penalties exist: the slot's last sequence may have left some.
         if self._penalties is None and variant_of([options]) == "full":
-            self._penalties = init_penalties(self.limits.max_sequences, self.served.config.vocab_size)
+            self._penalties = self._no_penalties()
         if self._penalties is not None:
             tokens = np.zeros(self.limits.max_length, np.int32)
             tokens[: len(sequence.tokens)] = sequence.tokens
@@ -135,10 +139,12 @@ class Device:
 
 
 _start_slot = jax.jit(start_slot, donate_argnums=0)
+# Compiled, so that each array has memory of its own: the same zeros twice could not be donated.
+_init_penalties = jax.jit(init_penalties, static_argnums=(0, 1))
 
 
 @jax.jit
-def _taken(pages: Int[Array, "pages ..."], numbers: Int[Array, "_"]) -> Int[Array, "_ ..."]:
+def _taken(pages: UInt[Array, "pages ..."], numbers: Int[Array, "_"]) -> UInt[Array, "_ ..."]:
     return jnp.take(pages, numbers, axis=0)
 
 

@@ -50,7 +50,7 @@ def _draw(
         output.slots,
         output.positions,
         options,
-        variant="restricted" if is_full else variant,
+        variant="restricted" if variant == "full" else variant,
         penalties=penalties,
         num_top=min(MAX_LOGPROBS, output.logits.shape[1]) if is_full else 0,
     )

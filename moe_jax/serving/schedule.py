@@ -60,7 +60,11 @@ def plan_step(queues: Queues) -> StepPlan:
     decodes = _plan_decodes(queues, preempted)
     budget = queues.limits.max_tokens_per_step - len(decodes)
     chunks: list[PromptChunk] = []
-    while budget and len(chunks) < queues.limits.max_chunks_per_step and (queues.running and not queues.running[-1].decoding or _admit_next(queues)):
+    while (
+        budget
+        and len(chunks) < queues.limits.max_chunks_per_step
+        and (queues.running and not queues.running[-1].decoding or _admit_next(queues))
+    ):
         chunk = _plan_chunk(queues, queues.running[-1], budget)
         if chunk is None:
             break

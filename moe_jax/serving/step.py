@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries
 from moe_jax.layers.paged import LayerPages, PagedAttend, TokenPlaces, empty_pages
@@ -32,7 +32,7 @@ class DeviceState(NamedTuple):
     """The pages of each slot's sequence, in order."""
     last_token: Int[Array, "slots"]
     """The newest token of each slot, which no step has read yet."""
-    experts: Int[Array, "pages page_size moe_layers k"] | None
+    experts: UInt[Array, "pages page_size moe_layers k"] | None
     """The experts of every token in the pages; None where nobody asks for them."""
 
 

@@ -1,7 +1,7 @@
 """The rows of a step as one array of int32: a single copy to the device in each step."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int
@@ -51,7 +51,7 @@ def empty_rows(shape: StepShape) -> StepRows:
     """Makes rows of which none is used."""
     decodes, chunk_tokens, chunks, max_pages = shape
 
-    def filled(*sizes: int, value: int = 0) -> np.ndarray:
+    def filled(*sizes: int, value: int = 0) -> Any:
         return np.full(sizes, value, np.int32)
 
     return StepRows(

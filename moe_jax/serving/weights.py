@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from moe_jax.config import ModelConfig
 from moe_jax.layers.moe import Experts
@@ -46,10 +46,11 @@ def take_apart(model: Decoder) -> tuple[ServedModel, Weights]:
     frame_graph, frame = nnx.split(nnx.Dict(modules))
     graphs, layers, experts = [], [], []
     for stage in list(model.stages)[: len(model.config.stages)]:
-        graph, matrices, others = nnx.split(stage, _is_expert_matrix, ...)
+        graph, *states = nnx.split(stage, _is_expert_matrix, ...)
+        matrices, others = (_in_dtype(state, model.dtype) for state in states)
         graphs.append(graph)
-        layers += _cut(_in_dtype(others, model.dtype))
-        experts.append(_in_dtype(matrices, model.dtype))
+        layers += _cut(others)
+        experts.append(matrices)
     served = ServedModel(model.config, model.dtype, frame_graph, tuple(graphs))
     return served, Weights(_in_dtype(frame, model.dtype), tuple(layers), tuple(experts))
 

@@ -1,0 +1,152 @@
+"""Times the serving engine for a model with random weights: a step by number of sequences, and many requests at once.
+
+    python benchmarks/engine.py                             # Qwen3-30B-A3B in bf16: 61 GB of weights
+    python benchmarks/engine.py --sequences 1 16 --prompt-tokens 1024
+    python benchmarks/engine.py --load 200 1000 2000        # 200 requests at once, 1000 tokens in, 2000 out
+    python benchmarks/engine.py --small                     # sizes for a CPU, in f32, as a smoke test
+
+A step gives one more token to every sequence. Its time is the difference between generating `--long` and `--short` tokens, over
+the difference of their numbers, so that prefill cancels. Times are medians of 3 calls. Decoding is greedy, and no sequence ends
+early. `device` is the same step in a loop without the engine: the difference is the host's. `generate` is `moe_jax.generate`.
+"""
+
+import argparse
+import statistics
+import time
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import moe_jax
+from moe_jax.config import NAMED_CONFIGS
+from moe_jax.models.random_weights import random_model
+from moe_jax.serving.drawing import draw_program
+from moe_jax.serving.engine import Engine
+from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.pages import pages_of
+from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.upload import empty_rows, packed
+
+SMALL = dict(num_hidden_layers=2, hidden_size=64, num_experts=8, moe_intermediate_size=64, vocab_size=512)
+
+
+def main() -> None:
+    """Prints a row for each number of sequences, or one for the load."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=tuple(NAMED_CONFIGS), default="qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, help="layers in place of all")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--short", type=int, default=16)
+    parser.add_argument("--long", type=int, default=144)
+    parser.add_argument("--load", type=int, nargs=3, metavar=("REQUESTS", "IN", "OUT"))
+    parser.add_argument("--with-generate", action="store_true", help="also time moe_jax.generate")
+    parser.add_argument("--small", action="store_true", help="sizes of Qwen3-MoE for a CPU, in f32, as a smoke test")
+    args = parser.parse_args()
+    config = NAMED_CONFIGS["qwen3-30b-a3b" if args.small else args.config]
+    dtype = jnp.dtype(jnp.float32 if args.small else jnp.bfloat16)
+    config = replace(config, **SMALL) if args.small else config
+    config = replace(config, num_hidden_layers=args.layers) if args.layers else config
+    model = random_model(config, dtype)
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {'small' if args.small else args.config}, {dtype.name}")
+    prompt_tokens, new = (args.load[1], args.load[2]) if args.load else (args.prompt_tokens, args.long)
+    most = min(args.load[0], 256) if args.load else max(args.sequences)
+    length = prompt_tokens + new
+    limits = EngineLimits(
+        max_sequences=most,
+        max_tokens_per_step=max(8192 if not args.small else 256, most),
+        max_length=length,
+        num_pages=1 + most * pages_of(length),
+    )
+    began = time.perf_counter()
+    engine = Engine(model, limits=limits)
+    print(f"engine ready in {time.perf_counter() - began:.0f} s", flush=True)
+    rng = np.random.default_rng(0)
+    if args.load:
+        time_load(engine, rng.integers(0, config.vocab_size, (args.load[0], prompt_tokens)).tolist(), new)
+    else:
+        print(f"{'sequences':>10}{'a step':>12}{'tokens/s':>10}{'device':>12}{'prefill':>12}{'generate':>12}")
+        for sequences in args.sequences:
+            prompts = rng.integers(0, config.vocab_size, (sequences, prompt_tokens)).tolist()
+            time_steps(engine, model if args.with_generate else None, prompts, args.short, args.long)
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
+    print(f"peak {peak:.2f} GiB")
+    engine.close()
+
+
+def time_steps(engine: Engine, model, prompts: list[list[int]], short: int, long: int) -> None:
+    """Prints the row of these prompts."""
+
+    def of_engine(count: int) -> None:
+        engine.generate(prompts, SamplingOptions(max_new_tokens=count, ignore_eos=True))
+
+    def a_step(run) -> float:
+        return 1e3 * (median_s(run, long) - median_s(run, short)) / (long - short)
+
+    began = time.perf_counter()
+    of_engine(1)
+    prefill = 1e3 * (time.perf_counter() - began)
+    step, device = a_step(of_engine), device_ms(engine, len(prompts), len(prompts[0]) + long // 2)
+    generate = a_step(lambda n: moe_jax.generate(model, prompts, max_new_tokens=n)) if model is not None else float("nan")
+    print(
+        f"{len(prompts):>10}{step:>9.3f} ms{1e3 * len(prompts) / step:>10.0f}{device:>9.3f} ms{prefill:>9.1f} ms"
+        f"{generate:>9.3f} ms",
+        flush=True,
+    )
+
+
+def time_load(engine: Engine, prompts: list[list[int]], new: int) -> None:
+    """Prints the throughput of all requests at once."""
+    before = engine.stats()
+    began = time.perf_counter()
+    engine.generate(prompts, SamplingOptions(max_new_tokens=new, ignore_eos=True))
+    seconds = time.perf_counter() - began
+    steps = engine.stats().num_steps - before.num_steps
+    print(f"{len(prompts)} requests: {seconds:.1f} s, {len(prompts) * new / seconds:.0f} output tokens/s, {steps} steps")
+
+
+def device_ms(engine: Engine, sequences: int, position: int) -> float:
+    """Returns the milliseconds of a decoding step on the device: launches one after the other, without reading tokens."""
+    device = engine._device
+    engine.pause()
+    shape = next(shape for shape in device._decode_shapes if shape.decodes >= sequences)
+    rows = empty_rows(shape)
+    rows.decode_slots[:sequences] = np.arange(sequences)
+    rows.decode_positions[:] = position
+    pages = np.arange(sequences * pages_of(position + 1), dtype=np.int32).reshape(sequences, -1) + 1
+    table = device.state.page_table.at[:sequences, : pages.shape[1]].set(pages)
+    device.state = device.state._replace(page_table=table)
+    upload = jax.device_put(packed(rows))
+    draw = draw_program("greedy")
+
+    def launch() -> None:
+        state, output = device._programs[shape](device.weights, device.state, upload)
+        drawn = draw(output, device._options_on_device, state.last_token, None)
+        device.state = state._replace(last_token=drawn.last_token)
+
+    times = []
+    for _ in range(4):
+        began = time.perf_counter()
+        for _ in range(20):
+            launch()
+        jax.block_until_ready(device.state)
+        times.append((time.perf_counter() - began) / 20)
+    engine.resume()
+    return 1e3 * statistics.median(times[1:])
+
+
+def median_s(run, argument) -> float:
+    """Returns the median seconds of three calls, after one that is not counted."""
+    run(argument)
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        run(argument)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The engine's tokens are those of `generate`, for any mix of requests; requests end, fail and are refused alone."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import seeds
+from hf_reference import load_ours, reference
+
+import moe_jax
+from moe_jax.serving.engine import Engine, QueueFull
+from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.request import SamplingOptions
+
+LIMITS = EngineLimits(
+    max_sequences=3, max_tokens_per_step=64, max_chunks_per_step=4, max_length=256, num_pages=12, max_waiting=5
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_ours(reference("qwen3_moe", 0, num_hidden_layers=2, max_position_embeddings=512))
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    engine = Engine(model, limits=LIMITS, keep_experts=True)
+    yield engine
+    stats = engine.stats()
+    assert stats.owned_pages == stats.running == stats.waiting == 0
+    engine.close()
+
+
+def prompts_of(rng, *lengths):
+    return [rng.integers(0, 97, length).tolist() for length in lengths]
+
+
+def greedy(model, prompts, max_new_tokens):
+    return [moe_jax.generate(model, prompt, max_new_tokens=max_new_tokens) for prompt in prompts]
+
+
+def test_greedy_equals_generate(model, engine):
+    prompts = prompts_of(seeds.rng(), 3, 70, 64, 1, 130, 20)
+    found = engine.generate(prompts, SamplingOptions(max_new_tokens=9, ignore_eos=True))
+    assert [one.tokens for (one,) in found] == greedy(model, prompts, 9)
+    assert {one.finish_reason for (one,) in found} == {"length"}
+
+
+def test_a_prefix_is_found_and_changes_nothing(model, engine):
+    rng = seeds.rng()
+    (prompt,) = prompts_of(rng, 150)
+    options = SamplingOptions(max_new_tokens=5, ignore_eos=True, return_experts=True)
+    ((first,),) = engine.generate([prompt], options)
+    ((second,),) = engine.generate([prompt], options)
+    assert (first.cached_tokens, second.cached_tokens) == (0, 128)
+    assert first.tokens == second.tokens == greedy(model, [prompt], 5)[0]
+    expected = model(np.array([prompt + first.tokens[:-1]])).expert_ids[:, 0].transpose(1, 0, 2)
+    for found in (first.experts, second.experts):
+        np.testing.assert_array_equal(np.sort(found), np.sort(expected))
+
+
+def test_pages_run_out_and_every_request_ends(model, engine):
+    """Three sequences of four pages and more do not fit into eleven: the youngest waits, and begins again."""
+    prompts = prompts_of(seeds.rng(), 180, 185, 188, 10)
+    before = engine.stats().num_preemptions
+    found = engine.generate(prompts, SamplingOptions(max_new_tokens=20, ignore_eos=True))
+    assert [one.tokens for (one,) in found] == greedy(model, prompts, 20)
+    assert engine.stats().num_preemptions > before
+
+
+def test_options_are_each_requests_own(model, engine):
+    """Greedy requests beside drawn ones, with penalties and alternatives, keep their tokens; a seed gives its tokens again."""
+    rng = seeds.rng()
+    plain, biased, drawn = prompts_of(rng, 20, 12, 30)
+    options = [
+        SamplingOptions(max_new_tokens=8, ignore_eos=True),
+        SamplingOptions(max_new_tokens=4, ignore_eos=True, logit_bias={5: 100.0}, logprobs=3),
+        SamplingOptions(max_new_tokens=8, ignore_eos=True, temperature=1.0, top_p=0.9, seed=3, n=2, logprobs=0),
+    ]
+    first = engine.generate([plain, biased, drawn], options)
+    again = engine.generate([drawn, plain], [options[2], options[0]])
+    assert first[0][0].tokens == greedy(model, [plain], 8)[0]
+    assert first[1][0].tokens == [5] * 4
+    assert [one.tokens for one in again[0]] == [one.tokens for one in first[2]]
+    assert first[2][0].tokens != first[2][1].tokens
+    logits = np.asarray(model(np.array([biased])).logits[0, -1], np.float64)
+    logprobs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+    assert first[1][0].logprobs[0] == pytest.approx(logprobs[5], abs=1e-3)
+    assert list(first[1][0].top_logprobs[0]) == np.argsort(-logprobs)[:3].tolist()
+
+
+def test_an_end_token_ends(model, engine):
+    (prompt,) = prompts_of(seeds.rng(), 17)
+    expected = greedy(model, [prompt], 8)[0]
+    end = expected[3]
+    ((found,),) = engine.generate([prompt], SamplingOptions(max_new_tokens=8, ignore_eos=True, stop_token_ids=(end,)))
+    assert found.tokens == expected[: expected.index(end) + 1]
+    assert found.finish_reason == "stop"
+
+
+def test_events_come_one_by_one_in_a_loop_and_aborts_end_them(model, engine):
+    prompt, other = prompts_of(seeds.rng(), 9, 11)
+    options = SamplingOptions(max_new_tokens=200, ignore_eos=True)
+
+    async def first_three():
+        handle, tokens = engine.submit(prompt, options), []
+        async for event in handle:
+            tokens.append(event.token)
+            if len(tokens) == 3:
+                handle.abort()
+            last = event
+        return tokens, last
+
+    async def both():
+        return await asyncio.gather(first_three(), first_three())
+
+    (tokens, last), (same, _) = asyncio.run(both())
+    assert tokens[:3] == same[:3] == greedy(model, [prompt], 3)[0]
+    assert last.finish_reason == "abort" and len(tokens) < 200
+    assert [one.tokens for one in engine.submit(other, SamplingOptions(max_new_tokens=3, ignore_eos=True)).result()] == greedy(
+        model, [other], 3
+    )
+
+
+def test_a_full_queue_refuses_and_a_pause_holds(engine):
+    (prompt,) = prompts_of(seeds.rng(), 5)
+    engine.pause()
+    handles = [engine.submit(prompt, SamplingOptions(max_new_tokens=2)) for _ in range(8)]
+    with pytest.raises(QueueFull, match="8 sequences run or wait"):
+        engine.submit(prompt)
+    assert all(completion is None for handle in handles for completion in handle.completions)
+    engine.resume()
+    assert all(len(handle.result()[0].tokens) <= 2 for handle in handles)
+
+
+@pytest.mark.parametrize(
+    "prompt, options, message",
+    [
+        ([], {}, "the prompt is empty"),
+        ([1, 97], {}, "outside the vocabulary"),
+        ([1] * 200, {}, "exceed the engine's max_length"),
+        ([1], {"top_p": 2.0, "n": 0}, "top_p must be .*; n must be"),
+    ],
+)
+def test_bad_requests_are_refused(engine, prompt, options, message):
+    with pytest.raises(ValueError, match=message):
+        engine.submit(prompt, SamplingOptions(**options))
+
+
+def test_new_weights_take_over(model):
+    """Nothing of the old weights' cache is found again."""
+    other = load_ours(reference("qwen3_moe", 1, num_hidden_layers=2, max_position_embeddings=512))
+    (prompt,) = prompts_of(seeds.rng(), 70)
+    options = SamplingOptions(max_new_tokens=4, ignore_eos=True)
+    engine = Engine(model, limits=LIMITS)
+    engine.generate([prompt], options)
+    engine.update(other)
+    ((found,),) = engine.generate([prompt], options)
+    assert (found.tokens, found.weights_version, found.cached_tokens) == (greedy(other, [prompt], 4)[0], 1, 0)
+    engine.close()
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.submit(prompt)
