@@ -1,0 +1,101 @@
+"""POST /v1/chat/completions: answers conversations, through the tokenizer's chat template."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moe_jax.generation.text import chat_prompts
+from moe_jax.serving.http.answers import Answer
+from moe_jax.serving.http.body import read_body, refuse_others, take
+from moe_jax.serving.http.choices import Piece, TokenLogprob
+from moe_jax.serving.http.errors import ApiError
+from moe_jax.serving.http.fields import SHARED, delivery, sampling_options
+from moe_jax.serving.http.logprobs import chat_logprobs
+from moe_jax.serving.http.record import record_of
+from moe_jax.serving.http.service import Service
+
+FIELDS = SHARED | {
+    "chat_template_kwargs", "logprobs", "max_completion_tokens", "messages", "response_format", "tool_choice", "tools",
+    "top_logprobs",
+}  # fmt: skip
+
+
+async def answer_chat(service: Service, request: Request) -> Response:
+    """Answers a request for the next message of a conversation; calls of tools come as the text that the model writes.
+
+    Raises:
+        ApiError: The request is wrong, or nothing can be computed for it.
+    """
+    body = await read_body(request, service.settings.body_seconds)
+    refuse_others(body, FIELDS)
+    service.check_model(body.get("model"))
+    if take(body, "response_format", dict, {"type": "text"}).get("type") != "text":
+        raise ApiError(400, "response_format must be of type text: answers are not bound to a schema", param="response_format")
+    logprobs = take(body, "top_logprobs", int, 0) if take(body, "logprobs", bool, False) else None
+    if logprobs is None and "top_logprobs" in body:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    length = take(body, "max_completion_tokens", int, take(body, "max_tokens", int))
+    if length is not None and length < 1:
+        raise ApiError(400, f"max_completion_tokens must be at least 1; got {length}", param="max_completion_tokens")
+    ends = service.defaults.ends_of_answers
+    options = sampling_options(body, service.defaults, ends, max_new_tokens=length, logprobs=logprobs)
+    how, encode = delivery(body), conversation_encoder(service.tokenizer, body)
+    (tokens,) = await service.encode(encode)
+    choices = service.submit([tokens], options)
+    record = record_of(request)
+    record.prompt_tokens = len(tokens)
+    return await Answer(service, choices, _ChatShape(service.tokenizer), how, record).respond(request)
+
+
+def conversation_encoder(tokenizer: Any, body: dict[str, Any]):
+    """Returns a function that gives the tokens of a body's conversation.
+
+    Raises:
+        ApiError: The conversation, its tools or the values for the template have a wrong type.
+    """
+    messages = take(body, "messages", list)
+    if not messages or not all(isinstance(message, dict) for message in messages):
+        raise ApiError(400, 'messages must be a list of {"role": ..., "content": ...}, not empty', param="messages")
+    choice = take(body, "tool_choice", (str, dict), "auto")
+    if choice not in ("auto", "none"):
+        raise ApiError(400, "tool_choice must be auto or none: a model's calls cannot be forced", param="tool_choice")
+    tools = take(body, "tools", list, []) if choice == "auto" else []
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise ApiError(400, "tools must be a list of objects", param="tools")
+    values = take(body, "chat_template_kwargs", dict, {})
+    conversation = [_with_joined_text(message) for message in messages]
+    return lambda: chat_prompts(tokenizer, [conversation], tools or None, values)
+
+
+def _with_joined_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message whose content is one text, where a client has sent it as a list of texts."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+        raise ApiError(400, "the content of a message must be text, or parts of the type text", param="messages")
+    return message | {"content": "".join(part["text"] for part in parts)}
+
+
+class _ChatShape:
+    prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "".join(piece.text for piece in pieces), "refusal": None}
+        logprobs = [each for piece in pieces for each in piece.logprobs]
+        return self._choice(pieces[-1], logprobs) | {"message": message}
+
+    def chunk(self, piece: Piece, *, is_first: bool) -> dict[str, Any]:
+        delta = ({"role": "assistant"} if is_first else {}) | ({"content": piece.text} if piece.text or is_first else {})
+        return self._choice(piece, piece.logprobs) | {"delta": delta}
+
+    def _choice(self, last: Piece, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        found = chat_logprobs(self._tokenizer, logprobs) if logprobs else None
+        return {"index": last.index, "logprobs": found, "finish_reason": last.finish_reason}

@@ -1,0 +1,92 @@
+"""Runs the HTTP server until it is told to stop, and lets running requests finish within a time."""
+
+import asyncio
+import ipaddress
+import socket
+from types import FrameType
+
+import uvicorn
+
+from moe_jax.serving.http.app import make_app
+from moe_jax.serving.http.service import Service, logger
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that is bound to an address; connections wait there until the server runs.
+
+    Raises:
+        OSError: The address is in use, or is none of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(f"the server cannot listen on {host}:{port}: {error.strerror or error}") from error
+
+
+def run_server(service: Service, listener: socket.socket) -> None:
+    """Serves until SIGTERM or SIGINT. Then running requests have `shutdown_seconds` to finish; a second signal aborts them."""
+    host = listener.getsockname()[0]
+    if service.settings.api_key is None and not ipaddress.ip_address(host).is_loopback:
+        logger.warning("%s can be reached from other machines, and no key is asked for: consider --api-key", host)
+    Server(service).run([listener])
+
+
+class Server(uvicorn.Server):
+    """A server that says how it ends."""
+
+    def __init__(self, service: Service):
+        settings = service.settings
+        config = uvicorn.Config(
+            make_app(service),
+            log_config=None,
+            log_level="warning",
+            # The guard writes a line for each request.
+            access_log=False,
+            # Behind a proxy the log would else name whatever address a client claims.
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=settings.max_connections,
+            # The last resort: aborted requests end much sooner.
+            timeout_graceful_shutdown=int(settings.shutdown_seconds) + 10,
+        )
+        super().__init__(config)
+        self.service = service
+        self._at_stop = 0
+        self._deadline: asyncio.TimerHandle | None = None
+        self._num_aborted = 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begins the end at a first signal, and aborts all requests at a second one."""
+        self._loop.call_soon_threadsafe(self.stop)
+
+    def stop(self) -> None:
+        """Takes no further requests, and aborts those that run when their time is over; at once if called again."""
+        if self.service.stopping:
+            self._abort()
+            return
+        seconds = self.service.settings.shutdown_seconds
+        self._at_stop = len(self.service.running)
+        logger.info("stopping: %d running requests have %g seconds to finish", self._at_stop, seconds)
+        self.service.stopping = True
+        self._deadline = asyncio.get_running_loop().call_later(seconds, self._abort)
+        self.should_exit = True
+
+    async def startup(self, sockets=None) -> None:
+        """Listens, and says where."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            logger.info("serving %s on http://%s:%d/v1", self.service.settings.model_name, host, port)
+
+    async def shutdown(self, sockets=None) -> None:
+        """Waits for the requests, and says how many had to be aborted."""
+        await super().shutdown(sockets)
+        if self._deadline is not None:
+            self._deadline.cancel()
+        logger.info("stopped: %d requests finished, %d were aborted", self._at_stop - self._num_aborted, self._num_aborted)
+
+    def _abort(self) -> None:
+        self._num_aborted = len(self.service.running)
+        self.service.abort_all()

@@ -1,0 +1,119 @@
+"""The state that all endpoints share: an engine, a tokenizer, the requests that run, and the end of them all."""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from moe_jax.serving.engine import Engine, QueueFull
+from moe_jax.serving.handle import Handle
+from moe_jax.serving.http.choices import Choice
+from moe_jax.serving.http.errors import ApiError
+from moe_jax.serving.http.fields import Defaults
+from moe_jax.serving.http.metrics import Metrics
+from moe_jax.serving.http.settings import ServerSettings
+from moe_jax.serving.pages import PAGE_SIZE
+from moe_jax.serving.request import SamplingOptions, seeds_of
+from moe_jax.serving.text import TextStream
+
+logger = logging.getLogger("moe_jax.serving")
+
+
+class Service:
+    """The state of a server."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, defaults: Defaults, settings: ServerSettings):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.defaults = defaults
+        self.settings = settings
+        self.metrics = Metrics(engine.stats)
+        self.created = int(time.time())
+        self.running: set[Handle] = set()
+        self.stopping = False
+        """True once the server was told to stop: it takes no further requests."""
+        self.failed = False
+        """True once the engine has failed: it never computes again."""
+        # One thread: long prompts wait for each other there, and not in the event loop, where all streams would wait.
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
+
+    async def encode[T](self, encode: Callable[[], T]) -> T:
+        """Runs a function that turns text into tokens, beside the event loop.
+
+        Raises:
+            ApiError: The function raised ValueError.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+
+    def check_model(self, name: Any) -> None:
+        """Raises ApiError if a request is for another model."""
+        if name is not None and name != self.settings.model_name:
+            raise ApiError(
+                404,
+                f"there is no model {name!r:.80}; this server has {self.settings.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def submit(self, prompts: Sequence[list[int]], options: SamplingOptions) -> list[Choice]:
+        """Gives `n` requests to the engine for each prompt; each can end by a stop text while the others go on.
+
+        Raises:
+            ApiError: A prompt or the options are wrong, the queue is full, or the engine has failed. Nothing runs then.
+        """
+        if self.stopping:
+            raise ApiError(503, "the server is stopping")
+        if options.n * len(prompts) > self.settings.max_choices:
+            raise ApiError(400, f"n times the number of prompts must be at most {self.settings.max_choices}", param="n")
+        choices: list[Choice] = []
+        try:
+            for prompt in prompts:
+                each = options if options.max_new_tokens else dataclasses.replace(options, max_new_tokens=self._room(prompt))
+                if problems := each.problems(self.engine.config.vocab_size):
+                    raise ValueError("; ".join(problems))
+                for number, seed in enumerate(seeds_of(each)):
+                    handle = self.engine.submit(prompt, dataclasses.replace(each, n=1, seed=seed))
+                    self.running.add(handle)
+                    stream = TextStream(self.tokenizer, prompt, options.stop)
+                    choices.append(
+                        Choice(len(choices), handle, stream, counts_prompt=number == 0, logprobs=options.logprobs is not None)
+                    )
+        except Exception as error:
+            self.release(choices)
+            raise self._answer_for(error) from error
+        return choices
+
+    def release(self, choices: Sequence[Choice]) -> None:
+        """Aborts what still runs of a request, and forgets it."""
+        for choice in choices:
+            if not choice.finished:
+                choice.handle.abort()
+            self.running.discard(choice.handle)
+
+    def abort_all(self) -> None:
+        """Aborts all requests: their clients get an error."""
+        for handle in self.running:
+            handle.abort()
+
+    def _room(self, prompt: list[int]) -> int:
+        """Returns the number of tokens that fit behind a prompt; at least 1, so that the engine names a prompt too long."""
+        limits = self.engine.limits
+        return max(1, min(limits.max_length, (limits.num_pages - 1) * PAGE_SIZE + 1) - len(prompt))
+
+    def _answer_for(self, error: Exception) -> Exception:
+        if isinstance(error, QueueFull):
+            return ApiError(429, f"the server has no room for another request now: {error}", code="queue_full")
+        if isinstance(error, ValueError):
+            message = str(error).replace("max_new_tokens", "max_tokens")
+            too_long = "exceed the" in message
+            return ApiError(400, message, code="context_length_exceeded" if too_long else None)
+        if isinstance(error, RuntimeError):
+            self.failed = True
+            return ApiError(503, "the engine does not run any more")
+        return error

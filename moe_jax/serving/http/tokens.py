@@ -1,0 +1,40 @@
+"""POST /tokenize and /detokenize: the tokenizer alone."""
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from moe_jax.generation.text import completion_tokens
+from moe_jax.serving.http.body import read_body, refuse_others, take
+from moe_jax.serving.http.chat import conversation_encoder
+from moe_jax.serving.http.errors import ApiError
+from moe_jax.serving.http.service import Service
+
+
+async def answer_tokenize(service: Service, request: Request) -> JSONResponse:
+    """Answers with the tokens of a text as a completion has them, or of a conversation as a chat has them."""
+    body = await read_body(request, service.settings.body_seconds)
+    refuse_others(body, {"chat_template_kwargs", "messages", "model", "prompt", "tool_choice", "tools"})
+    service.check_model(body.get("model"))
+    if ("prompt" in body) == ("messages" in body):
+        raise ApiError(400, "give either prompt or messages")
+    if "messages" in body:
+        encode = conversation_encoder(service.tokenizer, body)
+    else:
+        text = take(body, "prompt", str)
+
+        def encode() -> list[list[int]]:
+            return completion_tokens(service.tokenizer, [text]) if text else [[]]
+
+    (tokens,) = await service.encode(encode)
+    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.limits.max_length})
+
+
+async def answer_detokenize(service: Service, request: Request) -> JSONResponse:
+    """Answers with the text of tokens, special ones too."""
+    body = await read_body(request, service.settings.body_seconds)
+    refuse_others(body, {"model", "tokens"})
+    service.check_model(body.get("model"))
+    tokens, size = take(body, "tokens", list), service.engine.config.vocab_size
+    if tokens is None or not all(type(token) is int and 0 <= token < size for token in tokens):
+        raise ApiError(400, f"tokens must be a list of token ids below {size}", param="tokens")
+    return JSONResponse({"prompt": await service.encode(lambda: service.tokenizer.decode(tokens))})

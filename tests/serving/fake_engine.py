@@ -1,0 +1,106 @@
+"""An engine without a model: it answers with the prompt's own tokens, a token of each request in a step."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+from moe_jax.serving.engine import QueueFull, Stats
+from moe_jax.serving.handle import Event, Handle, wake
+from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.request import Completion, SamplingOptions, checked
+
+VOCAB, END = 264, 0
+LIMITS = EngineLimits(max_sequences=64, max_tokens_per_step=64, max_length=512, num_pages=64, max_waiting=64)
+
+
+class FakeEngine:
+    """Has the engine's interface. A prompt's tokens are its answer, again and again, and then an end token.
+
+    `repeats`: times that the prompt comes; `step_seconds`: the time of a step.
+    """
+
+    def __init__(self, limits: EngineLimits = LIMITS, *, repeats: int = 1, step_seconds: float = 0.0):
+        self.limits = limits
+        self.config = SimpleNamespace(vocab_size=VOCAB)
+        self.submitted: list[SamplingOptions] = []
+        self.handles: list[Handle] = []
+        self.closed = False
+        self.error: Exception | None = None
+        self.repeats = repeats
+        self.step_seconds = step_seconds
+        self._active: dict[Handle, _Sequence] = {}
+        self._lock = threading.Lock()
+        self._num_tokens = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt, options=None) -> Handle:
+        ids = checked(prompt, options, self.limits, VOCAB)
+        if self.error is not None:
+            raise RuntimeError("the engine failed")
+        with self._lock:
+            if len(self._active) >= self.limits.max_sequences + self.limits.max_waiting:
+                raise QueueFull(f"{len(self._active)} sequences run or wait")
+            handle = Handle(ids, options.n, lambda: self._abort(handle))
+            self._active[handle] = _Sequence(ids * self.repeats + [END], options)
+        self.submitted.append(options)
+        self.handles.append(handle)
+        return handle
+
+    def stats(self) -> Stats:
+        running = min(len(self._active), self.limits.max_sequences)
+        zeros = dict.fromkeys(Stats._fields, 0)
+        return Stats(**zeros | dict(running=running, waiting=len(self._active) - running, num_tokens=self._num_tokens))
+
+    def close(self, *, drain: bool = True) -> None:
+        self.closed = True
+        self._thread.join()
+
+    def fail(self) -> None:
+        """Makes the engine fail at the next step."""
+        self.error = ValueError("a defect")
+
+    def _run(self) -> None:
+        while not self.closed:
+            time.sleep(max(self.step_seconds, 0.0005))
+            listeners = set()
+            with self._lock:
+                for handle, sequence in list(self._active.items())[: self.limits.max_sequences]:
+                    if self.error is not None:
+                        listeners.add(handle.fail(self.error))
+                    else:
+                        listeners.add(handle.deliver(sequence.step(handle)))
+                        self._num_tokens += 1
+                    if self.error is not None or handle.completions[0] is not None:
+                        del self._active[handle]
+            wake(listeners - {None})
+
+    def _abort(self, handle: Handle) -> None:
+        with self._lock:
+            sequence = self._active.pop(handle, None)
+            if sequence is not None:
+                wake({handle.deliver(sequence.end(handle, None, "abort"))} - {None})
+
+
+class _Sequence:
+    def __init__(self, tokens: list[int], options: SamplingOptions):
+        self.tokens, self.options = tokens, options
+        self.done: list[int] = []
+
+    def step(self, handle: Handle) -> Event:
+        token = self.tokens[len(self.done) % len(self.tokens)]
+        self.done.append(token)
+        is_end = token in self.options.stop_token_ids
+        if is_end or len(self.done) == self.options.max_new_tokens:
+            return self.end(handle, token, "stop" if is_end else "length")
+        return self._event(token, None)
+
+    def end(self, handle: Handle, token: int | None, reason) -> Event:
+        handle.completions[0] = Completion(self.done, reason, cached_tokens=1)
+        return self._event(token, reason)
+
+    def _event(self, token, reason) -> Event:
+        wanted = self.options.logprobs
+        if wanted is None or token is None:
+            return Event(0, token, finish_reason=reason)
+        return Event(0, token, -0.25 * token, {token: -0.25 * token, 5: -9.0} if wanted else None, reason)

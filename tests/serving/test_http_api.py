@@ -1,0 +1,204 @@
+"""OpenAI's own client gets completions, chats, streams and their accounts from the server."""
+
+import json
+
+import pytest
+import served
+from fake_engine import FakeEngine
+
+from moe_jax.serving.http.logprobs import token_bytes
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served.serve() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return server.openai()
+
+
+def test_a_completion_is_the_text_behind_the_prompt(client):
+    found = client.completions.create(model="tiny", prompt="hello", max_tokens=50)
+    assert found.choices[0].text == "hello" and found.choices[0].finish_reason == "stop"
+    assert found.object == "text_completion" and found.model == "tiny" and found.id.startswith("cmpl-")
+    usage = found.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 6, 11)
+    assert usage.prompt_tokens_details.cached_tokens == 1
+
+
+def test_sixteen_tokens_are_the_default_of_completions(client):
+    found = client.completions.create(model="tiny", prompt="a" * 40)
+    assert found.choices[0].text == "a" * 16 and found.choices[0].finish_reason == "length"
+
+
+def test_prompts_may_be_several_and_token_ids(client):
+    ids = served.tokenizer()("xyz")["input_ids"]
+    found = client.completions.create(model="tiny", prompt=["ab", "cd"], n=2, echo=True)
+    assert [choice.text for choice in found.choices] == ["abab", "abab", "cdcd", "cdcd"]
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    assert found.usage.prompt_tokens == 4 and found.usage.prompt_tokens_details.cached_tokens == 2
+    assert client.completions.create(model="tiny", prompt=ids).choices[0].text == "xyz"
+    several = client.completions.create(model="tiny", prompt=[ids, ids[:1]], echo=True)
+    assert [choice.text for choice in several.choices] == ["xyzxyz", "xx"]
+
+
+def test_a_stream_has_the_same_text_and_usage(client):
+    options = dict(model="tiny", prompt=["héllo", "🙂"], n=2, max_tokens=7)
+    whole = client.completions.create(**options)
+    chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    texts = {choice.index: "" for choice in whole.choices}
+    ends = {}
+    for chunk in chunks[:-1]:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+        ends[chunk.choices[0].index] = chunk.choices[0].finish_reason
+    assert [texts[choice.index] for choice in whole.choices] == [choice.text for choice in whole.choices]
+    assert [ends[choice.index] for choice in whole.choices] == [choice.finish_reason for choice in whole.choices]
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert len({chunk.id for chunk in chunks}) == 1
+    without = list(client.completions.create(**options, stream=True))
+    assert all(chunk.usage is None and chunk.choices for chunk in without)
+
+
+def test_a_chat_goes_through_the_template(server, client):
+    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    found = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=7)
+    asked = server.engine.handles[-1].prompt
+    assert served.tokenizer().decode(asked) == (
+        "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    answer = found.choices[0]
+    assert (answer.message.role, answer.message.content, answer.finish_reason) == ("assistant", "system", "length")
+    assert server.engine.submitted[-1].stop_token_ids == (0, 2)
+    # Without a limit, an answer may be as long as the engine has room.
+    assert client.chat.completions.create(model="tiny", messages=messages).choices[0].finish_reason == "stop"
+    assert server.engine.submitted[-1].max_new_tokens == 512 - len(asked)
+
+
+def test_tools_and_template_values_reach_the_template(monkeypatch):
+    template = "{{ tools[0]['function']['name'] if tools else 'none' }} {{ mood }} {{ messages[0]['tool_calls'] }}"
+    tokenizer = served.tiny.tokenizer(template)
+    monkeypatch.setattr(served, "tokenizer", lambda: tokenizer)
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    options = dict(
+        model="tiny",
+        messages=[{"role": "user", "content": "x"}],
+        tools=tools,
+        extra_body={"chat_template_kwargs": {"mood": "calm"}},
+    )
+    with served.serve() as running:
+        client = running.openai()
+        client.chat.completions.create(**options)
+        client.chat.completions.create(**options, tool_choice="none")
+        prompts = [tokenizer.decode(handle.prompt) for handle in running.engine.handles]
+    assert prompts == ["clock calm ", "none calm "]
+
+
+def test_a_chats_stream_begins_with_its_role(client):
+    messages = [{"role": "user", "content": "hi"}]
+    chunks = list(client.chat.completions.create(model="tiny", messages=messages, max_tokens=4, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert deltas[0].role == "assistant" and not any(delta.role for delta in deltas[1:])
+    assert "".join(delta.content or "" for delta in deltas) == "use"
+    assert chunks[-1].choices[0].finish_reason == "length" and chunks[0].object == "chat.completion.chunk"
+
+
+def test_stop_texts_end_one_choice_alone(client):
+    found = client.completions.create(model="tiny", prompt=["abcdef", "xbcyef"], stop=["de", "zz"], max_tokens=20)
+    assert [(choice.text, choice.finish_reason) for choice in found.choices] == [("abc", "stop"), ("xbcyef", "stop")]
+    assert found.usage.completion_tokens == 5 + 7
+    streamed = client.completions.create(model="tiny", prompt="abcdef", stop="de", stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == "abc"
+
+
+def test_a_stop_token_is_no_part_of_the_text(client):
+    tokenizer = served.tokenizer()
+    extra = {"stop_token_ids": tokenizer("c")["input_ids"]}
+    found = client.completions.create(model="tiny", prompt="abcd", extra_body=extra).choices[0]
+    assert (found.text, found.finish_reason) == ("ab", "stop")
+    # Without ends, the prompt comes again behind the end token, which has no text.
+    found = client.completions.create(model="tiny", prompt="ab", max_tokens=6, extra_body={"ignore_eos": True}).choices[0]
+    assert (found.text, found.finish_reason) == ("abab", "length")
+
+
+def test_options_reach_the_engine(server, client):
+    client.completions.create(
+        model="tiny", prompt="a", temperature=0.5, top_p=0.75, seed=-1, presence_penalty=0.25, frequency_penalty=-1,
+        logit_bias={"7": -100}, user="me",
+        extra_body={"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.5},
+    )  # fmt: skip
+    options = server.engine.submitted[-1]
+    assert (options.temperature, options.top_p, options.seed) == (0.5, 0.75, 2**32 - 1)
+    assert (options.presence_penalty, options.frequency_penalty, options.logit_bias) == (0.25, -1, {7: -100})
+    assert (options.top_k, options.min_p, options.repetition_penalty, options.n) == (5, 0.1, 1.5, 1)
+    client.completions.create(model="tiny", prompt="a", n=3, seed=4)
+    seeds = [each.seed for each in server.engine.submitted[-3:]]
+    client.completions.create(model="tiny", prompt="a", n=3, seed=4)
+    assert seeds[0] == 4 and len(set(seeds)) == 3 and [each.seed for each in server.engine.submitted[-3:]] == seeds
+
+
+def test_log_probabilities_of_a_completion(client):
+    tokens = served.tokenizer()("ab")["input_ids"]
+    options = dict(model="tiny", prompt="ab", max_tokens=2, logprobs=1)
+    found = client.completions.create(**options).choices[0].logprobs
+    assert found.tokens == ["a", "b"] and found.text_offset == [0, 1]
+    assert found.token_logprobs == [-0.25 * token for token in tokens]
+    assert found.top_logprobs[0] == {"a": -0.25 * tokens[0], "#": -9.0}
+    streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(**options, stream=True)]
+    assert [name for each in streamed if each for name in each.tokens] == ["a", "b"]
+    assert [place for each in streamed if each for place in each.text_offset] == [0, 1]
+    assert client.completions.create(**options | {"logprobs": 0}).choices[0].logprobs.top_logprobs == [None, None]
+
+
+def test_log_probabilities_of_a_chat(client):
+    messages = [{"role": "user", "content": "x"}]
+    options = dict(model="tiny", messages=messages, max_tokens=3, logprobs=True)
+    content = client.chat.completions.create(**options, top_logprobs=2).choices[0].logprobs.content
+    assert [each.token for each in content] == ["<|im_start|>", "u", "s"] and content[1].bytes == list(b"u")
+    assert [each.token for each in content[1].top_logprobs] == ["u", "#"]
+    content = client.chat.completions.create(**options).choices[0].logprobs.content
+    assert content[0].top_logprobs == [] and content[0].logprob == -0.25
+
+
+def test_bytes_of_parts_of_characters():
+    tokenizer = served.tokenizer()
+    ids = tokenizer("é ")["input_ids"]
+    assert [token_bytes(tokenizer, token) for token in ids] == [[0xC3], [0xA9], [0x20]]
+
+
+def test_models_health_and_tokens(server, client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").max_model_len == 512
+    assert server.get("/health").json() == {"status": "ok"}
+    tokens = server.post("/tokenize", json={"prompt": "héy"}).json()
+    assert tokens == {"tokens": served.tokenizer()("héy")["input_ids"], "count": 4, "max_model_len": 512}
+    assert server.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "héy"}
+    of_chat = server.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
+    assert of_chat["tokens"][0] == 1 and of_chat["count"] > 10
+
+
+def test_metrics_count_requests_and_tokens():
+    with served.serve() as running:
+        running.openai().completions.create(model="tiny", prompt="hello", max_tokens=3)
+        running.get("/no/such/path")
+        text = running.get("/metrics").text
+    assert 'moe_jax_requests_total{path="/v1/completions",status="200"} 1.0' in text
+    assert 'moe_jax_requests_total{path="other",status="404"} 1.0' in text
+    assert "moe_jax_prompt_tokens_total 5.0" in text and "moe_jax_new_tokens_total 3.0" in text
+    assert "moe_jax_first_text_seconds_count 1.0" in text and "moe_jax_engine_tokens_total 3.0" in text
+    assert "moe_jax_engine_running 0.0" in text
+
+
+def test_each_request_has_one_line_in_the_log(caplog):
+    caplog.set_level("INFO", "moe_jax.serving")
+    with served.serve(FakeEngine()) as running:
+        running.openai().completions.create(model="tiny", prompt="hello", max_tokens=3)
+        refused = running.post("/v1/completions%0Aforged", json={})
+        running.get("/health")
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 5 and lines[0].startswith("serving tiny on http://127.0.0.1:")
+    assert "POST /v1/completions 200, 5 prompt tokens (1 cached), 3 new, first after 0.0" in lines[1]
+    assert lines[2].startswith(f"{refused.headers['x-request-id']} 127.0.0.1 POST /v1/completions%0Aforged 404")
+    assert json.loads(refused.text)["error"]["message"]

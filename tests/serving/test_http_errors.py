@@ -1,0 +1,211 @@
+"""Wrong requests get the status and the message of OpenAI's API, and reach no engine."""
+
+import openai
+import pytest
+import served
+from fake_engine import FakeEngine
+
+from moe_jax.serving.http.settings import ServerSettings
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served.serve(max_body_bytes=20_000, max_choices=8) as running:
+        yield running
+
+
+WRONG = [
+    (COMPLETION, {}, "prompt must be a text, a list of texts"),
+    (COMPLETION, {"prompt": {"a": 1}}, "prompt must be a text"),
+    (COMPLETION, {"prompt": ["a", 1]}, "prompt must be a text"),
+    (COMPLETION, {"prompt": []}, "prompt must be a text"),
+    (COMPLETION, {"prompt": [[]]}, "the prompt is empty"),
+    (COMPLETION, {"prompt": ""}, "prompt 0 is empty"),
+    (COMPLETION, {"prompt": [9999]}, "the prompt has token 9999, outside the vocabulary of 264"),
+    (COMPLETION, {"prompt": [-1]}, "outside the vocabulary"),
+    (COMPLETION, {"prompt": [10**30]}, "the prompt must be a flat list of token ids"),
+    (COMPLETION, {"prompt": [True, 1]}, "prompt must be a text"),
+    (COMPLETION, {"prompt": "a", "temperature": "hot"}, 'temperature must be an integer or a number; got "hot"'),
+    (COMPLETION, {"prompt": "a", "temperature": True}, "temperature must be an integer or a number; got true"),
+    (COMPLETION, {"prompt": "a", "temperature": -1}, "temperature must be a finite number, 0 or more"),
+    (COMPLETION, {"prompt": "a", "temperature": 10**400}, "temperature must be a number of at most 64 bits"),
+    (COMPLETION, {"prompt": "a", "top_p": 0}, r"top_p must be None or a number in \(0, 1\]"),
+    (COMPLETION, {"prompt": "a", "top_k": 1.5}, "top_k must be an integer"),
+    (COMPLETION, {"prompt": "a", "n": 0}, "n must be an integer, at least 1"),
+    (COMPLETION, {"prompt": "a", "n": 10**6}, "n times the number of prompts must be at most 8"),
+    (COMPLETION, {"prompt": ["a"] * 5, "n": 2}, "n times the number of prompts must be at most 8"),
+    (COMPLETION, {"prompt": ["a"] * 9}, "prompt has 9 texts"),
+    (COMPLETION, {"prompt": "a", "max_tokens": 0}, "max_tokens must be at least 1"),
+    (COMPLETION, {"prompt": "a", "max_tokens": 10**6}, "max_tokens=1000000 exceed the engine's max_length=512"),
+    (COMPLETION, {"prompt": "a" * 600}, "a prompt of 600 tokens and max_tokens=16 exceed"),
+    (COMPLETION, {"prompt": "a", "stop": [""]}, "stop must be at most 16 texts"),
+    (COMPLETION, {"prompt": "a", "stop": ["x"] * 17}, "stop must be at most 16 texts"),
+    (COMPLETION, {"prompt": "a", "stop": 7}, "stop must be a string or a list"),
+    (COMPLETION, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias must have token ids as its names"),
+    (COMPLETION, {"prompt": "a", "logit_bias": {"9999": 1}}, "logit_bias must be a mapping"),
+    (COMPLETION, {"prompt": "a", "logit_bias": {"1": "2"}}, "1 must be an integer or a number"),
+    (COMPLETION, {"prompt": "a", "logprobs": 21}, "logprobs must be None or an integer in"),
+    (COMPLETION, {"prompt": "a", "logprobs": 1, "echo": True}, "log-probabilities of the prompt are not supported"),
+    (COMPLETION, {"prompt": "a", "stream": 1}, "stream must be true or false"),
+    (COMPLETION, {"prompt": "a", "stream_options": {"x": 1}}, "unknown fields of stream_options: x"),
+    (COMPLETION, {"prompt": "a", "stop_token_ids": ["x"]}, "stop_token_ids must be at most 64 integers"),
+    (COMPLETION, {"prompt": "a", "best_of": 3}, "best_of other than n, are not supported"),
+    (COMPLETION, {"prompt": "a", "messages": [], "what": 1}, "unknown fields: messages, what"),
+    (CHAT, {}, "messages must be a list"),
+    (CHAT, {"messages": []}, "messages must be a list"),
+    (CHAT, {"messages": ["a"]}, "messages must be a list"),
+    (CHAT, {"messages": [{"role": "human", "content": "a"}]}, "message 0 has the role 'human'"),
+    (CHAT, {"messages": [{"role": "user"}]}, 'message 0 .user. needs a string "content"'),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of the type text"),
+    (CHAT, {"messages": MESSAGES, "tools": ["a"]}, "tools must be a list of objects"),
+    (CHAT, {"messages": MESSAGES, "tools": [{"a": 1}]}, "the chat template would leave out tools"),
+    (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice must be auto or none"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format must be of type text"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs needs logprobs: true"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": -3}, "max_completion_tokens must be at least 1"),
+    (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, "exceed the engine's max_length=512"),
+    ("/tokenize", {}, "give either prompt or messages"),
+    ("/tokenize", {"prompt": 7}, "prompt must be a string"),
+    ("/detokenize", {"tokens": [9999]}, "tokens must be a list of token ids below 264"),
+    ("/detokenize", {}, "tokens must be a list of token ids below 264"),
+]
+
+
+@pytest.mark.parametrize("path, body, message", WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_wrong_fields_are_named(server, path, body, message):
+    before = len(server.engine.submitted)
+    answer = server.post(path, json={"model": "tiny"} | body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(error["message"])
+    assert len(server.engine.submitted) == before and not server.service.running
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"nothing",
+        b"\xff\xfe",
+        b'{"prompt": NaN}',
+        b'{"prompt": "\\ud800"}',
+        b'{"model": "\\udfff", "prompt": "a"}',
+        b"[" * 10_000,
+        b'{"prompt":' * 1000,
+        b'{"prompt": ' + b"1" * 5000 + b"}",
+    ],
+)
+def test_bodies_that_are_no_json_objects_are_refused(server, data):
+    answer = server.post(COMPLETION, content=data, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and "the body" in answer.json()["error"]["message"]
+
+
+def test_other_bodies_paths_methods_and_models(server):
+    # A web page may send such a form to this machine without asking.
+    answer = server.post(COMPLETION, content=b"{}", headers={"Content-Type": "text/plain"})
+    assert answer.status_code == 415 and "the body must be JSON" in answer.json()["error"]["message"]
+    answer = server.post("/v1/nothing", json={})
+    assert answer.status_code == 404 and answer.json()["error"]["message"] == "there is no /v1/nothing"
+    answer = server.get(COMPLETION)
+    assert answer.status_code == 405 and "does not take GET" in answer.json()["error"]["message"]
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'; this server has 'tiny'") as error:
+        server.openai().completions.create(model="gpt", prompt="a")
+    assert error.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        server.openai().models.retrieve("some/other")
+    # A request without a name is for the only model.
+    assert server.post(COMPLETION, json={"prompt": "a"}).status_code == 200
+
+
+def test_prompts_too_long_have_their_code(server):
+    with pytest.raises(openai.BadRequestError) as error:
+        server.openai().completions.create(model="tiny", prompt="a" * 600)
+    assert error.value.code == "context_length_exceeded"
+
+
+def test_bodies_too_large_are_refused_while_they_come(server):
+    answer = server.post(COMPLETION, json={"prompt": "a" * 30_000})
+    assert answer.status_code == 413 and "larger than 20000 bytes" in answer.json()["error"]["message"]
+
+    def pieces():
+        for _ in range(30):
+            yield b"a" * 1000
+
+    # No Content-Length: the size shows only as it comes.
+    answer = server.post(COMPLETION, content=pieces(), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+
+
+def test_bodies_that_do_not_come_are_given_up():
+    with served.serve(body_seconds=0.2) as running:
+        with running.connect() as connection:
+            connection.sendall(served.request_bytes({"prompt": "a"})[:-3])
+            assert b"408" in connection.recv(1000).splitlines()[0]
+
+
+def test_a_key_is_asked_for_everywhere_but_at_health():
+    with served.serve(api_key="secret") as running:
+        assert running.get("/health").status_code == 200
+        for path in ("/v1/models", "/metrics", "/nothing"):
+            answer = running.get(path)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        for wrong in ("wrong", "secret2", "sécret"):
+            headers = {"Authorization": f"Bearer {wrong}".encode()}
+            assert running.post(COMPLETION, json={"prompt": "a"}, headers=headers).status_code == 401
+        assert running.get("/v1/models", headers={"Authorization": "Basic secret"}).status_code == 401
+        with pytest.raises(openai.AuthenticationError):
+            running.openai("other").models.list()
+        assert running.openai("secret").completions.create(model="tiny", prompt="a").choices[0].text == "a"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failed_engine_answers_503_and_is_not_healthy(stream):
+    engine = FakeEngine(repeats=1000, step_seconds=0.01)
+    with served.serve(engine) as running:
+        assert running.get("/health").status_code == 200
+        options = dict(model="tiny", prompt="a", max_tokens=400)
+        if stream:
+            pieces = running.openai().completions.create(**options, stream=True)
+            next(pieces)
+            engine.fail()
+            with pytest.raises(openai.APIError, match="the engine does not run any more"):
+                list(pieces)
+        else:
+            engine.fail()
+            with pytest.raises(openai.InternalServerError, match="the engine does not run any more") as error:
+                running.openai().completions.create(**options)
+            assert error.value.status_code == 503
+        assert running.get("/health").status_code == 503 and not running.service.running
+
+
+def test_a_defect_answers_500_and_hides_its_text(server, monkeypatch, caplog):
+    def broken(*_):
+        raise KeyError("a secret")
+
+    monkeypatch.setattr(server.engine, "submit", broken)
+    answer = server.post(COMPLETION, json={"prompt": "a"})
+    assert answer.status_code == 500 and "secret" not in answer.text
+    assert answer.json()["error"]["type"] == "server_error"
+    assert served.comes_true(lambda: "a secret" in caplog.text)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(model_name=""), "model_name must not be empty"),
+        (dict(api_key=" "), "api_key must be printable ASCII"),
+        (dict(api_key="schlüssel"), "api_key must be printable ASCII"),
+        (dict(max_body_bytes=0, request_seconds=-1), "max_body_bytes must be above 0; got 0; request_seconds must be"),
+        (dict(shutdown_seconds=-1), "shutdown_seconds must be"),
+    ],
+)
+def test_wrong_settings_are_named(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        ServerSettings(**{"model_name": "tiny", **wrong})
