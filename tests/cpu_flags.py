@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
-UNOPTIMISED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""Most programs of tests take longer to optimise than to run."""
+UNOPTIMISED = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
+"""Most programs of tests take longer to compile than to run. The new emitters of fusions take half as long again as the old."""
 
 
 def of_devices(count: int) -> str:

@@ -4,7 +4,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.api import resolve_attention_backend
-from moe_jax.kernels.attention.paged import xla
+from moe_jax.kernels.attention.paged import mosaic, xla
 from moe_jax.kernels.attention.paged.queries import PAGE_SIZE, PagedQueries
 
 
@@ -30,13 +30,17 @@ def paged_attention(
         values: None if the values are the first `value_dim` columns of the keys, as with DeepSeek's latents.
         value_dim: given if and only if `values` is None.
         queries_per_row: given if all rows have exactly this number of queries, 1 in decoding. `first_query` must agree.
-        backend: "xla" takes every input.
+        backend: "xla" takes every input; "mosaic", the default where it fits, needs a Hopper GPU and 16-bit pages of keys and
+            values without windows.
 
     Raises:
         ValueError: shapes that do not fit together, a window below 1, an unknown backend, or one that does not take the input.
     """
     value_dim = _check(q, keys, values, queries, value_dim, window, queries_per_row)
-    resolve_attention_backend(backend, "paged attention has no kernel yet")
+    refusal = mosaic.refusal(q, keys, values, window)
+    if resolve_attention_backend(backend, refusal) == "mosaic":
+        assert values is not None
+        return mosaic.paged_attention(q, keys, values, queries, scale=scale, queries_per_row=queries_per_row)
     return xla.paged_attention(q, keys, values, queries, scale=scale, window=window, value_dim=value_dim)
 
 
