@@ -49,8 +49,9 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(engine):
 
 
 def test_an_answer_may_fill_the_engine_and_ends_at_its_end_token(engine):
-    conversation = Conversation(engine, served.tokenizer(), SamplingOptions(max_new_tokens=0, stop_token_ids=(2,)))
-    assert "".join(conversation.answers("hi")) == "user\nhi"
+    ends = tuple(served.tokenizer()("h")["input_ids"])
+    conversation = Conversation(engine, served.tokenizer(), SamplingOptions(max_new_tokens=0, stop_token_ids=ends))
+    assert "".join(conversation.answers("hi")) == "user\n"
     assert engine.submitted[0].max_new_tokens == 512 - len(engine.handles[0].prompt)
 
 

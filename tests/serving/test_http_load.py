@@ -111,6 +111,17 @@ def test_a_client_that_leaves_frees_its_place(stream, caplog):
         assert served.comes_true(lambda: "POST /v1/completions 499" in caplog.text)
 
 
+def test_a_stop_text_frees_the_place_of_its_choice_alone():
+    with served.serve(slow_engine()) as running:
+        found = running.openai().completions.create(
+            **LONG | {"prompt": ["abc", "xyz"], "stop": "ca", "max_tokens": 30},
+            extra_body={"ignore_eos": True, "stop_token_ids": []},
+        )
+        assert [choice.finish_reason for choice in found.choices] == ["stop", "length"]
+        ends = [handle.completions[0] for handle in running.engine.handles]
+        assert [end.finish_reason for end in ends] == ["abort", "length"] and len(ends[0].tokens) < 10
+
+
 def test_readers_that_do_not_read_hold_nobody_up():
     engine = FakeEngine(EngineLimits(**{**vars(LIMITS), "max_length": 300_000, "num_pages": 10_000}), repeats=1)
     with served.serve(engine, request_seconds=3) as running:
