@@ -109,7 +109,7 @@ def time_load(engine: Engine, prompts: list[list[int]], new: int) -> None:
 
 def device_ms(engine: Engine, sequences: int, position: int) -> float:
     """Returns the milliseconds of a decoding step on the device: launches one after the other, without reading tokens."""
-    device = engine._device
+    device = engine._loop.device
     engine.pause()
     shape = next(shape for shape in device._decode_shapes if shape.decodes >= sequences)
     rows = empty_rows(shape)

@@ -1,10 +1,13 @@
 """The engine's device: weights, state, and the compiled programs that run a planned step and draw its tokens."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Int, UInt
 
 from moe_jax.models.decoder import Decoder
@@ -51,13 +54,13 @@ class Device:
             for tokens in chunk_tokens
             for decodes in (0, limits.max_sequences)
         ]
-        self._programs = {shape: step_program(self.served, shape) for shape in self._decode_shapes + self._chunk_shapes}
+        self._programs = self._compiled(self._decode_shapes + self._chunk_shapes)
         self._options = jax.tree.map(np.array, init_slots(limits.max_sequences))
         self._options_on_device = jax.device_put(self._options)
         self._penalties: Penalties | None = None
 
     def warm_up(self) -> None:
-        """Compiles all programs and runs each once, on rows that are not used."""
+        """Runs every program once, on rows that are not used: the first run is the slow one."""
         for shape in self._programs:
             for variant in VARIANTS:
                 self._launch(shape, empty_rows(shape), variant)
@@ -96,6 +99,14 @@ class Device:
         if served != self.served or shapes != own:
             raise ValueError("the new weights must be of a model with the same config and dtype as the engine's")
         self.weights = weights
+
+    def _compiled(self, shapes: list[StepShape]) -> dict[StepShape, Compiled]:
+        """Compiles the programs of all shapes, many at a time."""
+        lowered = [
+            step_program(self.served, shape).lower(self.weights, self.state, packed(empty_rows(shape))) for shape in shapes
+        ]
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            return dict(zip(shapes, pool.map(Lowered.compile, lowered), strict=True))
 
     def _launch(self, shape: StepShape, rows: StepRows, variant) -> Sampled:
         self.state, output = self._programs[shape](self.weights, self.state, packed(rows))

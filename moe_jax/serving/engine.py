@@ -1,13 +1,5 @@
-"""The engine: many requests at once on one model, each as if it were alone.
+"""The engine: many requests at once on one model, each as if it were alone."""
 
-A thread plans a step, starts it on the device, and only then reads the tokens of the step before: host and device work at the
-same time. A sequence that ends is found one step late, which costs one row of one step.
-"""
-
-import logging
-import queue
-import threading
-from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import NamedTuple
 
@@ -17,22 +9,16 @@ from flax import nnx
 
 from moe_jax.checkpoint.companions import generation_config
 from moe_jax.models.decoder import Decoder
-from moe_jax.serving.device import Device, Launched
-from moe_jax.serving.handle import Event, Handle, Listener, wake
+from moe_jax.serving.device import Device
+from moe_jax.serving.handle import Handle
 from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.queues import Queues, change_weights, finish
-from moe_jax.serving.records import Record, completion_of
+from moe_jax.serving.loop import EngineLoop
+from moe_jax.serving.queues import EngineQueues, change_weights
+from moe_jax.serving.records import Record
 from moe_jax.serving.request import Completion, SamplingOptions, checked, seeds_of
-from moe_jax.serving.schedule import plan_step, read_step
 from moe_jax.serving.sequence import Sequence
 
 GREEDY = SamplingOptions()
-
-_logger = logging.getLogger(__name__)
-
-
-class QueueFull(Exception):
-    """The engine has as many requests as `EngineLimits.max_waiting` lets wait."""
 
 
 class Stats(NamedTuple):
@@ -77,18 +63,9 @@ class Engine:
         ends = generation_config(model.source, model.config).get("eos_token_id")
         self._ends = frozenset([] if ends is None else np.atleast_1d(ends).tolist())
         self._keeps_experts = keep_experts and model.config.experts is not None
-        self._device = Device(model, limits, keep_experts=keep_experts)
-        self._device.warm_up()
-        self._queues = Queues(limits)
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._open: set[Sequence] = set()
-        self._open_lock = threading.Lock()
-        self._paused = self._closing = False
-        self._num_steps = self._num_tokens = 0
-        self._error: BaseException | None = None
-        self._listeners: set[Listener] = set()
-        self._thread = threading.Thread(target=self._run, name="moe_jax engine", daemon=True)
-        self._thread.start()
+        device = Device(model, limits, keep_experts=keep_experts)
+        device.warm_up()
+        self._loop = EngineLoop(device, EngineQueues(limits))
 
     def generate(
         self, prompts: Many[Many[int]], options: SamplingOptions | Many[SamplingOptions] = GREEDY
@@ -121,11 +98,11 @@ class Engine:
 
     def pause(self) -> None:
         """Starts no further step until `resume`. Requests keep their pages, and more may be submitted."""
-        self._call(lambda: setattr(self, "_paused", True))
+        self._set_paused(True)
 
     def resume(self) -> None:
         """Goes on after `pause`."""
-        self._call(lambda: setattr(self, "_paused", False))
+        self._set_paused(False)
 
     def update(self, model: Decoder) -> None:
         """Computes with another model's weights from the next step on; cached pages of the old weights never match again.
@@ -136,15 +113,17 @@ class Engine:
           ValueError: the model has another config or dtype than the engine's.
         """
 
-        def replace() -> None:
-            self._device.replace_weights(model)
-            change_weights(self._queues)
+        loop = self._loop
 
-        self._call(replace)
+        def replace() -> None:
+            loop.device.replace_weights(model)
+            change_weights(loop.queues)
+
+        loop.call(replace)
 
     def stats(self) -> Stats:
         """Returns the present state."""
-        queues = self._queues
+        loop, queues = self._loop, self._loop.queues
         pages = queues.pool.counts()
         return Stats(
             running=len(queues.running),
@@ -152,8 +131,8 @@ class Engine:
             free_pages=pages.free,
             cached_pages=pages.cached,
             owned_pages=pages.owned,
-            num_steps=self._num_steps,
-            num_tokens=self._num_tokens,
+            num_steps=loop.num_steps,
+            num_tokens=loop.num_tokens,
             num_preemptions=queues.num_preemptions,
             weights_version=queues.weights_version,
         )
@@ -161,15 +140,10 @@ class Engine:
     def close(self, *, drain: bool = True) -> None:
         """Ends the engine: after all requests with `drain`, else aborts them."""
 
-        def end() -> None:
-            self._closing, self._paused = True, False
-            if not drain:
-                for sequence in [*self._queues.running, *self._queues.waiting]:
-                    self._end(sequence, "abort")
+        self._loop.close(drain=drain)
 
-        if self._thread.is_alive():
-            self._commands.put(end)
-            self._thread.join()
+    def _set_paused(self, paused: bool) -> None:
+        self._loop.call(lambda: setattr(self._loop, "is_paused", paused))
 
     def _checked(self, prompt: Many[int], options: SamplingOptions) -> list[int]:
         ids = checked(prompt, options, self.limits, self.config.vocab_size)
@@ -179,124 +153,12 @@ class Engine:
 
     def _submit(self, prompt: list[int], options: SamplingOptions, *, limited: bool) -> Handle:
         ends = frozenset(options.stop_token_ids) | (frozenset() if options.ignore_eos else self._ends)
-        handle = Handle(prompt, options.n, lambda: self._commands.put(lambda: abort()))
+        handle = Handle(prompt, options.n, lambda: self._loop.abort(sequences))
         sequences = [
             Sequence(prompt, options, seed, ends, index, owner=Record(handle)) for index, seed in enumerate(seeds_of(options))
         ]
-
-        def abort() -> None:
-            for sequence in sequences:
-                self._end(sequence, "abort")
-
-        with self._open_lock:
-            # Under the lock: a request that comes later than the failure would wait for ever.
-            if self._error is not None:
-                raise RuntimeError("the engine failed") from self._error
-            if self._closing or not self._thread.is_alive():
-                raise RuntimeError("the engine is closed")
-            room = self.limits.max_waiting + self.limits.max_sequences - len(self._open)
-            if limited and options.n > room:
-                raise QueueFull(f"{len(self._open)} sequences run or wait; the engine has room for {room} more")
-            self._open.update(sequences)
-        self._commands.put(lambda: self._queues.waiting.extend(sequences))
+        self._loop.add(sequences, limited=limited)
         return handle
-
-    def _call[T](self, function: Callable[[], T]) -> T:
-        """Runs a function in the engine's thread, between two steps, and returns its result."""
-        done: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                result = function()
-            except Exception as error:  # raised again where the caller waits
-                failure = error
-                done.put(lambda: _raise(failure))
-            else:
-                done.put(lambda: result)
-
-        if not self._thread.is_alive():
-            raise RuntimeError("the engine is closed")
-        self._commands.put(run)
-        return done.get()()
-
-    def _run(self) -> None:
-        """The engine's thread."""
-        try:
-            in_flight: Launched | None = None
-            while not (self._closing and in_flight is None and not self._queues.running and not self._queues.waiting):
-                is_idle = in_flight is None and (self._paused or not (self._queues.running or self._queues.waiting))
-                self._run_commands(wait=is_idle)
-                launched = None if self._paused else self._launch_next()
-                if in_flight is not None:
-                    self._read(in_flight)
-                in_flight = launched
-                wake(self._listeners)
-                self._listeners.clear()
-        except BaseException as error:  # whatever it was, nobody may wait for ever
-            _logger.exception("the engine failed")
-            with self._open_lock:
-                self._error = error
-                listeners = {sequence.owner.handle.fail(error) for sequence in self._open}
-            wake({listener for listener in listeners if listener is not None})
-
-    def _run_commands(self, *, wait: bool) -> None:
-        if wait:
-            self._commands.get()()
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            command()
-
-    def _launch_next(self) -> Launched | None:
-        plan = plan_step(self._queues)
-        if plan.is_empty:
-            return None
-        self._num_steps += 1
-        for chunk in plan.chunks:
-            chunk.sequence.owner.started(self._queues.weights_version)
-        return self._device.launch(plan)
-
-    def _read(self, launched: Launched) -> None:
-        """Waits for the tokens of a step, and gives them to their requests."""
-        tokens, logprobs, top_tokens, top_logprobs = (np.asarray(a)[launched.rows] for a in launched.sampled)
-        samples = launched.plan.samples
-        pages = {i: list(one.pages) for i, one in enumerate(samples) if one.options.return_experts}
-        taken = read_step(self._queues, launched.plan, tokens.tolist())
-        self._num_tokens += len(taken)
-        logprob_list = logprobs.tolist()
-        for i in taken:
-            sequence = samples[i]
-            record: Record = sequence.owner
-            tops = None
-            if wanted := sequence.options.logprobs:
-                tops = dict(zip(top_tokens[i, :wanted].tolist(), top_logprobs[i, :wanted].tolist(), strict=True))
-            record.add(logprob_list[i], tops)
-            if sequence.finish_reason is not None:
-                if sequence.options.return_experts:
-                    record.experts = self._device.experts_of(pages[i], len(sequence.tokens) - 1)
-                self._close_record(sequence)
-            self._deliver(sequence, sequence.tokens[-1], logprob_list[i], tops)
-
-    def _end(self, sequence: Sequence, reason) -> None:
-        """Ends a sequence without another token, if it has not ended."""
-        if sequence.finish_reason is None:
-            finish(self._queues, sequence, reason)
-            self._close_record(sequence)
-            self._deliver(sequence, None, None, None)
-
-    def _close_record(self, sequence: Sequence) -> None:
-        sequence.owner.handle.completions[sequence.index] = completion_of(sequence)
-        with self._open_lock:
-            self._open.discard(sequence)
-
-    def _deliver(self, sequence: Sequence, token: int | None, logprob: float | None, tops: dict[int, float] | None) -> None:
-        wants_logprob = sequence.options.logprobs is not None
-        event = Event(sequence.index, token, logprob if wants_logprob else None, tops, sequence.finish_reason)
-        listener = sequence.owner.handle.deliver(event)
-        if listener is not None:
-            self._listeners.add(listener)
 
 
 def _check_model(model: Decoder) -> None:
@@ -307,7 +169,3 @@ def _check_model(model: Decoder) -> None:
     devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
     if len(devices) > 1:
         raise ValueError(f"an engine computes on one device; the model lies on {len(devices)}")
-
-
-def _raise(error: Exception):
-    raise error

@@ -1,7 +1,7 @@
 """Pages of keys and values: which are free, which sequences own, and which full ones a later prompt may share.
 
-A page is known by its content: a chain of hashes over the ids of its tokens and of all tokens before (as in vLLM's prefix
-cache, https://docs.vllm.ai/en/latest/design/prefix_caching.html). The keys and values themselves lie on the device.
+A page is known by its content, through a chain of hashes: over the ids of its tokens and the hash of the page before. vLLM's
+prefix cache does the same (https://docs.vllm.ai/en/latest/design/prefix_caching.html). Keys and values lie on the device.
 """
 
 from array import array

@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.pages import PagePool, root_hash
@@ -10,7 +11,7 @@ from moe_jax.serving.sequence import Sequence, seal_full_pages
 
 
 @dataclass
-class Queues:
+class EngineQueues:
     """Sequences that wait and that run, each the oldest first, and the pages and slots that they share.
 
     All that run are older than all that wait. Only the youngest that runs may have a prompt that is not computed to its end.
@@ -32,7 +33,18 @@ class Queues:
         self.root = root_hash((self.weights_version,))
 
 
-def finish(queues: Queues, sequence: Sequence, reason: FinishReason) -> None:
+class Preempted(NamedTuple):
+    """A sequence that lost its slot, and the pages that it had.
+
+    Their keys, values and experts are still there until the next step is dispatched. A sequence that ends with a token that is
+    in flight has no others.
+    """
+
+    sequence: Sequence
+    pages: list[int]
+
+
+def finish(queues: EngineQueues, sequence: Sequence, reason: FinishReason) -> None:
     """Ends a sequence that waits or runs. One that has ended stays as it is.
 
     Its pages may be taken at once: steps in flight that still write to them run before any step that is planned later.
@@ -48,27 +60,28 @@ def finish(queues: Queues, sequence: Sequence, reason: FinishReason) -> None:
         _give_back(queues, sequence)
 
 
-def preempt_youngest(queues: Queues) -> Sequence:
+def preempt_youngest(queues: EngineQueues) -> Preempted:
     """Sends the youngest sequence that runs back to the front of the queue, without its pages; returns it.
 
     Its tokens stay. It is computed again once those in flight were read.
     """
     sequence = queues.running.pop()
+    preempted = Preempted(sequence, sequence.pages)
     _give_back(queues, sequence)
     sequence.num_preemptions += 1
     queues.num_preemptions += 1
     queues.waiting.appendleft(sequence)
-    return sequence
+    return preempted
 
 
-def change_weights(queues: Queues) -> None:
+def change_weights(queues: EngineQueues) -> None:
     """Counts new weights, after which no page of older ones is shared. Sequences that run keep theirs, and never seal them."""
     queues.weights_version += 1
     queues.root = root_hash((queues.weights_version,))
     queues.pool.forget_all()
 
 
-def _give_back(queues: Queues, sequence: Sequence) -> None:
+def _give_back(queues: EngineQueues, sequence: Sequence) -> None:
     assert sequence.slot is not None
     queues.free_slots.append(sequence.slot)
     queues.pool.release(sequence.pages)

@@ -24,7 +24,7 @@ MAX_BIASES = 300
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the tokens of a request are drawn, when they end, and what is returned beside them.
+    """Says how the tokens of a request are drawn, when they end, and what is returned beside them.
 
     Temperature 0 takes the most likely token. The penalties are those of transformers (repetition) and of OpenAI's API.
     """

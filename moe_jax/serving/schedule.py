@@ -1,14 +1,14 @@
 """The schedule of an engine: which tokens the next step runs, and where sequences wait, run and end.
 
-A step runs one token of each sequence that decodes, and fills the rest of its budget with chunks of prompts (Agrawal et al.,
-2023, https://arxiv.org/abs/2308.16369). Sequences get slots in the order in which they came. If pages run out, the youngest
-one that runs goes back to the front of the queue, and is computed again later.
+A step runs one token of each sequence that decodes, and fills the rest of its budget with chunks of prompts. Agrawal et al.
+(2023, https://arxiv.org/abs/2308.16369) show that so no prompt makes the others wait. Sequences get slots in the order in
+which they came. If pages run out, the youngest that runs goes back to the front of the queue, and is computed again later.
 """
 
 from typing import NamedTuple
 
 from moe_jax.serving.pages import PAGE_SIZE, pages_of
-from moe_jax.serving.queues import Queues, finish, preempt_youngest
+from moe_jax.serving.queues import EngineQueues, Preempted, finish, preempt_youngest
 from moe_jax.serving.sequence import Sequence, seal_full_pages
 
 
@@ -41,30 +41,28 @@ class StepPlan(NamedTuple):
     decodes: list[Decode]
     chunks: list[PromptChunk]
     samples: list[Sequence]
-    preempted: list[Sequence]
+    preempted: list[Preempted]
     """Sequences that lost slot and pages for this step; they wait at the front."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to run before a step in flight is read, or a sequence comes."""
+        """True if there is nothing to run before a step in flight is read, or a sequence comes."""
         return not (self.decodes or self.chunks)
 
 
-def plan_step(queues: Queues) -> StepPlan:
+def plan_step(queues: EngineQueues) -> StepPlan:
     """Plans the next step, and counts it as dispatched: pages are taken, prompts admitted, positions scheduled.
 
     The caller dispatches the plan before the next call. A page is sealed once the step that fills it is planned. So rows of the
     same step may share it: in each layer a step must write all its keys and values before a row attends.
     """
-    preempted: list[Sequence] = []
+    preempted: list[Preempted] = []
     decodes = _plan_decodes(queues, preempted)
     budget = queues.limits.max_tokens_per_step - len(decodes)
     chunks: list[PromptChunk] = []
-    while (
-        budget
-        and len(chunks) < queues.limits.max_chunks_per_step
-        and (queues.running and not queues.running[-1].decoding or _admit_next(queues))
-    ):
+    while budget and len(chunks) < queues.limits.max_chunks_per_step:
+        if not (_has_unfinished_prompt(queues) or _admit_next(queues)):
+            break
         chunk = _plan_chunk(queues, queues.running[-1], budget)
         if chunk is None:
             break
@@ -74,11 +72,11 @@ def plan_step(queues: Queues) -> StepPlan:
     return StepPlan(decodes, chunks, samples, preempted)
 
 
-def read_step(queues: Queues, plan: StepPlan, tokens: list[int]) -> list[int]:
+def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[int]) -> list[int]:
     """Gives the tokens of a step, one for each of `plan.samples`, to their sequences; ends those that are complete.
 
-    Steps are read in the order of their dispatch. Returns the indices of `plan.samples` whose tokens were taken: a sequence may
-    have ended after its step was planned, and a token that follows its end counts for nothing.
+    Steps are read in the order of their dispatch. Returns the indices of `plan.samples` whose tokens were taken. A sequence may
+    have ended after its step was planned: a token that follows its end counts for nothing.
     """
     taken = []
     for row, (sequence, token) in enumerate(zip(plan.samples, tokens, strict=True)):
@@ -98,7 +96,7 @@ def read_step(queues: Queues, plan: StepPlan, tokens: list[int]) -> list[int]:
     return taken
 
 
-def _plan_decodes(queues: Queues, preempted: list[Sequence]) -> list[Decode]:
+def _plan_decodes(queues: EngineQueues, preempted: list[Preempted]) -> list[Decode]:
     pool, decodes = queues.pool, list[Decode]()
     # The youngest leave the list at its end, behind the sequence that needs a page, or with it.
     for sequence in queues.running:
@@ -120,7 +118,12 @@ def _plan_decodes(queues: Queues, preempted: list[Sequence]) -> list[Decode]:
     return decodes
 
 
-def _admit_next(queues: Queues) -> bool:
+def _has_unfinished_prompt(queues: EngineQueues) -> bool:
+    """Returns whether the youngest that runs is not computed to the end of its prompt; no other may be unfinished."""
+    return bool(queues.running) and not queues.running[-1].decoding
+
+
+def _admit_next(queues: EngineQueues) -> bool:
     """Gives the first sequence that waits a slot, and the cached pages of its beginning; returns whether it could.
 
     There must be pages for all its tokens, and one for each sequence that runs: otherwise it would soon be preempted.
@@ -147,7 +150,7 @@ def _admit_next(queues: Queues) -> bool:
     return True
 
 
-def _plan_chunk(queues: Queues, sequence: Sequence, budget: int) -> PromptChunk | None:
+def _plan_chunk(queues: EngineQueues, sequence: Sequence, budget: int) -> PromptChunk | None:
     """Plans the next tokens of a prompt, as many as budget and pages allow; None if no page is left for any."""
     start, pool = sequence.num_scheduled, queues.pool
     room = (len(sequence.pages) + pool.available) * PAGE_SIZE

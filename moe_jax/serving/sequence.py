@@ -11,7 +11,7 @@ from moe_jax.serving.request import FinishReason, SamplingOptions
 class Sequence:
     """One continuation of a prompt. A request of `n` continuations is n sequences with seeds of their own.
 
-    Positions count from 0. The token at a position may be known to the device alone: a step may run before the tokens of the
+    Positions count from 0. The device alone may know the token at a position: a step may run before the tokens of the
     step before it were read.
     """
 
@@ -61,7 +61,7 @@ class Sequence:
 
     @property
     def wants_step(self) -> bool:
-        """Whether another position is to be computed, as far as the host knows."""
+        """True if another position is to be computed, as far as the host knows."""
         return self.finish_reason is None and self.num_scheduled < self.end
 
     def page_hashes(self, root: bytes, num_pages: int) -> list[bytes]:

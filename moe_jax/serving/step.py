@@ -7,12 +7,12 @@ that a GPU replays the step as one command buffer. The tokens of decoding rows c
 know them yet.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.stages import Wrapped
 from jaxtyping import Array, Float, Int, UInt
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries
@@ -67,7 +67,7 @@ def initial_state(
     )
 
 
-def step_program(served: ServedModel, shape: StepShape) -> Callable:
+def step_program(served: ServedModel, shape: StepShape) -> Wrapped:
     """Returns the jitted step of this shape."""
     return jax.jit(partial(step, served, shape), donate_argnums=1)
 

@@ -5,7 +5,7 @@ If a page of one sequence holds what another wrote, the next token differs from 
 
 import zlib
 
-from moe_jax.serving.pages import PAGE_SIZE
+from moe_jax.serving.pages import PAGE_SIZE, pages_of
 
 VOCAB_SIZE = 50
 
@@ -38,9 +38,11 @@ class FakeDevice:
         self.last_token = [None] * limits.max_sequences
         self.version = 0
 
-    def run(self, plan, written_before=frozenset()):
-        """Runs a plan and returns the tokens of its rows that sample; `written_before` may not be written."""
-        self.written, self.written_before = set(), written_before
+    def run(self, plan, finished=frozenset()):
+        """Runs a plan and returns the tokens of its rows that sample. It may write to pages in `finished` if it takes them."""
+        taken = {each.new_page for each in plan.decodes}
+        taken.update(page for chunk in plan.chunks for page in chunk.sequence.pages[pages_of(chunk.start) :])
+        self.finished = finished - taken
         for sequence, slot, position, new_page in plan.decodes:
             assert sequence.slot == slot
             if new_page >= 0:
@@ -68,7 +70,7 @@ class FakeDevice:
             assert keys[0][1] == before, "the pages of a sequence do not follow each other"
         for position, token in enumerate(tokens, start):
             page, place = table[position // PAGE_SIZE], position % PAGE_SIZE
-            assert page != 0 and page not in self.written_before, "a page was written that is sealed or shared"
+            assert page != 0 and page not in self.finished, "a page was written that is sealed or shared"
             before, key = key, key_of(key, token, self.version)
             self.pages.setdefault(page, [None] * PAGE_SIZE)[place] = (key, before)
         return key

@@ -8,8 +8,9 @@ import seeds
 from hf_reference import load_ours, reference
 
 import moe_jax
-from moe_jax.serving.engine import Engine, QueueFull
+from moe_jax.serving.engine import Engine
 from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.loop import QueueFull
 from moe_jax.serving.request import SamplingOptions
 
 LIMITS = EngineLimits(

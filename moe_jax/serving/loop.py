@@ -1,0 +1,203 @@
+"""The engine's thread: it plans a step, starts it on the device, and only then reads the tokens of the step before.
+
+So host and device work at the same time. A sequence that ends is found one step late, which costs one row of one step. All
+state of the engine is changed by this thread alone: other threads hand it functions to run between two steps.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from moe_jax.serving.device import Device, Launched
+from moe_jax.serving.handle import Event, Listener, wake
+from moe_jax.serving.queues import EngineQueues, finish
+from moe_jax.serving.records import Record, completion_of
+from moe_jax.serving.schedule import plan_step, read_step
+from moe_jax.serving.sequence import Sequence
+
+_logger = logging.getLogger(__name__)
+
+
+class QueueFull(Exception):
+    """The engine has as many requests as `EngineLimits.max_waiting` lets wait."""
+
+
+class EngineLoop:
+    """The thread and what it changes.
+
+    Attributes:
+      device, queues: changed by the thread alone; others may read numbers from them.
+      is_paused: True while no step is to start.
+      num_steps, num_tokens: steps started, and new tokens read, so far.
+    """
+
+    def __init__(self, device: Device, queues: EngineQueues):
+        self.device = device
+        self.queues = queues
+        self.is_paused = False
+        self.num_steps = self.num_tokens = 0
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._open: set[Sequence] = set()
+        self._lock = threading.Lock()
+        self._is_closing = False
+        self._error: BaseException | None = None
+        self._listeners: set[Listener] = set()
+        self._thread = threading.Thread(target=self._run, name="moe_jax engine", daemon=True)
+        self._thread.start()
+
+    def add(self, sequences: list[Sequence], *, limited: bool) -> None:
+        """Lets new sequences wait.
+
+        Args:
+          limited: True refuses more than the limits let wait.
+
+        Raises:
+          QueueFull: too many sequences run or wait.
+          RuntimeError: the engine failed or was closed.
+        """
+        limits = self.queues.limits
+        with self._lock:
+            # Under the lock: a request that came behind the failure would wait for ever.
+            self._refuse_if_ended()
+            room = limits.max_waiting + limits.max_sequences - len(self._open)
+            if limited and len(sequences) > room:
+                raise QueueFull(f"{len(self._open)} sequences run or wait; the engine has room for {room} more")
+            self._open.update(sequences)
+        self._commands.put(lambda: self.queues.waiting.extend(sequences))
+
+    def abort(self, sequences: list[Sequence]) -> None:
+        """Ends those that have not ended yet."""
+        self._commands.put(lambda: self._end_all(sequences))
+
+    def call[T](self, function: Callable[[], T]) -> T:
+        """Runs a function in the thread, between two steps, and returns its result.
+
+        Raises:
+          RuntimeError: the engine failed or was closed; and whatever the function raises.
+        """
+        done: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                result = function()
+            except Exception as error:  # raised again where the caller waits
+                failure = error
+                done.put(lambda: _raise(failure))
+            else:
+                done.put(lambda: result)
+
+        with self._lock:
+            self._refuse_if_ended()
+            self._commands.put(run)
+        return done.get()()
+
+    def close(self, *, drain: bool) -> None:
+        """Ends the thread: after all sequences with `drain`, else aborts them."""
+
+        def end() -> None:
+            self.is_paused = False
+            if not drain:
+                self._end_all([*self.queues.running, *self.queues.waiting])
+
+        with self._lock:
+            self._is_closing = True
+            self._commands.put(end)
+        self._thread.join()
+
+    def _refuse_if_ended(self) -> None:
+        if self._error is not None:
+            raise RuntimeError("the engine failed") from self._error
+        if self._is_closing:
+            raise RuntimeError("the engine is closed")
+
+    def _run(self) -> None:
+        try:
+            in_flight: Launched | None = None
+            while not self._is_closing or in_flight is not None or self._has_sequences or not self._commands.empty():
+                is_idle = in_flight is None and (self.is_paused or not self._has_sequences)
+                self._run_commands(wait=is_idle)
+                launched = None if self.is_paused else self._launch_next()
+                if in_flight is not None:
+                    self._read(in_flight)
+                in_flight = launched
+                wake(self._listeners)
+                self._listeners.clear()
+        except BaseException as error:  # whatever it was, nobody may wait for ever
+            _logger.exception("the engine failed")
+            self._fail(error)
+
+    @property
+    def _has_sequences(self) -> bool:
+        return bool(self.queues.running or self.queues.waiting)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = error
+            listeners = {sequence.owner.handle.fail(error) for sequence in self._open}
+            while not self._commands.empty():
+                # Callers that wait for a result get one; the queues are of no use any more.
+                self._commands.get()()
+        wake({listener for listener in listeners if listener is not None})
+
+    def _run_commands(self, *, wait: bool) -> None:
+        if wait:
+            self._commands.get()()
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _launch_next(self) -> Launched | None:
+        plan = plan_step(self.queues)
+        if plan.is_empty:
+            return None
+        self.num_steps += 1
+        for chunk in plan.chunks:
+            chunk.sequence.owner.started(self.queues.weights_version)
+        return self.device.launch(plan)
+
+    def _read(self, launched: Launched) -> None:
+        """Waits for the tokens of a step, and gives them to their requests."""
+        tokens, logprobs, top_tokens, top_logprobs = (np.asarray(a)[launched.rows] for a in launched.sampled)
+        samples = launched.plan.samples
+        pages = {i: list(one.pages) for i, one in enumerate(samples) if one.options.return_experts}
+        taken = read_step(self.queues, launched.plan, tokens.tolist())
+        self.num_tokens += len(taken)
+        logprob_list = logprobs.tolist()
+        for i in taken:
+            sequence = samples[i]
+            record: Record = sequence.owner
+            tops = None
+            if wanted := sequence.options.logprobs:
+                tops = dict(zip(top_tokens[i, :wanted].tolist(), top_logprobs[i, :wanted].tolist(), strict=True))
+            record.add(logprob_list[i], tops)
+            if sequence.finish_reason is not None:
+                if sequence.options.return_experts:
+                    record.experts = self.device.experts_of(pages[i], len(sequence.tokens) - 1)
+                self._close_record(sequence)
+            self._deliver(sequence, sequence.tokens[-1], logprob_list[i], tops)
+
+    def _end_all(self, sequences: list[Sequence]) -> None:
+        """Ends sequences without another token, if they have not ended."""
+        for sequence in sequences:
+            if sequence.finish_reason is None:
+                finish(self.queues, sequence, "abort")
+                self._close_record(sequence)
+                self._deliver(sequence, None, None, None)
+
+    def _close_record(self, sequence: Sequence) -> None:
+        sequence.owner.handle.completions[sequence.index] = completion_of(sequence)
+        with self._lock:
+            self._open.discard(sequence)
+
+    def _deliver(self, sequence: Sequence, token: int | None, logprob: float | None, tops: dict[int, float] | None) -> None:
+        wants_logprob = sequence.options.logprobs is not None
+        event = Event(sequence.index, token, logprob if wants_logprob else None, tops, sequence.finish_reason)
+        listener = sequence.owner.handle.deliver(event)
+        if listener is not None:
+            self._listeners.add(listener)
+
+
+def _raise(error: Exception):
+    raise error
