@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from moe_jax.serving.defaults import Defaults, room_behind
-from moe_jax.serving.engine import Engine, QueueFull
+from moe_jax.serving.engine import Engine
 from moe_jax.serving.handle import Handle
 from moe_jax.serving.http.choices import Choice
 from moe_jax.serving.http.errors import ApiError
 from moe_jax.serving.http.metrics import Metrics
 from moe_jax.serving.http.settings import ServerSettings
+from moe_jax.serving.loop import QueueFull
 from moe_jax.serving.request import SamplingOptions, seeds_of
 from moe_jax.serving.text import TextStream
 
