@@ -38,6 +38,8 @@ COMMANDS = {
     },
     "Use": {
         "generate": Command("GenerateCommand", "continue a prompt, or answer it", several_processes=True),
+        "chat": Command("ChatCommand", "talk with a model in the terminal"),
+        "serve": Command("ServeCommand", "answer requests over HTTP, many at once, with OpenAI's API"),
         "convert": Command("ConvertCommand", "convert a checkpoint between Hugging Face's layout and Orbax"),
     },
     "Look": {

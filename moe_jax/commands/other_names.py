@@ -59,6 +59,18 @@ OTHER_NAMES = {
         "temp": "--temperature",
         "tensor-parallel-size": "--devices",
     },
+    "chat": {
+        "max-tokens": "--max-new-tokens",
+        "n-predict": "--max-new-tokens",
+        "system-prompt": "--system",
+        "temp": "--temperature",
+    },
+    "serve": {
+        "max-model-len": "--max-length",
+        "max-num-batched-tokens": "--max-tokens-per-step",
+        "max-num-seqs": "--max-sequences",
+        "served-model-name": "--name",
+    },
 }
 """{command: {name in other programs: our option and a note}}."""
 

@@ -4,9 +4,10 @@ import threading
 import time
 from types import SimpleNamespace
 
-from moe_jax.serving.engine import QueueFull, Stats
+from moe_jax.serving.engine import Stats
 from moe_jax.serving.handle import Event, Handle, wake
 from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.loop import QueueFull
 from moe_jax.serving.request import Completion, SamplingOptions, checked
 
 VOCAB, END = 264, 0

@@ -14,8 +14,8 @@ import openai
 import tiny
 from fake_engine import FakeEngine
 
-from moe_jax.serving.http.fields import Defaults
-from moe_jax.serving.http.server import Server, listen
+from moe_jax.serving.defaults import Defaults
+from moe_jax.serving.http.server import Server, bind
 from moe_jax.serving.http.service import Service
 from moe_jax.serving.http.settings import ServerSettings
 
@@ -65,13 +65,13 @@ def serve(engine: FakeEngine | None = None, **settings) -> Iterator[Served]:
     engine = FakeEngine() if engine is None else engine
     settings = ServerSettings(**{"model_name": "tiny", "shutdown_seconds": 0, **settings})
     service = Service(engine, tokenizer(), DEFAULTS, settings)
-    listener, server = listen("127.0.0.1", 0), Server(service)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    thread = threading.Thread(target=server.run, args=([listener],))
+    bound, server = bind("127.0.0.1", 0), Server(service)
+    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    thread = threading.Thread(target=server.run, args=([bound],))
     thread.start()
     served = Served(engine, service, server, url, thread)
     try:
-        served.get("/health")
+        assert comes_true(lambda: server.started)
         yield served
     finally:
         for client in served.clients:

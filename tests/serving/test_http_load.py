@@ -111,6 +111,17 @@ def test_a_client_that_leaves_frees_its_place(stream, caplog):
         assert served.comes_true(lambda: "POST /v1/completions 499" in caplog.text)
 
 
+def test_a_stop_text_frees_the_place_of_its_choice_alone():
+    with served.serve(slow_engine()) as running:
+        found = running.openai().completions.create(
+            **LONG | {"prompt": ["abc", "xyz"], "stop": "ca", "max_tokens": 30},
+            extra_body={"ignore_eos": True, "stop_token_ids": []},
+        )
+        assert [choice.finish_reason for choice in found.choices] == ["stop", "length"]
+        ends = [handle.completions[0] for handle in running.engine.handles]
+        assert [end.finish_reason for end in ends] == ["abort", "length"] and len(ends[0].tokens) < 10
+
+
 def test_readers_that_do_not_read_hold_nobody_up():
     engine = FakeEngine(EngineLimits(**{**vars(LIMITS), "max_length": 300_000, "num_pages": 10_000}), repeats=1)
     with served.serve(engine, request_seconds=3) as running:
@@ -211,13 +222,13 @@ import logging, sys
 sys.path[:0] = [{tests!r}, {tests!r} + "/serving", {tests!r} + "/train"]
 import served
 from fake_engine import FakeEngine
-from moe_jax.serving.http.server import listen, run_server
+from moe_jax.serving.http.server import bind, run_server
 from moe_jax.serving.http.service import Service
 from moe_jax.serving.http.settings import ServerSettings
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 engine = FakeEngine(repeats=1000, step_seconds=0.01)
 settings = ServerSettings("tiny", shutdown_seconds={seconds})
-run_server(Service(engine, served.tokenizer(), served.DEFAULTS, settings), listen("127.0.0.1", 0))
+run_server(Service(engine, served.tokenizer(), served.DEFAULTS, settings), bind("127.0.0.1", 0))
 print("left", engine.closed)
 """
 

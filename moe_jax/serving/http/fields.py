@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from moe_jax.config import ModelConfig
-from moe_jax.generation.text import text_options
+from moe_jax.serving.defaults import Defaults
 from moe_jax.serving.http.body import take
 from moe_jax.serving.http.errors import ApiError
 from moe_jax.serving.request import SamplingOptions
@@ -19,32 +18,12 @@ MAX_STOP_LENGTH = 1000
 """Largest number and length of stop texts: each new token is compared with their beginnings."""
 
 
-class Defaults(NamedTuple):
-    """A model's own options, where a request gives none."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    ends: tuple[int, ...]
-    """Tokens that end a text."""
-    ends_of_answers: tuple[int, ...]
-    """Tokens that end an answer in a chat."""
-
-
 class Delivery(NamedTuple):
     """The form in which a client wants its texts."""
 
     stream: bool
     include_usage: bool
     """True: a stream ends with the numbers of tokens."""
-
-
-def model_defaults(source: Any, config: ModelConfig, tokenizer: Any) -> Defaults:
-    """Returns the options in generation_config.json, as `moe-jax generate` takes them, and the tokens that end texts."""
-    none = dict.fromkeys(("temperature", "top_k", "top_p"))
-    found, answers = (text_options(source, config, tokenizer, none, answers=answers) for answers in (False, True))
-    sampling = found["temperature"], found["top_k"], found["top_p"]
-    return Defaults(*sampling, ends=tuple(found["eos_token_id"]), ends_of_answers=tuple(answers["eos_token_id"]))
 
 
 def sampling_options(

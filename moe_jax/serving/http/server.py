@@ -11,25 +11,29 @@ from moe_jax.serving.http.app import make_app
 from moe_jax.serving.http.service import Service, logger
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound to an address; connections wait there until the server runs.
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket that is bound to an address; until a server runs on it, connections are refused.
 
     Raises:
         OSError: The address is in use, or is none of this machine.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # Else the port of a server that has just ended could not be bound for a minute.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        bound.bind((host, port))
     except OSError as error:
+        bound.close()
         raise OSError(f"the server cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return bound
 
 
-def run_server(service: Service, listener: socket.socket) -> None:
+def run_server(service: Service, bound: socket.socket) -> None:
     """Serves until SIGTERM or SIGINT. Then running requests have `shutdown_seconds` to finish; a second signal aborts them."""
-    host = listener.getsockname()[0]
+    host = bound.getsockname()[0]
     if service.settings.api_key is None and not ipaddress.ip_address(host).is_loopback:
         logger.warning("%s can be reached from other machines, and no key is asked for: consider --api-key", host)
-    Server(service).run([listener])
+    Server(service).run([bound])
 
 
 class Server(uvicorn.Server):

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from moe_jax.serving.engine import Engine, QueueFull
+from moe_jax.serving.defaults import Defaults, room_behind
+from moe_jax.serving.engine import Engine
 from moe_jax.serving.handle import Handle
 from moe_jax.serving.http.choices import Choice
 from moe_jax.serving.http.errors import ApiError
-from moe_jax.serving.http.fields import Defaults
 from moe_jax.serving.http.metrics import Metrics
 from moe_jax.serving.http.settings import ServerSettings
-from moe_jax.serving.pages import PAGE_SIZE
+from moe_jax.serving.loop import QueueFull
 from moe_jax.serving.request import SamplingOptions, seeds_of
 from moe_jax.serving.text import TextStream
 
@@ -74,16 +74,7 @@ class Service:
         choices: list[Choice] = []
         try:
             for prompt in prompts:
-                each = options if options.max_new_tokens else dataclasses.replace(options, max_new_tokens=self._room(prompt))
-                if problems := each.problems(self.engine.config.vocab_size):
-                    raise ValueError("; ".join(problems))
-                for number, seed in enumerate(seeds_of(each)):
-                    handle = self.engine.submit(prompt, dataclasses.replace(each, n=1, seed=seed))
-                    self.running.add(handle)
-                    stream = TextStream(self.tokenizer, prompt, options.stop)
-                    choices.append(
-                        Choice(len(choices), handle, stream, counts_prompt=number == 0, logprobs=options.logprobs is not None)
-                    )
+                self._submit(prompt, options, choices)
         except Exception as error:
             self.release(choices)
             raise self._answer_for(error) from error
@@ -101,10 +92,17 @@ class Service:
         for handle in self.running:
             handle.abort()
 
-    def _room(self, prompt: list[int]) -> int:
-        """Returns the number of tokens that fit behind a prompt; at least 1, so that the engine names a prompt too long."""
-        limits = self.engine.limits
-        return max(1, min(limits.max_length, (limits.num_pages - 1) * PAGE_SIZE + 1) - len(prompt))
+    def _submit(self, prompt: list[int], options: SamplingOptions, choices: list[Choice]) -> None:
+        if not options.max_new_tokens:
+            options = dataclasses.replace(options, max_new_tokens=room_behind(prompt, self.engine.limits))
+        if problems := options.problems(self.engine.config.vocab_size):
+            raise ValueError("; ".join(problems))
+        for number, seed in enumerate(seeds_of(options)):
+            handle = self.engine.submit(prompt, dataclasses.replace(options, n=1, seed=seed))
+            self.running.add(handle)
+            stream = TextStream(self.tokenizer, prompt, options.stop)
+            wants_logprobs = options.logprobs is not None
+            choices.append(Choice(len(choices), handle, stream, counts_prompt=number == 0, logprobs=wants_logprobs))
 
     def _answer_for(self, error: Exception) -> Exception:
         if isinstance(error, QueueFull):

@@ -1,0 +1,123 @@
+"""`moe-jax chat`: a conversation with a model in the terminal."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import tyro
+
+from moe_jax.commands.options import Dtype
+
+if TYPE_CHECKING:
+    from moe_jax.serving.conversation import Conversation
+
+HELP = "Ctrl-C ends an answer, Ctrl-D the conversation; /new begins another one."
+
+
+@dataclass(frozen=True)
+class ChatCommand:
+    """Talk with a model in the terminal. Answers come as they are written.
+
+    moe-jax chat Qwen/Qwen3-30B-A3B
+
+    moe-jax chat runs/demo/model --system "Answer in one sentence." --temperature 0.7
+
+    Args:
+      model: a Hugging Face folder or hub id, whose tokenizer has a chat template.
+      system: a first message that tells the model how to answer.
+      max_new_tokens: maximum number of tokens of an answer. Default: as many as fit into `max_length`.
+      max_length: maximum number of tokens of the whole conversation. Default: 8192, or fewer if the model has fewer.
+      temperature: 0 takes the most likely token each time. Default: the temperature in generation_config.json if its do_sample
+        is true, else 0.
+      top_k: sample from the k most likely tokens only. Default: as in generation_config.json.
+      top_p: sample from the most likely tokens whose probabilities reach p. Default: as in generation_config.json.
+      seed: seed of the sampling. Default: a new one for each answer.
+      think: False tells templates such as Qwen3's that the model should answer without thinking first.
+      dtype: the dtype that the model computes in.
+    """
+
+    model: tyro.conf.Positional[str]
+    system: str | None = None
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    think: bool = True
+    dtype: Dtype = "bfloat16"
+
+    def run(self) -> None:
+        """Loads the model, then answers each line of standard input."""
+        from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
+        from moe_jax.checkpoint.tokenizer import load_tokenizer
+        from moe_jax.generation.text import chat_prompts
+        from moe_jax.serving.conversation import Conversation
+        from moe_jax.serving.defaults import model_defaults
+        from moe_jax.serving.engine import Engine
+        from moe_jax.serving.limits import EngineLimits
+        from moe_jax.serving.request import SamplingOptions
+
+        folder = find_checkpoint(self.model)
+        config, tokenizer = read_config(folder, mtp=False), load_tokenizer(folder)
+        template_options = {} if self.think else {"enable_thinking": False}
+        # Refuses a tokenizer without a template before weights are read.
+        chat_prompts(tokenizer, ["a question"], None, template_options)
+        defaults = model_defaults(folder, config, tokenizer)
+        options = SamplingOptions(
+            max_new_tokens=1 if self.max_new_tokens is None else self.max_new_tokens,
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_k=defaults.top_k if self.top_k is None else self.top_k,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+            seed=self.seed,
+            stop_token_ids=defaults.ends_of_answers,
+        )
+        if problems := options.problems(config.vocab_size):
+            raise ValueError("; ".join(problems))
+        length = min(8192, config.max_position_embeddings) if self.max_length is None else self.max_length
+        # A page holds 64 tokens, and page 0 none.
+        limits = EngineLimits(
+            max_sequences=1, max_tokens_per_step=2048, max_length=length, num_pages=length // 64 + 2, max_waiting=1
+        )
+        print("loading ...", file=sys.stderr)
+        engine = Engine(from_pretrained(folder, dtype=self.dtype, mtp=False), limits=limits)
+        if self.max_new_tokens is None:
+            options = replace(options, max_new_tokens=0)
+        talk(Conversation(engine, tokenizer, options, system=self.system, template_options=template_options))
+        engine.close(drain=False)
+
+
+def talk(conversation: "Conversation") -> None:
+    """Reads messages from standard input, line by line, and prints the answers as they come."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print(HELP, file=sys.stderr)
+    for line in _lines(is_terminal):
+        if line == "/new":
+            conversation.clear()
+        elif line:
+            try:
+                with contextlib.closing(conversation.answers(line)) as pieces:
+                    for piece in pieces:
+                        print(piece, end="", flush=True)
+            except KeyboardInterrupt:
+                print(" ...", end="")
+            except ValueError as error:
+                print(f"moe-jax: {error}", file=sys.stderr)
+                continue
+            print()
+
+
+def _lines(is_terminal: bool) -> Iterator[str]:
+    """Yields lines without the space around them, until the end of the input."""
+    while True:
+        try:
+            yield input("> " if is_terminal else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            print(file=sys.stderr)

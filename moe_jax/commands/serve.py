@@ -1,0 +1,96 @@
+"""`moe-jax serve`: answers requests over HTTP, with OpenAI's API."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from moe_jax.commands.options import Dtype
+
+KEY_VARIABLE = "MOE_JAX_API_KEY"
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """Answer requests over HTTP, with OpenAI's API, many at once.
+
+    moe-jax serve Qwen/Qwen3-30B-A3B --port 8000
+
+    MOE_JAX_API_KEY=secret moe-jax serve runs/demo/model --host 0.0.0.0
+
+    Then: curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json"
+    -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+
+    Args:
+      model: a Hugging Face folder or hub id.
+      host: the address to listen on. Default: this machine alone can reach the server. 0.0.0.0: all can.
+      port: the port to listen on; 0 takes one that is free.
+      name: the model's name in the API. Default: the hub id, or the folder's name.
+      api_key: a key that requests must carry. Better give it as MOE_JAX_API_KEY: others see a command's options.
+      max_sequences: number of texts that are computed at once.
+      max_length: largest number of tokens of a text with its prompt. Default: 8192, or fewer if the model has fewer.
+      max_tokens_per_step: number of tokens that the model computes at once, prompts and new ones.
+      num_pages: number of pages of 64 tokens that all running texts and the cache of prompts share.
+      max_waiting: number of texts that wait for their turn; requests beyond get status 429.
+      max_body_mb: largest size of a request, in megabytes.
+      request_seconds: time after which a request is given up.
+      shutdown_seconds: time that running requests have to finish after SIGTERM or Ctrl-C; a second signal ends them at once.
+      dtype: the dtype that the model computes in.
+    """
+
+    model: tyro.conf.Positional[str]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str | None = None
+    api_key: str | None = None
+    max_sequences: int = 256
+    max_length: int | None = None
+    max_tokens_per_step: int = 8192
+    num_pages: int = 4096
+    max_waiting: int = 1024
+    max_body_mb: float = 8
+    request_seconds: float = 3600
+    shutdown_seconds: float = 30
+    dtype: Dtype = "bfloat16"
+
+    def run(self) -> None:
+        """Serves until a signal. All that can be wrong is checked before weights are read."""
+        try:
+            import prometheus_client  # noqa: F401
+            import starlette  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError as error:
+            raise ImportError(f"{error}: moe-jax serve needs `pip install 'moe_jax[serve]'`") from error
+        from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
+        from moe_jax.checkpoint.tokenizer import load_tokenizer
+        from moe_jax.serving.defaults import model_defaults
+        from moe_jax.serving.engine import Engine
+        from moe_jax.serving.http.server import bind, run_server
+        from moe_jax.serving.http.service import Service
+        from moe_jax.serving.http.settings import ServerSettings
+        from moe_jax.serving.limits import EngineLimits
+
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+        logging.getLogger("moe_jax").setLevel(logging.INFO)
+        settings = ServerSettings(
+            self.name or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model),
+            api_key=self.api_key if self.api_key is not None else os.environ.get(KEY_VARIABLE),
+            max_body_bytes=int(self.max_body_mb * 1e6),
+            request_seconds=self.request_seconds,
+            shutdown_seconds=self.shutdown_seconds,
+        )
+        folder = find_checkpoint(self.model)
+        config, tokenizer = read_config(folder, mtp=False), load_tokenizer(folder)
+        limits = EngineLimits(
+            max_sequences=self.max_sequences,
+            max_tokens_per_step=self.max_tokens_per_step,
+            max_length=min(8192, config.max_position_embeddings) if self.max_length is None else self.max_length,
+            num_pages=self.num_pages,
+            max_waiting=self.max_waiting,
+        )
+        defaults = model_defaults(folder, config, tokenizer)
+        bound = bind(self.host, self.port)
+        engine = Engine(from_pretrained(folder, dtype=self.dtype, mtp=False), limits=limits)
+        run_server(Service(engine, tokenizer, defaults, settings), bound)

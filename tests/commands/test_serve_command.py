@@ -1,0 +1,90 @@
+"""`moe-jax serve` and `moe-jax chat` on a small model."""
+
+import io
+import logging
+import os
+import re
+import signal
+import threading
+
+import openai
+import pytest
+import served
+import tiny
+
+import moe_jax
+from moe_jax.cli import main
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("served")
+    tiny.tokenizer().save_pretrained(made / "tokenizer")
+    moe_jax.save_pretrained(tiny.model(), made / "model", tokenizer_from=made / "tokenizer")
+    return made / "model"
+
+
+@pytest.fixture
+def program_log(caplog):
+    """The lines of a command's log; the command sets the level of its own logger. A late SIGTERM does not end the tests."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    yield lambda: caplog.text
+    signal.signal(signal.SIGTERM, before)
+    logging.getLogger("moe_jax").setLevel(logging.NOTSET)
+
+
+@pytest.mark.long
+def test_a_model_is_served_until_a_signal(folder, program_log, monkeypatch):
+    monkeypatch.setenv("MOE_JAX_API_KEY", "secret")
+    small = "--max-sequences 1 --max-tokens-per-step 16 --max-length 64 --num-pages 4".split()
+    found = {}
+
+    def ask() -> None:
+        try:
+            assert served.comes_true(lambda: "serving small" in program_log(), 200)
+            url = re.search(r"http://[^\s]+", program_log())[0]
+            with openai.OpenAI(base_url=url, api_key="secret", max_retries=0) as client:
+                options = dict(model="small", max_tokens=8)
+                found["text"] = client.completions.create(prompt="ab", **options).choices[0].text
+                messages = [{"role": "user", "content": "ab"}]
+                found["answer"] = client.chat.completions.create(messages=messages, **options).choices[0].message.content
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    main(["serve", str(folder), "--port", "0", "--name", "small", "--dtype", "float32", *small])
+    asking.join()
+    assert "stopped: 0 requests finished, 0 were aborted" in program_log()
+    model = moe_jax.from_pretrained(folder, dtype="float32")
+    assert found == {
+        "text": moe_jax.complete(model, "ab", max_new_tokens=8),
+        "answer": moe_jax.chat(model, "ab", max_new_tokens=8),
+    }
+
+
+@pytest.mark.thorough
+def test_a_model_answers_lines(folder, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\n"))
+    main(["chat", str(folder), *"--max-length 128 --max-new-tokens 6 --dtype float32".split()])
+    model = moe_jax.from_pretrained(folder, dtype="float32")
+    assert capsys.readouterr().out == moe_jax.chat(model, "ab", max_new_tokens=6) + "\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("serve {} --port 0 --num-pages 1", "num_pages must be at least 2"),
+        ("serve {} --port 0 --request-seconds 0", "request_seconds must be above 0"),
+        ("serve {} --host 192.0.2.1", "the server cannot listen on 192.0.2.1:8000"),
+        ("serve {} --api-key=", "api_key must be printable ASCII"),
+        ("serve {} --max-model-len 3", "serve has no --max-model-len; did you mean --max-length?"),
+        ("chat {} --temperature -1", "temperature must be a finite number, 0 or more"),
+        ("chat {} --max-new-tokens 0", "max_new_tokens must be an integer, at least 1"),
+    ],
+)
+def test_wrong_options_are_named_before_weights_are_read(folder, arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("moe_jax.checkpoint.hf_load.from_pretrained", None)
+    with pytest.raises(SystemExit):
+        main(arguments.format(folder).split())
+    assert message in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""Answers come in pieces, and the next message knows what was said, as far as it was said."""
+
+import contextlib
+import io
+
+import pytest
+import served
+from fake_engine import FakeEngine
+
+from moe_jax.commands import chat
+from moe_jax.serving.conversation import Conversation
+from moe_jax.serving.request import SamplingOptions
+
+OPTIONS = SamplingOptions(max_new_tokens=7, stop_token_ids=(0, 2))
+
+
+@pytest.fixture
+def engine():
+    made = FakeEngine()
+    yield made
+    made.close()
+
+
+def prompts(engine) -> list[str]:
+    return [served.tokenizer().decode(handle.prompt) for handle in engine.handles]
+
+
+def test_the_next_prompt_holds_the_answer_before(engine):
+    conversation = Conversation(engine, served.tokenizer(), OPTIONS, system="be short")
+    pieces = list(conversation.answers("hi"))
+    assert "".join(pieces) == "system" and len(pieces) > 3
+    assert "".join(conversation.answers("again")) == "system"
+    begin = "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\n"
+    answer = "<|im_end|>\n<|im_start|>assistant\n"
+    assert prompts(engine) == [f"{begin}hi{answer}", f"{begin}hi{answer}system<|im_end|>\n<|im_start|>user\nagain{answer}"]
+    conversation.clear()
+    assert [message["role"] for message in conversation.messages] == ["system"]
+
+
+def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(engine):
+    engine.step_seconds = 0.01
+    conversation = Conversation(engine, served.tokenizer(), OPTIONS)
+    with contextlib.closing(conversation.answers("hi")) as pieces:
+        while next(pieces) != "s":
+            pass
+    assert conversation.messages == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "us"}]
+    assert served.comes_true(lambda: engine.handles[0].completions[0] is not None)
+    assert engine.handles[0].completions[0].finish_reason == "abort"
+
+
+def test_an_answer_may_fill_the_engine_and_ends_at_its_end_token(engine):
+    ends = tuple(served.tokenizer()("h")["input_ids"])
+    conversation = Conversation(engine, served.tokenizer(), SamplingOptions(max_new_tokens=0, stop_token_ids=ends))
+    assert "".join(conversation.answers("hi")) == "user\n"
+    assert engine.submitted[0].max_new_tokens == 512 - len(engine.handles[0].prompt)
+
+
+def test_lines_are_answered_until_the_input_ends(engine, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(["hi", "", "x" * 600, "/new", "there"])))
+    chat.talk(Conversation(engine, served.tokenizer(), OPTIONS))
+    printed = capsys.readouterr()
+    assert printed.out == "user\nh\nuser\nt\n"
+    assert printed.err.startswith("moe-jax: a prompt of 6") and "exceed the engine's max_length=512" in printed.err
+    assert [prompt.count("<|im_start|>user") for prompt in prompts(engine)] == [1, 1]
+
+
+def test_ctrl_c_ends_the_answer_alone(engine, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nmore\n"))
+    conversation = Conversation(engine, served.tokenizer(), OPTIONS)
+    answers = conversation.answers
+
+    def interrupted(text):
+        pieces = answers(text)
+        yield next(piece for piece in pieces if piece)
+        pieces.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversation, "answers", lambda text: interrupted(text) if text == "hi" else answers(text))
+    chat.talk(conversation)
+    assert capsys.readouterr().out == "u ...\nuser\nh\n"
+    assert [message["content"] for message in conversation.messages] == ["hi", "u", "more", "user\nh"]
