@@ -19,7 +19,7 @@ LayerPages = tuple[Float[Array, "pages kv_heads page_size _"], ...]
 
 
 class TokenPlaces(NamedTuple):
-    """Where each token of a step is written."""
+    """The place of each token of a step in the pages."""
 
     page: Int[Array, "tokens"]
     offset: Int[Array, "tokens"]

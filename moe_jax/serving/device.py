@@ -23,7 +23,7 @@ from moe_jax.serving.upload import StepRows, StepShape, empty_rows, packed
 from moe_jax.serving.weights import take_apart
 
 SMALLEST_CHUNKS = 128
-"""Tokens of the smallest program with chunks; each further one has four times as many."""
+"""Tokens of the smallest program with chunks; each further one has four times as many, up to half of the largest one."""
 
 
 class Launched(NamedTuple):
@@ -38,17 +38,19 @@ class Launched(NamedTuple):
 class Device:
     """Weights and state of one engine on one device.
 
-    A program is compiled for each of the step shapes: numbers of decoding rows that double, alone, and numbers of tokens of
-    chunks that quadruple, alone or with as many decoding rows as there may be.
+    A program is compiled for each of the step shapes. Without chunks, the numbers of decoding rows double. With chunks, the
+    numbers of their tokens quadruple; decoding rows are then as many as there may be, or none.
     """
 
     def __init__(self, model: Decoder, limits: EngineLimits, *, keep_experts: bool):
         self.limits = limits
-        self.served, self.weights = take_apart(model)
+        self.served, weights = take_apart(model)
+        # Flat: to flatten the states of all layers again in each step takes the host longer than the step takes the device.
+        self._weights, self._weights_tree = jax.tree.flatten(weights)
         max_pages = pages_of(limits.max_length)
         self.state = initial_state(self.served, limits.num_pages, limits.max_sequences, max_pages, keep_experts=keep_experts)
         self._decode_shapes = [StepShape(n, 0, 0, max_pages) for n in _doubling(limits.max_sequences)]
-        chunk_tokens = _quadrupling(limits.max_tokens_per_step)
+        chunk_tokens = _chunk_sizes(limits.max_tokens_per_step)
         self._chunk_shapes = [
             StepShape(decodes, tokens, limits.max_chunks_per_step, max_pages)
             for tokens in chunk_tokens
@@ -95,21 +97,23 @@ class Device:
           ValueError: the model has another architecture or dtype.
         """
         served, weights = take_apart(model)
-        shapes, own = (jax.tree.map(lambda a: (a.shape, a.dtype), w) for w in (weights, self.weights))
-        if served != self.served or shapes != own:
+        leaves, tree = jax.tree.flatten(weights)
+        shapes, own = ([(leaf.shape, leaf.dtype) for leaf in some] for some in (leaves, self._weights))
+        if (served, tree, shapes) != (self.served, self._weights_tree, own):
             raise ValueError("the new weights must be of a model with the same config and dtype as the engine's")
-        self.weights = weights
+        self._weights = leaves
 
     def _compiled(self, shapes: list[StepShape]) -> dict[StepShape, Compiled]:
         """Compiles the programs of all shapes, many at a time."""
         lowered = [
-            step_program(self.served, shape).lower(self.weights, self.state, packed(empty_rows(shape))) for shape in shapes
+            step_program(self.served, self._weights_tree, shape).lower(self._weights, self.state, packed(empty_rows(shape)))
+            for shape in shapes
         ]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             return dict(zip(shapes, pool.map(Lowered.compile, lowered), strict=True))
 
     def _launch(self, shape: StepShape, rows: StepRows, variant) -> Sampled:
-        self.state, output = self._programs[shape](self.weights, self.state, packed(rows))
+        self.state, output = self._programs[shape](self._weights, self.state, packed(rows))
         penalties = None
         if variant == "full":
             penalties = self._penalties or self._no_penalties()
@@ -181,9 +185,9 @@ def _doubling(largest: int) -> list[int]:
     return [*(1 << i for i in range(largest.bit_length()) if 1 << i < largest), largest]
 
 
-def _quadrupling(largest: int) -> list[int]:
+def _chunk_sizes(largest: int) -> list[int]:
     sizes, size = [], SMALLEST_CHUNKS
-    while size < largest:
+    while size < largest // 2:
         sizes.append(size)
         size *= 4
-    return [*sizes, largest]
+    return sorted({*sizes, max(largest // 2, min(SMALLEST_CHUNKS, largest)), largest})

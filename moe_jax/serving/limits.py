@@ -16,7 +16,7 @@ class EngineLimits:
     """Number of sequences that may run at once: slots on the device."""
     max_tokens_per_step: int = 8192
     """Number of tokens of a step: one for each sequence that decodes, the rest for chunks of prompts."""
-    max_chunks_per_step: int = 32
+    max_chunks_per_step: int = 128
     """Number of prompts that a step may compute parts of."""
     max_length: int = 8192
     """Largest number of tokens of a sequence, prompt and new ones."""

@@ -155,6 +155,10 @@ class EngineLoop:
         self.num_steps += 1
         for chunk in plan.chunks:
             chunk.sequence.owner.started(self.queues.weights_version)
+        for sequence, pages in plan.preempted:
+            if sequence.options.return_experts and sequence.in_flight:
+                # The token in flight may be the last one, and the next step writes to the pages.
+                sequence.owner.experts = self.device.experts_of(pages, len(sequence.tokens))
         return self.device.launch(plan)
 
     def _read(self, launched: Launched) -> None:
@@ -173,7 +177,7 @@ class EngineLoop:
                 tops = dict(zip(top_tokens[i, :wanted].tolist(), top_logprobs[i, :wanted].tolist(), strict=True))
             record.add(logprob_list[i], tops)
             if sequence.finish_reason is not None:
-                if sequence.options.return_experts:
+                if pages.get(i):
                     record.experts = self.device.experts_of(pages[i], len(sequence.tokens) - 1)
                 self._close_record(sequence)
             self._deliver(sequence, sequence.tokens[-1], logprob_list[i], tops)

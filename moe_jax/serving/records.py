@@ -10,7 +10,7 @@ from moe_jax.serving.sequence import Sequence
 
 @dataclass(eq=False)
 class Record:
-    """What the engine keeps of a sequence beside its tokens (`Sequence.owner`)."""
+    """The results of a sequence beside its tokens (`Sequence.owner`)."""
 
     handle: Handle
     logprobs: list[float] = field(default_factory=list)

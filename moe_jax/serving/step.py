@@ -1,13 +1,12 @@
 """One step of the engine on the device: a token of each decoding row, and chunks of prompts, through all layers.
 
-    step(weights, state, upload) -> state, StepOutput
+    step(served, shape, weights, state, upload) -> state, StepOutput
 
 A program is compiled for each `StepShape`. Layers are unrolled and the state is donated: its arrays keep their addresses, so
 that a GPU replays the step as one command buffer. The tokens of decoding rows come from the state, because the host may not
 know them yet.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -67,9 +66,13 @@ def initial_state(
     )
 
 
-def step_program(served: ServedModel, shape: StepShape) -> Wrapped:
-    """Returns the jitted step of this shape."""
-    return jax.jit(partial(step, served, shape), donate_argnums=1)
+def step_program(served: ServedModel, weights_tree: Any, shape: StepShape) -> Wrapped:
+    """Returns the jitted step of this shape, which takes the leaves of the weights in place of the weights."""
+
+    def of_leaves(leaves: list[Array], state: DeviceState, upload: Int[Array, "_"]) -> tuple[DeviceState, StepOutput]:
+        return step(served, shape, jax.tree.unflatten(weights_tree, leaves), state, upload)
+
+    return jax.jit(of_leaves, donate_argnums=1)
 
 
 def step(

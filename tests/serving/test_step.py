@@ -1,5 +1,7 @@
 """A step's logits are the model's own, whatever shares the step: chunks of prompts, decoding rows, padding."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import seeds
 from hf_reference import load_ours, reference
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
-from moe_jax.serving.step import initial_state, step_program
+from moe_jax.serving.step import initial_state, step
 from moe_jax.serving.upload import StepShape, empty_rows, packed, unpacked
 from moe_jax.serving.weights import take_apart
 
@@ -33,7 +35,7 @@ def test_chunks_and_decodes_equal_the_model(name):
     long, short = (rng.integers(0, vocab, n) for n in (PAGE_SIZE + 9, 5))
     served, weights = take_apart(model)
     state = initial_state(served, num_pages=8, num_slots=4, max_pages=MAX_PAGES, keep_experts=True)
-    mixed = step_program(served, StepShape(2, 80, 2, MAX_PAGES))
+    mixed = program(served, StepShape(2, 80, 2, MAX_PAGES))
     tables = np.array([[5, 2, 0], [3, 0, 0]], np.int32)
 
     # The long prompt's first 40 tokens alone, in slot 2.
@@ -56,7 +58,7 @@ def test_chunks_and_decodes_equal_the_model(name):
 
     # One token of each, in another order of rows, the short one's drawn by nobody but the test.
     state = state._replace(last_token=state.last_token.at[jnp.array([0, 2])].set(jnp.array([7, long[-1]])))
-    decode = step_program(served, StepShape(4, 0, 0, MAX_PAGES))
+    decode = program(served, StepShape(4, 0, 0, MAX_PAGES))
     rows = empty_rows(StepShape(4, 0, 0, MAX_PAGES))
     rows.decode_slots[:3], rows.decode_positions[:3] = (2, -1, 0), (len(long) - 1, 0, len(short))
     state, out = decode(weights, state, packed(rows))
@@ -74,7 +76,7 @@ def test_a_new_page_enters_the_table():
     model = load_ours(reference("qwen3", int(rng.integers(2**31))))
     served, weights = take_apart(model)
     state = initial_state(served, num_pages=4, num_slots=2, max_pages=MAX_PAGES)
-    decode = step_program(served, StepShape(1, 0, 0, MAX_PAGES))
+    decode = program(served, StepShape(1, 0, 0, MAX_PAGES))
     rows = empty_rows(StepShape(1, 0, 0, MAX_PAGES))
     rows.decode_slots[0], rows.decode_positions[0], rows.decode_pages[0] = 1, PAGE_SIZE, 3
     state, _ = decode(weights, state, packed(rows))
@@ -88,6 +90,10 @@ def test_rows_survive_the_upload():
     shape = StepShape(3, 5, 2, MAX_PAGES)
     rows = jax.tree.map(lambda a: rng.integers(-1, 9, a.shape, np.int32), empty_rows(shape))
     jax.tree.map(np.testing.assert_array_equal, unpacked(packed(rows), shape), rows)
+
+
+def program(served, shape):
+    return jax.jit(partial(step, served, shape))
 
 
 def logits_of(model, tokens):

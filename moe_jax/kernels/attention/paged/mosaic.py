@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.attention.mosaic.forward import LOWEST
+from moe_jax.kernels.attention.mosaic.forward import LOWEST, rescale_o
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     LOG2_E,
     ROWS,
@@ -96,7 +96,7 @@ def paged_attention(
     of_blocks = jnp.pad(of_blocks, ((0, 0), (0, 0), (0, rows - block_tokens * group), (0, 0)))
     splits = -(-queries.page_table.shape[1] // SPLIT_PAGES)
     # Enough blocks keep the GPU busy by themselves. Partial results cost memory and time.
-    if num_blocks * kv_heads >= 2 * _cores():
+    if num_blocks * kv_heads >= _cores():
         splits = 1
     out = attend_blocks(of_blocks, keys, values, blocks, queries.page_table, scale, group, splits)
     out = out[:, :, : block_tokens * group].reshape(num_blocks, kv_heads, block_tokens, group, -1)
@@ -180,7 +180,7 @@ def attend_blocks(
     results = launch(name, body, outputs, [scratch], warpgroups=1)(inputs)
     if splits == 1:
         return results[0][:, 0]
-    return _merged(*results, blocks.num_pages).astype(dtype)
+    return _merged(results[0], results[1], blocks.num_pages).astype(dtype)
 
 
 class _Inputs(NamedTuple):
@@ -267,7 +267,7 @@ class _Item(NamedTuple):
         state = lax.fori_loop(0, steps, add_page, start)
         inverse = jnp.where(state.row_sum > 0, 1 / state.row_sum, 0.0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        scratch.out[...] = (state.o * broadcast_columns(inverse, state.o.shape)).astype(scratch.out.dtype)
+        scratch.out[...] = rescale_o(state.o, inverse).astype(scratch.out.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(scratch.out.at[pl.ds(0, rows)], out_ref.at[self.block, self.split, self.head])
         if lse_ref is not None:
@@ -288,10 +288,10 @@ class _Item(NamedTuple):
             column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
             s = jnp.where(column <= last_key + lax.div(row, jnp.int32(self.group)), s, -jnp.inf)
             row_max = jnp.maximum(state.row_max, s.max(axis=1) * self.scale_log2)
-            p = jnp.exp2(s * self.scale_log2 - broadcast_columns(row_max, s.shape))
+            p = jnp.exp2(s * self.scale_log2 - broadcast_columns(row_max, (WGMMA_ROWS, PAGE_SIZE)))
             rescale = jnp.exp2(state.row_max - row_max)
             row_sum = state.row_sum * rescale + p.sum(axis=1)
-            o = state.o * broadcast_columns(rescale, state.o.shape)
+            o = rescale_o(state.o, rescale)
             plgpu.barrier_wait(scratch.v_barriers.at[slot])
             start_accumulator(o_accumulator, o)
             multiply_registers(o_accumulator, p.astype(scratch.q.dtype), scratch.v.at[slot], scratch.staging, 0)
