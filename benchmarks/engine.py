@@ -91,11 +91,9 @@ def time_steps(engine: Engine, model, prompts: list[list[int]], short: int, long
     prefill = 1e3 * (time.perf_counter() - began)
     step, device = a_step(of_engine), device_ms(engine, len(prompts), len(prompts[0]) + long // 2)
     generate = a_step(lambda n: moe_jax.generate(model, prompts, max_new_tokens=n)) if model is not None else float("nan")
-    print(
-        f"{len(prompts):>10}{len(prompts[0]):>8}{step:>9.3f} ms{1e3 * len(prompts) / step:>10.0f}{device:>9.3f} ms{prefill:>9.1f} ms"
-        f"{generate:>9.3f} ms",
-        flush=True,
-    )
+    rate = 1e3 * len(prompts) / step
+    times = f"{device:>9.3f} ms{prefill:>9.1f} ms{generate:>9.3f} ms"
+    print(f"{len(prompts):>10}{len(prompts[0]):>8}{step:>9.3f} ms{rate:>10.0f}{times}", flush=True)
 
 
 def time_load(engine: Engine, prompts: list[list[int]], new: int) -> None:
