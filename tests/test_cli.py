@@ -122,6 +122,7 @@ def test_gpus_that_a_command_does_not_take_are_hidden_from_it(command, sees_one_
     assert bool(hidden) == sees_one_gpu
 
 
+@pytest.mark.thorough
 def test_check_runs_in_several_processes(checkpoint, tmp_path, capfd):
     moe_jax.save_pretrained(tiny.dense(), tmp_path / "model", tokenizer_from=checkpoint)
     check = ["check", str(tmp_path / "model"), "--prompt", "the same words", "--dtype", "float32", "--repeats", "1", "--json"]
