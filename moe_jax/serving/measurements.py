@@ -31,7 +31,7 @@ class Load(NamedTuple):
         return SamplingOptions(max_new_tokens=self.new_tokens, ignore_eos=True)
 
 
-class Spread(NamedTuple):
+class Latency(NamedTuple):
     """Median and 95th percentile of all requests, in seconds."""
 
     median: float
@@ -44,9 +44,9 @@ class Measured(NamedTuple):
     load: Load
     seconds: float
     """Time from the first request to the last token."""
-    first_token: Spread
+    first_token: Latency
     """TTFT: time from sending a request to its first token, with the wait for a place in the engine."""
-    each_token: Spread
+    each_token: Latency
     """TPOT: mean time between two tokens of a request, from its first token to its last."""
 
     @property
@@ -105,8 +105,8 @@ def _measure(engine: Engine, load: Load, rng: np.random.Generator) -> Measured:
     return Measured(
         load,
         seconds=float(last.max() - sent.min()),
-        first_token=_spread(first - sent),
-        each_token=_spread((last - first) / (load.new_tokens - 1)),
+        first_token=_latency(first - sent),
+        each_token=_latency((last - first) / (load.new_tokens - 1)),
     )
 
 
@@ -127,6 +127,6 @@ async def _rows_of_client(engine: Engine, prompts: list[list[int]], options: Sam
     return rows
 
 
-def _spread(seconds: np.ndarray) -> Spread:
+def _latency(seconds: np.ndarray) -> Latency:
     median, high = np.percentile(seconds, [50, 95])
-    return Spread(float(median), float(high))
+    return Latency(float(median), float(high))
