@@ -9,10 +9,12 @@ has a process of its own, so that its memory is free for the next one.
 
 A decode step gives one more token to every prompt (`--prompt-tokens` long) in the serving engine. Its time is the difference
 between generating `--long` and `--short` tokens, over the difference of their numbers, so that prefill cancels. Prefill is the
-time to the first tokens of new prompts, 8 of 1024 tokens. Both are medians of 3 calls. Memory is the peak with weights, pages
-for all prompts, and the engine's start. A training step (`benchmarks/training_step.py`: bf16, f32 masters, balanced experts,
-`--rows` x 4096 tokens) is timed with half of `--train-layers` and with all of them. The step of the whole model is extrapolated
-from both along a straight line: it is no measurement.
+time to the first tokens of new prompts, 8 of 1024 tokens. Both are medians of 3 calls. Memory in use is that of weights and of
+pages for all prompts. The peak of a dense model lies in the engine's start, which cuts stacks into layers.
+
+A training step (`benchmarks/training_step.py`: bf16, f32 masters, balanced experts, `--rows` x 4096 tokens) is timed with half
+of `--train-layers` and with all of them. The step of the whole model is extrapolated from both along a straight line: it is no
+measurement.
 """
 
 import argparse
@@ -124,6 +126,7 @@ def measure(args: argparse.Namespace, name: str) -> dict:
         "active": num_active_parameters(config),
         "weights_gib": num_parameters(config) * dtype.itemsize / GIB,
         "cache_kib_per_token": config.num_hidden_layers * travelling_elements(config) * dtype.itemsize / 1024,
+        "in_use_gib": memory.get("bytes_in_use", 0) / GIB,
         "peak_gib": memory.get("peak_bytes_in_use", 0) / GIB,
         "decode_ms": decode,
         "prefill_tokens_per_s": prefill_prompts * prefill_tokens / prefill,
@@ -171,6 +174,7 @@ def print_table(rows: list[dict]) -> None:
         "of them active": lambda row: f"{row['active'] / 1e9:.2f} B",
         "weights": lambda row: f"{row['weights_gib']:.2f} GiB",
         "cache of a token": lambda row: f"{row['cache_kib_per_token']:.0f} KiB",
+        "memory in use": lambda row: f"{row['in_use_gib']:.1f} GiB",
         "peak memory": lambda row: f"{row['peak_gib']:.1f} GiB",
     }
     for n in first["decode_ms"]:
@@ -205,7 +209,7 @@ def plot(rows: list[dict], path: Path) -> None:
     prefill.set(title="Prefill", ylabel="tokens/s")
     for axes in (steps, rates):
         axes.set_xticks(prompts, [str(n) for n in prompts])
-        axes.minorticks_off()
+        axes.xaxis.minorticks_off()
         axes.grid(alpha=0.3)
     steps.legend()
     save_png(figure, path)

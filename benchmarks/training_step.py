@@ -74,8 +74,6 @@ def main() -> None:
     args = parser.parse_args()
     initialize_processes()
     config = NAMED_CONFIGS[args.config]
-    if args.layers is not None:
-        config = replace(config, num_hidden_layers=args.layers)
     if args.small:
         sizes = dict(
             vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
@@ -83,6 +81,8 @@ def main() -> None:
         experts = dict(moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4)
         config = replace(config, **sizes, **(experts if config.experts else {"intermediate_size": 128}))
         args.seq = 64
+    if args.layers is not None:
+        config = replace(config, num_hidden_layers=args.layers)
 
     sizes = {name: int(size) for name, size in (axis.split("=") for axis in args.mesh)}
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
