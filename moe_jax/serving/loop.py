@@ -13,6 +13,7 @@ import numpy as np
 
 from moe_jax.serving.device import Device, Launched
 from moe_jax.serving.handle import Event, Listener, wake
+from moe_jax.serving.prompts import read_scores
 from moe_jax.serving.queues import EngineQueues, finish
 from moe_jax.serving.records import Record, completion_of
 from moe_jax.serving.schedule import plan_step, read_step
@@ -163,6 +164,9 @@ class EngineLoop:
 
     def _read(self, launched: Launched) -> None:
         """Waits for the tokens of a step, and gives them to their requests."""
+        for sequence, scores in read_scores(launched.scores):
+            if sequence.finish_reason is None:
+                sequence.owner.prompt_logprobs += scores
         tokens, logprobs, top_tokens, top_logprobs = (np.asarray(a)[launched.rows] for a in launched.sampled)
         samples = launched.plan.samples
         pages = {i: list(one.pages) for i, one in enumerate(samples) if one.options.return_experts}

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import jax
 import numpy as np
 import pytest
 import seeds
@@ -88,6 +89,30 @@ def test_options_are_each_requests_own(model, engine):
     logprobs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
     assert first[1][0].logprobs[0] == pytest.approx(logprobs[5], abs=1e-3)
     assert list(first[1][0].top_logprobs[0]) == np.argsort(-logprobs)[:3].tolist()
+
+
+def test_log_probabilities_of_prompts(model, engine, monkeypatch):
+    """Of prompts in several chunks and pieces, beside other requests, also where a sequence is preempted and begins again."""
+    monkeypatch.setattr("moe_jax.serving.prompts.PIECE_TOKENS", 24)
+    prompts = prompts_of(seeds.rng(), 180, 185, 188, 1, 70)
+    options = [
+        SamplingOptions(max_new_tokens=20, ignore_eos=True, prompt_logprobs=wanted, n=n)
+        for wanted, n in ((3, 1), (None, 1), (20, 1), (0, 1), (0, 2))
+    ]
+    before = engine.stats().num_preemptions
+    found = engine.generate(prompts, options)
+    assert engine.stats().num_preemptions > before
+    assert [[one.tokens for one in each] for each in found[:4]] == [[tokens] for tokens in greedy(model, prompts[:4], 20)]
+    assert found[1][0].prompt_logprobs is None
+    for prompt, of_prompt, each in zip(prompts, options, found, strict=True):
+        for one in each if of_prompt.prompt_logprobs is not None else ():
+            assert len(one.prompt_logprobs) == len(prompt) and one.prompt_logprobs[0] is None
+            assert one.cached_tokens == 0
+            expected = jax.nn.log_softmax(model(np.array([prompt])).logits[0])
+            for token, logprobs, wanted in zip(prompt[1:], one.prompt_logprobs[1:], np.asarray(expected), strict=False):
+                tops = np.argsort(-wanted)[: of_prompt.prompt_logprobs].tolist()
+                assert logprobs.keys() == {token, *tops}
+                assert logprobs == pytest.approx({one: wanted[one] for one in logprobs}, abs=2e-3)
 
 
 def test_an_end_token_ends(model, engine):
