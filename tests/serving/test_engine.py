@@ -1,6 +1,8 @@
 """The engine's tokens are those of `generate`, for any mix of requests; requests end, fail and are refused alone."""
 
 import asyncio
+import threading
+import time
 
 import jax
 import numpy as np
@@ -171,6 +173,43 @@ def test_a_full_queue_refuses_and_a_pause_holds(engine):
 def test_bad_requests_are_refused(engine, prompt, options, message):
     with pytest.raises(ValueError, match=message):
         engine.submit(prompt, SamplingOptions(**options))
+
+
+def test_a_failed_device_ends_everything(model, monkeypatch):
+    """Requests that run and that wait, an abort and a call that come meanwhile, later requests, and `close`."""
+    engine = Engine(model, limits=LIMITS)
+    (prompt,) = prompts_of(seeds.rng(), 5)
+    assert not engine.failed
+    launch, failing, aborted = engine._loop.device.launch, threading.Event(), threading.Event()
+
+    def fail_at_last(plan):
+        if len(plan.decodes) < LIMITS.max_sequences:
+            return launch(plan)
+        failing.set()
+        aborted.wait(30)
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(engine._loop.device, "launch", fail_at_last)
+    handles = [engine.submit(prompt, SamplingOptions(max_new_tokens=100, ignore_eos=True)) for _ in range(5)]
+    assert failing.wait(30)
+    handles[1].abort()
+    handles[4].abort()
+    caller = threading.Thread(target=engine.pause)
+    caller.start()
+    time.sleep(0.1)
+    aborted.set()
+    for handle in handles:
+        with pytest.raises(RuntimeError, match="the engine failed"):
+            handle.result()
+    caller.join(30)
+    assert engine.failed and not caller.is_alive()
+    for call in (lambda: engine.submit(prompt), lambda: engine.generate([prompt]), engine.resume):
+        with pytest.raises(RuntimeError, match="the engine failed"):
+            call()
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
 
 
 def test_new_weights_take_over(model):
