@@ -1,13 +1,14 @@
 """Times the serving engine for a model with random weights: a step by number of sequences, and many requests at once.
 
     python benchmarks/engine.py                             # Qwen3-30B-A3B in bf16: 61 GB of weights
-    python benchmarks/engine.py --sequences 1 16 --prompt-tokens 1024
-    python benchmarks/engine.py --load 200 1000 2000        # 200 requests at once, 1000 tokens in, 2000 out
+    python benchmarks/engine.py --cases 1x128 64x1024       # sequences x tokens of their prompts
+    python benchmarks/engine.py --load 200 1000 2000        # also 200 requests at once, 1000 tokens in, 2000 out
     python benchmarks/engine.py --small                     # sizes for a CPU, in f32, as a smoke test
 
 A step gives one more token to every sequence. Its time is the difference between generating `--long` and `--short` tokens, over
 the difference of their numbers, so that prefill cancels. Times are medians of 3 calls. Decoding is greedy, and no sequence ends
-early. `device` is the same step in a loop without the engine: the difference is the host's. `generate` is `moe_jax.generate`.
+early. `device` is the same step in a loop without the engine: the difference is the host's. `prompts` is the time to the first
+token of all sequences, whose prompts are new. `generate` is `moe_jax.generate`.
 """
 
 import argparse
@@ -33,15 +34,15 @@ SMALL = dict(num_hidden_layers=2, hidden_size=64, num_experts=8, moe_intermediat
 
 
 def main() -> None:
-    """Prints a row for each number of sequences, or one for the load."""
+    """Prints a row for each case, and one for the load."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=tuple(NAMED_CONFIGS), default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, help="layers in place of all")
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--cases", nargs="+", metavar="SEQUENCESxTOKENS", default=["1x128", "16x128", "64x128", "256x128"])
     parser.add_argument("--short", type=int, default=16)
     parser.add_argument("--long", type=int, default=144)
     parser.add_argument("--load", type=int, nargs=3, metavar=("REQUESTS", "IN", "OUT"))
+    parser.add_argument("--pages", type=int, help="pages of keys and values; default: as many as the cases need")
     parser.add_argument("--with-generate", action="store_true", help="also time moe_jax.generate")
     parser.add_argument("--small", action="store_true", help="sizes of Qwen3-MoE for a CPU, in f32, as a smoke test")
     args = parser.parse_args()
@@ -51,26 +52,26 @@ def main() -> None:
     config = replace(config, num_hidden_layers=args.layers) if args.layers else config
     model = random_model(config, dtype)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {'small' if args.small else args.config}, {dtype.name}")
-    prompt_tokens, new = (args.load[1], args.load[2]) if args.load else (args.prompt_tokens, args.long)
-    most = min(args.load[0], 256) if args.load else max(args.sequences)
-    length = prompt_tokens + new
+    cases = [(*map(int, case.split("x")), args.long) for case in args.cases]
+    most = max([sequences for sequences, _, _ in cases] + [min(args.load[0], 256) if args.load else 1])
+    loads = [*cases, tuple(args.load)] if args.load else cases
     limits = EngineLimits(
         max_sequences=most,
-        max_tokens_per_step=max(8192 if not args.small else 256, most),
-        max_length=length,
-        num_pages=1 + most * pages_of(length),
+        max_tokens_per_step=256 if args.small else 8192,
+        max_length=max(prompt + new for _, prompt, new in loads),
+        num_pages=args.pages or 1 + max(min(count, most) * pages_of(prompt + new) for count, prompt, new in loads),
     )
     began = time.perf_counter()
     engine = Engine(model, limits=limits)
-    print(f"engine ready in {time.perf_counter() - began:.0f} s", flush=True)
+    print(f"{limits}\nengine ready in {time.perf_counter() - began:.0f} s", flush=True)
     rng = np.random.default_rng(0)
+    titles = {"sequences": 10, "prompt": 8, "a step": 12, "tokens/s": 10, "device": 12, "prompts": 12, "generate": 12}
+    print("".join(f"{title:>{width}}" for title, width in titles.items()))
+    for sequences, prompt_tokens, _ in cases:
+        prompts = rng.integers(0, config.vocab_size, (sequences, prompt_tokens)).tolist()
+        time_steps(engine, model if args.with_generate else None, prompts, args.short, args.long)
     if args.load:
-        time_load(engine, rng.integers(0, config.vocab_size, (args.load[0], prompt_tokens)).tolist(), new)
-    else:
-        print(f"{'sequences':>10}{'a step':>12}{'tokens/s':>10}{'device':>12}{'prefill':>12}{'generate':>12}")
-        for sequences in args.sequences:
-            prompts = rng.integers(0, config.vocab_size, (sequences, prompt_tokens)).tolist()
-            time_steps(engine, model if args.with_generate else None, prompts, args.short, args.long)
+        time_load(engine, rng.integers(0, config.vocab_size, args.load[:2]).tolist(), args.load[2])
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
     print(f"peak {peak:.2f} GiB")
     engine.close()
@@ -90,11 +91,9 @@ def time_steps(engine: Engine, model, prompts: list[list[int]], short: int, long
     prefill = 1e3 * (time.perf_counter() - began)
     step, device = a_step(of_engine), device_ms(engine, len(prompts), len(prompts[0]) + long // 2)
     generate = a_step(lambda n: moe_jax.generate(model, prompts, max_new_tokens=n)) if model is not None else float("nan")
-    print(
-        f"{len(prompts):>10}{step:>9.3f} ms{1e3 * len(prompts) / step:>10.0f}{device:>9.3f} ms{prefill:>9.1f} ms"
-        f"{generate:>9.3f} ms",
-        flush=True,
-    )
+    rate = 1e3 * len(prompts) / step
+    times = f"{device:>9.3f} ms{prefill:>9.1f} ms{generate:>9.3f} ms"
+    print(f"{len(prompts):>10}{len(prompts[0]):>8}{step:>9.3f} ms{rate:>10.0f}{times}", flush=True)
 
 
 def time_load(engine: Engine, prompts: list[list[int]], new: int) -> None:
@@ -122,7 +121,7 @@ def device_ms(engine: Engine, sequences: int, position: int) -> float:
     draw = draw_program("greedy")
 
     def launch() -> None:
-        state, output = device._programs[shape](device.weights, device.state, upload)
+        state, output = device._programs[shape](device._weights, device.state, upload)
         drawn = draw(output, device._options_on_device, state.last_token, None)
         device.state = state._replace(last_token=drawn.last_token)
 

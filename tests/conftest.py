@@ -22,6 +22,7 @@ elif os.environ.get("JAX_PLATFORMS") == "cpu":
 import compilation_cache
 import durations
 import hypothesis
+import interpreter_callbacks
 import jax
 import pytest
 import races
@@ -29,6 +30,8 @@ import shapes
 
 # Before a test imports the package.
 shapes.install()
+if os.environ.get("JAX_PLATFORMS") == "cpu":
+    interpreter_callbacks.install()
 
 # Tests compare f32 with f32 and f64; on an NVIDIA GPU XLA multiplies f32 matrices in TF32 unless told otherwise.
 jax.config.update("jax_default_matmul_precision", "highest")

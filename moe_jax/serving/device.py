@@ -24,7 +24,7 @@ from moe_jax.serving.upload import StepRows, StepShape, empty_rows, packed
 from moe_jax.serving.weights import frame_of, head_of, take_apart
 
 SMALLEST_CHUNKS = 128
-"""Tokens of the smallest program with chunks; each further one has four times as many, up to half of the largest one."""
+"""Tokens of the smallest program with chunks; each further one has twice as many."""
 
 
 class Launched(NamedTuple):
@@ -41,7 +41,7 @@ class Device:
     """Weights and state of one engine on one device.
 
     A program is compiled for each of the step shapes. Without chunks, the numbers of decoding rows double. With chunks, the
-    numbers of their tokens quadruple; decoding rows are then as many as there may be, or none.
+    numbers of their tokens double; decoding rows are then as many as there may be, or none.
     """
 
     def __init__(self, model: Decoder, limits: EngineLimits, *, keep_experts: bool):
@@ -193,8 +193,5 @@ def _doubling(largest: int) -> list[int]:
 
 
 def _chunk_sizes(largest: int) -> list[int]:
-    sizes, size = [], SMALLEST_CHUNKS
-    while size < largest // 2:
-        sizes.append(size)
-        size *= 4
-    return sorted({*sizes, max(largest // 2, min(SMALLEST_CHUNKS, largest)), largest})
+    """Returns SMALLEST_CHUNKS and its doubles below `largest`, and `largest`."""
+    return [*(SMALLEST_CHUNKS << i for i in range(largest.bit_length()) if SMALLEST_CHUNKS << i < largest), largest]

@@ -52,8 +52,8 @@ class Engine:
       keep_experts: True makes room for each token's experts, for requests with `return_experts`.
 
     Raises:
-      ValueError: the model lies on several devices, or in the chunks of a pipeline, or its positions scale with the longest
-        sequence of a batch (rope type "dynamic").
+      ValueError: the model lies on several devices; or its positions scale with the longest sequence of a batch (rope type
+        "dynamic").
     """
 
     def __init__(self, model: Decoder, *, limits: EngineLimits | None = None, keep_experts: bool = False):

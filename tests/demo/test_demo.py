@@ -1,6 +1,8 @@
 """The demo, much shrunken, from text to generated code; its text and tokenizer; and the folders that it refuses."""
 
 import ast
+import contextlib
+import io
 import json
 import os
 import shlex
@@ -82,24 +84,33 @@ def test_without_torch_it_does_not_begin(tmp_path, monkeypatch):
     assert not (tmp_path / "demo").exists()
 
 
-def test_it_prints_each_stage_and_the_text(demo, tmp_path, capsys):
-    result = run_demo(DemoSettings(output=str(tmp_path / "dense"), model="qwen3", prompt="def ", **SHRUNKEN | {"steps": 2}))
-    printed = capsys.readouterr().out
+DENSE = SHRUNKEN | {"steps": 2, "model": "qwen3", "prompt": "def "}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A run of a dense model: its folder, its result, and the text that it printed."""
+    output, printed = tmp_path_factory.mktemp("dense"), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        result = run_demo(DemoSettings(output=str(output), **DENSE))
+    return output, result, printed.getvalue()
+
+
+def test_it_prints_each_stage_and_the_text(dense):
+    output, result, printed = dense
     assert all(f"[{number}/7]" in printed for number in range(1, 8))
     assert len(result.texts) == 2 and all(text.startswith("def ") for text in result.texts)
     assert f"{sum(map(is_python, result.texts))} of 2 are valid Python" in printed
     assert "expert_load" not in printed.split("What lies where")[1].replace("expert_load.jsonl", "")
     commands = [shlex.split(line) for line in printed.split("Try next")[1].splitlines()[1:]]
     assert [command[:2] for command in commands] == [["moe-jax", name] for name in ("generate", "finetune", "generate")]
-    assert str(tmp_path / "dense" / "model") in commands[0] and f"{tmp_path / 'dense'}-chat/model" in commands[2]
+    assert str(output / "model") in commands[0] and f"{output}-chat/model" in commands[2]
 
 
 @pytest.mark.thorough
-def test_a_pipe_on_imitated_devices(tmp_path):
+def test_a_pipe_on_imitated_devices(dense, tmp_path):
     """`moe-jax demo --mesh.pipe 2` trains as one device does, exports, and completes with the export."""
-    options = SHRUNKEN | {"steps": 4, "model": "qwen3"}
-    alone = run_demo(DemoSettings(output=str(tmp_path / "alone"), **options)).losses
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in DENSE.items()]
     pipe = ["--mesh.pipe", "2", "--gradient-accumulation", "2", "--output", str(tmp_path / "piped")]
     done = subprocess.run(
         [sys.executable, "-m", "moe_jax.cli", "demo", *pipe, *arguments],
@@ -111,7 +122,7 @@ def test_a_pipe_on_imitated_devices(tmp_path):
     assert "on 2 devices, a pipe of 2 ranks with 1 chunk of 2 layers (1 of 4 places are empty)" in done.stdout
     assert "generation does not run through a pipe yet: the export is loaded onto one device and writes" in done.stdout
     piped = [record["loss"] for record in read_records(tmp_path / "piped" / "training" / "metrics.jsonl")]
-    np.testing.assert_allclose(piped, alone, rtol=1e-5)
+    np.testing.assert_allclose(piped, dense[1].losses, rtol=1e-5)
 
 
 def test_a_model_that_no_pipe_takes_is_refused(tmp_path):

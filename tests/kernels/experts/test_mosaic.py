@@ -218,7 +218,6 @@ def test_bits_of_a_token(rng, tokens):
         np.testing.assert_array_equal(alone, of_all[:tokens])
 
 
-@pytest.mark.thorough
 def test_two_runs_give_the_same_bits(rng):
     layer = make_layer(rng, "random", *SMALL)
     dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
