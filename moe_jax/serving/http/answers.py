@@ -110,7 +110,6 @@ class Answer:
         finally:
             self.record.new_tokens = sum(choice.num_tokens for choice in self.choices)
             self.record.cached_tokens = sum(choice.cached_tokens for choice in self.choices)
-            self.service.failed |= any(choice.handle.error is not None for choice in self.choices)
 
     def _usage(self) -> dict[str, Any]:
         prompt, new = self.record.prompt_tokens, self.record.new_tokens
