@@ -81,7 +81,7 @@ class BenchCommand:
         if folder is None:
             engine = random_engine(config, self.dtype, limits, self.seed)
         else:
-            engine = Engine(from_pretrained(folder, dtype=self.dtype, mtp=False), limits=limits)
+            engine = Engine(from_pretrained(folder, dtype=self.dtype, mtp=False), limits=limits, take_over=True)
         title = (
             f"{self.model or f'{self.random_weights} with random weights'}, {self.dtype}, {jax.devices()[0].device_kind}, "
             f"prompts of {self.prompt_tokens} tokens, {self.new_tokens} new tokens"

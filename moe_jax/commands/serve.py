@@ -79,5 +79,5 @@ class ServeCommand:
         limits = self.sizes.engine_limits(config, self.max_waiting)
         defaults = model_defaults(folder, config, tokenizer)
         bound = bind(self.host, self.port)
-        engine = Engine(from_pretrained(folder, dtype=self.dtype, mtp=False), limits=limits)
+        engine = Engine(from_pretrained(folder, dtype=self.dtype, mtp=False), limits=limits, take_over=True)
         run_server(Service(engine, tokenizer, defaults, settings), bound)

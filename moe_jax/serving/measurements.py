@@ -91,7 +91,7 @@ def measure_loads(engine: Engine, loads: Sequence[Load], seed: int = 0) -> Itera
 
 def random_engine(config: ModelConfig, dtype: DTypeLike, limits: EngineLimits, seed: int = 0) -> Engine:
     """Returns an engine for a model of this config with random weights."""
-    return Engine(random_model(config, jnp.dtype(dtype), seed), limits=limits)
+    return Engine(random_model(config, jnp.dtype(dtype), seed), limits=limits, take_over=True)
 
 
 def _measure(engine: Engine, load: Load, rng: np.random.Generator) -> Measured:
