@@ -11,16 +11,17 @@ from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Int, UInt
 
 from moe_jax.models.decoder import Decoder
-from moe_jax.serving.drawing import VARIANTS, draw_program, variant_of
+from moe_jax.serving.drawing import VARIANTS, Variant, draw_program, variant_of
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.penalties import Penalties, init_penalties, penalty_row, start_slot
+from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, score_piece, score_prompts
 from moe_jax.serving.sampling import Sampled, init_slots, slot_row
 from moe_jax.serving.schedule import StepPlan
 from moe_jax.serving.sequence import Sequence
 from moe_jax.serving.step import initial_state, step_program
 from moe_jax.serving.upload import StepRows, StepShape, empty_rows, packed
-from moe_jax.serving.weights import take_apart
+from moe_jax.serving.weights import frame_of, head_of, take_apart
 
 SMALLEST_CHUNKS = 128
 """Tokens of the smallest program with chunks; each further one has twice as many."""
@@ -33,6 +34,7 @@ class Launched(NamedTuple):
     rows: list[int]
     """The row of each of `plan.samples` in the arrays of `sampled`."""
     sampled: Sampled
+    scores: PromptScores
 
 
 class Device:
@@ -47,6 +49,7 @@ class Device:
         self.served, weights = take_apart(model, take_over=take_over)
         # Flat: to flatten the states of all layers again in each step takes the host longer than the step takes the device.
         self._weights, self._weights_tree = jax.tree.flatten(weights)
+        self._head = head_of(frame_of(self.served, weights))
         max_pages = pages_of(limits.max_length)
         self.state = initial_state(self.served, limits.num_pages, limits.max_sequences, max_pages, keep_experts=keep_experts)
         self._decode_shapes = [StepShape(n, 0, 0, max_pages) for n in _doubling(limits.max_sequences)]
@@ -65,7 +68,9 @@ class Device:
         """Runs every program once, on rows that are not used: the first run is the slow one."""
         for shape in self._programs:
             for variant in VARIANTS:
-                self._launch(shape, empty_rows(shape), variant)
+                _, hidden = self._launch(shape, empty_rows(shape), variant)
+            if shape.chunks:
+                score_piece(hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32))
         # They take much memory, and most engines are never asked for any.
         self._penalties = None
         jax.block_until_ready(self.state)
@@ -77,11 +82,12 @@ class Device:
                 self._start_slot(chunk.sequence)
         shape = self._shape_for(plan)
         rows = _filled(plan, empty_rows(shape))
-        sampled = self._launch(shape, rows, variant_of(sequence.options for sequence in plan.samples))
+        sampled, hidden = self._launch(shape, rows, variant_of(sequence.options for sequence in plan.samples))
         for array in sampled:
             array.copy_to_host_async()
         of_chunks = [shape.decodes + i for i, chunk in enumerate(plan.chunks) if chunk.samples]
-        return Launched(plan, [*range(len(plan.decodes)), *of_chunks], sampled)
+        scores = score_prompts(plan, shape.decodes, hidden, self._head)
+        return Launched(plan, [*range(len(plan.decodes)), *of_chunks], sampled, scores)
 
     def experts_of(self, pages: list[int], num_tokens: int) -> np.ndarray:
         """Returns the experts of a sequence's tokens, [tokens, moe_layers, k], from its pages."""
@@ -101,7 +107,7 @@ class Device:
         shapes, own = ([(leaf.shape, leaf.dtype) for leaf in some] for some in (leaves, self._weights))
         if (served, tree, shapes) != (self.served, self._weights_tree, own):
             raise ValueError("the new weights must be of a model with the same config and dtype as the engine's")
-        self._weights = leaves
+        self._weights, self._head = leaves, head_of(frame_of(served, weights))
 
     def _compiled(self, shapes: list[StepShape]) -> dict[StepShape, Compiled]:
         """Compiles the programs of all shapes, many at a time."""
@@ -112,7 +118,8 @@ class Device:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             return dict(zip(shapes, pool.map(Lowered.compile, lowered), strict=True))
 
-    def _launch(self, shape: StepShape, rows: StepRows, variant) -> Sampled:
+    def _launch(self, shape: StepShape, rows: StepRows, variant: Variant) -> tuple[Sampled, Array]:
+        """Starts a step; returns what it draws, and the hidden states of its tokens."""
         self.state, output = self._programs[shape](self._weights, self.state, packed(rows))
         penalties = None
         if variant == "full":
@@ -121,7 +128,7 @@ class Device:
         self.state = self.state._replace(last_token=drawn.last_token)
         if variant == "full":
             self._penalties = drawn.penalties
-        return drawn.sampled
+        return drawn.sampled, output.hidden
 
     def _no_penalties(self) -> Penalties:
         return _init_penalties(self.limits.max_sequences, self.served.config.vocab_size)

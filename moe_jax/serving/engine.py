@@ -129,6 +129,11 @@ class Engine:
 
         loop.call(replace)
 
+    @property
+    def failed(self) -> bool:
+        """True once the device or the engine's thread has failed: all requests have ended, and none is taken again."""
+        return self._loop.failed
+
     def stats(self) -> Stats:
         """Returns the present state."""
         loop, queues = self._loop, self._loop.queues

@@ -4,6 +4,7 @@ So host and device work at the same time. A sequence that ends is found one step
 state of the engine is changed by this thread alone: other threads hand it functions to run between two steps.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -13,6 +14,7 @@ import numpy as np
 
 from moe_jax.serving.device import Device, Launched
 from moe_jax.serving.handle import Event, Listener, wake
+from moe_jax.serving.prompts import read_scores
 from moe_jax.serving.queues import EngineQueues, finish
 from moe_jax.serving.records import Record, completion_of
 from moe_jax.serving.schedule import plan_step, read_step
@@ -66,7 +68,8 @@ class EngineLoop:
             if limited and len(sequences) > room:
                 raise QueueFull(f"{len(self._open)} sequences run or wait; the engine has room for {room} more")
             self._open.update(sequences)
-        self._commands.put(lambda: self.queues.waiting.extend(sequences))
+            # Under it too: the thread may end once `close` has the lock, and would leave what comes later.
+            self._commands.put(lambda: self.queues.waiting.extend(sequences))
 
     def abort(self, sequences: list[Sequence]) -> None:
         """Ends those that have not ended yet."""
@@ -107,6 +110,11 @@ class EngineLoop:
             self._commands.put(end)
         self._thread.join()
 
+    @property
+    def failed(self) -> bool:
+        """True once an error has ended the thread."""
+        return self._error is not None
+
     def _refuse_if_ended(self) -> None:
         if self._error is not None:
             raise RuntimeError("the engine failed") from self._error
@@ -137,10 +145,11 @@ class EngineLoop:
         with self._lock:
             self._error = error
             listeners = {sequence.owner.handle.fail(error) for sequence in self._open}
-            while not self._commands.empty():
-                # Callers that wait for a result get one; the queues are of no use any more.
+        # Callers that wait for a result get one. Not under the lock: an abort takes it. The queues may be of no use any more.
+        while not self._commands.empty():
+            with contextlib.suppress(Exception):
                 self._commands.get()()
-        wake({listener for listener in listeners if listener is not None})
+        wake(self._listeners | {listener for listener in listeners if listener is not None})
 
     def _run_commands(self, *, wait: bool) -> None:
         if wait:
@@ -163,6 +172,9 @@ class EngineLoop:
 
     def _read(self, launched: Launched) -> None:
         """Waits for the tokens of a step, and gives them to their requests."""
+        for sequence, scores in read_scores(launched.scores):
+            if sequence.finish_reason is None:
+                sequence.owner.prompt_logprobs += scores
         tokens, logprobs, top_tokens, top_logprobs = (np.asarray(a)[launched.rows] for a in launched.sampled)
         samples = launched.plan.samples
         pages = {i: list(one.pages) for i, one in enumerate(samples) if one.options.return_experts}

@@ -18,6 +18,8 @@ class Record:
     weights_version: int | None = None
     """The version under which the first token was computed."""
     experts: Any = None
+    prompt_logprobs: list[dict[int, float] | None] = field(default_factory=lambda: [None])
+    """Of the prompt's first tokens; the first one has none."""
 
     def started(self, weights_version: int) -> None:
         """Notes the version of the weights when the sequence is first computed."""
@@ -41,6 +43,7 @@ def completion_of(sequence: Sequence) -> Completion:
         finish_reason=sequence.finish_reason,
         logprobs=record.logprobs if wants_logprobs else None,
         top_logprobs=tops if sequence.options.logprobs else None,
+        prompt_logprobs=None if sequence.options.prompt_logprobs is None else record.prompt_logprobs,
         experts=record.experts,
         weights_version=record.weights_version or 0,
         cached_tokens=sequence.cached_tokens,

@@ -107,6 +107,7 @@ class Completion:
     """Log-probability of each new token under the raw logits."""
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    """For each token of the prompt {token: log-probability} of itself and of the most likely ones; None for the first."""
     text: str | None = None
     experts: Any = None
     """Experts of each computed position, of shape (positions, layers, choices)."""

@@ -42,6 +42,8 @@ class Sequence:
     cached_tokens: int = field(default=0, init=False)
     """Number of the prompt's tokens whose keys and values were found, not computed, when the sequence first got a slot."""
     num_preemptions: int = field(default=0, init=False)
+    num_scored: int = field(default=1, init=False)
+    """Number of the prompt's first tokens whose log-probabilities steps have computed; the first token has none."""
     finish_reason: FinishReason | None = field(default=None, init=False)
     root: bytes = field(default=b"", init=False)
     """Begins the chain of `hashes`. It stands for the weights under which the pages are written."""

@@ -134,6 +134,19 @@ q, kv = ((8, 4096, 32, 128), bf16), ((8, 4096, 4, 128), bf16)
 compile(step, q, kv, kv, ((8, 4096), i32), q, ((8, 32, 4096), f32))
 """
 
+PAGED_ATTENTION = """
+from moe_jax.kernels.attention.paged import PagedQueries, paged_attention
+
+sizes = (256, 256, 32, 4, 128), (4, 4, 32, 4, 128), (8, 2048, 32, 4, 128), (256, 256, 8, 8, 64)
+for rows, tokens, heads, kv_heads, width in sizes:
+    def step(q, keys, values, *queries):
+        alone = 1 if rows == tokens else None
+        return paged_attention(q, keys, values, PagedQueries(*queries), scale=0.1, queries_per_row=alone, backend="mosaic")
+
+    pages = ((512, kv_heads, 64, width), bf16)
+    compile(step, ((tokens, heads, width), bf16), pages, pages, ((rows + 1,), i32), ((rows,), i32), ((rows, 128), i32))
+"""
+
 EXPERTS_KERNELS = {
     "gather_rows_kernel",
     "gated_matmul",
@@ -192,6 +205,11 @@ def test_ping_pong():
 def test_attention():
     """The attention of Qwen3-30B-A3B spills nothing."""
     assert_no_spills(spilled_bytes(ATTENTION), ATTENTION_KERNELS)
+
+
+def test_paged_attention():
+    """Attention to pages, of decoding rows and of chunks, with and without splits, spills nothing."""
+    assert_no_spills(spilled_bytes(PAGED_ATTENTION), {"paged_attention", "paged_attention_split"})
 
 
 def spilled_bytes(script, *arguments):

@@ -57,6 +57,10 @@ class FakeEngine:
         self.closed = True
         self._thread.join()
 
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
     def fail(self) -> None:
         """Makes the engine fail at the next step."""
         self.error = ValueError("a defect")

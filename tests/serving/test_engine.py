@@ -1,7 +1,10 @@
 """The engine's tokens are those of `generate`, for any mix of requests; requests end, fail and are refused alone."""
 
 import asyncio
+import threading
+import time
 
+import jax
 import numpy as np
 import pytest
 import seeds
@@ -90,6 +93,30 @@ def test_options_are_each_requests_own(model, engine):
     assert list(first[1][0].top_logprobs[0]) == np.argsort(-logprobs)[:3].tolist()
 
 
+def test_log_probabilities_of_prompts(model, engine, monkeypatch):
+    """Of prompts in several chunks and pieces, beside other requests, also where a sequence is preempted and begins again."""
+    monkeypatch.setattr("moe_jax.serving.prompts.PIECE_TOKENS", 24)
+    prompts = prompts_of(seeds.rng(), 180, 185, 188, 1, 70)
+    options = [
+        SamplingOptions(max_new_tokens=20, ignore_eos=True, prompt_logprobs=wanted, n=n)
+        for wanted, n in ((3, 1), (None, 1), (20, 1), (0, 1), (0, 2))
+    ]
+    before = engine.stats().num_preemptions
+    found = engine.generate(prompts, options)
+    assert engine.stats().num_preemptions > before
+    assert [[one.tokens for one in each] for each in found[:4]] == [[tokens] for tokens in greedy(model, prompts[:4], 20)]
+    assert found[1][0].prompt_logprobs is None
+    for prompt, of_prompt, each in zip(prompts, options, found, strict=True):
+        for one in each if of_prompt.prompt_logprobs is not None else ():
+            assert len(one.prompt_logprobs) == len(prompt) and one.prompt_logprobs[0] is None
+            assert one.cached_tokens == 0
+            expected = jax.nn.log_softmax(model(np.array([prompt])).logits[0])
+            for token, logprobs, wanted in zip(prompt[1:], one.prompt_logprobs[1:], np.asarray(expected), strict=False):
+                tops = np.argsort(-wanted)[: of_prompt.prompt_logprobs].tolist()
+                assert logprobs.keys() == {token, *tops}
+                assert logprobs == pytest.approx({one: wanted[one] for one in logprobs}, abs=2e-3)
+
+
 def test_an_end_token_ends(model, engine):
     (prompt,) = prompts_of(seeds.rng(), 17)
     expected = greedy(model, [prompt], 8)[0]
@@ -146,6 +173,43 @@ def test_a_full_queue_refuses_and_a_pause_holds(engine):
 def test_bad_requests_are_refused(engine, prompt, options, message):
     with pytest.raises(ValueError, match=message):
         engine.submit(prompt, SamplingOptions(**options))
+
+
+def test_a_failed_device_ends_everything(model, monkeypatch):
+    """Requests that run and that wait, an abort and a call that come meanwhile, later requests, and `close`."""
+    engine = Engine(model, limits=LIMITS)
+    (prompt,) = prompts_of(seeds.rng(), 5)
+    assert not engine.failed
+    launch, failing, aborted = engine._loop.device.launch, threading.Event(), threading.Event()
+
+    def fail_at_last(plan):
+        if len(plan.decodes) < LIMITS.max_sequences:
+            return launch(plan)
+        failing.set()
+        aborted.wait(30)
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(engine._loop.device, "launch", fail_at_last)
+    handles = [engine.submit(prompt, SamplingOptions(max_new_tokens=100, ignore_eos=True)) for _ in range(5)]
+    assert failing.wait(30)
+    handles[1].abort()
+    handles[4].abort()
+    caller = threading.Thread(target=engine.pause)
+    caller.start()
+    time.sleep(0.1)
+    aborted.set()
+    for handle in handles:
+        with pytest.raises(RuntimeError, match="the engine failed"):
+            handle.result()
+    caller.join(30)
+    assert engine.failed and not caller.is_alive()
+    for call in (lambda: engine.submit(prompt), lambda: engine.generate([prompt]), engine.resume):
+        with pytest.raises(RuntimeError, match="the engine failed"):
+            call()
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
 
 
 def test_new_weights_take_over(model):

@@ -57,7 +57,7 @@ async def _answer_model(service: Service, request: Request) -> JSONResponse:
 
 async def _answer_health(service: Service, request: Request) -> JSONResponse:
     """Answers 200 while requests are taken: a proxy then sends some here."""
-    if service.stopping or service.failed:
+    if service.stopping or service.engine.failed:
         raise ApiError(503, "the server is stopping" if service.stopping else "the engine does not run any more")
     return JSONResponse({"status": "ok"})
 

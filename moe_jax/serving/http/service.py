@@ -35,8 +35,6 @@ class Service:
         self.running: set[Handle] = set()
         self.stopping = False
         """True once the server was told to stop: it takes no further requests."""
-        self.failed = False
-        """True once the engine has failed: it never computes again."""
         # One thread: long prompts wait for each other there, and not in the event loop, where all streams would wait.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
 
@@ -112,6 +110,5 @@ class Service:
             too_long = "exceed the" in message
             return ApiError(400, message, code="context_length_exceeded" if too_long else None)
         if isinstance(error, RuntimeError):
-            self.failed = True
             return ApiError(503, "the engine does not run any more")
         return error

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_jax.kernels.attention.api import attention
-from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention
+from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, mosaic, paged_attention
 
 SCALE = 0.2
 
@@ -109,6 +109,62 @@ def test_blocks_of_tokens(rng, monkeypatch):
     whole = paged_attention(q, keys, values, queries, scale=SCALE)
     monkeypatch.setattr(xla, "TOKEN_BLOCK", 5)
     np.testing.assert_allclose(paged_attention(q, keys, values, queries, scale=SCALE), whole, atol=3e-6)
+
+
+CHUNKS = [5, 0, 64, 1, 70], [5, 0, 130, 64, 200]
+
+
+@pytest.mark.parametrize(
+    "counts, num_keys, heads, kv_heads, key_dim, value_dim, dtype, cores",
+    [
+        ([1] * 4, [1, 70, 128, 700], 16, 2, 64, 64, "bfloat16", 1000),
+        ([1] * 4, [1, 70, 128, 700], 2, 2, 128, 64, "float16", 1),
+        (*CHUNKS, 8, 1, 64, 128, "float16", 1),
+        (*CHUNKS, 2, 2, 128, 128, "bfloat16", 1),
+        ([3, 0, 9], [3, 0, 700], 8, 1, 64, 64, "bfloat16", 1000),
+    ],
+    ids=["decoding in splits", "decoding", "chunks", "chunks of single heads", "chunks in splits"],
+)
+def test_the_kernel_equals_xla(rng, monkeypatch, counts, num_keys, heads, kv_heads, key_dim, value_dim, dtype, cores):
+    """In the interpreter. Where there are more cores than blocks of queries, keys are split. Padding is finite."""
+    monkeypatch.setattr(mosaic, "_cores", lambda: cores)
+    decodes = max(counts) == 1
+    padding = 0 if decodes else 3
+    arrays = make(rng, counts, num_keys, heads, kv_heads, key_dim, value_dim, padding=padding, dtype=dtype)
+    split = []
+    monkeypatch.setattr(mosaic, "_merged", lambda *a, merged=mosaic._merged: (split.append(True), merged(*a))[1])
+    # What others have cached with another number of cores would not be traced again.
+    mosaic.attend_blocks.clear_cache()
+    out = paged_attention(*arrays, scale=SCALE, queries_per_row=1 if decodes else None, backend="mosaic")
+    assert bool(split) == (cores > 1)
+    assert out.dtype == dtype and np.isfinite(np.asarray(out, np.float32)).all()
+    *exact, queries = arrays
+    wanted = paged_attention(*(a.astype(jnp.float32) for a in exact), queries, scale=SCALE, backend="xla")
+    tokens = sum(counts)
+    error = np.linalg.norm(np.asarray(out, np.float32)[:tokens] - wanted[:tokens], axis=-1)
+    assert (error < 6e-3 * np.linalg.norm(wanted[:tokens], axis=-1)).all()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"values": None, "value_dim": 64}, "pages of latents"),
+        ({"dtype": jnp.float32}, "must all be bfloat16 or all float16; got float32"),
+        ({"heads": 65}, "at most 64 query heads; got 65"),
+        ({"width": 96}, "key_dim must be 64 or 128; got 96"),
+        ({"window": 70}, "windows are not in the kernel yet"),
+    ],
+)
+def test_the_kernel_refuses(change, message):
+    given = {"width": 64, "heads": 4, "dtype": jnp.bfloat16, **change}
+    pages = jnp.zeros((3, 1, PAGE_SIZE, given["width"]), given["dtype"])
+    q = jnp.zeros((2, given["heads"], given["width"]), given["dtype"])
+    queries = PagedQueries(jnp.array([0, 1, 2]), jnp.array([1, 1]), jnp.zeros((2, 1), jnp.int32))
+    options = {name: change[name] for name in ("value_dim", "window") if name in change}
+    values = None if "values" in change else pages
+    with pytest.raises(ValueError, match=message):
+        paged_attention(q, pages, values, queries, scale=SCALE, backend="mosaic", **options)
+    assert paged_attention(q, pages, values, queries, scale=SCALE, **options).shape == q.shape
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""Log-probabilities of prompts: of each token behind those before it, and of the most likely ones there.
+
+A program of its own reads the hidden states of a step, a piece of fixed size at a time. The logits of all tokens of a step
+would take gigabytes. A piece may hold tokens of several prompts, one behind the other.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from moe_jax.serving.request import MAX_LOGPROBS
+from moe_jax.serving.schedule import StepPlan
+from moe_jax.serving.sequence import Sequence
+
+PIECE_TOKENS = 256
+"""Tokens whose logits exist at the same time."""
+
+
+class Scores(NamedTuple):
+    """The log-probabilities of the tokens of a piece."""
+
+    logprobs: Float[Array, "tokens"]
+    top_tokens: Int[Array, "tokens choices"]
+    """The most likely tokens."""
+    top_logprobs: Float[Array, "tokens choices"]
+
+
+class PromptScores(NamedTuple):
+    """The scores that a step adds to prompts."""
+
+    spans: list[tuple[Sequence, list[int]]]
+    """Tokens of prompts, in order; those of a sequence follow the ones that steps before have scored."""
+    pieces: list[Scores]
+
+
+def score_prompts(
+    plan: StepPlan, first: int, hidden: Float[Array, "tokens hidden"], head: Float[Array, "vocab hidden"]
+) -> PromptScores:
+    """Starts to score the prompt tokens that follow the tokens of a step's chunks, where requests ask for it.
+
+    A token that was scored is not scored again: a preempted sequence computes its prompt a second time.
+
+    Args:
+      first: the index of the first chunk's first token in `hidden`.
+    """
+    spans: list[tuple[Sequence, list[int]]] = []
+    places: list[int] = []
+    for chunk in plan.chunks:
+        sequence, end = chunk.sequence, chunk.start + len(chunk.tokens)
+        start = max(chunk.start + 1, sequence.num_scored)
+        if sequence.options.prompt_logprobs is not None and (tokens := sequence.prompt[start : end + 1]):
+            spans.append((sequence, tokens))
+            # The state of a token says what follows it.
+            begin = first + start - 1 - chunk.start
+            places += range(begin, begin + len(tokens))
+            sequence.num_scored = start + len(tokens)
+        first += len(chunk.tokens)
+    targets = [token for _, tokens in spans for token in tokens]
+    padded = np.zeros((2, math.ceil(len(places) / PIECE_TOKENS) * PIECE_TOKENS), np.int32)
+    padded[:, : len(places)] = places, targets
+    pieces = [score_piece(hidden, head, *piece) for piece in padded.reshape(2, -1, PIECE_TOKENS).swapaxes(0, 1)]
+    for array in jax.tree.leaves(pieces):
+        array.copy_to_host_async()
+    return PromptScores(spans, pieces)
+
+
+def read_scores(scores: PromptScores) -> list[tuple[Sequence, list[dict[int, float]]]]:
+    """Waits for the scores; returns for each span {token: log-probability} of each token, with its alternatives."""
+    if not scores.spans:
+        return []
+    logprobs, top_tokens, top_logprobs = (np.concatenate(arrays).tolist() for arrays in zip(*scores.pieces, strict=True))
+    found, row = [], 0
+    for sequence, tokens in scores.spans:
+        wanted, dicts = sequence.options.prompt_logprobs, []
+        for token in tokens:
+            tops = dict(zip(top_tokens[row][:wanted], top_logprobs[row][:wanted], strict=True))
+            dicts.append({token: logprobs[row]} | tops)
+            row += 1
+        found.append((sequence, dicts))
+    return found
+
+
+def score_piece(
+    hidden: Float[Array, "tokens hidden"],
+    head: Float[Array, "vocab hidden"],
+    places: Int[Array, "rows"],
+    targets: Int[Array, "rows"],
+) -> Scores:
+    """Returns the scores of `targets` behind the tokens at `places`."""
+    return _scores(_taken(hidden, places), head, targets)
+
+
+# Apart from the scores, which are compiled once: each shape of a step has another number of tokens.
+@jax.jit
+def _taken(hidden: Float[Array, "tokens hidden"], places: Int[Array, "rows"]) -> Float[Array, "rows hidden"]:
+    return hidden[places]
+
+
+@jax.jit
+def _scores(hidden: Float[Array, "rows hidden"], head: Float[Array, "vocab hidden"], targets: Int[Array, "rows"]) -> Scores:
+    logits = jnp.einsum("rd,vd->rv", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    total = jax.nn.logsumexp(logits, axis=1)
+    own = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+    top, top_tokens = jax.lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
+    return Scores(own - total, top_tokens, top - total[:, None])
