@@ -80,7 +80,8 @@ def main() -> None:
         sizes = dict(
             vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
         )
-        config = replace(config, **sizes, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4)
+        experts = dict(moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4)
+        config = replace(config, **sizes, **(experts if config.experts else {"intermediate_size": 128}))
         args.seq = 64
 
     sizes = {name: int(size) for name, size in (axis.split("=") for axis in args.mesh)}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from moe_jax import checkpoint, config, generation, kernels, layers, models, parallel, recipes, train
+    from moe_jax import checkpoint, config, generation, kernels, layers, models, parallel, recipes, serving, train
     from moe_jax.checkpoint.hf_load import from_pretrained
     from moe_jax.checkpoint.hf_save import save_pretrained
     from moe_jax.checkpoint.tokenizer import load_tokenizer
@@ -36,6 +36,7 @@ __all__ = [
     "parallel",
     "recipes",
     "save_pretrained",
+    "serving",
     "train",
 ]
 

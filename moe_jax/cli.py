@@ -40,6 +40,7 @@ COMMANDS = {
         "generate": Command("GenerateCommand", "continue a prompt, or answer it", several_processes=True),
         "chat": Command("ChatCommand", "talk with a model in the terminal"),
         "serve": Command("ServeCommand", "answer requests over HTTP, many at once, with OpenAI's API"),
+        "bench": Command("BenchCommand", "measure how fast a model is served: tokens a second, TTFT, TPOT"),
         "convert": Command("ConvertCommand", "convert a checkpoint between Hugging Face's layout and Orbax"),
     },
     "Look": {
@@ -76,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def top_help() -> str:
     """Returns the page of `moe-jax --help`."""
-    lines = ["usage: moe-jax COMMAND [OPTIONS]", "", "Mixture-of-Experts language models in JAX."]
+    lines = ["usage: moe-jax COMMAND [OPTIONS]", "Mixture-of-Experts language models in JAX."]
     for task, commands in COMMANDS.items():
         lines += ["", f"{task}:", *(f"  {name:<10}{command.summary}" for name, command in commands.items())]
     return "\n".join([

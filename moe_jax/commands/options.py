@@ -1,8 +1,62 @@
 """Options that several commands share."""
 
-from typing import Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from moe_jax.config import NAMED_CONFIGS, ModelConfig, load_config
+
+if TYPE_CHECKING:
+    from moe_jax.serving.limits import EngineLimits
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """Sizes of a serving engine.
+
+    Args:
+      max_sequences: number of texts that are computed at once.
+      max_length: largest number of tokens of a text with its prompt. Default: 8192, or fewer if the model has fewer.
+      max_tokens_per_step: number of tokens that the model computes at once, prompts and new ones.
+      num_pages: number of pages of 64 tokens that all running texts and the cache of prompts share.
+    """
+
+    max_sequences: int = 256
+    max_length: int | None = None
+    max_tokens_per_step: int = 8192
+    num_pages: int = 4096
+
+    def engine_limits(self, config: ModelConfig, max_waiting: int) -> "EngineLimits":
+        """Returns the limits of an engine for a model of this config.
+
+        Raises:
+          ValueError: a size is below 1, or they contradict each other.
+        """
+        from moe_jax.serving.limits import EngineLimits
+
+        return EngineLimits(
+            max_sequences=self.max_sequences,
+            max_tokens_per_step=self.max_tokens_per_step,
+            max_length=min(8192, config.max_position_embeddings) if self.max_length is None else self.max_length,
+            num_pages=self.num_pages,
+            max_waiting=max_waiting,
+        )
+
+
+def config_of(name_or_folder: str) -> ModelConfig:
+    """Returns a published config by its name, or the config of a folder.
+
+    Raises:
+      ValueError: there is neither such a name nor such a folder, or the folder's config is refused.
+    """
+    if name_or_folder in NAMED_CONFIGS:
+        return NAMED_CONFIGS[name_or_folder]
+    if not Path(name_or_folder).is_dir():
+        names = ", ".join(NAMED_CONFIGS)
+        raise ValueError(f"no config {name_or_folder!r}; give a folder with a config.json, or one of {names}")
+    return load_config(name_or_folder)
 
 
 def device_count(devices: int | None) -> int:

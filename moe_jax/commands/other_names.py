@@ -59,6 +59,14 @@ OTHER_NAMES = {
         "temp": "--temperature",
         "tensor-parallel-size": "--devices",
     },
+    "bench": {
+        "batch-size": "--concurrency",
+        "input-len": "--prompt-tokens",
+        "max-concurrency": "--concurrency",
+        "output-len": "--new-tokens",
+        "random-input-len": "--prompt-tokens",
+        "random-output-len": "--new-tokens",
+    },
     "chat": {
         "max-tokens": "--max-new-tokens",
         "n-predict": "--max-new-tokens",

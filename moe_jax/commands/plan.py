@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from moe_jax.config import NAMED_CONFIGS, load_config
+from moe_jax.commands.options import config_of
 from moe_jax.cost.gpus import machine
 
 
@@ -70,15 +70,12 @@ class PlanCommand:
         from moe_jax.cost.plan_table import format_plan
         from moe_jax.cost.slurm import write_batch_script
 
-        if self.config not in NAMED_CONFIGS and not Path(self.config).is_dir():
-            names = ", ".join(NAMED_CONFIGS)
-            raise ValueError(f"no config {self.config!r}; give a folder with a config.json, or one of {names}")
+        config = config_of(self.config)
         if self.limit < 1:
             raise ValueError(f"limit must be at least 1; got {self.limit}")
         if self.sequence_length < 2:
             raise ValueError(f"--seq-len must be at least 2, as in `moe-jax finetune`; got {self.sequence_length}")
         found = machine(self.gpu, memory=self.memory, gpus_of_host=self.hosts_of)
-        config = NAMED_CONFIGS[self.config] if self.config in NAMED_CONFIGS else load_config(self.config)
         rows = max(1, self.devices * 32768 // self.sequence_length) if self.rows is None else self.rows
         predictions = plan(
             config,

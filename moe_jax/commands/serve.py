@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from moe_jax.commands.options import Dtype
+from moe_jax.commands.options import Dtype, LimitOptions
 
 KEY_VARIABLE = "MOE_JAX_API_KEY"
 
@@ -29,10 +29,7 @@ class ServeCommand:
       port: the port to listen on; 0 takes one that is free.
       name: the model's name in the API. Default: the hub id, or the folder's name.
       api_key: a key that requests must carry. Better give it as MOE_JAX_API_KEY: others see a command's options.
-      max_sequences: number of texts that are computed at once.
-      max_length: largest number of tokens of a text with its prompt. Default: 8192, or fewer if the model has fewer.
-      max_tokens_per_step: number of tokens that the model computes at once, prompts and new ones.
-      num_pages: number of pages of 64 tokens that all running texts and the cache of prompts share.
+      sizes: sizes of the engine.
       max_waiting: number of texts that wait for their turn; requests beyond get status 429.
       max_body_mb: largest size of a request, in megabytes.
       request_seconds: time after which a request is given up.
@@ -45,10 +42,7 @@ class ServeCommand:
     port: int = 8000
     name: str | None = None
     api_key: str | None = None
-    max_sequences: int = 256
-    max_length: int | None = None
-    max_tokens_per_step: int = 8192
-    num_pages: int = 4096
+    sizes: tyro.conf.OmitArgPrefixes[LimitOptions] = LimitOptions()
     max_waiting: int = 1024
     max_body_mb: float = 8
     request_seconds: float = 3600
@@ -70,7 +64,6 @@ class ServeCommand:
         from moe_jax.serving.http.server import bind, run_server
         from moe_jax.serving.http.service import Service
         from moe_jax.serving.http.settings import ServerSettings
-        from moe_jax.serving.limits import EngineLimits
 
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
         logging.getLogger("moe_jax").setLevel(logging.INFO)
@@ -83,14 +76,8 @@ class ServeCommand:
         )
         folder = find_checkpoint(self.model)
         config, tokenizer = read_config(folder, mtp=False), load_tokenizer(folder)
-        limits = EngineLimits(
-            max_sequences=self.max_sequences,
-            max_tokens_per_step=self.max_tokens_per_step,
-            max_length=min(8192, config.max_position_embeddings) if self.max_length is None else self.max_length,
-            num_pages=self.num_pages,
-            max_waiting=self.max_waiting,
-        )
+        limits = self.sizes.engine_limits(config, self.max_waiting)
         defaults = model_defaults(folder, config, tokenizer)
         bound = bind(self.host, self.port)
-        engine = Engine(from_pretrained(folder, dtype=self.dtype, mtp=False), limits=limits)
+        engine = Engine(from_pretrained(folder, dtype=self.dtype, mtp=False), limits=limits, take_over=True)
         run_server(Service(engine, tokenizer, defaults, settings), bound)

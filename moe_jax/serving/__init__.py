@@ -1,1 +1,16 @@
 """Serving: many prompts at once, their keys and values in pages, as requests come and go."""
+
+from typing import TYPE_CHECKING
+
+from moe_jax.runtime.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from moe_jax.serving.engine import Engine, Stats
+    from moe_jax.serving.handle import Event, Handle
+    from moe_jax.serving.limits import EngineLimits
+    from moe_jax.serving.loop import QueueFull
+    from moe_jax.serving.request import Completion, SamplingOptions
+
+__all__ = ["Completion", "Engine", "EngineLimits", "Event", "Handle", "QueueFull", "SamplingOptions", "Stats"]
+
+export_lazily(__name__)

@@ -44,9 +44,9 @@ class Device:
     numbers of their tokens double; decoding rows are then as many as there may be, or none.
     """
 
-    def __init__(self, model: Decoder, limits: EngineLimits, *, keep_experts: bool):
+    def __init__(self, model: Decoder, limits: EngineLimits, *, keep_experts: bool, take_over: bool = False):
         self.limits = limits
-        self.served, weights = take_apart(model)
+        self.served, weights = take_apart(model, take_over=take_over)
         # Flat: to flatten the states of all layers again in each step takes the host longer than the step takes the device.
         self._weights, self._weights_tree = jax.tree.flatten(weights)
         self._head = head_of(frame_of(self.served, weights))

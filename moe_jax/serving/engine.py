@@ -50,13 +50,17 @@ class Engine:
       model: any model of this library, on one device. The engine reads experts where the model keeps them.
       limits: sizes, which set the engine's memory; default: `EngineLimits()`.
       keep_experts: True makes room for each token's experts, for requests with `return_experts`.
+      take_over: True deletes the model's layers once the engine has its own copies. A dense model then needs its memory once
+        and not twice, and is unusable afterwards.
 
     Raises:
       ValueError: the model lies on several devices; or its positions scale with the longest sequence of a batch (rope type
         "dynamic").
     """
 
-    def __init__(self, model: Decoder, *, limits: EngineLimits | None = None, keep_experts: bool = False):
+    def __init__(
+        self, model: Decoder, *, limits: EngineLimits | None = None, keep_experts: bool = False, take_over: bool = False
+    ):
         limits = EngineLimits() if limits is None else limits
         _check_model(model)
         self.limits = limits
@@ -64,7 +68,7 @@ class Engine:
         ends = generation_config(model.source, model.config).get("eos_token_id")
         self._ends = frozenset([] if ends is None else np.atleast_1d(ends).tolist())
         self._keeps_experts = keep_experts and model.config.experts is not None
-        device = Device(model, limits, keep_experts=keep_experts)
+        device = Device(model, limits, keep_experts=keep_experts, take_over=take_over)
         device.warm_up()
         # What lives as long as the engine is not looked through again and again: a collection would delay a step by 10 ms.
         gc.collect()

@@ -4,7 +4,6 @@ The step runs layers one by one. XLA would copy a layer's matrices out of a stac
 nearly all of a sparse model's bytes, stay where they are, because their kernels read a layer inside a stack.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -38,8 +37,12 @@ class Weights(NamedTuple):
     """Each stage's experts, stacked; empty for a dense stage."""
 
 
-def take_apart(model: Decoder) -> tuple[ServedModel, Weights]:
-    """Returns the model's parts. Experts in the model's dtype are the model's own arrays; other arrays are copies."""
+def take_apart(model: Decoder, *, take_over: bool = False) -> tuple[ServedModel, Weights]:
+    """Returns the model's parts. Layers' arrays are copies; experts, and arrays around the layers, are the model's own.
+
+    Args:
+      take_over: deletes each stack once it is cut, unless its dtype was changed. The model is unusable afterwards.
+    """
     modules = {"embed_tokens": model.embed_tokens, "norm": model.norm}
     if not model.config.tie_word_embeddings:
         modules["lm_head"] = model.lm_head
@@ -49,7 +52,7 @@ def take_apart(model: Decoder) -> tuple[ServedModel, Weights]:
         graph, *states = nnx.split(stage, _is_expert_matrix, ...)
         matrices, others = (_in_dtype(state, model.dtype) for state in states)
         graphs.append(graph)
-        layers += _cut(others)
+        layers += _cut(others, take_over=take_over)
         experts.append(matrices)
     served = ServedModel(model.config, model.dtype, frame_graph, tuple(graphs))
     return served, Weights(_in_dtype(frame, model.dtype), tuple(layers), tuple(experts))
@@ -79,15 +82,21 @@ def _is_expert_matrix(path: tuple, _) -> bool:
     return path[-1] in EXPERT_MATRICES and path[-2] == "experts"
 
 
-def _cut(stacked: nnx.State) -> list[nnx.State]:
+def _cut(stacked: nnx.State, *, take_over: bool) -> list[nnx.State]:
     """Returns the state of each layer of a stage."""
-    num_layers = len(jax.tree.leaves(stacked)[0])
-    return _layers(stacked, num_layers)
+    leaves, tree = jax.tree.flatten(stacked)
+    # One stack at a time: a dense model of 61 GiB twice would not leave room for pages on any GPU.
+    cut = []
+    for leaf in leaves:
+        cut.append(_slices(leaf))
+        if take_over:
+            leaf.delete()
+    return [jax.tree.unflatten(tree, of_layer) for of_layer in zip(*cut, strict=True)]
 
 
-@partial(jax.jit, static_argnums=1)
-def _layers(stacked: nnx.State, num_layers: int) -> list[nnx.State]:
-    return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_layers)]
+@jax.jit
+def _slices(stack: Array) -> list[Array]:
+    return [stack[i] for i in range(stack.shape[0])]
 
 
 def _in_dtype(state: nnx.State, dtype: Any) -> nnx.State:

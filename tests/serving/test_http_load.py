@@ -86,7 +86,7 @@ def test_a_flood_gets_429_and_hurts_no_other_request():
         assert served.comes_true(lambda: is_idle(running))
 
 
-def test_a_request_of_several_prompts_is_taken_whole_or_not_at_all():
+def test_several_prompts_are_taken_whole_or_not_at_all():
     with served.serve(slow_engine(max_sequences=2, max_tokens_per_step=2, max_waiting=2)) as running:
         with pytest.raises(openai.RateLimitError):
             running.openai().completions.create(**LONG | {"prompt": ["a"] * 5})
@@ -184,7 +184,7 @@ def test_nothing_is_kept_of_requests_that_have_ended():
         assert objects() - before < 60
 
 
-def test_running_requests_finish_after_the_server_is_told_to_stop(caplog):
+def test_running_requests_finish_before_a_stop(caplog):
     caplog.set_level("INFO", "moe_jax.serving")
     with served.serve(slow_engine(), shutdown_seconds=20) as running:
         pieces = running.openai().completions.create(**LONG | {"max_tokens": 100}, stream=True)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import seeds
+from flax import nnx
 from hf_reference import load_ours, reference
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
@@ -69,6 +70,17 @@ def test_chunks_and_decodes_equal_the_model(name):
         expected = model(np.asarray(long)[None]).expert_ids[:, 0]
         experts = np.concatenate([state.experts[5], state.experts[2]])[: len(long)]
         assert (np.sort(experts.transpose(1, 0, 2)) == np.sort(expected)).all()
+
+
+def test_a_model_that_is_taken_over_leaves_no_second_copy():
+    model = load_ours(reference("qwen3_moe", 0))
+    _, kept = take_apart(model)
+    expected = jax.tree.map(np.asarray, kept)
+    stacks = jax.tree.leaves(nnx.state(model.stages))
+    _, taken = take_apart(model, take_over=True)
+    jax.tree.map(np.testing.assert_array_equal, taken, expected)
+    experts = {id(leaf) for leaf in jax.tree.leaves(taken.experts)}
+    assert experts and all(leaf.is_deleted() == (id(leaf) not in experts) for leaf in stacks)
 
 
 def test_a_new_page_enters_the_table():

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from moe_jax.serving.http.choices import Choice, Piece
+from moe_jax.serving.http.choices import Choice, TextPiece
 from moe_jax.serving.http.errors import ApiError, DisconnectedError
 from moe_jax.serving.http.fields import Delivery
 from moe_jax.serving.http.record import RequestRecord
@@ -27,11 +27,11 @@ class Shape(Protocol):
     whole_object: str
     chunk_object: str
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         """Returns a choice of which these are all pieces."""
         ...
 
-    def chunk(self, piece: Piece, *, is_first: bool) -> dict[str, Any]:
+    def chunk(self, piece: TextPiece, *, is_first: bool) -> dict[str, Any]:
         """Returns a piece of a choice in a stream."""
         ...
 
@@ -57,9 +57,9 @@ class Answer:
         """
         if self.delivery.stream:
             return _EventStream(self._stream, lambda: self.service.release(self.choices))
-        pieces: list[list[Piece]] = [[] for _ in self.choices]
+        pieces: list[list[TextPiece]] = [[] for _ in self.choices]
 
-        async def keep(piece: Piece) -> None:
+        async def keep(piece: TextPiece) -> None:
             pieces[piece.index].append(piece)
 
         try:
@@ -73,7 +73,7 @@ class Answer:
         begun: set[int] = set()
         no_usage = {"usage": None} if self.delivery.include_usage else {}
 
-        async def send(piece: Piece) -> None:
+        async def send(piece: TextPiece) -> None:
             chunk = self.shape.chunk(piece, is_first=piece.index not in begun)
             begun.add(piece.index)
             await send_data(self._frame(self.shape.chunk_object, [chunk]) | no_usage)
@@ -91,10 +91,10 @@ class Answer:
             except TimeoutError:
                 raise DisconnectedError from error
 
-    async def _follow(self, emit: Callable[[Piece], Awaitable[None]]) -> None:
+    async def _follow(self, emit: Callable[[TextPiece], Awaitable[None]]) -> None:
         """Emits the pieces of all choices as they come."""
 
-        async def noted(piece: Piece) -> None:
+        async def noted(piece: TextPiece) -> None:
             self.record.note_piece()
             await emit(piece)
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from moe_jax.generation.text import chat_prompts
 from moe_jax.serving.http.answers import Answer
 from moe_jax.serving.http.body import read_body, refuse_others, take
-from moe_jax.serving.http.choices import Piece, TokenLogprob
+from moe_jax.serving.http.choices import TextPiece, TokenLogprob
 from moe_jax.serving.http.errors import ApiError
 from moe_jax.serving.http.fields import SHARED, delivery, sampling_options
 from moe_jax.serving.http.logprobs import chat_logprobs
@@ -87,15 +87,15 @@ class _ChatShape:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(piece.text for piece in pieces), "refusal": None}
         logprobs = [each for piece in pieces for each in piece.logprobs]
         return self._choice(pieces[-1], logprobs) | {"message": message}
 
-    def chunk(self, piece: Piece, *, is_first: bool) -> dict[str, Any]:
+    def chunk(self, piece: TextPiece, *, is_first: bool) -> dict[str, Any]:
         delta = ({"role": "assistant"} if is_first else {}) | ({"content": piece.text} if piece.text or is_first else {})
         return self._choice(piece, piece.logprobs) | {"delta": delta}
 
-    def _choice(self, last: Piece, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+    def _choice(self, last: TextPiece, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         found = chat_logprobs(self._tokenizer, logprobs) if logprobs else None
         return {"index": last.index, "logprobs": found, "finish_reason": last.finish_reason}

@@ -18,7 +18,7 @@ class TokenLogprob(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Text that new tokens have completed."""
 
     index: int
@@ -48,7 +48,7 @@ class Choice:
         completion = self.handle.completions[0]
         return completion.cached_tokens if completion is not None and self._counts_prompt else 0
 
-    async def follow(self, emit: Callable[[Piece], Awaitable[None]]) -> None:
+    async def follow(self, emit: Callable[[TextPiece], Awaitable[None]]) -> None:
         """Emits pieces until the end.
 
         Raises:
@@ -64,7 +64,7 @@ class Choice:
                 raise
             raise ApiError(503, "the engine does not run any more") from error
 
-    def _take(self, event: Event) -> Piece:
+    def _take(self, event: Event) -> TextPiece:
         text = ""
         was_stopped = self._stream.stopped
         if event.token is not None and not was_stopped:
@@ -88,4 +88,4 @@ class Choice:
         logprobs = []
         if text or reason:
             logprobs, self._logprobs = self._logprobs, []
-        return Piece(self.index, text, logprobs, reason)
+        return TextPiece(self.index, text, logprobs, reason)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from moe_jax.generation.text import completion_tokens
 from moe_jax.serving.http.answers import Answer
 from moe_jax.serving.http.body import read_body, refuse_others, take
-from moe_jax.serving.http.choices import Piece
+from moe_jax.serving.http.choices import TextPiece
 from moe_jax.serving.http.errors import ApiError
 from moe_jax.serving.http.fields import SHARED, delivery, sampling_options
 from moe_jax.serving.http.logprobs import completion_logprobs
@@ -84,15 +84,15 @@ class _CompletionShape:
     def __post_init__(self):
         self._offsets = [len(begin) for begin in self.begins]
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         index = pieces[0].index
         logprobs = [each for piece in pieces for each in piece.logprobs]
         return self._choice(pieces[-1], self.begins[index] + "".join(piece.text for piece in pieces), logprobs)
 
-    def chunk(self, piece: Piece, *, is_first: bool) -> dict[str, Any]:
+    def chunk(self, piece: TextPiece, *, is_first: bool) -> dict[str, Any]:
         return self._choice(piece, (self.begins[piece.index] if is_first else "") + piece.text, piece.logprobs)
 
-    def _choice(self, last: Piece, text: str, logprobs: list) -> dict[str, Any]:
+    def _choice(self, last: TextPiece, text: str, logprobs: list) -> dict[str, Any]:
         found = None
         if logprobs:
             found = completion_logprobs(self.tokenizer, logprobs, self._offsets[last.index])

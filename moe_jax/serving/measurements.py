@@ -1,0 +1,132 @@
+"""Measurements of an engine under load: its throughput, and how long clients wait for their tokens."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from moe_jax.config import ModelConfig
+from moe_jax.models.random_weights import random_model
+from moe_jax.serving.engine import Engine
+from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.request import SamplingOptions, checked
+
+
+class Load(NamedTuple):
+    """Clients that each send requests, the next one when the last one has ended."""
+
+    clients: int
+    requests_each: int
+    prompt_tokens: int
+    new_tokens: int
+    """At least 2: the time between tokens needs two."""
+
+    @property
+    def options(self) -> SamplingOptions:
+        """The options of every request: greedy, and no end token ends it early."""
+        return SamplingOptions(max_new_tokens=self.new_tokens, ignore_eos=True)
+
+
+class Latency(NamedTuple):
+    """Median and 95th percentile of all requests, in seconds."""
+
+    median: float
+    high: float
+
+
+class Measured(NamedTuple):
+    """The times of a load."""
+
+    load: Load
+    seconds: float
+    """Time from the first request to the last token."""
+    first_token: Latency
+    """TTFT: time from sending a request to its first token, with the wait for a place in the engine."""
+    each_token: Latency
+    """TPOT: mean time between two tokens of a request, from its first token to its last."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all requests a second; the tokens of prompts do not count."""
+        return self.load.clients * self.load.requests_each * self.load.new_tokens / self.seconds
+
+
+def check_loads(loads: Sequence[Load], limits: EngineLimits, vocab_size: int) -> None:
+    """Refuses loads that an engine of these limits cannot run.
+
+    Raises:
+      ValueError: there is no load, a size is too small, a request exceeds the limits, or more clients send than may wait.
+    """
+    if not loads:
+        raise ValueError("give at least one number of clients")
+    for load in loads:
+        for name, value in load._asdict().items():
+            least = 2 if name == "new_tokens" else 1
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}; got {value}")
+        checked([0] * load.prompt_tokens, load.options, limits, vocab_size)
+        if load.clients > limits.max_waiting:
+            raise ValueError(f"clients must be at most max_waiting={limits.max_waiting}; got {load.clients}")
+
+
+def measure_loads(engine: Engine, loads: Sequence[Load], seed: int = 0) -> Iterator[Measured]:
+    """Yields the times of each load, after one request that is not counted.
+
+    Prompts are random tokens of this seed, no two alike, so that none is found in the cache of prompts.
+
+    Raises:
+      ValueError: as `check_loads`.
+      RuntimeError: the engine failed, or ended a request early.
+    """
+    check_loads(loads, engine.limits, engine.config.vocab_size)
+    rng = np.random.default_rng(seed)
+    _measure(engine, loads[0]._replace(clients=1, requests_each=1), rng)
+    for load in loads:
+        yield _measure(engine, load, rng)
+
+
+def random_engine(config: ModelConfig, dtype: DTypeLike, limits: EngineLimits, seed: int = 0) -> Engine:
+    """Returns an engine for a model of this config with random weights."""
+    return Engine(random_model(config, jnp.dtype(dtype), seed), limits=limits, take_over=True)
+
+
+def _measure(engine: Engine, load: Load, rng: np.random.Generator) -> Measured:
+    size = (load.clients, load.requests_each, load.prompt_tokens)
+    prompts = rng.integers(0, engine.config.vocab_size, size).tolist()
+    rows = asyncio.run(_rows_of_clients(engine, prompts, load.options))
+    fewest = min(map(len, rows)) - 1
+    if fewest < load.new_tokens:
+        raise RuntimeError(f"the engine ended a request after {fewest} of {load.new_tokens} tokens")
+    sent, first, *_, last = np.array(rows).T
+    return Measured(
+        load,
+        seconds=float(last.max() - sent.min()),
+        first_token=_latency(first - sent),
+        each_token=_latency((last - first) / (load.new_tokens - 1)),
+    )
+
+
+async def _rows_of_clients(engine: Engine, prompts: list[list[list[int]]], options: SamplingOptions) -> list[list[float]]:
+    """Returns a row for each request: when it was sent, and when each of its tokens came."""
+    clients = await asyncio.gather(*(_rows_of_client(engine, some, options) for some in prompts))
+    return [row for rows in clients for row in rows]
+
+
+async def _rows_of_client(engine: Engine, prompts: list[list[int]], options: SamplingOptions) -> list[list[float]]:
+    rows = []
+    for prompt in prompts:
+        row = [perf_counter()]
+        async for event in engine.submit(prompt, options):
+            if event.token is not None:
+                row.append(perf_counter())
+        rows.append(row)
+    return rows
+
+
+def _latency(seconds: np.ndarray) -> Latency:
+    median, high = np.percentile(seconds, [50, 95])
+    return Latency(float(median), float(high))
