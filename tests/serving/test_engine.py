@@ -194,7 +194,7 @@ def test_a_failed_device_ends_everything(model, monkeypatch):
     assert failing.wait(30)
     handles[1].abort()
     handles[4].abort()
-    caller = threading.Thread(target=engine.pause)
+    caller = threading.Thread(target=engine.pause, daemon=True)
     caller.start()
     time.sleep(0.1)
     aborted.set()
@@ -206,7 +206,7 @@ def test_a_failed_device_ends_everything(model, monkeypatch):
     for call in (lambda: engine.submit(prompt), lambda: engine.generate([prompt]), engine.resume):
         with pytest.raises(RuntimeError, match="the engine failed"):
             call()
-    closing = threading.Thread(target=engine.close)
+    closing = threading.Thread(target=engine.close, daemon=True)
     closing.start()
     closing.join(30)
     assert not closing.is_alive()
