@@ -145,6 +145,11 @@ class ModelConfig:
         return (heads, self.key_dim), (heads, self.value_dim)
 
     @property
+    def latent_value_dim(self) -> int | None:
+        """Number of a cached latent's first columns that stand for its values; None where a cache holds keys and values."""
+        return None
+
+    @property
     def experts(self) -> ExpertsSpec | None:
         """The experts of each sparse layer; None if no layer is sparse. Every config class defines this property."""
         raise NotImplementedError(f"{type(self).__name__} must define the property experts")

@@ -129,6 +129,11 @@ class DeepseekV3Config(ModelConfig):
         return ((self.latent_dim,),)
 
     @property
+    def latent_value_dim(self) -> int:
+        """Number of a latent's columns without those of the rotary key."""
+        return self.kv_lora_rank
+
+    @property
     def num_experts(self) -> int:
         """Number of routed experts, under the name that other architectures use."""
         return self.n_routed_experts

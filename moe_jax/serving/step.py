@@ -103,7 +103,7 @@ def _layers(
     """Returns the residual stream behind the last layer, the pages with the new tokens, and the experts of each MoE layer."""
     config = served.config
     written, expert_ids = [], []
-    value_dim = getattr(config, "kv_lora_rank", None) if len(config.cache_shapes) == 1 else None
+    value_dim = config.latent_value_dim
     for number, stage in enumerate(config.stages):
         for place in range(stage.num_layers):
             layer = stage.first_layer + place

@@ -28,7 +28,7 @@ def layer_of(x, w_gate_up, w_down, weights, chosen):
 def test_values(rng, routing, tokens, experts, k, hidden, inter, dtype):
     """Errors against f64 are as small as the xla backend's."""
     layer = make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype)
-    assert by_pairs.takes(layer[4], layer[2])
+    assert by_pairs.takes(layer[4], *layer[2].shape)
     with jax.enable_x64(True):
         exact = exact_experts_mlp(*(a.astype(jnp.float64) for a in layer[:4]), layer[4])
     y, other = layer_of(*layer), kernels.experts_mlp(*layer, backend="xla")
