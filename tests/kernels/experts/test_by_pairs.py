@@ -43,6 +43,17 @@ def test_ids_of_8_bits(rng):
     np.testing.assert_array_equal(layer_of(*arrays, chosen.astype(jnp.int8)), layer_of(*arrays, chosen))
 
 
+def test_a_layer_of_a_stack(rng):
+    """A layer's experts read inside a stack give the bits of the layer alone; an id of no expert is no other layer's expert."""
+    x, w_gate_up, w_down, _, chosen = make_layer(rng, "random", 2, 8, 2, 128, 128)
+    stacks = (jnp.stack([-w, w, 2 * w]) for w in (w_gate_up, w_down))
+    chosen = chosen.at[0, 0].set(8)
+    alone = mosaic.experts_of_few_pairs(x, w_gate_up, w_down, chosen)
+    found = mosaic.experts_of_few_pairs(x, *stacks, chosen, jnp.int32(1))
+    np.testing.assert_array_equal(found, alone)
+    assert not np.asarray(found[0]).any() and np.asarray(found[1:]).any()
+
+
 def is_by_pairs(*sizes):
     lowered = lowered_for_h200(layer_of, *types_of(*sizes))
     assert num_kernels(lowered) == 2
