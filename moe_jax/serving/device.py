@@ -16,12 +16,13 @@ from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.penalties import Penalties, init_penalties, penalty_row, start_slot
 from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, score_piece, score_prompts
-from moe_jax.serving.sampling import Sampled, init_slots, slot_row
+from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.sampling import Sampled, SlotOptions, init_slots, slot_row
 from moe_jax.serving.schedule import StepPlan
 from moe_jax.serving.sequence import Sequence
 from moe_jax.serving.step import initial_state, step_program
 from moe_jax.serving.upload import StepRows, StepShape, empty_rows, packed
-from moe_jax.serving.weights import frame_of, head_of, take_apart
+from moe_jax.serving.weights import Weights, frame_of, head_of, take_apart
 
 SMALLEST_CHUNKS = 128
 """Tokens of the smallest program with chunks; each further one has twice as many."""
@@ -48,41 +49,51 @@ class Device:
         self.limits = limits
         self.served, weights = take_apart(model, take_over=take_over)
         # Flat: to flatten the states of all layers again in each step takes the host longer than the step takes the device.
-        self._weights, self._weights_tree = jax.tree.flatten(weights)
-        self._head = head_of(frame_of(self.served, weights))
+        leaves, self._weights_tree = jax.tree.flatten(weights)
+        # JAX compiles again for arrays that are bound to a device where others were not: all are, from the beginning.
+        (self._device,) = leaves[0].devices()
+        self._weights = jax.device_put(leaves, self._device)
+        self._head = self._head_of(weights)
         max_pages = pages_of(limits.max_length)
-        self.state = initial_state(self.served, limits.num_pages, limits.max_sequences, max_pages, keep_experts=keep_experts)
+        state = initial_state(self.served, limits.num_pages, limits.max_sequences, max_pages, keep_experts=keep_experts)
+        self.state = jax.device_put(state, self._device)
         self._decode_shapes = [StepShape(n, 0, 0, max_pages) for n in _doubling(limits.max_sequences)]
-        chunk_tokens = _chunk_sizes(limits.max_tokens_per_step)
         self._chunk_shapes = [
             StepShape(decodes, tokens, limits.max_chunks_per_step, max_pages)
-            for tokens in chunk_tokens
+            for tokens in _doubling(limits.max_tokens_per_step, SMALLEST_CHUNKS)
             for decodes in (0, limits.max_sequences)
         ]
         self._programs = self._compiled(self._decode_shapes + self._chunk_shapes)
         self._options = jax.tree.map(np.array, init_slots(limits.max_sequences))
-        self._options_on_device = jax.device_put(self._options)
+        self._options_on_device = self._copy_of_options()
+        self._variants = [0] * limits.max_sequences
+        """For each slot the number in VARIANTS of the cheapest one that serves it."""
         self._penalties: Penalties | None = None
 
     def warm_up(self) -> None:
-        """Runs every program once, on rows that are not used: the first run is the slow one."""
+        """Runs every program once, on rows that are not used: the first run compiles it, or is the slow one."""
+        self._penalties = self._no_penalties()
         for shape in self._programs:
             for variant in VARIANTS:
                 _, hidden = self._launch(shape, empty_rows(shape), variant)
             if shape.chunks:
                 score_piece(hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32))
+        self._start_penalties(0, [0], [0], SamplingOptions())
         # They take much memory, and most engines are never asked for any.
         self._penalties = None
+        if self.state.experts is not None:
+            self.experts_of([], 0)
         jax.block_until_ready(self.state)
 
     def launch(self, plan: StepPlan) -> Launched:
         """Starts a step; the copies of its tokens to the host start with it."""
-        for chunk in plan.chunks:
-            if chunk.samples:
-                self._start_slot(chunk.sequence)
+        if starting := [chunk.sequence for chunk in plan.chunks if chunk.samples]:
+            for sequence in starting:
+                self._start_slot(sequence)
+            self._options_on_device = self._copy_of_options()
         shape = self._shape_for(plan)
         rows = _filled(plan, empty_rows(shape))
-        sampled, hidden = self._launch(shape, rows, variant_of(sequence.options for sequence in plan.samples))
+        sampled, hidden = self._launch(shape, rows, self._variant_for(plan))
         for array in sampled:
             array.copy_to_host_async()
         of_chunks = [shape.decodes + i for i, chunk in enumerate(plan.chunks) if chunk.samples]
@@ -107,7 +118,7 @@ class Device:
         shapes, own = ([(leaf.shape, leaf.dtype) for leaf in some] for some in (leaves, self._weights))
         if (served, tree, shapes) != (self.served, self._weights_tree, own):
             raise ValueError("the new weights must be of a model with the same config and dtype as the engine's")
-        self._weights, self._head = leaves, head_of(frame_of(served, weights))
+        self._weights, self._head = jax.device_put(leaves, self._device), self._head_of(weights)
 
     def _compiled(self, shapes: list[StepShape]) -> dict[StepShape, Compiled]:
         """Compiles the programs of all shapes, many at a time."""
@@ -121,17 +132,22 @@ class Device:
     def _launch(self, shape: StepShape, rows: StepRows, variant: Variant) -> tuple[Sampled, Array]:
         """Starts a step; returns what it draws, and the hidden states of its tokens."""
         self.state, output = self._programs[shape](self._weights, self.state, packed(rows))
-        penalties = None
-        if variant == "full":
-            penalties = self._penalties or self._no_penalties()
+        penalties = self._penalties if variant == "full" else None
         drawn = draw_program(variant)(output, self._options_on_device, self.state.last_token, penalties)
         self.state = self.state._replace(last_token=drawn.last_token)
         if variant == "full":
             self._penalties = drawn.penalties
         return drawn.sampled, output.hidden
 
+    def _head_of(self, weights: Weights) -> Array:
+        return jax.device_put(head_of(frame_of(self.served, weights)), self._device)
+
+    def _copy_of_options(self) -> SlotOptions:
+        # A copy: the array on the device may share the host's memory, which the next sequence changes.
+        return jax.device_put(jax.tree.map(np.copy, self._options), self._device)
+
     def _no_penalties(self) -> Penalties:
-        return _init_penalties(self.limits.max_sequences, self.served.config.vocab_size)
+        return jax.device_put(_init_penalties(self.limits.max_sequences, self.served.config.vocab_size), self._device)
 
     def _shape_for(self, plan: StepPlan) -> StepShape:
         """Returns the smallest shape that has room for the plan."""
@@ -148,16 +164,23 @@ class Device:
         assert slot is not None
         for values, value in zip(self._options, slot_row(options, sequence.seed), strict=True):
             values[slot] = value
-        # A copy: the array on the device may share the host's memory, which the next sequence changes.
-        self._options_on_device = jax.device_put(jax.tree.map(np.copy, self._options))
+        self._variants[slot] = VARIANTS.index(variant_of(options))
         # All slots once penalties exist: the slot's last sequence may have left some.
-        if self._penalties is None and variant_of([options]) == "full":
+        if self._penalties is None and variant_of(options) == "full":
             self._penalties = self._no_penalties()
         if self._penalties is not None:
-            tokens = np.zeros(self.limits.max_length, np.int32)
-            tokens[: len(sequence.tokens)] = sequence.tokens
-            sizes = np.int32(len(sequence.prompt)), np.int32(len(sequence.tokens))
-            self._penalties = _start_slot(self._penalties, np.int32(slot), penalty_row(options), tokens, *sizes)
+            self._start_penalties(slot, sequence.prompt, sequence.tokens, options)
+
+    def _start_penalties(self, slot: int, prompt: list[int], tokens: list[int], options: SamplingOptions) -> None:
+        padded = np.zeros(self.limits.max_length, np.int32)
+        padded[: len(tokens)] = tokens
+        sizes = np.int32(len(prompt)), np.int32(len(tokens))
+        self._penalties = _start_slot(self._penalties, np.int32(slot), penalty_row(options), padded, *sizes)
+
+    def _variant_for(self, plan: StepPlan) -> Variant:
+        """Returns the cheapest variant that serves all rows that draw."""
+        slots = (sequence.slot for sequence in plan.samples if sequence.slot is not None)
+        return VARIANTS[max((self._variants[slot] for slot in slots), default=0)]
 
 
 _start_slot = jax.jit(start_slot, donate_argnums=0)
@@ -187,11 +210,6 @@ def _filled(plan: StepPlan, rows: StepRows) -> StepRows:
     return rows
 
 
-def _doubling(largest: int) -> list[int]:
-    """Returns 1, 2, 4 and so on, and `largest` as the last one."""
-    return [*(1 << i for i in range(largest.bit_length()) if 1 << i < largest), largest]
-
-
-def _chunk_sizes(largest: int) -> list[int]:
-    """Returns SMALLEST_CHUNKS and its doubles below `largest`, and `largest`."""
-    return [*(SMALLEST_CHUNKS << i for i in range(largest.bit_length()) if SMALLEST_CHUNKS << i < largest), largest]
+def _doubling(largest: int, smallest: int = 1) -> list[int]:
+    """Returns `smallest` and its doubles below `largest`, and `largest`."""
+    return [*(smallest << i for i in range(largest.bit_length()) if smallest << i < largest), largest]

@@ -4,7 +4,7 @@ Three variants are compiled. A step takes the cheapest one that serves the optio
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -30,9 +30,11 @@ class Drawn(NamedTuple):
     """With the new tokens counted; None in variants without penalties."""
 
 
-def variant_of(options: Iterable[SamplingOptions]) -> Variant:
-    """Returns the cheapest variant that serves all these options."""
-    return max((_variant_of_one(one) for one in options), key=VARIANTS.index, default="greedy")
+def variant_of(options: SamplingOptions) -> Variant:
+    """Returns the cheapest variant that serves these options."""
+    if has_penalties(options) or options.logprobs or (variant := variant_for(options)) == "restricted":
+        return "full"
+    return variant
 
 
 @functools.cache
@@ -57,9 +59,3 @@ def _draw(
     if penalties is not None:
         penalties = count_tokens(penalties, output.slots, sampled.tokens)
     return Drawn(sampled, with_last_tokens(last_token, output.slots, sampled.tokens), penalties)
-
-
-def _variant_of_one(options: SamplingOptions) -> Variant:
-    if has_penalties(options) or options.logprobs or (variant := variant_for(options)) == "restricted":
-        return "full"
-    return variant

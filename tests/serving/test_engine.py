@@ -94,7 +94,7 @@ def test_options_are_each_requests_own(model, engine):
 
 
 def test_log_probabilities_of_prompts(model, engine, monkeypatch):
-    """Of prompts in several chunks and pieces, beside other requests, also where a sequence is preempted and begins again."""
+    """Prompts come in several chunks and pieces, beside other requests; a sequence is preempted and begins again."""
     monkeypatch.setattr("moe_jax.serving.prompts.PIECE_TOKENS", 24)
     prompts = prompts_of(seeds.rng(), 180, 185, 188, 1, 70)
     options = [
@@ -115,6 +115,30 @@ def test_log_probabilities_of_prompts(model, engine, monkeypatch):
                 tops = np.argsort(-wanted)[: of_prompt.prompt_logprobs].tolist()
                 assert logprobs.keys() == {token, *tops}
                 assert logprobs == pytest.approx({one: wanted[one] for one in logprobs}, abs=2e-3)
+
+
+def test_nothing_is_compiled_while_requests_run(engine):
+    """Every program is compiled before the engine is ready, those of the rarest options too."""
+    prompts = prompts_of(seeds.rng(), 70, 3, 20)
+    options = [
+        SamplingOptions(max_new_tokens=4, return_experts=True),
+        SamplingOptions(max_new_tokens=5, temperature=0.7),
+        SamplingOptions(max_new_tokens=6, top_p=0.5, temperature=1.0, presence_penalty=1.0, logprobs=2, prompt_logprobs=2),
+    ]
+    compiled = []
+
+    def listen(event, seconds, **_):
+        if "backend_compile" in event:
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        engine.generate(prompts, options)
+        assert not compiled
+        jax.jit(lambda x: x + len(prompts))(1.5)
+        assert len(compiled) == 1
+    finally:
+        jax._src.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_an_end_token_ends(model, engine):
