@@ -13,8 +13,9 @@ import time
 
 import numpy as np
 
+from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
 from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.pages import PAGE_SIZE, pages_of
+from moe_jax.serving.pages import pages_of
 from moe_jax.serving.queues import EngineQueues, finish
 from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.schedule import plan_step, read_step

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from moe_jax.commands.options import Dtype
+from moe_jax.commands.options import Dtype, length_for
 
 if TYPE_CHECKING:
     from moe_jax.serving.conversation import Conversation
@@ -76,7 +76,7 @@ class ChatCommand:
         )
         if problems := options.problems(config.vocab_size):
             raise ValueError("; ".join(problems))
-        length = min(8192, config.max_position_embeddings) if self.max_length is None else self.max_length
+        length = length_for(config, self.max_length)
         # A page holds 64 tokens, and page 0 none.
         limits = EngineLimits(
             max_sequences=1, max_tokens_per_step=2048, max_length=length, num_pages=length // 64 + 2, max_waiting=1

@@ -39,10 +39,15 @@ class LimitOptions:
         return EngineLimits(
             max_sequences=self.max_sequences,
             max_tokens_per_step=self.max_tokens_per_step,
-            max_length=min(8192, config.max_position_embeddings) if self.max_length is None else self.max_length,
+            max_length=length_for(config, self.max_length),
             num_pages=self.num_pages,
             max_waiting=max_waiting,
         )
+
+
+def length_for(config: ModelConfig, max_length: int | None) -> int:
+    """Returns the length that was asked for. Default: 8192, or fewer if the model has fewer."""
+    return min(8192, config.max_position_embeddings) if max_length is None else max_length
 
 
 def config_of(name_or_folder: str) -> ModelConfig:

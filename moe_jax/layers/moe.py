@@ -218,16 +218,14 @@ class Experts(TicketHolder):
         self, x: Float[Array, "tokens hidden"], weights: Float[Array, "tokens k"], experts: Int[Array, "tokens k"]
     ) -> Float[Array, "tokens hidden"]:
         """Returns the weighted sum of the chosen experts' outputs (`kernels.experts_mlp`)."""
+        matrices = self.gate_up_proj[...], self.down_proj[...]
         if self.ticket is not None:
-            matrices = self.gate_up_proj[...], self.down_proj[...]
             return experts_mlp_deferring(x, *matrices, weights, experts, self.held_ticket)
         if self.place is not None and self.accumulators is None:
-            matrices = self.gate_up_proj[...], self.down_proj[...]
             return experts_mlp_in_stack(x, *matrices, weights, experts, self.place[...])
         return experts_mlp_accumulating(
             x,
-            self.gate_up_proj[...],
-            self.down_proj[...],
+            *matrices,
             weights,
             experts,
             self.accumulators,

@@ -42,6 +42,7 @@ class PagedAttend:
       pages: the layer's pages, with room for the tokens of this call.
       places: where the call's tokens go.
       queries: the rows' queries and pages.
+      queries_per_row: given if all rows have exactly this number of queries.
       value_dim: the width of values that are the first columns of latents; None where pages hold values.
       window: the sliding window; None if there is none.
     """

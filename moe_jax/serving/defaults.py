@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 from moe_jax.config import ModelConfig
 from moe_jax.generation.text import text_options
 from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.pages import PAGE_SIZE
 
 
 class Defaults(NamedTuple):
@@ -31,4 +30,4 @@ def model_defaults(source: str | Path | None, config: ModelConfig, tokenizer: An
 
 def room_behind(prompt: list[int], limits: EngineLimits) -> int:
     """Returns the number of tokens that fit behind a prompt; at least 1, so that the engine names a prompt too long."""
-    return max(1, min(limits.max_length, (limits.num_pages - 1) * PAGE_SIZE + 1) - len(prompt))
+    return max(1, min(limits.max_length, limits.longest_in_pages) - len(prompt))

@@ -70,7 +70,7 @@ class Engine:
         self._keeps_experts = keep_experts and model.config.experts is not None
         device = Device(model, limits, keep_experts=keep_experts, take_over=take_over)
         device.warm_up()
-        # What lives as long as the engine is not looked through again and again: a collection would delay a step by 10 ms.
+        # A collection delays a step by 10 ms if it looks through all that lives as long as the engine.
         gc.collect()
         gc.freeze()
         self._loop = EngineLoop(device, EngineQueues(limits))

@@ -39,6 +39,8 @@ class Handle:
         self.error: BaseException | None = None
         self._abort = abort
         self._events: deque[Event] = deque()
+        self._remaining = n
+        """Continuations whose last event was not read."""
         self._came = threading.Event()
         self._listener: Listener | None = None
 
@@ -48,26 +50,21 @@ class Handle:
 
     def events(self) -> Iterator[Event]:
         """Yields the events as they come, and returns behind the last one."""
-        remaining = len(self.completions)
-        while remaining:
+        while self._remaining:
             self._came.wait()
             self._came.clear()
-            for event in self._new_events():
-                remaining -= event.finish_reason is not None
-                yield event
+            yield from self._new_events()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         """Yields the events as they come, in an event loop."""
         came = asyncio.Event()
         self._listener = Listener(asyncio.get_running_loop(), came)
-        remaining = len(self.completions)
         if self._came.is_set():
             came.set()
-        while remaining:
+        while self._remaining:
             await came.wait()
             came.clear()
             for event in self._new_events():
-                remaining -= event.finish_reason is not None
                 yield event
 
     def result(self) -> list[Completion]:
@@ -90,7 +87,9 @@ class Handle:
 
     def _new_events(self) -> Iterator[Event]:
         while self._events:
-            yield self._events.popleft()
+            event = self._events.popleft()
+            self._remaining -= event.finish_reason is not None
+            yield event
         if self.error is not None:
             raise RuntimeError("the engine failed") from self.error
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields
 from numbers import Integral
 
+from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+
 
 @dataclass(frozen=True)
 class EngineLimits:
@@ -24,6 +26,11 @@ class EngineLimits:
     """Number of pages of keys and values, with page 0, which no sequence owns."""
     max_waiting: int = 1024
     """Largest number of sequences that wait for a slot or for pages."""
+
+    @property
+    def longest_in_pages(self) -> int:
+        """Tokens of the longest sequence that all pages hold. Its last token is sampled and never computed."""
+        return (self.num_pages - 1) * PAGE_SIZE + 1
 
     def __post_init__(self):
         values = {field.name: getattr(self, field.name) for field in fields(self)}

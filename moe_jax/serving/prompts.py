@@ -13,20 +13,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.serving.request import MAX_LOGPROBS
+from moe_jax.serving.sampling import Scores, scores_of
 from moe_jax.serving.schedule import StepPlan
 from moe_jax.serving.sequence import Sequence
 
 PIECE_TOKENS = 256
 """Tokens whose logits exist at the same time."""
-
-
-class Scores(NamedTuple):
-    """The log-probabilities of the tokens of a piece."""
-
-    logprobs: Float[Array, "tokens"]
-    top_tokens: Int[Array, "tokens choices"]
-    """The most likely tokens."""
-    top_logprobs: Float[Array, "tokens choices"]
 
 
 class PromptScores(NamedTuple):
@@ -103,7 +95,4 @@ def _taken(hidden: Float[Array, "tokens hidden"], places: Int[Array, "rows"]) ->
 @jax.jit
 def _scores(hidden: Float[Array, "rows hidden"], head: Float[Array, "vocab hidden"], targets: Int[Array, "rows"]) -> Scores:
     logits = jnp.einsum("rd,vd->rv", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
-    total = jax.nn.logsumexp(logits, axis=1)
-    own = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
-    top, top_tokens = jax.lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
-    return Scores(own - total, top_tokens, top - total[:, None])
+    return scores_of(logits, targets, min(MAX_LOGPROBS, logits.shape[1]))

@@ -19,7 +19,7 @@ class Record:
     """The version under which the first token was computed."""
     experts: Any = None
     prompt_logprobs: list[dict[int, float] | None] = field(default_factory=lambda: [None])
-    """Of the prompt's first tokens; the first one has none."""
+    """Log-probabilities of the prompt's tokens so far; the first token has none."""
 
     def started(self, weights_version: int) -> None:
         """Notes the version of the weights when the sequence is first computed."""

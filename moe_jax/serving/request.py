@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 
 from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.pages import PAGE_SIZE, pages_of
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -43,7 +42,7 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
     """Texts that end a sequence; they are not part of its text."""
     ignore_eos: bool = False
-    """Whether the model's own end tokens are tokens like others."""
+    """True: the model's own end tokens are tokens like others."""
     seed: int | None = None
     """None: a random one. The draws depend on seed and position alone."""
     n: int = 1
@@ -53,7 +52,7 @@ class SamplingOptions:
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
     return_experts: bool = False
-    """Whether each token's experts are returned, layer by layer."""
+    """True: each token's experts are returned, layer by layer."""
 
     def problems(self, vocab_size: int) -> list[str]:
         """Returns a sentence for each option that has a wrong type or is out of its range."""
@@ -156,9 +155,8 @@ def _problems_of_prompt(prompt: Any, vocab_size: int) -> list[str]:
 def _problems_of_length(length: int, new: int, limits: EngineLimits) -> list[str]:
     if length + new > limits.max_length:
         return [f"a prompt of {length} tokens and max_new_tokens={new} exceed the engine's max_length={limits.max_length}"]
-    # The last token is sampled and never computed.
-    if pages_of(length + new - 1) > limits.num_pages - 1:
-        room = (limits.num_pages - 1) * PAGE_SIZE + 1
+    room = limits.longest_in_pages
+    if length + new > room:
         return [f"a prompt of {length} tokens and max_new_tokens={new} exceed the {room} tokens that the engine's pages hold"]
     return []
 

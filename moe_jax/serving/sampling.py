@@ -35,6 +35,15 @@ class SlotOptions(NamedTuple):
     """High and low 32 bits of the sequence's seed."""
 
 
+class Scores(NamedTuple):
+    """Log-probabilities of a token of each row, and of the most likely ones in its place."""
+
+    logprobs: Float[Array, "rows"]
+    top_tokens: Int[Array, "rows choices"]
+    """The most likely tokens, the first of equals first."""
+    top_logprobs: Float[Array, "rows choices"]
+
+
 class Sampled(NamedTuple):
     """The new token of each row. Log-probabilities are those of the model: of logits before penalties and temperature."""
 
@@ -77,9 +86,14 @@ def sample_rows(
             scores = _restricted(scores, of_row)
         tokens = jnp.where(of_row.temperature > 0, draw(scores, _keys(of_row.seed, positions)), tokens)
     tokens = jnp.where(slots < 0, 0, tokens)
+    return Sampled(tokens, *scores_of(logits, tokens, num_top))
+
+
+def scores_of(logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows"], num_top: int) -> Scores:
+    """Returns the log-probabilities of each row's token and of the `num_top` most likely ones, of f32 logits."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     top_logprobs, top_tokens = jax.lax.top_k(logprobs, num_top)
-    return Sampled(tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0], top_tokens, top_logprobs)
+    return Scores(jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0], top_tokens, top_logprobs)
 
 
 def init_slots(num_slots: int) -> SlotOptions:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.stages import Wrapped
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries
 from moe_jax.layers.paged import LayerPages, PagedAttend, TokenPlaces, empty_pages
@@ -26,7 +26,7 @@ class DeviceState(NamedTuple):
     """The arrays that steps read and write; a slot is the place of a running sequence."""
 
     pages: list[LayerPages]
-    """Of each layer. Page 0 belongs to no sequence: padding tokens are written there."""
+    """Pages of each layer. Page 0 belongs to no sequence: padding tokens are written there."""
     page_table: Int[Array, "slots max_pages"]
     """The pages of each slot's sequence, in order."""
     last_token: Int[Array, "slots"]
@@ -39,13 +39,13 @@ class StepOutput(NamedTuple):
     """The results of a step. A row is a decoding row or, behind these, a chunk."""
 
     logits: Float[Array, "rows vocab"]
-    """Of each row's last token, f32."""
+    """Logits of each row's last token, f32."""
     slots: Int[Array, "rows"]
     """The slot of each row that samples; -1: the row samples nothing."""
     positions: Int[Array, "rows"]
     """The position of the token that is to be drawn."""
     hidden: Float[Array, "tokens hidden"]
-    """Of all tokens, behind the last norm."""
+    """Hidden states of all tokens, behind the last norm."""
 
 
 def initial_state(
@@ -78,7 +78,7 @@ def step_program(served: ServedModel, weights_tree: Any, shape: StepShape) -> Wr
 def step(
     served: ServedModel, shape: StepShape, weights: Weights, state: DeviceState, upload: Int[Array, "_"]
 ) -> tuple[DeviceState, StepOutput]:
-    """Runs the step that `upload` describes (`upload.pack`)."""
+    """Runs the step that `upload` describes (`upload.packed`)."""
     rows = unpacked(upload, shape)
     page_table = _updated(state.page_table, rows)
     batch = _batch(rows, page_table, state.last_token)
@@ -111,7 +111,7 @@ def _layers(
                 pages[layer],
                 batch.places,
                 batch.queries,
-                queries_per_row=1 if batch.is_decoding_alone else None,
+                queries_per_row=batch.queries_per_row,
                 value_dim=value_dim,
                 window=config.layer_windows[layer],
             )
@@ -128,11 +128,12 @@ class _Batch(NamedTuple):
 
     tokens: Int[Array, "tokens"]
     positions: Int[Array, "tokens"]
-    valid: Any
+    valid: Bool[Array, "tokens"]
     places: TokenPlaces
     queries: PagedQueries
     last_token_of_row: Int[Array, "rows"]
-    is_decoding_alone: bool
+    queries_per_row: int | None
+    """1 for a step without chunks."""
 
 
 def _updated(page_table: Int[Array, "slots max_pages"], rows: StepRows) -> Int[Array, "slots max_pages"]:
@@ -151,10 +152,10 @@ def _batch(rows: StepRows, page_table: Int[Array, "slots max_pages"], last_token
     # Chunks lie one behind the other, in the order of their rows.
     ends = jnp.cumsum(rows.chunk_counts)
     index = jnp.arange(num_chunk_tokens, dtype=jnp.int32)
-    chunk = jnp.minimum(jnp.searchsorted(ends, index, side="right"), len(ends) - 1) if len(ends) else index
-    in_chunk = index < ends[-1] if len(ends) else index < 0
+    chunk = jnp.minimum(jnp.searchsorted(ends, index, side="right"), len(ends) - 1)
+    in_chunk = index < rows.chunk_counts.sum()
     starts = ends - rows.chunk_counts
-    chunk_positions = rows.chunk_starts[chunk] + index - starts[chunk] if len(ends) else index
+    chunk_positions = rows.chunk_starts[chunk] + index - starts[chunk]
 
     slots = jnp.concatenate([rows.decode_slots, rows.chunk_slots])
     tables = page_table.at[slots].get(mode="fill", fill_value=0, wrap_negative_indices=False)
@@ -172,5 +173,5 @@ def _batch(rows: StepRows, page_table: Int[Array, "slots max_pages"], last_token
         TokenPlaces(page, positions % PAGE_SIZE),
         PagedQueries(first_query, num_keys, tables),
         jnp.maximum(first_query[1:] - 1, 0),
-        is_decoding_alone=num_chunk_tokens == 0,
+        queries_per_row=None if num_chunk_tokens else 1,
     )

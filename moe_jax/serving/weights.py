@@ -70,7 +70,7 @@ def head_of(frame: Any) -> Float[Array, "vocab hidden"]:
 
 def layer_of(served: ServedModel, weights: Weights, stage: int, place: int) -> Any:
     """Returns the module of a layer: number `place` of the stage."""
-    first = sum(stage.num_layers for stage in served.config.stages[:stage])
+    first = served.config.stages[stage].first_layer
     block = nnx.merge(served.stages[stage], weights.experts[stage], weights.layers[first + place])
     for _, module in nnx.iter_modules(block):
         if isinstance(module, Experts):

@@ -22,7 +22,7 @@ NEW_TOKENS = 80
 """Longest answer. Each of the prompts below needs one more page on the way, or two."""
 
 LENGTHS = 3, 60, 120, 170
-"""Of prompts: few, because `generate` compiles for each."""
+"""Lengths of prompts: few, because `generate` compiles for each."""
 
 DRAWS = [
     SamplingOptions(temperature=1.0, seed=1),

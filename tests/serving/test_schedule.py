@@ -73,7 +73,7 @@ def test_a_sequence_gets_a_slot_if_pages_suffice():
     queues = make_queues(num_pages=6)
     serve_and_return(queues, 130)
     add(queues, 60, first=1), add(queues, 130, new=200)
-    # Of five pages the first sequence owns one. Two are found and two are free.
+    # The first sequence owns one of five pages. Two are found and two are free.
     plan = plan_step(queues)
     assert [each.start for each in plan.chunks] == [0, 128]
     finish(queues, plan.samples[1], "abort")

@@ -24,7 +24,7 @@ class TextPiece:
     index: int
     text: str
     logprobs: list[TokenLogprob]
-    """Of the tokens since the piece before, if the request asks for them."""
+    """Log-probabilities of the tokens since the piece before, if the request asks for them."""
     finish_reason: str | None
 
 

@@ -133,7 +133,7 @@ def test_the_kernel_equals_xla(rng, monkeypatch, counts, num_keys, heads, kv_hea
     arrays = make(rng, counts, num_keys, heads, kv_heads, key_dim, value_dim, padding=padding, dtype=dtype)
     split = []
     monkeypatch.setattr(mosaic, "_merged", lambda *a, merged=mosaic._merged: (split.append(True), merged(*a))[1])
-    # What others have cached with another number of cores would not be traced again.
+    # A program that was traced with another number of cores would not be traced again.
     mosaic.attend_blocks.clear_cache()
     out = paged_attention(*arrays, scale=SCALE, queries_per_row=1 if decodes else None, backend="mosaic")
     assert bool(split) == (cores > 1)

@@ -5,7 +5,8 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.api import resolve_attention_backend
 from moe_jax.kernels.attention.paged import mosaic, xla
-from moe_jax.kernels.attention.paged.queries import PAGE_SIZE, PagedQueries
+from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.attention.paged.queries import PagedQueries
 
 
 def paged_attention(

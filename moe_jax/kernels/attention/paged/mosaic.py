@@ -28,7 +28,8 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     read_accumulator,
     start_accumulator,
 )
-from moe_jax.kernels.attention.paged.queries import PAGE_SIZE, PagedQueries
+from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.attention.paged.queries import PagedQueries
 from moe_jax.kernels.hopper import target
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.launch import grid_size, launch, operand_transforms

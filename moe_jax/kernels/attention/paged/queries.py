@@ -5,9 +5,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-PAGE_SIZE = 64
-"""Tokens of a page."""
-
 
 class PagedQueries(NamedTuple):
     """Rows of queries, one row a sequence, that follow each other along the axis of tokens.

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.attention.paged.queries import PAGE_SIZE, PagedQueries, places
+from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.attention.paged.queries import PagedQueries, places
 from moe_jax.kernels.precision import at_least_f32
 
 TOKEN_BLOCK = 32
