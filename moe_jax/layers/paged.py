@@ -73,15 +73,19 @@ class PagedAttend:
         for pages, tokens in zip(self.pages, kept, strict=True):
             tokens = tokens[0] if tokens.ndim == 4 else tokens[0][:, None]
             written.append(pages.at[page, :, offset].set(tokens.astype(pages.dtype), mode="drop"))
-        keys, values = written[0], None if len(written) == 1 else written[1]
-        out = paged_attention(
-            q[0],
-            keys,
-            values,
+        return self.read(q[0], tuple(written), scale=scale)[None], tuple(written)
+
+    def read(
+        self, q: Float[Array, "tokens heads key_dim"], written: LayerPages, *, scale: float
+    ) -> Float[Array, "tokens heads value_dim"]:
+        """Returns the attention to pages in which this call's tokens are written."""
+        return paged_attention(
+            q,
+            written[0],
+            None if len(written) == 1 else written[1],
             self.queries,
             scale=scale,
             window=self.window,
             queries_per_row=self.queries_per_row,
             value_dim=self.value_dim,
         )
-        return out[None], tuple(written)

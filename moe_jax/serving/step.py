@@ -15,9 +15,11 @@ from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries
+from moe_jax.kernels.hopper import target
 from moe_jax.layers.paged import LayerPages, PagedAttend, TokenPlaces, empty_pages
 from moe_jax.models.forward import LayerInputs, layer_inputs
 from moe_jax.parallel.spread import ONE_DEVICE
+from moe_jax.serving.fused import DecodedLayers, decoded_layers, refusal
 from moe_jax.serving.upload import StepRows, StepShape, unpacked
 from moe_jax.serving.weights import ServedModel, Weights, frame_of, head_of, layer_of
 
@@ -85,8 +87,7 @@ def step(
     frame = frame_of(served, weights)
     x = frame["embed_tokens"](batch.tokens[None], served.dtype)
     inputs = layer_inputs(served.config, batch.positions[None], jnp.ones_like(batch.tokens)[None], batch.valid[None])
-    x, pages, expert_ids = _layers(served, weights, state.pages, x, inputs, batch)
-    hidden = frame["norm"](x)[0]
+    hidden, pages, expert_ids = _layers(served, weights, state.pages, x, inputs, batch)
     last = hidden[batch.last_token_of_row]
     logits = jnp.einsum("rd,vd->rv", last, head_of(frame).astype(served.dtype), preferred_element_type=jnp.float32)
     experts = state.experts
@@ -99,28 +100,39 @@ def step(
 
 def _layers(
     served: ServedModel, weights: Weights, pages: list[LayerPages], x: Array, inputs: LayerInputs, batch: "_Batch"
-) -> tuple[Array, list[LayerPages], list[Array]]:
-    """Returns the residual stream behind the last layer, the pages with the new tokens, and the experts of each MoE layer."""
+) -> DecodedLayers:
+    """Runs all layers and the norm behind them."""
     config = served.config
+    norm = frame_of(served, weights)["norm"]
+    places = [(number, place) for number, stage in enumerate(config.stages) for place in range(stage.num_layers)]
+    layers = [layer_of(served, weights, number, place) for number, place in places]
+    attends = [
+        PagedAttend(
+            of_layer,
+            batch.places,
+            batch.queries,
+            queries_per_row=batch.queries_per_row,
+            value_dim=config.latent_value_dim,
+            window=window,
+        )
+        for of_layer, window in zip(pages, config.layer_windows, strict=True)
+    ]
+    if _fuses(served, batch):
+        return decoded_layers(layers, norm, x[0], inputs.rope, attends, batch.valid)
     written, expert_ids = [], []
-    value_dim = config.latent_value_dim
-    for number, stage in enumerate(config.stages):
-        for place in range(stage.num_layers):
-            layer = stage.first_layer + place
-            attend = PagedAttend(
-                pages[layer],
-                batch.places,
-                batch.queries,
-                queries_per_row=batch.queries_per_row,
-                value_dim=value_dim,
-                window=config.layer_windows[layer],
-            )
-            out = layer_of(served, weights, number, place)(x, inputs, attend, ONE_DEVICE)
-            x = out.x
-            written.append(out.cache)
-            if out.routing is not None:
-                expert_ids.append(out.routing.experts)
-    return x, written, expert_ids
+    for layer, attend in zip(layers, attends, strict=True):
+        out = layer(x, inputs, attend, ONE_DEVICE)
+        x = out.x
+        written.append(out.cache)
+        if out.routing is not None:
+            expert_ids.append(out.routing.experts)
+    return DecodedLayers(norm(x)[0], written, expert_ids)
+
+
+def _fuses(served: ServedModel, batch: "_Batch") -> bool:
+    """Returns True for a step without chunks of a model that `fused` takes, on a GPU that it is written for."""
+    is_decoding = batch.queries_per_row == 1 and target.compute_capability() == "9.0"
+    return is_decoding and refusal(served.config, served.dtype, len(batch.tokens)) is None
 
 
 class _Batch(NamedTuple):

@@ -42,6 +42,8 @@ class Plan:
     row_alignment: int = field(metadata={"static": True}, default=1)
     holds_all_tokens: bool = field(metadata={"static": True}, default=False)
     """True: a matmul may read the tokens in place, instead of a block's rows."""
+    expert_of_block: Int[Array, "_"] | None = None
+    """The matrix of each block of rows, `in_stack`, where a kernel found it with the plan; None: it follows from `offsets`."""
     layer: Int[Array, ""] | None = None
     """The experts are those of this layer of a stack: weights, and sums of their gradients, are [layers, experts, ...]. None:
     they are [experts, ...]."""

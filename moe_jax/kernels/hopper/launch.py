@@ -33,7 +33,7 @@ def launch(
     scratch: list,
     *,
     warpgroups: int,
-    in_place: bool = False,
+    in_place: int = 0,
     blocks_per_core: int = BLOCKS_PER_CORE,
 ) -> Callable:
     """Returns a persistent kernel, a function of arrays. `body(*inputs, *outputs, *scratch)` runs in each warpgroup of a block.
@@ -45,8 +45,8 @@ def launch(
 
     Args:
         name: of the kernel, in profiles.
-        in_place: there are no outputs. The body changes the last input, an array, which is the result: in the same memory
-            unless something else reads that input later. Input and result must not be slices of different arrays
+        in_place: the number of last inputs, arrays, that the body changes. They are results behind the outputs: in the same
+            memory unless something else reads such an input later. Input and result must not be slices of different arrays
             (docs/kernels.md).
     """
 
@@ -69,9 +69,9 @@ def launch(
         )
         if not in_place:
             return run(*arrays)
-        changed = jax.new_ref(arrays[-1])
-        run(*arrays[:-1], changed)
-        return [jax.freeze(changed)]
+        changed = [jax.new_ref(array) for array in arrays[-in_place:]]
+        results = run(*arrays[:-in_place], *changed)
+        return [*(results or ()), *map(jax.freeze, changed)]
 
     def call(*inputs: Any):
         arrays, tree = jax.tree.flatten(inputs)

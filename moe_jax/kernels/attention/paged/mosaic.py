@@ -47,7 +47,8 @@ class QueryBlocks(NamedTuple):
 
     tokens: Int[Array, "blocks block_tokens"]
     """The block's queries, as indices of tokens; the number of tokens for places that are not used."""
-    row: Int[Array, "blocks"]
+    row: Int[Array, "blocks"] | None
+    """None: block i is of row i. XLA would make these numbers again for each layer, in a kernel of their own."""
     position: Int[Array, "blocks"]
     """The key position of the first query."""
     num_pages: Int[Array, "blocks"]
@@ -89,9 +90,11 @@ def paged_attention(
     group = heads // kv_heads
     block_tokens = 1 if queries_per_row == 1 else max(1, WGMMA_ROWS // group)
     blocks = query_blocks(queries, tokens, block_tokens)
-    num_blocks = len(blocks.row)
+    num_blocks = len(blocks.position)
     grouped = q.reshape(tokens, kv_heads, group, key_dim)
-    of_blocks = grouped.at[blocks.tokens].get(mode="fill", fill_value=0).transpose(0, 2, 1, 3, 4)
+    # One query a block: the gather would be a kernel of its own, and read what is there.
+    in_blocks = grouped[:, None] if num_blocks == tokens else grouped.at[blocks.tokens].get(mode="fill", fill_value=0)
+    of_blocks = in_blocks.transpose(0, 2, 1, 3, 4)
     of_blocks = of_blocks.reshape(num_blocks, kv_heads, block_tokens * group, key_dim)
     rows = -(-block_tokens * group // 8) * 8
     of_blocks = jnp.pad(of_blocks, ((0, 0), (0, 0), (0, rows - block_tokens * group), (0, 0)))
@@ -113,7 +116,7 @@ def query_blocks(queries: PagedQueries, num_tokens: int, block_tokens: int) -> Q
     if block_tokens == 1 and num_tokens == rows:
         token = jnp.arange(rows, dtype=jnp.int32)
         position = queries.num_keys - 1
-        return QueryBlocks(token[:, None], token, position, jnp.maximum(position // PAGE_SIZE + 1, 0), token)
+        return QueryBlocks(token[:, None], None, position, jnp.maximum(position // PAGE_SIZE + 1, 0), token)
     num_blocks = rows + num_tokens // block_tokens
     ends = jnp.cumsum(-(-counts // block_tokens))
     block = jnp.arange(num_blocks, dtype=jnp.int32)
@@ -232,7 +235,8 @@ class _Item(NamedTuple):
     def run(self, out_ref, lse_ref):
         """Computes and stores the item; returns the number of steps so far."""
         inputs = self.inputs
-        row, position, num_pages = inputs.row[self.block], inputs.position[self.block], inputs.num_pages[self.block]
+        row = self.block if inputs.row is None else inputs.row[self.block]
+        position, num_pages = inputs.position[self.block], inputs.num_pages[self.block]
         first_page = self.split * SPLIT_PAGES if self.splits > 1 else 0
         end = jnp.minimum(num_pages, first_page + SPLIT_PAGES) if self.splits > 1 else num_pages
         steps = jnp.maximum(end - first_page, 0)

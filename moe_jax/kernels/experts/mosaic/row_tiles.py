@@ -74,8 +74,11 @@ def _cut(plan: Plan, height: int, column_tiles: int, group: int) -> RowTiles:
 
 def _blocks_as_tiles(plan: Plan, column_tiles: int) -> RowTiles:
     """Takes each block of rows as a tile: right for every height and order if an expert has one block of rows or none."""
-    row = ROW_ALIGNMENT * jnp.arange(plan.num_rows // ROW_ALIGNMENT, dtype=jnp.int32)
-    experts = masked_sum(plan.offsets[1:] <= row[:, None], jnp.ones_like(plan.offsets[1:]))
+    if plan.expert_of_block is None:
+        row = ROW_ALIGNMENT * jnp.arange(plan.num_rows // ROW_ALIGNMENT, dtype=jnp.int32)
+        experts = plan.in_stack(masked_sum(plan.offsets[1:] <= row[:, None], jnp.ones_like(plan.offsets[1:])))
+    else:
+        experts = plan.expert_of_block
 
     def find(index, experts_ref, _):
         i, column_tile = lax.div(index, jnp.int32(column_tiles)), lax.rem(index, jnp.int32(column_tiles))
@@ -84,4 +87,4 @@ def _blocks_as_tiles(plan: Plan, column_tiles: int) -> RowTiles:
     def count(_, offsets_ref):
         return lax.div(offsets_ref[plan.num_experts], jnp.int32(ROW_ALIGNMENT))
 
-    return RowTiles((plan.in_stack(experts), plan.offsets), count, find)
+    return RowTiles((experts, plan.offsets), count, find)

@@ -1,0 +1,103 @@
+"""A layer's residual sum and the norm behind it, in one kernel: x' = x + y, then w * x' / sqrt(mean(x'^2) + eps).
+
+y comes as a matmul's partial sums (`add_splits`), or as the rows of a token's experts (`add_experts`).
+
+Kernels `add_splits_norm` and `add_experts_norm`:
+
+    roles     one warpgroup a block, all alike: a row stands in registers, no shared memory but that of the sum over a row
+    rounding  y, x' and the normalized row are rounded to x's dtype, as between the layers' modules
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.decode.rows import BLOCKS_PER_CORE, load_row, normalized, row_layout, sum_of_splits
+from moe_jax.kernels.hopper.launch import launch
+
+
+class AddedNorm(NamedTuple):
+    """The residual stream behind a sum, and its norm."""
+
+    x: Float[Array, "tokens hidden"]
+    normed: Float[Array, "tokens hidden"]
+
+
+class ExpertRows(NamedTuple):
+    """The outputs of the tokens' experts, not summed yet. The first k columns of a token's row are its choices."""
+
+    rows: Float[Array, "rows hidden"]
+    weights: Float[Array, "tokens _"]
+    experts: Int[Array, "tokens _"]
+    offsets: Int[Array, "experts+1"] | None
+    """As `Plan.offsets`; None: a token's rows lie one behind the other, in the order of its choices."""
+    row_of_pair: Int[Array, "tokens _"] | None
+    """As `Plan.row_of_pair`; None: token t's row is row t of its expert's block."""
+
+
+@partial(jax.jit, static_argnames="eps")
+def add_splits(
+    x: Float[Array, "tokens hidden"], splits: Float[Array, "splits tokens hidden"], weight: Float[Array, "hidden"], *, eps: float
+) -> AddedNorm:
+    """Returns x' = x + the sum of the splits, and the norm of x'."""
+    hidden = x.shape[1]
+
+    def addend(inputs, token):
+        return sum_of_splits(inputs[0], token, pl.ds(0, hidden))
+
+    return _add_norm("add_splits_norm", x, (splits,), weight, eps, addend)
+
+
+@partial(jax.jit, static_argnames=("eps", "k"))
+def add_experts(
+    x: Float[Array, "tokens hidden"], outputs: ExpertRows, weight: Float[Array, "hidden"], *, eps: float, k: int
+) -> AddedNorm:
+    """Returns x' = x + sum_k weights[t, k] * rows of (t, k), summed in f32 from the first choice, and the norm of x'.
+
+    A choice that is no expert adds nothing.
+    """
+    hidden = x.shape[1]
+
+    def addend(inputs: ExpertRows, token):
+        def term(i):
+            if inputs.offsets is None:
+                return load_row(inputs.rows.at[token * k + i, pl.ds(0, hidden)])
+            if inputs.row_of_pair is None:
+                place = inputs.offsets[inputs.experts[token, i]] + token
+            else:
+                place = inputs.row_of_pair[token, i]
+            return lax.cond(
+                place < inputs.offsets[inputs.offsets.shape[0] - 1],
+                lambda: load_row(inputs.rows.at[place, pl.ds(0, hidden)]),
+                lambda: plgpu.layout_cast(jnp.zeros(hidden, x.dtype), row_layout(hidden)),
+            )
+
+        terms = [term(i).astype(jnp.float32) * inputs.weights[token, i] for i in range(k)]
+        return sum(terms[1:], start=terms[0])
+
+    return _add_norm("add_experts_norm", x, outputs, weight, eps, addend)
+
+
+def _add_norm(name: str, x: Array, inputs: Any, weight: Array, eps: float, addend: Any) -> AddedNorm:
+    (tokens, hidden), dtype = x.shape, x.dtype
+    whole = pl.ds(0, hidden)
+
+    def body(x_ref, inputs, weight_ref, sum_ref, normed_ref):
+        @plgpu.nd_loop((tokens,), collective_axes="block")
+        def _token(info):
+            token = info.index[0]
+            x = load_row(x_ref.at[token, whole]).astype(jnp.float32)
+            y = addend(inputs, token).astype(dtype)
+            total = (x + y.astype(jnp.float32)).astype(dtype)
+            sum_ref[token, whole] = total
+            normed_ref[token, whole] = normalized(total.astype(jnp.float32), load_row(weight_ref.at[whole]), eps, dtype)
+
+    outputs = [jax.ShapeDtypeStruct(x.shape, dtype)] * 2
+    kernel = launch(name, body, outputs, [], warpgroups=1, blocks_per_core=BLOCKS_PER_CORE)
+    return AddedNorm(*kernel(x, inputs, weight.astype(dtype)))
