@@ -1,13 +1,10 @@
 """The engine's device: weights, state, and the compiled programs that run a planned step and draw its tokens."""
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Int, UInt
 
 from moe_jax.models.decoder import Decoder
@@ -15,12 +12,13 @@ from moe_jax.serving.drawing import VARIANTS, Variant, draw_program, variant_of
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.penalties import Penalties, init_penalties, penalty_row, start_slot
+from moe_jax.serving.programs import step_programs
 from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, score_piece, score_prompts
 from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.sampling import Sampled, SlotOptions, init_slots, slot_row
 from moe_jax.serving.schedule import StepPlan
 from moe_jax.serving.sequence import Sequence
-from moe_jax.serving.step import initial_state, step_program
+from moe_jax.serving.step import initial_state
 from moe_jax.serving.upload import StepRows, StepShape, empty_rows, packed
 from moe_jax.serving.weights import Weights, frame_of, head_of, take_apart
 
@@ -63,7 +61,8 @@ class Device:
             for tokens in _doubling(limits.max_tokens_per_step, SMALLEST_CHUNKS)
             for decodes in (0, limits.max_sequences)
         ]
-        self._programs = self._compiled(self._decode_shapes + self._chunk_shapes)
+        shapes = self._decode_shapes + self._chunk_shapes
+        self._programs = step_programs(self.served, self._weights_tree, self._weights, self.state, shapes)
         self._options = jax.tree.map(np.array, init_slots(limits.max_sequences))
         self._options_on_device = self._copy_of_options()
         self._variants = [0] * limits.max_sequences
@@ -73,8 +72,8 @@ class Device:
     def warm_up(self) -> None:
         """Runs every program once, on rows that are not used: the first run compiles it, or is the slow one."""
         self._penalties = self._no_penalties()
-        for shape in self._programs:
-            for variant in VARIANTS:
+        for shape, program in self._programs.items():
+            for variant in [*VARIANTS, *VARIANTS[:1] * program.num_copies]:
                 _, hidden = self._launch(shape, empty_rows(shape), variant)
             if shape.chunks:
                 score_piece(hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32))
@@ -119,15 +118,6 @@ class Device:
         if (served, tree, shapes) != (self.served, self._weights_tree, own):
             raise ValueError("the new weights must be of a model with the same config and dtype as the engine's")
         self._weights, self._head = jax.device_put(leaves, self._device), self._head_of(weights)
-
-    def _compiled(self, shapes: list[StepShape]) -> dict[StepShape, Compiled]:
-        """Compiles the programs of all shapes, many at a time."""
-        lowered = [
-            step_program(self.served, self._weights_tree, shape).lower(self._weights, self.state, packed(empty_rows(shape)))
-            for shape in shapes
-        ]
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            return dict(zip(shapes, pool.map(Lowered.compile, lowered), strict=True))
 
     def _launch(self, shape: StepShape, rows: StepRows, variant: Variant) -> tuple[Sampled, Array]:
         """Starts a step; returns what it draws, and the hidden states of its tokens."""

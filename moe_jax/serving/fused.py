@@ -1,16 +1,15 @@
 """The layers of a decoding step of Qwen3 and Qwen3-MoE on Hopper, with the fewest kernels: `kernels.decode` between matmuls.
 
-Each residual sum goes together with the norm behind it, so a layer begins with the norm of its input and ends with that of the
-next one:
+A residual sum goes together with the norm behind it: a layer begins with the norm of its input, and ends with the next one's.
 
-    q, k, v      = normed W_qkv^T                        matmul, partial sums
-    q, pages     = rotated and normed heads              heads_to_pages
-    attended     = attention to the pages                paged_attention (two kernels where keys are split)
-    attended W_o^T                                       matmul, partial sums
-    x, normed    = x + attended, its norm                add_splits
-    normed W_router^T, choice, plan                      matmul, route_rows, plan_rows
-    experts                                              gated_matmul, grouped_matmul
-    x, normed    = x + sum over choices, the next norm   add_experts
+| kernels of a layer | what they compute |
+|---|---|
+| a matmul, heads_to_pages | partial sums of q, k and v; heads normed and rotated, keys and values in their pages |
+| paged_attention, merge_splits | attention to the pages; its second kernel where keys are split |
+| a matmul, add_splits | partial sums of the output; x + attention, and its norm |
+| a matmul, route_rows, plan_rows | partial sums of the router's logits; the choice; rows of experts |
+| source_rows | tokens of these rows, if there are more than 64 |
+| gated_matmul, grouped_matmul, add_experts | experts; x + the sum over choices, and the next norm |
 """
 
 from typing import Any, NamedTuple
@@ -19,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.config import ModelConfig, Qwen3Config
+from moe_jax.config import ModelConfig, Qwen3Config, Qwen3MoeConfig
 from moe_jax.kernels.decode.add_norm import AddedNorm, add_experts, add_splits
 from moe_jax.kernels.decode.experts import expert_rows
-from moe_jax.kernels.decode.heads import HEAD_DIM, RotationTables, heads_to_pages
+from moe_jax.kernels.decode.heads import HEAD_DIM, HeadNorms, NewTokens, heads_to_pages
 from moe_jax.kernels.decode.route import route_rows
 from moe_jax.kernels.decode.rows import matmul_in_splits
 from moe_jax.kernels.experts import mosaic
@@ -61,7 +60,7 @@ def refusal(config: ModelConfig, dtype: Any, tokens: int) -> str | None:
     spec = config.experts
     if spec is not None and spec.num_experts % WARPGROUP_THREADS:
         return f"the number of experts must be a multiple of {WARPGROUP_THREADS}; got {spec.num_experts}"
-    inter = HEAD_DIM if spec is None else config.moe_intermediate_size
+    inter = config.moe_intermediate_size if isinstance(config, Qwen3MoeConfig) else HEAD_DIM
     return mosaic.refusal(dtype, config.hidden_size, inter)
 
 
@@ -80,12 +79,12 @@ def decoded_layers(
       valid: tokens that count; the others' hidden states are of no use.
     """
     cos, sin = rope.cos[0], rope.sin[0]
-    tables = RotationTables(jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1))
+    new = NewTokens(jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1), *attends[0].places)
     written, experts = [], []
     norms = [layer.input_layernorm for layer in layers[1:]] + [final_norm]
     x, normed = AddedNorm(x, layers[0].input_layernorm(x))
     for layer, attend, next_norm in zip(layers, attends, norms, strict=True):
-        attended, pages = _attended(layer.self_attn, normed, tables, attend)
+        attended, pages = _attended(layer.self_attn, normed, new, attend)
         written.append(pages)
         norm = layer.post_attention_layernorm
         x, normed = add_splits(x, attended, norm.weight[...], eps=norm.eps)
@@ -95,28 +94,35 @@ def decoded_layers(
         else:
             mlp = layer.mlp
             act = jax.nn.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed)
-            x, normed = add_splits(x, matmul_in_splits(act, mlp.down_proj.weight[...]), next_norm.weight[...], eps=next_norm.eps)
+            x, normed = add_splits(
+                x, matmul_in_splits(act, mlp.down_proj.weight[...]), next_norm.weight[...], eps=next_norm.eps
+            )
     return DecodedLayers(normed, written, experts)
 
 
 def _attended(
-    attention: Any, normed: Float[Array, "tokens hidden"], tables: RotationTables, attend: PagedAttend
+    attention: Any, normed: Float[Array, "tokens hidden"], new: NewTokens, attend: PagedAttend
 ) -> tuple[Float[Array, "splits tokens hidden"], LayerPages]:
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     splits = matmul_in_splits(normed, *(projection.weight[...] for projection in projections))
-    norms = attention.q_norm.weight[...], attention.k_norm.weight[...]
-    q, *pages = heads_to_pages(splits, *norms, tables, *attend.places, *attend.pages, eps=attention.q_norm.eps)
+    norms = HeadNorms(attention.q_norm.weight[...], attention.k_norm.weight[...])
+    q, *pages = heads_to_pages(splits, norms, new, *attend.pages, eps=attention.q_norm.eps)
     out = attend.read(q, tuple(pages), scale=HEAD_DIM**-0.5)
     return matmul_in_splits(out.reshape(len(out), -1), attention.o_proj.weight[...]), tuple(pages)
 
 
 def _add_experts(
-    moe: MoE, x: Float[Array, "tokens hidden"], normed: Float[Array, "tokens hidden"], valid: Bool[Array, "tokens"], next_norm: Any
+    moe: MoE,
+    x: Float[Array, "tokens hidden"],
+    normed: Float[Array, "tokens hidden"],
+    valid: Bool[Array, "tokens"],
+    next_norm: Any,
 ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"], Int[Array, "tokens k"]]:
     k, experts = moe.router.num_experts_per_tok, moe.experts
     logits = matmul_in_splits(normed, moe.router.weight[...])
     choice = route_rows(logits, valid, k=k, divide_by_sum=moe.router.norm_topk_prob)
     matrices = experts.gate_up_proj[...], experts.down_proj[...]
+    assert experts.place is not None  # `weights.layer_of` reads experts in their stacks
     outputs = expert_rows(normed, *matrices, choice, experts.place[...], k=k)
     x, normed = add_experts(x, outputs, next_norm.weight[...], eps=next_norm.eps, k=k)
     return x, normed, choice.experts[:, :k]

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries
@@ -68,13 +67,13 @@ def initial_state(
     )
 
 
-def step_program(served: ServedModel, weights_tree: Any, shape: StepShape) -> Wrapped:
-    """Returns the jitted step of this shape, which takes the leaves of the weights in place of the weights."""
-
-    def of_leaves(leaves: list[Array], state: DeviceState, upload: Int[Array, "_"]) -> tuple[DeviceState, StepOutput]:
-        return step(served, shape, jax.tree.unflatten(weights_tree, leaves), state, upload)
-
-    return jax.jit(of_leaves, donate_argnums=1)
+def output_like(served: ServedModel, shape: StepShape) -> StepOutput:
+    """Returns the shapes and dtypes of a step's results."""
+    config, rows, tokens = served.config, shape.decodes + shape.chunks, shape.decodes + shape.chunk_tokens
+    like: Any = jax.ShapeDtypeStruct
+    of_rows = like((rows,), jnp.int32)
+    logits = like((rows, config.vocab_size), jnp.float32)
+    return StepOutput(logits, of_rows, of_rows, like((tokens, config.hidden_size), served.dtype))
 
 
 def step(

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.decode.rows import BLOCKS_PER_CORE, load_row, normalized, row_layout, sum_of_splits
+from moe_jax.kernels.decode.rows import BLOCKS_PER_CORE, load_row, normalized, sum_of_splits
 from moe_jax.kernels.hopper.launch import launch
 
 
@@ -37,13 +36,17 @@ class ExpertRows(NamedTuple):
     experts: Int[Array, "tokens _"]
     offsets: Int[Array, "experts+1"] | None
     """As `Plan.offsets`; None: a token's rows lie one behind the other, in the order of its choices."""
-    row_of_pair: Int[Array, "tokens _"] | None
-    """As `Plan.row_of_pair`; None: token t's row is row t of its expert's block."""
+    place: Int[Array, "tokens experts"] | None
+    """The token's row among the rows of each expert; None: token t's row is row t."""
 
 
 @partial(jax.jit, static_argnames="eps")
 def add_splits(
-    x: Float[Array, "tokens hidden"], splits: Float[Array, "splits tokens hidden"], weight: Float[Array, "hidden"], *, eps: float
+    x: Float[Array, "tokens hidden"],
+    splits: Float[Array, "splits tokens hidden"],
+    weight: Float[Array, "hidden"],
+    *,
+    eps: float,
 ) -> AddedNorm:
     """Returns x' = x + the sum of the splits, and the norm of x'."""
     hidden = x.shape[1]
@@ -62,23 +65,23 @@ def add_experts(
 
     A choice that is no expert adds nothing.
     """
-    hidden = x.shape[1]
+    hidden, num_experts = x.shape[1], outputs.weights.shape[1]
 
     def addend(inputs: ExpertRows, token):
-        def term(i):
+        def row_and_weight(i):
             if inputs.offsets is None:
-                return load_row(inputs.rows.at[token * k + i, pl.ds(0, hidden)])
-            if inputs.row_of_pair is None:
-                place = inputs.offsets[inputs.experts[token, i]] + token
-            else:
-                place = inputs.row_of_pair[token, i]
-            return lax.cond(
-                place < inputs.offsets[inputs.offsets.shape[0] - 1],
-                lambda: load_row(inputs.rows.at[place, pl.ds(0, hidden)]),
-                lambda: plgpu.layout_cast(jnp.zeros(hidden, x.dtype), row_layout(hidden)),
-            )
+                return token * k + i, inputs.weights[token, i]
+            expert = inputs.experts[token, i]
+            is_expert = expert < num_experts
+            expert = jnp.minimum(expert, num_experts - 1)
+            row = inputs.offsets[expert] + (token if inputs.place is None else inputs.place[token, expert])
+            # A row that was not written may hold NaN. Row 0 was, unless no token has an expert.
+            return jnp.where(is_expert, row, 0), jnp.where(is_expert, inputs.weights[token, i], 0.0)
 
-        terms = [term(i).astype(jnp.float32) * inputs.weights[token, i] for i in range(k)]
+        # All loads at once: each would wait for the one before.
+        found = [row_and_weight(i) for i in range(k)]
+        rows = [load_row(inputs.rows.at[row, pl.ds(0, hidden)]) for row, _ in found]
+        terms = [row.astype(jnp.float32) * weight for row, (_, weight) in zip(rows, found, strict=True)]
         return sum(terms[1:], start=terms[0])
 
     return _add_norm("add_experts_norm", x, outputs, weight, eps, addend)

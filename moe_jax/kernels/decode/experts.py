@@ -1,22 +1,23 @@
 """The experts of few tokens, up to the sum over a token's choices, which `add_norm.add_experts` forms."""
 
-import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.decode.add_norm import ExpertRows
-from moe_jax.kernels.decode.plan_rows import plan_rows
-from moe_jax.kernels.decode.route import Choice
+from moe_jax.kernels.decode.plan_rows import plan_rows, source_rows
+from moe_jax.kernels.decode.route import TokenChoices
 from moe_jax.kernels.experts import mosaic
-from moe_jax.kernels.experts.routing import Plan, plan
+from moe_jax.kernels.experts.routing import Plan
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
 
 def expert_rows(
     x: Float[Array, "tokens hidden"],
     w_gate_up: Float[Array, "layers experts 2*inter hidden"],
     w_down: Float[Array, "layers experts hidden inter"],
-    choice: Choice,
+    choice: TokenChoices,
     layer: Int[Array, ""],
     *,
     k: int,
@@ -29,32 +30,40 @@ def expert_rows(
     rows = mosaic.experts_of_few_pairs(x, w_gate_up, w_down, chosen, layer)
     if rows is not None:
         return ExpertRows(rows, choice.weights, choice.experts, None, None)
-    num_experts, (tokens, _) = w_down.shape[1], x.shape
-    if tokens <= mosaic.ROW_ALIGNMENT:
-        planned = _plan_of_few(choice, layer, k)
-    else:
-        planned = dataclasses.replace(plan(chosen, num_experts, mosaic.ROW_ALIGNMENT), layer=layer)
-    sources, source_of_row = mosaic.rows_of_tokens(x, planned, for_gradients=False)
-    _, act = mosaic.gated_matmul(sources, w_gate_up, planned, source_of_row=source_of_row, keep_h=False)
-    row_of_pair = None if planned.holds_all_tokens else planned.row_of_pair
-    return ExpertRows(mosaic.grouped_matmul(act, w_down, planned), choice.weights, choice.experts, planned.offsets, row_of_pair)
+    planned = _planned(choice, layer, k)
+    _, act = mosaic.gated_matmul(x, w_gate_up, planned.plan, source_of_row=planned.source_of_row, keep_h=False)
+    rows = mosaic.grouped_matmul(act, w_down, planned.plan)
+    return ExpertRows(rows, choice.weights, choice.experts, planned.plan.offsets, planned.place)
 
 
-def _plan_of_few(choice: Choice, layer: Int[Array, ""], k: int) -> Plan:
-    """Returns the plan with the fields that matmuls read; the others are of the right sizes, and empty."""
-    offsets, expert_of_block = plan_rows(choice.is_chosen, layer)
+class _Planned(NamedTuple):
+    plan: Plan
+    """With the fields that matmuls read; the others are of the right sizes, and zeros."""
+    source_of_row: Int[Array, "rows"] | None
+    place: Int[Array, "tokens experts"] | None
+    """`RowsOfExperts.place`; None: token t's row is row t of its expert's block."""
+
+
+def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int) -> _Planned:
     tokens, num_experts = choice.experts.shape
-    # One block more than there may be, as in `plan_of_few`.
-    no_row = jnp.zeros((min(num_experts, tokens * k) + 1) * mosaic.ROW_ALIGNMENT, jnp.int32)
-    return Plan(
+    holds_all_tokens = tokens <= ROW_ALIGNMENT
+    # One block more than there may be, because a tile of two blocks may begin at the last block.
+    blocks = min(num_experts, tokens * k) + (0 if holds_all_tokens else tokens * k // ROW_ALIGNMENT) + 1
+    found = plan_rows(choice.is_chosen, layer, num_blocks=blocks, holds_all_tokens=holds_all_tokens)
+    no_row = jnp.zeros(blocks * ROW_ALIGNMENT, jnp.int32)
+    planned = Plan(
         expert_of_row=no_row,
         token_of_row=no_row,
         pair_of_row=no_row,
         row_of_pair=jnp.zeros((tokens, k), jnp.int32),
-        offsets=offsets,
-        ends=offsets[1:],
-        row_alignment=mosaic.ROW_ALIGNMENT,
-        holds_all_tokens=True,
-        expert_of_block=expert_of_block,
+        offsets=found.offsets,
+        ends=no_row[:num_experts],
+        row_alignment=ROW_ALIGNMENT,
+        holds_all_tokens=holds_all_tokens,
+        expert_of_block=found.expert_of_block,
         layer=layer,
     )
+    if holds_all_tokens:
+        return _Planned(planned, None, None)
+    sources = source_rows(choice.is_chosen, found, layer, num_blocks=blocks)
+    return _Planned(planned, sources, found.place)

@@ -8,7 +8,7 @@ Kernel `heads_to_pages`:
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,24 @@ from moe_jax.kernels.hopper.launch import launch
 HEAD_DIM = 128
 
 
-class RotationTables(NamedTuple):
-    """cos and sin of each token's angles, f32, laid out so that y = x * cos + (x rotated by half a head) * sin."""
+class NewTokens(NamedTuple):
+    """The rotations and places of a step's tokens, the same for all layers.
+
+    cos and sin are laid out so that y = x * cos + (x rotated by half a head) * sin: the first half of sin is negative.
+    """
 
     cos: Float[Array, "tokens 128"]
     sin: Float[Array, "tokens 128"]
-    """The first half is negative."""
+    page: Int[Array, "tokens"]
+    offset: Int[Array, "tokens"]
+    """The token's place inside the page."""
+
+
+class HeadNorms(NamedTuple):
+    """The norms' weights of query heads and of key heads."""
+
+    q: Float[Array, "128"]
+    k: Float[Array, "128"]
 
 
 class HeadsAndPages(NamedTuple):
@@ -42,32 +54,33 @@ class HeadsAndPages(NamedTuple):
 @partial(jax.jit, static_argnames="eps")
 def heads_to_pages(
     splits: Float[Array, "splits tokens columns"],
-    q_norm: Float[Array, "128"],
-    k_norm: Float[Array, "128"],
-    tables: RotationTables,
-    page: Int[Array, "tokens"],
-    offset: Int[Array, "tokens"],
+    norms: HeadNorms,
+    new: NewTokens,
     keys: Float[Array, "pages kv_heads page_size 128"],
     values: Float[Array, "pages kv_heads page_size 128"],
     *,
     eps: float,
 ) -> HeadsAndPages:
-    """Returns rotated queries, and the pages with rotated keys and values written at (page, offset), in place.
+    """Returns rotated queries, and the pages with rotated keys and values written, in place.
 
     Args:
       splits: partial sums (`rows.matmul_in_splits`) of all heads' columns: queries, then keys, then values.
-      q_norm, k_norm: the norms' weights of queries' and of keys' heads.
     """
-    (num_splits, tokens, columns), kv_heads, dtype = splits.shape, keys.shape[1], keys.dtype
+    (_, tokens, columns), kv_heads, dtype = splits.shape, keys.shape[1], keys.dtype
     all_heads = columns // HEAD_DIM
     heads = all_heads - 2 * kv_heads
 
-    def body(splits_ref, q_norm_ref, k_norm_ref, cos_ref, sin_ref, page_ref, offset_ref, keys_ref, values_ref, q_ref, scratch):
+    def body(splits_ref, norms: HeadNorms, new: NewTokens, keys_ref, values_ref, q_ref, scratch):
         @plgpu.nd_loop((tokens, all_heads), collective_axes="block")
         def _head(info):
             token, head = info.index
-            row = sum_of_splits(splits_ref, token, pl.ds(head * HEAD_DIM, HEAD_DIM)).astype(dtype)
-            place = page_ref[token], offset_ref[token]
+            whole = pl.ds(0, HEAD_DIM)
+            # All loads at once, those that values do not need too: each would wait for what is before it.
+            splits = sum_of_splits(splits_ref, token, pl.ds(head * HEAD_DIM, HEAD_DIM))
+            place = new.page[token], new.offset[token]
+            cos, sin = load_row(new.cos.at[token, whole]), load_row(new.sin.at[token, whole])
+            weight = lax.cond(head < heads, lambda: load_row(norms.q.at[whole]), lambda: load_row(norms.k.at[whole]))
+            row = splits.astype(dtype)
 
             @pl.when(head >= heads + kv_heads)
             def _value():
@@ -75,14 +88,11 @@ def heads_to_pages(
 
             @pl.when(head < heads + kv_heads)
             def _rotated():
-                whole = pl.ds(0, HEAD_DIM)
-                weight = lax.cond(head < heads, lambda: load_row(q_norm_ref.at[whole]), lambda: load_row(k_norm_ref.at[whole]))
                 normed = normalized(row.astype(jnp.float32), weight, eps, dtype).astype(jnp.float32)
                 scratch[pl.ds(0, HEAD_DIM)] = normed
                 scratch[pl.ds(HEAD_DIM, HEAD_DIM)] = normed
                 plgpu.commit_smem()
                 other = load_row(scratch.at[pl.ds(HEAD_DIM // 2, HEAD_DIM)])
-                cos, sin = load_row(cos_ref.at[token, whole]), load_row(sin_ref.at[token, whole])
                 rotated = (normed * cos + other * sin).astype(dtype)
 
                 @pl.when(head < heads)
@@ -98,5 +108,5 @@ def heads_to_pages(
 
     outputs = [jax.ShapeDtypeStruct((tokens, heads, HEAD_DIM), dtype)]
     scratch = [plgpu.SMEM((2 * HEAD_DIM,), jnp.float32)]
-    kernel = launch("heads_to_pages", body, outputs, scratch, warpgroups=1, in_place=2, blocks_per_core=BLOCKS_PER_CORE)
-    return HeadsAndPages(*kernel(splits, q_norm.astype(dtype), k_norm.astype(dtype), *tables, page, offset, keys, values))
+    kernel = launch("heads_to_pages", body, outputs, scratch, warpgroups=1, in_place=2, blocks_per_core=2 * BLOCKS_PER_CORE)
+    return HeadsAndPages(*kernel(splits, HeadNorms(*(weight.astype(dtype) for weight in norms)), new, keys, values))

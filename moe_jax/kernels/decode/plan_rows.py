@@ -1,14 +1,17 @@
-"""The plan of few tokens in one kernel: `experts.routing.plan_of_few`, as far as the matmuls and the sum behind them read it.
+"""The plan of a decoding step's tokens, as far as the experts' matmuls and the sum behind them read it.
 
 Kernel `plan_rows`: one warpgroup of one block, experts dealt out to its threads.
 
-    smem      3 E numbers: sums over experts are formed by adding the row to itself, shifted by 1, 2, 4, ...; zeros in front
-    rows      expert e's block begins at row 64 * (chosen experts before e)
-    blocks    block b belongs to expert number (experts e with at most b chosen experts up to e)
+    smem      2 x E numbers: sums over experts are formed by adding the row to itself, shifted by 1, 2, 4, ...; zeros in front
+    blocks    expert e has so many blocks of 64 rows as its tokens fill, or one if a block has a row for each token
+              block b belongs to expert number (experts e with at most b blocks up to e)
+
+Kernel `source_rows`, for more tokens than a block has rows: one warpgroup a block of threads, two blocks of rows at a time.
+Each goes through all tokens, and keeps those that chose its expert.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,56 +20,164 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from moe_jax.kernels.hopper.launch import launch
+from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, launch
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
+LOADS_AT_ONCE = 32
+"""Tokens whose choices are on their way at one time."""
 
-class FewTokensPlan(NamedTuple):
-    """Blocks of `ROW_ALIGNMENT` rows, one for each expert that was chosen; token t's row stands at place t of each block."""
+
+class RowsOfExperts(NamedTuple):
+    """Each expert's rows, in blocks of `ROW_ALIGNMENT`."""
 
     offsets: Int[Array, "experts+1"]
     """As `Plan.offsets`."""
-    expert_of_block: Int[Array, "experts"]
+    expert_of_block: Int[Array, "blocks"]
     """The place of each block's expert in the stack of all layers; blocks behind the last one have any expert."""
+    place: Int[Array, "tokens experts"]
+    """The number of earlier tokens that chose the expert: a token's row in the expert's blocks."""
 
 
-@partial(jax.jit, static_argnames=())
-def plan_rows(is_chosen: Int[Array, "tokens experts"], layer: Int[Array, ""]) -> FewTokensPlan:
-    """Returns the plan of these choices in this layer of a stack."""
+@partial(jax.jit, static_argnames=("num_blocks", "holds_all_tokens"))
+def plan_rows(
+    is_chosen: Int[Array, "tokens experts"], layer: Int[Array, ""], *, num_blocks: int, holds_all_tokens: bool
+) -> RowsOfExperts:
+    """Returns the rows of these choices in this layer of a stack.
+
+    Args:
+      is_chosen: 1 where the token chose the expert, else 0.
+      num_blocks: a bound on the number of blocks.
+      holds_all_tokens: an expert that was chosen has one block, in which token t's row is row t; `place` is then not written.
+    """
     tokens, num_experts = is_chosen.shape
-    layout = plgpu.Layout.WG_STRIDED((num_experts,), vec_size=1)
+    blocks = -(-num_blocks // WARPGROUP_THREADS) * WARPGROUP_THREADS
+    layout, of_blocks = (plgpu.Layout.WG_STRIDED((size,), vec_size=1) for size in (num_experts, blocks))
 
-    def body(is_chosen_ref, layer_ref, offsets_ref, expert_of_block_ref, scratch):
-        def load(reference, first):
+    def body(is_chosen_ref, layer_ref, offsets_ref, expert_of_block_ref, place_ref, scratch):
+        def load(reference, first=0):
             return plgpu.load(reference.at[pl.ds(first, num_experts)], layout=layout, optimized=False)
 
         def plan():
             zero = plgpu.layout_cast(jnp.zeros(num_experts, jnp.int32), layout)
             scratch[pl.ds(0, num_experts)] = zero
-            chosen = zero
-            for token in range(tokens):
-                chosen = jnp.maximum(chosen, load(is_chosen_ref.at[token], 0))
-            up_to = chosen
-            shift = 1
+            count = zero
+            chunks = [range(first, min(first + LOADS_AT_ONCE, tokens)) for first in range(0, tokens, LOADS_AT_ONCE)]
+
+            def load_chunk(number):
+                return [load(is_chosen_ref.at[token]) for token in chunks[number]] if number < len(chunks) else []
+
+            loaded = load_chunk(0)
+            for number, chunk in enumerate(chunks):
+                # The next chunk's loads are on their way during this chunk's stores; behind these they would wait.
+                loading = load_chunk(number + 1)
+                for token, chosen in zip(chunk, loaded, strict=True):
+                    if not holds_all_tokens:
+                        place_ref[token, pl.ds(0, num_experts)] = count
+                    count = count + chosen
+                loaded = loading
+            own = jnp.minimum(count, 1) if holds_all_tokens else lax.shift_right_logical(count + ROW_ALIGNMENT - 1, BLOCK_BITS)
+            up_to, shift = own, 1
             while shift < num_experts:
                 scratch[pl.ds(num_experts, num_experts)] = up_to
                 plgpu.commit_smem()
                 up_to = up_to + load(scratch, num_experts - shift)
                 plgpu.commit_smem()
                 shift *= 2
-            rows_up_to = ROW_ALIGNMENT * up_to
-            offsets_ref[pl.ds(0, num_experts)] = rows_up_to - ROW_ALIGNMENT * chosen
-            offsets_ref[pl.ds(1, num_experts)] = rows_up_to
+            offsets_ref[pl.ds(0, num_experts)] = ROW_ALIGNMENT * (up_to - own)
+            offsets_ref[pl.ds(1, num_experts)] = ROW_ALIGNMENT * up_to
             scratch[pl.ds(num_experts, num_experts)] = up_to
             plgpu.commit_smem()
-            block = plgpu.broadcasted_iota(jnp.int32, (num_experts,), 0, layout=layout)
-            number = zero
-            for expert in range(num_experts):
-                number = number + (scratch[num_experts + expert] <= block).astype(jnp.int32)
-            expert_of_block_ref[pl.ds(0, num_experts)] = jnp.minimum(number, num_experts - 1) + layer_ref[0] * num_experts
+            block = plgpu.broadcasted_iota(jnp.int32, (blocks,), 0, layout=of_blocks)
+            expert = plgpu.layout_cast(jnp.zeros(blocks, jnp.int32), of_blocks)
+            for e in range(num_experts):
+                expert = expert + (scratch[num_experts + e] <= block).astype(jnp.int32)
+            expert_of_block_ref[pl.ds(0, blocks)] = jnp.minimum(expert, num_experts - 1) + layer_ref[0] * num_experts
 
         pl.when(lax.axis_index("block") == 0)(plan)
 
-    outputs = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (num_experts + 1, num_experts)]
+    shapes = (num_experts + 1,), (blocks,), (1, 1) if holds_all_tokens else is_chosen.shape
+    outputs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     scratch = [plgpu.SMEM((2 * num_experts,), jnp.int32)]
-    return FewTokensPlan(*launch("plan_rows", body, outputs, scratch, warpgroups=1, blocks_per_core=1)(is_chosen, layer[None]))
+    return RowsOfExperts(*launch("plan_rows", body, outputs, scratch, warpgroups=1, blocks_per_core=1)(is_chosen, layer[None]))
+
+
+BLOCK_BITS = ROW_ALIGNMENT.bit_length() - 1
+
+NO_ROW = -(2**30)
+"""The row of a lane that no token may take."""
+
+
+@partial(jax.jit, static_argnames="num_blocks")
+def source_rows(
+    is_chosen: Int[Array, "tokens experts"], rows: RowsOfExperts, layer: Int[Array, ""], *, num_blocks: int
+) -> Int[Array, "rows"]:
+    """Returns the token of each row of the first `num_blocks` blocks; the number of tokens for a row without one.
+
+    The number of tokens is a multiple of LOADS_AT_ONCE.
+    """
+    tokens, num_experts = is_chosen.shape
+    layout = plgpu.Layout.WG_STRIDED((WARPGROUP_THREADS,), vec_size=1)
+    items = -(-num_blocks * ROW_ALIGNMENT // WARPGROUP_THREADS)
+    of_item = WARPGROUP_THREADS // ROW_ALIGNMENT
+
+    def body(is_chosen_ref, offsets_ref, expert_of_block_ref, layer_ref, sources_ref):
+        lane = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_THREADS,), 0, layout=layout)
+
+        @plgpu.nd_loop((items,), collective_axes="block")
+        def _item(info):
+            first_block = info.index[0] * of_item
+            experts = [expert_of_block_ref[first_block + i] - layer_ref[0] * num_experts for i in range(of_item)]
+            firsts = [(first_block + i) * ROW_ALIGNMENT - offsets_ref[expert] for i, expert in enumerate(experts)]
+            lanes = [_rows_of_lanes(lane, i) for i in range(of_item)]
+            blocks = list(map(_BlockRows, experts, firsts, lanes))
+
+            def load_chunk(chunk):
+                # Behind the last token there is nothing to load: the last chunk is loaded once more.
+                start = jnp.minimum(chunk * LOADS_AT_ONCE, tokens - LOADS_AT_ONCE)
+                return [is_chosen_ref[start + i, block.expert] for block in blocks for i in range(LOADS_AT_ONCE)]
+
+            def add_chunk(chunk, state: _Found):
+                loading = load_chunk(chunk + 1)
+                sources, counts = state.sources, list(state.counts)
+                for number, block in enumerate(blocks):
+                    for i in range(LOADS_AT_ONCE):
+                        is_own = state.chosen[number * LOADS_AT_ONCE + i]
+                        row = jnp.where(is_own > 0, counts[number] - block.first_place, ROW_ALIGNMENT)
+                        sources = jnp.where(block.row_of_lane == row, chunk * LOADS_AT_ONCE + i, sources)
+                        counts[number] = counts[number] + is_own
+                return _Found(sources, tuple(counts), loading)
+
+            nobody = plgpu.layout_cast(jnp.full(WARPGROUP_THREADS, tokens, jnp.int32), layout)
+            start = _Found(nobody, (jnp.int32(0),) * of_item, load_chunk(jnp.int32(0)))
+            found = lax.fori_loop(0, tokens // LOADS_AT_ONCE, add_chunk, start)
+            sources_ref[pl.ds(info.index[0] * WARPGROUP_THREADS, WARPGROUP_THREADS)] = found.sources
+
+    outputs = [jax.ShapeDtypeStruct((items * WARPGROUP_THREADS,), jnp.int32)]
+    kernel = launch("source_rows", body, outputs, [], warpgroups=1, blocks_per_core=1)
+    return kernel(is_chosen, rows.offsets, rows.expert_of_block, layer[None])[0]
+
+
+class _BlockRows(NamedTuple):
+    """A block of rows, and the lanes that hold them."""
+
+    expert: Any
+    first_place: Any
+    """The place of the block's first row among its expert's rows."""
+    row_of_lane: Any
+    """NO_ROW in lanes of other blocks."""
+
+
+def _rows_of_lanes(lane, block: int):
+    """Returns the row of each lane that holds a row of the item's block number `block`; NO_ROW for other lanes."""
+    row = lane - block * ROW_ALIGNMENT
+    return jnp.where((row >= 0) & (row < ROW_ALIGNMENT), row, NO_ROW)
+
+
+class _Found(NamedTuple):
+    """The loop's state over chunks of tokens."""
+
+    sources: Any
+    counts: tuple
+    """For each block the number of tokens so far that chose its expert."""
+    chosen: list
+    """What the tokens of the chunk chose, on its way from memory."""

@@ -16,7 +16,7 @@ from moe_jax.kernels.decode.rows import BLOCKS_PER_CORE, row_layout, sum_of_spli
 from moe_jax.kernels.hopper.launch import launch
 
 
-class Choice(NamedTuple):
+class TokenChoices(NamedTuple):
     """The tokens' experts; columns from k on hold no choice."""
 
     weights: Float[Array, "tokens experts"]
@@ -28,7 +28,7 @@ class Choice(NamedTuple):
 @partial(jax.jit, static_argnames=("k", "divide_by_sum"))
 def route_rows(
     splits: Float[Array, "splits tokens experts"], valid: Bool[Array, "tokens"], *, k: int, divide_by_sum: bool
-) -> Choice:
+) -> TokenChoices:
     """Computes `layers.router.route` of logits that come as partial sums (`rows.matmul_in_splits`).
 
     Of equal probabilities the expert with the smaller number comes first, as in `lax.top_k`. A token that is not valid chooses
@@ -63,4 +63,4 @@ def route_rows(
 
     outputs = [jax.ShapeDtypeStruct((tokens, num_experts), dtype) for dtype in (jnp.float32, jnp.int32, jnp.int32)]
     kernel = launch("route_rows", body, outputs, [], warpgroups=1, blocks_per_core=BLOCKS_PER_CORE)
-    return Choice(*kernel(splits, valid.astype(jnp.int32)))
+    return TokenChoices(*kernel(splits, valid.astype(jnp.int32)))

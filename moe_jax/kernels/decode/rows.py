@@ -1,9 +1,8 @@
-"""What the kernels of this room share: one warpgroup works on one token's row, whose columns are dealt out to its threads."""
+"""Rows of tokens in registers: one warpgroup works on a token's row, whose columns are dealt out to its threads."""
 
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -20,9 +19,9 @@ warpgroups a block, sums over a row would go through one scratch memory."""
 
 
 TILES_AT_A_TIME = 330
-"""Tiles of up to 128 x 64 on the 132 cores of a Hopper GPU."""
+"""Tiles of up to 128 x 64 on the 132 cores of a Hopper GPU. XLA would split the sums itself, and add them in a kernel more."""
 
-SHORTEST_SUM = 64
+SHORTEST_SUM = 256
 """Summands of a part, at least: further parts cost more additions than they save."""
 
 
@@ -44,7 +43,9 @@ def sum_of_splits(splits_ref: Any, token: Any, columns: Any) -> Float[Array, "co
     return total
 
 
-def normalized(row: Float[Array, "columns"], weight: Float[Array, "columns"], eps: float, dtype: Any) -> Float[Array, "columns"]:
+def normalized(
+    row: Float[Array, "columns"], weight: Float[Array, "columns"], eps: float, dtype: Any
+) -> Float[Array, "columns"]:
     """Returns weight * row / sqrt(mean(row^2) + eps) of an f32 row, rounded where `layers.norm.RMSNorm` rounds."""
     scale = lax.rsqrt(jnp.sum(row * row) / row.shape[0] + eps)
     return weight * (row * scale).astype(dtype)

@@ -28,11 +28,12 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     read_accumulator,
     start_accumulator,
 )
+from moe_jax.kernels.attention.paged.merge import merge_splits
 from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
 from moe_jax.kernels.attention.paged.queries import PagedQueries
 from moe_jax.kernels.hopper import target
 from moe_jax.kernels.hopper.interpreter import is_interpreted
-from moe_jax.kernels.hopper.launch import grid_size, launch, operand_transforms
+from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, grid_size, launch, operand_transforms
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 from moe_jax.kernels.hopper.target import compute_capability
 
@@ -184,6 +185,8 @@ def attend_blocks(
     results = launch(name, body, outputs, [scratch], warpgroups=1)(inputs)
     if splits == 1:
         return results[0][:, 0]
+    if value_dim == WARPGROUP_THREADS:
+        return merge_splits(results[0], results[1], blocks.num_pages, split_pages=SPLIT_PAGES, dtype=dtype)
     return _merged(results[0], results[1], blocks.num_pages).astype(dtype)
 
 

@@ -43,7 +43,10 @@ def row_tiles(plan: Plan, height: int, column_tiles: int, group: int) -> RowTile
 
     `tile_order.row_tile_in_order` gives the order in which the tiles go through the columns.
     """
-    return _blocks_as_tiles(plan, column_tiles) if plan.holds_all_tokens else _cut(plan, height, column_tiles, group)
+    blocks_are_tiles = plan.expert_of_block is not None and height == ROW_ALIGNMENT and group == 1
+    if plan.holds_all_tokens or blocks_are_tiles:
+        return _blocks_as_tiles(plan, column_tiles)
+    return _cut(plan, height, column_tiles, group)
 
 
 def _cut(plan: Plan, height: int, column_tiles: int, group: int) -> RowTiles:
@@ -73,7 +76,8 @@ def _cut(plan: Plan, height: int, column_tiles: int, group: int) -> RowTiles:
 
 
 def _blocks_as_tiles(plan: Plan, column_tiles: int) -> RowTiles:
-    """Takes each block of rows as a tile: right for every height and order if an expert has one block of rows or none."""
+    """Takes each block of rows as a tile: right for every height and order if an expert has one block of rows or none, and
+    row after row for tiles of a block's height."""
     if plan.expert_of_block is None:
         row = ROW_ALIGNMENT * jnp.arange(plan.num_rows // ROW_ALIGNMENT, dtype=jnp.int32)
         experts = plan.in_stack(masked_sum(plan.offsets[1:] <= row[:, None], jnp.ones_like(plan.offsets[1:])))

@@ -1,0 +1,87 @@
+"""The compiled programs of the steps' shapes.
+
+A GPU replays a step as a CUDA graph. To change a graph's addresses takes the host 1 to 2 ms, and a graph that still runs cannot
+be launched again. So a step without chunks writes its results over those of the step of its shape before. And a step of few
+rows, which lasts no longer than its launch, has several copies of its program, which take turns.
+"""
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.stages import Compiled, Lowered
+from jaxtyping import Array, Int
+
+from moe_jax.serving.step import DeviceState, StepOutput, output_like, step
+from moe_jax.serving.upload import StepShape, empty_rows, packed
+from moe_jax.serving.weights import ServedModel
+
+SHORT_STEP_ROWS = 8
+"""Rows of the largest step that has several copies."""
+
+COPIES = 3
+"""Copies of a short step's program (docs/performance.md)."""
+
+
+class StepProgram:
+    """A step shape's program, or copies of it that take turns."""
+
+    def __init__(self, copies: list[Compiled], outputs: list[StepOutput | None]):
+        self.num_copies = len(copies)
+        self._copies = copies
+        self._outputs = outputs
+        """The arrays that each copy writes to; None where a step makes new ones."""
+        self._turn = 0
+
+    def __call__(
+        self, weights: list[Array], state: DeviceState, upload: Int[np.ndarray, "_"]
+    ) -> tuple[DeviceState, StepOutput]:
+        """Starts a step. All that reads its output is started before the program's turn comes again."""
+        turn = self._turn
+        state, output = self._copies[turn](weights, state, upload, self._outputs[turn])
+        if self._outputs[turn] is not None:
+            self._outputs[turn] = output
+        self._turn = (turn + 1) % len(self._copies)
+        return state, output
+
+
+def step_programs(
+    served: ServedModel, weights_tree: Any, weights: list[Array], state: DeviceState, shapes: Iterable[StepShape]
+) -> dict[StepShape, StepProgram]:
+    """Compiles the programs of these shapes, many at a time.
+
+    Args:
+      weights: the leaves of the tree `weights_tree`. As of `state`, only shapes and devices are read.
+    """
+    (device,) = weights[0].devices()
+
+    def lower(shape: StepShape) -> Lowered:
+        def of_leaves(leaves: list[Array], state: DeviceState, upload: Int[Array, "_"], output: StepOutput | None):
+            return step(served, shape, jax.tree.unflatten(weights_tree, leaves), state, upload)
+
+        # An argument that nothing reads would be left out, and its memory could not be written to.
+        program = jax.jit(of_leaves, donate_argnums=(1, 3), keep_unused=True)
+        output = None if shape.chunks else output_like(served, shape)
+        return program.lower(weights, state, packed(empty_rows(shape)), output)
+
+    def compiled(shape: StepShape, lowered: Lowered) -> StepProgram:
+        count = COPIES if not shape.chunks and shape.decodes <= SHORT_STEP_ROWS else 1
+        # The same options would give the same program, not a copy. A graph of at least 5 or 6 or 7 kernels is the same graph.
+        copies = [lowered.compile(compiler_options={"xla_gpu_graph_min_graph_size": 5 + copy}) for copy in range(count)]
+        outputs = [None if shape.chunks else _zeros(output_like(served, shape), device) for _ in range(count)]
+        return StepProgram(copies, outputs)
+
+    shapes = list(shapes)
+    lowered = [lower(shape) for shape in shapes]
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        return dict(zip(shapes, pool.map(compiled, shapes, lowered), strict=True))
+
+
+def _zeros(like: StepOutput, device: jax.Device) -> StepOutput:
+    # Compiled, so that each array has memory of its own: the same zeros twice could not be donated.
+    zeros = jax.jit(lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), like))()
+    return jax.device_put(zeros, device)

@@ -1,0 +1,48 @@
+"""The plans of few tokens equal `experts.routing`'s: offsets, experts of blocks, rows of choices, sources of rows."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import seeds
+
+from moe_jax.kernels.decode.plan_rows import plan_rows, source_rows
+from moe_jax.kernels.experts.routing import plan, plan_of_few
+
+EXPERTS, K, LAYER = 128, 4, 2
+
+
+def choices(rng, tokens):
+    """Ids and the mask of choices. A third of the tokens share few experts, so that these have more rows than a block."""
+    ids = np.stack([rng.permutation(5 if token % 3 == 0 else EXPERTS)[:K] for token in range(tokens)])
+    is_chosen = np.zeros((tokens, EXPERTS), np.int32)
+    np.put_along_axis(is_chosen, ids, 1, axis=1)
+    return jnp.asarray(ids, jnp.int32), jnp.asarray(is_chosen)
+
+
+def check_blocks(found, expected):
+    np.testing.assert_array_equal(found.offsets, expected.offsets)
+    blocks = np.arange(int(expected.offsets[-1]) // 64)
+    experts = np.searchsorted(expected.offsets[1:], 64 * blocks, side="right")
+    np.testing.assert_array_equal(found.expert_of_block[: len(blocks)], experts + LAYER * EXPERTS)
+
+
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_one_block_an_expert(tokens):
+    ids, is_chosen = choices(seeds.rng(), tokens)
+    found = plan_rows(is_chosen, jnp.int32(LAYER), num_blocks=EXPERTS + 1, holds_all_tokens=True)
+    check_blocks(found, plan_of_few(ids, EXPERTS, 64))
+
+
+def test_blocks_of_sorted_rows():
+    tokens = 256
+    ids, is_chosen = choices(seeds.rng(), tokens)
+    expected = plan(ids, EXPERTS, 64)
+    num_blocks = expected.num_rows // 64
+    found = plan_rows(is_chosen, jnp.int32(LAYER), num_blocks=num_blocks, holds_all_tokens=False)
+    check_blocks(found, expected)
+    assert int((expected.offsets[1:] - expected.offsets[:-1]).max()) > 64
+    place = np.take_along_axis(np.asarray(found.place), np.asarray(ids), axis=1)
+    np.testing.assert_array_equal(np.asarray(found.offsets)[ids] + place, expected.row_of_pair)
+    sources = source_rows(is_chosen, found, jnp.int32(LAYER), num_blocks=num_blocks)
+    used = int(expected.offsets[-1])
+    np.testing.assert_array_equal(sources[:used], expected.token_of_row[:used])

@@ -1,0 +1,75 @@
+"""Fused layers compute what the model's modules compute, and say which models they do not take."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import seeds
+from flax import nnx
+
+import moe_jax
+from moe_jax.config import NAMED_CONFIGS, Qwen3MoeConfig
+from moe_jax.serving import step as step_module
+from moe_jax.serving.fused import refusal
+from moe_jax.serving.step import initial_state, step
+from moe_jax.serving.upload import StepShape, empty_rows, packed
+from moe_jax.serving.weights import take_apart
+
+CONFIG = Qwen3MoeConfig(
+    vocab_size=64,
+    hidden_size=128,
+    intermediate_size=128,
+    moe_intermediate_size=128,
+    num_hidden_layers=2,
+    mlp_only_layers=(0,),
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+)
+
+
+def test_equal_modules(monkeypatch):
+    rng = seeds.rng()
+    model = moe_jax.from_config(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(int(rng.integers(2**31))))
+    served, weights = take_apart(model)
+    shape = StepShape(3, 0, 0, 2)
+    rows = empty_rows(shape)
+    # The last row is padding.
+    rows.decode_slots[:2], rows.decode_positions[:2], rows.decode_pages[:2] = (1, 0), (0, 64), (3, 2)
+    results = []
+    for fuses in (False, True):
+        monkeypatch.setattr(step_module, "_fuses", lambda served, batch, fuses=fuses: fuses)
+        state = initial_state(served, num_pages=4, num_slots=2, max_pages=2, keep_experts=True)
+        keys = jnp.asarray(np.random.default_rng(0).normal(size=state.pages[0][0].shape), jnp.bfloat16)
+        state = state._replace(pages=[(keys, keys)] * 2, page_table=state.page_table.at[0, 0].set(1))
+        results.append(step(served, shape, weights, state, packed(rows)))
+    (state, output), (fused_state, fused_output) = results
+    np.testing.assert_allclose(fused_output.logits[:2], output.logits[:2], rtol=0.03, atol=0.03)
+    assert np.abs(output.logits[:2]).max() > 0.3
+    for pages, fused_pages in zip(state.pages, fused_state.pages, strict=True):
+        for a, b in zip(pages, fused_pages, strict=True):
+            np.testing.assert_allclose(np.asarray(a[1:], np.float32), np.asarray(b[1:], np.float32), rtol=0.02, atol=0.03)
+    np.testing.assert_array_equal(fused_state.experts[3, 0], state.experts[3, 0])
+
+
+REFUSED = {
+    "it is written for Qwen3": NAMED_CONFIGS["deepseek-v3"],
+    "head_dim must be 128": replace(CONFIG, head_dim=64),
+    "the number of experts must be a multiple of 128": replace(CONFIG, num_experts=64),
+    "attention has biases": replace(CONFIG, attention_bias=True),
+    "sliding windows": replace(CONFIG, use_sliding_window=True, sliding_window=8, max_window_layers=0),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refused(reason):
+    assert reason in (refusal(REFUSED[reason], jnp.bfloat16, 4) or "")
+
+
+def test_taken():
+    assert refusal(CONFIG, jnp.bfloat16, 256) is None
+    assert "at most 256 tokens" in (refusal(CONFIG, jnp.bfloat16, 257) or "")

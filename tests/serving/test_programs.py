@@ -1,0 +1,46 @@
+"""Short steps take turns with copies of their program, each of which writes over its own results; long ones have one."""
+
+import jax
+import numpy as np
+import pytest
+import seeds
+from hf_reference import load_ours, reference
+
+from moe_jax.serving.programs import COPIES, SHORT_STEP_ROWS, step_programs
+from moe_jax.serving.step import initial_state
+from moe_jax.serving.upload import StepShape, empty_rows, packed
+from moe_jax.serving.weights import take_apart
+
+SHORT, LONG, CHUNKS = StepShape(1, 0, 0, 2), StepShape(2 * SHORT_STEP_ROWS, 0, 0, 2), StepShape(0, 64, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def programs_of_a_model():
+    model = load_ours(reference("qwen3", int(seeds.rng().integers(2**31))))
+    served, weights = take_apart(model)
+    leaves, tree = jax.tree.flatten(weights)
+    state = initial_state(served, num_pages=4, num_slots=2, max_pages=2)
+    return step_programs(served, tree, leaves, state, [SHORT, LONG, CHUNKS]), leaves, state
+
+
+def test_copies(programs_of_a_model):
+    programs, *_ = programs_of_a_model
+    assert [programs[shape].num_copies for shape in (SHORT, LONG, CHUNKS)] == [COPIES, 1, 1]
+
+
+def test_turns_write_over_their_results(programs_of_a_model):
+    programs, leaves, state = programs_of_a_model
+    rows = empty_rows(SHORT)
+    rows.decode_slots[0] = 0
+    outputs, logits = [], []
+    for position in range(2 * COPIES):
+        rows.decode_positions[0], rows.decode_pages[0] = position, 1 if position == 0 else -1
+        state, output = programs[SHORT](leaves, state, packed(rows))
+        outputs.append(output)
+        logits.append(np.array(output.logits))
+        state = state._replace(last_token=state.last_token.at[0].set(position + 1))
+    # The arrays of the first turns were given away, and those of the last hold what they held.
+    assert [output.logits.is_deleted() for output in outputs] == [True] * COPIES + [False] * COPIES
+    for output, expected in zip(outputs[COPIES:], logits[COPIES:], strict=True):
+        np.testing.assert_array_equal(output.logits, expected)
+    assert len({array.tobytes() for array in logits}) == len(logits)

@@ -1,0 +1,56 @@
+"""A decoding step compiled for an H200: at most 12 kernels a layer, no copy of pages or experts, and no register spilled."""
+
+import re
+
+import pytest
+from h200 import needs_compiler, run_script
+
+pytestmark = needs_compiler
+
+SCRIPT = """
+import re
+from dataclasses import replace
+from flax import nnx
+import moe_jax
+from moe_jax.config import NAMED_CONFIGS
+from moe_jax.serving.step import initial_state, step
+from moe_jax.serving.upload import StepShape, empty_rows, packed
+from moe_jax.serving.weights import take_apart
+
+MAX_PAGES, OUTSIDE = 640, ("parameter", "get-tuple-element", "bitcast", "tuple", "constant")
+
+def compiled(layers, rows):
+    config, served = replace(NAMED_CONFIGS["qwen3-30b-a3b"], num_hidden_layers=layers), []
+
+    def weights():
+        apart = take_apart(moe_jax.from_config(config, dtype=bf16, rngs=nnx.Rngs(0)))
+        served.append(apart[0])
+        return apart[1]
+
+    mesh = make_mesh(1, "x")
+    place = NamedSharding(mesh, PartitionSpec())
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        weights = jax.eval_shape(weights)
+        state = jax.eval_shape(lambda: initial_state(served[0], num_pages=1024, num_slots=256, max_pages=MAX_PAGES))
+        shape = StepShape(rows, 0, 0, MAX_PAGES)
+        arguments = weights, state, jax.ShapeDtypeStruct(packed(empty_rows(shape)).shape, i32)
+        on_gpu = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), arguments)
+        return jax.jit(lambda *a: step(served[0], shape, *a), donate_argnums=1).lower(*on_gpu).compile()
+
+def kernels(program):
+    entry = program.as_text().split("ENTRY")[1]
+    names = re.findall(r"^ +(?:ROOT )?%[\\w.-]+ = .*? ([\\w-]+)\\(", entry, re.M)
+    return len([name for name in names if name not in OUTSIDE])
+
+rows = int(sys.argv[1])
+two, three = compiled(2, rows), compiled(3, rows)
+assert two.memory_analysis().temp_size_in_bytes < 300e6, two.memory_analysis()
+print("kernels a layer:", kernels(three) - kernels(two))
+"""
+
+
+@pytest.mark.parametrize("rows", [16, *(pytest.param(rows, marks=pytest.mark.thorough) for rows in (1, 64, 256))])
+def test_kernels_of_a_layer(rows):
+    report = run_script(SCRIPT, rows)
+    assert int(re.findall(r"kernels a layer: (\d+)", report)[0]) <= 12
+    assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}
