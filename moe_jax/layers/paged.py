@@ -3,9 +3,10 @@
 A page holds PAGE_SIZE tokens of one sequence in one layer, wherever the pool has room. `kernels.attention.paged` reads them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -34,6 +35,7 @@ def empty_pages(config: ModelConfig, num_pages: int, dtype: DTypeLike) -> list[L
     return [tuple(jnp.zeros((num_pages, heads, PAGE_SIZE, width), dtype) for heads, width in shapes) for _ in layers]
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedAttend:
     """softmax(scale * q k^T + mask) v for one layer whose keys lie in pages; a stand-in for `Attend`.
@@ -50,8 +52,8 @@ class PagedAttend:
     pages: LayerPages
     places: TokenPlaces
     queries: PagedQueries
-    queries_per_row: int | None = None
-    value_dim: int | None = None
+    queries_per_row: int | None = field(metadata={"static": True}, default=None)
+    value_dim: int | None = field(metadata={"static": True}, default=None)
     window: Int[Array, ""] | int | None = None
 
     def __call__(

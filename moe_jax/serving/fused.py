@@ -12,6 +12,7 @@ A residual sum goes together with the norm behind it: a layer begins with the no
 | gated_matmul, grouped_matmul, add_experts | experts; x + the sum over choices, and the next norm |
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,15 +27,18 @@ from moe_jax.kernels.decode.route import route_rows
 from moe_jax.kernels.decode.rows import matmul_in_splits
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS
+from moe_jax.layers.attention import Attention
 from moe_jax.layers.moe import MoE
+from moe_jax.layers.norm import RMSNorm, rms_norm
 from moe_jax.layers.paged import LayerPages, PagedAttend
 from moe_jax.layers.rope import RopeTables
+from moe_jax.serving.weights import LayerWeights, ServedModel, layer_module
 
 MOST_TOKENS = 256
 
 
-class DecodedLayers(NamedTuple):
-    """The results of all layers."""
+class ComputedLayers(NamedTuple):
+    """The results of all layers of a step."""
 
     hidden: Float[Array, "tokens hidden"]
     """Hidden states behind the last norm."""
@@ -64,44 +68,61 @@ def refusal(config: ModelConfig, dtype: Any, tokens: int) -> str | None:
     return mosaic.refusal(dtype, config.hidden_size, inter)
 
 
-def decoded_layers(
-    layers: list[Any],
-    final_norm: Any,
+def fused_layers(
+    served: ServedModel,
+    layers: list[tuple[int, LayerWeights]],
+    final_norm: RMSNorm,
     x: Float[Array, "tokens hidden"],
     rope: RopeTables,
     attends: list[PagedAttend],
     valid: Bool[Array, "tokens"],
-) -> DecodedLayers:
-    """Runs the layers, modules of one decoder, on a token of each row.
+) -> ComputedLayers:
+    """Runs the layers on a token of each row.
 
     Args:
+      layers: each layer's stage and weights (`weights.layers_of`).
       attends: each layer's attention, with its pages.
       valid: tokens that count; the others' hidden states are of no use.
     """
     cos, sin = rope.cos[0], rope.sin[0]
     new = NewTokens(jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1), *attends[0].places)
+    norms = [of_layer.layer["input_layernorm"]["weight"][...] for _, of_layer in layers]
+    state = AddedNorm(x, rms_norm(x, norms[0], final_norm.eps))
     written, experts = [], []
-    norms = [layer.input_layernorm for layer in layers[1:]] + [final_norm]
-    x, normed = AddedNorm(x, layers[0].input_layernorm(x))
-    for layer, attend, next_norm in zip(layers, attends, norms, strict=True):
-        attended, pages = _attended(layer.self_attn, normed, new, attend)
+    for (stage, of_layer), attend, next_norm in zip(layers, attends, [*norms[1:], final_norm.weight[...]], strict=True):
+        state, pages, chosen = _layer(served, stage, of_layer, state, new, attend, valid, next_norm)
         written.append(pages)
-        norm = layer.post_attention_layernorm
-        x, normed = add_splits(x, attended, norm.weight[...], eps=norm.eps)
-        if isinstance(layer.mlp, MoE):
-            x, normed, chosen = _add_experts(layer.mlp, x, normed, valid, next_norm)
-            experts.append(chosen)
-        else:
-            mlp = layer.mlp
-            act = jax.nn.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed)
-            x, normed = add_splits(
-                x, matmul_in_splits(act, mlp.down_proj.weight[...]), next_norm.weight[...], eps=next_norm.eps
-            )
-    return DecodedLayers(normed, written, experts)
+        experts += [] if chosen is None else [chosen]
+    return ComputedLayers(state.normed, written, experts)
+
+
+# Jitted, so that layers which differ in their arrays alone are traced once.
+@partial(jax.jit, static_argnums=(0, 1))
+def _layer(
+    served: ServedModel,
+    stage: int,
+    weights: LayerWeights,
+    state: AddedNorm,
+    new: NewTokens,
+    attend: PagedAttend,
+    valid: Bool[Array, "tokens"],
+    next_norm: Float[Array, "hidden"],
+) -> tuple[AddedNorm, LayerPages, Int[Array, "tokens k"] | None]:
+    """Returns the residual stream behind the layer and its next norm, the layer's pages, and its tokens' experts."""
+    layer = layer_module(served, stage, weights)
+    attended, pages = _attended(layer.self_attn, state.normed, new, attend)
+    norm = layer.post_attention_layernorm
+    state = add_splits(state.x, attended, norm.weight[...], eps=norm.eps)
+    if isinstance(layer.mlp, MoE):
+        state, chosen = _add_experts(layer.mlp, state, valid, next_norm, norm.eps)
+        return state, pages, chosen
+    mlp = layer.mlp
+    act = jax.nn.silu(mlp.gate_proj(state.normed)) * mlp.up_proj(state.normed)
+    return add_splits(state.x, matmul_in_splits(act, mlp.down_proj.weight[...]), next_norm, eps=norm.eps), pages, None
 
 
 def _attended(
-    attention: Any, normed: Float[Array, "tokens hidden"], new: NewTokens, attend: PagedAttend
+    attention: Attention, normed: Float[Array, "tokens hidden"], new: NewTokens, attend: PagedAttend
 ) -> tuple[Float[Array, "splits tokens hidden"], LayerPages]:
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     splits = matmul_in_splits(normed, *(projection.weight[...] for projection in projections))
@@ -112,17 +133,12 @@ def _attended(
 
 
 def _add_experts(
-    moe: MoE,
-    x: Float[Array, "tokens hidden"],
-    normed: Float[Array, "tokens hidden"],
-    valid: Bool[Array, "tokens"],
-    next_norm: Any,
-) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"], Int[Array, "tokens k"]]:
+    moe: MoE, state: AddedNorm, valid: Bool[Array, "tokens"], next_norm: Float[Array, "hidden"], eps: float
+) -> tuple[AddedNorm, Int[Array, "tokens k"]]:
     k, experts = moe.router.num_experts_per_tok, moe.experts
-    logits = matmul_in_splits(normed, moe.router.weight[...])
+    logits = matmul_in_splits(state.normed, moe.router.weight[...])
     choice = route_rows(logits, valid, k=k, divide_by_sum=moe.router.norm_topk_prob)
     matrices = experts.gate_up_proj[...], experts.down_proj[...]
-    assert experts.place is not None  # `weights.layer_of` reads experts in their stacks
-    outputs = expert_rows(normed, *matrices, choice, experts.place[...], k=k)
-    x, normed = add_experts(x, outputs, next_norm.weight[...], eps=next_norm.eps, k=k)
-    return x, normed, choice.experts[:, :k]
+    assert experts.place is not None  # `layer_module` reads experts in their stacks
+    outputs = expert_rows(state.normed, *matrices, choice, experts.place[...], k=k)
+    return add_experts(state.x, outputs, next_norm, eps=eps, k=k), choice.experts[:, :k]

@@ -1,8 +1,8 @@
 """The compiled programs of the steps' shapes.
 
 A GPU replays a step as a CUDA graph. To change a graph's addresses takes the host 1 to 2 ms, and a graph that still runs cannot
-be launched again. So a step without chunks writes its results over those of the step of its shape before. And a step of few
-rows, which lasts no longer than its launch, has several copies of its program, which take turns.
+be launched again. So a step without chunks writes its results over those of an earlier step of its shape, and has several
+copies of its program, which take turns.
 """
 
 import os
@@ -20,11 +20,11 @@ from moe_jax.serving.step import DeviceState, StepOutput, output_like, step
 from moe_jax.serving.upload import StepShape, empty_rows, packed
 from moe_jax.serving.weights import ServedModel
 
-SHORT_STEP_ROWS = 8
-"""Rows of the largest step that has several copies."""
+COPIES = 2
+"""Copies of the program of a step without chunks: one is launched while the other runs."""
 
-COPIES = 3
-"""Copies of a short step's program (docs/performance.md)."""
+SHORT_STEP_ROWS, COPIES_OF_SHORT = 4, 3
+"""Rows of steps that last no longer than their launch, and their copies (docs/performance.md)."""
 
 
 class StepProgram:
@@ -69,7 +69,7 @@ def step_programs(
         return program.lower(weights, state, packed(empty_rows(shape)), output)
 
     def compiled(shape: StepShape, lowered: Lowered) -> StepProgram:
-        count = COPIES if not shape.chunks and shape.decodes <= SHORT_STEP_ROWS else 1
+        count = num_copies(shape)
         # The same options would give the same program, not a copy. A graph of at least 5 or 6 or 7 kernels is the same graph.
         copies = [lowered.compile(compiler_options={"xla_gpu_graph_min_graph_size": 5 + copy}) for copy in range(count)]
         outputs = [None if shape.chunks else _zeros(output_like(served, shape), device) for _ in range(count)]
@@ -79,6 +79,13 @@ def step_programs(
     lowered = [lower(shape) for shape in shapes]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         return dict(zip(shapes, pool.map(compiled, shapes, lowered), strict=True))
+
+
+def num_copies(shape: StepShape) -> int:
+    """Returns the number of copies of a shape's program."""
+    if shape.chunks:
+        return 1
+    return COPIES_OF_SHORT if shape.decodes <= SHORT_STEP_ROWS else COPIES
 
 
 def _zeros(like: StepOutput, device: jax.Device) -> StepOutput:

@@ -7,20 +7,22 @@ that a GPU replays the step as one command buffer. The tokens of decoding rows c
 know them yet.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Float, Int, UInt
 
-from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.kernels.hopper import target
-from moe_jax.layers.paged import LayerPages, PagedAttend, TokenPlaces, empty_pages
+from moe_jax.layers.paged import LayerPages, PagedAttend, empty_pages
 from moe_jax.models.forward import LayerInputs, layer_inputs
 from moe_jax.parallel.spread import ONE_DEVICE
-from moe_jax.serving.fused import DecodedLayers, decoded_layers, refusal
-from moe_jax.serving.upload import StepRows, StepShape, unpacked
-from moe_jax.serving.weights import ServedModel, Weights, frame_of, head_of, layer_of
+from moe_jax.serving.batch import StepBatch, batch_of, updated_table
+from moe_jax.serving.fused import ComputedLayers, fused_layers, refusal
+from moe_jax.serving.upload import StepShape, unpacked
+from moe_jax.serving.weights import LayerWeights, ServedModel, Weights, frame_of, head_of, layer_module, layers_of
 
 
 class DeviceState(NamedTuple):
@@ -81,8 +83,8 @@ def step(
 ) -> tuple[DeviceState, StepOutput]:
     """Runs the step that `upload` describes (`upload.packed`)."""
     rows = unpacked(upload, shape)
-    page_table = _updated(state.page_table, rows)
-    batch = _batch(rows, page_table, state.last_token)
+    page_table = updated_table(state.page_table, rows)
+    batch = batch_of(rows, page_table, state.last_token)
     frame = frame_of(served, weights)
     x = frame["embed_tokens"](batch.tokens[None], served.dtype)
     inputs = layer_inputs(served.config, batch.positions[None], jnp.ones_like(batch.tokens)[None], batch.valid[None])
@@ -98,91 +100,37 @@ def step(
 
 
 def _layers(
-    served: ServedModel, weights: Weights, pages: list[LayerPages], x: Array, inputs: LayerInputs, batch: "_Batch"
-) -> DecodedLayers:
+    served: ServedModel, weights: Weights, pages: list[LayerPages], x: Array, inputs: LayerInputs, batch: StepBatch
+) -> ComputedLayers:
     """Runs all layers and the norm behind them."""
-    config = served.config
-    norm = frame_of(served, weights)["norm"]
-    places = [(number, place) for number, stage in enumerate(config.stages) for place in range(stage.num_layers)]
-    layers = [layer_of(served, weights, number, place) for number, place in places]
+    layers, windows = layers_of(served, weights), served.config.layer_windows
+    value_dim = served.config.latent_value_dim
     attends = [
-        PagedAttend(
-            of_layer,
-            batch.places,
-            batch.queries,
-            queries_per_row=batch.queries_per_row,
-            value_dim=config.latent_value_dim,
-            window=window,
-        )
-        for of_layer, window in zip(pages, config.layer_windows, strict=True)
+        PagedAttend(of_layer, batch.places, batch.queries, batch.queries_per_row, value_dim, window)
+        for of_layer, window in zip(pages, windows, strict=True)
     ]
+    norm = frame_of(served, weights)["norm"]
     if _fuses(served, batch):
-        return decoded_layers(layers, norm, x[0], inputs.rope, attends, batch.valid)
+        return fused_layers(served, layers, norm, x[0], inputs.rope, attends, batch.valid)
     written, expert_ids = [], []
-    for layer, attend in zip(layers, attends, strict=True):
-        out = layer(x, inputs, attend, ONE_DEVICE)
-        x = out.x
-        written.append(out.cache)
-        if out.routing is not None:
-            expert_ids.append(out.routing.experts)
-    return DecodedLayers(norm(x)[0], written, expert_ids)
+    for (stage, of_layer), attend in zip(layers, attends, strict=True):
+        x, layer_pages, experts = _layer(served, stage, of_layer, x, inputs, attend)
+        written.append(layer_pages)
+        expert_ids += [] if experts is None else [experts]
+    return ComputedLayers(norm(x)[0], written, expert_ids)
 
 
-def _fuses(served: ServedModel, batch: "_Batch") -> bool:
+# Jitted, so that layers which differ in their arrays alone are traced once.
+@partial(jax.jit, static_argnums=(0, 1))
+def _layer(
+    served: ServedModel, stage: int, weights: LayerWeights, x: Array, inputs: LayerInputs, attend: PagedAttend
+) -> tuple[Array, LayerPages, Int[Array, "tokens k"] | None]:
+    """Returns the residual stream behind the layer, its pages, and its tokens' experts (None for a dense layer)."""
+    out = layer_module(served, stage, weights)(x, inputs, attend, ONE_DEVICE)
+    return out.x, out.cache, None if out.routing is None else out.routing.experts
+
+
+def _fuses(served: ServedModel, batch: StepBatch) -> bool:
     """Returns True for a step without chunks of a model that `fused` takes, on a GPU that it is written for."""
     is_decoding = batch.queries_per_row == 1 and target.compute_capability() == "9.0"
     return is_decoding and refusal(served.config, served.dtype, len(batch.tokens)) is None
-
-
-class _Batch(NamedTuple):
-    """The tokens of a step, decoding rows first, and where each stands."""
-
-    tokens: Int[Array, "tokens"]
-    positions: Int[Array, "tokens"]
-    valid: Bool[Array, "tokens"]
-    places: TokenPlaces
-    queries: PagedQueries
-    last_token_of_row: Int[Array, "rows"]
-    queries_per_row: int | None
-    """1 for a step without chunks."""
-
-
-def _updated(page_table: Int[Array, "slots max_pages"], rows: StepRows) -> Int[Array, "slots max_pages"]:
-    """Returns the table with the new pages of decoding rows, and the tables of chunks."""
-    nowhere = len(page_table)
-    column = rows.decode_positions // PAGE_SIZE
-    slots = jnp.where((rows.decode_slots >= 0) & (rows.decode_pages >= 0), rows.decode_slots, nowhere)
-    page_table = page_table.at[slots, column].set(rows.decode_pages, mode="drop")
-    slots = jnp.where(rows.chunk_slots >= 0, rows.chunk_slots, nowhere)
-    return page_table.at[slots].set(rows.chunk_tables, mode="drop")
-
-
-def _batch(rows: StepRows, page_table: Int[Array, "slots max_pages"], last_token: Int[Array, "slots"]) -> _Batch:
-    num_decodes, num_chunk_tokens = len(rows.decode_slots), len(rows.chunk_tokens)
-    decoding = rows.decode_slots >= 0
-    # Chunks lie one behind the other, in the order of their rows.
-    ends = jnp.cumsum(rows.chunk_counts)
-    index = jnp.arange(num_chunk_tokens, dtype=jnp.int32)
-    chunk = jnp.minimum(jnp.searchsorted(ends, index, side="right"), len(ends) - 1)
-    in_chunk = index < rows.chunk_counts.sum()
-    starts = ends - rows.chunk_counts
-    chunk_positions = rows.chunk_starts[chunk] + index - starts[chunk]
-
-    slots = jnp.concatenate([rows.decode_slots, rows.chunk_slots])
-    tables = page_table.at[slots].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    row = jnp.concatenate([jnp.arange(num_decodes, dtype=jnp.int32), num_decodes + chunk.astype(jnp.int32)])
-    valid = jnp.concatenate([decoding, in_chunk])
-    positions = jnp.where(valid, jnp.concatenate([rows.decode_positions, chunk_positions]), 0)
-    tokens = jnp.concatenate([jnp.where(decoding, last_token[rows.decode_slots], 0), rows.chunk_tokens])
-    page = jnp.where(valid, tables[row, positions // PAGE_SIZE], 0)
-    first_query = jnp.concatenate([jnp.arange(num_decodes + 1, dtype=jnp.int32), num_decodes + ends.astype(jnp.int32)])
-    num_keys = jnp.concatenate([jnp.where(decoding, rows.decode_positions + 1, 1), rows.chunk_starts + rows.chunk_counts])
-    return _Batch(
-        tokens,
-        positions,
-        valid,
-        TokenPlaces(page, positions % PAGE_SIZE),
-        PagedQueries(first_query, num_keys, tables),
-        jnp.maximum(first_query[1:] - 1, 0),
-        queries_per_row=None if num_chunk_tokens else 1,
-    )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig
 from moe_jax.layers.moe import Experts
@@ -35,6 +35,14 @@ class Weights(NamedTuple):
     """Each layer's arrays, without its experts."""
     experts: tuple[nnx.State, ...]
     """Each stage's experts, stacked; empty for a dense stage."""
+
+
+class LayerWeights(NamedTuple):
+    """One layer's arrays, its stage's experts, and its place in their stack."""
+
+    layer: nnx.State
+    experts: nnx.State
+    place: Int[Array, ""]
 
 
 def take_apart(model: Decoder, *, take_over: bool = False) -> tuple[ServedModel, Weights]:
@@ -68,13 +76,21 @@ def head_of(frame: Any) -> Float[Array, "vocab hidden"]:
     return (frame["lm_head"] if "lm_head" in frame else frame["embed_tokens"]).weight[...]
 
 
-def layer_of(served: ServedModel, weights: Weights, stage: int, place: int) -> Any:
-    """Returns the module of a layer: number `place` of the stage."""
-    first = served.config.stages[stage].first_layer
-    block = nnx.merge(served.stages[stage], weights.experts[stage], weights.layers[first + place])
+def layers_of(served: ServedModel, weights: Weights) -> list[tuple[int, LayerWeights]]:
+    """Returns each layer's stage and weights, in the model's order."""
+    return [
+        (stage, LayerWeights(weights.layers[of_stage.first_layer + place], weights.experts[stage], jnp.int32(place)))
+        for stage, of_stage in enumerate(served.config.stages)
+        for place in range(of_stage.num_layers)
+    ]
+
+
+def layer_module(served: ServedModel, stage: int, weights: LayerWeights) -> Any:
+    """Returns the module of a layer of this stage."""
+    block = nnx.merge(served.stages[stage], weights.experts, weights.layer)
     for _, module in nnx.iter_modules(block):
         if isinstance(module, Experts):
-            module.read_in_stack(jnp.int32(place))
+            module.read_in_stack(weights.place)
     return block
 
 

@@ -1,4 +1,4 @@
-"""Short steps take turns with copies of their program, each of which writes over its own results; long ones have one."""
+"""Decoding steps take turns with copies of their program, each of which writes over its own results."""
 
 import jax
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 import seeds
 from hf_reference import load_ours, reference
 
-from moe_jax.serving.programs import COPIES, SHORT_STEP_ROWS, step_programs
+from moe_jax.serving.programs import COPIES, COPIES_OF_SHORT, SHORT_STEP_ROWS, step_programs
 from moe_jax.serving.step import initial_state
 from moe_jax.serving.upload import StepShape, empty_rows, packed
 from moe_jax.serving.weights import take_apart
@@ -25,7 +25,7 @@ def programs_of_a_model():
 
 def test_copies(programs_of_a_model):
     programs, *_ = programs_of_a_model
-    assert [programs[shape].num_copies for shape in (SHORT, LONG, CHUNKS)] == [COPIES, 1, 1]
+    assert [programs[shape].num_copies for shape in (SHORT, LONG, CHUNKS)] == [COPIES_OF_SHORT, COPIES, 1]
 
 
 def test_turns_write_over_their_results(programs_of_a_model):
@@ -33,14 +33,14 @@ def test_turns_write_over_their_results(programs_of_a_model):
     rows = empty_rows(SHORT)
     rows.decode_slots[0] = 0
     outputs, logits = [], []
-    for position in range(2 * COPIES):
+    for position in range(2 * COPIES_OF_SHORT):
         rows.decode_positions[0], rows.decode_pages[0] = position, 1 if position == 0 else -1
         state, output = programs[SHORT](leaves, state, packed(rows))
         outputs.append(output)
         logits.append(np.array(output.logits))
         state = state._replace(last_token=state.last_token.at[0].set(position + 1))
     # The arrays of the first turns were given away, and those of the last hold what they held.
-    assert [output.logits.is_deleted() for output in outputs] == [True] * COPIES + [False] * COPIES
-    for output, expected in zip(outputs[COPIES:], logits[COPIES:], strict=True):
+    assert [output.logits.is_deleted() for output in outputs] == [True] * COPIES_OF_SHORT + [False] * COPIES_OF_SHORT
+    for output, expected in zip(outputs[COPIES_OF_SHORT:], logits[COPIES_OF_SHORT:], strict=True):
         np.testing.assert_array_equal(output.logits, expected)
     assert len({array.tobytes() for array in logits}) == len(logits)

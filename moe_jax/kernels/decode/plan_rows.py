@@ -1,7 +1,8 @@
 """The plan of a decoding step's tokens, as far as the experts' matmuls and the sum behind them read it.
 
-Kernel `plan_rows`: one warpgroup of one block, experts dealt out to its threads.
+Kernel `plan_rows`: one block, experts dealt out to the threads of each warpgroup.
 
+    counts    each warpgroup counts an eighth of the tokens; the first one goes on alone
     smem      2 x E numbers: sums over experts are formed by adding the row to itself, shifted by 1, 2, 4, ...; zeros in front
     blocks    expert e has so many blocks of 64 rows as its tokens fill, or one if a block has a row for each token
               block b belongs to expert number (experts e with at most b blocks up to e)
@@ -23,8 +24,11 @@ from jaxtyping import Array, Int
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, launch
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
-LOADS_AT_ONCE = 32
-"""Tokens whose choices are on their way at one time."""
+LOADS_AT_ONCE = 16
+"""Numbers that are on their way from memory at one time, for each block of rows."""
+
+WARPGROUPS = 8
+"""Warpgroups of `plan_rows`: each holds the choices of an eighth of the tokens in registers."""
 
 
 class RowsOfExperts(NamedTuple):
@@ -53,52 +57,91 @@ def plan_rows(
     blocks = -(-num_blocks // WARPGROUP_THREADS) * WARPGROUP_THREADS
     layout, of_blocks = (plgpu.Layout.WG_STRIDED((size,), vec_size=1) for size in (num_experts, blocks))
 
-    def body(is_chosen_ref, layer_ref, offsets_ref, expert_of_block_ref, place_ref, scratch):
+    per_warpgroup = -(-tokens // WARPGROUPS)
+
+    def body(is_chosen_ref, layer_ref, offsets_ref, expert_of_block_ref, place_ref, scratch: _PlanScratch):
+        warpgroup = lax.axis_index("warpgroup")
+
         def load(reference, first=0):
             return plgpu.load(reference.at[pl.ds(first, num_experts)], layout=layout, optimized=False)
 
-        def plan():
-            zero = plgpu.layout_cast(jnp.zeros(num_experts, jnp.int32), layout)
-            scratch[pl.ds(0, num_experts)] = zero
-            count = zero
-            chunks = [range(first, min(first + LOADS_AT_ONCE, tokens)) for first in range(0, tokens, LOADS_AT_ONCE)]
+        def count():
+            """Returns the number of tokens that chose each expert; each warpgroup goes through its own tokens."""
+            of_tokens = [warpgroup * per_warpgroup + i for i in range(per_warpgroup)]
+            # Behind the last token there is nothing to load: the last one is loaded again, and does not count.
+            loaded = [load(is_chosen_ref.at[jnp.minimum(token, tokens - 1)]) for token in of_tokens]
+            chosen = [row * (token < tokens).astype(jnp.int32) for token, row in zip(of_tokens, loaded, strict=True)]
+            scratch.counts[warpgroup] = sum(chosen[1:], start=chosen[0])
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(scratch.counted)
+            plgpu.barrier_wait(scratch.counted)
+            counts = [load(scratch.counts.at[i]) for i in range(WARPGROUPS)]
+            if not holds_all_tokens:
+                before = sum(
+                    (counts[i] * (i < warpgroup).astype(jnp.int32) for i in range(WARPGROUPS - 1)), start=0 * counts[0]
+                )
+                for token, row in zip(of_tokens, chosen, strict=True):
+                    pl.when(token < tokens)(partial(_store_row, place_ref, token, before))
+                    before = before + row
+            return sum(counts[1:], start=counts[0])
 
-            def load_chunk(number):
-                return [load(is_chosen_ref.at[token]) for token in chunks[number]] if number < len(chunks) else []
-
-            loaded = load_chunk(0)
-            for number, chunk in enumerate(chunks):
-                # The next chunk's loads are on their way during this chunk's stores; behind these they would wait.
-                loading = load_chunk(number + 1)
-                for token, chosen in zip(chunk, loaded, strict=True):
-                    if not holds_all_tokens:
-                        place_ref[token, pl.ds(0, num_experts)] = count
-                    count = count + chosen
-                loaded = loading
+        def plan(count):
+            sums = scratch.sums
+            sums[pl.ds(0, num_experts)] = plgpu.layout_cast(jnp.zeros(num_experts, jnp.int32), layout)
             own = jnp.minimum(count, 1) if holds_all_tokens else lax.shift_right_logical(count + ROW_ALIGNMENT - 1, BLOCK_BITS)
             up_to, shift = own, 1
             while shift < num_experts:
-                scratch[pl.ds(num_experts, num_experts)] = up_to
+                sums[pl.ds(num_experts, num_experts)] = up_to
                 plgpu.commit_smem()
-                up_to = up_to + load(scratch, num_experts - shift)
+                up_to = up_to + load(sums, num_experts - shift)
                 plgpu.commit_smem()
                 shift *= 2
             offsets_ref[pl.ds(0, num_experts)] = ROW_ALIGNMENT * (up_to - own)
             offsets_ref[pl.ds(1, num_experts)] = ROW_ALIGNMENT * up_to
-            scratch[pl.ds(num_experts, num_experts)] = up_to
+            sums[pl.ds(num_experts, num_experts)] = up_to
             plgpu.commit_smem()
             block = plgpu.broadcasted_iota(jnp.int32, (blocks,), 0, layout=of_blocks)
-            expert = plgpu.layout_cast(jnp.zeros(blocks, jnp.int32), of_blocks)
-            for e in range(num_experts):
-                expert = expert + (scratch[num_experts + e] <= block).astype(jnp.int32)
+
+            def add_experts(i, expert):
+                first = num_experts + i * LOADS_AT_ONCE
+                for e in range(LOADS_AT_ONCE):
+                    expert = expert + (sums[first + e] <= block).astype(jnp.int32)
+                return expert
+
+            none = plgpu.layout_cast(jnp.zeros(blocks, jnp.int32), of_blocks)
+            expert = lax.fori_loop(0, num_experts // LOADS_AT_ONCE, add_experts, none)
             expert_of_block_ref[pl.ds(0, blocks)] = jnp.minimum(expert, num_experts - 1) + layer_ref[0] * num_experts
 
-        pl.when(lax.axis_index("block") == 0)(plan)
+        def count_and_plan():
+            counts = count()
+            pl.when(warpgroup == 0)(lambda: plan(counts))
+
+        pl.when(lax.axis_index("block") == 0)(count_and_plan)
 
     shapes = (num_experts + 1,), (blocks,), (1, 1) if holds_all_tokens else is_chosen.shape
     outputs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-    scratch = [plgpu.SMEM((2 * num_experts,), jnp.int32)]
-    return RowsOfExperts(*launch("plan_rows", body, outputs, scratch, warpgroups=1, blocks_per_core=1)(is_chosen, layer[None]))
+    scratch = _PlanScratch(
+        plgpu.SMEM((WARPGROUPS, num_experts), jnp.int32),
+        plgpu.SMEM((2 * num_experts,), jnp.int32),
+        plgpu.Barrier(num_arrivals=WARPGROUPS),
+    )
+    kernel = launch("plan_rows", body, outputs, [scratch], warpgroups=WARPGROUPS, blocks_per_core=1)
+    return RowsOfExperts(*kernel(is_chosen, layer[None]))
+
+
+class _PlanScratch(NamedTuple):
+    """Shared memory of `plan_rows`."""
+
+    counts: Any
+    """[warpgroups, experts]: the choices of each warpgroup's tokens."""
+    sums: Any
+    """[2 * experts]: zeros, and a row whose sums are formed."""
+    counted: Any
+    """A barrier: the counts of all warpgroups are there."""
+
+
+def _store_row(place_ref, token, row) -> None:
+    place_ref[token, pl.ds(0, row.shape[0])] = row
 
 
 BLOCK_BITS = ROW_ALIGNMENT.bit_length() - 1

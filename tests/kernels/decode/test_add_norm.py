@@ -6,7 +6,7 @@ import pytest
 import seeds
 
 from moe_jax.kernels.decode.add_norm import ExpertRows, add_experts, add_splits
-from moe_jax.layers.norm import _rms_norm
+from moe_jax.layers.norm import rms_norm
 
 TOKENS, HIDDEN, EXPERTS, K, EPS = 5, 256, 128, 2, 1e-6
 
@@ -18,7 +18,7 @@ def normal(rng, *shape, dtype=jnp.bfloat16):
 def check(found, x, y, weight):
     np.testing.assert_array_equal(found.x, x + y)
     # The sums of squares are formed in another order.
-    expected = np.asarray(_rms_norm(x + y, weight, EPS), np.float32)
+    expected = np.asarray(rms_norm(x + y, weight, EPS), np.float32)
     np.testing.assert_allclose(np.asarray(found.normed, np.float32), expected, rtol=2**-7)
 
 

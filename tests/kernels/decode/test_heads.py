@@ -5,7 +5,7 @@ import numpy as np
 import seeds
 
 from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, heads_to_pages
-from moe_jax.layers.norm import _rms_norm
+from moe_jax.layers.norm import rms_norm
 from moe_jax.layers.rope import RopeTables, apply_rope
 
 TOKENS, HEADS, KV_HEADS, EPS = 5, 4, 2, 1e-6
@@ -24,8 +24,8 @@ def test_heads_to_pages():
 
     heads = splits.sum(axis=0).astype(jnp.bfloat16).reshape(1, TOKENS, -1, 128)
     rope = RopeTables(cos[None], sin[None])
-    q = apply_rope(_rms_norm(heads[:, :, :HEADS], q_norm, EPS), rope)[0]
-    k = apply_rope(_rms_norm(heads[:, :, HEADS:-KV_HEADS], k_norm, EPS), rope)[0]
+    q = apply_rope(rms_norm(heads[:, :, :HEADS], q_norm, EPS), rope)[0]
+    k = apply_rope(rms_norm(heads[:, :, HEADS:-KV_HEADS], k_norm, EPS), rope)[0]
     for got, expected in ((found.q, q), (found.keys, keys.at[page, :, offset].set(k))):
         got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
         np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-6)
