@@ -82,10 +82,11 @@ class ChatCommand:
             max_sequences=1, max_tokens_per_step=2048, max_length=length, num_pages=length // 64 + 2, max_waiting=1
         )
         print("loading ...", file=sys.stderr)
-        engine = Engine(from_pretrained(folder, dtype=self.dtype, mtp=False), limits=limits, take_over=True)
+        model = from_pretrained(folder, dtype=self.dtype, mtp=False)
+        engine = Engine(model, limits=limits, tokenizer=tokenizer, take_over=True)
         if self.max_new_tokens is None:
             options = replace(options, max_new_tokens=0)
-        talk(Conversation(engine, tokenizer, options, system=self.system, template_options=template_options))
+        talk(Conversation(engine, options, system=self.system, template_options=template_options))
         engine.close(drain=False)
 
 

@@ -79,5 +79,6 @@ class ServeCommand:
         limits = self.sizes.engine_limits(config, self.max_waiting)
         defaults = model_defaults(folder, config, tokenizer)
         bound = bind(self.host, self.port)
-        engine = Engine(from_pretrained(folder, dtype=self.dtype, mtp=False), limits=limits, take_over=True)
-        run_server(Service(engine, tokenizer, defaults, settings), bound)
+        model = from_pretrained(folder, dtype=self.dtype, mtp=False)
+        engine = Engine(model, limits=limits, tokenizer=tokenizer, take_over=True)
+        run_server(Service(engine, defaults, settings), bound)

@@ -13,7 +13,8 @@ from collections.abc import Callable
 import numpy as np
 
 from moe_jax.serving.device import Device, Launched
-from moe_jax.serving.handle import Event, Listener, wake
+from moe_jax.serving.events import Event
+from moe_jax.serving.handle import Listener, wake
 from moe_jax.serving.prompts import read_scores
 from moe_jax.serving.queues import EngineQueues, finish
 from moe_jax.serving.records import Record, completion_of
@@ -165,9 +166,8 @@ class EngineLoop:
         for chunk in plan.chunks:
             chunk.sequence.owner.started(self.queues.weights_version)
         for sequence, pages in plan.preempted:
-            if sequence.options.return_experts and sequence.in_flight:
-                # The token in flight may be the last one, and the next step writes to the pages.
-                sequence.owner.experts = self.device.experts_of(pages, len(sequence.tokens))
+            # It may end before it is computed again, and the next step writes to the pages.
+            self._keep_experts(sequence, pages)
         return self.device.launch(plan)
 
     def _read(self, launched: Launched) -> None:
@@ -189,8 +189,7 @@ class EngineLoop:
                 tops = dict(zip(top_tokens[i, :wanted].tolist(), top_logprobs[i, :wanted].tolist(), strict=True))
             record.add(logprob_list[i], tops)
             if sequence.finish_reason is not None:
-                if pages.get(i):
-                    record.experts = self.device.experts_of(pages[i], len(sequence.tokens) - 1)
+                self._keep_experts(sequence, pages.get(i, []))
                 self._close_record(sequence)
             self._deliver(sequence, sequence.tokens[-1], logprob_list[i], tops)
 
@@ -198,9 +197,15 @@ class EngineLoop:
         """Ends sequences without another token, if they have not ended."""
         for sequence in sequences:
             if sequence.finish_reason is None:
+                self._keep_experts(sequence, sequence.pages if sequence.decoding else [])
                 finish(self.queues, sequence, "abort")
                 self._close_record(sequence)
                 self._deliver(sequence, None, None, None)
+
+    def _keep_experts(self, sequence: Sequence, pages: list[int]) -> None:
+        """Reads the experts of a sequence from its pages, if it has any and its request asks for them."""
+        if sequence.options.return_experts and pages:
+            sequence.owner.experts = self.device.experts_of(pages, len(sequence.tokens))
 
     def _close_record(self, sequence: Sequence) -> None:
         sequence.owner.handle.completions[sequence.index] = completion_of(sequence)

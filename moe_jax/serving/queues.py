@@ -34,7 +34,7 @@ class EngineQueues:
 
 
 class Preempted(NamedTuple):
-    """A sequence that lost its slot, and the pages that it had.
+    """A sequence that lost its slot, and the pages that it had; none if its prompt was not computed to its end.
 
     Their keys, values and experts are still there until the next step is dispatched. A sequence that ends with a token that is
     in flight has no others.
@@ -66,7 +66,7 @@ def preempt_youngest(queues: EngineQueues) -> Preempted:
     Its tokens stay. It is computed again once those in flight were read.
     """
     sequence = queues.running.pop()
-    preempted = Preempted(sequence, sequence.pages)
+    preempted = Preempted(sequence, sequence.pages if sequence.decoding else [])
     _give_back(queues, sequence)
     sequence.num_preemptions += 1
     queues.num_preemptions += 1

@@ -135,7 +135,7 @@ def _admit_next(queues: EngineQueues) -> bool:
     length = len(sequence.tokens)
     hashes = sequence.page_hashes(queues.root, length // PAGE_SIZE)
     # One token at least is computed, for its logits. Log-probabilities of a prompt need the logits of all.
-    num_wanted = 0 if sequence.options.prompt_logprobs is not None else (length - 1) // PAGE_SIZE
+    num_wanted = 0 if sequence.scores_prompt else (length - 1) // PAGE_SIZE
     found = pool.find(hashes[:num_wanted])
     num_needed = pages_of(length) - len(found) + pool.num_cached_among(found)
     if pool.available - num_needed < len(queues.running):

@@ -63,6 +63,11 @@ class Sequence:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def scores_prompt(self) -> bool:
+        """True if log-probabilities of the prompt are computed with this sequence: with the first of a request."""
+        return self.options.prompt_logprobs is not None and self.index == 0
+
+    @property
     def wants_step(self) -> bool:
         """True if another position is to be computed, as far as the host knows."""
         return self.finish_reason is None and self.num_scheduled < self.end

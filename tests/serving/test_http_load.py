@@ -228,7 +228,7 @@ from moe_jax.serving.http.settings import ServerSettings
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 engine = FakeEngine(repeats=1000, step_seconds=0.01)
 settings = ServerSettings("tiny", shutdown_seconds={seconds})
-run_server(Service(engine, served.tokenizer(), served.DEFAULTS, settings), bind("127.0.0.1", 0))
+run_server(Service(engine, served.DEFAULTS, settings), bind("127.0.0.1", 0))
 print("left", engine.closed)
 """
 
