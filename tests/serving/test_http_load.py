@@ -118,8 +118,7 @@ def test_a_stop_text_frees_the_place_of_its_choice_alone():
             extra_body={"ignore_eos": True, "stop_token_ids": []},
         )
         assert [choice.finish_reason for choice in found.choices] == ["stop", "length"]
-        ends = [handle.completions[0] for handle in running.engine.handles]
-        assert [end.finish_reason for end in ends] == ["abort", "length"] and len(ends[0].tokens) < 10
+        assert running.engine.stats().num_tokens < 30 + 15
 
 
 def test_readers_that_do_not_read_hold_nobody_up():
