@@ -9,6 +9,8 @@ import numpy as np
 from flax import nnx
 
 from moe_jax.checkpoint.companions import generation_config
+from moe_jax.config import ModelConfig
+from moe_jax.generation.speculative import check_drafts
 from moe_jax.models.decoder import Decoder
 from moe_jax.serving.device import Device
 from moe_jax.serving.handle import Handle, results
@@ -35,6 +37,14 @@ class Stats(NamedTuple):
     """New tokens so far."""
     num_preemptions: int
     weights_version: int
+    num_drafted: int = 0
+    """Drafts that were checked so far; see `Engine`."""
+    num_accepted: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The accepted share of the drafts; 0 without any."""
+        return self.num_accepted / max(self.num_drafted, 1)
 
 
 class Engine:
@@ -51,12 +61,14 @@ class Engine:
       limits: sizes, which set the engine's memory; default: `EngineLimits()`.
       tokenizer: a Hugging Face tokenizer, with which events and completions have text, and stop texts end them.
       keep_experts: True makes room for each token's experts, for requests with `return_experts`.
+      drafts: 1 drafts a token a step with the model's module that predicts further tokens (`serving.drafts`). A step then gives
+        a sequence one token or two, and costs more. Tokens are the same but for rounding.
       take_over: True deletes the model's layers once the engine has its own copies. A dense model then needs its memory once
         and not twice, and is unusable afterwards.
 
     Raises:
       ValueError: the model lies on several devices; or its positions scale with the longest sequence of a batch (rope type
-        "dynamic").
+        "dynamic"). Also drafts without such a module, or without room for two tokens of each sequence in a step.
     """
 
     def __init__(
@@ -66,22 +78,24 @@ class Engine:
         limits: EngineLimits | None = None,
         tokenizer: Any | None = None,
         keep_experts: bool = False,
+        drafts: int = 0,
         take_over: bool = False,
     ):
         limits = EngineLimits() if limits is None else limits
         _check_model(model)
+        _check_drafts(drafts, model.config, limits)
         self.tokenizer = tokenizer
         self.limits = limits
         self.config = model.config
         ends = generation_config(model.source, model.config).get("eos_token_id")
         self._ends = frozenset([] if ends is None else np.atleast_1d(ends).tolist())
         self._keeps_experts = keep_experts and model.config.experts is not None
-        device = Device(model, limits, keep_experts=keep_experts, take_over=take_over)
+        device = Device(model, limits, keep_experts=keep_experts, take_over=take_over, drafts=drafts)
         device.warm_up()
         # A collection delays a step by 10 ms if it looks through all that lives as long as the engine.
         gc.collect()
         gc.freeze()
-        self._loop = EngineLoop(device, EngineQueues(limits))
+        self._loop = EngineLoop(device, EngineQueues(limits, drafts))
 
     def generate(
         self, prompts: Many[Many[int]], options: SamplingOptions | Many[SamplingOptions] = GREEDY
@@ -156,6 +170,8 @@ class Engine:
             num_tokens=loop.num_tokens,
             num_preemptions=queues.num_preemptions,
             weights_version=queues.weights_version,
+            num_drafted=loop.num_drafted,
+            num_accepted=loop.num_accepted,
         )
 
     def close(self, *, drain: bool = True) -> None:
@@ -195,3 +211,15 @@ def _check_model(model: Decoder) -> None:
     devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
     if len(devices) > 1:
         raise ValueError(f"an engine computes on one device; the model lies on {len(devices)}")
+
+
+def _check_drafts(drafts: int, config: ModelConfig, limits: EngineLimits) -> None:
+    if drafts not in (0, 1):
+        raise ValueError(f"drafts must be 0 or 1; got {drafts!r}")
+    if drafts:
+        check_drafts(config)
+        if limits.max_tokens_per_step < 2 * limits.max_sequences:
+            raise ValueError(
+                f"with drafts max_tokens_per_step must be at least twice max_sequences; "
+                f"got {limits.max_tokens_per_step} and {limits.max_sequences}"
+            )

@@ -18,6 +18,8 @@ class EngineQueues:
     """
 
     limits: EngineLimits
+    drafts: int = 0
+    """Number of drafts that a decoding row computes with its token, 0 or 1."""
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     weights_version: int = 0
@@ -86,4 +88,4 @@ def _give_back(queues: EngineQueues, sequence: Sequence) -> None:
     queues.free_slots.append(sequence.slot)
     queues.pool.release(sequence.pages)
     sequence.slot, sequence.pages, sequence.decoding = None, [], False
-    sequence.num_scheduled = sequence.num_sealed = 0
+    sequence.num_scheduled = sequence.num_uncertain = sequence.num_sealed = 0

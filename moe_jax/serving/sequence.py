@@ -31,9 +31,11 @@ class Sequence:
     end: int = field(init=False)
     """Number of positions that are ever computed; the last new token is sampled at position `end` and not computed."""
     num_scheduled: int = field(default=0, init=False)
-    """Number of positions whose keys and values the steps so far have written."""
+    """Number of positions whose keys and values the steps so far have written; with drafts in flight, at least."""
+    num_uncertain: int = field(default=0, init=False)
+    """Number of drafts in flight: of further positions that steps have written if all of them are right."""
     in_flight: int = field(default=0, init=False)
-    """Number of tokens that steps have sampled and the host has not read."""
+    """Number of steps that have sampled tokens, one and accepted drafts, which the host has not read."""
     decoding: bool = field(default=False, init=False)
     """True if the device has the token at position `num_scheduled`, sampled in this slot."""
     slot: int | None = field(default=None, init=False)

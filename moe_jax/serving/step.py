@@ -18,6 +18,7 @@ from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries
 from moe_jax.layers.paged import LayerPages, PagedAttend, TokenPlaces, empty_pages
 from moe_jax.models.forward import LayerInputs, layer_inputs
 from moe_jax.parallel.spread import ONE_DEVICE
+from moe_jax.serving.draft_state import DraftedTokens, Drafting, init_drafting
 from moe_jax.serving.upload import StepRows, StepShape, unpacked
 from moe_jax.serving.weights import ServedModel, Weights, frame_of, head_of, layer_of
 
@@ -33,23 +34,30 @@ class DeviceState(NamedTuple):
     """The newest token of each slot, which no step has read yet."""
     experts: UInt[Array, "pages page_size moe_layers k"] | None
     """The experts of every token in the pages; None where nobody asks for them."""
+    drafting: Drafting | None = None
+    """The state of drafts, if the engine has any."""
 
 
 class StepOutput(NamedTuple):
-    """The results of a step. A row is a decoding row or, behind these, a chunk."""
+    """The results of a step. A row is a decoding row or, behind these, a chunk.
 
-    logits: Float[Array, "rows vocab"]
-    """Logits of each row's last token, f32."""
+    An output is a row's last token. With drafts a decoding row has two outputs, one behind the other: its token and its draft.
+    """
+
+    logits: Float[Array, "outputs vocab"]
+    """Logits of each output, f32."""
     slots: Int[Array, "rows"]
     """The slot of each row that samples; -1: the row samples nothing."""
-    positions: Int[Array, "rows"]
+    positions: Int[Array, "outputs"]
     """The position of the token that is to be drawn."""
     hidden: Float[Array, "tokens hidden"]
     """Hidden states of all tokens, behind the last norm."""
+    drafted: DraftedTokens | None = None
+    """The step's tokens, if the engine drafts."""
 
 
 def initial_state(
-    served: ServedModel, num_pages: int, num_slots: int, max_pages: int, *, keep_experts: bool = False
+    served: ServedModel, num_pages: int, num_slots: int, max_pages: int, *, keep_experts: bool = False, drafts: int = 0
 ) -> DeviceState:
     """Makes a state without sequences. `max_pages` is the number of pages of the longest sequence."""
     config = served.config
@@ -63,6 +71,7 @@ def initial_state(
         jnp.zeros((num_slots, max_pages), jnp.int32),
         jnp.zeros(num_slots, jnp.int32),
         experts,
+        init_drafting(config, num_pages, num_slots, served.dtype) if drafts else None,
     )
 
 
@@ -81,20 +90,24 @@ def step(
     """Runs the step that `upload` describes (`upload.packed`)."""
     rows = unpacked(upload, shape)
     page_table = _updated(state.page_table, rows)
-    batch = _batch(rows, page_table, state.last_token)
+    batch = _batch(rows, page_table, state.last_token, state.drafting)
     frame = frame_of(served, weights)
     x = frame["embed_tokens"](batch.tokens[None], served.dtype)
     inputs = layer_inputs(served.config, batch.positions[None], jnp.ones_like(batch.tokens)[None], batch.valid[None])
     x, pages, expert_ids = _layers(served, weights, state.pages, x, inputs, batch)
     hidden = frame["norm"](x)[0]
-    last = hidden[batch.last_token_of_row]
+    last = hidden[batch.outputs]
     logits = jnp.einsum("rd,vd->rv", last, head_of(frame).astype(served.dtype), preferred_element_type=jnp.float32)
     experts = state.experts
     if experts is not None:
         page, offset = batch.places
         experts = experts.at[page, offset].set(jnp.stack(expert_ids, axis=1).astype(experts.dtype), mode="drop")
-    output = StepOutput(logits, rows.sampling_slots, batch.positions[batch.last_token_of_row] + 1, hidden)
-    return DeviceState(pages, page_table, state.last_token, experts), output
+    output = StepOutput(logits, rows.sampling_slots, batch.positions[batch.outputs] + 1, hidden)
+    if state.drafting is not None:
+        drafts = jnp.where(batch.valid, batch.tokens, -1)[1 : 2 * len(rows.decode_slots) : 2]
+        tokens = DraftedTokens(drafts, batch.positions, batch.valid, batch.places, batch.queries, batch.outputs)
+        output = output._replace(drafted=tokens)
+    return DeviceState(pages, page_table, state.last_token, experts, state.drafting), output
 
 
 def _layers(
@@ -131,9 +144,9 @@ class _Batch(NamedTuple):
     valid: Bool[Array, "tokens"]
     places: TokenPlaces
     queries: PagedQueries
-    last_token_of_row: Int[Array, "rows"]
+    outputs: Int[Array, "outputs"]
     queries_per_row: int | None
-    """1 for a step without chunks."""
+    """Tokens of a decoding row, for a step without chunks."""
 
 
 def _updated(page_table: Int[Array, "slots max_pages"], rows: StepRows) -> Int[Array, "slots max_pages"]:
@@ -146,9 +159,12 @@ def _updated(page_table: Int[Array, "slots max_pages"], rows: StepRows) -> Int[A
     return page_table.at[slots].set(rows.chunk_tables, mode="drop")
 
 
-def _batch(rows: StepRows, page_table: Int[Array, "slots max_pages"], last_token: Int[Array, "slots"]) -> _Batch:
+def _batch(
+    rows: StepRows, page_table: Int[Array, "slots max_pages"], last_token: Int[Array, "slots"], drafting: Drafting | None
+) -> _Batch:
     num_decodes, num_chunk_tokens = len(rows.decode_slots), len(rows.chunk_tokens)
-    decoding = rows.decode_slots >= 0
+    decoding = _decoding(rows, last_token, drafting)
+    per_row = decoding.tokens.shape[1]
     # Chunks lie one behind the other, in the order of their rows.
     ends = jnp.cumsum(rows.chunk_counts)
     index = jnp.arange(num_chunk_tokens, dtype=jnp.int32)
@@ -159,19 +175,43 @@ def _batch(rows: StepRows, page_table: Int[Array, "slots max_pages"], last_token
 
     slots = jnp.concatenate([rows.decode_slots, rows.chunk_slots])
     tables = page_table.at[slots].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    row = jnp.concatenate([jnp.arange(num_decodes, dtype=jnp.int32), num_decodes + chunk.astype(jnp.int32)])
-    valid = jnp.concatenate([decoding, in_chunk])
-    positions = jnp.where(valid, jnp.concatenate([rows.decode_positions, chunk_positions]), 0)
-    tokens = jnp.concatenate([jnp.where(decoding, last_token[rows.decode_slots], 0), rows.chunk_tokens])
+    decode_rows = jnp.arange(num_decodes, dtype=jnp.int32)
+    row = jnp.concatenate([jnp.repeat(decode_rows, per_row), num_decodes + chunk.astype(jnp.int32)])
+    valid = jnp.concatenate([decoding.valid.ravel(), in_chunk])
+    positions = jnp.where(valid, jnp.concatenate([decoding.positions.ravel(), chunk_positions]), 0)
+    tokens = jnp.concatenate([jnp.where(decoding.valid, decoding.tokens, 0).ravel(), rows.chunk_tokens])
     page = jnp.where(valid, tables[row, positions // PAGE_SIZE], 0)
-    first_query = jnp.concatenate([jnp.arange(num_decodes + 1, dtype=jnp.int32), num_decodes + ends.astype(jnp.int32)])
-    num_keys = jnp.concatenate([jnp.where(decoding, rows.decode_positions + 1, 1), rows.chunk_starts + rows.chunk_counts])
+    num_decoding = num_decodes * per_row
+    first_query = per_row * jnp.arange(num_decodes + 1, dtype=jnp.int32)
+    first_query = jnp.concatenate([first_query, num_decoding + ends.astype(jnp.int32)])
+    num_keys = jnp.where(rows.decode_slots >= 0, decoding.positions[:, -1] + 1, 1)
+    num_keys = jnp.concatenate([num_keys, rows.chunk_starts + rows.chunk_counts])
+    last_of_chunks = jnp.maximum(first_query[num_decodes + 1 :] - 1, 0)
     return _Batch(
         tokens,
         positions,
         valid,
         TokenPlaces(page, positions % PAGE_SIZE),
         PagedQueries(first_query, num_keys, tables),
-        jnp.maximum(first_query[1:] - 1, 0),
-        queries_per_row=None if num_chunk_tokens else 1,
+        jnp.concatenate([jnp.arange(num_decoding, dtype=jnp.int32), last_of_chunks]),
+        queries_per_row=None if num_chunk_tokens else per_row,
     )
+
+
+class _Decoding(NamedTuple):
+    """The tokens of decoding rows: one of each, or with drafts two."""
+
+    tokens: Int[Array, "decodes per_row"]
+    positions: Int[Array, "decodes per_row"]
+    valid: Bool[Array, "decodes per_row"]
+
+
+def _decoding(rows: StepRows, last_token: Int[Array, "slots"], drafting: Drafting | None) -> _Decoding:
+    slots, last = rows.decode_slots, rows.decode_positions[:, None]
+    used, tokens = slots[:, None] >= 0, last_token[slots][:, None]
+    if drafting is None:
+        return _Decoding(tokens, last, used)
+    own = drafting.position[slots][:, None]
+    tokens = jnp.concatenate([tokens, drafting.draft[slots][:, None]], axis=1)
+    # A row whose sequence has ended, as the host does not know yet, may lie behind the sequence's pages: it writes nothing.
+    return _Decoding(tokens, jnp.minimum(own, last) + jnp.arange(2), used & (own + jnp.arange(2) <= last))
