@@ -7,8 +7,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from moe_jax.config import ModelConfig
+from moe_jax.generation.speculative import check_drafts
 from moe_jax.kernels.attention.paged import PagedQueries
 from moe_jax.layers.paged import LayerPages, TokenPlaces, empty_pages
+from moe_jax.serving.limits import EngineLimits
 
 
 class Drafting(NamedTuple):
@@ -33,6 +35,23 @@ class DraftedTokens(NamedTuple):
     queries: PagedQueries
     outputs: Int[Array, "outputs"]
     """Indices of the tokens that `StepOutput.logits` is for."""
+
+
+def check_drafting(drafts: int, config: ModelConfig, limits: EngineLimits) -> None:
+    """Checks that an engine of these limits can draft.
+
+    Raises:
+      ValueError: drafts are neither 0 nor 1, the model has no module that drafts, or a step no room for drafts.
+    """
+    if drafts not in (0, 1):
+        raise ValueError(f"drafts must be 0 or 1; got {drafts!r}")
+    if drafts:
+        check_drafts(config)
+        if limits.max_tokens_per_step < 2 * limits.max_sequences:
+            raise ValueError(
+                f"with drafts max_tokens_per_step must be at least twice max_sequences; "
+                f"got {limits.max_tokens_per_step} and {limits.max_sequences}"
+            )
 
 
 def init_drafting(config: ModelConfig, num_pages: int, num_slots: int, dtype: DTypeLike) -> Drafting:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.layers.paged import PagedAttend, TokenPlaces
+from moe_jax.layers.paged import PagedAttend
 from moe_jax.models.forward import layer_inputs
 from moe_jax.models.mtp import PredictorState
 from moe_jax.parallel.spread import ONE_DEVICE
@@ -115,17 +115,14 @@ def _module(
     config, drafted = served.config, output.drafted
     assert drafted is not None
     first, second, accepted = checked
-    num_decodes, num_tokens = len(accepted), len(drafted.valid)
-    # A wrong draft is no token: nothing of it is written.
-    valid = drafted.valid.at[1 : 2 * num_decodes : 2].min(accepted)
-    page, offset = drafted.places
+    num_decodes = len(accepted)
     frame = frame_of(served, weights)
     following = jnp.concatenate([jnp.stack([first[:num_decodes], second], axis=1).ravel(), _behind_chunks(rows, first)])
     state = PredictorState(output.hidden[None], frame["embed_tokens"](following[None], served.dtype))
-    inputs = layer_inputs(config, drafted.positions[None], jnp.ones((1, num_tokens), jnp.int32), valid[None])
+    inputs = layer_inputs(config, drafted.positions[None], jnp.ones_like(following)[None], drafted.valid[None])
     attend = PagedAttend(
         drafting.pages,
-        TokenPlaces(jnp.where(valid, page, 0), offset),
+        drafted.places,
         drafted.queries,
         queries_per_row=None if len(rows.chunk_tokens) else 2,
         value_dim=config.latent_value_dim,

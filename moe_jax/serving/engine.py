@@ -9,10 +9,9 @@ import numpy as np
 from flax import nnx
 
 from moe_jax.checkpoint.companions import generation_config
-from moe_jax.config import ModelConfig
-from moe_jax.generation.speculative import check_drafts
 from moe_jax.models.decoder import Decoder
 from moe_jax.serving.device import Device
+from moe_jax.serving.draft_state import check_drafting
 from moe_jax.serving.handle import Handle, results
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.loop import EngineLoop
@@ -37,9 +36,10 @@ class Stats(NamedTuple):
     """New tokens so far."""
     num_preemptions: int
     weights_version: int
-    num_drafted: int = 0
-    """Drafts that were checked so far; see `Engine`."""
-    num_accepted: int = 0
+    num_drafted: int
+    """Drafts that were checked so far (`Engine(drafts=)`)."""
+    num_accepted: int
+    """Drafts that were accepted so far: each gave a token without a step of its own."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -83,7 +83,7 @@ class Engine:
     ):
         limits = EngineLimits() if limits is None else limits
         _check_model(model)
-        _check_drafts(drafts, model.config, limits)
+        check_drafting(drafts, model.config, limits)
         self.tokenizer = tokenizer
         self.limits = limits
         self.config = model.config
@@ -211,15 +211,3 @@ def _check_model(model: Decoder) -> None:
     devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
     if len(devices) > 1:
         raise ValueError(f"an engine computes on one device; the model lies on {len(devices)}")
-
-
-def _check_drafts(drafts: int, config: ModelConfig, limits: EngineLimits) -> None:
-    if drafts not in (0, 1):
-        raise ValueError(f"drafts must be 0 or 1; got {drafts!r}")
-    if drafts:
-        check_drafts(config)
-        if limits.max_tokens_per_step < 2 * limits.max_sequences:
-            raise ValueError(
-                f"with drafts max_tokens_per_step must be at least twice max_sequences; "
-                f"got {limits.max_tokens_per_step} and {limits.max_sequences}"
-            )
