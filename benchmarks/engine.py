@@ -8,7 +8,8 @@
 A step gives one more token to every sequence. Its time is the difference between generating `--long` and `--short` tokens, over
 the difference of their numbers, so that prefill cancels. Times are medians of 3 calls. Decoding is greedy, and no sequence ends
 early. `device` is the same step in a loop without the engine: the difference is the host's. `prompts` is the time to the first
-token of all sequences, whose prompts are new. `generate` is `moe_jax.generate`.
+token of all sequences, whose prompts are new. `generate` is `moe_jax.generate`. With drafts a step is the time of a token.
+Nearly all drafts of random weights are wrong, so that this is the cost of a step with its drafts.
 """
 
 import argparse
@@ -42,7 +43,9 @@ def main() -> None:
     parser.add_argument("--short", type=int, default=16)
     parser.add_argument("--long", type=int, default=144)
     parser.add_argument("--load", type=int, nargs=3, metavar=("REQUESTS", "IN", "OUT"))
+    parser.add_argument("--step-tokens", type=int, help="tokens of the largest step, in place of 8192 (on a CPU 256)")
     parser.add_argument("--pages", type=int, help="pages of keys and values; default: as many as the cases need")
+    parser.add_argument("--drafts", action="store_true", help="with drafts of the model's module; no time for `device`")
     parser.add_argument("--with-generate", action="store_true", help="also time moe_jax.generate")
     parser.add_argument("--small", action="store_true", help="sizes of Qwen3-MoE for a CPU, in f32, as a smoke test")
     args = parser.parse_args()
@@ -50,19 +53,19 @@ def main() -> None:
     dtype = jnp.dtype(jnp.float32 if args.small else jnp.bfloat16)
     config = replace(config, **SMALL) if args.small else config
     config = replace(config, num_hidden_layers=args.layers) if args.layers else config
-    model = random_model(config, dtype)
+    model = random_model(config if args.drafts else config.without_mtp(), dtype)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {'small' if args.small else args.config}, {dtype.name}")
     cases = [(*map(int, case.split("x")), args.long) for case in args.cases]
     most = max([sequences for sequences, _, _ in cases] + [min(args.load[0], 256) if args.load else 1])
     loads = [*cases, tuple(args.load)] if args.load else cases
     limits = EngineLimits(
         max_sequences=most,
-        max_tokens_per_step=256 if args.small else 8192,
+        max_tokens_per_step=args.step_tokens or (256 if args.small else 8192),
         max_length=max(prompt + new for _, prompt, new in loads),
         num_pages=args.pages or 1 + max(min(count, most) * pages_of(prompt + new) for count, prompt, new in loads),
     )
     began = time.perf_counter()
-    engine = Engine(model, limits=limits)
+    engine = Engine(model, limits=limits, drafts=int(args.drafts))
     print(f"{limits}\nengine ready in {time.perf_counter() - began:.0f} s", flush=True)
     rng = np.random.default_rng(0)
     titles = {"sequences": 10, "prompt": 8, "a step": 12, "tokens/s": 10, "device": 12, "prompts": 12, "generate": 12}
@@ -74,6 +77,8 @@ def main() -> None:
         time_load(engine, rng.integers(0, config.vocab_size, args.load[:2]).tolist(), args.load[2])
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
     print(f"peak {peak:.2f} GiB")
+    if args.drafts:
+        print(f"{engine.stats().num_drafted} drafts, {engine.stats().acceptance_rate:.1%} accepted")
     engine.close()
 
 
@@ -89,7 +94,8 @@ def time_steps(engine: Engine, model, prompts: list[list[int]], short: int, long
     began = time.perf_counter()
     of_engine(1)
     prefill = 1e3 * (time.perf_counter() - began)
-    step, device = a_step(of_engine), device_ms(engine, len(prompts), len(prompts[0]) + long // 2)
+    step, drafts = a_step(of_engine), engine._loop.queues.drafts
+    device = float("nan") if drafts else device_ms(engine, len(prompts), len(prompts[0]) + long // 2)
     generate = a_step(lambda n: moe_jax.generate(model, prompts, max_new_tokens=n)) if model is not None else float("nan")
     rate = 1e3 * len(prompts) / step
     times = f"{device:>9.3f} ms{prefill:>9.1f} ms{generate:>9.3f} ms"

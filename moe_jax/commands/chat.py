@@ -35,6 +35,8 @@ class ChatCommand:
       top_p: sample from the most likely tokens whose probabilities reach p. Default: as in generation_config.json.
       seed: seed of the sampling. Default: a new one for each answer.
       think: False tells templates such as Qwen3's that the model should answer without thinking first.
+      drafts: the model's multi-token prediction module drafts a token in each step, for fewer steps. The text is the same up to
+        rounding.
       dtype: the dtype that the model computes in.
     """
 
@@ -47,6 +49,7 @@ class ChatCommand:
     top_p: float | None = None
     seed: int | None = None
     think: bool = True
+    drafts: bool = False
     dtype: Dtype = "bfloat16"
 
     def run(self) -> None:
@@ -56,12 +59,13 @@ class ChatCommand:
         from moe_jax.generation.text import chat_prompts
         from moe_jax.serving.conversation import Conversation
         from moe_jax.serving.defaults import model_defaults
+        from moe_jax.serving.draft_state import check_drafting
         from moe_jax.serving.engine import Engine
         from moe_jax.serving.limits import EngineLimits
         from moe_jax.serving.request import SamplingOptions
 
         folder = find_checkpoint(self.model)
-        config, tokenizer = read_config(folder, mtp=False), load_tokenizer(folder)
+        config, tokenizer = read_config(folder, mtp=self.drafts), load_tokenizer(folder)
         template_options = {} if self.think else {"enable_thinking": False}
         # Refuses a tokenizer without a template before weights are read.
         chat_prompts(tokenizer, ["a question"], None, template_options)
@@ -81,11 +85,13 @@ class ChatCommand:
         limits = EngineLimits(
             max_sequences=1, max_tokens_per_step=2048, max_length=length, num_pages=length // 64 + 2, max_waiting=1
         )
+        check_drafting(int(self.drafts), config, limits)
         print("loading ...", file=sys.stderr)
-        engine = Engine(from_pretrained(folder, dtype=self.dtype, mtp=False), limits=limits, take_over=True)
+        model = from_pretrained(folder, dtype=self.dtype, mtp=self.drafts)
+        engine = Engine(model, limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
         if self.max_new_tokens is None:
             options = replace(options, max_new_tokens=0)
-        talk(Conversation(engine, tokenizer, options, system=self.system, template_options=template_options))
+        talk(Conversation(engine, options, system=self.system, template_options=template_options))
         engine.close(drain=False)
 
 

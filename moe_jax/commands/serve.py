@@ -34,6 +34,8 @@ class ServeCommand:
       max_body_mb: largest size of a request, in megabytes.
       request_seconds: time after which a request is given up.
       shutdown_seconds: time that running requests have to finish after SIGTERM or Ctrl-C; a second signal ends them at once.
+      drafts: the model's multi-token prediction module drafts a token in each step, for fewer steps. The text is the same up to
+        rounding.
       dtype: the dtype that the model computes in.
     """
 
@@ -47,6 +49,7 @@ class ServeCommand:
     max_body_mb: float = 8
     request_seconds: float = 3600
     shutdown_seconds: float = 30
+    drafts: bool = False
     dtype: Dtype = "bfloat16"
 
     def run(self) -> None:
@@ -60,6 +63,7 @@ class ServeCommand:
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
         from moe_jax.serving.defaults import model_defaults
+        from moe_jax.serving.draft_state import check_drafting
         from moe_jax.serving.engine import Engine
         from moe_jax.serving.http.server import bind, run_server
         from moe_jax.serving.http.service import Service
@@ -75,9 +79,11 @@ class ServeCommand:
             shutdown_seconds=self.shutdown_seconds,
         )
         folder = find_checkpoint(self.model)
-        config, tokenizer = read_config(folder, mtp=False), load_tokenizer(folder)
+        config, tokenizer = read_config(folder, mtp=self.drafts), load_tokenizer(folder)
         limits = self.sizes.engine_limits(config, self.max_waiting)
+        check_drafting(int(self.drafts), config, limits)
         defaults = model_defaults(folder, config, tokenizer)
         bound = bind(self.host, self.port)
-        engine = Engine(from_pretrained(folder, dtype=self.dtype, mtp=False), limits=limits, take_over=True)
-        run_server(Service(engine, tokenizer, defaults, settings), bound)
+        model = from_pretrained(folder, dtype=self.dtype, mtp=self.drafts)
+        engine = Engine(model, limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
+        run_server(Service(engine, defaults, settings), bound)

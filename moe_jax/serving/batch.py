@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Int
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries
 from moe_jax.layers.paged import TokenPlaces
+from moe_jax.serving.draft_state import Drafting
 from moe_jax.serving.upload import StepRows
 
 
@@ -18,15 +19,18 @@ class StepBatch(NamedTuple):
     valid: Bool[Array, "tokens"]
     places: TokenPlaces
     queries: PagedQueries
-    last_token_of_row: Int[Array, "rows"]
+    outputs: Int[Array, "outputs"]
     queries_per_row: int | None
-    """1 for a step without chunks."""
+    """Tokens of a decoding row, for a step without chunks."""
 
 
-def batch_of(rows: StepRows, page_table: Int[Array, "slots max_pages"], last_token: Int[Array, "slots"]) -> StepBatch:
+def batch_of(
+    rows: StepRows, page_table: Int[Array, "slots max_pages"], last_token: Int[Array, "slots"], drafting: Drafting | None
+) -> StepBatch:
     """Makes the batch of a table that is up to date."""
     num_decodes, num_chunk_tokens = len(rows.decode_slots), len(rows.chunk_tokens)
-    decoding = rows.decode_slots >= 0
+    decoding = _decoding(rows, last_token, drafting)
+    per_row = decoding.tokens.shape[1]
     # Chunks lie one behind the other, in the order of their rows.
     ends = jnp.cumsum(rows.chunk_counts)
     index = jnp.arange(num_chunk_tokens, dtype=jnp.int32)
@@ -37,21 +41,26 @@ def batch_of(rows: StepRows, page_table: Int[Array, "slots max_pages"], last_tok
 
     slots = jnp.concatenate([rows.decode_slots, rows.chunk_slots])
     tables = page_table.at[slots].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    row = jnp.concatenate([jnp.arange(num_decodes, dtype=jnp.int32), num_decodes + chunk.astype(jnp.int32)])
-    valid = jnp.concatenate([decoding, in_chunk])
-    positions = jnp.where(valid, jnp.concatenate([rows.decode_positions, chunk_positions]), 0)
-    tokens = jnp.concatenate([jnp.where(decoding, last_token[rows.decode_slots], 0), rows.chunk_tokens])
+    decode_rows = jnp.arange(num_decodes, dtype=jnp.int32)
+    row = jnp.concatenate([jnp.repeat(decode_rows, per_row), num_decodes + chunk.astype(jnp.int32)])
+    valid = jnp.concatenate([decoding.valid.ravel(), in_chunk])
+    positions = jnp.where(valid, jnp.concatenate([decoding.positions.ravel(), chunk_positions]), 0)
+    tokens = jnp.concatenate([jnp.where(decoding.valid, decoding.tokens, 0).ravel(), rows.chunk_tokens])
     page = jnp.where(valid, tables[row, positions // PAGE_SIZE], 0)
-    first_query = jnp.concatenate([jnp.arange(num_decodes + 1, dtype=jnp.int32), num_decodes + ends.astype(jnp.int32)])
-    num_keys = jnp.concatenate([jnp.where(decoding, rows.decode_positions + 1, 1), rows.chunk_starts + rows.chunk_counts])
+    num_decoding = num_decodes * per_row
+    first_query = per_row * jnp.arange(num_decodes + 1, dtype=jnp.int32)
+    first_query = jnp.concatenate([first_query, num_decoding + ends.astype(jnp.int32)])
+    num_keys = jnp.where(rows.decode_slots >= 0, decoding.positions[:, -1] + 1, 1)
+    num_keys = jnp.concatenate([num_keys, rows.chunk_starts + rows.chunk_counts])
+    last_of_chunks = jnp.maximum(first_query[num_decodes + 1 :] - 1, 0)
     return StepBatch(
         tokens,
         positions,
         valid,
         TokenPlaces(page, positions % PAGE_SIZE),
         PagedQueries(first_query, num_keys, tables),
-        jnp.maximum(first_query[1:] - 1, 0),
-        queries_per_row=None if num_chunk_tokens else 1,
+        jnp.concatenate([jnp.arange(num_decoding, dtype=jnp.int32), last_of_chunks]),
+        queries_per_row=None if num_chunk_tokens else per_row,
     )
 
 
@@ -63,3 +72,22 @@ def updated_table(page_table: Int[Array, "slots max_pages"], rows: StepRows) -> 
     page_table = page_table.at[slots, column].set(rows.decode_pages, mode="drop")
     slots = jnp.where(rows.chunk_slots >= 0, rows.chunk_slots, nowhere)
     return page_table.at[slots].set(rows.chunk_tables, mode="drop")
+
+
+class _Decoding(NamedTuple):
+    """The tokens of decoding rows: one of each, or with drafts two."""
+
+    tokens: Int[Array, "decodes per_row"]
+    positions: Int[Array, "decodes per_row"]
+    valid: Bool[Array, "decodes per_row"]
+
+
+def _decoding(rows: StepRows, last_token: Int[Array, "slots"], drafting: Drafting | None) -> _Decoding:
+    slots, last = rows.decode_slots, rows.decode_positions[:, None]
+    used, tokens = slots[:, None] >= 0, last_token[slots][:, None]
+    if drafting is None:
+        return _Decoding(tokens, last, used)
+    own = drafting.position[slots][:, None]
+    tokens = jnp.concatenate([tokens, drafting.draft[slots][:, None]], axis=1)
+    # A row whose sequence has ended, as the host does not know yet, may lie behind the sequence's pages: it writes nothing.
+    return _Decoding(tokens, jnp.minimum(own, last) + jnp.arange(2), used & (own + jnp.arange(2) <= last))

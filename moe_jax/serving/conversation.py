@@ -8,13 +8,13 @@ from moe_jax.generation.text import chat_prompts
 from moe_jax.serving.defaults import room_behind
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.request import SamplingOptions
-from moe_jax.serving.text import TextStream
 
 
 class Conversation:
     """The messages so far.
 
     Args:
+      engine: an engine with a tokenizer, whose chat template writes the messages.
       options: of all answers; `max_new_tokens=0`: as many tokens as the engine has room for.
       system: the text of a first message that tells the model how to answer.
       template_options: further values for the chat template.
@@ -23,14 +23,12 @@ class Conversation:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Any,
         options: SamplingOptions,
         *,
         system: str | None = None,
         template_options: Mapping[str, Any] | None = None,
     ):
         self._engine = engine
-        self._tokenizer = tokenizer
         self._options = options
         self._template_options = template_options
         self._begin: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
@@ -47,24 +45,17 @@ class Conversation:
           ValueError: the chat template refuses the conversation, or it has become too long; the message is forgotten.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        (prompt,) = chat_prompts(self._tokenizer, [messages], None, self._template_options)
+        (prompt,) = chat_prompts(self._engine.tokenizer, [messages], None, self._template_options)
         options = self._options
         if not options.max_new_tokens:
             options = dataclasses.replace(options, max_new_tokens=room_behind(prompt, self._engine.limits))
         handle = self._engine.submit(prompt, options)
-        stream, answer = TextStream(self._tokenizer, prompt, options.stop), ""
+        answer = ""
         try:
             for event in handle.events():
-                # A token that ends the answer is no part of it.
-                if event.token is not None and event.finish_reason != "stop":
-                    piece = stream.add(event.token)
-                    answer += piece
-                    yield piece
-                if stream.stopped:
-                    break
-            rest = stream.flush()
-            answer += rest
-            yield rest
+                piece = event.text or ""
+                answer += piece
+                yield piece
         finally:
             handle.abort()
             if answer:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from moe_jax.serving.penalties import Penalties, count_tokens, has_penalties
 from moe_jax.serving.request import MAX_LOGPROBS, SamplingOptions
@@ -43,19 +43,30 @@ def draw_program(variant: Variant) -> Callable[..., Drawn]:
     return jax.jit(functools.partial(_draw, variant), donate_argnums=(2, 3))
 
 
-def _draw(
-    variant: Variant, output: StepOutput, options: SlotOptions, last_token: Int[Array, "slots"], penalties: Penalties | None
-) -> Drawn:
+def draw_rows(
+    variant: Variant,
+    logits: Float[Array, "rows vocab"],
+    slots: Int[Array, "rows"],
+    positions: Int[Array, "rows"],
+    options: SlotOptions,
+    penalties: Penalties | None,
+) -> tuple[Sampled, Penalties | None]:
+    """Draws a token for each row, as `sample_rows` does; returns the penalties with the new tokens counted too."""
     is_full = variant == "full"
     sampled = sample_rows(
-        output.logits,
-        output.slots,
-        output.positions,
+        logits,
+        slots,
+        positions,
         options,
         variant="restricted" if variant == "full" else variant,
         penalties=penalties,
-        num_top=min(MAX_LOGPROBS, output.logits.shape[1]) if is_full else 0,
+        num_top=min(MAX_LOGPROBS, logits.shape[1]) if is_full else 0,
     )
-    if penalties is not None:
-        penalties = count_tokens(penalties, output.slots, sampled.tokens)
+    return sampled, None if penalties is None else count_tokens(penalties, slots, sampled.tokens)
+
+
+def _draw(
+    variant: Variant, output: StepOutput, options: SlotOptions, last_token: Int[Array, "slots"], penalties: Penalties | None
+) -> Drawn:
+    sampled, penalties = draw_rows(variant, output.logits, output.slots, output.positions, options, penalties)
     return Drawn(sampled, with_last_tokens(last_token, output.slots, sampled.tokens), penalties)

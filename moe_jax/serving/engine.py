@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Sequence as Many
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,7 +11,8 @@ from flax import nnx
 from moe_jax.checkpoint.companions import generation_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.serving.device import Device
-from moe_jax.serving.handle import Handle
+from moe_jax.serving.draft_state import check_drafting
+from moe_jax.serving.handle import Handle, results
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.loop import EngineLoop
 from moe_jax.serving.queues import EngineQueues, change_weights
@@ -35,6 +36,15 @@ class Stats(NamedTuple):
     """New tokens so far."""
     num_preemptions: int
     weights_version: int
+    num_drafted: int
+    """Drafts that were checked so far (`Engine(drafts=)`)."""
+    num_accepted: int
+    """Drafts that were accepted so far: each gave a token without a step of its own."""
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The accepted share of the drafts; 0 without any."""
+        return self.num_accepted / max(self.num_drafted, 1)
 
 
 class Engine:
@@ -49,31 +59,43 @@ class Engine:
     Args:
       model: any model of this library, on one device. The engine reads experts where the model keeps them.
       limits: sizes, which set the engine's memory; default: `EngineLimits()`.
+      tokenizer: a Hugging Face tokenizer, with which events and completions have text, and stop texts end them.
       keep_experts: True makes room for each token's experts, for requests with `return_experts`.
+      drafts: 1 drafts a token a step with the model's module that predicts further tokens (`serving.drafts`). A step then gives
+        a sequence one token or two, and costs more. Tokens are the same but for rounding.
       take_over: True deletes the model's layers once the engine has its own copies. A dense model then needs its memory once
         and not twice, and is unusable afterwards.
 
     Raises:
       ValueError: the model lies on several devices; or its positions scale with the longest sequence of a batch (rope type
-        "dynamic").
+        "dynamic"). Also drafts without such a module, or without room for two tokens of each sequence in a step.
     """
 
     def __init__(
-        self, model: Decoder, *, limits: EngineLimits | None = None, keep_experts: bool = False, take_over: bool = False
+        self,
+        model: Decoder,
+        *,
+        limits: EngineLimits | None = None,
+        tokenizer: Any | None = None,
+        keep_experts: bool = False,
+        drafts: int = 0,
+        take_over: bool = False,
     ):
         limits = EngineLimits() if limits is None else limits
         _check_model(model)
+        check_drafting(drafts, model.config, limits)
+        self.tokenizer = tokenizer
         self.limits = limits
         self.config = model.config
         ends = generation_config(model.source, model.config).get("eos_token_id")
         self._ends = frozenset([] if ends is None else np.atleast_1d(ends).tolist())
         self._keeps_experts = keep_experts and model.config.experts is not None
-        device = Device(model, limits, keep_experts=keep_experts, take_over=take_over)
+        device = Device(model, limits, keep_experts=keep_experts, take_over=take_over, drafts=drafts)
         device.warm_up()
         # A collection delays a step by 10 ms if it looks through all that lives as long as the engine.
         gc.collect()
         gc.freeze()
-        self._loop = EngineLoop(device, EngineQueues(limits))
+        self._loop = EngineLoop(device, EngineQueues(limits, drafts))
 
     def generate(
         self, prompts: Many[Many[int]], options: SamplingOptions | Many[SamplingOptions] = GREEDY
@@ -92,7 +114,7 @@ class Engine:
             raise ValueError(f"options must be one for all prompts, or one for each of {len(prompts)}; got {len(each)}")
         ids = [self._checked(prompt, of_prompt) for prompt, of_prompt in zip(prompts, each, strict=True)]
         handles = [self._submit(*pair, limited=False) for pair in zip(ids, each, strict=True)]
-        return [handle.result() for handle in handles]
+        return results(handles)
 
     def submit(self, prompt: Many[int], options: SamplingOptions = GREEDY) -> Handle:
         """Adds a request and returns at once.
@@ -148,6 +170,8 @@ class Engine:
             num_tokens=loop.num_tokens,
             num_preemptions=queues.num_preemptions,
             weights_version=queues.weights_version,
+            num_drafted=loop.num_drafted,
+            num_accepted=loop.num_accepted,
         )
 
     def close(self, *, drain: bool = True) -> None:
@@ -162,13 +186,18 @@ class Engine:
         ids = checked(prompt, options, self.limits, self.config.vocab_size)
         if options.return_experts and not self._keeps_experts:
             raise ValueError("return_experts needs a model with experts and Engine(..., keep_experts=True)")
+        if options.stop and self.tokenizer is None:
+            raise ValueError("stop texts need Engine(..., tokenizer=...)")
         return ids
 
     def _submit(self, prompt: list[int], options: SamplingOptions, *, limited: bool) -> Handle:
         ends = frozenset(options.stop_token_ids) | (frozenset() if options.ignore_eos else self._ends)
-        handle = Handle(prompt, options.n, lambda: self._loop.abort(sequences))
+        handle = Handle(prompt, options, lambda numbers: self._loop.abort([sequences[i] for i in numbers]), self.tokenizer)
+        # The first continuation scores the prompt for all.
+        scores: list[dict[int, float] | None] = [None]
         sequences = [
-            Sequence(prompt, options, seed, ends, index, owner=Record(handle)) for index, seed in enumerate(seeds_of(options))
+            Sequence(prompt, options, seed, ends, index, owner=Record(handle, scores))
+            for index, seed in enumerate(seeds_of(options))
         ]
         self._loop.add(sequences, limited=limited)
         return handle

@@ -4,40 +4,37 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moe_jax.serving.request import Completion, FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A new token of one continuation, or its end."""
-
-    index: int
-    """The number of the continuation, below `SamplingOptions.n`."""
-    token: int | None
-    """None if the continuation ends without another token: an abort or an error."""
-    logprob: float | None = None
-    top_logprobs: dict[int, float] | None = None
-    """The most likely tokens, if the options asked for some."""
-    finish_reason: FinishReason | None = None
-    """Set with the last event of a continuation."""
+from moe_jax.serving.events import ContinuationText, Event
+from moe_jax.serving.request import Completion, SamplingOptions
 
 
 class Handle:
     """A request that was submitted. Its events are read once: by `events`, or by `async for`.
 
+    With a tokenizer, events and completions have text. A stop text ends its continuation when its events are read.
+
+    Args:
+      abort: ends the continuations of these numbers.
+
     Raises:
       RuntimeError: while events are read: the engine failed.
     """
 
-    def __init__(self, prompt: list[int], n: int, abort: Callable[[], None]):
+    def __init__(
+        self, prompt: list[int], options: SamplingOptions, abort: Callable[[range], None], tokenizer: Any | None = None
+    ):
+        n = options.n
         self.prompt = prompt
+        self.options = options
         self.completions: list[Completion | None] = [None] * n
-        """The continuations that have ended."""
+        """The continuations that have ended. One has its text once its last event was read."""
         self.error: BaseException | None = None
         self._abort = abort
+        self._texts: list[ContinuationText] | None = None
+        if tokenizer is not None:
+            self._texts = [ContinuationText(tokenizer, prompt, options.stop) for _ in range(n)]
         self._events: deque[Event] = deque()
         self._remaining = n
         """Continuations whose last event was not read."""
@@ -46,7 +43,7 @@ class Handle:
 
     def abort(self) -> None:
         """Ends all continuations that have not ended yet; their last events follow."""
-        self._abort()
+        self._abort(range(len(self.completions)))
 
     def events(self) -> Iterator[Event]:
         """Yields the events as they come, and returns behind the last one."""
@@ -69,9 +66,7 @@ class Handle:
 
     def result(self) -> list[Completion]:
         """Waits for all continuations and returns them."""
-        for _ in self.events():
-            pass
-        return [completion for completion in self.completions if completion is not None]
+        return results([self])[0]
 
     def deliver(self, event: Event) -> "Listener | None":
         """Adds an event; the engine's thread calls this. Returns whom to wake (`wake`)."""
@@ -89,9 +84,35 @@ class Handle:
         while self._events:
             event = self._events.popleft()
             self._remaining -= event.finish_reason is not None
-            yield event
+            if (read := self._with_text(event)) is not None:
+                yield read
         if self.error is not None:
             raise RuntimeError("the engine failed") from self.error
+
+    def _with_text(self, event: Event) -> Event | None:
+        """Returns the event with its text, and ends its continuation if a stop text is complete; None: it is dropped."""
+        if self._texts is None:
+            return event
+        index, text = event.index, self._texts[event.index]
+        was_stopped = text.stopped
+        read = text.read(event)
+        completion = self.completions[index]
+        if event.finish_reason is not None and completion is not None:
+            self.completions[index] = text.of(completion)
+        elif text.stopped and not was_stopped:
+            self._abort(range(index, index + 1))
+        return read
+
+
+def results(handles: list[Handle]) -> list[list[Completion]]:
+    """Waits for all continuations of all requests, and returns them."""
+    stopping = [handle for handle in handles if handle.options.stop]
+    for handle in handles:
+        for _ in handle.events():
+            # A stop text is found only where events are read: else a request would run on behind its own.
+            for other in stopping:
+                deque(other._new_events(), maxlen=0)
+    return [[completion for completion in handle.completions if completion is not None] for handle in handles]
 
 
 class Listener(NamedTuple):

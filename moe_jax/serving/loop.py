@@ -10,13 +10,14 @@ import queue
 import threading
 from collections.abc import Callable
 
-import numpy as np
-
 from moe_jax.serving.device import Device, Launched
-from moe_jax.serving.handle import Event, Listener, wake
+from moe_jax.serving.events import Event
+from moe_jax.serving.handle import Listener, wake
 from moe_jax.serving.prompts import read_scores
 from moe_jax.serving.queues import EngineQueues, finish
-from moe_jax.serving.records import Record, completion_of
+from moe_jax.serving.reading import NewToken, read_tokens
+from moe_jax.serving.records import completion_of
+from moe_jax.serving.request import FinishReason
 from moe_jax.serving.schedule import plan_step, read_step
 from moe_jax.serving.sequence import Sequence
 
@@ -34,13 +35,14 @@ class EngineLoop:
       device, queues: changed by the thread alone; others may read numbers from them.
       is_paused: True while no step is to start.
       num_steps, num_tokens: steps started, and new tokens read, so far.
+      num_drafted, num_accepted: drafts checked, and those accepted, so far.
     """
 
     def __init__(self, device: Device, queues: EngineQueues):
         self.device = device
         self.queues = queues
         self.is_paused = False
-        self.num_steps = self.num_tokens = 0
+        self.num_steps = self.num_tokens = self.num_drafted = self.num_accepted = 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: set[Sequence] = set()
         self._lock = threading.Lock()
@@ -165,9 +167,8 @@ class EngineLoop:
         for chunk in plan.chunks:
             chunk.sequence.owner.started(self.queues.weights_version)
         for sequence, pages in plan.preempted:
-            if sequence.options.return_experts and sequence.in_flight:
-                # The token in flight may be the last one, and the next step writes to the pages.
-                sequence.owner.experts = self.device.experts_of(pages, len(sequence.tokens))
+            # It may end before it is computed again, and the next step writes to the pages.
+            self._keep_experts(sequence, pages)
         return self.device.launch(plan)
 
     def _read(self, launched: Launched) -> None:
@@ -175,41 +176,52 @@ class EngineLoop:
         for sequence, scores in read_scores(launched.scores):
             if sequence.finish_reason is None:
                 sequence.owner.prompt_logprobs += scores
-        tokens, logprobs, top_tokens, top_logprobs = (np.asarray(a)[launched.rows] for a in launched.sampled)
-        samples = launched.plan.samples
+        samples, new = launched.plan.samples, read_tokens(launched)
+        self._count_drafts(launched, new)
         pages = {i: list(one.pages) for i, one in enumerate(samples) if one.options.return_experts}
-        taken = read_step(self.queues, launched.plan, tokens.tolist())
-        self.num_tokens += len(taken)
-        logprob_list = logprobs.tolist()
-        for i in taken:
+        taken = read_step(self.queues, launched.plan, [[one.token for one in each] for each in new])
+        self.num_tokens += sum(taken)
+        for i, count in enumerate(taken):
             sequence = samples[i]
-            record: Record = sequence.owner
-            tops = None
-            if wanted := sequence.options.logprobs:
-                tops = dict(zip(top_tokens[i, :wanted].tolist(), top_logprobs[i, :wanted].tolist(), strict=True))
-            record.add(logprob_list[i], tops)
-            if sequence.finish_reason is not None:
-                if pages.get(i):
-                    record.experts = self.device.experts_of(pages[i], len(sequence.tokens) - 1)
+            for one in new[i][:count]:
+                sequence.owner.add(one.logprob, one.top_logprobs)
+            if count and sequence.finish_reason is not None:
+                self._keep_experts(sequence, pages.get(i, []))
                 self._close_record(sequence)
-            self._deliver(sequence, sequence.tokens[-1], logprob_list[i], tops)
+            for number, one in enumerate(new[i][:count], 1):
+                self._deliver(sequence, one, sequence.finish_reason if number == count else None)
+
+    def _count_drafts(self, launched: Launched, new: list[list[NewToken]]) -> None:
+        if launched.second is not None:
+            for decode, tokens in zip(launched.plan.decodes, new, strict=False):
+                if decode.sequence.finish_reason is None:
+                    self.num_drafted += 1
+                    self.num_accepted += len(tokens) - 1
 
     def _end_all(self, sequences: list[Sequence]) -> None:
         """Ends sequences without another token, if they have not ended."""
         for sequence in sequences:
             if sequence.finish_reason is None:
+                self._keep_experts(sequence, sequence.pages if sequence.decoding else [])
                 finish(self.queues, sequence, "abort")
                 self._close_record(sequence)
-                self._deliver(sequence, None, None, None)
+                self._deliver(sequence, None, "abort")
+
+    def _keep_experts(self, sequence: Sequence, pages: list[int]) -> None:
+        """Reads the experts of a sequence from its pages, if it has any and its request asks for them."""
+        if sequence.options.return_experts and pages:
+            sequence.owner.experts = self.device.experts_of(pages, len(sequence.tokens))
 
     def _close_record(self, sequence: Sequence) -> None:
         sequence.owner.handle.completions[sequence.index] = completion_of(sequence)
         with self._lock:
             self._open.discard(sequence)
 
-    def _deliver(self, sequence: Sequence, token: int | None, logprob: float | None, tops: dict[int, float] | None) -> None:
-        wants_logprob = sequence.options.logprobs is not None
-        event = Event(sequence.index, token, logprob if wants_logprob else None, tops, sequence.finish_reason)
+    def _deliver(self, sequence: Sequence, new: NewToken | None, reason: FinishReason | None) -> None:
+        event = Event(sequence.index, None, finish_reason=reason)
+        if new is not None:
+            logprob = None if sequence.options.logprobs is None else new.logprob
+            event = Event(sequence.index, new.token, logprob, new.top_logprobs, reason)
         listener = sequence.owner.handle.deliver(event)
         if listener is not None:
             self._listeners.add(listener)

@@ -1,8 +1,8 @@
 """The compiled programs of the steps' shapes.
 
-A GPU replays a step as a CUDA graph. To change a graph's addresses takes the host 1 to 2 ms, and a graph that still runs cannot
-be launched again. So a step without chunks writes its results over those of an earlier step of its shape, and has several
-copies of its program, which take turns.
+A GPU replays a step as a CUDA graph. To change a graph's addresses takes the host 1 to 2 ms, so a step without chunks writes
+its results over those of an earlier one of its shape. A graph that still runs cannot be launched again, so these steps have
+several copies of their program, which take turns.
 """
 
 import os
@@ -16,6 +16,7 @@ import numpy as np
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Int
 
+from moe_jax.serving.drafts import module_program
 from moe_jax.serving.step import DeviceState, StepOutput, output_like, step
 from moe_jax.serving.upload import StepShape, empty_rows, packed
 from moe_jax.serving.weights import ServedModel
@@ -65,14 +66,14 @@ def step_programs(
 
         # An argument that nothing reads would be left out, and its memory could not be written to.
         program = jax.jit(of_leaves, donate_argnums=(1, 3), keep_unused=True)
-        output = None if shape.chunks else output_like(served, shape)
+        output = output_like(served, shape) if _writes_over(shape) else None
         return program.lower(weights, state, packed(empty_rows(shape)), output)
 
     def compiled(shape: StepShape, lowered: Lowered) -> StepProgram:
-        count = num_copies(shape)
         # The same options would give the same program, not a copy. A graph of at least 5 or 6 or 7 kernels is the same graph.
-        copies = [lowered.compile(compiler_options={"xla_gpu_graph_min_graph_size": 5 + copy}) for copy in range(count)]
-        outputs = [None if shape.chunks else _zeros(output_like(served, shape), device) for _ in range(count)]
+        options = [{"xla_gpu_graph_min_graph_size": 5 + copy} for copy in range(num_copies(shape))]
+        copies = [lowered.compile(compiler_options=of_copy) for of_copy in options]
+        outputs = [_zeros(output_like(served, shape), device) if _writes_over(shape) else None for _ in copies]
         return StepProgram(copies, outputs)
 
     shapes = list(shapes)
@@ -81,11 +82,36 @@ def step_programs(
         return dict(zip(shapes, pool.map(compiled, shapes, lowered), strict=True))
 
 
+def module_programs(
+    served: ServedModel, weights_tree: Any, weights: list[Array], state: DeviceState, shapes: Iterable[StepShape]
+) -> dict[StepShape, Compiled]:
+    """Compiles `drafts.module_program` for these shapes; arguments as in `step_programs`."""
+
+    def lower(shape: StepShape) -> Lowered:
+        upload = packed(empty_rows(shape))
+        of_step = lambda *arrays: step(served, shape, jax.tree.unflatten(weights_tree, arrays[0]), *arrays[1:])  # noqa: E731
+        _, output = jax.eval_shape(of_step, weights, state, upload)
+        tokens = np.zeros(shape.decodes + shape.chunks, np.int32), np.zeros(shape.decodes, np.int32)
+        checked = *tokens, np.zeros(shape.decodes, np.bool)
+        program = module_program(served, weights_tree, shape)
+        return program.lower(weights, state.drafting, output._replace(logits=None), checked, upload)
+
+    shapes = list(shapes)
+    lowered = [lower(shape) for shape in shapes]
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        return dict(zip(shapes, pool.map(Lowered.compile, lowered), strict=True))
+
+
 def num_copies(shape: StepShape) -> int:
     """Returns the number of copies of a shape's program."""
-    if shape.chunks:
+    if not _writes_over(shape):
         return 1
     return COPIES_OF_SHORT if shape.decodes <= SHORT_STEP_ROWS else COPIES
+
+
+def _writes_over(shape: StepShape) -> bool:
+    """Returns True for a step that writes over earlier results. Steps with chunks last longer than their launch takes."""
+    return not shape.chunks and not shape.drafts
 
 
 def _zeros(like: StepOutput, device: jax.Device) -> StepOutput:

@@ -44,7 +44,7 @@ def score_prompts(
     for chunk in plan.chunks:
         sequence, end = chunk.sequence, chunk.start + len(chunk.tokens)
         start = max(chunk.start + 1, sequence.num_scored)
-        if sequence.options.prompt_logprobs is not None and (tokens := sequence.prompt[start : end + 1]):
+        if sequence.scores_prompt and (tokens := sequence.prompt[start : end + 1]):
             spans.append((sequence, tokens))
             # The state of a token says what follows it.
             begin = first + start - 1 - chunk.start

@@ -18,6 +18,8 @@ class EngineQueues:
     """
 
     limits: EngineLimits
+    drafts: int = 0
+    """Number of drafts that a decoding row computes with its token, 0 or 1."""
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     weights_version: int = 0
@@ -34,7 +36,7 @@ class EngineQueues:
 
 
 class Preempted(NamedTuple):
-    """A sequence that lost its slot, and the pages that it had.
+    """A sequence that lost its slot, and the pages that it had; none if its prompt was not computed to its end.
 
     Their keys, values and experts are still there until the next step is dispatched. A sequence that ends with a token that is
     in flight has no others.
@@ -66,7 +68,7 @@ def preempt_youngest(queues: EngineQueues) -> Preempted:
     Its tokens stay. It is computed again once those in flight were read.
     """
     sequence = queues.running.pop()
-    preempted = Preempted(sequence, sequence.pages)
+    preempted = Preempted(sequence, sequence.pages if sequence.decoding else [])
     _give_back(queues, sequence)
     sequence.num_preemptions += 1
     queues.num_preemptions += 1
@@ -86,4 +88,4 @@ def _give_back(queues: EngineQueues, sequence: Sequence) -> None:
     queues.free_slots.append(sequence.slot)
     queues.pool.release(sequence.pages)
     sequence.slot, sequence.pages, sequence.decoding = None, [], False
-    sequence.num_scheduled = sequence.num_sealed = 0
+    sequence.num_scheduled = sequence.num_uncertain = sequence.num_sealed = 0

@@ -13,13 +13,14 @@ class Record:
     """The results of a sequence beside its tokens (`Sequence.owner`)."""
 
     handle: Handle
+    prompt_logprobs: list[dict[int, float] | None]
+    """Log-probabilities of the prompt's tokens so far; the first token has none. All continuations of a prompt share them."""
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float] | None] = field(default_factory=list)
     weights_version: int | None = None
     """The version under which the first token was computed."""
     experts: Any = None
-    prompt_logprobs: list[dict[int, float] | None] = field(default_factory=lambda: [None])
-    """Log-probabilities of the prompt's tokens so far; the first token has none."""
+    """Experts of the computed positions, as far as they were asked for when the sequence ended or was preempted."""
 
     def started(self, weights_version: int) -> None:
         """Notes the version of the weights when the sequence is first computed."""
@@ -44,7 +45,7 @@ def completion_of(sequence: Sequence) -> Completion:
         logprobs=record.logprobs if wants_logprobs else None,
         top_logprobs=tops if sequence.options.logprobs else None,
         prompt_logprobs=None if sequence.options.prompt_logprobs is None else record.prompt_logprobs,
-        experts=record.experts,
+        experts=None if record.experts is None else record.experts[: len(sequence.tokens) - 1],
         weights_version=record.weights_version or 0,
         cached_tokens=sequence.cached_tokens,
     )

@@ -14,13 +14,14 @@ from moe_jax.serving.sequence import Sequence, seal_full_pages
 
 
 class Decode(NamedTuple):
-    """A row of one token, which the device has from the step before."""
+    """A row of one token, which the device has from the step before; with drafts, also of a draft behind it."""
 
     sequence: Sequence
     slot: int
     position: int
+    """The token's position. With drafts the last one for which the sequence has a page: the device knows the token's own."""
     new_page: int
-    """The page that begins at this position; -1: none does."""
+    """The page that this position lies in, if it is new; else -1."""
 
 
 class PromptChunk(NamedTuple):
@@ -59,7 +60,7 @@ def plan_step(queues: EngineQueues) -> StepPlan:
     """
     preempted: list[Preempted] = []
     decodes = _plan_decodes(queues, preempted)
-    budget = queues.limits.max_tokens_per_step - len(decodes)
+    budget = queues.limits.max_tokens_per_step - len(decodes) * (1 + queues.drafts)
     chunks: list[PromptChunk] = []
     while budget and len(chunks) < queues.limits.max_chunks_per_step:
         if not (_has_unfinished_prompt(queues) or _admit_next(queues)):
@@ -73,25 +74,35 @@ def plan_step(queues: EngineQueues) -> StepPlan:
     return StepPlan(decodes, chunks, samples, preempted)
 
 
-def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[int]) -> list[int]:
-    """Gives the tokens of a step, one for each of `plan.samples`, to their sequences; ends those that are complete.
+def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]]) -> list[int]:
+    """Gives the tokens of a step, some for each of `plan.samples`, to their sequences; ends those that are complete.
 
-    Steps are read in the order of their dispatch. Returns the indices of `plan.samples` whose tokens were taken. A sequence may
-    have ended after its step was planned: a token that follows its end counts for nothing.
+    Steps are read in the order of their dispatch. Returns for each of `plan.samples` the number of tokens that were taken. A
+    sequence may have ended after its step was planned: a token that follows its end counts for nothing.
     """
     taken = []
-    for row, (sequence, token) in enumerate(zip(plan.samples, tokens, strict=True)):
+    for row, (sequence, new) in enumerate(zip(plan.samples, tokens, strict=True)):
         sequence.in_flight -= 1
         if sequence.finish_reason is not None:
+            taken.append(0)
             continue
-        taken.append(row)
-        sequence.tokens.append(token)
+        # A preempted sequence begins at 0 once nothing is in flight.
+        if row < len(plan.decodes) and sequence.slot is not None:
+            # Behind its end nothing is written, whatever the device computes there.
+            sequence.num_scheduled = min(sequence.num_scheduled + len(new) - 1, sequence.end)
+            sequence.num_uncertain -= queues.drafts
+        before = len(sequence.tokens)
+        for token in new:
+            sequence.tokens.append(token)
+            if token in sequence.ends:
+                finish(queues, sequence, "stop")
+            elif len(sequence.tokens) > sequence.end:
+                finish(queues, sequence, "length")
+            if sequence.finish_reason is not None:
+                break
         length = len(sequence.tokens)
-        if token in sequence.ends:
-            finish(queues, sequence, "stop")
-        elif length > sequence.end:
-            finish(queues, sequence, "length")
-        elif length % PAGE_SIZE == 1 and sequence.slot is not None:
+        taken.append(length - before)
+        if (length - 1) // PAGE_SIZE > (before - 1) // PAGE_SIZE and sequence.slot is not None:
             # The step that sampled the page's successor has written its last token.
             seal_full_pages(sequence, queues.pool, queues.root)
     return taken
@@ -101,11 +112,12 @@ def _plan_decodes(queues: EngineQueues, preempted: list[Preempted]) -> list[Deco
     pool, decodes = queues.pool, list[Decode]()
     # The youngest leave the list at its end, behind the sequence that needs a page, or with it.
     for sequence in queues.running:
-        position = sequence.num_scheduled
-        if not sequence.decoding or position >= sequence.end:
+        if not sequence.decoding or sequence.num_scheduled >= sequence.end:
             continue
+        # The last position that may be computed: all drafts may be right.
+        position = min(sequence.num_scheduled + sequence.num_uncertain + queues.drafts, sequence.end - 1)
         new_page = -1
-        if position == len(sequence.pages) * PAGE_SIZE:
+        if position >= len(sequence.pages) * PAGE_SIZE:
             while not pool.available and sequence.slot is not None:
                 preempted.append(preempt_youngest(queues))
             if sequence.slot is None:
@@ -113,7 +125,8 @@ def _plan_decodes(queues: EngineQueues, preempted: list[Preempted]) -> list[Deco
             (new_page,) = pool.take(1)
             sequence.pages.append(new_page)
         assert sequence.slot is not None
-        sequence.num_scheduled = position + 1
+        sequence.num_scheduled += 1
+        sequence.num_uncertain += queues.drafts
         sequence.in_flight += 1
         decodes.append(Decode(sequence, sequence.slot, position, new_page))
     return decodes
@@ -135,7 +148,7 @@ def _admit_next(queues: EngineQueues) -> bool:
     length = len(sequence.tokens)
     hashes = sequence.page_hashes(queues.root, length // PAGE_SIZE)
     # One token at least is computed, for its logits. Log-probabilities of a prompt need the logits of all.
-    num_wanted = 0 if sequence.options.prompt_logprobs is not None else (length - 1) // PAGE_SIZE
+    num_wanted = 0 if sequence.scores_prompt else (length - 1) // PAGE_SIZE
     found = pool.find(hashes[:num_wanted])
     num_needed = pages_of(length) - len(found) + pool.num_cached_among(found)
     if pool.available - num_needed < len(queues.running):

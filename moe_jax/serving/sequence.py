@@ -31,9 +31,11 @@ class Sequence:
     end: int = field(init=False)
     """Number of positions that are ever computed; the last new token is sampled at position `end` and not computed."""
     num_scheduled: int = field(default=0, init=False)
-    """Number of positions whose keys and values the steps so far have written."""
+    """Number of positions whose keys and values the steps so far have written; with drafts in flight, at least."""
+    num_uncertain: int = field(default=0, init=False)
+    """Number of drafts in flight: of further positions that steps have written if all of them are right."""
     in_flight: int = field(default=0, init=False)
-    """Number of tokens that steps have sampled and the host has not read."""
+    """Number of steps that have sampled tokens, one and accepted drafts, which the host has not read."""
     decoding: bool = field(default=False, init=False)
     """True if the device has the token at position `num_scheduled`, sampled in this slot."""
     slot: int | None = field(default=None, init=False)
@@ -61,6 +63,11 @@ class Sequence:
     def new_tokens(self) -> list[int]:
         """The new tokens that were read from the device."""
         return self.tokens[len(self.prompt) :]
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if log-probabilities of the prompt are computed with this sequence: with the first of a request."""
+        return self.options.prompt_logprobs is not None and self.index == 0
 
     @property
     def wants_step(self) -> bool:

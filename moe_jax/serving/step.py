@@ -20,6 +20,7 @@ from moe_jax.layers.paged import LayerPages, PagedAttend, empty_pages
 from moe_jax.models.forward import LayerInputs, layer_inputs
 from moe_jax.parallel.spread import ONE_DEVICE
 from moe_jax.serving.batch import StepBatch, batch_of, updated_table
+from moe_jax.serving.draft_state import DraftedTokens, Drafting, init_drafting
 from moe_jax.serving.fused import ComputedLayers, fused_layers, refusal
 from moe_jax.serving.upload import StepShape, unpacked
 from moe_jax.serving.weights import LayerWeights, ServedModel, Weights, frame_of, head_of, layer_module, layers_of
@@ -36,23 +37,30 @@ class DeviceState(NamedTuple):
     """The newest token of each slot, which no step has read yet."""
     experts: UInt[Array, "pages page_size moe_layers k"] | None
     """The experts of every token in the pages; None where nobody asks for them."""
+    drafting: Drafting | None = None
+    """The state of drafts, if the engine has any."""
 
 
 class StepOutput(NamedTuple):
-    """The results of a step. A row is a decoding row or, behind these, a chunk."""
+    """The results of a step. A row is a decoding row or, behind these, a chunk.
 
-    logits: Float[Array, "rows vocab"]
-    """Logits of each row's last token, f32."""
+    An output is a row's last token. With drafts a decoding row has two outputs, one behind the other: its token and its draft.
+    """
+
+    logits: Float[Array, "outputs vocab"]
+    """Logits of each output, f32."""
     slots: Int[Array, "rows"]
     """The slot of each row that samples; -1: the row samples nothing."""
-    positions: Int[Array, "rows"]
+    positions: Int[Array, "outputs"]
     """The position of the token that is to be drawn."""
     hidden: Float[Array, "tokens hidden"]
     """Hidden states of all tokens, behind the last norm."""
+    drafted: DraftedTokens | None = None
+    """The step's tokens, if the engine drafts."""
 
 
 def initial_state(
-    served: ServedModel, num_pages: int, num_slots: int, max_pages: int, *, keep_experts: bool = False
+    served: ServedModel, num_pages: int, num_slots: int, max_pages: int, *, keep_experts: bool = False, drafts: int = 0
 ) -> DeviceState:
     """Makes a state without sequences. `max_pages` is the number of pages of the longest sequence."""
     config = served.config
@@ -66,11 +74,12 @@ def initial_state(
         jnp.zeros((num_slots, max_pages), jnp.int32),
         jnp.zeros(num_slots, jnp.int32),
         experts,
+        init_drafting(config, num_pages, num_slots, served.dtype) if drafts else None,
     )
 
 
 def output_like(served: ServedModel, shape: StepShape) -> StepOutput:
-    """Returns the shapes and dtypes of a step's results."""
+    """Returns the shapes and dtypes of the results of a step without drafts."""
     config, rows, tokens = served.config, shape.decodes + shape.chunks, shape.decodes + shape.chunk_tokens
     like: Any = jax.ShapeDtypeStruct
     of_rows = like((rows,), jnp.int32)
@@ -84,19 +93,23 @@ def step(
     """Runs the step that `upload` describes (`upload.packed`)."""
     rows = unpacked(upload, shape)
     page_table = updated_table(state.page_table, rows)
-    batch = batch_of(rows, page_table, state.last_token)
+    batch = batch_of(rows, page_table, state.last_token, state.drafting)
     frame = frame_of(served, weights)
     x = frame["embed_tokens"](batch.tokens[None], served.dtype)
     inputs = layer_inputs(served.config, batch.positions[None], jnp.ones_like(batch.tokens)[None], batch.valid[None])
     hidden, pages, expert_ids = _layers(served, weights, state.pages, x, inputs, batch)
-    last = hidden[batch.last_token_of_row]
+    last = hidden[batch.outputs]
     logits = jnp.einsum("rd,vd->rv", last, head_of(frame).astype(served.dtype), preferred_element_type=jnp.float32)
     experts = state.experts
     if experts is not None:
         page, offset = batch.places
         experts = experts.at[page, offset].set(jnp.stack(expert_ids, axis=1).astype(experts.dtype), mode="drop")
-    output = StepOutput(logits, rows.sampling_slots, batch.positions[batch.last_token_of_row] + 1, hidden)
-    return DeviceState(pages, page_table, state.last_token, experts), output
+    output = StepOutput(logits, rows.sampling_slots, batch.positions[batch.outputs] + 1, hidden)
+    if state.drafting is not None:
+        drafts = jnp.where(batch.valid, batch.tokens, -1)[1 : 2 * len(rows.decode_slots) : 2]
+        tokens = DraftedTokens(drafts, batch.positions, batch.valid, batch.places, batch.queries, batch.outputs)
+        output = output._replace(drafted=tokens)
+    return DeviceState(pages, page_table, state.last_token, experts, state.drafting), output
 
 
 def _layers(

@@ -11,12 +11,14 @@ class StepShape(NamedTuple):
     """The sizes of a step's program; `StepRows` has arrays of these sizes."""
 
     decodes: int
-    """Decoding rows, of one token each."""
+    """Decoding rows."""
     chunk_tokens: int
     """Tokens of all chunks of prompts."""
     chunks: int
     max_pages: int
     """Pages of the longest sequence."""
+    drafts: int = 0
+    """Drafts of a decoding row, 0 or 1: tokens that it computes beside its newest one."""
 
 
 class StepRows(NamedTuple):
@@ -24,9 +26,9 @@ class StepRows(NamedTuple):
 
     decode_slots: Int[Array, "decodes"]
     decode_positions: Int[Array, "decodes"]
-    """The position of the token that the row reads: the slot's newest."""
+    """The position of the token that the row reads: the slot's newest. With drafts the last position that it may compute."""
     decode_pages: Int[Array, "decodes"]
-    """The page that the token is the first of; -1 where its page is in the table already."""
+    """The page that the position lies in; -1 where it is in the table already."""
     chunk_slots: Int[Array, "chunks"]
     chunk_starts: Int[Array, "chunks"]
     """The position of the chunk's first token."""
@@ -34,6 +36,8 @@ class StepRows(NamedTuple):
     """The number of the chunk's tokens; 0 for a row that is not used."""
     chunk_samples: Int[Array, "chunks"]
     """1 where the chunk ends its prompt, so that a token is drawn behind it; else 0."""
+    chunk_next: Int[Array, "chunks"]
+    """The token behind the chunk, where none is drawn; only drafts read it."""
     chunk_tokens: Int[Array, "chunk_tokens"]
     """The tokens of all chunks, one chunk behind the other."""
     chunk_tables: Int[Array, "chunks max_pages"]
@@ -49,7 +53,7 @@ class StepRows(NamedTuple):
 
 def empty_rows(shape: StepShape) -> StepRows:
     """Makes rows of which none is used."""
-    decodes, chunk_tokens, chunks, max_pages = shape
+    decodes, chunk_tokens, chunks, max_pages, _ = shape
 
     def filled(*sizes: int, value: int = 0) -> Any:
         return np.full(sizes, value, np.int32)
@@ -62,6 +66,7 @@ def empty_rows(shape: StepShape) -> StepRows:
         chunk_starts=filled(chunks),
         chunk_counts=filled(chunks),
         chunk_samples=filled(chunks),
+        chunk_next=filled(chunks),
         chunk_tokens=filled(chunk_tokens),
         chunk_tables=filled(chunks, max_pages),
     )

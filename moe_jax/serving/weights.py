@@ -25,6 +25,7 @@ class ServedModel(NamedTuple):
     frame: nnx.GraphDef
     """Embedding, last norm and vocabulary projection."""
     stages: tuple[nnx.GraphDef, ...]
+    """The stages of layers; with drafts also the module that drafts."""
 
 
 class Weights(NamedTuple):
@@ -45,10 +46,11 @@ class LayerWeights(NamedTuple):
     place: Int[Array, ""]
 
 
-def take_apart(model: Decoder, *, take_over: bool = False) -> tuple[ServedModel, Weights]:
+def take_apart(model: Decoder, *, drafts: int = 0, take_over: bool = False) -> tuple[ServedModel, Weights]:
     """Returns the model's parts. Layers' arrays are copies; experts, and arrays around the layers, are the model's own.
 
     Args:
+      drafts: 1 takes the first module that predicts further tokens too, as the last layer.
       take_over: deletes each stack once it is cut, unless its dtype was changed. The model is unusable afterwards.
     """
     modules = {"embed_tokens": model.embed_tokens, "norm": model.norm}
@@ -56,7 +58,7 @@ def take_apart(model: Decoder, *, take_over: bool = False) -> tuple[ServedModel,
         modules["lm_head"] = model.lm_head
     frame_graph, frame = nnx.split(nnx.Dict(modules))
     graphs, layers, experts = [], [], []
-    for stage in list(model.stages)[: len(model.config.stages)]:
+    for stage in list(model.stages)[: len(model.config.stages) + drafts]:
         graph, *states = nnx.split(stage, _is_expert_matrix, ...)
         matrices, others = (_in_dtype(state, model.dtype) for state in states)
         graphs.append(graph)
@@ -86,7 +88,7 @@ def layers_of(served: ServedModel, weights: Weights) -> list[tuple[int, LayerWei
 
 
 def layer_module(served: ServedModel, stage: int, weights: LayerWeights) -> Any:
-    """Returns the module of a layer of this stage."""
+    """Returns the module of a layer of this stage. Behind the model's stages comes the module that drafts."""
     block = nnx.merge(served.stages[stage], weights.experts, weights.layer)
     for _, module in nnx.iter_modules(block):
         if isinstance(module, Experts):

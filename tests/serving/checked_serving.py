@@ -15,9 +15,9 @@ from moe_jax.serving.sequence import Sequence
 class CheckedServing:
     """Queues, a device, and the step that is not read; all that an engine does with them, and a check of each part."""
 
-    def __init__(self, limits):
-        self.queues = EngineQueues(limits)
-        self.device = fake_device.FakeDevice(limits)
+    def __init__(self, limits, drafts=0):
+        self.queues = EngineQueues(limits, drafts)
+        self.device = fake_device.FakeDevice(limits, drafts)
         self.unread = None
         self.arrivals = {}
         self.keys = {}
@@ -33,7 +33,8 @@ class CheckedServing:
         """Plans and dispatches a step, then reads the one before. With nothing to do and nothing to read, all have ended."""
         finished = self.sealed_and_shared()
         plan = plan_step(self.queues)
-        assert len(plan.decodes) + sum(len(chunk.tokens) for chunk in plan.chunks) <= self.queues.limits.max_tokens_per_step
+        num_tokens = len(plan.decodes) * (1 + self.queues.drafts) + sum(len(chunk.tokens) for chunk in plan.chunks)
+        assert num_tokens <= self.queues.limits.max_tokens_per_step
         assert len(plan.chunks) <= self.queues.limits.max_chunks_per_step
         assert not plan.is_empty or self.unread or not (self.queues.waiting or self.queues.running)
         unread = (plan, self.device.run(plan, finished), self.device.version)
@@ -43,19 +44,19 @@ class CheckedServing:
     def read(self):
         if self.unread:
             plan, tokens, version = self.unread
-            for row in read_step(self.queues, plan, tokens):
-                sequence = plan.samples[row]
-                assert sequence in self.mixed or self.expected_token(sequence, version) == sequence.tokens[-1]
+            for sequence, count in zip(plan.samples, read_step(self.queues, plan, tokens), strict=True):
+                for length in range(len(sequence.tokens) - count, len(sequence.tokens)):
+                    assert sequence in self.mixed or self.expected_token(sequence, version, length) == sequence.tokens[length]
         self.unread = None
 
-    def expected_token(self, sequence, version):
-        """Returns the token that follows all but the last; the key of the tokens before is kept from call to call."""
+    def expected_token(self, sequence, version, count):
+        """Returns the token that follows the first `count` ones; their key is kept from call to call."""
         known_version, length, key = self.keys.get(sequence, (version, 0, 0))
         if known_version != version:
             length, key = 0, 0
-        for token in sequence.tokens[length:-1]:
+        for token in sequence.tokens[length:count]:
             key = fake_device.key_of(key, token, version)
-        self.keys[sequence] = version, len(sequence.tokens) - 1, key
+        self.keys[sequence] = version, count, key
         return fake_device.token_of(key)
 
     def drain(self):
@@ -93,7 +94,8 @@ class CheckedServing:
         assert all(each.slot is None and not each.pages and each.num_scheduled == each.num_sealed == 0 for each in waiting)
         for each in running:
             assert each.finish_reason is None and 0 <= each.in_flight <= 2
-            assert pages_of(each.num_scheduled) == len(each.pages)
+            assert pages_of(each.num_scheduled) <= len(each.pages) <= pages_of(each.num_scheduled + 2 * self.queues.drafts)
+            assert each.num_uncertain <= self.queues.drafts * each.in_flight
             assert each.num_scheduled <= each.end
             assert not each.decoding or len(each.tokens) + each.in_flight == each.num_scheduled + 1
             if each.decoding and not self.unread and each not in self.mixed:

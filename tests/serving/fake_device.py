@@ -31,16 +31,22 @@ def expected_tokens(prompt, count, version=0):
 
 
 class FakeDevice:
-    """Runs plans in order. Each write is checked: not to a page that was shared or sealed before the step was planned."""
+    """Runs plans in order. Each write is checked: not to a page that was shared or sealed before the step was planned.
 
-    def __init__(self, limits):
+    With `drafts` a decoding row has a draft too, right or wrong by its key.
+    """
+
+    def __init__(self, limits, drafts=0):
+        self.drafts = drafts
+        self.num_right = 0
+        self.position = [None] * limits.max_sequences
         self.pages = {}
         self.page_table = [[] for _ in range(limits.max_sequences)]
         self.last_token = [None] * limits.max_sequences
         self.version = 0
 
     def run(self, plan, finished=frozenset()):
-        """Runs a plan and returns the tokens of its rows that sample. It may write to pages in `finished` if it takes them."""
+        """Runs a plan and returns the tokens of each row that samples. It may write to pages in `finished` if it takes them."""
         taken = {each.new_page for each in plan.decodes}
         taken.update(page for chunk in plan.chunks for page in chunk.sequence.pages[pages_of(chunk.start) :])
         self.finished = finished - taken
@@ -52,15 +58,36 @@ class FakeDevice:
         for chunk in plan.chunks:
             self.page_table[chunk.sequence.slot] = list(chunk.sequence.pages)
         # A step writes the keys of all its rows before a row reads those of other rows.
-        rows = [(slot, position, [self.last_token[slot]], True) for _, slot, position, _ in plan.decodes]
-        rows += [(chunk.sequence.slot, chunk.start, chunk.tokens, chunk.samples) for chunk in plan.chunks]
-        sampled = []
-        for slot, start, tokens, samples in rows:
-            key = self.write(slot, start, tokens)
-            if samples:
-                self.last_token[slot] = token_of(key)
-                sampled.append(token_of(key))
+        sampled = [self.decode(slot, last) for _, slot, last, _ in plan.decodes]
+        for chunk in plan.chunks:
+            slot = chunk.sequence.slot
+            key = self.write(slot, chunk.start, chunk.tokens)
+            if chunk.samples:
+                self.keep(slot, chunk.start + len(chunk.tokens), token_of(key))
+                sampled.append([token_of(key)])
         return sampled
+
+    def decode(self, slot, last):
+        """Runs a decoding row with positions up to `last`; its own position is known to the device alone."""
+        position, tokens = self.position[slot], [self.last_token[slot]]
+        assert position == last or self.drafts
+        if position > last:
+            # The sequence has ended, and the host does not know it.
+            return [0]
+        key = self.write(slot, position, tokens)
+        new = [token_of(key)]
+        if self.drafts and position < last:
+            right = key % 5 < 3
+            draft = new[0] if right else (new[0] + 1) % VOCAB_SIZE
+            key = self.write(slot, position + 1, [draft])
+            if right:
+                new.append(token_of(key))
+                self.num_right += 1
+        self.keep(slot, position + len(new), new[-1])
+        return new
+
+    def keep(self, slot, position, token):
+        self.position[slot], self.last_token[slot] = position, token
 
     def write(self, slot, start, tokens):
         table, key = self.page_table[slot], 0

@@ -3,9 +3,13 @@
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
+
+import tiny
 
 from moe_jax.serving.engine import Stats
-from moe_jax.serving.handle import Event, Handle, wake
+from moe_jax.serving.events import Event
+from moe_jax.serving.handle import Handle, wake
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.loop import QueueFull
 from moe_jax.serving.request import Completion, SamplingOptions, checked
@@ -20,8 +24,9 @@ class FakeEngine:
     `repeats`: times that the prompt comes; `step_seconds`: the time of a step.
     """
 
-    def __init__(self, limits: EngineLimits = LIMITS, *, repeats: int = 1, step_seconds: float = 0.0):
+    def __init__(self, limits: EngineLimits = LIMITS, *, repeats: int = 1, step_seconds: float = 0.0, tokenizer: Any = None):
         self.limits = limits
+        self.tokenizer = tiny.tokenizer() if tokenizer is None else tokenizer
         self.config = SimpleNamespace(vocab_size=VOCAB)
         self.submitted: list[SamplingOptions] = []
         self.handles: list[Handle] = []
@@ -29,7 +34,7 @@ class FakeEngine:
         self.error: Exception | None = None
         self.repeats = repeats
         self.step_seconds = step_seconds
-        self._active: dict[Handle, _Sequence] = {}
+        self._active: dict[_Sequence, Handle] = {}
         self._lock = threading.Lock()
         self._num_tokens = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -42,8 +47,9 @@ class FakeEngine:
         with self._lock:
             if len(self._active) >= self.limits.max_sequences + self.limits.max_waiting:
                 raise QueueFull(f"{len(self._active)} sequences run or wait")
-            handle = Handle(ids, options.n, lambda: self._abort(handle))
-            self._active[handle] = _Sequence(ids * self.repeats + [END], options)
+            sequences = [_Sequence(number, ids * self.repeats + [END], options) for number in range(options.n)]
+            handle = Handle(ids, options, lambda numbers: self._abort([sequences[i] for i in numbers]), self.tokenizer)
+            self._active |= dict.fromkeys(sequences, handle)
         self.submitted.append(options)
         self.handles.append(handle)
         return handle
@@ -70,26 +76,27 @@ class FakeEngine:
             time.sleep(max(self.step_seconds, 0.0005))
             listeners = set()
             with self._lock:
-                for handle, sequence in list(self._active.items())[: self.limits.max_sequences]:
+                for sequence, handle in list(self._active.items())[: self.limits.max_sequences]:
                     if self.error is not None:
                         listeners.add(handle.fail(self.error))
                     else:
                         listeners.add(handle.deliver(sequence.step(handle)))
                         self._num_tokens += 1
-                    if self.error is not None or handle.completions[0] is not None:
-                        del self._active[handle]
+                    if self.error is not None or handle.completions[sequence.number] is not None:
+                        del self._active[sequence]
             wake(listeners - {None})
 
-    def _abort(self, handle: Handle) -> None:
+    def _abort(self, sequences: list["_Sequence"]) -> None:
         with self._lock:
-            sequence = self._active.pop(handle, None)
-            if sequence is not None:
-                wake({handle.deliver(sequence.end(handle, None, "abort"))} - {None})
+            for sequence in sequences:
+                handle = self._active.pop(sequence, None)
+                if handle is not None:
+                    wake({handle.deliver(sequence.end(handle, None, "abort"))} - {None})
 
 
 class _Sequence:
-    def __init__(self, tokens: list[int], options: SamplingOptions):
-        self.tokens, self.options = tokens, options
+    def __init__(self, number: int, tokens: list[int], options: SamplingOptions):
+        self.number, self.tokens, self.options = number, tokens, options
         self.done: list[int] = []
 
     def step(self, handle: Handle) -> Event:
@@ -101,11 +108,11 @@ class _Sequence:
         return self._event(token, None)
 
     def end(self, handle: Handle, token: int | None, reason) -> Event:
-        handle.completions[0] = Completion(self.done, reason, cached_tokens=1)
+        handle.completions[self.number] = Completion(self.done, reason, cached_tokens=1)
         return self._event(token, reason)
 
     def _event(self, token, reason) -> Event:
         wanted = self.options.logprobs
         if wanted is None or token is None:
-            return Event(0, token, finish_reason=reason)
-        return Event(0, token, -0.25 * token, {token: -0.25 * token, 5: -9.0} if wanted else None, reason)
+            return Event(self.number, token, finish_reason=reason)
+        return Event(self.number, token, -0.25 * token, {token: -0.25 * token, 5: -9.0} if wanted else None, reason)

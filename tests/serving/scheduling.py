@@ -9,9 +9,9 @@ from moe_jax.serving.schedule import plan_step, read_step
 from moe_jax.serving.sequence import Sequence
 
 
-def make_queues(**limits):
+def make_queues(drafts=0, **limits):
     defaults = {"max_sequences": 4, "max_tokens_per_step": 128, "max_length": 1024, "num_pages": 100, "max_waiting": 100}
-    return EngineQueues(EngineLimits(**defaults | limits))
+    return EngineQueues(EngineLimits(**defaults | limits), drafts)
 
 
 def add(queues, length, new=5, first=0, **others):

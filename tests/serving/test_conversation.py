@@ -26,7 +26,7 @@ def prompts(engine) -> list[str]:
 
 
 def test_the_next_prompt_holds_the_answer_before(engine):
-    conversation = Conversation(engine, served.tokenizer(), OPTIONS, system="be short")
+    conversation = Conversation(engine, OPTIONS, system="be short")
     pieces = list(conversation.answers("hi"))
     assert "".join(pieces) == "system" and len(pieces) > 3
     assert "".join(conversation.answers("again")) == "system"
@@ -39,7 +39,7 @@ def test_the_next_prompt_holds_the_answer_before(engine):
 
 def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(engine):
     engine.step_seconds = 0.01
-    conversation = Conversation(engine, served.tokenizer(), OPTIONS)
+    conversation = Conversation(engine, OPTIONS)
     with contextlib.closing(conversation.answers("hi")) as pieces:
         while next(pieces) != "s":
             pass
@@ -50,14 +50,14 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(engine):
 
 def test_an_answer_may_fill_the_engine_and_ends_at_its_end_token(engine):
     ends = tuple(served.tokenizer()("h")["input_ids"])
-    conversation = Conversation(engine, served.tokenizer(), SamplingOptions(max_new_tokens=0, stop_token_ids=ends))
+    conversation = Conversation(engine, SamplingOptions(max_new_tokens=0, stop_token_ids=ends))
     assert "".join(conversation.answers("hi")) == "user\n"
     assert engine.submitted[0].max_new_tokens == 512 - len(engine.handles[0].prompt)
 
 
 def test_lines_are_answered_until_the_input_ends(engine, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(["hi", "", "x" * 600, "/new", "there"])))
-    chat.talk(Conversation(engine, served.tokenizer(), OPTIONS))
+    chat.talk(Conversation(engine, OPTIONS))
     printed = capsys.readouterr()
     assert printed.out == "user\nh\nuser\nt\n"
     assert printed.err.startswith("moe-jax: a prompt of 6") and "exceed the engine's max_length=512" in printed.err
@@ -66,7 +66,7 @@ def test_lines_are_answered_until_the_input_ends(engine, monkeypatch, capsys):
 
 def test_ctrl_c_ends_the_answer_alone(engine, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nmore\n"))
-    conversation = Conversation(engine, served.tokenizer(), OPTIONS)
+    conversation = Conversation(engine, OPTIONS)
     answers = conversation.answers
 
     def interrupted(text):

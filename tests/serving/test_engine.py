@@ -3,15 +3,17 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 import seeds
+import tiny
 from hf_reference import load_ours, reference
 
 import moe_jax
-from moe_jax.serving.engine import Engine
+from moe_jax.serving.engine import GREEDY, Engine
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.loop import QueueFull
 from moe_jax.serving.request import SamplingOptions
@@ -28,7 +30,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def engine(model):
-    engine = Engine(model, limits=LIMITS, keep_experts=True)
+    engine = Engine(model, limits=LIMITS, tokenizer=tiny.tokenizer(), keep_experts=True)
     yield engine
     stats = engine.stats()
     assert stats.owned_pages == stats.running == stats.waiting == 0
@@ -41,6 +43,10 @@ def prompts_of(rng, *lengths):
 
 def greedy(model, prompts, max_new_tokens):
     return [moe_jax.generate(model, prompt, max_new_tokens=max_new_tokens) for prompt in prompts]
+
+
+def text_of(engine, tokens):
+    return engine.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def test_greedy_equals_generate(model, engine):
@@ -61,6 +67,57 @@ def test_a_prefix_is_found_and_changes_nothing(model, engine):
     expected = model(np.array([prompt + first.tokens[:-1]])).expert_ids[:, 0].transpose(1, 0, 2)
     for found in (first.experts, second.experts):
         np.testing.assert_array_equal(np.sort(found), np.sort(expected))
+
+
+def test_stop_texts_end_each_continuation_alone(model, engine):
+    """Tokens, text and all that belongs to tokens end with the stop text; requests before and behind it are untouched."""
+    first, second = prompts_of(seeds.rng(), 9, 70)
+    options = SamplingOptions(max_new_tokens=30, ignore_eos=True, temperature=3.0, seed=1, n=2, logprobs=1, return_experts=True)
+    ((_, whole), (greedy_one,)) = engine.generate(
+        [second, first], [options, SamplingOptions(max_new_tokens=60, ignore_eos=True)]
+    )
+    stop = whole.text[8:11]
+    begin = whole.text.index(stop)
+    before = engine.stats().num_tokens
+    found = engine.generate(
+        [first, second], [replace(GREEDY, max_new_tokens=60, ignore_eos=True), replace(options, stop=(stop,))]
+    )
+    assert found[0][0] == greedy_one
+    stopped = found[1][1]
+    num = len(stopped.tokens)
+    assert (stopped.text, stopped.finish_reason) == (whole.text[:begin], "stop")
+    assert stop in text_of(engine, stopped.tokens) and stop not in text_of(engine, stopped.tokens[:-1])
+    assert stopped.tokens == whole.tokens[:num]
+    # Other rows stood in the batch: bits may differ.
+    np.testing.assert_allclose(stopped.logprobs, whole.logprobs[:num], rtol=1e-5)
+    np.testing.assert_array_equal(stopped.experts, whole.experts[: len(second) + num - 1])
+    assert engine.stats().num_tokens - before < 60 + 30 + 30
+    events = list(engine.submit(second, replace(options, stop=(stop,))).events())
+    assert "".join(event.text for event in events if event.index == 1) == stopped.text
+    assert [event.token for event in events if event.index == 1] == [*stopped.tokens, None]
+
+
+def test_an_end_token_has_no_text(model, engine):
+    (prompt,) = prompts_of(seeds.rng(), 5)
+    options = SamplingOptions(max_new_tokens=9, ignore_eos=True)
+    ((whole,),) = engine.generate([prompt], options)
+    end = whole.tokens[4]
+    ((found,),) = engine.generate([prompt], replace(options, stop_token_ids=(end,)))
+    num = whole.tokens.index(end)
+    assert found.tokens == whole.tokens[: num + 1]
+    assert found.text == text_of(engine, whole.tokens[:num])
+
+
+def test_continuations_share_the_prompt(model, engine):
+    """Full pages are computed once, and log-probabilities of the prompt too."""
+    (prompt,) = prompts_of(seeds.rng(), 150)
+    options = SamplingOptions(max_new_tokens=3, ignore_eos=True, temperature=1.0, seed=5, prompt_logprobs=2)
+    (three,) = engine.generate([prompt], replace(options, n=3))
+    ((alone,),) = engine.generate([prompt], options)
+    assert [one.cached_tokens for one in three] == [0, 128, 128]
+    assert len(alone.prompt_logprobs) == len(prompt)
+    assert all(one.prompt_logprobs == alone.prompt_logprobs for one in three)
+    assert three[0].tokens == alone.tokens != three[1].tokens
 
 
 def test_pages_run_out_and_every_request_ends(model, engine):
@@ -109,7 +166,7 @@ def test_log_probabilities_of_prompts(model, engine, monkeypatch):
     for prompt, of_prompt, each in zip(prompts, options, found, strict=True):
         for one in each if of_prompt.prompt_logprobs is not None else ():
             assert len(one.prompt_logprobs) == len(prompt) and one.prompt_logprobs[0] is None
-            assert one.cached_tokens == 0
+            assert one.cached_tokens == 0 or one is not each[0]
             expected = jax.nn.log_softmax(model(np.array([prompt])).logits[0])
             for token, logprobs, wanted in zip(prompt[1:], one.prompt_logprobs[1:], np.asarray(expected), strict=False):
                 tops = np.argsort(-wanted)[: of_prompt.prompt_logprobs].tolist()
@@ -191,6 +248,7 @@ def test_a_full_queue_refuses_and_a_pause_holds(engine):
         ([], {}, "the prompt is empty"),
         ([1, 97], {}, "outside the vocabulary"),
         ([1] * 200, {}, "exceed the engine's max_length"),
+        ([1], {"stop": [""]}, "stop must be"),
         ([1], {"top_p": 2.0, "n": 0}, "top_p must be .*; n must be"),
     ],
 )
@@ -242,6 +300,8 @@ def test_new_weights_take_over(model):
     (prompt,) = prompts_of(seeds.rng(), 70)
     options = SamplingOptions(max_new_tokens=4, ignore_eos=True)
     engine = Engine(model, limits=LIMITS)
+    with pytest.raises(ValueError, match="stop texts need .*tokenizer"):
+        engine.submit(prompt, SamplingOptions(stop=("x",)))
     engine.generate([prompt], options)
     engine.update(other)
     ((found,),) = engine.generate([prompt], options)

@@ -118,8 +118,7 @@ def test_a_stop_text_frees_the_place_of_its_choice_alone():
             extra_body={"ignore_eos": True, "stop_token_ids": []},
         )
         assert [choice.finish_reason for choice in found.choices] == ["stop", "length"]
-        ends = [handle.completions[0] for handle in running.engine.handles]
-        assert [end.finish_reason for end in ends] == ["abort", "length"] and len(ends[0].tokens) < 10
+        assert running.engine.stats().num_tokens < 30 + 15
 
 
 def test_readers_that_do_not_read_hold_nobody_up():
@@ -228,7 +227,7 @@ from moe_jax.serving.http.settings import ServerSettings
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 engine = FakeEngine(repeats=1000, step_seconds=0.01)
 settings = ServerSettings("tiny", shutdown_seconds={seconds})
-run_server(Service(engine, served.tokenizer(), served.DEFAULTS, settings), bind("127.0.0.1", 0))
+run_server(Service(engine, served.DEFAULTS, settings), bind("127.0.0.1", 0))
 print("left", engine.closed)
 """
 

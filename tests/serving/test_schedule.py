@@ -4,8 +4,11 @@ import fake_device
 import pytest
 from scheduling import add, assert_given_back, assert_right, make_queues, serve, serve_and_return
 
+from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
 from moe_jax.serving.queues import finish, preempt_youngest
+from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.schedule import plan_step, read_step
+from moe_jax.serving.sequence import Sequence
 
 
 def test_decodes_come_first_and_chunks_fill_the_step():
@@ -39,9 +42,9 @@ def test_a_token_behind_the_end_counts_for_nothing():
     queues = make_queues()
     sequence = add(queues, 10, ends=frozenset([7]))
     plans = [plan_step(queues) for _ in range(2)]
-    assert read_step(queues, plans[0], [7]) == [0] and sequence.finish_reason == "stop"
+    assert read_step(queues, plans[0], [[7]]) == [1] and sequence.finish_reason == "stop"
     assert_given_back(queues)
-    assert read_step(queues, plans[1], [3]) == [] and sequence.new_tokens == [7] and sequence.in_flight == 0
+    assert read_step(queues, plans[1], [[3]]) == [0] and sequence.new_tokens == [7] and sequence.in_flight == 0
 
 
 def test_the_youngest_makes_room_and_is_computed_again():
@@ -113,7 +116,7 @@ def test_abort_gives_everything_back():
     finish(queues, waiting, "abort")
     assert (running.finish_reason, waiting.finish_reason) == ("abort", "abort") and not queues.waiting
     assert_given_back(queues)
-    assert read_step(queues, plan, [1]) == [] and running.new_tokens == []
+    assert read_step(queues, plan, [[1]]) == [0] and running.new_tokens == []
 
 
 def test_a_sequence_without_slot_takes_its_token():
@@ -125,7 +128,7 @@ def test_a_sequence_without_slot_takes_its_token():
     assert [preempt_youngest(queues), preempt_youngest(queues)] == [(goes_on, pages[1]), (ends, pages[0])]
     assert list(queues.waiting) == [ends, goes_on]
     assert plan_step(queues).is_empty
-    assert read_step(queues, plan, [7, 8]) == [0, 1]
+    assert read_step(queues, plan, [[7], [8]]) == [1, 1]
     assert ends.finish_reason == "stop" and list(queues.waiting) == [goes_on]
     assert plan_step(queues).chunks[0].tokens == [*goes_on.prompt, 8]
 
@@ -135,3 +138,19 @@ def test_a_step_that_gives_too_few_tokens_is_refused():
     add(queues, 10)
     with pytest.raises(ValueError):
         read_step(queues, plan_step(queues), [])
+
+
+def test_a_draft_at_the_end_seals_no_page():
+    """The last token of a full page is drawn and never computed, also where a draft ends the sequence a step early."""
+    queues = make_queues(drafts=1)
+    device = fake_device.FakeDevice(queues.limits, drafts=1)
+    for first in range(20):
+        sequence = add(queues, 3, new=PAGE_SIZE - 3, first=first)
+        serve(queues, device)
+        assert_right(sequence)
+        queues.waiting.append(Sequence([*sequence.tokens, first], SamplingOptions(max_new_tokens=3)))
+        following = queues.waiting[-1]
+        serve(queues, device)
+        assert_right(following)
+        assert following.cached_tokens == 0
+    assert device.num_right > 20

@@ -62,7 +62,7 @@ def test_log_probabilities_of_a_prompt_need_all_of_it():
 def test_what_a_sequence_finds_of_its_own_is_no_hit():
     queues = make_queues()
     sequence = add(queues, 70)
-    read_step(queues, plan_step(queues), [3])
+    read_step(queues, plan_step(queues), [[3]])
     preempt_youngest(queues)
     (chunk,) = plan_step(queues).chunks
     assert (chunk.start, chunk.tokens) == (64, [*sequence.prompt[64:], 3]) and sequence.cached_tokens == 0
@@ -72,7 +72,7 @@ def test_a_page_is_shared_once_its_last_token_is_computed():
     queues = make_queues()
     first = add(queues, 62)
     for token in (1, 2, 3):
-        read_step(queues, plan_step(queues), [token])
+        read_step(queues, plan_step(queues), [[token]])
     queues.waiting.append(Sequence([*first.tokens, 4], SamplingOptions()))
     assert first.finish_reason is None and plan_step(queues).chunks[0].start == 64
 
@@ -88,7 +88,7 @@ def test_new_weights_share_no_page_of_old_ones():
     assert queues.pool.counts().cached == 0
     for _ in range(70):
         plan = plan_step(queues)
-        read_step(queues, plan, [0] * len(plan.samples))
+        read_step(queues, plan, [[0]] * len(plan.samples))
     finish(queues, runs_on, "abort")
     assert queues.pool.counts().cached == 0, "a page of mixed weights was sealed"
     add(queues, 100), add(queues, 100)

@@ -1,6 +1,7 @@
 """Sends the choices of a request: in one answer at the end, or as a stream of server-sent events."""
 
 import asyncio
+import itertools
 import json
 import secrets
 import time
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from moe_jax.serving.http.choices import Choice, TextPiece
+from moe_jax.serving.http.choices import Choice, TextPiece, follow
 from moe_jax.serving.http.errors import ApiError, DisconnectedError
 from moe_jax.serving.http.fields import Delivery
 from moe_jax.serving.http.record import RequestRecord
@@ -101,8 +102,8 @@ class Answer:
         seconds = self.service.settings.request_seconds
         try:
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
-                for choice in self.choices:
-                    group.create_task(choice.follow(noted))
+                for _, of_prompt in itertools.groupby(self.choices, lambda choice: choice.handle):
+                    group.create_task(follow(list(of_prompt), noted))
         except TimeoutError as error:
             raise ApiError(504, f"the request took longer than {seconds:g} seconds") from error
         except ExceptionGroup as errors:

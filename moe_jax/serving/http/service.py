@@ -16,18 +16,17 @@ from moe_jax.serving.http.errors import ApiError
 from moe_jax.serving.http.metrics import Metrics
 from moe_jax.serving.http.settings import ServerSettings
 from moe_jax.serving.loop import QueueFull
-from moe_jax.serving.request import SamplingOptions, seeds_of
-from moe_jax.serving.text import TextStream
+from moe_jax.serving.request import SamplingOptions
 
 logger = logging.getLogger("moe_jax.serving")
 
 
 class Service:
-    """The state of a server."""
+    """The state of a server, whose engine has a tokenizer."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, defaults: Defaults, settings: ServerSettings):
+    def __init__(self, engine: Engine, defaults: Defaults, settings: ServerSettings):
         self.engine = engine
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = engine.tokenizer
         self.defaults = defaults
         self.settings = settings
         self.metrics = Metrics(engine.stats)
@@ -60,7 +59,7 @@ class Service:
             )
 
     def submit(self, prompts: Sequence[list[int]], options: SamplingOptions) -> list[Choice]:
-        """Gives `n` requests to the engine for each prompt; each can end by a stop text while the others go on.
+        """Gives a request to the engine for each prompt, and returns the `n` choices of each.
 
         Raises:
             ApiError: A prompt or the options are wrong, the queue is full, or the engine has failed. Nothing runs then.
@@ -93,14 +92,9 @@ class Service:
     def _submit(self, prompt: list[int], options: SamplingOptions, choices: list[Choice]) -> None:
         if not options.max_new_tokens:
             options = dataclasses.replace(options, max_new_tokens=room_behind(prompt, self.engine.limits))
-        if problems := options.problems(self.engine.config.vocab_size):
-            raise ValueError("; ".join(problems))
-        for number, seed in enumerate(seeds_of(options)):
-            handle = self.engine.submit(prompt, dataclasses.replace(options, n=1, seed=seed))
-            self.running.add(handle)
-            stream = TextStream(self.tokenizer, prompt, options.stop)
-            wants_logprobs = options.logprobs is not None
-            choices.append(Choice(len(choices), handle, stream, counts_prompt=number == 0, logprobs=wants_logprobs))
+        handle = self.engine.submit(prompt, options)
+        self.running.add(handle)
+        choices += [Choice(len(choices) + number, handle, number) for number in range(options.n)]
 
     def _answer_for(self, error: Exception) -> Exception:
         if isinstance(error, QueueFull):

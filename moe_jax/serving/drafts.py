@@ -1,0 +1,144 @@
+"""Drafts: the model's module that predicts further tokens drafts one, and the next step checks it.
+
+A step computes two tokens of each decoding row: the newest one and its draft. The token behind the newest one is drawn as an
+engine without drafts draws it, from the model's logits with the key of its position. If it is the draft, the draft is
+accepted, and the logits behind it give a second token. So tokens do not depend on drafts, but for rounding.
+
+The module draws its draft with the key of the draft's position. Where its logits equal the model's, the two draws are equal
+too. Of all rules by which tokens do not depend on the module, such coupled draws accept nearly the most
+(https://arxiv.org/abs/2408.07978).
+
+    step -> logits of both tokens -> check: tokens -> module: logits behind the newest token -> draft
+
+A wrong draft stays in the pages, one place behind the newest token: the next step writes there before any row reads. The module
+reads of each position also the token behind it. So the last position of a shared page may be that of another continuation.
+A draft may be worse for it, and no token is.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.stages import Wrapped
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.layers.paged import PagedAttend
+from moe_jax.models.forward import layer_inputs
+from moe_jax.models.mtp import PredictorState
+from moe_jax.parallel.spread import ONE_DEVICE
+from moe_jax.serving.draft_state import Drafting
+from moe_jax.serving.drawing import Variant, draw_rows
+from moe_jax.serving.penalties import Penalties
+from moe_jax.serving.sampling import Sampled, SlotOptions, with_last_tokens
+from moe_jax.serving.step import StepOutput
+from moe_jax.serving.upload import StepRows, StepShape, unpacked
+from moe_jax.serving.weights import LayerWeights, ServedModel, Weights, frame_of, head_of, layer_module
+
+
+class Checked(NamedTuple):
+    """The results of checking drafts."""
+
+    first: Sampled
+    """The token behind each row's newest one; rows as in a step without drafts."""
+    second: Sampled
+    """The token behind each decoding row's draft; 0 where the draft was wrong."""
+    accepted: Bool[Array, "decodes"]
+    last_token: Int[Array, "slots"]
+    penalties: Penalties | None
+
+
+class DraftLogits(NamedTuple):
+    """The module's logits, with the slot of each row, and the position of its draft."""
+
+    logits: Float[Array, "rows vocab"]
+    slots: Int[Array, "rows"]
+    positions: Int[Array, "rows"]
+
+
+@functools.cache
+def check_program(variant: Variant) -> Callable[..., Checked]:
+    """Returns the jitted f(output, options, last_token, penalties) -> `Checked`, which changes the last two in place."""
+    return jax.jit(functools.partial(_check, variant), donate_argnums=(2, 3))
+
+
+@functools.cache
+def draft_program(variant: Variant) -> Callable[..., Int[Array, "slots"]]:
+    """Returns the jitted f(draft logits, options, drafts, penalties) -> drafts, which changes the drafts in place."""
+    return jax.jit(functools.partial(_draft, variant), donate_argnums=2)
+
+
+def module_program(served: ServedModel, weights_tree: Any, shape: StepShape) -> Wrapped:
+    """Returns the jitted f(leaves, drafting, output, checked, upload) -> drafting, `DraftLogits`; it changes drafting in place.
+
+    `output` may come without logits, and `checked` is (tokens of `first`, tokens of `second`, accepted).
+    """
+
+    def of_leaves(leaves: list[Array], drafting: Drafting, output: StepOutput, checked: tuple, upload: Int[Array, "_"]):
+        weights = jax.tree.unflatten(weights_tree, leaves)
+        return _module(served, weights, drafting, output, checked, unpacked(upload, shape))
+
+    return jax.jit(of_leaves, donate_argnums=1)
+
+
+def _check(
+    variant: Variant, output: StepOutput, options: SlotOptions, last_token: Int[Array, "slots"], penalties: Penalties | None
+) -> Checked:
+    assert output.drafted is not None
+    drafts = output.drafted.drafts
+    behind_drafts = 2 * len(drafts)
+    firsts = jnp.concatenate([jnp.arange(0, behind_drafts, 2), jnp.arange(behind_drafts, len(output.logits))])
+    logits, positions, slots = output.logits, output.positions, output.slots
+    first, penalties = draw_rows(variant, logits[firsts], slots, positions[firsts], options, penalties)
+    slots_of_drafts = slots[: len(drafts)]
+    accepted = (slots_of_drafts >= 0) & (first.tokens[: len(drafts)] == drafts)
+    slots_of_drafts = jnp.where(accepted, slots_of_drafts, -1)
+    seconds = slice(1, behind_drafts, 2)
+    second, penalties = draw_rows(variant, logits[seconds], slots_of_drafts, positions[seconds], options, penalties)
+    last_token = with_last_tokens(last_token, slots, first.tokens)
+    last_token = with_last_tokens(last_token, slots_of_drafts, second.tokens)
+    return Checked(first, second, accepted, last_token, penalties)
+
+
+def _draft(
+    variant: Variant, of_module: DraftLogits, options: SlotOptions, drafts: Int[Array, "slots"], penalties: Penalties | None
+) -> Int[Array, "slots"]:
+    sampled, _ = draw_rows(variant, of_module.logits, of_module.slots, of_module.positions, options, penalties)
+    return with_last_tokens(drafts, of_module.slots, sampled.tokens)
+
+
+def _module(
+    served: ServedModel, weights: Weights, drafting: Drafting, output: StepOutput, checked: tuple, rows: StepRows
+) -> tuple[Drafting, DraftLogits]:
+    """Runs the module behind all tokens of a step, now that the token behind each is known."""
+    config, drafted = served.config, output.drafted
+    assert drafted is not None
+    first, second, accepted = checked
+    num_decodes = len(accepted)
+    frame = frame_of(served, weights)
+    following = jnp.concatenate([jnp.stack([first[:num_decodes], second], axis=1).ravel(), _behind_chunks(rows, first)])
+    state = PredictorState(output.hidden[None], frame["embed_tokens"](following[None], served.dtype))
+    inputs = layer_inputs(config, drafted.positions[None], jnp.ones_like(following)[None], drafted.valid[None])
+    attend = PagedAttend(
+        drafting.pages,
+        drafted.places,
+        drafted.queries,
+        queries_per_row=None if len(rows.chunk_tokens) else 2,
+        value_dim=config.latent_value_dim,
+    )
+    of_module = LayerWeights(weights.layers[-1], weights.experts[-1], jnp.int32(0))
+    out = layer_module(served, len(config.stages), of_module)(state, inputs, attend, ONE_DEVICE)
+    newest = jnp.concatenate([2 * jnp.arange(num_decodes) + accepted, drafted.outputs[2 * num_decodes :]])
+    hidden = out.x.hidden[0][newest]
+    logits = jnp.einsum("rd,vd->rv", hidden, head_of(frame).astype(served.dtype), preferred_element_type=jnp.float32)
+    position = with_last_tokens(drafting.position, output.slots, drafted.positions[newest] + 1)
+    return Drafting(out.cache, position, drafting.draft), DraftLogits(logits, output.slots, drafted.positions[newest] + 2)
+
+
+def _behind_chunks(rows: StepRows, first: Int[Array, "rows"]) -> Int[Array, "chunk_tokens"]:
+    """Returns the token behind each token of the chunks."""
+    ends = jnp.cumsum(rows.chunk_counts)
+    last = jnp.where(rows.chunk_counts > 0, ends - 1, len(rows.chunk_tokens))
+    behind_last = jnp.where(rows.chunk_samples > 0, first[len(rows.decode_slots) :], rows.chunk_next)
+    return jnp.roll(rows.chunk_tokens, -1).at[last].set(behind_last, mode="drop")
