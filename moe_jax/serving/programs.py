@@ -1,7 +1,7 @@
 """The compiled programs of the steps' shapes.
 
-A GPU replays a step as a CUDA graph. To change a graph's addresses takes the host 1 to 2 ms, so a step without chunks writes
-its results over those of an earlier one of its shape. A graph that still runs cannot be launched again, so these steps have
+A GPU replays a step as a CUDA graph. It takes the host 1 to 2 ms to change a graph's addresses. So a step without chunks writes
+its results over those of an earlier step of its shape. A graph that still runs cannot be launched again, so these steps have
 several copies of their program, which take turns.
 """
 
