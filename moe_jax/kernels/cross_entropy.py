@@ -5,7 +5,8 @@
 Once a chunk's logits are known, the gradient of the sum is known up to its cotangent, a number. So the forward pass of a
 gradient computes each chunk's logits once, and from them the loss and its gradients. The backward pass only scales these
 gradients: three matmuls, where computing the logits again takes four. The fused loss of Liger Kernel has the same idea (Hsu et
-al., 2024, https://arxiv.org/abs/2410.10989). FLOPs: 2*T*V*D for the loss alone, 6*T*V*D with its gradients.
+al., 2024, https://arxiv.org/abs/2410.10989). FLOPs: 2*T*V*D for the loss alone, 6*T*V*D with its gradients, 4*T*V*D if the
+weights are frozen.
 """
 
 from functools import partial
@@ -37,9 +38,10 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the loss summed over the tokens in the mask, and the number of these tokens, both f32 (f64 for f64).
 
-    Differentiable in hidden and head_weight. Matmuls take operands in hidden's dtype and accumulate in f32. head_weight's
-    gradient is accumulated in f32 over all tokens and returned in head_weight's dtype. Labels of tokens outside the mask may be
-    anything; a token in the mask with a label outside [0, vocab) makes the loss NaN.
+    Differentiable in hidden and head_weight. Nothing is computed for the gradient of a head_weight that is not differentiated.
+    Matmuls take operands in hidden's dtype and accumulate in f32. head_weight's gradient is accumulated in f32 over all tokens
+    and returned in head_weight's dtype. Labels of tokens outside the mask may be anything; a token in the mask with a label
+    outside [0, vocab) makes the loss NaN.
 
     Args:
         chunk_tokens: the most tokens whose logits exist at a time. With gradients a chunk takes 6 bytes a logit, beside the
@@ -68,14 +70,20 @@ def _loss_sum(chunk_tokens, hidden, head_weight, labels, mask):
 
 class _Residuals(NamedTuple):
     d_hidden: Array
-    d_weight: Array
+    d_weight: Array | None
+    """None if head_weight is not differentiated."""
     like_hidden: Array
     """Empty: tells the backward pass the dtype."""
     like_weight: Array
 
 
 def _forward(chunk_tokens, hidden, head_weight, labels, mask):
-    """Returns the loss and the residuals: its gradients for a cotangent of 1, in the accumulator's dtype."""
+    """Returns the loss and the residuals: its gradients for a cotangent of 1, in the accumulator's dtype.
+
+    Arguments are `jax.custom_derivatives.CustomVJPPrimal`s, which say whether they are differentiated.
+    """
+    is_trained = head_weight.perturbed
+    hidden, head_weight, labels, mask = (argument.value for argument in (hidden, head_weight, labels, mask))
     accumulator = at_least_f32(hidden.dtype)
     weight = head_weight.astype(hidden.dtype)
 
@@ -84,10 +92,12 @@ def _forward(chunk_tokens, hidden, head_weight, labels, mask):
         hidden, labels, mask = chunk
         loss, logits, logsumexp = _loss_of_chunk(weight, *chunk)
         d_logits = jnp.where(mask[:, None], error_of_logits(logits, logsumexp, labels), 0).astype(hidden.dtype)
-        d_weight += jnp.einsum("tv,td->vd", d_logits, hidden, preferred_element_type=accumulator)
+        if is_trained:
+            d_weight += jnp.einsum("tv,td->vd", d_logits, hidden, preferred_element_type=accumulator)
         return (total + loss, d_weight), jnp.einsum("tv,vd->td", d_logits, weight, preferred_element_type=accumulator)
 
-    start = vary_as((jnp.zeros((), accumulator), jnp.zeros(head_weight.shape, accumulator)), hidden)
+    no_gradient = jnp.zeros(head_weight.shape, accumulator) if is_trained else None
+    start = vary_as((jnp.zeros((), accumulator), no_gradient), hidden)
     (total, d_weight), d_hidden = jax.lax.scan(add_chunk, start, token_chunks(chunk_tokens, hidden, labels, mask))
     d_hidden = joined_chunks(d_hidden, len(hidden))
     return total, _Residuals(d_hidden, d_weight, jnp.zeros(0, hidden.dtype), jnp.zeros(0, head_weight.dtype))
@@ -95,11 +105,13 @@ def _forward(chunk_tokens, hidden, head_weight, labels, mask):
 
 def _backward(chunk_tokens, residuals: _Residuals, d_loss):
     d_hidden = (residuals.d_hidden * d_loss).astype(residuals.like_hidden.dtype)
-    d_weight = (residuals.d_weight * d_loss).astype(residuals.like_weight.dtype)
+    d_weight = residuals.d_weight
+    if d_weight is not None:
+        d_weight = (d_weight * d_loss).astype(residuals.like_weight.dtype)
     return d_hidden, d_weight, None, None
 
 
-_loss_sum.defvjp(_forward, _backward)
+_loss_sum.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 class _ChunkLoss(NamedTuple):

@@ -115,13 +115,24 @@ class LatentAttention(nnx.Module):
     def absorb(self, q: Float[Array, "batch seq heads key_dim"]) -> Float[Array, "batch seq heads latent_dim"]:
         """Returns queries whose product with latents equals the product of `q` with the keys expanded from these latents."""
         q_nope, q_rope = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
-        to_keys, _ = _by_head(self.config, self.kv_b_proj.weight[...].astype(q.dtype))
-        return jnp.concatenate([jnp.einsum("bshn,hnr->bshr", q_nope, to_keys), q_rope], axis=-1)
+        weight, _, change = self.kv_b_proj.matrix
+        to_keys, _ = _by_head(self.config, weight.astype(q.dtype))
+        absorbed = jnp.einsum("bshn,hnr->bshr", q_nope, to_keys)
+        if change is not None:
+            to_keys, _ = _by_head(self.config, change.b.astype(q.dtype))
+            absorbed += jnp.einsum("bshn,hnk->bshk", q_nope, to_keys) @ change.a.astype(q.dtype)
+        return jnp.concatenate([absorbed, q_rope], axis=-1)
 
     def values(self, mean: Float[Array, "batch seq heads latent_dim"]) -> Float[Array, "batch seq heads value_dim"]:
         """Computes weighted means of values from weighted means of the latents they would be expanded from."""
-        _, to_values = _by_head(self.config, self.kv_b_proj.weight[...].astype(mean.dtype))
-        return jnp.einsum("bshr,hvr->bshv", mean[..., : self.config.kv_lora_rank], to_values)
+        weight, _, change = self.kv_b_proj.matrix
+        _, to_values = _by_head(self.config, weight.astype(mean.dtype))
+        latents = mean[..., : self.config.kv_lora_rank]
+        values = jnp.einsum("bshr,hvr->bshv", latents, to_values)
+        if change is not None:
+            _, to_values = _by_head(self.config, change.b.astype(mean.dtype))
+            values += jnp.einsum("bshk,hvk->bshv", latents @ change.a.astype(mean.dtype).T, to_values)
+        return values
 
     def _rotated(
         self, x: Float[Array, "batch seq heads rope_dim"], rope: RopeTables
@@ -140,9 +151,9 @@ def expand(
     return jnp.concatenate([k_nope, shared], axis=-1), v
 
 
-def _by_head(config: DeepseekV3Config, kv_b_proj: Float[Array, "out kv_lora_rank"]) -> list[Array]:
-    """Splits the matrix into its factors for keys [heads, qk_nope_head_dim, kv_lora_rank] and for values."""
-    by_head = kv_b_proj.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+def _by_head(config: DeepseekV3Config, kv_b_proj: Float[Array, "out _"]) -> list[Array]:
+    """Splits the matrix into its factors for keys [heads, qk_nope_head_dim, columns] and for values."""
+    by_head = kv_b_proj.reshape(config.num_attention_heads, -1, kv_b_proj.shape[1])
     return jnp.split(by_head, [config.qk_nope_head_dim], axis=1)
 
 

@@ -9,11 +9,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
+from moe_jax.layers.lora import Adapter, factors_of
 from moe_jax.layers.tickets import LinearProduct, TicketedMatrix, TicketHolder, linear_map, linear_product_like
 
 
 class Linear(TicketHolder):
-    """y = x W^T + b with W [out, in] and an optional b [out].
+    """y = x W^T + b with W [out, in] and an optional b [out]; with an adapter, W has its change added.
 
     Args:
       in_features, out_features: sizes of the last axes of x and y.
@@ -22,6 +23,8 @@ class Linear(TicketHolder):
       stack: leading axes of the parameters: (n,) holds n such layers, to be sliced by a scan before the call.
       param_dtype: dtype of the parameters; they are cast to x's dtype where they are used.
     """
+
+    lora: Adapter | None = None
 
     def __init__(
         self,
@@ -46,8 +49,8 @@ class Linear(TicketHolder):
 
     @property
     def matrix(self) -> TicketedMatrix:
-        """W and its ticket."""
-        return TicketedMatrix(self.weight[...], self.held_ticket)
+        """W, its ticket and its change."""
+        return TicketedMatrix(self.weight[...], self.held_ticket, factors_of(self.lora))
 
     def products_like(self, x: Float[Array, "*batch _"]) -> LinearProduct:
         """Returns arrays like the operands of W's gradient; of x it reads the leading axes and the dtype."""

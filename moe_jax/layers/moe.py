@@ -10,12 +10,19 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted
 from moe_jax.kernels.experts.deferred import ExpertProducts, expert_products_like, experts_mlp_deferring
-from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating, experts_mlp_in_stack
+from moe_jax.kernels.experts.internal import (
+    Accumulators,
+    experts_mlp_accumulating,
+    experts_mlp_frozen,
+    experts_mlp_in_stack,
+)
 from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.linear import normal_parameter
+from moe_jax.layers.lora import Adapter, Frozen
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.router import Router, Routing
 from moe_jax.layers.tickets import EXPERT_MATRICES, TicketHolder
@@ -126,6 +133,8 @@ class MoE(nnx.Module):
         return y.reshape(*leading, hidden), routing
 
     def _check_experts(self, num_experts: int, expert_parallel: ExpertParallel | None) -> None:
+        if expert_parallel is not None and isinstance(self.experts.gate_up_proj, Frozen):
+            raise ValueError("adapters need experts that lie on one device; these are split over several")
         if expert_parallel is not None and self.experts.ticket is not None:
             raise ValueError("weight tickets need experts that lie on one device; these are split over several")
         devices = 1 if expert_parallel is None else axis_size(expert_parallel.axis_name)
@@ -192,6 +201,8 @@ class Experts(TicketHolder):
     """
 
     matrices = EXPERT_MATRICES
+    gate_up_lora: Adapter | None = None
+    down_lora: Adapter | None = None
     gate_up_accumulator: GradientAccumulator | None = None
     down_accumulator: GradientAccumulator | None = None
     place: PlaceInStack | None = None
@@ -219,18 +230,23 @@ class Experts(TicketHolder):
     ) -> Float[Array, "tokens hidden"]:
         """Returns the weighted sum of the chosen experts' outputs (`kernels.experts_mlp`)."""
         matrices = self.gate_up_proj[...], self.down_proj[...]
+        chunk_tokens = EXPERT_CHUNK_TOKENS if len(x) > 2 * EXPERT_CHUNK_TOKENS else None
+        if (adapter := self.adapter) is not None:
+            return experts_mlp_adapted(x, *matrices, weights, experts, adapter, chunk_tokens=chunk_tokens)
+        if isinstance(self.gate_up_proj, Frozen):
+            return experts_mlp_frozen(x, *matrices, weights, experts, chunk_tokens=chunk_tokens)
         if self.ticket is not None:
             return experts_mlp_deferring(x, *matrices, weights, experts, self.held_ticket)
         if self.place is not None and self.accumulators is None:
             return experts_mlp_in_stack(x, *matrices, weights, experts, self.place[...])
-        return experts_mlp_accumulating(
-            x,
-            *matrices,
-            weights,
-            experts,
-            self.accumulators,
-            chunk_tokens=EXPERT_CHUNK_TOKENS if len(x) > 2 * EXPERT_CHUNK_TOKENS else None,
-        )
+        return experts_mlp_accumulating(x, *matrices, weights, experts, self.accumulators, chunk_tokens=chunk_tokens)
+
+    @property
+    def adapter(self) -> ExpertsAdapter | None:
+        """The changes of both matrices; None without an adapter."""
+        if self.gate_up_lora is None or self.down_lora is None:
+            return None
+        return ExpertsAdapter(self.gate_up_lora.factors, self.down_lora.factors)
 
     def products_like(self, x: Float[Array, "tokens hidden"]) -> ExpertProducts:
         """Returns arrays like the operands of both matrices' gradients.

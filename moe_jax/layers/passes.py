@@ -78,7 +78,7 @@ class LayerArrays(NamedTuple):
     @property
     def num_layers(self) -> int:
         """The number of stacked layers."""
-        return jax.tree.leaves(self.parameters)[0].shape[0]
+        return jax.tree.leaves((self.parameters, self.per_layer))[0].shape[0]
 
 
 class Chunk(NamedTuple):

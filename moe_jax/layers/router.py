@@ -17,6 +17,7 @@ from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.varying import vary_alike
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.linear import normal_parameter
+from moe_jax.layers.lora import Adapter, factors_of
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.layers.tickets import LinearProduct, TicketedMatrix, TicketHolder, linear_map, linear_product_like
 
@@ -44,6 +45,8 @@ class ExpertBias(nnx.Variable):
 
 class Router(TicketHolder):
     """A linear map to one logit per expert, and `route` on the logits."""
+
+    lora: Adapter | None = None
 
     def __init__(
         self,
@@ -77,7 +80,8 @@ class Router(TicketHolder):
         Raises:
           ValueError: `expert_ids` is another text.
         """
-        logits = linear_map(x, TicketedMatrix(self.weight[...], self.held_ticket), at_least_f32(x.dtype))
+        matrix = TicketedMatrix(self.weight[...], self.held_ticket, factors_of(self.lora))
+        logits = linear_map(x, matrix, at_least_f32(x.dtype))
         if isinstance(expert_ids, str):
             check_expert_choice(expert_ids)
             expert_ids = balanced_expert_ids(x.shape[0], self.num_experts_per_tok, logits.shape[1])

@@ -54,7 +54,7 @@ def run_layers(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run_layers(layers: Layers, shared, per_layer, x, parameters, accumulators):
-    body, gather, last = layers.body, layers.gather, jax.tree.leaves(parameters)[0].shape[0] - 1
+    body, gather, last = layers.body, layers.gather, LayerArrays(shared, per_layer, parameters).num_layers - 1
 
     def step(state, arguments):
         x, gathered = state

@@ -12,6 +12,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.layers.attend import Attend
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.cache import KVCache
+from moe_jax.layers.lora import Frozen
 from moe_jax.layers.moe import AccumulatedWeight, GradientAccumulator, PlaceInStack, StackedWeight
 from moe_jax.layers.paged import LayerPages
 from moe_jax.layers.passes import LayerArrays, Layers
@@ -177,7 +178,8 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
       ValueError: matrices have tickets (`layers.tickets`), and a mesh gathers them.
     """
     spread = execution.spread
-    accumulating, without_gradients = (GradientAccumulator, WeightTicket), (ExpertBias, AccumulatedWeight, DeferredWeight)
+    accumulating = GradientAccumulator, WeightTicket
+    without_gradients = ExpertBias, Frozen, AccumulatedWeight, DeferredWeight
     graph, *states = nnx.split(stage, nnx.Param, accumulating, (*without_gradients, StackedWeight, PlaceInStack))
     parameters, accumulators, others = states
     stacks, others = nnx.split_state(others, StackedWeight, ...)
@@ -193,7 +195,9 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
         routing = None if out.routing is None else StageRouting(out.routing.sums, out.routing.experts)
         return Carry(out.x, out.cache), routing
 
-    gather = None if spread.layer_gathers is None else spread.layer_gathers[number]
+    # Adapters are whole on each device, and a stage may have none.
+    is_frozen = bool(jax.tree.leaves(nnx.state(stage, Frozen)))
+    gather = None if spread.layer_gathers is None or is_frozen else spread.layer_gathers[number]
     if gather is not None and jax.tree.leaves(nnx.state(stage, WeightTicket)):
         if any(gather.gathers):
             raise ValueError(

@@ -54,7 +54,7 @@ def make_evaluation(
         for batch, *further in (own[i : i + at_once] for i in range(0, len(own), at_once)):
             if further:
                 batch |= {SECOND + name: array for name, array in further[0].items()}
-            sums.append((of_two if further else of_one)(state.params, state.expert_bias, batch))
+            sums.append((of_two if further else of_one)(state.params, state.fixed, batch))
         sums = jax.device_get(sums)
         return float(sum(of_batch.summed for of_batch in sums)) / max(1.0, float(sum(of_batch.num_labels for of_batch in sums)))
 
@@ -88,7 +88,7 @@ def _through_pipe(graphdef: nnx.GraphDef, parallelism: Parallelism) -> Callable[
         if not batches:
             return 0.0
         own = [{name: batch[name] for name in BATCH_ARRAYS} for batch in batches]
-        sums = jax.device_get(compiled(state.params, state.expert_bias, own))
+        sums = jax.device_get(compiled(state.params, state.fixed, own))
         return float(sums.summed) / max(1.0, float(sums.num_labels))
 
     return evaluate

@@ -9,9 +9,10 @@ from flax import nnx
 from jax.sharding import Sharding
 from jaxtyping import Array, Int, PyTree
 
+from moe_jax.layers.lora import Frozen
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.decoder import Decoder
-from moe_jax.parallel.layout import parameter_path
+from moe_jax.parallel.layout import mesh_of, parameter_path
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.zero1 import optimizer_mesh, optimizer_shardings, to_parts, to_whole
 from moe_jax.train import master_weights
@@ -21,16 +22,18 @@ from moe_jax.train.batch import replicated_sharding
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that training changes. `nnx.merge(graphdef, params, expert_bias)` is the model.
+    """Everything that training changes, and frozen weights. `nnx.merge(graphdef, params, expert_bias, frozen)` is the model.
 
     Attributes:
       step: the number of finished steps.
-      params: `nnx.state(model, nnx.Param)`, all f32 or all bf16.
+      params: `nnx.state(model, nnx.Param)`, all f32 or all bf16. Of a model with adapters these are the adapters alone.
       opt_state: the state of the optimizer, which works on f32 masters whatever the parameters' dtype.
       low_halves: the rest of the masters beside bf16 parameters (`train.master_weights`). None beside f32 parameters, which are
         their own masters.
       expert_bias: `nnx.state(model, ExpertBias)`, empty for most architectures. The load moves it (`layers.balance`); no
         gradient and no optimizer sees it.
+      frozen: the weights beside adapters, `nnx.state(model, Frozen)`; empty without adapters. A step neither changes nor
+        donates them. Checkpoints hold the state `without_frozen`.
     """
 
     step: Int[Array, ""]
@@ -38,6 +41,17 @@ class TrainState:
     opt_state: optax.OptState
     low_halves: nnx.State | None = None
     expert_bias: nnx.State = field(default_factory=lambda: nnx.State({}))
+    frozen: nnx.State = field(default_factory=lambda: nnx.State({}))
+
+    @property
+    def fixed(self) -> nnx.State:
+        """The part of the model that gets no gradients: the biases of experts, and frozen weights."""
+        return nnx.merge_state(self.expert_bias, self.frozen) if self.frozen else self.expert_bias
+
+    @property
+    def without_frozen(self) -> "TrainState":
+        """The state without its frozen weights: with the weights that the run began with it is whole again."""
+        return replace(self, frozen=nnx.State({}))
 
 
 def init_state(model: Decoder, optimizer: optax.GradientTransformation, parallelism: Parallelism | None = None) -> TrainState:
@@ -48,17 +62,40 @@ def init_state(model: Decoder, optimizer: optax.GradientTransformation, parallel
         array lies as its parameter.
 
     Raises:
-      ValueError: parameters that are not all f32 or all bf16, or `shard_optimizer` where `data` can split none of them.
+      ValueError: parameters that are not all f32 or all bf16, or `shard_optimizer` where `data` can split none of them. Or a
+        model with adapters that is spread over devices otherwise than along `data`.
     """
     # Committed to their devices, as a restored state is, so that both run the same compiled step.
-    params, expert_bias = jax.tree.map(
-        lambda p: jax.device_put(p, p.sharding), (nnx.state(model, nnx.Param), nnx.state(model, ExpertBias))
+    params, expert_bias, frozen = jax.tree.map(
+        lambda p: jax.device_put(p, p.sharding), tuple(nnx.state(model, kind) for kind in (nnx.Param, ExpertBias, Frozen))
     )
+    check_adapters(frozen, parallelism)
     everywhere = replicated_sharding(params)
     layouts = _optimizer_layouts(params, parallelism)
     opt_state = _init_optimizer(optimizer, params, layouts, everywhere)
     low_halves = master_weights.initial_low_halves(params, layouts)
-    return TrainState(jnp.zeros((), jnp.int32, device=everywhere), params, opt_state, low_halves, expert_bias)
+    return TrainState(jnp.zeros((), jnp.int32, device=everywhere), params, opt_state, low_halves, expert_bias, frozen)
+
+
+def check_adapters(frozen: nnx.State, parallelism: Parallelism | None) -> None:
+    """Refuses to train adapters where their frozen weights are not whole on every device; accepts a state without any.
+
+    Raises:
+      ValueError: a mesh with several devices along another axis than `data`, or micro-batches that overlap.
+    """
+    if not jax.tree.leaves(frozen):
+        return
+    mesh = mesh_of(frozen) if parallelism is None else parallelism.mesh
+    split = [] if mesh is None else [f"{axis}={n}" for axis, n in mesh.shape.items() if axis != "data" and n > 1]
+    if split:
+        raise ValueError(
+            f"adapters train on one device, or on a mesh that has several along data alone: their frozen weights must be "
+            f"whole on each device; got {', '.join(split)}"
+        )
+    if parallelism is not None and parallelism.overlap_micro_batches:
+        raise ValueError(
+            "overlap_micro_batches=True hides the exchange with other devices' experts, which adapters do not have"
+        )
 
 
 def apply_gradients(

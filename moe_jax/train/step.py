@@ -24,7 +24,7 @@ from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objec
 from moe_jax.train.overlap import accumulate_overlapping, can_overlap
 from moe_jax.train.pipelined import accumulate_pipelined
 from moe_jax.train.scheduled import accumulate_scheduled
-from moe_jax.train.state import TrainState, apply_gradients, check_layout
+from moe_jax.train.state import TrainState, apply_gradients, check_adapters, check_layout
 
 COUNTED = {"num_labels": "loss_mask", "num_tokens": "segment_ids"}
 """Metrics that count an array's entries other than 0."""
@@ -44,6 +44,8 @@ def make_train_step(
     parallelism: Parallelism | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns a jitted step(state, batch) -> (state, metrics). The state passed in is donated: its arrays are gone afterwards.
+
+    Frozen weights beside adapters are not donated: the state that comes back holds the same arrays.
 
         step = train.make_train_step(graphdef, optimizer, train.NextToken(train.LossWeights(aux_loss_coef=0.001)))
 
@@ -116,14 +118,15 @@ def make_train_step(
         gradients = accumulate(gradients, gradient_accumulation)
     in_place = accumulate_in_place(objective, graphdef, execution, gradient_accumulation)
 
-    def train_step(one_device: bool, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(one_device: bool, state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, Metrics]:
+        fixed = replace(state, frozen=frozen).fixed
         if parallelism is not None:
             parallelism.check_batch(num_rows(batch) // gradient_accumulation)
         counts = {name: _count(batch[array]) for name, array in COUNTED.items() if array in batch}
         num_labels = counts.get("num_labels", jnp.ones(()))
-        # Split over devices, the experts' gradients can be added up only after they have travelled.
-        compute = in_place if one_device and gradient_accumulation > 1 else gradients
-        value, aux, grads = compute(state.params, state.expert_bias, objective.prepare(batch, num_labels))
+        # Split over devices, the experts' gradients can be added up only after they have travelled. Adapters' are small.
+        compute = in_place if one_device and gradient_accumulation > 1 and not frozen else gradients
+        value, aux, grads = compute(state.params, fixed, objective.prepare(batch, num_labels))
         if split_over is not None:
             grads = sum_to_parts(grads, split_over)
         after = apply_gradients(optimizer, state, grads, parallelism)
@@ -151,13 +154,18 @@ def _count(array: Array) -> Array:
 
 
 def _compiled_at_first_call(train_step: Callable, parallelism: Parallelism | None) -> Callable:
-    """Returns `train_step` as a jitted function of (state, batch), compiled for the layout of the first state."""
+    """Returns `train_step` as a jitted function of (state, batch), compiled for the layout of the first state.
+
+    Frozen weights are an argument of their own, because the state is donated.
+    """
     compiled: Callable | None = None
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         nonlocal compiled
+        frozen, state = state.frozen, state.without_frozen
         if compiled is None:
             check_layout(state, parallelism)
+            check_adapters(frozen, parallelism)
             one_device = parallelism is None and len(jax.tree.leaves(state.params)[0].sharding.device_set) == 1
             compiled = jax.jit(
                 partial(train_step, one_device),
@@ -167,6 +175,7 @@ def _compiled_at_first_call(train_step: Callable, parallelism: Parallelism | Non
                 out_shardings=(jax.tree.map(lambda x: x.sharding, state), replicated_sharding(state.params)),
                 compiler_options=None if parallelism is None else parallelism.compiler_options,
             )
-        return compiled(state, batch)
+        after, metrics = compiled(state, frozen, batch)
+        return replace(after, frozen=frozen), metrics
 
     return step

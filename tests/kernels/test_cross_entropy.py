@@ -144,3 +144,12 @@ def test_shape_errors():
         cross_entropy(hidden, weight[:, :7], labels, mask)
     with pytest.raises(ValueError, match=r"labels and mask must have shape \(17,\)"):
         cross_entropy(hidden, weight, labels[:3], mask)
+
+
+def test_frozen_head():
+    """Its gradient is not computed, and the other gradient is the same."""
+    hidden, weight, labels, mask = make_inputs(jnp.float32)
+    of_both, of_hidden = (jax.grad(lambda h, w: cross_entropy(h, w, labels, mask)[0], asked) for asked in ((0, 1), (0,)))
+    np.testing.assert_array_equal(of_hidden(hidden, weight)[0], of_both(hidden, weight)[0])
+    products = [str(jax.make_jaxpr(f)(hidden, weight)).count("dot_general") for f in (of_both, of_hidden)]
+    assert products == [3, 2]

@@ -85,3 +85,14 @@ def test_shape_errors():
         token_log_probs(hidden, weight, labels[1:])
     with pytest.raises(ValueError, match="hidden must be .*; got"):
         token_log_probs(hidden[None], weight, labels)
+
+
+def test_frozen_head():
+    """Its gradient is not computed, and the other gradient is the same."""
+    hidden, weight, labels, _ = make_inputs(jnp.float32)
+    of_both, of_hidden = (
+        jax.grad(lambda h, w: jnp.sin(token_log_probs(h, w, labels)).sum(), asked) for asked in ((0, 1), (0,))
+    )
+    np.testing.assert_array_equal(of_hidden(hidden, weight)[0], of_both(hidden, weight)[0])
+    products = [str(jax.make_jaxpr(f)(hidden, weight)).count("dot_general") for f in (of_both, of_hidden)]
+    assert products == [4, 3]

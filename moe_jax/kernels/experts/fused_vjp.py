@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Integer
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
 from moe_jax.kernels.experts.routing import Plan, plan, plan_of_few, rows_of_pairs, wide_ids
-from moe_jax.kernels.experts.separate_vjps import down_of_shares, gate_up_gradients, weight_of_row
+from moe_jax.kernels.experts.separate_vjps import down_of_shares, dx_of_shares, gate_up_gradients, weight_of_row
 from moe_jax.kernels.experts.xla import sum_of_choices
 from moe_jax.kernels.hopper import interpreter
 from moe_jax.kernels.precision import at_least_f32, widened
@@ -54,6 +54,8 @@ class ExpertsOptions(NamedTuple):
     shares: tuple[int | None, ...] = (None,)
     chunk_tokens: int | None = None
     accumulators_in_stack: bool = False
+    frozen: bool = False
+    """The matrices get no gradients, and no products are made for any."""
 
 
 class HiddenResiduals(NamedTuple):
@@ -188,12 +190,12 @@ def _forward_of_chunks(
 
     # Padding tokens of the last chunk choose an id outside [0, E).
     chunks = _Chunk(
-        _split(x, options.chunk_tokens, 0),
-        _split(weights, options.chunk_tokens, 0),
-        _split(wide_ids(experts), options.chunk_tokens, operands.w_down.shape[-3]),
+        split_tokens(x, options.chunk_tokens, 0),
+        split_tokens(weights, options.chunk_tokens, 0),
+        split_tokens(wide_ids(experts), options.chunk_tokens, operands.w_down.shape[-3]),
     )
     y, hidden = jax.lax.map(of_chunk, chunks)
-    return (_join(y, x.shape[0]),), _residuals(operands, operands.xs, hidden)
+    return (join_tokens(y, x.shape[0]),), _residuals(operands, operands.xs, hidden)
 
 
 def _residuals(operands: ExpertsOperands, xs: Arrays, hidden: Any) -> ExpertsResiduals:
@@ -205,7 +207,8 @@ def _residuals(operands: ExpertsOperands, xs: Arrays, hidden: Any) -> ExpertsRes
 class _Gradients(NamedTuple):
     dxs: Arrays
     dweights: Arrays
-    matrices: Matrices
+    matrices: Matrices | None
+    """None if they are frozen."""
 
 
 def _backward(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> tuple[ExpertsOperands]:
@@ -217,7 +220,7 @@ def _backward(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays)
     backward = _backward_of_parts if options.chunk_tokens is None else _backward_of_chunks
     gradients = backward(options, residuals, dys)
     no_gradient: Any = None
-    dgate_up, ddown, of_accumulators = *gradients.matrices, None
+    dgate_up, ddown, of_accumulators = *(gradients.matrices or (no_gradient, no_gradient)), None
     if residuals.accumulators is not None:
         dgate_up, ddown, of_accumulators = no_gradient, no_gradient, keep_whole(gradients.matrices)
     return (ExpertsOperands(gradients.dxs, dgate_up, ddown, gradients.dweights, no_gradient, of_accumulators),)
@@ -228,12 +231,14 @@ def _backward_of_parts(options: ExpertsOptions, residuals: ExpertsResiduals, dys
     for shares, x, weights, hidden, dy in zip(
         options.shares, residuals.xs, residuals.weights, residuals.hidden, dys, strict=True
     ):
-        steps.append(_Step(partial(gradients_of_part, residuals, options.backend, shares, x, weights, hidden), (dy,)))
+        of_part = partial(gradients_of_part, residuals, options.backend, shares, x, weights, hidden, frozen=options.frozen)
+        steps.append(_Step(of_part, (dy,)))
     outcomes = _one_after_the_other(steps)
     of_parts = [outcome.result for outcome in outcomes]
-    into = residuals.accumulators
-    dtypes = _dtypes(Matrices(residuals.w_gate_up, residuals.w_down) if into is None else into)
-    matrices = matrix_gradients(options.backend, [outcome.extra for outcome in outcomes], dtypes, into)
+    into, matrices = residuals.accumulators, None
+    if not options.frozen:
+        dtypes = _dtypes(Matrices(residuals.w_gate_up, residuals.w_down) if into is None else into)
+        matrices = matrix_gradients(options.backend, [outcome.extra for outcome in outcomes], dtypes, into)
     dxs = tuple(jnp.concatenate(gradients.dx_of_shares) for gradients in of_parts)
     return _Gradients(dxs, tuple(gradients.dweights for gradients in of_parts), matrices)
 
@@ -249,26 +254,26 @@ def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dy
     """Sums the matrices' gradients over the chunks in at least f32."""
     assert options.chunk_tokens is not None
     weights_of_experts = Matrices(residuals.w_gate_up, residuals.w_down)
-    if residuals.accumulators is None:
+    start = residuals.accumulators
+    if start is None and not options.frozen:
         zeros = Matrices._make(jnp.zeros(w.shape, at_least_f32(w.dtype)) for w in weights_of_experts)
         start = vary_as(zeros, residuals.xs)
-    else:
-        start = residuals.accumulators
-    dtypes = _dtypes(start)
 
-    def add_chunk(sums: Matrices, chunk: _BackwardChunk) -> tuple[Matrices, tuple[Array, Array]]:
+    def add_chunk(sums: Matrices | None, chunk: _BackwardChunk) -> tuple[Matrices | None, tuple[Array, Array]]:
         gradients, products = gradients_of_part(
-            residuals, options.backend, None, chunk.x, chunk.weights, chunk.hidden, chunk.dy
+            residuals, options.backend, None, chunk.x, chunk.weights, chunk.hidden, chunk.dy, frozen=options.frozen
         )
         (dx,) = gradients.dx_of_shares
-        return matrix_gradients(options.backend, [products], dtypes, sums), (dx, gradients.dweights)
+        if sums is not None:
+            sums = matrix_gradients(options.backend, [products], _dtypes(sums), sums)
+        return sums, (dx, gradients.dweights)
 
     (dy,), (x,), (weights,) = dys, residuals.xs, residuals.weights
-    dy_chunks, x_chunks, weight_chunks = (_split(a, options.chunk_tokens, 0) for a in (dy, x, weights))
+    dy_chunks, x_chunks, weight_chunks = (split_tokens(a, options.chunk_tokens, 0) for a in (dy, x, weights))
     chunks = _BackwardChunk(dy_chunks, x_chunks, weight_chunks, residuals.hidden)
     matrices, (dx, dweights) = jax.lax.scan(add_chunk, start, chunks)
-    dx, dweights = _join(dx, x.shape[0]), _join(dweights, x.shape[0])
-    if residuals.accumulators is None:
+    dx, dweights = join_tokens(dx, x.shape[0]), join_tokens(dweights, x.shape[0])
+    if residuals.accumulators is None and matrices is not None:
         matrices = Matrices._make(total.astype(w.dtype) for total, w in zip(matrices, weights_of_experts, strict=True))
     return _Gradients((dx,), (dweights,), matrices)
 
@@ -315,17 +320,24 @@ def gradients_of_part(
     weights: Float[Array, "tokens k"],
     hidden: HiddenResiduals,
     dy: Float[Array, "tokens hidden"],
+    *,
+    frozen: bool = False,
 ) -> _Outcome:
-    """Returns the `_PartGradients` of one part and its `MatrixProducts`; of `residuals` it uses the matrices alone."""
+    """Returns the `_PartGradients` of one part and its `MatrixProducts`; of `residuals` it uses the matrices alone.
+
+    There are no products (None) if the matrices are frozen.
+    """
     plan = hidden.plan
     rows, source = implementation(backend).rows_of_tokens(dy, plan)
     dh, weighted_act, dweight_of_row = implementation(backend).gated_matmul_backward(
         rows, residuals.w_down, hidden.h, weight_of_row(weights, plan), plan, source_of_row=source
     )
-    dx_of_shares, gate_up = gate_up_gradients(dh, x, residuals.w_gate_up, plan, backend, shares)
-    down = OuterPart(rows, weighted_act, plan, source, None)
     dweights = rows_of_pairs(dweight_of_row, plan).astype(weights.dtype)
-    return _Outcome(_PartGradients(dx_of_shares, dweights), MatrixProducts(gate_up, down))
+    if frozen:
+        return _Outcome(_PartGradients(dx_of_shares(dh, residuals.w_gate_up, plan, backend, shares), dweights), None)
+    dx, gate_up = gate_up_gradients(dh, x, residuals.w_gate_up, plan, backend, shares)
+    down = OuterPart(rows, weighted_act, plan, source, None)
+    return _Outcome(_PartGradients(dx, dweights), MatrixProducts(gate_up, down))
 
 
 def matrix_gradients(
@@ -367,15 +379,15 @@ def _wait_for(outcome: _Outcome, arguments: Any) -> tuple[_Outcome, Any]:
     return outcome._replace(result=result), arguments
 
 
-def _split(a: Array, size: int, fill: int) -> Array:
+def split_tokens(a: Array, size: int, fill: int) -> Array:
     """Splits [T, ...] into [chunks, size, ...], the last chunk padded with `fill`."""
     chunks = -(-a.shape[0] // size)
     a = jnp.pad(a, [(0, chunks * size - a.shape[0])] + [(0, 0)] * (a.ndim - 1), constant_values=fill)
     return a.reshape(chunks, size, *a.shape[1:])
 
 
-def _join(a: Array, tokens: int) -> Array:
-    """Undoes `_split`."""
+def join_tokens(a: Array, tokens: int) -> Array:
+    """Undoes `split_tokens`."""
     return a.reshape(-1, *a.shape[2:])[:tokens]
 
 

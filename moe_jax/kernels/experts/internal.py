@@ -2,6 +2,7 @@
 
 `layers/moe.py` calls `experts_mlp_accumulating`: micro-batches then add their weight gradients to given arrays in place.
 It calls `experts_mlp_in_stack` where layers run one by one and read their weights inside the stack of all layers.
+It calls `experts_mlp_frozen` where the matrices are not trained.
 `parallel/expert/mlp.py` calls `experts_mlp_of_parts`: the tokens of other devices arrive later than a device's own.
 """
 
@@ -87,6 +88,33 @@ def experts_mlp_accumulating(
     operands = ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), into, layer)
     options = ExpertsOptions(backend, (None,), chunk_tokens=chunk_tokens, accumulators_in_stack=in_stack)
     return experts_of_parts(operands, options)[0]
+
+
+def experts_mlp_frozen(
+    x: Float[Array, "tokens hidden"],
+    w_gate_up: Float[Array, "experts 2*inter hidden"],
+    w_down: Float[Array, "experts hidden inter"],
+    topk_weights: Float[Array, "tokens k"],
+    topk_experts: Integer[Array, "tokens k"],
+    *,
+    backend: str | None = None,
+    chunk_tokens: int | None = None,
+) -> Float[Array, "tokens hidden"]:
+    """Computes `experts_mlp` with matrices that are not trained: their gradient is zero, and no product is made for one.
+
+    Raises:
+        ValueError: what `experts_mlp` raises.
+    """
+    sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts)
+    refuse_explicit_axes(x=x, w_gate_up=w_gate_up, w_down=w_down, topk_weights=topk_weights, topk_experts=topk_experts)
+    _check_positive("chunk_tokens", chunk_tokens)
+    if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
+        chunk_tokens = None
+    backend = resolve_backend(backend, x.dtype, x.shape[1], sizes["inter"])
+    x, w_gate_up, w_down, topk_weights, topk_experts = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts))
+    topk_weights = without_strangers(topk_weights, topk_experts, sizes["experts"])
+    operands = ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), None)
+    return experts_of_parts(operands, ExpertsOptions(backend, (None,), chunk_tokens=chunk_tokens, frozen=True))[0]
 
 
 def experts_mlp_in_stack(

@@ -42,6 +42,11 @@ def gate_up_gradients(
     )  # fmt: skip
 
 
+def dx_of_shares(dh: Array, w_gate_up: Array, plan: Plan, backend: str, shares: int | None = None) -> list[Array]:
+    """Computes the dx of `gate_up_gradients` alone, where w_gate_up is frozen."""
+    return _token_sums(implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True), plan, None, backend, shares)
+
+
 def down_of_shares(
     act: Array, w_down: Array, weights: Array, plan: Plan, backend: str, shares: int | None = None
 ) -> list[Array]:

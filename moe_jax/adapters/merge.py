@@ -1,0 +1,65 @@
+"""Adds the adapters of a model to its weights, or leaves them off."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from moe_jax.adapters.targets import has_adapters, targets_of
+from moe_jax.kernels.low_rank import LowRank
+from moe_jax.layers.lora import Frozen
+from moe_jax.models.decoder import Decoder
+
+
+def merge_adapter(model: Decoder) -> None:
+    """Adds each change to its matrix, in place, and removes the adapters: the model is a plain one, and all of it can train.
+
+        W = round(f32(W) + scale * b a)
+
+    One layer at a time is in f32. The old matrices are donated. Rounding to bf16 is not undone by subtracting the change: keep
+    the weights on disk.
+
+    Raises:
+      ValueError: the model has no adapters.
+    """
+    if not has_adapters(model):
+        raise ValueError("the model has no adapters to merge")
+    for target in targets_of(model):
+        if (adapter := target.found) is not None:
+            weight = getattr(target.module, target.weight)
+            setattr(target.module, target.weight, Frozen(_merged(weight.get_value(), adapter.factors)))
+    _remove_adapters(model)
+    for _, module in list(nnx.iter_modules(model)):
+        for name, variable in list(vars(module).items()):
+            if isinstance(variable, Frozen):
+                setattr(module, name, nnx.Param(variable.get_value()))
+
+
+def without_adapter(model: Decoder) -> Decoder:
+    """Returns the model with its adapters left off; it shares all arrays, so that it costs no memory.
+
+    It is the reference of preference losses. Its parameters stay frozen.
+    """
+    twin = nnx.merge(*nnx.split(model))
+    _remove_adapters(twin)
+    return twin
+
+
+def _remove_adapters(model: Decoder) -> None:
+    for target in list(targets_of(model)):
+        if target.found is not None:
+            delattr(target.module, target.adapter)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _merged(weight: Float[Array, "layers ..."], factors: LowRank) -> Float[Array, "layers ..."]:
+    """Adds b a to the matrices of each layer in turn."""
+
+    def add(layer: Array, weight: Array) -> Array:
+        w, a, b = (jax.lax.dynamic_index_in_dim(array, layer, keepdims=False) for array in (weight, *factors))
+        changed = w.astype(jnp.float32) + jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
+        return jax.lax.dynamic_update_index_in_dim(weight, changed.astype(weight.dtype), layer, 0)
+
+    return jax.lax.fori_loop(0, weight.shape[0], add, weight)

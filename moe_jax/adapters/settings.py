@@ -1,0 +1,60 @@
+"""Settings of adapters: the matrices that get one, and the ranks and scales."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+DEFAULT_TARGETS = "attention", "mlp", "experts"
+"""The targets of `targets=None`; a model without one of them has the others."""
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The adapters of a model: each adds scale * b a to a matrix, with scale = alpha / its rank.
+
+    Experts share the rank. A token sees `num_experts_per_tok` of them, so that by default each expert has the rank divided by
+    this number (Schulman, 2025, https://thinkingmachines.ai/blog/lora): 32 is 4 for each of Qwen3-30B-A3B's experts.
+
+    Attributes:
+      rank: the rank of every adapter but the experts'.
+      alpha: the numerator of the scale.
+      targets: the matrices. "attention" are all projections of attention, "mlp" dense blocks and shared experts, "experts" the
+        routed experts, "router" the choice of experts. A projection of attention may stand alone, as "q_proj". None:
+        attention, mlp and experts, as far as the model has them. Everything else stays frozen.
+      ranks: ranks of single targets in place of the above, as {"experts": 16, "q_proj": 64}.
+      shared_outer: all experts of a layer share the factors on the side of the hidden states.
+      use_rslora: scale = alpha / sqrt(rank) (Kalajdzievski, 2023, https://arxiv.org/abs/2312.03732).
+
+    Raises:
+      ValueError: a rank below 1, an alpha that is not positive, or no targets.
+    """
+
+    rank: int = 32
+    alpha: float = 32.0
+    targets: tuple[str, ...] | None = None
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    shared_outer: bool = False
+    use_rslora: bool = False
+
+    def __post_init__(self):
+        for name, rank in {"rank": self.rank, **{f"ranks[{name!r}]": rank for name, rank in self.ranks.items()}}.items():
+            if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+                raise ValueError(f"LoraSettings: {name}={rank!r} must be an integer of at least 1")
+        if not self.alpha > 0:
+            raise ValueError(f"LoraSettings: alpha={self.alpha!r} must be greater than 0")
+        if isinstance(self.targets, str) or (self.targets is not None and not self.targets):
+            raise ValueError(f"LoraSettings: targets={self.targets!r} must be a tuple of names, or None")
+
+    def rank_of(self, kind: str, name: str, active_experts: int) -> int:
+        """Returns the rank of a matrix.
+
+        Args:
+          kind: "attention", "mlp", "experts" or "router".
+          name: the matrix's name in its layer, such as "q_proj".
+          active_experts: the number of experts that a token sees; experts alone read it.
+        """
+        default = max(1, self.rank // active_experts) if kind == "experts" else self.rank
+        return self.ranks.get(name, self.ranks.get(kind, default))
+
+    def scale_of(self, rank: int) -> float:
+        """Returns the factor on the change of an adapter of this rank."""
+        return self.alpha / (rank**0.5 if self.use_rslora else rank)

@@ -1,0 +1,59 @@
+"""The matrices of a model that an adapter can change, and where the model holds each adapter."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from flax import nnx
+
+from moe_jax.layers.linear import Linear
+from moe_jax.layers.lora import Adapter
+from moe_jax.layers.moe import Experts
+from moe_jax.layers.router import Router
+from moe_jax.models.decoder import Decoder
+
+
+class Target(NamedTuple):
+    """A matrix, or one of each expert, stacked over the layers of a stage."""
+
+    kind: str
+    """One of "attention", "mlp", "experts" and "router"."""
+    path: tuple
+    """The path of the module that holds the matrix."""
+    module: nnx.Module
+    weight: str
+    """The name of the matrix in the module."""
+    adapter: str
+    """The name of its adapter in the module."""
+
+    @property
+    def name(self) -> str:
+        """The matrix's name in its layer: "q_proj", or "gate_up_proj" for both first matrices of experts."""
+        return self.weight if self.kind == "experts" else str(self.path[-1])
+
+    @property
+    def found(self) -> Adapter | None:
+        """The adapter; None without one."""
+        return getattr(self.module, self.adapter)
+
+
+EXPERT_ADAPTERS = {"gate_up_proj": "gate_up_lora", "down_proj": "down_lora"}
+"""The names of the experts' adapters by those of their matrices."""
+
+
+def targets_of(model: Decoder) -> Iterator[Target]:
+    """Yields every matrix inside the layers that can have an adapter."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Experts):
+            for weight, adapter in EXPERT_ADAPTERS.items():
+                yield Target("experts", path, module, weight, adapter)
+        elif isinstance(module, Router):
+            yield Target("router", path, module, "weight", "lora")
+        elif isinstance(module, Linear) and "self_attn" in path:
+            yield Target("attention", path, module, "weight", "lora")
+        elif isinstance(module, Linear) and "mlp" in path:
+            yield Target("mlp", path, module, "weight", "lora")
+
+
+def has_adapters(model: Decoder) -> bool:
+    """Returns True if a matrix has an adapter."""
+    return any(target.found is not None for target in targets_of(model))

@@ -1,0 +1,184 @@
+"""`experts_mlp` with frozen matrices and a trained low-rank change of each (LoRA, https://arxiv.org/abs/2106.09685).
+
+In the letters of `api`, with r the rank, a1 [r, D] and b1 [2I, r] beside w_gate_up, a2 [r, I] and b2 [D, r] beside w_down:
+
+    u[r]   = a1[e(r)] x[token(r)]             h[r] = w_gate_up[e] x[token(r)] + b1[e] u[r]
+    v[r]   = a2[e] act[r]                     y[t] = sum_k weights[t, k] * (w_down[e] act + b2[e] v) at row(t, k)
+
+Backward, with dy'[r] = dy[token(r)]; dweights, dact and dh follow from g and h as in `api`:
+
+    t2[r]  = b2[e]^T dy'                      g[r] = w_down[e]^T dy' + a2[e]^T t2
+    da2[e] = sum_r outer(t2, weights(r) * act)           db2[e] = sum_r outer(dy', weights(r) * v)
+    t1[r]  = b1[e]^T dh                       dx[t] = sum_k (w_gate_up[e]^T dh + a1[e]^T t1) at row(t, k)
+    da1[e] = sum_r outer(t1, x[token(r)])                db1[e] = sum_r outer(dh, u)
+
+w_gate_up and w_down get no gradient, and no product is made for one. The products with the factors are grouped matmuls of
+their own, whose results are added: h, g, rows of y and of dx are written and read once more than without them. The residuals
+are x, h, u, weights and plan.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from moe_jax.kernels.experts.activation import gated_silu, gated_silu_backward
+from moe_jax.kernels.experts.backends import implementation
+from moe_jax.kernels.experts.choose_backend import resolve_backend
+from moe_jax.kernels.experts.fused_vjp import join_tokens, split_tokens
+from moe_jax.kernels.experts.internal import without_strangers
+from moe_jax.kernels.experts.routing import Plan, plan, rows_of_pairs, wide_ids
+from moe_jax.kernels.experts.separate_vjps import weight_of_row
+from moe_jax.kernels.low_rank import LowRank
+from moe_jax.kernels.precision import widened
+from moe_jax.kernels.shapes import check_experts_mlp, check_shape
+from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike
+
+
+class ExpertsAdapter(NamedTuple):
+    """The changes of both matrices. A factor with one expert is shared by all."""
+
+    gate_up: LowRank
+    down: LowRank
+
+
+def experts_mlp_adapted(
+    x: Float[Array, "tokens hidden"],
+    w_gate_up: Float[Array, "experts 2*inter hidden"],
+    w_down: Float[Array, "experts hidden inter"],
+    topk_weights: Float[Array, "tokens k"],
+    topk_experts: Integer[Array, "tokens k"],
+    adapter: ExpertsAdapter,
+    *,
+    backend: str | None = None,
+    chunk_tokens: int | None = None,
+) -> Float[Array, "tokens hidden"]:
+    """Computes `experts_mlp` with w_gate_up + b1 a1 and w_down + b2 a2 in place of the matrices.
+
+    Differentiable in x, topk_weights and the factors; the matrices are frozen, and their gradient is zero. Each gradient of a
+    factor is summed in f32 and has the factor's dtype.
+
+    Args:
+        adapter: `gate_up` has a [E, r, hidden] and b [E, 2*inter, r]; `down` has a [E, r, inter] and b [E, hidden, r]. A first
+            axis of length 1 in place of E is one factor for all experts. The two ranks may differ.
+        backend, chunk_tokens: as in `experts_mlp`.
+
+    Raises:
+        ValueError: what `experts_mlp` raises, or factors that do not fit the matrices.
+    """
+    sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts)
+    _check_adapter(adapter, sizes)
+    refuse_explicit_axes(x=x, w_gate_up=w_gate_up, w_down=w_down, topk_weights=topk_weights, topk_experts=topk_experts)
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1 or None; got {chunk_tokens}")
+    backend = resolve_backend(backend, x.dtype, x.shape[1], sizes["inter"])
+    alignment = _rank_alignment(backend, sizes["hidden"], sizes["inter"])
+    whole = ExpertsAdapter(*(_of_each_expert(factors, sizes["experts"], alignment) for factors in adapter))
+    arrays = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts, whole))
+    x, w_gate_up, w_down, topk_weights, topk_experts, whole = arrays
+    topk_weights = without_strangers(topk_weights, topk_experts, sizes["experts"])
+
+    def of_chunk(chunk: tuple[Array, Array, Array]) -> Array:
+        x, weights, experts = chunk
+        planned = plan(experts, sizes["experts"], implementation(backend).ROW_ALIGNMENT)
+        return _adapted(_Operands(x, w_gate_up, w_down, weights, whole), planned, backend)
+
+    if chunk_tokens is None or chunk_tokens >= len(x):
+        return of_chunk((x, topk_weights, topk_experts))
+    # Padding tokens of the last chunk choose an id outside [0, E).
+    fills = (x, 0), (topk_weights, 0), (wide_ids(topk_experts), sizes["experts"])
+    chunks = tuple(split_tokens(array, chunk_tokens, fill) for array, fill in fills)
+    return join_tokens(jax.lax.map(of_chunk, chunks), len(x))
+
+
+def _check_adapter(adapter: ExpertsAdapter, sizes: dict[str, int]) -> None:
+    for name, factors, (num_out, num_in) in (
+        ("gate_up", adapter.gate_up, ("2*inter", "hidden")),
+        ("down", adapter.down, ("hidden", "inter")),
+    ):
+        own = dict(sizes)
+        for factor, array, axes in (("a", factors.a, f"rank {num_in}"), ("b", factors.b, f"{num_out} rank")):
+            experts = "1" if array.shape[:1] == (1,) else "experts"
+            check_shape(f"adapter.{name}.{factor}", array, f"{experts} {axes}", own | {"1": 1})
+            own["rank"] = factors.a.shape[1]
+
+
+def _rank_alignment(backend: str, hidden: int, inter: int) -> int:
+    """Returns the multiple of a rank that the backend's matmuls take.
+
+    Zeros fill up other ranks. Thin products wait for memory and not for math, so that these cost little.
+    """
+    if backend == "mosaic":
+        # `grouped_outer` has no tile for a gradient of 64 rows or columns whose other side is an odd multiple of 64.
+        return 64 if hidden % 128 == inter % 128 == 0 else 128
+    return 16 if backend == "triton" else 1
+
+
+def _of_each_expert(factors: LowRank, num_experts: int, alignment: int) -> LowRank:
+    """Returns factors for each expert, their rank filled up with zeros."""
+    fill = -factors.a.shape[1] % alignment
+    a, b = (jnp.broadcast_to(factor, (num_experts, *factor.shape[1:])) for factor in factors)
+    return LowRank(jnp.pad(a, ((0, 0), (0, fill), (0, 0))), jnp.pad(b, ((0, 0), (0, 0), (0, fill)))) if fill else LowRank(a, b)
+
+
+class _Operands(NamedTuple):
+    x: Float[Array, "tokens hidden"]
+    w_gate_up: Float[Array, "experts 2*inter hidden"]
+    w_down: Float[Array, "experts hidden inter"]
+    weights: Float[Array, "tokens k"]
+    adapter: ExpertsAdapter
+
+
+class _Residuals(NamedTuple):
+    operands: _Operands
+    plan: Plan
+    h: Float[Array, "rows 2*inter"]
+    u: Float[Array, "rows rank"]
+
+
+def _forward(operands: _Operands, plan: Plan, backend: str) -> tuple[Array, _Residuals]:
+    x, w_gate_up, w_down, weights, (gate_up, down) = operands
+    matmul = partial(implementation(backend).grouped_matmul, plan=plan)
+    rows, source = implementation(backend).rows_of_tokens(x, plan)
+    u = matmul(rows, gate_up.a, source_of_row=source)
+    h = matmul(rows, w_gate_up, source_of_row=source) + matmul(u, gate_up.b)
+    act = gated_silu(h)
+    y_rows = matmul(act, w_down) + matmul(matmul(act, down.a), down.b)
+    return implementation(backend).token_sums(y_rows, plan, weights), _Residuals(operands, plan, h, u)
+
+
+def _backward(backend: str, residuals: _Residuals, dy: Float[Array, "tokens hidden"]) -> tuple[_Operands, None]:
+    (x, w_gate_up, w_down, weights, (gate_up, down)), plan, h, u = residuals
+    matmul = partial(implementation(backend).grouped_matmul, plan=plan)
+    outer = partial(implementation(backend).grouped_outer, plan=plan)
+    dy_rows, of_dy = implementation(backend).rows_of_tokens(dy, plan)
+    t2 = matmul(dy_rows, down.b, source_of_row=of_dy, transpose=True)
+    g = matmul(dy_rows, w_down, source_of_row=of_dy, transpose=True) + matmul(t2, down.a, transpose=True)
+
+    act, wide_g, weight = widened(gated_silu(h)), widened(g), widened(weight_of_row(weights, plan))[:, None]
+    dweights = rows_of_pairs(jnp.sum(wide_g * act, axis=1), plan).astype(weights.dtype)
+    dh = gated_silu_backward(h, weight * wide_g)
+    weighted_act = (weight * act).astype(h.dtype)
+    of_down = LowRank(
+        outer(t2, weighted_act, dtype=down.a.dtype),
+        outer(dy_rows, matmul(weighted_act, down.a), dtype=down.b.dtype, a_source_of_row=of_dy),
+    )
+
+    x_rows, of_x = implementation(backend).rows_of_tokens(x, plan)
+    t1 = matmul(dh, gate_up.b, transpose=True)
+    dx_rows = matmul(dh, w_gate_up, transpose=True) + matmul(t1, gate_up.a, transpose=True)
+    of_gate_up = LowRank(outer(t1, x_rows, dtype=gate_up.a.dtype, b_source_of_row=of_x), outer(dh, u, dtype=gate_up.b.dtype))
+    dx = implementation(backend).token_sums(dx_rows, plan)
+    frozen: Any = None
+    return _Operands(dx, frozen, frozen, dweights, ExpertsAdapter(of_gate_up, of_down)), None
+
+
+def _without_gradients(operands: _Operands, plan: Plan, backend: str) -> Float[Array, "tokens hidden"]:
+    return _forward(operands, plan, backend)[0]
+
+
+_differentiable = jax.custom_vjp(_without_gradients, nondiff_argnums=(2,))
+_differentiable.defvjp(_forward, _backward)
+_adapted = jax.jit(_differentiable, static_argnums=2)

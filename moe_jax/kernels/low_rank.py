@@ -1,0 +1,22 @@
+"""The low-rank change of a matrix: W + b a, of which only the factors are trained (LoRA, https://arxiv.org/abs/2106.09685)."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+
+class LowRank(NamedTuple):
+    """The factors of a matrix b a [out, in], or of one for each expert; a scale is a part of b."""
+
+    a: Float[Array, "*experts rank in"]
+    b: Float[Array, "*experts out rank"]
+
+
+def low_rank_map(
+    x: Float[Array, "*batch in"], factors: LowRank, out_dtype: DTypeLike | None = None
+) -> Float[Array, "*batch out"]:
+    """Computes x (b a)^T as (x a^T) b^T, with the factors in x's dtype; `out_dtype` is the result's dtype, by default x's."""
+    inner = jnp.einsum("...i,ri->...r", x, factors.a.astype(x.dtype))
+    return jnp.einsum("...r,or->...o", inner, factors.b.astype(x.dtype), preferred_element_type=out_dtype)

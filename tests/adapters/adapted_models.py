@@ -1,0 +1,59 @@
+"""Small models with adapters whose factors are all random: with b at zero, gradients of a would be zero."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import seeds
+from flax import nnx
+from hf_reference import load_ours, reference
+
+from moe_jax.adapters import LoraSettings, add_lora
+from moe_jax.adapters.targets import targets_of
+
+ALL = ("attention", "mlp", "experts", "router")
+DEEPSEEK = dict(num_hidden_layers=2, first_k_dense_replace=1)
+
+
+def small_model(model_type: str, **overrides):
+    """Returns a model in f32 of two layers; DeepSeek's first is dense."""
+    sizes = DEEPSEEK if model_type.startswith("deepseek") else dict(num_hidden_layers=2)
+    return load_ours(reference(model_type, seeds.integer(), **sizes | overrides))
+
+
+def with_adapters(model, **settings):
+    """Adds adapters of rank 6, 2 an expert, to everything that the model has; returns the model."""
+    targets = settings.pop("targets", tuple(dict.fromkeys(target.kind for target in targets_of(model))))
+    add_lora(model, LoraSettings(**dict(rank=6, alpha=9.0, targets=targets) | settings), rngs=nnx.Rngs(seeds.integer()))
+    randomise(model)
+    return model
+
+
+def randomise(model) -> None:
+    """Draws all factors anew, in place."""
+    rng = seeds.rng()
+    nnx.update(
+        model,
+        jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape) * 0.1, a.dtype), nnx.state(model, nnx.LoRAParam)),
+    )
+
+
+def make_batch(batch=2, seq=12, vocab=97):
+    """Returns random tokens; each predicts the next."""
+    tokens = jnp.asarray(seeds.rng().integers(0, vocab, (batch, seq + 1)), jnp.int32)
+    ones = jnp.ones((batch, seq), jnp.int32)
+    positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), (batch, 1))
+    return {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "positions": positions,
+        "segment_ids": ones,
+        "loss_mask": ones.at[0, 3].set(0),
+    }
+
+
+def assert_near(actual, expected, what, tolerance=1e-5):
+    """Relative error in the Frobenius norm."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape, what
+    error, size = np.linalg.norm(actual - expected), np.linalg.norm(expected)
+    assert size > 0 and error <= tolerance * size, f"{what}: relative error {error / max(size, 1e-300):.1e}"

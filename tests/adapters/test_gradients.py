@@ -1,0 +1,51 @@
+"""A model with adapters equals one with changed matrices: logits, loss and the gradient of every factor, in f32."""
+
+import jax
+import pytest
+from adapted_models import assert_near, make_batch, small_model, with_adapters
+from flax import nnx
+
+from moe_jax.adapters.targets import targets_of
+from moe_jax.models.execution import Execution
+from moe_jax.train import LossWeights, loss
+
+WEIGHTS = LossWeights(aux_loss_coef=0.3, z_loss_coef=0.1)
+
+
+@pytest.mark.parametrize(
+    "model_type, settings, remat",
+    [
+        ("qwen3", {}, False),
+        ("qwen3_moe", {"use_rslora": True}, True),
+        ("qwen3_moe", {"shared_outer": True, "ranks": {"experts": 3, "q_proj": 5}}, False),
+        ("deepseek_v3", {}, True),
+    ],
+)
+def test_changed_matrices(model_type, settings, remat):
+    """The plain form makes W + scale * b a of every matrix, and JAX differentiates through it."""
+    model = small_model(model_type)
+    model.execution = Execution(remat=remat)
+    plain_graph, plain_weights = nnx.split(model)
+    graph, factors, frozen = nnx.split(with_adapters(model, **settings), nnx.LoRAParam, ...)
+    batch = make_batch()
+
+    def changed(factors):
+        weights = dict(nnx.to_flat_state(plain_weights))
+        for target in targets_of(nnx.merge(graph, factors, frozen)):
+            weight = weights[(*target.path, target.weight)]
+            weights[(*target.path, target.weight)] = weight.replace(weight.get_value() + target.found.change)
+        return nnx.merge(plain_graph, nnx.from_flat_state(weights.items()))
+
+    def of(build):
+        def value(factors):
+            model = build(factors)
+            return loss(model, batch, WEIGHTS)[0], model(batch["tokens"]).logits
+
+        return jax.jit(jax.value_and_grad(value, has_aux=True))(factors)
+
+    (found, logits), gradients = of(lambda factors: nnx.merge(graph, factors, frozen))
+    (expected, plain_logits), plain_gradients = of(changed)
+    assert_near(found, expected, "loss")
+    assert_near(logits, plain_logits, "logits")
+    for (path, gradient), other in zip(nnx.to_flat_state(gradients), jax.tree.leaves(plain_gradients), strict=True):
+        assert_near(gradient.get_value(), other, path)

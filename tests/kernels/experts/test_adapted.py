@@ -1,0 +1,136 @@
+"""Experts with frozen matrices: alone, and with low-rank changes that equal changed matrices, with every gradient."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import seeds
+from expert_layers import make_layer, types_of
+from lowered import lowered_for_h200, num_kernels
+
+from moe_jax import kernels
+from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted
+from moe_jax.kernels.experts.internal import experts_mlp_frozen
+from moe_jax.kernels.low_rank import LowRank
+
+TOKENS, EXPERTS, K, HIDDEN, INTER = 24, 4, 2, 16, 12
+
+
+def make_adapter(rng, ranks=(3, 2), shared_outer=False, dtype=jnp.float64):
+    def factor(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    outer, (r1, r2) = 1 if shared_outer else EXPERTS, ranks
+    return ExpertsAdapter(
+        LowRank(factor(outer, r1, HIDDEN), factor(EXPERTS, 2 * INTER, r1)),
+        LowRank(factor(EXPERTS, r2, INTER), factor(outer, HIDDEN, r2)),
+    )
+
+
+def changed(w_gate_up, w_down, adapter):
+    """The matrices with the changes added."""
+    return tuple(w + jnp.matmul(*reversed(factors)) for w, factors in zip((w_gate_up, w_down), adapter, strict=True))
+
+
+@pytest.mark.parametrize("routing, shared_outer, chunk", [("random", False, None), ("some_nobody", True, 10)])
+def test_changed_matrices(routing, shared_outer, chunk):
+    """The result, and the gradients of x, of the weights of choices, and of every factor."""
+    rng = seeds.rng()
+    with jax.enable_x64(True):
+        layer = make_layer(rng, routing, TOKENS, EXPERTS, K, HIDDEN, INTER, jnp.float64)
+        x, *matrices, weights, chosen = layer
+        adapter, dy = make_adapter(rng, shared_outer=shared_outer), jnp.asarray(rng.normal(size=x.shape))
+
+        def ours(x, weights, adapter):
+            return experts_mlp_adapted(x, *matrices, weights, chosen, adapter, chunk_tokens=chunk)
+
+        def plain(x, weights, adapter):
+            return kernels.experts_mlp(x, *changed(*matrices, adapter), weights, chosen)
+
+        found, expected = (
+            jax.jit(lambda *a, f=f: jax.tree.leaves((f(*a), jax.vjp(f, *a)[1](dy))))(x, weights, adapter) for f in (ours, plain)
+        )
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12 * np.abs(other).max())
+
+
+def test_mosaic():
+    """The Hopper kernels, in the interpreter, with padding rows and ranks that are filled up."""
+    rng, (hidden, inter) = seeds.rng(), (128, 64)
+    x, *matrices, weights, chosen = make_layer(rng, "some_nobody", 40, 2, 2, hidden, inter)
+    shapes = [(2, 3, hidden), (2, 2 * inter, 3), (2, 3, inter), (2, hidden, 3)]
+    a1, b1, a2, b2 = (jnp.asarray(rng.normal(size=shape) * 0.1, jnp.float32) for shape in shapes)
+    dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
+
+    def leaves(backend, dtype):
+        def f(x, weights, adapter):
+            of_dtype = [matrix.astype(dtype) for matrix in matrices]
+            return experts_mlp_adapted(x, *of_dtype, weights, chosen, adapter, backend=backend)
+
+        arguments = x.astype(dtype), weights, ExpertsAdapter(LowRank(a1, b1), LowRank(a2, b2))
+        y, pullback = jax.vjp(f, *arguments)
+        return jax.tree.leaves((y, pullback(dy.astype(dtype))))
+
+    for found, expected in zip(leaves("mosaic", jnp.bfloat16), leaves("xla", jnp.float32), strict=True):
+        difference = np.linalg.norm(np.asarray(found, np.float32) - expected)
+        assert difference < 0.02 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("chunk", [None, 10])
+def test_frozen(chunk):
+    """The same bits as trained matrices, whose gradient is zero."""
+    layer = make_layer(seeds.rng(), "random", TOKENS, EXPERTS, K, HIDDEN, INTER, jnp.float32)
+    x, *matrices, weights, chosen = layer
+
+    def gradients(f):
+        return jax.vjp(lambda *a: f(*a, chosen, chunk_tokens=chunk), x, *matrices, weights)[1](x)
+
+    dx, *of_matrices, dweights = jax.jit(partial(gradients, experts_mlp_frozen))()
+    expected = jax.jit(partial(gradients, kernels.experts_mlp))()
+    np.testing.assert_array_equal(dx, expected[0])
+    np.testing.assert_array_equal(dweights, expected[3])
+    assert all(np.any(gradient) for gradient in expected[1:3]) and not any(map(np.any, of_matrices))
+
+
+def test_kernels_of_frozen_experts():
+    """The backward pass launches no kernel for the gradient of a matrix, and gathers x for none."""
+    *arrays, chosen = types_of(4096, 8, 2, 1024, 512)
+
+    def count(f):
+        def gradient(*arrays_and_chosen):
+            *arrays, chosen = arrays_and_chosen
+            # Of all arrays, or JAX itself would see that nobody asks for the matrices' gradients.
+            y, pullback = jax.vjp(lambda *arrays: f(*arrays, chosen, backend="mosaic"), *arrays)
+            return y, pullback(y)
+
+        return num_kernels(lowered_for_h200(gradient, *arrays, chosen))
+
+    assert (count(kernels.experts_mlp), count(experts_mlp_frozen)) == (9, 6)
+
+
+def test_kernels_of_adapted_experts():
+    """Thin products are padded to what a kernel takes; none multiplies out the gradient of a matrix."""
+    *arrays, chosen = types_of(4096, 8, 2, 1024, 512)
+    factors = [(8, 4, 1024), (8, 1024, 4), (8, 4, 512), (8, 1024, 4)]
+    a1, b1, a2, b2 = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in factors)
+
+    def gradient(x, w_gate_up, w_down, weights, adapter, chosen):
+        def f(x, weights, adapter):
+            return experts_mlp_adapted(x, w_gate_up, w_down, weights, chosen, adapter, backend="mosaic")
+
+        y, pullback = jax.vjp(f, x, weights, adapter)
+        return y, pullback(y)
+
+    text = lowered_for_h200(gradient, *arrays, ExpertsAdapter(LowRank(a1, b1), LowRank(a2, b2)), chosen)
+    assert "tensor<8x1024x1024xf32>" not in text and "tensor<8x1024x512xf32>" not in text
+    assert num_kernels(text) == 20
+
+
+def test_factors_that_do_not_fit_are_named():
+    layer = make_layer(seeds.rng(), "random", TOKENS, EXPERTS, K, HIDDEN, INTER, jnp.float32)
+    adapter = make_adapter(seeds.rng(), dtype=jnp.float32)
+    wrong = adapter._replace(down=adapter.down._replace(a=adapter.down.b))
+    with pytest.raises(ValueError, match=r"adapter.down.a must have shape \[experts, rank, inter\]"):
+        experts_mlp_adapted(*layer, wrong)
