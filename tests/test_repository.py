@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "experimental": {"runtime", "config", "kernels", "parallel", "layers"},
     "models": {"runtime", "config", "kernels", "parallel", "layers"},
     "checkpoint": {"runtime", "config", "parallel", "models"},
+    "adapters": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint"},
     "cost": {"runtime", "config", "kernels", "parallel", "layers", "models"},
     "generation": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint"},
     "serving": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "generation"},

@@ -4,6 +4,7 @@ model = moe_jax.from_pretrained("Qwen/Qwen3-30B-A3B")
 print(adapters.add_lora(model, adapters.LoraSettings(rank=32), rngs=nnx.Rngs(0)))
 state = train.init_state(model, optimizer)               # of the adapters alone
 ...
+adapters.save_adapter(model, "adapter")                  # for PEFT, vLLM, SGLang and `load_adapter`
 adapters.merge_adapter(model)                            # a plain model again
 """
 
@@ -13,10 +14,21 @@ from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
     from moe_jax.adapters.add import add_lora
+    from moe_jax.adapters.load import load_adapter
     from moe_jax.adapters.merge import merge_adapter, without_adapter
+    from moe_jax.adapters.save import save_adapter
     from moe_jax.adapters.settings import LoraSettings
     from moe_jax.adapters.summary import LoraSummary, lora_summary
 
-__all__ = ["LoraSettings", "LoraSummary", "add_lora", "lora_summary", "merge_adapter", "without_adapter"]
+__all__ = [
+    "LoraSettings",
+    "LoraSummary",
+    "add_lora",
+    "load_adapter",
+    "lora_summary",
+    "merge_adapter",
+    "save_adapter",
+    "without_adapter",
+]
 
 export_lazily(__name__)

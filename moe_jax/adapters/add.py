@@ -15,7 +15,7 @@ from moe_jax.parallel.layout import mesh_of
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
 
 
-def add_lora(model: Decoder, settings: LoraSettings = LoraSettings(), *, rngs: nnx.Rngs) -> LoraSummary:
+def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.Rngs) -> LoraSummary:
     """Adds adapters to the model in place, and freezes all of its parameters. The model computes the same as before.
 
     From then on `nnx.Param` means the adapters alone: `train.init_state`, gradients and optimizers see nothing else. Frozen
@@ -28,6 +28,7 @@ def add_lora(model: Decoder, settings: LoraSettings = LoraSettings(), *, rngs: n
       ValueError: the model has adapters already, or modules that predict further tokens, or lies in the chunks of a pipeline.
         Or a name in `targets` or `ranks` that is no target in this model. Nothing has been changed then.
     """
+    settings = settings or LoraSettings()
     chosen = _chosen(model, settings)
     active_experts = model.config.experts.num_experts_per_tok if model.config.experts else 1
     mesh = mesh_of(nnx.state(model, nnx.Param))

@@ -11,8 +11,8 @@ DEFAULT_TARGETS = "attention", "mlp", "experts"
 class LoraSettings:
     """The adapters of a model: each adds scale * b a to a matrix, with scale = alpha / its rank.
 
-    Experts share the rank. A token sees `num_experts_per_tok` of them, so that by default each expert has the rank divided by
-    this number (Schulman, 2025, https://thinkingmachines.ai/blog/lora): 32 is 4 for each of Qwen3-30B-A3B's experts.
+    Experts share the rank: by default each has the rank divided by `num_experts_per_tok`, the number of experts of a token
+    (Schulman, 2025, https://thinkingmachines.ai/blog/lora). So 32 is 4 for each of Qwen3-30B-A3B's experts.
 
     Attributes:
       rank: the rank of every adapter but the experts'.

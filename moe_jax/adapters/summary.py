@@ -1,4 +1,4 @@
-"""What of a model is trained, in numbers: a target that was forgotten shows here."""
+"""Counts the parameters of a model that are trained: a target that was forgotten shows here."""
 
 from collections import defaultdict
 from dataclasses import dataclass

@@ -22,7 +22,9 @@ MODEL_FILES = (
 
 
 @contextmanager
-def replaced_folder(folder: str | Path, replaces: tuple[str, ...] = MODEL_FILES) -> Iterator[Path]:
+def replaced_folder(
+    folder: str | Path, replaces: tuple[str, ...] = MODEL_FILES, *, marker: str = "config.json"
+) -> Iterator[Path]:
     """Yields an empty folder `.NAME.incomplete` beside `folder` to write into, which takes `folder`'s place at the end.
 
     Until then `folder` is untouched; on an exception the incomplete folder is removed. The swap is two renames. If the machine
@@ -31,14 +33,14 @@ def replaced_folder(folder: str | Path, replaces: tuple[str, ...] = MODEL_FILES)
     this together on a shared file system; the first process makes and swaps the folders.
 
     Raises:
-      FileExistsError: `folder` is a file, or is not empty and has no config.json: it is not a checkpoint, and replacing it
+      FileExistsError: `folder` is a file, or is not empty and has no `marker` file: it is not a checkpoint, and replacing it
         would lose somebody's files.
       ValueError: `folder` is a mount point, which cannot be renamed, or it is the current directory or holds it.
     """
     folder = Path(folder).expanduser().resolve()
     incomplete = folder.with_name(f".{folder.name}.incomplete")
     previous = previous_of(folder)
-    check_replaceable(folder)
+    check_replaceable(folder, marker)
     first = is_first_process()
     if first:
         if previous.is_dir():
@@ -58,14 +60,14 @@ def replaced_folder(folder: str | Path, replaces: tuple[str, ...] = MODEL_FILES)
     barrier("folder swapped")
 
 
-def check_replaceable(folder: str | Path) -> None:
+def check_replaceable(folder: str | Path, marker: str = "config.json") -> None:
     """Raises the errors that `replaced_folder` would raise for `folder`, so that a program fails before hours of work."""
     folder = Path(folder).expanduser().resolve()
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file; a checkpoint is a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / marker).is_file():
         raise FileExistsError(
-            f"{folder} has files but no config.json, so it is not a checkpoint to replace: move it away, or give another folder"
+            f"{folder} has files but no {marker}, so it is not a checkpoint to replace: move it away, or give another folder"
         )
     if os.path.ismount(folder):
         raise ValueError(f"{folder} is a mount point, which another folder cannot replace: give a folder in it")

@@ -4,7 +4,7 @@
 
 For your own losses: preferences (DPO), policy gradients (GRPO), distillation. The cotangent differs from token to token, so the
 backward pass computes each chunk's logits again. Residuals: h and the logsumexp of each token. FLOPs: 2*T*V*D forward, 6*T*V*D
-backward, 4*T*V*D if the weights are frozen. `cross_entropy`, where all tokens share one cotangent, needs 6*T*V*D for both passes.
+backward, 4*T*V*D if the weights are frozen. `cross_entropy`, where tokens share a cotangent, needs 6*T*V*D for both passes.
 """
 
 from functools import partial

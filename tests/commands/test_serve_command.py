@@ -64,6 +64,18 @@ def test_a_model_is_served_until_a_signal(folder, program_log, monkeypatch):
 
 
 @pytest.mark.thorough
+def test_drafts_change_no_answer(tmp_path, monkeypatch, capsys):
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    moe_jax.save_pretrained(tiny.deepseek(mtp=1), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+    answers = []
+    for drafts in ([], ["--drafts"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("ab\n"))
+        main(["chat", str(tmp_path / "model"), *"--max-length 128 --max-new-tokens 20 --dtype float32".split(), *drafts])
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != "\n"
+
+
+@pytest.mark.thorough
 def test_a_model_answers_lines(folder, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\n"))
     main(["chat", str(folder), *"--max-length 128 --max-new-tokens 6 --dtype float32".split()])
@@ -79,6 +91,8 @@ def test_a_model_answers_lines(folder, monkeypatch, capsys):
         ("serve {} --host 192.0.2.1", "the server cannot listen on 192.0.2.1:8000"),
         ("serve {} --api-key=", "api_key must be printable ASCII"),
         ("serve {} --max-model-len 3", "serve has no --max-model-len; did you mean --max-length?"),
+        ("serve {} --port 0 --drafts", "drafts need a model loaded with its modules that predict further tokens"),
+        ("chat {} --drafts", "drafts need a model loaded with its modules that predict further tokens"),
         ("chat {} --temperature -1", "temperature must be a finite number, 0 or more"),
         ("chat {} --max-new-tokens 0", "max_new_tokens must be an integer, at least 1"),
     ],

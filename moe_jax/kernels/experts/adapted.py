@@ -1,6 +1,6 @@
 """`experts_mlp` with frozen matrices and a trained low-rank change of each (LoRA, https://arxiv.org/abs/2106.09685).
 
-In the letters of `api`, with r the rank, a1 [r, D] and b1 [2I, r] beside w_gate_up, a2 [r, I] and b2 [D, r] beside w_down:
+In the letters of `api`, with r the rank. Beside w_gate_up are a1 [r, D] and b1 [2I, r], beside w_down a2 [r, I] and b2 [D, r]:
 
     u[r]   = a1[e(r)] x[token(r)]             h[r] = w_gate_up[e] x[token(r)] + b1[e] u[r]
     v[r]   = a2[e] act[r]                     y[t] = sum_k weights[t, k] * (w_down[e] act + b2[e] v) at row(t, k)
@@ -13,7 +13,7 @@ Backward, with dy'[r] = dy[token(r)]; dweights, dact and dh follow from g and h 
     da1[e] = sum_r outer(t1, x[token(r)])                db1[e] = sum_r outer(dh, u)
 
 w_gate_up and w_down get no gradient, and no product is made for one. The products with the factors are grouped matmuls of
-their own, whose results are added: h, g, rows of y and of dx are written and read once more than without them. The residuals
+their own, whose results are added. So h, g, rows of y and of dx are written and read once more. The residuals
 are x, h, u, weights and plan.
 """
 

@@ -220,7 +220,8 @@ def _backward(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays)
     backward = _backward_of_parts if options.chunk_tokens is None else _backward_of_chunks
     gradients = backward(options, residuals, dys)
     no_gradient: Any = None
-    dgate_up, ddown, of_accumulators = *(gradients.matrices or (no_gradient, no_gradient)), None
+    dgate_up, ddown = (no_gradient, no_gradient) if gradients.matrices is None else gradients.matrices
+    of_accumulators = None
     if residuals.accumulators is not None:
         dgate_up, ddown, of_accumulators = no_gradient, no_gradient, keep_whole(gradients.matrices)
     return (ExpertsOperands(gradients.dxs, dgate_up, ddown, gradients.dweights, no_gradient, of_accumulators),)

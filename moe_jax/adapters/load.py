@@ -1,0 +1,189 @@
+"""Reads adapters that PEFT or `save_adapter` wrote: each expert's factors apart, or PEFT's fused layout of experts."""
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors.numpy import load_file
+
+from moe_jax.adapters.add import check_can_adapt, freeze
+from moe_jax.adapters.names import PREFIX, ModulePart, modules_of
+from moe_jax.adapters.save import CONFIG_FILE, WEIGHTS_FILE
+from moe_jax.adapters.summary import LoraSummary, lora_summary
+from moe_jax.adapters.targets import Target
+from moe_jax.checkpoint.hub import downloaded
+from moe_jax.layers.lora import Adapter
+from moe_jax.models.decoder import Decoder
+
+
+def load_adapter(model: Decoder, adapter: str | Path) -> LoraSummary:
+    """Adds the adapters of a folder, or of a repository on the hub, to the model, and freezes its parameters.
+
+    It reads each expert's factors apart, as `save_adapter`, Megatron-Bridge and PEFT on transformers 4 write them.
+    It reads PEFT's fused experts of transformers 5 too. There `experts.base_layer.lora_A` is [experts*rank, hidden], with
+    experts slowest. `experts.base_layer.lora_B` is [2*inter, rank*experts], with experts fastest. `experts.lora_A` and
+    `experts.lora_B` are down's. Different a's of gate and up become one of twice the rank, exactly.
+
+    Returns:
+      What is adapted: print it.
+
+    Raises:
+      FileNotFoundError: there is no adapter_config.json, or no adapter_model.safetensors.
+      ValueError: what `add_lora` raises of a model; or the file is not plain LoRA. Or a tensor is no factor of a module of
+        this model, or has a shape that does not fit. Nothing has been changed then.
+    """
+    check_can_adapt(model)
+    folder = Path(adapter) if Path(adapter).is_dir() else downloaded(str(adapter), [CONFIG_FILE, WEIGHTS_FILE])
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}: an adapter folder has {CONFIG_FILE} and {WEIGHTS_FILE}")
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    _check_config(config, folder)
+    modules = modules_of(model)
+    factors = _factors_of_modules(load_file(folder / WEIGHTS_FILE), modules, config, folder)
+    stacks = [stack for target in dict.fromkeys(m.target for m in modules) if (stack := _stacked(target, modules, factors))]
+    freeze(model)
+    for stack in stacks:
+        made = Adapter(stack.a.shape, stack.b.shape, scale=1.0, rngs=nnx.Rngs(0))
+        made.a[...], made.b[...] = jax.numpy.asarray(stack.a), jax.numpy.asarray(stack.b)
+        setattr(stack.target.module, stack.target.adapter, made)
+    return lora_summary(model)
+
+
+class _Factors(NamedTuple):
+    """The change b a of one module; the scale is in b."""
+
+    a: np.ndarray
+    b: np.ndarray
+
+
+class _Stack(NamedTuple):
+    target: Target
+    a: np.ndarray
+    b: np.ndarray
+
+
+def _check_config(config: dict[str, Any], folder: Path) -> None:
+    """Refuses what would be dropped in silence."""
+    wrong = {
+        "peft_type": config.get("peft_type") != "LORA",
+        "bias": config.get("bias", "none") != "none",
+        "use_dora": bool(config.get("use_dora")),
+        "modules_to_save": bool(config.get("modules_to_save")),
+        "fan_in_fan_out": bool(config.get("fan_in_fan_out")),
+    }
+    if found := [f"{name}={config.get(name)!r}" for name, is_wrong in wrong.items() if is_wrong]:
+        raise ValueError(
+            f"{folder}: {', '.join(found)} cannot be read; an adapter is plain LoRA, without biases or whole modules"
+        )
+
+
+def _factors_of_modules(
+    tensors: dict[str, np.ndarray], modules: list[ModulePart], config: dict[str, Any], folder: Path
+) -> dict[str, _Factors]:
+    """Returns the factors by module name, each tensor used and of the right shape."""
+    by_module: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
+    for name, array in tensors.items():
+        match = re.fullmatch(re.escape(PREFIX) + r"(.+)\.lora_(A|B)\.weight", name)
+        if match is None:
+            raise ValueError(f"{folder}: {name} is no factor of an adapter, which is {PREFIX}MODULE.lora_A.weight or lora_B")
+        by_module[match[1]][match[2]] = np.asarray(array, np.float32)
+    known, factors = {module.name: module for module in modules}, {}
+    for name, pair in by_module.items():
+        if missing := {"A", "B"} - pair.keys():
+            raise ValueError(f"{folder}: {name} has no lora_{missing.pop()}")
+        if name in known:
+            factors[name] = _scaled(name, pair["A"], pair["B"], config)
+        elif parts := [module for module in modules if _is_fused(name, module)]:
+            factors |= _apart(name, pair["A"], pair["B"], parts, config, folder)
+        else:
+            raise ValueError(f"{folder}: this model has no module {name} that an adapter can change")
+    for name, (a, b) in factors.items():
+        module = known[name]
+        num_out, num_in = _matrix(module)
+        if a.shape[1:] != (num_in,) or b.shape != (num_out, len(a)):
+            raise ValueError(
+                f"{folder}: {name} has factors {a.shape} and {b.shape}; they must be (r, {num_in}) and ({num_out}, r)"
+            )
+    return factors
+
+
+def _matrix(module: ModulePart) -> tuple[int, int]:
+    """Returns the shape [out, in] of a module's matrix."""
+    *_, num_out, num_in = getattr(module.target.module, module.target.weight).shape
+    return len(range(num_out)[module.rows]), num_in
+
+
+def _scaled(name: str, a: np.ndarray, b: np.ndarray, config: dict[str, Any]) -> _Factors:
+    """Multiplies b by the scale that PEFT gives the module: alpha / rank, or alpha / sqrt(rank)."""
+    rank = _by_pattern(config.get("rank_pattern"), name, config["r"])
+    alpha = _by_pattern(config.get("alpha_pattern"), name, config["lora_alpha"])
+    return _Factors(a, b * np.float32(alpha / (rank**0.5 if config.get("use_rslora") else rank)))
+
+
+def _by_pattern(patterns: dict[str, Any] | None, name: str, default: Any) -> Any:
+    """Returns the value of the first pattern that the end of the module's name matches, as PEFT does."""
+    found = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", name))
+    return next(found, default)
+
+
+def _is_fused(name: str, module: ModulePart) -> bool:
+    """Returns True if PEFT's fused tensors of this name hold the module's factors."""
+    if module.expert is None:
+        return False
+    experts = module.name.rsplit(".", 2)[0]
+    return name == (f"{experts}.base_layer" if module.leaf != "down_proj" else experts)
+
+
+def _apart(
+    name: str, a: np.ndarray, b: np.ndarray, parts: list[ModulePart], config: dict[str, Any], folder: Path
+) -> dict[str, _Factors]:
+    """Returns each expert's factors of PEFT's fused tensors."""
+    num_experts = 1 + max(part.expert for part in parts if part.expert is not None)
+    *_, num_out, num_in = getattr(parts[0].target.module, parts[0].target.weight).shape
+    rank = len(a) // num_experts
+    if a.shape != (num_experts * rank, num_in) or b.shape != (num_out, rank * num_experts) or not rank:
+        raise ValueError(
+            f"{folder}: {name} has factors {a.shape} and {b.shape}; fused experts have ({num_experts}*r, {num_in}) and "
+            f"({num_out}, r*{num_experts}). PEFT 0.18 wrote them transposed: save the adapter again with PEFT 0.19 or later"
+        )
+    of_experts = a.reshape(num_experts, rank, num_in), b.reshape(num_out, rank, num_experts)
+    parameter = f"{name.removesuffix('.base_layer')}.{parts[0].target.weight}"
+    return {
+        part.name: _scaled(parameter, of_experts[0][part.expert], of_experts[1][part.rows, :, part.expert], config)
+        for part in parts
+    }
+
+
+def _stacked(target: Target, modules: list[ModulePart], factors: dict[str, _Factors]) -> _Stack | None:
+    """Returns the factors of all layers and experts; zeros where the file has none. None if it has none at all."""
+    matrices: dict[tuple, list[tuple[ModulePart, _Factors]]] = defaultdict(list)
+    for module in modules:
+        if module.target is target and module.name in factors:
+            matrices[module.layer, module.expert].append((module, factors[module.name]))
+    if not matrices:
+        return None
+    *leading, num_out, num_in = getattr(target.module, target.weight).shape
+    joined = {place: _joined(parts, num_out) for place, parts in matrices.items()}
+    rank = max(len(a) for a, _ in joined.values())
+    stack = _Stack(target, np.zeros((*leading, rank, num_in), np.float32), np.zeros((*leading, num_out, rank), np.float32))
+    for (layer, expert), (a, b) in joined.items():
+        place = (layer,) if expert is None else (layer, expert)
+        stack.a[place][: len(a)], stack.b[place][:, : len(a)] = a, b
+    return stack
+
+
+def _joined(parts: list[tuple[ModulePart, _Factors]], num_out: int) -> _Factors:
+    """Joins the changes of a matrix's rows, such as gate's and up's: with one a if they share it, else with both."""
+    shared = all(np.array_equal(parts[0][1].a, own.a) for _, own in parts)
+    a = parts[0][1].a if shared else np.concatenate([own.a for _, own in parts])
+    b, first = np.zeros((num_out, len(a)), np.float32), 0
+    for module, own in parts:
+        b[module.rows, first : first + len(own.a)] = own.b
+        first += 0 if shared else len(own.a)
+    return _Factors(a, b)

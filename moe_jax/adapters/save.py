@@ -1,0 +1,104 @@
+"""Writes the adapters of a model as a folder that PEFT, vLLM and SGLang load."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from moe_jax.adapters.names import PREFIX, ModulePart, modules_of
+from moe_jax.adapters.targets import has_adapters
+from moe_jax.checkpoint.companions import write_json
+from moe_jax.checkpoint.folders import replaced_folder
+from moe_jax.layers.lora import Adapter
+from moe_jax.models.decoder import Decoder
+from moe_jax.runtime.processes import is_first_process
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+
+def save_adapter(model: Decoder, folder: str | Path) -> None:
+    """Writes the adapters into `folder`, under PEFT's names with each expert apart, in f32.
+
+    The folder gets adapter_model.safetensors and adapter_config.json, and is replaced as a whole at the end. Its config gives
+    the experts' rank, and other ranks by module. The number alpha / rank is the same everywhere, because vLLM reads only one.
+    A factor b of another scale is written times the scales' ratio. Factors that experts share are written for each of them.
+
+    Raises:
+      ValueError: the model has no adapters.
+      FileExistsError: `folder` is a file, or has files and no adapter_config.json.
+    """
+    if not has_adapters(model):
+        raise ValueError("the model has no adapters to save")
+    modules = [module for module in modules_of(model) if module.target.found is not None]
+    main = next((module for module in modules if module.expert is not None), modules[0])
+    scale = _adapter(main).scale
+    tensors: dict[str, np.ndarray] = {}
+    on_host: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
+    for module in modules:
+        adapter, key = _adapter(module), (*module.target.path, module.target.adapter)
+        if key not in on_host:
+            on_host[key] = np.asarray(adapter.a[...]), np.asarray(adapter.b[...]) * np.float32(adapter.scale / scale)
+        a, b = (_own(factor[module.layer], module.expert) for factor in on_host[key])
+        tensors[f"{PREFIX}{module.name}.lora_A.weight"] = np.ascontiguousarray(a)
+        tensors[f"{PREFIX}{module.name}.lora_B.weight"] = np.ascontiguousarray(b[module.rows])
+    with replaced_folder(folder, (CONFIG_FILE, "adapter_model*"), marker=CONFIG_FILE) as target:
+        if is_first_process():
+            save_file(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
+            write_json(target / CONFIG_FILE, _config(model, modules, main, scale))
+
+
+def _adapter(module: ModulePart) -> Adapter:
+    assert module.target.found is not None
+    return module.target.found
+
+
+def _own(factor: np.ndarray, expert: int | None) -> np.ndarray:
+    """Returns an expert's own factor, or the one that all share."""
+    return factor if expert is None else factor[expert if len(factor) > 1 else 0]
+
+
+def _config(model: Decoder, modules: list[ModulePart], main: ModulePart, scale: float) -> dict[str, Any]:
+    rank = _adapter(main).rank
+    ranks = {_pattern(module): _adapter(module).rank for module in modules if _adapter(module).rank != rank}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if model.source is None else str(model.source),
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "rank_pattern": ranks,
+        "alpha_pattern": {pattern: scale * own for pattern, own in ranks.items()},
+        "target_modules": sorted({module.leaf for module in modules}),
+        "target_parameters": _dense_beside_experts(model, modules) or None,
+        "modules_to_save": None,
+        "use_rslora": False,
+        "use_dora": False,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def _dense_beside_experts(model: Decoder, modules: list[ModulePart]) -> list[str]:
+    """Returns the weights of dense blocks in a model with experts.
+
+    PEFT takes a module "gate_proj" of such a model to mean the experts, and would leave dense blocks out.
+    """
+    has_experts = model.config.experts is not None
+    return sorted({f"{_parent_and_leaf(module)}.weight" for module in modules if has_experts and module.target.kind == "mlp"})
+
+
+def _parent_and_leaf(module: ModulePart) -> str:
+    return ".".join(module.name.rsplit(".", 2)[1:])
+
+
+def _pattern(module: ModulePart) -> str:
+    """Returns the key under which PEFT finds a module's rank: a regular expression for the end of its name."""
+    if module.target.kind in ("router", "mlp"):
+        # A dense block's projections have the names that experts' have. PEFT takes routers, and dense blocks beside experts,
+        # for parameters.
+        return re.escape(_parent_and_leaf(module)) + r"(\.weight)?"
+    return module.leaf

@@ -1,0 +1,151 @@
+"""Adapter folders: `load_adapter` and PEFT read what `save_adapter` writes, we read PEFT's, and bad files change nothing."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import seeds
+import torch
+from adapted_models import assert_near, small_model, with_adapters
+from flax import nnx
+from hf_reference import load_ours, reference
+from safetensors.numpy import load_file, save_file
+
+from moe_jax.adapters import load_adapter, save_adapter
+from moe_jax.adapters.save import CONFIG_FILE, WEIGHTS_FILE
+from moe_jax.adapters.targets import has_adapters
+
+CASES = {
+    "dense": ("qwen3", {}, {}),
+    "rslora": ("qwen3_moe", {"mlp_only_layers": [1]}, {"use_rslora": True, "ranks": {"q_proj": 5}}),
+    "shared": ("qwen3_moe", {}, {"shared_outer": True, "targets": ("experts", "router")}),
+    "deepseek": ("deepseek_v3", {"first_k_dense_replace": 1}, {"ranks": {"experts": 3}}),
+}
+
+
+@pytest.fixture(params=CASES)
+def adapted(request, tmp_path):
+    """(transformers' model, tokens, our logits with adapters, their folder)."""
+    model_type, overrides, settings = CASES[request.param]
+    hf = reference(model_type, seeds.integer(), num_hidden_layers=2, **overrides)
+    model = with_adapters(load_ours(hf), **settings)
+    tokens = seeds.rng().integers(0, 97, (2, 9))
+    save_adapter(model, tmp_path / "adapter")
+    return hf, tokens, model(jnp.asarray(tokens)).logits, tmp_path / "adapter"
+
+
+def test_read_back(adapted):
+    hf, tokens, logits, folder = adapted
+    model = load_ours(hf)
+    plain = model(jnp.asarray(tokens)).logits
+    load_adapter(model, folder)
+    assert_near(model(jnp.asarray(tokens)).logits, logits, "logits", 1e-6)
+    assert np.abs(plain - logits).max() > 1e-2
+    # Saving over an adapter replaces it; what is written again is the same change.
+    save_adapter(model, folder)
+    again = load_ours(hf)
+    load_adapter(again, folder)
+    assert_near(again(jnp.asarray(tokens)).logits, logits, "logits", 1e-6)
+
+
+def test_one_alpha_over_rank(adapted):
+    config = json.loads((adapted[-1] / CONFIG_FILE).read_text())
+    scale = config["lora_alpha"] / config["r"]
+    assert all(config["alpha_pattern"][name] / rank == pytest.approx(scale) for name, rank in config["rank_pattern"].items())
+    assert "experts" not in config["target_modules"]
+    assert all("experts" not in name or "shared_experts" in name for name in config["target_parameters"] or ())
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT names ranks that it found by another name
+def test_peft_loads_it(adapted):
+    peft = pytest.importorskip("peft")
+    hf, tokens, logits, folder = adapted
+    model = peft.PeftModel.from_pretrained(hf, str(folder)).eval()
+    with torch.no_grad():
+        assert_near(model(torch.tensor(tokens)).logits.numpy(), logits, "logits")
+
+
+def test_fused_experts(tmp_path):
+    """PEFT's layout of fused experts gives the change that the experts' own factors give."""
+    hf = reference("qwen3_moe", seeds.integer(), num_hidden_layers=2)
+    save_adapter(with_adapters(load_ours(hf), targets=("experts",)), tmp_path / "apart")
+    tokens, apart = jnp.asarray(seeds.rng().integers(0, 97, (2, 9))), load_ours(hf)
+    load_adapter(apart, tmp_path / "apart")
+    tensors, fused = load_file(tmp_path / "apart" / WEIGHTS_FILE), {}
+    experts = apart.config.num_experts
+    for layer in range(2):
+        prefix = f"base_model.model.model.layers.{layer}.mlp.experts."
+        of = lambda name, factor: np.stack([tensors[f"{prefix}{e}.{name}.lora_{factor}.weight"] for e in range(experts)])  # noqa: B023, E731
+        gate_up = np.concatenate([of("gate_proj", "B"), of("up_proj", "B")], axis=1)
+        for name, a, b in (("base_layer.", of("gate_proj", "A"), gate_up), ("", of("down_proj", "A"), of("down_proj", "B"))):
+            fused[f"{prefix}{name}lora_A.weight"] = a.reshape(-1, a.shape[2])
+            fused[f"{prefix}{name}lora_B.weight"] = np.ascontiguousarray(b.transpose(1, 2, 0)).reshape(b.shape[1], -1)
+    folder = tmp_path / "fused"
+    folder.mkdir()
+    save_file(fused, folder / WEIGHTS_FILE)
+    (folder / CONFIG_FILE).write_text((tmp_path / "apart" / CONFIG_FILE).read_text())
+    model = load_ours(hf)
+    load_adapter(model, folder)
+    assert_near(model(tokens).logits, apart(tokens).logits, "logits", 1e-6)
+
+
+def changed_config(**fields):
+    def change(config, tensors):
+        config.update(fields)
+
+    return change
+
+
+def renamed(config, tensors):
+    for factor in "AB":
+        own = tensors.pop(f"base_model.model.model.layers.0.self_attn.q_proj.lora_{factor}.weight")
+        tensors[f"base_model.model.model.layers.7.self_attn.q_proj.lora_{factor}.weight"] = own
+
+
+def unpaired(config, tensors):
+    del tensors[next(name for name in tensors if "lora_B" in name)]
+
+
+def transposed(config, tensors):
+    name = next(name for name in tensors if "lora_A" in name)
+    tensors[name] = np.ascontiguousarray(tensors[name].T)
+
+
+def foreign(config, tensors):
+    tensors["lm_head.weight"] = np.zeros((2, 2), np.float32)
+
+
+BAD = {
+    "peft_type='IA3'": changed_config(peft_type="IA3"),
+    "use_dora=True": changed_config(use_dora=True),
+    "bias='all'": changed_config(bias="all"),
+    "modules_to_save": changed_config(modules_to_save=["lm_head"]),
+    "no module model.layers.7": renamed,
+    "has no lora_B": unpaired,
+    "they must be": transposed,
+    "lm_head.weight is no factor": foreign,
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_files(message, tmp_path):
+    model = small_model("qwen3")
+    save_adapter(with_adapters(nnx.clone(model)), tmp_path / "a")
+    config, tensors = json.loads((tmp_path / "a" / CONFIG_FILE).read_text()), load_file(tmp_path / "a" / WEIGHTS_FILE)
+    BAD[message](config, tensors)
+    (tmp_path / "a" / CONFIG_FILE).write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "a" / WEIGHTS_FILE)
+    with pytest.raises(ValueError, match=message):
+        load_adapter(model, tmp_path / "a")
+    assert not has_adapters(model) and nnx.state(model, nnx.Param)
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match=CONFIG_FILE):
+        load_adapter(small_model("qwen3"), tmp_path)
+    with pytest.raises(ValueError, match="no adapters to save"):
+        save_adapter(small_model("qwen3"), tmp_path / "a")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=CONFIG_FILE):
+        save_adapter(with_adapters(small_model("qwen3")), tmp_path)

@@ -1,0 +1,33 @@
+"""A merged model is plain, and computes what the adapter did; a model without its adapter is the one before."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from adapted_models import assert_near, small_model, with_adapters
+from flax import nnx
+
+from moe_jax.adapters import merge_adapter, without_adapter
+from moe_jax.adapters.targets import has_adapters
+from moe_jax.layers.lora import Frozen
+
+TOKENS = jnp.arange(12).reshape(2, 6)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_merge(model_type):
+    model = small_model(model_type)
+    before, structure = model(TOKENS).logits, jax.tree.structure(nnx.state(model, nnx.Param))
+    adapted = with_adapters(model)
+    logits = adapted(TOKENS).logits
+    np.testing.assert_array_equal(without_adapter(adapted)(TOKENS).logits, before)
+    assert has_adapters(adapted)
+    merge_adapter(adapted)
+    assert_near(adapted(TOKENS).logits, logits, "logits")
+    assert not has_adapters(adapted) and not jax.tree.leaves(nnx.state(adapted, Frozen))
+    assert jax.tree.structure(nnx.state(adapted, nnx.Param)) == structure
+
+
+def test_nothing_to_merge():
+    with pytest.raises(ValueError, match="no adapters to merge"):
+        merge_adapter(small_model("qwen3"))
