@@ -31,8 +31,8 @@ MAY_IMPORT = {
     "recipes": {"runtime", "config", "parallel", "models", "checkpoint", "cost", "train"},
     "demo": {"runtime", "config", "parallel", "models", "checkpoint", "generation", "train", "recipes"},
     "commands": {
-        "runtime", "config", "kernels", "parallel", "checkpoint", "cost", "generation", "serving", "train", "check", "recipes",
-        "demo",
+        "runtime", "config", "kernels", "parallel", "models", "checkpoint", "adapters", "cost", "generation", "serving",
+        "train", "check", "recipes", "demo",
     },
     "cli": {"runtime", "commands", "__version__"},
 }  # fmt: skip

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from moe_jax.commands.options import Dtype, length_for
+from moe_jax.commands.options import Dtype, length_for, with_adapter
 
 if TYPE_CHECKING:
     from moe_jax.serving.conversation import Conversation
@@ -37,6 +37,7 @@ class ChatCommand:
       think: False tells templates such as Qwen3's that the model should answer without thinking first.
       drafts: the model's multi-token prediction module drafts a token in each step, for fewer steps. The text is the same up to
         rounding.
+      adapter: a folder or hub id of an adapter (LoRA) that is added to the model's weights.
       dtype: the dtype that the model computes in.
     """
 
@@ -50,6 +51,7 @@ class ChatCommand:
     seed: int | None = None
     think: bool = True
     drafts: bool = False
+    adapter: str | None = None
     dtype: Dtype = "bfloat16"
 
     def run(self) -> None:
@@ -87,7 +89,7 @@ class ChatCommand:
         )
         check_drafting(int(self.drafts), config, limits)
         print("loading ...", file=sys.stderr)
-        model = from_pretrained(folder, dtype=self.dtype, mtp=self.drafts)
+        model = with_adapter(from_pretrained(folder, dtype=self.dtype, mtp=self.drafts), self.adapter)
         engine = Engine(model, limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
         if self.max_new_tokens is None:
             options = replace(options, max_new_tokens=0)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import tyro
 
-from moe_jax.commands.options import Dtype
+from moe_jax.commands.options import Dtype, with_adapter
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class ConvertCommand:
 
     moe-jax convert runs/mine out/hf --to hf --tokenizer Qwen/Qwen3-30B-A3B
 
+    moe-jax convert Qwen/Qwen3-30B-A3B out/merged --to hf --adapter out/adapter
+
     Args:
       source: a Hugging Face folder or hub id, an Orbax folder that this command wrote, or the output folder of a training run
         that has checkpoints.
@@ -26,6 +28,7 @@ class ConvertCommand:
       to: the layout to write.
       dtype: the dtype of the weights in the target. Default: the source's. FP8 becomes bfloat16; a training run gives its
         float32 master weights.
+      adapter: a folder or hub id of an adapter (LoRA) that is added to the weights, in float32, and rounded once.
       step: the step of a training run's checkpoint. Default: the newest.
       tokenizer: the folder or hub id whose tokenizer files are copied. Default: the source's files, if it has any; for a
         training run, the tokenizer that it was trained with.
@@ -35,6 +38,7 @@ class ConvertCommand:
     target: tyro.conf.Positional[str]
     to: Literal["orbax", "hf"] = "orbax"
     dtype: Dtype | None = None
+    adapter: str | None = None
     step: int | None = None
     tokenizer: str | None = None
 
@@ -59,6 +63,7 @@ class ConvertCommand:
             model = model_of_run(source, step=self.step, dtype=dtype)
         else:
             model = (load_orbax if is_orbax else from_pretrained)(source, dtype=dtype)
+        model = with_adapter(model, self.adapter)
         replaces = (Path(self.target).expanduser() / "config.json").is_file()
         save = save_orbax if self.to == "orbax" else save_pretrained
         template = chosen_template(Path(self.source).expanduser()) if is_run else None

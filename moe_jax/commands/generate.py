@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from moe_jax.commands.options import Dtype, device_count
+from moe_jax.commands.options import Dtype, device_count, with_adapter
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -39,6 +39,7 @@ class GenerateCommand:
         is the same up to rounding; above 0 it is another sample from the same distribution.
       devices: number of GPUs that share the experts, for a model that is too large for one GPU. Default: 1; in a job of several
         processes, all GPUs.
+      adapter: a folder or hub id of an adapter (LoRA) that is added to the model's weights.
       dtype: the dtype that the model computes in.
     """
 
@@ -52,6 +53,7 @@ class GenerateCommand:
     seed: int = 0
     drafts: bool = False
     devices: int | None = None
+    adapter: str | None = None
     dtype: Dtype = "bfloat16"
 
     def run(self) -> None:
@@ -78,7 +80,9 @@ class GenerateCommand:
         checked_request(config, prompt, **options)
         if self.drafts:
             check_drafts(config)
-        model = from_pretrained(folder, dtype=self.dtype, mtp=self.drafts, mesh=mesh)
+        if self.adapter is not None and mesh is not None:
+            raise ValueError("--adapter is for one device; write the merged model first: moe-jax convert --adapter")
+        model = with_adapter(from_pretrained(folder, dtype=self.dtype, mtp=self.drafts, mesh=mesh), self.adapter)
         new: Any
         if self.drafts:
             new, drafts = generate_with_drafts(model, prompt, seed=self.seed, **options)

@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from moe_jax.config import NAMED_CONFIGS, ModelConfig, load_config
 
 if TYPE_CHECKING:
+    from moe_jax.models.decoder import Decoder
     from moe_jax.serving.limits import EngineLimits
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -43,6 +45,20 @@ class LimitOptions:
             num_pages=self.num_pages,
             max_waiting=max_waiting,
         )
+
+
+def with_adapter(model: "Decoder", adapter: str | None) -> "Decoder":
+    """Returns the model with the adapter of a folder or hub id added to its weights; prints what was adapted.
+
+    Raises:
+      FileNotFoundError, ValueError: as `adapters.load_adapter`.
+    """
+    if adapter is not None:
+        from moe_jax.adapters import load_adapter, merge_adapter
+
+        print(load_adapter(model, adapter), file=sys.stderr)
+        merge_adapter(model)
+    return model
 
 
 def length_for(config: ModelConfig, max_length: int | None) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from moe_jax.commands.options import Dtype, LimitOptions
+from moe_jax.commands.options import Dtype, LimitOptions, with_adapter
 
 KEY_VARIABLE = "MOE_JAX_API_KEY"
 
@@ -36,6 +36,7 @@ class ServeCommand:
       shutdown_seconds: time that running requests have to finish after SIGTERM or Ctrl-C; a second signal ends them at once.
       drafts: the model's multi-token prediction module drafts a token in each step, for fewer steps. The text is the same up to
         rounding.
+      adapter: a folder or hub id of an adapter (LoRA) that is added to the model's weights.
       dtype: the dtype that the model computes in.
     """
 
@@ -50,6 +51,7 @@ class ServeCommand:
     request_seconds: float = 3600
     shutdown_seconds: float = 30
     drafts: bool = False
+    adapter: str | None = None
     dtype: Dtype = "bfloat16"
 
     def run(self) -> None:
@@ -84,6 +86,6 @@ class ServeCommand:
         check_drafting(int(self.drafts), config, limits)
         defaults = model_defaults(folder, config, tokenizer)
         bound = bind(self.host, self.port)
-        model = from_pretrained(folder, dtype=self.dtype, mtp=self.drafts)
+        model = with_adapter(from_pretrained(folder, dtype=self.dtype, mtp=self.drafts), self.adapter)
         engine = Engine(model, limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
         run_server(Service(engine, defaults, settings), bound)
