@@ -128,7 +128,7 @@ def device_ms(engine: Engine, sequences: int, position: int) -> float:
 
     def launch() -> None:
         state, output = device._programs[shape](device._weights, device.state, upload)
-        drawn = draw(output, device._options_on_device, state.last_token, None)
+        drawn = draw(output, device.slots.options, state.last_token, None)
         device.state = state._replace(last_token=drawn.last_token)
 
     times = []

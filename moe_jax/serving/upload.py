@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Int
 
+from moe_jax.serving.schedule import StepPlan
+
 
 class StepShape(NamedTuple):
     """The sizes of a step's program; `StepRows` has arrays of these sizes."""
@@ -85,3 +87,21 @@ def unpacked(upload: Int[Array, "_"], shape: StepShape) -> StepRows:
         arrays.append(upload[start : start + size].reshape(like.shape))
         start += size
     return StepRows(*arrays)
+
+
+def filled(plan: StepPlan, rows: StepRows) -> StepRows:
+    """Writes the plan into empty rows, and returns them."""
+    if plan.decodes:
+        n = len(plan.decodes)
+        columns = np.array([decode[1:] for decode in plan.decodes], np.int32).T
+        rows.decode_slots[:n], rows.decode_positions[:n], rows.decode_pages[:n] = columns
+    first = 0
+    for i, chunk in enumerate(plan.chunks):
+        count, pages = len(chunk.tokens), chunk.sequence.pages
+        rows.chunk_slots[i], rows.chunk_starts[i], rows.chunk_counts[i] = chunk.sequence.slot, chunk.start, count
+        rows.chunk_samples[i] = chunk.samples
+        rows.chunk_next[i] = 0 if chunk.samples else chunk.sequence.tokens[chunk.start + count]
+        rows.chunk_tokens[first : first + count] = chunk.tokens
+        rows.chunk_tables[i, : len(pages)] = pages
+        first += count
+    return rows
