@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.decode.rows import BLOCKS_PER_CORE, load_row, normalized, sum_of_splits
+from moe_jax.kernels.decode.rows import BLOCKS_PER_CORE, load_row, normalized, row_layout, sum_of_splits
 from moe_jax.kernels.hopper.launch import launch
 
 
@@ -63,26 +64,27 @@ def add_experts(
 ) -> AddedNorm:
     """Returns x' = x + sum_k weights[t, k] * rows of (t, k), summed in f32 from the first choice, and the norm of x'.
 
-    A choice that is no expert adds nothing.
+    A token has k experts or none. The first of its ids is the number of experts if it has none; it then adds nothing.
     """
     hidden, num_experts = x.shape[1], outputs.weights.shape[1]
 
     def addend(inputs: ExpertRows, token):
-        def row_and_weight(i):
+        def row_of(i):
             if inputs.offsets is None:
-                return token * k + i, inputs.weights[token, i]
+                return token * k + i
             expert = inputs.experts[token, i]
-            is_expert = expert < num_experts
-            expert = jnp.minimum(expert, num_experts - 1)
-            row = inputs.offsets[expert] + (token if inputs.place is None else inputs.place[token, expert])
-            # A row that was not written may hold NaN. Row 0 was, unless no token has an expert.
-            return jnp.where(is_expert, row, 0), jnp.where(is_expert, inputs.weights[token, i], 0.0)
+            return inputs.offsets[expert] + (token if inputs.place is None else inputs.place[token, expert])
 
-        # All loads at once: each would wait for the one before.
-        found = [row_and_weight(i) for i in range(k)]
-        rows = [load_row(inputs.rows.at[row, pl.ds(0, hidden)]) for row, _ in found]
-        terms = [row.astype(jnp.float32) * weight for row, (_, weight) in zip(rows, found, strict=True)]
-        return sum(terms[1:], start=terms[0])
+        def of_choices():
+            # All loads at once: each would wait for the one before.
+            places = [row_of(i) for i in range(k)]
+            rows = [load_row(inputs.rows.at[place, pl.ds(0, hidden)]) for place in places]
+            terms = [row.astype(jnp.float32) * inputs.weights[token, i] for i, row in enumerate(rows)]
+            return sum(terms[1:], start=terms[0])
+
+        # A token without experts has no rows.
+        nothing = plgpu.layout_cast(jnp.zeros(hidden, jnp.float32), row_layout(hidden))
+        return lax.cond(inputs.experts[token, 0] < num_experts, of_choices, lambda: nothing)
 
     return _add_norm("add_experts_norm", x, outputs, weight, eps, addend)
 

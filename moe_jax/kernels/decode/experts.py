@@ -31,6 +31,8 @@ def expert_rows(
     if rows is not None:
         return ExpertRows(rows, choice.weights, choice.experts, None, None)
     planned = _planned(choice, layer, k)
+    if planned.plan.holds_all_tokens:
+        x, _ = mosaic.rows_of_tokens(x, planned.plan, for_gradients=False)
     _, act = mosaic.gated_matmul(x, w_gate_up, planned.plan, source_of_row=planned.source_of_row, keep_h=False)
     rows = mosaic.grouped_matmul(act, w_down, planned.plan)
     return ExpertRows(rows, choice.weights, choice.experts, planned.plan.offsets, planned.place)
@@ -49,6 +51,8 @@ def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int) -> _Planned:
     holds_all_tokens = tokens <= ROW_ALIGNMENT
     # One block more than there may be, because a tile of two blocks may begin at the last block.
     blocks = min(num_experts, tokens * k) + (0 if holds_all_tokens else tokens * k // ROW_ALIGNMENT) + 1
+    # Sources are found for two blocks at a time.
+    blocks += blocks % 2
     found = plan_rows(choice.is_chosen, layer, num_blocks=blocks, holds_all_tokens=holds_all_tokens)
     no_row = jnp.zeros(blocks * ROW_ALIGNMENT, jnp.int32)
     planned = Plan(

@@ -154,10 +154,7 @@ NO_ROW = -(2**30)
 def source_rows(
     is_chosen: Int[Array, "tokens experts"], rows: RowsOfExperts, layer: Int[Array, ""], *, num_blocks: int
 ) -> Int[Array, "rows"]:
-    """Returns the token of each row of the first `num_blocks` blocks; the number of tokens for a row without one.
-
-    The number of tokens is a multiple of LOADS_AT_ONCE.
-    """
+    """Returns the token of each row of the first `num_blocks` blocks; the number of tokens for a row without one."""
     tokens, num_experts = is_chosen.shape
     layout = plgpu.Layout.WG_STRIDED((WARPGROUP_THREADS,), vec_size=1)
     items = -(-num_blocks * ROW_ALIGNMENT // WARPGROUP_THREADS)
@@ -175,9 +172,8 @@ def source_rows(
             blocks = list(map(_BlockRows, experts, firsts, lanes))
 
             def load_chunk(chunk):
-                # Behind the last token there is nothing to load: the last chunk is loaded once more.
-                start = jnp.minimum(chunk * LOADS_AT_ONCE, tokens - LOADS_AT_ONCE)
-                return [is_chosen_ref[start + i, block.expert] for block in blocks for i in range(LOADS_AT_ONCE)]
+                chunk_tokens = [chunk * LOADS_AT_ONCE + i for i in range(LOADS_AT_ONCE)]
+                return [_choice_of(is_chosen_ref, token, block.expert) for block in blocks for token in chunk_tokens]
 
             def add_chunk(chunk, state: _Found):
                 loading = load_chunk(chunk + 1)
@@ -192,12 +188,18 @@ def source_rows(
 
             nobody = plgpu.layout_cast(jnp.full(WARPGROUP_THREADS, tokens, jnp.int32), layout)
             start = _Found(nobody, (jnp.int32(0),) * of_item, load_chunk(jnp.int32(0)))
-            found = lax.fori_loop(0, tokens // LOADS_AT_ONCE, add_chunk, start)
+            found = lax.fori_loop(0, -(-tokens // LOADS_AT_ONCE), add_chunk, start)
             sources_ref[pl.ds(info.index[0] * WARPGROUP_THREADS, WARPGROUP_THREADS)] = found.sources
 
     outputs = [jax.ShapeDtypeStruct((items * WARPGROUP_THREADS,), jnp.int32)]
     kernel = launch("source_rows", body, outputs, [], warpgroups=1, blocks_per_core=1)
     return kernel(is_chosen, rows.offsets, rows.expert_of_block, layer[None])[0]
+
+
+def _choice_of(is_chosen_ref, token, expert):
+    """Returns 1 if the token chose the expert; 0 behind the last token, where there is nothing to load."""
+    tokens = is_chosen_ref.shape[0]
+    return is_chosen_ref[jnp.minimum(token, tokens - 1), expert] * (token < tokens).astype(jnp.int32)
 
 
 class _BlockRows(NamedTuple):

@@ -13,7 +13,7 @@ from moe_jax.kernels.decode.route import TokenChoices
 EXPERTS, K, HIDDEN, INTER, LAYER = 128, 2, 128, 64, 1
 
 
-@pytest.mark.parametrize("tokens", [2, 24, 96])
+@pytest.mark.parametrize("tokens", [2, 21, 90])
 def test_equals_experts_mlp(tokens):
     rng = seeds.rng()
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-1]), jnp.bfloat16)  # noqa: E731
