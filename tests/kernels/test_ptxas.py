@@ -147,6 +147,17 @@ for rows, tokens, heads, kv_heads, width in sizes:
     compile(step, ((tokens, heads, width), bf16), pages, pages, ((rows + 1,), i32), ((rows,), i32), ((rows, 128), i32))
 """
 
+STRICT_MATMUL = """
+from moe_jax.kernels.strict.matmul import matmul
+
+# Tiles of 16, 32, 128 and 256 columns, and results of either dtype.
+for rows, k, n in ((1, 4096, 2048), (64, 2048, 5120), (256, 2048, 128), (1, 2048, 151936), (8192, 2048, 5120)):
+    for dtype in (f32, bf16):
+        compile(lambda x, w: matmul(x, w, out_dtype=dtype), ((rows, k), bf16), ((n, k), bf16))
+    matrices = [((n, 2048), bf16) for n in (4096, 512, 512)]
+    compile(lambda *a: matmul(*a, out_dtype=f32), ((rows, 2048), bf16), *matrices)
+"""
+
 EXPERTS_KERNELS = {
     "gather_rows_kernel",
     "gated_matmul",
@@ -210,6 +221,11 @@ def test_attention():
 def test_paged_attention():
     """Attention to pages, of decoding rows and of chunks, with and without splits, spills nothing."""
     assert_no_spills(spilled_bytes(PAGED_ATTENTION), {"paged_attention", "paged_attention_split"})
+
+
+def test_strict_matmul():
+    """The matmul of strict bits spills nothing, from one row to thousands."""
+    assert_no_spills(spilled_bytes(STRICT_MATMUL), {"strict_matmul"})
 
 
 def spilled_bytes(script, *arguments):
