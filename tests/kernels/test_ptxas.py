@@ -158,6 +158,14 @@ for rows, k, n in ((1, 4096, 2048), (64, 2048, 5120), (256, 2048, 128), (1, 2048
     compile(lambda *a: matmul(*a, out_dtype=f32), ((rows, 2048), bf16), *matrices)
 """
 
+STRICT_ROWS = """
+from moe_jax.kernels.strict.rows import gated_silu, log_sum_exp, norm_rows
+
+compile(log_sum_exp, ((256, 151936), f32))
+compile(lambda h: gated_silu(h, dtype=bf16), ((256, 2 * 12288), f32))
+compile(lambda x, w: norm_rows(x, w, eps=1e-6), ((256, 2048), bf16), ((2048,), bf16))
+"""
+
 EXPERTS_KERNELS = {
     "gather_rows_kernel",
     "gated_matmul",
@@ -226,6 +234,11 @@ def test_paged_attention():
 def test_strict_matmul():
     """The matmul of strict bits spills nothing, from one row to thousands."""
     assert_no_spills(spilled_bytes(STRICT_MATMUL), {"strict_matmul"})
+
+
+def test_strict_rows():
+    """The kernels of strict bits on rows spill nothing."""
+    assert_no_spills(spilled_bytes(STRICT_ROWS), {"strict_parts", "strict_merge", "strict_gated_silu", "strict_norm"})
 
 
 def spilled_bytes(script, *arguments):

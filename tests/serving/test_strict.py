@@ -34,6 +34,14 @@ def test_whole_sequences(model):
     np.testing.assert_array_equal(strict_log_probs(model, tokens[1:, :11]), found[1:, :10])
 
 
+@pytest.mark.thorough
+def test_many_tokens(model):
+    """More tokens than a decoding step has: their plan is another, their bits are not."""
+    tokens = jnp.asarray(seeds.rng().integers(0, CONFIG.vocab_size, (4, 70)), jnp.int32)
+    found = np.asarray(strict_log_probs(model, tokens))
+    np.testing.assert_array_equal(strict_log_probs(model, tokens[3:]), found[3:])
+
+
 def test_engine(model):
     """Prompts in chunks beside decoding rows: tokens of prompts and new ones have the bits of whole sequences."""
     limits = EngineLimits(
