@@ -30,20 +30,28 @@ def rope_tables(
     The dynamic kind reads the sequence length from the largest position of this call, as transformers does. Inside
     `jax.shard_map` this is the largest position on all devices over which positions vary.
     """
-    if rope.rope_type == "yarn":
-        frequencies, magnitude = _yarn(rope, head_dim, max_position_embeddings)
-    else:
-        theta: float | Array = rope.rope_theta
+    if rope.rope_type == "dynamic":
         factor = rope.factor or 1.0
-        if rope.rope_type == "dynamic":
-            # One base for all tokens: a sequence may lie on several devices.
-            last = jax.lax.pmax(positions.max(), tuple(sorted(varying_axes(positions))))
-            length = jnp.maximum(last + 1, max_position_embeddings).astype(jnp.float32)
-            stretch = factor * length / max_position_embeddings - (factor - 1)
-            theta = theta * stretch ** (head_dim / (head_dim - 2))
-        frequencies, magnitude = _frequencies(theta, head_dim), 1.0
-        if rope.rope_type == "linear":
-            frequencies = frequencies / factor
+        # One base for all tokens: a sequence may lie on several devices.
+        last = jax.lax.pmax(positions.max(), tuple(sorted(varying_axes(positions))))
+        length = jnp.maximum(last + 1, max_position_embeddings).astype(jnp.float32)
+        stretch = factor * length / max_position_embeddings - (factor - 1)
+        frequencies, magnitude = _frequencies(rope.rope_theta * stretch ** (head_dim / (head_dim - 2)), head_dim), 1.0
+    else:
+        frequencies, magnitude = fixed_frequencies(rope, head_dim, max_position_embeddings)
+    return tables_of(positions, frequencies, magnitude)
+
+
+def fixed_frequencies(rope: RopeParameters, head_dim: int, max_position_embeddings: int) -> tuple[Float[Array, "half"], float]:
+    """Returns the frequencies of any kind but the dynamic one, and the factor on cos and sin."""
+    if rope.rope_type == "yarn":
+        return _yarn(rope, head_dim, max_position_embeddings)
+    frequencies = _frequencies(rope.rope_theta, head_dim)
+    return frequencies / (rope.factor or 1.0) if rope.rope_type == "linear" else frequencies, 1.0
+
+
+def tables_of(positions: Int[Array, "batch seq"], frequencies: Float[Array, "half"], magnitude: float) -> RopeTables:
+    """Returns the tables of these frequencies."""
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return RopeTables(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude)
 

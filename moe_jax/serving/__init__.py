@@ -11,7 +11,18 @@ if TYPE_CHECKING:
     from moe_jax.serving.limits import EngineLimits
     from moe_jax.serving.loop import QueueFull
     from moe_jax.serving.request import Completion, SamplingOptions
+    from moe_jax.serving.strict_log_probs import strict_log_probs
 
-__all__ = ["Completion", "Engine", "EngineLimits", "Event", "Handle", "QueueFull", "SamplingOptions", "Stats"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineLimits",
+    "Event",
+    "Handle",
+    "QueueFull",
+    "SamplingOptions",
+    "Stats",
+    "strict_log_probs",
+]
 
 export_lazily(__name__)

@@ -47,10 +47,20 @@ class Device:
     numbers of their tokens double; decoding rows are then as many as there may be, or none.
     """
 
-    def __init__(self, model: Decoder, limits: EngineLimits, *, keep_experts: bool, take_over: bool = False, drafts: int = 0):
+    def __init__(
+        self,
+        model: Decoder,
+        limits: EngineLimits,
+        *,
+        keep_experts: bool,
+        take_over: bool = False,
+        drafts: int = 0,
+        strict: bool = False,
+    ):
         self.limits = limits
         self._drafts = drafts
-        self.served, weights = take_apart(model, drafts=drafts, take_over=take_over)
+        served, weights = take_apart(model, drafts=drafts, take_over=take_over)
+        self.served = served._replace(strict=strict)
         # Flat: to flatten the states of all layers again in each step takes the host longer than the step takes the device.
         leaves, self._weights_tree = jax.tree.flatten(weights)
         # JAX compiles again for arrays that are bound to a device where others were not: all are, from the beginning.
@@ -80,7 +90,7 @@ class Device:
             for variant in [*VARIANTS, *VARIANTS[:1] * program.num_copies]:
                 step = self._launch(shape, empty_rows(shape), variant)
             if shape.chunks:
-                score_piece(step.hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32))
+                score_piece(step.hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32), strict=self.served.strict)
         self.slots.start_penalties(0, [0], [0], SamplingOptions())
         # Most engines are never asked for any.
         self.slots.penalties = None
@@ -97,7 +107,8 @@ class Device:
         for array in jax.tree.leaves((step.sampled, step.second, step.accepted)):
             array.copy_to_host_async()
         of_chunks = [shape.decodes + i for i, chunk in enumerate(plan.chunks) if chunk.samples]
-        scores = score_prompts(plan, shape.decodes * (1 + self._drafts), step.hidden, self._head)
+        first = shape.decodes * (1 + self._drafts)
+        scores = score_prompts(plan, first, step.hidden, self._head, strict=self.served.strict)
         rows_of_samples = [*range(len(plan.decodes)), *of_chunks]
         return Launched(plan, rows_of_samples, step.sampled, scores, step.second, step.accepted)
 
@@ -115,6 +126,7 @@ class Device:
           ValueError: the model has another architecture or dtype.
         """
         served, weights = take_apart(model, drafts=self._drafts)
+        served = served._replace(strict=self.served.strict)
         leaves, tree = jax.tree.flatten(weights)
         shapes, own = ([(leaf.shape, leaf.dtype) for leaf in some] for some in (leaves, self._weights))
         if (served, tree, shapes) != (self.served, self._weights_tree, own):
@@ -128,7 +140,7 @@ class Device:
         penalties = self.slots.penalties if variant == "full" else None
         arguments = output, self.slots.options, self.state.last_token, penalties
         if self.state.drafting is None:
-            sampled, last_token, new_penalties = draw_program(variant)(*arguments)
+            sampled, last_token, new_penalties = draw_program(variant, strict=self.served.strict)(*arguments)
             step = _Step(output.hidden, sampled)
         else:
             first, second, accepted, last_token, new_penalties = check_program(variant)(*arguments)

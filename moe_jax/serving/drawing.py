@@ -38,9 +38,9 @@ def variant_of(options: SamplingOptions) -> Variant:
 
 
 @functools.cache
-def draw_program(variant: Variant) -> Callable[..., Drawn]:
+def draw_program(variant: Variant, *, strict: bool = False) -> Callable[..., Drawn]:
     """Returns the jitted f(output, options, last_token, penalties) -> `Drawn`, which changes the last two in place."""
-    return jax.jit(functools.partial(_draw, variant), donate_argnums=(2, 3))
+    return jax.jit(functools.partial(_draw, variant, strict), donate_argnums=(2, 3))
 
 
 def draw_rows(
@@ -50,6 +50,8 @@ def draw_rows(
     positions: Int[Array, "rows"],
     options: SlotOptions,
     penalties: Penalties | None,
+    *,
+    strict: bool = False,
 ) -> tuple[Sampled, Penalties | None]:
     """Draws a token for each row, as `sample_rows` does; returns the penalties with the new tokens counted too."""
     is_full = variant == "full"
@@ -61,12 +63,19 @@ def draw_rows(
         variant="restricted" if variant == "full" else variant,
         penalties=penalties,
         num_top=min(MAX_LOGPROBS, logits.shape[1]) if is_full else 0,
+        strict=strict,
     )
     return sampled, None if penalties is None else count_tokens(penalties, slots, sampled.tokens)
 
 
 def _draw(
-    variant: Variant, output: StepOutput, options: SlotOptions, last_token: Int[Array, "slots"], penalties: Penalties | None
+    variant: Variant,
+    strict: bool,
+    output: StepOutput,
+    options: SlotOptions,
+    last_token: Int[Array, "slots"],
+    penalties: Penalties | None,
 ) -> Drawn:
-    sampled, penalties = draw_rows(variant, output.logits, output.slots, output.positions, options, penalties)
+    of_rows = output.logits, output.slots, output.positions, options
+    sampled, penalties = draw_rows(variant, *of_rows, penalties, strict=strict)
     return Drawn(sampled, with_last_tokens(last_token, output.slots, sampled.tokens), penalties)

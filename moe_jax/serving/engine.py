@@ -19,6 +19,7 @@ from moe_jax.serving.queues import EngineQueues, change_weights
 from moe_jax.serving.records import Record
 from moe_jax.serving.request import Completion, SamplingOptions, checked, seeds_of
 from moe_jax.serving.sequence import Sequence
+from moe_jax.serving.strict import check_strict
 
 GREEDY = SamplingOptions()
 
@@ -63,12 +64,15 @@ class Engine:
       keep_experts: True makes room for each token's experts, for requests with `return_experts`.
       drafts: 1 drafts a token a step with the model's module that predicts further tokens (`serving.drafts`). A step then gives
         a sequence one token or two, and costs more. Tokens are the same but for rounding.
+      strict: True gives a token bits that depend on its own sequence alone, those of `strict_log_probs`. For Qwen3 and
+        Qwen3-MoE without drafts.
       take_over: True deletes the model's layers once the engine has its own copies. A dense model then needs its memory once
         and not twice, and is unusable afterwards.
 
     Raises:
       ValueError: the model lies on several devices; or its positions scale with the longest sequence of a batch (rope type
-        "dynamic"). Also drafts without such a module, or without room for two tokens of each sequence in a step.
+        "dynamic"). Also drafts without such a module, or without room for two tokens of each sequence in a step. Also `strict`
+        with drafts, or with a model that its kernels do not take.
     """
 
     def __init__(
@@ -79,18 +83,23 @@ class Engine:
         tokenizer: Any | None = None,
         keep_experts: bool = False,
         drafts: int = 0,
+        strict: bool = False,
         take_over: bool = False,
     ):
         limits = EngineLimits() if limits is None else limits
         _check_model(model)
         check_drafting(drafts, model.config, limits)
+        if strict:
+            check_strict(model)
+            if drafts:
+                raise ValueError(f"strict=True needs drafts=0; got drafts={drafts}")
         self.tokenizer = tokenizer
         self.limits = limits
         self.config = model.config
         ends = generation_config(model.source, model.config).get("eos_token_id")
         self._ends = frozenset([] if ends is None else np.atleast_1d(ends).tolist())
         self._keeps_experts = keep_experts and model.config.experts is not None
-        device = Device(model, limits, keep_experts=keep_experts, take_over=take_over, drafts=drafts)
+        device = Device(model, limits, keep_experts=keep_experts, take_over=take_over, drafts=drafts, strict=strict)
         device.warm_up()
         # A collection delays a step by 10 ms if it looks through all that lives as long as the engine.
         gc.collect()

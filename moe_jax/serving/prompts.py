@@ -5,13 +5,14 @@ would take gigabytes. A piece may hold tokens of several prompts, one behind the
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from moe_jax.serving.logits import logits_of
 from moe_jax.serving.request import MAX_LOGPROBS
 from moe_jax.serving.sampling import Scores, scores_of
 from moe_jax.serving.schedule import StepPlan
@@ -30,7 +31,12 @@ class PromptScores(NamedTuple):
 
 
 def score_prompts(
-    plan: StepPlan, first: int, hidden: Float[Array, "tokens hidden"], head: Float[Array, "vocab hidden"]
+    plan: StepPlan,
+    first: int,
+    hidden: Float[Array, "tokens hidden"],
+    head: Float[Array, "vocab hidden"],
+    *,
+    strict: bool = False,
 ) -> PromptScores:
     """Starts to score the prompt tokens that follow the tokens of a step's chunks, where requests ask for it.
 
@@ -38,6 +44,7 @@ def score_prompts(
 
     Args:
       first: the index of the first chunk's first token in `hidden`.
+      strict: as of `scores_of`.
     """
     spans: list[tuple[Sequence, list[int]]] = []
     places: list[int] = []
@@ -54,7 +61,7 @@ def score_prompts(
     targets = [token for _, tokens in spans for token in tokens]
     padded = np.zeros((2, math.ceil(len(places) / PIECE_TOKENS) * PIECE_TOKENS), np.int32)
     padded[:, : len(places)] = places, targets
-    pieces = [score_piece(hidden, head, *piece) for piece in padded.reshape(2, -1, PIECE_TOKENS).swapaxes(0, 1)]
+    pieces = [score_piece(hidden, head, *piece, strict=strict) for piece in padded.reshape(2, -1, PIECE_TOKENS).swapaxes(0, 1)]
     for array in jax.tree.leaves(pieces):
         array.copy_to_host_async()
     return PromptScores(spans, pieces)
@@ -81,9 +88,11 @@ def score_piece(
     head: Float[Array, "vocab hidden"],
     places: Int[Array, "rows"],
     targets: Int[Array, "rows"],
+    *,
+    strict: bool = False,
 ) -> Scores:
     """Returns the scores of `targets` behind the tokens at `places`."""
-    return _scores(_taken(hidden, places), head, targets)
+    return piece_scores(_taken(hidden, places), head, targets, min(MAX_LOGPROBS, len(head)), strict=strict)
 
 
 # Apart from the scores, which are compiled once: each shape of a step has another number of tokens.
@@ -92,7 +101,14 @@ def _taken(hidden: Float[Array, "tokens hidden"], places: Int[Array, "rows"]) ->
     return hidden[places]
 
 
-@jax.jit
-def _scores(hidden: Float[Array, "rows hidden"], head: Float[Array, "vocab hidden"], targets: Int[Array, "rows"]) -> Scores:
-    logits = jnp.einsum("rd,vd->rv", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
-    return scores_of(logits, targets, min(MAX_LOGPROBS, logits.shape[1]))
+@partial(jax.jit, static_argnames=("num_top", "strict"))
+def piece_scores(
+    hidden: Float[Array, "rows hidden"],
+    head: Float[Array, "vocab hidden"],
+    targets: Int[Array, "rows"],
+    num_top: int,
+    *,
+    strict: bool = False,
+) -> Scores:
+    """Returns the scores of `targets` behind tokens with these hidden states, and of the `num_top` most likely tokens."""
+    return scores_of(logits_of(hidden, head, strict=strict), targets, num_top, strict=strict)

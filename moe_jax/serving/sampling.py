@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from moe_jax.generation.sampling import draw
+from moe_jax.kernels.strict.rows import log_sum_exp
 from moe_jax.serving.penalties import Penalties, penalised
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def sample_rows(
     variant: Draw = "restricted",
     penalties: Penalties | None = None,
     num_top: int = 0,
+    strict: bool = False,
 ) -> Sampled:
     """Draws a token for each row from softmax(logits / temperature), cut to the top k, then top p, then min p.
 
@@ -75,6 +77,7 @@ def sample_rows(
       variant: static; it must serve the options of all rows.
       penalties: penalties and biases of the slots; None: no row has any.
       num_top: static; the number of most likely tokens to return for each row.
+      strict: static; as of `scores_of`.
     """
     logits = logits.astype(jnp.float32)
     of_row = jax.tree.map(lambda values: values[jnp.maximum(slots, 0)], options)
@@ -86,11 +89,19 @@ def sample_rows(
             scores = _restricted(scores, of_row)
         tokens = jnp.where(of_row.temperature > 0, draw(scores, _keys(of_row.seed, positions)), tokens)
     tokens = jnp.where(slots < 0, 0, tokens)
-    return Sampled(tokens, *scores_of(logits, tokens, num_top))
+    return Sampled(tokens, *scores_of(logits, tokens, num_top, strict=strict))
 
 
-def scores_of(logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows"], num_top: int) -> Scores:
-    """Returns the log-probabilities of each row's token and of the `num_top` most likely ones, of f32 logits."""
+def scores_of(logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows"], num_top: int, *, strict: bool = False) -> Scores:
+    """Returns the log-probabilities of each row's token and of the `num_top` most likely ones, of f32 logits.
+
+    With `strict` a row's bits do not depend on the number of rows.
+    """
+    if strict:
+        total = log_sum_exp(logits)
+        top_logits, top_tokens = jax.lax.top_k(logits, num_top)
+        of_tokens = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+        return Scores(of_tokens - total, top_tokens, top_logits - total[:, None])
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     top_logprobs, top_tokens = jax.lax.top_k(logprobs, num_top)
     return Scores(jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0], top_tokens, top_logprobs)

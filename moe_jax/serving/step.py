@@ -22,6 +22,8 @@ from moe_jax.parallel.spread import ONE_DEVICE
 from moe_jax.serving.batch import StepBatch, batch_of, updated_table
 from moe_jax.serving.draft_state import DraftedTokens, Drafting, init_drafting
 from moe_jax.serving.fused import ComputedLayers, fused_layers, refusal
+from moe_jax.serving.logits import logits_of
+from moe_jax.serving.strict import strict_layers
 from moe_jax.serving.upload import StepShape, unpacked
 from moe_jax.serving.weights import LayerWeights, ServedModel, Weights, frame_of, head_of, layer_module, layers_of
 
@@ -99,7 +101,7 @@ def step(
     inputs = layer_inputs(served.config, batch.positions[None], jnp.ones_like(batch.tokens)[None], batch.valid[None])
     hidden, pages, expert_ids = _layers(served, weights, state.pages, x, inputs, batch)
     last = hidden[batch.outputs]
-    logits = jnp.einsum("rd,vd->rv", last, head_of(frame).astype(served.dtype), preferred_element_type=jnp.float32)
+    logits = logits_of(last, head_of(frame), strict=served.strict)
     experts = state.experts
     if experts is not None:
         page, offset = batch.places
@@ -123,6 +125,8 @@ def _layers(
         for of_layer, window in zip(pages, windows, strict=True)
     ]
     norm = frame_of(served, weights)["norm"]
+    if served.strict:
+        return strict_layers(served, layers, norm, x[0], batch.positions, attends, batch.valid)
     if _fuses(served, batch):
         return fused_layers(served, layers, norm, x[0], inputs.rope, attends, batch.valid)
     written, expert_ids = [], []

@@ -26,6 +26,8 @@ class ServedModel(NamedTuple):
     """Embedding, last norm and vocabulary projection."""
     stages: tuple[nnx.GraphDef, ...]
     """The stages of layers; with drafts also the module that drafts."""
+    strict: bool = False
+    """True: steps run `strict.strict_layers`."""
 
 
 class Weights(NamedTuple):

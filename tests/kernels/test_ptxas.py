@@ -147,6 +147,25 @@ for rows, tokens, heads, kv_heads, width in sizes:
     compile(step, ((tokens, heads, width), bf16), pages, pages, ((rows + 1,), i32), ((rows,), i32), ((rows, 128), i32))
 """
 
+STRICT_MATMUL = """
+from moe_jax.kernels.strict.matmul import matmul
+
+# Tiles of 16, 32, 128 and 256 columns, and results of either dtype.
+for rows, k, n in ((1, 4096, 2048), (64, 2048, 5120), (256, 2048, 128), (1, 2048, 151936), (8192, 2048, 5120)):
+    for dtype in (f32, bf16):
+        compile(lambda x, w: matmul(x, w, out_dtype=dtype), ((rows, k), bf16), ((n, k), bf16))
+    matrices = [((n, 2048), bf16) for n in (4096, 512, 512)]
+    compile(lambda *a: matmul(*a, out_dtype=f32), ((rows, 2048), bf16), *matrices)
+"""
+
+STRICT_ROWS = """
+from moe_jax.kernels.strict.rows import gated_silu, log_sum_exp, norm_rows
+
+compile(log_sum_exp, ((256, 151936), f32))
+compile(lambda h: gated_silu(h, dtype=bf16), ((256, 2 * 12288), f32))
+compile(lambda x, w: norm_rows(x, w, eps=1e-6), ((256, 2048), bf16), ((2048,), bf16))
+"""
+
 EXPERTS_KERNELS = {
     "gather_rows_kernel",
     "gated_matmul",
@@ -210,6 +229,16 @@ def test_attention():
 def test_paged_attention():
     """Attention to pages, of decoding rows and of chunks, with and without splits, spills nothing."""
     assert_no_spills(spilled_bytes(PAGED_ATTENTION), {"paged_attention", "paged_attention_split", "merge_splits"})
+
+
+def test_strict_matmul():
+    """The matmul of strict bits spills nothing, from one row to thousands."""
+    assert_no_spills(spilled_bytes(STRICT_MATMUL), {"strict_matmul"})
+
+
+def test_strict_rows():
+    """The kernels of strict bits on rows spill nothing."""
+    assert_no_spills(spilled_bytes(STRICT_ROWS), {"strict_parts", "strict_merge", "strict_gated_silu", "strict_norm"})
 
 
 def spilled_bytes(script, *arguments):

@@ -39,6 +39,8 @@ class ExpertRows(NamedTuple):
     """As `Plan.offsets`; None: a token's rows lie one behind the other, in the order of its choices."""
     place: Int[Array, "tokens experts"] | None
     """The token's row among the rows of each expert; None: token t's row is row t."""
+    row_of_pair: Int[Array, "tokens k"] | None = None
+    """The row of each choice, as `Plan.row_of_pair`; `offsets` and `place` are then None."""
 
 
 @partial(jax.jit, static_argnames="eps")
@@ -70,6 +72,8 @@ def add_experts(
 
     def addend(inputs: ExpertRows, token):
         def row_of(i):
+            if inputs.row_of_pair is not None:
+                return inputs.row_of_pair[token, i]
             if inputs.offsets is None:
                 return token * k + i
             expert = inputs.experts[token, i]

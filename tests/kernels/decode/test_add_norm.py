@@ -28,7 +28,7 @@ def test_sum_of_splits():
     check(add_splits(x, splits, weight, eps=EPS), x, (splits[0] + splits[1] + splits[2]).astype(x.dtype), weight)
 
 
-@pytest.mark.parametrize("layout", ["pairs", "a block an expert", "places"])
+@pytest.mark.parametrize("layout", ["pairs", "a block an expert", "places", "rows of pairs"])
 def test_sum_over_choices(layout):
     rng = seeds.rng()
     x, weight = normal(rng, TOKENS, HIDDEN), normal(rng, HIDDEN)
@@ -53,6 +53,8 @@ def test_sum_over_choices(layout):
         None if layout == "pairs" else jnp.asarray(offsets, jnp.int32),
         jnp.asarray(place, jnp.int32) if layout == "places" else None,
     )
+    if layout == "rows of pairs":
+        outputs = outputs._replace(offsets=None, row_of_pair=jnp.asarray(of_pairs, jnp.int32))
     found = add_experts(x, outputs, weight, eps=EPS, k=K)
     terms = rows.astype(np.float32)[of_pairs] * np.asarray(weights)[:, :K, None]
     terms[-1] = 0

@@ -1,0 +1,16 @@
+"""Logits of hidden states, strict or as XLA computes them."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moe_jax.kernels.strict.matmul import matmul
+
+
+def logits_of(
+    hidden: Float[Array, "rows hidden"], head: Float[Array, "vocab hidden"], *, strict: bool
+) -> Float[Array, "rows vocab"]:
+    """Returns f32 logits; with `strict` a row's bits do not depend on the number of rows."""
+    head = head.astype(hidden.dtype)
+    if strict:
+        return matmul(hidden, head, out_dtype=jnp.float32)
+    return jnp.einsum("rd,vd->rv", hidden, head, preferred_element_type=jnp.float32)

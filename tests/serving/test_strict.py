@@ -1,0 +1,79 @@
+"""With `strict=True` a token has the same bits in every batch, and those of a forward pass over whole sequences."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import seeds
+from flax import nnx
+from test_fused import CONFIG as FUSED_CONFIG
+
+import moe_jax
+from moe_jax.serving.engine import Engine
+from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.strict import refusal
+from moe_jax.serving.strict_log_probs import strict_log_probs
+
+CONFIG = replace(FUSED_CONFIG, vocab_size=128)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return moe_jax.from_config(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+
+def test_whole_sequences(model):
+    """A sequence has the same bits beside others and as a prefix, and about the model's log-probabilities."""
+    tokens = jnp.asarray(seeds.rng().integers(0, CONFIG.vocab_size, (2, 70)), jnp.int32)
+    found = np.asarray(strict_log_probs(model, tokens))
+    expected = jnp.take_along_axis(nnx.log_softmax(model(tokens).logits[:, :-1]), tokens[:, 1:, None], axis=2)[..., 0]
+    # Some tokens choose another expert.
+    assert np.abs(found - expected).mean() < 0.03
+    np.testing.assert_array_equal(strict_log_probs(model, tokens[1:, :11]), found[1:, :10])
+
+
+@pytest.mark.thorough
+def test_many_tokens(model):
+    """More tokens than a decoding step has: their plan is another, their bits are not."""
+    tokens = jnp.asarray(seeds.rng().integers(0, CONFIG.vocab_size, (4, 70)), jnp.int32)
+    found = np.asarray(strict_log_probs(model, tokens))
+    np.testing.assert_array_equal(strict_log_probs(model, tokens[3:]), found[3:])
+
+
+def test_engine(model):
+    """Prompts in chunks beside decoding rows: tokens of prompts and new ones have the bits of whole sequences."""
+    limits = EngineLimits(
+        max_sequences=2, max_tokens_per_step=24, max_chunks_per_step=2, max_length=128, num_pages=8, max_waiting=4
+    )
+    engine = Engine(model, limits=limits, strict=True)
+    rng = seeds.rng()
+    prompts = [rng.integers(0, CONFIG.vocab_size, length).tolist() for length in (66, 7, 30)]
+    options = SamplingOptions(max_new_tokens=4, ignore_eos=True, temperature=1.0, seed=0, logprobs=0, prompt_logprobs=0)
+    for prompt, (one,) in zip(prompts, engine.generate(prompts, options), strict=True):
+        expected = np.asarray(strict_log_probs(model, jnp.asarray([prompt + one.tokens], jnp.int32)))[0]
+        of_prompt = [scores[token] for scores, token in zip(one.prompt_logprobs[1:], prompt[1:], strict=True)]
+        np.testing.assert_array_equal(np.float32(of_prompt + one.logprobs), expected)
+    engine.close()
+
+
+REFUSED = {
+    "head_dim must be 128": replace(CONFIG, head_dim=64),
+    "vocab_size must be a multiple of 128": replace(CONFIG, vocab_size=64),
+    "intermediate_size must be a multiple of 128": replace(CONFIG, intermediate_size=64),
+    "attention has biases": replace(CONFIG, attention_bias=True),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refused(reason):
+    assert reason in (refusal(REFUSED[reason], jnp.bfloat16) or "")
+
+
+def test_refused_model(model):
+    assert refusal(CONFIG, jnp.bfloat16) is None
+    with pytest.raises(ValueError, match="computes in bfloat16 and float16"):
+        Engine(moe_jax.from_config(CONFIG, rngs=nnx.Rngs(0)), strict=True)
+    with pytest.raises(ValueError, match="drafts"):
+        Engine(model, strict=True, drafts=1)
