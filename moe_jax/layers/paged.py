@@ -47,6 +47,7 @@ class PagedAttend:
       queries_per_row: given if all rows have exactly this number of queries.
       value_dim: the width of values that are the first columns of latents; None where pages hold values.
       window: the sliding window; None if there is none.
+      fixed_splits: as in `paged_attention`.
     """
 
     pages: LayerPages
@@ -55,6 +56,7 @@ class PagedAttend:
     queries_per_row: int | None = field(metadata={"static": True}, default=None)
     value_dim: int | None = field(metadata={"static": True}, default=None)
     window: Int[Array, ""] | int | None = None
+    fixed_splits: bool = field(metadata={"static": True}, default=False)
 
     def __call__(
         self,
@@ -90,4 +92,5 @@ class PagedAttend:
             window=self.window,
             queries_per_row=self.queries_per_row,
             value_dim=self.value_dim,
+            fixed_splits=self.fixed_splits,
         )

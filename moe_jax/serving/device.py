@@ -17,7 +17,7 @@ from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, score_piece, sco
 from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.sampling import Sampled
 from moe_jax.serving.schedule import StepPlan
-from moe_jax.serving.slots import Slots
+from moe_jax.serving.slots import DrawingSlots
 from moe_jax.serving.step import StepOutput, initial_state
 from moe_jax.serving.upload import StepRows, StepShape, empty_rows, filled, packed
 from moe_jax.serving.weights import Weights, frame_of, head_of, take_apart
@@ -81,7 +81,7 @@ class Device:
         arrays = self.served, self._weights_tree, self._weights, self.state
         self._programs = step_programs(*arrays, shapes)
         self._modules = module_programs(*arrays, shapes) if drafts else {}
-        self.slots = Slots(limits, self.served.config.vocab_size, self._device)
+        self.slots = DrawingSlots(limits, self.served.config.vocab_size, self._device)
 
     def warm_up(self) -> None:
         """Runs every program once, on rows that are not used: the first run compiles it, or is the slow one."""

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from moe_jax.checkpoint.companions import generation_config
+from moe_jax.layers.lora import Adapter
 from moe_jax.models.decoder import Decoder
 from moe_jax.serving.device import Device
 from moe_jax.serving.draft_state import check_drafting
@@ -70,7 +71,7 @@ class Engine:
         and not twice, and is unusable afterwards.
 
     Raises:
-      ValueError: the model lies on several devices; or its positions scale with the longest sequence of a batch (rope type
+      ValueError: the model lies on several devices, or has adapters; or its positions scale with the longest sequence of a batch (rope type
         "dynamic"). Also drafts without such a module, or without room for two tokens of each sequence in a step. Also `strict`
         with drafts, or with a model that its kernels do not take.
     """
@@ -217,6 +218,8 @@ def _check_model(model: Decoder) -> None:
         raise ValueError(
             'rope type "dynamic" gives all tokens of a batch the frequencies of the longest sequence; an engine cannot serve it'
         )
+    if any(isinstance(module, Adapter) for _, module in nnx.iter_modules(model)):
+        raise ValueError("an engine serves a model without adapters: merge them first (adapters.merge_adapter)")
     devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
     if len(devices) > 1:
         raise ValueError(f"an engine computes on one device; the model lies on {len(devices)}")

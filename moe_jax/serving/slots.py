@@ -12,8 +12,8 @@ from moe_jax.serving.schedule import StepPlan
 from moe_jax.serving.sequence import Sequence
 
 
-class Slots:
-    """How each slot's sequence draws.
+class DrawingSlots:
+    """The way in which each slot's sequence draws.
 
     Attributes:
       options: all slots' options, on the device.

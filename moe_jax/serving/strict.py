@@ -53,7 +53,7 @@ def check_strict(model: Decoder) -> None:
     """
     reason = refusal(model.config, model.dtype)
     if reason is None and any(isinstance(module, Adapter) for _, module in nnx.iter_modules(model)):
-        reason = "the model has adapters; merge them first"
+        reason = "it has adapters; merge them first (adapters.merge_adapter)"
     if reason is not None:
         raise ValueError(f"strict bits are not computed for this model: {reason}")
 
@@ -141,8 +141,7 @@ def _attended(
 def _attention(
     q: Float[Array, "tokens heads head_dim"], pages: LayerPages, attend: PagedAttend
 ) -> Float[Array, "tokens heads head_dim"]:
-    # On a GPU keys are split where rows are few: bits there still depend on the number of rows.
-    return attend.read(q, pages, scale=HEAD_DIM**-0.5)
+    return dataclasses.replace(attend, fixed_splits=True).read(q, pages, scale=HEAD_DIM**-0.5)
 
 
 def _mlp(mlp: MLP, normed: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:

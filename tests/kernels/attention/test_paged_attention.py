@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seeds
 
 from moe_jax.kernels.attention.api import attention
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, mosaic, paged_attention
@@ -191,3 +192,16 @@ def test_refusals(change, message):
         paged_attention(
             jnp.zeros((5, 4, 8)), jnp.zeros(given["keys"]), values, PagedQueries(first, num_keys, table), scale=1.0, **options
         )
+
+
+def test_fixed_splits():
+    """A query's bits are the same alone, in a chunk, and beside so many other rows that keys would not be split."""
+    q, keys, values, queries = make(seeds.rng(), [9, 1, 1], [590, 70, 600], 2, 1, 64, 64, dtype=jnp.float16)
+    options = {"scale": SCALE, "backend": "mosaic", "fixed_splits": True}
+    together = paged_attention(q, keys, values, queries, **options)
+    row = PagedQueries(jnp.asarray([0, 1]), queries.num_keys[:1], queries.page_table[:1])
+    alone = paged_attention(q[8:9], keys, values, row, queries_per_row=1, **options)
+    np.testing.assert_array_equal(together[8], alone[0])
+    other = PagedQueries(jnp.asarray([0, 1]), queries.num_keys[2:], queries.page_table[2:])
+    np.testing.assert_array_equal(together[10], paged_attention(q[10:], keys, values, other, queries_per_row=1, **options)[0])
+    np.testing.assert_allclose(np.asarray(together, np.float32), by_rows(q, keys, values, queries), rtol=2e-2, atol=2e-2)

@@ -19,6 +19,7 @@ def paged_attention(
     value_dim: int | None = None,
     window: Int[Array, ""] | int | None = None,
     queries_per_row: int | None = None,
+    fixed_splits: bool = False,
     backend: str | None = None,
 ) -> Float[Array, "tokens heads value_dim"]:
     """Returns softmax(scale * q k^T + mask) v of each query over its own row's keys, in q's dtype, f32 inside.
@@ -30,6 +31,8 @@ def paged_attention(
     Args:
         values: None if the values are the first `value_dim` columns of the keys, as with DeepSeek's latents.
         value_dim: given if and only if `values` is None.
+        fixed_splits: "mosaic" sums every 512 keys by themselves, and merges these in order. Without it only few queries are
+            summed so, and a query's bits depend on their number. "xla" sums the keys in order anyway.
         queries_per_row: given if all rows have exactly this number of queries, 1 in decoding. `first_query` must agree.
         backend: "xla" takes every input; "mosaic", the default where it fits, needs a Hopper GPU and 16-bit pages of keys and
             values without windows.
@@ -41,7 +44,8 @@ def paged_attention(
     refusal = mosaic.refusal(q, keys, values, window)
     if resolve_attention_backend(backend, refusal) == "mosaic":
         assert values is not None
-        return mosaic.paged_attention(q, keys, values, queries, scale=scale, queries_per_row=queries_per_row)
+        of_queries = partial(mosaic.paged_attention, queries_per_row=queries_per_row, fixed_splits=fixed_splits)
+        return of_queries(q, keys, values, queries, scale=scale)
     return xla.paged_attention(q, keys, values, queries, scale=scale, window=window, value_dim=value_dim)
 
 

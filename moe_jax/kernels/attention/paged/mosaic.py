@@ -84,6 +84,7 @@ def paged_attention(
     *,
     scale: float,
     queries_per_row: int | None,
+    fixed_splits: bool,
 ) -> Float[Array, "tokens heads value_dim"]:
     """Returns attention as `api.paged_attention` defines it; padding gives the result of some query."""
     tokens, heads, key_dim = q.shape
@@ -101,7 +102,7 @@ def paged_attention(
     of_blocks = jnp.pad(of_blocks, ((0, 0), (0, 0), (0, rows - block_tokens * group), (0, 0)))
     splits = -(-queries.page_table.shape[1] // SPLIT_PAGES)
     # Enough blocks keep the GPU busy by themselves. Partial results cost memory and time.
-    if num_blocks * kv_heads >= _cores():
+    if num_blocks * kv_heads >= _cores() and not fixed_splits:
         splits = 1
     out = attend_blocks(of_blocks, keys, values, blocks, queries.page_table, scale, group, splits)
     out = out[:, :, : block_tokens * group].reshape(num_blocks, kv_heads, block_tokens, group, -1)
