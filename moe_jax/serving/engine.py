@@ -71,9 +71,9 @@ class Engine:
         and not twice, and is unusable afterwards.
 
     Raises:
-      ValueError: the model lies on several devices, or has adapters; or its positions scale with the longest sequence of a batch (rope type
-        "dynamic"). Also drafts without such a module, or without room for two tokens of each sequence in a step. Also `strict`
-        with drafts, or with a model that its kernels do not take.
+      ValueError: the model lies on several devices, or has adapters. Or its positions scale with the longest sequence of a batch
+        (rope type "dynamic"). Also drafts without such a module, or without room for two tokens of each sequence in a step.
+        Also `strict` with drafts, or with a model that its kernels do not take.
     """
 
     def __init__(

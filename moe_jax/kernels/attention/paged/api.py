@@ -1,5 +1,7 @@
 """Causal attention to keys and values in pages: one query a row in decoding, many in a chunk of a prompt."""
 
+from functools import partial
+
 import numpy as np
 from jaxtyping import Array, Float, Int
 
