@@ -71,7 +71,7 @@ class Engine:
         and not twice, and is unusable afterwards.
 
     Raises:
-      ValueError: the model lies on several devices, or has adapters. Or its positions scale with the longest sequence of a batch
+      ValueError: the model lies on several devices, or has adapters. Or its positions scale with the longest text of a batch
         (rope type "dynamic"). Also drafts without such a module, or without room for two tokens of each sequence in a step.
         Also `strict` with drafts, or with a model that its kernels do not take.
     """
