@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+from flax import nnx
+
 from moe_jax.checkpoint.folders import MODEL_FILES
 from moe_jax.checkpoint.hub import downloaded
 from moe_jax.config import ModelConfig, config_to_dict
@@ -35,9 +38,12 @@ class Companions:
 
     Raises:
       FileNotFoundError: `tokenizer_from` has no tokenizer files, or is neither a folder nor a model on the hub.
+      ValueError: the model has adapters, for which a checkpoint has no place.
     """
 
     def __init__(self, model: Decoder, tokenizer_from: str | Path | None = None, chat_template: str | None = None):
+        if jax.tree.leaves(nnx.state(model, nnx.LoRAParam)):
+            raise ValueError("the model has adapters: merge them first (adapters.merge_adapter), or use adapters.save_adapter")
         # transformers 5 looks for dtype, transformers 4 for torch_dtype.
         dtype = model.embed_tokens.weight.dtype.name
         self.config = config_to_dict(model.config) | {"dtype": dtype, "torch_dtype": dtype}

@@ -1,6 +1,8 @@
 """The state of training: step, parameters, optimizer; how it begins, and how gradients change it."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from moe_jax.train import master_weights
 from moe_jax.train.batch import replicated_sharding
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class TrainState:
     """Everything that training changes, and frozen weights. `nnx.merge(graphdef, params, expert_bias, frozen)` is the model.
@@ -42,6 +44,19 @@ class TrainState:
     low_halves: nnx.State | None = None
     expert_bias: nnx.State = field(default_factory=lambda: nnx.State({}))
     frozen: nnx.State = field(default_factory=lambda: nnx.State({}))
+
+    def tree_flatten_with_keys(self) -> tuple[tuple, tuple[str, ...]]:
+        """Returns the fields with their names. Without frozen weights that field is left out.
+
+        Checkpoints of runs without adapters have no such entry, and Orbax restores equal structures alone.
+        """
+        names = tuple(each.name for each in fields(self) if each.name != "frozen" or self.frozen)
+        return tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names), names
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> "TrainState":
+        """Inverts `tree_flatten_with_keys`."""
+        return cls(**dict(zip(names, values, strict=True)))
 
     @property
     def fixed(self) -> nnx.State:

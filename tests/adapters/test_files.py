@@ -12,6 +12,7 @@ from flax import nnx
 from hf_reference import load_ours, reference
 from safetensors.numpy import load_file, save_file
 
+import moe_jax
 from moe_jax.adapters import load_adapter, save_adapter
 from moe_jax.adapters.save import CONFIG_FILE, WEIGHTS_FILE
 from moe_jax.adapters.targets import has_adapters
@@ -149,3 +150,9 @@ def test_missing_files(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match=CONFIG_FILE):
         save_adapter(with_adapters(small_model("qwen3")), tmp_path)
+
+
+def test_checkpoints_have_no_place_for_adapters(tmp_path):
+    with pytest.raises(ValueError, match="merge them first"):
+        moe_jax.save_pretrained(with_adapters(small_model("qwen3")), tmp_path / "model")
+    assert not (tmp_path / "model").exists()

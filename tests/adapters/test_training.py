@@ -61,3 +61,10 @@ def test_no_gradients_of_frozen_weights():
     for shape in ("8,80,48", "8,48,40"):
         assert f"bf16[2,{shape}]" in program
         assert not re.search(rf"f32\[(2,)?{shape}\]", program)
+
+
+def test_states_without_adapters_have_no_frozen_entry():
+    """Checkpoints that were written before adapters existed have none, and are restored as they are."""
+    state = init_state(small_model("qwen3"), optax.adamw(1e-2))
+    names = {str(path[0]) for path, _ in jax.tree.leaves_with_path(state, is_leaf=lambda node: isinstance(node, nnx.State))}
+    assert ".params" in names and ".frozen" not in names
