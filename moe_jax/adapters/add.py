@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax.adapters.settings import DEFAULT_TARGETS, LoraSettings
 from moe_jax.adapters.summary import LoraSummary, lora_summary
-from moe_jax.adapters.targets import Target, has_adapters, targets_of
-from moe_jax.layers.lora import Adapter, Frozen
+from moe_jax.adapters.targets import Target, targets_of
+from moe_jax.layers.lora import Adapter, Frozen, has_adapters
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of
 from moe_jax.parallel.pipeline.chunks import refuse_chunks

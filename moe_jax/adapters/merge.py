@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.adapters.targets import has_adapters, targets_of
+from moe_jax.adapters.targets import targets_of
 from moe_jax.kernels.low_rank import LowRank
-from moe_jax.layers.lora import Frozen
+from moe_jax.layers.lora import Frozen, has_adapters
 from moe_jax.models.decoder import Decoder
 
 

@@ -8,10 +8,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from moe_jax.adapters.names import PREFIX, ModulePart, modules_of
-from moe_jax.adapters.targets import has_adapters
 from moe_jax.checkpoint.companions import write_json
 from moe_jax.checkpoint.folders import replaced_folder
-from moe_jax.layers.lora import Adapter
+from moe_jax.layers.lora import Adapter, has_adapters
 from moe_jax.models.decoder import Decoder
 from moe_jax.runtime.processes import is_first_process
 

@@ -52,8 +52,3 @@ def targets_of(model: Decoder) -> Iterator[Target]:
             yield Target("attention", path, module, "weight", "lora")
         elif isinstance(module, Linear) and "mlp" in path:
             yield Target("mlp", path, module, "weight", "lora")
-
-
-def has_adapters(model: Decoder) -> bool:
-    """Returns True if a matrix has an adapter."""
-    return any(target.found is not None for target in targets_of(model))

@@ -53,3 +53,8 @@ class Adapter(nnx.Module):
 def factors_of(adapter: Adapter | None) -> LowRank | None:
     """Returns the adapter's factors; None without an adapter."""
     return None if adapter is None else adapter.factors
+
+
+def has_adapters(model: nnx.Module) -> bool:
+    """Returns True if a matrix of the model has an adapter."""
+    return any(isinstance(module, Adapter) for _, module in nnx.iter_modules(model))

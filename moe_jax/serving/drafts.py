@@ -30,6 +30,7 @@ from moe_jax.models.mtp import PredictorState
 from moe_jax.parallel.spread import ONE_DEVICE
 from moe_jax.serving.draft_state import Drafting
 from moe_jax.serving.drawing import Variant, draw_rows
+from moe_jax.serving.logits import logits_of
 from moe_jax.serving.penalties import Penalties
 from moe_jax.serving.sampling import Sampled, SlotOptions, with_last_tokens
 from moe_jax.serving.step import StepOutput
@@ -131,7 +132,7 @@ def _module(
     out = layer_module(served, len(config.stages), of_module)(state, inputs, attend, ONE_DEVICE)
     newest = jnp.concatenate([2 * jnp.arange(num_decodes) + accepted, drafted.outputs[2 * num_decodes :]])
     hidden = out.x.hidden[0][newest]
-    logits = jnp.einsum("rd,vd->rv", hidden, head_of(frame).astype(served.dtype), preferred_element_type=jnp.float32)
+    logits = logits_of(hidden, head_of(frame), strict=False)
     position = with_last_tokens(drafting.position, output.slots, drafted.positions[newest] + 1)
     return Drafting(out.cache, position, drafting.draft), DraftLogits(logits, output.slots, drafted.positions[newest] + 2)
 

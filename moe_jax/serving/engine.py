@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from moe_jax.checkpoint.companions import generation_config
-from moe_jax.layers.lora import Adapter
+from moe_jax.layers.lora import has_adapters
 from moe_jax.models.decoder import Decoder
 from moe_jax.serving.device import Device
 from moe_jax.serving.draft_state import check_drafting
@@ -218,7 +218,7 @@ def _check_model(model: Decoder) -> None:
         raise ValueError(
             'rope type "dynamic" gives all tokens of a batch the frequencies of the longest sequence; an engine cannot serve it'
         )
-    if any(isinstance(module, Adapter) for _, module in nnx.iter_modules(model)):
+    if has_adapters(model):
         raise ValueError("an engine serves a model without adapters: merge them first (adapters.merge_adapter)")
     devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
     if len(devices) > 1:

@@ -12,6 +12,7 @@ A residual sum goes together with the norm behind it: a layer begins with the no
 | gated_matmul, grouped_matmul, add_experts | experts; x + the sum over choices, and the next norm |
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,21 +21,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import ModelConfig, Qwen3Config, Qwen3MoeConfig
-from moe_jax.kernels.decode.add_norm import AddedNorm, add_experts, add_splits
-from moe_jax.kernels.decode.experts import expert_rows
+from moe_jax.kernels.decode.add_norm import AddedNorm, ExpertRows, add_experts, add_splits
+from moe_jax.kernels.decode.experts import MOST_PLANNED_TOKENS, expert_rows
 from moe_jax.kernels.decode.heads import HEAD_DIM, HeadNorms, NewTokens, heads_to_pages
-from moe_jax.kernels.decode.route import route_rows
+from moe_jax.kernels.decode.route import TokenChoices, route_rows
 from moe_jax.kernels.decode.rows import matmul_in_splits
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS
+from moe_jax.kernels.strict.matmul import matmul
+from moe_jax.kernels.strict.rows import gated_silu, norm_rows
 from moe_jax.layers.attention import Attention
+from moe_jax.layers.mlp import MLP
 from moe_jax.layers.moe import MoE
 from moe_jax.layers.norm import RMSNorm, rms_norm
 from moe_jax.layers.paged import LayerPages, PagedAttend
 from moe_jax.layers.rope import RopeTables
 from moe_jax.serving.weights import LayerWeights, ServedModel, layer_module
-
-MOST_TOKENS = 256
 
 
 class ComputedLayers(NamedTuple):
@@ -51,8 +53,8 @@ def refusal(config: ModelConfig, dtype: Any, tokens: int) -> str | None:
     """Returns the reason why these layers are not computed here, with what would be; None where they are."""
     if not isinstance(config, Qwen3Config):
         return f"it is written for Qwen3 and Qwen3-MoE; this is {config.model_type}"
-    if tokens > MOST_TOKENS:
-        return f"it takes at most {MOST_TOKENS} tokens; got {tokens}"
+    if tokens > MOST_PLANNED_TOKENS:
+        return f"it takes at most {MOST_PLANNED_TOKENS} tokens; got {tokens}"
     if config.attention_bias:
         return "attention has biases"
     if config.head_dim != HEAD_DIM:
@@ -77,7 +79,7 @@ def fused_layers(
     attends: list[PagedAttend],
     valid: Bool[Array, "tokens"],
 ) -> ComputedLayers:
-    """Runs the layers on a token of each row.
+    """Runs the layers on a token of each row; if `served.strict`, on any number of tokens of each.
 
     Args:
       layers: each layer's stage and weights (`weights.layers_of`).
@@ -87,7 +89,8 @@ def fused_layers(
     cos, sin = rope.cos[0], rope.sin[0]
     new = NewTokens(jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1), *attends[0].places)
     norms = [of_layer.layer["input_layernorm"]["weight"][...] for _, of_layer in layers]
-    state = AddedNorm(x, rms_norm(x, norms[0], final_norm.eps))
+    first_norm = norm_rows(x, norms[0], eps=final_norm.eps) if served.strict else rms_norm(x, norms[0], final_norm.eps)
+    state = AddedNorm(x, first_norm)
     written, experts = [], []
     for (stage, of_layer), attend, next_norm in zip(layers, attends, [*norms[1:], final_norm.weight[...]], strict=True):
         state, pages, chosen = _layer(served, stage, of_layer, state, new, attend, valid, next_norm)
@@ -109,36 +112,52 @@ def _layer(
     next_norm: Float[Array, "hidden"],
 ) -> tuple[AddedNorm, LayerPages, Int[Array, "tokens k"] | None]:
     """Returns the residual stream behind the layer and its next norm, the layer's pages, and its tokens' experts."""
-    layer = layer_module(served, stage, weights)
-    attended, pages = _attended(layer.self_attn, state.normed, new, attend)
+    layer, project = layer_module(served, stage, weights), _strict_project if served.strict else matmul_in_splits
+    attended, pages = _attended(layer.self_attn, state.normed, new, attend, project)
     norm = layer.post_attention_layernorm
     state = add_splits(state.x, attended, norm.weight[...], eps=norm.eps)
     if isinstance(layer.mlp, MoE):
-        state, chosen = _add_experts(layer.mlp, state, valid, next_norm, norm.eps)
-        return state, pages, chosen
-    mlp = layer.mlp
-    act = jax.nn.silu(mlp.gate_proj(state.normed)) * mlp.up_proj(state.normed)
-    return add_splits(state.x, matmul_in_splits(act, mlp.down_proj.weight[...]), next_norm, eps=norm.eps), pages, None
+        k = layer.mlp.router.num_experts_per_tok
+        choice, outputs = _experts(layer.mlp, state.normed, valid, project)
+        return add_experts(state.x, outputs, next_norm, eps=norm.eps, k=k), pages, choice.experts[:, :k]
+    act = _strict_act(layer.mlp, state.normed) if served.strict else _act(layer.mlp, state.normed)
+    return add_splits(state.x, project(act, layer.mlp.down_proj.weight[...]), next_norm, eps=norm.eps), pages, None
+
+
+Project = Callable[..., Float[Array, "splits tokens out"]]
+"""(x, *weights) -> x W^T as partial sums in f32, W being the weights one below the other."""
+
+
+def _strict_project(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Float[Array, "1 tokens out"]:
+    return matmul(x, *weights, out_dtype=jnp.float32)[None]
 
 
 def _attended(
-    attention: Attention, normed: Float[Array, "tokens hidden"], new: NewTokens, attend: PagedAttend
+    attention: Attention, normed: Float[Array, "tokens hidden"], new: NewTokens, attend: PagedAttend, project: Project
 ) -> tuple[Float[Array, "splits tokens hidden"], LayerPages]:
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    splits = matmul_in_splits(normed, *(projection.weight[...] for projection in projections))
+    splits = project(normed, *(projection.weight[...] for projection in projections))
     norms = HeadNorms(attention.q_norm.weight[...], attention.k_norm.weight[...])
     q, *pages = heads_to_pages(splits, norms, new, *attend.pages, eps=attention.q_norm.eps)
     out = attend.read(q, tuple(pages), scale=HEAD_DIM**-0.5)
-    return matmul_in_splits(out.reshape(len(out), -1), attention.o_proj.weight[...]), tuple(pages)
+    return project(out.reshape(len(out), -1), attention.o_proj.weight[...]), tuple(pages)
 
 
-def _add_experts(
-    moe: MoE, state: AddedNorm, valid: Bool[Array, "tokens"], next_norm: Float[Array, "hidden"], eps: float
-) -> tuple[AddedNorm, Int[Array, "tokens k"]]:
+def _experts(
+    moe: MoE, normed: Float[Array, "tokens hidden"], valid: Bool[Array, "tokens"], project: Project
+) -> tuple[TokenChoices, ExpertRows]:
     k, experts = moe.router.num_experts_per_tok, moe.experts
-    logits = matmul_in_splits(state.normed, moe.router.weight[...])
+    logits = project(normed, moe.router.weight[...])
     choice = route_rows(logits, valid, k=k, divide_by_sum=moe.router.norm_topk_prob)
     matrices = experts.gate_up_proj[...], experts.down_proj[...]
     assert experts.place is not None  # `layer_module` reads experts in their stacks
-    outputs = expert_rows(state.normed, *matrices, choice, experts.place[...], k=k)
-    return add_experts(state.x, outputs, next_norm, eps=eps, k=k), choice.experts[:, :k]
+    return choice, expert_rows(normed, *matrices, choice, experts.place[...], k=k)
+
+
+def _act(mlp: MLP, normed: Float[Array, "tokens hidden"]) -> Float[Array, "tokens inter"]:
+    return jax.nn.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed)
+
+
+def _strict_act(mlp: MLP, normed: Float[Array, "tokens hidden"]) -> Float[Array, "tokens inter"]:
+    h = matmul(normed, mlp.gate_proj.weight[...], mlp.up_proj.weight[...], out_dtype=jnp.float32)
+    return gated_silu(h, dtype=normed.dtype)

@@ -6,7 +6,7 @@ several copies of their program, which take turns.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -76,10 +76,7 @@ def step_programs(
         outputs = [_zeros(output_like(served, shape), device) if _writes_over(shape) else None for _ in copies]
         return StepProgram(copies, outputs)
 
-    shapes = list(shapes)
-    lowered = [lower(shape) for shape in shapes]
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        return dict(zip(shapes, pool.map(compiled, shapes, lowered), strict=True))
+    return _at_once(shapes, lower, compiled)
 
 
 def module_programs(
@@ -96,10 +93,18 @@ def module_programs(
         program = module_program(served, weights_tree, shape)
         return program.lower(weights, state.drafting, output._replace(logits=None), checked, upload)
 
-    shapes = list(shapes)
-    lowered = [lower(shape) for shape in shapes]
+    return _at_once(shapes, lower, lambda _, lowered: lowered.compile())
+
+
+def _at_once[Program](
+    shapes: Iterable[StepShape],
+    lower: Callable[[StepShape], Lowered],
+    compiled: Callable[[StepShape, Lowered], Program],
+) -> dict[StepShape, Program]:
+    """Returns the program of each shape: lowered one after the other, and compiled many at a time."""
+    lowered = {shape: lower(shape) for shape in shapes}
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        return dict(zip(shapes, pool.map(Lowered.compile, lowered), strict=True))
+        return dict(zip(lowered, pool.map(compiled, lowered, lowered.values()), strict=True))
 
 
 def num_copies(shape: StepShape) -> int:

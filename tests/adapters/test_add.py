@@ -1,4 +1,4 @@
-"""What gets an adapter, of which rank, and what is refused; a new adapter changes nothing."""
+"""Targets get adapters of their ranks, other names are refused, and a new adapter changes nothing."""
 
 import jax
 import jax.numpy as jnp

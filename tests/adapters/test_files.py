@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import moe_jax
 from moe_jax.adapters import load_adapter, save_adapter
 from moe_jax.adapters.save import CONFIG_FILE, WEIGHTS_FILE
-from moe_jax.adapters.targets import has_adapters
+from moe_jax.layers.lora import has_adapters
 
 CASES = {
     "dense": ("qwen3", {}, {}),

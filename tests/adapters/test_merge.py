@@ -8,8 +8,7 @@ from adapted_models import assert_near, small_model, with_adapters
 from flax import nnx
 
 from moe_jax.adapters import merge_adapter, without_adapter
-from moe_jax.adapters.targets import has_adapters
-from moe_jax.layers.lora import Frozen
+from moe_jax.layers.lora import Frozen, has_adapters
 
 TOKENS = jnp.arange(12).reshape(2, 6)
 

@@ -36,7 +36,7 @@ class ExpertRows(NamedTuple):
     weights: Float[Array, "tokens _"]
     experts: Int[Array, "tokens _"]
     offsets: Int[Array, "experts+1"] | None
-    """As `Plan.offsets`; None: a token's rows lie one behind the other, in the order of its choices."""
+    """`Plan.offsets`; None: a token's rows lie one behind the other, in the order of its choices."""
     place: Int[Array, "tokens experts"] | None
     """The token's row among the rows of each expert; None: token t's row is row t."""
     row_of_pair: Int[Array, "tokens k"] | None = None

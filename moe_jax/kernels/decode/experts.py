@@ -1,5 +1,6 @@
-"""The experts of few tokens, up to the sum over a token's choices, which `add_norm.add_experts` forms."""
+"""The experts of a step's tokens, up to the sum over a token's choices, which `add_norm.add_experts` forms."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -9,8 +10,11 @@ from moe_jax.kernels.decode.add_norm import ExpertRows
 from moe_jax.kernels.decode.plan_rows import plan_rows, source_rows
 from moe_jax.kernels.decode.route import TokenChoices
 from moe_jax.kernels.experts import mosaic
-from moe_jax.kernels.experts.routing import Plan
+from moe_jax.kernels.experts.routing import Plan, plan
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
+
+MOST_PLANNED_TOKENS = 256
+"""Tokens for which kernels make the plan; they go through all tokens one after the other. XLA sorts more of them."""
 
 
 def expert_rows(
@@ -30,20 +34,28 @@ def expert_rows(
     rows = mosaic.experts_of_few_pairs(x, w_gate_up, w_down, chosen, layer)
     if rows is not None:
         return ExpertRows(rows, choice.weights, choice.experts, None, None)
-    planned = _planned(choice, layer, k)
+    many = len(x) > MOST_PLANNED_TOKENS
+    planned = _planned_by_xla(chosen, choice.experts.shape[1], layer) if many else _planned(choice, layer, k)
     if planned.plan.holds_all_tokens:
         x, _ = mosaic.rows_of_tokens(x, planned.plan, for_gradients=False)
     _, act = mosaic.gated_matmul(x, w_gate_up, planned.plan, source_of_row=planned.source_of_row, keep_h=False)
     rows = mosaic.grouped_matmul(act, w_down, planned.plan)
+    if many:
+        return ExpertRows(rows, choice.weights, choice.experts, None, None, planned.plan.row_of_pair)
     return ExpertRows(rows, choice.weights, choice.experts, planned.plan.offsets, planned.place)
 
 
 class _Planned(NamedTuple):
     plan: Plan
-    """With the fields that matmuls read; the others are of the right sizes, and zeros."""
+    """With the fields that matmuls read; of a plan by kernels the others are of the right sizes, and zeros."""
     source_of_row: Int[Array, "rows"] | None
     place: Int[Array, "tokens experts"] | None
     """`RowsOfExperts.place`; None: token t's row is row t of its expert's block."""
+
+
+def _planned_by_xla(chosen: Int[Array, "tokens k"], num_experts: int, layer: Int[Array, ""]) -> _Planned:
+    planned = dataclasses.replace(plan(chosen, num_experts, ROW_ALIGNMENT), layer=layer)
+    return _Planned(planned, planned.token_of_row, None)
 
 
 def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int) -> _Planned:

@@ -35,7 +35,7 @@ class RowsOfExperts(NamedTuple):
     """Each expert's rows, in blocks of `ROW_ALIGNMENT`."""
 
     offsets: Int[Array, "experts+1"]
-    """As `Plan.offsets`."""
+    """`Plan.offsets`."""
     expert_of_block: Int[Array, "blocks"]
     """The place of each block's expert in the stack of all layers; blocks behind the last one have any expert."""
     place: Int[Array, "tokens experts"]
@@ -225,4 +225,4 @@ class _Found(NamedTuple):
     counts: tuple
     """For each block the number of tokens so far that chose its expert."""
     chosen: list
-    """What the tokens of the chunk chose, on its way from memory."""
+    """The choices of the chunk's tokens, on their way from memory."""

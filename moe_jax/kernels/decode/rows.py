@@ -17,7 +17,6 @@ BLOCKS_PER_CORE = 8
 """Thread blocks a core, of one warpgroup each: rows wait for memory, and other rows' blocks then have the core. With several
 warpgroups a block, sums over a row would go through one scratch memory."""
 
-
 TILES_AT_A_TIME = 330
 """Tiles of up to 128 x 64 on the 132 cores of a Hopper GPU. XLA would split the sums itself, and add them in a kernel more."""
 

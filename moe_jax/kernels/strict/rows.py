@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from moe_jax.kernels.attention.mosaic.forward import LOWEST
 from moe_jax.kernels.decode.rows import BLOCKS_PER_CORE, load_row, normalized, row_layout
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, launch
 
@@ -25,9 +26,6 @@ PART = 4096
 
 MOST_PARTS = 128
 """Parts of the longest row: one for each thread of the warpgroup that merges them."""
-
-LOWEST = -1e30
-"""Stands for minus infinity, so that differences are numbers."""
 
 
 @partial(jax.jit, static_argnames="eps")

@@ -101,7 +101,7 @@ def test_kernels_of_frozen_experts():
     def count(f):
         def gradient(*arrays_and_chosen):
             *arrays, chosen = arrays_and_chosen
-            # Of all arrays, or JAX itself would see that nobody asks for the matrices' gradients.
+            # The pullback is of all arrays: JAX itself would see that nobody asks for the matrices' gradients.
             y, pullback = jax.vjp(lambda *arrays: f(*arrays, chosen, backend="mosaic"), *arrays)
             return y, pullback(y)
 
