@@ -46,7 +46,8 @@ def load_adapter(model: Decoder, adapter: str | Path) -> LoraSummary:
     _check_config(config, folder)
     modules = modules_of(model)
     factors = _factors_of_modules(load_file(folder / WEIGHTS_FILE), modules, config, folder)
-    stacks = [stack for target in dict.fromkeys(m.target for m in modules) if (stack := _stacked(target, modules, factors))]
+    targets = list(dict.fromkeys(module.target for module in modules))
+    stacks = _with_whole_experts([stack for target in targets if (stack := _stacked(target, modules, factors))], targets)
     freeze(model)
     for stack in stacks:
         made = Adapter(stack.a.shape, stack.b.shape, scale=1.0, rngs=nnx.Rngs(0))
@@ -176,6 +177,18 @@ def _stacked(target: Target, modules: list[ModulePart], factors: dict[str, _Fact
         place = (layer,) if expert is None else (layer, expert)
         stack.a[place][: len(a)], stack.b[place][:, : len(a)] = a, b
     return stack
+
+
+def _with_whole_experts(stacks: list[_Stack], targets: list[Target]) -> list[_Stack]:
+    """Adds a change of zero for an experts' matrix whose other one has a change: the experts read both, or none."""
+    found = {stack.target for stack in stacks}
+    adapted = {target.path for target in found if target.kind == "experts"}
+    for target in targets:
+        if target.path in adapted and target not in found:
+            *leading, num_out, num_in = getattr(target.module, target.weight).shape
+            zeros = np.zeros((*leading, 1, num_in), np.float32), np.zeros((*leading, num_out, 1), np.float32)
+            stacks = [*stacks, _Stack(target, *zeros)]
+    return stacks
 
 
 def _joined(parts: list[tuple[ModulePart, _Factors]], num_out: int) -> _Factors:

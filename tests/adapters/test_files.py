@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 import moe_jax
 from moe_jax.adapters import load_adapter, save_adapter
 from moe_jax.adapters.save import CONFIG_FILE, WEIGHTS_FILE
+from moe_jax.adapters.targets import targets_of
 from moe_jax.layers.lora import has_adapters
 
 CASES = {
@@ -156,3 +157,19 @@ def test_checkpoints_have_no_place_for_adapters(tmp_path):
     with pytest.raises(ValueError, match="merge them first"):
         moe_jax.save_pretrained(with_adapters(small_model("qwen3")), tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_one_matrix_of_experts(tmp_path):
+    """A file that changes the experts' second matrices alone is no adapter without experts."""
+    hf, tokens = reference("qwen3_moe", seeds.integer(), num_hidden_layers=2), jnp.arange(12).reshape(2, 6)
+    model = with_adapters(load_ours(hf), targets=("experts",))
+    for target in targets_of(model):
+        if target.weight == "gate_up_proj":
+            target.found.b[...] = jnp.zeros_like(target.found.b[...])
+    save_adapter(model, tmp_path / "a")
+    tensors = load_file(tmp_path / "a" / WEIGHTS_FILE)
+    save_file({name: array for name, array in tensors.items() if "down_proj" in name}, tmp_path / "a" / WEIGHTS_FILE)
+    found = load_ours(hf)
+    load_adapter(found, tmp_path / "a")
+    assert_near(found(tokens).logits, model(tokens).logits, "logits", 1e-6)
+    assert np.abs(load_ours(hf)(tokens).logits - model(tokens).logits).max() > 1e-2
