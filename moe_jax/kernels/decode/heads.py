@@ -109,4 +109,7 @@ def heads_to_pages(
     outputs = [jax.ShapeDtypeStruct((tokens, heads, HEAD_DIM), dtype)]
     scratch = [plgpu.SMEM((2 * HEAD_DIM,), jnp.float32)]
     kernel = launch("heads_to_pages", body, outputs, scratch, warpgroups=1, in_place=2, blocks_per_core=2 * BLOCKS_PER_CORE)
-    return HeadsAndPages(*kernel(splits, HeadNorms(*(weight.astype(dtype) for weight in norms)), new, keys, values))
+    weights = HeadNorms(*(weight.astype(dtype) for weight in norms))
+    # XLA fuses a slice with the kernel that reads it, and forgets then that keys and values are two arrays.
+    splits, weights, new = lax.optimization_barrier((splits, weights, new))
+    return HeadsAndPages(*kernel(splits, weights, new, keys, values))

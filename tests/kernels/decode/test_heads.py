@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import seeds
+from h200 import needs_compiler, run_script
 
 from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, heads_to_pages
 from moe_jax.layers.norm import rms_norm
@@ -33,3 +34,25 @@ def test_heads_to_pages():
     written = np.zeros((6, 64), bool)
     written[page, offset] = True
     np.testing.assert_array_equal(np.asarray(found.keys).swapaxes(1, 2)[~written], np.asarray(keys).swapaxes(1, 2)[~written])
+
+
+SLICED = """
+import re
+from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, heads_to_pages
+
+def written(splits, norms, page):
+    empty = jnp.zeros((5, 1, 64, 128), bf16)
+    angles = jnp.zeros((300, 128), f32)
+    return heads_to_pages(splits[:, :300], HeadNorms(*norms), NewTokens(angles, angles, page, page), empty, empty, eps=1e-6)
+
+text = compile(written, ((1, 304, 512), f32), ((2, 128), bf16), ((300,), i32)).as_text()
+computations = re.split(r"\\n(?=%|ENTRY)", text)
+in_place = [text.split()[0] for text in computations if "mosaic_gpu" in text and "output_to_operand_aliasing" in text]
+assert in_place == ["ENTRY"], in_place
+"""
+
+
+@needs_compiler
+def test_slices():
+    """XLA would fuse the kernel with slices of its inputs, and make one array of keys and values that begin alike."""
+    run_script(SLICED)
