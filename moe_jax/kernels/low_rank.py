@@ -14,6 +14,16 @@ class LowRank(NamedTuple):
     b: Float[Array, "*experts out rank"]
 
 
+class Change(NamedTuple):
+    """The change of a matrix of each expert, half applied: row r, of expert e, gets rows[r] @ factor[e].T more.
+
+    Where the matrix is used transposed, so is the factor, which is then [experts, rank, out]: rows[r] @ factor[e].
+    """
+
+    rows: Float[Array, "rows rank"]
+    factor: Float[Array, "experts out rank"]
+
+
 def low_rank_map(
     x: Float[Array, "*batch in"], factors: LowRank, out_dtype: DTypeLike | None = None
 ) -> Float[Array, "*batch out"]:

@@ -12,9 +12,8 @@ Backward, with dy'[r] = dy[token(r)]; dweights, dact and dh follow from g and h 
     t1[r]  = b1[e]^T dh                       dx[t] = sum_k (w_gate_up[e]^T dh + a1[e]^T t1) at row(t, k)
     da1[e] = sum_r outer(t1, x[token(r)])                db1[e] = sum_r outer(dh, u)
 
-w_gate_up and w_down get no gradient, and no product is made for one. The products with the factors are grouped matmuls of
-their own, whose results are added. So h, g, rows of y and of dx are written and read once more. The residuals
-are x, h, u, weights and plan.
+w_gate_up and w_down get no gradient, and no product is made for one. `changed_matmuls` forms the sums of two products. The
+residuals are x, h, u, weights and plan.
 """
 
 from functools import partial
@@ -24,15 +23,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from moe_jax.kernels.experts.activation import gated_silu, gated_silu_backward
 from moe_jax.kernels.experts.backends import implementation
+from moe_jax.kernels.experts.changed_matmuls import changed_gated_matmul, changed_gated_matmul_backward, changed_matmul
 from moe_jax.kernels.experts.choose_backend import resolve_backend
 from moe_jax.kernels.experts.fused_vjp import join_tokens, split_tokens
 from moe_jax.kernels.experts.internal import without_strangers
 from moe_jax.kernels.experts.routing import Plan, plan, rows_of_pairs, wide_ids
 from moe_jax.kernels.experts.separate_vjps import weight_of_row
-from moe_jax.kernels.low_rank import LowRank
-from moe_jax.kernels.precision import widened
+from moe_jax.kernels.low_rank import Change, LowRank
 from moe_jax.kernels.shapes import check_experts_mlp, check_shape
 from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike
 
@@ -143,9 +141,8 @@ def _forward(operands: _Operands, plan: Plan, backend: str) -> tuple[Array, _Res
     matmul = partial(implementation(backend).grouped_matmul, plan=plan)
     rows, source = implementation(backend).rows_of_tokens(x, plan)
     u = matmul(rows, gate_up.a, source_of_row=source)
-    h = matmul(rows, w_gate_up, source_of_row=source) + matmul(u, gate_up.b)
-    act = gated_silu(h)
-    y_rows = matmul(act, w_down) + matmul(matmul(act, down.a), down.b)
+    h, act = changed_gated_matmul(backend, rows, w_gate_up, plan, Change(u, gate_up.b), source_of_row=source)
+    y_rows = changed_matmul(backend, act, w_down, plan, Change(matmul(act, down.a), down.b))
     return implementation(backend).token_sums(y_rows, plan, weights), _Residuals(operands, plan, h, u)
 
 
@@ -155,12 +152,10 @@ def _backward(backend: str, residuals: _Residuals, dy: Float[Array, "tokens hidd
     outer = partial(implementation(backend).grouped_outer, plan=plan)
     dy_rows, of_dy = implementation(backend).rows_of_tokens(dy, plan)
     t2 = matmul(dy_rows, down.b, source_of_row=of_dy, transpose=True)
-    g = matmul(dy_rows, w_down, source_of_row=of_dy, transpose=True) + matmul(t2, down.a, transpose=True)
-
-    act, wide_g, weight = widened(gated_silu(h)), widened(g), widened(weight_of_row(weights, plan))[:, None]
-    dweights = rows_of_pairs(jnp.sum(wide_g * act, axis=1), plan).astype(weights.dtype)
-    dh = gated_silu_backward(h, weight * wide_g)
-    weighted_act = (weight * act).astype(h.dtype)
+    dh, weighted_act, dweight_of_row = changed_gated_matmul_backward(
+        backend, dy_rows, w_down, h, weight_of_row(weights, plan), plan, Change(t2, down.a), source_of_row=of_dy
+    )
+    dweights = rows_of_pairs(dweight_of_row, plan).astype(weights.dtype)
     of_down = LowRank(
         outer(t2, weighted_act, dtype=down.a.dtype),
         outer(dy_rows, matmul(weighted_act, down.a), dtype=down.b.dtype, a_source_of_row=of_dy),
@@ -168,7 +163,7 @@ def _backward(backend: str, residuals: _Residuals, dy: Float[Array, "tokens hidd
 
     x_rows, of_x = implementation(backend).rows_of_tokens(x, plan)
     t1 = matmul(dh, gate_up.b, transpose=True)
-    dx_rows = matmul(dh, w_gate_up, transpose=True) + matmul(t1, gate_up.a, transpose=True)
+    dx_rows = changed_matmul(backend, dh, w_gate_up, plan, Change(t1, gate_up.a), transpose=True)
     of_gate_up = LowRank(outer(t1, x_rows, dtype=gate_up.a.dtype, b_source_of_row=of_x), outer(dh, u, dtype=gate_up.b.dtype))
     dx = implementation(backend).token_sums(dx_rows, plan)
     frozen: Any = None

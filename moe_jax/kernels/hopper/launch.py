@@ -46,8 +46,9 @@ def launch(
     Args:
         name: of the kernel, in profiles.
         in_place: the number of last inputs, arrays, that the body changes. They are results behind the outputs: in the same
-            memory unless something else reads such an input later. Input and result must not be slices of different arrays,
-            and no other input a slice, or XLA fuses the kernel and loses this (docs/kernels.md): a barrier prevents both.
+            memory unless something else reads such an input later. Input and result must not be slices of different arrays
+            (docs/kernels.md). Nor may another input be a slice: XLA fuses the kernel with it, and loses what is in place. A
+            barrier prevents both.
     """
 
     def run_flat(tree, *arrays):

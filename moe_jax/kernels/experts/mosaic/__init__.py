@@ -27,6 +27,7 @@ from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
 from moe_jax.kernels.hopper.pipeline import SHARED_MEMORY
 from moe_jax.kernels.hopper.target import compute_capability
+from moe_jax.kernels.low_rank import Change
 
 __all__ = [
     "ROW_ALIGNMENT",
@@ -110,10 +111,12 @@ def grouped_matmul(
     *,
     source_of_row: Int[Array, "rows"] | None = None,
     transpose: bool = False,
+    change: Change | None = None,
 ) -> Float[Array, "rows out"]:
     """Returns y[r] = x[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`, where e is row r's expert.
 
     As `xla.grouped_matmul`, but rows of no expert are left unwritten. Weights of another dtype are cast to x's dtype first.
+    `change` is added to the weights, as further steps of the same sum.
     """
     x = _take(x, source_of_row)
     w, plan = _weights_to_read(w, plan, x.dtype)
@@ -121,7 +124,7 @@ def grouped_matmul(
     if plan.num_rows == 0:
         return jnp.zeros((0, out), x.dtype)
     tile = _tile("grouped_matmul_transposed" if transpose else "grouped_matmul", w.shape[1:], plan)
-    return matmul(x, w, plan, tile, transpose=transpose)
+    return matmul(x, w, plan, tile, transpose=transpose, change=change)
 
 
 def gated_matmul(
@@ -131,8 +134,12 @@ def gated_matmul(
     *,
     source_of_row: Int[Array, "rows"] | None = None,
     keep_h: bool = True,
+    change: Change | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """Computes `xla.gated_matmul` in one kernel, with the gather by source_of_row in it. Leaves rows of no expert unwritten."""
+    """Computes `xla.gated_matmul` in one kernel, with the gather by source_of_row in it. Leaves rows of no expert unwritten.
+
+    `change` is that of `grouped_matmul`; rows must then be in order.
+    """
     w, plan = _weights_to_read(w, plan, x.dtype)
     if plan.num_rows == 0:
         return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
@@ -142,7 +149,7 @@ def gated_matmul(
     if source_of_row is not None:
         # Copies of 16 bytes take longer to land than TMA copies.
         tile = dataclasses.replace(tile, stages=min(tile.stages + 1, most_stages("gated_matmul", tile)))
-    return matmul_gated_silu(x, w, plan, tile, keep_h=keep_h, source_of_row=source_of_row)
+    return matmul_gated_silu(x, w, plan, tile, keep_h=keep_h, source_of_row=source_of_row, change=change)
 
 
 def gated_matmul_backward(
@@ -153,14 +160,15 @@ def gated_matmul_backward(
     plan: Plan,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
+    change: Change | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
-    """Computes `xla.gated_matmul_backward` in one kernel. Rows of no expert are left unwritten."""
+    """Computes `xla.gated_matmul_backward` in one kernel. Rows of no expert are left unwritten. `change` is w_down's."""
     dy = _take(dy, source_of_row)
     w_down, plan = _weights_to_read(w_down, plan, dy.dtype)
     if plan.num_rows == 0:
         return h, h[:, : w_down.shape[2]], jnp.zeros(0, jnp.float32)
     tile = _tile("gated_matmul_backward", w_down.shape[1:], plan)
-    return matmul_gated_silu_backward(dy, w_down, h, weight_of_row, plan, tile)
+    return matmul_gated_silu_backward(dy, w_down, h, weight_of_row, plan, tile, change)
 
 
 def token_sums(

@@ -1,5 +1,7 @@
 """Rows times their expert's matrix: out[r] = a[r] @ w[e(r)].T or @ w[e(r)], with an epilogue on the accumulator.
 
+A matrix with a low-rank change takes further steps of the same sum: out[r] = a[r] @ w[e(r)].T + c[r] @ factor[e(r)].T.
+
 Cost for R rows: 2*R*K*N FLOPs. With tiles of 128 x 256, A and B cross from L2 R*N*K*(1/256 + 1/128) elements.
 
 Kernels `grouped_matmul`, `grouped_matmul_transposed`, `gated_matmul`, and `gated_matmul_backward` of by_rows_backward.py:
@@ -44,6 +46,7 @@ from moe_jax.kernels.hopper.row_copies import (
     start_copies,
     wait_for_copies,
 )
+from moe_jax.kernels.low_rank import Change
 
 CHUNK = 64
 """Columns that an epilogue rounds, stages in shared memory and stores at a time."""
@@ -51,7 +54,13 @@ CHUNK = 64
 
 @partial(jax.jit, static_argnames=("tile", "transpose"))
 def matmul(
-    a: Float[Array, "rows k"], w: Float[Array, "experts ..."], plan: Plan, tile: TileShape, *, transpose: bool
+    a: Float[Array, "rows k"],
+    w: Float[Array, "experts ..."],
+    plan: Plan,
+    tile: TileShape,
+    *,
+    transpose: bool,
+    change: Change | None = None,
 ) -> Float[Array, "rows n"]:
     """Returns a[r] @ w[e].T, or a[r] @ w[e] with `transpose`, e = expert of r. Rows of no expert are left unwritten."""
 
@@ -63,7 +72,7 @@ def matmul(
     columns = w.shape[2] if transpose else w.shape[1]
     name = "grouped_matmul_transposed" if transpose else "grouped_matmul"
     epilogue = Epilogue(name, [jax.ShapeDtypeStruct((plan.num_rows, columns), a.dtype)], store)
-    return launch_rows(a, w, plan, tile, epilogue, transpose=transpose)[0]
+    return launch_rows(RowsOperands(a, w, change=change), plan, tile, epilogue, transpose=transpose)[0]
 
 
 @partial(jax.jit, static_argnames=("tile", "keep_h"))
@@ -75,6 +84,7 @@ def matmul_gated_silu(
     *,
     keep_h: bool,
     source_of_row: Int[Array, "rows"] | None = None,
+    change: Change | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
     """Returns h = a @ w[e].T = [gate | up] and act = silu(gate) * up.
 
@@ -96,7 +106,8 @@ def matmul_gated_silu(
     widths = (2 * inter, inter) if keep_h else (inter,)
     shapes = [jax.ShapeDtypeStruct((plan.num_rows, width), a.dtype) for width in widths]
     epilogue = Epilogue("gated_matmul", shapes, store)
-    *h, act = launch_rows(a, w, plan, tile, epilogue, transpose=False, pairs_halves=True, source_of_row=source_of_row)
+    operands = RowsOperands(a, w, source_of_row, change)
+    *h, act = launch_rows(operands, plan, tile, epilogue, transpose=False, pairs_halves=True)
     return (h[0] if keep_h else None), act
 
 
@@ -137,15 +148,25 @@ class Epilogue:
     """Chunks that `write` keeps in shared memory. With two, one is filled while the other is being stored."""
 
 
+class RowsOperands(NamedTuple):
+    """The operands of a kernel's sums."""
+
+    a: Any
+    """Rows in expert order. If `plan.holds_all_tokens` they may be the tokens themselves, which are fewer than the rows."""
+    w: Any
+    source_of_row: Any = None
+    """The producer gathers a[source_of_row] itself (`row_copies`). The full barrier then says that w's columns have landed,
+    `landed` that the rows have. None where a's rows are in order."""
+    change: Change | None = None
+    """Of the experts of a plan without `layer`, with a rank that is a multiple of 64. Its steps come last."""
+
+
 class RowsInputs(NamedTuple):
     """Arrays that the kernel reads."""
 
     tiles: tuple[Any, ...]
     """`RowTiles.arrays`."""
-    a: Any
-    w: Any
-    source_of_row: Any
-    """None where a's rows are in order."""
+    operands: RowsOperands
     epilogue: Any
 
 
@@ -165,26 +186,18 @@ class RowsScratch(NamedTuple):
 
 
 def launch_rows(
-    a: Array,
-    w: Array,
-    plan: Plan,
-    tile: TileShape,
-    epilogue: Epilogue,
-    *,
-    transpose: bool,
-    pairs_halves: bool = False,
-    source_of_row: Array | None = None,
+    operands: RowsOperands, plan: Plan, tile: TileShape, epilogue: Epilogue, *, transpose: bool, pairs_halves: bool = False
 ) -> list[Array]:
     """Runs the kernel and returns the epilogue's outputs.
 
     Args:
-        a: rows in expert order. If `plan.holds_all_tokens` it may be the tokens themselves, which are fewer than the rows.
         pairs_halves: half of a warpgroup's columns come from the first half of w's rows, half from the second half. Gate and up
             of one column are then sums of one thread.
-        source_of_row: the producer gathers a[source_of_row] itself (`row_copies`). The full barrier then says that w's columns
-            have landed, `landed` that the rows have.
     """
+    a, w, source_of_row, change = operands
+    assert change is None or (source_of_row is None and plan.layer is None and not plan.holds_all_tokens)
     summands, dtype = a.shape[1], a.dtype
+    num_steps = (summands + (0 if change is None else change.rows.shape[1])) // STEP
     columns = w.shape[2] if transpose else w.shape[1]
     # The last tile may reach beyond w's columns: TMA reads zeros there and writes nothing.
     column_tiles = -(-columns // tile.columns)
@@ -199,7 +212,7 @@ def launch_rows(
 
         def locate(index):
             coord = tiles.find(index, *inputs.tiles)
-            return summands // STEP, coord._replace(row=pl.multiple_of(coord.row, ROW_ALIGNMENT))
+            return num_steps, coord._replace(row=pl.multiple_of(coord.row, ROW_ALIGNMENT))
 
         def part_of(coord: TileCoord, warpgroup, row):
             """64 rows of the warpgroup, `row` below its first, and whether they are the expert's: below its last block, no."""
@@ -241,7 +254,7 @@ def launch_rows(
         program = TileProgram(
             locate=locate,
             load=partial(
-                _load, inputs, scratch, tile, transpose=transpose, pairs_halves=pairs_halves, reads_tokens=reads_tokens
+                _load, inputs.operands, scratch, tile, transpose=transpose, pairs_halves=pairs_halves, reads_tokens=reads_tokens
             ),
             multiply=partial(_multiply, scratch, tile, transpose=transpose),
             epilogue=store_tile,
@@ -251,7 +264,7 @@ def launch_rows(
         if gathers:
             program = dataclasses.replace(
                 program,
-                begin=lambda coord: read_sources(inputs.source_of_row, coord.row, tile.rows),
+                begin=lambda coord: read_sources(inputs.operands.source_of_row, coord.row, tile.rows),
                 also_wait=lambda step: wait_for_copies(scratch.landed, step, tile.stages),
             )
         run_tiles(tiles.count(*inputs.tiles) * column_tiles, program, tile, scratch.pipe)
@@ -268,11 +281,11 @@ def launch_rows(
         landed=landing_barriers(tile.stages) if gathers else None,
     )
     kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
-    return kernel(RowsInputs(tiles.arrays, a, w, source_of_row, epilogue.inputs))
+    return kernel(RowsInputs(tiles.arrays, operands, epilogue.inputs))
 
 
 def _load(
-    inputs: RowsInputs,
+    operands: RowsOperands,
     scratch: RowsScratch,
     tile: TileShape,
     step,
@@ -284,23 +297,45 @@ def _load(
     reads_tokens: bool,
 ) -> None:
     """Starts the copies of one step: rows of a, columns of w."""
-    coord, k, slot = step
-    ks = pl.ds(k * STEP, STEP)
-    if scratch.landed is not None:
-        start_copies(inputs.a, sources, k * STEP, scratch.a.at[slot], scratch.landed, slot)
+    own_steps = operands.a.shape[1] // STEP
+    options = dict(transpose=transpose, pairs_halves=pairs_halves)
+
+    def load_own():
+        ks = pl.ds(step.k * STEP, STEP)
+        if scratch.landed is not None:
+            start_copies(operands.a, sources, step.k * STEP, scratch.a.at[step.slot], scratch.landed, step.slot)
+        else:
+            # Rows beyond a's are read as zeros.
+            rows = pl.ds(0 if reads_tokens else step.coord.row, tile.rows)
+            plgpu.copy_gmem_to_smem(operands.a.at[rows, ks], scratch.a.at[step.slot], full_barrier)
+        _load_columns(operands.w, scratch, tile, step, ks, full_barrier, **options)
+
+    def load_change():
+        ks, rows = pl.ds((step.k - own_steps) * STEP, STEP), pl.ds(step.coord.row, tile.rows)
+        plgpu.copy_gmem_to_smem(operands.change.rows.at[rows, ks], scratch.a.at[step.slot], full_barrier)
+        _load_columns(operands.change.factor, scratch, tile, step, ks, full_barrier, **options)
+
+    if operands.change is None:
+        load_own()
     else:
-        # Rows beyond a's are read as zeros.
-        rows = pl.ds(0 if reads_tokens else coord.row, tile.rows)
-        plgpu.copy_gmem_to_smem(inputs.a.at[rows, ks], scratch.a.at[slot], full_barrier)
+        pl.when(step.k < own_steps)(load_own)
+        pl.when(step.k >= own_steps)(load_change)
+
+
+def _load_columns(
+    w, scratch: RowsScratch, tile: TileShape, step, ks, full_barrier, *, transpose: bool, pairs_halves: bool
+) -> None:
+    """Starts the copies of the tile's columns of w, summands `ks`."""
+    coord, _, slot = step
     if pairs_halves:
-        half, inter = tile.warpgroup_columns // 2, inputs.w.shape[1] // 2
+        half, inter = tile.warpgroup_columns // 2, w.shape[1] // 2
         for i in range(2 * tile.column_blocks):
             block = coord.column_tile * tile.column_blocks + i // 2
-            source = inputs.w.at[coord.expert, pl.ds(i % 2 * inter + block * half, half), ks]
+            source = w.at[coord.expert, pl.ds(i % 2 * inter + block * half, half), ks]
             plgpu.copy_gmem_to_smem(source, scratch.w.at[slot, pl.ds(i * half, half)], full_barrier)
     else:
         ns = pl.ds(coord.column_tile * tile.columns, tile.columns)
-        source = inputs.w.at[coord.expert, ks, ns] if transpose else inputs.w.at[coord.expert, ns, ks]
+        source = w.at[coord.expert, ks, ns] if transpose else w.at[coord.expert, ns, ks]
         plgpu.copy_gmem_to_smem(source, scratch.w.at[slot], full_barrier)
 
 

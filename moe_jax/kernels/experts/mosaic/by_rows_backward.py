@@ -28,11 +28,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, Epilogue, launch_rows
+from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, Epilogue, RowsOperands, launch_rows
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import operand_transforms
 from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS
+from moe_jax.kernels.low_rank import Change
 from moe_jax.kernels.precision import sum_in_order
 
 
@@ -60,6 +61,7 @@ def matmul_gated_silu_backward(
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
     tile: TileShape,
+    change: Change | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Returns dh and weighted_act in dy's dtype and dv in f32. Rows of no expert are left unwritten."""
     num_rows, inter = dy.shape[0], w_down.shape[2]
@@ -127,5 +129,5 @@ def matmul_gated_silu_backward(
         prepare=prepare,
         staged=1,
     )
-    dh, weighted_act, dv = launch_rows(dy, w_down, plan, tile, epilogue, transpose=True)
+    dh, weighted_act, dv = launch_rows(RowsOperands(dy, w_down, change=change), plan, tile, epilogue, transpose=True)
     return dh, weighted_act, sum_in_order(dv, axis=0)
