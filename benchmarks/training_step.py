@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost.flops import num_parameters, training_flops_per_token
 from moe_jax.models.random_weights import random_model
@@ -65,6 +66,8 @@ def main() -> None:
         "--param-dtype", default="bfloat16", choices=("float32", "bfloat16"), help="dtype of parameters; masters are f32"
     )
     parser.add_argument("--moment-dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--lora-rank", type=int, help="train adapters of this rank; the weights, bfloat16, are frozen")
+    parser.add_argument("--lora-expert-rank", type=int, help="the rank of each expert; default: that of LoraSettings")
     parser.add_argument("--no-remat", action="store_true")
     parser.add_argument("--offload", action="store_true", help="keep the residuals of remat in host memory")
     parser.add_argument("--routings", nargs="+", default=["balanced", "own"], choices=("balanced", "own", "rebalanced"))
@@ -148,6 +151,9 @@ def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing:
     model = random_model(
         config, jnp.bfloat16, param_dtype=param_dtype, mesh=parallelism.mesh, pipe_chunks=parallelism.pipe_chunks
     )
+    if args.lora_rank is not None:
+        ranks = {} if args.lora_expert_rank is None else {"experts": args.lora_expert_rank}
+        print(add_lora(model, LoraSettings(rank=args.lora_rank, ranks=ranks), rngs=nnx.Rngs(0)))
     optimizer = make_optimizer(1e-5, moment_dtype=jnp.dtype(args.moment_dtype))
     graph, state = nnx.graphdef(model), init_state(model, optimizer, parallelism)
     del model
