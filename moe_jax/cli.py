@@ -33,6 +33,9 @@ COMMANDS = {
     "Train": {
         "finetune": Command("FinetuneCommand", "train a model on texts or chats, and export it", several_processes=True),
         "demo": Command("DemoCommand", "train, resume, export and sample a small model here, in 5 minutes on a CPU"),
+        "data": Command(
+            "DataCommand", "show what a model would learn from data, and count tokens; needs no GPU", uses_jax=False
+        ),
         "plan": Command("PlanCommand", "predict time and memory of a training step for every mesh; needs no GPU"),
         "launch": Command("LaunchCommand", "start a program once for each GPU of this host, as one job", uses_jax=False),
     },

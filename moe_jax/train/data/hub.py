@@ -1,0 +1,134 @@
+"""Tables that the library `datasets` reads: Parquet files, and data sets of the hub, whole or as a stream."""
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_jax.train.data.layouts import LAYOUTS
+from moe_jax.train.data.rows import RawRow
+from moe_jax.train.data.sources import DataSource
+
+READ = {key for layout in LAYOUTS.values() for keys in (*layout.needed, layout.further) for key in keys}
+"""All columns that some layout reads. Others, such as pictures, are not even decoded."""
+
+
+@dataclass(frozen=True)
+class ArrowTable:
+    """Rows by number.
+
+    Attributes:
+      name: the file, or the id and the split.
+      path: the file; None for data of the hub.
+      columns: all columns, those that are not read too.
+      table: the rows, {column: value} each.
+    """
+
+    name: str
+    path: Path | None
+    columns: tuple[str, ...]
+    table: Sequence[dict[str, Any]]
+
+    def rows(self, digest: "hashlib.blake2b") -> Iterator[RawRow]:
+        """Yields the rows as JSON objects."""
+        for number, row in enumerate(self.table):
+            content = _json(row)
+            digest.update(content + b"\n")
+            yield RawRow(number + 1, number, len(content), content)
+
+    def content(self, offset: int, size: int) -> bytes | None:
+        """Returns a row as a JSON object. A table is not read from its file again, and so never changed."""
+        return _json(self.table[offset])
+
+    def place(self, line: int) -> str:
+        """Returns the number of the row, from 1."""
+        return f"{self.name} row {line}"
+
+    def where(self, line: int, offset: int) -> str:
+        """Returns the number of the row, from 1."""
+        return self.place(line)
+
+
+def parquet_table(path: Path) -> ArrowTable:
+    """Opens a Parquet file; the library keeps its rows in its cache, from where they are read by number.
+
+    Raises:
+      ImportError: `datasets` is not installed.
+      ValueError: the file cannot be read.
+    """
+    datasets = _datasets(str(path))
+    try:
+        table = datasets.Dataset.from_parquet(str(path))
+    except Exception as error:  # pyarrow's and the library's own, of many kinds
+        raise ValueError(f"{path}: not readable as Parquet: {_reason(error)}") from error
+    return _table(str(path), path, table)
+
+
+def hub_table(source: DataSource) -> ArrowTable:
+    """Opens a data set of the hub.
+
+    Raises:
+      ImportError: `datasets` is not installed.
+      FileNotFoundError: there is no such data set, split or config.
+      ValueError: the data set cannot be read.
+    """
+    datasets = _datasets(source.path)
+    split = source.split or "train"
+    name = f"{source.path} ({split if source.config is None else f'{source.config}, {split}'})"
+    options = dict(name=source.config, split=split, revision=source.revision, streaming=source.take is not None)
+    try:
+        found = datasets.load_dataset(source.path, **options)
+        if source.take is None:
+            return _table(name, None, found)
+        rows = list(found.take(source.take))
+        columns = {column: None for row in rows for column in row}
+        read = _read(columns)
+        return ArrowTable(name, None, tuple(columns), [{column: row.get(column) for column in read} for row in rows])
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"no data at {source.path}: neither a file or folder here, nor a data set of the hub that can be read (a private "
+            "one needs `hf auth login`)"
+        ) from error
+    except Exception as error:  # of many kinds, for a missing config, split or network
+        raise ValueError(
+            f"the data set {source.path} of the hub cannot be read (split={split}, config={source.config}): {_reason(error)}; "
+            f"others are named by --data {source.path},split=...,config=..."
+        ) from error
+
+
+def _table(name: str, path: Path | None, found: Any) -> ArrowTable:
+    return ArrowTable(name, path, tuple(found.column_names), found.select_columns(_read(found.column_names)))
+
+
+def _read(columns: Iterable[str]) -> list[str]:
+    """Returns the columns that some layout reads.
+
+    All columns are taken if there are none such, so that the error about the missing keys names what there is.
+    """
+    return [column for column in columns if column in READ] or list(columns)
+
+
+def _json(row: dict[str, Any]) -> bytes:
+    return json.dumps(_without_nulls(row), ensure_ascii=False, default=repr).encode(errors="surrogatepass")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drops entries without a value: a table gives each message the keys of all messages."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _datasets(name: str) -> Any:
+    if importlib.util.find_spec("datasets") is None:
+        raise ImportError(f"{name} is read by the package datasets: pip install 'moe_jax[data]'")
+    import datasets
+
+    return datasets
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
