@@ -36,6 +36,11 @@ def describe_tokens(documents: Documents, found: Survey, seq_len: int) -> list[s
     ]
     if found.skipped:
         lines.append(f"{about}{found.skipped:,} of {found.documents:,} {kind} are left out: the chat template refuses them")
+    if found.without_reasoning:
+        lines.append(
+            f"{about}{found.without_reasoning:,} of {found.answers:,} answers are learned without their reasoning, which the "
+            "chat template leaves out of earlier turns: --learned-answers last learns last turns alone"
+        )
     if not found.cut:
         return lines
     line = f"{about}{found.cut:,} of {found.documents:,} {kind} are longer than a row and are cut"

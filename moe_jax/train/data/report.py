@@ -71,6 +71,9 @@ def _numbers(documents: Documents, found: Survey, seq_len: int) -> list[tuple[st
     if found.answers:
         numbers.append(("answers", f"{found.answers:,}"))
         numbers.append(("answers behind a cut", f"{found.answers_cut:,}"))
+    if found.without_reasoning:
+        left_out = f"{found.without_reasoning:,} (--learned-answers last learns last turns alone)"
+        numbers.append(("without their reasoning", left_out))
     return numbers
 
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from moe_jax.train.data.documents import Documents
 from moe_jax.train.data.mixing import epoch
 from moe_jax.train.data.packing import PACKING_ROWS, pieces
+from moe_jax.train.data.reasoning import has_reasoning, reasoning_left_out
 from moe_jax.train.data.tokenization import Tokenized, tokenization
 
 
@@ -35,6 +36,7 @@ class Survey:
       bad: rows or files that were left out when the data was opened.
       dropped: tokens in pieces of cut documents that are left out, as nothing in them is learned.
       of_source: tokens of an epoch by source.
+      without_reasoning: learned answers whose reasoning the chat template leaves out.
     """
 
     documents: int
@@ -50,6 +52,7 @@ class Survey:
     bad: int = 0
     dropped: int = 0
     of_source: tuple[int, ...] = ()
+    without_reasoning: int = 0
 
     @property
     def exact(self) -> bool:
@@ -94,8 +97,8 @@ def survey(
     lengths: list[int] = []
     is_chat, of_source = documents.is_chat, [0] * len(documents.parts)
     source = np.repeat(np.arange(len(of_source)), [part.documents for part in documents.parts])
-    learned = dropped = cut = answers = answers_cut = measured = measured_bytes = 0
-    for document in _measured(documents, tokenized, order, max_seconds):
+    learned = dropped = without_reasoning = cut = answers = answers_cut = measured = measured_bytes = 0
+    for record, document in _measured(documents, tokenized, order, max_seconds):
         tokens, trained, index = document
         measured, measured_bytes = measured + 1, measured_bytes + int(documents.size[index])
         before = len(lengths)
@@ -108,6 +111,8 @@ def survey(
         cut += len(tokens) > seq_len
         if is_chat[index]:
             ends = np.flatnonzero(np.diff(trained.astype(np.int8), append=0) == -1)
+            if len(tokens) and has_reasoning(record["messages"]):
+                without_reasoning += reasoning_left_out(tokenizer.decode(tokens), record["messages"])
             answers, answers_cut = answers + len(ends), answers_cut + int((ends >= seq_len).sum())
     if not lengths:
         raise ValueError("no document has a token to learn: each is a single token")
@@ -127,17 +132,19 @@ def survey(
         padding=padding,
         bad=documents.num_bad,
         dropped=round(dropped * by_bytes),
+        without_reasoning=round(without_reasoning * by_documents),
         of_source=tuple(round(tokens * by_bytes) for tokens in of_source),
     )
 
 
 def _measured(
     documents: Documents, tokenized: Callable[[dict[str, Any]], Tokenized], order: np.ndarray, max_seconds: float | None
-) -> Iterator[Tokenized]:
-    """Yields documents in this order, at least one of them, until the time is up."""
+) -> Iterator[tuple[dict[str, Any], Tokenized]]:
+    """Yields records with their tokens in this order, at least one of them, until the time is up."""
     began = time.monotonic()
     for index in tqdm(order, desc="counting tokens", unit=" documents", delay=2, leave=False, disable=None):
-        yield tokenized(documents[int(index)])
+        record = documents[int(index)]
+        yield record, tokenized(record)
         if max_seconds is not None and time.monotonic() - began > max_seconds:
             return
 
