@@ -24,7 +24,7 @@ class DataCommand:
       skip_bad_documents: as in `moe-jax finetune`.
       chat_template: as in `moe-jax finetune`.
       seq_len: tokens of a row.
-      documents: how many documents to show.
+      documents: how many documents of each source to show.
     """
 
     data: tyro.conf.Positional[tuple[str, ...]]

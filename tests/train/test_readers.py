@@ -59,6 +59,14 @@ def test_a_parquet_file_is_read_by_rows(tmp_path):
         open_documents(tmp_path)
 
 
+def test_a_saved_data_set_is_read_by_rows(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": TEXTS, "id": [1, 2, 3]}).save_to_disk(tmp_path / "saved")
+    documents = open_documents(tmp_path / "saved")
+    assert texts(documents) == TEXTS and documents.where(2) == f"{tmp_path}/saved row 3"
+    assert documents.files == (tmp_path / "saved",)
+
+
 def test_a_folder_holds_files_of_several_kinds(tmp_path, caplog):
     (tmp_path / "a.csv").write_text("prompt,completion\nhi,yes\n")
     (tmp_path / "b.jsonl").write_text('{"prompt": "hi", "completion": "no"}\n')

@@ -1,5 +1,6 @@
 """The data of a run: what it learns from, the text held out from it, and a survey of both before weights are read."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from moe_jax.recipes.finetuning.settings_file import noted_steps
 from moe_jax.runtime.processes import is_first_process
 from moe_jax.train.data import Batches, Documents, batches, open_documents
 from moe_jax.train.data.survey import Survey, survey
+
+_logger = logging.getLogger(__name__)
 
 
 class HeldOut(NamedTuple):
@@ -39,6 +42,8 @@ def open_data(settings: FinetuneSettings) -> RunData:
         return RunData(documents, None)
     held_out = _opened(settings, settings.eval_data)
     _check_held_out(held_out, documents, settings)
+    if held_out.bad and is_first_process():
+        _logger.warning("left out of the held-out data: %s", held_out.bad)
     return RunData(documents, held_out)
 
 

@@ -67,6 +67,25 @@ def parquet_table(path: Path) -> ArrowTable:
     return _table(str(path), path, table)
 
 
+def is_saved_dataset(path: Path) -> bool:
+    """Tells a folder that `save_to_disk` of the library wrote."""
+    return all((path / name).is_file() for name in ("state.json", "dataset_info.json"))
+
+
+def saved_table(path: Path) -> ArrowTable:
+    """Opens a folder that `save_to_disk` wrote.
+
+    Raises:
+      ImportError: `datasets` is not installed.
+      ValueError: the folder cannot be read.
+    """
+    datasets = _datasets(str(path))
+    try:
+        return _table(str(path), path, datasets.load_from_disk(str(path)))
+    except Exception as error:  # pyarrow's and the library's own, of many kinds
+        raise ValueError(f"{path}: not readable as a saved data set: {_reason(error)}") from error
+
+
 def hub_table(source: DataSource) -> ArrowTable:
     """Opens a data set of the hub.
 

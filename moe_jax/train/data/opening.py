@@ -10,13 +10,23 @@ import numpy as np
 
 from moe_jax.train.data.documents import Documents, SourcePart, joined
 from moe_jax.train.data.files import data_files
-from moe_jax.train.data.hub import ArrowTable, hub_table, parquet_table
+from moe_jax.train.data.hub import ArrowTable, hub_table, is_saved_dataset, parquet_table, saved_table
 from moe_jax.train.data.layouts import CHATS, layout_of, no_layout, unread_keys
 from moe_jax.train.data.problems import Problems
 from moe_jax.train.data.readers import file_reader
 from moe_jax.train.data.records import LEARNED_ANSWERS, read_row, record_of
 from moe_jax.train.data.rows import RawRow, Reader
 from moe_jax.train.data.sources import DataSource, sources
+
+
+class _Found(NamedTuple):
+    """The result of reading all rows of a source."""
+
+    places: "list[_Place]"
+    layouts: list[str | None]
+    problems: Problems
+    unread: tuple[str, ...]
+    fingerprint: str
 
 
 class _Place(NamedTuple):
@@ -68,7 +78,7 @@ def open_documents(
 
 def _opened(source: DataSource, data_format: str, learned_answers: str, skip_bad: bool) -> Documents:
     readers, whole = _readers(source, data_format)
-    layouts = ["folder"] * len(readers) if whole else _layouts(readers, data_format)
+    layouts = _layouts(readers, "folder" if whole else data_format)
     # Stored runs have the fingerprint of one format alone.
     kinds = layouts[0] if len(set(layouts)) == 1 else ",".join(map(str, layouts))
     kinds = str(kinds) + (" last" if learned_answers == "last" else "")
@@ -86,36 +96,22 @@ def _opened(source: DataSource, data_format: str, learned_answers: str, skip_bad
                 places += [] if place is None else [place]
         if isinstance(reader, ArrowTable) and layout is not None:
             unread.update(unread_keys(dict.fromkeys(reader.columns), layout))
-    listed = f"bad training data ({kinds}): {problems.listed(len(places))}" if problems.count else ""
+    listed = problems.listed(len(places))
     if listed and not (skip_bad and places):
-        raise ValueError(f"{listed}; --skip-bad-documents leaves them out, and counts them" if places else listed)
+        how_to_skip = "; --skip-bad-documents leaves them out, and counts them" if places else ""
+        raise ValueError(f"bad training data ({kinds}): {listed}{how_to_skip}")
     if not places:
         raise ValueError(f"no document with any text in {source.path} ({len(readers)} files)")
-    layouts_read = [layout or "text" for layout in layouts]
-    kinds_read, unread_sorted = tuple(sorted(set(layouts_read))), tuple(sorted(unread))
-    part = SourcePart(source.path, len(places), source.weight, problems.count, kinds_read, unread_sorted)
-    columns = np.asarray(places, np.int64).T
-    chats = set(kinds_read) & CHATS
-    return Documents(
-        format="folder" if whole else "text" if not chats else "chat" if set(kinds_read) <= CHATS else "mixed",
-        readers=tuple(readers),
-        layouts=tuple(layouts_read),
-        file=columns[0],
-        line=columns[1],
-        offset=columns[2],
-        size=columns[3],
-        fingerprint=digest.hexdigest(),
-        begins_with_answer=columns[4].astype(bool),
-        parts=(part,),
-        bad=listed,
-        learned_answers=learned_answers,
-    )
+    found = _Found(places, layouts, problems, tuple(sorted(unread)), digest.hexdigest())
+    return _documents(source, readers, found, learned_answers)
 
 
 def _readers(source: DataSource, data_format: str) -> tuple[list[Reader], bool]:
     """Returns the readers of a source, and True if each file is a document as a whole."""
     if source.on_hub:
         return [hub_table(source)], False
+    if data_format != "folder" and is_saved_dataset(path := Path(source.path).expanduser()):
+        return [saved_table(path.resolve())], False
     files, whole = data_files(source.path, data_format)
     return [
         parquet_table(file) if not whole and file.suffix.lower() == ".parquet" else file_reader(file, whole) for file in files
@@ -163,3 +159,24 @@ def _place(file: int, row: RawRow, layout: str | None, learned_answers: str, unr
         unread.update(unread_keys(value, layout))
     answer_first = layout in CHATS and record["messages"][0]["role"] == "assistant"
     return _Place(file, row.line, row.offset, row.size, answer_first)
+
+
+def _documents(source: DataSource, readers: list[Reader], found: _Found, learned_answers: str) -> Documents:
+    columns = np.asarray(found.places, np.int64).T
+    # A file without a document has no say.
+    layouts = sorted({str(found.layouts[i]) for i in set(columns[0].tolist())})
+    texts, chats = set(layouts) - CHATS, set(layouts) & CHATS
+    return Documents(
+        format="mixed" if texts and chats else "chat" if chats else "folder" if texts == {"folder"} else "text",
+        readers=tuple(readers),
+        layouts=tuple(layout or "text" for layout in found.layouts),
+        file=columns[0],
+        line=columns[1],
+        offset=columns[2],
+        size=columns[3],
+        fingerprint=found.fingerprint,
+        begins_with_answer=columns[4].astype(bool),
+        parts=(SourcePart(source.path, len(found.places), source.weight, found.problems.count, tuple(layouts), found.unread),),
+        bad=found.problems.listed(len(found.places)),
+        learned_answers=learned_answers,
+    )

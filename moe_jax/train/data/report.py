@@ -29,7 +29,7 @@ def report(
     shown: int = 3,
     marks: Marks = PLAIN,
 ) -> Iterator[str]:
-    """Yields the lines of a report: sources, a table of numbers of all documents, and the first `shown` documents.
+    """Yields the lines of a report: sources, a table of numbers of all documents, and the first `shown` of each source.
 
     Raises:
       ValueError: the tokenizer or a document is refused, as in `batches`.
@@ -39,9 +39,12 @@ def report(
     width = 26
     for name, value in _numbers(documents, found, seq_len):
         yield f"{name:<{width}}{value}"
-    for index in range(min(shown, len(documents))):
-        yield ""
-        yield from _shown(documents, tokenizer, index, marks)
+    first = 0
+    for part in documents.parts:
+        for index in range(first, first + min(shown, part.documents)):
+            yield ""
+            yield from _shown(documents, tokenizer, index, marks)
+        first += part.documents
 
 
 def marked(tokenizer: Any, tokens: Int[np.ndarray, "length"], learned: Bool[np.ndarray, "length"], marks: Marks) -> str:
