@@ -35,6 +35,7 @@ def test_weights_are_shares_of_the_documents(tmp_path):
         assert sum(index < 90 for index in drawn[begin : begin + 100]) == 75
     times = np.bincount(drawn, minlength=100)
     assert set(times[:90]) == {1, 2} and (times[90:] == 5).all()
+    assert {index < 90 for index in drawn[:20]} == {index < 90 for index in drawn[80:100]} == {False, True}
     assert drawn[:100] != drawn[100:200] and sorted(epoch(documents, 5)) == sorted(drawn[:100])
     again = endless(documents, 5)
     assert drawn[150:160] == [again[i]["document"] for i in range(150, 160)]
