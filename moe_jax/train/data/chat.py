@@ -15,6 +15,7 @@ from jaxtyping import Bool, Int
 
 from moe_jax.checkpoint.messages import check_template
 from moe_jax.train.data.reasoning import check_reasoning
+from moe_jax.train.data.tool_calls import as_template_wants
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -35,6 +36,7 @@ def chat_tokens(
     template = tokenizer.get_chat_template(tools=tools)
     check_template(template, messages, tools)
     check_reasoning(template, messages)
+    messages = as_template_wants(template, messages)
     if GENERATION_TAG.search(template):
         options = dict(tokenize=True, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False})
         encoded = _render(tokenizer, messages, tools, **options)
