@@ -2,12 +2,13 @@
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from moe_jax.train.data.csv_file import csv_file
 from moe_jax.train.data.layouts import LAYOUTS, layout_of, unread_keys
+from moe_jax.train.data.renaming import renamed
 
 FORMATS = ("auto", *LAYOUTS, "folder")
 COMPRESSED = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
@@ -18,12 +19,16 @@ PERHAPS_ROWS = (".json", ".csv", ".tsv")
 """Endings of files that hold rows, or a text: the first row's keys decide."""
 MAX_NAMES = 10
 """A message names this many files at most, and counts the rest."""
+NO_COLUMNS: Mapping[str, str] = {}
 _HEAD = 1 << 20
 _logger = logging.getLogger(__name__)
 
 
-def data_files(path: str | Path, data_format: str) -> tuple[list[Path], bool]:
+def data_files(path: str | Path, data_format: str, columns: Mapping[str, str] = NO_COLUMNS) -> tuple[list[Path], bool]:
     """Returns the files of a data set, sorted, and True if each is a document as a whole.
+
+    Args:
+      columns: {key of a layout: column}, as in `DataSource`.
 
     Raises:
       FileNotFoundError: there is no such path, or no file in it.
@@ -43,9 +48,9 @@ def data_files(path: str | Path, data_format: str) -> tuple[list[Path], bool]:
             f"the data at {path} is a pipe or a device, and documents are read in any order; write them to a regular file first"
         )
     path = path.resolve()
-    files = [path] if path.is_file() else _files_below(path, data_format)
+    files = [path] if path.is_file() else _files_below(path, data_format, columns)
     _check_not_compressed(files)
-    whole = data_format == "folder" or (data_format == "auto" and path.is_dir() and _are_texts(path, files))
+    whole = data_format == "folder" or (data_format == "auto" and path.is_dir() and _are_texts(path, files, columns))
     if path.is_file() and (whole or not is_table_or_lines(path)):
         raise ValueError(
             f"{path} is a single file and no file of rows: give a {', '.join((*ROWS, *PERHAPS_ROWS))} file, or a folder of "
@@ -66,7 +71,7 @@ def named(paths: Iterable[Path]) -> str:
     return ", ".join(names[:MAX_NAMES]) + more
 
 
-def _files_below(folder: Path, data_format: str) -> list[Path]:
+def _files_below(folder: Path, data_format: str, columns: Mapping[str, str]) -> list[Path]:
     # Sorted by their path in the folder, links included: the fingerprint of a data set follows this order.
     found = sorted(_entries(folder, (folder,)))
     if broken := [path for path in found if not path.exists()]:
@@ -74,7 +79,7 @@ def _files_below(folder: Path, data_format: str) -> list[Path]:
     files = [path for path in found if path.is_file()]
     of_rows = data_format not in ("auto", "folder")
     if of_rows:
-        files = [path for path in files if _holds_rows(path, data_format)]
+        files = [path for path in files if _holds_rows(path, data_format, columns)]
     if not files:
         kind = f"{' or '.join((*ROWS, *PERHAPS_ROWS))} files with rows of {data_format}" if of_rows else "files"
         raise FileNotFoundError(f"no {kind} in the folder {folder}")
@@ -104,13 +109,13 @@ def _check_not_compressed(files: list[Path]) -> None:
         )
 
 
-def _are_texts(folder: Path, files: list[Path]) -> bool:
+def _are_texts(folder: Path, files: list[Path], columns: Mapping[str, str]) -> bool:
     """Tells if a folder's files are documents as a whole, or files of rows.
 
     Raises:
       ValueError: there are files that always hold rows, and others that hold none.
     """
-    rows = [file for file in files if _holds_rows(file, "auto")]
+    rows = [file for file in files if _holds_rows(file, "auto", columns)]
     always = [file for file in rows if file.suffix.lower() in ROWS]
     if len(rows) == len(files):
         return False
@@ -123,11 +128,11 @@ def _are_texts(folder: Path, files: list[Path]) -> bool:
     return True
 
 
-def _holds_rows(file: Path, layout: str) -> bool:
+def _holds_rows(file: Path, layout: str, columns: Mapping[str, str]) -> bool:
     ending = file.suffix.lower()
     if ending not in PERHAPS_ROWS:
         return ending in ROWS
-    row = _first_row(file)
+    row = renamed(_first_row(file), columns)
     if layout == "auto":
         return layout_of(row) is not None
     return isinstance(row, dict) and unread_keys(row, layout) != set(row)

@@ -3,17 +3,14 @@
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_jax.train.data.layouts import LAYOUTS
+from moe_jax.train.data.layouts import KEYS
 from moe_jax.train.data.rows import RawRow
 from moe_jax.train.data.sources import DataSource
-
-READ = {key for layout in LAYOUTS.values() for keys in (*layout.needed, layout.further) for key in keys}
-"""All columns that some layout reads. Others, such as pictures, are not even decoded."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,10 @@ class ArrowTable:
         return self.place(line)
 
 
-def parquet_table(path: Path) -> ArrowTable:
-    """Opens a Parquet file; the library keeps its rows in its cache, from where they are read by number.
+def parquet_table(path: Path, further: Collection[str] = ()) -> ArrowTable:
+    """Opens a Parquet file, with columns of other names that are read too.
+
+    The library keeps the rows in its cache, from where they are read by number.
 
     Raises:
       ImportError: `datasets` is not installed.
@@ -61,10 +60,9 @@ def parquet_table(path: Path) -> ArrowTable:
     """
     datasets = _datasets(str(path))
     try:
-        table = datasets.Dataset.from_parquet(str(path))
+        return _table(str(path), path, datasets.Dataset.from_parquet(str(path)), further)
     except Exception as error:  # pyarrow's and the library's own, of many kinds
         raise ValueError(f"{path}: not readable as Parquet: {_reason(error)}") from error
-    return _table(str(path), path, table)
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -72,8 +70,8 @@ def is_saved_dataset(path: Path) -> bool:
     return all((path / name).is_file() for name in ("state.json", "dataset_info.json"))
 
 
-def saved_table(path: Path) -> ArrowTable:
-    """Opens a folder that `save_to_disk` wrote.
+def saved_table(path: Path, further: Collection[str] = ()) -> ArrowTable:
+    """Opens a folder that `save_to_disk` wrote, with columns of other names that are read too.
 
     Raises:
       ImportError: `datasets` is not installed.
@@ -81,7 +79,7 @@ def saved_table(path: Path) -> ArrowTable:
     """
     datasets = _datasets(str(path))
     try:
-        return _table(str(path), path, datasets.load_from_disk(str(path)))
+        return _table(str(path), path, datasets.load_from_disk(str(path)), further)
     except Exception as error:  # pyarrow's and the library's own, of many kinds
         raise ValueError(f"{path}: not readable as a saved data set: {_reason(error)}") from error
 
@@ -101,10 +99,10 @@ def hub_table(source: DataSource) -> ArrowTable:
     try:
         found = datasets.load_dataset(source.path, **options)
         if source.take is None:
-            return _table(name, None, found)
+            return _table(name, None, found, source.columns.values())
         rows = list(found.take(source.take))
         columns = {column: None for row in rows for column in row}
-        read = _read(columns)
+        read = _read(columns, source.columns.values())
         return ArrowTable(name, None, tuple(columns), [{column: row.get(column) for column in read} for row in rows])
     except FileNotFoundError as error:
         raise FileNotFoundError(
@@ -118,16 +116,16 @@ def hub_table(source: DataSource) -> ArrowTable:
         ) from error
 
 
-def _table(name: str, path: Path | None, found: Any) -> ArrowTable:
-    return ArrowTable(name, path, tuple(found.column_names), found.select_columns(_read(found.column_names)))
+def _table(name: str, path: Path | None, found: Any, further: Collection[str]) -> ArrowTable:
+    return ArrowTable(name, path, tuple(found.column_names), found.select_columns(_read(found.column_names, further)))
 
 
-def _read(columns: Iterable[str]) -> list[str]:
-    """Returns the columns that some layout reads.
+def _read(columns: Iterable[str], further: Collection[str]) -> list[str]:
+    """Returns the columns that some layout reads, and those in `further`. Others, such as pictures, are not even decoded.
 
     All columns are taken if there are none such, so that the error about the missing keys names what there is.
     """
-    return [column for column in columns if column in READ] or list(columns)
+    return [column for column in columns if column in KEYS or column in further] or list(columns)
 
 
 def _json(row: dict[str, Any]) -> bytes:

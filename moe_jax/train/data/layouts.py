@@ -39,6 +39,8 @@ LAYOUTS = {
     "continuation": Layout(_PAIRS),
 }
 """The layouts, in the order in which a row's keys are compared with them."""
+KEYS = {key for layout in LAYOUTS.values() for keys in (*layout.needed, layout.further) for key in keys}
+"""All keys that some layout reads."""
 CHATS = {"chat", "sharegpt", "alpaca", "pairs"}
 """Layouts whose rows become conversations."""
 PREFERENCES = {"chosen", "rejected"}
@@ -95,7 +97,8 @@ def no_layout(row: Any) -> str:
     keys = {name: " and ".join(f'"{key}"' for key in layout.needed[0]) for name, layout in LAYOUTS.items()}
     known = ", ".join(f"{of} ({name})" for name, of in keys.items())
     has = f"the keys {', '.join(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-    return f"has no known layout; a row needs {known}; it has {has}"
+    rename = "other columns are named as in FILE,prompt=COLUMN,completion=COLUMN"
+    return f"has no known layout; a row needs {known}; {rename}; it has {has}"
 
 
 def as_list(value: Any, key: str) -> list:

@@ -11,10 +11,11 @@ import numpy as np
 from moe_jax.train.data.documents import Documents, SourcePart, joined
 from moe_jax.train.data.files import data_files
 from moe_jax.train.data.hub import ArrowTable, hub_table, is_saved_dataset, parquet_table, saved_table
-from moe_jax.train.data.layouts import CHATS, layout_of, no_layout, unread_keys
+from moe_jax.train.data.layouts import CHATS, LAYOUTS, layout_of, no_layout, unread_keys
 from moe_jax.train.data.problems import Problems
 from moe_jax.train.data.readers import file_reader
 from moe_jax.train.data.records import LEARNED_ANSWERS, read_row, record_of
+from moe_jax.train.data.renaming import Renamed, renamed
 from moe_jax.train.data.rows import RawRow, Reader
 from moe_jax.train.data.sources import DataSource, sources
 
@@ -94,8 +95,8 @@ def _opened(source: DataSource, data_format: str, learned_answers: str, skip_bad
                 problems.add(str(error), reader.place(row.line))
             else:
                 places += [] if place is None else [place]
-        if isinstance(reader, ArrowTable) and layout is not None:
-            unread.update(unread_keys(dict.fromkeys(reader.columns), layout))
+        if layout in LAYOUTS:
+            unread.update(unread_keys(_columns(reader), layout))
     listed = problems.listed(len(places))
     if listed and not (skip_bad and places):
         how_to_skip = "; --skip-bad-documents leaves them out, and counts them" if places else ""
@@ -107,14 +108,23 @@ def _opened(source: DataSource, data_format: str, learned_answers: str, skip_bad
 
 
 def _readers(source: DataSource, data_format: str) -> tuple[list[Reader], bool]:
-    """Returns the readers of a source, and True if each file is a document as a whole."""
+    """Returns the readers of a source, with its columns renamed, and True if each file is a document as a whole."""
+    readers, whole = _own_readers(source, data_format)
+    if source.columns and whole:
+        raise ValueError(f"{source.path} holds texts, and {', '.join(source.columns)} name columns of rows; leave them out")
+    return [Renamed(reader, source.columns) for reader in readers] if source.columns else readers, whole
+
+
+def _own_readers(source: DataSource, data_format: str) -> tuple[list[Reader], bool]:
+    further = source.columns.values()
     if source.on_hub:
         return [hub_table(source)], False
     if data_format != "folder" and is_saved_dataset(path := Path(source.path).expanduser()):
-        return [saved_table(path.resolve())], False
-    files, whole = data_files(source.path, data_format)
+        return [saved_table(path.resolve(), further)], False
+    files, whole = data_files(source.path, data_format, source.columns)
     return [
-        parquet_table(file) if not whole and file.suffix.lower() == ".parquet" else file_reader(file, whole) for file in files
+        parquet_table(file, further) if not whole and file.suffix.lower() == ".parquet" else file_reader(file, whole)
+        for file in files
     ], whole
 
 
@@ -130,9 +140,16 @@ def _layouts(readers: Sequence[Reader], data_format: str) -> list[str | None]:
     return [layout or (known.copy().pop() if len(known) == 1 else None) for layout in found]
 
 
+def _columns(reader: Reader) -> dict[str, None]:
+    """Returns the columns of a table, as they are read; none of a file whose rows have keys of their own."""
+    if isinstance(reader, Renamed):
+        return renamed(_columns(reader.reader), reader.names)
+    return dict.fromkeys(reader.columns) if isinstance(reader, ArrowTable) else {}
+
+
 def _first_layout(reader: Reader) -> str | None:
-    if isinstance(reader, ArrowTable):
-        return layout_of(dict.fromkeys(reader.columns))
+    if columns := _columns(reader):
+        return layout_of(columns)
     for row in reader.rows(hashlib.blake2b()):
         try:
             layout = layout_of(read_row(row.content, None))

@@ -1,11 +1,13 @@
 """The sources of a data set as a user names them: a file, a folder or a hub id, with options behind commas."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from moe_jax.train.data.files import FORMATS, is_table_or_lines
+from moe_jax.train.data.layouts import KEYS
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
@@ -19,6 +21,7 @@ class DataSource:
       weight: its share of the documents that are learned, beside the other sources' weights; None: its share of all documents.
       format: as `data_format`; None: the format of all sources.
       split, config, revision: of a data set of the hub; None: the split "train", its only config, its newest revision.
+      columns: {key of a layout: the column that has it}, for rows that have their own names.
       take: the first rows of a data set of the hub, which are read as a stream; None: all rows, downloaded.
     """
 
@@ -29,6 +32,7 @@ class DataSource:
     config: str | None = None
     revision: str | None = None
     take: int | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def on_hub(self) -> bool:
@@ -63,16 +67,21 @@ def _source(text: str) -> DataSource:
     if Path(text).expanduser().exists():
         return DataSource(text)
     path, *options = text.split(",")
-    known = [field.name for field in fields(DataSource) if field.name != "path"]
-    values: dict[str, str | float | int] = {}
+    known = [each.name for each in fields(DataSource) if each.name not in ("path", "columns")]
+    values: dict[str, Any] = {}
+    columns: dict[str, str] = {}
     for option in options:
         name, equals, value = option.partition("=")
-        if name not in known or not equals or not value or name in values:
+        if name not in (*known, *KEYS) or not equals or not value or name in values or name in columns:
             raise ValueError(
-                f"data {text!r}: {option!r} is no option; options are {', '.join(f'{name}=...' for name in known)}, each once"
+                f"data {text!r}: {option!r} is no option; options are {', '.join(f'{name}=...' for name in known)}, and keys "
+                "of layouts such as prompt=COLUMN, each once"
             )
-        values[name] = _number(text, name, value)
-    source = DataSource(path, **values)  # type: ignore[arg-type]
+        if name in known:
+            values[name] = _number(text, name, value)
+        else:
+            columns[name] = value
+    source = DataSource(path, **values, columns=columns)
     if source.format is not None and source.format not in FORMATS:
         raise ValueError(f"data {text!r}: format must be one of {', '.join(FORMATS)}; got {source.format!r}")
     given = [name for name in ("split", "config", "revision", "take") if name in values]
