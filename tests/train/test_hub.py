@@ -2,9 +2,11 @@
 
 import sys
 
+import numpy as np
 import pytest
+import tiny
 
-from moe_jax.train import open_documents
+from moe_jax.train import batches, open_documents
 
 datasets = pytest.importorskip("datasets")
 
@@ -42,10 +44,22 @@ def test_the_first_rows_come_as_a_stream(hub):
     assert open_documents("owner/name,take=5").fingerprint == first.fingerprint != whole.fingerprint
 
 
+def test_batches_of_a_table_are_the_same_each_time(hub):
+    """Threads of several streams read it."""
+    streams = [batches(open_documents("owner/name"), tiny.tokenizer(), seq_len=32, batch_size=64) for _ in range(2)]
+    first, second = map(next, streams)
+    assert all(np.array_equal(first[name], second[name]) for name in first) and first["loss_mask"].any(axis=1).all()
+    for stream in streams:
+        stream.close()
+
+
 def test_a_missing_data_set_or_split_is_named(hub):
     with pytest.raises(FileNotFoundError, match="no data at owner/other: neither a file or folder here, nor a data set"):
         open_documents("owner/other")
-    with pytest.raises(ValueError, match=r"owner/name of the hub cannot be read \(split=valid, .*train.*split=...,config"):
+    with pytest.raises(
+        ValueError,
+        match=r"owner/name is no file .* of this name on the hub cannot be read \(split=valid, .*train.*split=...,config",
+    ):
         open_documents("owner/name,split=valid")
 
 

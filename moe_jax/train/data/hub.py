@@ -89,10 +89,10 @@ def hub_table(source: DataSource) -> ArrowTable:
 
     Raises:
       ImportError: `datasets` is not installed.
-      FileNotFoundError: there is no such data set, split or config.
-      ValueError: the data set cannot be read.
+      FileNotFoundError: there is no such data set.
+      ValueError: the data set cannot be read, or has no such split or config.
     """
-    datasets = _datasets(source.path)
+    datasets = _datasets(f"{source.path}, which is no file or folder here but may be a data set of the hub,")
     split = source.split or "train"
     name = f"{source.path} ({split if source.config is None else f'{source.config}, {split}'})"
     options = dict(name=source.config, split=split, revision=source.revision, streaming=source.take is not None)
@@ -100,10 +100,12 @@ def hub_table(source: DataSource) -> ArrowTable:
         found = datasets.load_dataset(source.path, **options)
         if source.take is None:
             return _table(name, None, found, source.columns.values())
-        rows = list(found.take(source.take))
-        columns = {column: None for row in rows for column in row}
-        read = _read(columns, source.columns.values())
-        return ArrowTable(name, None, tuple(columns), [{column: row.get(column) for column in read} for row in rows])
+        columns: dict[str, None] = {}
+        rows = []
+        for row in found.take(source.take):
+            columns |= dict.fromkeys(row)
+            rows.append({column: row[column] for column in _read(row, source.columns.values())})
+        return ArrowTable(name, None, tuple(columns), rows)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"no data at {source.path}: neither a file or folder here, nor a data set of the hub that can be read (a private "
@@ -111,7 +113,8 @@ def hub_table(source: DataSource) -> ArrowTable:
         ) from error
     except Exception as error:  # of many kinds, for a missing config, split or network
         raise ValueError(
-            f"the data set {source.path} of the hub cannot be read (split={split}, config={source.config}): {_reason(error)}; "
+            f"{source.path} is no file or folder here, and the data set of this name on the hub cannot be read "
+            f"(split={split}, config={source.config}): {_reason(error)}; "
             f"others are named by --data {source.path},split=...,config=..."
         ) from error
 
