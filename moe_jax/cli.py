@@ -33,6 +33,9 @@ COMMANDS = {
     "Train": {
         "finetune": Command("FinetuneCommand", "train a model on texts or chats, and export it", several_processes=True),
         "demo": Command("DemoCommand", "train, resume, export and sample a small model here, in 5 minutes on a CPU"),
+        "data": Command(
+            "DataCommand", "show what a model would learn from data, and count tokens; needs no GPU", uses_jax=False
+        ),
         "plan": Command("PlanCommand", "predict time and memory of a training step for every mesh; needs no GPU"),
         "launch": Command("LaunchCommand", "start a program once for each GPU of this host, as one job", uses_jax=False),
     },
@@ -77,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def top_help() -> str:
     """Returns the page of `moe-jax --help`."""
-    lines = ["usage: moe-jax COMMAND [OPTIONS]", "Mixture-of-Experts language models in JAX."]
+    lines = ["usage: moe-jax COMMAND [OPTIONS]      Mixture-of-Experts language models in JAX"]
     for task, commands in COMMANDS.items():
         lines += ["", f"{task}:", *(f"  {name:<10}{command.summary}" for name, command in commands.items())]
     return "\n".join([

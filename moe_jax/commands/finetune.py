@@ -14,7 +14,10 @@ GROUPS = {
         "model", "data", "output", "steps", "epochs", "seq_len", "batch_size", "gradient_accumulation", "seed",
         "checkpoint_every", "keep_checkpoints", "dry_run",
     ),
-    "data": ("data_format", "tokenizer", "chat_template", "skip_bad_documents", "eval_data", "eval_every", "eval_batches"),
+    "data": (
+        "data_format", "learned_answers", "tokenizer", "chat_template", "skip_bad_documents", "eval_data", "eval_every",
+        "eval_batches",
+    ),
     "optimizer": ("learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "max_grad_norm"),
     "mixture of experts": (
         "aux_loss_coef", "sequence_loss_coef", "z_loss_coef", "expert_bias_update_rate", "mtp_loss_coef",

@@ -2,6 +2,7 @@
 
 from moe_jax.parallel.pipeline.chunks import layers_of_chunk
 from moe_jax.recipes.finetuning.prepare import PlannedRun
+from moe_jax.train.data.description import describe_sources, describe_tokens, kind_of
 from moe_jax.train.data.survey import Survey
 
 MANY_EPOCHS = 100
@@ -22,8 +23,9 @@ def announcement(run: PlannedRun, steps_done: int) -> str:
     if settings.force_balanced_routing:
         lines.append("FORCED BALANCED ROUTING: the router is ignored. For benchmarks only; do not use the resulting model.")
     if found is None:
-        return "\n".join([*lines, f"{len(run.documents)} {_kind(run)}; {steps}"])
-    lines += [_data(run, found), *_cuts(run, found), f"{steps}: {_number(_epochs(run, found))} epochs"]
+        return "\n".join([*lines, f"{len(run.documents)} {kind_of(run.documents)}; {steps}"])
+    lines += describe_sources(run.documents, found)
+    lines += [*describe_tokens(run.documents, found, settings.seq_len), f"{steps}: {_number(_epochs(run, found))} epochs"]
     if _epochs(run, found) > MANY_EPOCHS:
         three = found.steps(3, settings.batch_size)
         lines.append(
@@ -46,39 +48,8 @@ def _pipe(run: PlannedRun) -> str:
     )
 
 
-def _data(run: PlannedRun, found: Survey) -> str:
-    about = "" if found.exact else "about "
-    sample = "" if found.exact else f" (measured on {found.measured:,} of them)"
-    return (
-        f"{found.documents:,} {_kind(run)}{sample}: {about}{found.tokens:,} tokens, {found.learned:.0%} of them learned; rows "
-        f"of {run.settings.seq_len} tokens with {found.padding:.0%} padding"
-    )
-
-
-def _cuts(run: PlannedRun, found: Survey) -> list[str]:
-    about = "" if found.exact else "about "
-    lines = []
-    if found.skipped:
-        lines.append(
-            f"{about}{found.skipped:,} of {found.documents:,} {_kind(run)} are left out: the chat template refuses them"
-        )
-    if not found.cut:
-        return lines
-    line = f"{about}{found.cut:,} of {found.documents:,} {_kind(run)} are longer than a row and are cut"
-    if found.answers_cut:
-        line += (
-            f"; {about}{found.answers_cut:,} of {found.answers:,} answers reach beyond the first cut, and are learned without "
-            "what stood before it: a larger --seq-len keeps them whole"
-        )
-    return [*lines, line]
-
-
 def _epochs(run: PlannedRun, found: Survey) -> float:
     return found.epochs(run.settings.steps, run.settings.batch_size)
-
-
-def _kind(run: PlannedRun) -> str:
-    return "conversations" if run.documents.format == "chat" else "documents"
 
 
 def _number(value: float) -> str:

@@ -1,6 +1,5 @@
 """A rehearsal of a run: checks everything, and prints the text that the run would learn from. Trains and writes nothing."""
 
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ from moe_jax.recipes.finetuning.prepare import plan_run, saved_run
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
 from moe_jax.runtime.processes import is_first_process
 from moe_jax.train.data import Documents
-
-LEARNED = "[[", "]]"
-LEARNED_ON_A_TERMINAL = "\033[32m", "\033[0m"
+from moe_jax.train.data.report import COLORED, PLAIN, marked
 
 
 def dry_run(settings: FinetuneSettings, *, model: Decoder | None = None, tokenizer: Any = None) -> None:
@@ -36,7 +33,7 @@ def dry_run(settings: FinetuneSettings, *, model: Decoder | None = None, tokeniz
         row = int(np.argmax(batch["loss_mask"].any(axis=1)))
         print(announcement(run, steps_done))
         print(f"\nA row of the first batch; learned text is {'green' if sys.stdout.isatty() else 'in [[ ]]'}:\n")
-        marks = LEARNED_ON_A_TERMINAL if sys.stdout.isatty() else LEARNED
+        marks = COLORED if sys.stdout.isatty() else PLAIN
         print(described_row({name: array[row] for name, array in batch.items()}, run.documents, run.tokenizer, marks))
         print("\ndry run: nothing was trained or written")
 
@@ -55,10 +52,6 @@ def described_row(row: dict[str, np.ndarray], documents: Documents, tokenizer: A
             f"--- segment {segment}: {len(inside)} tokens, {int(row['loss_mask'][inside].sum())} learned, of "
             f"{documents.where(int(row['document'][inside[0]]))}"
         )
-        text = ""
-        for is_learned, places in itertools.groupby(range(len(tokens)), key=lambda i: bool(learned[i])):
-            said = tokenizer.decode([int(tokens[i]) for i in places], skip_special_tokens=False)
-            text += f"{marks[0]}{said}{marks[1]}" if is_learned else said
-        parts.append(text)
+        parts.append(marked(tokenizer, tokens, learned, marks))
     parts.append(f"--- padding: {int((row['segment_ids'] == 0).sum())} tokens")
     return "\n".join(parts)

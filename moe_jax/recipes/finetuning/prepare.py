@@ -3,7 +3,7 @@
 import json
 import logging
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,14 +31,14 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.chunks import pipe_of_model
 from moe_jax.parallel.zero1 import optimizer_mesh, optimizer_shardings
+from moe_jax.recipes.finetuning.data import held_out_batches, open_data, run_batches, try_first_batch, with_survey
 from moe_jax.recipes.finetuning.identity import MODEL, same_run, values_of
 from moe_jax.recipes.finetuning.lock import output_lock
 from moe_jax.recipes.finetuning.settings import FinetuneSettings, pipe_problems
-from moe_jax.recipes.finetuning.settings_file import noted_steps
 from moe_jax.runtime.processes import is_first_process, require_shared, unlike_the_first
-from moe_jax.train.data import Batches, Documents, batches, open_documents, tokenizer_fingerprint
+from moe_jax.train.data import Batches, Documents, tokenizer_fingerprint
 from moe_jax.train.data.chat_templates import with_chat_template
-from moe_jax.train.data.survey import Survey, survey
+from moe_jax.train.data.survey import Survey
 from moe_jax.train.master_weights import initial_low_halves
 from moe_jax.train.objective import (
     LossFunction,
@@ -114,13 +114,6 @@ class PreparedRun(PlannedRun):
     places: Places | None
 
 
-class HeldOut(NamedTuple):
-    """Text that is not trained on: its batches, a micro-batch's rows each, and its fingerprint; none without `eval_data`."""
-
-    batches: list[dict[str, np.ndarray]]
-    fingerprint: str | None
-
-
 class SavedRun(NamedTuple):
     """The newest checkpoint in an output folder: its step and the run's identity; 0 and {} without one."""
 
@@ -178,8 +171,7 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
         tokenizer_files(settings.tokenizer, None)
     parallelism = _parallelism(settings, model)
     tokenizer = _tokenizer(settings, model, tokenizer)
-    documents = open_documents(settings.data, settings.data_format)
-    held_out_documents = _held_out_documents(settings, documents)
+    documents, held_out_documents = open_data(settings)
     config = _config(settings, model)
     _check_vocabulary(config, tokenizer)
     _warn_of_far_positions(config, settings.seq_len)
@@ -190,12 +182,12 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     saved = saved_run(output)
     # A run that began when texts had no BOS token continues without it, or its data would be other data.
     begin_texts = not saved.identity or "begin_texts" in saved.identity
-    settings, found = _with_survey(settings, documents, tokenizer, begin_texts, resumed=saved.steps_done > 0)
-    stream = _batches(documents, tokenizer, settings, settings.batch_size, parallelism, begin_texts)
+    settings, found = with_survey(settings, documents, tokenizer, begin_texts, resumed=saved.steps_done > 0)
+    stream = run_batches(documents, tokenizer, settings, settings.batch_size, parallelism, begin_texts)
     # Batches are made now, so that conversations that the chat template refuses are named before minutes of loading.
-    held_out = _held_out(held_out_documents, tokenizer, settings, parallelism, begin_texts)
+    held_out = held_out_batches(held_out_documents, tokenizer, settings, parallelism, begin_texts)
     if not saved.steps_done:
-        _try_first_batch(stream)
+        try_first_batch(stream)
     identity = _identity(settings, config, documents, tokenizer, model, begin_texts)
     if saved.identity:
         # Starting weights are compared when they are read.
@@ -262,14 +254,6 @@ def _tokenizer(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any
     return tokenizer if settings.chat_template is None else with_chat_template(tokenizer, settings.chat_template)
 
 
-def _held_out_documents(settings: FinetuneSettings, documents: Documents) -> Documents | None:
-    if settings.eval_data is None:
-        return None
-    held_out = open_documents(settings.eval_data, settings.data_format)
-    _check_held_out(held_out, documents, settings)
-    return held_out
-
-
 def _config(settings: FinetuneSettings, model: Decoder | None) -> ModelConfig:
     """Returns the model's config.
 
@@ -281,13 +265,6 @@ def _config(settings: FinetuneSettings, model: Decoder | None) -> ModelConfig:
     config = read_config(settings.model, mtp=settings.mtp_loss_coef > 0) if model is None else model.config
     check_mtp_loss_coef(config, settings.mtp_loss_coef)
     return config
-
-
-def _try_first_batch(stream: Batches) -> None:
-    """Makes the first batch, to raise what its documents raise, and rewinds."""
-    begin = stream.get_state()
-    next(stream)
-    stream.set_state(begin)
 
 
 def _identity(
@@ -302,23 +279,6 @@ def _identity(
     identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
     identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
     return identity | _dtypes_of(model) | ({"begin_texts": True} if begin_texts else {})
-
-
-def _with_survey(
-    settings: FinetuneSettings, documents: Documents, tokenizer: Any, begin_texts: bool, *, resumed: bool
-) -> tuple[FinetuneSettings, Survey | None]:
-    """Returns the settings with `epochs` turned into `steps`, and the survey of the data if one was made."""
-    options: dict[str, Any] = dict(seq_len=settings.seq_len, seed=settings.seed, begin_texts=begin_texts)
-    options |= dict(skip_bad=settings.skip_bad_documents)
-    if settings.epochs is None:
-        begins_here = is_first_process() and not resumed
-        return settings, survey(documents, tokenizer, **options) if begins_here else None
-    steps, found = noted_steps(Path(settings.output).expanduser(), settings.epochs) if resumed else None, None
-    if steps is None:
-        # All documents are measured: the number of steps must be the same each time, and in each process.
-        found = survey(documents, tokenizer, **options, max_documents=None, max_seconds=None)
-        steps = found.steps(settings.epochs, settings.batch_size)
-    return replace(settings, steps=steps, epochs=None), found
 
 
 def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Parallelism | None:
@@ -393,21 +353,6 @@ def _check_vocabulary(config: ModelConfig, tokenizer: Any) -> None:
         )
 
 
-def _check_held_out(held_out: Documents, documents: Documents, settings: FinetuneSettings) -> None:
-    """Refuses held-out text of another format than the data, and text that is trained on: its loss would say nothing."""
-    if held_out.format != documents.format:
-        raise ValueError(
-            f"eval_data={settings.eval_data!r} has the format {held_out.format}, and data={settings.data!r} "
-            f"{documents.format}: their losses could not be compared; take one format"
-        )
-    both = {file.resolve() for file in documents.files} & {file.resolve() for file in held_out.files}
-    if both or held_out.fingerprint == documents.fingerprint:
-        raise ValueError(
-            f"eval_data={settings.eval_data!r} must not be trained on, but data={settings.data!r} has "
-            + (f"{min(both)} too" if both else "the same contents")
-        )
-
-
 def _warn_of_far_positions(config: ModelConfig, seq_len: int) -> None:
     """Warns that long documents reach positions beyond the config's. No error: training may be meant to extend a model."""
     known, rope = config.max_position_embeddings, config.rope_parameters
@@ -456,44 +401,6 @@ def _check_optimizer(settings: FinetuneSettings, parallelism: Parallelism | None
 
 def _num_experts(config: ModelConfig) -> int:
     return config.experts.num_experts if config.experts else 0
-
-
-def _batches(
-    documents: Documents,
-    tokenizer: Any,
-    settings: FinetuneSettings,
-    rows: int,
-    parallelism: Parallelism | None,
-    begin_texts: bool,
-) -> Batches:
-    """Returns a stream of batches of `rows` rows; each process makes the rows of its own devices."""
-    return batches(
-        documents,
-        tokenizer,
-        seq_len=settings.seq_len,
-        batch_size=rows,
-        seed=settings.seed,
-        rows=None if parallelism is None else parallelism.own_rows(rows),
-        begin_texts=begin_texts,
-        skip_bad=settings.skip_bad_documents,
-    )
-
-
-def _held_out(
-    documents: Documents | None,
-    tokenizer: Any,
-    settings: FinetuneSettings,
-    parallelism: Parallelism | None,
-    begin_texts: bool,
-) -> HeldOut:
-    if documents is None:
-        return HeldOut([], None)
-    rows = settings.batch_size // settings.gradient_accumulation
-    stream = _batches(documents, tokenizer, settings, rows, parallelism, begin_texts)
-    try:
-        return HeldOut([next(stream) for _ in range(settings.eval_batches)], documents.fingerprint)
-    finally:
-        stream.close()
 
 
 def _dtypes_of(model: Decoder | None) -> dict[str, str]:

@@ -8,6 +8,8 @@ from typing import get_args
 from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
 from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.train.data.files import FORMATS
+from moe_jax.train.data.records import LEARNED_ANSWERS
+from moe_jax.train.data.sources import sources
 
 DTYPES = ("bfloat16", "float32")
 
@@ -22,15 +24,20 @@ class FinetuneSettings:
 
     Attributes:
       model: a checkpoint folder or hub id.
-      data: a folder of text files, a .jsonl file, or a folder of .jsonl files.
+      data: a file of rows (.jsonl, .json, .csv, .tsv, .parquet), or a folder of such files or of text files. Or the id of a
+        data set of the hub. Several sources are mixed. Options stand behind commas: chats.jsonl,weight=0.7 or
+        owner/name,split=train_sft,take=1000 (docs/data.md).
       output: the folder for metrics and checkpoints. A run that finds checkpoints there continues from the last one.
-      eval_data: held-out text to measure the loss on, in the same format as `data`; None: no measurement. A file that is also
-        in `data` is refused.
+      eval_data: held-out text to measure the loss on, a source in the same format as `data`; None: no measurement. A file that
+        is also in `data` is refused.
       eval_every: steps between two measurements of the held-out loss; the last step is always measured.
       eval_batches: batches in a measurement, each with a micro-batch's rows. `seed` draws them; they are the same each time.
-      data_format: "folder", "text" (JSONL "text"), "chat" (JSONL "messages"), or "auto".
-      skip_bad_documents: leave out conversations that the chat template refuses, and count them in the log. Otherwise the first
-        such conversation ends the run. May be changed when a run continues.
+      data_format: "folder" (each file is a text), "text", "chat" (messages), "sharegpt", "alpaca", or "auto": keys decide.
+        Or "pairs" (prompt and completion as a chat), or "continuation" (both as plain texts).
+      learned_answers: the assistant's answers that are learned, "all", or "last": those of a conversation's last turn.
+      skip_bad_documents: leave out bad rows, and conversations that the chat template refuses, and count them in the log.
+        Otherwise bad rows are listed before the run starts, and the first refused conversation ends it. May be changed when a
+        run continues.
       tokenizer: a folder or hub id; None: the model's.
       chat_template: a Jinja file to use in place of the tokenizer's template, or "chatml"; saved with the trained model.
       seq_len: tokens in a row. Documents are packed into rows; longer documents are cut. More than the model's
@@ -90,12 +97,13 @@ class FinetuneSettings:
     """
 
     model: str
-    data: str
+    data: str | tuple[str, ...]
     output: str
     eval_data: str | None = None
     eval_every: int = 100
     eval_batches: int = 8
     data_format: str = "auto"
+    learned_answers: str = "all"
     skip_bad_documents: bool = False
     tokenizer: str | None = None
     chat_template: str | None = None
@@ -144,7 +152,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     """Returns the problems of the settings, one clause each."""
     problems = []
     wanted = {
-        "a string that is not empty": ("model", "data", "output"),
+        "a string that is not empty": ("model", "output"),
         "an integer of at least 1": (
             "batch_size",
             "gradient_accumulation",
@@ -176,7 +184,9 @@ def _problems(settings: FinetuneSettings) -> list[str]:
                 continue
             if not _fits(value, want):
                 problems.append(f"{name}={value!r} must be {want}")
-    for name, choices in (("data_format", FORMATS), ("dtype", DTYPES), ("param_dtype", DTYPES), ("moment_dtype", DTYPES)):
+    one_of = dict(data_format=FORMATS, learned_answers=LEARNED_ANSWERS)
+    one_of |= dict(dtype=DTYPES, param_dtype=DTYPES, moment_dtype=DTYPES)
+    for name, choices in one_of.items():
         if getattr(settings, name) not in choices:
             problems.append(f"{name}={getattr(settings, name)!r} must be one of {', '.join(choices)}")
     if settings.offload and not settings.remat:
@@ -220,14 +230,8 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     if template not in (None, "chatml") and not Path(str(template)).expanduser().is_file():
         problems.append(f"chat_template={template!r} is no file; give a Jinja file, or chatml")
     output = Path(settings.output).expanduser()
-    for name, path in (("data", settings.data), ("eval_data", settings.eval_data)):
-        folder = None if path is None else Path(path).expanduser()
-        if folder is not None and not folder.exists():
-            problems.append(f"{name}={path!r} does not exist")
-        elif folder is not None and output.resolve().is_relative_to(folder.resolve()):
-            problems.append(
-                f"output={settings.output!r} must lie outside of {name}={path!r}, or the run reads what it wrote as text"
-            )
+    problems += _data_problems("data", settings.data, settings.output)
+    problems += [] if settings.eval_data is None else _data_problems("eval_data", settings.eval_data, settings.output)
     for name, path in (("model", settings.model), ("tokenizer", settings.tokenizer)):
         folder = None if path is None else Path(path).expanduser()
         if folder is not None and folder.is_dir() and _is_replaced(folder.resolve(), output):
@@ -239,6 +243,24 @@ def _problems(settings: FinetuneSettings) -> list[str]:
         problems.append("tensorboard=True needs the package tensorboardX: pip install tensorboardX")
     if output.is_file():
         problems.append(f"output={settings.output!r} is a file; it must be a folder")
+    return problems
+
+
+def _data_problems(name: str, data: str | tuple[str, ...], output: str) -> list[str]:
+    """Returns the problems of the sources of `data` or `eval_data`, one clause each."""
+    try:
+        found = sources(data)
+    except ValueError as error:
+        return [f"{name}={data!r}: {error}"]
+    problems = []
+    for source in found:
+        path = Path(source.path).expanduser()
+        if not source.path or not (path.exists() or source.on_hub):
+            problems.append(f"{name}={source.path!r} does not exist")
+        elif path.exists() and Path(output).expanduser().resolve().is_relative_to(path.resolve()):
+            problems.append(
+                f"output={output!r} must lie outside of {name}={source.path!r}, or the run reads what it wrote as text"
+            )
     return problems
 
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_jax.train.data.documents import Documents, open_documents
+from moe_jax.train.data.documents import Documents
+from moe_jax.train.data.mixing import endless
+from moe_jax.train.data.opening import open_documents
 from moe_jax.train.data.packing import PACKING_ROWS, PADDING, packed, pieces
 from moe_jax.train.data.tokenization import Tokenized, tokenization, tokenizer_fingerprint
 
@@ -56,12 +58,12 @@ def batches(
 
     skipped: dict[int, str] = {}
     tokenized = tokenization(documents, tokenizer, begin_texts=begin_texts, skipped=skipped if skip_bad else None)
-    endless = grain.MapDataset.source(documents).shuffle(seed=seed).repeat()
+    order = endless(documents, seed)
     rows_of_stream = _rows_of_stream(batch_size)
     num_streams = batch_size // rows_of_stream
     streams = {}
     for i in sorted({row // rows_of_stream for row in (range(batch_size) if rows is None else rows)}):
-        stream = endless[i::num_streams].map(tokenized)
+        stream = order[i::num_streams].map(tokenized)
         stream = stream.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=64))
         stream = grain.experimental.FlatMapIterDataset(stream, _cut(seq_len))
         stream = packed(stream, seq_len=seq_len, seed=seed).batch(rows_of_stream, drop_remainder=True)

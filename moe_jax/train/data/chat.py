@@ -14,6 +14,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from moe_jax.checkpoint.messages import check_template
+from moe_jax.train.data.reasoning import check_reasoning
+from moe_jax.train.data.tool_calls import as_template_wants
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -26,12 +28,15 @@ def chat_tokens(
     An answer with "weight" 0 is not learned, as in OpenAI's format.
 
     Raises:
-      ValueError: the template cannot render the conversation, or would leave its tools out; or answers cannot be told from the
-        rest. Without marks: the first message is an answer, or the rendering of a part is not a part of the whole. With marks:
+      ValueError: the template cannot render the conversation, or would leave its tools or all reasoning out. Or answers cannot
+        be told from the rest.
+        Without marks: the first message is an answer, or the rendering of a part is not a part of the whole. With marks:
         some answer has weight 0, and there is not one mark for each answer.
     """
     template = tokenizer.get_chat_template(tools=tools)
     check_template(template, messages, tools)
+    check_reasoning(template, messages)
+    messages = as_template_wants(template, messages)
     if GENERATION_TAG.search(template):
         options = dict(tokenize=True, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False})
         encoded = _render(tokenizer, messages, tools, **options)

@@ -1,49 +1,70 @@
-"""Training documents on disk: a folder of text files, or JSONL with "text" or "messages" a line, read by index.
+"""Training documents read by index: texts and conversations in files, folders and data sets of the hub.
 
-All files are read once when they are opened. That finds bad lines before training starts, and indexes the documents by byte
-offset. It also gives a fingerprint that a resumed run compares. After that one document at a time is in memory.
+All rows are read once when they are opened. That finds bad rows before training starts, and indexes the documents by place.
+It also gives a fingerprint that a resumed run compares. After that one document of a file at a time is in memory.
 """
 
-import hashlib
-import os
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_jax.train.data.files import data_files
-from moe_jax.train.data.other_layouts import how_to_convert
-from moe_jax.train.data.records import BOM, read_record
+from moe_jax.train.data.layouts import CHATS
+from moe_jax.train.data.records import read_record
+from moe_jax.train.data.rows import Reader
 
-MAX_PROBLEMS = 10
-"""An error lists this many bad lines or files, and counts the rest."""
+
+class SourcePart(NamedTuple):
+    """A source's documents, which follow one another.
+
+    Attributes:
+      name: the source's path or id.
+      documents: how many there are.
+      weight: the source's weight; None without.
+      bad: rows that were left out.
+      layouts: the layouts of its rows, sorted; "folder" for text files.
+      unread: keys of its rows that are not read, sorted.
+    """
+
+    name: str
+    documents: int
+    weight: float | None
+    bad: int
+    layouts: tuple[str, ...]
+    unread: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Documents:
-    """A random-access source: `documents[i]` is {"document": i, "text": str} or {"document": i, "messages": [...], ...}.
+    """A random-access source: `documents[i]` is {"document": i} and "text", "messages", or "prompt" and "completion".
 
     Reading raises a ValueError that names the file where it has changed since it was opened.
 
     Attributes:
-      format: "folder", "text" or "chat".
-      files: the files, sorted; `file`, `line` (from 1), `offset` and `size` (bytes) say where each document lies.
-      fingerprint: a hash of the format and of all files' contents, in order.
-      stamps: each file's size in bytes and time of change in ns, as it was opened.
+      format: "folder", "text" or "chat"; "mixed" for texts and chats together.
+      readers: files and tables; `file`, `line` (from 1), `offset` and `size` (bytes) say where each document lies.
+      layouts: the layout of each reader's rows; "folder" for a text file.
+      fingerprint: a hash of the layouts and of all contents, in order.
       begins_with_answer: bool [documents], true for conversations whose first message is the assistant's.
+      parts: the sources.
+      bad: the rows that were left out, as a message; "" if there are none.
+      learned_answers: "all", or "last": of each conversation only the last turn is learned.
     """
 
     format: str
-    files: tuple[Path, ...]
+    readers: tuple[Reader, ...]
+    layouts: tuple[str, ...]
     file: np.ndarray
     line: np.ndarray
     offset: np.ndarray
     size: np.ndarray
     fingerprint: str
-    stamps: tuple[tuple[int, int], ...]
     begins_with_answer: np.ndarray
+    parts: tuple[SourcePart, ...]
+    bad: str = ""
+    learned_answers: str = "all"
 
     def __len__(self) -> int:
         return len(self.file)
@@ -52,111 +73,55 @@ class Documents:
         record = self._read(index)
         if record is None:
             raise ValueError(
-                f"the training data changed while it was in use: {self.files[self.file[index]]} is not as it was when it was "
-                f"opened (document {self.where(index)}); put the old file back, or begin a new run with the new one"
+                f"the training data changed while it was in use: {self.readers[self.file[index]].name} is not as it was when "
+                f"it was opened (document {self.where(index)}); put the old file back, or begin a new run with the new one"
             )
         return {**record, "document": int(index)}
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files, sorted within each source."""
+        return tuple(reader.path for reader in self.readers if reader.path is not None)
+
+    @property
+    def is_chat(self) -> np.ndarray:
+        """Bool [documents], true for conversations."""
+        return np.asarray([layout in CHATS for layout in self.layouts])[self.file]
+
+    @property
+    def num_bad(self) -> int:
+        """The number of rows that were left out."""
+        return sum(part.bad for part in self.parts)
 
     def _read(self, index: int) -> dict[str, Any] | None:
         """Returns the document's record; None if its file has changed."""
         number = self.file[index]
         try:
-            with open(self.files[number], "rb") as handle:
-                if _stamp(handle) != self.stamps[number]:
-                    return None
-                handle.seek(self.offset[index])
-                return read_record(handle.read(self.size[index]), self.format)
-        except (FileNotFoundError, ValueError):
+            content = self.readers[number].content(int(self.offset[index]), int(self.size[index]))
+            return None if content is None else read_record(content, self.layouts[number], self.learned_answers)
+        except ValueError:
             return None
 
     def where(self, index: int) -> str:
-        """Returns the document's place for messages: file, line and byte offset."""
-        path = self.files[self.file[index]]
-        return str(path) if self.format == "folder" else f"{path}:{self.line[index]} (byte {self.offset[index]})"
+        """Returns the document's place for messages: file, line and byte offset, or a row's number."""
+        return self.readers[self.file[index]].where(int(self.line[index]), int(self.offset[index]))
 
 
-def open_documents(path: str | Path, data_format: str = "auto") -> Documents:
-    """Opens and checks a data set.
-
-    Args:
-      path: a .jsonl file, a folder of .jsonl files, or a folder of UTF-8 text files, where each file is a document. Folders
-        are searched recursively through links; hidden files are left out. A byte order mark at a file's beginning is dropped.
-      data_format: "folder", "text", "chat", or "auto": the files decide. A line of "text" is JSON with a string "text". A line
-        of "chat" is JSON with a list "messages" and optionally "tools". A message has "role" and a string "content", or
-        "tool_calls" without content. Files that the format leaves out are logged by name.
-
-    Raises:
-      FileNotFoundError: there is no such path, or no file in it.
-      ValueError: bad lines or files, listed by file and line; not one document that has any text; or a link that leads
-        nowhere. Also data that is compressed, a pipe or a device. With "auto", a folder of .jsonl files and others.
-    """
-    files, data_format = data_files(path, data_format)
-    digest, problems = hashlib.blake2b(data_format.encode(), digest_size=16), _Problems()
-    places: list[tuple[int, int, int, int, bool]] = []
-    stamps = []
-    for i, file in enumerate(files):
-        digest.update(b"\0file\0")
-        with open(file, "rb") as handle:
-            stamps.append(_stamp(handle))
-            offset = 0
-            for line, content in enumerate([handle.read()] if data_format == "folder" else handle, start=1):
-                digest.update(content)
-                mark = len(BOM) if line == 1 and content.startswith(BOM) else 0
-                try:
-                    record = read_record(content[mark:], data_format)
-                except ValueError as error:
-                    place = str(file) if data_format == "folder" else f"{file}:{line}"
-                    problems.add(str(error), place)
-                else:
-                    if record is not None:
-                        answer_first = data_format == "chat" and record["messages"][0]["role"] == "assistant"
-                        places.append((i, line, offset + mark, len(content) - mark, answer_first))
-                offset += len(content)
-    if problems.count:
-        code = None if data_format == "folder" else how_to_convert(files[0])
-        listed = f"bad training data ({data_format}): {problems.listed(len(places))}"
-        raise ValueError(listed if code is None else f"{listed}\n{code}")
-    if not places:
-        raise ValueError(f"no document with any text in {Path(path).expanduser().resolve()} ({len(files)} files)")
-    columns = np.asarray(places, np.int64).T
+def joined(parts: Sequence[Documents], fingerprint: str) -> Documents:
+    """Returns the documents of all parts, one part after the other."""
+    firsts = np.cumsum([0, *(len(part.readers) for part in parts)])
+    formats = {part.format for part in parts}
     return Documents(
-        format=data_format,
-        files=tuple(files),
-        file=columns[0],
-        line=columns[1],
-        offset=columns[2],
-        size=columns[3],
-        fingerprint=digest.hexdigest(),
-        stamps=tuple(stamps),
-        begins_with_answer=columns[4].astype(bool),
+        format=formats.pop() if len(formats) == 1 else "mixed" if formats & {"chat", "mixed"} else "text",
+        readers=tuple(reader for part in parts for reader in part.readers),
+        layouts=tuple(layout for part in parts for layout in part.layouts),
+        file=np.concatenate([part.file + first for part, first in zip(parts, firsts, strict=False)]),
+        line=np.concatenate([part.line for part in parts]),
+        offset=np.concatenate([part.offset for part in parts]),
+        size=np.concatenate([part.size for part in parts]),
+        fingerprint=fingerprint,
+        begins_with_answer=np.concatenate([part.begins_with_answer for part in parts]),
+        parts=tuple(each for part in parts for each in part.parts),
+        bad="; ".join(part.bad for part in parts if part.bad),
+        learned_answers=parts[0].learned_answers,
     )
-
-
-def _stamp(handle) -> tuple[int, int]:
-    """Returns the open file's size and time of change. One system call then tells whether the file was written to."""
-    status = os.fstat(handle.fileno())
-    return status.st_size, status.st_mtime_ns
-
-
-class _Problems:
-    """Bad lines or files, with equal problems grouped."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._first: dict[str, str] = {}
-        self._times: Counter[str] = Counter()
-
-    def add(self, problem: str, place: str) -> None:
-        self.count += 1
-        self._first.setdefault(problem, place)
-        self._times[problem] += 1
-
-    def listed(self, num_good: int) -> str:
-        """Returns one clause for each problem, with its first place in front."""
-        clauses = []
-        for problem, place in self._first.items():
-            times = self._times[problem]
-            same = f"the same in all {times}" if times == self.count + num_good else f"the same in {times - 1} more"
-            clauses.append(f"{place}: {problem}" + (f" ({same})" if times > 1 else ""))
-        rest = len(clauses) - MAX_PROBLEMS
-        return "; ".join(clauses[:MAX_PROBLEMS]) + (f"; and {rest} more" if rest > 0 else "")

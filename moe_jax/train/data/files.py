@@ -2,53 +2,66 @@
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from moe_jax.train.data.other_layouts import how_to_convert
+from moe_jax.train.data.csv_file import csv_file
+from moe_jax.train.data.layouts import LAYOUTS, layout_of, unread_keys
+from moe_jax.train.data.renaming import renamed
 
-FORMATS = ("auto", "chat", "text", "folder")
+FORMATS = ("auto", *LAYOUTS, "folder")
 COMPRESSED = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
 """Endings of compressed files, each with the command that unpacks one."""
+ROWS = (".jsonl", ".ndjson", ".parquet")
+"""Endings of files that always hold rows."""
+PERHAPS_ROWS = (".json", ".csv", ".tsv")
+"""Endings of files that hold rows, or a text: the first row's keys decide."""
 MAX_NAMES = 10
 """A message names this many files at most, and counts the rest."""
+NO_COLUMNS: Mapping[str, str] = {}
+_HEAD = 1 << 20
 _logger = logging.getLogger(__name__)
 
 
-def data_files(path: str | Path, data_format: str) -> tuple[list[Path], str]:
-    """Returns the files of a data set, sorted, and its format: `data_format`, or the one that "auto" finds.
+def data_files(path: str | Path, data_format: str, columns: Mapping[str, str] = NO_COLUMNS) -> tuple[list[Path], bool]:
+    """Returns the files of a data set, sorted, and True if each is a document as a whole.
+
+    Args:
+      columns: {key of a layout: column}, as in `DataSource`.
 
     Raises:
       FileNotFoundError: there is no such path, or no file in it.
       ValueError: the format is unknown, or does not fit the files; a link leads nowhere; or `path` is a pipe or a device, or
-        compressed. Also if, with "auto", .jsonl files and others stand side by side.
+        compressed. Also if, with "auto", files of rows and others stand side by side.
     """
     path = Path(path).expanduser()
     if data_format not in FORMATS:
         raise ValueError(f"data_format must be one of {', '.join(FORMATS)}; got {data_format!r}")
     if not path.exists():
-        raise FileNotFoundError(f"no data at {path.resolve()}: give a folder of text files or a .jsonl file")
+        raise FileNotFoundError(
+            f"no data at {path.resolve()}: give a file of rows ({', '.join((*ROWS, *PERHAPS_ROWS))}), a folder of such "
+            "files or of texts, or the id of a data set of the hub, owner/name"
+        )
     if not (path.is_file() or path.is_dir()):
         raise ValueError(
             f"the data at {path} is a pipe or a device, and documents are read in any order; write them to a regular file first"
         )
     path = path.resolve()
-    files = [path] if path.is_file() else _files_below(path, data_format)
+    files = [path] if path.is_file() else _files_below(path, data_format, columns)
     _check_not_compressed(files)
-    if data_format == "auto":
-        data_format = _guess(path, files)
-    if data_format == "folder" and path.is_file():
-        code = how_to_convert(path)
+    whole = data_format == "folder" or (data_format == "auto" and path.is_dir() and _are_texts(path, files, columns))
+    if path.is_file() and (whole or not is_table_or_lines(path)):
         raise ValueError(
-            f"{path} is a single file and no .jsonl file: give a .jsonl file, or a folder of text files"
-            + ("" if code is None else f"\n{code}")
+            f"{path} is a single file and no file of rows: give a {', '.join((*ROWS, *PERHAPS_ROWS))} file, or a folder of "
+            "text files"
         )
-    return files, data_format
+    return files, whole
 
 
-def is_jsonl(file: Path) -> bool:
-    """Tells JSON Lines by the name, in capitals or not."""
-    return file.suffix.lower() in (".jsonl", ".ndjson")
+def is_table_or_lines(file: Path) -> bool:
+    """Tells files that can hold rows by the name, in capitals or not."""
+    return file.suffix.lower() in (*ROWS, *PERHAPS_ROWS)
 
 
 def named(paths: Iterable[Path]) -> str:
@@ -58,16 +71,18 @@ def named(paths: Iterable[Path]) -> str:
     return ", ".join(names[:MAX_NAMES]) + more
 
 
-def _files_below(folder: Path, data_format: str) -> list[Path]:
+def _files_below(folder: Path, data_format: str, columns: Mapping[str, str]) -> list[Path]:
     # Sorted by their path in the folder, links included: the fingerprint of a data set follows this order.
     found = sorted(_entries(folder, (folder,)))
     if broken := [path for path in found if not path.exists()]:
         raise ValueError(f"links in {folder} that lead nowhere: {named(broken)}; mend or remove them")
     files = [path for path in found if path.is_file()]
-    if data_format in ("chat", "text"):
-        files = [path for path in files if is_jsonl(path)]
+    of_rows = data_format not in ("auto", "folder")
+    if of_rows:
+        files = [path for path in files if _holds_rows(path, data_format, columns)]
     if not files:
-        raise FileNotFoundError(f"no {'.jsonl ' if data_format in ('chat', 'text') else ''}files in the folder {folder}")
+        kind = f"{' or '.join((*ROWS, *PERHAPS_ROWS))} files with rows of {data_format}" if of_rows else "files"
+        raise FileNotFoundError(f"no {kind} in the folder {folder}")
     if left_out := sorted(set(found) - set(files)):
         _logger.warning("left out of the training data: %s", named(left_out))
     return files
@@ -94,28 +109,42 @@ def _check_not_compressed(files: list[Path]) -> None:
         )
 
 
-def _guess(path: Path, files: list[Path]) -> str:
-    """Finds "folder" where no file is .jsonl; where all are, "chat" or "text" by the first line that is not empty."""
-    others = [file for file in files if not is_jsonl(file)]
-    if len(others) == len(files):
-        if path.is_dir() and all(file.suffix.lower() == ".json" for file in files) and (code := how_to_convert(files[0])):
-            raise ValueError(f"{path} holds .json files alone; data_format folder takes them as texts as they are\n{code}")
-        return "folder"
-    if others:
+def _are_texts(folder: Path, files: list[Path], columns: Mapping[str, str]) -> bool:
+    """Tells if a folder's files are documents as a whole, or files of rows.
+
+    Raises:
+      ValueError: there are files that always hold rows, and others that hold none.
+    """
+    rows = [file for file in files if _holds_rows(file, "auto", columns)]
+    always = [file for file in rows if file.suffix.lower() in ROWS]
+    if len(rows) == len(files):
+        return False
+    if always:
+        other = min(set(files) - set(rows))
         raise ValueError(
-            f"{path} holds .jsonl files and others, such as {others[0].name}: say which are meant, with data_format chat or "
-            "text the .jsonl files alone, with folder all files as they are"
+            f"{folder} holds {always[0].suffix} files and others, such as {other.name}: say which are meant, with data_format "
+            "chat, text or another layout the files of rows alone, with folder all files as they are"
         )
+    return True
+
+
+def _holds_rows(file: Path, layout: str, columns: Mapping[str, str]) -> bool:
+    ending = file.suffix.lower()
+    if ending not in PERHAPS_ROWS:
+        return ending in ROWS
+    row = renamed(_first_row(file), columns)
+    if layout == "auto":
+        return layout_of(row) is not None
+    return isinstance(row, dict) and unread_keys(row, layout) != set(row)
+
+
+def _first_row(file: Path) -> Any:
+    """Returns the first row of a .json file or a table; of a table only the keys count. None if there is no row."""
     try:
-        return "chat" if "messages" in json.loads(_first_line(files).decode("utf-8-sig")) else "text"
-    except (ValueError, TypeError, RecursionError):
-        return "text"
-
-
-def _first_line(files: list[Path]) -> bytes:
-    for file in files:
+        if file.suffix.lower() != ".json":
+            return dict.fromkeys(csv_file(file).columns, "")
         with open(file, "rb") as handle:
-            for line in handle:
-                if line.strip():
-                    return line
-    return b""
+            head = handle.read(_HEAD).decode("utf-8-sig", errors="replace")
+        return json.JSONDecoder().raw_decode(head, head.index("{"))[0]
+    except (ValueError, RecursionError):
+        return None

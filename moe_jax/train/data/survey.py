@@ -10,13 +10,17 @@ import numpy as np
 from tqdm import tqdm
 
 from moe_jax.train.data.documents import Documents
+from moe_jax.train.data.mixing import epoch
 from moe_jax.train.data.packing import PACKING_ROWS, pieces
+from moe_jax.train.data.reasoning import has_reasoning, reasoning_left_out
 from moe_jax.train.data.tokenization import Tokenized, tokenization
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Numbers of one epoch: each document once. They are estimates where fewer than all documents were measured.
+    """Numbers of one epoch: each document once, or the first epoch of sources with weights.
+
+    They are estimates where fewer than all documents were measured.
 
     Attributes:
       documents: how many the data set has.
@@ -29,6 +33,10 @@ class Survey:
       skipped: conversations that are left out, as the chat template refuses them.
       rows: rows that are filled.
       padding: the share of a row's places that hold no token.
+      bad: rows or files that were left out when the data was opened.
+      dropped: tokens in pieces of cut documents that are left out, as nothing in them is learned.
+      of_source: tokens of an epoch by source.
+      without_reasoning: learned answers whose reasoning the chat template leaves out.
     """
 
     documents: int
@@ -41,6 +49,10 @@ class Survey:
     skipped: int
     rows: float
     padding: float
+    bad: int = 0
+    dropped: int = 0
+    of_source: tuple[int, ...] = ()
+    without_reasoning: int = 0
 
     @property
     def exact(self) -> bool:
@@ -80,23 +92,32 @@ def survey(
     """
     skipped: dict[int, str] = {}
     tokenized = tokenization(documents, tokenizer, begin_texts=begin_texts, skipped=skipped if skip_bad else None)
-    order = np.random.default_rng(seed).permutation(len(documents))[:max_documents]
+    whole = epoch(documents, seed)
+    order = whole[np.random.default_rng(seed).permutation(len(whole))[:max_documents]]
     lengths: list[int] = []
-    learned = cut = answers = answers_cut = measured = measured_bytes = 0
-    for document in _measured(documents, tokenized, order, max_seconds):
+    is_chat, of_source = documents.is_chat, [0] * len(documents.parts)
+    source = np.repeat(np.arange(len(of_source)), [part.documents for part in documents.parts])
+    learned = dropped = without_reasoning = cut = answers = answers_cut = measured = measured_bytes = 0
+    for record, document in _measured(documents, tokenized, order, max_seconds):
         tokens, trained, index = document
         measured, measured_bytes = measured + 1, measured_bytes + int(documents.size[index])
+        before = len(lengths)
         for piece in pieces(document, seq_len):
             lengths.append(len(piece["tokens"]))
             learned += int(piece["loss_mask"].sum())
+        in_rows = sum(lengths[before:])
+        of_source[source[index]] += in_rows
+        dropped += len(tokens) - in_rows
         cut += len(tokens) > seq_len
-        if documents.format == "chat":
+        if is_chat[index]:
             ends = np.flatnonzero(np.diff(trained.astype(np.int8), append=0) == -1)
+            if len(tokens) and has_reasoning(record["messages"]):
+                without_reasoning += reasoning_left_out(tokenizer.decode(tokens), record["messages"])
             answers, answers_cut = answers + len(ends), answers_cut + int((ends >= seq_len).sum())
     if not lengths:
         raise ValueError("no document has a token to learn: each is a single token")
     # Documents differ in length, so the sample's share of bytes estimates the whole better than its share of documents.
-    by_bytes, by_documents = float(documents.size.sum()) / measured_bytes, len(documents) / measured
+    by_bytes, by_documents = float(documents.size[whole].sum()) / measured_bytes, len(documents) / measured
     padding = _padding(lengths, seq_len)
     return Survey(
         documents=len(documents),
@@ -109,16 +130,21 @@ def survey(
         skipped=round(len(skipped) * by_documents),
         rows=sum(lengths) * by_bytes / (seq_len * (1 - padding)),
         padding=padding,
+        bad=documents.num_bad,
+        dropped=round(dropped * by_bytes),
+        without_reasoning=round(without_reasoning * by_documents),
+        of_source=tuple(round(tokens * by_bytes) for tokens in of_source),
     )
 
 
 def _measured(
     documents: Documents, tokenized: Callable[[dict[str, Any]], Tokenized], order: np.ndarray, max_seconds: float | None
-) -> Iterator[Tokenized]:
-    """Yields documents in this order, at least one of them, until the time is up."""
+) -> Iterator[tuple[dict[str, Any], Tokenized]]:
+    """Yields records with their tokens in this order, at least one of them, until the time is up."""
     began = time.monotonic()
     for index in tqdm(order, desc="counting tokens", unit=" documents", delay=2, leave=False, disable=None):
-        yield tokenized(documents[int(index)])
+        record = documents[int(index)]
+        yield record, tokenized(record)
         if max_seconds is not None and time.monotonic() - began > max_seconds:
             return
 

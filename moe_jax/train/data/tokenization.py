@@ -10,7 +10,8 @@ from jaxtyping import Bool, Int
 
 from moe_jax.checkpoint.tokenizer import beginning
 from moe_jax.train.data.chat import GENERATION_TAG, chat_tokens
-from moe_jax.train.data.documents import MAX_PROBLEMS, Documents
+from moe_jax.train.data.documents import Documents
+from moe_jax.train.data.problems import MAX_PROBLEMS
 
 
 class Tokenized(NamedTuple):
@@ -44,8 +45,8 @@ def tokenization(
 ) -> Callable[[dict[str, Any]], Tokenized]:
     """Returns the function that tokenizes a record `documents[i]`.
 
-    A text begins with the BOS token, for tokenizers that add one, unless `begin_texts` is false. It ends with the eos token.
-    The chat template renders a chat.
+    A text, or a prompt with its continuation, begins with the BOS token, for tokenizers that add one, unless `begin_texts` is
+    false. It ends with the eos token. The chat template renders a chat.
 
     With `skipped`, a conversation that would raise BadDocument gets no tokens instead.
     The reason is stored in `skipped` under the document's index.
@@ -55,16 +56,17 @@ def tokenization(
         conversations begin with an answer, and the template does not mark answers. The returned function raises
         BadDocument, and ValueError when all documents are skipped.
     """
-    if documents.format == "chat":
+    is_chat = documents.is_chat
+    if is_chat.any():
         _check_chats(documents, tokenizer, skips=skipped is not None)
-    elif tokenizer.eos_token_id is None:
+    if not is_chat.all() and tokenizer.eos_token_id is None:
         raise ValueError("text data needs a tokenizer with an eos token to end documents with; this one has none")
     # The first call removes the tokenizer's truncation and padding. No other thread may use the tokenizer during that call.
     tokenizer("", add_special_tokens=False)
-    if documents.format == "chat":
-        chat = partial(_chat, documents, tokenizer)
-        return chat if skipped is None else partial(_chat_or_nothing, documents, chat, skipped)
-    return partial(_text, tokenizer, beginning(tokenizer) if begin_texts else [])
+    chat = partial(_chat, documents, tokenizer)
+    chat = chat if skipped is None else partial(_chat_or_nothing, documents, chat, skipped)
+    begin = beginning(tokenizer) if begin_texts and not is_chat.all() else []
+    return lambda record: chat(record) if is_chat[record["document"]] else _text(tokenizer, begin, record)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -96,9 +98,12 @@ def _check_chats(documents: Documents, tokenizer: Any, *, skips: bool) -> None:
 
 
 def _text(tokenizer: Any, begin: list[int], record: dict[str, Any]) -> Tokenized:
-    tokens = tokenizer(record["text"], add_special_tokens=False, verbose=False)["input_ids"]
-    whole = np.asarray([*begin, *tokens, tokenizer.eos_token_id], np.int32)
-    return Tokenized(whole, np.ones(len(whole), bool), record["document"])
+    """Returns the tokens of {"text"}, all of them learned, or of {"prompt", "completion"}, whose prompt is not learned."""
+    parts = ("", record["text"]) if "text" in record else (record["prompt"], record["completion"])
+    given, learned = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in parts)
+    whole = np.asarray([*begin, *given, *learned, tokenizer.eos_token_id], np.int32)
+    first = 0 if "text" in record else len(begin) + len(given)
+    return Tokenized(whole, np.arange(len(whole)) >= first, record["document"])
 
 
 def _chat(documents: Documents, tokenizer: Any, record: dict[str, Any]) -> Tokenized:

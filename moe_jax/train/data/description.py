@@ -1,0 +1,72 @@
+"""Describes a data set in lines for people: its sources, and the numbers of its survey."""
+
+from moe_jax.train.data.documents import Documents, SourcePart
+from moe_jax.train.data.mixing import places_of_sources
+from moe_jax.train.data.survey import Survey
+
+PLAIN = {("chat",), ("text",), ("folder",)}
+"""Layouts that need no line of their own."""
+
+
+def describe_sources(documents: Documents, found: Survey | None = None) -> list[str]:
+    """Returns a line for each source that has a weight, other layouts, or keys that are not read; and one for bad rows.
+
+    With several sources each has a line.
+    """
+    weighted = documents.parts[0].weight is not None
+    places = places_of_sources(documents) if weighted else [part.documents for part in documents.parts]
+    lines = [
+        _source(part, places[number], documents, None if found is None else found.of_source[number])
+        for number, part in enumerate(documents.parts)
+        if len(documents.parts) > 1 or part.layouts not in PLAIN or part.unread
+    ]
+    if documents.num_bad:
+        lines.append(f"{_of(documents.num_bad, 'bad row')} left out: {documents.bad}")
+    return lines
+
+
+def describe_tokens(documents: Documents, found: Survey, seq_len: int) -> list[str]:
+    """Returns lines with tokens, the learned share, padding, documents that are left out, and cuts."""
+    about = "" if found.exact else "about "
+    kind = kind_of(documents)
+    sample = "" if found.exact else f" (measured on {found.measured:,} of them)"
+    lines = [
+        f"{found.documents:,} {kind}{sample}: {about}{found.tokens:,} tokens, {found.learned:.0%} of them learned; rows of "
+        f"{seq_len} tokens with {found.padding:.0%} padding"
+    ]
+    if found.skipped:
+        lines.append(f"{about}{found.skipped:,} of {found.documents:,} {kind} are left out: the chat template refuses them")
+    if found.without_reasoning:
+        lines.append(
+            f"{about}{found.without_reasoning:,} of {found.answers:,} answers are learned without their reasoning, which the "
+            "chat template leaves out of earlier turns: --learned-answers last learns last turns alone"
+        )
+    if not found.cut:
+        return lines
+    line = f"{about}{found.cut:,} of {found.documents:,} {kind} are longer than a row and are cut"
+    if found.answers_cut:
+        line += (
+            f"; {about}{found.answers_cut:,} of {found.answers:,} answers reach beyond the first cut, and are learned without "
+            "what stood before it: a larger --seq-len keeps them whole"
+        )
+    return [*lines, line]
+
+
+def kind_of(documents: Documents) -> str:
+    """Returns the plural of a document's name."""
+    return "conversations" if documents.format == "chat" else "documents"
+
+
+def _source(part: SourcePart, places: int, documents: Documents, tokens: int | None) -> str:
+    line = f"{part.name}: {', '.join(part.layouts)}, {_of(part.documents, 'document')}"
+    if part.weight is not None:
+        line += (
+            f", weight {part.weight:g}: {places:,} of {len(documents):,} in an epoch, each {places / part.documents:.3g} times"
+        )
+    if tokens is not None and len(documents.parts) > 1:
+        line += f", {tokens:,} tokens"
+    return line + (f"; keys that are not read: {', '.join(part.unread)}" if part.unread else "")
+
+
+def _of(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' if number != 1 else ''}"

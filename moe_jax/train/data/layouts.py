@@ -1,0 +1,172 @@
+"""Layouts of rows: told apart by their keys, and turned into texts, conversations, or continuations.
+
+chat          {"messages": [{"role": "user", "content": ...}, ...], "tools"}
+text          {"text": ...}
+sharegpt      {"conversations": [{"from": "human", "value": ...}, ...], "system", "tools"}
+alpaca        {"instruction": ..., "input", "output": ..., "system", "history"}
+pairs         {"prompt": ..., "completion": ..., "system", "tools"}: strings or lists of messages, which become a chat
+continuation  {"prompt": ..., "completion": ...}: two texts, the second of which is learned; no chat template
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moe_jax.train.data.turns import as_message
+
+
+class Layout(NamedTuple):
+    """The keys of a layout.
+
+    Attributes:
+      needed: alternatives; a row has all keys of one of them.
+      further: keys that are read if they are there.
+    """
+
+    needed: tuple[tuple[str, ...], ...]
+    further: tuple[str, ...] = ()
+
+
+_PAIRS = (("prompt", "completion"), ("prompt", "response"), ("query", "response"), ("question", "answer"))
+LAYOUTS = {
+    "chat": Layout((("messages",),), ("tools",)),
+    "text": Layout((("text",),)),
+    "sharegpt": Layout((("conversations",),), ("system", "tools")),
+    "alpaca": Layout(
+        (("instruction", "output"), ("instruction", "response")), ("input", "context", "system", "history", "tools")
+    ),
+    "pairs": Layout(_PAIRS, ("system", "tools")),
+    "continuation": Layout(_PAIRS),
+}
+"""The layouts, in the order in which a row's keys are compared with them."""
+KEYS = {key for layout in LAYOUTS.values() for keys in (*layout.needed, layout.further) for key in keys}
+"""All keys that some layout reads."""
+CHATS = {"chat", "sharegpt", "alpaca", "pairs"}
+"""Layouts whose rows become conversations."""
+PREFERENCES = {"chosen", "rejected"}
+"""Keys of rows that compare two answers."""
+
+
+def layout_of(row: Any) -> str | None:
+    """Returns the first layout whose keys the row has; None if there is no such layout."""
+    if not isinstance(row, dict):
+        return None
+    return next((name for name, layout in LAYOUTS.items() if _keys(row, layout) is not None), None)
+
+
+def unread_keys(row: Mapping[str, Any], layout: str) -> set[str]:
+    """Returns the keys of a row that the layout does not read."""
+    return set(row) - set(_keys(row, LAYOUTS[layout]) or ()) - set(LAYOUTS[layout].further)
+
+
+def converted(row: Any, layout: str) -> dict[str, Any]:
+    """Returns the row as {"text"}, {"messages", "tools"} or {"prompt", "completion"}, with other keys as they were.
+
+    Raises:
+      ValueError: keys are missing, or hold something else. The message is a clause that follows the name of the place.
+    """
+    keys = _keys(row, LAYOUTS[layout]) if isinstance(row, dict) else None
+    if keys is None:
+        raise ValueError(_wanted(row, layout))
+    if layout == "text":
+        return row
+    if layout == "continuation":
+        prompt, completion = (row[key] for key in keys)
+        for key in keys:
+            if not isinstance(row[key], str):
+                raise ValueError(f'"{key}" must be a string; it is a {type(row[key]).__name__}')
+        return {"prompt": prompt, "completion": _not_empty(completion, keys[1])}
+    if layout == "chat":
+        # Other keys stay: templates may read them.
+        return _with_tools({**row, "messages": as_list(row["messages"], "messages")}, row)
+    if layout == "sharegpt":
+        messages = [as_message(turn, i) for i, turn in enumerate(as_list(row["conversations"], "conversations"))]
+    elif layout == "alpaca":
+        messages = _alpaca(row, keys[1])
+    else:
+        messages = _pair(row[keys[0]], row[keys[1]], keys)
+    if isinstance(system := row.get("system"), str) and system:
+        messages = [{"role": "system", "content": system}, *messages]
+    return _with_tools({"messages": messages}, row)
+
+
+def no_layout(row: Any) -> str:
+    """Says that a row has no known layout, as a clause that follows the name of the place."""
+    if isinstance(row, dict) and PREFERENCES <= row.keys():
+        return _wanted(row, "text")
+    keys = {name: " and ".join(f'"{key}"' for key in layout.needed[0]) for name, layout in LAYOUTS.items()}
+    known = ", ".join(f"{of} ({name})" for name, of in keys.items())
+    has = f"the keys {', '.join(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
+    rename = "other columns are named as in FILE,prompt=COLUMN,completion=COLUMN"
+    return f"has no known layout; a row needs {known}; {rename}; it has {has}"
+
+
+def as_list(value: Any, key: str) -> list:
+    """Returns a list that stands in a row, or in a string of JSON, as tables have it.
+
+    Raises:
+      ValueError: `value` is neither.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            pass
+    if not isinstance(value, list):
+        raise ValueError(f'"{key}" must be a list of objects; got {value!r:.80}')
+    return value
+
+
+def _keys(row: Mapping[str, Any], layout: Layout) -> tuple[str, ...] | None:
+    return next((keys for keys in layout.needed if all(key in row for key in keys)), None)
+
+
+def _wanted(row: Any, layout: str) -> str:
+    """Says what the row should have, and what it has."""
+    if isinstance(row, dict) and PREFERENCES <= row.keys():
+        return "holds a preference (chosen, rejected), and next tokens are learned from one answer; it has both"
+    keys = " and ".join(f'"{key}"' for key in LAYOUTS[layout].needed[0])
+    has = f"the keys {', '.join(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
+    many = "s" if len(LAYOUTS[layout].needed[0]) > 1 else ""
+    return f"needs an object with the key{many} {keys}; it has {has}"
+
+
+def _with_tools(record: dict[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    if row.get("tools"):
+        return record | {"tools": as_list(row["tools"], "tools")}
+    return {key: value for key, value in record.items() if key != "tools"}
+
+
+def _alpaca(row: Mapping[str, Any], answer_key: str) -> list[dict[str, Any]]:
+    for key in ("instruction", "input", "context", answer_key):
+        if not isinstance(row.get(key) or "", str):
+            raise ValueError(f'"{key}" must be a string; it is a {type(row[key]).__name__}')
+    messages = []
+    for pair in as_list(row.get("history") or [], "history"):
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise ValueError(f'"history" must be a list of [question, answer]; got {pair!r:.80}')
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    parts = (row["instruction"], row.get("input"), row.get("context"))
+    question = {"role": "user", "content": "\n\n".join(part for part in parts if part)}
+    return [*messages, question, {"role": "assistant", "content": _not_empty(row[answer_key] or "", answer_key)}]
+
+
+def _pair(prompt: Any, completion: Any, keys: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Returns a chat of a prompt that is not learned and its answer; each a string or a list of messages."""
+    asked: list[dict[str, Any]]
+    if isinstance(prompt, str):
+        asked = [{"role": "user", "content": prompt}]
+    else:
+        asked = [as_message(message, i) for i, message in enumerate(as_list(prompt, keys[0]))]
+        for message in asked:
+            if message["role"] == "assistant":
+                message["weight"] = 0
+    if isinstance(completion, str):
+        return [*asked, {"role": "assistant", "content": _not_empty(completion, keys[1])}]
+    return [*asked, *(as_message(message, i) for i, message in enumerate(as_list(completion, keys[1])))]
+
+
+def _not_empty(text: str, key: str) -> str:
+    if not text.strip():
+        raise ValueError(f'"{key}" is empty, so there is nothing to learn from')
+    return text

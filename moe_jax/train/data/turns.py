@@ -1,0 +1,81 @@
+"""Messages as other programs write them: ShareGPT's turns, contents in parts, and marks of what is learned."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+ROLE_OF = {
+    **{name: "user" for name in ("human", "user")},
+    **{name: "assistant" for name in ("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call")},
+    **{name: "tool" for name in ("tool", "observation", "function_response")},
+    **{name: name for name in ("system", "developer")},
+}
+"""The role of a turn by its "from"."""
+
+
+def as_message(turn: Any, number: int) -> dict[str, Any]:
+    """Returns a turn {"from", "value"} as a message {"role", "content"}; a message stays as it is.
+
+    The value of a "function_call" is the JSON of a call, or of a list of calls.
+
+    Raises:
+      ValueError: a turn has other keys, or an unknown "from".
+    """
+    if isinstance(turn, Mapping) and "role" in turn:
+        return dict(turn)
+    if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
+        raise ValueError(f'turn {number} must have the keys "from" and "value", or "role" and "content"; got {turn!r:.80}')
+    if turn["from"] not in ROLE_OF:
+        raise ValueError(f'turn {number} is "from" {turn["from"]!r}; known are {", ".join(ROLE_OF)}')
+    further = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    message = {"role": ROLE_OF[turn["from"]], "content": turn["value"], **further}
+    return message if turn["from"] != "function_call" else message | {"content": None, "tool_calls": _calls(turn, number)}
+
+
+def plain_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Returns a message whose content is one string, and whose "weight" says if it is learned.
+
+    Texts in parts are joined without a separator. Axolotl's "train": false is "weight": 0.
+
+    Raises:
+      ValueError: a part holds no text.
+    """
+    made = dict(message)
+    if isinstance(made.get("content"), list):
+        made["content"] = "".join(_text_of(part, number) for part in made["content"])
+    if isinstance(made.get("train"), bool):
+        made.setdefault("weight", int(made.pop("train")))
+    return made
+
+
+def of_last_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with weight 0 on all answers before the last turn: behind the last user's message with an answer."""
+    roles = [message["role"] for message in messages]
+    last = len(roles) - 1 - roles[::-1].index("assistant") if "assistant" in roles else 0
+    begin = max((i for i in range(last) if roles[i] == "user"), default=-1)
+    return [
+        message | {"weight": 0} if i < begin and message["role"] == "assistant" else message
+        for i, message in enumerate(messages)
+    ]
+
+
+def _calls(turn: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
+    try:
+        calls = json.loads(turn["value"]) if isinstance(turn["value"], str) else turn["value"]
+    except (ValueError, RecursionError):
+        calls = None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise ValueError(
+            f'turn {number} (function_call) must be JSON of {{"name": ..., "arguments": ...}}; got {turn["value"]!r:.80}'
+        )
+    return [{"type": "function", "function": dict(call)} for call in calls]
+
+
+def _text_of(part: Any, number: int) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise ValueError(f'message {number} has a part of "content" that is no text ({kind}); models here read text alone')
+    return part["text"]

@@ -1,0 +1,54 @@
+"""`moe-jax data` shows the first documents with learned text marked, and counts; it needs no JAX."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tiny
+
+from moe_jax.cli import main
+
+CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+
+
+@pytest.fixture
+def model(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_numbers_and_documents_are_printed(tmp_path, model, capsys):
+    rows = [{"conversations": CHAT, "id": 1}] * 3 + [{"conversations": 3}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.csv").write_text("text\n" + "x" * 70 + "\n")
+    options = ["--seq-len", "64", "--documents", "2", "--skip-bad-documents"]
+    data = [f"{tmp_path}/a.jsonl,weight=3", f"{tmp_path}/b.csv,weight=1"]
+    main(["data", *data, "--model", model, *options])
+    printed = capsys.readouterr().out
+    assert f"{tmp_path}/a.jsonl: sharegpt, 3 documents, weight 3: 3 of 4 in an epoch, each 1 times, " in printed
+    assert "keys that are not read: id" in printed and f"1 bad row left out: {tmp_path}" in printed
+    numbers = dict(line.split("  ", 1) for line in printed.splitlines() if "  " in line)
+    numbers = {name: value.strip() for name, value in numbers.items()}
+    chat = len("user\nhello") + len("assistant\nhi") + 2 * 3
+    assert numbers["documents"] == "4" and numbers["tokens"] == str(3 * chat + 71)
+    learned = 3 * 3 + 70
+    assert numbers["learned"].startswith(f"{learned} (") and numbers["masked"] == str(3 * chat + 71 - learned)
+    assert numbers["documents that are cut"] == "1" and numbers["tokens dropped by cuts"] == "0"
+    assert printed.count("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[[hi<|im_end|>]]\n") == 2
+
+
+def test_bad_rows_stop_it(tmp_path, model, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"txet": "x"}\n')
+    with pytest.raises(SystemExit):
+        main(["data", f"{tmp_path}/a.jsonl", "--model", model])
+    assert f'{tmp_path}/a.jsonl:2: needs an object with the key "text"; it has the keys txet' in capsys.readouterr().err
+
+
+def test_it_does_not_start_jax(tmp_path, model):
+    (tmp_path / "a.jsonl").write_text('{"text": "x y z"}\n')
+    code = f"import sys; from moe_jax.cli import main; main(['data', {str(tmp_path / 'a.jsonl')!r}, '--model', {model!r}])"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; assert 'jax' not in sys.modules"], capture_output=True, text=True, check=True
+    )
+    assert "[[ y z<|end|>]]" in done.stdout or "[[" in done.stdout
