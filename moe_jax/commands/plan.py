@@ -54,7 +54,7 @@ class PlanCommand:
     sequence_length: Annotated[int, tyro.conf.arg(aliases=["--seq-len"])] = 4096
     keys_per_token: float | None = None
     remat: Literal["no", "yes", "offload"] | None = None
-    param_dtype: Literal["bfloat16", "float32"] = "float32"
+    param_dtype: Literal["bfloat16", "float32"] | None = None
     moment_dtype: Literal["bfloat16", "float32"] = "float32"
     expert_load_imbalance: float = 1.0
     context_method: Literal["ring", "all_gather", "ulysses"] = "ring"
@@ -84,7 +84,7 @@ class PlanCommand:
             sequence_length=self.sequence_length,
             remat=None if self.remat is None else REMAT[self.remat],
             machine=found,
-            param_dtype=self.param_dtype,
+            param_dtype=self.param_dtype or "float32",
             moment_dtype=self.moment_dtype,
             keys_per_token=self.keys_per_token,
             expert_load_imbalance=self.expert_load_imbalance,

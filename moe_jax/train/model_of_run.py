@@ -1,5 +1,6 @@
 """The model of a training run that has not ended, or of an earlier step of one that has, from the run's checkpoints."""
 
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.layout import parameter_path, parameter_sharding
 from moe_jax.parallel.pipeline.chunks import pipe_of, stacked_shape
+from moe_jax.train.adapted_run import LORA, adapted_model
 from moe_jax.train.master_weights import join
 from moe_jax.train.rebalance import Places, move_experts
 from moe_jax.train.restored import restored
@@ -30,20 +32,23 @@ def model_of_run(
     param_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     pipe_chunks: int = 1,
+    base: str | Path | None = None,
 ) -> Decoder:
     """Reads the model from the checkpoint of `step`, without the optimizer's state.
 
-    If the run has bf16 parameters, a model with f32 parameters gets the masters (`train.master_weights`). The run may have
+    A run of adapters gives the weights that it began with, and the adapters beside them (`adapters.merge_adapter` adds them).
+    If another run has bf16 parameters, a model with f32 parameters gets the masters (`train.master_weights`). The run may have
     trained on any mesh.
 
     Args:
       run: the output folder of `finetune`.
       step: default: the step of the newest checkpoint.
       dtype, param_dtype, mesh, pipe_chunks: as in `from_pretrained`.
+      base: the folder or hub id of the weights beside adapters, if they are no longer where the run found them.
 
     Raises:
-      FileNotFoundError: `run` has no checkpoints, or none of this step.
-      ValueError: the layers cannot lie in the mesh's pipe.
+      FileNotFoundError: `run` has no checkpoints, or none of this step; or its base is not there.
+      ValueError: the layers cannot lie in the mesh's pipe. Or the base has other weights than the run began with.
     """
     pipe = pipe_of(mesh, pipe_chunks)
     folder = Path(run).expanduser() / "checkpoints"
@@ -55,6 +60,11 @@ def model_of_run(
     if step not in steps:
         raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {', '.join(map(str, steps))}")
     position = checkpoints.position(step)
+    if position["identity"].get(LORA) is not None:
+        if pipe.ranks > 1:
+            raise ValueError(f"{run} trained adapters, which do not lie in a pipe: take a mesh without pipe")
+        with closing(checkpoints):
+            return adapted_model(checkpoints, step, base=base, dtype=dtype, param_dtype=param_dtype, mesh=mesh)
     config = config_from_dict(position["identity"]["config"])
     layers = layers_in_pipe(config, pipe)
 
