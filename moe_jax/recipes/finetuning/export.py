@@ -3,14 +3,13 @@
 from pathlib import Path
 
 from moe_jax.adapters.save import CONFIG_FILE, save_adapter
+from moe_jax.adapters.source import ADAPTER_FOLDER
 from moe_jax.checkpoint.folders import check_replaceable
 from moe_jax.checkpoint.hf_save import save_pretrained
 from moe_jax.models.decoder import Decoder
 from moe_jax.recipes.finetuning.lock import output_lock
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
 from moe_jax.recipes.finetuning.settings_file import chosen_template
-
-MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapter"
 
 
 def export(model: Decoder, settings: FinetuneSettings) -> Path:
@@ -37,4 +36,4 @@ def check_destination(settings: FinetuneSettings) -> None:
 
 def destination(settings: FinetuneSettings) -> Path:
     """Returns the folder in the run's output that gets the trained model, or its adapter."""
-    return Path(settings.output).expanduser() / (MODEL_FOLDER if settings.lora is None else ADAPTER_FOLDER)
+    return Path(settings.output).expanduser() / ("model" if settings.lora is None else ADAPTER_FOLDER)
