@@ -127,5 +127,18 @@ def lora_of_options(
     return LoraSettings(**given) if given else None
 
 
+def options_of_lora(settings: LoraSettings) -> str:
+    """Returns the options that give these settings; the inverse of `lora_of_options`."""
+    options = [f"--lora.rank {settings.rank}"]
+    if settings.alpha != LoraSettings.alpha:
+        options.append(f"--lora.alpha {settings.alpha:g}")
+    if settings.targets is not None:
+        options.append(f"--lora.targets {' '.join(settings.targets)}")
+    if settings.ranks:
+        options.append("--lora.ranks " + " ".join(f"{name} {rank}" for name, rank in settings.ranks.items()))
+    flags = {"--lora.shared-outer": settings.shared_outer, "--lora.use-rslora": settings.use_rslora}
+    return " ".join([*options, *(name for name, is_set in flags.items() if is_set)])
+
+
 LoraOption = Annotated[LoraSettings | None, tyro.conf.arg(constructor=lora_of_options)]
 """The type of a command's field `lora`."""

@@ -37,7 +37,7 @@ def check_lora(
     mesh = {} if parallelism is None else dict(parallelism.mesh.shape)
     if problems := lora_problems(settings.lora, mesh, settings.shard_optimizer):
         raise ValueError("FinetuneSettings: " + "; ".join(problems))
-    return planned_lora(config, settings.lora)
+    return planned_lora(config, settings.lora).summary
 
 
 def identity_of_lora(settings: FinetuneSettings) -> dict[str, Any]:
