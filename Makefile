@@ -14,7 +14,7 @@ INSTALLED := .venv/installed-$(subst $(comma),-,$(EXTRAS))
 .PHONY: help demo fast test test-thorough lint docs cuda-compiler
 help:
 	@echo "make demo   train, resume, export and sample a small Qwen3-MoE on this machine: under 5 minutes on 2 cores"
-	@echo "            MODEL=deepseek_v3 or qwen3 (dense) takes another model; DEMO_OPTIONS='--steps 50' and others: moe-jax demo --help"
+	@echo "            MODEL=deepseek_v3 or qwen3 (dense) takes another model; DEMO_OPTIONS='--lora.rank 8' trains an adapter; moe-jax demo --help"
 	@echo "make fast   format, lint, types and the tests that matter most: 2 minutes; T=kernels runs those in tests/kernels"
 	@echo "make test   format, lint, types and the test suite; FILES='tests/layers tests/test_cli.py' runs these alone"
 	@echo "make test-thorough   and further sizes and combinations, some minutes more"

@@ -26,10 +26,10 @@ MAY_IMPORT = {
     "cost": {"runtime", "config", "kernels", "parallel", "layers", "models"},
     "generation": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint"},
     "serving": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "generation"},
-    "train": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint"},
+    "train": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters"},
     "check": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "cost", "generation"},
-    "recipes": {"runtime", "config", "parallel", "models", "checkpoint", "cost", "train"},
-    "demo": {"runtime", "config", "parallel", "models", "checkpoint", "generation", "train", "recipes"},
+    "recipes": {"runtime", "config", "parallel", "models", "checkpoint", "adapters", "cost", "train"},
+    "demo": {"runtime", "config", "parallel", "models", "checkpoint", "adapters", "generation", "train", "recipes"},
     "commands": {
         "runtime", "config", "kernels", "parallel", "models", "checkpoint", "adapters", "cost", "generation", "serving",
         "train", "check", "recipes", "demo",

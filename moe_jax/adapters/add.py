@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.adapters.settings import DEFAULT_TARGETS, LoraSettings
 from moe_jax.adapters.summary import LoraSummary, lora_summary
@@ -36,11 +36,15 @@ def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.
     for target in chosen:
         rank = settings.rank_of(target.kind, target.name, active_experts)
         adapter = _adapter_of(target, rank, settings, rngs)
-        if mesh is not None:
-            everywhere = NamedSharding(mesh, PartitionSpec())
-            nnx.update(adapter, jax.device_put(nnx.state(adapter), everywhere))
+        lay_everywhere(adapter, mesh)
         setattr(target.module, target.adapter, adapter)
     return lora_summary(model)
+
+
+def lay_everywhere(adapter: Adapter, mesh: Mesh | None) -> None:
+    """Puts the factors whole on every device of the mesh."""
+    if mesh is not None:
+        nnx.update(adapter, jax.device_put(nnx.state(adapter), NamedSharding(mesh, PartitionSpec())))
 
 
 def freeze(model: Decoder) -> None:

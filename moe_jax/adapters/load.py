@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file
 
-from moe_jax.adapters.add import check_can_adapt, freeze
+from moe_jax.adapters.add import check_can_adapt, freeze, lay_everywhere
 from moe_jax.adapters.names import PREFIX, ModulePart, modules_of
 from moe_jax.adapters.save import CONFIG_FILE, WEIGHTS_FILE
 from moe_jax.adapters.summary import LoraSummary, lora_summary
@@ -19,6 +19,7 @@ from moe_jax.adapters.targets import Target
 from moe_jax.checkpoint.hub import downloaded
 from moe_jax.layers.lora import Adapter
 from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.layout import mesh_of
 
 
 def load_adapter(model: Decoder, adapter: str | Path) -> LoraSummary:
@@ -48,10 +49,12 @@ def load_adapter(model: Decoder, adapter: str | Path) -> LoraSummary:
     factors = _factors_of_modules(load_file(folder / WEIGHTS_FILE), modules, config, folder)
     targets = list(dict.fromkeys(module.target for module in modules))
     stacks = _with_whole_experts([stack for target in targets if (stack := _stacked(target, modules, factors))], targets)
+    mesh = mesh_of(nnx.state(model, nnx.Param))
     freeze(model)
     for stack in stacks:
         made = Adapter(stack.a.shape, stack.b.shape, scale=1.0, rngs=nnx.Rngs(0))
         made.a[...], made.b[...] = jax.numpy.asarray(stack.a), jax.numpy.asarray(stack.b)
+        lay_everywhere(made, mesh)
         setattr(stack.target.module, stack.target.adapter, made)
     return lora_summary(model)
 

@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from moe_jax.adapters.names import PREFIX, ModulePart, modules_of
-from moe_jax.checkpoint.companions import write_json
+from moe_jax.checkpoint.companions import TOKENIZER_FILES, tokenizer_contents, write_json
 from moe_jax.checkpoint.folders import replaced_folder
 from moe_jax.layers.lora import Adapter, has_adapters
 from moe_jax.models.decoder import Decoder
@@ -17,20 +17,33 @@ from moe_jax.runtime.processes import is_first_process
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
-def save_adapter(model: Decoder, folder: str | Path) -> None:
-    """Writes the adapters into `folder`, under PEFT's names with each expert apart, in f32.
+def save_adapter(
+    model: Decoder,
+    folder: str | Path,
+    *,
+    base: str | None = None,
+    tokenizer_from: str | Path | None = None,
+    chat_template: str | None = None,
+) -> None:
+    """Writes the adapters into `folder`, under PEFT's names with each expert apart, in f32, with the tokenizer's files.
 
     The folder gets adapter_model.safetensors and adapter_config.json, and is replaced as a whole at the end. Its config gives
     the experts' rank, and other ranks by module. The number alpha / rank is the same everywhere, because vLLM reads only one.
     A factor b of another scale is written times the scales' ratio. Factors that experts share are written for each of them.
 
+    Args:
+      base: the folder or hub id of the frozen weights, for readers of the file. Default: the folder that they came from.
+      tokenizer_from, chat_template: as in `save_pretrained`.
+
     Raises:
       ValueError: the model has no adapters.
+      FileNotFoundError: `tokenizer_from` has no tokenizer files, or is neither a folder nor a model on the hub.
       FileExistsError: `folder` is a file, or has files and no adapter_config.json.
     """
     if not has_adapters(model):
         raise ValueError("the model has no adapters to save")
     modules = [module for module in modules_of(model) if module.target.found is not None]
+    tokenizer = tokenizer_contents(tokenizer_from, model.source, chat_template)
     main = next((module for module in modules if module.expert is not None), modules[0])
     scale = _adapter(main).scale
     tensors: dict[str, np.ndarray] = {}
@@ -42,10 +55,13 @@ def save_adapter(model: Decoder, folder: str | Path) -> None:
         a, b = (_own(factor[module.layer], module.expert) for factor in on_host[key])
         tensors[f"{PREFIX}{module.name}.lora_A.weight"] = np.ascontiguousarray(a)
         tensors[f"{PREFIX}{module.name}.lora_B.weight"] = np.ascontiguousarray(b[module.rows])
-    with replaced_folder(folder, (CONFIG_FILE, "adapter_model*"), marker=CONFIG_FILE) as target:
+    replaces = CONFIG_FILE, "adapter_model*", *(TOKENIZER_FILES if tokenizer else ())
+    with replaced_folder(folder, replaces, marker=CONFIG_FILE) as target:
         if is_first_process():
             save_file(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
-            write_json(target / CONFIG_FILE, _config(model, modules, main, scale))
+            write_json(target / CONFIG_FILE, _config(base or model.source, model, modules, main, scale))
+            for name, content in tokenizer.items():
+                (target / name).write_bytes(content)
 
 
 def _adapter(module: ModulePart) -> Adapter:
@@ -58,13 +74,13 @@ def _own(factor: np.ndarray, expert: int | None) -> np.ndarray:
     return factor if expert is None else factor[expert if len(factor) > 1 else 0]
 
 
-def _config(model: Decoder, modules: list[ModulePart], main: ModulePart, scale: float) -> dict[str, Any]:
+def _config(base: str | None, model: Decoder, modules: list[ModulePart], main: ModulePart, scale: float) -> dict[str, Any]:
     rank = _adapter(main).rank
     ranks = {_pattern(module): _adapter(module).rank for module in modules if _adapter(module).rank != rank}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None if model.source is None else str(model.source),
+        "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": scale * rank,
         "rank_pattern": ranks,

@@ -48,11 +48,8 @@ class Companions:
         dtype = model.embed_tokens.weight.dtype.name
         self.config = config_to_dict(model.config) | {"dtype": dtype, "torch_dtype": dtype}
         self.generation = generation_config(model.source, model.config)
-        tokenizer = tokenizer_files(tokenizer_from, model.source)
-        self.tokenizer = {file.name: file.read_bytes() for file in tokenizer}
-        if tokenizer and chat_template is not None:
-            self.tokenizer = _with_template(self.tokenizer, chat_template)
-        self.replaces = MODEL_FILES + (TOKENIZER_FILES if tokenizer else ())
+        self.tokenizer = tokenizer_contents(tokenizer_from, model.source, chat_template)
+        self.replaces = MODEL_FILES + (TOKENIZER_FILES if self.tokenizer else ())
 
     def write(self, folder: Path) -> None:
         """Writes the files into `folder`."""
@@ -96,6 +93,12 @@ def tokenizer_files(tokenizer_from: str | Path | None, source: str | None) -> li
             f"tokenizer_from={str(folder)!r} has no tokenizer; it must hold one of {', '.join(TOKENIZER_FILES)}"
         )
     return files
+
+
+def tokenizer_contents(tokenizer_from: str | Path | None, source: str | None, chat_template: str | None) -> dict[str, bytes]:
+    """Reads the files of `tokenizer_files`, by name, with `chat_template` in place of the tokenizer's own if it is given."""
+    files = {file.name: file.read_bytes() for file in tokenizer_files(tokenizer_from, source)}
+    return _with_template(files, chat_template) if files and chat_template is not None else files
 
 
 def _with_template(files: dict[str, bytes], chat_template: str) -> dict[str, bytes]:

@@ -25,7 +25,8 @@ class ChatCommand:
     moe-jax chat runs/demo/model --system "Answer in one sentence." --temperature 0.7
 
     Args:
-      model: a Hugging Face folder or hub id, whose tokenizer has a chat template.
+      model: a Hugging Face folder or hub id, whose tokenizer has a chat template. Or the output folder of a run that trained
+        an adapter, which names its weights.
       system: a first message that tells the model how to answer.
       max_new_tokens: maximum number of tokens of an answer. Default: as many as fit into `max_length`.
       max_length: maximum number of tokens of the whole conversation. Default: 8192, or fewer if the model has fewer.
@@ -56,6 +57,7 @@ class ChatCommand:
 
     def run(self) -> None:
         """Loads the model, then answers each line of standard input."""
+        from moe_jax.adapters.source import source_of
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
         from moe_jax.generation.text import chat_prompts
@@ -66,8 +68,9 @@ class ChatCommand:
         from moe_jax.serving.limits import EngineLimits
         from moe_jax.serving.request import SamplingOptions
 
-        folder = find_checkpoint(self.model)
-        config, tokenizer = read_config(folder, mtp=self.drafts), load_tokenizer(folder)
+        source = source_of(self.model, self.adapter)
+        folder = find_checkpoint(source.weights)
+        config, tokenizer = read_config(folder, mtp=self.drafts), load_tokenizer(source.tokenizer or folder)
         template_options = {} if self.think else {"enable_thinking": False}
         # Refuses a tokenizer without a template before weights are read.
         chat_prompts(tokenizer, ["a question"], None, template_options)
@@ -89,7 +92,7 @@ class ChatCommand:
         )
         check_drafting(int(self.drafts), config, limits)
         print("loading ...", file=sys.stderr)
-        model = with_adapter(from_pretrained(folder, dtype=self.dtype, mtp=self.drafts), self.adapter)
+        model = with_adapter(from_pretrained(folder, dtype=self.dtype, mtp=self.drafts), source.adapter)
         engine = Engine(model, limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
         if self.max_new_tokens is None:
             options = replace(options, max_new_tokens=0)

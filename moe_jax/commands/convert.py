@@ -1,12 +1,18 @@
-"""`moe-jax convert`: converts a checkpoint between Hugging Face's layout and Orbax."""
+"""`moe-jax convert`: converts a checkpoint between Hugging Face's layout and Orbax, and writes adapters or merges them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from moe_jax.commands.options import Dtype, with_adapter
+from moe_jax.commands.options import Dtype
+
+if TYPE_CHECKING:
+    from moe_jax.checkpoint.stored_dtype import StoredDtype
+    from moe_jax.models.decoder import Decoder
+    from moe_jax.train.run_checkpoints import RunCheckpoint
 
 
 @dataclass(frozen=True)
@@ -19,16 +25,21 @@ class ConvertCommand:
 
     moe-jax convert runs/mine out/hf --to hf --tokenizer Qwen/Qwen3-30B-A3B
 
-    moe-jax convert Qwen/Qwen3-30B-A3B out/merged --to hf --adapter out/adapter
+    moe-jax convert runs/lora out/merged --merge
+
+    moe-jax convert runs/lora out/adapter --to adapter
 
     Args:
       source: a Hugging Face folder or hub id, an Orbax folder that this command wrote, or the output folder of a training run
         that has checkpoints.
       target: the folder to write; it is complete or absent.
-      to: the layout to write.
+      to: the layout to write. "adapter" is PEFT's, for a run that trained an adapter. Default: hf with --merge, else orbax.
       dtype: the dtype of the weights in the target. Default: the source's. FP8 becomes bfloat16; a training run gives its
         float32 master weights.
-      adapter: a folder or hub id of an adapter (LoRA) that is added to the weights, in float32, and rounded once.
+      adapter: a folder or hub id of an adapter (LoRA) that is merged into the source's weights, as by --merge.
+      merge: add the adapter that a run trained to its weights, in float32, and round once. The target is then compared with
+        the weights and the adapter, tensor by tensor.
+      base: the folder or hub id of the weights that a run's adapter belongs to. Default: where the run found them.
       step: the step of a training run's checkpoint. Default: the newest.
       tokenizer: the folder or hub id whose tokenizer files are copied. Default: the source's files, if it has any; for a
         training run, the tokenizer that it was trained with.
@@ -36,42 +47,107 @@ class ConvertCommand:
 
     source: tyro.conf.Positional[str]
     target: tyro.conf.Positional[str]
-    to: Literal["orbax", "hf"] = "orbax"
+    to: Literal["orbax", "hf", "adapter"] | None = None
     dtype: Dtype | None = None
     adapter: str | None = None
+    merge: bool = False
+    base: str | None = None
     step: int | None = None
     tokenizer: str | None = None
 
     def run(self) -> None:
         """Loads the source and writes the target."""
+        from moe_jax.train.adapted_run import trained_adapters
+        from moe_jax.train.run_checkpoints import open_run
+
+        if not (Path(self.source).expanduser() / "checkpoints").is_dir():
+            if self.step is not None:
+                raise ValueError(f"--step is for the output folder of a training run; {self.source} has no checkpoints")
+            self._convert_model(None)
+            return
+        with open_run(self.source, self.step) as checkpoint:
+            (self._convert_adapter if trained_adapters(checkpoint) else self._convert_model)(checkpoint)
+
+    def _convert_model(self, run: "RunCheckpoint | None") -> None:
+        """Writes a checkpoint, or the model of a run that trained all parameters, perhaps with an adapter merged into it."""
+        from moe_jax.adapters import load_adapter
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
-        from moe_jax.checkpoint.hf_save import save_pretrained
-        from moe_jax.checkpoint.orbax_params import load_orbax, save_orbax
+        from moe_jax.checkpoint.orbax_params import load_orbax
         from moe_jax.checkpoint.stored_dtype import StoredDtype, stored_dtype
-        from moe_jax.recipes.finetuning.settings_file import chosen_template
         from moe_jax.train import model_of_run
 
-        is_run, is_orbax = ((Path(self.source).expanduser() / name).is_dir() for name in ("checkpoints", "params"))
-        if self.step is not None and not is_run:
-            raise ValueError(f"--step is for the output folder of a training run; {self.source} has no checkpoints")
-        source = self.source if is_run or is_orbax else find_checkpoint(self.source)
-        stored = StoredDtype("float32") if is_run else stored_dtype(source)
+        if self.to == "adapter" or self.base is not None or (self.merge and self.adapter is None):
+            raise ValueError(
+                "--to adapter, --merge and --base are for the output folder of a run that trained an adapter, which "
+                f"{self.source} is not; --adapter merges the adapter of a folder"
+            )
+        is_orbax = (Path(self.source).expanduser() / "params").is_dir()
+        source = self.source if run or is_orbax else find_checkpoint(self.source)
+        stored = StoredDtype("float32") if run else stored_dtype(source)
         dtype = self.dtype or stored.name
+
+        def load() -> "Decoder":
+            if run:
+                return model_of_run(source, step=run.step, dtype=dtype)
+            # No adapter can be put beside modules that predict further tokens.
+            return load_orbax(source, dtype=dtype) if is_orbax else from_pretrained(source, dtype=dtype, mtp=not self.adapter)
+
+        adapter = self.adapter
+        self._write(load, stored, None if adapter is None else lambda model: load_adapter(model, adapter))
+
+    def _convert_adapter(self, run: "RunCheckpoint") -> None:
+        """Writes the adapter of a run, or the weights that it belongs to with the adapter added."""
+        from moe_jax.adapters import save_adapter
+        from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
+        from moe_jax.checkpoint.stored_dtype import stored_dtype
+        from moe_jax.train.adapted_run import BASE, adapters_alone, add_adapters, checked_base
+
+        if self.adapter is not None or (self.to == "adapter") == self.merge:
+            raise ValueError(
+                f"{self.source} trained an adapter: give either --to adapter, for the adapter alone, or --merge, for its "
+                "weights with the adapter added"
+            )
+        if self.to == "adapter":
+            save_adapter(adapters_alone(run), self.target, base=self.base or run.position.get(BASE), **self._companions())
+            print(f"wrote {self.target}: the adapter of step {run.step}")
+            return
+        base = find_checkpoint(checked_base(run, self.base))
+        stored = stored_dtype(base)
+
+        def load() -> "Decoder":
+            return from_pretrained(base, dtype=self.dtype or stored.name, mtp=False)
+
+        self._write(load, stored, lambda model: add_adapters(model, run))
+
+    def _write(
+        self, load: Callable[[], "Decoder"], stored: "StoredDtype", adapt: Callable[["Decoder"], Any] | None = None
+    ) -> None:
+        """Writes the model, with the adapters that `adapt` puts beside it merged into its weights."""
+        from moe_jax.adapters.write_merged import write_merged
+        from moe_jax.checkpoint.hf_save import save_pretrained
+        from moe_jax.checkpoint.orbax_params import save_orbax
+
         if self.dtype is None and stored.remark:
             print(stored.remark)
-        if is_run:
-            model = model_of_run(source, step=self.step, dtype=dtype)
-        else:
-            model = (load_orbax if is_orbax else from_pretrained)(source, dtype=dtype)
-        model = with_adapter(model, self.adapter)
         replaces = (Path(self.target).expanduser() / "config.json").is_file()
-        save = save_orbax if self.to == "orbax" else save_pretrained
-        template = chosen_template(Path(self.source).expanduser()) if is_run else None
-        tokenizer = self.tokenizer or (_tokenizer_of_run(Path(self.source).expanduser()) if is_run else None)
-        save(model, self.target, tokenizer_from=tokenizer, chat_template=template)
+        save = save_pretrained if (self.to or ("hf" if self.merge else "orbax")) == "hf" else save_orbax
+        if adapt is None:
+            save(load(), self.target, **self._companions())
+        else:
+            write_merged(load, adapt, save, self.target, **self._companions())
+        dtype = self.dtype or stored.name
         rounded = f", rounded from {stored.name}" if _loses_bits(stored.name, dtype) else ""
         replaced = "; the checkpoint that was there is replaced" if replaces else ""
         print(f"wrote {self.target} in {dtype}{rounded}{replaced}")
+
+    def _companions(self) -> dict[str, Any]:
+        """Returns the tokenizer to write, and the chat template that takes the place of its own."""
+        from moe_jax.recipes.finetuning.settings_file import chosen_template
+
+        run = Path(self.source).expanduser()
+        if not (run / "checkpoints").is_dir():
+            return {"tokenizer_from": self.tokenizer, "chat_template": None}
+        return {"tokenizer_from": self.tokenizer or _tokenizer_of_run(run), "chat_template": chosen_template(run)}
 
 
 def _tokenizer_of_run(output: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from moe_jax.commands.options import LoraOption
 from moe_jax.demo.run import DemoSettings, run_demo
 from moe_jax.runtime.processes import imitate_devices
 
@@ -9,6 +10,7 @@ from moe_jax.runtime.processes import imitate_devices
 @dataclass(frozen=True)
 class DemoCommand(DemoSettings):  # noqa: D101 (the settings' own)
     __doc__ = DemoSettings.__doc__
+    lora: LoraOption = None
 
     def run(self) -> None:
         """Runs the demo. On a CPU its mesh consists of imitated devices."""

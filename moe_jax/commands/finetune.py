@@ -1,11 +1,11 @@
 """`moe-jax finetune`: the fields of `FinetuneSettings` as options, in groups."""
 
 from dataclasses import MISSING, field, fields, make_dataclass
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import tyro
 
+from moe_jax.commands.options import LoraOption
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
 
@@ -38,7 +38,8 @@ def settings_of(command: Any) -> FinetuneSettings:
       ValueError: `FinetuneSettings` refuses the values.
     """
     groups = (vars(getattr(command, _attribute(name))) for name in GROUPS)
-    return FinetuneSettings(mesh=command.mesh, **{name: value for group in groups for name, value in group.items()})
+    own = {"lora": command.lora, "mesh": command.mesh}
+    return FinetuneSettings(**own, **{name: value for group in groups for name, value in group.items()})
 
 
 def _run(command: Any) -> None:
@@ -46,10 +47,8 @@ def _run(command: Any) -> None:
 
     A run that was told to stop exits with status 143, the status of a program that SIGTERM ended.
     """
-    from moe_jax.checkpoint.hf_save import save_pretrained
     from moe_jax.recipes import dry_run, finetune
-    from moe_jax.recipes.finetuning.lock import output_lock
-    from moe_jax.recipes.finetuning.settings_file import chosen_template
+    from moe_jax.recipes.finetuning.export import export
     from moe_jax.runtime import processes
 
     settings = command.settings
@@ -62,12 +61,10 @@ def _run(command: Any) -> None:
         if first:
             print(f"stopped after step {result.step} and saved; the same command goes on from there", flush=True)
         processes.leave(143)
-    folder = Path(settings.output).expanduser() / "model"
-    template = None if settings.chat_template is None else chosen_template(folder.parent)
-    with output_lock(folder.parent):
-        save_pretrained(result.model, folder, tokenizer_from=settings.tokenizer, chat_template=template)
+    folder = export(result.model, settings)
     if first:
-        print(f"trained to step {result.step}; Hugging Face checkpoint in {folder}")
+        what = "Hugging Face checkpoint" if settings.lora is None else "adapter, for PEFT too,"
+        print(f"trained to step {result.step}; {what} in {folder}")
 
 
 def _group(title: str) -> Any:
@@ -95,7 +92,11 @@ def _attribute(title: str) -> str:
 
 FinetuneCommand = make_dataclass(
     "FinetuneCommand",
-    [*((_attribute(title), _group(title)) for title in GROUPS), ("mesh", MeshShape, field(default=MeshShape()))],
+    [
+        *((_attribute(title), _group(title)) for title in GROUPS),
+        ("lora", LoraOption, field(default=None)),
+        ("mesh", MeshShape, field(default=MeshShape())),
+    ],
     frozen=True,
     namespace={"run": _run, "settings": property(settings_of)},
 )

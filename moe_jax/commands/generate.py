@@ -25,7 +25,7 @@ class GenerateCommand:
     moe-jax generate Qwen/Qwen3-235B-A22B --devices 8 --prompt "import os"
 
     Args:
-      model: a Hugging Face folder or hub id.
+      model: a Hugging Face folder or hub id. Or the output folder of a run that trained an adapter, which names its weights.
       prompt: the text to continue. The tokenizer adds the special tokens that begin a text, if it has any.
       chat: treat the prompt as a user's message: apply the tokenizer's chat template and print only the answer.
       max_new_tokens: maximum number of new tokens. Generation stops earlier at an end token, which generation_config.json or
@@ -58,6 +58,7 @@ class GenerateCommand:
 
     def run(self) -> None:
         """Prints the prompt and its continuation, or the answer."""
+        from moe_jax.adapters.source import source_of
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
         from moe_jax.generation import generate, generate_with_drafts
@@ -67,9 +68,10 @@ class GenerateCommand:
         from moe_jax.runtime.processes import is_first_process
 
         count = device_count(self.devices)
-        folder = find_checkpoint(self.model)
+        source = source_of(self.model, self.adapter)
+        folder = find_checkpoint(source.weights)
         config = read_config(folder, mtp=self.drafts)
-        mesh, tokenizer = self._mesh(count, config), load_tokenizer(folder)
+        mesh, tokenizer = self._mesh(count, config), load_tokenizer(source.tokenizer or folder)
         encode = chat_prompts if self.chat else completion_tokens
         (prompt,) = encode(tokenizer, [self.prompt])
         options: dict[str, Any] = dict(
@@ -80,9 +82,9 @@ class GenerateCommand:
         checked_request(config, prompt, **options)
         if self.drafts:
             check_drafts(config)
-        if self.adapter is not None and mesh is not None:
-            raise ValueError("--adapter is for one device; write the merged model first: moe-jax convert --adapter")
-        model = with_adapter(from_pretrained(folder, dtype=self.dtype, mtp=self.drafts, mesh=mesh), self.adapter)
+        if source.adapter is not None and mesh is not None:
+            raise ValueError("an adapter is for one device; write the merged model first: moe-jax convert --merge")
+        model = with_adapter(from_pretrained(folder, dtype=self.dtype, mtp=self.drafts, mesh=mesh), source.adapter)
         new: Any
         if self.drafts:
             new, drafts = generate_with_drafts(model, prompt, seed=self.seed, **options)

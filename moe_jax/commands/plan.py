@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from moe_jax.commands.options import config_of
+from moe_jax.commands.options import LoraOption, config_of, options_of_lora
 from moe_jax.cost.gpus import machine
 
 
@@ -19,6 +19,8 @@ class PlanCommand:
     moe-jax plan qwen3-235b-a22b --devices 512 --rows 4096 --moment-dtype bfloat16
 
     moe-jax plan qwen3-0.6b --devices 1 --gpu rtx4090
+
+    moe-jax plan qwen3-30b-a3b --devices 1 --lora.rank 32
 
     docs/scaling.md compares predictions for NVIDIA H200 with measurements. Rates of other GPUs are scaled from the H200's by
     data sheets; none was measured.
@@ -34,6 +36,7 @@ class PlanCommand:
       keys_per_token: mean number of keys that a token attends to; packed documents have fewer than half a row.
       remat: recompute layers in the backward pass (offload: also keep their inputs in host memory). Default: no and yes are
         tried, and offload where yes does not fit.
+      lora: as in `moe-jax finetune`. The time of adapters is that of reading and writing their rows; none was measured yet.
       param_dtype: as in `moe-jax finetune`.
       moment_dtype: as in `moe-jax finetune`.
       expert_load_imbalance: choices computed by the busiest device, over the mean of all devices.
@@ -54,7 +57,8 @@ class PlanCommand:
     sequence_length: Annotated[int, tyro.conf.arg(aliases=["--seq-len"])] = 4096
     keys_per_token: float | None = None
     remat: Literal["no", "yes", "offload"] | None = None
-    param_dtype: Literal["bfloat16", "float32"] = "float32"
+    lora: LoraOption = None
+    param_dtype: Literal["bfloat16", "float32"] | None = None
     moment_dtype: Literal["bfloat16", "float32"] = "float32"
     expert_load_imbalance: float = 1.0
     context_method: Literal["ring", "all_gather", "ulysses"] = "ring"
@@ -68,9 +72,17 @@ class PlanCommand:
         """Prints the table, and writes the batch script if asked."""
         from moe_jax.cost.plan import REMAT, plan
         from moe_jax.cost.plan_table import format_plan
+        from moe_jax.cost.planned_step import PlannedAdapters
         from moe_jax.cost.slurm import write_batch_script
 
-        config = config_of(self.config)
+        config, adapters = config_of(self.config), None
+        if self.lora is not None:
+            from moe_jax.adapters.planned import planned_lora
+
+            config = config.without_mtp()
+            planned = planned_lora(config, self.lora)
+            print(planned.summary)
+            adapters = PlannedAdapters(planned.summary.parameters, planned.moved_elements, options_of_lora(self.lora))
         if self.limit < 1:
             raise ValueError(f"limit must be at least 1; got {self.limit}")
         if self.sequence_length < 2:
@@ -84,7 +96,7 @@ class PlanCommand:
             sequence_length=self.sequence_length,
             remat=None if self.remat is None else REMAT[self.remat],
             machine=found,
-            param_dtype=self.param_dtype,
+            param_dtype=self.param_dtype or ("float32" if self.lora is None else "bfloat16"),
             moment_dtype=self.moment_dtype,
             keys_per_token=self.keys_per_token,
             expert_load_imbalance=self.expert_load_imbalance,
@@ -92,6 +104,7 @@ class PlanCommand:
             hops=self.hops or ("copies" if self.devices <= self.hosts_of else "nccl"),
             capacity_factor=self.capacity_factor,
             shard_optimizer=self.shard_optimizer,
+            adapters=adapters,
         )
         hosts = f"{self.devices} x {found.name} ({found.memory / 2**30:.0f} GiB to use) in hosts of {self.hosts_of}"
         print(f"{self.config}, {hosts}, {rows} x {self.sequence_length} tokens a step; predicted, not measured")

@@ -24,7 +24,7 @@ class ServeCommand:
     -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
 
     Args:
-      model: a Hugging Face folder or hub id.
+      model: a Hugging Face folder or hub id. Or the output folder of a run that trained an adapter, which names its weights.
       host: the address to listen on. Default: this machine alone can reach the server. 0.0.0.0: all can.
       port: the port to listen on; 0 takes one that is free.
       name: the model's name in the API. Default: the hub id, or the folder's name.
@@ -62,6 +62,7 @@ class ServeCommand:
             import uvicorn  # noqa: F401
         except ImportError as error:
             raise ImportError(f"{error}: moe-jax serve needs `pip install 'moe_jax[serve]'`") from error
+        from moe_jax.adapters.source import source_of
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
         from moe_jax.serving.defaults import model_defaults
@@ -80,12 +81,13 @@ class ServeCommand:
             request_seconds=self.request_seconds,
             shutdown_seconds=self.shutdown_seconds,
         )
-        folder = find_checkpoint(self.model)
-        config, tokenizer = read_config(folder, mtp=self.drafts), load_tokenizer(folder)
+        source = source_of(self.model, self.adapter)
+        folder = find_checkpoint(source.weights)
+        config, tokenizer = read_config(folder, mtp=self.drafts), load_tokenizer(source.tokenizer or folder)
         limits = self.sizes.engine_limits(config, self.max_waiting)
         check_drafting(int(self.drafts), config, limits)
         defaults = model_defaults(folder, config, tokenizer)
         bound = bind(self.host, self.port)
-        model = with_adapter(from_pretrained(folder, dtype=self.dtype, mtp=self.drafts), self.adapter)
+        model = with_adapter(from_pretrained(folder, dtype=self.dtype, mtp=self.drafts), source.adapter)
         engine = Engine(model, limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
         run_server(Service(engine, defaults, settings), bound)

@@ -39,15 +39,20 @@ def forward_flops_per_token(config: ModelConfig, seq_len: float) -> float:
     return 2 * _matmul_parameters(config, every_expert=False) + _score_flops(config) * attended
 
 
-def training_flops_per_token(config: ModelConfig, seq_len: float) -> float:
+def training_flops_per_token(config: ModelConfig, seq_len: float, *, frozen: bool = False) -> float:
     """Returns the FLOPs of one token in a training step: three times the forward pass.
 
     The backward pass computes two gradients per matmul. Recomputation does not count. MTP modules count, each with the
     vocabulary projection. Qwen3-30B-A3B at seq_len 4096: 23.1e9.
+
+    Args:
+      frozen: the weights get no gradients, which leaves one gradient per matmul with a weight. Adapters do not count.
     """
     scores = len(config.mtp_stages) * _score_flops(config) * seq_len / 2
     modules = 2 * _mtp_matmul_parameters(config, every_expert=False) + scores
-    return 3 * (forward_flops_per_token(config, seq_len) + modules)
+    whole = 3 * (forward_flops_per_token(config, seq_len) + modules)
+    of_weights = 2 * (_matmul_parameters(config, every_expert=False) + _mtp_matmul_parameters(config, every_expert=False))
+    return whole - of_weights if frozen else whole
 
 
 def _score_flops(config: Any) -> int:

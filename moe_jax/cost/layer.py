@@ -41,11 +41,12 @@ class ExpertsWork:
     inter: int
 
 
-def experts_seconds(work: ExpertsWork, machine: Machine) -> Passes:
+def experts_seconds(work: ExpertsWork, machine: Machine, *, frozen: bool = False) -> Passes:
     """Returns the seconds of backend `mosaic`, whose kernels run one after another.
 
     A matmul computes whole tiles of 128 rows, or of 64 rows where experts have at most 64 on average. The last tile of an
-    expert is half empty on average. If reading the weights takes longer than the FLOPs, that time counts.
+    expert is half empty on average. If reading the weights takes longer than the FLOPs, that time counts. Frozen weights have
+    no gradients, and their backward pass gathers no rows of x.
     """
     fill = 32 if work.rows <= 64 * work.experts else 64
     filled = work.rows + fill * work.experts
@@ -65,6 +66,8 @@ def experts_seconds(work: ExpertsWork, machine: Machine) -> Passes:
     gate_up, down = matmul(2), matmul(1)
     # d_act, dw_down; dx, dw_gate_up; gathers of dy and x, the sum of dx.
     backward = matmul(1, machine.experts_d_act) + down + 2 * gate_up + 2 * gather + combine
+    if frozen:
+        backward = matmul(1, machine.experts_d_act) + gate_up + gather + combine
     overhead = machine.experts_overhead
     # Recomputation stops before the down projection: backward does not need the layer's output.
     again = overhead + plan + gather + gate_up
@@ -93,10 +96,13 @@ def router_seconds(tokens: int, hidden: int, num_experts: int, machine: Machine,
     return Passes(forward, forward, 2 * read)
 
 
-def matmul_seconds(tokens: int, weights: float, machine: Machine) -> Passes:
-    """Returns the seconds of projections with `weights` weights: 2 FLOPs per weight and token forward, 4 backward."""
+def matmul_seconds(tokens: int, weights: float, machine: Machine, *, frozen: bool = False) -> Passes:
+    """Returns the seconds of projections with `weights` weights: 2 FLOPs per weight and token forward, 4 backward.
+
+    Frozen weights take 2 backward.
+    """
     forward = 2 * tokens * weights / machine.dense_matmul
-    return Passes(forward, forward, 2 * forward)
+    return Passes(forward, forward, forward if frozen else 2 * forward)
 
 
 def elementwise_seconds(tokens: int, elements: float, machine: Machine) -> Passes:

@@ -13,7 +13,7 @@ layers add to the sums directly, and several micro-batches are in flight.
 from typing import NamedTuple
 
 from moe_jax.cost.layer import ELEMENT
-from moe_jax.cost.planned_step import BYTES, PlannedStep
+from moe_jax.cost.planned_step import BYTES, PlannedAdapters, PlannedStep
 from moe_jax.cost.workspace import (
     activations,
     backward_workspace,
@@ -28,6 +28,8 @@ from moe_jax.cost.workspace import (
 
 def memory_bytes(step: PlannedStep) -> dict[str, float]:
     """Returns the peak by part, in bytes. `workspace` is the rest of the peak after the other four parts."""
+    if step.adapters is not None:
+        return _of_adapters(step, step.adapters)
     own, updated = sum(p.own_size for p in step.parameters), sum(map(step.updated_size, step.parameters))
     of_param = BYTES[step.param_dtype]
     held = _of_joined_passes(step) if step.joins_passes else _of_passes_in_turn(step)
@@ -38,6 +40,24 @@ def memory_bytes(step: PlannedStep) -> dict[str, float]:
         "gradients": held.gradients,
         "activations": min(held.kept, held.peak - held.gradients),
         "workspace": held.peak - held.gradients - min(held.kept, held.peak - held.gradients),
+    }
+
+
+def _of_adapters(step: PlannedStep, adapters: PlannedAdapters) -> dict[str, float]:
+    """Returns the peak of a step that trains adapters: frozen weights have no gradients, and the head's is not made.
+
+    The sums of micro-batches lie beside a micro-batch's gradients. AdamW uses one more array of each adapter.
+    """
+    trained = 4 * adapters.parameters
+    gradients = trained * (2 if step.accumulates else 1)
+    kept = sum(_layers_kept(step, stage.num_layers) * kept_by_layer(step, stage) for stage in step.stages)
+    passes = kept + max(backward_workspace(step), loss_workspace(step, step.tokens))
+    return {
+        "parameters": BYTES[step.param_dtype] * sum(p.own_size for p in step.parameters) + trained,
+        "moments": 2 * BYTES[step.moment_dtype] * adapters.parameters,
+        "gradients": gradients,
+        "activations": kept,
+        "workspace": max(passes, trained) - kept,
     }
 
 

@@ -69,6 +69,9 @@ def _remedy(prediction: Prediction) -> str:
     if state < prediction.machine.memory:
         return f"{prediction.step.tokens} tokens a GPU are too many: take fewer or shorter rows, or more devices."
     step, alone = prediction.step, f"Parameters, moments and gradients alone are {state / 2**30:.0f}"
+    if step.adapters is not None:
+        smaller = "" if step.param_dtype == "bfloat16" else ", or bf16 parameters"
+        return f"{alone}, and beside adapters each GPU holds all weights: take GPUs with more memory{smaller}."
     whole = (4 + 2 * BYTES[step.moment_dtype] + BYTES[step.param_dtype]) * num_parameters(step.config)
     devices = math.ceil(whole / prediction.machine.memory)
     if step.mesh.size >= devices:
@@ -104,5 +107,6 @@ def flags(step: PlannedStep) -> str:
     hops = f"--hops {step.hops}" if step.mesh.size > 1 else ""
     remat = {False: "--no-remat", True: "", "offload": "--offload"}[step.remat]
     optimizer = "--shard-optimizer" if step.shard_optimizer and step.mesh.data > 1 else ""
-    parts = (axes, chunks, batch, micro_batches, dtypes, capacity, hops, overlap, remat, optimizer)
+    lora = "" if step.adapters is None else step.adapters.options
+    parts = (lora, axes, chunks, batch, micro_batches, dtypes, capacity, hops, overlap, remat, optimizer)
     return " ".join(part for part in parts if part)

@@ -3,7 +3,7 @@
 import functools
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from moe_jax.config import ExpertsSpec, ModelConfig, Stage
 from moe_jax.cost.parameters import Parameter, num_piped_layers, parameters, piped_stage
@@ -18,6 +18,16 @@ from moe_jax.parallel.sequence.ring import devices_per_ring_step
 
 Dtype = Literal["bfloat16", "float32"]
 BYTES = {"bfloat16": 2, "float32": 4}
+
+
+class PlannedAdapters(NamedTuple):
+    """Adapters (LoRA) that are trained beside frozen weights, whole on every device and in float32."""
+
+    parameters: int
+    moved_elements: float
+    """Elements of rows that all adapters read and write in the forward pass of one token."""
+    options: str
+    """The options of `moe-jax finetune` that train them."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,8 @@ class PlannedStep:
       gradient_accumulation: micro-batches of the step.
       pipe_chunks: chunks of layers on each rank of a pipe.
       overlap_micro_batches: as in `parallel.Parallelism`; the passes of a pipe always overlap.
+      adapters: train these; the parameters are frozen then, without gradients, moments and masters. Needs a mesh of one device,
+        or of several along data. None: train all parameters.
 
     Raises:
       ValueError: the mesh does not divide the rows, the experts or the sequence, or a field has an invalid value. One error
@@ -65,6 +77,7 @@ class PlannedStep:
     gradient_accumulation: int = 1
     pipe_chunks: int = 1
     overlap_micro_batches: bool | None = None
+    adapters: PlannedAdapters | None = None
 
     def __post_init__(self):
         problems = _problems(self)
@@ -262,6 +275,8 @@ def _problems(step: PlannedStep) -> list[str]:
 
 def _problems_of_mesh(step: PlannedStep) -> list[str]:
     problems, config, mesh = [], step.config, step.mesh
+    if step.adapters is not None and mesh.size > mesh.data:
+        problems.append("adapters train on one device, or on several along data alone")
     ways = mesh.size // mesh.pipe // mesh.context
     rows = step.rows // step.gradient_accumulation
     if step.rows % step.gradient_accumulation:

@@ -87,8 +87,9 @@ def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str,
         weights += 2 * hidden * hidden
         # Three more norms; the outputs of two are concatenated.
         elements += 8 * hidden
+    frozen = step.adapters is not None
     parts = {
-        "projections": matmul_seconds(tokens, weights, machine),
+        "projections": matmul_seconds(tokens, weights, machine, frozen=frozen),
         "attention": attention_seconds(tokens, sum(attended) / len(attended), config, machine),
         "elementwise": elementwise_seconds(tokens, elements, machine),
         "overhead": Passes(*(machine.layer_overhead,) * 3),
@@ -97,6 +98,10 @@ def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str,
         # Every pass casts its parameters: 4 bytes read and 2 written.
         cast = 6 * sum(p.own_size / p.layers for p in own) / machine.hbm
         parts["elementwise"] = Passes(*(seconds + cast for seconds in parts["elementwise"]))
+    if step.adapters is not None:
+        # Passes over rows of their own, which compute little beside what they read and write.
+        moved = elementwise_seconds(tokens, step.adapters.moved_elements / config.num_hidden_layers, machine)
+        parts["elementwise"] = Passes(*map(sum, zip(parts["elementwise"], moved, strict=True)))
     if stage.sparse:
         parts["experts"] = _sparse_seconds(step, machine)
     return parts | {"kept": _keeping_seconds(step, stage, parts.values(), machine)}
@@ -120,7 +125,7 @@ def _sparse_seconds(step: PlannedStep, machine: Machine) -> Passes:
     experts = step.experts
     grouped = experts.num_groups > 1
     router = router_seconds(step.tokens, step.config.hidden_size, experts.num_experts, machine, grouped=grouped)
-    both = experts_seconds(experts_work(step), machine), router
+    both = experts_seconds(experts_work(step), machine, frozen=step.adapters is not None), router
     return Passes(*(sum(seconds) for seconds in zip(*both, strict=True)))
 
 

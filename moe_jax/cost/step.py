@@ -72,7 +72,8 @@ class Prediction:
     def flops_per_second(self) -> float:
         """Model FLOP/s of one device (`moe_jax.cost.flops`: recomputation does not count)."""
         keys = self.step.sequence_length / 2 if self.step.keys_per_token is None else self.step.keys_per_token
-        return training_flops_per_token(self.step.config, 2 * keys) * self.tokens_per_second
+        frozen = self.step.adapters is not None
+        return training_flops_per_token(self.step.config, 2 * keys, frozen=frozen) * self.tokens_per_second
 
 
 def predict(step: PlannedStep, machine: Machine = H200) -> Prediction:
@@ -107,24 +108,29 @@ def _seconds_in_turn(step: PlannedStep, machine: Machine) -> LayersSeconds:
 def _loss_seconds(step: PlannedStep, machine: Machine) -> float:
     """Returns the seconds of the model's loss and of one loss for each MTP module; the ranks of a pipe share the tokens."""
     config = step.config
-    one = vocabulary_seconds(step.tokens / step.mesh.pipe, config.vocab_size, config.hidden_size, machine)
+    shape = step.tokens / step.mesh.pipe, config.vocab_size, config.hidden_size
+    one = vocabulary_seconds(*shape, machine, frozen=step.adapters is not None)
     return step.gradient_accumulation * (1 + len(config.mtp_stages)) * one.total(False)
 
 
-def vocabulary_seconds(tokens: float, vocab: int, hidden: int, machine: Machine) -> Passes:
+def vocabulary_seconds(tokens: float, vocab: int, hidden: int, machine: Machine, *, frozen: bool = False) -> Passes:
     """Returns the seconds of the vocabulary's loss: a matmul for the logits and two for the gradients.
 
     The float32 logits are written and read forward, and once more for the gradients. The float32 gradient of the weights is
-    read and written for each chunk of tokens.
+    read and written for each chunk of tokens; frozen weights have none.
     """
     matmul = 2 * tokens * vocab * hidden / machine.vocabulary
     chunks = math.ceil(tokens / CHUNK_TOKENS)
     forward = matmul + 8 * tokens * vocab / machine.hbm
+    if frozen:
+        return Passes(forward, forward, matmul + 4 * tokens * vocab / machine.hbm)
     return Passes(forward, forward, 2 * matmul + (4 * tokens + 8 * chunks * hidden) * vocab / machine.hbm)
 
 
 def _optimizer_seconds(step: PlannedStep, machine: Machine) -> float:
     """Returns the seconds of AdamW: gradients are read twice (once for their norm), masters and moments read and written."""
+    if step.adapters is not None:
+        return (16 + 4 * BYTES[step.moment_dtype]) * step.adapters.parameters / machine.hbm
     of_gradient = 4 if step.accumulates else BYTES[step.param_dtype]
     traffic = 2 * of_gradient + 2 * 4 + 4 * BYTES[step.moment_dtype]
     return traffic * sum(map(step.updated_size, step.parameters)) / machine.hbm

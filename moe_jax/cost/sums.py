@@ -15,6 +15,8 @@ def sums_seconds(step: PlannedStep, machine: Machine) -> float:
     """
     if not step.accumulates:
         return 0.0
+    if step.adapters is not None:
+        return step.gradient_accumulation * 12 * step.adapters.parameters / machine.hbm
     traffic = 8 if step.joins_passes else 8 + BYTES[step.param_dtype]
     embeds_at_the_end = step.joins_passes and not step.config.tie_word_embeddings
     elements, layers_in_kernel = 0, 0

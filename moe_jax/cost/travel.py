@@ -205,6 +205,9 @@ def once_a_step_seconds(step: PlannedStep, machine: Machine) -> float:
     Where passes are joined, all this happens once a step, and gradients travel in float32. Else each micro-batch gathers, sends
     and sums anew, except sums of parts.
     """
+    if step.adapters is not None:
+        sums = all_reduce_seconds(machine, 4 * step.adapters.parameters, ("data",), step.mesh)
+        return step.gradient_accumulation * sums
     times = 1 if step.joins_passes else step.gradient_accumulation
     of_gradient = 4 if step.joins_passes else ELEMENT
     seconds = 0.0

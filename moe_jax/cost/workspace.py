@@ -58,7 +58,7 @@ def layer_workspace(step: PlannedStep, number: int) -> float:
         inter = step.experts.moe_intermediate_size
         elements = step.computed_at_once * (2 * config.hidden_size + 3 * inter)
         elements += 2 * step.received * config.hidden_size if step.exchanges else 0
-        if step.computed_at_once < step.room:
+        if step.computed_at_once < step.room and step.adapters is None:
             own = [p for p in step.parameters if p.in_stage and p.path[1] == number]
             gathered += 4 * sum(p.used_size / p.layers for p in own if "experts" in p.path)
     else:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from moe_jax.adapters import LoraSettings, merge_adapter, save_adapter
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.hf_save import save_pretrained
 from moe_jax.config import DeepseekV3Config, ModelConfig, Qwen3Config, Qwen3MoeConfig
@@ -54,6 +55,7 @@ class DemoSettings:
       mesh: the numbers of devices over which training is spread, as in `moe-jax finetune`. On a CPU the command imitates them.
       pipe_chunks: as in `moe-jax finetune`.
       gradient_accumulation: micro-batches in a step; None: 1, or with a pipe two for each of its ranks.
+      lora: train adapters beside the initial weights, which stay random: they learn less than all parameters do.
       samples: number of completions.
       new_tokens: maximum number of new tokens; a completion stops where the function ends.
       seed: seed of the initial weights, the order of the data and the sampling.
@@ -69,6 +71,7 @@ class DemoSettings:
     mesh: MeshShape = MeshShape()
     pipe_chunks: int = 1
     gradient_accumulation: int | None = None
+    lora: LoraSettings | None = None
     prompt: str = "def"
     samples: int = 4
     new_tokens: int = 200
@@ -139,6 +142,10 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         plot_run(training.output, output, resumed_at=interrupted_at)
 
     with stage(5, "Export as a Hugging Face checkpoint"):
+        if settings.lora is not None:
+            save_adapter(result.model, output / "adapter", tokenizer_from=output / "tokenizer")
+            merge_adapter(result.model)
+            print("  the adapter alone, and a model with the adapter merged into its weights")
         save_pretrained(result.model, output / "model", tokenizer_from=output / "tokenizer", progress=False)
 
     with stage(6, "Load the export with transformers and compare the logits"):
@@ -183,6 +190,7 @@ CONTENTS = {
     "loss.png": "the loss of each step",
     "expert_load.png": "how evenly the experts are used",
     "model": "the trained model: Hugging Face safetensors and tokenizer",
+    "adapter": "the trained adapter alone, for PEFT too; the model has it in its weights",
     "initial": "the same before training",
     "tokenizer": "the tokenizer alone",
     "training": "metrics.jsonl, expert_load.jsonl and checkpoints of the run",
@@ -291,6 +299,7 @@ def training_settings(settings: DemoSettings, output: Path, data: Path) -> Finet
         gradient_accumulation=settings.gradient_accumulation or (2 * settings.mesh.pipe if settings.mesh.pipe > 1 else 1),
         mesh=settings.mesh,
         pipe_chunks=settings.pipe_chunks,
+        lora=settings.lora,
         steps=settings.steps,
         learning_rate=5e-3,
         sequence_loss_coef=0.03,

@@ -41,8 +41,9 @@ _MATRICES = {
 
 
 def mesh_of(parameters) -> Mesh | None:
-    """Returns the mesh that the parameters (a pytree of arrays) lie on; None if they lie on one device."""
-    mesh = getattr(jax.tree.leaves(parameters)[0].sharding, "mesh", None)
+    """Returns the mesh that the parameters (a pytree of arrays) lie on; None if they lie on one device, or are traced."""
+    # A traced array has no attribute `sharding`.
+    mesh = getattr(getattr(jax.tree.leaves(parameters)[0], "sharding", None), "mesh", None)
     return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
 
 

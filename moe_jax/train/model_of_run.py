@@ -1,6 +1,5 @@
 """The model of a training run that has not ended, or of an earlier step of one that has, from the run's checkpoints."""
 
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -9,17 +8,18 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.config import config_from_dict
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.layout import parameter_path, parameter_sharding
-from moe_jax.parallel.pipeline.chunks import pipe_of, stacked_shape
+from moe_jax.parallel.pipeline.chunks import PipeShape, pipe_of, stacked_shape
+from moe_jax.train.adapted_run import adapted_model, trained_adapters
 from moe_jax.train.master_weights import join
 from moe_jax.train.rebalance import Places, move_experts
 from moe_jax.train.restored import restored
+from moe_jax.train.run_checkpoints import RunCheckpoint, open_run
 
 
 def model_of_run(
@@ -30,31 +30,37 @@ def model_of_run(
     param_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     pipe_chunks: int = 1,
+    base: str | Path | None = None,
 ) -> Decoder:
     """Reads the model from the checkpoint of `step`, without the optimizer's state.
 
-    If the run has bf16 parameters, a model with f32 parameters gets the masters (`train.master_weights`). The run may have
+    A run of adapters gives the weights that it began with, and the adapters beside them (`adapters.merge_adapter` adds them).
+    If another run has bf16 parameters, a model with f32 parameters gets the masters (`train.master_weights`). The run may have
     trained on any mesh.
 
     Args:
       run: the output folder of `finetune`.
       step: default: the step of the newest checkpoint.
       dtype, param_dtype, mesh, pipe_chunks: as in `from_pretrained`.
+      base: the folder or hub id of the weights beside adapters, if they are no longer where the run found them.
 
     Raises:
-      FileNotFoundError: `run` has no checkpoints, or none of this step.
-      ValueError: the layers cannot lie in the mesh's pipe.
+      FileNotFoundError: `run` has no checkpoints, or none of this step; or its base is not there.
+      ValueError: the layers cannot lie in the mesh's pipe. Or the base has other weights than the run began with.
     """
     pipe = pipe_of(mesh, pipe_chunks)
-    folder = Path(run).expanduser() / "checkpoints"
-    checkpoints = TrainingCheckpoints(folder) if folder.is_dir() else None
-    steps = [] if checkpoints is None else checkpoints.steps()
-    if checkpoints is None or not steps:
-        raise FileNotFoundError(f"no checkpoints in {run}: give the output folder of a training run")
-    step = steps[-1] if step is None else step
-    if step not in steps:
-        raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {', '.join(map(str, steps))}")
-    position = checkpoints.position(step)
+    with open_run(run, step) as checkpoint:
+        if not trained_adapters(checkpoint):
+            return _plain_model(checkpoint, dtype, param_dtype, mesh, pipe)
+        if pipe.ranks > 1:
+            raise ValueError(f"{run} trained adapters, which do not lie in a pipe: take a mesh without pipe")
+        return adapted_model(checkpoint, base=base, dtype=dtype, param_dtype=param_dtype, mesh=mesh)
+
+
+def _plain_model(
+    checkpoint: RunCheckpoint, dtype: DTypeLike, param_dtype: DTypeLike | None, mesh: Mesh | None, pipe: PipeShape
+) -> Decoder:
+    position = checkpoint.position
     config = config_from_dict(position["identity"]["config"])
     layers = layers_in_pipe(config, pipe)
 
@@ -73,8 +79,7 @@ def model_of_run(
     if in_halves:
         like["low_halves"] = jax.tree.map(lambda master: master.update(dtype=jnp.int16), like["params"])
         like["params"] = jax.tree.map(lambda master: master.update(dtype=jnp.bfloat16), like["params"])
-    found = restored(partial(checkpoints.restore_parts, step), like, layers, position, pipe)
-    checkpoints.close()
+    found = restored(checkpoint.read_parts, like, layers, position, pipe)
     if in_halves:
         found["params"] = join(found["params"], found["low_halves"])
     parts = [found[name] for name in names]

@@ -23,7 +23,7 @@ def options(values: dict[str, str]) -> list[str]:
 
 def test_every_field_is_in_exactly_one_group():
     grouped = [name for names in GROUPS.values() for name in names]
-    assert sorted([*grouped, "mesh"]) == sorted(field.name for field in fields(FinetuneSettings))
+    assert sorted([*grouped, "lora", "mesh"]) == sorted(field.name for field in fields(FinetuneSettings))
 
 
 def test_defaults_are_the_settings_own(required):

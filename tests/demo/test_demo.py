@@ -62,7 +62,7 @@ def test_every_step_is_there_once_across_the_interruption(demo):
 
 def test_the_folder_holds_exactly_the_listed_files(demo):
     output, _ = demo
-    assert sorted(p.name for p in output.iterdir()) == sorted([*CONTENTS, MARKER, "notes.txt"])
+    assert sorted(p.name for p in output.iterdir()) == sorted([*(CONTENTS.keys() - {"adapter"}), MARKER, "notes.txt"])
     for name in ("loss.png", "expert_load.png"):
         assert matplotlib.image.imread(output / name).std() > 0
     assert (output / "notes.txt").read_text() == "the user's own"
@@ -105,6 +105,20 @@ def test_it_prints_each_stage_and_the_text(dense):
     commands = [shlex.split(line) for line in printed.split("Try next")[1].splitlines()[1:]]
     assert [command[:2] for command in commands] == [["moe-jax", name] for name in ("generate", "finetune", "generate")]
     assert str(output / "model") in commands[0] and f"{output}-chat/model" in commands[2]
+
+
+def test_an_adapter(tmp_path, capsys):
+    """`--lora.rank 4` leaves what has no adapter as it was, and transformers reads the merged model."""
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in DENSE.items()]
+    main(["demo", "--lora.rank", "4", "--output", str(tmp_path / "demo"), *arguments])
+    assert "[7/7]" in capsys.readouterr().out
+    merged, initial = (nnx.state(from_pretrained(tmp_path / "demo" / name), nnx.Param) for name in ("model", "initial"))
+    changed = {
+        jax.tree_util.keystr(path): bool((a != b).any())
+        for (path, a), b in zip(jax.tree.leaves_with_path(merged), jax.tree.leaves(initial), strict=True)
+    }
+    assert all(is_changed == ("proj" in name) for name, is_changed in changed.items()) and len(changed) > 8
+    assert (tmp_path / "demo" / "adapter" / "adapter_config.json").is_file()
 
 
 @pytest.mark.thorough

@@ -20,19 +20,20 @@ from flax import nnx
 import moe_jax
 from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
 from moe_jax.recipes import FinetuneSettings, finetune
-from moe_jax.recipes.finetuning.identity import MODEL, same_run
+from moe_jax.recipes.finetuning.identity import same_run
 from moe_jax.recipes.finetuning.prepare import prepare_run
 from moe_jax.train.metrics import MetricsWriter, read_records
 from moe_jax.train.optimizer import warmup_cosine
+from moe_jax.train.starting_weights import MODEL
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-def start(data: Path, output: Path) -> subprocess.Popen:
+def start(*arguments: Path | str) -> subprocess.Popen:
     paths = os.pathsep.join([str(ROOT), str(HERE.parent / "train")])
     return subprocess.Popen(
-        [sys.executable, str(HERE / "run_tiny.py"), str(data), str(output)],
+        [sys.executable, str(HERE / "run_tiny.py"), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -46,16 +47,17 @@ def comparable(output: Path) -> list[dict]:
 
 
 @pytest.mark.long
-def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path):
-    """A process is killed twice. What ends its run, and the run to compare with, may be this process: bits are the same."""
+@pytest.mark.parametrize("lora, kills", [((), (7, 13)), (("4",), (7,))], ids=["all", "adapters"])
+def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path, lora, kills):
+    """A process is killed. What ends its run, and the run to compare with, may be this process: bits are the same."""
     data = tiny.write_texts(tmp_path / "texts")
-    run_tiny.run(data, tmp_path / "whole")
+    run_tiny.run(data, tmp_path / "whole", *lora)
     expected = comparable(tmp_path / "whole")
     assert len(expected) == 48
 
     output = tmp_path / "killed"
-    for least_steps in (7, 13):
-        process = start(data, output)
+    for least_steps in kills:
+        process = start(data, output, *lora)
         deadline = time.monotonic() + 240
         while len(read_records(output / "metrics.jsonl")) < least_steps:
             assert process.poll() is None, process.stderr.read().decode()[-3000:]
@@ -63,7 +65,7 @@ def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path):
             time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    run_tiny.run(data, output)
+    run_tiny.run(data, output, *lora)
     assert comparable(output) == expected
     kept = sorted(int(p.name) for p in (output / "checkpoints").iterdir() if p.name.isdigit())
     assert kept == [20, 24]

@@ -22,6 +22,8 @@ def announcement(run: PlannedRun, steps_done: int) -> str:
     lines = []
     if settings.force_balanced_routing:
         lines.append("FORCED BALANCED ROUTING: the router is ignored. For benchmarks only; do not use the resulting model.")
+    if run.lora is not None:
+        lines.append(str(run.lora))
     if found is None:
         return "\n".join([*lines, f"{len(run.documents)} {kind_of(run.documents)}; {steps}"])
     lines += describe_sources(run.documents, found)

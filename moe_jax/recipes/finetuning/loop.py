@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 from tqdm import tqdm
 
+from moe_jax.adapters.add import add_lora
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.config import ModelConfig
 from moe_jax.cost.flops import training_flops_per_token
@@ -48,7 +49,7 @@ class FinetuneResult:
     """The result of a run.
 
     Attributes:
-      model: the trained model.
+      model: the trained model; with `settings.lora`, its adapters beside the weights that it began with.
       step: the last step done.
       metrics: the records of all steps of the run, including the steps before it was resumed.
       finished: all of `settings.steps` are done.
@@ -131,7 +132,7 @@ def _train(
     training = _load(run, model, loss)
     state = training.state
     held_out = [put_batch(batch, state.params, run.parallelism) for batch in run.held_out]
-    flops_per_token = training_flops_per_token(run.config, settings.seq_len)
+    flops_per_token = training_flops_per_token(run.config, settings.seq_len, frozen=settings.lora is not None)
     step, last = run.steps_done, settings.steps if stop_after is None else min(stop_after, settings.steps)
     log = RunLog(settings, first_step=run.steps_done + 1, on_step=on_step)
     checkpoints.listen()
@@ -159,7 +160,7 @@ def _train(
             if checkpoints.told_to_stop(step):
                 last = step
             if step % settings.checkpoint_every == 0 or step == last:
-                checkpoints.save(step, state, _position(run, places))
+                checkpoints.save(step, state.without_frozen, _position(run, places))
     finally:
         run.batches.close()
         log.close()
@@ -169,7 +170,8 @@ def _train(
         tqdm.write(f"interrupted after step {step} and saved; the same command goes on from there")
         raise KeyboardInterrupt(f"saved at step {step}")
     parts = state.params, state.expert_bias
-    trained = nnx.merge(training.graph, *(parts if places is None else move_experts(parts, run.config, places.back)))
+    parts = parts if places is None else move_experts(parts, run.config, places.back)
+    trained = nnx.merge(training.graph, *parts, state.frozen)
     records = read_records(Path(settings.output).expanduser() / "metrics.jsonl")
     return FinetuneResult(trained, step, records, finished=step >= settings.steps)
 
@@ -184,8 +186,10 @@ def _load(run: PreparedRun, model: Decoder | None, loss: LossFunction | None) ->
             param_dtype=jnp.dtype(settings.param_dtype),
             mesh=None if parallelism is None else parallelism.mesh,
             pipe_chunks=1 if parallelism is None else parallelism.pipe_chunks,
-            mtp=settings.mtp_loss_coef > 0,
+            mtp=settings.mtp,
         )
+    if settings.lora is not None:
+        add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))
     schedule = _schedule(settings)
     optimizer = make_optimizer(
         schedule,
@@ -205,12 +209,13 @@ def _load(run: PreparedRun, model: Decoder | None, loss: LossFunction | None) ->
         parallelism=parallelism,
     )
     if run.steps_done:
-        state = _restored(run, state)
+        state = replace(_restored(run, state.without_frozen), frozen=state.frozen)
     evaluate = make_evaluation(graph, parallelism=parallelism) if run.held_out else None
     return Training(graph, state, train_step, evaluate)
 
 
 def _schedule(settings: FinetuneSettings) -> optax.Schedule:
+    assert settings.learning_rate is not None
     return warmup_cosine(
         settings.learning_rate,
         steps=settings.steps,
@@ -232,7 +237,7 @@ def _next_token(settings: FinetuneSettings, config: ModelConfig) -> NextToken:
         z_loss_coef=settings.z_loss_coef,
         mtp_loss_coef=settings.mtp_loss_coef,
     )
-    return NextToken(weights, settings.expert_bias_update_rate)
+    return NextToken(weights, 0.0 if settings.lora else settings.expert_bias_update_rate)
 
 
 def _restored(run: PreparedRun, state: TrainState) -> TrainState:
@@ -289,14 +294,14 @@ def _next_batch(run: PreparedRun, step: int, state: TrainState, places: Places |
     except (ValueError, OSError) as error:
         if step == run.steps_done or jax.process_count() > 1:
             raise
-        run.checkpoints.save(step, state, _position(run, places))
+        run.checkpoints.save(step, state.without_frozen, _position(run, places))
         raise ValueError(f"{error}; the run is saved at step {step}") from error
 
 
 def _position(run: PreparedRun, places: Places | None) -> dict[str, Any]:
-    """Returns the position that a checkpoint holds: data streams of all processes, identity, places of experts, pipe."""
+    """Returns the position that a checkpoint holds: data streams of all processes, identity, places of experts, pipe, base."""
     data: dict[str, Any] = {}
     for text in texts_of_all(json.dumps(run.batches.get_state())):
         data |= json.loads(text)
     pipe = {} if run.parallelism is None else {PIPE: run.parallelism.pipe._asdict()}
-    return {"data": data, "identity": run.identity, "places": places and places.to_json(), **pipe}
+    return {"data": data, "identity": run.identity, "places": places and places.to_json(), **pipe, **run.base}

@@ -12,9 +12,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from moe_jax.adapters.summary import LoraSummary
 from moe_jax.checkpoint.companions import tokenizer_files
 from moe_jax.checkpoint.fingerprint import weights_fingerprint
-from moe_jax.checkpoint.folders import check_replaceable
 from moe_jax.checkpoint.hf_load import find_config, read_config
 from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
@@ -32,8 +32,10 @@ from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.chunks import pipe_of_model
 from moe_jax.parallel.zero1 import optimizer_mesh, optimizer_shardings
 from moe_jax.recipes.finetuning.data import held_out_batches, open_data, run_batches, try_first_batch, with_survey
-from moe_jax.recipes.finetuning.identity import MODEL, same_run, values_of
+from moe_jax.recipes.finetuning.export import check_destination
+from moe_jax.recipes.finetuning.identity import same_run
 from moe_jax.recipes.finetuning.lock import output_lock
+from moe_jax.recipes.finetuning.lora import base_of, check_lora, identity_of_lora
 from moe_jax.recipes.finetuning.settings import FinetuneSettings, pipe_problems
 from moe_jax.runtime.processes import is_first_process, require_shared, unlike_the_first
 from moe_jax.train.data import Batches, Documents, tokenizer_fingerprint
@@ -48,6 +50,7 @@ from moe_jax.train.objective import (
     refuse_further_predictors,
 )
 from moe_jax.train.rebalance import Places, num_groups
+from moe_jax.train.starting_weights import MODEL, values_of
 
 _logger = logging.getLogger(__name__)
 
@@ -85,6 +88,7 @@ class PlannedRun:
       held_out: batches of text that is not trained on.
       identity: what may not change between the start of the run and its resumption.
       survey: measures of the data, in the first process of a run that begins; else None.
+      lora: what is trained; None if that is all parameters.
     """
 
     settings: FinetuneSettings
@@ -98,6 +102,7 @@ class PlannedRun:
     held_out_fingerprint: str | None
     identity: dict[str, Any]
     survey: Survey | None
+    lora: LoraSummary | None
 
 
 @dataclass(frozen=True)
@@ -107,11 +112,13 @@ class PreparedRun(PlannedRun):
     Attributes:
       steps_done: the step of the newest checkpoint, 0 without one. `batches` stands behind the batches of these steps.
       places: where the experts are, if they move between the `expert_devices`.
+      base: the entry of a checkpoint's position for frozen weights; empty without any.
     """
 
     checkpoints: TrainingCheckpoints
     steps_done: int
     places: Places | None
+    base: dict[str, Any]
 
 
 class SavedRun(NamedTuple):
@@ -159,14 +166,14 @@ def prepare_run(
                 "a mesh without pipe"
             )
     known = vars(plan) | {"identity": identity}
-    return PreparedRun(**known, checkpoints=checkpoints, steps_done=steps_done, places=places)
+    base = base_of(settings, model)
+    return PreparedRun(**known, checkpoints=checkpoints, steps_done=steps_done, places=places, base=base)
 
 
 def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) -> PlannedRun:
     """Checks everything that can be checked without weights, and writes nothing; arguments and errors as in `finetune`."""
     output = Path(settings.output).expanduser()
-    # The trained model goes there at the end, with these files.
-    check_replaceable(output / "model")
+    check_destination(settings)
     if settings.tokenizer is not None and tokenizer is None:
         tokenizer_files(settings.tokenizer, None)
     parallelism = _parallelism(settings, model)
@@ -176,6 +183,7 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     _check_vocabulary(config, tokenizer)
     _warn_of_far_positions(config, settings.seq_len)
     expert_devices = _check_experts(settings, parallelism, config)
+    lora = check_lora(settings, config, model, parallelism)
     _check_optimizer(settings, parallelism, config)
     if parallelism is not None:
         layers_in_pipe(config, parallelism.pipe)
@@ -204,6 +212,7 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
         held_out_fingerprint=held_out.fingerprint,
         identity=identity,
         survey=found,
+        lora=lora,
     )
 
 
@@ -262,7 +271,7 @@ def _config(settings: FinetuneSettings, model: Decoder | None) -> ModelConfig:
     """
     if model is not None:
         jax.eval_shape(initial_low_halves, nnx.state(model, nnx.Param))
-    config = read_config(settings.model, mtp=settings.mtp_loss_coef > 0) if model is None else model.config
+    config = read_config(settings.model, mtp=settings.mtp) if model is None else model.config
     check_mtp_loss_coef(config, settings.mtp_loss_coef)
     return config
 
@@ -276,7 +285,7 @@ def _identity(
     begin_texts: bool,
 ) -> dict[str, Any]:
     """Returns what must be equal for a run to continue. The starting weights and the loss are added by `prepare_run`."""
-    identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
+    identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH} | identity_of_lora(settings)
     identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
     return identity | _dtypes_of(model) | ({"begin_texts": True} if begin_texts else {})
 

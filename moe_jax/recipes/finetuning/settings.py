@@ -1,12 +1,14 @@
 """The settings of a fine-tuning run, checked as a whole before anything happens."""
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
+from moe_jax.adapters.settings import LoraSettings
 from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
 from moe_jax.parallel.expert.settings import ExpertParallel
+from moe_jax.recipes.finetuning.lora_settings import default_learning_rate, default_param_dtype, lora_problems
 from moe_jax.train.data.files import FORMATS
 from moe_jax.train.data.records import LEARNED_ANSWERS
 from moe_jax.train.data.sources import sources
@@ -46,7 +48,8 @@ class FinetuneSettings:
       gradient_accumulation: micro-batches in an optimizer step.
       steps: total number of optimizer steps. Run the command again with a larger value to continue a run that has ended.
       epochs: passes through the data, in place of `steps`; all documents are tokenized once to count the steps.
-      learning_rate: the peak, reached after `warmup_steps`; afterwards the rate falls along a cosine.
+      learning_rate: the peak, reached after `warmup_steps`; afterwards the rate falls along a cosine. None: 1e-5, and 1e-4 with
+        lora: adapters want about ten times as much.
       min_learning_rate_ratio: the learning rate at the end, as a part of the peak.
       warmup_steps: steps in which the learning rate rises to its peak; None: a tenth of `steps`, at most 100.
       weight_decay: AdamW's weight decay; norms and biases do not decay.
@@ -56,18 +59,21 @@ class FinetuneSettings:
         seq_aux is set (DeepSeek), else 0.
       z_loss_coef: the router z-loss's coefficient.
       expert_bias_update_rate: the step by which the biases of experts move, for models that balance their load by biases; 0:
-        the biases stay.
+        the biases stay. With lora they stay too: an adapter's file cannot hold them.
       mtp_loss_coef: the coefficient of the further tokens' loss, for models with modules that predict them (DeepSeek-V3 was
-        pretrained with 0.3, at the end 0.1). 0: the modules are left out of the run and of the trained model.
+        pretrained with 0.3, at the end 0.1). 0, or lora: the modules are left out of the run and of the trained model.
       seed: decides the order of documents.
       checkpoint_every: steps between checkpoints; the last step always has one.
       keep_checkpoints: the number of newest checkpoints to keep.
       dtype: the dtype that the model computes in, "bfloat16" or "float32".
       param_dtype: the dtype of parameters, and of their gradients within a micro-batch, "float32" or "bfloat16". Masters are
-        float32 in either case: a bfloat16 parameter is the upper half of its master, so that no pass casts it.
+        float32 in either case: a bfloat16 parameter is the upper half of its master, so that no pass casts it. None: float32.
+        With lora these are the frozen weights, without gradients and masters, and None is `dtype`.
       moment_dtype: the dtype of AdamW's two moments between steps, "float32", or "bfloat16" for half the memory.
       remat: recompute each layer in the backward pass: less memory, about a third more time.
       offload: keep the input of each layer, which remat needs, in the host's memory: for long sequences (docs/scaling.md).
+      lora: train adapters beside the model's weights, which stay as they are (docs/adapters.md). The run's folder gets the
+        adapter in place of a model. None: train all parameters.
       mesh: the numbers of devices over which rows, parameters, experts and sequences are spread (docs/scaling.md). All devices
         are used.
       pipe_chunks: the parts of consecutive layers that each rank of mesh.pipe holds. More chunks wait less and send more
@@ -112,7 +118,7 @@ class FinetuneSettings:
     gradient_accumulation: int = 1
     steps: int = 1000
     epochs: float | None = None
-    learning_rate: float = 1e-5
+    learning_rate: float | None = None
     min_learning_rate_ratio: float = 0.1
     warmup_steps: int | None = None
     weight_decay: float = 0.1
@@ -126,10 +132,11 @@ class FinetuneSettings:
     checkpoint_every: int = 200
     keep_checkpoints: int = 3
     dtype: str = "bfloat16"
-    param_dtype: str = "float32"
+    param_dtype: str | None = None
     moment_dtype: str = "float32"
     remat: bool = True
     offload: bool = False
+    lora: LoraSettings | None = None
     mesh: MeshShape = MeshShape()
     pipe_chunks: int = 1
     shard_optimizer: bool = False
@@ -143,9 +150,18 @@ class FinetuneSettings:
     dry_run: bool = False
 
     def __post_init__(self):
+        if self.learning_rate is None:
+            object.__setattr__(self, "learning_rate", default_learning_rate(self.lora))
+        if self.param_dtype is None:
+            object.__setattr__(self, "param_dtype", default_param_dtype(self.lora, self.dtype))
         problems = _problems(self)
         if problems:
             raise ValueError("FinetuneSettings: " + "; ".join(problems))
+
+    @property
+    def mtp(self) -> bool:
+        """True if modules that predict further tokens are trained. No adapter's file can hold them."""
+        return self.mtp_loss_coef > 0 and self.lora is None
 
 
 def _problems(settings: FinetuneSettings) -> list[str]:
@@ -214,6 +230,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
             "no exchange could hide"
         )
     problems += pipe_problems(settings, settings.mesh.pipe)
+    problems += lora_problems(settings.lora, asdict(settings.mesh), settings.shard_optimizer)
     if settings.pipe_chunks > 1 and settings.mesh.pipe == 1:
         problems.append(f"pipe_chunks={settings.pipe_chunks} needs a mesh.pipe of 2 or more")
     rows = settings.batch_size // settings.gradient_accumulation

@@ -1,0 +1,81 @@
+"""`moe-jax plan --lora.*`: frozen weights have no gradients, masters and moments, and lie whole on each device."""
+
+from dataclasses import replace
+
+import pytest
+import tyro
+
+from moe_jax.adapters import LoraSettings
+from moe_jax.adapters.planned import planned_lora
+from moe_jax.cli import main
+from moe_jax.commands.demo import DemoCommand
+from moe_jax.commands.options import options_of_lora
+from moe_jax.config import NAMED_CONFIGS
+from moe_jax.cost import PlannedStep, predict
+from moe_jax.cost.flops import num_active_parameters, num_parameters, training_flops_per_token
+from moe_jax.cost.plan import plan
+from moe_jax.cost.planned_step import PlannedAdapters
+from moe_jax.parallel.choices import MeshShape
+
+QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
+ADAPTERS = PlannedAdapters(184_025_088, 48 * 8 * 12_000, "--lora.rank 32")
+STEP = PlannedStep(QWEN, MeshShape(), 2, 4096, adapters=ADAPTERS)
+
+
+def test_memory_is_that_of_frozen_weights_and_adapters():
+    found = predict(STEP)
+    assert found.bytes["parameters"] == 2 * num_parameters(QWEN) + 4 * ADAPTERS.parameters
+    assert found.bytes["moments"] == 8 * ADAPTERS.parameters and found.bytes["gradients"] == 4 * ADAPTERS.parameters
+    # 61.1 GB of weights, 2.9 of adapters, 3.7 of 8192 tokens.
+    assert found.memory_bytes / 1e9 == pytest.approx(67.7, rel=0.03)
+    in_halves = predict(replace(STEP, gradient_accumulation=2, moment_dtype="bfloat16"))
+    assert in_halves.bytes["moments"] == 4 * ADAPTERS.parameters and in_halves.bytes["gradients"] == 8 * ADAPTERS.parameters
+    everything = predict(replace(STEP, adapters=None))
+    assert everything.memory_bytes > 5 * found.memory_bytes
+
+
+def test_time_lacks_the_gradients_of_frozen_weights():
+    adapted, everything = predict(STEP), predict(replace(STEP, adapters=None))
+    assert all(adapted.seconds[part] < everything.seconds[part] for part in ("experts", "projections", "loss", "optimizer"))
+    assert adapted.seconds["elementwise"] > everything.seconds["elementwise"]
+    # One product of three is not made for each weight of a matmul; the embedding is in none.
+    saved = training_flops_per_token(QWEN, 4096) - training_flops_per_token(QWEN, 4096, frozen=True)
+    of_matmuls = num_active_parameters(QWEN) - QWEN.vocab_size * QWEN.hidden_size
+    assert saved == pytest.approx(2 * of_matmuls, rel=1e-3)
+
+
+def test_meshes_are_along_data_alone():
+    meshes = [found.step.mesh for found in plan(QWEN, 8, rows=64, sequence_length=4096, adapters=ADAPTERS)]
+    assert set(meshes) == {MeshShape(data=8)}
+    with pytest.raises(ValueError, match="adapters train on one device, or on several along data alone"):
+        replace(STEP, mesh=MeshShape(fsdp=2))
+
+
+def test_the_command_names_the_run(capsys):
+    main("plan qwen3-30b-a3b --devices 1 --batch-size 8 --lora.rank 32 --lora.targets experts attention".split())
+    printed = capsys.readouterr().out
+    assert "LoRA trains 184,025,088 parameters beside 30,532,122,624" in printed
+    assert "train so: moe-jax finetune --lora.rank 32 --lora.targets experts attention --batch-size 8" in printed
+    assert "--param-dtype bfloat16" in printed
+    main("plan qwen3-30b-a3b --devices 2 --gpu l40s --lora.rank 32".split())
+    assert "beside adapters each GPU holds all weights: take GPUs with more memory." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LoraSettings(),
+        LoraSettings(rank=8, alpha=4.5, targets=("q_proj", "experts"), ranks={"experts": 2}),
+        LoraSettings(shared_outer=True, use_rslora=True),
+    ],
+)
+def test_options_come_back_as_settings(settings):
+    assert tyro.cli(DemoCommand, args=options_of_lora(settings).split()).lora == settings
+
+
+def test_moved_elements_of_a_token():
+    dense = NAMED_CONFIGS["qwen3-0.6b"]
+    moved = planned_lora(dense, LoraSettings(targets=("q_proj",))).moved_elements
+    assert moved == dense.num_hidden_layers * (dense.hidden_size + 2 * dense.num_attention_heads * dense.head_dim)
+    of_experts = planned_lora(QWEN, LoraSettings(targets=("experts",))).moved_elements
+    assert of_experts == 48 * 8 * ((2048 + 2 * 2 * 768) + (768 + 2 * 2048))
