@@ -14,7 +14,7 @@ class LowRank(NamedTuple):
     b: Float[Array, "*experts out rank"]
 
 
-class Change(NamedTuple):
+class RowsChange(NamedTuple):
     """The change of a matrix of each expert, half applied: row r, of expert e, gets rows[r] @ factor[e].T more.
 
     Where the matrix is used transposed, so is the factor, which is then [experts, rank, out]: rows[r] @ factor[e].

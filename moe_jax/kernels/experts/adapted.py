@@ -30,7 +30,7 @@ from moe_jax.kernels.experts.fused_vjp import join_tokens, split_tokens
 from moe_jax.kernels.experts.internal import without_strangers
 from moe_jax.kernels.experts.routing import Plan, plan, rows_of_pairs, wide_ids
 from moe_jax.kernels.experts.separate_vjps import weight_of_row
-from moe_jax.kernels.low_rank import Change, LowRank
+from moe_jax.kernels.low_rank import LowRank, RowsChange
 from moe_jax.kernels.shapes import check_experts_mlp, check_shape
 from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike
 
@@ -141,8 +141,8 @@ def _forward(operands: _Operands, plan: Plan, backend: str) -> tuple[Array, _Res
     matmul = partial(implementation(backend).grouped_matmul, plan=plan)
     rows, source = implementation(backend).rows_of_tokens(x, plan)
     u = matmul(rows, gate_up.a, source_of_row=source)
-    h, act = changed_gated_matmul(backend, rows, w_gate_up, plan, Change(u, gate_up.b), source_of_row=source)
-    y_rows = changed_matmul(backend, act, w_down, plan, Change(matmul(act, down.a), down.b))
+    h, act = changed_gated_matmul(backend, rows, w_gate_up, plan, RowsChange(u, gate_up.b), source_of_row=source)
+    y_rows = changed_matmul(backend, act, w_down, plan, RowsChange(matmul(act, down.a), down.b))
     return implementation(backend).token_sums(y_rows, plan, weights), _Residuals(operands, plan, h, u)
 
 
@@ -153,7 +153,7 @@ def _backward(backend: str, residuals: _Residuals, dy: Float[Array, "tokens hidd
     dy_rows, of_dy = implementation(backend).rows_of_tokens(dy, plan)
     t2 = matmul(dy_rows, down.b, source_of_row=of_dy, transpose=True)
     dh, weighted_act, dweight_of_row = changed_gated_matmul_backward(
-        backend, dy_rows, w_down, h, weight_of_row(weights, plan), plan, Change(t2, down.a), source_of_row=of_dy
+        backend, dy_rows, w_down, h, weight_of_row(weights, plan), plan, RowsChange(t2, down.a), source_of_row=of_dy
     )
     dweights = rows_of_pairs(dweight_of_row, plan).astype(weights.dtype)
     of_down = LowRank(
@@ -163,7 +163,7 @@ def _backward(backend: str, residuals: _Residuals, dy: Float[Array, "tokens hidd
 
     x_rows, of_x = implementation(backend).rows_of_tokens(x, plan)
     t1 = matmul(dh, gate_up.b, transpose=True)
-    dx_rows = changed_matmul(backend, dh, w_gate_up, plan, Change(t1, gate_up.a), transpose=True)
+    dx_rows = changed_matmul(backend, dh, w_gate_up, plan, RowsChange(t1, gate_up.a), transpose=True)
     of_gate_up = LowRank(outer(t1, x_rows, dtype=gate_up.a.dtype, b_source_of_row=of_x), outer(dh, u, dtype=gate_up.b.dtype))
     dx = implementation(backend).token_sums(dx_rows, plan)
     frozen: Any = None

@@ -14,7 +14,7 @@ from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.activation import gated_silu, gated_silu_backward
 from moe_jax.kernels.experts.backends import implementation
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.low_rank import Change
+from moe_jax.kernels.low_rank import RowsChange
 from moe_jax.kernels.precision import widened
 
 
@@ -23,7 +23,7 @@ def changed_matmul(
     x: Float[Array, "sources in"],
     w: Float[Array, "experts n m"],
     plan: Plan,
-    change: Change,
+    change: RowsChange,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
     transpose: bool = False,
@@ -41,7 +41,7 @@ def changed_gated_matmul(
     x: Float[Array, "sources in"],
     w: Float[Array, "experts 2*inter in"],
     plan: Plan,
-    change: Change,
+    change: RowsChange,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"]]:
@@ -61,7 +61,7 @@ def changed_gated_matmul_backward(
     h: Float[Array, "rows 2*inter"],
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
-    change: Change,
+    change: RowsChange,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
@@ -74,5 +74,5 @@ def changed_gated_matmul_backward(
     return gated_silu_backward(h, weight * g), (weight * act).astype(h.dtype), jnp.sum(g * act, axis=1)
 
 
-def _in_dtype(change: Change, dtype: jnp.dtype) -> Change:
+def _in_dtype(change: RowsChange, dtype: jnp.dtype) -> RowsChange:
     return change._replace(factor=change.factor.astype(dtype))

@@ -27,7 +27,7 @@ from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
 from moe_jax.kernels.hopper.pipeline import SHARED_MEMORY
 from moe_jax.kernels.hopper.target import compute_capability
-from moe_jax.kernels.low_rank import Change
+from moe_jax.kernels.low_rank import RowsChange
 
 __all__ = [
     "ROW_ALIGNMENT",
@@ -111,7 +111,7 @@ def grouped_matmul(
     *,
     source_of_row: Int[Array, "rows"] | None = None,
     transpose: bool = False,
-    change: Change | None = None,
+    change: RowsChange | None = None,
 ) -> Float[Array, "rows out"]:
     """Returns y[r] = x[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`, where e is row r's expert.
 
@@ -134,7 +134,7 @@ def gated_matmul(
     *,
     source_of_row: Int[Array, "rows"] | None = None,
     keep_h: bool = True,
-    change: Change | None = None,
+    change: RowsChange | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
     """Computes `xla.gated_matmul` in one kernel, with the gather by source_of_row in it. Leaves rows of no expert unwritten.
 
@@ -160,7 +160,7 @@ def gated_matmul_backward(
     plan: Plan,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
-    change: Change | None = None,
+    change: RowsChange | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Computes `xla.gated_matmul_backward` in one kernel. Rows of no expert are left unwritten. `change` is w_down's."""
     dy = _take(dy, source_of_row)

@@ -46,7 +46,7 @@ from moe_jax.kernels.hopper.row_copies import (
     start_copies,
     wait_for_copies,
 )
-from moe_jax.kernels.low_rank import Change
+from moe_jax.kernels.low_rank import RowsChange
 
 CHUNK = 64
 """Columns that an epilogue rounds, stages in shared memory and stores at a time."""
@@ -60,7 +60,7 @@ def matmul(
     tile: TileShape,
     *,
     transpose: bool,
-    change: Change | None = None,
+    change: RowsChange | None = None,
 ) -> Float[Array, "rows n"]:
     """Returns a[r] @ w[e].T, or a[r] @ w[e] with `transpose`, e = expert of r. Rows of no expert are left unwritten."""
 
@@ -84,7 +84,7 @@ def matmul_gated_silu(
     *,
     keep_h: bool,
     source_of_row: Int[Array, "rows"] | None = None,
-    change: Change | None = None,
+    change: RowsChange | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
     """Returns h = a @ w[e].T = [gate | up] and act = silu(gate) * up.
 
@@ -157,7 +157,7 @@ class RowsOperands(NamedTuple):
     source_of_row: Any = None
     """The producer gathers a[source_of_row] itself (`row_copies`). The full barrier then says that w's columns have landed,
     `landed` that the rows have. None where a's rows are in order."""
-    change: Change | None = None
+    change: RowsChange | None = None
     """Of the experts of a plan without `layer`, with a rank that is a multiple of 64. Its steps come last."""
 
 

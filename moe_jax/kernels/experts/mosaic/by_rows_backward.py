@@ -33,7 +33,7 @@ from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import operand_transforms
 from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS
-from moe_jax.kernels.low_rank import Change
+from moe_jax.kernels.low_rank import RowsChange
 from moe_jax.kernels.precision import sum_in_order
 
 
@@ -61,7 +61,7 @@ def matmul_gated_silu_backward(
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
     tile: TileShape,
-    change: Change | None = None,
+    change: RowsChange | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Returns dh and weighted_act in dy's dtype and dv in f32. Rows of no expert are left unwritten."""
     num_rows, inter = dy.shape[0], w_down.shape[2]
