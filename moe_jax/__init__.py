@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from moe_jax.adapters.pretrained import from_pretrained
     from moe_jax.checkpoint.hf_save import save_pretrained
     from moe_jax.checkpoint.tokenizer import load_tokenizer
-    from moe_jax.config import DeepseekV2Config, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig, load_config
+    from moe_jax.config import DeepseekV2Config, DeepseekV3Config, KimiK2Config, Qwen3Config, Qwen3MoeConfig, load_config
     from moe_jax.generation import chat, complete, generate
     from moe_jax.layers.moe import MoE
     from moe_jax.models.auto import from_config
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DeepseekV2Config",
     "DeepseekV3Config",
+    "KimiK2Config",
     "MoE",
     "Qwen3Config",
     "Qwen3MoeConfig",

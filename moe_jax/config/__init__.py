@@ -6,7 +6,7 @@ from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
     from moe_jax.config.base import ModelConfig, RopeParameters, Stage
-    from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config
+    from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config, KimiK2Config
     from moe_jax.config.experts import ExpertsSpec
     from moe_jax.config.hf_json import CONFIG_CLASSES, config_from_dict, config_to_dict, load_config
     from moe_jax.config.named import EXPERT_LAYERS, NAMED_CONFIGS, ExpertLayer
@@ -20,6 +20,7 @@ __all__ = [
     "DeepseekV3Config",
     "ExpertLayer",
     "ExpertsSpec",
+    "KimiK2Config",
     "ModelConfig",
     "Qwen3Config",
     "Qwen3MoeConfig",

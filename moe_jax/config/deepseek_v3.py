@@ -241,5 +241,12 @@ class DeepseekV2Config(DeepseekV3Config):
         return problems
 
 
+@dataclass(frozen=True)
+class KimiK2Config(DeepseekV3Config):
+    """Hyperparameters of Kimi K2: DeepSeek-V3's architecture under another name (https://arxiv.org/abs/2507.20534)."""
+
+    model_type = "kimi_k2"
+
+
 def _names(choices: tuple[str, ...]) -> str:
     return " or ".join(map(repr, choices))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.config.base import ModelConfig, RopeParameters
-from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config
+from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config, KimiK2Config
 from moe_jax.config.qwen3 import Qwen3Config, Qwen3MoeConfig
 
 _logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ IGNORED_FIELDS = frozenset(
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 
 CONFIG_CLASSES: dict[str, type[ModelConfig]] = {
-    c.model_type: c for c in (Qwen3Config, Qwen3MoeConfig, DeepseekV2Config, DeepseekV3Config)
+    c.model_type: c for c in (Qwen3Config, Qwen3MoeConfig, DeepseekV2Config, DeepseekV3Config, KimiK2Config)
 }
 
 

@@ -6,7 +6,7 @@
 from typing import NamedTuple
 
 from moe_jax.config.base import ModelConfig, RopeParameters
-from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config
+from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config, KimiK2Config
 from moe_jax.config.qwen3 import Qwen3Config, Qwen3MoeConfig
 
 _QWEN3_ROPE = RopeParameters(rope_theta=1e6)
@@ -50,6 +50,15 @@ NAMED_CONFIGS: dict[str, ModelConfig] = {
         max_position_embeddings=163840, rope_parameters=_deepseek_rope(0.707), bos_token_id=100000, eos_token_id=100001,
     ),
     "deepseek-v3": DeepseekV3Config(max_position_embeddings=163840, rope_parameters=_deepseek_rope(1.0)),
+    "kimi-k2": KimiK2Config(
+        vocab_size=163840, num_attention_heads=64, num_key_value_heads=64, n_routed_experts=384, first_k_dense_replace=1,
+        n_group=1, topk_group=1, routed_scaling_factor=2.827, num_nextn_predict_layers=0, max_position_embeddings=131072,
+        rope_parameters=RopeParameters(
+            rope_theta=50000.0, rope_type="yarn", factor=32, original_max_position_embeddings=4096, beta_fast=1, beta_slow=1,
+            mscale=1.0, mscale_all_dim=1.0,
+        ),
+        bos_token_id=163584, eos_token_id=163585,
+    ),
 }  # fmt: skip
 """Configs of published models."""
 

@@ -15,6 +15,7 @@ MODEL_CLASSES: dict[str, type[Decoder]] = {
     "qwen3_moe": Qwen3Moe,
     "deepseek_v2": DeepseekV3,
     "deepseek_v3": DeepseekV3,
+    "kimi_k2": DeepseekV3,
 }
 
 

@@ -68,6 +68,20 @@ def test_a_round_trip_keeps_every_bit(tmp_path, options, dtype):
         assert torch.equal(loaded(tokens).logits, reference(tokens).logits)
 
 
+def test_kimi_k2(tmp_path):
+    """DeepSeek-V3 under another name is read as such, and written back under its own."""
+    write_checkpoint(tmp_path / "theirs", deepseek=True)
+    fields = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    deepseek = from_pretrained(tmp_path / "theirs", dtype="float32")
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(fields | {"model_type": "kimi_k2"}))
+    model = from_pretrained(tmp_path / "theirs", dtype="float32")
+    assert type(model) is type(deepseek) and same_bits(parameters(model), parameters(deepseek))
+    moe_jax.save_pretrained(model, tmp_path / "ours")
+    written = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert (written["model_type"], written["architectures"]) == ("kimi_k2", ["DeepseekV3ForCausalLM"])
+    assert same_bits(read_weights(tmp_path / "ours"), read_weights(tmp_path / "theirs"))
+
+
 def test_shards_and_index(tmp_path):
     model = random_model()
     save_pretrained(model, tmp_path / "one")

@@ -7,6 +7,7 @@ import transformers
 
 from moe_jax.config import (
     NAMED_CONFIGS,
+    DeepseekV3Config,
     Qwen3Config,
     Qwen3MoeConfig,
     RopeParameters,
@@ -53,6 +54,20 @@ def test_the_hub_file_of_deepseek_v3_is_the_named_config():
     assert config == NAMED_CONFIGS["deepseek-v3"]
     assert config.stages == (Stage(0, 3, sparse=False), Stage(3, 58, sparse=True))
     assert (config.key_dim, config.value_dim, config.rotary_dim, config.num_groups) == (192, 128, 64, 8)
+
+
+def test_the_hub_file_of_kimi_k2_keeps_its_name():
+    own = {
+        "model_type": "kimi_k2", "bos_token_id": 163584, "eos_token_id": 163585, "first_k_dense_replace": 1, "n_group": 1,
+        "max_position_embeddings": 131072, "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64,
+        "num_nextn_predict_layers": 0, "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "topk_group": 1,
+        "vocab_size": 163840,
+        "rope_scaling": HUB_DEEPSEEK_V3["rope_scaling"] | {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+    }  # fmt: skip
+    config = config_from_dict(HUB_DEEPSEEK_V3 | own)
+    assert config == NAMED_CONFIGS["kimi-k2"] and isinstance(config, DeepseekV3Config)
+    assert config_to_dict(config)["model_type"] == "kimi_k2"
+    assert config_from_dict(config_to_dict(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -140,7 +155,7 @@ def test_old_and_current_names_mean_the_same():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "llama"}, "'llama' is not supported; supported are deepseek_v2, deepseek_v3, qwen3, qwen3_moe"),
+        ({"model_type": "llama"}, "'llama' is not supported; supported are deepseek_v2, deepseek_v3, kimi_k2, qwen3, qwen3_moe"),
         ({"n_group": 4, "new_field": 1}, "unknown field n_group=4; unknown field new_field=1"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
