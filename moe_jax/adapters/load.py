@@ -12,6 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from moe_jax.adapters.add import check_can_adapt, freeze, lay_everywhere
+from moe_jax.adapters.fused_layouts import FusedLayout, factors_apart, fused_parts, parameter_name
 from moe_jax.adapters.names import PREFIX, ModulePart, modules_of
 from moe_jax.adapters.save import CONFIG_FILE, WEIGHTS_FILE
 from moe_jax.adapters.summary import LoraSummary, lora_summary
@@ -22,13 +23,15 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of
 
 
-def load_adapter(model: Decoder, adapter: str | Path) -> LoraSummary:
+def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bool = False) -> LoraSummary:
     """Adds the adapters of a folder, or of a repository on the hub, to the model, and freezes its parameters.
 
-    It reads each expert's factors apart, as `save_adapter`, Megatron-Bridge and PEFT on transformers 4 write them.
-    It reads PEFT's fused experts of transformers 5 too. There `experts.base_layer.lora_A` is [experts*rank, hidden], with
-    experts slowest. `experts.base_layer.lora_B` is [2*inter, rank*experts], with experts fastest. `experts.lora_A` and
-    `experts.lora_B` are down's. Different a's of gate and up become one of twice the rank, exactly.
+    It reads each expert's factors apart, as `save_adapter`, Megatron-Bridge and PEFT on transformers 4 write them, and the
+    fused experts that `fused_layouts` describes. Different a's of gate and up become one of twice the rank, exactly.
+
+    Args:
+      b_grouped_by_expert: the file is Unsloth's of before September 2026, which nothing in it says. Its fused b has an expert's
+        columns side by side.
 
     Returns:
       What is adapted: print it.
@@ -46,7 +49,7 @@ def load_adapter(model: Decoder, adapter: str | Path) -> LoraSummary:
     config = json.loads((folder / CONFIG_FILE).read_text())
     _check_config(config, folder)
     modules = modules_of(model)
-    factors = _factors_of_modules(load_file(folder / WEIGHTS_FILE), modules, config, folder)
+    factors = _factors_of_modules(load_file(folder / WEIGHTS_FILE), modules, config, folder, b_grouped_by_expert)
     targets = list(dict.fromkeys(module.target for module in modules))
     stacks = _with_whole_experts([stack for target in targets if (stack := _stacked(target, modules, factors))], targets)
     mesh = mesh_of(nnx.state(model, nnx.Param))
@@ -88,12 +91,17 @@ def _check_config(config: dict[str, Any], folder: Path) -> None:
 
 
 def _factors_of_modules(
-    tensors: dict[str, np.ndarray], modules: list[ModulePart], config: dict[str, Any], folder: Path
+    tensors: dict[str, np.ndarray],
+    modules: list[ModulePart],
+    config: dict[str, Any],
+    folder: Path,
+    b_grouped_by_expert: bool,
 ) -> dict[str, _Factors]:
     """Returns the factors by module name, each tensor used and of the right shape."""
+    layout = FusedLayout(config.get("peft_version"), b_grouped_by_expert)
     by_module: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
     for name, array in tensors.items():
-        match = re.fullmatch(re.escape(PREFIX) + r"(.+)\.lora_(A|B)\.weight", name)
+        match = re.fullmatch(re.escape(PREFIX) + r"(.+)\.lora_(A|B)(?:\.weight)?", name)
         if match is None:
             raise ValueError(f"{folder}: {name} is no factor of an adapter, which is {PREFIX}MODULE.lora_A.weight or lora_B")
         by_module[match[1]][match[2]] = np.asarray(array, np.float32)
@@ -103,8 +111,12 @@ def _factors_of_modules(
             raise ValueError(f"{folder}: {name} has no lora_{missing.pop()}")
         if name in known:
             factors[name] = _scaled(name, pair["A"], pair["B"], config)
-        elif parts := [module for module in modules if _is_fused(name, module)]:
-            factors |= _apart(name, pair["A"], pair["B"], parts, config, folder)
+        elif parts := fused_parts(name, modules):
+            try:
+                apart = factors_apart(pair["A"], pair["B"], parts, layout)
+            except ValueError as error:
+                raise ValueError(f"{folder}: {name} {error}") from error
+            factors |= {of: _scaled(parameter_name(name, parts), a, b, config) for of, (a, b) in apart.items()}
         else:
             raise ValueError(f"{folder}: this model has no module {name} that an adapter can change")
     for name, (a, b) in factors.items():
@@ -134,34 +146,6 @@ def _by_pattern(patterns: dict[str, Any] | None, name: str, default: Any) -> Any
     """Returns the value of the first pattern that the end of the module's name matches, as PEFT does."""
     found = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", name))
     return next(found, default)
-
-
-def _is_fused(name: str, module: ModulePart) -> bool:
-    """Returns True if PEFT's fused tensors of this name hold the module's factors."""
-    if module.expert is None:
-        return False
-    experts = module.name.rsplit(".", 2)[0]
-    return name == (f"{experts}.base_layer" if module.leaf != "down_proj" else experts)
-
-
-def _apart(
-    name: str, a: np.ndarray, b: np.ndarray, parts: list[ModulePart], config: dict[str, Any], folder: Path
-) -> dict[str, _Factors]:
-    """Returns each expert's factors of PEFT's fused tensors."""
-    num_experts = 1 + max(part.expert for part in parts if part.expert is not None)
-    *_, num_out, num_in = getattr(parts[0].target.module, parts[0].target.weight).shape
-    rank = len(a) // num_experts
-    if a.shape != (num_experts * rank, num_in) or b.shape != (num_out, rank * num_experts) or not rank:
-        raise ValueError(
-            f"{folder}: {name} has factors {a.shape} and {b.shape}; fused experts have ({num_experts}*r, {num_in}) and "
-            f"({num_out}, r*{num_experts}). PEFT 0.18 wrote them transposed: save the adapter again with PEFT 0.19 or later"
-        )
-    of_experts = a.reshape(num_experts, rank, num_in), b.reshape(num_out, rank, num_experts)
-    parameter = f"{name.removesuffix('.base_layer')}.{parts[0].target.weight}"
-    return {
-        part.name: _scaled(parameter, of_experts[0][part.expert], of_experts[1][part.rows, :, part.expert], config)
-        for part in parts
-    }
 
 
 def _stacked(target: Target, modules: list[ModulePart], factors: dict[str, _Factors]) -> _Stack | None:

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 import moe_jax
 from moe_jax.adapters import load_adapter, save_adapter
+from moe_jax.adapters.fused_layouts import FusedLayout, factors_apart
+from moe_jax.adapters.names import modules_of
 from moe_jax.adapters.save import CONFIG_FILE, WEIGHTS_FILE
 from moe_jax.adapters.targets import targets_of
 from moe_jax.layers.lora import has_adapters
@@ -68,28 +71,74 @@ def test_peft_loads_it(adapted):
         assert_near(model(torch.tensor(tokens)).logits.numpy(), logits, "logits")
 
 
-def test_fused_experts(tmp_path):
-    """PEFT's layout of fused experts gives the change that the experts' own factors give."""
-    hf = reference("qwen3_moe", seeds.integer(), num_hidden_layers=2)
-    save_adapter(with_adapters(load_ours(hf), targets=("experts",)), tmp_path / "apart")
-    tokens, apart = jnp.asarray(seeds.rng().integers(0, 97, (2, 9))), load_ours(hf)
+def peft_fused(a, b):
+    """[E, r, in] and [E, out, r] as PEFT writes them since 0.19."""
+    return a.reshape(-1, a.shape[2]), b.transpose(1, 2, 0).reshape(b.shape[1], -1)
+
+
+def peft_018(a, b):
+    return peft_fused(b.swapaxes(1, 2), a.swapaxes(1, 2))
+
+
+def unsloth(a, b):
+    return a.reshape(-1, a.shape[2]), b.transpose(1, 0, 2).reshape(b.shape[1], -1)
+
+
+def shared_outer(a, b):
+    """A factor that all experts share is written once."""
+    return tuple(factor[:1] if (factor == factor[:1]).all() else factor for factor in (a, b))
+
+
+FUSED = {"peft 0.21": peft_fused, "peft 0.18": peft_018, "unsloth": unsloth, "shared outer": shared_outer}
+
+
+@pytest.mark.parametrize("layout", FUSED)
+def test_fused_experts(layout, tmp_path):
+    """Every layout gives the change that the experts' own factors give."""
+    model = small_model("qwen3_moe")
+    is_shared = layout == "shared outer"
+    save_adapter(with_adapters(nnx.clone(model), targets=("experts",), shared_outer=is_shared), tmp_path / "apart")
+    apart, found = nnx.clone(model), nnx.clone(model)
     load_adapter(apart, tmp_path / "apart")
     tensors, fused = load_file(tmp_path / "apart" / WEIGHTS_FILE), {}
-    experts = apart.config.num_experts
-    for layer in range(2):
-        prefix = f"base_model.model.model.layers.{layer}.mlp.experts."
-        of = lambda name, factor: np.stack([tensors[f"{prefix}{e}.{name}.lora_{factor}.weight"] for e in range(experts)])  # noqa: B023, E731
-        gate_up = np.concatenate([of("gate_proj", "B"), of("up_proj", "B")], axis=1)
-        for name, a, b in (("base_layer.", of("gate_proj", "A"), gate_up), ("", of("down_proj", "A"), of("down_proj", "B"))):
-            fused[f"{prefix}{name}lora_A.weight"] = a.reshape(-1, a.shape[2])
-            fused[f"{prefix}{name}lora_B.weight"] = np.ascontiguousarray(b.transpose(1, 2, 0)).reshape(b.shape[1], -1)
+    for layer in range(model.config.num_hidden_layers):
+        prefix = f"base_model.model.model.layers.{layer}.mlp.experts"
+
+        def of(name, factor, prefix=prefix):
+            return np.stack([tensors[f"{prefix}.{e}.{name}.lora_{factor}.weight"] for e in range(model.config.num_experts)])
+
+        gate, up, down = ((of(name, "A"), of(name, "B")) for name in ("gate_proj", "up_proj", "down_proj"))
+        named = {".w1": gate, ".w3": up, ".w2": down}
+        if not is_shared:
+            named = {".base_layer": (gate[0], np.concatenate([gate[1], up[1]], axis=1)), "": down}
+        for name, factors in named.items():
+            for factor, array in zip("AB", FUSED[layout](*factors), strict=True):
+                fused[f"{prefix}{name}.lora_{factor}" + (".weight" if not is_shared else "")] = np.ascontiguousarray(array)
     folder = tmp_path / "fused"
     folder.mkdir()
     save_file(fused, folder / WEIGHTS_FILE)
     (folder / CONFIG_FILE).write_text((tmp_path / "apart" / CONFIG_FILE).read_text())
-    model = load_ours(hf)
-    load_adapter(model, folder)
-    assert_near(model(tokens).logits, apart(tokens).logits, "logits", 1e-6)
+    load_adapter(found, folder, b_grouped_by_expert=layout == "unsloth")
+    of_both = zip(*(jax.tree.leaves(nnx.state(model, nnx.LoRAParam)) for model in (found, apart)), strict=True)
+    for one, other in of_both:
+        assert np.any(one)
+        np.testing.assert_array_equal(one, other)
+
+
+def test_square_experts():
+    """Where both layouts of PEFT have one shape, its version decides."""
+    model = small_model("qwen3_moe", moe_intermediate_size=32, hidden_size=32)
+    parts = [part for part in modules_of(model) if part.layer == 0 and part.leaf == "down_proj"]
+    a, b = (np.asarray(seeds.rng().normal(size=shape), np.float32) for shape in ((len(parts), 2, 32), (len(parts), 32, 2)))
+    for version, write in (("0.18.1", peft_018), ("0.21.2", peft_fused)):
+        found = factors_apart(*write(a, b), parts, FusedLayout(version, b_grouped_by_expert=False))
+        for part in parts:
+            np.testing.assert_array_equal(found[part.name][0], a[part.expert])
+            np.testing.assert_array_equal(found[part.name][1], b[part.expert])
+    with pytest.raises(ValueError, match="must say peft_version"):
+        factors_apart(*peft_fused(a, b), parts, FusedLayout(None, b_grouped_by_expert=False))
+    with pytest.raises(ValueError, match="fused experts have"):
+        factors_apart(a[0], b[0], parts, FusedLayout("0.21.2", b_grouped_by_expert=False))
 
 
 def changed_config(**fields):

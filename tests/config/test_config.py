@@ -155,7 +155,10 @@ def test_old_and_current_names_mean_the_same():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "llama"}, "'llama' is not supported; supported are deepseek_v2, deepseek_v3, kimi_k2, qwen3, qwen3_moe"),
+        (
+            {"model_type": "llama"},
+            "'llama' is not supported; supported are deepseek_v2, deepseek_v3, kimi_k2, qwen3, qwen3_moe",
+        ),
         ({"n_group": 4, "new_field": 1}, "unknown field n_group=4; unknown field new_field=1"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
