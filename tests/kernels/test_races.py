@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import races
+import serving_races
 from expert_layers import chosen_so_often
 
 from moe_jax.kernels.attention import partial as partial_attention
@@ -20,6 +21,7 @@ from moe_jax.kernels.experts.routing import plan
 from moe_jax.kernels.hopper import launch
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.mainloop import TileShape
+from moe_jax.kernels.low_rank import RowsChange
 
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="JAX's race detector needs the interpreter")
 
@@ -47,6 +49,14 @@ def a_pass(pass_name, tile):
         return lambda *operands: run_pass(pass_name, tile, rows, *operands), operands
 
     return case
+
+
+def changed_product(rng):
+    """A matrix with a change, whose step is the last of each tile."""
+    rows = rows_of_experts(70, 0, 130)
+    change = RowsChange(normal(rng, rows.num_rows, 64), normal(rng, EXPERTS, 128, 64))
+    arrays = normal(rng, rows.num_rows, 128), normal(rng, EXPERTS, 128, 128)
+    return lambda *arrays: mosaic.grouped_matmul(*arrays, rows, change=change), arrays
 
 
 def accumulating_outer(rng):
@@ -137,7 +147,8 @@ CASES = {
     "sums of tokens": (sums_of_tokens, {"sum_rows"}),
     "attention": (whole_sequences, ATTENTION),
     "attention, parts": (parts_of_sequences, ATTENTION),
-}
+    "a change of low rank": (changed_product, {"grouped_matmul"}),
+} | serving_races.CASES
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -158,8 +169,10 @@ def test_all_kernels():
     """Each kernel that a file launches, or names in its docstring, is searched."""
     searched = set().union(*(kernels for _, kernels in CASES.values()))
     package, named = Path(launch.__file__).parents[1], set()
-    launching = [path for path in package.glob("*/mosaic/*.py") if LAUNCH.search(path.read_text())]
-    assert len(launching) == 8
+    own_rooms = ("hopper", "triton")
+    files = [path for path in package.rglob("*.py") if path.parent.name not in own_rooms]
+    launching = [path for path in files if LAUNCH.search(path.read_text())]
+    assert len(launching) == 16
     for path in launching:
         own = NAME.findall(path.read_text())
         for names in HEADER.findall(path.read_text()):

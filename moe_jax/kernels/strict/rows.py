@@ -1,6 +1,8 @@
 """Kernels on the rows of tokens, in which a row's result depends on that row alone: a norm, a gate, a logarithm of sums.
 
-Sums over a row have one order: each thread adds its own columns, then threads are added as a tree. Kernels of one warpgroup:
+Sums over a row have one order: each thread adds its own columns, then threads are added as a tree.
+
+Kernels `strict_norm`, `strict_gated_silu`, `strict_parts` and `strict_merge`, each of one warpgroup a block and
 
     strict_norm         a row
     strict_gated_silu   a block of PART columns of a row

@@ -1,5 +1,7 @@
 """Paged attention on Hopper: a thread block reads a sequence's pages by TMA, one page a step, and multiplies with wgmma.
 
+Kernels `paged_attention` and `paged_attention_split`:
+
 item       (block of queries, key head[, split]): up to 64 rows, which are a block's queries times the G heads of a key head.
            Decoding has one query a block; chunks of prompts have 64/G. A split is SPLIT_PAGES pages, where few items exist
 smem       q 64 d | k S x 64 d | v S x 64 e | out 64 e; S = 2 stages; d = e = 128: 16 + 32 + 32 + 16 KiB, two blocks a core

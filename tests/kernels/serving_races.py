@@ -1,0 +1,110 @@
+"""The kernels of decoding steps and of strict bits, as cases for the race detector: case(rng) -> (function, arguments)."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention
+from moe_jax.kernels.attention.paged.merge import merge_splits
+from moe_jax.kernels.decode.add_norm import ExpertRows, add_experts, add_splits
+from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, heads_to_pages
+from moe_jax.kernels.decode.plan_rows import plan_rows, source_rows
+from moe_jax.kernels.decode.route import route_rows
+from moe_jax.kernels.strict.matmul import matmul
+from moe_jax.kernels.strict.rows import gated_silu, log_sum_exp, norm_rows
+
+TOKENS, HIDDEN, EXPERTS = 5, 256, 128
+
+
+def normal(rng, *shape, dtype=jnp.bfloat16):
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def added_splits(rng):
+    arrays = normal(rng, TOKENS, HIDDEN), normal(rng, 2, TOKENS, HIDDEN, dtype=jnp.float32), normal(rng, HIDDEN)
+    return lambda *arrays: add_splits(*arrays, eps=1e-6), arrays
+
+
+def added_experts(rng):
+    """The rows of pairs; the last token has no expert."""
+    ids = np.zeros((TOKENS, EXPERTS), np.int32)
+    ids[-1] = EXPERTS
+    rows, weights = normal(rng, 2 * TOKENS, HIDDEN), normal(rng, TOKENS, EXPERTS, dtype=jnp.float32)
+    outputs = ExpertRows(rows, weights, jnp.asarray(ids), None, None)
+    return lambda x, weight: add_experts(x, outputs, weight, eps=1e-6, k=2), [normal(rng, TOKENS, HIDDEN), normal(rng, HIDDEN)]
+
+
+def heads(rng):
+    """Two tokens of one page and one of another."""
+    new = NewTokens(*(normal(rng, 3, 128, dtype=jnp.float32) for _ in range(2)), jnp.asarray([1, 0, 1]), jnp.asarray([3, 0, 4]))
+    arrays = normal(rng, 1, 3, 512, dtype=jnp.float32), normal(rng, 2, 1, 64, 128), normal(rng, 2, 1, 64, 128)
+    norms = HeadNorms(normal(rng, 128), normal(rng, 128))
+    return lambda splits, keys, values: heads_to_pages(splits, norms, new, keys, values, eps=1e-6), arrays
+
+
+def routes(rng):
+    valid = jnp.arange(TOKENS) < 4
+    splits = normal(rng, 2, TOKENS, EXPERTS, dtype=jnp.float32)
+    return lambda splits: route_rows(splits, valid, k=2, divide_by_sum=True), [splits]
+
+
+def plans(rng):
+    """More tokens than a block has rows, of which most share few experts."""
+    is_chosen = np.zeros((70, EXPERTS), np.int32)
+    is_chosen[np.arange(70), rng.integers(0, 2, 70)] = 1
+
+    def f(is_chosen):
+        found = plan_rows(is_chosen, jnp.int32(0), num_blocks=6, holds_all_tokens=False)
+        return found, source_rows(is_chosen, found, jnp.int32(0), num_blocks=6)
+
+    return f, [jnp.asarray(is_chosen)]
+
+
+def products(rng):
+    """Two matrices, more rows than a tile, more steps than stages."""
+    arrays = normal(rng, 70, 192), normal(rng, 128, 192), normal(rng, 128, 192)
+    return lambda *arrays: matmul(*arrays, out_dtype=jnp.float32), arrays
+
+
+def rows_of_logits(rng):
+    def f(x, weight, h, logits):
+        return norm_rows(x, weight, eps=1e-6), gated_silu(h, dtype=x.dtype), log_sum_exp(logits)
+
+    f32 = {"dtype": jnp.float32}
+    return f, [normal(rng, 3, HIDDEN), normal(rng, HIDDEN), normal(rng, 3, HIDDEN, **f32), normal(rng, 3, 256, **f32)]
+
+
+def merged_splits(rng):
+    arrays = normal(rng, 2, 2, 1, 8, 128, dtype=jnp.float32), normal(rng, 2, 2, 1, 64, dtype=jnp.float32)
+    num_pages = jnp.asarray([16, 3], jnp.int32)
+    return lambda *arrays: merge_splits(*arrays, num_pages, split_pages=8, dtype=jnp.bfloat16), arrays
+
+
+def pages(max_pages):
+    """Two rows that decode, of one head for keys; keys of more than eight pages are split."""
+
+    def case(rng):
+        table = jnp.asarray(rng.permutation(2 * max_pages).reshape(2, -1), jnp.int32)
+        queries = PagedQueries(jnp.arange(3), jnp.asarray([70, PAGE_SIZE * max_pages], jnp.int32), table)
+        arrays = normal(rng, 2, 2, 64), *(normal(rng, 2 * max_pages, 1, PAGE_SIZE, 64) for _ in range(2))
+
+        def f(q, keys, values):
+            options = dict(scale=0.1, queries_per_row=1, fixed_splits=True, backend="mosaic")
+            return paged_attention(q, keys, values, queries, **options)
+
+        return f, arrays
+
+    return case
+
+
+CASES = {
+    "pages": (pages(2), {"paged_attention"}),
+    "pages in splits": (pages(9), {"paged_attention_split"}),
+    "added splits": (added_splits, {"add_splits_norm"}),
+    "added experts": (added_experts, {"add_experts_norm"}),
+    "heads": (heads, {"heads_to_pages"}),
+    "routes": (routes, {"route_rows"}),
+    "plans": (plans, {"plan_rows", "source_rows"}),
+    "strict products": (products, {"strict_matmul"}),
+    "strict rows": (rows_of_logits, {"strict_norm", "strict_gated_silu", "strict_parts", "strict_merge"}),
+    "merged splits": (merged_splits, {"merge_splits"}),
+}
