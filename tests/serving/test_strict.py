@@ -1,5 +1,6 @@
 """With `strict=True` a token has the same bits in every batch, and those of a forward pass over whole sequences."""
 
+from contextlib import closing
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -47,15 +48,40 @@ def test_engine(model):
     limits = EngineLimits(
         max_sequences=2, max_tokens_per_step=24, max_chunks_per_step=2, max_length=128, num_pages=8, max_waiting=4
     )
-    engine = Engine(model, limits=limits, strict=True)
     rng = seeds.rng()
     prompts = [rng.integers(0, CONFIG.vocab_size, length).tolist() for length in (66, 7, 30)]
-    options = SamplingOptions(max_new_tokens=4, ignore_eos=True, temperature=1.0, seed=0, logprobs=0, prompt_logprobs=0)
-    for prompt, (one,) in zip(prompts, engine.generate(prompts, options), strict=True):
+    with closing(Engine(model, limits=limits, strict=True)) as engine:
+        check_bits(model, engine, prompts, scores_prompts=True)
+
+
+@pytest.mark.thorough
+def test_hits_and_preemption(model):
+    """Pages of an earlier prompt, and tokens computed a second time because pages ran out, have the same bits."""
+    limits = EngineLimits(
+        max_sequences=2, max_tokens_per_step=80, max_chunks_per_step=2, max_length=192, num_pages=6, max_waiting=4
+    )
+    rng = seeds.rng()
+    shared, *ends = (rng.integers(0, CONFIG.vocab_size, length).tolist() for length in (64, 62, 61))
+    with closing(Engine(model, limits=limits, strict=True)) as engine:
+        check_bits(model, engine, [shared + ends[0]])
+        assert [one.cached_tokens for one in check_bits(model, engine, [shared + end for end in ends])] == [64, 64]
+        preempted = engine.stats().num_preemptions
+        others = [rng.integers(0, CONFIG.vocab_size, length).tolist() for length in (126, 125)]
+        check_bits(model, engine, others)
+        assert engine.stats().num_preemptions > preempted
+
+
+def check_bits(model, engine, prompts, *, scores_prompts=False):
+    scored = {"prompt_logprobs": 0} if scores_prompts else {}
+    options = SamplingOptions(max_new_tokens=4, ignore_eos=True, temperature=1.0, seed=0, logprobs=0, **scored)
+    completions = [one for (one,) in engine.generate(prompts, options)]
+    for prompt, one in zip(prompts, completions, strict=True):
         expected = np.asarray(strict_log_probs(model, jnp.asarray([prompt + one.tokens], jnp.int32)))[0]
-        of_prompt = [scores[token] for scores, token in zip(one.prompt_logprobs[1:], prompt[1:], strict=True)]
-        np.testing.assert_array_equal(np.float32(of_prompt + one.logprobs), expected)
-    engine.close()
+        found = list(one.logprobs)
+        if scores_prompts:
+            found = [scores[token] for scores, token in zip(one.prompt_logprobs[1:], prompt[1:], strict=True)] + found
+        np.testing.assert_array_equal(np.float32(found), expected[-len(found) :])
+    return completions
 
 
 REFUSED = {
