@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from moe_jax.adapters.settings import DEFAULT_TARGETS, LoraSettings
 from moe_jax.adapters.summary import LoraSummary, lora_summary
 from moe_jax.adapters.targets import Target, targets_of
-from moe_jax.layers.lora import Adapter, Frozen, has_adapters
+from moe_jax.layers.lora import Adapter, freeze, has_adapters
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
@@ -31,7 +31,7 @@ def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.
     settings = settings or LoraSettings()
     chosen = _chosen(model, settings)
     active_experts = model.config.experts.num_experts_per_tok if model.config.experts else 1
-    mesh = mesh_of(nnx.state(model, nnx.Param))
+    mesh = mesh_of(nnx.state(model))
     freeze(model)
     for target in chosen:
         rank = settings.rank_of(target.kind, target.name, active_experts)
@@ -45,14 +45,6 @@ def lay_everywhere(adapter: Adapter, mesh: Mesh | None) -> None:
     """Puts the factors whole on every device of the mesh."""
     if mesh is not None:
         nnx.update(adapter, jax.device_put(nnx.state(adapter), NamedSharding(mesh, PartitionSpec())))
-
-
-def freeze(model: Decoder) -> None:
-    """Turns every `nnx.Param` of the model into a `Frozen`, which shares its array."""
-    for _, module in list(nnx.iter_modules(model)):
-        for name, variable in list(vars(module).items()):
-            if isinstance(variable, nnx.Param):
-                setattr(module, name, Frozen(variable.get_value()))
 
 
 def check_can_adapt(model: Decoder) -> None:

@@ -11,14 +11,14 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file
 
-from moe_jax.adapters.add import check_can_adapt, freeze, lay_everywhere
+from moe_jax.adapters.add import check_can_adapt, lay_everywhere
 from moe_jax.adapters.fused_layouts import FusedLayout, factors_apart, fused_parts, parameter_name
 from moe_jax.adapters.names import PREFIX, ModulePart, modules_of
 from moe_jax.adapters.save import CONFIG_FILE, WEIGHTS_FILE
 from moe_jax.adapters.summary import LoraSummary, lora_summary
 from moe_jax.adapters.targets import Target
 from moe_jax.checkpoint.hub import downloaded
-from moe_jax.layers.lora import Adapter
+from moe_jax.layers.lora import Adapter, freeze
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of
 
@@ -52,7 +52,7 @@ def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bo
     factors = _factors_of_modules(load_file(folder / WEIGHTS_FILE), modules, config, folder, b_grouped_by_expert)
     targets = list(dict.fromkeys(module.target for module in modules))
     stacks = _with_whole_experts([stack for target in targets if (stack := _stacked(target, modules, factors))], targets)
-    mesh = mesh_of(nnx.state(model, nnx.Param))
+    mesh = mesh_of(nnx.state(model))
     freeze(model)
     for stack in stacks:
         made = Adapter(stack.a.shape, stack.b.shape, scale=1.0, rngs=nnx.Rngs(0))

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from moe_jax.adapters.targets import targets_of
 from moe_jax.kernels.low_rank import LowRank
 from moe_jax.layers.lora import Frozen, has_adapters
+from moe_jax.layers.quantised import is_quantised
 from moe_jax.models.decoder import Decoder
 
 
@@ -22,10 +23,14 @@ def merge_adapter(model: Decoder) -> None:
     the weights on disk.
 
     Raises:
-      ValueError: the model has no adapters.
+      ValueError: the model has no adapters, or its weights are quantised: most of a change would be rounded away.
     """
     if not has_adapters(model):
         raise ValueError("the model has no adapters to merge")
+    if is_quantised(nnx.state(model, Frozen)):
+        raise ValueError(
+            "the weights are quantised, and would round most of the change away: load them whole, and merge into them"
+        )
     for target in targets_of(model):
         if (adapter := target.found) is not None:
             weight = getattr(target.module, target.weight)

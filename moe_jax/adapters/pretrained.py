@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from moe_jax.adapters.load import load_adapter
 from moe_jax.adapters.source import source_of
 from moe_jax.checkpoint import hf_load
+from moe_jax.checkpoint.quantised import Weights
 from moe_jax.models.decoder import Decoder
 
 
@@ -21,6 +22,7 @@ def from_pretrained(
     mesh: Mesh | None = None,
     pipe_chunks: int = 1,
     mtp: bool = True,
+    weights: Weights = "whole",
     progress: bool = True,
 ) -> Decoder:
     """Loads a checkpoint of any architecture of `moe_jax.models`; one in FP8 is dequantised on the way (`checkpoint.fp8`).
@@ -39,13 +41,16 @@ def from_pretrained(
       mtp: True loads the modules that predict further tokens, if the checkpoint has some (`models.mtp`; 11.6e9 parameters in
         DeepSeek-V3). False leaves more memory for inference; a checkpoint written from the model then lacks them. No adapter
         can be put beside them: with an adapter they are left out.
+      weights: "as stored" keeps matrices that the files have in FP8 as they are. "nf4" makes 4 bits of the experts' matrices
+        (`layers.quantised`). A layer is whole where it is computed. All parameters are frozen (`layers.lora.Frozen`): such a
+        model computes, and trains adapters (`adapters.add_lora`). It lies on one device.
       progress: show a progress bar when stderr is a terminal.
 
     Raises:
       FileNotFoundError: there is no such folder and no such model on the hub, or the folder of an adapter lacks a file.
       ValueError: dtype or param_dtype is no float dtype, or config.json asks for an unsupported feature. Or the layers cannot
         lie in the mesh's pipe: layers with experts stand before dense ones, or layers are too few for its chunks. Or the
-        adapter does not fit the model.
+        adapter does not fit the model, or `weights` is not for this checkpoint or mesh.
       CheckpointError (a ValueError): tensors are missing, unexpected, or of a wrong shape or dtype, or files are absent,
         truncated or corrupt; one error lists all problems.
       ImportError: the weights are .bin files, and torch is not installed.
@@ -58,6 +63,7 @@ def from_pretrained(
         mesh=mesh,
         pipe_chunks=pipe_chunks,
         mtp=mtp and source.adapter is None,
+        weights=weights,
         progress=progress,
     )
     if source.adapter is not None:

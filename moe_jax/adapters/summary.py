@@ -4,11 +4,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 from flax import nnx
 
 from moe_jax.adapters.targets import targets_of
 from moe_jax.layers.lora import Frozen
+from moe_jax.layers.quantised import matrices_of
 from moe_jax.models.decoder import Decoder
 
 
@@ -64,6 +64,6 @@ def lora_summary(model: Decoder) -> LoraSummary:
     return LoraSummary(
         kinds,
         tuple(kind for kind in all_kinds if kind not in kinds),
-        sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, Frozen))),
+        sum(matrix.size for matrix in matrices_of(nnx.state(model, Frozen))),
         model.config.experts.num_experts_per_tok if model.config.experts else None,
     )

@@ -10,6 +10,7 @@ from flax import nnx
 from moe_jax.checkpoint.folders import MODEL_FILES
 from moe_jax.checkpoint.hub import downloaded
 from moe_jax.config import ModelConfig, config_to_dict
+from moe_jax.layers.quantised import is_quantised
 from moe_jax.models.decoder import Decoder
 
 TOKENIZER_FILES = (
@@ -38,12 +39,14 @@ class Companions:
 
     Raises:
       FileNotFoundError: `tokenizer_from` has no tokenizer files, or is neither a folder nor a model on the hub.
-      ValueError: the model has adapters, for which a checkpoint has no place.
+      ValueError: the model has adapters, for which a checkpoint has no place, or quantised weights.
     """
 
     def __init__(self, model: Decoder, tokenizer_from: str | Path | None = None, chat_template: str | None = None):
         if jax.tree.leaves(nnx.state(model, nnx.LoRAParam)):
             raise ValueError("the model has adapters: merge them first (adapters.merge_adapter), or use adapters.save_adapter")
+        if is_quantised(nnx.state(model)):
+            raise ValueError("the weights are quantised, which files here cannot hold: load the model whole, and save that")
         # transformers 5 looks for dtype, transformers 4 for torch_dtype.
         dtype = model.embed_tokens.weight.dtype.name
         self.config = config_to_dict(model.config) | {"dtype": dtype, "torch_dtype": dtype}

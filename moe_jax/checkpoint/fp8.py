@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, Slices, StoredTensor
+from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, QuantisedTensor, Slices, StoredTensor
 
 BlockSize = tuple[int, int]
 """Rows and columns that share a scale."""
@@ -122,4 +122,4 @@ def _product(quantised: StoredTensor, scales: StoredTensor, block_size: BlockSiz
             values[..., max(begin, 0) : begin + height, :] *= factors[..., i : i + 1, :]
         return values
 
-    return replace(quantised, dtype="F32", read=read)
+    return replace(quantised, dtype="F32", read=read, quantised=QuantisedTensor(quantised, scales, block_size))

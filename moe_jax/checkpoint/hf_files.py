@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -47,11 +47,22 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[Slices], np.ndarray]
+    quantised: "QuantisedTensor | None" = None
+    """The two tensors that this one is the product of, if it is quantised."""
 
     @property
     def size(self) -> int:
         """The number of elements; 0 if another program writes an empty tensor for a block that the config leaves out."""
         return math.prod(self.shape)
+
+
+class QuantisedTensor(NamedTuple):
+    """A quantised matrix as it is stored."""
+
+    codes: StoredTensor
+    scales: StoredTensor
+    block_size: tuple[int, int]
+    """Rows and columns that share a scale."""
 
 
 def open_tensors(folder: Path, problems: list[str]) -> dict[str, StoredTensor]:

@@ -9,7 +9,7 @@ import logging
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -22,8 +22,10 @@ from moe_jax.checkpoint.fp8 import dequantised, read_block_size
 from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, CheckpointError, StoredTensor, open_tensors
 from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
 from moe_jax.checkpoint.hub import SMALL_FILES, downloaded
+from moe_jax.checkpoint.quantised import Weights, check_weights, load_quantised
 from moe_jax.checkpoint.streaming import Piece, held_parts, load_parameter, num_elements, piece_of, same_values
 from moe_jax.config import ModelConfig, load_config
+from moe_jax.layers.lora import freeze
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.inputs import float_dtype
@@ -45,6 +47,7 @@ def from_pretrained(
     mesh: Mesh | None = None,
     pipe_chunks: int = 1,
     mtp: bool = True,
+    weights: Weights = "whole",
     progress: bool = True,
 ) -> Decoder:
     """Loads a checkpoint of any architecture of `moe_jax.models`; one in FP8 is dequantised on the way (`checkpoint.fp8`).
@@ -59,12 +62,16 @@ def from_pretrained(
         to their ranks alone, stacked as by `parallel.pipeline.chunks.to_chunks`. Such a model can be trained and saved.
       mtp: True loads the modules that predict further tokens, if the checkpoint has some (`models.mtp`; 11.6e9 parameters in
         DeepSeek-V3). False leaves more memory for inference; a checkpoint written from the model then lacks them.
+      weights: "as stored" keeps matrices that the files have in FP8 as they are. "nf4" makes 4 bits of the experts' matrices
+        (`layers.quantised`). A layer is whole where it is computed. All parameters are frozen (`layers.lora.Frozen`): such a
+        model computes, and trains adapters (`adapters.add_lora`). It lies on one device.
       progress: show a progress bar when stderr is a terminal.
 
     Raises:
       FileNotFoundError: there is no such folder and no such model on the hub.
       ValueError: dtype or param_dtype is no float dtype, or config.json asks for an unsupported feature. Or the layers cannot
-        lie in the mesh's pipe: layers with experts stand before dense ones, or layers are too few for its chunks.
+        lie in the mesh's pipe: layers with experts stand before dense ones, or layers are too few for its chunks. Or `weights`
+        is not for this checkpoint or mesh.
       CheckpointError (a ValueError): tensors are missing, unexpected, or of a wrong shape or dtype, or files are absent,
         truncated or corrupt; one error lists all problems.
       ImportError: the weights are .bin files, and torch is not installed.
@@ -74,6 +81,7 @@ def from_pretrained(
     param_dtype = dtype if param_dtype is None else float_dtype(param_dtype, "param_dtype")
     folder = find_checkpoint(folder_or_hub_id)
     config = load_config(folder)
+    check_weights(weights, read_block_size(folder) is not None, 1 if mesh is None else mesh.size)
     config, pieces, warnings = _checked_pieces(folder, config, mtp)
     layers = layers_in_pipe(config, pipe)
     for warning in warnings:
@@ -96,11 +104,15 @@ def from_pretrained(
     with tqdm(total=size, unit="B", unit_scale=True, desc="loading", disable=quiet) as bar:
         for path, leaf, shape, sharding in leaves:
             layer_axes = 1 + len(shape) - len(leaf.shape) if path[0] == "stages" else 0
-            array = load_parameter(
-                pieces[path], shape, leaf.dtype, sharding, layer_axes=layer_axes, on_read=bar.update
-            )  # fmt: skip
+            array: Any = load_quantised(path, pieces[path], shape, leaf.dtype, sharding, weights, bar.update)
+            if array is None:
+                array = load_parameter(
+                    pieces[path], shape, leaf.dtype, sharding, layer_axes=layer_axes, on_read=bar.update
+                )  # fmt: skip
             loaded.append((path, leaf.replace(array)))
     model = nnx.merge(graph, nnx.from_flat_state(loaded))
+    if weights != "whole":
+        freeze(model)
     model.source = str(folder)
     return model
 

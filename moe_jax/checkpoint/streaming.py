@@ -106,7 +106,7 @@ def load_parameter(
 def _load_whole(pieces: list[Piece], bounds: Bounds, dtype: np.dtype, devices, on_read) -> list[jax.Array]:
     """Loads the part `bounds` of a parameter onto each of the devices."""
     block = np.empty([stop - start for start, stop in bounds], dtype)
-    _read(pieces, bounds, block)
+    read_block(pieces, bounds, block)
     on_read(block.nbytes)
     return jax.block_until_ready([jax.device_put(block, device) for device in devices])
 
@@ -125,7 +125,7 @@ def _load_stacked(
     for place in np.ndindex(*shape[:axes]):
         layer = int(np.ravel_multi_index([start + i for (start, _), i in zip(bounds, place, strict=False)], places))
         if layer in by_layer:
-            _read(by_layer[layer], ((layer, layer + 1), *bounds[axes:]), block.reshape(1, *shape[axes:]))
+            read_block(by_layer[layer], ((layer, layer + 1), *bounds[axes:]), block.reshape(1, *shape[axes:]))
             blocks = [jax.device_put(block, device) for device in devices]
             buffers = [_write_layer(buffer, on_device, place) for buffer, on_device in zip(buffers, blocks, strict=True)]
             jax.block_until_ready(buffers)  # on CPU the device may share the block's memory, which is written again next
@@ -138,7 +138,7 @@ def _write_layer(buffer: jax.Array, block: jax.Array, place: tuple[jax.Array, ..
     return jax.lax.dynamic_update_slice(buffer, block, (*place, *[0] * (buffer.ndim - len(place))))
 
 
-def _read(pieces: list[Piece], bounds: Bounds, block: np.ndarray) -> None:
+def read_block(pieces: list[Piece], bounds: Bounds, block: np.ndarray) -> None:
     """Fills `block`, the part `bounds` of a parameter, from the pieces that reach into it, casting to the block's dtype."""
     for piece in pieces:
         common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece.bounds, bounds, strict=True)]

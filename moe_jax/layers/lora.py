@@ -50,6 +50,14 @@ class Adapter(nnx.Module):
         return jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
 
 
+def freeze(model: nnx.Module) -> None:
+    """Turns every `nnx.Param` of the model into a `Frozen`, which shares its array."""
+    for _, module in list(nnx.iter_modules(model)):
+        for name, variable in list(vars(module).items()):
+            if isinstance(variable, nnx.Param):
+                setattr(module, name, Frozen(variable.get_value()))
+
+
 def factors_of(adapter: Adapter | None) -> LowRank | None:
     """Returns the adapter's factors; None without an adapter."""
     return None if adapter is None else adapter.factors

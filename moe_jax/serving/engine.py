@@ -10,6 +10,7 @@ from flax import nnx
 
 from moe_jax.checkpoint.companions import generation_config
 from moe_jax.layers.lora import has_adapters
+from moe_jax.layers.quantised import is_quantised
 from moe_jax.models.decoder import Decoder
 from moe_jax.serving.device import Device
 from moe_jax.serving.draft_state import check_drafting
@@ -220,6 +221,8 @@ def _check_model(model: Decoder) -> None:
         )
     if has_adapters(model):
         raise ValueError("an engine serves a model without adapters: merge them first (adapters.merge_adapter)")
+    if is_quantised(nnx.state(model)):
+        raise ValueError("an engine serves whole weights; these are quantised: load the model with weights='whole'")
     devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
     if len(devices) > 1:
         raise ValueError(f"an engine computes on one device; the model lies on {len(devices)}")

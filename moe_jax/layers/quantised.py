@@ -1,0 +1,133 @@
+"""Frozen matrices in fewer bytes: 8 bits in blocks with a scale each, or 4 bits with a scale for 64 numbers.
+
+A quantised matrix stands in place of the array of a `layers.lora.Frozen`. Its `[...]` gives the whole matrix in `dtype`.
+A layer asks for it where the layer is computed. Loops over stacked layers slice codes and scales: one layer is whole at a time.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float8e4m3fn, UInt8
+
+NF4_VALUES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The 16 values of NF4, quantiles of a normal distribution (Dettmers et al., 2023, https://arxiv.org/abs/2305.14314)."""
+
+NF4_BLOCK = 64
+"""Numbers of a row that share a scale."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockScaled:
+    """Matrices in e4m3 with an f32 scale for each block, as `checkpoint.fp8` describes the hub's files.
+
+    w[i, j] = codes[i, j] * scales[i // block, j // block], in f32, rounded once to `dtype`.
+    """
+
+    codes: Float8e4m3fn[Array, "*stack rows columns"]
+    scales: Float[Array, "*stack row_blocks column_blocks"]
+    dtype: Any = field(metadata={"static": True})
+    block: tuple[int, int] = field(metadata={"static": True}, default=(128, 128))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole matrices."""
+        return self.codes.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the whole matrices."""
+        return self.codes.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the whole matrices."""
+        return self.codes.size
+
+    def __getitem__(self, key: Any) -> Float[Array, "*stack rows columns"]:
+        """Returns the whole matrices; `key` is `...`."""
+        _only_whole(key)
+        scales = self.scales
+        for axis, block in zip((-2, -1), self.block, strict=True):
+            scales = jnp.repeat(scales, block, axis=axis)
+        *_, rows, columns = self.shape
+        return (self.codes.astype(jnp.float32) * scales[..., :rows, :columns]).astype(self.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NormalFloat4:
+    """Matrices in NF4: w[i, j] = NF4_VALUES[code[i, j]] * scales[i, j // 64], in f32, rounded once to `dtype`.
+
+    Attributes:
+      codes: two codes a byte, the first in the high half.
+      scales: the largest absolute value of each block.
+    """
+
+    codes: UInt8[Array, "*stack rows half_columns"]
+    scales: Float[Array, "*stack rows blocks"]
+    dtype: Any = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, w: Float[Array, "*stack rows columns"], dtype: DTypeLike) -> Self:
+        """Quantises matrices: each number becomes the nearest value, after division by its block's largest.
+
+        Raises:
+          ValueError: a row's length is no multiple of 64.
+        """
+        if w.shape[-1] % NF4_BLOCK:
+            raise ValueError(f"NF4 has a scale for {NF4_BLOCK} numbers of a row; a row of {list(w.shape)} is no multiple")
+        blocks = w.astype(jnp.float32).reshape(*w.shape[:-1], -1, NF4_BLOCK)
+        scales = jnp.abs(blocks).max(axis=-1)
+        normed = blocks / jnp.where(scales == 0, 1, scales)[..., None]
+        middles = [(low + high) / 2 for low, high in zip(NF4_VALUES, NF4_VALUES[1:], strict=False)]
+        below = [(normed > middle).astype(jnp.uint8) for middle in middles]
+        codes = sum(below[1:], start=below[0]).reshape(w.shape)
+        return cls(codes[..., ::2] << 4 | codes[..., 1::2], scales, jnp.dtype(dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole matrices."""
+        return *self.codes.shape[:-1], 2 * self.codes.shape[-1]
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the whole matrices."""
+        return self.codes.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the whole matrices."""
+        return 2 * self.codes.size
+
+    def __getitem__(self, key: Any) -> Float[Array, "*stack rows columns"]:
+        """Returns the whole matrices; `key` is `...`."""
+        _only_whole(key)
+        codes = jnp.stack([self.codes >> 4, self.codes & 15], axis=-1).reshape(*self.scales.shape, NF4_BLOCK)
+        values = jnp.asarray(NF4_VALUES, jnp.float32)[codes]
+        return (values * self.scales[..., None]).reshape(self.shape).astype(self.dtype)
+
+
+Quantised = BlockScaled | NormalFloat4
+
+
+def matrices_of(state: Any) -> list[Any]:
+    """Returns the arrays of a model or of its state, a quantised matrix as one."""
+    return jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+
+
+def is_quantised(state: Any) -> bool:
+    """Returns True if an array of the state is quantised."""
+    return any(isinstance(leaf, Quantised) for leaf in matrices_of(state))
+
+
+def _only_whole(key: Any) -> None:
+    if key is not Ellipsis:
+        raise IndexError(f"quantised matrices are read as a whole, weight[...]; got index {key!r}")
