@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "layers": {"runtime", "config", "kernels", "parallel"},
     "experimental": {"runtime", "config", "kernels", "parallel", "layers"},
     "models": {"runtime", "config", "kernels", "parallel", "layers"},
-    "checkpoint": {"runtime", "config", "parallel", "models"},
+    "checkpoint": {"runtime", "config", "parallel", "layers", "models"},
     "adapters": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint"},
     "cost": {"runtime", "config", "kernels", "parallel", "layers", "models"},
     "generation": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint"},

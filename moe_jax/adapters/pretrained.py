@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from moe_jax.adapters.load import load_adapter
 from moe_jax.adapters.source import source_of
 from moe_jax.checkpoint import hf_load
-from moe_jax.checkpoint.quantised import Weights
+from moe_jax.checkpoint.weights import Weights
 from moe_jax.models.decoder import Decoder
 
 

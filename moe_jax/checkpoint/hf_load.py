@@ -22,8 +22,9 @@ from moe_jax.checkpoint.fp8 import dequantised, read_block_size
 from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, CheckpointError, StoredTensor, open_tensors
 from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
 from moe_jax.checkpoint.hub import SMALL_FILES, downloaded
-from moe_jax.checkpoint.quantised import Weights, check_weights, load_quantised
+from moe_jax.checkpoint.quantised import check_weights, load_quantised
 from moe_jax.checkpoint.streaming import Piece, held_parts, load_parameter, num_elements, piece_of, same_values
+from moe_jax.checkpoint.weights import Weights
 from moe_jax.config import ModelConfig, load_config
 from moe_jax.layers.lora import freeze
 from moe_jax.models.auto import from_config

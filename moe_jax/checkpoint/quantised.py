@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,9 @@ import numpy as np
 from jax.sharding import Sharding
 
 from moe_jax.checkpoint.streaming import Piece, load_parameter, read_block
+from moe_jax.checkpoint.weights import Weights
 from moe_jax.layers.quantised import BlockScaled, NormalFloat4, Quantised
 from moe_jax.layers.tickets import EXPERT_MATRICES
-
-Weights = Literal["whole", "as stored", "nf4"]
-"""The form in which weights lie on the device. "whole": in the parameters' dtype. "as stored": matrices that the files have in
-FP8 stay so. "nf4": the experts' matrices in NF4."""
 
 _logger = logging.getLogger(__name__)
 

@@ -23,6 +23,9 @@ from moe_jax.train.starting_weights import MODEL, same_weights, values_of
 LORA = "lora"
 """The entry of a run's identity for its `LoraSettings`, as a JSON object; None in runs of all parameters."""
 
+WEIGHTS = "weights"
+"""The entry of a run's identity for the form of its frozen weights, if they were not whole."""
+
 BASE = "base"
 """The entry of a checkpoint's position for the folder or hub id of the frozen weights, which the checkpoint lacks.
 

@@ -13,6 +13,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.checkpoint.training import finished_steps
+from moe_jax.layers.quantised import is_quantised
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes import FinetuneSettings, finetune
 from moe_jax.recipes.finetuning import loop
@@ -131,3 +132,19 @@ def test_defaults_depend_on_adapters(tmp_path):
     assert (plain.learning_rate, plain.param_dtype) == (1e-5, "float32")
     assert (adapted.learning_rate, adapted.param_dtype) == (1e-4, "bfloat16")
     assert in_f32.param_dtype == "float32"
+
+
+def test_quantised_base(tmp_path):
+    """Adapters are trained beside experts in 4 bits, and go on with them alone."""
+    sizes = dict(hidden_size=64, moe_intermediate_size=64)
+    model = moe_jax.from_config(replace(tiny.biased_model().config, **sizes), rngs=nnx.Rngs(0))
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    moe_jax.save_pretrained(model, tmp_path / "base", tokenizer_from=tmp_path / "tokenizer")
+    settings = settings_of(tmp_path, tmp_path / "base", weights="nf4")
+    assert finetune(settings, stop_after=2).step == 2
+    with pytest.raises(ValueError, match="weights: checkpoint 'nf4', now None"):
+        finetune(replace(settings, weights="whole"))
+    result = finetune(settings)
+    assert is_quantised(nnx.state(result.model)) and losses(result)[-1] < losses(result)[0]
+    with pytest.raises(ValueError, match="cannot be trained"):
+        replace(settings, lora=None)

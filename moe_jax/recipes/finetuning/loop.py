@@ -187,6 +187,7 @@ def _load(run: PreparedRun, model: Decoder | None, loss: LossFunction | None) ->
             mesh=None if parallelism is None else parallelism.mesh,
             pipe_chunks=1 if parallelism is None else parallelism.pipe_chunks,
             mtp=settings.mtp,
+            weights=settings.weights,
         )
     if settings.lora is not None:
         add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))

@@ -15,7 +15,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.recipes.finetuning.lora_settings import lora_problems
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
-from moe_jax.train.adapted_run import BASE, LORA
+from moe_jax.train.adapted_run import BASE, LORA, WEIGHTS
 
 
 def check_lora(
@@ -41,8 +41,9 @@ def check_lora(
 
 
 def identity_of_lora(settings: FinetuneSettings) -> dict[str, Any]:
-    """Returns the adapters' entry of a run's identity, as it comes back from JSON."""
-    return {LORA: None if settings.lora is None else json.loads(json.dumps(asdict(settings.lora)))}
+    """Returns the adapters' entries of a run's identity, as they come back from JSON."""
+    lora = None if settings.lora is None else json.loads(json.dumps(asdict(settings.lora)))
+    return {LORA: lora, WEIGHTS: None if settings.weights == "whole" else settings.weights}
 
 
 def base_of(settings: FinetuneSettings, model: Decoder | None) -> dict[str, Any]:

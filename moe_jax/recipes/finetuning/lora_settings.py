@@ -1,8 +1,10 @@
 """Settings that depend on a run's adapters: a default, and settings that do not go with them. Needs no JAX."""
 
 from collections.abc import Mapping
+from typing import get_args
 
 from moe_jax.adapters.settings import LoraSettings
+from moe_jax.checkpoint.weights import Weights
 
 LEARNING_RATE, LORA_LEARNING_RATE = 1e-5, 1e-4
 """Peaks of the learning rate. Adapters want about ten times as much (Schulman, 2025, https://thinkingmachines.ai/blog/lora)."""
@@ -35,3 +37,13 @@ def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], shard_opti
     if shard_optimizer:
         problems.append("shard_optimizer=True is for runs without lora: the optimizer's state of adapters is small")
     return problems
+
+
+def weights_problems(weights: str, lora: LoraSettings | None, devices: int) -> list[str]:
+    """Returns the reasons why a run cannot have weights in this form, one clause each."""
+    if weights not in get_args(Weights):
+        return [f"weights={weights!r} must be one of {', '.join(map(repr, get_args(Weights)))}"]
+    if weights == "whole":
+        return []
+    problems = [] if lora else [f"weights={weights!r} cannot be trained: train adapters beside them (lora)"]
+    return problems + ([f"weights={weights!r} lie on one device; the mesh has {devices}"] if devices > 1 else [])

@@ -8,7 +8,13 @@ from typing import get_args
 from moe_jax.adapters.settings import LoraSettings
 from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
 from moe_jax.parallel.expert.settings import ExpertParallel
-from moe_jax.recipes.finetuning.lora_settings import default_learning_rate, default_param_dtype, lora_problems
+from moe_jax.recipes.finetuning.lora_settings import (
+    Weights,
+    default_learning_rate,
+    default_param_dtype,
+    lora_problems,
+    weights_problems,
+)
 from moe_jax.train.data.files import FORMATS
 from moe_jax.train.data.records import LEARNED_ANSWERS
 from moe_jax.train.data.sources import sources
@@ -74,6 +80,8 @@ class FinetuneSettings:
       offload: keep the input of each layer, which remat needs, in the host's memory: for long sequences (docs/scaling.md).
       lora: train adapters beside the model's weights, which stay as they are (docs/adapters.md). The run's folder gets the
         adapter in place of a model. None: train all parameters.
+      weights: the form of the weights beside adapters: "whole", "as stored" for a checkpoint in FP8, or "nf4" for experts of 4
+        bits (docs/adapters.md).
       mesh: the numbers of devices over which rows, parameters, experts and sequences are spread (docs/scaling.md). All devices
         are used.
       pipe_chunks: the parts of consecutive layers that each rank of mesh.pipe holds. More chunks wait less and send more
@@ -137,6 +145,7 @@ class FinetuneSettings:
     remat: bool = True
     offload: bool = False
     lora: LoraSettings | None = None
+    weights: Weights = "whole"
     mesh: MeshShape = MeshShape()
     pipe_chunks: int = 1
     shard_optimizer: bool = False
@@ -231,6 +240,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
         )
     problems += pipe_problems(settings, settings.mesh.pipe)
     problems += lora_problems(settings.lora, asdict(settings.mesh), settings.shard_optimizer)
+    problems += weights_problems(settings.weights, settings.lora, settings.mesh.size)
     if settings.pipe_chunks > 1 and settings.mesh.pipe == 1:
         problems.append(f"pipe_chunks={settings.pipe_chunks} needs a mesh.pipe of 2 or more")
     rows = settings.batch_size // settings.gradient_accumulation
