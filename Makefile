@@ -24,8 +24,9 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/moe-jax demo $(if $(MODEL),--model $(MODEL)) $(DEMO_OPTIONS)
 
-# One thread per library in each of the two test processes: more would fight over two cores.
-PYTEST = JAX_PLATFORMS=$${JAX_PLATFORMS-cpu} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+# One thread per library in each of the two test processes: more would fight over two cores. Bytecode is kept even where the
+# environment forbids it: each process would compile the package and its tests anew.
+PYTEST = JAX_PLATFORMS=$${JAX_PLATFORMS-cpu} OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 WORKERS := -n 2 --dist worksteal
 # A process has one CPU device or eight. A deadlock between the eight is in C++, which only the thread method's exit ends.
 EIGHT := tests/parallel/eight_devices

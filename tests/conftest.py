@@ -1,9 +1,13 @@
 """What every test runs under."""
 
+import atexit
 import gc
 import os
 import sys
 from pathlib import Path
+
+# What imports and collection make stays: a fifth of the time of collection went into searches of it for garbage.
+gc.disable()
 
 # JAX's GPU interpreter waits for barriers inside callbacks, which hold a thread of XLA's CPU pool each: six in a kernel of two
 # blocks. With a pool of two, as a machine of two cores has, the warpgroup that they wait for may never run. In a collective of
@@ -55,6 +59,14 @@ def pytest_configure(config):
             compilation_cache.use(worker or "gw0")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop():
+    """From now on garbage is searched for, in what tests make alone, and rarely: a trace makes millions of objects that stay."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
+
+
 def pytest_collection_modifyitems(items):
     """Those that take longest begin first, so that none of them runs on alone at the end."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
@@ -90,9 +102,8 @@ def memory_maps() -> int:
     return len(maps.read_bytes().splitlines()) if maps.exists() else 0
 
 
-def pytest_unconfigure():
-    """Thaws objects at the end. Otherwise the bindings of Triton and JAX report every frozen object as a leak at exit."""
-    gc.unfreeze()
+# Otherwise the bindings of Triton and JAX report every frozen object as a leak. pytest's own searches at its end come before.
+atexit.register(gc.unfreeze)
 
 
 @pytest.fixture

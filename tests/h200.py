@@ -26,12 +26,14 @@ needs_compiler = pytest.mark.skipif(
 
 COMMON = """
 import sys
-import jax, numpy as np
+import h200_programs, jax, numpy as np
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from moe_jax import kernels
 from moe_jax.kernels.attention.mosaic.flash import flash_attention
+
+h200_programs.install()
 
 H200 = '''
 platform_name: "CUDA"
@@ -73,7 +75,7 @@ def run_script(script, *arguments):
         # The plugin looks for libraries that are needed to run kernels alone.
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(COMPILER), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(COMPILER), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-c", COMMON + script, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)

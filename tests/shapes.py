@@ -73,6 +73,7 @@ def check(function):
     if not hints or function.__annotations__.get("return") is typing.Any or function.__name__ == "__init__":
         return function
     signature = inspect.signature(function)
+    bind = binder(signature)
     for name in hints.keys() & signature.parameters.keys():
         if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
             hints[name] = tuple[hints[name], ...]
@@ -82,7 +83,7 @@ def check(function):
     @functools.wraps(function)
     def checked(*arguments, **options):
         result = function(*arguments, **options)
-        values = signature.bind(*arguments, **options).arguments | {"return": result}
+        values = bind(arguments, options) | {"return": result}
         for some, with_expressions in passes:
             for name, hint in some.items():
                 if name in values:
@@ -90,6 +91,19 @@ def check(function):
         return result
 
     return checked
+
+
+def binder(signature: inspect.Signature):
+    """Returns a function from a call's arguments and options to {parameter: value}.
+
+    `Signature.bind` takes longer than the comparison. A call that has returned fits the signature, so names suffice where no
+    parameter stands for several.
+    """
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        return lambda arguments, options: signature.bind(*arguments, **options).arguments
+    names = tuple(signature.parameters)
+    return lambda arguments, options: dict(zip(names, arguments, strict=False)) | options
 
 
 def has_arrays(hint) -> bool:
