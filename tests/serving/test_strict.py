@@ -66,14 +66,14 @@ def test_hits_and_preemption(model):
         check_bits(model, engine, [shared + ends[0]])
         assert [one.cached_tokens for one in check_bits(model, engine, [shared + end for end in ends])] == [64, 64]
         preempted = engine.stats().num_preemptions
-        others = [rng.integers(0, CONFIG.vocab_size, length).tolist() for length in (126, 125)]
-        check_bits(model, engine, others)
+        others = [rng.integers(0, CONFIG.vocab_size, length).tolist() for length in (127, 126)]
+        check_bits(model, engine, others, new_tokens=8)
         assert engine.stats().num_preemptions > preempted
 
 
-def check_bits(model, engine, prompts, *, scores_prompts=False):
+def check_bits(model, engine, prompts, *, new_tokens=4, scores_prompts=False):
     scored = {"prompt_logprobs": 0} if scores_prompts else {}
-    options = SamplingOptions(max_new_tokens=4, ignore_eos=True, temperature=1.0, seed=0, logprobs=0, **scored)
+    options = SamplingOptions(max_new_tokens=new_tokens, ignore_eos=True, temperature=1.0, seed=0, logprobs=0, **scored)
     completions = [one for (one,) in engine.generate(prompts, options)]
     for prompt, one in zip(prompts, completions, strict=True):
         expected = np.asarray(strict_log_probs(model, jnp.asarray([prompt + one.tokens], jnp.int32)))[0]
