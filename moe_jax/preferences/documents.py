@@ -1,6 +1,7 @@
 """Preference data on disk: JSON Lines, checked when they are opened and read by index."""
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from moe_jax.preferences.records import Judged, judged
 from moe_jax.train.data.documents import MAX_PROBLEMS
 from moe_jax.train.data.files import data_files
-from moe_jax.train.data.records import BOM, _parsed
+from moe_jax.train.data.records import BOM
 
 KINDS = {True: 'pairs ("chosen" and "rejected")', False: 'single answers ("completion" and "label")'}
 
@@ -45,7 +46,7 @@ class Preferences:
         try:
             with open(self.files[self.file[number]], "rb") as handle:
                 handle.seek(self.offset[number])
-                found = judged(_parsed(handle.read(self.size[number]).decode()), plain=self.plain)
+                found = judged(_json(handle.read(self.size[number])), plain=self.plain)
         except ValueError as error:
             raise ValueError(f"{self.where(index)} is not as it was when it was opened: {error}") from error
         if not self.unpaired:
@@ -119,6 +120,10 @@ def open_preferences(path: str | Path, *, of_pairs: bool = True, plain: bool = F
 
 def _json(content: bytes) -> Any:
     try:
-        return _parsed(content.decode())
+        return json.loads(content.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+    except RecursionError as error:
+        raise ValueError("not readable JSON: lists or objects are nested too deeply") from error
