@@ -1,9 +1,11 @@
 """Small transformers models with random weights everywhere, as the reference that ours must equal."""
 
+import re
 import tempfile
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import torch
 import transformers
 
@@ -70,3 +72,33 @@ def load_ours(model, **options):
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return moe_jax.from_pretrained(Path(folder), **{"dtype": jnp.float32, "progress": False, **options})
+
+
+def hub_gradients(model) -> dict[str, np.ndarray]:
+    """Gradients under the checkpoint's names: the fused experts taken apart."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            continue  # a block that the config leaves out
+        gradient = parameter.grad.numpy()
+        if name.endswith("experts.gate_up_proj"):
+            half = gradient.shape[1] // 2
+            for expert, rows in enumerate(gradient):
+                prefix = name.replace("gate_up_proj", str(expert))
+                gradients[f"{prefix}.gate_proj.weight"] = rows[:half]
+                gradients[f"{prefix}.up_proj.weight"] = rows[half:]
+        elif name.endswith("experts.down_proj"):
+            for expert, rows in enumerate(gradient):
+                gradients[name.replace("down_proj", f"{expert}.down_proj.weight")] = rows
+        else:
+            gradients[name] = gradient
+    return gradients
+
+
+def by_parameter(names) -> dict[str, list[str]]:
+    """Returns the checkpoint's names by transformers' parameter: one parameter holds gate and up rows of all experts."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        parameter = re.sub(r"experts\.\d+\.(gate|up)_proj.weight", "experts.gate_up_proj", name)
+        groups.setdefault(re.sub(r"experts\.\d+\.down_proj.weight", "experts.down_proj", parameter), []).append(name)
+    return groups

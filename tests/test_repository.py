@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "generation": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint"},
     "serving": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "generation"},
     "train": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters"},
+    "preferences": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "train"},
     "check": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "cost", "generation"},
     "recipes": {"runtime", "config", "parallel", "models", "checkpoint", "adapters", "cost", "train"},
     "demo": {"runtime", "config", "parallel", "models", "checkpoint", "adapters", "generation", "train", "recipes"},

@@ -9,10 +9,12 @@ if TYPE_CHECKING:
     from moe_jax.kernels.cross_entropy import cross_entropy
     from moe_jax.kernels.experts.api import down, experts_mlp, gate_up
     from moe_jax.kernels.experts.routing import Plan, plan
+    from moe_jax.kernels.token_entropies import TokenScores, token_log_probs_and_entropies
     from moe_jax.kernels.token_log_probs import token_log_probs
 
 __all__ = [
     "Plan",
+    "TokenScores",
     "attention",
     "cross_entropy",
     "down",
@@ -20,6 +22,7 @@ __all__ = [
     "gate_up",
     "plan",
     "token_log_probs",
+    "token_log_probs_and_entropies",
 ]
 
 export_lazily(__name__)

@@ -3,8 +3,11 @@
     y[t] = h[t] . w[label[t]] - logsumexp_v(h[t] . w[v])
 
 For your own losses: preferences (DPO), policy gradients (GRPO), distillation. The cotangent differs from token to token, so the
-backward pass computes each chunk's logits again. Residuals: h and the logsumexp of each token. FLOPs: 2*T*V*D forward, 6*T*V*D
-backward, 4*T*V*D if the weights are frozen. `cross_entropy`, where tokens share a cotangent, needs 6*T*V*D for both passes.
+backward pass computes each chunk's logits again. Residuals: h and the logsumexp of each token. FLOPs: 2*T*V*D forward and
+6*T*V*D backward. `cross_entropy`, where tokens share a cotangent, needs 6*T*V*D for both passes.
+
+Where the weights are frozen, a token's cotangent is a factor on its own gradient dy[t]/dh[t]. The forward pass computes these
+gradients beside the logits, and the backward pass scales them: 4*T*V*D for both. Residuals: these gradients, in f32.
 """
 
 from functools import partial
@@ -59,16 +62,34 @@ class _Residuals(NamedTuple):
     head_weight: Array
     labels: Array
     logsumexp: Array
-    is_frozen: tuple[()] | None
-    """() if head_weight is not differentiated, else None: a structure, and no array."""
+
+
+class _FrozenResiduals(NamedTuple):
+    """The residuals where head_weight is not differentiated."""
+
+    gradients: Array
+    """dy[t]/dh[t] of each token, in the accumulator's dtype."""
+    like_hidden: Array
+    """Empty: tells the backward pass the dtype."""
 
 
 def _with_residuals(chunk_tokens, *arguments):
     """Arguments are `jax.custom_derivatives.CustomVJPPrimal`s, which say whether they are differentiated."""
     hidden, head_weight, labels = (argument.value for argument in arguments)
-    log_probs, logsumexp = _forward(chunk_tokens, hidden, head_weight, labels)
-    is_frozen = None if arguments[1].perturbed else ()
-    return log_probs, _Residuals(hidden, head_weight, labels, logsumexp, is_frozen)
+    if arguments[1].perturbed:
+        log_probs, logsumexp = _forward(chunk_tokens, hidden, head_weight, labels)
+        return log_probs, _Residuals(hidden, head_weight, labels, logsumexp)
+    weight = head_weight.astype(hidden.dtype)
+
+    def of_chunk(_, chunk):
+        label_logit, logits, logsumexp = logits_of_chunk(weight, *chunk)
+        d_logits = -error_of_logits(logits, logsumexp, chunk[1]).astype(hidden.dtype)
+        gradients = jnp.einsum("tv,vd->td", d_logits, weight, preferred_element_type=at_least_f32(hidden.dtype))
+        return None, (label_logit - logsumexp, gradients)
+
+    chunks = jax.lax.scan(of_chunk, None, token_chunks(chunk_tokens, hidden, labels))[1]
+    log_probs, gradients = (joined_chunks(chunk, len(hidden)) for chunk in chunks)
+    return log_probs, _FrozenResiduals(gradients, jnp.zeros(0, hidden.dtype))
 
 
 def _forward(chunk_tokens, hidden, head_weight, labels):
@@ -83,8 +104,10 @@ def _forward(chunk_tokens, hidden, head_weight, labels):
     return log_probs, logsumexp
 
 
-def _backward(chunk_tokens, residuals: _Residuals, d_log_probs):
-    hidden, head_weight, labels, logsumexp, is_frozen = residuals
+def _backward(chunk_tokens, residuals: _Residuals | _FrozenResiduals, d_log_probs):
+    if isinstance(residuals, _FrozenResiduals):
+        return (d_log_probs[:, None] * residuals.gradients).astype(residuals.like_hidden.dtype), None, None
+    hidden, head_weight, labels, logsumexp = residuals
     accumulator = at_least_f32(hidden.dtype)
     weight = head_weight.astype(hidden.dtype)
 
@@ -92,14 +115,12 @@ def _backward(chunk_tokens, residuals: _Residuals, d_log_probs):
         hidden, labels, logsumexp, d_log_probs = chunk
         logits = logits_of_chunk(weight, hidden, labels).logits
         d_logits = (-d_log_probs[:, None] * error_of_logits(logits, logsumexp, labels)).astype(hidden.dtype)
-        if d_weight is not None:
-            d_weight += jnp.einsum("tv,td->vd", d_logits, hidden, preferred_element_type=accumulator)
+        d_weight += jnp.einsum("tv,td->vd", d_logits, hidden, preferred_element_type=accumulator)
         return d_weight, jnp.einsum("tv,vd->td", d_logits, weight, preferred_element_type=accumulator).astype(hidden.dtype)
 
-    start = vary_as(jnp.zeros(head_weight.shape, accumulator), hidden) if is_frozen is None else None
+    start = vary_as(jnp.zeros(head_weight.shape, accumulator), hidden)
     d_weight, d_hidden = jax.lax.scan(add_chunk, start, token_chunks(chunk_tokens, hidden, labels, logsumexp, d_log_probs))
-    d_weight = None if d_weight is None else d_weight.astype(head_weight.dtype)
-    return joined_chunks(d_hidden, len(hidden)), d_weight, None
+    return joined_chunks(d_hidden, len(hidden)), d_weight.astype(head_weight.dtype), None
 
 
 _log_probs.defvjp(_with_residuals, _backward, symbolic_zeros=True)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from moe_jax.train.data.survey import Survey, survey
     from moe_jax.train.evaluate import make_evaluation
     from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
-    from moe_jax.train.log_probs import log_probs
+    from moe_jax.train.log_probs import log_probs, log_probs_and_entropies
     from moe_jax.train.loss import LossWeights, loss
     from moe_jax.train.model_of_run import model_of_run
     from moe_jax.train.objective import NextToken
@@ -33,6 +33,7 @@ __all__ = [
     "init_state",
     "load_tokenizer",
     "log_probs",
+    "log_probs_and_entropies",
     "loss",
     "make_evaluation",
     "make_optimizer",

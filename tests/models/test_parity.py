@@ -1,7 +1,5 @@
 """Logits, losses and every gradient equal transformers' in f32, for each variant of the architectures."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 import seeds
 import torch
 from flax import nnx
-from hf_reference import load_ours, reference
+from hf_reference import by_parameter, hub_gradients, load_ours, reference
 
 from moe_jax.checkpoint.hf_names import export
 from moe_jax.layers.router import ExpertBias
@@ -208,36 +206,6 @@ def test_shapes_that_do_not_fit_are_named(arguments, message):
     ours = load_ours(reference("qwen3_moe", 8))
     with pytest.raises(ValueError, match=message):
         ours(**{name: jnp.zeros(shape, jnp.int32) for name, shape in arguments.items()})
-
-
-def hub_gradients(model) -> dict[str, np.ndarray]:
-    """Gradients under the checkpoint's names: the fused experts taken apart."""
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.numel():
-            continue  # a block that the config leaves out
-        gradient = parameter.grad.numpy()
-        if name.endswith("experts.gate_up_proj"):
-            half = gradient.shape[1] // 2
-            for expert, rows in enumerate(gradient):
-                prefix = name.replace("gate_up_proj", str(expert))
-                gradients[f"{prefix}.gate_proj.weight"] = rows[:half]
-                gradients[f"{prefix}.up_proj.weight"] = rows[half:]
-        elif name.endswith("experts.down_proj"):
-            for expert, rows in enumerate(gradient):
-                gradients[name.replace("down_proj", f"{expert}.down_proj.weight")] = rows
-        else:
-            gradients[name] = gradient
-    return gradients
-
-
-def by_parameter(names) -> dict[str, list[str]]:
-    """Returns the checkpoint's names by transformers' parameter: one parameter holds gate and up rows of all experts."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        parameter = re.sub(r"experts\.\d+\.(gate|up)_proj.weight", "experts.gate_up_proj", name)
-        groups.setdefault(re.sub(r"experts\.\d+\.down_proj.weight", "experts.down_proj", parameter), []).append(name)
-    return groups
 
 
 def assert_close(actual, expected, what="array", tolerance=1e-5):

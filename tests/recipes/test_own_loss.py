@@ -12,7 +12,15 @@ from flax import nnx
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.spread import Spread
 from moe_jax.recipes import finetune
-from moe_jax.train import init_state, log_probs, make_optimizer, make_train_step, mean_over_devices, sum_over_devices
+from moe_jax.train import (
+    init_state,
+    log_probs,
+    log_probs_and_entropies,
+    make_optimizer,
+    make_train_step,
+    mean_over_devices,
+    sum_over_devices,
+)
 
 
 def make_batch(rows=4, length=12):
@@ -44,6 +52,10 @@ def test_log_probs_equal_all_logits():
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
     found = log_probs(model, batch | {"labels": jnp.where(batch["loss_mask"] == 1, batch["labels"], -100)})
     np.testing.assert_allclose(found, np.where(batch["loss_mask"] == 1, -losses, 0), rtol=1e-5, atol=1e-6)
+    both, distribution = log_probs_and_entropies(model, batch), jax.nn.log_softmax(logits)
+    np.testing.assert_array_equal(both.log_probs, log_probs(model, batch))
+    entropies = np.where(batch["loss_mask"] == 1, -(jnp.exp(distribution) * distribution).sum(-1), 0)
+    np.testing.assert_allclose(both.entropies, entropies, rtol=1e-5, atol=1e-6)
     without_positions = {name: array for name, array in batch.items() if name != "positions"}
     np.testing.assert_array_equal(log_probs(model, without_positions), log_probs(model, batch))
 

@@ -1,0 +1,134 @@
+"""Endless, shuffled, resumable batches of packed preference data."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from moe_jax.preferences.documents import Preferences
+from moe_jax.preferences.packing import OpenRows
+from moe_jax.preferences.tokens import example_tokens
+
+MAX_EXAMPLES = 16
+"""The most examples of a row; shorter ones leave the rest of the row empty."""
+
+
+def preference_batches(
+    preferences: Preferences,
+    tokenizer: Any,
+    *,
+    seq_len: int,
+    batch_size: int,
+    max_length: int | None = None,
+    seed: int | None = 0,
+    reference: Float[np.ndarray, "examples 2"] | None = None,
+) -> "PreferenceBatches":
+    """Returns an endless iterator of batches, as `preferences.answers` draws them. Each epoch has its own order.
+
+    Examples are put into the first of `batch_size` rows that has room. The first example without room begins the next batch.
+    A thread makes the next batch while a step computes.
+
+    Args:
+      seq_len: tokens of a row. A row holds whole pairs: both texts of each.
+      max_length: tokens of a text, prompt and answer; longer texts are cut at their end. Default: the longest that fit a row.
+        Examples whose prompt leaves no token of an answer are left out, and counted in `skipped`.
+      seed: decides the order. None: the data's own.
+      reference: the reference's log-probabilities of all examples (`reference_table`); batches then have
+        "reference_log_probs".
+
+    Raises:
+      ValueError: texts of `max_length` do not fit into a row. While iterating: every example was left out, or messages that
+        the chat template cannot render.
+    """
+    texts = 2 if preferences.of_pairs else 1
+    max_length = seq_len // texts if max_length is None else max_length
+    if max_length < 2 or texts * max_length > seq_len:
+        raise ValueError(
+            f"max_length={max_length} must be from 2 to {seq_len // texts}: a row of seq_len={seq_len} tokens holds "
+            f"{'both texts of a pair' if texts == 2 else 'a whole text'}"
+        )
+    return PreferenceBatches(preferences, tokenizer, (batch_size, seq_len, max_length), seed, reference)
+
+
+class PreferenceBatches(Iterator[dict[str, np.ndarray]]):
+    """The iterator that `preference_batches` returns.
+
+    Attributes:
+      position: the number of examples in all batches so far, with those left out; beyond the data's length in later epochs.
+      skipped: the examples that were left out so far.
+    """
+
+    def __init__(
+        self,
+        preferences: Preferences,
+        tokenizer: Any,
+        sizes: tuple[int, int, int],
+        seed: int | None,
+        reference: np.ndarray | None,
+    ):
+        self.preferences, self.seed, self.reference = preferences, seed, reference
+        self.rows, self.seq_len, self.max_length = sizes
+        self.position, self.skipped = 0, set[int]()
+        self._tokens = example_tokens(preferences, tokenizer, self.max_length)
+        self._order: tuple[int, np.ndarray] = -1, np.zeros(0, int)
+        self._maker = ThreadPoolExecutor(1, thread_name_prefix="preferences")
+        self._next: Future[_Made] | None = None
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        upcoming = self._next or self._maker.submit(self._made, self.position)
+        self._next = None
+        made = upcoming.result()
+        self.position = made.position
+        self.skipped |= made.skipped
+        self._next = self._maker.submit(self._made, made.position)
+        return made.batch
+
+    def get_state(self) -> dict[str, int]:
+        """Returns the position, a JSON value."""
+        return {"position": self.position}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Moves to a position that `get_state` returned, of batches with the same arguments."""
+        self.position, self._next = state["position"], None
+
+    def close(self) -> None:
+        """Ends the thread that makes batches."""
+        self._maker.shutdown(cancel_futures=True)
+
+    def _made(self, position: int) -> "_Made":
+        rows, skipped = OpenRows(self.rows, self.seq_len, MAX_EXAMPLES), set[int]()
+        while True:
+            index = self._index(position)
+            example = self._tokens(index)
+            if example is None:
+                skipped.add(index)
+                if len(skipped) == len(self.preferences):
+                    raise ValueError(
+                        f"no prompt leaves room for its answers in max_length={self.max_length} tokens; take a larger one"
+                    )
+            elif not rows.add(example):
+                break
+            position += 1
+        batch = rows.arrays()
+        if self.reference is not None:
+            present = batch["example"] >= 0
+            batch["reference_log_probs"] = np.where(present[..., None], self.reference[batch["example"]], 0).astype(np.float32)
+        return _Made(batch, position, skipped)
+
+    def _index(self, position: int) -> int:
+        epoch, place = divmod(position, len(self.preferences))
+        if self._order[0] != epoch:
+            order = np.arange(len(self.preferences))
+            if self.seed is not None:
+                order = np.random.default_rng((self.seed, epoch)).permutation(order)
+            self._order = epoch, order
+        return int(self._order[1][place])
+
+
+class _Made(NamedTuple):
+    batch: dict[str, np.ndarray]
+    position: int
+    """The position behind the batch."""
+    skipped: set[int]

@@ -1,0 +1,110 @@
+"""A preference loss as the objective of a training step."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moe_jax.layers.lora import has_adapters
+from moe_jax.layers.router import load_balancing_loss
+from moe_jax.models.decoder import Decoder
+from moe_jax.models.output import HiddenStates
+from moe_jax.preferences.answers import KL, answer_log_probs, answer_sums, has_label, reference_log_probs
+from moe_jax.preferences.parts import Parts, baseline_parts, parts_of_answers, parts_of_pairs
+from moe_jax.preferences.settings import PreferenceSettings
+from moe_jax.train.batch import BATCH_ARRAYS, Batch
+from moe_jax.train.objective import Objective, refuse_further_predictors
+
+
+@dataclass(frozen=True)
+class Preference(Objective):
+    """A preference loss for `train.make_train_step`. Batches are as in `preferences.answers`.
+
+        objective = preferences.Preference(preferences.PreferenceSettings("dpo", beta=0.1))
+        step = train.make_train_step(nnx.graphdef(model), optimizer, objective, gradient_accumulation=4)
+
+    Chosen and rejected answers run in one forward pass. The loss is the mean over all pairs, or answers, of the whole batch,
+    however they are dealt out to micro-batches and devices. ORPO adds the cross-entropy of the chosen texts, a mean over
+    their tokens, prompts too. KTO's baseline is the mean over a micro-batch.
+
+    The reference of a model with adapters is the same model with its adapters left off. For other models the batch has
+    "reference_log_probs" (`preferences.reference_log_probs`). Where it is there, it is used.
+
+    Metrics of a step, beside those of every step:
+
+    - loss: the preference loss; aux_loss: the router's, if it has a coefficient.
+    - reward_chosen, reward_rejected: means of beta * log p/p_ref, or of beta * mean log p for losses without a reference.
+      KTO's are means over desirable and over other answers.
+    - reward_margin: their difference; reward_accuracy: the part of pairs whose chosen answer has the higher reward.
+    - log_prob_chosen, log_prob_rejected: means over answers; ORPO's and SimPO's answers have means over tokens.
+    - kl: KTO's baseline. chosen_cross_entropy: a term of ORPO's loss.
+
+    Raises:
+      ValueError: at the first step, a model without adapters and a batch without "reference_log_probs"; or a batch without
+        the arrays that the loss needs. Also sequences that are split over devices, or modules that predict further tokens.
+    """
+
+    settings: PreferenceSettings = PreferenceSettings()
+
+    def prepare(self, batch: Batch, num_labels: Float[Array, ""]) -> Batch:
+        """Returns the arrays that the loss reads, and the numbers of the whole batch that its means are divided by."""
+        loss, of_pairs = self.settings.loss, self.settings.of_pairs
+        names = [*BATCH_ARRAYS, "example"] + ([] if of_pairs else ["desirable", *(KL + name for name in BATCH_ARRAYS)])
+        if missing := [name for name in names if name not in batch]:
+            raise ValueError(f"a batch for loss={loss!r} needs the array(s) {', '.join(missing)}")
+        if of_pairs and "desirable" in batch:
+            raise ValueError(f"loss={loss!r} needs pairs of answers; the batch has single ones, for loss='kto'")
+        prepared = {name: batch[name] for name in names}
+        if self.settings.needs_reference and "reference_log_probs" in batch:
+            prepared["reference_log_probs"] = batch["reference_log_probs"]
+        present = batch["example"] >= 0
+        counts = {"num_examples": present}
+        if not of_pairs:
+            counts |= {"num_chosen": present & (batch["desirable"] != 0), "num_rejected": present & (batch["desirable"] == 0)}
+        if loss == "orpo":
+            counts["num_chosen_labels"] = has_label(batch["segment_ids"]) * (batch["segment_ids"] % 2)
+        return prepared | {name: counted.sum().astype(jnp.float32).clip(1) for name, counted in counts.items()}
+
+    def __call__(self, model: Decoder, batch: Batch) -> tuple[Float[Array, ""], Parts]:
+        """Returns the micro-batch's part of the loss, and its parts of the metrics; raises as the class says."""
+        refuse_further_predictors(model.config)
+        states = model.hidden_states(batch["tokens"], batch["positions"], batch["segment_ids"])
+        return self.of_states(model, states, batch)
+
+    def of_states(self, model: Decoder, states: HiddenStates, batch: Batch) -> tuple[Float[Array, ""], Parts]:
+        """Returns what a call returns, from the hidden states of the batch's tokens."""
+        spread, coefficient = model.execution.spread, self.settings.aux_loss_coef
+        if spread.context is not None:
+            raise ValueError("a preference loss needs whole sequences on each device: take a mesh without context")
+        examples = batch["example"].shape[1]
+        found = answer_sums(model, states, batch, 2 * examples if self.settings.of_pairs else examples)
+        reference = self._reference(model, batch)
+        if self.settings.of_pairs:
+            parts = parts_of_pairs(self.settings, found, reference, batch)
+        else:
+            mismatched = answer_log_probs(model, batch, examples, KL)
+            kl = baseline_parts(mismatched - reference[..., 1], batch, spread, self.micro_batches)
+            parts = parts_of_answers(self.settings, found.log_probs, reference[..., 0], kl, batch)
+        parts = spread.sum(parts)
+        value = parts["loss"]
+        if coefficient:
+            parts["aux_loss"] = load_balancing_loss(spread.sum(states.router)) / self.micro_batches
+            value = value + coefficient * parts["aux_loss"]
+        return value, parts
+
+    def metrics(self, value: Float[Array, ""], aux: Parts, num_labels: Float[Array, ""]) -> dict[str, Array]:
+        """Returns the metrics that the class lists."""
+        return aux | {"reward_margin": aux["reward_chosen"] - aux["reward_rejected"]}
+
+    def _reference(self, model: Decoder, batch: Batch) -> Float[Array, "batch examples 2"]:
+        """Returns the reference's log-probabilities; zeros for losses without a reference."""
+        if not self.settings.needs_reference:
+            return jnp.zeros((*batch["example"].shape, 2))
+        if "reference_log_probs" in batch:
+            return batch["reference_log_probs"]
+        if not has_adapters(model):
+            raise ValueError(
+                f"loss={self.settings.loss!r} compares with a reference model: train adapters (adapters.add_lora), or put "
+                'batch["reference_log_probs"] = preferences.reference_log_probs(reference_model, batch) into each batch'
+            )
+        return reference_log_probs(model, batch)

@@ -1,0 +1,107 @@
+"""TRL's own loss functions, called without a run: its trainers' methods on objects that have only what those methods read."""
+
+import warnings
+from collections import defaultdict
+from types import SimpleNamespace
+
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from trl.experimental.cpo.cpo_trainer import CPOTrainer
+    from trl.experimental.orpo.orpo_trainer import ORPOTrainer
+    from trl.trainer.dpo_trainer import DPOTrainer
+    from trl.trainer.kto_trainer import KTOTrainer
+    from trl.trainer.utils import add_fused_lm_head
+
+ACCELERATOR = SimpleNamespace(
+    device=torch.device("cpu"),
+    gather=lambda x: x,
+    gather_for_metrics=lambda x: x,
+    unwrap_model=lambda model: model,
+)
+OUTPUTS = "log_probs", "entropy", "mean_logits", "is_top1"
+"""The arrays that TRL's losses and metrics read of a model's fused head."""
+
+
+def dpo_trainer(loss_type: str, beta: float, ref_model=None) -> DPOTrainer:
+    return _bare(
+        DPOTrainer,
+        loss_types=[loss_type],
+        loss_weights=[1.0],
+        beta=beta,
+        label_smoothing=0.0,
+        f_divergence_type="reverse_kl",
+        ld_alpha=None,
+        use_weighting=False,
+        precompute_ref_logps=ref_model is None,
+        ref_model=ref_model,
+    )
+
+
+def kto_trainer(beta: float, weights=(1.0, 1.0), ref_model=None) -> KTOTrainer:
+    return _bare(
+        KTOTrainer,
+        loss_type="kto",
+        calculate_KL=True,
+        beta=beta,
+        desirable_weight=weights[0],
+        undesirable_weight=weights[1],
+        precompute_ref_logps=ref_model is None,
+        ref_model=ref_model,
+    )
+
+
+def orpo_trainer(beta: float) -> ORPOTrainer:
+    return _bare(ORPOTrainer, beta=beta, is_encoder_decoder=False, padding_value=0)
+
+
+def cpo_trainer(loss_type: str, beta: float, gamma: float = 0.0, label_smoothing: float = 0.0) -> CPOTrainer:
+    """SimPO is CPO's loss "simpo" without cross-entropy. Its "sigmoid" of log-ratios is DPO's loss with smoothed labels."""
+    return _bare(
+        CPOTrainer,
+        loss_type=loss_type,
+        beta=beta,
+        simpo_gamma=gamma,
+        label_smoothing=label_smoothing,
+        alpha=0.0,
+        cpo_alpha=0.0,
+        is_encoder_decoder=False,
+        pad_token_id=0,
+    )
+
+
+def with_fused_head(model):
+    """Returns a transformers model whose calls give the arrays that DPO and KTO trainers read."""
+    add_fused_lm_head(model, outputs=OUTPUTS)
+    return model.train()
+
+
+def metrics_of(trainer) -> dict[str, float]:
+    """Returns the metrics that the last loss of a DPO or KTO trainer logged."""
+    return {name: values[-1] for name, values in trainer._metrics["train"].items()}
+
+
+class GivenLogProbs(torch.nn.Module):
+    """A model whose log-probabilities [rows, seq - 1] are given, a call after the other."""
+
+    def __init__(self, *log_probs: torch.Tensor):
+        super().__init__()
+        self.given = list(log_probs)
+
+    def forward(self, **kwargs):
+        log_probs = self.given.pop(0)
+        zeros = torch.zeros_like(log_probs)
+        return SimpleNamespace(log_probs=log_probs, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+
+
+def _bare(kind, **attributes):
+    """Returns a trainer that was never initialised, with these attributes."""
+    trainer = object.__new__(kind)
+    common = dict(accelerator=ACCELERATOR, aux_loss_enabled=False, _total_train_tokens=0, _tp_size=1)
+    common["_metrics"] = {"train": defaultdict(list)}
+    trainer.__dict__.update(common | attributes)
+    model = trainer.__dict__["model"] = torch.nn.Module().train()
+    model.is_gradient_checkpointing = False
+    trainer.__dict__["args"] = SimpleNamespace(gradient_checkpointing_kwargs=None)
+    return trainer
