@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from moe_jax.preferences.records import Judged, judged
-from moe_jax.train.data.documents import MAX_PROBLEMS
 from moe_jax.train.data.files import data_files
-from moe_jax.train.data.records import BOM
+from moe_jax.train.data.problems import MAX_PROBLEMS
+from moe_jax.train.data.rows import BOM
 
 KINDS = {True: 'pairs ("chosen" and "rejected")', False: 'single answers ("completion" and "label")'}
 
@@ -74,6 +74,8 @@ def open_preferences(path: str | Path, *, of_pairs: bool = True, plain: bool = F
         one record.
     """
     files, _ = data_files(path, "chat")
+    if others := [file.name for file in files if file.suffix != ".jsonl"]:
+        raise ValueError(f"preference data are .jsonl files; {Path(path).expanduser()} has {', '.join(others[:MAX_PROBLEMS])}")
     digest = hashlib.blake2b(b"preferences", digest_size=16)
     places: list[tuple[int, int, int, int]] = []
     problems: list[str] = []
