@@ -6,9 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-# What imports and collection make stays: a fifth of the time of collection went into searches of it for garbage.
-gc.disable()
-
 # JAX's GPU interpreter waits for barriers inside callbacks, which hold a thread of XLA's CPU pool each: six in a kernel of two
 # blocks. With a pool of two, as a machine of two cores has, the warpgroup that they wait for may never run. In a collective of
 # eight CPU devices each device holds a thread too.
@@ -31,6 +28,9 @@ import jax
 import pytest
 import races
 import shapes
+
+# What imports and collection make stays: a fifth of the time of collection went into searches of it for garbage.
+gc.disable()
 
 # Before a test imports the package.
 shapes.install()
@@ -61,7 +61,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop():
-    """From now on garbage is searched for, in what tests make alone, and rarely: a trace makes millions of objects that stay."""
+    """From now on garbage is searched for, in what tests make, and rarely: a trace makes millions of objects that stay."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
