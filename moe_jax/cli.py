@@ -86,8 +86,7 @@ def top_help() -> str:
         lines += ["", f"{task}:", *(f"  {name:<10}{command.summary}" for name, command in commands.items())]
     return "\n".join([
         *lines, "",
-        "moe-jax COMMAND --help lists a command's options; moe-jax --version prints the version.",
-        "moe-jax --tyro-print-completion bash (or zsh, tcsh) prints a script that completes options in your shell.",
+        "moe-jax COMMAND --help lists its options; --version; --tyro-print-completion bash (or zsh, tcsh) for your shell.",
     ])  # fmt: skip
 
 

@@ -195,7 +195,7 @@ def test_merge_into_table(tmp_path):
 def test_table_decides(monkeypatch, tmp_path):
     """A table decides which tile is compiled."""
     taken = []
-    monkeypatch.setattr(mosaic, "matmul", lambda x, w, rows, tile, *, transpose: taken.append(tile) or x)
+    monkeypatch.setattr(mosaic, "matmul", lambda x, w, rows, tile, **_: taken.append(tile) or x)
     rows = plan(jnp.zeros((4, 2), jnp.int32), 1, 64)
     x, w = jnp.zeros((rows.num_rows, 64), jnp.bfloat16), jnp.zeros((1, 256, 64), jnp.bfloat16)
     mosaic.grouped_matmul(x, w, rows)
