@@ -30,9 +30,6 @@ import pytest
 import races
 import shapes
 
-# What imports and collection make stays: a fifth of the time of collection went into searches of it for garbage.
-gc.disable()
-
 # Before a test imports the package.
 shapes.install()
 if os.environ.get("JAX_PLATFORMS") == "cpu":
