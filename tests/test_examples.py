@@ -12,6 +12,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.adapters import load_adapter
+from moe_jax.layers.lora import has_adapters
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -32,7 +33,7 @@ def checkpoint(tmp_path):
 
 def test_every_example_has_a_test():
     stems = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert stems == {"convert", "distillation", "dpo", "finetune", "finetune_30b", "moe_block", "moe_block_sharded"}
+    assert stems == {"convert", "distillation", "dpo", "finetune", "finetune_30b", "lora_30b", "moe_block", "moe_block_sharded"}
 
 
 def test_finetune(checkpoint, tmp_path, capsys):
@@ -52,6 +53,15 @@ def test_finetune_30b_with_the_recipe_on_a_small_checkpoint(checkpoint, tmp_path
     assert moe_jax.from_pretrained(tmp_path / "out" / "model", progress=False).config.num_experts == 4
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_lora_30b_with_a_small_checkpoint(checkpoint, tmp_path):
+    example = load("lora_30b")
+    data = tiny.write_texts(tmp_path / "texts")
+    settings = dict(model=str(checkpoint), data=str(data), output=str(tmp_path / "out"), steps=2, seq_len=16, rows=2)
+    example.main(example.Settings(**settings))
+    model = moe_jax.from_pretrained(tmp_path / "out", progress=False)
+    assert has_adapters(model) and (tmp_path / "out" / "adapter" / "tokenizer.json").is_file()
 
 
 def test_distillation_brings_the_student_nearer_to_the_teacher(checkpoint, tmp_path, capsys):
