@@ -32,6 +32,7 @@ class Command:
 COMMANDS = {
     "Train": {
         "finetune": Command("FinetuneCommand", "train a model on texts or chats, and export it", several_processes=True),
+        "prefer": Command("PreferCommand", "train a model on preferences: DPO, ORPO, KTO, SimPO"),
         "demo": Command("DemoCommand", "train, resume, export and sample a small model here, in 5 minutes on a CPU"),
         "plan": Command("PlanCommand", "predict time and memory of a training step for every mesh; needs no GPU"),
         "launch": Command("LaunchCommand", "start a program once for each GPU of this host, as one job", uses_jax=False),
@@ -109,7 +110,7 @@ def _run_command(name: str, arguments: list[str]) -> None:
     if not BY_NAME[name].uses_jax:
         command.run()
         return
-    if name == "finetune":
+    if name in ("finetune", "prefer"):
         # Checks the values before JAX starts.
         command.settings  # noqa: B018
     import jax

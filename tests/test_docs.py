@@ -34,7 +34,7 @@ DOCS = ROOT / "docs"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = [ROOT / "README.md"] + [
     DOCS / f"{name}.md"
-    for name in ("getting_started", "data", "your_own_loss", "your_own_model", "many_gpus", "troubleshooting")
+    for name in ("getting_started", "data", "preferences", "your_own_loss", "your_own_model", "many_gpus", "troubleshooting")
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"\$(\w+)")
@@ -80,6 +80,7 @@ MODULES = [
     ".layers",
     ".kernels",
     ".train",
+    ".preferences",
     ".recipes",
     ".parallel",
     ".parallel.pipeline",

@@ -11,6 +11,7 @@ import tiny
 from flax import nnx
 
 import moe_jax
+from moe_jax.adapters import load_adapter
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -31,7 +32,7 @@ def checkpoint(tmp_path):
 
 def test_every_example_has_a_test():
     stems = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert stems == {"convert", "distillation", "finetune", "finetune_30b", "moe_block", "moe_block_sharded"}
+    assert stems == {"convert", "distillation", "dpo", "finetune", "finetune_30b", "moe_block", "moe_block_sharded"}
 
 
 def test_finetune(checkpoint, tmp_path, capsys):
@@ -62,6 +63,17 @@ def test_distillation_brings_the_student_nearer_to_the_teacher(checkpoint, tmp_p
     steps = [line.split("distance ")[1] for line in capsys.readouterr().out.splitlines() if "distance" in line]
     assert len(steps) == 6 and all(float(distance) >= 0 for distance in steps)
     assert moe_jax.from_pretrained(tmp_path / "out", progress=False).config.model_type == "qwen3"
+
+
+def test_dpo_prefers_the_chosen_answers(checkpoint, tmp_path, capsys):
+    example = load("dpo")
+    pairs = [dict(prompt=f"ask {i}?", chosen="please", rejected="no") for i in range(4)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    places = dict(model=str(checkpoint), data=str(tmp_path / "pairs.jsonl"), output=str(tmp_path / "out"))
+    example.main(example.Settings(**places, steps=6, rank=4, batch_size=2, seq_len=128, learning_rate=2e-2))
+    margins = [line.split("margin ")[1].split(",")[0] for line in capsys.readouterr().out.splitlines() if "margin" in line]
+    assert len(margins) == 6 and float(margins[0]) == 0 and float(margins[-1]) > 0.05
+    assert load_adapter(moe_jax.from_pretrained(checkpoint, progress=False), tmp_path / "out").parameters > 0
 
 
 def test_moe_block_learns():

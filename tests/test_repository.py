@@ -29,11 +29,11 @@ MAY_IMPORT = {
     "train": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint"},
     "preferences": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "train"},
     "check": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "cost", "generation"},
-    "recipes": {"runtime", "config", "parallel", "models", "checkpoint", "cost", "train"},
+    "recipes": {"runtime", "config", "parallel", "models", "checkpoint", "adapters", "cost", "train", "preferences"},
     "demo": {"runtime", "config", "parallel", "models", "checkpoint", "generation", "train", "recipes"},
     "commands": {
         "runtime", "config", "kernels", "parallel", "models", "checkpoint", "adapters", "cost", "generation", "serving",
-        "train", "check", "recipes", "demo",
+        "train", "preferences", "check", "recipes", "demo",
     },
     "cli": {"runtime", "commands", "__version__"},
 }  # fmt: skip

@@ -8,7 +8,6 @@ from jaxtyping import Array, Float
 from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.router import load_balancing_loss
 from moe_jax.models.decoder import Decoder
-from moe_jax.models.output import HiddenStates
 from moe_jax.preferences.answers import KL, answer_log_probs, answer_sums, has_label, reference_log_probs
 from moe_jax.preferences.parts import Parts, baseline_parts, parts_of_answers, parts_of_pairs
 from moe_jax.preferences.settings import PreferenceSettings
@@ -68,15 +67,11 @@ class Preference(Objective):
     def __call__(self, model: Decoder, batch: Batch) -> tuple[Float[Array, ""], Parts]:
         """Returns the micro-batch's part of the loss, and its parts of the metrics; raises as the class says."""
         refuse_further_predictors(model.config)
-        states = model.hidden_states(batch["tokens"], batch["positions"], batch["segment_ids"])
-        return self.of_states(model, states, batch)
-
-    def of_states(self, model: Decoder, states: HiddenStates, batch: Batch) -> tuple[Float[Array, ""], Parts]:
-        """Returns what a call returns, from the hidden states of the batch's tokens."""
         spread, coefficient = model.execution.spread, self.settings.aux_loss_coef
         if spread.context is not None:
             raise ValueError("a preference loss needs whole sequences on each device: take a mesh without context")
         examples = batch["example"].shape[1]
+        states = model.hidden_states(batch["tokens"], batch["positions"], batch["segment_ids"])
         found = answer_sums(model, states, batch, 2 * examples if self.settings.of_pairs else examples)
         reference = self._reference(model, batch)
         if self.settings.of_pairs:

@@ -1,4 +1,4 @@
-"""Whole runs that a user starts with one call or one command: fine-tuning."""
+"""Whole runs that a user starts with one call or one command: fine-tuning, and training on preferences."""
 
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,9 @@ if TYPE_CHECKING:
     from moe_jax.recipes.finetuning.dry_run import dry_run
     from moe_jax.recipes.finetuning.loop import FinetuneResult, finetune
     from moe_jax.recipes.finetuning.settings import FinetuneSettings
+    from moe_jax.recipes.preferring.loop import PreferResult, prefer
+    from moe_jax.recipes.preferring.settings import PreferSettings
 
-__all__ = ["FinetuneResult", "FinetuneSettings", "dry_run", "finetune"]
+__all__ = ["FinetuneResult", "FinetuneSettings", "PreferResult", "PreferSettings", "dry_run", "finetune", "prefer"]
 
 export_lazily(__name__)

@@ -2,19 +2,34 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from moe_jax.recipes.finetuning.settings import FinetuneSettings
 from moe_jax.runtime.processes import is_first_process
 from moe_jax.train.metrics import Clock, MetricsWriter, one_line
+
+
+class LoggedRun(Protocol):
+    """The settings of a run that its log reads."""
+
+    @property
+    def output(self) -> str:
+        """The run's folder."""
+
+    @property
+    def steps(self) -> int:
+        """The last step."""
+
+    @property
+    def tensorboard(self) -> bool:
+        """True to write for TensorBoard too."""
 
 
 class RunLog:
     """Writes each step's record, in the first process of a job alone."""
 
-    def __init__(self, settings: FinetuneSettings, *, first_step: int, on_step: Callable[[dict[str, Any]], None] | None = None):
+    def __init__(self, settings: LoggedRun, *, first_step: int, on_step: Callable[[dict[str, Any]], None] | None = None):
         self.first_step, self.on_step = first_step, on_step
         self.writer: MetricsWriter | None = None
         if is_first_process():

@@ -1,0 +1,1 @@
+"""Training on preferences: settings, checks before the weights are read, and the loop."""

@@ -1,0 +1,214 @@
+"""The loop of a run on preferences: settings in, a trained model or adapter and a log out. An interrupted run continues."""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from moe_jax.adapters.add import add_lora
+from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.checkpoint.training import TrainingCheckpoints
+from moe_jax.cost.flops import training_flops_per_token
+from moe_jax.models.decoder import Decoder
+from moe_jax.preferences.batches import PreferenceBatches
+from moe_jax.preferences.documents import Preferences
+from moe_jax.preferences.objective import Preference
+from moe_jax.preferences.reference import reference_table
+from moe_jax.recipes.finetuning.identity import same_run
+from moe_jax.recipes.finetuning.lock import output_lock
+from moe_jax.recipes.finetuning.run_log import RunLog
+from moe_jax.recipes.preferring.evaluation import make_preference_evaluation
+from moe_jax.recipes.preferring.prepare import PlannedPreferences, base_of, plan_preferences
+from moe_jax.recipes.preferring.settings import PreferSettings
+from moe_jax.train.batch import put_batch
+from moe_jax.train.metrics import read_records, record_of_step
+from moe_jax.train.optimizer import make_optimizer, warmup_cosine
+from moe_jax.train.state import TrainState, init_state
+from moe_jax.train.step import make_train_step
+
+REFERENCE = "reference_{}.npy"
+"""The file of a run's folder for the log-probabilities of the model that it began with, of "data" and "eval_data"."""
+
+
+@dataclass(frozen=True)
+class PreferResult:
+    """The result of a run on preferences.
+
+    Attributes:
+      model: the trained model; with its adapters, if the run trained some.
+      step: the last step done.
+      metrics: the records of all steps of the run, including the steps before it was resumed.
+      finished: all of `settings.steps` are done.
+    """
+
+    model: Decoder
+    step: int
+    metrics: list[dict[str, Any]]
+    finished: bool
+
+
+def prefer(
+    settings: PreferSettings,
+    *,
+    model: Decoder | None = None,
+    tokenizer: Any = None,
+    stop_after: int | None = None,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+) -> PreferResult:
+    """Trains a model on preferences. If `settings.output` holds checkpoints of the same run, continues from the newest.
+
+    SIGTERM makes the run save and return, the first Ctrl-C save and raise KeyboardInterrupt.
+
+    Args:
+      settings: the run.
+      model: start from this model instead of reading `settings.model`. Its arrays are consumed. It has no adapters.
+      tokenizer: use this one instead of reading `settings.tokenizer`.
+      stop_after: save and return after this step, as if interrupted.
+      on_step: called after each step with its record, the line of metrics.jsonl.
+
+    Raises:
+      ValueError: settings that contradict each other, bad data, or a folder that holds another run. No weights have been read
+        and nothing has been written then.
+      FileNotFoundError: there is no such data, tokenizer or model.
+      BlockingIOError: another run is under way in the output folder.
+      FloatingPointError: the loss is not finite.
+    """
+    plan = plan_preferences(settings, model, tokenizer)
+    output = Path(settings.output).expanduser()
+    with output_lock(output):
+        checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
+        steps_done, identity, position = checkpoints.latest_step() or 0, plan.identity, {}
+        if steps_done:
+            position = checkpoints.position(steps_done)
+            identity = same_run(position["identity"], identity, output)
+        if steps_done < settings.steps:
+            tqdm.write(plan.announcement(steps_done))
+        extra = {"identity": identity} | base_of(settings, model)
+        return _train(plan, model, checkpoints, (steps_done, position, extra), stop_after, on_step)
+
+
+def _train(
+    plan: PlannedPreferences,
+    model: Decoder | None,
+    checkpoints: TrainingCheckpoints,
+    begun: tuple[int, dict[str, Any], dict[str, Any]],
+    stop_after: int | None,
+    on_step: Callable[[dict[str, Any]], None] | None,
+) -> PreferResult:
+    """Trains from the run's last step, or from the first, to the run's end."""
+    settings, (step, position, extra) = plan.settings, begun
+    model = _loaded(settings, model)
+    tables = [_table(plan, data, model, name) for name, data in (("data", plan.data), ("eval_data", plan.eval_data))]
+    batches = plan.batches(plan.data, reference=tables[0])
+    schedule = warmup_cosine(
+        float(settings.learning_rate or 0),
+        steps=settings.steps,
+        warmup_steps=min(100, settings.steps // 10) if settings.warmup_steps is None else settings.warmup_steps,
+        min_ratio=settings.min_learning_rate_ratio,
+    )
+    optimizer = make_optimizer(schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm)
+    graph, state, objective = nnx.graphdef(model), init_state(model, optimizer), Preference(settings.preference)
+    options: dict[str, Any] = dict(gradient_accumulation=settings.gradient_accumulation, remat=settings.remat)
+    train_step = make_train_step(graph, optimizer, objective, schedule=schedule, **options)
+    if step:
+        state = _restored(partial(checkpoints.restore, step), state)
+        batches.set_state(position["data"])
+    evaluate = None
+    if plan.eval_data is not None:
+        held_out = _held_out(plan.batches(plan.eval_data, reference=tables[1]), settings.eval_batches, state)
+        evaluate = make_preference_evaluation(graph, objective, held_out)
+    last = settings.steps if stop_after is None else min(stop_after, settings.steps)
+    log = RunLog(settings, first_step=step + 1, on_step=on_step)
+    checkpoints.listen()
+    try:
+        while step < last:
+            began = time.perf_counter()
+            state, metrics = train_step(state, put_batch(next(batches), state.params))
+            step += 1
+            host = jax.device_get(metrics)
+            record = record_of_step(step, host, plan.config, time.perf_counter() - began, _flops_per_token(plan))
+            if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
+                raise FloatingPointError(
+                    f"step {step}: loss {record['loss']}, gradient norm {record['grad_norm']} is not finite; training "
+                    "stopped, the last checkpoint is unharmed"
+                )
+            if evaluate is not None and (step % settings.eval_every == 0 or step == last):
+                record |= evaluate(state)
+            log.write(record, {}, last)
+            if checkpoints.told_to_stop(step):
+                last = step
+            if step % settings.checkpoint_every == 0 or step == last:
+                checkpoints.save(step, state.without_frozen, {"data": batches.get_state(), **extra})
+    finally:
+        batches.close()
+        log.close()
+        checkpoints.close()
+    if batches.skipped:
+        tqdm.write(f"{len(batches.skipped):,} examples were left out: their prompts leave no room for an answer")
+    if checkpoints.stopped_by == signal.SIGINT and step < settings.steps:
+        raise KeyboardInterrupt(f"saved at step {step}")
+    trained = nnx.merge(graph, state.params, state.fixed)
+    records = read_records(Path(settings.output).expanduser() / "metrics.jsonl")
+    return PreferResult(trained, step, records, finished=step >= settings.steps)
+
+
+def _loaded(settings: PreferSettings, model: Decoder | None) -> Decoder:
+    """Returns the model on its device, with adapters if the run trains some."""
+    if model is None:
+        param_dtype = jnp.dtype(settings.param_dtype)
+        model = from_pretrained(settings.model, dtype=jnp.dtype(settings.dtype), param_dtype=param_dtype, mtp=False)
+    if settings.lora is not None:
+        tqdm.write(str(add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))))
+    return model
+
+
+def _table(plan: PlannedPreferences, data: Preferences | None, model: Decoder, name: str) -> np.ndarray | None:
+    """Returns the reference's log-probabilities of the data, kept in a file of the run; None where they are not needed."""
+    settings = plan.settings
+    if data is None or settings.lora is not None or not settings.preference.needs_reference:
+        return None
+    file = Path(settings.output).expanduser() / REFERENCE.format(name)
+    if not file.exists():
+        with tqdm(total=len(data), desc="log-probabilities of the reference", unit="example") as progress:
+            table = reference_table(
+                model, plan.batches(data, in_order=True), lambda done, _: progress.update(done - progress.n)
+            )
+        unfinished = file.with_name(f".{file.name}.incomplete.npy")
+        np.save(unfinished, table)
+        os.replace(unfinished, file)
+    return np.load(file)
+
+
+def _restored(restore: Callable[[TrainState], TrainState], state: TrainState) -> TrainState:
+    """Returns the state of a checkpoint, which lacks frozen weights."""
+    return replace(restore(state.without_frozen), frozen=state.frozen)
+
+
+def _held_out(batches: PreferenceBatches, number: int, state: TrainState) -> list[dict[str, jax.Array]]:
+    try:
+        return [put_batch(next(batches), state.params) for _ in range(number)]
+    finally:
+        batches.close()
+
+
+def _flops_per_token(plan: PlannedPreferences) -> float:
+    """Returns the FLOPs of a token in a step: forward passes, and backward passes, of which adapters need half."""
+    preference, adapted = plan.settings.preference, plan.settings.lora is not None
+    passes = 2 if adapted else 3
+    if adapted and preference.needs_reference:
+        passes += 1
+    if not preference.of_pairs:
+        # Mismatched answers, of the reference too.
+        passes += 2 if adapted else 1
+    return passes / 3 * training_flops_per_token(plan.config, plan.settings.seq_len)

@@ -1,0 +1,126 @@
+"""Validates a run on preferences (data, sizes, existing checkpoints) before any weights are loaded."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_jax.adapters.save import CONFIG_FILE
+from moe_jax.checkpoint.fingerprint import weights_fingerprint
+from moe_jax.checkpoint.folders import check_replaceable
+from moe_jax.checkpoint.hf_load import find_config, read_config
+from moe_jax.checkpoint.tokenizer import load_tokenizer
+from moe_jax.config import ModelConfig, config_to_dict
+from moe_jax.models.decoder import Decoder
+from moe_jax.preferences.batches import PreferenceBatches, preference_batches
+from moe_jax.preferences.documents import Preferences, open_preferences
+from moe_jax.recipes.finetuning.identity import MODEL, values_of
+from moe_jax.recipes.preferring.settings import PreferSettings
+from moe_jax.train.data.tokenization import tokenizer_fingerprint
+
+RESUME_MUST_MATCH = (
+    "plain_text",
+    "seq_len",
+    "max_length",
+    "batch_size",
+    "gradient_accumulation",
+    "learning_rate",
+    "min_learning_rate_ratio",
+    "warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+    "seed",
+    "dtype",
+    "param_dtype",
+)
+"""Settings that may not change between the start of a run and its resumption: the run would be another."""
+
+
+@dataclass(frozen=True)
+class PlannedPreferences:
+    """A run whose data and sizes fit together.
+
+    Attributes:
+      tokenizer, config: of the model.
+      data, eval_data: the preferences; `eval_data` is None without a measurement.
+      identity: what may not change between the start of the run and its resumption.
+      first_batch: the number of examples in the first batch.
+    """
+
+    settings: PreferSettings
+    tokenizer: Any
+    config: ModelConfig
+    data: Preferences
+    eval_data: Preferences | None
+    identity: dict[str, Any]
+    first_batch: int
+
+    def batches(self, data: Preferences, *, in_order: bool = False, reference: Any = None) -> PreferenceBatches:
+        """Returns batches of the training data, or of other data, a micro-batch's rows each."""
+        settings = self.settings
+        rows = settings.batch_size if data is self.data else settings.batch_size // settings.gradient_accumulation
+        return preference_batches(
+            data,
+            self.tokenizer,
+            seq_len=settings.seq_len,
+            batch_size=rows,
+            max_length=settings.max_length,
+            seed=None if in_order else settings.seed,
+            reference=reference,
+        )
+
+    def announcement(self, steps_done: int) -> str:
+        """Returns a few lines: the data, the steps and the epochs."""
+        settings, kind = self.settings, "pairs" if self.data.of_pairs else "answers"
+        epochs = settings.steps * self.first_batch / len(self.data)
+        return (
+            f"{len(self.data):,} {kind}, loss {settings.preference.loss} with beta {settings.preference.scale:g}\n"
+            f"steps {steps_done + 1} to {settings.steps}, {settings.batch_size} x {settings.seq_len} tokens a step, "
+            f"{self.first_batch} {kind} in the first: about {epochs:.2g} epochs"
+        )
+
+
+def plan_preferences(settings: PreferSettings, model: Decoder | None, tokenizer: Any) -> PlannedPreferences:
+    """Checks everything that can be checked without weights, and writes nothing; arguments and errors as in `prefer`."""
+    check_replaceable(settings.export_folder, "config.json" if settings.lora is None else CONFIG_FILE)
+    if model is None:
+        # A misspelt model is named as such, before its tokenizer is looked for.
+        find_config(settings.model)
+    tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
+    of_pairs = settings.preference.of_pairs
+    data, eval_data = (
+        None if path is None else open_preferences(path, of_pairs=of_pairs, plain=settings.plain_text)
+        for path in (settings.data, settings.eval_data)
+    )
+    assert data is not None
+    if eval_data is not None and eval_data.fingerprint == data.fingerprint:
+        raise ValueError(f"eval_data={settings.eval_data!r} has the same contents as data, and must not be trained on")
+    config = read_config(settings.model, mtp=False) if model is None else model.config
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {config.vocab_size}; take the model's "
+            "own tokenizer"
+        )
+    identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
+    identity |= json.loads(
+        json.dumps({"preference": asdict(settings.preference), "lora": settings.lora and asdict(settings.lora)})
+    )
+    identity |= {"config": config_to_dict(config), "data": data.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
+    identity[MODEL] = weights_fingerprint(settings.model) if model is None else values_of(model)
+    plan = PlannedPreferences(settings, tokenizer, config, data, eval_data, identity, 0)
+    # Made now, so that messages that the chat template refuses are named before minutes of loading.
+    batches = plan.batches(data)
+    try:
+        count = int((next(batches)["example"] >= 0).sum())
+    finally:
+        batches.close()
+    return PlannedPreferences(settings, tokenizer, config, data, eval_data, identity, count)
+
+
+def base_of(settings: PreferSettings, model: Decoder | None) -> dict[str, Any]:
+    """Returns the entry of a checkpoint's position for the weights that are not in it; empty for a run of all parameters."""
+    if settings.lora is None:
+        return {}
+    folder = Path(settings.model).expanduser()
+    named = str(folder.resolve()) if folder.is_dir() else settings.model
+    return {"base": named if model is None else None}

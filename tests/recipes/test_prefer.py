@@ -1,0 +1,131 @@
+"""Runs on preferences: the margin rises, interrupted runs continue bit for bit, other runs are refused."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from moe_jax.adapters import LoraSettings
+from moe_jax.preferences import PreferenceSettings
+from moe_jax.recipes import PreferSettings, prefer
+from moe_jax.recipes.preferring.dry_run import dry_run
+
+LORA = LoraSettings(rank=4, alpha=8, targets=("attention",))
+DPO_METRICS = {
+    *("step", "loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "log_prob_chosen"),
+    *("log_prob_rejected", "grad_norm", "learning_rate", "tokens_per_second", "model_tflops"),
+}
+
+
+def write(folder, name="pairs.jsonl", number=6):
+    """Chats whose chosen answers are polite."""
+    file = folder / name
+    pairs = [dict(prompt=f"ask {i}?", chosen=f"please, {i}", rejected=f"no, {i}!") for i in range(number)]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return str(file)
+
+
+def settings(folder, **changes):
+    options = dict(
+        model="none", data=write(folder), output=str(folder / "run"), lora=LORA, seq_len=128, batch_size=2, steps=6,
+        learning_rate=2e-2, warmup_steps=1, dtype="float32", preference=PreferenceSettings("dpo", beta=0.3),
+    )  # fmt: skip
+    return PreferSettings(**{**options, **changes})
+
+
+def run(chosen, make_model=tiny.dense, **options):
+    return prefer(chosen, model=make_model(), tokenizer=tiny.tokenizer(), **options)
+
+
+def arrays_of(result):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(result.model, nnx.Param))]
+
+
+def test_adapters(tmp_path, capsys):
+    """Rewards part, on held-out pairs too; the log has all metrics, and an interrupted run has the same last bits."""
+    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
+    held_out = dict(eval_data=write(tmp_path, "held_out.jsonl", 5), eval_every=3, eval_batches=1)
+    whole = run(settings(tmp_path / "one", **held_out))
+    first, *_, last = whole.metrics
+    assert whole.finished and [record["step"] for record in whole.metrics] == [1, 2, 3, 4, 5, 6]
+    assert abs(first["reward_margin"]) < 1e-6 and abs(first["loss"] - np.log(2)) < 1e-6
+    assert last["loss"] < first["loss"] - 0.1 and last["reward_margin"] > 0.3 and last["reward_accuracy"] == 1
+    assert first.keys() == DPO_METRICS
+    assert last.keys() == DPO_METRICS | {"eval_loss", "eval_reward_margin", "eval_reward_accuracy"}
+    assert last["eval_reward_margin"] > 0.3 and last["eval_loss"] < np.log(2)
+    printed = capsys.readouterr()
+    assert "LoRA trains" in printed.err + printed.out and "6 pairs, loss dpo with beta 0.3" in printed.err + printed.out
+
+    part = run(settings(tmp_path / "two"), stop_after=3)
+    assert part.step == 3 and not part.finished
+    resumed = run(settings(tmp_path / "two"))
+    assert resumed.metrics[3]["step"] == 4 and resumed.finished
+    for a, b in zip(arrays_of(whole), arrays_of(resumed), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match="holds another run; .* preference: checkpoint .*'beta': 0.3"):
+        run(settings(tmp_path / "two", preference=PreferenceSettings("dpo", beta=0.2)))
+
+
+def test_all_parameters(tmp_path):
+    """The reference is computed once, kept beside the run, and still the first model's when the run continues."""
+    part = run(settings(tmp_path, lora=None, learning_rate=3e-3, batch_size=4, gradient_accumulation=2), stop_after=2)
+    table = np.load(tmp_path / "run" / "reference_data.npy")
+    assert table.shape == (6, 2) and abs(part.metrics[0]["reward_margin"]) < 1e-5
+    resumed = run(settings(tmp_path, lora=None, learning_rate=3e-3, batch_size=4, gradient_accumulation=2))
+    np.testing.assert_array_equal(np.load(tmp_path / "run" / "reference_data.npy"), table)
+    margins = [record["reward_margin"] for record in resumed.metrics]
+    assert margins[2] > margins[1] > 0.1 and margins[1] == part.metrics[-1]["reward_margin"]
+
+
+@pytest.mark.parametrize("loss", ["kto", pytest.param("orpo", marks=pytest.mark.thorough)])
+def test_other_losses(tmp_path, loss):
+    """KTO takes pairs apart, with a table of mismatched answers; ORPO has no reference."""
+    chosen = settings(tmp_path, lora=None, preference=PreferenceSettings(loss), steps=3, learning_rate=3e-3)
+    result = run(chosen)
+    assert (tmp_path / "run" / "reference_data.npy").exists() == (loss == "kto")
+    assert result.metrics[-1]["loss"] < result.metrics[0]["loss"]
+    assert ("kl" if loss == "kto" else "chosen_cross_entropy") in result.metrics[0]
+
+
+def test_dry_run(tmp_path, capsys):
+    dry_run(settings(tmp_path), model=tiny.dense(), tokenizer=tiny.tokenizer())
+    printed = capsys.readouterr().out
+    assert "steps 1 to 6, 2 x 128 tokens a step" in printed and "pairs.jsonl:1: " in printed
+    assert "<|im_start|>user\nask 0?<|im_end|>\n<|im_start|>assistant\n[[please, 0<|im_end|>]]" in printed
+    assert "[[no, 0!<|im_end|>]]" in printed and not (tmp_path / "run").exists()
+
+
+def test_refused_before_anything_is_written(tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "a", "chosen": "b"}\n')
+    with pytest.raises(ValueError, match="bad.jsonl:1: needs the keys"):
+        run(settings(tmp_path, data=str(bad)))
+    with pytest.raises(ValueError, match="eval_data=.* has the same contents as data"):
+        run(settings(tmp_path, eval_data=write(tmp_path, "same.jsonl")))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(batch_size=3, gradient_accumulation=2), "batch_size=3 must be a multiple of gradient_accumulation=2"),
+        (dict(steps=0), "steps=0 must be an integer of at least 1"),
+        (dict(learning_rate=0.0), "learning_rate=0.0 must be a number greater than 0"),
+        (dict(warmup_steps=7), "warmup_steps=7 must be from 0 to steps=6"),
+        (dict(data="/none"), "data='/none' does not exist"),
+        (dict(dtype="float64"), "dtype='float64' must be bfloat16 or float32"),
+    ],
+)
+def test_settings(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        settings(tmp_path, **changes)
+
+
+def test_learning_rate_of_adapters(tmp_path):
+    """Adapters learn ten times as fast by default, and frozen weights have the compute dtype."""
+    adapted, full = (settings(tmp_path, learning_rate=None, dtype="bfloat16", lora=lora) for lora in (LORA, None))
+    assert (adapted.learning_rate, adapted.param_dtype) == (1e-5, "bfloat16")
+    assert (full.learning_rate, full.param_dtype) == (1e-6, "float32")
