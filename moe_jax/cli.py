@@ -78,7 +78,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def top_help() -> str:
     """Returns the page of `moe-jax --help`."""
-    lines = ["usage: moe-jax COMMAND [OPTIONS]", "Mixture-of-Experts language models in JAX."]
+    # A page of 24 lines, which a terminal shows at once.
+    lines = ["usage: moe-jax COMMAND [OPTIONS]: Mixture-of-Experts language models in JAX."]
     for task, commands in COMMANDS.items():
         lines += ["", f"{task}:", *(f"  {name:<10}{command.summary}" for name, command in commands.items())]
     return "\n".join([
