@@ -5,7 +5,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from moe_jax.commands.lora_option import LoraOption
+from moe_jax.commands.options import LoraOption
 from moe_jax.preferences.settings import PreferenceSettings
 from moe_jax.recipes.preferring.settings import PreferSettings
 
