@@ -55,7 +55,7 @@ def _run(command: Any) -> None:
         if settings.lora is None:
             save_pretrained(result.model, folder, tokenizer_from=settings.tokenizer)
         else:
-            save_adapter(result.model, folder)
+            save_adapter(result.model, folder, base=settings.model, tokenizer_from=settings.tokenizer or settings.model)
     print(f"trained to step {result.step}; {'Hugging Face checkpoint' if settings.lora is None else 'adapter'} in {folder}")
 
 
