@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import tyro
 
 from moe_jax import recipes
-from moe_jax.adapters import LoraSettings, save_adapter
+from moe_jax.adapters import LoraSettings
 from moe_jax.checkpoint.weights import Weights
+from moe_jax.recipes.finetuning.export import export
 
 
 @dataclass
@@ -48,7 +49,7 @@ def main(settings: Settings) -> None:
     result = recipes.finetune(run)
     if result.step < settings.steps:
         raise SystemExit(143)  # told to stop, and saved: the same command goes on from there
-    save_adapter(result.model, f"{settings.output}/adapter", base=settings.model, tokenizer_from=settings.model)
+    export(result.model, run)
 
 
 if __name__ == "__main__":

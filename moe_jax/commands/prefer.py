@@ -1,6 +1,7 @@
 """`moe-jax prefer`: the fields of `PreferSettings` as options, in groups."""
 
 from dataclasses import MISSING, field, fields, make_dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import tyro
@@ -55,7 +56,8 @@ def _run(command: Any) -> None:
         if settings.lora is None:
             save_pretrained(result.model, folder, tokenizer_from=settings.tokenizer)
         else:
-            save_adapter(result.model, folder, base=settings.model, tokenizer_from=settings.tokenizer or settings.model)
+            base = None if Path(settings.model).expanduser().is_dir() else settings.model
+            save_adapter(result.model, folder, base=base, tokenizer_from=settings.tokenizer)
     print(f"trained to step {result.step}; {'Hugging Face checkpoint' if settings.lora is None else 'adapter'} in {folder}")
 
 
