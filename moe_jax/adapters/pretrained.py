@@ -25,7 +25,7 @@ def from_pretrained(
     weights: Weights = "whole",
     progress: bool = True,
 ) -> Decoder:
-    """Loads a checkpoint of any architecture of `moe_jax.models`; one in FP8 is dequantised on the way (`checkpoint.fp8`).
+    """Loads a checkpoint of any architecture of `moe_jax.models`; one in FP8 or GPTQ is dequantised on the way.
 
     Args:
       folder_or_hub_id: a folder with config.json and weights, or a hub id such as "Qwen/Qwen3-30B-A3B", which is downloaded.
@@ -41,9 +41,10 @@ def from_pretrained(
       mtp: True loads the modules that predict further tokens, if the checkpoint has some (`models.mtp`; 11.6e9 parameters in
         DeepSeek-V3). False leaves more memory for inference; a checkpoint written from the model then lacks them. No adapter
         can be put beside them: with an adapter they are left out.
-      weights: "as stored" keeps matrices that the files have in FP8 as they are. "nf4" makes 4 bits of the experts' matrices
-        (`layers.quantised`). A layer is whole where it is computed. All parameters are frozen (`layers.lora.Frozen`): such a
-        model computes, and trains adapters (`adapters.add_lora`). It lies on one device.
+      weights: "as stored" keeps matrices that the files have in FP8 or GPTQ (`checkpoint.fp8`, `checkpoint.gptq`) as they are.
+        "nf4" makes 4 bits of the experts' matrices (`layers.quantised`). A layer is whole where it is computed. All parameters
+        are frozen (`layers.lora.Frozen`): such a model computes, and trains adapters (`adapters.add_lora`). It lies on one
+        device.
       progress: show a progress bar when stderr is a terminal.
 
     Raises:

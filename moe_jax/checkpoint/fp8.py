@@ -33,7 +33,7 @@ _VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np
 
 
 def read_block_size(folder: Path) -> BlockSize | None:
-    """Reads the block size from the quantization_config of `folder`/config.json; None if the checkpoint is not quantised.
+    """Reads the block size from the quantization_config of `folder`/config.json; None if the checkpoint is not in FP8.
 
     Raises:
       ValueError: the quantisation is not e4m3 in blocks; the message names every field that is not understood.
@@ -44,8 +44,12 @@ def read_block_size(folder: Path) -> BlockSize | None:
     if not isinstance(given, dict):
         raise ValueError(f"{folder}: quantization_config={given!r} must be null or an object of fields with quant_method")
     method = given.get("quant_method")
+    if method == "gptq":
+        return None
     if method != "fp8":
-        raise ValueError(f"{folder}: quant_method {method!r} is not supported, only 'fp8' is; take the checkpoint in bfloat16")
+        raise ValueError(
+            f"{folder}: quant_method {method!r} is not supported, only 'fp8' and 'gptq' are; take the checkpoint in bfloat16"
+        )
     fields = {k: v for k, v in given.items() if k not in FIELDS_THAT_CHANGE_NO_WEIGHT and k != "quant_method"}
     # The defaults of transformers' FineGrainedFP8Config.
     block_size = fields.pop("weight_block_size", [128, 128])

@@ -57,9 +57,10 @@ class StoredTensor:
 
 
 class QuantisedTensor(NamedTuple):
-    """A quantised matrix as it is stored."""
+    """A quantised matrix in two tensors."""
 
     codes: StoredTensor
+    """e4m3 of the matrix's shape; or U8 with two codes of 4 bits a byte, along the rows."""
     scales: StoredTensor
     block_size: tuple[int, int]
     """Rows and columns that share a scale."""

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from moe_jax.checkpoint.folders import previous_of
 from moe_jax.checkpoint.fp8 import dequantised, read_block_size
+from moe_jax.checkpoint.gptq import read_group_size, unpacked
 from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, CheckpointError, StoredTensor, open_tensors
 from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
 from moe_jax.checkpoint.hub import SMALL_FILES, downloaded
@@ -51,7 +52,7 @@ def from_pretrained(
     weights: Weights = "whole",
     progress: bool = True,
 ) -> Decoder:
-    """Loads a checkpoint of any architecture of `moe_jax.models`; one in FP8 is dequantised on the way (`checkpoint.fp8`).
+    """Loads a checkpoint of any architecture of `moe_jax.models`; one in FP8 or GPTQ is dequantised on the way.
 
     Args:
       folder_or_hub_id: a folder with config.json and weights, or a hub id such as "Qwen/Qwen3-30B-A3B", which is downloaded.
@@ -63,9 +64,10 @@ def from_pretrained(
         to their ranks alone, stacked as by `parallel.pipeline.chunks.to_chunks`. Such a model can be trained and saved.
       mtp: True loads the modules that predict further tokens, if the checkpoint has some (`models.mtp`; 11.6e9 parameters in
         DeepSeek-V3). False leaves more memory for inference; a checkpoint written from the model then lacks them.
-      weights: "as stored" keeps matrices that the files have in FP8 as they are. "nf4" makes 4 bits of the experts' matrices
-        (`layers.quantised`). A layer is whole where it is computed. All parameters are frozen (`layers.lora.Frozen`): such a
-        model computes, and trains adapters (`adapters.add_lora`). It lies on one device.
+      weights: "as stored" keeps matrices that the files have in FP8 or GPTQ (`checkpoint.fp8`, `checkpoint.gptq`) as they are.
+        "nf4" makes 4 bits of the experts' matrices (`layers.quantised`). A layer is whole where it is computed. All parameters
+        are frozen (`layers.lora.Frozen`): such a model computes, and trains adapters (`adapters.add_lora`). It lies on one
+        device.
       progress: show a progress bar when stderr is a terminal.
 
     Raises:
@@ -82,7 +84,8 @@ def from_pretrained(
     param_dtype = dtype if param_dtype is None else float_dtype(param_dtype, "param_dtype")
     folder = find_checkpoint(folder_or_hub_id)
     config = load_config(folder)
-    check_weights(weights, read_block_size(folder) is not None, 1 if mesh is None else mesh.size)
+    is_quantised = read_block_size(folder) is not None or read_group_size(folder) is not None
+    check_weights(weights, is_quantised, 1 if mesh is None else mesh.size)
     config, pieces, warnings = _checked_pieces(folder, config, mtp)
     layers = layers_in_pipe(config, pipe)
     for warning in warnings:
@@ -168,6 +171,7 @@ def find_config(folder_or_hub_id: str | Path) -> Path:
         folder = downloaded(str(folder_or_hub_id), SMALL_FILES)
     load_config(folder)
     read_block_size(folder)
+    read_group_size(folder)
     return folder
 
 
@@ -182,7 +186,7 @@ class _CheckedPieces(NamedTuple):
 def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPieces:
     """Checks the stored tensors against the config; raises CheckpointError with everything that does not fit."""
     problems: list[str] = []
-    block_size = read_block_size(folder)
+    block_size, group_size = read_block_size(folder), read_group_size(folder)
     stored = open_tensors(folder, problems)
     if not stored:
         raise CheckpointError(folder, problems)
@@ -191,6 +195,8 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPie
         stored[EMBEDDING] = stored.pop(HEAD)
     if block_size is not None:
         stored = dequantised(stored, block_size, problems)
+    if group_size is not None:
+        stored = unpacked(stored, group_size, problems)
     further = [name for name in stored if _predicts_further(name, config)]
     if further and mtp:
         further = []

@@ -1,4 +1,4 @@
-"""Loads matrices in fewer bytes: FP8 as the files have it, or NF4 made of each layer while it is read."""
+"""Loads matrices in fewer bytes: FP8 and GPTQ as the files have them, or NF4 made of each layer while it is read."""
 
 import logging
 from collections import defaultdict
@@ -15,18 +15,18 @@ from jax.sharding import Sharding
 
 from moe_jax.checkpoint.streaming import Piece, load_parameter, read_block
 from moe_jax.checkpoint.weights import Weights
-from moe_jax.layers.quantised import BlockScaled, NormalFloat4, Quantised
+from moe_jax.layers.quantised import INT4_VALUES, BlockScaled, FourBits, Quantised
 from moe_jax.layers.tickets import EXPERT_MATRICES
 
 _logger = logging.getLogger(__name__)
 
 
-def check_weights(weights: str, is_fp8: bool, devices: int) -> None:
+def check_weights(weights: str, is_quantised: bool, devices: int) -> None:
     """Raises a ValueError for a form that does not exist, that the checkpoint lacks, or that lies on several devices."""
     if weights not in get_args(Weights):
         raise ValueError(f"weights={weights!r} must be one of {', '.join(map(repr, get_args(Weights)))}")
-    if weights == "as stored" and not is_fp8:
-        raise ValueError("weights='as stored' keeps matrices in FP8, and this checkpoint has none; take 'nf4', or 'whole'")
+    if weights == "as stored" and not is_quantised:
+        raise ValueError("weights='as stored' keeps quantised matrices, and this checkpoint has none; take 'nf4', or 'whole'")
     if weights != "whole" and devices > 1:
         raise ValueError(f"weights={weights!r} lie on one device; the mesh has {devices}")
 
@@ -53,27 +53,32 @@ def load_quantised(
     return None
 
 
-def _load_as_stored(path, pieces: list[Piece], shape, dtype, sharding, on_read) -> BlockScaled | None:
+def _load_as_stored(path, pieces: list[Piece], shape, dtype, sharding, on_read) -> Quantised | None:
     first = pieces[0].stored.quantised
     assert first is not None
     block = first.block_size
     if not all(_ends_at_blocks(piece, block, shape) for piece in pieces):
         _logger.warning("%s: its parts do not end at blocks of %d x %d; it is kept whole", ".".join(map(str, path)), *block)
         return None
-    codes = [replace(piece, stored=piece.stored.quantised.codes) for piece in pieces if piece.stored.quantised]
-    scales = [
-        replace(piece, stored=piece.stored.quantised.scales, bounds=(*piece.bounds[:-2], *_in_blocks(piece.bounds[-2:], block)))
-        for piece in pieces
-        if piece.stored.quantised
-    ]
-    of_scales = (*shape[:-2], *(stop for _, stop in _in_blocks([(0, size) for size in shape[-2:]], block)))
     load = partial(load_parameter, sharding=sharding, layer_axes=int(path[0] == "stages"), on_read=on_read)
-    return BlockScaled(
-        load(codes, shape, np.dtype(ml_dtypes.float8_e4m3fn)),
-        load(scales, of_scales, np.dtype(np.float32)),
-        jnp.dtype(dtype),
-        block,
-    )
+
+    def parts(name: str, blocks: tuple[int, int]) -> tuple[list[Piece], tuple[int, ...]]:
+        """The pieces of one of the two tensors, and its shape, where a number stands for a block of the matrix."""
+        of_tensor = [
+            replace(
+                piece,
+                stored=getattr(piece.stored.quantised, name),
+                bounds=(*piece.bounds[:-2], *_in_blocks(piece.bounds[-2:], blocks)),
+            )
+            for piece in pieces
+        ]
+        return of_tensor, (*shape[:-2], *(stop for _, stop in _in_blocks([(0, size) for size in shape[-2:]], blocks)))
+
+    scales = load(*parts("scales", block), np.dtype(np.float32))
+    if first.codes.dtype == "U8":
+        return FourBits(load(*parts("codes", (1, 2)), np.dtype(np.uint8)), scales, jnp.dtype(dtype), INT4_VALUES, block[1])
+    codes = load(*parts("codes", (1, 1)), np.dtype(ml_dtypes.float8_e4m3fn))
+    return BlockScaled(codes, scales, jnp.dtype(dtype), block)
 
 
 def _ends_at_blocks(piece: Piece, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
@@ -85,12 +90,12 @@ def _in_blocks(bounds: Any, block: tuple[int, int]) -> tuple[tuple[int, int], ..
     return tuple((begin // size, -(-end // size)) for (begin, end), size in zip(bounds, block, strict=True))
 
 
-def _load_nf4(pieces: list[Piece], shape, dtype, sharding, on_read) -> NormalFloat4:
+def _load_nf4(pieces: list[Piece], shape, dtype, sharding, on_read) -> FourBits:
     """Quantises layer by layer on the device: there is never more than one layer whole."""
     by_layer: dict[int, list[Piece]] = defaultdict(list)
     for piece in pieces:
         by_layer[piece.bounds[0][0]].append(piece)
-    quantise = partial(NormalFloat4.of, dtype=dtype)
+    quantise = partial(FourBits.nf4, dtype=dtype)
     like = jax.eval_shape(quantise, jax.ShapeDtypeStruct(shape, dtype))
     loaded = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=sharding), like)
     block = np.empty((1, *shape[1:]), dtype)
@@ -103,6 +108,6 @@ def _load_nf4(pieces: list[Piece], shape, dtype, sharding, on_read) -> NormalFlo
 
 
 @partial(jax.jit, donate_argnums=0)
-def _with_layer(loaded: NormalFloat4, block: jax.Array, layer: jax.Array) -> NormalFloat4:
-    own = NormalFloat4.of(block, loaded.dtype)
+def _with_layer(loaded: FourBits, block: jax.Array, layer: jax.Array) -> FourBits:
+    own = FourBits.nf4(block, loaded.dtype)
     return jax.tree.map(lambda all_layers, one: jax.lax.dynamic_update_slice_in_dim(all_layers, one, layer, 0), loaded, own)

@@ -1,4 +1,4 @@
-"""Frozen matrices in fewer bytes: 8 bits in blocks with a scale each, or 4 bits with a scale for 64 numbers.
+"""Frozen matrices in fewer bytes: 8 bits in blocks with a scale each, or 4 bits with a scale for some numbers of a row.
 
 A quantised matrix stands in place of the array of a `layers.lora.Frozen`. Its `[...]` gives the whole matrix in `dtype`.
 A layer asks for it where the layer is computed. Loops over stacked layers slice codes and scales: one layer is whole at a time.
@@ -20,7 +20,10 @@ NF4_VALUES = (
 """The 16 values of NF4, quantiles of a normal distribution (Dettmers et al., 2023, https://arxiv.org/abs/2305.14314)."""
 
 NF4_BLOCK = 64
-"""Numbers of a row that share a scale."""
+"""Numbers of a row that share a scale in NF4."""
+
+INT4_VALUES = tuple(float(code - 8) for code in range(16))
+"""The values of GPTQ's symmetric codes."""
 
 
 @jax.tree_util.register_dataclass
@@ -63,20 +66,23 @@ class BlockScaled:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class NormalFloat4:
-    """Matrices in NF4: w[i, j] = NF4_VALUES[code[i, j]] * scales[i, j // 64], in f32, rounded once to `dtype`.
+class FourBits:
+    """Matrices of 4 bits: w[i, j] = values[code[i, j]] * scales[i, j // block], in f32, rounded once to `dtype`.
 
     Attributes:
       codes: two codes a byte, the first in the high half.
-      scales: the largest absolute value of each block.
+      scales: one for each block of a row; in NF4 the block's largest absolute value.
+      values: the values of the 16 codes.
     """
 
     codes: UInt8[Array, "*stack rows half_columns"]
     scales: Float[Array, "*stack rows blocks"]
     dtype: Any = field(metadata={"static": True})
+    values: tuple[float, ...] = field(metadata={"static": True}, default=NF4_VALUES)
+    block: int = field(metadata={"static": True}, default=NF4_BLOCK)
 
     @classmethod
-    def of(cls, w: Float[Array, "*stack rows columns"], dtype: DTypeLike) -> Self:
+    def nf4(cls, w: Float[Array, "*stack rows columns"], dtype: DTypeLike) -> Self:
         """Quantises matrices: each number becomes the nearest value, after division by its block's largest.
 
         Raises:
@@ -110,12 +116,12 @@ class NormalFloat4:
     def __getitem__(self, key: Any) -> Float[Array, "*stack rows columns"]:
         """Returns the whole matrices; `key` is `...`."""
         _only_whole(key)
-        codes = jnp.stack([self.codes >> 4, self.codes & 15], axis=-1).reshape(*self.scales.shape, NF4_BLOCK)
-        values = jnp.asarray(NF4_VALUES, jnp.float32)[codes]
-        return (values * self.scales[..., None]).reshape(self.shape).astype(self.dtype)
+        codes = jnp.stack([self.codes >> 4, self.codes & 15], axis=-1).reshape(*self.scales.shape, self.block)
+        values = jnp.asarray(self.values, jnp.float32)[codes]
+        return (values * self.scales[..., None].astype(jnp.float32)).reshape(self.shape).astype(self.dtype)
 
 
-Quantised = BlockScaled | NormalFloat4
+Quantised = BlockScaled | FourBits
 
 
 def matrices_of(state: Any) -> list[Any]:

@@ -213,7 +213,8 @@ def test_bad_checkpoints_are_refused_before_anything_is_read(fp8_folder, tmp_pat
 @pytest.mark.parametrize(
     "quantization, message",
     [
-        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq' is not supported, only 'fp8' is"),
+        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq' is not supported, only 'fp8' and 'gptq' are"),
+        ({"quant_method": "gptq", "bits": 8}, r"GPTQ with bits=8 \(only 4\) is not supported"),
         ({"bits": 4}, "quant_method None is not supported"),
         ("fp8", "quantization_config='fp8' must be null or an object of fields"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2' is not supported .only 'e4m3'."),

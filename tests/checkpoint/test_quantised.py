@@ -13,7 +13,7 @@ import moe_jax
 from moe_jax import adapters, train
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.layers.lora import Frozen
-from moe_jax.layers.quantised import BlockScaled, NormalFloat4, is_quantised
+from moe_jax.layers.quantised import BlockScaled, FourBits, is_quantised
 from moe_jax.serving.engine import Engine
 
 SIZES = dict(hidden_size=64, moe_intermediate_size=64, num_hidden_layers=2, mlp_only_layers=[1])
@@ -58,7 +58,7 @@ def test_nf4(folder):
     experts = whole.stages[0].mlp.experts
     for name, found in zip(("gate_up_proj", "down_proj"), experts_of(quantised), strict=True):
         matrices = getattr(experts, name)
-        expected = NormalFloat4.of(matrices[...], jnp.float32)
+        expected = FourBits.nf4(matrices[...], jnp.float32)
         np.testing.assert_array_equal(found.codes, expected.codes)
         assert found.codes.nbytes + found.scales.nbytes == matrices.size * 4.5 / 8
         matrices[...] = expected[...]

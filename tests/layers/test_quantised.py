@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import seeds
 
-from moe_jax.layers.quantised import NF4_VALUES, BlockScaled, NormalFloat4
+from moe_jax.layers.quantised import NF4_VALUES, BlockScaled, FourBits
 
 
 def test_values_of_nf4():
@@ -24,7 +24,7 @@ def test_nf4_takes_the_nearest_value():
     rng = seeds.rng()
     w = rng.normal(size=(2, 3, 128)).astype(np.float32)
     w[0, 0, :64] = 0
-    quantised = NormalFloat4.of(jnp.asarray(w), jnp.float32)
+    quantised = FourBits.nf4(jnp.asarray(w), jnp.float32)
     assert quantised.shape == w.shape and quantised.codes.shape == (2, 3, 64) and quantised.size == w.size
     blocks = w.reshape(2, 3, 2, 64)
     scales = np.abs(blocks).max(axis=-1, keepdims=True)
@@ -33,9 +33,9 @@ def test_nf4_takes_the_nearest_value():
     np.testing.assert_allclose(np.abs(found - blocks), distance.min(axis=-1), atol=1e-6)
     assert (found[0, 0, 0] == 0).all()
     # What is whole in NF4 stays as it is.
-    np.testing.assert_array_equal(NormalFloat4.of(quantised[...], jnp.float32)[...], quantised[...])
+    np.testing.assert_array_equal(FourBits.nf4(quantised[...], jnp.float32)[...], quantised[...])
     with pytest.raises(ValueError, match="no multiple"):
-        NormalFloat4.of(jnp.ones((2, 65)), jnp.float32)
+        FourBits.nf4(jnp.ones((2, 65)), jnp.float32)
 
 
 def test_block_scales():
@@ -57,6 +57,6 @@ def test_block_scales():
 def test_slices_of_layers():
     """A loop over layers dequantises one at a time."""
     w = jnp.asarray(seeds.rng().normal(size=(3, 2, 64)), jnp.float32)
-    layers = NormalFloat4.of(w, jnp.float32)
+    layers = FourBits.nf4(w, jnp.float32)
     _, found = jax.lax.scan(lambda carry, layer: (carry, layer[...]), 0, layers)
     np.testing.assert_array_equal(found, layers[...])
