@@ -31,6 +31,11 @@ GROUPS = {
 """The fields of `FinetuneSettings` by their group in `--help`; `mesh` is a group of its own."""
 
 
+CONFIG_HELP = (
+    "a YAML file of settings, such as the run.yaml in a run's output folder (docs/finetuning.md). Options given beside it win."
+)
+
+
 def settings_of(command: Any) -> FinetuneSettings:
     """Returns the settings given to a `FinetuneCommand`.
 
@@ -94,6 +99,7 @@ FinetuneCommand = make_dataclass(
     "FinetuneCommand",
     [
         *((_attribute(title), _group(title)) for title in GROUPS),
+        ("config", Annotated[str | None, tyro.conf.arg(help=CONFIG_HELP)], field(default=None)),
         ("lora", LoraOption, field(default=None)),
         ("mesh", MeshShape, field(default=MeshShape())),
     ],
