@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "serving": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "generation"},
     "train": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters"},
     "check": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "cost", "generation"},
-    "recipes": {"runtime", "config", "parallel", "models", "checkpoint", "adapters", "cost", "train"},
+    "recipes": {"runtime", "config", "parallel", "models", "checkpoint", "adapters", "cost", "generation", "train"},
     "demo": {"runtime", "config", "parallel", "models", "checkpoint", "adapters", "generation", "train", "recipes"},
     "commands": {
         "runtime", "config", "kernels", "parallel", "models", "checkpoint", "adapters", "cost", "generation", "serving",

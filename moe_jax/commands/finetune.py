@@ -16,7 +16,7 @@ GROUPS = {
     ),
     "data": (
         "data_format", "learned_answers", "tokenizer", "chat_template", "skip_bad_documents", "eval_data", "eval_every",
-        "eval_batches",
+        "eval_batches", "keep_best", "early_stop",
     ),
     "optimizer": ("learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "max_grad_norm"),
     "mixture of experts": (
@@ -26,7 +26,7 @@ GROUPS = {
     "memory": ("dtype", "param_dtype", "moment_dtype", "remat", "offload", "shard_optimizer"),
     "pipeline": ("pipe_chunks",),
     "exchange between devices": ("capacity_factor", "hops", "overlap_micro_batches", "shadow_experts", "rebalance_every"),
-    "log": ("tensorboard",),
+    "log": ("tensorboard", "log_to", "sample_prompts", "sample_every", "sample_tokens"),
 }  # fmt: skip
 """The fields of `FinetuneSettings` by their group in `--help`; `mesh` is a group of its own."""
 
@@ -69,7 +69,9 @@ def _run(command: Any) -> None:
     folder = export(result.model, settings)
     if first:
         what = "Hugging Face checkpoint" if settings.lora is None else "adapter, for PEFT too,"
-        print(f"trained to step {result.step}; {what} in {folder}")
+        best = f"the weights of step {result.model_step}, which has the smallest held-out loss: " if settings.keep_best else ""
+        early = ", where the held-out loss had stopped falling" if result.stopped_early else ""
+        print(f"trained to step {result.step}{early}; {best}{what} in {folder}")
 
 
 def _group(title: str) -> Any:

@@ -36,6 +36,7 @@ from moe_jax.recipes.finetuning.export import check_destination
 from moe_jax.recipes.finetuning.identity import same_run
 from moe_jax.recipes.finetuning.lock import output_lock
 from moe_jax.recipes.finetuning.lora import base_of, check_lora, identity_of_lora
+from moe_jax.recipes.finetuning.samples import sampler_of
 from moe_jax.recipes.finetuning.settings import FinetuneSettings, pipe_problems
 from moe_jax.runtime.processes import is_first_process, require_shared, unlike_the_first
 from moe_jax.train.data import Batches, Documents, tokenizer_fingerprint
@@ -196,6 +197,7 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     held_out = held_out_batches(held_out_documents, tokenizer, settings, parallelism, begin_texts)
     if not saved.steps_done:
         try_first_batch(stream)
+    sampler_of(settings, documents, tokenizer)
     identity = _identity(settings, config, documents, tokenizer, model, begin_texts)
     if saved.identity:
         # Starting weights are compared when they are read.

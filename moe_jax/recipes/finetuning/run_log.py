@@ -1,14 +1,17 @@
 """The log of a running fine-tuning: a line on the console for each step, and the files of `MetricsWriter`."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from moe_jax.recipes.finetuning.samples import SAMPLES, describe_samples
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
+from moe_jax.recipes.finetuning.trackers import Trackers
 from moe_jax.runtime.processes import is_first_process
-from moe_jax.train.metrics import Clock, MetricsWriter, one_line
+from moe_jax.train.metrics import Clock, MetricsWriter, append_record, keep_steps, one_line
 
 
 class RunLog:
@@ -19,7 +22,13 @@ class RunLog:
         self.writer: MetricsWriter | None = None
         if is_first_process():
             output = Path(settings.output).expanduser()
-            self.writer = MetricsWriter(output, resumed_step=first_step - 1, tensorboard=settings.tensorboard)
+            board = settings.tensorboard or "tensorboard" in settings.log_to
+            self.writer = MetricsWriter(output, resumed_step=first_step - 1, tensorboard=board)
+            self.samples_file = output / SAMPLES
+            if settings.sample_prompts:
+                keep_steps(self.samples_file, first_step - 1)
+            # Nothing is sent by a run that has no step left.
+            self.trackers = Trackers(settings.log_to if first_step <= settings.steps else (), output, asdict(settings))
         # None: a progress bar on terminals alone.
         disable = None if self.writer is not None else True
         self.progress = tqdm(total=settings.steps, initial=first_step - 1, desc="training", unit="step", disable=disable)
@@ -30,6 +39,7 @@ class RunLog:
         if self.writer is None:
             return
         self.writer.write(record, layers)
+        self.trackers.write(record)
         self.progress.update()
         line = one_line(record, compiled=record["step"] == self.first_step)
         if self.progress.disable:
@@ -38,6 +48,12 @@ class RunLog:
             self.progress.set_postfix_str(line)
         if self.on_step is not None:
             self.on_step(record)
+
+    def write_samples(self, record: dict[str, Any]) -> None:
+        """Writes a step's samples into samples.jsonl, and prints them."""
+        if self.writer is not None:
+            append_record(self.samples_file, record)
+            tqdm.write(describe_samples(record))
 
     def tell_skipped(self, skipped: dict[int, str]) -> None:
         """Prints the number of documents that are left out, the first time and whenever the number has doubled."""
@@ -52,3 +68,4 @@ class RunLog:
         self.progress.close()
         if self.writer is not None:
             self.writer.close()
+            self.trackers.close()
