@@ -52,7 +52,9 @@ def _run(command: Any) -> None:
 
     A run that was told to stop exits with status 143, the status of a program that SIGTERM ended.
     """
-    from moe_jax.recipes import dry_run, finetune
+    import jax
+
+    from moe_jax.recipes import dry_run, finetune, write_report
     from moe_jax.recipes.finetuning.export import export
     from moe_jax.runtime import processes
 
@@ -72,6 +74,9 @@ def _run(command: Any) -> None:
         best = f"the weights of step {result.model_step}, which has the smallest held-out loss: " if settings.keep_best else ""
         early = ", where the held-out loss had stopped falling" if result.stopped_early else ""
         print(f"trained to step {result.step}{early}; {best}{what} in {folder}")
+        devices = jax.devices()
+        kinds = f"{len(devices)} x {devices[0].device_kind}"
+        print(f"report in {write_report(settings.output, model_step=result.model_step, devices=kinds)}")
 
 
 def _group(title: str) -> Any:

@@ -26,10 +26,10 @@ def write_settings(settings: FinetuneSettings, *, steps: int, chat_template: str
     versions = {"moe_jax": sys.modules["moe_jax"].__version__, "jax": jax.__version__}
     started = datetime.now(UTC).isoformat(timespec="seconds")
     record = asdict(settings) | {"steps": steps, "versions": versions, "started": started}
-    _write(output / "settings.json", json.dumps(record, indent=2, default=str) + "\n")
-    _write(output / RUN_YAML, _as_yaml(settings, versions))
+    write_whole(output / "settings.json", json.dumps(record, indent=2, default=str) + "\n")
+    write_whole(output / RUN_YAML, _as_yaml(settings, versions))
     if chat_template is not None:
-        _write(output / CHAT_TEMPLATE, chat_template)
+        write_whole(output / CHAT_TEMPLATE, chat_template)
 
 
 def _as_yaml(settings: FinetuneSettings, versions: dict[str, str]) -> str:
@@ -69,7 +69,8 @@ def noted_steps(output: Path, epochs: float) -> int | None:
         return None
 
 
-def _write(file: Path, text: str) -> None:
+def write_whole(file: Path, text: str) -> None:
+    """Writes a text file that is complete or absent."""
     temporary = file.with_name(f".{file.name}.incomplete")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, file)
