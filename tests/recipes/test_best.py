@@ -38,7 +38,7 @@ def weights(model):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
 
 
-def test_early_stop_ends_with_the_best_weights(tmp_path):
+def test_early_stop_ends_with_the_best_weights(tmp_path, capsys):
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     asked = settings(tmp_path / "whole", early_stop=2)
@@ -57,6 +57,7 @@ def test_early_stop_ends_with_the_best_weights(tmp_path):
         again = train(asked)
         assert (again.step, again.model_step, again.stopped_early) == (8, 4, True)
         assert all(map(np.array_equal, weights(again.model), weights(whole.model)))
+    assert capsys.readouterr().out.endswith("the run stopped early after step 8; a larger --early-stop goes on\n")
     losses = [
         [record["loss"] for record in read_records(tmp_path / name / "run" / "metrics.jsonl")] for name in ("whole", "parts")
     ]

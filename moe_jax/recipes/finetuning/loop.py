@@ -25,7 +25,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.pipeline.chunks import PipeShape
 from moe_jax.recipes.finetuning.announcement import announcement
-from moe_jax.recipes.finetuning.best import Best, best_of, counts, is_watched
+from moe_jax.recipes.finetuning.best import Best, counts
 from moe_jax.recipes.finetuning.finite import check_eval_loss, check_finite
 from moe_jax.recipes.finetuning.prepare import PreparedRun, prepare_run
 from moe_jax.recipes.finetuning.run_log import RunLog
@@ -139,11 +139,10 @@ def _train(
     held_out = [put_batch(batch, state.params, run.parallelism) for batch in run.held_out]
     flops_per_token = training_flops_per_token(run.config, settings.seq_len, frozen=settings.lora is not None)
     step, last = run.steps_done, settings.steps if stop_after is None else min(stop_after, settings.steps)
-    best = best_of(checkpoints.position(step)) if step and is_watched(settings) else Best()
-    last = step if best.ends(settings.early_stop) else last
+    best, last = run.best, step if run.is_over else last
     checkpoints.kept_step = best.step if settings.keep_best else None
     sampler = sampler_of(settings, run.documents, run.tokenizer)
-    log = RunLog(settings, first_step=run.steps_done + 1, on_step=on_step)
+    log = RunLog(settings, first_step=run.steps_done + 1, is_over=step >= last, on_step=on_step)
     checkpoints.listen()
     try:
         while step < last:
@@ -279,8 +278,10 @@ def _freed(state: TrainState) -> TrainState:
 
 
 def _announce(asked: FinetuneSettings, run: PreparedRun) -> None:
-    """Prints what is ahead and writes settings.json; does nothing if no step is left."""
-    if run.steps_done < run.settings.steps and is_first_process():
+    """Prints what is ahead and writes settings.json; if no step is left, only says so of a run that stopped early."""
+    if run.is_over and run.steps_done < run.settings.steps and is_first_process():
+        tqdm.write(f"the run stopped early after step {run.steps_done}; a larger --early-stop goes on")
+    elif not run.is_over and is_first_process():
         tqdm.write(announcement(run, run.steps_done))
         template = None if asked.chat_template is None else run.tokenizer.chat_template
         write_settings(asked, steps=run.settings.steps, chat_template=template)

@@ -17,7 +17,14 @@ from moe_jax.train.metrics import Clock, MetricsWriter, append_record, keep_step
 class RunLog:
     """Writes each step's record, in the first process of a job alone."""
 
-    def __init__(self, settings: FinetuneSettings, *, first_step: int, on_step: Callable[[dict[str, Any]], None] | None = None):
+    def __init__(
+        self,
+        settings: FinetuneSettings,
+        *,
+        first_step: int,
+        is_over: bool = False,
+        on_step: Callable[[dict[str, Any]], None] | None = None,
+    ):
         self.first_step, self.on_step = first_step, on_step
         self.writer: MetricsWriter | None = None
         if is_first_process():
@@ -28,7 +35,7 @@ class RunLog:
             if settings.sample_prompts:
                 keep_steps(self.samples_file, first_step - 1)
             # Nothing is sent by a run that has no step left.
-            self.trackers = Trackers(settings.log_to if first_step <= settings.steps else (), output, asdict(settings))
+            self.trackers = Trackers(() if is_over else settings.log_to, output, asdict(settings))
         # None: a progress bar on terminals alone.
         disable = None if self.writer is not None else True
         self.progress = tqdm(total=settings.steps, initial=first_step - 1, desc="training", unit="step", disable=disable)
