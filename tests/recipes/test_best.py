@@ -74,6 +74,12 @@ def test_a_run_without_the_options_keeps_the_newest(tmp_path):
     assert finished_steps(tmp_path / "run" / "checkpoints") == [3, 6]
 
 
+def test_losses_on_other_text_are_not_compared(tmp_path):
+    train(settings(tmp_path, checkpoint_every=1), 5)
+    changed = train(settings(tmp_path, eval_batches=2, steps=6))
+    assert (changed.step, changed.model_step) == (6, 6)
+
+
 def test_options_without_held_out_text_are_refused(tmp_path):
     with pytest.raises(ValueError, match="keep_best=True needs a held-out loss: give eval_data; early_stop=3 needs"):
         tiny.settings(tmp_path, keep_best=True, early_stop=3)

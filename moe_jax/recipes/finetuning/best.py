@@ -15,16 +15,18 @@ class Best:
 
     Attributes:
       loss: None before the first measurement.
+      data: what the loss is measured on; losses on other text are not compared.
     """
 
     loss: float | None = None
     step: int = 0
     since: int = 0
+    data: str | None = None
 
     def after(self, step: int, loss: float) -> "Best":
         """Returns the best after another measurement; of equal losses the earlier is better."""
         if self.loss is None or loss < self.loss:
-            return Best(loss, step)
+            return Best(loss, step, data=self.data)
         return replace(self, since=self.since + 1)
 
     def ends(self, early_stop: int) -> bool:
@@ -36,9 +38,10 @@ class Best:
         return {} if self.loss is None else {BEST: asdict(self)}
 
 
-def best_of(position: dict[str, Any]) -> Best:
-    """Returns the best that a checkpoint's position holds."""
-    return Best(**position.get(BEST, {}))
+def best_of(position: dict[str, Any], data: str | None) -> Best:
+    """Returns the best that a checkpoint's position holds; none yet if it was measured on other data."""
+    found = Best(**position.get(BEST, {}))
+    return found if found.data == data else Best(data=data)
 
 
 def counts(settings: FinetuneSettings, step: int) -> bool:

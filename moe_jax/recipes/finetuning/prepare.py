@@ -159,10 +159,11 @@ def prepare_run(
     checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
     steps_done = checkpoints.latest_step() or 0
     places = Places.at_first(len(config.routed_layers), _num_experts(config)) if settings.rebalance_every else None
-    best = Best()
+    measured_on = f"{plan.held_out_fingerprint}, {settings.eval_batches} batches"
+    best = Best(data=measured_on)
     if steps_done:
         position = checkpoints.position(steps_done)
-        best = best_of(position) if is_watched(settings) else best
+        best = best_of(position, measured_on) if is_watched(settings) else best
         identity = same_run(position["identity"], identity, output)
         if settings.steps < steps_done:
             raise ValueError(
