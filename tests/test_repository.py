@@ -29,7 +29,9 @@ MAY_IMPORT = {
     "train": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters"},
     "preferences": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "train"},
     "check": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "cost", "generation"},
-    "recipes": {"runtime", "config", "parallel", "models", "checkpoint", "adapters", "cost", "train", "preferences"},
+    "recipes": {
+        "runtime", "config", "parallel", "models", "checkpoint", "adapters", "cost", "generation", "train", "preferences",
+    },
     "demo": {"runtime", "config", "parallel", "models", "checkpoint", "adapters", "generation", "train", "recipes"},
     "commands": {
         "runtime", "config", "kernels", "parallel", "models", "checkpoint", "adapters", "cost", "generation", "serving",

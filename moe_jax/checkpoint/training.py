@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
 
 
 def finished_steps(folder: str | Path) -> list[int]:
@@ -28,7 +29,7 @@ class TrainingCheckpoints:
     so a crash while saving leaves the previous one.
 
     Args:
-      keep: the number of newest checkpoints to keep.
+      keep: the number of newest checkpoints to keep. The checkpoint of the step `kept_step` is kept beside them.
       remove_unfinished: removes the remains of such a crash. Only for a program that is alone in saving here: a checkpoint that
         another one is saving looks the same.
     """
@@ -36,8 +37,13 @@ class TrainingCheckpoints:
     def __init__(self, folder: str | Path, *, keep: int = 3, remove_unfinished: bool = False):
         if keep < 1:
             raise ValueError(f"keep must be at least 1; got {keep}")
+        self.kept_step: int | None = None
+        policies = [preservation.LatestN(keep), _Kept(lambda: self.kept_step)]
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, enable_async_checkpointing=True, create=True, cleanup_tmp_directories=remove_unfinished
+            preservation_policy=preservation.AnyPreservationPolicy(policies),
+            enable_async_checkpointing=True,
+            create=True,
+            cleanup_tmp_directories=remove_unfinished,
         )
         self._folder = Path(folder).resolve()
         self._manager = ocp.CheckpointManager(self._folder, options=options)
@@ -155,6 +161,17 @@ class TrainingCheckpoints:
             raise ValueError(
                 f"checkpoint {step} cannot be read ({_reason(error)}): move the folder {self._folder / str(step)} away to {way}"
             ) from error
+
+
+class _Kept(preservation.PreservationPolicy):
+    """Keeps the checkpoint of one step, which may change."""
+
+    def __init__(self, step: Callable[[], int | None]):
+        self._step = step
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Returns which checkpoints are kept."""
+        return [each.step == self._step() for each in checkpoints]
 
 
 def _reason(error: Exception) -> str:

@@ -16,7 +16,7 @@ GROUPS = {
     ),
     "data": (
         "data_format", "learned_answers", "tokenizer", "chat_template", "skip_bad_documents", "eval_data", "eval_every",
-        "eval_batches",
+        "eval_batches", "keep_best", "early_stop",
     ),
     "optimizer": ("learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "max_grad_norm"),
     "mixture of experts": (
@@ -26,9 +26,14 @@ GROUPS = {
     "memory": ("dtype", "param_dtype", "weights", "moment_dtype", "remat", "offload", "shard_optimizer"),
     "pipeline": ("pipe_chunks",),
     "exchange between devices": ("capacity_factor", "hops", "overlap_micro_batches", "shadow_experts", "rebalance_every"),
-    "log": ("tensorboard",),
+    "log": ("tensorboard", "log_to", "sample_prompts", "sample_every", "sample_tokens"),
 }  # fmt: skip
 """The fields of `FinetuneSettings` by their group in `--help`; `mesh` is a group of its own."""
+
+
+CONFIG_HELP = (
+    "a YAML file of settings, such as the run.yaml in a run's output folder (docs/finetuning.md). Options given beside it win."
+)
 
 
 def settings_of(command: Any) -> FinetuneSettings:
@@ -47,7 +52,9 @@ def _run(command: Any) -> None:
 
     A run that was told to stop exits with status 143, the status of a program that SIGTERM ended.
     """
-    from moe_jax.recipes import dry_run, finetune
+    import jax
+
+    from moe_jax.recipes import dry_run, finetune, write_report
     from moe_jax.recipes.finetuning.export import export
     from moe_jax.runtime import processes
 
@@ -64,7 +71,12 @@ def _run(command: Any) -> None:
     folder = export(result.model, settings)
     if first:
         what = "Hugging Face checkpoint" if settings.lora is None else "adapter, for PEFT too,"
-        print(f"trained to step {result.step}; {what} in {folder}")
+        best = f"the weights of step {result.model_step}, which has the smallest held-out loss: " if settings.keep_best else ""
+        early = ", where the held-out loss had stopped falling" if result.stopped_early else ""
+        print(f"trained to step {result.step}{early}; {best}{what} in {folder}")
+        devices = jax.devices()
+        kinds = f"{len(devices)} x {devices[0].device_kind}"
+        print(f"report in {write_report(settings.output, model_step=result.model_step, devices=kinds)}")
 
 
 def _group(title: str) -> Any:
@@ -94,6 +106,7 @@ FinetuneCommand = make_dataclass(
     "FinetuneCommand",
     [
         *((_attribute(title), _group(title)) for title in GROUPS),
+        ("config", Annotated[str | None, tyro.conf.arg(help=CONFIG_HELP)], field(default=None)),
         ("lora", LoraOption, field(default=None)),
         ("mesh", MeshShape, field(default=MeshShape())),
     ],

@@ -7,10 +7,20 @@ from moe_jax.runtime.lazy import export_lazily
 if TYPE_CHECKING:
     from moe_jax.recipes.finetuning.dry_run import dry_run
     from moe_jax.recipes.finetuning.loop import FinetuneResult, finetune
+    from moe_jax.recipes.finetuning.report import write_report
     from moe_jax.recipes.finetuning.settings import FinetuneSettings
     from moe_jax.recipes.preferring.loop import PreferResult, prefer
     from moe_jax.recipes.preferring.settings import PreferSettings
 
-__all__ = ["FinetuneResult", "FinetuneSettings", "PreferResult", "PreferSettings", "dry_run", "finetune", "prefer"]
+__all__ = [
+    "FinetuneResult",
+    "FinetuneSettings",
+    "PreferResult",
+    "PreferSettings",
+    "dry_run",
+    "finetune",
+    "prefer",
+    "write_report",
+]
 
 export_lazily(__name__)

@@ -27,7 +27,7 @@ class MetricsWriter:
     def __init__(self, folder: Path, *, resumed_step: int, tensorboard: bool = False):
         self.metrics_file, self.load_file = folder / "metrics.jsonl", folder / "expert_load.jsonl"
         for file in (self.metrics_file, self.load_file):
-            _keep_steps(file, resumed_step)
+            keep_steps(file, resumed_step)
         self.board = None
         if tensorboard:
             from tensorboardX import SummaryWriter
@@ -36,9 +36,9 @@ class MetricsWriter:
 
     def write(self, record: dict[str, Any], of_layers: dict[str, list]) -> None:
         """Logs one step: scalars with the key "step" among them, and lists over the layers with experts, if there are any."""
-        _append(self.metrics_file, record)
+        append_record(self.metrics_file, record)
         if of_layers:
-            _append(self.load_file, {"step": record["step"], **of_layers})
+            append_record(self.load_file, {"step": record["step"], **of_layers})
         if self.board is not None:
             for name, value in record.items():
                 if name != "step":
@@ -156,13 +156,15 @@ def min_mean_load(expert_load: np.ndarray) -> float:
     return float((expert_load.min(axis=1) / np.maximum(expert_load.mean(axis=1), 1e-9)).min())
 
 
-def _keep_steps(file: Path, last_step: int) -> None:
+def keep_steps(file: Path, last_step: int) -> None:
+    """Drops the records behind a step from a JSON Lines file, which is made if it is missing."""
     records = [record for record in read_records(file) if record["step"] <= last_step]
     temporary = file.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
     os.replace(temporary, file)
 
 
-def _append(file: Path, record: dict[str, Any]) -> None:
+def append_record(file: Path, record: dict[str, Any]) -> None:
+    """Adds a line to a JSON Lines file."""
     with file.open("a") as stream:
         stream.write(json.dumps(record) + "\n")

@@ -111,3 +111,11 @@ def test_chatting_with_a_runs_folder(run, monkeypatch, capsys):
     main(["chat", str(run), "--dtype", "float32", "--max-new-tokens", "4", "--max-length", "64", "--temperature", "0"])
     captured = capsys.readouterr()
     assert "experts" in captured.err and captured.out.strip()
+
+
+def test_its_settings_repeat_it(run, tmp_path, capsys):
+    main(["finetune", "--config", str(run / "run.yaml"), "--output", str(tmp_path / "again")])
+    weights = "adapter/adapter_model.safetensors"
+    assert (run / weights).read_bytes() == (tmp_path / "again" / weights).read_bytes()
+    assert f"report in {tmp_path / 'again' / 'report.html'}" in capsys.readouterr().out
+    assert "<h1>Fine-tuning of" in (tmp_path / "again" / "report.html").read_text()

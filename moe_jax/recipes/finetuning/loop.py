@@ -1,7 +1,6 @@
 """The fine-tuning loop: settings in, a trained model and its log out. An interrupted run continues where it stopped."""
 
 import json
-import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -26,13 +25,15 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.pipeline.chunks import PipeShape
 from moe_jax.recipes.finetuning.announcement import announcement
+from moe_jax.recipes.finetuning.best import Best, counts
+from moe_jax.recipes.finetuning.finite import check_eval_loss, check_finite
 from moe_jax.recipes.finetuning.prepare import PreparedRun, prepare_run
 from moe_jax.recipes.finetuning.run_log import RunLog
+from moe_jax.recipes.finetuning.samples import is_sampled, record_of_samples, sampler_of
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
 from moe_jax.recipes.finetuning.settings_file import write_settings
 from moe_jax.runtime.processes import barrier, is_first_process, texts_of_all
 from moe_jax.train.batch import Batch, put_batch
-from moe_jax.train.data import Documents
 from moe_jax.train.evaluate import make_evaluation
 from moe_jax.train.loss import LossWeights
 from moe_jax.train.metrics import of_layers, read_records, record_of_step
@@ -52,13 +53,17 @@ class FinetuneResult:
       model: the trained model; with `settings.lora`, its adapters beside the weights that it began with.
       step: the last step done.
       metrics: the records of all steps of the run, including the steps before it was resumed.
-      finished: all of `settings.steps` are done.
+      finished: all of `settings.steps` are done, or `settings.early_stop` ended the run.
+      stopped_early: `settings.early_stop` ended the run.
+      model_step: the step that the model's weights are of: with `settings.keep_best` and a finished run, the best.
     """
 
     model: Decoder
     step: int
     metrics: list[dict[str, Any]]
     finished: bool = True
+    stopped_early: bool = False
+    model_step: int = 0
 
 
 def finetune(
@@ -134,12 +139,22 @@ def _train(
     held_out = [put_batch(batch, state.params, run.parallelism) for batch in run.held_out]
     flops_per_token = training_flops_per_token(run.config, settings.seq_len, frozen=settings.lora is not None)
     step, last = run.steps_done, settings.steps if stop_after is None else min(stop_after, settings.steps)
-    log = RunLog(settings, first_step=run.steps_done + 1, on_step=on_step)
+    best, last = run.best, step if run.is_over else last
+    checkpoints.kept_step = best.step if settings.keep_best else None
+    sampler = sampler_of(settings, run.documents, run.tokenizer)
+    # Nothing is sent by a run that has no step left.
+    log = RunLog(
+        settings,
+        first_step=run.steps_done + 1,
+        send_to=() if step >= last else settings.log_to,
+        samples=bool(settings.sample_prompts),
+        on_step=on_step,
+    )
     checkpoints.listen()
     try:
         while step < last:
             began = time.perf_counter()
-            batch = _next_batch(run, step, state, places)
+            batch = _next_batch(run, step, state, places, best)
             log.tell_skipped(run.batches.skipped)
             state, metrics = training.step(state, put_batch(batch, state.params, run.parallelism))
             step += 1
@@ -149,31 +164,43 @@ def _train(
                 places = places.after_step(host["expert_load"])
                 host["expert_load"] = places.by_number(host["expert_load"])
             record = record_of_step(step, host, run.config, seconds, flops_per_token)
-            _check_finite(record, host["total_loss"], batch, run.documents)
+            check_finite(record, host["total_loss"], batch, run.documents)
             if training.evaluate is not None and (step % settings.eval_every == 0 or step == last):
                 record["eval_loss"] = training.evaluate(state, held_out)
-                _check_eval_loss(record)
+                check_eval_loss(record)
+                best = best.after(step, record["eval_loss"]) if counts(settings, step) else best
             log.write(record, of_layers(host, run.config.routed_layers), last)
+            if sampler is not None and is_sampled(settings, step):
+                texts = sampler(nnx.merge(training.graph, state.params, state.fixed))
+                log.write_samples(record_of_samples(step, sampler.prompts, texts))
             moves = settings.rebalance_every and step % settings.rebalance_every == 0 and step < settings.steps
             if places is not None and moves:
                 state, places = places.rebalance(state, run.config, run.expert_devices)
-            if checkpoints.told_to_stop(step):
+            if checkpoints.told_to_stop(step) or best.ends(settings.early_stop):
                 last = step
-            if step % settings.checkpoint_every == 0 or step == last:
-                checkpoints.save(step, state.without_frozen, _position(run, places))
+            is_best = settings.keep_best and best.step == step
+            if is_best:
+                checkpoints.kept_step = step
+            if step % settings.checkpoint_every == 0 or step == last or is_best:
+                checkpoints.save(step, state.without_frozen, _position(run, places, best))
+        early, model_step = step < settings.steps and best.ends(settings.early_stop), step
+        finished = step >= settings.steps or early
+        if finished and settings.keep_best and best.step:
+            model_step = best.step
+            state, places = _state_of(run, model_step, state) if model_step != step else (state, places)
     finally:
         run.batches.close()
         log.close()
         checkpoints.close()
     barrier("metrics written")
-    if checkpoints.stopped_by == signal.SIGINT and step < settings.steps:
+    if checkpoints.stopped_by == signal.SIGINT and not finished:
         tqdm.write(f"interrupted after step {step} and saved; the same command goes on from there")
         raise KeyboardInterrupt(f"saved at step {step}")
     parts = state.params, state.expert_bias
     parts = parts if places is None else move_experts(parts, run.config, places.back)
     trained = nnx.merge(training.graph, *parts, state.frozen)
     records = read_records(Path(settings.output).expanduser() / "metrics.jsonl")
-    return FinetuneResult(trained, step, records, finished=step >= settings.steps)
+    return FinetuneResult(trained, step, records, finished, early, model_step)
 
 
 def _load(run: PreparedRun, model: Decoder | None, loss: LossFunction | None) -> Training:
@@ -210,7 +237,7 @@ def _load(run: PreparedRun, model: Decoder | None, loss: LossFunction | None) ->
         parallelism=parallelism,
     )
     if run.steps_done:
-        state = replace(_restored(run, state.without_frozen), frozen=state.frozen)
+        state, _ = _state_of(run, run.steps_done, state)
     evaluate = make_evaluation(graph, parallelism=parallelism) if run.held_out else None
     return Training(graph, state, train_step, evaluate)
 
@@ -241,12 +268,14 @@ def _next_token(settings: FinetuneSettings, config: ModelConfig) -> NextToken:
     return NextToken(weights, 0.0 if settings.lora else settings.expert_bias_update_rate)
 
 
-def _restored(run: PreparedRun, state: TrainState) -> TrainState:
-    """Returns the state of the newest checkpoint, laid out as `state`, whose arrays are deleted."""
-    step, position = run.steps_done, run.checkpoints.position(run.steps_done)
+def _state_of(run: PreparedRun, step: int, state: TrainState) -> tuple[TrainState, Places | None]:
+    """Returns the state of a checkpoint and its places of experts, laid out as `state`, whose arrays are deleted."""
+    position = run.checkpoints.position(step)
     pipe = PipeShape() if run.parallelism is None else run.parallelism.pipe
-    layers = layers_in_pipe(run.config, pipe)
-    return restored(partial(run.checkpoints.restore, step), _freed(state), layers, position, pipe)
+    like = _freed(state.without_frozen)
+    read = restored(partial(run.checkpoints.restore, step), like, layers_in_pipe(run.config, pipe), position, pipe)
+    places = Places.from_json(position["places"]) if position.get("places") else None
+    return replace(read, frozen=state.frozen), places
 
 
 def _freed(state: TrainState) -> TrainState:
@@ -257,35 +286,16 @@ def _freed(state: TrainState) -> TrainState:
 
 
 def _announce(asked: FinetuneSettings, run: PreparedRun) -> None:
-    """Prints what is ahead and writes settings.json; does nothing if no step is left."""
-    if run.steps_done < run.settings.steps and is_first_process():
+    """Prints what is ahead and writes settings.json; if no step is left, only says so of a run that stopped early."""
+    if run.is_over and run.steps_done < run.settings.steps and is_first_process():
+        tqdm.write(f"the run stopped early after step {run.steps_done}; a larger --early-stop goes on")
+    elif not run.is_over and is_first_process():
         tqdm.write(announcement(run, run.steps_done))
         template = None if asked.chat_template is None else run.tokenizer.chat_template
         write_settings(asked, steps=run.settings.steps, chat_template=template)
 
 
-def _check_finite(record: dict[str, Any], total_loss: Any, batch: dict[str, np.ndarray], documents: Documents) -> None:
-    """Ends the run at a loss that is not finite; names the documents of the batch, so that bad data can be looked at."""
-    if math.isfinite(float(total_loss)) and math.isfinite(record["grad_norm"]):
-        return
-    sources = np.unique(batch["document"][batch["segment_ids"] > 0])
-    places = "\n  ".join(documents.where(int(index)) for index in sources)
-    whose = "The rows" if jax.process_count() == 1 else f"Process {jax.process_index()}'s rows"
-    raise FloatingPointError(
-        f"step {record['step']}: loss {record['loss']}, gradient norm {record['grad_norm']} is not finite; training stopped, "
-        f"the last checkpoint is unharmed. {whose} of the batch hold pieces of:\n  {places}"
-    )
-
-
-def _check_eval_loss(record: dict[str, Any]) -> None:
-    if not math.isfinite(record["eval_loss"]):
-        raise FloatingPointError(
-            f"step {record['step']}: the held-out loss {record['eval_loss']} is not finite; training stopped, the last "
-            "checkpoint is unharmed"
-        )
-
-
-def _next_batch(run: PreparedRun, step: int, state: TrainState, places: Places | None) -> dict[str, np.ndarray]:
+def _next_batch(run: PreparedRun, step: int, state: TrainState, places: Places | None, best: Best) -> dict[str, np.ndarray]:
     """Returns the batch of the step after `step`. If data ends the run, the steps so far are saved first.
 
     With several processes nothing can be saved then: the others wait within the next step.
@@ -295,14 +305,17 @@ def _next_batch(run: PreparedRun, step: int, state: TrainState, places: Places |
     except (ValueError, OSError) as error:
         if step == run.steps_done or jax.process_count() > 1:
             raise
-        run.checkpoints.save(step, state.without_frozen, _position(run, places))
+        run.checkpoints.save(step, state.without_frozen, _position(run, places, best))
         raise ValueError(f"{error}; the run is saved at step {step}") from error
 
 
-def _position(run: PreparedRun, places: Places | None) -> dict[str, Any]:
-    """Returns the position that a checkpoint holds: data streams of all processes, identity, places of experts, pipe, base."""
+def _position(run: PreparedRun, places: Places | None, best: Best) -> dict[str, Any]:
+    """Returns the position that a checkpoint holds.
+
+    These are the data streams of all processes, the identity, places of experts, the pipe, the base and the best loss.
+    """
     data: dict[str, Any] = {}
     for text in texts_of_all(json.dumps(run.batches.get_state())):
         data |= json.loads(text)
     pipe = {} if run.parallelism is None else {PIPE: run.parallelism.pipe._asdict()}
-    return {"data": data, "identity": run.identity, "places": places and places.to_json(), **pipe, **run.base}
+    return {"data": data, "identity": run.identity, "places": places and places.to_json(), **pipe, **run.base, **best.entry()}

@@ -31,11 +31,13 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.chunks import pipe_of_model
 from moe_jax.parallel.zero1 import optimizer_mesh, optimizer_shardings
+from moe_jax.recipes.finetuning.best import Best, best_of, is_watched
 from moe_jax.recipes.finetuning.data import held_out_batches, open_data, run_batches, try_first_batch, with_survey
 from moe_jax.recipes.finetuning.export import check_destination
 from moe_jax.recipes.finetuning.identity import same_run
 from moe_jax.recipes.finetuning.lock import output_lock
 from moe_jax.recipes.finetuning.lora import base_of, check_lora, identity_of_lora
+from moe_jax.recipes.finetuning.samples import sampler_of
 from moe_jax.recipes.finetuning.settings import FinetuneSettings, pipe_problems
 from moe_jax.runtime.processes import is_first_process, require_shared, unlike_the_first
 from moe_jax.train.data import Batches, Documents, tokenizer_fingerprint
@@ -113,12 +115,19 @@ class PreparedRun(PlannedRun):
       steps_done: the step of the newest checkpoint, 0 without one. `batches` stands behind the batches of these steps.
       places: where the experts are, if they move between the `expert_devices`.
       base: the entry of a checkpoint's position for frozen weights; empty without any.
+      best: the best held-out loss up to the checkpoint.
     """
 
     checkpoints: TrainingCheckpoints
     steps_done: int
     places: Places | None
     base: dict[str, Any]
+    best: Best
+
+    @property
+    def is_over(self) -> bool:
+        """True if no step is left: all are done, or the run stopped early."""
+        return self.steps_done >= self.settings.steps or self.best.ends(self.settings.early_stop)
 
 
 class SavedRun(NamedTuple):
@@ -150,8 +159,11 @@ def prepare_run(
     checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
     steps_done = checkpoints.latest_step() or 0
     places = Places.at_first(len(config.routed_layers), _num_experts(config)) if settings.rebalance_every else None
+    measured_on = f"{plan.held_out_fingerprint}, {settings.eval_batches} batches"
+    best = Best(data=measured_on)
     if steps_done:
         position = checkpoints.position(steps_done)
+        best = best_of(position, measured_on) if is_watched(settings) else best
         identity = same_run(position["identity"], identity, output)
         if settings.steps < steps_done:
             raise ValueError(
@@ -167,7 +179,7 @@ def prepare_run(
             )
     known = vars(plan) | {"identity": identity}
     base = base_of(settings, model)
-    return PreparedRun(**known, checkpoints=checkpoints, steps_done=steps_done, places=places, base=base)
+    return PreparedRun(**known, checkpoints=checkpoints, steps_done=steps_done, places=places, base=base, best=best)
 
 
 def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) -> PlannedRun:
@@ -196,6 +208,7 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     held_out = held_out_batches(held_out_documents, tokenizer, settings, parallelism, begin_texts)
     if not saved.steps_done:
         try_first_batch(stream)
+    sampler_of(settings, documents, tokenizer)
     identity = _identity(settings, config, documents, tokenizer, model, begin_texts)
     if saved.identity:
         # Starting weights are compared when they are read.

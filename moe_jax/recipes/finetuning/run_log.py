@@ -1,17 +1,22 @@
 """The log of a running fine-tuning: a line on the console for each step, and the files of `MetricsWriter`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from tqdm import tqdm
 
+from moe_jax.recipes.finetuning.samples import SAMPLES, describe_samples
+from moe_jax.recipes.finetuning.trackers import Trackers
 from moe_jax.runtime.processes import is_first_process
-from moe_jax.train.metrics import Clock, MetricsWriter, one_line
+from moe_jax.train.metrics import Clock, MetricsWriter, append_record, keep_steps, one_line
 
 
 class LoggedRun(Protocol):
-    """The settings of a run that its log reads."""
+    """The settings of a run that its log reads: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def output(self) -> str:
@@ -27,14 +32,32 @@ class LoggedRun(Protocol):
 
 
 class RunLog:
-    """Writes each step's record, in the first process of a job alone."""
+    """Writes each step's record, in the first process of a job alone.
 
-    def __init__(self, settings: LoggedRun, *, first_step: int, on_step: Callable[[dict[str, Any]], None] | None = None):
+    Args:
+      send_to: trackers, as of `FinetuneSettings.log_to`.
+      samples: True if the run writes samples of text.
+    """
+
+    def __init__(
+        self,
+        settings: LoggedRun,
+        *,
+        first_step: int,
+        send_to: Sequence[str] = (),
+        samples: bool = False,
+        on_step: Callable[[dict[str, Any]], None] | None = None,
+    ):
         self.first_step, self.on_step = first_step, on_step
         self.writer: MetricsWriter | None = None
         if is_first_process():
             output = Path(settings.output).expanduser()
-            self.writer = MetricsWriter(output, resumed_step=first_step - 1, tensorboard=settings.tensorboard)
+            board = settings.tensorboard or "tensorboard" in send_to
+            self.writer = MetricsWriter(output, resumed_step=first_step - 1, tensorboard=board)
+            self.samples_file = output / SAMPLES
+            if samples:
+                keep_steps(self.samples_file, first_step - 1)
+            self.trackers = Trackers(send_to, output, asdict(settings))
         # None: a progress bar on terminals alone.
         disable = None if self.writer is not None else True
         self.progress = tqdm(total=settings.steps, initial=first_step - 1, desc="training", unit="step", disable=disable)
@@ -45,6 +68,7 @@ class RunLog:
         if self.writer is None:
             return
         self.writer.write(record, layers)
+        self.trackers.write(record)
         self.progress.update()
         line = one_line(record, compiled=record["step"] == self.first_step)
         if self.progress.disable:
@@ -53,6 +77,12 @@ class RunLog:
             self.progress.set_postfix_str(line)
         if self.on_step is not None:
             self.on_step(record)
+
+    def write_samples(self, record: dict[str, Any]) -> None:
+        """Writes a step's samples into samples.jsonl, and prints them."""
+        if self.writer is not None:
+            append_record(self.samples_file, record)
+            tqdm.write(describe_samples(record))
 
     def tell_skipped(self, skipped: dict[int, str]) -> None:
         """Prints the number of documents that are left out, the first time and whenever the number has doubled."""
@@ -67,3 +97,4 @@ class RunLog:
         self.progress.close()
         if self.writer is not None:
             self.writer.close()
+            self.trackers.close()

@@ -15,6 +15,7 @@ from moe_jax.recipes.finetuning.lora_settings import (
     lora_problems,
     weights_problems,
 )
+from moe_jax.recipes.finetuning.trackers import Tracker, tracker_problems
 from moe_jax.train.data.files import FORMATS
 from moe_jax.train.data.records import LEARNED_ANSWERS
 from moe_jax.train.data.sources import sources
@@ -40,6 +41,15 @@ class FinetuneSettings:
         is also in `data` is refused.
       eval_every: steps between two measurements of the held-out loss; the last step is always measured.
       eval_batches: batches in a measurement, each with a micro-batch's rows. `seed` draws them; they are the same each time.
+      keep_best: keep the checkpoint with the smallest held-out loss beside the newest ones, and end with its weights. Each
+        improvement writes a checkpoint. May be changed when a run continues, as all settings down to `log_to`.
+      early_stop: end the run after this number of measurements of the held-out loss without an improvement; 0: never.
+      sample_prompts: texts, or files with a prompt a line, which the model continues during the run; for chats, questions that
+        it answers. The most likely token is taken each time. Results are printed, and stand in output/samples.jsonl.
+      sample_every: steps between two samples; the last step always has one.
+      sample_tokens: the most tokens of a sample.
+      log_to: further places for the log, any of tensorboard (output/tensorboard), wandb and trackio. The two send scalars and
+        settings to their servers; each is a package to install.
       data_format: "folder" (each file is a text), "text", "chat" (messages), "sharegpt", "alpaca", or "auto": keys decide.
         Or "pairs" (prompt and completion as a chat), or "continuation" (both as plain texts).
       learned_answers: the assistant's answers that are learned, "all", or "last": those of a conversation's last turn.
@@ -116,6 +126,12 @@ class FinetuneSettings:
     eval_data: str | None = None
     eval_every: int = 100
     eval_batches: int = 8
+    keep_best: bool = False
+    early_stop: int = 0
+    sample_prompts: tuple[str, ...] = ()
+    sample_every: int = 100
+    sample_tokens: int = 64
+    log_to: tuple[Tracker, ...] = ()
     data_format: str = "auto"
     learned_answers: str = "all"
     skip_bad_documents: bool = False
@@ -187,9 +203,11 @@ def _problems(settings: FinetuneSettings) -> list[str]:
             "eval_every",
             "eval_batches",
             "pipe_chunks",
+            "sample_every",
+            "sample_tokens",
         ),
         "an integer of at least 2": ("seq_len",),
-        "an integer of at least 0": ("warmup_steps", "shadow_experts", "rebalance_every"),
+        "an integer of at least 0": ("warmup_steps", "early_stop", "shadow_experts", "rebalance_every"),
         "an integer from 0 to 2**32 - 1": ("seed",),
         "a number greater than 0": ("epochs", "learning_rate", "max_grad_norm", "capacity_factor"),
         "a number of at least 0": (
@@ -268,6 +286,10 @@ def _problems(settings: FinetuneSettings) -> list[str]:
             )
     if settings.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         problems.append("tensorboard=True needs the package tensorboardX: pip install tensorboardX")
+    problems += tracker_problems(settings.log_to)
+    for name in ("keep_best", "early_stop"):
+        if getattr(settings, name) and settings.eval_data is None:
+            problems.append(f"{name}={getattr(settings, name)!r} needs a held-out loss: give eval_data")
     if output.is_file():
         problems.append(f"output={settings.output!r} is a file; it must be a folder")
     return problems
@@ -303,6 +325,8 @@ def pipe_problems(settings: FinetuneSettings, ranks: int) -> list[str]:
         )
     if settings.offload:
         problems.append(f"offload=True needs a mesh without pipe: with mesh.pipe={ranks} inputs of layers stay on the GPU")
+    if settings.sample_prompts:
+        problems.append("sample_prompts need a mesh without pipe: models in a pipe generate no text")
     if settings.rebalance_every:
         problems.append(
             f"rebalance_every={settings.rebalance_every} needs a mesh without pipe: experts cannot change places in one yet"

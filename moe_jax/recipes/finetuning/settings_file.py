@@ -1,4 +1,4 @@
-"""The record of a run in its output folder: settings.json, and the chat template that the user chose."""
+"""The record of a run in its output folder: settings.json, run.yaml, and the chat template that the user chose."""
 
 import json
 import os
@@ -8,24 +8,41 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import jax
+import yaml
 
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
 
 CHAT_TEMPLATE = "chat_template.jinja"
+RUN_YAML = "run.yaml"
 
 
 def write_settings(settings: FinetuneSettings, *, steps: int, chat_template: str | None) -> None:
-    """Writes settings.json, and the chat template, if any, into the output folder; each is complete or absent.
+    """Writes settings.json, run.yaml and the chat template, if any, into the output folder; each is complete or absent.
 
-    The record has all settings, with `epochs` turned into `steps`, the versions of moe_jax and jax, and the date.
+    settings.json has all settings, with `epochs` turned into `steps`, the versions of moe_jax and jax, and the date.
+    run.yaml has the settings as they were given: `finetune --config` continues or repeats the run with it.
     """
     output = Path(settings.output).expanduser()
     versions = {"moe_jax": sys.modules["moe_jax"].__version__, "jax": jax.__version__}
     started = datetime.now(UTC).isoformat(timespec="seconds")
     record = asdict(settings) | {"steps": steps, "versions": versions, "started": started}
-    _write(output / "settings.json", json.dumps(record, indent=2, default=str) + "\n")
+    write_whole(output / "settings.json", json.dumps(record, indent=2, default=str) + "\n")
+    write_whole(output / RUN_YAML, _as_yaml(settings, versions))
     if chat_template is not None:
-        _write(output / CHAT_TEMPLATE, chat_template)
+        write_whole(output / CHAT_TEMPLATE, chat_template)
+
+
+def _as_yaml(settings: FinetuneSettings, versions: dict[str, str]) -> str:
+    """Returns the settings as YAML, in their own order; without `steps` where `epochs` counts them."""
+    # Through JSON: YAML has no tuples.
+    values = json.loads(json.dumps(asdict(settings), default=str))
+    if settings.epochs is not None:
+        del values["steps"]
+    made_by = ", ".join(f"{name} {version}" for name, version in versions.items())
+    head = f"# Written by {made_by}. Continue the run, or repeat it with another --output:\n"
+    return (
+        head + f"#   moe-jax finetune --config {Path(settings.output) / RUN_YAML}\n" + yaml.safe_dump(values, sort_keys=False)
+    )
 
 
 def chosen_template(output: Path) -> str | None:
@@ -52,7 +69,8 @@ def noted_steps(output: Path, epochs: float) -> int | None:
         return None
 
 
-def _write(file: Path, text: str) -> None:
+def write_whole(file: Path, text: str) -> None:
+    """Writes a text file that is complete or absent."""
     temporary = file.with_name(f".{file.name}.incomplete")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, file)

@@ -1,0 +1,132 @@
+"""Settings of a run from a YAML file (`finetune --config run.yaml`), as options that stand before those on the command line."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_jax.adapters.settings import LoraSettings
+from moe_jax.commands.other_names import OTHER_NAMES
+from moe_jax.parallel.choices import MESH_AXES
+from moe_jax.recipes.finetuning.settings import FinetuneSettings
+
+NESTED = {"lora": tuple(each.name for each in fields(LoraSettings)), "mesh": MESH_AXES}
+"""The settings that hold settings of their own."""
+
+EXCLUDE_EACH_OTHER = {"steps": "epochs", "epochs": "steps"}
+"""An option that replaces another setting of the file."""
+
+
+def with_config(arguments: list[str]) -> list[str]:
+    """Returns the arguments of `finetune` with the settings of `--config FILE`, if it is given, as options before them.
+
+    A setting that is also an option on the command line is left out: the option wins.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: `--config` has no value, or the file is no YAML with a setting a line. Or it has keys that are no settings.
+    """
+    file, others = _config_of(arguments)
+    if file is None:
+        return arguments
+    given = {_option_name(argument) for argument in others if argument.startswith("--")}
+    given |= {EXCLUDE_EACH_OTHER[name] for name in given & EXCLUDE_EACH_OTHER.keys()}
+    values = {name: value for name, value in read_config_file(file).items() if name not in given}
+    return [word for name, value in values.items() for word in _words(name, value)] + others
+
+
+def read_config_file(file: str | Path) -> dict[str, Any]:
+    """Reads settings from YAML; a nested setting has the name of its option, such as lora.rank.
+
+    Raises:
+      FileNotFoundError, ValueError: as `with_config`.
+    """
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"--config {file}: there is no such file")
+    try:
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML file: {' '.join(str(error).split())}") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"{path} must hold one setting a line, such as `steps: 1000`")
+    values, unknown = dict(_flat(read)), []
+    known = [name for name in _names() if name not in NESTED]
+    for name in values.keys() - set(known):
+        unknown.append(f"{name} ({_meant(name, known)})")
+    if unknown:
+        raise ValueError(f"{path} has keys that are no settings: {', '.join(sorted(unknown))}")
+    return values
+
+
+def _config_of(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Returns the value of `--config`, None without it, and the other arguments."""
+    file, others, words = None, [], iter(arguments)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option != "--config":
+            others.append(word)
+            continue
+        file = value if equals else next(words, "")
+        if not file or file.startswith("--"):
+            raise ValueError("--config needs a YAML file, such as the run.yaml in a run's output folder")
+    return file, others
+
+
+def _flat(read: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the settings by the names of their options; hyphens count as underscores."""
+    for key, value in read.items():
+        name = str(key).replace("-", "_")
+        if name == "lora" and value == {}:
+            yield "lora.rank", LoraSettings.rank
+        elif name in NESTED and isinstance(value, dict):
+            yield from ((f"{name}.{str(inner).replace('-', '_')}", of_inner) for inner, of_inner in value.items())
+        elif name not in NESTED or value is not None:
+            yield name, value
+
+
+def _names() -> list[str]:
+    """Returns all names of settings, the nested ones with their prefix."""
+    outer = [each.name for each in fields(FinetuneSettings)]
+    return outer + [f"{name}.{inner}" for name, inners in NESTED.items() for inner in inners]
+
+
+def _meant(name: str, known: list[str]) -> str:
+    """Returns the right name for a wrong one, as far as one is near."""
+    if other := OTHER_NAMES["finetune"].get(name.replace("_", "-")):
+        return f"here: {other}"
+    if name in NESTED:
+        return f"its value must be a mapping of {', '.join(NESTED[name])}"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else "moe-jax finetune --help lists them"
+
+
+def _option_name(argument: str) -> str:
+    """Returns the setting that an option gives a value to."""
+    name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+    return name if name in _names() else name.removeprefix("no_")
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """Returns a setting as an option on the command line."""
+    option = "--" + name.replace("_", "-")
+    if isinstance(value, bool) and name not in _OPTIONAL_SWITCHES:
+        outer, _, inner = name.rpartition(".")
+        return [option if value else f"--{outer}{'.' if outer else ''}no-{inner.replace('_', '-')}"]
+    if isinstance(value, dict):
+        value = [part for pair in value.items() for part in pair]
+    if isinstance(value, list | tuple):
+        return [option, *map(str, value)] if value else []
+    if value is None and name in _NONE_IS_LEFT_OUT:
+        return []
+    return [option, str(value)]
+
+
+_OPTIONAL_SWITCHES = ("overlap_micro_batches",)
+"""Settings that are True, False or None, which take a value on the command line."""
+
+_NONE_IS_LEFT_OUT = tuple(f"lora.{name}" for name in NESTED["lora"])
+"""Settings whose option does not take None, which is their default."""

@@ -1,0 +1,77 @@
+"""`finetune --config run.yaml`: the settings of a file, and options beside it that win."""
+
+import json
+
+import pytest
+import tiny
+import tyro
+import yaml
+
+from moe_jax.adapters import LoraSettings
+from moe_jax.cli import main
+from moe_jax.commands.config_file import with_config
+from moe_jax.commands.finetune import FinetuneCommand
+from moe_jax.parallel.choices import MeshShape
+from moe_jax.recipes.finetuning.settings import FinetuneSettings
+from moe_jax.recipes.finetuning.settings_file import RUN_YAML, write_settings
+
+
+def parsed(*arguments) -> FinetuneSettings:
+    return tyro.cli(FinetuneCommand, args=with_config(list(map(str, arguments)))).settings
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "mine.yaml"
+    values = dict(model="org/model", data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "run"))
+    file.write_text(yaml.safe_dump(values) + "steps: 7\nlearning-rate: 1e-3\nremat: false\nlora:\n  rank: 4\n")
+    return file
+
+
+def test_written_settings_come_back(tmp_path):
+    lora = LoraSettings(rank=4, targets=("attention", "experts"), ranks={"q_proj": 8}, shared_outer=True)
+    first, second = (str(tiny.write_texts(tmp_path / name)) for name in "ab")
+    for changes in (
+        dict(lora=lora, data=(f"{first},weight=1", f"{second},weight=2"), tensorboard=True, remat=False),
+        dict(epochs=2.5, mesh=MeshShape(fsdp=2), hops="nccl", overlap_micro_batches=False, aux_loss_coef=1e-4),
+    ):
+        settings = tiny.settings(tmp_path, **{"steps": FinetuneSettings.steps} | changes)
+        (tmp_path / "run").mkdir(exist_ok=True)
+        write_settings(settings, steps=9, chat_template=None)
+        assert parsed("--config", tmp_path / "run" / RUN_YAML) == settings
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["steps"] == 9
+    assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
+
+
+def test_options_win(config):
+    settings = parsed(f"--config={config}", "--remat", "--seq-len", 32)
+    assert (settings.steps, settings.learning_rate, settings.remat, settings.seq_len) == (7, 1e-3, True, 32)
+    assert settings.lora == LoraSettings(rank=4)
+    settings = parsed("--steps=9", "--config", config, "--lora.rank", 8, "--no-remat")
+    assert (settings.steps, settings.lora, settings.remat) == (9, LoraSettings(rank=8), False)
+    assert parsed("--config", config, "--epochs", 2).epochs == 2
+
+
+def test_an_empty_lora_has_the_default_rank(config):
+    config.write_text(config.read_text().replace("lora:\n  rank: 4", "lora: {}"))
+    assert parsed("--config", config).lora == LoraSettings()
+
+
+def test_wrong_files_are_one_error(config, tmp_path, capsys):
+    def error(*arguments):
+        with pytest.raises(SystemExit):
+            main(["finetune", *map(str, arguments)])
+        return capsys.readouterr().err
+
+    config.write_text(config.read_text() + "  rnak: 3\nstepz: 5\nbf16: true\nmesh: 4\nxyzzy: 1\n")
+    found = error("--config", config)
+    assert "keys that are no settings" in found and found.count("\n") == 1
+    for part in ("stepz (did you mean steps?)", "lora.rnak (did you mean lora.rank?)", "bf16 (here: --dtype", "xyzzy (moe-jax"):
+        assert part in found
+    assert "mesh (its value must be a mapping of pipe, data" in found
+    assert "there is no such file" in error("--config", tmp_path / "none.yaml")
+    assert "--config needs a YAML file" in error("--config", "--steps", 3)
+    config.write_text("- a\n")
+    assert "one setting a line" in error("--config", config)
+    config.write_text("a: [")
+    assert "is no YAML file" in error("--config", config)
