@@ -29,9 +29,9 @@ class TokenScores(NamedTuple):
     """Two numbers of each token, in f32 (f64 for f64)."""
 
     log_probs: Float[Array, "*tokens"]
-    """Of the label."""
+    """The label's log-probability."""
     entropies: Float[Array, "*tokens"]
-    """Of the distribution over the vocabulary, in nats."""
+    """The entropy of the distribution over the vocabulary, in nats."""
 
 
 def token_log_probs_and_entropies(

@@ -31,11 +31,11 @@ class AnswerSums(NamedTuple):
     """Sums over the tokens of each segment of the rows. The segment numbers begin with 1, the last axis with 0."""
 
     log_probs: Float[Array, "batch segments"]
-    """Of the answer's tokens."""
+    """Sums of log-probabilities over each answer's tokens."""
     lengths: Float[Array, "batch segments"]
     """The number of the answer's tokens."""
     text_log_probs: Float[Array, "batch segments"]
-    """Of all tokens, prompts too."""
+    """The same sums over all of a text's tokens, prompts too."""
 
     @property
     def means(self) -> Float[Array, "batch segments"]:

@@ -158,7 +158,7 @@ class RowsOperands(NamedTuple):
     """The producer gathers a[source_of_row] itself (`row_copies`). The full barrier then says that w's columns have landed,
     `landed` that the rows have. None where a's rows are in order."""
     change: RowsChange | None = None
-    """Of the experts of a plan without `layer`, with a rank that is a multiple of 64. Its steps come last."""
+    """The change of the experts of a plan without `layer`. Its rank is a multiple of 64, and its steps come last."""
 
 
 class RowsInputs(NamedTuple):
