@@ -159,7 +159,14 @@ def test_help_does_not_import_jax(command):
 
 def test_every_command_has_its_class():
     parts = Path(cli.__file__).parent / "commands"
-    assert {path.stem for path in parts.glob("*.py")} == {"__init__", "config_file", "options", "other_names", *BY_NAME}
+    assert {path.stem for path in parts.glob("*.py")} == {
+        "__init__",
+        "config_file",
+        "groups",
+        "options",
+        "other_names",
+        *BY_NAME,
+    }
     for name in BY_NAME:
         assert callable(cli._command_class(name).run)
 

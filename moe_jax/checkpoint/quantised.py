@@ -1,11 +1,10 @@
 """Loads matrices in fewer bytes: FP8 and GPTQ as the files have them, or NF4 made of each layer while it is read."""
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,8 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding
 
-from moe_jax.checkpoint.streaming import Piece, load_parameter, read_block
-from moe_jax.checkpoint.weights import Weights
+from moe_jax.checkpoint.streaming import Piece, load_parameter, pieces_by_layer, read_block
+from moe_jax.checkpoint.weights import Weights, form_problems
 from moe_jax.layers.quantised import INT4_VALUES, BlockScaled, FourBits, Quantised
 from moe_jax.layers.tickets import EXPERT_MATRICES
 
@@ -23,12 +22,10 @@ _logger = logging.getLogger(__name__)
 
 def check_weights(weights: str, is_quantised: bool, devices: int) -> None:
     """Raises a ValueError for a form that does not exist, that the checkpoint lacks, or that lies on several devices."""
-    if weights not in get_args(Weights):
-        raise ValueError(f"weights={weights!r} must be one of {', '.join(map(repr, get_args(Weights)))}")
+    if problems := form_problems(weights, devices):
+        raise ValueError("; ".join(problems))
     if weights == "as stored" and not is_quantised:
         raise ValueError("weights='as stored' keeps quantised matrices, and this checkpoint has none; take 'nf4', or 'whole'")
-    if weights != "whole" and devices > 1:
-        raise ValueError(f"weights={weights!r} lie on one device; the mesh has {devices}")
 
 
 def load_quantised(
@@ -92,14 +89,11 @@ def _in_blocks(bounds: Any, block: tuple[int, int]) -> tuple[tuple[int, int], ..
 
 def _load_nf4(pieces: list[Piece], shape, dtype, sharding, on_read) -> FourBits:
     """Quantises layer by layer on the device: there is never more than one layer whole."""
-    by_layer: dict[int, list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        by_layer[piece.bounds[0][0]].append(piece)
     quantise = partial(FourBits.nf4, dtype=dtype)
     like = jax.eval_shape(quantise, jax.ShapeDtypeStruct(shape, dtype))
     loaded = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=sharding), like)
     block = np.empty((1, *shape[1:]), dtype)
-    for layer, own in by_layer.items():
+    for layer, own in pieces_by_layer(pieces).items():
         read_block(own, ((layer, layer + 1), *((0, size) for size in shape[1:])), block)
         loaded = _with_layer(loaded, jax.device_put(block, sharding), layer)
         jax.block_until_ready(loaded)  # on CPU the device may share the block's memory, which is written again next

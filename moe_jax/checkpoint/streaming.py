@@ -115,9 +115,7 @@ def _load_stacked(
     pieces: list[Piece], bounds: Bounds, places: tuple[int, ...], dtype: np.dtype, devices, on_read
 ) -> list[jax.Array]:
     """Loads the part like `_load_whole`, but layer by layer through one host block; `places` are the axes of layers."""
-    by_layer: dict[int, list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        by_layer[piece.bounds[0][0]].append(piece)
+    by_layer = pieces_by_layer(pieces)
     shape = [stop - start for start, stop in bounds]
     buffers = [jnp.zeros(shape, dtype, device=device) for device in devices]
     axes = len(places)
@@ -131,6 +129,14 @@ def _load_stacked(
             jax.block_until_ready(buffers)  # on CPU the device may share the block's memory, which is written again next
         on_read(block.nbytes)
     return buffers
+
+
+def pieces_by_layer(pieces: list[Piece]) -> dict[int, list[Piece]]:
+    """Returns the pieces of each layer of a stacked parameter."""
+    by_layer: dict[int, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        by_layer[piece.bounds[0][0]].append(piece)
+    return by_layer
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -1,7 +1,14 @@
 """The forms in which a model's weights may lie on a device."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 Weights = Literal["whole", "as stored", "nf4"]
 """The form in which weights lie on the device. "whole": in the parameters' dtype. "as stored": matrices that the files have in
 FP8 or in GPTQ's 4 bits stay so. "nf4": the experts' matrices in NF4."""
+
+
+def form_problems(weights: str, devices: int) -> list[str]:
+    """Returns the reasons why weights cannot lie in this form, one clause each: no such form, or several devices."""
+    if weights not in get_args(Weights):
+        return [f"weights={weights!r} must be one of {', '.join(map(repr, get_args(Weights)))}"]
+    return [f"weights={weights!r} lie on one device; the mesh has {devices}"] if weights != "whole" and devices > 1 else []

@@ -1,10 +1,11 @@
 """`moe-jax finetune`: the fields of `FinetuneSettings` as options, in groups."""
 
-from dataclasses import MISSING, field, fields, make_dataclass
-from typing import Annotated, Any, get_type_hints
+from dataclasses import field, make_dataclass
+from typing import Annotated, Any
 
 import tyro
 
+from moe_jax.commands.groups import grouped_fields, summary_of, values_in
 from moe_jax.commands.options import LoraOption
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
@@ -42,9 +43,7 @@ def settings_of(command: Any) -> FinetuneSettings:
     Raises:
       ValueError: `FinetuneSettings` refuses the values.
     """
-    groups = (vars(getattr(command, _attribute(name))) for name in GROUPS)
-    own = {"lora": command.lora, "mesh": command.mesh}
-    return FinetuneSettings(**own, **{name: value for group in groups for name, value in group.items()})
+    return FinetuneSettings(lora=command.lora, mesh=command.mesh, **values_in(command, GROUPS))
 
 
 def _run(command: Any) -> None:
@@ -79,33 +78,10 @@ def _run(command: Any) -> None:
         print(f"report in {write_report(settings.output, model_step=result.model_step, devices=kinds)}")
 
 
-def _group(title: str) -> Any:
-    """Returns a dataclass of the fields of one group: tyro shows each dataclass as one box of the help."""
-    defaults, hints = {each.name: each.default for each in fields(FinetuneSettings)}, get_type_hints(FinetuneSettings)
-    members: list[Any] = [
-        (name, hints[name]) if defaults[name] is MISSING else (name, hints[name], field(default=defaults[name]))
-        for name in GROUPS[title]
-    ]
-    group = make_dataclass(title.title().replace(" ", ""), members, frozen=True)
-    # Only the options' descriptions: the class's own would be repeated in every box.
-    group.__doc__ = "\n    Attributes:" + _documentation()[1]
-    return Annotated[group, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=title)]
-
-
-def _documentation() -> tuple[str, str]:
-    """Returns the settings' docstring before and after "Attributes:"."""
-    summary, _, attributes = str(FinetuneSettings.__doc__).partition("Attributes:")
-    return summary, attributes
-
-
-def _attribute(title: str) -> str:
-    return title.replace(" ", "_") + "_"
-
-
 FinetuneCommand = make_dataclass(
     "FinetuneCommand",
     [
-        *((_attribute(title), _group(title)) for title in GROUPS),
+        *grouped_fields(FinetuneSettings, GROUPS),
         ("config", Annotated[str | None, tyro.conf.arg(help=CONFIG_HELP)], field(default=None)),
         ("lora", LoraOption, field(default=None)),
         ("mesh", MeshShape, field(default=MeshShape())),
@@ -113,4 +89,4 @@ FinetuneCommand = make_dataclass(
     frozen=True,
     namespace={"run": _run, "settings": property(settings_of)},
 )
-FinetuneCommand.__doc__ = _documentation()[0].partition("The settings of")[0].rstrip()
+FinetuneCommand.__doc__ = summary_of(FinetuneSettings)

@@ -12,11 +12,14 @@ NOT_DECAYED = ("norm", "layernorm", "bias")
 """Weight decay leaves out a parameter if a part of its path ends in one of these: scales and offsets, not matrices."""
 
 
-def warmup_cosine(learning_rate: float, *, steps: int, warmup_steps: int = 0, min_ratio: float = 0.1) -> optax.Schedule:
+def warmup_cosine(learning_rate: float, *, steps: int, warmup_steps: int | None = 0, min_ratio: float = 0.1) -> optax.Schedule:
     """Returns the schedule rate * (t+1)/(warmup+1) for t < warmup, then a cosine from rate to rate * min_ratio at t = steps.
 
-    `t` counts finished optimizer steps: the first step, t = 0, already learns a little.
+    `t` counts finished optimizer steps: the first step, t = 0, already learns a little. A warmup of None is a tenth of the
+    steps, at most 100.
     """
+    if warmup_steps is None:
+        warmup_steps = min(100, steps // 10)
 
     def schedule(t):
         t = jax.numpy.asarray(t, jax.numpy.float32)

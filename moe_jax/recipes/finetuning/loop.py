@@ -247,7 +247,7 @@ def _schedule(settings: FinetuneSettings) -> optax.Schedule:
     return warmup_cosine(
         settings.learning_rate,
         steps=settings.steps,
-        warmup_steps=min(100, settings.steps // 10) if settings.warmup_steps is None else settings.warmup_steps,
+        warmup_steps=settings.warmup_steps,
         min_ratio=settings.min_learning_rate_ratio,
     )
 

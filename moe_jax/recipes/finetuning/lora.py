@@ -13,6 +13,7 @@ from moe_jax.adapters.summary import LoraSummary
 from moe_jax.config import ModelConfig
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.recipes.finetuning.export import ExportedRun
 from moe_jax.recipes.finetuning.lora_settings import lora_problems
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
 from moe_jax.train.adapted_run import BASE, LORA, WEIGHTS
@@ -46,7 +47,7 @@ def identity_of_lora(settings: FinetuneSettings) -> dict[str, Any]:
     return {LORA: lora, WEIGHTS: None if settings.weights == "whole" else settings.weights}
 
 
-def base_of(settings: FinetuneSettings, model: Decoder | None) -> dict[str, Any]:
+def base_of(settings: ExportedRun, model: Decoder | None) -> dict[str, Any]:
     """Returns the entry of a checkpoint's position for the weights that are not in it; empty for a run of all parameters."""
     if settings.lora is None:
         return {}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import get_args
 
 from moe_jax.adapters.settings import LoraSettings
-from moe_jax.checkpoint.weights import Weights
+from moe_jax.checkpoint.weights import Weights, form_problems
 
 LEARNING_RATE, LORA_LEARNING_RATE = 1e-5, 1e-4
 """Peaks of the learning rate. Adapters want about ten times as much (Schulman, 2025, https://thinkingmachines.ai/blog/lora)."""
@@ -41,9 +41,7 @@ def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], shard_opti
 
 def weights_problems(weights: str, lora: LoraSettings | None, devices: int) -> list[str]:
     """Returns the reasons why a run cannot have weights in this form, one clause each."""
-    if weights not in get_args(Weights):
-        return [f"weights={weights!r} must be one of {', '.join(map(repr, get_args(Weights)))}"]
-    if weights == "whole":
-        return []
-    problems = [] if lora else [f"weights={weights!r} cannot be trained: train adapters beside them (lora)"]
-    return problems + ([f"weights={weights!r} lie on one device; the mesh has {devices}"] if devices > 1 else [])
+    problems = form_problems(weights, devices)
+    if weights in get_args(Weights) and weights != "whole" and lora is None:
+        problems.insert(0, f"weights={weights!r} cannot be trained: train adapters beside them (lora)")
+    return problems

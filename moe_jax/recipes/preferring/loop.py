@@ -27,9 +27,10 @@ from moe_jax.preferences.objective import Preference
 from moe_jax.preferences.reference import reference_table
 from moe_jax.recipes.finetuning.identity import same_run
 from moe_jax.recipes.finetuning.lock import output_lock
+from moe_jax.recipes.finetuning.lora import base_of
 from moe_jax.recipes.finetuning.run_log import RunLog
 from moe_jax.recipes.preferring.evaluation import make_preference_evaluation
-from moe_jax.recipes.preferring.prepare import PlannedPreferences, base_of, plan_preferences
+from moe_jax.recipes.preferring.prepare import PlannedPreferences, plan_preferences
 from moe_jax.recipes.preferring.settings import PreferSettings
 from moe_jax.train.batch import put_batch
 from moe_jax.train.metrics import read_records, record_of_step
@@ -114,7 +115,7 @@ def _train(
     schedule = warmup_cosine(
         float(settings.learning_rate or 0),
         steps=settings.steps,
-        warmup_steps=min(100, settings.steps // 10) if settings.warmup_steps is None else settings.warmup_steps,
+        warmup_steps=settings.warmup_steps,
         min_ratio=settings.min_learning_rate_ratio,
     )
     optimizer = make_optimizer(schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm)

@@ -2,18 +2,16 @@
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from moe_jax.adapters.save import CONFIG_FILE
 from moe_jax.checkpoint.fingerprint import weights_fingerprint
-from moe_jax.checkpoint.folders import check_replaceable
 from moe_jax.checkpoint.hf_load import find_config, read_config
 from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.models.decoder import Decoder
 from moe_jax.preferences.batches import PreferenceBatches, preference_batches
 from moe_jax.preferences.documents import Preferences, open_preferences
+from moe_jax.recipes.finetuning.export import check_destination
 from moe_jax.recipes.preferring.settings import PreferSettings
 from moe_jax.train.data.tokenization import tokenizer_fingerprint
 from moe_jax.train.starting_weights import MODEL, values_of
@@ -82,7 +80,7 @@ class PlannedPreferences:
 
 def plan_preferences(settings: PreferSettings, model: Decoder | None, tokenizer: Any) -> PlannedPreferences:
     """Checks everything that can be checked without weights, and writes nothing; arguments and errors as in `prefer`."""
-    check_replaceable(settings.export_folder, "config.json" if settings.lora is None else CONFIG_FILE)
+    check_destination(settings)
     if model is None:
         # A misspelt model is named as such, before its tokenizer is looked for.
         find_config(settings.model)
@@ -115,12 +113,3 @@ def plan_preferences(settings: PreferSettings, model: Decoder | None, tokenizer:
     finally:
         batches.close()
     return PlannedPreferences(settings, tokenizer, config, data, eval_data, identity, count)
-
-
-def base_of(settings: PreferSettings, model: Decoder | None) -> dict[str, Any]:
-    """Returns the entry of a checkpoint's position for the weights that are not in it; empty for a run of all parameters."""
-    if settings.lora is None:
-        return {}
-    folder = Path(settings.model).expanduser()
-    named = str(folder.resolve()) if folder.is_dir() else settings.model
-    return {"base": named if model is None else None}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from moe_jax.adapters.settings import LoraSettings
 from moe_jax.preferences.settings import PreferenceSettings
+from moe_jax.recipes.finetuning.lora_settings import default_param_dtype
 
 LEARNING_RATE, LORA_LEARNING_RATE = 1e-6, 1e-5
 """Peaks of the learning rate: preferences need less than fine-tuning, and adapters about ten times as much as all weights."""
@@ -86,14 +87,9 @@ class PreferSettings:
         if self.learning_rate is None:
             object.__setattr__(self, "learning_rate", LEARNING_RATE if self.lora is None else LORA_LEARNING_RATE)
         if self.param_dtype is None:
-            object.__setattr__(self, "param_dtype", "float32" if self.lora is None else self.dtype)
+            object.__setattr__(self, "param_dtype", default_param_dtype(self.lora, self.dtype))
         if problems := _problems(self):
             raise ValueError("PreferSettings: " + "; ".join(problems))
-
-    @property
-    def export_folder(self) -> Path:
-        """The folder in the output that gets the trained model, or its adapter."""
-        return Path(self.output).expanduser() / ("model" if self.lora is None else "adapter")
 
 
 def _problems(settings: PreferSettings) -> list[str]:
