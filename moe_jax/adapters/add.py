@@ -79,7 +79,7 @@ def _check_names(setting: str, given: Collection[str], names: Collection[str]) -
 
 
 def _adapter_of(target: Target, rank: int, settings: LoraSettings, rngs: nnx.Rngs) -> Adapter:
-    *leading, num_out, num_in = getattr(target.module, target.weight).shape
+    *leading, num_out, num_in = target.shape
     of_a, of_b = tuple(leading), tuple(leading)
     if target.kind == "experts" and settings.shared_outer:
         # The sides of the hidden states: the input of the first matrices, and the output of the second.

@@ -56,7 +56,7 @@ def factors_apart(
       ValueError: shapes of no layout, or of two layouts of which nothing in the file says which one it is.
     """
     num_experts = 1 + max(part.expert for part in parts if part.expert is not None)
-    *_, num_out, num_in = getattr(parts[0].target.module, parts[0].target.weight).shape
+    *_, num_out, num_in = parts[0].target.shape
     if a.ndim == b.ndim == 3:
         return _shared_outer(a, b, parts, num_experts, num_in)
     if a.ndim != 2 or b.ndim != 2 or len(a) % num_experts or not len(a):
@@ -87,7 +87,7 @@ def _is_transposed(has_old_shapes: bool, is_square: bool, layout: FusedLayout) -
 
 
 def _shared_outer(a, b, parts: list[ModulePart], num_experts: int, num_in: int) -> dict:
-    *_, num_out, _ = getattr(parts[0].target.module, parts[0].target.weight).shape
+    *_, num_out, _ = parts[0].target.shape
     rows, rank = len(range(num_out)[parts[0].rows]), a.shape[1]
     if {len(a), len(b)} - {1, num_experts} or a.shape[1:] != (rank, num_in) or b.shape[1:] != (rows, rank):
         raise ValueError(

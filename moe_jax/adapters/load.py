@@ -131,7 +131,7 @@ def _factors_of_modules(
 
 def _matrix(module: ModulePart) -> tuple[int, int]:
     """Returns the shape [out, in] of a module's matrix."""
-    *_, num_out, num_in = getattr(module.target.module, module.target.weight).shape
+    *_, num_out, num_in = module.target.shape
     return len(range(num_out)[module.rows]), num_in
 
 
@@ -156,7 +156,7 @@ def _stacked(target: Target, modules: list[ModulePart], factors: dict[str, _Fact
             matrices[module.layer, module.expert].append((module, factors[module.name]))
     if not matrices:
         return None
-    *leading, num_out, num_in = getattr(target.module, target.weight).shape
+    *leading, num_out, num_in = target.shape
     joined = {place: _joined(parts, num_out) for place, parts in matrices.items()}
     rank = max(len(a) for a, _ in joined.values())
     stack = _Stack(target, np.zeros((*leading, rank, num_in), np.float32), np.zeros((*leading, num_out, rank), np.float32))
@@ -172,7 +172,7 @@ def _with_whole_experts(stacks: list[_Stack], targets: list[Target]) -> list[_St
     adapted = {target.path for target in found if target.kind == "experts"}
     for target in targets:
         if target.path in adapted and target not in found:
-            *leading, num_out, num_in = getattr(target.module, target.weight).shape
+            *leading, num_out, num_in = target.shape
             zeros = np.zeros((*leading, 1, num_in), np.float32), np.zeros((*leading, num_out, 1), np.float32)
             stacks = [*stacks, _Stack(target, *zeros)]
     return stacks

@@ -43,6 +43,6 @@ def _moved_elements(model: Decoder) -> int:
     active, moved = model.config.experts.num_experts_per_tok if model.config.experts else 1, 0
     for target in targets_of(model):
         if target.found is not None:
-            layers, *_, num_out, num_in = getattr(target.module, target.weight).shape
+            layers, *_, num_out, num_in = target.shape
             moved += layers * (active if target.kind == "experts" else 1) * (num_in + 2 * num_out)
     return moved

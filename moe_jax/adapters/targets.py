@@ -31,6 +31,11 @@ class Target(NamedTuple):
         return self.weight if self.kind == "experts" else str(self.path[-1])
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the stacked matrices: [layers, (experts,) out, in]."""
+        return getattr(self.module, self.weight).shape
+
+    @property
     def found(self) -> Adapter | None:
         """The adapter; None without one."""
         return getattr(self.module, self.adapter)

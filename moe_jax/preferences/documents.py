@@ -1,7 +1,6 @@
 """Preference data on disk: JSON Lines, checked when they are opened and read by index."""
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ import numpy as np
 from moe_jax.preferences.records import Judged, judged
 from moe_jax.train.data.files import data_files
 from moe_jax.train.data.problems import MAX_PROBLEMS
-from moe_jax.train.data.rows import BOM
+from moe_jax.train.data.records import decoded, parsed
+from moe_jax.train.data.rows import mark_of
 
 KINDS = {True: 'pairs ("chosen" and "rejected")', False: 'single answers ("completion" and "label")'}
 
@@ -46,7 +46,7 @@ class Preferences:
         try:
             with open(self.files[self.file[number]], "rb") as handle:
                 handle.seek(self.offset[number])
-                found = judged(_json(handle.read(self.size[number])), plain=self.plain)
+                found = judged(parsed(decoded(handle.read(self.size[number]))), plain=self.plain)
         except ValueError as error:
             raise ValueError(f"{self.where(index)} is not as it was when it was opened: {error}") from error
         if not self.unpaired:
@@ -86,10 +86,10 @@ def open_preferences(path: str | Path, *, of_pairs: bool = True, plain: bool = F
             offset = 0
             for line, content in enumerate(handle, start=1):
                 digest.update(content)
-                mark = len(BOM) if line == 1 and content.startswith(BOM) else 0
+                mark = mark_of(content) if line == 1 else 0
                 if content[mark:].strip():
                     try:
-                        is_pair = judged(_json(content[mark:]), plain=plain).desirable is None
+                        is_pair = judged(parsed(decoded(content[mark:])), plain=plain).desirable is None
                         if found_pairs not in (None, is_pair):
                             raise ValueError(f"has {KINDS[is_pair]}, and lines before it have {KINDS[not is_pair]}")
                         found_pairs = is_pair
@@ -118,14 +118,3 @@ def open_preferences(path: str | Path, *, of_pairs: bool = True, plain: bool = F
         plain=plain,
         fingerprint=digest.hexdigest(),
     )
-
-
-def _json(content: bytes) -> Any:
-    try:
-        return json.loads(content.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 text: {error.reason} at byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise ValueError("not readable JSON: lists or objects are nested too deeply") from error

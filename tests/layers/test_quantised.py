@@ -32,7 +32,7 @@ def test_nf4_takes_the_nearest_value():
     found = np.asarray(quantised[...]).reshape(blocks.shape)
     np.testing.assert_allclose(np.abs(found - blocks), distance.min(axis=-1), atol=1e-6)
     assert (found[0, 0, 0] == 0).all()
-    # What is whole in NF4 stays as it is.
+    # Values of NF4 stay as they are.
     np.testing.assert_array_equal(FourBits.nf4(quantised[...], jnp.float32)[...], quantised[...])
     with pytest.raises(ValueError, match="no multiple"):
         FourBits.nf4(jnp.ones((2, 65)), jnp.float32)

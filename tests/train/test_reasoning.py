@@ -9,7 +9,7 @@ from moe_jax.train import open_documents, survey
 from moe_jax.train.data.chat import chat_tokens
 from moe_jax.train.data.description import describe_tokens
 
-# As Qwen3's: thoughts stand in the turns behind the last question alone.
+# Qwen3's way: thoughts stand in the turns behind the last question alone.
 THINKING = (
     "{% set ns = namespace(last=0) %}"
     "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -47,7 +47,7 @@ def test_a_template_that_never_reads_it_is_refused(key):
     answer = {"role": "assistant", "content": "hi", key: "thought"}
     with pytest.raises(ValueError, match=f"the chat template would leave out {key}: it never mentions it; give another"):
         chat_tokens(tiny.tokenizer(tiny.CHATML + "{# enable_thinking #}"), [turn(1)[0], answer])
-    # Of an answer that is not learned it may be left out, as templates do in earlier turns.
+    # Reasoning of an answer that is not learned may be left out, as templates do in earlier turns.
     chat_tokens(
         tiny.tokenizer(),
         [turn(1)[0], answer | {"weight": 0}, {"role": "user", "content": "?"}, turn(1)[1] | {"reasoning_content": ""}],

@@ -34,7 +34,7 @@ def read_row(content: bytes, layout: str | None) -> Any:
     """
     if not content.strip():
         return None
-    text = _decoded(content)
+    text = decoded(content)
     return {"text": text} if layout == "folder" else parsed(text)
 
 
@@ -80,7 +80,12 @@ def parsed(text: str) -> Any:
     return value
 
 
-def _decoded(content: bytes) -> str:
+def decoded(content: bytes) -> str:
+    """Returns the text of a row.
+
+    Raises:
+      ValueError: the bytes are no UTF-8 text. The message is a clause, as in `read_record`.
+    """
     if b"\0" in content:
         raise ValueError(
             "holds NUL bytes, so it is no UTF-8 text; convert UTF-16 with iconv -f UTF-16 -t UTF-8, and name files of "
