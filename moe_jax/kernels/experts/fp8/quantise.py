@@ -1,0 +1,80 @@
+"""The rounding of rows and matrices to e4m3 with f32 scales, as DeepSeek-V3 rounds them.
+
+Section 3.3 of the DeepSeek-V3 report (https://arxiv.org/abs/2412.19437). For a group of numbers, 128 of a row or 128 x 128 of
+a matrix:
+
+    scale = max(largest |x| of the group, 1e-30) * f32(1 / 448)        448 is the largest number of e4m3
+    value = e4m3(x * (1 / scale))                                       so x is about value * scale
+
+All in f32, so that a kernel and XLA agree bit for bit. A group that holds an infinity or a NaN gives NaN where it is
+multiplied. Groups of zeros have a scale above zero.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float8e4m3fn
+
+GROUP = 128
+"""Numbers of a row that share a scale, and rows and columns of a block of a matrix."""
+
+LEAST_MAXIMUM = np.float32(1e-30)
+"""The least number that counts as a group's largest: its scale and the inverse of its scale are normal f32 numbers."""
+
+INVERSE_LARGEST = np.float32(1 / 448)
+"""1 / 448. A product with it, not a division: XLA would turn a division by a constant into a product."""
+
+
+class QuantisedRows(NamedTuple):
+    """Rows in e4m3: x[r, i] is about values[r, i] * scales[i // 128, r].
+
+    The scales of a group of columns lie side by side, as a kernel copies them for the rows of a tile.
+    """
+
+    values: Float8e4m3fn[Array, "rows k"]
+    scales: Float[Array, "k/128 rows"]
+
+
+class QuantisedMatrices(NamedTuple):
+    """Matrices in e4m3: w[i, j] is about values[i, j] * scales[i // 128, j // 128]."""
+
+    values: Float8e4m3fn[Array, "*stack n k"]
+    scales: Float[Array, "*stack n/128 k/128"]
+
+
+def quantise_rows(x: Float[Array, "rows k"]) -> QuantisedRows:
+    """Rounds rows to e4m3 with a scale for 128 numbers of a row; k is a multiple of 128."""
+    groups = x.astype(jnp.float32).reshape(x.shape[0], -1, GROUP)
+    scales = _scales(jnp.abs(groups).max(axis=-1))
+    values = (groups * (1 / scales)[..., None]).astype(jnp.float8_e4m3fn)
+    return QuantisedRows(values.reshape(x.shape), scales.T)
+
+
+def quantise_matrices(w: Float[Array, "*stack n k"]) -> QuantisedMatrices:
+    """Rounds matrices to e4m3 with a scale for a block of 128 x 128; n and k are multiples of 128."""
+    *stack, n, k = w.shape
+    blocks = w.astype(jnp.float32).reshape(*stack, n // GROUP, GROUP, k // GROUP, GROUP)
+    scales = _scales(jnp.abs(blocks).max(axis=(-3, -1)))
+    values = (blocks * (1 / scales)[..., :, None, :, None]).astype(jnp.float8_e4m3fn)
+    return QuantisedMatrices(values.reshape(w.shape), scales)
+
+
+def transposed(w: QuantisedMatrices) -> QuantisedMatrices:
+    """Returns the transposes of matrices; their blocks have the same scales, so nothing is rounded again."""
+    return QuantisedMatrices(w.values.mT, w.scales.mT)
+
+
+def dequantised_rows(rows: QuantisedRows) -> Float[Array, "rows k"]:
+    """Returns values * scales in f32."""
+    return rows.values.astype(jnp.float32) * jnp.repeat(rows.scales.T, GROUP, axis=1)
+
+
+def dequantised_matrices(w: QuantisedMatrices) -> Float[Array, "*stack n k"]:
+    """Returns values * scales in f32."""
+    scales = jnp.repeat(jnp.repeat(w.scales, GROUP, axis=-2), GROUP, axis=-1)
+    return w.values.astype(jnp.float32) * scales
+
+
+def _scales(largest: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jnp.maximum(largest, LEAST_MAXIMUM) * INVERSE_LARGEST
