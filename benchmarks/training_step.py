@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from frozen_forms import FORMS, random_model_in_form
 
 from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.config import NAMED_CONFIGS
@@ -68,6 +69,9 @@ def main() -> None:
     parser.add_argument("--moment-dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--lora-rank", type=int, help="train adapters of this rank; the weights, bfloat16, are frozen")
     parser.add_argument("--lora-expert-rank", type=int, help="the rank of each expert; default: that of LoraSettings")
+    parser.add_argument(
+        "--frozen-form", default="whole", choices=FORMS, help="form of the weights that --lora-rank freezes; one device"
+    )
     parser.add_argument("--no-remat", action="store_true")
     parser.add_argument("--offload", action="store_true", help="keep the residuals of remat in host memory")
     parser.add_argument("--routings", nargs="+", default=["balanced", "own"], choices=("balanced", "own", "rebalanced"))
@@ -81,7 +85,7 @@ def main() -> None:
         sizes = dict(
             vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
         )
-        experts = dict(moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4)
+        experts = dict(moe_intermediate_size=64, num_experts=16, num_experts_per_tok=4)
         config = replace(config, **sizes, **(experts if config.experts else {"intermediate_size": 128}))
         args.seq = 64
     if args.layers is not None:
@@ -148,9 +152,12 @@ def main() -> None:
 def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing: str) -> dict:
     """Returns the median step of `--steps` steps after a first one."""
     param_dtype = jnp.dtype(args.param_dtype)
-    model = random_model(
-        config, jnp.bfloat16, param_dtype=param_dtype, mesh=parallelism.mesh, pipe_chunks=parallelism.pipe_chunks
-    )
+    if args.frozen_form == "whole":
+        model = random_model(
+            config, jnp.bfloat16, param_dtype=param_dtype, mesh=parallelism.mesh, pipe_chunks=parallelism.pipe_chunks
+        )
+    else:
+        model = random_model_in_form(config, args.frozen_form)
     if args.lora_rank is not None:
         ranks = {} if args.lora_expert_rank is None else {"experts": args.lora_expert_rank}
         print(add_lora(model, LoraSettings(rank=args.lora_rank, ranks=ranks), rngs=nnx.Rngs(0)))
