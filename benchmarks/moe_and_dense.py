@@ -106,7 +106,8 @@ def measure(args: argparse.Namespace, name: str) -> dict:
         max_sequences=most,
         max_tokens_per_step=32 if args.small else 8192,
         max_length=max(longest, prefill_tokens + 1),
-        num_pages=1 + max(most * pages_of(longest), prefill_prompts * pages_of(prefill_tokens + 1)),
+        # A page more for each: with none to spare some prompts wait for others' ends, and a call takes two rounds.
+        num_pages=1 + max(most * (1 + pages_of(longest)), prefill_prompts * pages_of(prefill_tokens + 1)),
     )
     engine, rng = random_engine(config, dtype, limits), np.random.default_rng(0)
 
