@@ -13,7 +13,7 @@ Backward, with dy'[r] = dy[token(r)]; dweights, dact and dh follow from g and h 
     da1[e] = sum_r outer(t1, x[token(r)])                db1[e] = sum_r outer(dh, u)
 
 w_gate_up and w_down get no gradient, and no product is made for one. `changed_matmuls` forms the sums of two products. The
-residuals are x, h, u, weights and plan.
+residuals are x, h, u, v, weights and plan.
 """
 
 from functools import partial
@@ -134,6 +134,7 @@ class _Residuals(NamedTuple):
     plan: Plan
     h: Float[Array, "rows 2*inter"]
     u: Float[Array, "rows rank"]
+    v: Float[Array, "rows rank"]
 
 
 def _forward(operands: _Operands, plan: Plan, backend: str) -> tuple[Array, _Residuals]:
@@ -142,23 +143,25 @@ def _forward(operands: _Operands, plan: Plan, backend: str) -> tuple[Array, _Res
     rows, source = implementation(backend).rows_of_tokens(x, plan)
     u = matmul(rows, gate_up.a, source_of_row=source)
     h, act = changed_gated_matmul(backend, rows, w_gate_up, plan, RowsChange(u, gate_up.b), source_of_row=source)
-    y_rows = changed_matmul(backend, act, w_down, plan, RowsChange(matmul(act, down.a), down.b))
-    return implementation(backend).token_sums(y_rows, plan, weights), _Residuals(operands, plan, h, u)
+    v = matmul(act, down.a)
+    y_rows = changed_matmul(backend, act, w_down, plan, RowsChange(v, down.b))
+    return implementation(backend).token_sums(y_rows, plan, weights), _Residuals(operands, plan, h, u, v)
 
 
 def _backward(backend: str, residuals: _Residuals, dy: Float[Array, "tokens hidden"]) -> tuple[_Operands, None]:
-    (x, w_gate_up, w_down, weights, (gate_up, down)), plan, h, u = residuals
+    (x, w_gate_up, w_down, weights, (gate_up, down)), plan, h, u, v = residuals
     matmul = partial(implementation(backend).grouped_matmul, plan=plan)
     outer = partial(implementation(backend).grouped_outer, plan=plan)
     dy_rows, of_dy = implementation(backend).rows_of_tokens(dy, plan)
     t2 = matmul(dy_rows, down.b, source_of_row=of_dy, transpose=True)
+    weight = weight_of_row(weights, plan)
     dh, weighted_act, dweight_of_row = changed_gated_matmul_backward(
-        backend, dy_rows, w_down, h, weight_of_row(weights, plan), plan, RowsChange(t2, down.a), source_of_row=of_dy
+        backend, dy_rows, w_down, h, weight, plan, RowsChange(t2, down.a), source_of_row=of_dy
     )
     dweights = rows_of_pairs(dweight_of_row, plan).astype(weights.dtype)
     of_down = LowRank(
         outer(t2, weighted_act, dtype=down.a.dtype),
-        outer(dy_rows, matmul(weighted_act, down.a), dtype=down.b.dtype, a_source_of_row=of_dy),
+        outer(dy_rows, (v * weight[:, None]).astype(v.dtype), dtype=down.b.dtype, a_source_of_row=of_dy),
     )
 
     x_rows, of_x = implementation(backend).rows_of_tokens(x, plan)

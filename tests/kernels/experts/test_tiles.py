@@ -56,7 +56,7 @@ def entry(columns, rows_per_expert, pass_name="grouped_matmul", matrix=MATRIX):
         ("grouped_matmul", (192, 768), 1 / 16, TileShape(128, 192, 4, ping_pong=True)),
         ("grouped_matmul_transposed", (1536, 2048), 2048, TileShape(128, 192, 4, ping_pong=True)),
         ("grouped_matmul_transposed", (4096, 2048), 2048, TileShape(128, 256, 3)),
-        ("grouped_matmul_transposed", (256, 64), 1, TileShape(128, 64, 3)),
+        ("grouped_matmul_transposed", (256, 64), 1, TileShape(128, 64, 8)),
         ("gated_matmul_backward", (2048, 768), 1, TileShape(64, 256, 3)),
         ("gated_matmul_backward", (2048, 768), 100, TileShape(128, 256, 3)),
         ("grouped_outer", (2048, 768), 1, TileShape(128, 192, 4, ping_pong=True)),

@@ -89,7 +89,8 @@ docs/kernels_log.md has the measurements."""
 def shared_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> TileShape:
     """Returns the tile that both consumers compute together: 128 rows and the widest tile that divides the columns.
 
-    Passes by rows take 64 x 256 if experts have 64 rows or fewer on average.
+    Passes by rows take 64 x 256 if experts have 64 rows or fewer on average. Plain products of 64 columns read much and
+    multiply little: they wait for memory, and more stages keep more loads in flight.
     """
     if pass_name == "grouped_outer":
         rows = 128 if matrix[0] % 128 == 0 else 64
@@ -97,7 +98,9 @@ def shared_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float
     # In the backward pass chunks of h take the shared memory of a fourth stage.
     if rows_per_expert <= 64 and 256 in fitting_columns(pass_name, matrix, 64):
         return TileShape(64, 256, 3 if pass_name == "gated_matmul_backward" else 4)
-    return TileShape(128, max(fitting_columns(pass_name, matrix, 128)), 3)
+    columns = max(fitting_columns(pass_name, matrix, 128))
+    is_thin = columns == 64 and pass_name != "gated_matmul_backward"
+    return TileShape(128, columns, 8 if is_thin else 3)
 
 
 def read_table(path: str | Path) -> list[Entry]:
