@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import h200_outputs
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +27,7 @@ needs_compiler = pytest.mark.skipif(
 
 COMMON = """
 import sys
-import h200_programs, jax, numpy as np
+import h200_outputs, h200_programs, jax, numpy as np
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -34,6 +35,7 @@ from moe_jax import kernels
 from moe_jax.kernels.attention.mosaic.flash import flash_attention
 
 h200_programs.install()
+h200_outputs.list_files_at_exit()
 
 H200 = '''
 platform_name: "CUDA"
@@ -68,7 +70,10 @@ bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
 
 
 def run_script(script, *arguments):
-    """Returns the output of a script, with `COMMON` before it, in a process of its own that can compile for an H200."""
+    """Returns the output of a script, with `COMMON` before it, in a process of its own that can compile for an H200.
+
+    The output of an earlier run is taken if nothing that the script reads has changed since.
+    """
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -78,6 +83,11 @@ def run_script(script, *arguments):
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(COMPILER), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-c", COMMON + script, *map(str, arguments)]
+    return h200_outputs.output_of(command, environment, COMPILER, lambda environment: run(command, environment))
+
+
+def run(command, environment):
+    """Returns the output of a process that must succeed."""
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

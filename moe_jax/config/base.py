@@ -1,6 +1,7 @@
 """Base of the configurations of all architectures: frozen dataclasses that check their values."""
 
 import dataclasses
+import itertools
 import json
 from dataclasses import dataclass, field
 from types import UnionType
@@ -168,14 +169,8 @@ class ModelConfig:
     def stages(self) -> tuple[Stage, ...]:
         """The layers as stages, in order."""
         sparse_layers = frozenset(self.moe_layers)
-        stages: list[Stage] = []
-        for layer in range(self.num_hidden_layers):
-            sparse = layer in sparse_layers
-            if stages and stages[-1].sparse == sparse:
-                stages[-1] = dataclasses.replace(stages[-1], num_layers=stages[-1].num_layers + 1)
-            else:
-                stages.append(Stage(layer, 1, sparse))
-        return tuple(stages)
+        runs = itertools.groupby(range(self.num_hidden_layers), sparse_layers.__contains__)
+        return tuple(Stage(next(layers), 1 + sum(1 for _ in layers), sparse) for sparse, layers in runs)
 
     @property
     def mtp_stages(self) -> tuple[Stage, ...]:

@@ -1,7 +1,6 @@
 """Names of mesh axes and transfers, as plain values: settings and commands read them without importing JAX."""
 
-import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 MESH_AXES = ("pipe", "data", "fsdp", "expert", "context")
@@ -28,4 +27,4 @@ class MeshShape:
     @property
     def size(self) -> int:
         """The number of all devices."""
-        return math.prod(astuple(self))
+        return self.pipe * self.data * self.fsdp * self.expert * self.context

@@ -109,13 +109,15 @@ def test_transformers(variant):
 
     graph, parameters, *biases = nnx.split(ours, nnx.Param, ExpertBias)
 
-    def loss_of(parameters):
-        out = nnx.merge(graph, parameters, *biases)(jnp.asarray(tokens), remat=True)
+    # Random numbers are arguments: as constants they would make another program in each run.
+    def loss_of(parameters, biases, tokens):
+        out = nnx.merge(graph, parameters, *biases)(tokens, remat=True)
         log_probabilities = jax.nn.log_softmax(out.logits[:, :-1])
-        picked = jnp.take_along_axis(log_probabilities, jnp.asarray(tokens)[:, 1:, None], axis=-1)
+        picked = jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], axis=-1)
         return -picked.mean() + coefficient * out.aux_loss, out
 
-    (loss, out), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(parameters)
+    value_and_grad = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+    (loss, out), gradients = value_and_grad(parameters, biases, jnp.asarray(tokens))
     assert_close(out.logits, expected.logits)
     np.testing.assert_allclose(loss, expected.loss.detach(), rtol=1e-6)
     if balanced:
