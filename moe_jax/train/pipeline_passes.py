@@ -81,7 +81,9 @@ class RankPasses:
 
     def of_pipeline(self) -> PipelinePasses:
         """Returns the passes as the executor takes them."""
-        return PipelinePasses(self.enter, self.forward, self.backward, self.run, self.loss, self.leave)
+        offload = self.micro.execution.remat == "offload"
+        memory = jax.memory.Space.Host if offload else jax.memory.Space.Device
+        return PipelinePasses(self.enter, self.forward, self.backward, self.run, self.loss, self.leave, memory)
 
     def zeros(self) -> _Totals:
         """Returns the totals before the first micro-batch."""
@@ -151,6 +153,8 @@ class RankPasses:
     def backward(self, of_tick: TickPass, saved, dy: _Moving, totals: _Totals):
         """Returns a chunk's backward pass, which adds to the sums of gradients."""
         layers, arrays = self._stage(of_tick, totals.gradients)
+        # The executor has copied what was offloaded back from the host's memory.
+        layers = layers._replace(remat=bool(layers.remat))
         saved = jax.tree.unflatten(self.saved_structure, saved)
         sums = sums_of_loop(totals.gradients["stages"][self.stage], arrays)
         loop = backward_loop(layers, arrays, saved, Carry(dy.x, None), self._droutings(dy), sums, self._chunk(of_tick))

@@ -38,11 +38,9 @@ def accumulate_pipelined(
 
     Raises:
       TypeError: an objective that works on batches alone.
-      ValueError: remat "offload". At the first call, parameters that lie otherwise.
+      ValueError: at the first call, parameters that lie otherwise.
     """
     check_objective(objective, "a pipeline")
-    if execution.remat == "offload":
-        raise ValueError("remat='offload' is not for a pipeline, whose slots lie in the GPU's memory: take True or False")
     ranks, chunks = parallelism.mesh.shape["pipe"], parallelism.pipe_chunks
 
     def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:

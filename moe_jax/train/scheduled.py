@@ -52,7 +52,10 @@ def accumulate_scheduled(
     """
     check_objective(objective, "a pipeline")
     if execution.remat == "offload":
-        raise ValueError("remat='offload' is not for a pipeline, whose slots lie in the GPU's memory: take True or False")
+        raise ValueError(
+            f"remat='offload' needs pipe_schedule='uniform': slots of {parallelism.pipe_schedule!r} lie in the GPU's memory; "
+            "take that schedule, or remat True or False"
+        )
     check_branches(parallelism)
     ranks, chunks = parallelism.mesh.shape["pipe"], parallelism.pipe_chunks
     schedule = schedule_of(parallelism, micro_batches)

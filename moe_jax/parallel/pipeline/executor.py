@@ -58,6 +58,9 @@ class PipelinePasses:
     """(micro-batch, what leaves the last layer on the last rank, totals) -> (its gradient, totals)."""
     leave: Callable[[TickPass, Any, Any], Any]
     """(pass, the gradient of what entered the first layer, totals) -> totals."""
+    memory: jax.memory.Space = jax.memory.Space.Device
+    """The memory of the slots. `forward` saves there, and `backward` gets arrays in the device's memory. In the host's memory a
+    forward pass must save inputs alone: over inputs of zeros, a backward pass is finite."""
 
 
 class Slot(NamedTuple):
@@ -106,6 +109,7 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
     sizes = ranks, chunks, micro_batches
     table = np.asarray(input_slots(*sizes), np.int32)
     num_slots = int(table.max()) + 1
+    on_host = passes.memory == jax.memory.Space.Host
 
     def slot_of(of_tick: TickPass):
         """Returns where the inputs of a pass are kept."""
@@ -124,11 +128,14 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
             dy, totals = _loss(passes, done, done.chunk == chunks - 1, state, totals)
             dy = _where((rank == ranks - 1) & (back.chunk == chunks - 1), dy, state.returning)
             dy = _where(back.exists, dy, jax.tree.map(jnp.zeros_like, dy))
-            running.append(passes.backward(back, _take(state.slots, slot_of(back)), dy, totals))
+            saved = _take(state.slots, slot_of(back))
+            if on_host:
+                saved = jax.device_put(saved, jax.memory.Space.Device)
+            running.append(passes.backward(back, saved, dy, totals))
         results = list(passes.run(*running))
         if has_forward:
             output, slots, count = results.pop(0)
-            if not has_backward:
+            if not has_backward and not on_host:
                 # A backward pass that does not exist reads what a forward pass over the same chunk and micro-batch saved.
                 # With zeros in place of residuals, its gradients would be NaN, and not the zeros that add nothing.
                 is_first = ahead.exists & (ahead.chunk == 0) & (ahead.micro_batch == 0)
@@ -144,10 +151,8 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
     first = TickPass(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rank < 0)
     saved = jax.eval_shape(lambda x: passes.run(passes.forward(first, x, None))[0][1], entering)
     everywhere = (entering, rank, totals)
-    zeros, slots = vary_as(
-        (jax.tree.map(jnp.zeros_like, entering), jax.tree.map(lambda s: jnp.zeros((num_slots + 1, *s.shape), s.dtype), saved)),
-        everywhere,
-    )
+    zeros = vary_as(jax.tree.map(jnp.zeros_like, entering), everywhere)
+    slots = _slots(num_slots, saved, everywhere, on_host=on_host)
     state = _State(zeros, zeros, zeros, slots, totals)
     forward_ends = num_passes(*sizes) + ranks - 1
     spans = (
@@ -158,6 +163,24 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
     for kinds, begins, ends in spans:
         state = lax.fori_loop(begins, ends, partial(tick, *kinds), state)
     return state.totals
+
+
+def _slots(number: int, saved: Any, everywhere: Any, *, on_host: bool) -> Any:
+    """Returns empty slots for arrays like `saved`, and one more, which is zeros."""
+
+    def zeros(*shape: int, dtype: Any) -> Array:
+        return vary_as(jnp.zeros(shape, dtype), everywhere)
+
+    if not on_host:
+        return jax.tree.map(lambda s: zeros(number + 1, *s.shape, dtype=s.dtype), saved)
+
+    def of_array(s) -> Array:
+        # Zeros of all slots would be made in the device's memory first. Every other slot is written before it is read.
+        slots = vary_as(lax.empty((number + 1, *s.shape), s.dtype), everywhere)
+        slots, last = (jax.device_put(a, jax.memory.Space.Host) for a in (slots, zeros(*s.shape, dtype=s.dtype)))
+        return lax.dynamic_update_index_in_dim(slots, last, number, 0)
+
+    return jax.tree.map(of_array, saved)
 
 
 def run_forward_ticks(passes: ForwardPasses, chunks: int, micro_batches: int, totals: Any) -> Any:

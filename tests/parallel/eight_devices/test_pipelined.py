@@ -50,6 +50,8 @@ def mesh_of(**sizes):
         (tiny.model, 7, dict(pipe=2, expert=2), 2, 4, True),
         (tiny.model, 3, dict(pipe=2), 2, 4, True),
         (tiny.dense, 3, dict(pipe=3), 1, 4, False),
+        (tiny.dense, 3, dict(pipe=2), 2, 4, "offload"),
+        pytest.param(tiny.model, 7, dict(pipe=2, expert=2), 2, 4, "offload", marks=pytest.mark.thorough),
         pytest.param(tiny.model, 3, dict(pipe=2, data=2), 2, 2, False, marks=pytest.mark.thorough),
         pytest.param(tiny.biased_model, 4, dict(pipe=4, fsdp=2), 1, 2, True, marks=pytest.mark.thorough),
         pytest.param(tiny.model, 8, dict(pipe=2, data=2, context=2), 4, 1, True, marks=pytest.mark.thorough),
@@ -60,6 +62,8 @@ def mesh_of(**sizes):
         "experts-padded-chunks",
         "whole-experts-padded-chunks",
         "dense-kept-three-ranks",
+        "dense-offload",
+        "experts-offload",
         "whole-experts-kept-data",
         "fsdp-few-micro-batches",
         "context",
@@ -161,17 +165,12 @@ def refused_function(mesh):
     make_train_step(nnx.graphdef(tiny.model()), make_optimizer(1e-3), loss, parallelism=Parallelism(mesh))
 
 
-def refused_offload(mesh):
-    make_train_step(nnx.graphdef(tiny.model()), make_optimizer(1e-3), remat="offload", parallelism=Parallelism(mesh))
-
-
 @pytest.mark.parametrize(
     "call, error, message",
     [
         (refused_order, ValueError, "this model has 2 runs of layers, and experts before the last"),
         (refused_chunks, ValueError, "2 layers do not reach the last of 2 chunks on pipe=2"),
         (refused_layout, ValueError, "lay the parameters out with parallel.pipeline.chunks.to_chunks"),
-        (refused_offload, ValueError, "remat='offload' is not for a pipeline"),
         (refused_function, TypeError, "an objective of a pipeline must have the function of_states"),
     ],
 )

@@ -147,7 +147,10 @@ def step_of(name, micro_batches=4, remat=True, **settings):
         (dict(name="zb-v", pipe=2, expert=2, fsdp=2), "fsdp, expert of this mesh split them: take '1f1b', 'interleaved', 'dua"),
         (dict(name="dualpipe", pipe=2, micro_batches=2), "micro_batches must be at least 2 \\* ranks = 4 for DualPipe; got 2"),
         (dict(name="dualpipe", pipe=3), "pipe_schedule='dualpipe' needs an even number of ranks, for it starts at both"),
-        (dict(name="1f1b", pipe=2, remat="offload"), "remat='offload' is not for a pipeline"),
+        (
+            dict(name="1f1b", pipe=2, remat="offload"),
+            "remat='offload' needs pipe_schedule='uniform': slots of '1f1b' lie in the GPU's memory",
+        ),
         (dict(name="1f1b", data=2), "pipe_schedule='1f1b' needs several devices along the mesh axis pipe"),
         (dict(name="gpipe", pipe=2), "pipe_schedule='gpipe' must be one of uniform, 1f1b, interleaved, zb-h1, zb-v, dualpipe"),
     ],
