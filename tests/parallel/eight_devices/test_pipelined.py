@@ -76,12 +76,27 @@ def test_gradients(make_model, layers, sizes, chunks, micro_batches, remat):
     compare(with_layers(make_model, layers), layers, sizes, chunks, micro_batches, remat)
 
 
-def compare(model, layers, sizes, chunks, micro_batches, remat, rows=8):
+@pytest.mark.parametrize(
+    "make_model, layers, sizes, chunks, remat",
+    [
+        (tiny.dense, 2, dict(pipe=2), 1, True),
+        pytest.param(tiny.model, 3, dict(pipe=2, data=2), 2, False, marks=pytest.mark.thorough),
+        pytest.param(tiny.model, 7, dict(pipe=4), 2, True, marks=pytest.mark.thorough),
+        pytest.param(tiny.dense, 3, dict(pipe=3), 1, "offload", marks=pytest.mark.thorough),
+    ],
+    ids=["dense", "experts-kept", "experts-four-ranks", "offload"],
+)
+def test_weights_put_off(make_model, layers, sizes, chunks, remat):
+    compare(with_layers(make_model, layers), layers, sizes, chunks, 4, remat, schedule="uniform-w")
+
+
+def compare(model, layers, sizes, chunks, micro_batches, remat, rows=8, schedule="uniform"):
     """Compares a step's value, aux and gradients with one device's; `layers` is the number of those in the pipe."""
     graph, params, fixed = nnx.split(model, nnx.Param, ExpertBias)
     # Transfers as GPUs with copies do them; a CPU would refuse the setting, and runs them all the same.
     with mock.patch("moe_jax.parallel.collectives.hops._obstacle", return_value=""):
-        parallelism = Parallelism(mesh_of(**sizes), pipe_chunks=chunks, hops="copies" if "expert" in sizes else "nccl")
+        hops = "copies" if "expert" in sizes else "nccl"
+        parallelism = Parallelism(mesh_of(**sizes), pipe_chunks=chunks, pipe_schedule=schedule, hops=hops)
     objective, execution = as_objective(ALL_LOSSES, micro_batches), Execution(remat=remat)
     batch = {name: x[:rows] for name, x in make_batch(seeds.rng()).items()}
     num_labels = jnp.float32(batch["loss_mask"].sum())
