@@ -5,12 +5,14 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from moe_jax.parallel import pipeline
+from moe_jax.parallel.choices import CHOOSES_CHUNKS
 from moe_jax.parallel.pipeline import PassTimes, Schedule
 
 MAKE = {
     "1f1b": lambda ranks, chunks, micro_batches: pipeline.one_f_one_b(ranks, micro_batches),
     "interleaved": pipeline.interleaved,
     "uniform": pipeline.uniform,
+    "uniform-w": pipeline.uniform_w,
     "zb-h1": lambda ranks, chunks, micro_batches: pipeline.zb_h1(ranks, micro_batches),
     "zb-v": lambda ranks, chunks, micro_batches: pipeline.zb_v(ranks, micro_batches),
     "dualpipe": lambda ranks, chunks, micro_batches: pipeline.dualpipe(ranks, micro_batches),
@@ -29,7 +31,7 @@ def of_stage(schedule: Schedule, of_rank: PassTimes) -> PassTimes:
 
 def is_legal(name: str, ranks: int, chunks: int, micro_batches: int) -> bool:
     """Returns whether a schedule takes these sizes."""
-    if name in ("interleaved", "uniform"):
+    if name in CHOOSES_CHUNKS:
         return ranks > 1 or chunks == 1
     if name == "dualpipe" and (ranks % 2 or micro_batches % 2):
         return False

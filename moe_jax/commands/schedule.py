@@ -1,11 +1,12 @@
 """`moe-jax schedule`: draws a pipeline schedule and counts its bubble."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 from moe_jax.parallel import pipeline
+from moe_jax.parallel.choices import CHOOSES_CHUNKS, PipeSchedule
 from moe_jax.parallel.pipeline.by_name import schedule_by_name
 
 
@@ -27,7 +28,7 @@ class ScheduleCommand:
       schedule: the order of the passes.
       ranks: devices along the pipeline.
       micro_batches: micro-batches of a step; dualpipe counts both directions.
-      chunks: chunks of layers that each rank holds, for interleaved (default 2) and uniform (default 1).
+      chunks: chunks of layers that each rank holds, for interleaved (default 2), uniform and uniform-w (default 1).
       forward: time of a forward pass.
       backward: time of a whole backward pass.
       weights: the part of `backward` that computes gradients of weights.
@@ -40,7 +41,7 @@ class ScheduleCommand:
       output: a PNG file for the picture.
     """
 
-    schedule: tyro.conf.Positional[Literal["1f1b", "interleaved", "uniform", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"]]
+    schedule: tyro.conf.Positional[PipeSchedule]
     ranks: int
     micro_batches: int
     chunks: int | None = None
@@ -89,13 +90,13 @@ class ScheduleCommand:
         Raises:
           ValueError: the schedule refuses the sizes, or has no `chunks` to choose.
         """
-        if self.schedule in ("interleaved", "uniform"):
+        if self.schedule in CHOOSES_CHUNKS:
             usual = 2 if self.schedule == "interleaved" else 1
             return schedule_by_name(
                 self.schedule, self.ranks, usual if self.chunks is None else self.chunks, self.micro_batches
             )
         if self.chunks is not None:
-            raise ValueError(f"--chunks goes with interleaved and uniform; {self.schedule} has chunks of its own")
+            raise ValueError(f"--chunks goes with {', '.join(CHOOSES_CHUNKS)}; {self.schedule} has chunks of its own")
         return schedule_by_name(self.schedule, self.ranks, 1, self.micro_batches)
 
 

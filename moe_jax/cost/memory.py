@@ -12,6 +12,7 @@ layers add to the sums directly, and several micro-batches are in flight.
 
 from typing import NamedTuple
 
+from moe_jax.config import Stage
 from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.planned_step import BYTES, PlannedAdapters, PlannedStep
 from moe_jax.cost.workspace import (
@@ -100,14 +101,18 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
     whole = ELEMENT * sum(p.used_size for p in step.parameters if p.gather_axes and not p.by_layer)
     own_tokens = step.tokens / ranks
     embedded = ELEMENT * step.gradient_accumulation * own_tokens * config.hidden_size
-    kept = step.slots * _layers_kept(step, step.layers_of_chunk) * kept_by_layer(step, stage)
+    of_chunk = step.layers_of_chunk * kept_by_layer(step, stage)
+    if step.offloads_slots:
+        # A chunk comes back from the host's memory as a whole.
+        kept = of_chunk
+    else:
+        kept = step.slots * _layers_kept(step, step.layers_of_chunk) * kept_by_layer(step, stage)
     # The forward pass of a tick has gathered layers of its own, and makes the residuals of a layer.
     workspaces = [layer_workspace(step, number) + 2 * gathered_layer(step, number) + activations(step, stage)]
     for other, own in enumerate(step.stages):
         if other != number:
             beside = step.beside_pipe
-            in_flight = 1 if step.is_module(own) else min(2 * ranks, step.gradient_accumulation)
-            kept += in_flight * _layers_kept(step, own.num_layers) * kept_by_layer(beside, own)
+            kept += _in_flight(step, own) * _layers_kept(step, own.num_layers) * kept_by_layer(beside, own)
             gathers = 4 * gathered_layer(beside, other) if ranks > 1 else 0
             workspaces.append(layer_workspace(beside, other) - gathers)
     waiting = 4 * len(config.mtp_stages) * config.hidden_size * own_tokens
@@ -117,9 +122,20 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
 
 def host_bytes(step: PlannedStep) -> float:
     """Returns the bytes that a device keeps in its host's memory."""
-    in_flight = step.slots if step.joins_passes else 1
-    layers = sum(stage.num_layers * kept_by_layer(step, stage) for stage in step.stages)
-    return in_flight * layers if step.remat == "offload" else 0.0
+    if step.remat != "offload":
+        return 0.0
+    if not step.offloads_slots:
+        layers = sum(stage.num_layers * kept_by_layer(step, stage) for stage in step.stages)
+        return (step.slots if step.joins_passes else 1) * layers
+    # Passes that do not exist have a slot of their own.
+    kept = (step.slots + 1) * step.layers_of_chunk * kept_by_layer(step, step.stages[step.joined_stage])
+    beside = [stage for number, stage in enumerate(step.stages) if number != step.joined_stage]
+    return kept + sum(_in_flight(step, own) * own.num_layers * kept_by_layer(step.beside_pipe, own) for own in beside)
+
+
+def _in_flight(step: PlannedStep, stage: Stage) -> int:
+    """Returns the number of micro-batches of which a stage beside the joined one keeps residuals."""
+    return 1 if step.is_module(stage) else min(2 * step.mesh.pipe, step.gradient_accumulation)
 
 
 def _layers_kept(step: PlannedStep, layers: int) -> int:

@@ -48,7 +48,7 @@ def plan(
       devices: GPUs of each mesh.
       rows: sequences of the whole batch, so that all meshes do the same work.
       sequence_length: tokens of each sequence.
-      remat: None tries False and True, and "offload" where True does not fit. Pipes are not tried with "offload".
+      remat: None tries False and True, and "offload" where True does not fit.
       machine: the GPUs and their links.
       options: further fields of `cost.PlannedStep`.
 
@@ -66,8 +66,6 @@ def plan(
         if mesh.pipe > 1 and mesh.expert * mesh.context > machine.gpus_of_host:
             continue
         for kept in REMAT.values() if remat is None else (remat,):
-            if mesh.pipe > 1 and kept == "offload":
-                continue
             planned = partial(PlannedStep, config, mesh, rows, sequence_length, remat=kept, **options)
             try:
                 predictions.append(_fastest(planned, config, mesh, machine))

@@ -124,6 +124,11 @@ class PlannedStep:
         return _num_slots(self.mesh.pipe, self.pipe_chunks, self.gradient_accumulation)
 
     @property
+    def offloads_slots(self) -> bool:
+        """True if the slots of a pipe lie in the host's memory."""
+        return self.mesh.pipe > 1 and self.remat == "offload"
+
+    @property
     def beside_pipe(self) -> "PlannedStep":
         """One micro-batch in layers beside the pipe: rows are split over `pipe` too, as over `fsdp`."""
         mesh = replace(self.mesh, pipe=1, fsdp=self.mesh.pipe * self.mesh.fsdp)
@@ -310,8 +315,6 @@ def _problems_of_pipe(step: PlannedStep) -> list[str]:
         )
     if not fills_chunks(layers, ranks, chunks):
         problems.append(f"the {layers} layers of the last stage are too few for mesh.pipe={ranks} x pipe_chunks={chunks}")
-    if step.remat == "offload":
-        problems.append("remat='offload' is not for a pipe: take True or False")
     rows = step.rows // step.gradient_accumulation // (step.mesh.size // ranks // step.mesh.context)
     if len(step.stages) > 1 and rows % ranks:
         problems.append(

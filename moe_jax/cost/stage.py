@@ -110,7 +110,8 @@ def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str,
 def _keeping_seconds(step: PlannedStep, stage: Stage, computing: Iterable[Passes], machine: Machine) -> Passes:
     """Returns the seconds to copy a layer's residuals into the stack of all layers (`layers/passes.py`) and out of it.
 
-    Copies to and from host memory overlap with the layer's computation; only the excess counts.
+    Copies to and from host memory overlap with the layer's computation; only the excess counts. A pipe copies the layers of a
+    chunk back before it computes, beside the loss of some ticks: these copies count in full.
     """
     size = kept_by_layer(step, stage)
     if step.remat != "offload":
@@ -118,7 +119,8 @@ def _keeping_seconds(step: PlannedStep, stage: Stage, computing: Iterable[Passes
         return Passes(copy, 0.0, copy)
     copy = size / machine.host_link
     forward, again, backward = (sum(seconds) for seconds in zip(*computing, strict=True))
-    return Passes(max(0.0, copy - forward), 0.0, max(0.0, copy - again - backward))
+    hidden = 0.0 if step.offloads_slots else again + backward
+    return Passes(max(0.0, copy - forward), 0.0, max(0.0, copy - hidden))
 
 
 def _sparse_seconds(step: PlannedStep, machine: Machine) -> Passes:

@@ -10,8 +10,14 @@ sequences."""
 Hops = Literal["nccl", "copies"]
 """Transfers between devices: NCCL kernels or peer-to-peer copies (`parallel.collectives.hops`)."""
 
-PipeSchedule = Literal["uniform", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"]
+PipeSchedule = Literal["uniform", "uniform-w", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"]
 """The order of the passes in a pipeline (docs/schedules.md)."""
+
+UNIFORM: tuple[PipeSchedule, ...] = ("uniform", "uniform-w")
+"""The schedules in uniform ticks. The others run from a table."""
+
+CHOOSES_CHUNKS: tuple[PipeSchedule, ...] = (*UNIFORM, "interleaved")
+"""The schedules that take any number of chunks."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import get_args
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moe_jax.parallel.choices import Hops, PipeSchedule
+from moe_jax.parallel.choices import CHOOSES_CHUNKS, Hops, PipeSchedule
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE, check_hops
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.pipeline.branches import NO_COPIES
@@ -51,8 +51,9 @@ class Parallelism:
     """The parts of consecutive layers that each rank of `pipe` holds. More chunks wait less and send more."""
 
     pipe_schedule: PipeSchedule = "uniform"
-    """The order of the passes along `pipe`. "uniform" runs the same operations on all ranks. The others run from a table, each
-    rank in a branch of its own (`train.scheduled`). Then transfers inside the layers must be collectives with groups."""
+    """The order of the passes along `pipe`. "uniform" runs the same operations on all ranks; "uniform-w" too, but for
+    gradients of weights that it puts off to the end. The others run from a table, each rank in a branch of its own
+    (`train.scheduled`). Then transfers inside the layers must be collectives with groups."""
 
     def __post_init__(self):
         check_hops(self.hops, self.mesh)
@@ -142,7 +143,7 @@ class Parallelism:
             raise ValueError(f"pipe_schedule={name!r} must be one of {', '.join(get_args(PipeSchedule))}")
         if name != "uniform" and not self.pipelined:
             raise ValueError(f"pipe_schedule={name!r} needs several devices along the mesh axis pipe")
-        wanted = chunks if name in ("uniform", "interleaved") else 2 if name in ("zb-v", "dualpipe-v") else 1
+        wanted = chunks if name in CHOOSES_CHUNKS else 2 if name in ("zb-v", "dualpipe-v") else 1
         if chunks != wanted:
             raise ValueError(f"pipe_schedule={name!r} needs pipe_chunks={wanted}; got {chunks}")
         if name == "dualpipe" and ranks % 2:

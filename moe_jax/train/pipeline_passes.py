@@ -81,7 +81,9 @@ class RankPasses:
 
     def of_pipeline(self) -> PipelinePasses:
         """Returns the passes as the executor takes them."""
-        return PipelinePasses(self.enter, self.forward, self.backward, self.run, self.loss, self.leave)
+        offload = self.micro.execution.remat == "offload"
+        memory = jax.memory.Space.Host if offload else jax.memory.Space.Device
+        return PipelinePasses(self.enter, self.forward, self.backward, self.run, self.loss, self.leave, memory)
 
     def zeros(self) -> _Totals:
         """Returns the totals before the first micro-batch."""
@@ -150,7 +152,7 @@ class RankPasses:
 
     def backward(self, of_tick: TickPass, saved, dy: _Moving, totals: _Totals):
         """Returns a chunk's backward pass, which adds to the sums of gradients."""
-        layers, arrays = self._stage(of_tick, totals.gradients)
+        layers, arrays = self._stage_on_device(of_tick, totals.gradients)
         saved = jax.tree.unflatten(self.saved_structure, saved)
         sums = sums_of_loop(totals.gradients["stages"][self.stage], arrays)
         loop = backward_loop(layers, arrays, saved, Carry(dy.x, None), self._droutings(dy), sums, self._chunk(of_tick))
@@ -279,6 +281,11 @@ class RankPasses:
         elif micro.in_place:
             add_expert_gradients_to(stage, gradients["stages"][self.stage], in_stacks=True)
         return stage_layers(stage, self.stage, self._vary(entered.inputs), per_layer, micro.execution)
+
+    def _stage_on_device(self, of_tick: TickPass, gradients: nnx.State) -> StageLayers:
+        """Returns `_stage` for a backward pass, for which the executor has copied what was offloaded back to the device."""
+        layers, arrays = self._stage(of_tick, gradients)
+        return StageLayers(layers._replace(remat=bool(layers.remat)), arrays)
 
     def _chunk(self, of_tick: TickPass) -> Chunk:
         return Chunk(of_tick.chunk * self._layers_of_chunk, self._layers_of_chunk)

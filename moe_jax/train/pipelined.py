@@ -9,7 +9,9 @@ from flax import nnx
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.executor import run_ticks
+from moe_jax.parallel.pipeline.of_mesh import schedule_of
 from moe_jax.train.batch import Batch
+from moe_jax.train.divided_passes import DividedPasses
 from moe_jax.train.gradients import Gradients, GradientsFn, sum_on_mesh
 from moe_jax.train.objective import Objective
 from moe_jax.train.on_devices import merged_model
@@ -30,6 +32,7 @@ def accumulate_pipelined(
     """Returns what `gradients.accumulate` returns, for parameters of `parallel.pipeline.chunks.to_chunks`.
 
     Each tick computes a chunk forward for one micro-batch beside a chunk backward for another, in one loop over the layers.
+    With `parallelism.pipe_schedule` "uniform-w" some gradients of weights are put off to the end.
 
     Args:
       objective: one that has `of_states`, and whose value is a sum over tokens. It sees the tokens of a micro-batch in as many
@@ -38,17 +41,20 @@ def accumulate_pipelined(
 
     Raises:
       TypeError: an objective that works on batches alone.
-      ValueError: remat "offload". At the first call, parameters that lie otherwise.
+      ValueError: "uniform-w" where matrices are split inside a rank (`schedule_of`). At the first call, parameters that lie
+        otherwise.
     """
     check_objective(objective, "a pipeline")
-    if execution.remat == "offload":
-        raise ValueError("remat='offload' is not for a pipeline, whose slots lie in the GPU's memory: take True or False")
     ranks, chunks = parallelism.mesh.shape["pipe"], parallelism.pipe_chunks
+    puts_off = parallelism.pipe_schedule == "uniform-w"
+    if puts_off:
+        schedule_of(parallelism, micro_batches)
 
     def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:
         own, shapes = join_chunks(params)
         front = Front(passes_of_layers(objective, graphdef, own, fixed, execution, parallelism.mesh), stacked)
-        passes = RankPasses(front.micro, chunks, stacked, scalars, front.forward())
+        kind = DividedPasses if puts_off else RankPasses
+        passes = kind(front.micro, chunks, stacked, scalars, front.forward())
         totals = run_ticks(passes.of_pipeline(), chunks, micro_batches, passes.zeros())
         gradients = front.backward(totals.embedded[:-1], totals.gradients)
         return Gradients(totals.value, passes.aux_of_layers(totals.aux, totals.router), _split_chunks(gradients, shapes))

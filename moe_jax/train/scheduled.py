@@ -5,16 +5,13 @@ those of `train.pipeline_passes`, with other layers on the ranks.
 """
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import jax
 from flax import nnx
 from jax import lax
 from jaxtyping import Array
 
-from moe_jax.layers.tickets import inputs_backward, weights_backward
 from moe_jax.models.execution import Execution
-from moe_jax.models.forward import Carry
 from moe_jax.parallel.layout import lies_in_chunks, parameter_path
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.of_mesh import check_branches, schedule_of
@@ -22,15 +19,14 @@ from moe_jax.parallel.pipeline.schedules import Schedule
 from moe_jax.parallel.pipeline.stages import from_stages, layers_of_all_stages, layers_of_stages, to_stages
 from moe_jax.parallel.pipeline.table import lockstep_table
 from moe_jax.parallel.pipeline.table_executor import TablePasses, run_table
-from moe_jax.parallel.pipeline.ticks import TickPass
 from moe_jax.train.batch import Batch
+from moe_jax.train.divided_passes import DividedPasses
 from moe_jax.train.gradients import Gradients, GradientsFn, sum_on_mesh
-from moe_jax.train.micro_batch import sums_of_loop
 from moe_jax.train.objective import Objective
 from moe_jax.train.on_devices import merged_model
 from moe_jax.train.overlap import check_objective
 from moe_jax.train.pipeline_front import Front
-from moe_jax.train.pipeline_passes import RankPasses, check_chunks, passes_of_layers
+from moe_jax.train.pipeline_passes import check_chunks, passes_of_layers
 
 
 def accumulate_scheduled(
@@ -52,7 +48,10 @@ def accumulate_scheduled(
     """
     check_objective(objective, "a pipeline")
     if execution.remat == "offload":
-        raise ValueError("remat='offload' is not for a pipeline, whose slots lie in the GPU's memory: take True or False")
+        raise ValueError(
+            f"remat='offload' needs pipe_schedule='uniform': slots of {parallelism.pipe_schedule!r} lie in the GPU's memory; "
+            "take that schedule, or remat True or False"
+        )
     check_branches(parallelism)
     ranks, chunks = parallelism.mesh.shape["pipe"], parallelism.pipe_chunks
     schedule = schedule_of(parallelism, micro_batches)
@@ -76,31 +75,20 @@ def accumulate_scheduled(
 
 
 @dataclass
-class ScheduledPasses(RankPasses):
+class ScheduledPasses(DividedPasses):
     """The passes of a rank whose chunks are stages of a schedule."""
 
     schedule: Schedule = field(kw_only=True)
 
     def of_table(self, divides: bool) -> TablePasses:
-        """Returns the functions of a table; `divides`: its backward passes are divided into b and W.
-
-        Recomputed layers need tickets in b alone. Otherwise what a forward pass saves must be what b needs, and a whole B is b
-        and then W.
-        """
-        micro = replace(self.micro, in_place=self.micro.in_place and not divides)
-        apart = replace(self, micro=micro, divided=divides)
-        whole = self if self.micro.execution.remat else apart
-
-        def b(*arguments):
-            apart.saved_structure = whole.saved_structure
-            return apart.inputs_backward(*arguments)
-
+        """Returns the functions of a table; `divides`: its backward passes are divided into b and W."""
+        halves = self.halves(divides=divides)
         return TablePasses(
             enter=self.enter,
-            forward=whole.forward,
-            backward=whole.backward,
-            inputs_backward=b,
-            weights_backward=apart.weights_backward,
+            forward=halves.forward,
+            backward=halves.backward,
+            inputs_backward=halves.inputs_backward,
+            weights_backward=halves.weights_backward,
             run=self.run,
             loss=self.loss_of_rank,
             leave=self.leave,
@@ -109,41 +97,6 @@ class ScheduledPasses(RankPasses):
     def loss_of_rank(self, i, last_rank: int, finished, totals):
         """Computes `loss` of what left the last stage on a rank."""
         return replace(self, last_rank=last_rank).loss(i, finished, totals)
-
-    def backward(self, of_tick: TickPass, saved, dy, totals):
-        """Returns a chunk's backward pass, which adds to the sums of gradients."""
-        if not self.divided:
-            return super().backward(of_tick, saved, dy, totals)
-        loop, finish = self.inputs_backward(of_tick, saved, dy, totals)
-
-        def finish_both(run):
-            dx, product, totals = finish(run)
-            return dx, self.run(self.weights_backward(of_tick, product, totals))[0]
-
-        return loop, finish_both
-
-    def inputs_backward(self, of_tick: TickPass, saved, dy, totals):
-        """Returns b of a chunk, which adds the gradients of vectors; its product are the operands of those of matrices."""
-        layers, arrays = self._stage(of_tick, totals.gradients)
-        saved = jax.tree.unflatten(self.saved_structure, saved)
-        stage = totals.gradients["stages"][self.stage]
-        sums, chunk = sums_of_loop(stage, arrays), self._chunk(of_tick)
-        loop = inputs_backward(layers, arrays, saved, Carry(dy.x, None), self._droutings(dy), sums, chunk)
-
-        def finish(run):
-            changed = nnx.merge_state(stage, run.vectors)
-            return type(dy)(run.dx.x, dy.router, dy.counts), run.products, self._with_stage(totals, changed)
-
-        return loop, finish
-
-    def weights_backward(self, of_tick: TickPass, product, totals):
-        """Returns W of a chunk, which adds the gradients of matrices."""
-        loop = weights_backward(product, totals.gradients["stages"][self.stage], self._chunk(of_tick))
-        return loop, partial(self._with_stage, totals)
-
-    def _with_stage(self, totals, stage: nnx.State):
-        """Returns the totals with other sums of the gradients of the rank's layers."""
-        return totals._replace(gradients=nnx.merge_state(totals.gradients, nnx.State({"stages": {self.stage: stage}})))
 
     @property
     def _layers_of_chunk(self) -> int:

@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from moe_jax.layers.passes import Remat
 from moe_jax.models.execution import Execution
+from moe_jax.parallel.choices import UNIFORM
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.zero1 import optimizer_mesh, sum_to_parts
 from moe_jax.train.batch import Batch, num_rows, replicated_sharding
@@ -109,7 +110,7 @@ def make_train_step(
     split_over = optimizer_mesh(parallelism)
     stacked: dict[str, bool] = dict(stack_over_data=split_over is not None)
     if parallelism is not None and parallelism.pipelined:
-        pipeline = accumulate_pipelined if parallelism.pipe_schedule == "uniform" else accumulate_scheduled
+        pipeline = accumulate_pipelined if parallelism.pipe_schedule in UNIFORM else accumulate_scheduled
         gradients = pipeline(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
     elif parallelism is not None and overlaps(objective, parallelism, remat, gradient_accumulation):
         gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)

@@ -73,7 +73,10 @@ def test_a_step_too_wide_to_draw_is_counted(capsys):
     [
         ("dualpipe --ranks 5 --micro-batches 20", "ranks must be even, for DualPipe starts at both ends; got 5"),
         ("dualpipe --ranks 4 --micro-batches 6", "micro_batches must be at least 2 * ranks = 8 for DualPipe; got 6"),
-        ("dualpipe --ranks 4 --micro-batches 8 --chunks 2", "--chunks goes with interleaved and uniform; dualpipe has chunks"),
+        (
+            "dualpipe --ranks 4 --micro-batches 8 --chunks 2",
+            "--chunks goes with uniform, uniform-w, interleaved; dualpipe",
+        ),
         ("uniform --ranks 1 --micro-batches 8 --chunks 2", "chunks must be 1 with one rank"),
         ("1f1b --ranks 0 --micro-batches 8", "ranks must be at least 1; got 0"),
         ("1f1b --ranks 2 --micro-batches 8 --forward -1", "forward must be a finite time of at least 0; got -1"),

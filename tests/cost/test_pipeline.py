@@ -106,6 +106,19 @@ def test_a_rank_keeps_the_inputs_of_its_slots(ranks, chunks):
     assert predict(step).bytes["activations"] == pytest.approx((1 + 1 / chunks) * 48 * 4096 * 2048 * 2)
 
 
+def test_offloaded_slots():
+    """The slots, and that of passes that do not exist, lie with the host; a chunk comes back before it computes."""
+    step = of(QWEN, MeshShape(pipe=4), 32, 32, 3)
+    kept, moved = predict(step), predict(replace(step, remat="offload"))
+    of_chunk = 4 * step.tokens * 2048 * 2
+    assert moved.host_bytes == (step.slots + 1) * of_chunk and kept.host_bytes == 0
+    assert kept.bytes["activations"] - moved.bytes["activations"] == (step.slots - 1) * of_chunk
+    # 12 layers of 32 micro-batches come back, in place of two copies within the GPU's memory.
+    of_layer = of_chunk / 4
+    back, within = of_layer / H200.host_link, 4 * of_layer / H200.hbm
+    assert moved.seconds["kept"] - kept.seconds["kept"] == pytest.approx(12 * 32 * (back - within))
+
+
 def test_a_pipe_divides_the_state_and_sums_in_f32():
     one, piped = predict(of(QWEN, MeshShape(), 8, 1, 1)), predict(of(QWEN, MeshShape(pipe=4), 8, 4, 1))
     for part in ("parameters", "moments"):

@@ -305,7 +305,6 @@ def test_loads_above_the_capacity_cost_further_rounds():
         ({"gradient_accumulation": 2}, "a micro-batch of 1 rows cannot be dealt out to data x fsdp x expert = 2 devices"),
         ({"pipe_chunks": 2}, "pipe_chunks=2 needs a mesh.pipe of at least 2: one rank computes its layers in one chunk"),
         ({"mesh": MeshShape(pipe=8), "pipe_chunks": 7}, "the 48 layers of the last stage are too few for mesh.pipe=8 x"),
-        ({"mesh": MeshShape(pipe=2), "remat": "offload"}, "remat='offload' is not for a pipe: take True or False"),
         ({"mesh": MeshShape(pipe=3)}, "the 8192 tokens of a micro-batch must be a multiple of mesh.pipe=3"),
         (
             {"config": DEEPSEEK, "mesh": MeshShape(pipe=4)},

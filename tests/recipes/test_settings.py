@@ -66,7 +66,6 @@ def test_overlapping_micro_batches_need_several_and_a_mesh(tmp_path):
     "changes, message",
     [
         (dict(gradient_accumulation=1), "mesh.pipe=2 needs a gradient_accumulation of 2 or more: with one micro-batch all"),
-        (dict(offload=True), "offload=True needs a mesh without pipe: with mesh.pipe=2 inputs of layers stay on the GPU"),
         (dict(rebalance_every=3), "rebalance_every=3 needs a mesh without pipe: experts cannot change places in one yet"),
         (dict(pipe_chunks=0), "pipe_chunks=0 must be an integer of at least 1"),
         (dict(pipe_chunks=2, mesh=MeshShape(fsdp=2)), "pipe_chunks=2 needs a mesh.pipe of 2 or more"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moe_jax.parallel.pipeline.drawing import draw, plot
     from moe_jax.parallel.pipeline.dual_pipe import dualpipe, dualpipe_v
     from moe_jax.parallel.pipeline.formulas import bubble_formula
-    from moe_jax.parallel.pipeline.ring_schedules import interleaved, uniform
+    from moe_jax.parallel.pipeline.ring_schedules import interleaved, uniform, uniform_w
     from moe_jax.parallel.pipeline.schedules import Part, Schedule, one_f_one_b
     from moe_jax.parallel.pipeline.simulator import PassTimes, TimedSlot, Timeline, simulate
     from moe_jax.parallel.pipeline.verification import verify
@@ -37,6 +37,7 @@ __all__ = [
     "simulate",
     "to_actions",
     "uniform",
+    "uniform_w",
     "verify",
     "zb_h1",
     "zb_v",

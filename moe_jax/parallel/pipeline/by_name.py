@@ -2,7 +2,7 @@
 
 from moe_jax.parallel.choices import PipeSchedule
 from moe_jax.parallel.pipeline.dual_pipe import dualpipe, dualpipe_v
-from moe_jax.parallel.pipeline.ring_schedules import interleaved, uniform
+from moe_jax.parallel.pipeline.ring_schedules import interleaved, uniform, uniform_w
 from moe_jax.parallel.pipeline.schedules import Schedule, one_f_one_b
 from moe_jax.parallel.pipeline.zero_bubble import zb_h1, zb_v
 
@@ -13,7 +13,8 @@ def schedule_by_name(name: PipeSchedule, ranks: int, chunks: int, micro_batches:
     Raises:
       ValueError: sizes that the schedule refuses.
     """
-    if name in ("interleaved", "uniform"):
-        return (interleaved if name == "interleaved" else uniform)(ranks, chunks, micro_batches)
+    with_chunks = {"interleaved": interleaved, "uniform": uniform, "uniform-w": uniform_w}
+    if name in with_chunks:
+        return with_chunks[name](ranks, chunks, micro_batches)
     make = {"1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-v": zb_v, "dualpipe": dualpipe, "dualpipe-v": dualpipe_v}
     return make[name](ranks, micro_batches)

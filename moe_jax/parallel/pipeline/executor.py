@@ -10,14 +10,17 @@ So no collective can wait for a rank that does not take part in it.
 | the middle | yes | of the micro-batch that the last rank finished one tick before | yes |
 | the last v p | | as in the middle | yes |
 
+With W put off (`PutOff`) the first p - 1 ticks with a backward pass compute the gradients of inputs alone. In the last p - 1
+ticks a rank that has no backward pass computes the gradients of weights that it put off.
+
 Behind a tick the outputs go to the next rank, and the gradients to the rank before. Evaluation runs forward passes and losses
 alone (`run_forward_ticks`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +30,18 @@ from jaxtyping import Array, Int
 
 from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.collectives.hops import hop
+from moe_jax.parallel.pipeline.branches import checked_branch
 from moe_jax.parallel.pipeline.ticks import (
     TickPass,
     backward_at,
+    first_backward,
     forward_at,
     input_slots,
     num_passes,
     num_ticks,
     pass_number,
+    weights_at,
+    weights_number,
 )
 
 
@@ -58,6 +65,22 @@ class PipelinePasses:
     """(micro-batch, what leaves the last layer on the last rank, totals) -> (its gradient, totals)."""
     leave: Callable[[TickPass, Any, Any], Any]
     """(pass, the gradient of what entered the first layer, totals) -> totals."""
+    memory: jax.memory.Space = jax.memory.Space.Device
+    """The memory of the slots. `forward` saves there, and `backward` gets arrays in the device's memory. In the host's memory a
+    forward pass must save inputs alone: over inputs of zeros, a backward pass is finite."""
+    put_off: "PutOff | None" = None
+    """The two halves of a backward pass, to put W off. Then no pass may have a transfer that waits for all devices."""
+
+
+@dataclass(frozen=True)
+class PutOff:
+    """The halves of a backward pass: b and W."""
+
+    inputs_backward: Callable[[TickPass, Any, Any, Any], Any]
+    """As `PipelinePasses.backward`, of b, which gives (the gradient of the input, product, totals)."""
+    weights_backward: Callable[[TickPass, Any, Any], Any]
+    """(pass, the product of b, totals) -> a pass that `run` runs. It is W, and gives totals. The product of a pass that does
+    not exist adds zeros."""
 
 
 class Slot(NamedTuple):
@@ -91,7 +114,18 @@ class _State(NamedTuple):
     """The output of the rank's forward pass one tick before."""
     slots: Any
     """Arrays that forward passes saved, stacked. The last slot is for passes that do not exist: chunk 0 of micro-batch 0."""
+    products: Any
+    """The products of a rank's first p - 1 backward passes, stacked, if W is put off; else None."""
     totals: Any
+
+
+class _Span(NamedTuple):
+    """Consecutive ticks of one kind."""
+
+    has_forward: bool
+    backward: Literal["", "B", "b", "B or W"]
+    begins: int
+    ends: int
 
 
 def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: Any) -> Any:
@@ -106,36 +140,54 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
     sizes = ranks, chunks, micro_batches
     table = np.asarray(input_slots(*sizes), np.int32)
     num_slots = int(table.max()) + 1
+    on_host = passes.memory == jax.memory.Space.Host
 
     def slot_of(of_tick: TickPass):
         """Returns where the inputs of a pass are kept."""
         number = pass_number(of_tick.chunk, of_tick.micro_batch, ranks, chunks)
         return jnp.where(of_tick.exists, jnp.asarray(table)[number], num_slots)
 
-    def tick(has_forward: bool, has_backward: bool, t, state: _State) -> _State:
+    def tick(span: _Span, t, state: _State) -> _State:
+        has_forward, has_backward = span.has_forward, bool(span.backward)
         ahead, back = (_or_first(at(t, rank, *sizes)) for at in (forward_at, backward_at))
         totals, running = state.totals, []
         if has_forward:
             entering = _entering(passes.enter, ahead, state.arriving)
             running.append(passes.forward(ahead, entering, Slot(state.slots, slot_of(ahead))))
         if has_backward:
-            # The same on all ranks, so that the ranks agree whether there is a loss to compute.
-            done = forward_at(t - 1, ranks - 1, *sizes)
-            dy, totals = _loss(passes, done, done.chunk == chunks - 1, state, totals)
-            dy = _where((rank == ranks - 1) & (back.chunk == chunks - 1), dy, state.returning)
+            dy = state.returning
+            # The last ticks come after all losses.
+            if span.backward != "B or W":
+                # The same on all ranks, so that the ranks agree whether there is a loss to compute.
+                done = forward_at(t - 1, ranks - 1, *sizes)
+                of_loss, totals = _loss(passes, done, done.chunk == chunks - 1, state, totals)
+                dy = _where((rank == ranks - 1) & (back.chunk == chunks - 1), of_loss, dy)
             dy = _where(back.exists, dy, jax.tree.map(jnp.zeros_like, dy))
-            running.append(passes.backward(back, _take(state.slots, slot_of(back)), dy, totals))
-        results = list(passes.run(*running))
+            saved = _take(state.slots, slot_of(back))
+            if on_host:
+                saved = jax.device_put(saved, jax.memory.Space.Device)
+            if span.backward != "B or W":
+                halves = passes.put_off
+                of_span = halves.inputs_backward if span.backward == "b" and halves else passes.backward
+                running.append(of_span(back, saved, dy, totals))
+        if span.backward == "B or W":
+            results: list[tuple] = [_backward_or_weights(passes, t, sizes, (saved, dy, state.products, totals))]
+        else:
+            results = list(passes.run(*running))
         if has_forward:
             output, slots, count = results.pop(0)
-            if not has_backward:
+            if not has_backward and not on_host:
                 # A backward pass that does not exist reads what a forward pass over the same chunk and micro-batch saved.
                 # With zeros in place of residuals, its gradients would be NaN, and not the zeros that add nothing.
                 is_first = ahead.exists & (ahead.chunk == 0) & (ahead.micro_batch == 0)
                 slots = lax.cond(is_first, lambda s, i: _put(s, _take(s, i), num_slots), lambda s, i: s, slots, slot_of(ahead))
             state = state._replace(arriving=jax.tree.map(lambda a: hop(a, "pipe", 1), output), finished=output, slots=slots)
         if has_backward:
-            dx, totals = results.pop(0)
+            dx, *product, totals = results.pop(0)
+            if product:
+                # A rank's first passes that exist write over what passes before them wrote into place 0.
+                place = jnp.maximum(t - first_backward(rank, ranks, chunks), 0)
+                state = state._replace(products=_put(state.products, product[0], place))
             totals = passes.leave(back._replace(exists=back.exists & (rank == 0) & (back.chunk == 0)), dx, totals)
             state = state._replace(returning=jax.tree.map(lambda a: hop(a, "pipe", -1), dx))
         return state._replace(totals=count(totals) if has_forward else totals)
@@ -143,21 +195,82 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
     entering = passes.enter(jnp.zeros((), jnp.int32))
     first = TickPass(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rank < 0)
     saved = jax.eval_shape(lambda x: passes.run(passes.forward(first, x, None))[0][1], entering)
+    puts_off = passes.put_off is not None and ranks > 1
     everywhere = (entering, rank, totals)
-    zeros, slots = vary_as(
-        (jax.tree.map(jnp.zeros_like, entering), jax.tree.map(lambda s: jnp.zeros((num_slots + 1, *s.shape), s.dtype), saved)),
-        everywhere,
-    )
-    state = _State(zeros, zeros, zeros, slots, totals)
-    forward_ends = num_passes(*sizes) + ranks - 1
-    spans = (
-        ((True, False), 0, ranks * chunks),
-        ((True, True), ranks * chunks, forward_ends),
-        ((False, True), forward_ends, num_ticks(*sizes)),
-    )
-    for kinds, begins, ends in spans:
-        state = lax.fori_loop(begins, ends, partial(tick, *kinds), state)
+    zeros = vary_as(jax.tree.map(jnp.zeros_like, entering), everywhere)
+    slots = _slots(num_slots, saved, everywhere, on_host=on_host)
+    products = _products(passes, first, saved, zeros, totals, everywhere) if puts_off else None
+    state = _State(zeros, zeros, zeros, slots, products, totals)
+    for span in _spans(*sizes, puts_off=puts_off):
+        state = lax.fori_loop(span.begins, span.ends, partial(tick, span), state)
     return state.totals
+
+
+def _spans(ranks: int, chunks: int, micro_batches: int, *, puts_off: bool) -> Iterator[_Span]:
+    """Yields the ticks of a step by their kind."""
+    sizes = ranks, chunks, micro_batches
+    ends, put_off = num_passes(*sizes) + ranks - 1, ranks - 1 if puts_off else 0
+    begins = ranks * chunks
+    yield _Span(True, "", 0, begins)
+    if put_off:
+        yield _Span(True, "b", begins, begins + put_off)
+    yield _Span(True, "B", begins + put_off, ends)
+    yield _Span(False, "B", ends, num_ticks(*sizes) - put_off)
+    if put_off:
+        yield _Span(False, "B or W", num_ticks(*sizes) - put_off, num_ticks(*sizes))
+
+
+def _products(passes: PipelinePasses, first: TickPass, saved: Any, zeros: Any, totals: Any, everywhere: Any) -> Any:
+    """Returns places for the products of p - 1 backward passes."""
+    assert passes.put_off is not None
+    b = passes.put_off.inputs_backward
+    restored = jax.tree.map(lambda s: vary_as(jnp.zeros(s.shape, s.dtype), everywhere), saved)
+    like = jax.eval_shape(lambda *arrays: passes.run(b(first, *arrays))[0][1], restored, zeros, totals)
+    places = lax.axis_size("pipe") - 1
+    return jax.tree.map(lambda s: vary_as(jnp.zeros((places, *s.shape), s.dtype), everywhere), like)
+
+
+def _backward_or_weights(passes: PipelinePasses, t, sizes: tuple[int, int, int], arrays: tuple) -> tuple[Any, Any]:
+    """Computes the rank's backward pass, or W of one that was put off. Returns the gradient of the input, and totals.
+
+    Args:
+      arrays: what the backward pass reads, the gradient of its output, the products that wait, and totals.
+    """
+    rank = lax.axis_index("pipe")
+    number = weights_number(t, rank, *sizes)
+
+    def backward(t, rank, saved, dy, products, totals):
+        back = _or_first(backward_at(t, rank, *sizes))
+        return passes.run(passes.backward(back, saved, dy, totals))[0]
+
+    def weights(t, rank, saved, dy, products, totals):
+        assert passes.put_off is not None
+        product = _take(products, weights_number(t, rank, *sizes))
+        of_product = _or_first(weights_at(t, rank, *sizes))
+        (totals,) = passes.run(passes.put_off.weights_backward(of_product, product, totals))
+        return vary_as(jax.tree.map(jnp.zeros_like, dy), dy), totals
+
+    arguments = (t, rank, *arrays)
+    branches = [checked_branch(branch, *arguments) for branch in (weights, backward)]
+    return lax.cond(number >= 0, *branches, *arguments)
+
+
+def _slots(number: int, saved: Any, everywhere: Any, *, on_host: bool) -> Any:
+    """Returns empty slots for arrays like `saved`, and one more, which is zeros."""
+
+    def zeros(*shape: int, dtype: Any) -> Array:
+        return vary_as(jnp.zeros(shape, dtype), everywhere)
+
+    if not on_host:
+        return jax.tree.map(lambda s: zeros(number + 1, *s.shape, dtype=s.dtype), saved)
+
+    def of_array(s) -> Array:
+        # Zeros of all slots would be made in the device's memory first. Every other slot is written before it is read.
+        slots = vary_as(lax.empty((number + 1, *s.shape), s.dtype), everywhere)
+        slots, last = (jax.device_put(a, jax.memory.Space.Host) for a in (slots, zeros(*s.shape, dtype=s.dtype)))
+        return lax.dynamic_update_index_in_dim(slots, last, number, 0)
+
+    return jax.tree.map(of_array, saved)
 
 
 def run_forward_ticks(passes: ForwardPasses, chunks: int, micro_batches: int, totals: Any) -> Any:

@@ -11,6 +11,7 @@ def bubble_formula(schedule: Schedule, times: PassTimes) -> float:
     |---|---|---|
     | 1f1b | (p - 1) (F + B) | all times |
     | interleaved, uniform | (p - 1) (F + B) | micro-batches a multiple of p; otherwise it is longer |
+    | uniform-w | (p - 1) (F + B - W) | the same |
     | zb-h1 | (p - 1) (F + B - 2 W) | W <= F and W <= B - W, at least p micro-batches; otherwise it may be longer |
     | zb-v | (p - 1) F | F = B - W = W, at least 2 p - 1 micro-batches; otherwise it may be longer |
     | dualpipe | (p / 2 - 1) (F&B + B - 3 W) | F = B - W = W and F&B = 3 F; an upper bound for W <= F <= B - W |
@@ -31,6 +32,7 @@ def bubble_formula(schedule: Schedule, times: PassTimes) -> float:
         "1f1b": (p - 1) * (f + b),
         "interleaved": (p - 1) * (f + b),
         "uniform": (p - 1) * (f + b),
+        "uniform-w": (p - 1) * (f + b - w),
         "zb-h1": (p - 1) * (f + b - 2 * w),
         "zb-v": (p - 1) * f,
         "dualpipe": (p / 2 - 1) * (both + b - 3 * w),

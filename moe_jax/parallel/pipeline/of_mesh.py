@@ -1,5 +1,6 @@
 """The schedule of a step on a mesh, and the transfers inside layers that its branches cannot have."""
 
+from moe_jax.parallel.choices import UNIFORM
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.by_name import schedule_by_name
 from moe_jax.parallel.pipeline.schedules import Schedule
@@ -13,17 +14,18 @@ def schedule_of(parallelism: Parallelism, micro_batches: int) -> Schedule:
     """Returns the schedule of a step. Where matrices are split inside a rank, DualPipe and DualPipeV have no b and W.
 
     Raises:
-      ValueError: sizes that the schedule refuses, or ZB-H1 and ZB-V where matrices are split inside a rank.
+      ValueError: sizes that the schedule refuses, or ZB-H1, ZB-V and `uniform-w` where matrices are split inside a rank.
     """
     name = parallelism.pipe_schedule
     schedule = schedule_by_name(name, parallelism.mesh.shape["pipe"], parallelism.pipe_chunks, micro_batches)
     split = _split_axes(parallelism)
     if not split or not any(part.kind == "W" for slots in schedule.ranks for slot in slots for part in slot):
         return schedule
-    if name in ("zb-h1", "zb-v"):
+    if name in ("zb-h1", "zb-v", "uniform-w"):
+        instead = "'uniform'" if name in UNIFORM else "'1f1b', 'interleaved', 'dualpipe' or 'dualpipe-v'"
         raise ValueError(
             f"pipe_schedule={name!r} divides the backward pass, for which matrices must lie whole on a rank of the pipe; "
-            f"{', '.join(split)} of this mesh split them: take '1f1b', 'interleaved', 'dualpipe' or 'dualpipe-v'"
+            f"{', '.join(split)} of this mesh split them: take {instead}"
         )
     return undivided(schedule)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from moe_jax.parallel.pipeline.schedules import Kind, Part, Schedule, Slot, one_f_one_b, require_positive
-from moe_jax.parallel.pipeline.ticks import TickPass, backward_at, forward_at, num_ticks
+from moe_jax.parallel.pipeline.ticks import TickPass, backward_at, forward_at, num_ticks, puts_off, weights_at
 
 
 def interleaved(ranks: int, chunks: int, micro_batches: int) -> Schedule:
@@ -59,6 +59,33 @@ def uniform(ranks: int, chunks: int, micro_batches: int) -> Schedule:
         in_flight=tuple(min((chunks + 1) * ranks - 2 * rank, chunks * micro_batches) for rank in range(ranks)),
         weights_queue=(0,) * ranks,
     )
+
+
+def uniform_w(ranks: int, chunks: int, micro_batches: int) -> Schedule:
+    """Returns `uniform` with W put off: the first p - 1 ticks with backward passes compute b alone, the last p - 1 ticks W.
+
+    Rank r puts off its first r backward passes and has nothing else to do in the last r ticks. The first of these ticks are
+    shorter by W, and the last are as long as before. Rank r holds r more chunk inputs.
+
+    Raises:
+      ValueError: as `uniform`.
+    """
+    plain, sizes = uniform(ranks, chunks, micro_batches), (ranks, chunks, micro_batches)
+    return replace(
+        plain,
+        name="uniform-w",
+        ranks=tuple(tuple(uniform_w_slot(tick, rank, *sizes) for tick in range(num_ticks(*sizes))) for rank in range(ranks)),
+        in_flight=tuple(held + rank for rank, held in enumerate(plain.in_flight)),
+        weights_queue=tuple(range(ranks)),
+    )
+
+
+def uniform_w_slot(tick: int, rank: int, ranks: int, chunks: int, micro_batches: int) -> Slot:
+    """Returns what a rank computes in a tick of `uniform_w`."""
+    sizes = (ranks, chunks, micro_batches)
+    kind: Kind = "b" if puts_off(tick, ranks, chunks) else "B"
+    parts = *_part("F", forward_at(tick, rank, *sizes)), *_part(kind, backward_at(tick, rank, *sizes))
+    return (*parts, *_part("W", weights_at(tick, rank, *sizes)))
 
 
 def uniform_slot(tick: int, rank: int, ranks: int, chunks: int, micro_batches: int) -> Slot:

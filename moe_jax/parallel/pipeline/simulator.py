@@ -46,7 +46,8 @@ class PassTimes:
         """Returns the time of a slot of a rank whose chunks are `stages`."""
         if len(slot) == 2:
             first, second = (stages[part.chunk] for part in slot)
-            return self.both(first, second)
+            put_off = _of(self.weights, second) if slot[1].kind == "b" else 0.0
+            return self.both(first, second) - put_off
         return sum(self._of_part(part, stages[part.chunk]) for part in slot)
 
     def both(self, forward_stage: int, backward_stage: int) -> float:

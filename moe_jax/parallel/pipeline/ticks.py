@@ -32,6 +32,32 @@ def backward_at(tick: Any, rank: Any, ranks: int, chunks: int, micro_batches: in
     return mirrored._replace(chunk=chunks - 1 - mirrored.chunk)
 
 
+def weights_at(tick: Any, rank: Any, ranks: int, chunks: int, micro_batches: int) -> TickPass:
+    """Returns the pass W that a rank computes in one of the last p - 1 ticks, if W is put off (`uniform-w`).
+
+    Rank r has no backward pass in the last r ticks. There it computes W of its first r backward passes, which are in the ticks
+    of `puts_off`.
+    """
+    n = weights_number(tick, rank, ranks, chunks, micro_batches)
+    found = backward_at(n + first_backward(rank, ranks, chunks), rank, ranks, chunks, micro_batches)
+    return found._replace(exists=found.exists & (n >= 0))
+
+
+def weights_number(tick: Any, rank: Any, ranks: int, chunks: int, micro_batches: int) -> Any:
+    """Returns which of the rank's first backward passes `weights_at` belongs to; negative: none."""
+    return tick - num_ticks(ranks, chunks, micro_batches) + rank
+
+
+def first_backward(rank: Any, ranks: int, chunks: int) -> Any:
+    """Returns the tick of a rank's first backward pass."""
+    return chunks * ranks + ranks - 1 - rank
+
+
+def puts_off(tick: Any, ranks: int, chunks: int) -> Any:
+    """Returns whether backward passes in this tick leave W for the last ticks: in the first p - 1 ticks with any."""
+    return (tick >= chunks * ranks) & (tick < chunks * ranks + ranks - 1)
+
+
 def _nth_pass(n: Any, ranks: int, chunks: int, micro_batches: int) -> TickPass:
     group, chunk, place = n // (chunks * ranks), n % (chunks * ranks) // ranks, n % ranks
     micro_batch = group * ranks + place

@@ -4,28 +4,30 @@ from collections import Counter
 from itertools import pairwise
 from typing import Literal
 
-from moe_jax.parallel.pipeline.ring_schedules import uniform_slot
+from moe_jax.parallel.choices import UNIFORM
+from moe_jax.parallel.pipeline.ring_schedules import uniform_slot, uniform_w_slot
 from moe_jax.parallel.pipeline.schedules import Part, Result, Schedule, Slot
 from moe_jax.parallel.pipeline.simulator import memory_peaks, ticks_of
 from moe_jax.parallel.pipeline.ticks import num_ticks
 
 KINDS_OF_RESULTS: tuple[Literal["F", "b", "W"], ...] = ("F", "b", "W")
 
-SHAPES = {(), ("F",), ("B",), ("b",), ("W",), ("F", "B")}
+SHAPES = {(), ("F",), ("B",), ("b",), ("W",), ("F", "B"), ("F", "b")}
 """The kinds of parts that one slot may have."""
 
 
 def verify(schedule: Schedule) -> None:
     """Checks a schedule.
 
-    1. A slot is idle, one part, or (F, B). Its chunks and micro-batches exist, and every stage lies on a rank.
+    1. A slot is idle, one part, (F, B) or (F, b). Its chunks and micro-batches exist, and every stage lies on a rank.
     2. Each stage computes F, b and W of each micro-batch once; B is b and W.
     3. b comes after F, and W after b. An overlapped B is of another micro-batch or chunk than the F beside it.
-    4. Each kind of pass of a chunk takes the micro-batches in order, so that messages arrive in the order of their use.
+    4. Each kind of pass of a chunk takes the micro-batches in order, so that messages arrive in the order of their use. W of
+       `uniform-w` sends none, and takes the first micro-batches last.
     5. Neighbouring stages lie on neighbouring ranks of the ring, or on one rank.
     6. The ranks never wait for each other in a circle.
     7. Chunk inputs in flight, and waiting passes W, are at most what the schedule states.
-    8. The slots of `uniform` are the arithmetic of its ticks.
+    8. The slots of `uniform` and `uniform-w` are the arithmetic of their ticks.
 
     Raises:
       ValueError: names the first rule that is broken, and where.
@@ -41,13 +43,13 @@ def verify(schedule: Schedule) -> None:
     ticks_of(schedule)
     for rank, slots in enumerate(schedule.ranks):
         _check_memory(schedule, rank, slots)
-    if schedule.name == "uniform":
+    if schedule.name in UNIFORM:
         _check_ticks(schedule)
 
 
 def _check_slot(schedule: Schedule, rank: int, k: int, slot: Slot) -> None:
     if tuple(part.kind for part in slot) not in SHAPES:
-        raise ValueError(f"a slot is idle, one part or (F, B); {_where(rank, k)} is {_text(*slot)}")
+        raise ValueError(f"a slot is idle, one part, (F, B) or (F, b); {_where(rank, k)} is {_text(*slot)}")
     for part in slot:
         if not 0 <= part.chunk < len(schedule.stages[rank]):
             raise ValueError(
@@ -88,7 +90,11 @@ def _check_own_order(schedule: Schedule, rank: int) -> None:
                 missing = _text(Part("F" if before == "F" else "b", part.chunk, part.micro_batch))
                 raise ValueError(f"{part.kind} comes after {before}; {_where(rank, k)} is {_text(part)}, before {missing}")
             for kind in "bW" if part.kind == "B" else part.kind:
-                if part.micro_batch and (kind, part.chunk, part.micro_batch - 1) not in done:
+                if (
+                    (kind != "W" or schedule.name != "uniform-w")
+                    and part.micro_batch
+                    and (kind, part.chunk, part.micro_batch - 1) not in done
+                ):
                     raise ValueError(
                         f"a chunk takes micro-batches in order; {_where(rank, k)} is {_text(part)}, "
                         f"before {kind} of micro-batch {part.micro_batch - 1}"
@@ -125,12 +131,13 @@ def _check_memory(schedule: Schedule, rank: int, slots: tuple[Slot, ...]) -> Non
 
 def _check_ticks(schedule: Schedule) -> None:
     sizes = (len(schedule.ranks), len(schedule.directions), schedule.micro_batches)
+    at = uniform_slot if schedule.name == "uniform" else uniform_w_slot
     for rank, slots in enumerate(schedule.ranks):
         if len(slots) != num_ticks(*sizes):
-            raise ValueError(f"uniform has {num_ticks(*sizes)} ticks; rank {rank} has {len(slots)} slots")
+            raise ValueError(f"{schedule.name} has {num_ticks(*sizes)} ticks; rank {rank} has {len(slots)} slots")
         for tick, slot in enumerate(slots):
-            if slot != uniform_slot(tick, rank, *sizes):
-                wanted = _text(*uniform_slot(tick, rank, *sizes))
+            if slot != at(tick, rank, *sizes):
+                wanted = _text(*at(tick, rank, *sizes))
                 raise ValueError(f"uniform ticks follow their arithmetic; {_where(rank, tick)} is {_text(*slot)}, not {wanted}")
 
 

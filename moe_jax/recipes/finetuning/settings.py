@@ -323,8 +323,6 @@ def pipe_problems(settings: FinetuneSettings, ranks: int) -> list[str]:
             f"mesh.pipe={ranks} needs a gradient_accumulation of 2 or more: with one micro-batch all ranks but one wait. "
             f"Take a multiple of {ranks}, at best {4 * ranks} or more"
         )
-    if settings.offload:
-        problems.append(f"offload=True needs a mesh without pipe: with mesh.pipe={ranks} inputs of layers stay on the GPU")
     if settings.sample_prompts:
         problems.append("sample_prompts need a mesh without pipe: models in a pipe generate no text")
     if settings.rebalance_every:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from meshes import make_mesh
 
 from moe_jax.kernels.varying import vary_as
-from moe_jax.parallel.pipeline.executor import PipelinePasses, run_ticks
+from moe_jax.parallel.pipeline.executor import PipelinePasses, PutOff, run_ticks
 
 WIDTH = 3
 SIZES = [(2, 1, 1), (2, 1, 5), (2, 2, 3), (4, 1, 3), (4, 2, 2), (4, 2, 7)]
@@ -44,8 +44,11 @@ def zeros(chunks, micro_batches):
     return Sums(jnp.zeros(()), *sums, counts, counts, counts[0])
 
 
-def passes_of(weights, entering, targets):
-    """The passes of a rank. Weights are [chunks, width]; entering and targets [micro-batches, width]."""
+def passes_of(weights, entering, targets, puts_off):
+    """The passes of a rank. Weights are [chunks, width]; entering and targets [micro-batches, width].
+
+    With `puts_off`, a backward pass counts where its W is.
+    """
 
     def counted(counts, of_tick):
         return counts.at[of_tick.chunk, of_tick.micro_batch].add(jnp.where(of_tick.exists, 1, 0))
@@ -57,11 +60,19 @@ def passes_of(weights, entering, targets):
             slots = jax.tree.map(lambda a, saved: a.at[slot.number].set(saved), slot.slots, (x, y))
         return y, slots, lambda sums: sums._replace(forwards=counted(sums.forwards, of_tick))
 
-    def backward(of_tick, saved, dy, sums):
+    def inputs_backward(of_tick, saved, dy, sums):
         x, y = saved
-        dw = dy * x / (2 * y)
-        sums = sums._replace(weights=sums.weights.at[of_tick.chunk].add(dw), backwards=counted(sums.backwards, of_tick))
-        return dy * weights[of_tick.chunk] / (2 * y), sums
+        return dy * weights[of_tick.chunk] / (2 * y), dy * x / (2 * y), sums
+
+    def weights_backward(of_tick, dw, sums):
+        return sums._replace(weights=sums.weights.at[of_tick.chunk].add(dw), backwards=counted(sums.backwards, of_tick))
+
+    def backward(of_tick, saved, dy, sums):
+        dx, dw, sums = inputs_backward(of_tick, saved, dy, sums)
+        return dx, weights_backward(of_tick, dw, sums)
+
+    def later(run):
+        return lambda *arguments: lambda: run(*arguments)
 
     def loss(i, y, sums):
         y = lax.psum(jnp.where(lax.axis_index("pipe") == lax.axis_size("pipe") - 1, y, 0), "pipe")
@@ -73,11 +84,12 @@ def passes_of(weights, entering, targets):
 
     return PipelinePasses(
         enter=lambda i: entering[i],
-        forward=lambda of_tick, x, slot: lambda: forward(of_tick, x, slot),
-        backward=lambda of_tick, saved, dy, sums: lambda: backward(of_tick, saved, dy, sums),
+        forward=later(forward),
+        backward=later(backward),
         run=lambda *passes: tuple(each() for each in passes),
         loss=loss,
         leave=leave,
+        put_off=PutOff(later(inputs_backward), later(weights_backward)) if puts_off else None,
     )
 
 
@@ -90,15 +102,16 @@ def plain_loss(weights, entering, targets):
 
 
 @pytest.mark.parametrize("ranks, chunks, micro_batches", SIZES)
-def test_sums(ranks, chunks, micro_batches):
-    """Loss and gradients are those of the stages one after the other, and every pass adds once."""
+@pytest.mark.parametrize("puts_off", [False, True])
+def test_sums(ranks, chunks, micro_batches, puts_off):
+    """Loss and gradients are those of the stages one after the other, and every pass adds once; also with W put off."""
     numbers = seeds.rng().uniform(0.5, 2, (chunks * ranks + 2 * micro_batches, WIDTH)).astype(np.float32)
     weights, entering, targets = np.split(numbers, [chunks * ranks, chunks * ranks + micro_batches])
     weights = weights.reshape(chunks, ranks, WIDTH)
 
     def on_rank(weights, entering, targets):
         arrays = vary_as((weights[:, 0], entering, targets), weights)
-        totals = run_ticks(passes_of(*arrays), chunks, micro_batches, vary_as(zeros(chunks, micro_batches), weights))
+        totals = run_ticks(passes_of(*arrays, puts_off), chunks, micro_batches, vary_as(zeros(chunks, micro_batches), weights))
         return jax.tree.map(lambda a: a[None], totals)
 
     specs = PartitionSpec(None, "pipe"), PartitionSpec(), PartitionSpec()

@@ -50,6 +50,8 @@ def mesh_of(**sizes):
         (tiny.model, 7, dict(pipe=2, expert=2), 2, 4, True),
         (tiny.model, 3, dict(pipe=2), 2, 4, True),
         (tiny.dense, 3, dict(pipe=3), 1, 4, False),
+        (tiny.dense, 3, dict(pipe=2), 2, 4, "offload"),
+        pytest.param(tiny.model, 7, dict(pipe=2, expert=2), 2, 4, "offload", marks=pytest.mark.thorough),
         pytest.param(tiny.model, 3, dict(pipe=2, data=2), 2, 2, False, marks=pytest.mark.thorough),
         pytest.param(tiny.biased_model, 4, dict(pipe=4, fsdp=2), 1, 2, True, marks=pytest.mark.thorough),
         pytest.param(tiny.model, 8, dict(pipe=2, data=2, context=2), 4, 1, True, marks=pytest.mark.thorough),
@@ -60,6 +62,8 @@ def mesh_of(**sizes):
         "experts-padded-chunks",
         "whole-experts-padded-chunks",
         "dense-kept-three-ranks",
+        "dense-offload",
+        "experts-offload",
         "whole-experts-kept-data",
         "fsdp-few-micro-batches",
         "context",
@@ -72,12 +76,27 @@ def test_gradients(make_model, layers, sizes, chunks, micro_batches, remat):
     compare(with_layers(make_model, layers), layers, sizes, chunks, micro_batches, remat)
 
 
-def compare(model, layers, sizes, chunks, micro_batches, remat, rows=8):
+@pytest.mark.parametrize(
+    "make_model, layers, sizes, chunks, remat",
+    [
+        (tiny.dense, 2, dict(pipe=2), 1, True),
+        pytest.param(tiny.model, 3, dict(pipe=2, data=2), 2, False, marks=pytest.mark.thorough),
+        pytest.param(tiny.model, 7, dict(pipe=4), 2, True, marks=pytest.mark.thorough),
+        pytest.param(tiny.dense, 3, dict(pipe=3), 1, "offload", marks=pytest.mark.thorough),
+    ],
+    ids=["dense", "experts-kept", "experts-four-ranks", "offload"],
+)
+def test_weights_put_off(make_model, layers, sizes, chunks, remat):
+    compare(with_layers(make_model, layers), layers, sizes, chunks, 4, remat, schedule="uniform-w")
+
+
+def compare(model, layers, sizes, chunks, micro_batches, remat, rows=8, schedule="uniform"):
     """Compares a step's value, aux and gradients with one device's; `layers` is the number of those in the pipe."""
     graph, params, fixed = nnx.split(model, nnx.Param, ExpertBias)
     # Transfers as GPUs with copies do them; a CPU would refuse the setting, and runs them all the same.
     with mock.patch("moe_jax.parallel.collectives.hops._obstacle", return_value=""):
-        parallelism = Parallelism(mesh_of(**sizes), pipe_chunks=chunks, hops="copies" if "expert" in sizes else "nccl")
+        hops = "copies" if "expert" in sizes else "nccl"
+        parallelism = Parallelism(mesh_of(**sizes), pipe_chunks=chunks, pipe_schedule=schedule, hops=hops)
     objective, execution = as_objective(ALL_LOSSES, micro_batches), Execution(remat=remat)
     batch = {name: x[:rows] for name, x in make_batch(seeds.rng()).items()}
     num_labels = jnp.float32(batch["loss_mask"].sum())
@@ -161,17 +180,12 @@ def refused_function(mesh):
     make_train_step(nnx.graphdef(tiny.model()), make_optimizer(1e-3), loss, parallelism=Parallelism(mesh))
 
 
-def refused_offload(mesh):
-    make_train_step(nnx.graphdef(tiny.model()), make_optimizer(1e-3), remat="offload", parallelism=Parallelism(mesh))
-
-
 @pytest.mark.parametrize(
     "call, error, message",
     [
         (refused_order, ValueError, "this model has 2 runs of layers, and experts before the last"),
         (refused_chunks, ValueError, "2 layers do not reach the last of 2 chunks on pipe=2"),
         (refused_layout, ValueError, "lay the parameters out with parallel.pipeline.chunks.to_chunks"),
-        (refused_offload, ValueError, "remat='offload' is not for a pipeline"),
         (refused_function, TypeError, "an objective of a pipeline must have the function of_states"),
     ],
 )

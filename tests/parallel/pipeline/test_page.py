@@ -5,6 +5,7 @@ from pathlib import Path
 import pipelines
 import pytest
 
+from moe_jax.parallel.choices import CHOOSES_CHUNKS
 from moe_jax.parallel.pipeline import Schedule, Timeline, bubble_formula, draw, simulate
 
 PAGE = Path(__file__).parents[3] / "docs" / "schedules.md"
@@ -12,6 +13,7 @@ DRAWN = {
     "1f1b": (4, 1, 8),
     "interleaved": (2, 2, 4),
     "uniform": (2, 2, 4),
+    "uniform-w": (2, 2, 4),
     "zb-h1": (4, 1, 8),
     "zb-v": (2, 2, 4),
     "dualpipe": (4, 2, 8),
@@ -19,9 +21,8 @@ DRAWN = {
 }
 ROWS = [
     ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("uniform", 1), ("uniform", 2), ("uniform", 4),
-    ("zb-h1", 1), ("zb-v", 2), ("dualpipe", 2), ("dualpipe-v", 2),
+    ("uniform-w", 1), ("uniform-w", 4), ("zb-h1", 1), ("zb-v", 2), ("dualpipe", 2), ("dualpipe-v", 2),
 ]  # fmt: skip
-CHOOSES_CHUNKS = ("interleaved", "uniform")
 
 
 @pytest.mark.parametrize("name", DRAWN)

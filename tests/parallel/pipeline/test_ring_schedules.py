@@ -3,7 +3,7 @@
 import pipelines
 import pytest
 
-from moe_jax.parallel.pipeline import interleaved, one_f_one_b, simulate, uniform
+from moe_jax.parallel.pipeline import PassTimes, bubble_formula, interleaved, one_f_one_b, simulate, uniform, uniform_w
 
 SIZES = [(1, 1, 4), (2, 1, 4), (2, 2, 4), (3, 2, 9), (4, 2, 8), (4, 4, 16), (8, 6, 24)]
 
@@ -58,7 +58,25 @@ def test_inputs_in_flight(sizes):
         assert simulate(interleaved(*sizes), pipelines.UNIT).peak_in_flight == expected == interleaved(*sizes).in_flight
 
 
-@pytest.mark.parametrize("make", [interleaved, uniform])
+def test_weights_put_off():
+    """Rank 2 of 3 leaves W of its first two backward passes for the last two ticks, in which it has no pass of `uniform`."""
+    schedule = uniform_w(3, 1, 3)
+    slots = [pipelines.text(slot) for slot in schedule.ranks[2]]
+    assert slots == ["", "", "F0.0", "F0.1&b0.0", "F0.2&b0.1", "B0.2", "W0.0", "W0.1"]
+    assert schedule.weights_queue == (0, 1, 2) == simulate(schedule, pipelines.UNIT).peak_weights_queue
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_bubble_of_weights_put_off(sizes, lockstep):
+    """(p - 1) (F + B - W) / v, for any times."""
+    schedule = uniform_w(*sizes)
+    times = pipelines.of_stage(schedule, PassTimes(1, 2.5, 0.7))
+    bubble = simulate(schedule, times, lockstep=lockstep).bubble
+    assert bubble == pytest.approx((sizes[0] - 1) * 2.8 / sizes[1]) == bubble_formula(schedule, times)
+
+
+@pytest.mark.parametrize("make", [interleaved, uniform, uniform_w])
 def test_several_chunks_need_several_ranks(make):
     with pytest.raises(ValueError, match="chunks must be 1 with one rank, whose neighbour is itself; got 2"):
         make(1, 2, 4)

@@ -7,10 +7,11 @@ import pipelines
 import pytest
 from hypothesis import example, given, settings
 
+from moe_jax.parallel.choices import UNIFORM
 from moe_jax.parallel.pipeline import verify
 from moe_jax.parallel.pipeline.table import lockstep_table, undivided
 
-OF_TABLES = tuple(name for name in pipelines.MAKE if name != "uniform")
+OF_TABLES = tuple(name for name in pipelines.MAKE if name not in UNIFORM)
 
 
 def replay(schedule, table):

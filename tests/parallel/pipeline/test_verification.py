@@ -96,7 +96,8 @@ def test_slots_and_sizes():
     )
     pair = (Part("F", 0, 0), Part("F", 0, 1))
     refused(
-        with_slot(schedule, 0, 0, *pair), r"a slot is idle, one part or \(F, B\); slot 0 of rank 0 is F of chunk 0, .* and F"
+        with_slot(schedule, 0, 0, *pair),
+        r"a slot is idle, one part, \(F, B\) or \(F, b\); slot 0 of rank 0 is F of chunk 0, .* and F",
     )
 
 
