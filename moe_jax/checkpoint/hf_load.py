@@ -84,8 +84,7 @@ def from_pretrained(
     param_dtype = dtype if param_dtype is None else float_dtype(param_dtype, "param_dtype")
     folder = find_checkpoint(folder_or_hub_id)
     config = load_config(folder)
-    is_quantised = read_block_size(folder) is not None or read_group_size(folder) is not None
-    check_weights(weights, is_quantised, 1 if mesh is None else mesh.size)
+    check_form(folder, weights, 1 if mesh is None else mesh.size)
     config, pieces, warnings = _checked_pieces(folder, config, mtp)
     layers = layers_in_pipe(config, pipe)
     for warning in warnings:
@@ -131,6 +130,17 @@ def read_config(folder_or_hub_id: str | Path, *, mtp: bool = True) -> ModelConfi
     """
     folder = find_checkpoint(folder_or_hub_id)
     return _checked_pieces(folder, load_config(folder), mtp).config
+
+
+def check_form(folder_or_hub_id: str | Path, weights: str, devices: int) -> None:
+    """Refuses a form of weights that `from_pretrained` would refuse on this number of devices; reads config.json alone.
+
+    Raises:
+      FileNotFoundError, ValueError: as `from_pretrained`.
+    """
+    folder = find_config(folder_or_hub_id)
+    is_quantised = read_block_size(folder) is not None or read_group_size(folder) is not None
+    check_weights(weights, is_quantised, devices, load_config(folder))
 
 
 def find_checkpoint(folder_or_hub_id: str | Path) -> Path:

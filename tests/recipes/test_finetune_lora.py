@@ -15,7 +15,7 @@ from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.checkpoint.training import finished_steps
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.parallel.choices import MeshShape
-from moe_jax.recipes import FinetuneSettings, finetune
+from moe_jax.recipes import FinetuneSettings, dry_run, finetune
 from moe_jax.recipes.finetuning import loop
 from moe_jax.train.metrics import read_records
 from moe_jax.train.model_of_run import model_of_run
@@ -121,6 +121,19 @@ def test_refusals_come_before_weights_are_read(base, tmp_path, monkeypatch):
     add_lora(adapted, LORA, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="the model has adapters already.*pass the model without adapters"):
         finetune(settings_of(tmp_path, base), model=adapted, tokenizer=tiny.tokenizer())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("rehearse", [False, True], ids=["run", "dry run"])
+def test_forms_of_weights_are_checked_first(base, tmp_path, rehearse):
+    """A form that the checkpoint cannot have is refused, by a rehearsal too, before a file is written."""
+    start = dry_run if rehearse else finetune
+    for weights, message in (
+        ("nf4", r"experts.gate_up_proj: 16 is no multiple of 64, experts.down_proj: 16 is no multiple of 64; take 'whole'"),
+        ("as stored", "this checkpoint has none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            start(settings_of(tmp_path, base, weights=weights, dry_run=rehearse))
     assert not (tmp_path / "run").exists()
 
 
