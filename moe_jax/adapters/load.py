@@ -12,6 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from moe_jax.adapters.add import check_can_adapt, lay_everywhere
+from moe_jax.adapters.base import BASE_FILE, warn_of_another_base
 from moe_jax.adapters.fused_layouts import FusedLayout, factors_apart, fused_parts, parameter_name
 from moe_jax.adapters.names import PREFIX, ModulePart, modules_of
 from moe_jax.adapters.save import CONFIG_FILE, WEIGHTS_FILE
@@ -28,6 +29,7 @@ def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bo
 
     It reads each expert's factors apart, as `save_adapter`, Megatron-Bridge and PEFT on transformers 4 write them, and the
     fused experts that `fused_layouts` describes. Different a's of gate and up become one of twice the rank, exactly.
+    A warning says that the adapter was trained beside other weights, as far as its files tell (`adapters.base`).
 
     Args:
       b_grouped_by_expert: the file is Unsloth's of before September 2026, which nothing in it says. Its fused b has an expert's
@@ -42,7 +44,7 @@ def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bo
         this model, or has a shape that does not fit. Nothing has been changed then.
     """
     check_can_adapt(model)
-    folder = Path(adapter) if Path(adapter).is_dir() else downloaded(str(adapter), [CONFIG_FILE, WEIGHTS_FILE])
+    folder = Path(adapter) if Path(adapter).is_dir() else downloaded(str(adapter), [CONFIG_FILE, WEIGHTS_FILE, BASE_FILE])
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}: an adapter folder has {CONFIG_FILE} and {WEIGHTS_FILE}")
@@ -51,6 +53,7 @@ def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bo
     modules = modules_of(model)
     factors = _factors_of_modules(load_file(folder / WEIGHTS_FILE), modules, config, folder, b_grouped_by_expert)
     targets = list(dict.fromkeys(module.target for module in modules))
+    warn_of_another_base(model.source, folder, config)
     stacks = _with_whole_experts([stack for target in targets if (stack := _stacked(target, modules, factors))], targets)
     mesh = mesh_of(nnx.state(model))
     freeze(model)
