@@ -47,6 +47,18 @@ def test_generate(folders, capsys):
     assert texts[0] != texts[1]
 
 
+def test_a_run_of_all_parameters(folders, tmp_path, capsys):
+    """The output folder of a run names its model, as that of a run with an adapter does."""
+    base, _, _ = folders
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").symlink_to(base)
+    texts = []
+    for model in (base, str(tmp_path / "run")):
+        main(["generate", model, "--prompt", "import", "--dtype", "float32", "--max-new-tokens", "4"])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
 def test_another_base(folders, tmp_path, caplog):
     """An adapter that is added to other weights says so, with the fingerprint in its file or by names alone."""
     base, adapter, _ = folders

@@ -99,8 +99,8 @@ def test_another_base_or_other_adapters_are_another_run(whole, base, tmp_path, m
     records = read_records(settings_folder(settings) / "metrics.jsonl")
     for changes, message in (
         (dict(model=str(tmp_path / "other")), "holds another run.*model: its weights are not those that the run began with"),
-        (dict(lora=replace(LORA, rank=8)), "holds another run.*lora: checkpoint {'rank': 4,.*now {'rank': 8"),
-        (dict(lora=None), "holds another run.*lora: checkpoint {'rank': 4,.*now None"),
+        (dict(lora=replace(LORA, rank=8)), "holds another run.*Different: lora.rank: checkpoint 4, now 8$"),
+        (dict(lora=None), "holds another run.*Different: lora: checkpoint a lora, now none.*"),
     ):
         with pytest.raises(ValueError, match=message):
             finetune(replace(settings, steps=6, **changes))
@@ -155,7 +155,7 @@ def test_quantised_base(tmp_path):
     moe_jax.save_pretrained(model, tmp_path / "base", tokenizer_from=tmp_path / "tokenizer")
     settings = settings_of(tmp_path, tmp_path / "base", weights="nf4")
     assert finetune(settings, stop_after=2).step == 2
-    with pytest.raises(ValueError, match="weights: checkpoint 'nf4', now None"):
+    with pytest.raises(ValueError, match="weights: checkpoint 'nf4', now 'whole'"):
         finetune(replace(settings, weights="whole"))
     result = finetune(settings)
     assert is_quantised(nnx.state(result.model)) and losses(result)[-1] < losses(result)[0]
