@@ -84,6 +84,8 @@ def _own(factor: np.ndarray, expert: int | None) -> np.ndarray:
 
 def _config(base: str | None, model: Decoder, modules: list[ModulePart], main: ModulePart, scale: float) -> dict[str, Any]:
     rank = _adapter(main).rank
+    # PEFT takes these for parameters of modules, and refuses dropout beside any.
+    parameters = _dense_beside_experts(model, modules)
     ranks = {_pattern(module): _adapter(module).rank for module in modules if _adapter(module).rank != rank}
     return {
         "peft_type": "LORA",
@@ -94,11 +96,11 @@ def _config(base: str | None, model: Decoder, modules: list[ModulePart], main: M
         "rank_pattern": ranks,
         "alpha_pattern": {pattern: scale * own for pattern, own in ranks.items()},
         "target_modules": sorted({module.leaf for module in modules}),
-        "target_parameters": _dense_beside_experts(model, modules) or None,
+        "target_parameters": parameters or None,
         "modules_to_save": None,
         "use_rslora": False,
         "use_dora": False,
-        "lora_dropout": 0.0,
+        "lora_dropout": 0.0 if parameters else _adapter(main).dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

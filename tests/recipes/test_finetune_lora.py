@@ -111,6 +111,11 @@ def test_refusals_come_before_weights_are_read(base, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "from_pretrained", None)
     with pytest.raises(ValueError, match="lora trains on one device, or on several along mesh.data alone.*got mesh.fsdp=2"):
         settings_of(tmp_path, base, mesh=MeshShape(data=2, fsdp=2))
+    with pytest.raises(ValueError, match="overlap_micro_batches=True needs adapters without dropout"):
+        options = dict(mesh=MeshShape(data=2), gradient_accumulation=2, overlap_micro_batches=True)
+        settings_of(tmp_path, base, lora=LoraSettings(targets=("attention",), dropout=0.1), **options)
+    with pytest.raises(ValueError, match="dropout=0.1 is for attention and mlp"):
+        finetune(settings_of(tmp_path, base, lora=LoraSettings(dropout=0.1)))
     with pytest.raises(ValueError, match="shard_optimizer=True is for runs without lora"):
         settings_of(tmp_path, base, mesh=MeshShape(data=2), shard_optimizer=True)
     with pytest.raises(

@@ -44,6 +44,9 @@ def check_lora(
 def identity_of_lora(settings: AdaptedRun) -> dict[str, Any]:
     """Returns the adapters' entries of a run's identity, as they come back from JSON."""
     lora = None if settings.lora is None else json.loads(json.dumps(asdict(settings.lora)))
+    if lora is not None and not lora["dropout"]:
+        # Runs that began before there was dropout have no such entry.
+        del lora["dropout"]
     return {LORA: lora, WEIGHTS: None if settings.weights == "whole" else settings.weights}
 
 

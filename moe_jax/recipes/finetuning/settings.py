@@ -259,6 +259,8 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     problems += pipe_problems(settings, settings.mesh.pipe)
     problems += lora_problems(settings.lora, asdict(settings.mesh), settings.shard_optimizer)
     problems += weights_problems(settings.weights, settings.lora, settings.mesh.size)
+    if settings.lora is not None and settings.lora.dropout and settings.overlap_micro_batches:
+        problems.append("overlap_micro_batches=True needs adapters without dropout: leave lora.dropout out")
     if settings.pipe_chunks > 1 and settings.mesh.pipe == 1:
         problems.append(f"pipe_chunks={settings.pipe_chunks} needs a mesh.pipe of 2 or more")
     rows = settings.batch_size // settings.gradient_accumulation

@@ -100,8 +100,8 @@ def _opened(source: DataSource, data_format: str, learned_answers: str, skip_bad
     listed = problems.listed(len(places))
     if listed and not (skip_bad and places):
         how_to_skip = "; --skip-bad-documents leaves them out, and counts them" if places else ""
-        known = f" ({kinds})" if any(layouts) else ""
-        raise ValueError(f"bad training data{known}: {listed}{how_to_skip}")
+        what = f"bad training data ({kinds}): " if any(layouts) else "bad training data: "
+        raise ValueError(f"{what}{listed}{how_to_skip}")
     if not places:
         raise ValueError(f"no document with any text in {source.path} ({len(readers)} files)")
     found = _Found(places, layouts, problems, tuple(sorted(unread)), digest.hexdigest())
