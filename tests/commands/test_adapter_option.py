@@ -1,5 +1,6 @@
 """`--adapter` adds a folder's change to the weights."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -15,6 +16,10 @@ import moe_jax
 from moe_jax.adapters import merge_adapter, save_adapter
 from moe_jax.adapters.base import _last_name
 from moe_jax.cli import main
+from moe_jax.commands.options import with_adapter
+from moe_jax.serving.engine import Engine
+from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.request import SamplingOptions
 
 TOKENS = jnp.arange(12).reshape(2, 6)
 
@@ -45,6 +50,21 @@ def test_generate(folders, capsys):
         main(["generate", base, "--prompt", "import", "--dtype", "float32", "--max-new-tokens", "12", *options])
         texts.append(capsys.readouterr().out)
     assert texts[0] != texts[1]
+
+
+def test_an_engine_serves_it(folders):
+    """`serve` and `chat` merge while loading; in f32 the tokens are those of the adapter beside the weights."""
+    base, adapter, _ = folders
+    beside = moe_jax.from_pretrained(base, adapter=adapter, dtype=jnp.float32)
+    merged = with_adapter(moe_jax.from_pretrained(base, dtype=jnp.float32), adapter)
+    prompts = [[5, 9, 40], [7] * 9]
+    expected = [moe_jax.generate(beside, prompt, max_new_tokens=8) for prompt in prompts]
+    limits = EngineLimits(max_sequences=2, max_tokens_per_step=16, max_length=64, num_pages=4)
+    with contextlib.closing(Engine(merged, limits=limits)) as engine:
+        found = engine.generate(prompts, SamplingOptions(max_new_tokens=8, ignore_eos=True))
+    assert [one.tokens for (one,) in found] == expected
+    plain = moe_jax.from_pretrained(base, dtype=jnp.float32)
+    assert [moe_jax.generate(plain, prompt, max_new_tokens=8) for prompt in prompts] != expected
 
 
 def test_a_run_of_all_parameters(folders, tmp_path, capsys):

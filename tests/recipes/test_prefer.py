@@ -18,7 +18,7 @@ from moe_jax.recipes.preferring.dry_run import dry_run
 
 LORA = LoraSettings(rank=4, alpha=8, targets=("attention",))
 DPO_METRICS = {
-    *("step", "loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "log_prob_chosen"),
+    *("step", "loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "log_prob_chosen", "kl"),
     *("log_prob_rejected", "grad_norm", "learning_rate", "tokens_per_second", "model_tflops"),
 }
 
