@@ -8,6 +8,8 @@ from moe_jax.runtime.processes import is_first_process
 from moe_jax.train.adapted_run import WEIGHTS
 from moe_jax.train.starting_weights import MODEL, same_weights
 
+MAX_KEYS = 5
+"""A message lists this many differing keys of an object, and counts the rest: two architectures differ in dozens."""
 _logger = logging.getLogger(__name__)
 
 
@@ -40,7 +42,9 @@ def _differences(name: str, saved: Any, now: Any) -> list[str]:
     if saved == now:
         return []
     if isinstance(saved, dict) and isinstance(now, dict):
-        return [clause for key in (saved | now) for clause in _differences(f"{name}.{key}", saved.get(key), now.get(key))]
+        inside = [clause for key in (saved | now) for clause in _differences(f"{name}.{key}", saved.get(key), now.get(key))]
+        rest = len(inside) - MAX_KEYS
+        return inside[:MAX_KEYS] + ([f"and {rest} more in {name}"] if rest > 0 else [])
     return [f"{name}: checkpoint {_said(name, saved)}, now {_said(name, now)}"]
 
 
