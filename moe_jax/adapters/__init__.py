@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from moe_jax.adapters.merge import merge_adapter, without_adapter
     from moe_jax.adapters.save import save_adapter
     from moe_jax.adapters.settings import LoraSettings
+    from moe_jax.adapters.several import NamedAdapters, load_adapters
     from moe_jax.adapters.summary import LoraSummary, lora_summary
 
 __all__ = [
     "LoraSettings",
     "LoraSummary",
+    "NamedAdapters",
     "add_lora",
     "load_adapter",
+    "load_adapters",
     "lora_summary",
     "merge_adapter",
     "save_adapter",

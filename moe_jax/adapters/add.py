@@ -14,6 +14,9 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
 
+WITH_DROPOUT = ("attention", "mlp")
+"""The kinds of matrices whose adapters may leave out parts of their input."""
+
 
 def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.Rngs) -> LoraSummary:
     """Adds adapters to the model in place, and freezes all of its parameters. The model computes the same as before.
@@ -26,7 +29,8 @@ def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.
 
     Raises:
       ValueError: the model has adapters already, or modules that predict further tokens, or lies in the chunks of a pipeline.
-        Or a name in `targets` or `ranks` that is no target in this model. Nothing has been changed then.
+        Or a name in `targets` or `ranks` that is no target in this model, or dropout for experts or routers. Nothing has been
+        changed then.
     """
     settings = settings or LoraSettings()
     chosen = _chosen(model, settings)
@@ -67,7 +71,14 @@ def _chosen(model: Decoder, settings: LoraSettings) -> list[Target]:
     _check_names("targets", settings.targets or (), names)
     _check_names("ranks", settings.ranks, names)
     wanted = DEFAULT_TARGETS if settings.targets is None else settings.targets
-    return [target for target in targets if target.kind in wanted or (target.kind == "attention" and target.name in wanted)]
+    chosen = [target for target in targets if target.kind in wanted or (target.kind == "attention" and target.name in wanted)]
+    without = dict.fromkeys(target.kind for target in chosen if target.kind not in WITH_DROPOUT)
+    if settings.dropout and without:
+        raise ValueError(
+            f"LoraSettings: dropout={settings.dropout} is for attention and mlp, and targets have {' and '.join(without)}: "
+            f"their kernels use the frozen matrix's rows for the change too, and PEFT refuses it. Give targets={WITH_DROPOUT}"
+        )
+    return chosen
 
 
 def _check_names(setting: str, given: Collection[str], names: Collection[str]) -> None:
@@ -84,4 +95,6 @@ def _adapter_of(target: Target, rank: int, settings: LoraSettings, rngs: nnx.Rng
     if target.kind == "experts" and settings.shared_outer:
         # The sides of the hidden states: the input of the first matrices, and the output of the second.
         of_a, of_b = ((*of_a[:-1], 1), of_b) if target.weight == "gate_up_proj" else (of_a, (*of_b[:-1], 1))
-    return Adapter((*of_a, rank, num_in), (*of_b, num_out, rank), scale=settings.scale_of(rank), rngs=rngs)
+    return Adapter(
+        (*of_a, rank, num_in), (*of_b, num_out, rank), scale=settings.scale_of(rank), dropout=settings.dropout, rngs=rngs
+    )

@@ -12,6 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from moe_jax.adapters.add import check_can_adapt, lay_everywhere
+from moe_jax.adapters.base import BASE_FILE, warn_of_another_base
 from moe_jax.adapters.fused_layouts import FusedLayout, factors_apart, fused_parts, parameter_name
 from moe_jax.adapters.names import PREFIX, ModulePart, modules_of
 from moe_jax.adapters.save import CONFIG_FILE, WEIGHTS_FILE
@@ -28,6 +29,7 @@ def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bo
 
     It reads each expert's factors apart, as `save_adapter`, Megatron-Bridge and PEFT on transformers 4 write them, and the
     fused experts that `fused_layouts` describes. Different a's of gate and up become one of twice the rank, exactly.
+    A warning says that the adapter was trained beside other weights, as far as its files tell (`adapters.base`).
 
     Args:
       b_grouped_by_expert: the file is Unsloth's of before September 2026, which nothing in it says. Its fused b has an expert's
@@ -41,8 +43,22 @@ def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bo
       ValueError: what `add_lora` raises of a model; or the file is not plain LoRA. Or a tensor is no factor of a module of
         this model, or has a shape that does not fit. Nothing has been changed then.
     """
+    put_stacks(model, read_stacks(model, adapter, b_grouped_by_expert))
+    return lora_summary(model)
+
+
+class Stack(NamedTuple):
+    """The change b a of a target's matrices, of all layers and experts, on the host; the scale is in b."""
+
+    target: Target
+    a: np.ndarray
+    b: np.ndarray
+
+
+def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool = False) -> list[Stack]:
+    """Reads the adapters of a folder for this model, which stays as it is; arguments and errors as in `load_adapter`."""
     check_can_adapt(model)
-    folder = Path(adapter) if Path(adapter).is_dir() else downloaded(str(adapter), [CONFIG_FILE, WEIGHTS_FILE])
+    folder = Path(adapter) if Path(adapter).is_dir() else downloaded(str(adapter), [CONFIG_FILE, WEIGHTS_FILE, BASE_FILE])
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}: an adapter folder has {CONFIG_FILE} and {WEIGHTS_FILE}")
@@ -51,7 +67,12 @@ def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bo
     modules = modules_of(model)
     factors = _factors_of_modules(load_file(folder / WEIGHTS_FILE), modules, config, folder, b_grouped_by_expert)
     targets = list(dict.fromkeys(module.target for module in modules))
-    stacks = _with_whole_experts([stack for target in targets if (stack := _stacked(target, modules, factors))], targets)
+    warn_of_another_base(model.source, folder, config)
+    return _with_whole_experts([stack for target in targets if (stack := _stacked(target, modules, factors))], targets)
+
+
+def put_stacks(model: Decoder, stacks: list[Stack]) -> None:
+    """Puts adapters beside the model's weights, and freezes its parameters."""
     mesh = mesh_of(nnx.state(model))
     freeze(model)
     for stack in stacks:
@@ -59,18 +80,11 @@ def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bo
         made.a[...], made.b[...] = jax.numpy.asarray(stack.a), jax.numpy.asarray(stack.b)
         lay_everywhere(made, mesh)
         setattr(stack.target.module, stack.target.adapter, made)
-    return lora_summary(model)
 
 
 class _Factors(NamedTuple):
     """The change b a of one module; the scale is in b."""
 
-    a: np.ndarray
-    b: np.ndarray
-
-
-class _Stack(NamedTuple):
-    target: Target
     a: np.ndarray
     b: np.ndarray
 
@@ -148,7 +162,7 @@ def _by_pattern(patterns: dict[str, Any] | None, name: str, default: Any) -> Any
     return next(found, default)
 
 
-def _stacked(target: Target, modules: list[ModulePart], factors: dict[str, _Factors]) -> _Stack | None:
+def _stacked(target: Target, modules: list[ModulePart], factors: dict[str, _Factors]) -> Stack | None:
     """Returns the factors of all layers and experts; zeros where the file has none. None if it has none at all."""
     matrices: dict[tuple, list[tuple[ModulePart, _Factors]]] = defaultdict(list)
     for module in modules:
@@ -159,14 +173,14 @@ def _stacked(target: Target, modules: list[ModulePart], factors: dict[str, _Fact
     *leading, num_out, num_in = target.shape
     joined = {place: _joined(parts, num_out) for place, parts in matrices.items()}
     rank = max(len(a) for a, _ in joined.values())
-    stack = _Stack(target, np.zeros((*leading, rank, num_in), np.float32), np.zeros((*leading, num_out, rank), np.float32))
+    stack = Stack(target, np.zeros((*leading, rank, num_in), np.float32), np.zeros((*leading, num_out, rank), np.float32))
     for (layer, expert), (a, b) in joined.items():
         place = (layer,) if expert is None else (layer, expert)
         stack.a[place][: len(a)], stack.b[place][:, : len(a)] = a, b
     return stack
 
 
-def _with_whole_experts(stacks: list[_Stack], targets: list[Target]) -> list[_Stack]:
+def _with_whole_experts(stacks: list[Stack], targets: list[Target]) -> list[Stack]:
     """Adds a change of zero for an experts' matrix whose other one has a change: the experts read both, or none."""
     found = {stack.target for stack in stacks}
     adapted = {target.path for target in found if target.kind == "experts"}
@@ -174,7 +188,7 @@ def _with_whole_experts(stacks: list[_Stack], targets: list[Target]) -> list[_St
         if target.path in adapted and target not in found:
             *leading, num_out, num_in = target.shape
             zeros = np.zeros((*leading, 1, num_in), np.float32), np.zeros((*leading, num_out, 1), np.float32)
-            stacks = [*stacks, _Stack(target, *zeros)]
+            stacks = [*stacks, Stack(target, *zeros)]
     return stacks
 
 

@@ -29,7 +29,7 @@ def from_pretrained(
 
     Args:
       folder_or_hub_id: a folder with config.json and weights, or a hub id such as "Qwen/Qwen3-30B-A3B", which is downloaded.
-        Or the output folder of a run that trained an adapter, or the adapter's folder: they name their weights.
+        Or the output folder of a run, which holds a model, or an adapter that names its weights; or an adapter's folder.
       adapter: a folder or hub id of an adapter (LoRA) to put beside the weights, as `adapters.load_adapter` does. All weights
         are frozen then. `adapters.merge_adapter` adds it to them.
       dtype: the dtype in which the model computes.

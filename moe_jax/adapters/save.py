@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from moe_jax.adapters.base import BASE_FILE, FINGERPRINT, fingerprint_of_base
 from moe_jax.adapters.names import PREFIX, ModulePart, modules_of
 from moe_jax.checkpoint.companions import TOKENIZER_FILES, tokenizer_contents, write_json
 from moe_jax.checkpoint.folders import replaced_folder
@@ -22,17 +23,21 @@ def save_adapter(
     folder: str | Path,
     *,
     base: str | None = None,
+    base_weights: str | None = None,
     tokenizer_from: str | Path | None = None,
     chat_template: str | None = None,
 ) -> None:
     """Writes the adapters into `folder`, under PEFT's names with each expert apart, in f32, with the tokenizer's files.
 
-    The folder gets adapter_model.safetensors and adapter_config.json, and is replaced as a whole at the end. Its config gives
+    The folder gets adapter_model.safetensors, adapter_config.json and base_weights.json (`adapters.base`). It is replaced as a
+    whole at the end. Its config gives
     the experts' rank, and other ranks by module. The number alpha / rank is the same everywhere, because vLLM reads only one.
     A factor b of another scale is written times the scales' ratio. Factors that experts share are written for each of them.
 
     Args:
       base: the folder or hub id of the frozen weights, for readers of the file. Default: the folder that they came from.
+      base_weights: their `checkpoint.fingerprint.weights_fingerprint`. A file beside notes it, and `load_adapter` compares it.
+        Default: that of the folder that they came from, if it is still there.
       tokenizer_from, chat_template: as in `save_pretrained`.
 
     Raises:
@@ -55,11 +60,14 @@ def save_adapter(
         a, b = (_own(factor[module.layer], module.expert) for factor in on_host[key])
         tensors[f"{PREFIX}{module.name}.lora_A.weight"] = np.ascontiguousarray(a)
         tensors[f"{PREFIX}{module.name}.lora_B.weight"] = np.ascontiguousarray(b[module.rows])
-    replaces = CONFIG_FILE, "adapter_model*", *(TOKENIZER_FILES if tokenizer else ())
+    noted = base_weights or fingerprint_of_base(model.source)
+    replaces = CONFIG_FILE, BASE_FILE, "adapter_model*", *(TOKENIZER_FILES if tokenizer else ())
     with replaced_folder(folder, replaces, marker=CONFIG_FILE) as target:
         if is_first_process():
             save_file(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
             write_json(target / CONFIG_FILE, _config(base or model.source, model, modules, main, scale))
+            if noted is not None:
+                write_json(target / BASE_FILE, {FINGERPRINT: noted})
             for name, content in tokenizer.items():
                 (target / name).write_bytes(content)
 
@@ -76,6 +84,8 @@ def _own(factor: np.ndarray, expert: int | None) -> np.ndarray:
 
 def _config(base: str | None, model: Decoder, modules: list[ModulePart], main: ModulePart, scale: float) -> dict[str, Any]:
     rank = _adapter(main).rank
+    # PEFT takes these for parameters of modules, and refuses dropout beside any.
+    parameters = _dense_beside_experts(model, modules)
     ranks = {_pattern(module): _adapter(module).rank for module in modules if _adapter(module).rank != rank}
     return {
         "peft_type": "LORA",
@@ -86,11 +96,11 @@ def _config(base: str | None, model: Decoder, modules: list[ModulePart], main: M
         "rank_pattern": ranks,
         "alpha_pattern": {pattern: scale * own for pattern, own in ranks.items()},
         "target_modules": sorted({module.leaf for module in modules}),
-        "target_parameters": _dense_beside_experts(model, modules) or None,
+        "target_parameters": parameters or None,
         "modules_to_save": None,
         "use_rslora": False,
         "use_dora": False,
-        "lora_dropout": 0.0,
+        "lora_dropout": 0.0 if parameters else _adapter(main).dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

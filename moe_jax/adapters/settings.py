@@ -23,9 +23,10 @@ class LoraSettings:
       ranks: ranks of single targets in place of the above, as {"experts": 16, "q_proj": 64}.
       shared_outer: all experts of a layer share the factors on the side of the hidden states.
       use_rslora: scale = alpha / sqrt(rank) (Kalajdzievski, 2023, https://arxiv.org/abs/2312.03732).
+      dropout: the probability with which a number of a's input is left out in a step of training; for attention and mlp.
 
     Raises:
-      ValueError: a rank below 1, an alpha that is not positive, or no targets.
+      ValueError: a rank below 1, an alpha that is not positive, a dropout that is no number from 0 to below 1, or no targets.
     """
 
     rank: int = 32
@@ -34,6 +35,7 @@ class LoraSettings:
     ranks: Mapping[str, int] = field(default_factory=dict)
     shared_outer: bool = False
     use_rslora: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self):
         for name, rank in {"rank": self.rank, **{f"ranks[{name!r}]": rank for name, rank in self.ranks.items()}}.items():
@@ -41,6 +43,8 @@ class LoraSettings:
                 raise ValueError(f"LoraSettings: {name}={rank!r} must be an integer of at least 1")
         if not self.alpha > 0:
             raise ValueError(f"LoraSettings: alpha={self.alpha!r} must be greater than 0")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"LoraSettings: dropout={self.dropout!r} must be a number from 0 to below 1")
         if isinstance(self.targets, str) or (self.targets is not None and not self.targets):
             raise ValueError(f"LoraSettings: targets={self.targets!r} must be a tuple of names, or None")
 

@@ -26,8 +26,8 @@ def source_of(model: str | Path, adapter: str | Path | None = None) -> ModelSour
     """Returns the weights and the adapter that belong together.
 
     Args:
-      model: a folder or hub id with weights. Or the output folder of a run that trained an adapter, or the adapter's folder:
-        they name their weights.
+      model: a folder or hub id with weights, or the output folder of a run that trained a model. Or the output folder of a run
+        that trained an adapter, or the adapter's folder: they name their weights.
       adapter: a folder or hub id of an adapter for weights.
 
     Raises:
@@ -36,9 +36,8 @@ def source_of(model: str | Path, adapter: str | Path | None = None) -> ModelSour
     """
     found = _adapter_in(Path(model).expanduser())
     if found is None:
-        return ModelSource(
-            str(model), None if adapter is None else str(adapter), None if adapter is None else _tokenizer(adapter)
-        )
+        weights = str(_model_in(Path(model).expanduser()) or model)
+        return ModelSource(weights, None if adapter is None else str(adapter), None if adapter is None else _tokenizer(adapter))
     if adapter is not None:
         raise ValueError(f"{model} is an adapter itself; give the weights in its place, or leave {adapter} out")
     base = json.loads((found / CONFIG_FILE).read_text()).get("base_model_name_or_path")
@@ -56,6 +55,12 @@ def _adapter_in(folder: Path) -> Path | None:
     if (folder / "config.json").is_file():
         return None
     return next((place for place in (folder, folder / ADAPTER_FOLDER) if (place / CONFIG_FILE).is_file()), None)
+
+
+def _model_in(folder: Path) -> Path | None:
+    """Returns the model's folder in the output of a run that trained all parameters; None for anything else."""
+    is_run = (folder / "model" / "config.json").is_file() and not (folder / "config.json").is_file()
+    return folder / "model" if is_run else None
 
 
 def _tokenizer(adapter: str | Path) -> str | None:

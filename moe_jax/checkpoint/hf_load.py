@@ -84,8 +84,7 @@ def from_pretrained(
     param_dtype = dtype if param_dtype is None else float_dtype(param_dtype, "param_dtype")
     folder = find_checkpoint(folder_or_hub_id)
     config = load_config(folder)
-    is_quantised = read_block_size(folder) is not None or read_group_size(folder) is not None
-    check_weights(weights, is_quantised, 1 if mesh is None else mesh.size)
+    check_form(folder, weights, 1 if mesh is None else mesh.size)
     config, pieces, warnings = _checked_pieces(folder, config, mtp)
     layers = layers_in_pipe(config, pipe)
     for warning in warnings:
@@ -133,6 +132,17 @@ def read_config(folder_or_hub_id: str | Path, *, mtp: bool = True) -> ModelConfi
     return _checked_pieces(folder, load_config(folder), mtp).config
 
 
+def check_form(folder_or_hub_id: str | Path, weights: str, devices: int) -> None:
+    """Refuses a form of weights that `from_pretrained` would refuse on this number of devices; reads config.json alone.
+
+    Raises:
+      FileNotFoundError, ValueError: as `from_pretrained`.
+    """
+    folder = find_config(folder_or_hub_id)
+    is_quantised = read_block_size(folder) is not None or read_group_size(folder) is not None
+    check_weights(weights, is_quantised, devices, load_config(folder))
+
+
 def find_checkpoint(folder_or_hub_id: str | Path) -> Path:
     """Returns the local folder, downloaded if it is on the hub; .bin files only if there are no safetensors files.
 
@@ -153,12 +163,14 @@ def find_config(folder_or_hub_id: str | Path) -> Path:
     """Returns the local folder with a model's config.json, downloaded without the weights if it is on the hub.
 
     Raises:
-      FileNotFoundError: there is no such folder and no such model on the hub, or the folder has no config.json.
+      FileNotFoundError: there is no such folder and no such model on the hub, or the folder has no config.json. Or it is the
+        output folder of a run that is not finished.
       ValueError: its config is refused.
     """
     folder = Path(folder_or_hub_id).expanduser()
     if folder.is_dir():
         folder = folder.resolve()
+        _check_is_finished(folder)
         if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
             raise FileNotFoundError(
                 f"no config.json in {folder}, which looks like the output folder of a run; did you mean the model in it, "
@@ -173,6 +185,26 @@ def find_config(folder_or_hub_id: str | Path) -> Path:
     read_block_size(folder)
     read_group_size(folder)
     return folder
+
+
+def _check_is_finished(folder: Path) -> None:
+    """Refuses the output folder of a run that has not written its model yet."""
+    written = "config.json", "model/config.json", "adapter/adapter_config.json"
+    if not (folder / "checkpoints").is_dir() or any((folder / name).is_file() for name in written):
+        return
+    # Imported here: Orbax is slow to import, and no checkpoint needs it.
+    from moe_jax.checkpoint.training import finished_steps
+
+    steps = finished_steps(folder / "checkpoints")
+    newest = f", whose newest checkpoint is of step {steps[-1]}" if steps else " without a checkpoint"
+    convert = (
+        f"; `moe-jax convert {folder} TARGET --to hf` writes the model of that checkpoint (--merge in place of --to hf, if the "
+        "run trained an adapter)"
+    )
+    raise FileNotFoundError(
+        f"{folder} is the output folder of a run that is not finished{newest}: the command that began the run ends it"
+        f"{convert if steps else ''}"
+    )
 
 
 class _CheckedPieces(NamedTuple):

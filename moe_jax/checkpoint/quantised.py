@@ -14,18 +14,33 @@ from jax.sharding import Sharding
 
 from moe_jax.checkpoint.streaming import Piece, load_parameter, pieces_by_layer, read_block
 from moe_jax.checkpoint.weights import Weights, form_problems
-from moe_jax.layers.quantised import INT4_VALUES, BlockScaled, FourBits, Quantised
+from moe_jax.config import ModelConfig
+from moe_jax.layers.quantised import INT4_VALUES, NF4_BLOCK, BlockScaled, FourBits, Quantised
 from moe_jax.layers.tickets import EXPERT_MATRICES
 
 _logger = logging.getLogger(__name__)
 
 
-def check_weights(weights: str, is_quantised: bool, devices: int) -> None:
-    """Raises a ValueError for a form that does not exist, that the checkpoint lacks, or that lies on several devices."""
+def check_weights(weights: str, is_quantised: bool, devices: int, config: ModelConfig) -> None:
+    """Raises a ValueError for a form that does not exist, that the checkpoint cannot have, or that lies on several devices."""
     if problems := form_problems(weights, devices):
         raise ValueError("; ".join(problems))
     if weights == "as stored" and not is_quantised:
         raise ValueError("weights='as stored' keeps quantised matrices, and this checkpoint has none; take 'nf4', or 'whole'")
+    if weights == "nf4":
+        _check_nf4(config)
+
+
+def _check_nf4(config: ModelConfig) -> None:
+    """Refuses experts whose rows do not end at NF4's blocks, and a model without experts, which would stay whole."""
+    if config.experts is None or not config.routed_layers:
+        raise ValueError("weights='nf4' makes 4 bits of experts, and this model has none; take 'whole'")
+    rows = dict(zip(EXPERT_MATRICES, (config.hidden_size, config.experts.moe_intermediate_size), strict=True))
+    if wrong := [f"experts.{name}: {size} is no multiple of {NF4_BLOCK}" for name, size in rows.items() if size % NF4_BLOCK]:
+        raise ValueError(
+            f"weights='nf4' has a scale for {NF4_BLOCK} numbers of a row, and rows of this model do not end there: "
+            f"{', '.join(wrong)}; take 'whole'"
+        )
 
 
 def load_quantised(

@@ -25,8 +25,8 @@ class ChatCommand:
     moe-jax chat runs/demo/model --system "Answer in one sentence." --temperature 0.7
 
     Args:
-      model: a Hugging Face folder or hub id, whose tokenizer has a chat template. Or the output folder of a run that trained
-        an adapter, which names its weights.
+      model: a Hugging Face folder or hub id, whose tokenizer has a chat template. Or the output folder of a run:
+        its model, or its adapter, which names the weights.
       system: a first message that tells the model how to answer.
       max_new_tokens: maximum number of tokens of an answer. Default: as many as fit into `max_length`.
       max_length: maximum number of tokens of the whole conversation. Default: 8192, or fewer if the model has fewer.

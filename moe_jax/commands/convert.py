@@ -101,6 +101,7 @@ class ConvertCommand:
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
         from moe_jax.checkpoint.stored_dtype import stored_dtype
         from moe_jax.train.adapted_run import BASE, adapters_alone, add_adapters, checked_base
+        from moe_jax.train.starting_weights import MODEL
 
         if self.adapter is not None or (self.to == "adapter") == self.merge:
             raise ValueError(
@@ -108,7 +109,14 @@ class ConvertCommand:
                 "weights with the adapter added"
             )
         if self.to == "adapter":
-            save_adapter(adapters_alone(run), self.target, base=self.base or run.position.get(BASE), **self._companions())
+            noted = run.position["identity"].get(MODEL)
+            save_adapter(
+                adapters_alone(run),
+                self.target,
+                base=self.base or run.position.get(BASE),
+                base_weights=noted if isinstance(noted, str) else None,
+                **self._companions(),
+            )
             print(f"wrote {self.target}: the adapter of step {run.step}")
             return
         base = find_checkpoint(checked_base(run, self.base))

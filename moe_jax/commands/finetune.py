@@ -13,7 +13,7 @@ from moe_jax.recipes.finetuning.settings import FinetuneSettings
 GROUPS = {
     "run": (
         "model", "data", "output", "steps", "epochs", "seq_len", "batch_size", "gradient_accumulation", "seed",
-        "checkpoint_every", "keep_checkpoints", "dry_run",
+        "checkpoint_every", "keep_checkpoints", "dry_run", "find_learning_rate",
     ),
     "data": (
         "data_format", "learned_answers", "tokenizer", "chat_template", "skip_bad_documents", "eval_data", "eval_every",
@@ -47,19 +47,22 @@ def settings_of(command: Any) -> FinetuneSettings:
 
 
 def _run(command: Any) -> None:
-    """Trains and exports, or rehearses (`--dry-run`).
+    """Trains and exports, or rehearses (`--dry-run`), or looks for a learning rate (`--find-learning-rate`).
 
     A run that was told to stop exits with status 143, the status of a program that SIGTERM ended.
     """
     import jax
 
-    from moe_jax.recipes import dry_run, finetune, write_report
+    from moe_jax.recipes import dry_run, find_learning_rate, finetune, write_report
     from moe_jax.recipes.finetuning.export import export
     from moe_jax.runtime import processes
 
     settings = command.settings
     if settings.dry_run:
         dry_run(settings)
+        return
+    if settings.find_learning_rate:
+        find_learning_rate(settings)
         return
     result = finetune(settings)
     first = processes.is_first_process()

@@ -25,7 +25,7 @@ class GenerateCommand:
     moe-jax generate Qwen/Qwen3-235B-A22B --devices 8 --prompt "import os"
 
     Args:
-      model: a Hugging Face folder or hub id. Or the output folder of a run that trained an adapter, which names its weights.
+      model: a Hugging Face folder or hub id. Or the output folder of a run: its model, or its adapter, which names the weights.
       prompt: the text to continue. The tokenizer adds the special tokens that begin a text, if it has any.
       chat: treat the prompt as a user's message: apply the tokenizer's chat template and print only the answer.
       max_new_tokens: maximum number of new tokens. Generation stops earlier at an end token, which generation_config.json or

@@ -108,6 +108,7 @@ def lora_of_options(
     ranks: dict[str, int] | None = None,
     shared_outer: bool = False,
     use_rslora: bool = False,
+    dropout: float | None = None,
 ) -> LoraSettings | None:
     """Adapters to train beside frozen weights (docs/adapters.md), if any of these options is given.
 
@@ -120,8 +121,10 @@ def lora_of_options(
       ranks: ranks of single targets, as in `experts 16 q_proj 64`.
       shared_outer: experts of a layer share the factors on the side of the hidden states.
       use_rslora: multiply the change by alpha / sqrt(rank) instead.
+      dropout: the probability with which a number of an adapter's input is left out in training; for the targets attention and
+        mlp. Default: 0.
     """
-    given: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "ranks": ranks}
+    given: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "ranks": ranks, "dropout": dropout}
     given = {name: value for name, value in given.items() if value is not None}
     given |= {name: True for name, value in (("shared_outer", shared_outer), ("use_rslora", use_rslora)) if value}
     return LoraSettings(**given) if given else None
@@ -136,6 +139,8 @@ def options_of_lora(settings: LoraSettings) -> str:
         options.append(f"--lora.targets {' '.join(settings.targets)}")
     if settings.ranks:
         options.append("--lora.ranks " + " ".join(f"{name} {rank}" for name, rank in settings.ranks.items()))
+    if settings.dropout:
+        options.append(f"--lora.dropout {settings.dropout:g}")
     flags = {"--lora.shared-outer": settings.shared_outer, "--lora.use-rslora": settings.use_rslora}
     return " ".join([*options, *(name for name, is_set in flags.items() if is_set)])
 

@@ -24,7 +24,7 @@ class ServeCommand:
     -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
 
     Args:
-      model: a Hugging Face folder or hub id. Or the output folder of a run that trained an adapter, which names its weights.
+      model: a Hugging Face folder or hub id. Or the output folder of a run: its model, or its adapter, which names the weights.
       host: the address to listen on. Default: this machine alone can reach the server. 0.0.0.0: all can.
       port: the port to listen on; 0 takes one that is free.
       name: the model's name in the API. Default: the hub id, or the folder's name.

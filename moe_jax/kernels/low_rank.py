@@ -2,9 +2,10 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 
 class LowRank(NamedTuple):
@@ -24,9 +25,25 @@ class RowsChange(NamedTuple):
     factor: Float[Array, "experts out rank"]
 
 
+class Dropout(NamedTuple):
+    """The numbers of a's input that are left out: each with probability `rate`, drawn anew from `key` wherever they are read.
+
+    The same key gives the same numbers, so that a layer that is computed again in the backward pass leaves out the same.
+    """
+
+    key: UInt32[Array, "2"]
+    rate: float | Float[Array, ""]
+
+    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch in"]:
+        """Returns x with numbers left out, and the others divided by 1 - rate."""
+        kept = jax.random.bernoulli(self.key, 1 - self.rate, x.shape)
+        return jnp.where(kept, x / jnp.asarray(1 - self.rate, x.dtype), jnp.zeros((), x.dtype))
+
+
 def low_rank_map(
-    x: Float[Array, "*batch in"], factors: LowRank, out_dtype: DTypeLike | None = None
+    x: Float[Array, "*batch in"], factors: LowRank, out_dtype: DTypeLike | None = None, dropout: Dropout | None = None
 ) -> Float[Array, "*batch out"]:
     """Computes x (b a)^T as (x a^T) b^T, with the factors in x's dtype; `out_dtype` is the result's dtype, by default x's."""
+    x = x if dropout is None else dropout(x)
     inner = jnp.einsum("...i,ri->...r", x, factors.a.astype(x.dtype))
     return jnp.einsum("...r,or->...o", inner, factors.b.astype(x.dtype), preferred_element_type=out_dtype)

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from moe_jax.layers.lora import Adapter, factors_of
+from moe_jax.layers.lora import Adapter, dropout_of, factors_of
 from moe_jax.layers.tickets import LinearProduct, TicketedMatrix, TicketHolder, linear_map, linear_product_like
 
 
@@ -49,8 +49,8 @@ class Linear(TicketHolder):
 
     @property
     def matrix(self) -> TicketedMatrix:
-        """W, its ticket and its change."""
-        return TicketedMatrix(self.weight[...], self.held_ticket, factors_of(self.lora))
+        """W, its ticket, its change and the change's dropout."""
+        return TicketedMatrix(self.weight[...], self.held_ticket, factors_of(self.lora), dropout_of(self.lora))
 
     def products_like(self, x: Float[Array, "*batch _"]) -> LinearProduct:
         """Returns arrays like the operands of W's gradient; of x it reads the leading axes and the dtype."""

@@ -6,13 +6,17 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
-from moe_jax.kernels.low_rank import LowRank
+from moe_jax.kernels.low_rank import Dropout, LowRank
 
 
 class Frozen(nnx.Variable):
     """A parameter that is not trained. It is no `nnx.Param`: gradients and optimizer states are of the adapters alone."""
+
+
+class DropoutKey(nnx.Variable):
+    """The key of an adapter's dropout in one pass of training, for each layer of a stack."""
 
 
 class Adapter(nnx.Module):
@@ -25,13 +29,20 @@ class Adapter(nnx.Module):
       a_shape: [..., rank, in]; the leading axes are those of the stack, and of experts.
       b_shape: [..., out, rank].
       scale: a factor on the change.
+      dropout: the probability with which a number of a's input is left out in training. `draw_dropout` gives a pass its keys,
+        and without them nothing is left out.
     """
 
-    def __init__(self, a_shape: tuple[int, ...], b_shape: tuple[int, ...], *, scale: float, rngs: nnx.Rngs):
+    key: DropoutKey | None = None
+
+    def __init__(
+        self, a_shape: tuple[int, ...], b_shape: tuple[int, ...], *, scale: float, dropout: float = 0.0, rngs: nnx.Rngs
+    ):
         bound = a_shape[-1] ** -0.5
         self.a = nnx.LoRAParam(jax.random.uniform(rngs.params(), a_shape, jnp.float32, -bound, bound))
         self.b = nnx.LoRAParam(jnp.zeros(b_shape, jnp.float32))
         self.scale = scale
+        self.dropout = dropout
 
     @property
     def rank(self) -> int:
@@ -61,6 +72,30 @@ def freeze(model: nnx.Module) -> None:
 def factors_of(adapter: Adapter | None) -> LowRank | None:
     """Returns the adapter's factors; None without an adapter."""
     return None if adapter is None else adapter.factors
+
+
+def dropout_of(adapter: Adapter | None) -> Dropout | None:
+    """Returns the adapter's dropout in this pass; None without."""
+    return None if adapter is None or adapter.key is None else Dropout(adapter.key[...], adapter.dropout)
+
+
+def draw_dropout(model: nnx.Module, seed: UInt32[Array, ""]) -> None:
+    """Gives every adapter with dropout the keys of one pass, in place. Each layer of each matrix has its own.
+
+    The model is one that was merged for a single call, as for `moe.add_expert_gradients_to`.
+    """
+    for number, adapter in enumerate(_with_dropout(model)):
+        key = jax.random.fold_in(jax.random.PRNGKey(seed), number)
+        adapter.key = DropoutKey(jax.random.split(key, len(adapter.a[...])))
+
+
+def has_dropout(model: nnx.Module) -> bool:
+    """Returns True if an adapter of the model has dropout."""
+    return bool(_with_dropout(model))
+
+
+def _with_dropout(model: nnx.Module) -> list[Adapter]:
+    return [module for _, module in nnx.iter_modules(model) if isinstance(module, Adapter) and module.dropout]
 
 
 def has_adapters(model: nnx.Module) -> bool:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.deferred import ExpertProducts, add_expert_products
 from moe_jax.kernels.experts.fused_vjp import Matrices
-from moe_jax.kernels.low_rank import LowRank, low_rank_map
+from moe_jax.kernels.low_rank import Dropout, LowRank, low_rank_map
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.passes import (
     Chunk,
@@ -107,11 +107,12 @@ def defer_weight_gradients(layers: nnx.Module, x: Float[Array, "*batch hidden"])
 
 
 class TicketedMatrix(NamedTuple):
-    """A matrix W [out, in], the arrays of its ticket, and the change of an adapter; None without these."""
+    """A matrix W [out, in], the arrays of its ticket, the change of an adapter and its dropout; None without these."""
 
     weight: Float[Array, "out in"]
     ticket: LinearProduct | None
     change: LowRank | None = None
+    dropout: Dropout | None = None
 
 
 def linear_map(
@@ -121,7 +122,7 @@ def linear_map(
     if matrix.ticket is not None:
         return _with_ticket(x, matrix.weight, matrix.ticket, out_dtype)
     y = _linear_map(x, matrix.weight, out_dtype)
-    return y if matrix.change is None else y + low_rank_map(x, matrix.change, out_dtype)
+    return y if matrix.change is None else y + low_rank_map(x, matrix.change, out_dtype, matrix.dropout)
 
 
 def linear_product_like(x: Float[Array, "*batch _"], matrix: nnx.Variable, out_dtype: DTypeLike) -> LinearProduct:

@@ -1,4 +1,4 @@
-"""Preference data on disk: JSON Lines, checked when they are opened and read by index."""
+"""Preference data on disk: rows of JSON, CSV or Parquet, checked when they are opened and read by index."""
 
 import hashlib
 from dataclasses import dataclass
@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 
 from moe_jax.preferences.records import Judged, judged
-from moe_jax.train.data.files import data_files
-from moe_jax.train.data.problems import MAX_PROBLEMS
+from moe_jax.train.data.opening import row_readers
+from moe_jax.train.data.problems import Problems
 from moe_jax.train.data.records import decoded, parsed
-from moe_jax.train.data.rows import mark_of
+from moe_jax.train.data.rows import Reader
 
+COLUMNS = "chosen", "rejected", "label"
+"""Columns of tables that no layout of fine-tuning reads."""
 KINDS = {True: 'pairs ("chosen" and "rejected")', False: 'single answers ("completion" and "label")'}
 
 
@@ -21,14 +23,14 @@ class Preferences:
     """A random-access source of `Judged` records.
 
     Attributes:
-      files: the files, sorted; `file`, `line` (from 1), `offset` and `size` (bytes) say where each record lies.
+      readers: the files, sorted; `file`, `line` (from 1), `offset` and `size` (bytes) say where each record lies.
       of_pairs: True if a record is a pair. False: it is a single answer.
-      unpaired: the lines hold pairs, and each is two records of single answers.
+      unpaired: the rows hold pairs, and each is two records of single answers.
       plain: as in `open_preferences`.
       fingerprint: a hash of the files' contents, in order.
     """
 
-    files: tuple[Path, ...]
+    readers: tuple[Reader, ...]
     file: np.ndarray
     line: np.ndarray
     offset: np.ndarray
@@ -43,25 +45,25 @@ class Preferences:
 
     def __getitem__(self, index: int) -> Judged:
         number = index // 2 if self.unpaired else index
-        try:
-            with open(self.files[self.file[number]], "rb") as handle:
-                handle.seek(self.offset[number])
-                found = judged(parsed(decoded(handle.read(self.size[number]))), plain=self.plain)
-        except ValueError as error:
-            raise ValueError(f"{self.where(index)} is not as it was when it was opened: {error}") from error
+        content = self.readers[self.file[number]].content(int(self.offset[number]), int(self.size[number]))
+        if content is None:
+            raise ValueError(f"{self.where(index)} is not as it was when it was opened: put the old file back")
+        found = judged(parsed(decoded(content)), plain=self.plain)
         if not self.unpaired:
             return found
         answer: Any = found.answers[index % 2]
         return found._replace(answers=(answer,), desirable=index % 2 == 0)
 
     def where(self, index: int) -> str:
-        """Returns the record's place for messages: file and line."""
+        """Returns the record's place for messages: file and line, or a row's number."""
         number = index // 2 if self.unpaired else index
-        return f"{self.files[self.file[number]]}:{self.line[number]}"
+        return self.readers[self.file[number]].place(int(self.line[number]))
 
 
 def open_preferences(path: str | Path, *, of_pairs: bool = True, plain: bool = False) -> Preferences:
-    """Opens and checks preference data: a .jsonl file, or a folder of some. `preferences.records` shows the layouts.
+    """Opens and checks preference data: a file of rows, or a folder of some. `preferences.records` shows the layouts.
+
+    Files are those that fine-tuning reads: .jsonl, .ndjson, .json, .csv, .tsv and .parquet, and folders of `save_to_disk`.
 
     Args:
       of_pairs: True for losses of pairs. False for KTO: each pair in the data becomes two single answers.
@@ -69,46 +71,40 @@ def open_preferences(path: str | Path, *, of_pairs: bool = True, plain: bool = F
         assistant.
 
     Raises:
-      FileNotFoundError: there is no such path, or no .jsonl file in it.
-      ValueError: bad lines, listed by file and line; pairs beside single answers; single answers for a loss of pairs; or not
+      FileNotFoundError: there is no such path, or no file of rows in it.
+      ImportError: Parquet, and `datasets` is not installed.
+      ValueError: bad rows, listed by file and line; pairs beside single answers; single answers for a loss of pairs; or not
         one record.
     """
-    files, _ = data_files(path, "chat")
-    if others := [file.name for file in files if file.suffix != ".jsonl"]:
-        raise ValueError(f"preference data are .jsonl files; {Path(path).expanduser()} has {', '.join(others[:MAX_PROBLEMS])}")
-    digest = hashlib.blake2b(b"preferences", digest_size=16)
+    readers, digest, problems = row_readers(path, COLUMNS), hashlib.blake2b(b"preferences", digest_size=16), Problems()
     places: list[tuple[int, int, int, int]] = []
-    problems: list[str] = []
     found_pairs: bool | None = None
-    for i, file in enumerate(files):
+    for i, reader in enumerate(readers):
         digest.update(b"\0file\0")
-        with open(file, "rb") as handle:
-            offset = 0
-            for line, content in enumerate(handle, start=1):
-                digest.update(content)
-                mark = mark_of(content) if line == 1 else 0
-                if content[mark:].strip():
-                    try:
-                        is_pair = judged(parsed(decoded(content[mark:])), plain=plain).desirable is None
-                        if found_pairs not in (None, is_pair):
-                            raise ValueError(f"has {KINDS[is_pair]}, and lines before it have {KINDS[not is_pair]}")
-                        found_pairs = is_pair
-                        places.append((i, line, offset + mark, len(content) - mark))
-                    except ValueError as error:
-                        problems.append(f"{file}:{line}: {error}")
-                offset += len(content)
-    if problems:
-        rest = len(problems) - MAX_PROBLEMS
-        raise ValueError(
-            "bad preference data: " + "; ".join(problems[:MAX_PROBLEMS]) + (f"; and {rest} more" if rest > 0 else "")
-        )
+        for row in reader.rows(digest):
+            try:
+                if row.problem is not None:
+                    raise ValueError(row.problem)
+                if not row.content.strip():
+                    continue
+                is_pair = judged(parsed(decoded(row.content)), plain=plain).desirable is None
+                if found_pairs not in (None, is_pair):
+                    raise ValueError(f"has {KINDS[is_pair]}, and rows before it have {KINDS[not is_pair]}")
+                found_pairs = is_pair
+                places.append((i, row.line, row.offset, row.size))
+            except ValueError as error:
+                problems.add(str(error), reader.place(row.line))
+    if problems.count:
+        raise ValueError(f"bad preference data: {problems.listed(len(places))}")
     if not places:
-        raise ValueError(f"no line with preferences in {Path(path).expanduser().resolve()} ({len(files)} files)")
+        raise ValueError(f"no row with preferences in {Path(path).expanduser().resolve()} ({len(readers)} files)")
     if of_pairs and not found_pairs:
-        raise ValueError(f"the loss needs {KINDS[True]}, and {files[0]} has {KINDS[False]}: take loss kto, or other data")
+        raise ValueError(
+            f"the loss needs {KINDS[True]}, and {readers[0].name} has {KINDS[False]}: take loss kto, or other data"
+        )
     file_numbers, lines, offsets, sizes = np.asarray(places, np.int64).T
     return Preferences(
-        files=tuple(files),
+        readers=tuple(readers),
         file=file_numbers,
         line=lines,
         offset=offsets,

@@ -36,7 +36,8 @@ class Preference(Objective):
       KTO's are means over desirable and over other answers.
     - reward_margin: their difference; reward_accuracy: the part of pairs whose chosen answer has the higher reward.
     - log_prob_chosen, log_prob_rejected: means over answers; ORPO's and SimPO's answers have means over tokens.
-    - kl: KTO's baseline. chosen_cross_entropy: a term of ORPO's loss.
+    - kl: of pairs with a reference, the mean over the answers' tokens of log p - log p_ref; of KTO its baseline.
+    - chosen_cross_entropy: a term of ORPO's loss.
 
     Raises:
       ValueError: at the first step, a model without adapters and a batch without "reference_log_probs"; or a batch without
@@ -62,6 +63,8 @@ class Preference(Objective):
             counts |= {"num_chosen": present & (batch["desirable"] != 0), "num_rejected": present & (batch["desirable"] == 0)}
         if loss == "orpo":
             counts["num_chosen_labels"] = has_label(batch["segment_ids"]) * (batch["segment_ids"] % 2)
+        if of_pairs and self.settings.needs_reference:
+            counts["num_answer_labels"] = batch["loss_mask"] != 0
         return prepared | {name: counted.sum().astype(jnp.float32).clip(1) for name, counted in counts.items()}
 
     def __call__(self, model: Decoder, batch: Batch) -> tuple[Float[Array, ""], Parts]:

@@ -31,7 +31,7 @@ def parts_of_pairs(
     Args:
       found: of the segments of the rows; chosen and rejected answers take turns.
       reference: sums of log-probabilities; zeros for a loss without a reference.
-      batch: with "num_examples" of the whole batch.
+      batch: with "num_examples" of the whole batch; with "num_answer_labels" for a loss with a reference.
     """
     sums, means, lengths = (Pair(each[:, ::2], each[:, 1::2]) for each in (found.log_probs, found.means, found.lengths))
     of_reference, beta = Pair(reference[..., 0], reference[..., 1]), settings.scale
@@ -62,6 +62,9 @@ def parts_of_pairs(
         "log_prob_chosen": mean(log_probs.chosen),
         "log_prob_rejected": mean(log_probs.rejected),
     }
+    if settings.needs_reference:
+        ratios = sum(own - other for own, other in zip(sums, of_reference, strict=True))
+        parts["kl"] = jnp.where(batch["example"] >= 0, ratios, 0).sum() / batch["num_answer_labels"]
     if settings.loss == "orpo":
         cross_entropy = -found.text_log_probs[:, ::2].sum() / batch["num_chosen_labels"]
         parts |= {"loss": parts["loss"] + cross_entropy, "chosen_cross_entropy": cross_entropy}

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from moe_jax.checkpoint.messages import check_messages
+from moe_jax.train.data.layouts import as_list
 
 Messages = list[dict[str, Any]]
 
@@ -67,7 +68,7 @@ def judged(record: Any, *, plain: bool = False) -> Judged:
     for answer in conversations:
         if not any(message["role"] == "assistant" for message in answer):
             raise ValueError("an answer has no message of the assistant, so there is nothing to learn from")
-    return Judged(messages, tuple(conversations), desirable, record.get("tools") or None)
+    return Judged(messages, tuple(conversations), desirable, _tools(record))
 
 
 def _of_texts(prompt: str | None, texts: list[str]) -> tuple[str, list[str]]:
@@ -120,7 +121,15 @@ def _check_part(key: str, part: Any) -> None:
         raise ValueError(f'"{key}" must be a text or a list of messages; got {part!r:.80}')
 
 
+def _tools(record: dict[str, Any]) -> list | None:
+    tools = record.get("tools") or None
+    return None if tools is None else as_list(tools, "tools")
+
+
 def _label(label: Any) -> bool:
+    if isinstance(label, str):
+        # Tables of text have no other way to say it.
+        label = {"true": True, "1": True, "false": False, "0": False}.get(label.strip().lower(), label)
     if label not in (True, False):
         raise ValueError(f'"label" must be true or false; got {label!r:.80}')
     return bool(label)

@@ -6,6 +6,7 @@ from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
     from moe_jax.recipes.finetuning.dry_run import dry_run
+    from moe_jax.recipes.finetuning.learning_rate import LearningRates, find_learning_rate
     from moe_jax.recipes.finetuning.loop import FinetuneResult, finetune
     from moe_jax.recipes.finetuning.report import write_report
     from moe_jax.recipes.finetuning.settings import FinetuneSettings
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
 __all__ = [
     "FinetuneResult",
     "FinetuneSettings",
+    "LearningRates",
     "PreferResult",
     "PreferSettings",
     "dry_run",
+    "find_learning_rate",
     "finetune",
     "prefer",
     "write_report",

@@ -16,6 +16,7 @@ from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.spread import Spread
 from moe_jax.parallel.zero1 import stacked_specs
 from moe_jax.train.batch import Batch, batch_specs
+from moe_jax.train.dropout import ready_for_pass
 
 
 def on_devices(
@@ -45,9 +46,12 @@ def on_devices(
     """
     transform = partial(jax.value_and_grad, has_aux=True) if differentiate else lambda f: f
 
+    def call_on(model: Decoder, batch: Batch) -> Any:
+        return function(*ready_for_pass(model, batch))
+
     def call(params: nnx.State, fixed: nnx.State, batch: Batch):
         if parallelism is None:
-            return transform(lambda params: function(merged_model(graphdef, params, fixed, execution), batch))(params)
+            return transform(lambda params: call_on(merged_model(graphdef, params, fixed, execution), batch))(params)
         whole = merged_model(graphdef, params, fixed, execution)
         mesh, axes = parallelism.mesh, parallelism.token_axes
         sharded = ShardedParameters.of(params, mesh, dtype=whole.dtype, token_axes=axes, hops=parallelism.hops)
@@ -55,7 +59,7 @@ def on_devices(
 
         def local(params: nnx.State, fixed: nnx.State, batch: Batch):
             def of_parts(params: nnx.State):
-                return function(merged_model(graphdef, sharded.enter(params), fixed, on_mesh), batch)
+                return call_on(merged_model(graphdef, sharded.enter(params), fixed, on_mesh), batch)
 
             if not stack_over_data:
                 return transform(of_parts)(params)

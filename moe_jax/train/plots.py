@@ -85,6 +85,25 @@ def plot_loss(
     save_png(figure, path)
 
 
+def plot_learning_rates(
+    rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], suggested: float, path: str | Path
+) -> None:
+    """Draws the loss over rising learning rates, and the suggested rate as a vertical line.
+
+    Args:
+      rates, losses, smoothed: of equal length, at least one.
+      path: the PNG file to write.
+    """
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="learning rate", ylabel="loss (nats per token)", xscale="log", title="Learning rates")
+    axes.plot(rates, losses, color="tab:blue", alpha=0.3, linewidth=1, label="each step")
+    axes.plot(rates, smoothed, color="tab:blue", linewidth=2, label="smoothed")
+    axes.axvline(suggested, color="tab:orange", linestyle="--", label=f"suggested: {suggested:.1e}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save_png(figure, path)
+
+
 def plot_expert_load(
     steps: Sequence[int],
     loads: Int[np.ndarray, "steps layers experts"],

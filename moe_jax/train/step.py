@@ -19,6 +19,7 @@ from moe_jax.parallel.choices import UNIFORM
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.zero1 import optimizer_mesh, sum_to_parts
 from moe_jax.train.batch import Batch, num_rows, replicated_sharding
+from moe_jax.train.dropout import trains_with_dropout, with_dropout_seeds
 from moe_jax.train.expert_bias import expert_bias_range
 from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
 from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objective
@@ -46,7 +47,8 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns a jitted step(state, batch) -> (state, metrics). The state passed in is donated: its arrays are gone afterwards.
 
-    Frozen weights beside adapters are not donated: the state that comes back holds the same arrays.
+    Frozen weights beside adapters are not donated: the state that comes back holds the same arrays. Dropout of adapters follows
+    from the step's number (`train.dropout`).
 
         step = train.make_train_step(graphdef, optimizer, train.NextToken(train.LossWeights(aux_loss_coef=0.001)))
 
@@ -109,6 +111,7 @@ def make_train_step(
     # Split over `data`, the optimizer's state needs sums over `data` once a step, and only their parts.
     split_over = optimizer_mesh(parallelism)
     stacked: dict[str, bool] = dict(stack_over_data=split_over is not None)
+    orders_passes = True
     if parallelism is not None and parallelism.pipelined:
         pipeline = accumulate_pipelined if parallelism.pipe_schedule in UNIFORM else accumulate_scheduled
         gradients = pipeline(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
@@ -117,6 +120,7 @@ def make_train_step(
     else:
         gradients = gradients_fn(objective, graphdef, execution, parallelism, **stacked)
         gradients = accumulate(gradients, gradient_accumulation)
+        orders_passes = False
     in_place = accumulate_in_place(objective, graphdef, execution, gradient_accumulation)
 
     def train_step(one_device: bool, state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -127,7 +131,12 @@ def make_train_step(
         num_labels = counts.get("num_labels", jnp.ones(()))
         # Split over devices, the experts' gradients can be added up only after they have travelled. Adapters' are small.
         compute = in_place if one_device and gradient_accumulation > 1 and not frozen else gradients
-        value, aux, grads = compute(state.params, fixed, objective.prepare(batch, num_labels))
+        prepared = objective.prepare(batch, num_labels)
+        if trains_with_dropout(graphdef, state.params, fixed):
+            if orders_passes:
+                raise ValueError("dropout of adapters needs a step whose micro-batches do not overlap: leave overlapping out")
+            prepared = with_dropout_seeds(prepared, state.step)
+        value, aux, grads = compute(state.params, fixed, prepared)
         if split_over is not None:
             grads = sum_to_parts(grads, split_over)
         after = apply_gradients(optimizer, state, grads, parallelism)

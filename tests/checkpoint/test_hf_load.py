@@ -420,6 +420,18 @@ def test_a_runs_folder_is_no_model_but_names_the_one_in_it(moe_folder):
             load(run)
 
 
+@pytest.mark.parametrize("step", [None, 7])
+def test_a_run_that_is_not_finished(tmp_path, step):
+    (tmp_path / "checkpoints").mkdir()
+    if step is not None:
+        (tmp_path / "checkpoints" / str(step)).mkdir()
+        (tmp_path / "checkpoints" / str(step) / "_CHECKPOINT_METADATA").touch()
+    newest = "without a checkpoint" if step is None else "whose newest checkpoint is of step 7"
+    with pytest.raises(FileNotFoundError, match=f"of a run that is not finished,? {newest}: the command that began") as error:
+        read_config(tmp_path)
+    assert (f"moe-jax convert {tmp_path} TARGET" in str(error.value)) == (step is not None)
+
+
 @pytest.mark.parametrize(
     "error, message",
     [

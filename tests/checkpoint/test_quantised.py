@@ -107,3 +107,12 @@ def test_refused(folder):
         from_pretrained(folder, weights="as stored")
     with pytest.raises(ValueError, match="must be one of 'whole', 'as stored', 'nf4'"):
         from_pretrained(folder, weights="int3")
+
+
+def test_nf4_needs_experts(tmp_path):
+    config = moe_jax.Qwen3Config(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
+    )
+    moe_jax.save_pretrained(moe_jax.from_config(config, rngs=nnx.Rngs(0)), tmp_path / "dense")
+    with pytest.raises(ValueError, match="makes 4 bits of experts, and this model has none"):
+        from_pretrained(tmp_path / "dense", weights="nf4")

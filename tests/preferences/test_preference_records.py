@@ -100,8 +100,33 @@ def test_bad_lines_are_named(tmp_path):
         assert f"{file}:{line}: {reason}" in str(error.value)
     with pytest.raises(ValueError, match="the loss needs pairs .* take loss kto, or other data"):
         open_preferences(write(tmp_path / "b.jsonl", answer))
-    with pytest.raises(ValueError, match="no line with preferences"):
+    with pytest.raises(ValueError, match="no row with preferences"):
         open_preferences(write(tmp_path / "c.jsonl", ""))
+
+
+def test_files_of_fine_tuning(tmp_path):
+    """JSON, tables and Parquet hold the same pairs, and labels of tables are words."""
+    datasets = pytest.importorskip("datasets")
+    pair, expected = LAYOUTS["strings"]
+    (tmp_path / "a.json").write_text(json.dumps([pair], indent=1))
+    (tmp_path / "b.csv").write_text('prompt,chosen,rejected\n2+2?,four,"five"\n')
+    datasets.Dataset.from_list([pair | {"other": 1}]).to_parquet(tmp_path / "c.parquet")
+    found = open_preferences(tmp_path)
+    assert [found[i] for i in range(3)] == [expected] * 3 and found.where(2) == f"{tmp_path / 'c.parquet'} row 1"
+    (tmp_path / "d.tsv").write_text("prompt\tcompletion\tlabel\n2+2?\tfour\tTrue\n2+2?\tfive\t0\n")
+    answers = open_preferences(tmp_path / "d.tsv", of_pairs=False)
+    assert [answers[i].desirable for i in range(2)] == [True, False]
+    (tmp_path / "b.csv").write_text("prompt,chosen,rejected\n2+2?,four\n")
+    with pytest.raises(ValueError, match="b.csv:2: has 2 fields, and the first line names 3"):
+        open_preferences(tmp_path / "b.csv")
+    with pytest.raises(ValueError, match="e.txt is no file of rows"):
+        open_preferences(write(tmp_path / "e.txt", pair))
+
+
+def test_equal_problems_are_one_clause(tmp_path):
+    file = write(tmp_path / "a.jsonl", *[dict(messages=[ASK, GOOD])] * 12)
+    with pytest.raises(ValueError, match=r"and no completion, label \(the same in all 12\)$"):
+        open_preferences(file)
 
 
 def test_a_changed_file_is_named(tmp_path):

@@ -11,6 +11,7 @@ from flax import nnx
 from examples import make_answers, make_pairs, packed_batch
 from moe_jax.adapters import without_adapter
 from moe_jax.preferences import Preference, PreferenceSettings, reference_log_probs
+from moe_jax.preferences.answers import answer_log_probs
 from moe_jax.train import init_state, make_train_step
 
 DPO = PreferenceSettings("dpo", beta=0.3)
@@ -58,6 +59,18 @@ def test_micro_batches(adapted, loss):
     counts = (batch["example"] >= 0).sum(axis=1)
     assert counts[0] != counts[1]
     assert_same(one_step(adapted, batch, settings, gradient_accumulation=2), one_step(adapted, batch, settings), 2e-5)
+
+
+def test_divergence_of_tokens(adapted):
+    """`kl` is the mean of log p/p_ref over all tokens of chosen and rejected answers, however micro-batches are cut."""
+    batch = packed_batch(make_pairs(5), rows=2, max_examples=3)
+    reference = reference_log_probs(adapted, batch)
+    policy = answer_log_probs(adapted, batch, 2 * batch["example"].shape[1]).reshape(reference.shape)
+    expected = float((policy - reference).sum() / batch["loss_mask"].sum())
+    for accumulation in (1, 2):
+        found, _ = one_step(adapted, batch, DPO, gradient_accumulation=accumulation)
+        np.testing.assert_allclose(found["kl"], expected, rtol=1e-4)
+    assert "kl" not in one_step(adapted, batch, PreferenceSettings("simpo"))[0]
 
 
 def test_packing(adapted):

@@ -15,7 +15,7 @@ from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.checkpoint.training import finished_steps
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.parallel.choices import MeshShape
-from moe_jax.recipes import FinetuneSettings, finetune
+from moe_jax.recipes import FinetuneSettings, dry_run, finetune
 from moe_jax.recipes.finetuning import loop
 from moe_jax.train.metrics import read_records
 from moe_jax.train.model_of_run import model_of_run
@@ -99,8 +99,8 @@ def test_another_base_or_other_adapters_are_another_run(whole, base, tmp_path, m
     records = read_records(settings_folder(settings) / "metrics.jsonl")
     for changes, message in (
         (dict(model=str(tmp_path / "other")), "holds another run.*model: its weights are not those that the run began with"),
-        (dict(lora=replace(LORA, rank=8)), "holds another run.*lora: checkpoint {'rank': 4,.*now {'rank': 8"),
-        (dict(lora=None), "holds another run.*lora: checkpoint {'rank': 4,.*now None"),
+        (dict(lora=replace(LORA, rank=8)), "holds another run.*Different: lora.rank: checkpoint 4, now 8$"),
+        (dict(lora=None), "holds another run.*Different: lora: checkpoint a lora, now none.*"),
     ):
         with pytest.raises(ValueError, match=message):
             finetune(replace(settings, steps=6, **changes))
@@ -111,6 +111,11 @@ def test_refusals_come_before_weights_are_read(base, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "from_pretrained", None)
     with pytest.raises(ValueError, match="lora trains on one device, or on several along mesh.data alone.*got mesh.fsdp=2"):
         settings_of(tmp_path, base, mesh=MeshShape(data=2, fsdp=2))
+    with pytest.raises(ValueError, match="overlap_micro_batches=True needs adapters without dropout"):
+        options = dict(mesh=MeshShape(data=2), gradient_accumulation=2, overlap_micro_batches=True)
+        settings_of(tmp_path, base, lora=LoraSettings(targets=("attention",), dropout=0.1), **options)
+    with pytest.raises(ValueError, match="dropout=0.1 is for attention and mlp"):
+        finetune(settings_of(tmp_path, base, lora=LoraSettings(dropout=0.1)))
     with pytest.raises(ValueError, match="shard_optimizer=True is for runs without lora"):
         settings_of(tmp_path, base, mesh=MeshShape(data=2), shard_optimizer=True)
     with pytest.raises(
@@ -121,6 +126,19 @@ def test_refusals_come_before_weights_are_read(base, tmp_path, monkeypatch):
     add_lora(adapted, LORA, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="the model has adapters already.*pass the model without adapters"):
         finetune(settings_of(tmp_path, base), model=adapted, tokenizer=tiny.tokenizer())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("rehearse", [False, True], ids=["run", "dry run"])
+def test_forms_of_weights_are_checked_first(base, tmp_path, rehearse):
+    """A form that the checkpoint cannot have is refused, by a rehearsal too, before a file is written."""
+    start = dry_run if rehearse else finetune
+    for weights, message in (
+        ("nf4", r"experts.gate_up_proj: 16 is no multiple of 64, experts.down_proj: 16 is no multiple of 64; take 'whole'"),
+        ("as stored", "this checkpoint has none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            start(settings_of(tmp_path, base, weights=weights, dry_run=rehearse))
     assert not (tmp_path / "run").exists()
 
 
@@ -142,7 +160,7 @@ def test_quantised_base(tmp_path):
     moe_jax.save_pretrained(model, tmp_path / "base", tokenizer_from=tmp_path / "tokenizer")
     settings = settings_of(tmp_path, tmp_path / "base", weights="nf4")
     assert finetune(settings, stop_after=2).step == 2
-    with pytest.raises(ValueError, match="weights: checkpoint 'nf4', now None"):
+    with pytest.raises(ValueError, match="weights: checkpoint 'nf4', now 'whole'"):
         finetune(replace(settings, weights="whole"))
     result = finetune(settings)
     assert is_quantised(nnx.state(result.model)) and losses(result)[-1] < losses(result)[0]

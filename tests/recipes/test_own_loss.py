@@ -132,7 +132,7 @@ def test_finetune_with_own_loss(tmp_path):
     assert records[2]["loss"] < records[0]["loss"]
     np.testing.assert_allclose(records[0]["mean_log_prob"], -records[0]["loss"], rtol=1e-5)
     options["model"] = tiny.dense()
-    with pytest.raises(ValueError, match="loss: checkpoint 'cross_entropy', now None"):
+    with pytest.raises(ValueError, match="loss: checkpoint 'cross_entropy', now none"):
         finetune(settings, **options)
 
 

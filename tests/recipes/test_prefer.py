@@ -1,6 +1,7 @@
 """Runs on preferences: the margin rises, interrupted runs continue bit for bit, other runs are refused."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -8,14 +9,16 @@ import pytest
 import tiny
 from flax import nnx
 
+import moe_jax
 from moe_jax.adapters import LoraSettings
+from moe_jax.layers.quantised import is_quantised
 from moe_jax.preferences import PreferenceSettings
 from moe_jax.recipes import PreferSettings, prefer
 from moe_jax.recipes.preferring.dry_run import dry_run
 
 LORA = LoraSettings(rank=4, alpha=8, targets=("attention",))
 DPO_METRICS = {
-    *("step", "loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "log_prob_chosen"),
+    *("step", "loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "log_prob_chosen", "kl"),
     *("log_prob_rejected", "grad_norm", "learning_rate", "tokens_per_second", "model_tflops"),
 }
 
@@ -65,7 +68,7 @@ def test_adapters(tmp_path, capsys):
     assert resumed.metrics[3]["step"] == 4 and resumed.finished
     for a, b in zip(arrays_of(whole), arrays_of(resumed), strict=True):
         np.testing.assert_array_equal(a, b)
-    with pytest.raises(ValueError, match="holds another run; .* preference: checkpoint .*'beta': 0.3"):
+    with pytest.raises(ValueError, match="holds another run; .* .*preference.beta: checkpoint 0.3, now 0.2$"):
         run(settings(tmp_path / "two", preference=PreferenceSettings("dpo", beta=0.2)))
 
 
@@ -106,6 +109,24 @@ def test_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="eval_data=.* has the same contents as data"):
         run(settings(tmp_path, eval_data=write(tmp_path, "same.jsonl")))
     assert not (tmp_path / "run").exists()
+
+
+def test_quantised_weights(tmp_path):
+    """Adapters learn preferences beside experts in 4 bits; a form that the model cannot have is refused first."""
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    config = replace(tiny.model().config, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=1)
+    moe_jax.save_pretrained(
+        moe_jax.from_config(config, rngs=nnx.Rngs(0)), tmp_path / "base", tokenizer_from=tmp_path / "tokenizer"
+    )
+    chosen = settings(tmp_path, model=str(tmp_path / "base"), weights="nf4", steps=3)
+    result = prefer(chosen)
+    assert is_quantised(nnx.state(result.model)) and result.metrics[-1]["loss"] < result.metrics[0]["loss"]
+    with pytest.raises(ValueError, match="weights: checkpoint 'nf4', now 'whole'"):
+        prefer(replace(chosen, weights="whole"))
+    with pytest.raises(ValueError, match="this checkpoint has none"):
+        dry_run(replace(chosen, weights="as stored"))
+    with pytest.raises(ValueError, match="cannot be trained: train adapters beside them"):
+        replace(chosen, lora=None)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_a_folder_holds_files_of_several_kinds(tmp_path, caplog):
         ("a.csv", 'text\n"x', "a.csv:2: not CSV, so the rest cannot be read: unexpected end of data"),
         ("a.csv", "text,text\nx,y\n", "a.csv:1: the first line must name the columns, each by another name"),
         ("a.csv", b"text\n\xff\n", "a.csv:2: not UTF-8 text: invalid start byte"),
-        ("a.csv", "title,body\nx,y\n", "a.csv:2: has no known layout.*the keys title, body"),
+        ("a.csv", "title,body\nx,y\n", "bad training data: .*a.csv:2: has no known layout.*the keys title, body"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path, name, content, message):

@@ -26,6 +26,20 @@ def test_columns_are_read_under_their_keys(tmp_path):
         open_documents(tmp_path / "a.csv")
 
 
+def test_mistyped_columns(tmp_path):
+    """The message names the column that is missing, and all that there are."""
+    (tmp_path / "a.tsv").write_text("id\tQuestion\tAnswer\n1\thello\thi\n")
+    (tmp_path / "b.jsonl").write_text('{"Question": "a", "note": "x"}\n{"Question": "a", "Answer": "b"}\n')
+    with pytest.raises(ValueError, match=r"a.tsv: no column 'Quest'; it has id, Question, Answer$"):
+        open_documents(f"{tmp_path}/a.tsv,prompt=Quest,completion=Answer")
+    with pytest.raises(ValueError, match=r"b.jsonl: no column 'Q' and no 'A'; it has Question, note, Answer$"):
+        open_documents(f"{tmp_path}/b.jsonl,prompt=Q,completion=A")
+    with pytest.raises(
+        ValueError, match=r'b.jsonl:1: needs an object with the keys "prompt" and "completion"; it has the keys'
+    ):
+        open_documents(f"{tmp_path}/b.jsonl,prompt=Question,completion=Answer")
+
+
 def test_names_may_be_swapped_and_are_part_of_the_fingerprint(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "hi", "completion": "hello"}\n')

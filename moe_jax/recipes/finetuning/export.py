@@ -34,6 +34,18 @@ class ExportedRun(Protocol):
         """The adapters that were trained; None: all parameters."""
 
 
+class AdaptedRun(Protocol):
+    """The settings of a run that say what adapters it trains, beside weights in which form."""
+
+    @property
+    def lora(self) -> LoraSettings | None:
+        """The adapters; None: all parameters are trained."""
+
+    @property
+    def weights(self) -> str:
+        """The form of the frozen weights."""
+
+
 def export(model: Decoder, settings: FinetuneSettings) -> Path:
     """Writes the trained model, or its adapter, into the run's folder, complete or absent; returns its folder there.
 

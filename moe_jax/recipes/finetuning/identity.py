@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.runtime.processes import is_first_process
+from moe_jax.train.adapted_run import WEIGHTS
 from moe_jax.train.starting_weights import MODEL, same_weights
 
+MAX_KEYS = 5
+"""A message lists this many differing keys of an object, and counts the rest: two architectures differ in dozens."""
 _logger = logging.getLogger(__name__)
 
 
@@ -21,9 +24,7 @@ def same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> di
     """
     kept = {name: value for name, value in current.items() if name != MODEL}
     # Through JSON, as it was saved: tuples are lists there.
-    different = [
-        f"{name}: checkpoint {saved.get(name)!r}, now {value!r}" for name, value in kept.items() if saved.get(name) != value
-    ]
+    different = [clause for name, value in kept.items() for clause in _differences(name, saved.get(name), value)]
     noted, asked = saved.get(MODEL), current[MODEL]
     if type(noted) is not type(asked):
         if is_first_process():
@@ -34,3 +35,21 @@ def same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> di
     if different:
         raise ValueError(f"{output} holds another run; choose another output folder. Different: " + "; ".join(different))
     return kept if noted is None else kept | {MODEL: noted}
+
+
+def _differences(name: str, saved: Any, now: Any) -> list[str]:
+    """Returns a clause for each entry of an identity that differs; of two objects only the keys that do."""
+    if saved == now:
+        return []
+    if isinstance(saved, dict) and isinstance(now, dict):
+        inside = [clause for key in (saved | now) for clause in _differences(f"{name}.{key}", saved.get(key), now.get(key))]
+        rest = len(inside) - MAX_KEYS
+        return inside[:MAX_KEYS] + ([f"and {rest} more in {name}"] if rest > 0 else [])
+    return [f"{name}: checkpoint {_said(name, saved)}, now {_said(name, now)}"]
+
+
+def _said(name: str, value: Any) -> str:
+    """Describes a value; one that is not there is the default."""
+    if value is None:
+        return "'whole'" if name == WEIGHTS else "none"
+    return f"a {name}" if isinstance(value, dict) else repr(value)

@@ -27,7 +27,7 @@ from moe_jax.parallel.pipeline.chunks import PipeShape
 from moe_jax.recipes.finetuning.announcement import announcement
 from moe_jax.recipes.finetuning.best import Best, counts
 from moe_jax.recipes.finetuning.finite import check_eval_loss, check_finite
-from moe_jax.recipes.finetuning.prepare import PreparedRun, prepare_run
+from moe_jax.recipes.finetuning.prepare import PlannedRun, PreparedRun, prepare_run
 from moe_jax.recipes.finetuning.run_log import RunLog
 from moe_jax.recipes.finetuning.samples import is_sampled, record_of_samples, sampler_of
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
@@ -107,6 +107,8 @@ def finetune(
       FloatingPointError: the loss of training or of held-out text is not finite. For training the message names the step
         and the documents of its batch.
     """
+    if settings.find_learning_rate:
+        raise ValueError("settings.find_learning_rate=True: call moe_jax.recipes.find_learning_rate(settings)")
     if settings.dry_run:
         raise ValueError("settings.dry_run=True: call moe_jax.recipes.dry_run(settings), which trains nothing")
     with ExitStack() as until_end:
@@ -134,8 +136,10 @@ def _train(
 ) -> FinetuneResult:
     """Trains from the run's last step, or from the first, to the run's end."""
     settings, checkpoints, places = run.settings, run.checkpoints, run.places
-    training = _load(run, model, loss)
+    training = load_training(run, model, loss)
     state = training.state
+    if run.steps_done:
+        state, _ = _state_of(run, run.steps_done, state)
     held_out = [put_batch(batch, state.params, run.parallelism) for batch in run.held_out]
     flops_per_token = training_flops_per_token(run.config, settings.seq_len, frozen=settings.lora is not None)
     step, last = run.steps_done, settings.steps if stop_after is None else min(stop_after, settings.steps)
@@ -203,8 +207,14 @@ def _train(
     return FinetuneResult(trained, step, records, finished, early, model_step)
 
 
-def _load(run: PreparedRun, model: Decoder | None, loss: LossFunction | None) -> Training:
-    """Reads the model, or takes the one that was passed, and the newest checkpoint; makes the functions of the run."""
+def load_training(
+    run: PlannedRun, model: Decoder | None, loss: LossFunction | None = None, schedule: optax.Schedule | None = None
+) -> Training:
+    """Reads the model, or takes the one that was passed, before its first step; makes the functions of the run.
+
+    Args:
+      schedule: the learning rates. Default: those of the settings.
+    """
     settings, parallelism = run.settings, run.parallelism
     if model is None:
         model = from_pretrained(
@@ -218,7 +228,7 @@ def _load(run: PreparedRun, model: Decoder | None, loss: LossFunction | None) ->
         )
     if settings.lora is not None:
         add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))
-    schedule = _schedule(settings)
+    schedule = schedule or _schedule(settings)
     optimizer = make_optimizer(
         schedule,
         weight_decay=settings.weight_decay,
@@ -236,8 +246,6 @@ def _load(run: PreparedRun, model: Decoder | None, loss: LossFunction | None) ->
         force_balanced_routing=settings.force_balanced_routing,
         parallelism=parallelism,
     )
-    if run.steps_done:
-        state, _ = _state_of(run, run.steps_done, state)
     evaluate = make_evaluation(graph, parallelism=parallelism) if run.held_out else None
     return Training(graph, state, train_step, evaluate)
 

@@ -13,7 +13,7 @@ from moe_jax.adapters.summary import LoraSummary
 from moe_jax.config import ModelConfig
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.recipes.finetuning.export import ExportedRun
+from moe_jax.recipes.finetuning.export import AdaptedRun, ExportedRun
 from moe_jax.recipes.finetuning.lora_settings import lora_problems
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
 from moe_jax.train.adapted_run import BASE, LORA, WEIGHTS
@@ -41,9 +41,12 @@ def check_lora(
     return planned_lora(config, settings.lora).summary
 
 
-def identity_of_lora(settings: FinetuneSettings) -> dict[str, Any]:
+def identity_of_lora(settings: AdaptedRun) -> dict[str, Any]:
     """Returns the adapters' entries of a run's identity, as they come back from JSON."""
     lora = None if settings.lora is None else json.loads(json.dumps(asdict(settings.lora)))
+    if lora is not None and not lora["dropout"]:
+        # Runs that began before there was dropout have no such entry.
+        del lora["dropout"]
     return {LORA: lora, WEIGHTS: None if settings.weights == "whole" else settings.weights}
 
 

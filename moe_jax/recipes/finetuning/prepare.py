@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from moe_jax.adapters.summary import LoraSummary
 from moe_jax.checkpoint.companions import tokenizer_files
 from moe_jax.checkpoint.fingerprint import weights_fingerprint
-from moe_jax.checkpoint.hf_load import find_config, read_config
+from moe_jax.checkpoint.hf_load import check_form, find_config, read_config
 from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
 from moe_jax.config import ModelConfig, config_to_dict
@@ -280,10 +280,13 @@ def _config(settings: FinetuneSettings, model: Decoder | None) -> ModelConfig:
     """Returns the model's config.
 
     Raises:
-      ValueError: dtypes that cannot be trained, or further-token modules that would not be.
+      ValueError: dtypes that cannot be trained, or a form of weights that this model cannot have. Or further-token modules
+        that would not be trained.
     """
     if model is not None:
         jax.eval_shape(initial_low_halves, nnx.state(model, nnx.Param))
+    else:
+        check_form(settings.model, settings.weights, settings.mesh.size)
     config = read_config(settings.model, mtp=settings.mtp) if model is None else model.config
     check_mtp_loss_coef(config, settings.mtp_loss_coef)
     return config

@@ -118,6 +118,8 @@ class FinetuneSettings:
       force_balanced_routing: ignore the router's choices and deal experts out in turn. For benchmarks: it spoils a model.
       dry_run: check everything, and print the data that the run would learn from, with a row of its first batch. Train nothing,
         read no weights, and write no file.
+      find_learning_rate: take up to 100 steps at rising learning rates in place of the run, print the losses, and suggest a
+        rate (docs/finetuning.md). Writes output/learning_rate alone.
     """
 
     model: str
@@ -173,6 +175,7 @@ class FinetuneSettings:
     tensorboard: bool = False
     force_balanced_routing: bool = False
     dry_run: bool = False
+    find_learning_rate: bool = False
 
     def __post_init__(self):
         if self.learning_rate is None:
@@ -259,6 +262,8 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     problems += pipe_problems(settings, settings.mesh.pipe)
     problems += lora_problems(settings.lora, asdict(settings.mesh), settings.shard_optimizer)
     problems += weights_problems(settings.weights, settings.lora, settings.mesh.size)
+    if settings.lora is not None and settings.lora.dropout and settings.overlap_micro_batches:
+        problems.append("overlap_micro_batches=True needs adapters without dropout: leave lora.dropout out")
     if settings.pipe_chunks > 1 and settings.mesh.pipe == 1:
         problems.append(f"pipe_chunks={settings.pipe_chunks} needs a mesh.pipe of 2 or more")
     rows = settings.batch_size // settings.gradient_accumulation
@@ -287,6 +292,8 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     if settings.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         problems.append("tensorboard=True needs the package tensorboardX: pip install tensorboardX")
     problems += tracker_problems(settings.log_to)
+    if settings.dry_run and settings.find_learning_rate:
+        problems.append("dry_run=True and find_learning_rate=True exclude each other: give one of them")
     for name in ("keep_best", "early_stop"):
         if getattr(settings, name) and settings.eval_data is None:
             problems.append(f"{name}={getattr(settings, name)!r} needs a held-out loss: give eval_data")

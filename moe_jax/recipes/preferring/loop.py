@@ -168,7 +168,8 @@ def _loaded(settings: PreferSettings, model: Decoder | None) -> Decoder:
     """Returns the model on its device, with adapters if the run trains some."""
     if model is None:
         param_dtype = jnp.dtype(settings.param_dtype)
-        model = from_pretrained(settings.model, dtype=jnp.dtype(settings.dtype), param_dtype=param_dtype, mtp=False)
+        dtype = jnp.dtype(settings.dtype)
+        model = from_pretrained(settings.model, dtype=dtype, param_dtype=param_dtype, mtp=False, weights=settings.weights)
     if settings.lora is not None:
         tqdm.write(str(add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))))
     return model

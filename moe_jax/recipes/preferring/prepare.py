@@ -5,13 +5,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_jax.checkpoint.fingerprint import weights_fingerprint
-from moe_jax.checkpoint.hf_load import find_config, read_config
+from moe_jax.checkpoint.hf_load import check_form, find_config, read_config
 from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.models.decoder import Decoder
 from moe_jax.preferences.batches import PreferenceBatches, preference_batches
 from moe_jax.preferences.documents import Preferences, open_preferences
 from moe_jax.recipes.finetuning.export import check_destination
+from moe_jax.recipes.finetuning.lora import identity_of_lora
 from moe_jax.recipes.preferring.settings import PreferSettings
 from moe_jax.train.data.tokenization import tokenizer_fingerprint
 from moe_jax.train.starting_weights import MODEL, values_of
@@ -84,6 +85,7 @@ def plan_preferences(settings: PreferSettings, model: Decoder | None, tokenizer:
     if model is None:
         # A misspelt model is named as such, before its tokenizer is looked for.
         find_config(settings.model)
+        check_form(settings.model, settings.weights, devices=1)
     tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
     of_pairs = settings.preference.of_pairs
     data, eval_data = (
@@ -100,9 +102,7 @@ def plan_preferences(settings: PreferSettings, model: Decoder | None, tokenizer:
             "own tokenizer"
         )
     identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
-    identity |= json.loads(
-        json.dumps({"preference": asdict(settings.preference), "lora": settings.lora and asdict(settings.lora)})
-    )
+    identity |= json.loads(json.dumps({"preference": asdict(settings.preference)})) | identity_of_lora(settings)
     identity |= {"config": config_to_dict(config), "data": data.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
     identity[MODEL] = weights_fingerprint(settings.model) if model is None else values_of(model)
     plan = PlannedPreferences(settings, tokenizer, config, data, eval_data, identity, 0)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from moe_jax.adapters.settings import LoraSettings
 from moe_jax.preferences.settings import PreferenceSettings
-from moe_jax.recipes.finetuning.lora_settings import default_param_dtype
+from moe_jax.recipes.finetuning.lora_settings import Weights, default_param_dtype, weights_problems
 
 LEARNING_RATE, LORA_LEARNING_RATE = 1e-6, 1e-5
 """Peaks of the learning rate: preferences need less than fine-tuning, and adapters about ten times as much as all weights."""
@@ -21,7 +21,7 @@ class PreferSettings:
 
     Attributes:
       model: a checkpoint folder or hub id.
-      data: a .jsonl file, or a folder of some, in a layout of docs/preferences.md.
+      data: a file of rows (.jsonl, .json, .csv, .tsv, .parquet), or a folder of some, in a layout of docs/preferences.md.
       output: the folder for metrics and checkpoints. A run that finds checkpoints there continues from the last one.
       eval_data: held-out preferences to measure loss, margins and accuracy on; None: no measurement.
       eval_every: steps between two measurements; the last step is always measured.
@@ -49,6 +49,8 @@ class PreferSettings:
       dtype: the dtype that the model computes in, "bfloat16" or "float32".
       param_dtype: the dtype of parameters, "float32" or "bfloat16". None: float32, and `dtype` for the frozen weights beside
         adapters.
+      weights: the form of the weights beside adapters: "whole", "as stored" for a checkpoint in FP8, or "nf4" for experts of 4
+        bits (docs/adapters.md).
       remat: recompute each layer in the backward pass: less memory, about a third more time.
       tensorboard: write output/tensorboard too.
       dry_run: check everything, and print the data and its first example. Train nothing, read no weights, write no file.
@@ -79,6 +81,7 @@ class PreferSettings:
     keep_checkpoints: int = 3
     dtype: str = "bfloat16"
     param_dtype: str | None = None
+    weights: Weights = "whole"
     remat: bool = True
     tensorboard: bool = False
     dry_run: bool = False
@@ -112,6 +115,7 @@ def _problems(settings: PreferSettings) -> list[str]:
             problems.append(f"{name}={getattr(settings, name)!r} must be bfloat16 or float32")
     if problems:
         return problems
+    problems += weights_problems(settings.weights, settings.lora, devices=1)
     if settings.batch_size % settings.gradient_accumulation:
         problems.append(
             f"batch_size={settings.batch_size} must be a multiple of gradient_accumulation={settings.gradient_accumulation}"

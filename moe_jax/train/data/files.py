@@ -59,6 +59,28 @@ def data_files(path: str | Path, data_format: str, columns: Mapping[str, str] = 
     return files, whole
 
 
+def row_files(path: str | Path) -> list[Path]:
+    """Returns a file of rows, or all such files in a folder, sorted; others there are logged as left out.
+
+    Raises:
+      FileNotFoundError: there is no such path, or no file of rows in it.
+      ValueError: a file of another kind, compressed files, or links that lead nowhere.
+    """
+    path = Path(path).expanduser().resolve()
+    endings = " or ".join((*ROWS, *PERHAPS_ROWS))
+    if not path.exists():
+        raise FileNotFoundError(f"no data at {path}: give a file of rows ({endings}), or a folder of some")
+    found = [path] if path.is_file() else _files_below(path, "folder", NO_COLUMNS)
+    _check_not_compressed(found)
+    files = [file for file in found if is_table_or_lines(file)]
+    if not files:
+        error = ValueError if path.is_file() else FileNotFoundError
+        raise error(f"{path} is no file of rows, and holds none: rows are in {endings} files")
+    if left_out := sorted(set(found) - set(files)):
+        _logger.warning("left out of the data: %s", named(left_out))
+    return files
+
+
 def is_table_or_lines(file: Path) -> bool:
     """Tells files that can hold rows by the name, in capitals or not."""
     return file.suffix.lower() in (*ROWS, *PERHAPS_ROWS)

@@ -2,20 +2,20 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from moe_jax.train.data.documents import Documents, SourcePart, joined
-from moe_jax.train.data.files import data_files
+from moe_jax.train.data.files import data_files, row_files
 from moe_jax.train.data.hub import ArrowTable, hub_table, is_saved_dataset, parquet_table, saved_table
 from moe_jax.train.data.layouts import CHATS, LAYOUTS, layout_of, no_layout, unread_keys
 from moe_jax.train.data.problems import Problems
 from moe_jax.train.data.readers import file_reader
 from moe_jax.train.data.records import LEARNED_ANSWERS, read_row, record_of
-from moe_jax.train.data.renaming import Renamed, renamed
+from moe_jax.train.data.renaming import Renamed, check_columns, renamed
 from moe_jax.train.data.rows import RawRow, Reader
 from moe_jax.train.data.sources import DataSource, sources
 
@@ -100,11 +100,32 @@ def _opened(source: DataSource, data_format: str, learned_answers: str, skip_bad
     listed = problems.listed(len(places))
     if listed and not (skip_bad and places):
         how_to_skip = "; --skip-bad-documents leaves them out, and counts them" if places else ""
-        raise ValueError(f"bad training data ({kinds}): {listed}{how_to_skip}")
+        what = f"bad training data ({kinds}): " if any(layouts) else "bad training data: "
+        raise ValueError(f"{what}{listed}{how_to_skip}")
     if not places:
         raise ValueError(f"no document with any text in {source.path} ({len(readers)} files)")
     found = _Found(places, layouts, problems, tuple(sorted(unread)), digest.hexdigest())
     return _documents(source, readers, found, learned_answers)
+
+
+def row_readers(path: str | Path, further: Collection[str]) -> list[Reader]:
+    """Opens a file of rows, a folder of such files, or a folder that `save_to_disk` of the library `datasets` wrote.
+
+    Args:
+      further: columns of tables that are read beside those of the layouts.
+
+    Raises:
+      FileNotFoundError, ImportError, ValueError: as `open_documents`.
+    """
+    folder = Path(path).expanduser()
+    if is_saved_dataset(folder):
+        return [saved_table(folder.resolve(), further)]
+    return [reader_of_rows(file, further) for file in row_files(folder)]
+
+
+def reader_of_rows(file: Path, further: Collection[str]) -> Reader:
+    """Opens a file of rows by its name's ending."""
+    return parquet_table(file, further) if file.suffix.lower() == ".parquet" else file_reader(file, whole=False)
 
 
 def _readers(source: DataSource, data_format: str) -> tuple[list[Reader], bool]:
@@ -112,7 +133,27 @@ def _readers(source: DataSource, data_format: str) -> tuple[list[Reader], bool]:
     readers, whole = _own_readers(source, data_format)
     if source.columns and whole:
         raise ValueError(f"{source.path} holds texts, and {', '.join(source.columns)} name columns of rows; leave them out")
-    return [Renamed(reader, source.columns) for reader in readers] if source.columns else readers, whole
+    if not source.columns:
+        return readers, whole
+    try:
+        check_columns(source.columns, (keys for reader in readers for keys in _keys_of_rows(reader)))
+    except ValueError as error:
+        raise ValueError(f"{source.path}: {error}") from error
+    return [Renamed(reader, source.columns) for reader in readers], whole
+
+
+def _keys_of_rows(reader: Reader) -> Iterator[list[str]]:
+    """Yields the columns of a table, or the keys of each row of a file that can be read."""
+    if columns := _columns(reader):
+        yield list(columns)
+        return
+    for row in reader.rows(hashlib.blake2b()):
+        try:
+            value = read_row(row.content, None)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield list(value)
 
 
 def _own_readers(source: DataSource, data_format: str) -> tuple[list[Reader], bool]:
@@ -122,10 +163,7 @@ def _own_readers(source: DataSource, data_format: str) -> tuple[list[Reader], bo
     if data_format != "folder" and is_saved_dataset(path := Path(source.path).expanduser()):
         return [saved_table(path.resolve(), further)], False
     files, whole = data_files(source.path, data_format, source.columns)
-    return [
-        parquet_table(file, further) if not whole and file.suffix.lower() == ".parquet" else file_reader(file, whole)
-        for file in files
-    ], whole
+    return [file_reader(file, whole) if whole else reader_of_rows(file, further) for file in files], whole
 
 
 def _layouts(readers: Sequence[Reader], data_format: str) -> list[str | None]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,27 @@ def renamed(row: Any, names: Mapping[str, str]) -> Any:
         return row
     others = {column: value for column, value in row.items() if column not in names.values()}
     return others | {key: row[column] for key, column in names.items() if column in row}
+
+
+def check_columns(names: Mapping[str, str], rows: Iterable[Collection[str]]) -> None:
+    """Refuses a column that no row has: a mistyped name. Rows are read until all columns were seen.
+
+    Args:
+      names: {key of a layout: column}.
+      rows: the columns of each row.
+
+    Raises:
+      ValueError: the message names the column, and those that there are. It is a clause that follows the name of the source.
+    """
+    missing, found = dict.fromkeys(names.values()), dict[str, None]()
+    for row in rows:
+        found |= dict.fromkeys(row)
+        missing = {column: None for column in missing if column not in row}
+        if not missing:
+            return
+    if found:
+        columns = " and no ".join(map(repr, missing))
+        raise ValueError(f"no column {columns}; it has {', '.join(found)}")
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def _numbers(documents: Documents, found: Survey, seq_len: int) -> list[tuple[st
         ("tokens", f"{found.tokens:,}"),
         ("learned", f"{learned:,} ({found.learned:.1%})"),
         ("masked", f"{found.tokens - learned:,}"),
-        (f"rows of {seq_len}", f"{found.rows:,.1f} ({1 - found.padding:.1%} filled)"),
+        (f"rows of {seq_len}", f"{_rows(found.rows)} ({1 - found.padding:.1%} filled)"),
         ("documents that are cut", f"{found.cut:,}"),
         ("tokens dropped by cuts", f"{found.dropped:,}"),
     ]
@@ -78,6 +78,10 @@ def _numbers(documents: Documents, found: Survey, seq_len: int) -> list[tuple[st
         left_out = f"{found.without_reasoning:,} (--learned-answers last learns last turns alone)"
         numbers.append(("without their reasoning", left_out))
     return numbers
+
+
+def _rows(rows: float) -> str:
+    return f"{rows:,.1f}" if rows >= 0.1 else "less than 0.1"
 
 
 def _shown(documents: Documents, tokenizer: Any, index: int, marks: Marks) -> Iterator[str]:

@@ -1,0 +1,92 @@
+"""Several adapters beside one model's weights, of which one is active; switching compiles nothing new."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from moe_jax.adapters.load import Stack, put_stacks, read_stacks
+from moe_jax.adapters.targets import Target
+from moe_jax.models.decoder import Decoder
+
+
+class NamedAdapters:
+    """The adapters that `load_adapters` put beside a model.
+
+    Attributes:
+      names: the adapters' names.
+      active: the name of the adapter whose change the model computes with; None: the weights alone.
+    """
+
+    def __init__(self, factors: Mapping[str, list[Stack]]):
+        self._targets = [stack.target for stack in next(iter(factors.values()))]
+        self._factors = {name: [_on_device(stack) for stack in stacks] for name, stacks in factors.items()}
+        self.active: str | None = next(iter(factors))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The adapters' names, in the order in which they were given."""
+        return tuple(self._factors)
+
+    def use(self, name: str | None) -> None:
+        """Makes an adapter the active one, in place; None: the weights alone, with changes of zero.
+
+        All adapters have the same shapes, so that a function that was compiled for the model is not compiled again.
+
+        Raises:
+          ValueError: there is no adapter of this name.
+        """
+        if name is not None and name not in self._factors:
+            raise ValueError(f"no adapter {name!r}; there are {', '.join(map(repr, self._factors))}")
+        for i, target in enumerate(self._targets):
+            a, b = self._factors[name or self.names[0]][i]
+            assert target.found is not None
+            target.found.a[...], target.found.b[...] = a, b if name is not None else jnp.zeros_like(b)
+        self.active = name
+
+
+def load_adapters(model: Decoder, adapters: Mapping[str, str | Path]) -> NamedAdapters:
+    """Reads several adapters, puts them beside the model's weights, and freezes these. The first adapter is active.
+
+        named = adapters.load_adapters(model, {"french": "runs/french/adapter", "code": "runs/code/adapter"})
+        named.use("code")
+
+    All are on the device. Each has the targets of all together, and the largest rank of each target; the rest is zeros.
+
+    Args:
+      adapters: {name: a folder or hub id}.
+
+    Raises:
+      FileNotFoundError, ValueError: as `load_adapter`, of any of them; or `adapters` is empty. Nothing has been changed then.
+    """
+    if not adapters:
+        raise ValueError("no adapters to load: give {name: folder}")
+    read = {name: {stack.target: stack for stack in read_stacks(model, folder)} for name, folder in adapters.items()}
+    targets = dict.fromkeys(target for stacks in read.values() for target in stacks)
+    ranks = {target: max(_rank(stacks[target]) for stacks in read.values() if target in stacks) for target in targets}
+    padded = {name: [_padded(stacks.get(target), target, ranks[target]) for target in targets] for name, stacks in read.items()}
+    put_stacks(model, next(iter(padded.values())))
+    return NamedAdapters(padded)
+
+
+def _rank(stack: Stack) -> int:
+    """Returns the rank of a stack."""
+    return stack.a.shape[-2]
+
+
+def _padded(stack: Stack | None, target: Target, rank: int) -> Stack:
+    """Returns the stack with zeros up to this rank; zeros alone for a target that an adapter does not change."""
+    *leading, num_out, num_in = target.shape
+    a, b = np.zeros((*leading, rank, num_in), np.float32), np.zeros((*leading, num_out, rank), np.float32)
+    if stack is not None:
+        a[..., : _rank(stack), :], b[..., : _rank(stack)] = stack.a, stack.b
+    return Stack(target, a, b)
+
+
+def _on_device(stack: Stack) -> tuple[Float[Array, "*stack rank in"], Float[Array, "*stack out rank"]]:
+    """Returns the factors, laid out as the adapter that stands in the model."""
+    assert stack.target.found is not None
+    kept = stack.target.found
+    return jnp.asarray(stack.a, device=kept.a[...].sharding), jnp.asarray(stack.b, device=kept.b[...].sharding)
