@@ -25,7 +25,7 @@ class Fp8Matrices(NamedTuple):
     frozen: bool = False
     """The weights get no gradients, and no products are made for any."""
     layer: Int[Array, ""] | None = None
-    """If given, `quantised` are stacks of layers, of which a call uses this one, without gradients."""
+    """If given, the matrices are stacks of layers, of which a call uses this one, without gradients."""
 
 
 def experts_mlp_in_fp8(
