@@ -11,9 +11,9 @@ from jaxtyping import Array, Int
 
 from moe_jax.kernels.experts.fp8.experts import Fp8Matrices
 from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
-from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices
+from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
 from moe_jax.kernels.experts.fused_vjp import Matrices
-from moe_jax.layers.quantised import BlockScaled
+from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled
 
 
 class Fp8Copies(nnx.Variable):
@@ -27,7 +27,7 @@ def frozen_matrices(gate_up: nnx.Variable, down: nnx.Variable, layer: Int[Array,
       layer: the layer of the stacks to use; None: they are no stacks.
     """
     values = gate_up.get_value(), down.get_value()
-    if all(isinstance(value, BlockScaled) and value.block == (GROUP, GROUP) for value in values):
+    if all(isinstance(value, BlockScaled) and value.block == FP8_BLOCK for value in values):
         quantised = (QuantisedMatrices(value.codes, value.scales.astype(jnp.float32)) for value in values)
         return Fp8Matrices(None, QuantisedExperts(*quantised), frozen=True, layer=layer)
     return Fp8Matrices(Matrices(gate_up[...], down[...]), frozen=True, layer=layer)
