@@ -29,7 +29,7 @@ from moe_jax.checkpoint.weights import Weights
 from moe_jax.config import ModelConfig, load_config
 from moe_jax.layers.lora import freeze
 from moe_jax.models.auto import from_config
-from moe_jax.models.decoder import Decoder
+from moe_jax.models.decoder import Decoder, fp8_refusal
 from moe_jax.models.inputs import float_dtype
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.layout import parameter_sharding
@@ -65,9 +65,9 @@ def from_pretrained(
       mtp: True loads the modules that predict further tokens, if the checkpoint has some (`models.mtp`; 11.6e9 parameters in
         DeepSeek-V3). False leaves more memory for inference; a checkpoint written from the model then lacks them.
       weights: "as stored" keeps matrices that the files have in FP8 or GPTQ (`checkpoint.fp8`, `checkpoint.gptq`) as they are.
-        "nf4" makes 4 bits of the experts' matrices (`layers.quantised`). A layer is whole where it is computed. All parameters
-        are frozen (`layers.lora.Frozen`): such a model computes, and trains adapters (`adapters.add_lora`). It lies on one
-        device.
+        "nf4" makes 4 bits of the experts' matrices (`layers.quantised`), "fp8" makes FP8 of them. A layer is whole where it is
+        computed, except experts in FP8 after `model.set_precision("fp8")`. All parameters are frozen (`layers.lora.Frozen`):
+        such a model computes, and trains adapters (`adapters.add_lora`). It lies on one device.
       progress: show a progress bar when stderr is a terminal.
 
     Raises:
@@ -140,7 +140,10 @@ def check_form(folder_or_hub_id: str | Path, weights: str, devices: int) -> None
     """
     folder = find_config(folder_or_hub_id)
     is_quantised = read_block_size(folder) is not None or read_group_size(folder) is not None
-    check_weights(weights, is_quantised, devices, load_config(folder))
+    config = load_config(folder)
+    check_weights(weights, is_quantised, devices, config)
+    if weights == "fp8" and (reason := fp8_refusal(config, jnp.bfloat16)) is not None:
+        raise ValueError(f"weights='fp8': {reason}")
 
 
 def find_checkpoint(folder_or_hub_id: str | Path) -> Path:

@@ -228,6 +228,8 @@ def load_training(
         )
     if settings.lora is not None:
         add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))
+    if settings.precision != "bf16":
+        model.set_precision(settings.precision)
     schedule = schedule or _schedule(settings)
     optimizer = make_optimizer(
         schedule,
