@@ -43,15 +43,18 @@ def test_changed_matrices(routing, shared_outer, chunk):
         x, *matrices, weights, chosen = layer
         adapter, dy = make_adapter(rng, shared_outer=shared_outer), jnp.asarray(rng.normal(size=x.shape))
 
-        def ours(x, weights, adapter):
+        def ours(matrices, chosen, x, weights, adapter):
             return experts_mlp_adapted(x, *matrices, weights, chosen, adapter, chunk_tokens=chunk)
 
-        def plain(x, weights, adapter):
+        def plain(matrices, chosen, x, weights, adapter):
             return kernels.experts_mlp(x, *changed(*matrices, adapter), weights, chosen)
 
-        found, expected = (
-            jax.jit(lambda *a, f=f: jax.tree.leaves((f(*a), jax.vjp(f, *a)[1](dy))))(x, weights, adapter) for f in (ours, plain)
-        )
+        def with_gradients(f, matrices, chosen, dy, *arguments):
+            y, pullback = jax.vjp(partial(f, matrices, chosen), *arguments)
+            return jax.tree.leaves((y, pullback(dy)))
+
+        arguments = matrices, chosen, dy, x, weights, adapter
+        found, expected = (jax.jit(with_gradients, static_argnums=0)(f, *arguments) for f in (ours, plain))
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12 * np.abs(other).max())
 
@@ -84,11 +87,13 @@ def test_frozen(chunk):
     layer = make_layer(seeds.rng(), "random", TOKENS, EXPERTS, K, HIDDEN, INTER, jnp.float32)
     x, *matrices, weights, chosen = layer
 
-    def gradients(f):
-        return jax.vjp(lambda *a: f(*a, chosen, chunk_tokens=chunk), x, *matrices, weights)[1](x)
+    @partial(jax.jit, static_argnums=0)
+    def gradients(f, chosen, dy, *arrays):
+        return jax.vjp(lambda *a: f(*a, chosen, chunk_tokens=chunk), *arrays)[1](dy)
 
-    dx, *of_matrices, dweights = jax.jit(partial(gradients, experts_mlp_frozen))()
-    expected = jax.jit(partial(gradients, kernels.experts_mlp))()
+    arguments = chosen, x, x, *matrices, weights
+    dx, *of_matrices, dweights = gradients(experts_mlp_frozen, *arguments)
+    expected = gradients(kernels.experts_mlp, *arguments)
     np.testing.assert_array_equal(dx, expected[0])
     np.testing.assert_array_equal(dweights, expected[3])
     assert all(np.any(gradient) for gradient in expected[1:3]) and not any(map(np.any, of_matrices))
