@@ -25,7 +25,7 @@ GROUPS = {
         "force_balanced_routing",
     ),
     "memory": ("dtype", "param_dtype", "weights", "precision", "moment_dtype", "remat", "offload", "shard_optimizer"),
-    "pipeline": ("pipe_chunks",),
+    "pipeline": ("pipe_chunks", "pipe_schedule"),
     "exchange between devices": ("capacity_factor", "hops", "overlap_micro_batches", "shadow_experts", "rebalance_every"),
     "log": ("tensorboard", "log_to", "sample_prompts", "sample_every", "sample_tokens"),
 }  # fmt: skip

@@ -8,6 +8,7 @@ import tyro
 
 from moe_jax.commands.options import LoraOption, config_of, options_of_lora
 from moe_jax.cost.gpus import machine
+from moe_jax.parallel.choices import PipeSchedule
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class PlanCommand:
       hops: as in `moe-jax finetune`. Default: copies if one host has all devices, since one process can use them; else nccl.
       capacity_factor: as in `moe-jax finetune`.
       shard_optimizer: as in `moe-jax finetune`, on meshes with several devices along data.
+      pipe_schedule: as in `moe-jax finetune`, on meshes with a pipe.
       limit: maximum number of meshes to list.
       sbatch: a file for a Slurm batch script that trains on the fastest mesh.
     """
@@ -65,6 +67,7 @@ class PlanCommand:
     hops: Literal["nccl", "copies"] | None = None
     capacity_factor: float = 1.25
     shard_optimizer: bool = False
+    pipe_schedule: PipeSchedule = "uniform"
     limit: int = 10
     sbatch: str | None = None
 
@@ -104,6 +107,7 @@ class PlanCommand:
             hops=self.hops or ("copies" if self.devices <= self.hosts_of else "nccl"),
             capacity_factor=self.capacity_factor,
             shard_optimizer=self.shard_optimizer,
+            pipe_schedule=self.pipe_schedule,
             adapters=adapters,
         )
         hosts = f"{self.devices} x {found.name} ({found.memory / 2**30:.0f} GiB to use) in hosts of {self.hosts_of}"

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from moe_jax.config import Stage
 from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.planned_step import BYTES, PlannedAdapters, PlannedStep
+from moe_jax.cost.schedules import product_bytes, slots, stage_copies
 from moe_jax.cost.workspace import (
     activations,
     backward_workspace,
@@ -25,6 +26,7 @@ from moe_jax.cost.workspace import (
     loss_workspace,
     optimizer_workspace,
 )
+from moe_jax.parallel.choices import UNIFORM
 
 
 def memory_bytes(step: PlannedStep) -> dict[str, float]:
@@ -98,17 +100,27 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
     config, number = step.config, step.joined_stage
     stage, ranks = step.stages[number], step.mesh.pipe
     sums = 4 * sum(p.own_size if p.by_layer else p.used_size for p in step.parameters)
-    whole = ELEMENT * sum(p.used_size for p in step.parameters if p.gather_axes and not p.by_layer)
+    whole: float = ELEMENT * sum(p.used_size for p in step.parameters if p.gather_axes and not p.by_layer)
     own_tokens = step.tokens / ranks
     embedded = ELEMENT * step.gradient_accumulation * own_tokens * config.hidden_size
     of_chunk = step.layers_of_chunk * kept_by_layer(step, stage)
-    if step.offloads_slots:
+    in_layers = sum(p.own_size for p in step.parameters if p.by_layer)
+    if step.pipe_schedule not in UNIFORM:
+        own_slots = slots(step)
+        kept = own_slots.saved * of_chunk
+        # One slot of each kind takes what is not needed.
+        kept += (own_slots.inputs + own_slots.gradients + 2) * ELEMENT * step.tokens * config.hidden_size
+        # A rank of DualPipe computes twice its layers, and holds their parameters and sums beside its own.
+        whole += ELEMENT * (1 + stage_copies(step)) * in_layers if stage_copies(step) else 0
+        sums += 4 * in_layers if step.pipe_schedule == "dualpipe" else 0
+    elif step.offloads_slots:
         # A chunk comes back from the host's memory as a whole.
         kept = of_chunk
     else:
         kept = step.slots * _layers_kept(step, step.layers_of_chunk) * kept_by_layer(step, stage)
     # The forward pass of a tick has gathered layers of its own, and makes the residuals of a layer.
     workspaces = [layer_workspace(step, number) + 2 * gathered_layer(step, number) + activations(step, stage)]
+    kept += product_bytes(step)
     for other, own in enumerate(step.stages):
         if other != number:
             beside = step.beside_pipe

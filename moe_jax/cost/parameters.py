@@ -58,6 +58,22 @@ def num_piped_layers(config: ModelConfig) -> int:
 
 
 @functools.cache
+def operand_elements(config: ModelConfig) -> int:
+    """Returns the elements for one token of the operands of all weight gradients of a layer in a pipe (`layers.tickets`)."""
+    elements = 0
+    for path, shape in _shapes(config):
+        if path[:2] == ("stages", piped_stage(config)):
+            if "experts" in path:
+                # One side of each product has a row for each choice, the other a row for each token.
+                per_choice = shape[-2] if path[-1].startswith("gate_up") else shape[-1]
+                assert config.experts is not None
+                elements += config.experts.num_experts_per_tok * per_choice + config.hidden_size
+            elif len(shape) == 3:
+                elements += shape[1] + shape[2]
+    return elements
+
+
+@functools.cache
 def parameters(config: ModelConfig, mesh: MeshShape, chunks: int) -> tuple[Parameter, ...]:
     """Returns the model's parameter arrays and how `parallel.layout` splits each of them.
 

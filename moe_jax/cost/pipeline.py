@@ -12,9 +12,10 @@ Two GPUs of one host were measured (docs/performance.md, "A pipeline"): with rem
 
 from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.machine import Machine, is_inside_host, ring_hop_seconds
-from moe_jax.cost.planned_step import PlannedStep
-from moe_jax.cost.stage import COMPUTING, LayersSeconds, StageSeconds, no_seconds, stage_seconds
-from moe_jax.parallel.choices import Hops
+from moe_jax.cost.planned_step import BYTES, PlannedStep
+from moe_jax.cost.schedules import lockstep_seconds, stage_copies, ticks
+from moe_jax.cost.stage import COMPUTING, LayersSeconds, StageSeconds, no_seconds, stage_seconds, weights_seconds
+from moe_jax.parallel.choices import UNIFORM, Hops
 from moe_jax.parallel.pipeline.ticks import num_ticks
 
 HIDDEN_EXCHANGE: dict[Hops, float] = {"nccl": 0.93, "copies": 0.0}
@@ -32,20 +33,22 @@ def pipeline_seconds(step: PlannedStep, machine: Machine) -> LayersSeconds:
     The parts of a layer count what a rank computes of its layers. "bubble" is the rest of the ticks: filling and emptying the
     pipe, places without a layer, and micro-batches that the last round lacks.
 
+    Schedules from a table take their lockstep ticks (`cost.schedules`), with b and W apart at no cost but the bubble.
+
     Stages beside the joined one run one micro-batch after the other. With a pipe the ranks share their rows, and their
     parameters are gathered once a step.
     """
     ranks, chunks, micro_batches = step.mesh.pipe, step.pipe_chunks, step.gradient_accumulation
-    number = step.joined_stage
+    number, from_table = step.joined_stage, step.pipe_schedule not in UNIFORM
     found = no_seconds()
     for other, stage in enumerate(step.stages):
         if other != number:
             beside = stage_seconds(step.beside_pipe, other, stage.num_layers, machine)
             found = found.plus(_without_gathers(beside) if ranks > 1 else beside, micro_batches)
     parts, chunk = found.parts, stage_seconds(step, number, step.layers_of_chunk, machine)
-    passes = num_ticks(ranks, chunks, micro_batches) - chunks * ranks
-    joined = passes - chunks * ranks
-    hidden = _hidden_exchange(step, chunk, machine) * joined / passes
+    passes: float = num_ticks(ranks, chunks, micro_batches) - chunks * ranks
+    of_pair = _hidden_exchange(step, chunk, machine)
+    hidden = of_pair * (ticks(step).pairs if from_table else (passes - chunks * ranks) / passes)
     # Chunks of a rank in all micro-batches, without places that have no layer.
     useful = micro_batches * step.stages[number].num_layers / (ranks * step.layers_of_chunk)
     of_chunk = {name: chunk.forward.get(name, 0.0) + chunk.backward.get(name, 0.0) for name in parts}
@@ -53,6 +56,15 @@ def pipeline_seconds(step: PlannedStep, machine: Machine) -> LayersSeconds:
     for name, seconds in of_chunk.items():
         parts[name] += useful * seconds
     parts["bubble"] = (passes - useful) * sum(of_chunk.values())
+    if from_table:
+        forward, backward = sum(chunk.forward.values()), sum(chunk.backward.values())
+        weights = weights_seconds(step, number, step.layers_of_chunk, machine)
+        seconds = lockstep_seconds(step, forward, backward, weights, forward + backward - of_pair)
+        parts["bubble"] = max(0.0, seconds - useful * sum(of_chunk.values()))
+        passes = ticks(step).number * ticks(step).hops / 2
+    if step.pipe_schedule == "uniform-w":
+        # The first p - 1 ticks with a backward pass leave W out, and the last p - 1 ticks hide it.
+        parts["bubble"] -= (ranks - 1) * weights_seconds(step, number, step.layers_of_chunk, machine)
     parts["hops"] = _hops_seconds(step, passes, machine)
     return LayersSeconds(parts, found.hidden + useful * (chunk.hidden + hidden))
 
@@ -72,7 +84,7 @@ def _hidden_exchange(step: PlannedStep, chunk: StageSeconds, machine: Machine) -
     return sum(min(share * each, other) for each, other in zip(exchanges, (backward, forward), strict=True))
 
 
-def _hops_seconds(step: PlannedStep, passes: int, machine: Machine) -> float:
+def _hops_seconds(step: PlannedStep, passes: float, machine: Machine) -> float:
     """Returns the seconds of hidden states between ranks: two hops for each pass, and those of embedding and loss.
 
     Embedded tokens and outputs of a micro-batch go from and to all ranks in equal parts, and so do their gradients.
@@ -83,4 +95,7 @@ def _hops_seconds(step: PlannedStep, passes: int, machine: Machine) -> float:
     size = ELEMENT * step.tokens * step.config.hidden_size
     hop = ring_hop_seconds(machine, size, ("pipe",), step.mesh, copied=copied)
     others = ring_hop_seconds(machine, size * (ranks - 1) / ranks, ("pipe",), step.mesh, copied=copied)
-    return 2 * passes * hop + 4 * step.gradient_accumulation * others
+    # Layers come from another rank in the parameters' dtype, and their gradients go home in f32.
+    layers = sum(p.own_size for p in step.parameters if p.by_layer) * (BYTES[step.param_dtype] + 4) * stage_copies(step)
+    moved = ring_hop_seconds(machine, layers, ("pipe",), step.mesh, copied=copied) if layers else 0.0
+    return 2 * passes * hop + 4 * step.gradient_accumulation * others + moved

@@ -8,7 +8,7 @@ from moe_jax.cost import PlannedStep, Prediction, predict
 from moe_jax.cost.machine import H200, Machine
 from moe_jax.cost.parameters import num_piped_layers
 from moe_jax.layers.passes import Remat
-from moe_jax.parallel.choices import MESH_AXES, MeshShape
+from moe_jax.parallel.choices import MESH_AXES, MeshShape, PipeSchedule
 from moe_jax.parallel.pipeline.chunks import fills_chunks, layers_of_chunk
 
 REMAT: dict[str, Remat] = {"no": False, "yes": True, "offload": "offload"}
@@ -36,6 +36,7 @@ def plan(
     sequence_length: int,
     remat: Remat | None = None,
     machine: Machine = H200,
+    pipe_schedule: PipeSchedule = "uniform",
     **options,
 ) -> list[Prediction]:
     """Returns predictions for every mesh that can run the batch, in the order of `rank`, including meshes that do not fit.
@@ -50,6 +51,7 @@ def plan(
       sequence_length: tokens of each sequence.
       remat: None tries False and True, and "offload" where True does not fit.
       machine: the GPUs and their links.
+      pipe_schedule: of meshes with a pipe; those that the schedule refuses are left out.
       options: further fields of `cost.PlannedStep`.
 
     Raises:
@@ -66,7 +68,8 @@ def plan(
         if mesh.pipe > 1 and mesh.expert * mesh.context > machine.gpus_of_host:
             continue
         for kept in REMAT.values() if remat is None else (remat,):
-            planned = partial(PlannedStep, config, mesh, rows, sequence_length, remat=kept, **options)
+            of_mesh: PipeSchedule = pipe_schedule if mesh.pipe > 1 else "uniform"
+            planned = partial(PlannedStep, config, mesh, rows, sequence_length, remat=kept, pipe_schedule=of_mesh, **options)
             try:
                 predictions.append(_fastest(planned, config, mesh, machine))
             except _NoneRunsError as error:

@@ -99,6 +99,7 @@ def flags(step: PlannedStep) -> str:
     """Returns the options of `moe-jax finetune` for the same step."""
     axes = " ".join(f"--mesh.{name} {size}" for name, size in asdict(step.mesh).items() if size > 1)
     chunks = f"--pipe-chunks {step.pipe_chunks}" if step.mesh.pipe > 1 else ""
+    chunks += "" if step.pipe_schedule == "uniform" else f" --pipe-schedule {step.pipe_schedule}"
     micro_batches = f"--gradient-accumulation {step.gradient_accumulation}" if step.gradient_accumulation > 1 else ""
     overlap = "" if step.overlap_micro_batches is None else f"--overlap-micro-batches {step.overlap_micro_batches}"
     batch = f"--batch-size {step.rows} --seq-len {step.sequence_length}"

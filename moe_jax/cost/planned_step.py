@@ -9,9 +9,10 @@ from moe_jax.config import ExpertsSpec, ModelConfig, Stage
 from moe_jax.cost.parameters import Parameter, num_piped_layers, parameters, piped_stage
 from moe_jax.layers.moe import EXPERT_CHUNK_TOKENS
 from moe_jax.layers.passes import Remat
-from moe_jax.parallel.choices import Hops, MeshShape
+from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, PipeSchedule
 from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, devices_of_step, first_capacity
 from moe_jax.parallel.pipeline.chunks import fills_chunks, layers_of_chunk
+from moe_jax.parallel.pipeline.limits import ranks_problem, schedule_problem, split_axes
 from moe_jax.parallel.pipeline.ticks import input_slots
 from moe_jax.parallel.sequence.attention import Method
 from moe_jax.parallel.sequence.ring import devices_per_ring_step
@@ -52,6 +53,7 @@ class PlannedStep:
       shard_optimizer: as in `parallel.Parallelism`.
       gradient_accumulation: micro-batches of the step.
       pipe_chunks: chunks of layers on each rank of a pipe.
+      pipe_schedule: as in `parallel.Parallelism`.
       overlap_micro_batches: as in `parallel.Parallelism`; the passes of a pipe always overlap.
       adapters: train these; the parameters are frozen then, without gradients, moments and masters. Needs a mesh of one device,
         or of several along data. None: train all parameters.
@@ -76,6 +78,7 @@ class PlannedStep:
     shard_optimizer: bool = False
     gradient_accumulation: int = 1
     pipe_chunks: int = 1
+    pipe_schedule: PipeSchedule = "uniform"
     overlap_micro_batches: bool | None = None
     adapters: PlannedAdapters | None = None
 
@@ -306,7 +309,7 @@ def _problems_of_pipe(step: PlannedStep) -> list[str]:
     ranks, chunks = step.mesh.pipe, step.pipe_chunks
     if ranks == 1:
         alone = f"pipe_chunks={chunks} needs a mesh.pipe of at least 2: one rank computes its layers in one chunk"
-        return [alone] if chunks > 1 else []
+        return [alone] if chunks > 1 else [problem for problem in (ranks_problem(step.pipe_schedule, 1, 1),) if problem]
     problems, layers = [], num_piped_layers(step.config)
     *before, last = step.config.stages
     if any(stage.sparse for stage in before):
@@ -315,6 +318,7 @@ def _problems_of_pipe(step: PlannedStep) -> list[str]:
         )
     if not fills_chunks(layers, ranks, chunks):
         problems.append(f"the {layers} layers of the last stage are too few for mesh.pipe={ranks} x pipe_chunks={chunks}")
+    problems += _problems_of_schedule(step)
     rows = step.rows // step.gradient_accumulation // (step.mesh.size // ranks // step.mesh.context)
     if len(step.stages) > 1 and rows % ranks:
         problems.append(
@@ -323,4 +327,21 @@ def _problems_of_pipe(step: PlannedStep) -> list[str]:
         )
     elif step.tokens % ranks:
         problems.append(f"the {step.tokens} tokens of a micro-batch must be a multiple of mesh.pipe={ranks}")
+    return problems
+
+
+def _problems_of_schedule(step: PlannedStep) -> list[str]:
+    """Returns the problems of `pipe_schedule`, which `parallel.pipeline.of_mesh` would find in training."""
+    name, axes = step.pipe_schedule, asdict(step.mesh)
+    if problem := schedule_problem(name, axes, step.pipe_chunks, step.gradient_accumulation):
+        return [problem]
+    if name in UNIFORM:
+        return []
+    problems = []
+    if step.remat == "offload":
+        problems.append(f"remat='offload' needs pipe_schedule='uniform': slots of {name!r} lie in the GPU's memory")
+    if step.hops == "copies" and split_axes(axes):
+        problems.append(f"pipe_schedule={name!r} needs hops='nccl' where fsdp, expert or context have several devices")
+    if step.mesh.context > 1 and step.context_method == "ring":
+        problems.append(f"pipe_schedule={name!r} needs context_method='all_gather' or 'ulysses'")
     return problems

@@ -72,6 +72,12 @@ def stage_seconds(step: PlannedStep, number: int, layers: int, machine: Machine)
     return StageSeconds(forward, backward, hidden)
 
 
+def weights_seconds(step: PlannedStep, number: int, layers: int, machine: Machine) -> float:
+    """Returns the seconds of W, the gradients of weights, in `layers` layers: half of the backward matmuls."""
+    computing = layer_seconds(step, number, machine)
+    return layers * sum(computing[name].backward for name in ("projections", "experts") if name in computing) / 2
+
+
 def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str, Passes]:
     """Returns the seconds that a device computes in one layer of stage `number`, by part."""
     config, tokens, stage = step.config, step.tokens, step.stages[number]

@@ -37,7 +37,8 @@ def make_mesh(
 def refuse_pipe(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
     work: str,
-    instead: str = "move the layers out of their chunks first, by parallel.pipeline.chunks.from_chunks",
+    instead: str = "load the model's folder onto another mesh, by from_pretrained(folder, mesh=make_mesh(fsdp=...)); or "
+    "move the layers out of their chunks first, by parallel.pipeline.chunks.from_chunks",
 ) -> None:
     """Refuses a mesh with several devices along `pipe`, for `work` that does not run through a pipe.
 

@@ -2,15 +2,15 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import get_args
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moe_jax.parallel.choices import CHOOSES_CHUNKS, Hops, PipeSchedule
+from moe_jax.parallel.choices import Hops, PipeSchedule
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE, check_hops
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.pipeline.branches import NO_COPIES
 from moe_jax.parallel.pipeline.chunks import PipeShape, pipe_of
+from moe_jax.parallel.pipeline.limits import ranks_problem
 from moe_jax.parallel.sequence.attention import ContextParallel
 
 
@@ -138,16 +138,8 @@ class Parallelism:
             raise ValueError(f"a (micro-)batch of {rows} rows cannot be dealt out to {axes}; it must be a multiple of {ways}")
 
     def _check_schedule(self) -> None:
-        name, ranks, chunks = self.pipe_schedule, self._size("pipe"), self.pipe_chunks
-        if name not in get_args(PipeSchedule):
-            raise ValueError(f"pipe_schedule={name!r} must be one of {', '.join(get_args(PipeSchedule))}")
-        if name != "uniform" and not self.pipelined:
-            raise ValueError(f"pipe_schedule={name!r} needs several devices along the mesh axis pipe")
-        wanted = chunks if name in CHOOSES_CHUNKS else 2 if name in ("zb-v", "dualpipe-v") else 1
-        if chunks != wanted:
-            raise ValueError(f"pipe_schedule={name!r} needs pipe_chunks={wanted}; got {chunks}")
-        if name == "dualpipe" and ranks % 2:
-            raise ValueError(f"pipe_schedule='dualpipe' needs an even number of ranks, for it starts at both ends; got {ranks}")
+        if problem := ranks_problem(self.pipe_schedule, self._size("pipe"), self.pipe_chunks):
+            raise ValueError(problem)
 
     def own_rows(self, rows: int) -> list[int]:
         """Returns the rows of a batch of `rows` rows that lie, wholly or partly, on devices of this process."""

@@ -8,6 +8,7 @@ import pytest
 from moe_jax.config import NAMED_CONFIGS, Qwen3MoeConfig
 from moe_jax.cost import PlannedStep, Prediction, predict
 from moe_jax.cost.flops import num_parameters
+from moe_jax.cost.gpus import SHEETS, scaled
 from moe_jax.cost.machine import H200, ring_hop_seconds
 from moe_jax.cost.pipeline import HIDDEN_EXCHANGE
 from moe_jax.cost.stage import stage_seconds
@@ -117,6 +118,34 @@ def test_offloaded_slots():
     of_layer = of_chunk / 4
     back, within = of_layer / H200.host_link, 4 * of_layer / H200.hbm
     assert moved.seconds["kept"] - kept.seconds["kept"] == pytest.approx(12 * 32 * (back - within))
+
+
+def test_weights_put_off():
+    """The bubble is shorter by p - 1 passes W; p - 1 chunks keep 82 KiB a token and layer (docs/schedules.md)."""
+    step = of(QWEN, MeshShape(pipe=4), 32, 32, 3, remat=False)
+    plain, put_off = predict(step), predict(replace(step, pipe_schedule="uniform-w"))
+    weights = plain.seconds["bubble"] - put_off.seconds["bubble"]
+    chunk = stage_seconds(step, 0, step.layers_of_chunk, H200)
+    assert 0.3 < weights / 3 / sum(chunk.backward.values()) < 0.55
+    assert put_off.bytes["activations"] - plain.bytes["activations"] == 3 * 4 * step.tokens * 82.25 * 1024
+    assert {part for part in plain.seconds if plain.seconds[part] != put_off.seconds[part]} == {"bubble"}
+
+
+@pytest.mark.parametrize(
+    "schedule, chunks, seconds, gib, error",
+    [
+        ("uniform", 2, 0.579, 37.5, 0.04),
+        ("1f1b", 1, 0.763, 37.3, 0.04),
+        ("dualpipe-v", 2, 0.649, 46.3, 0.10),
+        ("dualpipe", 1, 0.668, 62.7, 0.14),
+    ],
+)
+def test_schedules_from_a_table(schedule, chunks, seconds, gib, error):
+    """docs/performance.md, "Schedules from a table": two H100, whose rates are scaled from the H200's."""
+    run = of(replace(QWEN, num_hidden_layers=8), MeshShape(pipe=2), 16, 8, chunks, hops="copies", moment_dtype="bfloat16")
+    found = predict(replace(run, pipe_schedule=schedule), scaled(SHEETS["h100"]))
+    assert seconds * (1 - error) < found.step_seconds < seconds
+    assert found.memory_bytes / 2**30 == pytest.approx(gib, rel=0.09)
 
 
 def test_a_pipe_divides_the_state_and_sums_in_f32():

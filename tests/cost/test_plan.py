@@ -111,6 +111,17 @@ def test_the_table_marks_pipes_and_prints_how_to_train_them(tmp_path, capsys):
     assert behind.startswith("\n") and "the fastest without a pipe" not in printed and command in script.read_text()
 
 
+def test_a_schedule_of_pipes():
+    """Meshes that the schedule refuses are left out, and others do not change."""
+    plain, other = (
+        {prediction.step.mesh: prediction for prediction in plan(QWEN, 4, rows=32, sequence_length=4096, remat=True, **options)}
+        for options in ({}, {"pipe_schedule": "zb-h1"})
+    )
+    assert MeshShape(pipe=2, expert=2) in plain.keys() - other.keys() and MeshShape(pipe=4) in other
+    assert all(prediction == plain[mesh] for mesh, prediction in other.items() if mesh.pipe == 1)
+    assert "--pipe-chunks 1 --pipe-schedule zb-h1" in flags(other[MeshShape(pipe=4)].step)
+
+
 def test_experts_before_a_pipe_are_refused():
     """A pipe holds a model's last layers of one kind: only dense layers can stand before them."""
     config = replace(QWEN, num_hidden_layers=4, mlp_only_layers=(1,))

@@ -305,6 +305,17 @@ def test_loads_above_the_capacity_cost_further_rounds():
         ({"gradient_accumulation": 2}, "a micro-batch of 1 rows cannot be dealt out to data x fsdp x expert = 2 devices"),
         ({"pipe_chunks": 2}, "pipe_chunks=2 needs a mesh.pipe of at least 2: one rank computes its layers in one chunk"),
         ({"mesh": MeshShape(pipe=8), "pipe_chunks": 7}, "the 48 layers of the last stage are too few for mesh.pipe=8 x"),
+        ({"pipe_schedule": "1f1b"}, "pipe_schedule='1f1b' needs several devices along the mesh axis pipe"),
+        ({"mesh": MeshShape(pipe=2), "pipe_schedule": "zb-v"}, "pipe_schedule='zb-v' needs pipe_chunks=2; got 1"),
+        (
+            {"mesh": MeshShape(pipe=2), "pipe_schedule": "1f1b", "remat": "offload"},
+            "remat='offload' needs pipe_schedule='uniform': slots of '1f1b' lie in the GPU's memory",
+        ),
+        (
+            {"mesh": MeshShape(pipe=2, fsdp=2), "pipe_schedule": "1f1b", "hops": "copies"},
+            "pipe_schedule='1f1b' needs hops='nccl' where fsdp, expert or context have several devices",
+        ),
+        ({"mesh": MeshShape(pipe=2, fsdp=2), "pipe_schedule": "uniform-w"}, "fsdp of this mesh split them: take 'uniform'"),
         ({"mesh": MeshShape(pipe=3)}, "the 8192 tokens of a micro-batch must be a multiple of mesh.pipe=3"),
         (
             {"config": DEEPSEEK, "mesh": MeshShape(pipe=4)},

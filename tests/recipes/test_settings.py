@@ -85,6 +85,17 @@ def test_overlapping_micro_batches_need_several_and_a_mesh(tmp_path):
     "changes, message",
     [
         (dict(gradient_accumulation=1), "mesh.pipe=2 needs a gradient_accumulation of 2 or more: with one micro-batch all"),
+        (dict(pipe_schedule="zb-v"), "pipe_schedule='zb-v' needs pipe_chunks=2; got 1"),
+        (
+            dict(pipe_schedule="dualpipe", gradient_accumulation=2),
+            "pipe_schedule='dualpipe': micro_batches must be at least 2 ",
+        ),
+        (dict(pipe_schedule="uniform-w", mesh=MeshShape(pipe=2, fsdp=2)), "fsdp of this mesh split them: take 'uniform'"),
+        (
+            dict(pipe_schedule="1f1b", offload=True),
+            "offload=True needs pipe_schedule='uniform': slots of '1f1b' lie in the GPU",
+        ),
+        (dict(pipe_schedule="1f1b", mesh=MeshShape()), "pipe_schedule='1f1b' needs several devices along the mesh axis pipe"),
         (dict(rebalance_every=3), "rebalance_every=3 needs a mesh without pipe: experts cannot change places in one yet"),
         (dict(pipe_chunks=0), "pipe_chunks=0 must be an integer of at least 1"),
         (dict(pipe_chunks=2, mesh=MeshShape(fsdp=2)), "pipe_chunks=2 needs a mesh.pipe of 2 or more"),

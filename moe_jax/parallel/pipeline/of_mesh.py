@@ -1,13 +1,10 @@
 """The schedule of a step on a mesh, and the transfers inside layers that its branches cannot have."""
 
-from moe_jax.parallel.choices import UNIFORM
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.by_name import schedule_by_name
+from moe_jax.parallel.pipeline.limits import split_axes, split_problem
 from moe_jax.parallel.pipeline.schedules import Schedule
 from moe_jax.parallel.pipeline.table import undivided
-
-SPLIT_MATRICES = ("fsdp", "expert", "context")
-"""The mesh axes that split matrices inside a rank of the pipe. There b and W are not apart (`layers.tickets`)."""
 
 
 def schedule_of(parallelism: Parallelism, micro_batches: int) -> Schedule:
@@ -18,15 +15,12 @@ def schedule_of(parallelism: Parallelism, micro_batches: int) -> Schedule:
     """
     name = parallelism.pipe_schedule
     schedule = schedule_by_name(name, parallelism.mesh.shape["pipe"], parallelism.pipe_chunks, micro_batches)
-    split = _split_axes(parallelism)
-    if not split or not any(part.kind == "W" for slots in schedule.ranks for slot in slots for part in slot):
+    if problem := split_problem(name, parallelism.mesh.shape):
+        raise ValueError(problem)
+    if not split_axes(parallelism.mesh.shape) or not any(
+        part.kind == "W" for slots in schedule.ranks for slot in slots for part in slot
+    ):
         return schedule
-    if name in ("zb-h1", "zb-v", "uniform-w"):
-        instead = "'uniform'" if name in UNIFORM else "'1f1b', 'interleaved', 'dualpipe' or 'dualpipe-v'"
-        raise ValueError(
-            f"pipe_schedule={name!r} divides the backward pass, for which matrices must lie whole on a rank of the pipe; "
-            f"{', '.join(split)} of this mesh split them: take {instead}"
-        )
     return undivided(schedule)
 
 
@@ -38,7 +32,7 @@ def check_branches(parallelism: Parallelism) -> None:
         transport of the caller's own is found when a step is traced (`branches`).
     """
     expert, context = parallelism.expert_parallel, parallelism.context_parallel
-    by_copies = parallelism.hops == "copies" and bool(_split_axes(parallelism))
+    by_copies = parallelism.hops == "copies" and bool(split_axes(parallelism.mesh.shape))
     for is_used, what, instead in (
         (by_copies, "hops='copies' inside the layers", "hops='nccl'"),
         (expert is not None and expert.transport == "pairwise", "the transport 'pairwise'", "'all_to_all' or 'gather'"),
@@ -49,7 +43,3 @@ def check_branches(parallelism: Parallelism) -> None:
                 f"pipe_schedule={parallelism.pipe_schedule!r} runs ranks of the pipe in different branches, and {what} would "
                 f"wait for ranks that never send: take {instead}, or pipe_schedule='uniform'"
             )
-
-
-def _split_axes(parallelism: Parallelism) -> list[str]:
-    return [axis for axis in SPLIT_MATRICES if parallelism.mesh.shape.get(axis, 1) > 1]

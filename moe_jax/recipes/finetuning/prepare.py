@@ -22,7 +22,7 @@ from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.layers_in_pipe import layers_in_pipe
-from moe_jax.parallel.choices import MESH_AXES, MeshShape
+from moe_jax.parallel.choices import MESH_AXES, UNIFORM, MeshShape
 from moe_jax.parallel.collectives.hops import default_hops
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.expert.placement import balanced_order
@@ -30,6 +30,7 @@ from moe_jax.parallel.layout import mesh_of
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.chunks import pipe_of_model
+from moe_jax.parallel.pipeline.of_mesh import check_branches
 from moe_jax.parallel.zero1 import optimizer_mesh, optimizer_shardings
 from moe_jax.recipes.finetuning.best import Best, best_of, is_watched
 from moe_jax.recipes.finetuning.data import held_out_batches, open_data, run_batches, try_first_batch, with_survey
@@ -345,7 +346,10 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
         shard_optimizer=settings.shard_optimizer,
         overlap_micro_batches=settings.overlap_micro_batches,
         pipe_chunks=chunks,
+        pipe_schedule=settings.pipe_schedule,
     )
+    if settings.pipe_schedule not in UNIFORM:
+        check_branches(parallelism)
     parallelism.check_batch(settings.batch_size // settings.gradient_accumulation)
     ways = mesh.shape.get("context", 1)
     if ways > 1 and settings.seq_len % (2 * ways):

@@ -7,8 +7,9 @@ from typing import get_args
 
 from moe_jax.adapters.settings import LoraSettings
 from moe_jax.models.precision import PrecisionName
-from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
+from moe_jax.parallel.choices import MESH_AXES, UNIFORM, Hops, MeshShape, PipeSchedule
 from moe_jax.parallel.expert.settings import ExpertParallel
+from moe_jax.parallel.pipeline.limits import ranks_problem, schedule_problem
 from moe_jax.recipes.finetuning.lora_settings import (
     Weights,
     default_learning_rate,
@@ -101,6 +102,7 @@ class FinetuneSettings:
       pipe_chunks: the parts of consecutive layers that each rank of mesh.pipe holds. More chunks wait less and send more
         (docs/schedules.md). A mesh.pipe of 2 or more needs gradient_accumulation, best a multiple of mesh.pipe from four times
         on. May be changed, as mesh, when a run continues.
+      pipe_schedule: the order of the passes in mesh.pipe (docs/schedules.md). May be changed when a run continues.
       shard_optimizer: split AdamW's moments and the masters over mesh.data too (ZeRO, stage 1); parameters stay whole there.
         Needs a mesh.data of 2 or more. May be changed when a run continues.
       capacity_factor: the room of one exchange between experts' devices, as a multiple of an even routing's tokens. With the
@@ -171,6 +173,7 @@ class FinetuneSettings:
     precision: PrecisionName = "bf16"
     mesh: MeshShape = MeshShape()
     pipe_chunks: int = 1
+    pipe_schedule: PipeSchedule = "uniform"
     shard_optimizer: bool = False
     capacity_factor: float = ExpertParallel.capacity_factor
     hops: Hops | None = None
@@ -272,6 +275,8 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     problems += precision_problems(settings.precision, settings.dtype, asdict(settings.mesh), settings.lora)
     if settings.pipe_chunks > 1 and settings.mesh.pipe == 1:
         problems.append(f"pipe_chunks={settings.pipe_chunks} needs a mesh.pipe of 2 or more")
+    if settings.mesh.pipe == 1 and (problem := ranks_problem(settings.pipe_schedule, 1, 1)):
+        problems.append(problem)
     rows = settings.batch_size // settings.gradient_accumulation
     ways = settings.mesh.size // (settings.mesh.context * settings.mesh.pipe)
     if rows % ways:
@@ -336,6 +341,13 @@ def pipe_problems(settings: FinetuneSettings, ranks: int) -> list[str]:
             f"mesh.pipe={ranks} needs a gradient_accumulation of 2 or more: with one micro-batch all ranks but one wait. "
             f"Take a multiple of {ranks}, at best {4 * ranks} or more"
         )
+    name, axes = settings.pipe_schedule, {**asdict(settings.mesh), "pipe": ranks}
+    if settings.gradient_accumulation > 1 and (
+        problem := schedule_problem(name, axes, settings.pipe_chunks, settings.gradient_accumulation)
+    ):
+        problems.append(problem)
+    elif name not in UNIFORM and settings.offload:
+        problems.append(f"offload=True needs pipe_schedule='uniform': slots of {name!r} lie in the GPU's memory")
     if settings.sample_prompts:
         problems.append("sample_prompts need a mesh without pipe: models in a pipe generate no text")
     if settings.rebalance_every:

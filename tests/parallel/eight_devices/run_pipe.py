@@ -17,6 +17,7 @@ import tiny
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.models.random_weights import random_model
 from moe_jax.parallel import make_mesh
+from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes import FinetuneSettings, finetune
 
 
@@ -26,6 +27,8 @@ def mesh_of(**sizes) -> jax.sharding.Mesh:
 
 def run(data: Path, output: Path, mesh: jax.sharding.Mesh | None, chunks: int = 1, stop_after: int | None = None, **changes):
     """Trains three layers with experts and their biases for 6 steps, or goes on to them. `held_out` lies beside the data."""
+    if "pipe_schedule" in changes:
+        changes |= dict(mesh=MeshShape(pipe=mesh.shape["pipe"]), pipe_chunks=chunks)
     settings = FinetuneSettings(
         model="none", data=str(data), output=str(output), seq_len=16, batch_size=8, gradient_accumulation=4, steps=6,
         learning_rate=1e-2, warmup_steps=2, checkpoint_every=2, dtype="float32", seed=7,

@@ -103,6 +103,18 @@ def test_a_run_goes_on_without_a_pipe_and_through_another(whole, one, tmp_path):
             np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("schedule, chunks", [("zb-v", 2), ("uniform-w", 1)])
+def test_losses_with_another_schedule(whole, one, tmp_path, schedule, chunks):
+    """A run that began in uniform ticks goes on in another order, with evaluations."""
+    output = tmp_path / "run"
+    shutil.copytree(whole[1], output)
+    for later in (4, 6):
+        shutil.rmtree(output / "checkpoints" / str(later))
+    run(whole[0], output, mesh_of(pipe=2), chunks=chunks, pipe_schedule=schedule)
+    np.testing.assert_allclose(losses(output), losses(one[0]), rtol=1e-6)
+
+
 def test_a_model_on_a_pipe_is_checked_before_anything_is_written(tmp_path):
     def refused(message, loss=None, model=None, **changes):
         settings = tiny.settings(tmp_path, **{"gradient_accumulation": 2, **changes})

@@ -59,7 +59,9 @@ def test_layers_in_chunks(work, call, tmp_path):
 
 
 def test_generate():
-    with pytest.raises(ValueError, match="generation has no pipe yet, and the mesh has pipe=2: move the layers out"):
+    with pytest.raises(
+        ValueError, match="generation has no pipe yet, and the mesh has pipe=2: load the model's folder onto another mesh"
+    ):
         moe_jax.generate(laid_out(tiny.model(), pipe=2), [[1, 2]], max_new_tokens=1)
 
 
@@ -73,5 +75,7 @@ def test_orbax(tmp_path):
 
 
 def test_check_model():
-    with pytest.raises(ValueError, match="check_model has no pipe yet, and the mesh has pipe=2: move the layers out"):
+    with pytest.raises(
+        ValueError, match="check_model has no pipe yet, and the mesh has pipe=2: load the model's folder onto another mesh"
+    ):
         check_model(laid_out(tiny.model(), pipe=2), [1, 2, 3])

@@ -1,0 +1,65 @@
+"""The meshes that a pipeline schedule can run on, from plain values: settings, plans and `Parallelism` ask here.
+
+`of_mesh` refuses the transfers that a schedule's branches cannot have.
+"""
+
+from collections.abc import Mapping
+from typing import get_args
+
+from moe_jax.parallel.choices import CHOOSES_CHUNKS, PipeSchedule
+from moe_jax.parallel.pipeline.by_name import schedule_by_name
+
+SPLIT_MATRICES = ("fsdp", "expert", "context")
+"""The mesh axes that split matrices inside a rank of the pipe. There b and W are not apart (`layers.tickets`)."""
+
+NEEDS_W: Mapping[PipeSchedule, str] = {
+    "uniform-w": "'uniform'",
+    "zb-h1": "'1f1b', 'interleaved', 'dualpipe' or 'dualpipe-v'",
+    "zb-v": "'1f1b', 'interleaved', 'dualpipe' or 'dualpipe-v'",
+}
+"""The schedules that cannot do without b and W apart, and the schedules to take where matrices are split."""
+
+
+def ranks_problem(name: str, ranks: int, chunks: int) -> str:
+    """Returns why a schedule cannot run on a pipe of these ranks and chunks; empty if it can."""
+    if name not in get_args(PipeSchedule):
+        return f"pipe_schedule={name!r} must be one of {', '.join(get_args(PipeSchedule))}"
+    if name != "uniform" and ranks == 1:
+        return f"pipe_schedule={name!r} needs several devices along the mesh axis pipe"
+    wanted = chunks if name in CHOOSES_CHUNKS else 2 if name in ("zb-v", "dualpipe-v") else 1
+    if chunks != wanted:
+        return f"pipe_schedule={name!r} needs pipe_chunks={wanted}; got {chunks}"
+    if name == "dualpipe" and ranks % 2:
+        return f"pipe_schedule='dualpipe' needs an even number of ranks, for it starts at both ends; got {ranks}"
+    return ""
+
+
+def split_problem(name: PipeSchedule, axes: Mapping[str, int]) -> str:
+    """Returns why a schedule cannot run on a mesh of these axes because matrices are split; empty if it can."""
+    split = split_axes(axes)
+    if not split or name not in NEEDS_W:
+        return ""
+    return (
+        f"pipe_schedule={name!r} divides the backward pass, for which matrices must lie whole on a rank of the pipe; "
+        f"{', '.join(split)} of this mesh split them: take {NEEDS_W[name]}"
+    )
+
+
+def schedule_problem(name: PipeSchedule, axes: Mapping[str, int], chunks: int, micro_batches: int) -> str:
+    """Returns why a schedule cannot order a step on a mesh of these axes; empty if it can."""
+    ranks = axes.get("pipe", 1)
+    problem = ranks_problem(name, ranks, chunks)
+    if problem or name == "uniform":
+        return problem
+    if problem := split_problem(name, axes):
+        return problem
+    try:
+        schedule_by_name(name, ranks, chunks, micro_batches)
+    except ValueError as error:
+        return f"pipe_schedule={name!r}: {error}"
+    return ""
+
+
+def split_axes(axes: Mapping[str, int]) -> list[str]:
+    """Returns the axes with several devices that split matrices inside a rank."""
+    return [axis for axis in SPLIT_MATRICES if axes.get(axis, 1) > 1]
