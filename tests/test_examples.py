@@ -64,6 +64,30 @@ def test_lora_30b_with_a_small_checkpoint(checkpoint, tmp_path):
     assert has_adapters(model) and (tmp_path / "out" / "adapter" / "tokenizer.json").is_file()
 
 
+def cells_of_the_notebook():
+    notebook = json.loads((EXAMPLES / "finetune.ipynb").read_text())
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_has_no_outputs():
+    for cell in cells_of_the_notebook():
+        assert cell["outputs"] == [] and cell["execution_count"] is None
+        compile("".join(cell["source"]), "finetune.ipynb", "exec")
+
+
+@pytest.mark.thorough
+def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
+    """From data to an answer learned by heart, with the adapter beside the weights and merged into them."""
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for cell in cells_of_the_notebook():
+        exec("".join(cell["source"]), names)
+    printed = capsys.readouterr().out
+    assert "What is frozen? -> All weights of the base model." in printed
+    assert printed.splitlines()[-1] == "All weights of the base model."
+    assert (tmp_path / "runs" / "notebook" / "run" / "report.html").is_file()
+
+
 def test_distillation_brings_the_student_nearer_to_the_teacher(checkpoint, tmp_path, capsys):
     example = load("distillation")
     moe_jax.save_pretrained(tiny.dense(rngs=nnx.Rngs(1)), tmp_path / "student", tokenizer_from=tmp_path / "tokenizer")

@@ -7,6 +7,7 @@ import pytest
 from adapted_models import assert_near, small_model, with_adapters
 from flax import nnx
 
+import moe_jax
 from moe_jax.adapters import merge_adapter, without_adapter
 from moe_jax.layers.lora import Frozen, has_adapters
 
@@ -25,6 +26,13 @@ def test_merge(model_type):
     assert_near(adapted(TOKENS).logits, logits, "logits")
     assert not has_adapters(adapted) and not jax.tree.leaves(nnx.state(adapted, Frozen))
     assert jax.tree.structure(nnx.state(adapted, nnx.Param)) == structure
+
+
+def test_frozen_models_generate():
+    """A model whose parameters are all frozen generates, as the reference does that has no adapters."""
+    model = small_model("qwen3")
+    expected = moe_jax.generate(model, [3, 5, 8], max_new_tokens=4)
+    assert moe_jax.generate(without_adapter(with_adapters(model)), [3, 5, 8], max_new_tokens=4) == expected
 
 
 def test_nothing_to_merge():
