@@ -125,7 +125,8 @@ def make_train_step(
     in_place = accumulate_in_place(objective, graphdef, execution, gradient_accumulation)
 
     def train_step(one_device: bool, state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, Metrics]:
-        fixed = with_fp8_copies(graphdef, state.params, replace(state, frozen=frozen).fixed, parallelism)
+        own = replace(state, frozen=frozen).fixed
+        fixed = with_fp8_copies(graphdef, state.params, own, parallelism)
         if parallelism is not None:
             parallelism.check_batch(num_rows(batch) // gradient_accumulation)
         counts = {name: _count(batch[array]) for name, array in COUNTED.items() if array in batch}
@@ -133,7 +134,7 @@ def make_train_step(
         # Split over devices, the experts' gradients can be added up only after they have travelled. Adapters' are small.
         compute = in_place if one_device and gradient_accumulation > 1 and not frozen else gradients
         prepared = objective.prepare(batch, num_labels)
-        if trains_with_dropout(graphdef, state.params, fixed):
+        if trains_with_dropout(graphdef, state.params, own):
             if orders_passes:
                 raise ValueError("dropout of adapters needs a step whose micro-batches do not overlap: leave overlapping out")
             prepared = with_dropout_seeds(prepared, state.step)
