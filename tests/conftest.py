@@ -109,6 +109,13 @@ def rng():
 
 
 @pytest.fixture
+def without_torch(monkeypatch):
+    """Processes that the test starts find no torch, as on most machines: transformers would import it for a tokenizer."""
+    paths = Path(__file__).parent / "torchless", os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+
+
+@pytest.fixture
 def no_races():
     """Searches the kernels that a test runs in the interpreter for races: at least one runs, and none has a race."""
     with races.search() as searches:

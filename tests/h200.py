@@ -97,12 +97,16 @@ def kernels_beside_copies(computation):
     """Returns, for each copy of a compiled computation, the number of our kernels between its start and the wait for it."""
     lines = computation.splitlines()
     kernels = [i for i, line in enumerate(lines) if "mosaic_gpu" in line and "custom-call(" in line]
-    starts = {
-        match[1]: i for i, line in enumerate(lines) if (match := re.search(r"%(\S+) = .* collective-permute-start\(", line))
-    }
+    starts = {name: i for i, line in enumerate(lines) if (name := started_copy(line))}
     waits = {match[1]: i for i, line in enumerate(lines) if (match := re.search(r" collective-permute-done\(%(\S+?)\)", line))}
     assert starts.keys() == waits.keys()
     return [sum(starts[name] < i < waits[name] for i in kernels) for name in starts]
+
+
+def started_copy(line):
+    """Returns the name of the copy that a line starts, or None. Of long lines the expression alone takes seconds."""
+    match = re.search(r"%(\S+) = .* collective-permute-start\(", line) if " collective-permute-start(" in line else None
+    return match and match[1]
 
 
 def scopes_beside_copies(program, scopes):
@@ -120,10 +124,10 @@ def scopes_beside_copies(program, scopes):
     found, in_flight = {}, set()
     for name, computation in computations.items():
         for line in computation.splitlines() if not name.startswith("ENTRY") else ():
-            called = re.search(r" fusion\(.* calls=%([\w.-]+)", line)
-            if start := re.search(r"%(\S+) = .* collective-permute-start\(", line):
-                found[start[1]] = (scope_of(line), set())
-                in_flight.add(start[1])
+            called = re.search(r" fusion\(.* calls=%([\w.-]+)", line) if " fusion(" in line else None
+            if start := started_copy(line):
+                found[start] = (scope_of(line), set())
+                in_flight.add(start)
             elif wait := re.search(r" collective-permute-done\(%(\S+?)\)", line):
                 in_flight.discard(wait[1])
             elif ("mosaic_gpu" in line and "custom-call(" in line) or (called and called[1] in kernels):

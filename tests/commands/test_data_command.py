@@ -45,6 +45,7 @@ def test_bad_rows_stop_it(tmp_path, model, capsys):
     assert f'{tmp_path}/a.jsonl:2: needs an object with the key "text"; it has the keys txet' in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_it_does_not_start_jax(tmp_path, model):
     (tmp_path / "a.jsonl").write_text('{"text": "x y z"}\n')
     code = f"import sys; from moe_jax.cli import main; main(['data', {str(tmp_path / 'a.jsonl')!r}, '--model', {model!r}])"
