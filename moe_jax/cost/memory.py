@@ -107,7 +107,7 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
     in_layers = sum(p.own_size for p in step.parameters if p.by_layer)
     if step.pipe_schedule not in UNIFORM:
         own_slots = slots(step)
-        kept = own_slots.saved * of_chunk
+        kept = (own_slots.saved + 1) * of_chunk
         # One slot of each kind takes what is not needed.
         kept += (own_slots.inputs + own_slots.gradients + 2) * ELEMENT * step.tokens * config.hidden_size
         # A rank of DualPipe computes twice its layers, and holds their parameters and sums beside its own.
@@ -116,6 +116,9 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
     elif step.offloads_slots:
         # A chunk comes back from the host's memory as a whole.
         kept = of_chunk
+    elif ranks > 1:
+        # Passes that do not exist have a slot of their own, and a backward pass reads a copy of its slot.
+        kept = (step.slots + 2) * of_chunk
     else:
         kept = step.slots * _layers_kept(step, step.layers_of_chunk) * kept_by_layer(step, stage)
     # The forward pass of a tick has gathered layers of its own, and makes the residuals of a layer.

@@ -101,10 +101,10 @@ def test_places_without_a_layer_and_holes_are_idle():
 
 @pytest.mark.parametrize("ranks, chunks", [(4, 1), (4, 3), (8, 6), (2, 8)])
 def test_a_rank_keeps_the_inputs_of_its_slots(ranks, chunks):
-    """(1 + 1 / v) L inputs of a micro-batch, whatever p is."""
+    """(1 + 1 / v) L inputs of a micro-batch, whatever p is, and two chunks: a slot for no pass, and a copy of one."""
     step = of(QWEN, MeshShape(pipe=ranks), 8 * ranks, 8 * ranks, chunks)
     assert step.slots == (chunks + 1) * ranks
-    assert predict(step).bytes["activations"] == pytest.approx((1 + 1 / chunks) * 48 * 4096 * 2048 * 2)
+    assert predict(step).bytes["activations"] == pytest.approx((1 + (1 + 2 / ranks) / chunks) * 48 * 4096 * 2048 * 2)
 
 
 def test_offloaded_slots():
@@ -113,7 +113,7 @@ def test_offloaded_slots():
     kept, moved = predict(step), predict(replace(step, remat="offload"))
     of_chunk = 4 * step.tokens * 2048 * 2
     assert moved.host_bytes == (step.slots + 1) * of_chunk and kept.host_bytes == 0
-    assert kept.bytes["activations"] - moved.bytes["activations"] == (step.slots - 1) * of_chunk
+    assert kept.bytes["activations"] - moved.bytes["activations"] == (step.slots + 1) * of_chunk
     # 12 layers of 32 micro-batches come back, in place of two copies within the GPU's memory.
     of_layer = of_chunk / 4
     back, within = of_layer / H200.host_link, 4 * of_layer / H200.hbm
