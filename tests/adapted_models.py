@@ -8,7 +8,7 @@ from flax import nnx
 from hf_reference import load_ours, reference
 
 from moe_jax.adapters import LoraSettings, add_lora
-from moe_jax.adapters.targets import targets_of
+from moe_jax.adapters.targets import OUTSIDE, targets_of
 
 ALL = ("attention", "mlp", "experts", "router")
 DEEPSEEK = dict(num_hidden_layers=2, first_k_dense_replace=1)
@@ -21,8 +21,9 @@ def small_model(model_type: str, **overrides):
 
 
 def with_adapters(model, **settings):
-    """Adds adapters of rank 6, 2 an expert, to everything that the model has; returns the model."""
-    targets = settings.pop("targets", tuple(dict.fromkeys(target.kind for target in targets_of(model))))
+    """Adds adapters of rank 6, 2 an expert, to all matrices of the layers; returns the model."""
+    of_layers = dict.fromkeys(target.kind for target in targets_of(model) if target.kind not in OUTSIDE)
+    targets = settings.pop("targets", tuple(of_layers))
     add_lora(model, LoraSettings(**dict(rank=6, alpha=9.0, targets=targets) | settings), rngs=nnx.Rngs(seeds.integer()))
     randomise(model)
     return model

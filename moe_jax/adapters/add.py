@@ -8,12 +8,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.adapters.settings import DEFAULT_TARGETS, LoraSettings
 from moe_jax.adapters.summary import LoraSummary, lora_summary
-from moe_jax.adapters.targets import Target, targets_of
+from moe_jax.adapters.targets import OUTSIDE, Target, targets_of
 from moe_jax.layers.lora import Adapter, freeze, has_adapters
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
 
+WITH_NAMES = ("attention", *OUTSIDE)
+"""The kinds whose matrices may be targets by their own names."""
+OF_VOCABULARY = {*OUTSIDE, "embed_tokens", "lm_head"}
+"""Names of the matrices that may be one."""
 WITH_DROPOUT = ("attention", "mlp")
 """The kinds of matrices whose adapters may leave out parts of their input."""
 
@@ -67,11 +71,16 @@ def _chosen(model: Decoder, settings: LoraSettings) -> list[Target]:
     """Returns the matrices that get an adapter, after all checks."""
     check_can_adapt(model)
     targets = list(targets_of(model))
-    names = {kind for kind, *_ in targets} | {target.name for target in targets if target.kind == "attention"}
+    names = {kind for kind, *_ in targets} | {target.name for target in targets if target.kind in WITH_NAMES}
+    if model.config.tie_word_embeddings and (tied := {*(settings.targets or ()), *settings.ranks} & OF_VOCABULARY):
+        raise ValueError(
+            f"LoraSettings: {', '.join(sorted(tied))} cannot have an adapter: the model's head is its embedding table, and an "
+            "adapter's file would change one of them alone; leave the name out"
+        )
     _check_names("targets", settings.targets or (), names)
     _check_names("ranks", settings.ranks, names)
     wanted = DEFAULT_TARGETS if settings.targets is None else settings.targets
-    chosen = [target for target in targets if target.kind in wanted or (target.kind == "attention" and target.name in wanted)]
+    chosen = [target for target in targets if target.kind in wanted or (target.kind in WITH_NAMES and target.name in wanted)]
     without = dict.fromkeys(target.kind for target in chosen if target.kind not in WITH_DROPOUT)
     if settings.dropout and without:
         raise ValueError(

@@ -115,10 +115,14 @@ def _factors_of_modules(
     layout = FusedLayout(config.get("peft_version"), b_grouped_by_expert)
     by_module: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
     for name, array in tensors.items():
-        match = re.fullmatch(re.escape(PREFIX) + r"(.+)\.lora_(A|B)(?:\.weight)?", name)
+        match = re.fullmatch(re.escape(PREFIX) + r"(.+)\.lora_(A|B|embedding_A|embedding_B)(?:\.weight)?", name)
         if match is None:
             raise ValueError(f"{folder}: {name} is no factor of an adapter, which is {PREFIX}MODULE.lora_A.weight or lora_B")
-        by_module[match[1]][match[2]] = np.asarray(array, np.float32)
+        factor, array = match[2], np.asarray(array, np.float32)
+        if factor.startswith("embedding"):
+            # The factors of the transposed table.
+            factor, array = {"embedding_A": "B", "embedding_B": "A"}[factor], array.T
+        by_module[match[1]][factor] = array
     known, factors = {module.name: module for module in modules}, {}
     for name, pair in by_module.items():
         if missing := {"A", "B"} - pair.keys():

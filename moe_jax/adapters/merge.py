@@ -59,12 +59,13 @@ def _remove_adapters(model: Decoder) -> None:
 
 
 @partial(jax.jit, donate_argnums=0)
-def _merged(weight: Float[Array, "layers ..."], factors: LowRank) -> Float[Array, "layers ..."]:
-    """Adds b a to the matrices of each layer in turn."""
+def _merged(weight: Float[Array, "*layers out in"], factors: LowRank) -> Float[Array, "*layers out in"]:
+    """Adds b a to the matrices of each layer in turn; embedding and head are one layer."""
+    stacked = weight.reshape(len(factors.a), *weight.shape[1 - factors.a.ndim :])
 
     def add(layer: Array, weight: Array) -> Array:
         w, a, b = (jax.lax.dynamic_index_in_dim(array, layer, keepdims=False) for array in (weight, *factors))
         changed = w.astype(jnp.float32) + jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
         return jax.lax.dynamic_update_index_in_dim(weight, changed.astype(weight.dtype), layer, 0)
 
-    return jax.lax.fori_loop(0, weight.shape[0], add, weight)
+    return jax.lax.fori_loop(0, len(stacked), add, stacked).reshape(weight.shape)

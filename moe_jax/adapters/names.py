@@ -2,6 +2,7 @@
 
 PEFT's names: `base_model.model.` MODULE `.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank]. Each expert's three
 projections stand apart, as on the hub. The model has one a for an expert's gate and up projections, and their b's as halves.
+The embedding has `.lora_embedding_A` [rank, vocab] and `.lora_embedding_B` [hidden, rank], factors of the transposed table.
 """
 
 from typing import NamedTuple
@@ -28,7 +29,7 @@ class ModulePart(NamedTuple):
     @property
     def leaf(self) -> str:
         """The last name, as PEFT's `target_modules` lists it."""
-        return self.name.rsplit(".", 1)[1]
+        return self.name.rsplit(".", 1)[-1]
 
 
 def modules_of(model: Decoder) -> list[ModulePart]:
@@ -37,7 +38,8 @@ def modules_of(model: Decoder) -> list[ModulePart]:
     modules = []
     for tensor in hf_tensors(model.config):
         if (target := targets.get(tensor.path)) is not None and tensor.name.endswith(".weight"):
-            layer, expert, rows = (*tensor.index, None, None)[:3]
+            # Embedding and head are no part of a stack.
+            layer, expert, rows = (*(tensor.index or (0,)), None, None)[:3]
             assert isinstance(layer, int) and not isinstance(expert, slice)
             whole = rows if isinstance(rows, slice) else slice(None)
             modules.append(ModulePart(tensor.name.removesuffix(".weight"), target, layer, expert, whole))

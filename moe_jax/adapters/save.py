@@ -58,6 +58,11 @@ def save_adapter(
         if key not in on_host:
             on_host[key] = np.asarray(adapter.a[...]), np.asarray(adapter.b[...]) * np.float32(adapter.scale / scale)
         a, b = (_own(factor[module.layer], module.expert) for factor in on_host[key])
+        if module.target.kind == "embedding":
+            # PEFT's factors are those of the transposed table.
+            tensors[f"{PREFIX}{module.name}.lora_embedding_A"] = np.ascontiguousarray(b.T)
+            tensors[f"{PREFIX}{module.name}.lora_embedding_B"] = np.ascontiguousarray(a.T)
+            continue
         tensors[f"{PREFIX}{module.name}.lora_A.weight"] = np.ascontiguousarray(a)
         tensors[f"{PREFIX}{module.name}.lora_B.weight"] = np.ascontiguousarray(b[module.rows])
     noted = base_weights or fingerprint_of_base(model.source)

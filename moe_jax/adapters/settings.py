@@ -18,8 +18,9 @@ class LoraSettings:
       rank: the rank of every adapter but the experts'.
       alpha: the numerator of the scale.
       targets: the matrices. "attention" are all projections of attention, "mlp" dense blocks and shared experts, "experts" the
-        routed experts, "router" the choice of experts. A projection of attention may stand alone, as "q_proj". None:
-        attention, mlp and experts, as far as the model has them. Everything else stays frozen.
+        routed experts, "router" the choice of experts. A projection of attention may stand alone, as "q_proj".
+        "embedding" and "head" (or "embed_tokens" and "lm_head") are the two tables of the vocabulary, if they are not tied.
+        None: attention, mlp and experts, as far as the model has them. Everything else stays frozen.
       ranks: ranks of single targets in place of the above, as {"experts": 16, "q_proj": 64}.
       shared_outer: all experts of a layer share the factors on the side of the hidden states.
       use_rslora: scale = alpha / sqrt(rank) (Kalajdzievski, 2023, https://arxiv.org/abs/2312.03732).
@@ -52,7 +53,7 @@ class LoraSettings:
         """Returns the rank of a matrix.
 
         Args:
-          kind: "attention", "mlp", "experts" or "router".
+          kind: "attention", "mlp", "experts", "router", "embedding" or "head".
           name: the matrix's name in its layer, such as "q_proj".
           active_experts: the number of experts that a token sees; experts alone read it.
         """

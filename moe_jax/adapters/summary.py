@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from flax import nnx
 
-from moe_jax.adapters.targets import targets_of
+from moe_jax.adapters.targets import OUTSIDE, targets_of
 from moe_jax.layers.lora import Frozen
 from moe_jax.layers.quantised import matrices_of
 from moe_jax.models.decoder import Decoder
@@ -55,7 +55,8 @@ def lora_summary(model: Decoder) -> LoraSummary:
     """Counts the parameters of a model with adapters."""
     parameters: dict[str, int] = defaultdict(int)
     ranks: dict[str, set[int]] = defaultdict(set)
-    all_kinds = dict.fromkeys(target.kind for target in targets_of(model))
+    # Embedding and head have no adapter unless one is asked for, as norms have none.
+    all_kinds = dict.fromkeys(target.kind for target in targets_of(model) if target.kind not in OUTSIDE or target.found)
     for target in targets_of(model):
         if (adapter := target.found) is not None:
             parameters[target.kind] += adapter.a.size + adapter.b.size

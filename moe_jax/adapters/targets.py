@@ -16,7 +16,7 @@ class Target(NamedTuple):
     """A matrix, or one of each expert, stacked over the layers of a stage."""
 
     kind: str
-    """One of "attention", "mlp", "experts" and "router"."""
+    """One of "attention", "mlp", "experts", "router", "embedding" and "head"."""
     path: tuple
     """The path of the module that holds the matrix."""
     module: nnx.Module
@@ -32,8 +32,9 @@ class Target(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the stacked matrices: [layers, (experts,) out, in]."""
-        return getattr(self.module, self.weight).shape
+        """The shape of the stacked matrices: [layers, (experts,) out, in]; of embedding and head [1, vocab, hidden]."""
+        shape = getattr(self.module, self.weight).shape
+        return (1, *shape) if self.kind in OUTSIDE else shape
 
     @property
     def found(self) -> Adapter | None:
@@ -41,12 +42,17 @@ class Target(NamedTuple):
         return getattr(self.module, self.adapter)
 
 
+OUTSIDE = ("embedding", "head")
+"""The kinds outside the layers; their matrices are not stacked."""
 EXPERT_ADAPTERS = {"gate_up_proj": "gate_up_lora", "down_proj": "down_lora"}
 """The names of the experts' adapters by those of their matrices."""
 
 
 def targets_of(model: Decoder) -> Iterator[Target]:
-    """Yields every matrix inside the layers that can have an adapter."""
+    """Yields every matrix that can have an adapter: those inside the layers, and embedding and head if they are not tied."""
+    if not model.config.tie_word_embeddings:
+        yield Target("embedding", ("embed_tokens",), model.embed_tokens, "weight", "lora")
+        yield Target("head", ("lm_head",), model.lm_head, "weight", "lora")
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Experts):
             for weight, adapter in EXPERT_ADAPTERS.items():

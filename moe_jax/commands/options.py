@@ -136,8 +136,8 @@ def lora_of_options(
       rank: the rank of adapters. An expert's is this over the number of a token's experts. Default, if another of these options
         is given: 32.
       alpha: the change is multiplied by alpha / rank. Default: 32.
-      targets: any of attention, mlp, experts, router, or projections of attention such as q_proj. Default: attention, mlp and
-        experts.
+      targets: any of attention, mlp, experts, router, embedding, head, or projections of attention such as q_proj. Default:
+        attention, mlp and experts.
       ranks: ranks of single targets, as in `experts 16 q_proj 64`.
       shared_outer: experts of a layer share the factors on the side of the hidden states.
       use_rslora: multiply the change by alpha / sqrt(rank) instead.

@@ -58,18 +58,30 @@ class Linear(TicketHolder):
 
 
 class Embedding(nnx.Module):
-    """A table [vocab, hidden] whose rows are chosen by token id. An id outside gives NaN, never another token's row."""
+    """A table [vocab, hidden] whose rows are chosen by token id. An id outside gives NaN, never another token's row.
+
+    An adapter's factors have a leading axis of 1, and change the table by b a: a token has its row of b times a.
+    """
+
+    lora: Adapter | None = None
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, stddev: float = 0.02, param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
     ):
-        self.weight = normal_parameter((vocab_size, hidden_size), stddev, param_dtype, rngs)
+        self.weight: nnx.Variable = normal_parameter((vocab_size, hidden_size), stddev, param_dtype, rngs)
 
     def __call__(self, tokens: Integer[Array, "batch seq"], dtype: DTypeLike) -> Float[Array, "batch seq hidden"]:
         """Returns the tokens' rows as `dtype`."""
-        # `jnp.take` would count negative ids, such as a label's -100, from the table's end.
-        rows = self.weight[...].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-        return rows.astype(dtype)
+        rows = _rows(self.weight[...], tokens).astype(dtype)
+        if self.lora is None:
+            return rows
+        a, b = (factor[0] for factor in self.lora.factors)
+        return rows + _rows(b, tokens).astype(dtype) @ a.astype(dtype)
+
+
+def _rows(table: Float[Array, "vocab _"], tokens: Integer[Array, "batch seq"]) -> Float[Array, "batch seq _"]:
+    # `jnp.take` would count negative ids, such as a label's -100, from the table's end.
+    return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 def normal_parameter(shape: tuple[int, ...], stddev: float, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Param:

@@ -61,6 +61,25 @@ class Adapter(nnx.Module):
         return jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
 
 
+HEAD_PADDING = 64
+"""Columns beside a head's matrix come in multiples of this number, so that its rows keep their alignment."""
+
+
+def beside_head(adapter: Adapter, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch wider"]:
+    """Returns hidden states with h a^T behind them: their product with `wider_head` has the head's change in it."""
+    inner = jnp.einsum("...i,ri->...r", hidden, adapter.factors.a[0].astype(hidden.dtype))
+    return jnp.concatenate([hidden, _padded(inner)], axis=-1)
+
+
+def wider_head(adapter: Adapter, weight: Float[Array, "vocab hidden"]) -> Float[Array, "vocab wider"]:
+    """Returns the head's matrix with b behind it, a copy. No number of the matrix is rounded anew."""
+    return jnp.concatenate([weight, _padded(adapter.factors.b[0].astype(weight.dtype))], axis=-1)
+
+
+def _padded(columns: Float[Array, "*rows rank"]) -> Float[Array, "*rows padded"]:
+    return jnp.pad(columns, [(0, 0)] * (columns.ndim - 1) + [(0, -columns.shape[-1] % HEAD_PADDING)])
+
+
 def freeze(model: nnx.Module) -> None:
     """Turns every `nnx.Param` of the model into a `Frozen`, which shares its array."""
     for _, module in list(nnx.iter_modules(model)):

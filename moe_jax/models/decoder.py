@@ -14,6 +14,7 @@ from moe_jax.kernels.experts.fp8 import backends as fp8_backends
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Embedding, Linear
+from moe_jax.layers.lora import Adapter, beside_head, wider_head
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.moe import MoE, precision_of, set_precision
 from moe_jax.layers.norm import RMSNorm
@@ -203,7 +204,10 @@ class Decoder(nnx.Module):
           carry: of the last layer.
           routings: of the stages with experts, in order.
         """
-        return collect(self.norm(carry.x), routings, inputs, carry.cache)
+        hidden = self.norm(carry.x)
+        if (adapter := self._head_adapter) is not None:
+            hidden = beside_head(adapter, hidden)
+        return collect(hidden, routings, inputs, carry.cache)
 
     def mtp_hidden_states(
         self,
@@ -310,8 +314,18 @@ class Decoder(nnx.Module):
 
     @property
     def head_weight(self) -> Float[Array, "vocab hidden"]:
-        """The vocabulary projection; the embedding table itself when the two are tied."""
-        return self.embed_tokens.weight[...] if self.config.tie_word_embeddings else self.lm_head.weight[...]
+        """The vocabulary projection of `HiddenStates.hidden`; the embedding table itself when the two are tied.
+
+        With an adapter of the head both are wider by its rank, padded.
+        """
+        if self.config.tie_word_embeddings:
+            return self.embed_tokens.weight[...]
+        weight = self.lm_head.weight[...]
+        return weight if self.lm_head.lora is None else wider_head(self.lm_head.lora, weight)
+
+    @property
+    def _head_adapter(self) -> Adapter | None:
+        return None if self.config.tie_word_embeddings else self.lm_head.lora
 
     def _decoder_layers(self, stage: Stage, param_dtype, rngs: nnx.Rngs) -> DecoderLayer:
         """Builds the layers of one stage, stacked."""

@@ -19,6 +19,7 @@ WEIGHTS = LossWeights(aux_loss_coef=0.3, z_loss_coef=0.1)
         ("qwen3_moe", {"use_rslora": True}, True),
         ("qwen3_moe", {"shared_outer": True, "ranks": {"experts": 3, "q_proj": 5}}, False),
         ("deepseek_v3", {}, True),
+        ("qwen3", {"targets": ("q_proj", "embed_tokens", "head")}, False),
     ],
 )
 def test_changed_matrices(model_type, settings, remat):
@@ -32,8 +33,10 @@ def test_changed_matrices(model_type, settings, remat):
     def changed(factors):
         weights = dict(nnx.to_flat_state(plain_weights))
         for target in targets_of(nnx.merge(graph, factors, frozen)):
-            weight = weights[(*target.path, target.weight)]
-            weights[(*target.path, target.weight)] = weight.replace(weight.get_value() + target.found.change)
+            if target.found is not None:
+                weight = weights[(*target.path, target.weight)]
+                change = target.found.change.reshape(weight.shape)
+                weights[(*target.path, target.weight)] = weight.replace(weight.get_value() + change)
         return nnx.merge(plain_graph, nnx.from_flat_state(weights.items()))
 
     def of(build):

@@ -1,0 +1,69 @@
+"""Adapters of the embedding and the head: files that PEFT reads, merging, and tied tables."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import seeds
+import torch
+from adapted_models import assert_near, make_batch, small_model, with_adapters
+from flax import nnx
+from hf_reference import load_ours, reference
+
+import moe_jax
+from moe_jax.adapters import LoraSettings, add_lora, load_adapter, merge_adapter, save_adapter, without_adapter
+from moe_jax.adapters.check_merged import changes_of, check_merged
+from moe_jax.adapters.targets import targets_of
+from moe_jax.checkpoint.hf_names import export
+from moe_jax.train import init_state, make_train_step
+
+TARGETS = ("q_proj", "embed_tokens", "head")
+
+
+def tensors_of(model):
+    return export(model.config, dict(nnx.to_flat_state(nnx.state(model))))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+def test_files(model_type, tmp_path):
+    """PEFT computes the same logits, and so does what is read back and merged; generation reads the wider head."""
+    peft = pytest.importorskip("peft")
+    hf, tokens = reference(model_type, seeds.integer(), num_hidden_layers=2), seeds.rng().integers(0, 97, (2, 9))
+    model = with_adapters(load_ours(hf), targets=("attention", *TARGETS), ranks={"head": 3})
+    logits = model(jnp.asarray(tokens)).logits
+    save_adapter(model, tmp_path / "a")
+    read = load_ours(hf)
+    load_adapter(read, tmp_path / "a")
+    assert_near(read(jnp.asarray(tokens)).logits, logits, "read", 1e-6)
+    changes = changes_of(read)
+    assert changes.keys() >= {"model.embed_tokens.weight", "lm_head.weight"}
+    new = moe_jax.generate(read, tokens[0].tolist(), max_new_tokens=4)
+    merge_adapter(read)
+    assert_near(read(jnp.asarray(tokens)).logits, logits, "merged")
+    assert check_merged(tensors_of(read), tensors_of(load_ours(hf)), changes).changed == len(changes)
+    assert moe_jax.generate(read, tokens[0].tolist(), max_new_tokens=4) == new
+    assert np.abs(without_adapter(model)(jnp.asarray(tokens)).logits - load_ours(hf)(jnp.asarray(tokens)).logits).max() == 0
+    theirs = peft.PeftModel.from_pretrained(hf, str(tmp_path / "a")).eval()
+    with torch.no_grad():
+        assert_near(theirs(torch.tensor(tokens)).logits.numpy(), logits, "logits of PEFT")
+
+
+def test_training():
+    model, optimizer, batch = small_model("qwen3"), optax.adamw(1e-2), make_batch()
+    summary = add_lora(model, LoraSettings(rank=4, targets=("embedding", "head")), rngs=nnx.Rngs(0))
+    assert "without an adapter: mlp, attention" in str(summary) and set(summary.kinds) == {"embedding", "head"}
+    state, step = init_state(model, optimizer), make_train_step(nnx.graphdef(model), optimizer)
+    losses = []
+    for _ in range(6):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_tied_tables():
+    model = small_model("qwen3", tie_word_embeddings=True)
+    for name in ("head", "embed_tokens"):
+        with pytest.raises(ValueError, match=f"{name} cannot have an adapter: the model's head is its embedding table"):
+            add_lora(model, LoraSettings(targets=("attention", name)), rngs=nnx.Rngs(0))
+    assert {target.kind for target in targets_of(model)} == {"attention", "mlp"}
