@@ -130,9 +130,8 @@ class MoE(nnx.Module):
             if valid is not None:
                 is_valid = valid.valid if isinstance(valid, Sequences) else valid
                 experts = jnp.where(is_valid[:, None], int32_ids(experts, num_experts), -1)
-            y, exchange = expert_parallel_mlp(
-                x, *matrices, routing.weights, experts, spread.expert, accumulators=self.experts.accumulators
-            )
+            options: dict[str, Any] = dict(accumulators=self.experts.accumulators, precision=self.experts.precision)
+            y, exchange = expert_parallel_mlp(x, *matrices, routing.weights, experts, spread.expert, **options)
             # Typed as varying like the tokens, even where devices agree: a sum over the mesh takes one type for all its terms.
             routing = routing._replace(sums=routing.sums.with_exchange(vary_as(exchange, x)))
         if self.shared_experts is not None:
@@ -142,8 +141,6 @@ class MoE(nnx.Module):
     def _check_experts(self, num_experts: int, expert_parallel: ExpertParallel | None) -> None:
         if expert_parallel is not None and isinstance(self.experts.gate_up_proj, Frozen):
             raise ValueError("adapters need experts that lie on one device; these are split over several")
-        if expert_parallel is not None and self.experts.precision is not None:
-            raise ValueError("FP8 needs experts that lie on one device; these are split over several: take precision 'bf16'")
         if expert_parallel is not None and self.experts.ticket is not None:
             raise ValueError("weight tickets need experts that lie on one device; these are split over several")
         devices = 1 if expert_parallel is None else axis_size(expert_parallel.axis_name)

@@ -63,8 +63,9 @@ def test_precisions(tmp_path):
     with pytest.raises(ValueError, match="precision='fp8' needs dtype='bfloat16'"):
         settings(tmp_path, precision="fp8")
     options = dict(precision="fp8", dtype="bfloat16")
-    with pytest.raises(ValueError, match="lie whole on each device; got mesh.expert=2"):
-        settings(tmp_path, **options, mesh=MeshShape(expert=2))
+    with pytest.raises(ValueError, match="needs a mesh without pipe, whose passes hold bf16; got mesh.pipe=2"):
+        settings(tmp_path, **options, mesh=MeshShape(pipe=2), gradient_accumulation=2)
+    settings(tmp_path, **options, mesh=MeshShape(expert=2))
     with pytest.raises(ValueError, match="give lora.targets without experts"):
         settings(tmp_path, **options, lora=LoraSettings(rank=4))
     settings(tmp_path, **options, lora=LoraSettings(rank=4, targets=("attention",)))

@@ -12,8 +12,6 @@ import moe_jax
 from moe_jax.kernels import Precision
 from moe_jax.kernels.experts.fp8 import passes
 from moe_jax.models.execution import Execution
-from moe_jax.parallel.expert import ExpertParallel
-from moe_jax.parallel.spread import Spread
 from moe_jax.train import NextToken, init_state, make_optimizer, make_train_step, put_batch
 from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
 from moe_jax.train.on_devices import with_fp8_copies
@@ -125,8 +123,6 @@ def test_refusals():
         tiny.dense(dtype=jnp.bfloat16).set_precision("fp8")
     model = _model()
     assert model.precision == Precision()
-    with pytest.raises(ValueError, match="experts that lie on one device"):
-        model(jnp.zeros((1, 4), jnp.int32), spread=Spread(expert=ExpertParallel("expert")))
     moe_jax.adapters.add_lora(model, moe_jax.adapters.LoraSettings(rank=4, targets=("experts",)), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="adapters of experts multiply in bf16"):
         model(jnp.zeros((1, 4), jnp.int32))

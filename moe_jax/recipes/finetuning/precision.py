@@ -26,8 +26,8 @@ def precision_problems(precision: str, dtype: str, mesh: Mapping[str, int], lora
     problems = []
     if dtype != "bfloat16":
         problems.append(f"precision={precision!r} needs dtype='bfloat16', which everything else computes in; got {dtype!r}")
-    if split := [f"mesh.{axis}={mesh[axis]}" for axis in ("expert", "pipe") if mesh.get(axis, 1) > 1]:
-        problems.append(f"precision={precision!r} needs experts that lie whole on each device; got {', '.join(split)}")
+    if (ranks := mesh.get("pipe", 1)) > 1:
+        problems.append(f"precision={precision!r} needs a mesh without pipe, whose passes hold bf16; got mesh.pipe={ranks}")
     if lora is not None and (lora.targets is None or "experts" in lora.targets):
         problems.append(
             f"precision={precision!r} is not for adapters of experts, which multiply in bf16: give lora.targets without experts"

@@ -96,7 +96,7 @@ class FinetuneSettings:
       weights: the form of the weights beside adapters: "whole", "as stored" for a checkpoint in FP8, or "nf4" for experts of 4
         bits (docs/adapters.md).
       precision: "fp8" multiplies the experts in 8 bits, forward and for the gradients of their inputs; "fp8_kept" also keeps
-        their activations so (docs/fp8.md). "bf16": in `dtype`. Experts must lie on one device each, without a pipe.
+        their activations so (docs/fp8.md). "bf16": in `dtype`. The mesh must be without pipe.
       mesh: the numbers of devices over which rows, parameters, experts and sequences are spread (docs/scaling.md). All devices
         are used.
       pipe_chunks: the parts of consecutive layers that each rank of mesh.pipe holds. More chunks wait less and send more
