@@ -21,7 +21,6 @@ matmul; https://arxiv.org/abs/2407.08608 section 3 describes the technique for a
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax

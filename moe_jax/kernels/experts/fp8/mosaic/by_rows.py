@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16
 
-from moe_jax.kernels.experts.fp8.mosaic.promoted import BLOCK, STEP, Place, StepScales, accumulate, places
+from moe_jax.kernels.experts.fp8.mosaic.promoted import BLOCK, STEP, Place, accumulate
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import rounded_group
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows
 from moe_jax.kernels.experts.mosaic.by_rows import CHUNK
@@ -77,13 +77,13 @@ def matmul_gated_silu(
                 for c in range(0, GROUP, CHUNK):
                     write(h_ref[0], half + column + c, block[:, c : c + CHUNK])
         act = gate / (1 + jnp.exp(-gate)) * up
-        store_group(act, values_ref, scales_ref, part, column, references.scratch)
+        store_group(act, values_ref, scales_ref, part, column, references.groups)
 
     outputs = [
         *([jax.ShapeDtypeStruct((plan.num_rows, 2 * inter), jnp.bfloat16)] if keep_h else []),
         *rows_shapes(plan.num_rows, inter),
     ]
-    epilogue = Epilogue("fp8_gated_matmul", outputs, store, scratch=group_scratch())
+    epilogue = Epilogue("fp8_gated_matmul", outputs, store)
     *h, values, scales = launch_rows(a, w, plan, tile, epilogue, pairs_halves=True)
     return (h[0] if keep_h else None), QuantisedRows(values, scales)
 
@@ -93,16 +93,11 @@ def rows_shapes(rows: int, columns: int) -> tuple[jax.ShapeDtypeStruct, jax.Shap
     return jax.ShapeDtypeStruct((rows, columns), F8), jax.ShapeDtypeStruct((columns // GROUP, rows), jnp.float32)
 
 
-def group_scratch():
-    """Returns the scratch of `store_group`: 64 x 128 e4m3 of each consumer on their way to memory."""
-    return plgpu.SMEM((CONSUMERS, *BLOCK), F8, transforms=operand_transforms(F8, GROUP))
-
-
-def store_group(group, values_ref, scales_ref, part: "WarpgroupPart", column, scratch) -> None:
+def store_group(group, values_ref, scales_ref, part: "WarpgroupPart", column, groups) -> None:
     """Rounds 64 x 128 f32 to e4m3 with a scale for each row, and stores both."""
     values, scales = rounded_group(group)
     scales_ref[column // GROUP, pl.ds(part.row, WGMMA_ROWS)] = scales
-    chunk = scratch.at[part.warpgroup]
+    chunk = groups.at[part.warpgroup]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     chunk[...] = values
     plgpu.commit_smem()
@@ -125,6 +120,8 @@ class EpilogueReferences(NamedTuple):
     outputs: tuple[Any, ...]
     inputs: Any
     scratch: Any
+    groups: Any
+    """`RowsScratch.out`, as 64 x 128 e4m3 of each consumer."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +157,9 @@ class RowsScratch(NamedTuple):
     w: Any
     """[stages, columns, 128]."""
     out: Any
-    """[consumers, 64, 64] bf16: chunks on their way to memory."""
+    """Chunks on their way to memory: [consumers, 64, 64] bf16 and [consumers, 64, 128] e4m3, in one place."""
+    scales: Any
+    """[stages, rows] f32, of a. A copy by TMA needs a multiple of 128 bytes."""
     epilogue: Any
     pipe: Pipeline
 
@@ -181,7 +180,8 @@ def launch_rows(
 
     def body(inputs: RowsInputs, *references):
         *output_refs, scratch = references
-        epilogue_refs = EpilogueReferences(tuple(output_refs), inputs.epilogue, scratch.epilogue)
+        out, groups = scratch.out
+        epilogue_refs = EpilogueReferences(tuple(output_refs), inputs.epilogue, scratch.epilogue, groups)
 
         def locate(index):
             coord = tiles.find(index, *inputs.tiles)
@@ -201,12 +201,13 @@ def launch_rows(
             # As in the kernels of 16 bits: with large matrices all tiles take equally long.
             return part_of(coord, warpgroup, 0)[1] if group == 1 else True
 
-        def read_scales(coord, warpgroup, k):
-            return _read_scales(inputs, tile, coord, warpgroup, k, pairs_halves=pairs_halves)
+        def scales_of_rows(slot, row, warpgroup):
+            rows = pl.ds(tile.first_row(warpgroup) + row, WGMMA_ROWS)
+            return plgpu.load(scratch.scales.at[slot, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
         def store_tile(sums, coord, warpgroup):
             def write(part, output, column, values):
-                chunk = scratch.out.at[warpgroup]
+                chunk = out.at[warpgroup]
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 chunk[...] = values.astype(jnp.bfloat16)
                 plgpu.commit_smem()
@@ -226,7 +227,11 @@ def launch_rows(
             locate=locate,
             load=partial(_load, inputs, scratch, tile, pairs_halves=pairs_halves),
             multiply=partial(_multiply, scratch, tile),
-            accumulate=partial(accumulate, read_scales=read_scales),
+            accumulate=partial(
+                accumulate,
+                scales_of_rows=scales_of_rows,
+                scales_of_columns=partial(_scale_of_columns, inputs.w, tile, pairs_halves=pairs_halves),
+            ),
             epilogue=store_tile,
             prologue=prologue,
             has_rows=has_rows,
@@ -237,9 +242,13 @@ def launch_rows(
     scratch = RowsScratch(
         a=plgpu.SMEM((tile.stages, tile.rows, STEP), F8, transforms=swizzled),
         w=plgpu.SMEM((tile.stages, tile.columns, STEP), F8, transforms=swizzled),
-        out=plgpu.SMEM((CONSUMERS, WGMMA_ROWS, CHUNK), jnp.bfloat16, transforms=operand_transforms(jnp.bfloat16)),
+        out=plgpu.RefUnion(
+            plgpu.SMEM((CONSUMERS, WGMMA_ROWS, CHUNK), jnp.bfloat16, transforms=operand_transforms(jnp.bfloat16)),
+            plgpu.SMEM((CONSUMERS, *BLOCK), F8, transforms=operand_transforms(F8, GROUP)),
+        ),
+        scales=plgpu.SMEM((tile.stages, tile.rows), jnp.float32),
         epilogue=epilogue.scratch,
-        pipe=tile.pipeline(copies=1 + (2 * tile.column_blocks if pairs_halves else 1)),
+        pipe=tile.pipeline(copies=2 + (2 * tile.column_blocks if pairs_halves else 1)),
     )
     kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
     return kernel(RowsInputs(tiles.arrays, a, w, epilogue.inputs))
@@ -250,7 +259,9 @@ def _load(inputs: RowsInputs, scratch: RowsScratch, tile: TileShape, step, full_
     coord, k, slot = step
     ks, w = pl.ds(k * STEP, STEP), inputs.w.values
     # Rows beyond a's are read as zeros.
-    plgpu.copy_gmem_to_smem(inputs.a.values.at[pl.ds(coord.row, tile.rows), ks], scratch.a.at[slot], full_barrier)
+    rows = pl.ds(coord.row, tile.rows)
+    plgpu.copy_gmem_to_smem(inputs.a.values.at[rows, ks], scratch.a.at[slot], full_barrier)
+    plgpu.copy_gmem_to_smem(inputs.a.scales.at[k, rows], scratch.scales.at[slot], full_barrier)
     if pairs_halves:
         half, inter = tile.warpgroup_columns // 2, w.shape[1] // 2
         for i in range(2 * tile.column_blocks):
@@ -269,17 +280,9 @@ def _multiply(scratch: RowsScratch, tile: TileShape, accumulator, slot, place: P
     plgpu.wgmma(accumulator, scratch.a.at[slot, rows], scratch.w.at[slot, columns].transpose((1, 0)))
 
 
-def _read_scales(inputs: RowsInputs, tile: TileShape, coord: TileCoord, warpgroup, k, *, pairs_halves: bool) -> StepScales:
-    """Reads the scales of step k of a warpgroup's rows and columns."""
-    layout = plgpu.Layout.WGMMA.reduce(1)
+def _scale_of_columns(w: QuantisedMatrices, tile: TileShape, coord: TileCoord, column, warpgroup, k, *, pairs_halves: bool):
+    """Reads the scale of step k of the 128 columns of a warpgroup that begin at `column`."""
     column_block = coord.column_tile * tile.column_blocks + tile.column_block(warpgroup)
     groups = tile.warpgroup_columns // GROUP // (2 if pairs_halves else 1)
-    up = inputs.w.scales.shape[1] // 2
-    rows, columns = {}, {}
-    for row in {place.row: None for place in places(tile)}:
-        source = inputs.a.scales.at[k, pl.ds(coord.row + tile.first_row(warpgroup) + row, WGMMA_ROWS)]
-        rows[row] = plgpu.load(source, layout=layout, optimized=False)
-    for column in {place.column: None for place in places(tile)}:
-        half, block = divmod(column // GROUP, groups)
-        columns[column] = inputs.w.scales[coord.expert, half * up + column_block * groups + block, k]
-    return StepScales(rows, columns)
+    half, group = divmod(column // GROUP, groups)
+    return w.scales[coord.expert, half * (w.scales.shape[1] // 2) + column_block * groups + group, k]

@@ -8,8 +8,9 @@ number for a row and one for 128 columns:
     roles     consumers: for each step wait, then for each block of 64 x 128 of the warpgroup: wgmma, wait for it, promote
               one consumer promotes while the other's wgmma runs
     registers 64 sums of a block, 64 totals of each block: 192 with two blocks
-    invariant scales of a step are read one step ahead, from memory, by the threads that multiply with them
-              a slot is released when the last block's wgmma has read it, before that block is promoted
+    scales    of rows: 4 bytes a row in the slot, copied by TMA with the operands
+              of matrices: read from memory one step ahead, mostly from the L1 cache, where 8 steps lie side by side
+    invariant a slot is released when the last block's wgmma has read it, before that block is promoted
 """
 
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_jax.kernels.experts.fp8.quantise import GROUP
+from moe_jax.kernels.hopper.interpreter import finish_reading
 from moe_jax.kernels.hopper.mainloop import TileProgram, TileShape, TileSteps, release_others
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS, Pipeline
 
@@ -39,15 +41,6 @@ class Place(NamedTuple):
     column: int
 
 
-class StepScales(NamedTuple):
-    """The scales of one step."""
-
-    rows: dict[int, Any]
-    """For the first row of each block: [64] f32, in registers."""
-    columns: dict[int, Any]
-    """For the first column of each block: a number."""
-
-
 def places(shape: TileShape) -> list[Place]:
     """Returns the blocks of a warpgroup, row by row."""
     rows, columns = range(0, shape.warpgroup_rows, WGMMA_ROWS), range(0, shape.warpgroup_columns, GROUP)
@@ -62,31 +55,39 @@ def accumulate(
     pipe: Pipeline,
     shape: TileShape,
     *,
-    read_scales: Callable[[Any, Any, Any], StepScales],
+    scales_of_rows: Callable[[Any, int, Any], Any],
+    scales_of_columns: Callable[[Any, int, Any, Any], Any],
 ) -> dict[Place, Any]:
     """Returns the sums of a warpgroup's blocks, each [64, 128] f32: `TileProgram.accumulate`.
 
     Args:
-        read_scales: (coord, warpgroup, number of the step in the tile) -> its scales.
+        scales_of_rows: (slot, first row of a block, warpgroup) -> [64] f32, in registers.
+        scales_of_columns: (coord, first column of a block, warpgroup, number of the step) -> a number.
     """
     blocks = places(shape)
+    first_rows, first_columns = ({place[axis]: None for place in blocks} for axis in (0, 1))
+
+    def columns_of(k):
+        return {column: scales_of_columns(coord, column, warpgroup, k) for column in first_columns}
 
     def step(k, carry):
-        totals, scales = carry
-        following = read_scales(coord, warpgroup, jnp.minimum(k + 1, steps.total - 1))
+        totals, columns = carry
+        following = columns_of(jnp.minimum(k + 1, steps.total - 1))
         slot = pipe.slot(steps.before + k)
         pipe.wait(slot, consumer=warpgroup)
+        rows = {row: scales_of_rows(slot, row, warpgroup) for row in first_rows}
         new = {}
         for place in blocks:
             sums = pl.run_scoped(partial(_multiply, program, slot, place, warpgroup), plgpu.ACC(BLOCK, jnp.float32))
             if place == blocks[-1]:
+                finish_reading()
                 pipe.release(slot)
-            new[place] = totals[place] + _of_rows(scales, place) * sums
+            new[place] = totals[place] + lax.broadcast_in_dim(rows[place.row] * columns[place.column], BLOCK, [0]) * sums
         return new, following
 
     zeros = plgpu.layout_cast(jnp.zeros(BLOCK, jnp.float32), plgpu.Layout.WGMMA)
-    first = read_scales(coord, warpgroup, jnp.int32(0))
-    totals, _ = lax.fori_loop(0, steps.multiplied, step, ({place: zeros for place in blocks}, first))
+    first = {place: zeros for place in blocks}, columns_of(jnp.int32(0))
+    totals, _ = lax.fori_loop(0, steps.multiplied, step, first)
     release_others(steps, pipe, warpgroup)
     return totals
 
@@ -95,7 +96,3 @@ def _multiply(program: TileProgram, slot, place: Place, warpgroup, accumulator):
     program.multiply(accumulator, slot, place, warpgroup)
     plgpu.wgmma_wait(0)
     return accumulator[...]
-
-
-def _of_rows(scales: StepScales, place: Place):
-    return lax.broadcast_in_dim(scales.rows[place.row] * scales.columns[place.column], BLOCK, [0])
