@@ -18,11 +18,16 @@ plan. Backward computes act again, and dweights needs neither rows of y nor rows
 outlives the pass that makes it (SonicMoE, https://arxiv.org/abs/2512.14080).
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from moe_jax.kernels.experts import separate_vjps
 from moe_jax.kernels.experts.choose_backend import resolve_backend
+from moe_jax.kernels.experts.fp8.experts import experts_mlp_in_fp8, matrices_of
+from moe_jax.kernels.experts.fp8.precision import Precision
+from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
 from moe_jax.kernels.experts.internal import experts_mlp_accumulating
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.shapes import check_shape
@@ -31,13 +36,14 @@ from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike
 
 def experts_mlp(
     x: Float[Array, "tokens hidden"],
-    w_gate_up: Float[Array, "experts 2*inter hidden"],
-    w_down: Float[Array, "experts hidden inter"],
+    w_gate_up: Float[Array, "experts 2*inter hidden"] | QuantisedMatrices,
+    w_down: Float[Array, "experts hidden inter"] | QuantisedMatrices,
     topk_weights: Float[Array, "tokens k"],
     topk_experts: Integer[Array, "tokens k"],
     *,
     backend: str | None = None,
     chunk_tokens: int | None = None,
+    precision: Precision | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """Computes the weighted sum of the experts that each token chose.
 
@@ -62,16 +68,26 @@ def experts_mlp(
             the device and takes the input.
         chunk_tokens: the number of tokens to process at a time. Bounds temporary memory: R*D elements become
             chunk_tokens*K*D. Same result; the weight gradients are summed in f32 over the chunks.
+        precision: `Precision()` multiplies in FP8, forward and for the gradients of x; the weights' gradients stay in x's
+            dtype, bf16. Both matrices may then be `QuantisedMatrices`, which get no gradient. None: products in x's dtype.
 
     Returns:
         y in x's dtype. Each gradient has the dtype of its argument.
 
     Raises:
         ValueError: shapes do not fit together; topk_experts is not an integer array; or chunk_tokens < 1. Also if the backend
-            is unknown or does not take the input, or arrays are split over mesh axes of type Explicit.
+            is unknown or does not take the input, or arrays are split over mesh axes of type Explicit. With `precision`, an
+            x that is not bf16, sizes that are no multiples of 128, or quantised matrices that are differentiated. Without,
+            quantised matrices.
     """
+    matrices = matrices_of(w_gate_up, w_down)
+    if precision is not None:
+        options: Any = dict(backend=backend, chunk_tokens=chunk_tokens)
+        return experts_mlp_in_fp8(x, matrices, topk_weights, topk_experts, precision, **options)
+    if matrices.weights is None:
+        raise ValueError("QuantisedMatrices need precision=Precision(), which multiplies them in FP8; got precision=None")
     return experts_mlp_accumulating(
-        x, w_gate_up, w_down, topk_weights, topk_experts, None, backend=backend, chunk_tokens=chunk_tokens
+        x, *matrices.weights, topk_weights, topk_experts, None, backend=backend, chunk_tokens=chunk_tokens
     )
 
 

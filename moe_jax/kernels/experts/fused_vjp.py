@@ -15,7 +15,16 @@ from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
-from moe_jax.kernels.experts.routing import Plan, plan, plan_of_few, rows_of_pairs, wide_ids
+from moe_jax.kernels.experts.fp8.passes import (
+    Fp8Options,
+    QuantisedExperts,
+    down_in_fp8,
+    gate_up_in_fp8,
+    gradients_in_fp8,
+    quantise_experts,
+)
+from moe_jax.kernels.experts.fp8.quantise import QuantisedRows
+from moe_jax.kernels.experts.routing import Plan, of_layer, plan, plan_of_few, rows_of_pairs, wide_ids
 from moe_jax.kernels.experts.separate_vjps import down_of_shares, dx_of_shares, gate_up_gradients, weight_of_row
 from moe_jax.kernels.experts.xla import sum_of_choices
 from moe_jax.kernels.hopper import interpreter
@@ -37,13 +46,22 @@ class ExpertsOperands(NamedTuple):
     """The arrays of a call; `xs`, `weights` and `experts` have one entry per part."""
 
     xs: Arrays
-    w_gate_up: Float[Array, "*layers experts 2*inter hidden"]
-    w_down: Float[Array, "*layers experts hidden inter"]
+    w_gate_up: Float[Array, "*layers experts 2*inter hidden"] | None
+    w_down: Float[Array, "*layers experts hidden inter"] | None
+    """Both are None where `quantised` stands for them, frozen."""
     weights: Arrays
     experts: Arrays
     accumulators: Matrices | None
     layer: Int[Array, ""] | None = None
     """`Plan.layer`."""
+    quantised: QuantisedExperts | None = None
+    """The matrices in FP8, where `ExpertsOptions.fp8` is given; None: made of the weights in each pass."""
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts."""
+        matrices: Any = self.w_down if self.quantised is None else self.quantised.down.values
+        return matrices.shape[-3]
 
 
 class ExpertsOptions(NamedTuple):
@@ -56,12 +74,14 @@ class ExpertsOptions(NamedTuple):
     accumulators_in_stack: bool = False
     frozen: bool = False
     """The matrices get no gradients, and no products are made for any."""
+    fp8: Fp8Options | None = None
+    """The products in FP8; None: in the dtype of the tokens."""
 
 
 class HiddenResiduals(NamedTuple):
     """The gate-up pass's result for the backward pass. h is None where no backward pass follows."""
 
-    h: Float[Array, "rows 2*inter"] | None
+    h: Float[Array, "rows 2*inter"] | QuantisedRows | None
     plan: Plan
 
 
@@ -73,12 +93,15 @@ class ExpertsResiduals(NamedTuple):
     """
 
     xs: Arrays
-    w_gate_up: Array
-    w_down: Array
+    w_gate_up: Any
+    w_down: Any
+    """Arrays; None beside frozen matrices in FP8."""
     weights: Arrays
     accumulators: Matrices | None
     hidden: Any
     """`HiddenResiduals`: one entry per part, or a single one with a leading axis of chunks."""
+    layer: Int[Array, ""] | None = None
+    quantised: QuantisedExperts | None = None
 
 
 def experts_of_parts(operands: ExpertsOperands, options: ExpertsOptions) -> Arrays:
@@ -93,8 +116,9 @@ def experts_of_parts(operands: ExpertsOperands, options: ExpertsOptions) -> Arra
 
 def _without_gradients(operands: ExpertsOperands, options: ExpertsOptions) -> Arrays:
     """Computes y of a forward pass that no backward pass follows."""
-    if len(operands.xs) == 1 and options.backend == "mosaic":
+    if len(operands.xs) == 1 and options.backend == "mosaic" and options.fp8 is None:
         (x,), (weights,), (experts,) = operands.xs, operands.weights, operands.experts
+        assert operands.w_gate_up is not None and operands.w_down is not None
         if _has_room_for_all(options.max_pairs[0], experts):
             rows = mosaic.experts_of_few_pairs(x, operands.w_gate_up, operands.w_down, experts, operands.layer)
             if rows is not None:
@@ -108,19 +132,25 @@ def forward_pass(
 ) -> tuple[Arrays, ExpertsResiduals]:
     """Returns the y of each part and the residuals. Only `for_backward` writes h."""
     forward = _forward_of_parts if options.chunk_tokens is None else _forward_of_chunks
-    return forward(operands, options, for_backward)
+    given = operands
+    if options.fp8 is not None:
+        quantised = _quantised_of(operands.quantised, operands.w_gate_up, operands.w_down, operands.layer)
+        operands = operands._replace(quantised=quantised)
+    ys, residuals = forward(operands, options, for_backward)
+    # Of matrices that were rounded here nothing is kept: the backward pass rounds them again.
+    return ys, residuals._replace(quantised=given.quantised)
 
 
 class _GateUp(NamedTuple):
     """The result of the gate-up pass; rows without a pair are finite, since later steps multiply them by zeros."""
 
-    act: Float[Array, "rows inter"]
-    h: Float[Array, "rows 2*inter"] | None
+    act: Float[Array, "rows inter"] | QuantisedRows
+    h: Float[Array, "rows 2*inter"] | QuantisedRows | None
 
 
 class _PartOutput(NamedTuple):
     y_of_shares: list[Array]
-    h: Float[Array, "rows 2*inter"] | None
+    h: Float[Array, "rows 2*inter"] | QuantisedRows | None
 
 
 class _PlannedTokens(NamedTuple):
@@ -144,12 +174,12 @@ def _forward_of_parts(
     operands: ExpertsOperands, options: ExpertsOptions, for_backward: bool
 ) -> tuple[Arrays, ExpertsResiduals]:
     def gate_up(max_pairs: int | None, x: Array, experts: Array) -> _Outcome:
-        return _gate_up_of_part(operands, options.backend, for_backward, max_pairs, x, experts)
+        return _gate_up_of_part(operands, options, for_backward, max_pairs, x, experts)
 
     def both_passes(max_pairs: int | None, shares: int | None, x: Array, weights: Array, experts: Array) -> _Outcome:
         """Returns a `_PartOutput` and its `_PlannedTokens`."""
         (act, h), planned = gate_up(max_pairs, x, experts)
-        y = down_of_shares(act, operands.w_down, weights, planned.plan, options.backend, shares)
+        y = _down_of_part(operands, options, act, weights, planned.plan, shares)
         return _Outcome(_PartOutput(y, h), planned)
 
     own, *others = zip(options.max_pairs, options.shares, operands.xs, operands.weights, operands.experts, strict=True)
@@ -162,7 +192,7 @@ def _forward_of_parts(
     if outcomes:
         # The down pass of the device's own tokens comes last: it is computed while the other devices' outputs travel.
         outcomes[-1], act = _wait_for(outcomes[-1], act)
-    y = down_of_shares(act, operands.w_down, own_weights, own_planned.plan, options.backend, shares)
+    y = _down_of_part(operands, options, act, own_weights, own_planned.plan, shares)
     outcomes = [_Outcome(_PartOutput(y, h), own_planned), *outcomes]
     ys = tuple(jnp.concatenate(outcome.result.y_of_shares) for outcome in outcomes)
     hidden = tuple(HiddenResiduals(outcome.result.h, outcome.extra.plan) for outcome in outcomes)
@@ -182,17 +212,15 @@ def _forward_of_chunks(
     (x,), (weights,), (experts,) = operands.xs, operands.weights, operands.experts
 
     def of_chunk(chunk: _Chunk) -> tuple[Array, HiddenResiduals]:
-        (act, h), planned = _gate_up_of_part(
-            operands, options.backend, for_backward, options.max_pairs[0], chunk.x, chunk.experts
-        )
-        (y,) = down_of_shares(act, operands.w_down, chunk.weights, planned.plan, options.backend)
+        (act, h), planned = _gate_up_of_part(operands, options, for_backward, options.max_pairs[0], chunk.x, chunk.experts)
+        (y,) = _down_of_part(operands, options, act, chunk.weights, planned.plan)
         return y, HiddenResiduals(h, planned.plan)
 
     # Padding tokens of the last chunk choose an id outside [0, E).
     chunks = _Chunk(
         split_tokens(x, options.chunk_tokens, 0),
         split_tokens(weights, options.chunk_tokens, 0),
-        split_tokens(wide_ids(experts), options.chunk_tokens, operands.w_down.shape[-3]),
+        split_tokens(wide_ids(experts), options.chunk_tokens, operands.num_experts),
     )
     y, hidden = jax.lax.map(of_chunk, chunks)
     return (join_tokens(y, x.shape[0]),), _residuals(operands, operands.xs, hidden)
@@ -200,7 +228,7 @@ def _forward_of_chunks(
 
 def _residuals(operands: ExpertsOperands, xs: Arrays, hidden: Any) -> ExpertsResiduals:
     return ExpertsResiduals(
-        xs, operands.w_gate_up, operands.w_down, operands.weights, operands.accumulators, hidden
+        xs, operands.w_gate_up, operands.w_down, operands.weights, operands.accumulators, hidden, operands.layer
     )  # fmt: skip
 
 
@@ -217,6 +245,9 @@ def _backward(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays)
     is_slice = residuals.accumulators is not None and not options.accumulators_in_stack
     keep_whole = jax.lax.optimization_barrier if is_slice else lambda arrays: arrays
     residuals = residuals._replace(accumulators=keep_whole(residuals.accumulators))
+    if options.fp8 is not None:
+        quantised = _quantised_of(residuals.quantised, residuals.w_gate_up, residuals.w_down, residuals.layer)
+        residuals = residuals._replace(quantised=quantised.in_both_orders())
     backward = _backward_of_parts if options.chunk_tokens is None else _backward_of_chunks
     gradients = backward(options, residuals, dys)
     no_gradient: Any = None
@@ -232,7 +263,7 @@ def _backward_of_parts(options: ExpertsOptions, residuals: ExpertsResiduals, dys
     for shares, x, weights, hidden, dy in zip(
         options.shares, residuals.xs, residuals.weights, residuals.hidden, dys, strict=True
     ):
-        of_part = partial(gradients_of_part, residuals, options.backend, shares, x, weights, hidden, frozen=options.frozen)
+        of_part = partial(_gradients_of_part, residuals, options, shares, x, weights, hidden)
         steps.append(_Step(of_part, (dy,)))
     outcomes = _one_after_the_other(steps)
     of_parts = [outcome.result for outcome in outcomes]
@@ -261,9 +292,9 @@ def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dy
         start = vary_as(zeros, residuals.xs)
 
     def add_chunk(sums: Matrices | None, chunk: _BackwardChunk) -> tuple[Matrices | None, tuple[Array, Array]]:
-        gradients, products = gradients_of_part(
-            residuals, options.backend, None, chunk.x, chunk.weights, chunk.hidden, chunk.dy, frozen=options.frozen
-        )
+        gradients, products = _gradients_of_part(
+            residuals, options, None, chunk.x, chunk.weights, chunk.hidden, chunk.dy
+        )  # fmt: skip
         (dx,) = gradients.dx_of_shares
         if sums is not None:
             sums = matrix_gradients(options.backend, [products], _dtypes(sums), sums)
@@ -281,24 +312,39 @@ def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dy
 
 def _gate_up_of_part(
     operands: ExpertsOperands,
-    backend: str,
+    options: ExpertsOptions,
     for_backward: bool,
     max_pairs: int | None,
     x: Float[Array, "tokens hidden"],
     experts: Integer[Array, "tokens k"],
 ) -> _Outcome:
     """Returns a `_GateUp` and its `_PlannedTokens`."""
-    w_gate_up = operands.w_gate_up
-    num_experts, alignment = w_gate_up.shape[-3], implementation(backend).ROW_ALIGNMENT
+    num_experts, backend = operands.num_experts, implementation(options.backend)
+    alignment = backend.ROW_ALIGNMENT if options.fp8 is None else options.fp8.row_alignment
     # With an alignment of 1 this holds for a single token alone.
     if not for_backward and _has_room_for_all(max_pairs, experts) and x.shape[0] <= alignment and experts.size:
         planned = plan_of_few(experts, num_experts, alignment)
     else:
         planned = plan(experts, num_experts, alignment, max_pairs)
     planned = dataclasses.replace(planned, layer=operands.layer)
-    rows, source = implementation(backend).rows_of_tokens(x, planned, for_gradients=for_backward)
-    h, act = implementation(backend).gated_matmul(rows, w_gate_up, planned, source_of_row=source, keep_h=for_backward)
+    if options.fp8 is not None:
+        assert operands.quantised is not None
+        act, h = gate_up_in_fp8(x, operands.quantised, planned, options.fp8, for_backward=for_backward)
+        return _Outcome(_GateUp(act, h), _PlannedTokens(planned, x))
+    rows, source = backend.rows_of_tokens(x, planned, for_gradients=for_backward)
+    h, act = backend.gated_matmul(rows, operands.w_gate_up, planned, source_of_row=source, keep_h=for_backward)
     return _Outcome(_GateUp(act, h), _PlannedTokens(planned, x))
+
+
+def _down_of_part(
+    operands: ExpertsOperands, options: ExpertsOptions, act: Any, weights: Array, plan: Plan, shares: int | None = None
+) -> list[Array]:
+    """Returns y, one array per share of the tokens."""
+    if options.fp8 is None:
+        assert operands.w_down is not None
+        return down_of_shares(act, operands.w_down, weights, plan, options.backend, shares)
+    assert operands.quantised is not None
+    return down_in_fp8(act, operands.quantised, weights, plan, options.fp8, shares)
 
 
 class _PartGradients(NamedTuple):
@@ -311,6 +357,25 @@ class MatrixProducts(NamedTuple):
 
     gate_up: OuterPart
     down: OuterPart
+
+
+def _gradients_of_part(
+    residuals: ExpertsResiduals,
+    options: ExpertsOptions,
+    shares: int | None,
+    x: Float[Array, "tokens hidden"],
+    weights: Float[Array, "tokens k"],
+    hidden: HiddenResiduals,
+    dy: Float[Array, "tokens hidden"],
+) -> _Outcome:
+    """Returns what `gradients_of_part` returns, of products in either precision."""
+    if options.fp8 is None:
+        return gradients_of_part(residuals, options.backend, shares, x, weights, hidden, dy, frozen=options.frozen)
+    assert residuals.quantised is not None
+    h: Any = hidden.h
+    found = gradients_in_fp8(x, weights, h, dy, residuals.quantised, hidden.plan, options.fp8, shares)
+    products = None if options.frozen else MatrixProducts(found.gate_up, found.down)
+    return _Outcome(_PartGradients(found.dx_of_shares, found.dweights), products)
 
 
 def gradients_of_part(
@@ -339,6 +404,16 @@ def gradients_of_part(
     dx, gate_up = gate_up_gradients(dh, x, residuals.w_gate_up, plan, backend, shares)
     down = OuterPart(rows, weighted_act, plan, source, None)
     return _Outcome(_PartGradients(dx, dweights), MatrixProducts(gate_up, down))
+
+
+def _quantised_of(
+    given: QuantisedExperts | None, w_gate_up: Array | None, w_down: Array | None, layer: Array | None
+) -> QuantisedExperts:
+    """Returns the matrices in FP8: those given, or else the rounded weights of the layer."""
+    if given is not None:
+        return given
+    assert w_gate_up is not None and w_down is not None
+    return quantise_experts(of_layer(w_gate_up, layer), of_layer(w_down, layer))
 
 
 def matrix_gradients(

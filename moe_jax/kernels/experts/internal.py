@@ -73,13 +73,13 @@ def experts_mlp_accumulating(
     experts = "experts" if layer is None else "layers experts"
     sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts=experts)
     refuse_explicit_axes(x=x, w_gate_up=w_gate_up, w_down=w_down, topk_weights=topk_weights, topk_experts=topk_experts)
-    _check_positive("chunk_tokens", chunk_tokens)
+    check_positive("chunk_tokens", chunk_tokens)
     if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
         chunk_tokens = None
     backend = resolve_backend(backend, x.dtype, x.shape[1], sizes["inter"])
     arrays = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts))
     if accumulators is not None:
-        _check_accumulators(accumulators, arrays, sizes, experts)
+        check_accumulators(accumulators, arrays, sizes, experts)
     x, w_gate_up, w_down, topk_weights, topk_experts = arrays
     into, in_stack = None, False
     if accumulators is not None:
@@ -107,7 +107,7 @@ def experts_mlp_frozen(
     """
     sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts)
     refuse_explicit_axes(x=x, w_gate_up=w_gate_up, w_down=w_down, topk_weights=topk_weights, topk_experts=topk_experts)
-    _check_positive("chunk_tokens", chunk_tokens)
+    check_positive("chunk_tokens", chunk_tokens)
     if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
         chunk_tokens = None
     backend = resolve_backend(backend, x.dtype, x.shape[1], sizes["inter"])
@@ -193,12 +193,12 @@ def experts_mlp_of_parts(
             f"shares must have one entry for each part, a divisor of its tokens; got {list(shares)} for {tokens} tokens"
         )
     for pairs in max_pairs:
-        _check_positive("max_pairs", pairs)
+        check_positive("max_pairs", pairs)
     backend = resolve_backend(backend, parts[0].x.dtype, sizes["hidden"], sizes["inter"])
     parts, w_gate_up, w_down = vary_alike((tuple(parts), w_gate_up, w_down))
     into, in_stack = None, False
     if accumulators is not None:
-        _check_accumulators(accumulators, (parts[0].x, w_gate_up), sizes, experts)
+        check_accumulators(accumulators, (parts[0].x, w_gate_up), sizes, experts)
         into, in_stack = Matrices(accumulators.gate_up, accumulators.down), accumulators.in_stack
     operands = ExpertsOperands(
         xs=tuple(part.x for part in parts),
@@ -212,12 +212,18 @@ def experts_mlp_of_parts(
     return experts_of_parts(operands, ExpertsOptions(backend, tuple(max_pairs), tuple(shares), accumulators_in_stack=in_stack))
 
 
-def _check_positive(name: str, value: int | None) -> None:
+def check_positive(name: str, value: int | None) -> None:
+    """Raises a ValueError for a number below 1."""
     if value is not None and value < 1:
         raise ValueError(f"{name} must be at least 1 or None; got {value}")
 
 
-def _check_accumulators(accumulators: Accumulators, arrays: Sequence[Array], sizes: dict[str, int], experts: str) -> None:
+def check_accumulators(accumulators: Accumulators, arrays: Sequence[Array], sizes: dict[str, int], experts: str) -> None:
+    """Checks sums for a call with these arrays, of which x is the first, and these axes.
+
+    Raises:
+        ValueError: another shape or dtype, or sums that are equal on devices that differ in an array.
+    """
     given = {"gate_up": accumulators.gate_up, "down": accumulators.down}
     if any(array is None for array in given.values()):
         found = ["None" if array is None else str(list(array.shape)) for array in given.values()]

@@ -177,9 +177,14 @@ def plan_of_few(topk_experts: Integer[Array, "tokens k"], num_experts: int, row_
 
 def of_own_layer(weights: Num[Array, "*layers experts n m"], plan: Plan) -> Num[Array, "experts n m"]:
     """Returns the weights of the plan's experts. Of a stack this is a copy, unless the index is the counter of a loop."""
-    if plan.layer is None:
+    return of_layer(weights, plan.layer)
+
+
+def of_layer(weights: Num[Array, "*layers experts n m"], layer: Int[Array, ""] | None) -> Num[Array, "experts n m"]:
+    """Returns the weights of one layer of a stack; without a layer, the weights."""
+    if layer is None:
         return weights
-    return jax.lax.dynamic_index_in_dim(weights, plan.layer, keepdims=False, allow_negative_indices=False)
+    return jax.lax.dynamic_index_in_dim(weights, layer, keepdims=False, allow_negative_indices=False)
 
 
 def rows_of_pairs(rows: Num[Array, "rows ..."], plan: Plan, tokens: slice = slice(None)) -> Num[Array, "tokens k ..."]:

@@ -38,20 +38,28 @@ def gate_up_gradients(
     dx_rows = implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True)
     rows, source = implementation(backend).rows_of_tokens(x, plan)
     return GateUpGradients(
-        _token_sums(dx_rows, plan, None, backend, shares), OuterPart(dh, rows, plan, None, source)
+        token_sums_of_shares(dx_rows, plan, None, backend, shares), OuterPart(dh, rows, plan, None, source)
     )  # fmt: skip
 
 
 def dx_of_shares(dh: Array, w_gate_up: Array, plan: Plan, backend: str, shares: int | None = None) -> list[Array]:
     """Computes the dx of `gate_up_gradients` alone, where w_gate_up is frozen."""
-    return _token_sums(implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True), plan, None, backend, shares)
+    return token_sums_of_shares(
+        implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True), plan, None, backend, shares
+    )
 
 
 def down_of_shares(
     act: Array, w_down: Array, weights: Array, plan: Plan, backend: str, shares: int | None = None
 ) -> list[Array]:
     """Returns y, one array per share of the tokens."""
-    return _token_sums(implementation(backend).grouped_matmul(act, w_down, plan), plan, weights, backend, shares)
+    return token_sums_of_shares(implementation(backend).grouped_matmul(act, w_down, plan), plan, weights, backend, shares)
+
+
+def token_sums_of_shares(rows: Array, plan: Plan, weights: Array | None, backend: str, shares: int | None) -> list[Array]:
+    """Returns the sums over each token's choices, one array per share of the tokens."""
+    sums = implementation(backend).token_sums
+    return [sums(rows, plan, weights, share=i, shares=shares) for i in range(shares or 1)]
 
 
 def weight_of_row(weights: Float[Array, "tokens k"], plan: Plan) -> Float[Array, "rows"]:
@@ -110,9 +118,3 @@ _differentiable_gate_up.defvjp(_gate_up_forward, _gate_up_backward)
 
 _differentiable_down = jax.custom_vjp(_down, nondiff_argnums=(4,))
 _differentiable_down.defvjp(_down_forward, _down_backward)
-
-
-def _token_sums(rows: Array, plan: Plan, weights: Array | None, backend: str, shares: int | None) -> list[Array]:
-    """Returns the sums over each token's choices, one array per share of the tokens."""
-    sums = implementation(backend).token_sums
-    return [sums(rows, plan, weights, share=i, shares=shares) for i in range(shares or 1)]

@@ -11,6 +11,7 @@ proportional to R under any routing; one expert may take every row.
 
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,34 +105,69 @@ def grouped_matmul(
     w is [experts, out, in], with `transpose` [experts, in, out]; it is cast to x's dtype where it is used. `source_of_row`
     is the identity when absent. Sums in f32 (f64 for f64), the result in x's dtype. Rows without an expert are 0.
     """
-    w, num_experts, num_rows = of_own_layer(w, plan), plan.num_experts, plan.num_rows
+    w = of_own_layer(w, plan)
     out = w.shape[2] if transpose else w.shape[1]
-    if num_rows == 0:
+    if plan.num_rows == 0:
         return jnp.zeros((0, out), x.dtype)
-    take = _taker(x, source_of_row, num_rows)
     contract = ((2,), (1,)) if transpose else ((2,), (2,))
 
     def multiply(blocks: Array, weights: Array) -> Array:
         y = _batched_dot(blocks, weights.astype(x.dtype), contract)
         return y.astype(x.dtype)
 
+    matrix_bytes = math.prod(w.shape[1:]) * x.dtype.itemsize
+    workspace = Workspace(matrix_bytes, 0 if w.dtype == x.dtype else matrix_bytes, x.shape[1] * x.dtype.itemsize)
+    return multiply_by_experts(taker(x, source_of_row, plan.num_rows), w, multiply, plan, workspace)
+
+
+class Workspace(NamedTuple):
+    """Bytes alive beside the operands of `multiply_by_experts`."""
+
+    matrix: int
+    """Of one expert's matrices, gathered."""
+    cast: int
+    """Of one expert's matrices where they are read in place, if `multiply` casts them."""
+    row: int
+    """Of one row."""
+
+
+def multiply_by_experts(
+    take: Callable[[Array, Array, int], Any],
+    w: Any,
+    multiply: Callable[[Any, Any], Float[Array, "blocks height out"]],
+    plan: Plan,
+    workspace: Workspace,
+) -> Float[Array, "rows out"]:
+    """Returns the product of each row with its expert's matrices; zeros for rows without an expert.
+
+    Args:
+        take: the rows of blocks, as `taker` returns them.
+        w: the experts' matrices, a pytree with the experts as leading axis.
+        multiply: computes the products of blocks of rows with one expert's matrices each.
+        plan: has at least one row.
+        workspace: the bytes that bound a group of experts and a turn of the loop.
+    """
+    num_experts, num_rows = plan.num_experts, plan.num_rows
     # With fewer rows most experts are idle, and the loop reads only the weights of experts that have rows.
     direct_rows = _direct_rows(num_rows, num_experts) if 2 * num_rows >= num_experts else 0
+    height = min(_block_height(num_rows, num_experts), num_rows)
+    per_turn = min(BLOCKS_PER_TURN, max(1, ROWS_PER_TURN // height))
+    per_turn = max(1, min(per_turn, WORKSPACE_BYTES // workspace.matrix))
+
     if direct_rows:
-        cast_bytes = 0 if w.dtype == x.dtype else math.prod(w.shape[1:]) * x.dtype.itemsize
-        group = _group_size(num_experts, cast_bytes + direct_rows * x.shape[1] * x.dtype.itemsize)
+        group = _group_size(num_experts, workspace.cast + direct_rows * workspace.row)
         starts, ends = plan.offsets[:-1], plan.offsets[1:]
         direct = _map_groups(lambda s, e, ws: multiply(take(s, e, direct_rows), ws), group, starts, ends, w)
         position = jnp.arange(num_rows) - plan.offsets[plan.expert_of_row]
         is_direct = (position < direct_rows) & (plan.expert_of_row < num_experts)
         slot = jnp.where(is_direct, plan.expert_of_row * direct_rows + position, 0)
+        out = direct.shape[-1]
         y = jnp.where(is_direct[:, None], direct.reshape(-1, out).at[slot].get(mode="promise_in_bounds"), 0)
     else:
-        y = vary_as(jnp.zeros((num_rows, out), x.dtype), x)
+        block = jnp.zeros(1, jnp.int32)
+        like = jax.eval_shape(lambda: multiply(take(block, block, height), jax.tree.map(lambda a: a[:1], w)))
+        y = vary_as(jnp.zeros((num_rows, like.shape[-1]), like.dtype), (plan.offsets, w))
 
-    height = min(_block_height(num_rows, num_experts), num_rows)
-    per_turn = min(BLOCKS_PER_TURN, max(1, ROWS_PER_TURN // height))
-    per_turn = max(1, min(per_turn, WORKSPACE_BYTES // (math.prod(w.shape[1:]) * x.dtype.itemsize)))
     first_block, block_expert, block_start, block_end = _overflow_blocks(plan, direct_rows, height, per_turn)
 
     def turn(i: Array, y: Array) -> Array:
@@ -141,7 +177,7 @@ def grouped_matmul(
         top = jnp.minimum(start, num_rows - height)
         row = top[:, None] + jnp.arange(height, dtype=jnp.int32)
         is_own = (row >= start[:, None]) & (row < end[:, None])
-        blocks = multiply(take(top, end, height), w[expert])
+        blocks = multiply(take(top, end, height), jax.tree.map(lambda a: a[expert], w))
         for j in range(per_turn):
             before = jax.lax.dynamic_slice_in_dim(y, top[j], height)
             y = jax.lax.dynamic_update_slice_in_dim(y, jnp.where(is_own[j, :, None], blocks[j], before), top[j], axis=0)
@@ -199,7 +235,7 @@ def grouped_outer(
     n, m = a.shape[1], b.shape[1]
     if num_rows == 0:
         return jnp.zeros((num_experts, n, m), dtype) if accumulate_into is None else accumulate_into
-    take_a, take_b = _taker(a, a_source_of_row, num_rows), _taker(b, b_source_of_row, num_rows)
+    take_a, take_b = taker(a, a_source_of_row, num_rows), taker(b, b_source_of_row, num_rows)
     sum_bytes = at_least_f32(a.dtype).itemsize
 
     direct_rows, height = _direct_rows(num_rows, num_experts), _block_height(num_rows, num_experts)
@@ -238,7 +274,7 @@ def _batched_dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int,
     return jax.lax.dot_general(a, b, (contract, ((0,), (0,))), preferred_element_type=at_least_f32(a.dtype))
 
 
-def _taker(x: Array, source_of_row: Array | None, num_rows: int) -> Callable[[Array, Array, int], Array]:
+def taker(x: Array, source_of_row: Array | None, num_rows: int) -> Callable[[Array, Array, int], Array]:
     """Returns take(starts, ends, height): the rows start <= r < min(end, start + height) of each block, then zeros."""
 
     def take(starts: Array, ends: Array, height: int) -> Array:
@@ -300,11 +336,11 @@ def _group_size(num_experts: int, bytes_per_expert: int) -> int:
     )
 
 
-def _map_groups(f: Callable[..., Array], group: int, *per_expert: Array) -> Array:
+def _map_groups(f: Callable[..., Array], group: int, *per_expert: Any) -> Array:
     """Applies f to groups of experts, one after the other; arguments and result have the experts as leading axis."""
     num_experts = per_expert[0].shape[0]
     if group == num_experts:
         return f(*per_expert)
-    grouped = [a.reshape(num_experts // group, group, *a.shape[1:]) for a in per_expert]
-    result = jax.lax.map(lambda args: f(*args), tuple(grouped))
+    grouped = jax.tree.map(lambda a: a.reshape(num_experts // group, group, *a.shape[1:]), per_expert)
+    result = jax.lax.map(lambda args: f(*args), grouped)
     return result.reshape(num_experts, *result.shape[2:])

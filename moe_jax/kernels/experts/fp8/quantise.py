@@ -45,7 +45,7 @@ class QuantisedMatrices(NamedTuple):
 
 def quantise_rows(x: Float[Array, "rows k"]) -> QuantisedRows:
     """Rounds rows to e4m3 with a scale for 128 numbers of a row; k is a multiple of 128."""
-    groups = x.astype(jnp.float32).reshape(x.shape[0], -1, GROUP)
+    groups = x.astype(jnp.float32).reshape(x.shape[0], x.shape[1] // GROUP, GROUP)
     scales = _scales(jnp.abs(groups).max(axis=-1))
     values = (groups * (1 / scales)[..., None]).astype(jnp.float8_e4m3fn)
     return QuantisedRows(values.reshape(x.shape), scales.T)

@@ -1,0 +1,135 @@
+"""The steps of the experts' passes in FP8, on the tokens of one part; `fused_vjp` orders them, `api` derives the formulas.
+
+| product | first operand | second operand | result |
+|---|---|---|---|
+| h | x, by token | w_gate_up | f32 sums: h in bf16, act = silu(gate) * up in FP8 |
+| y of a row | act | w_down | bf16 |
+| g | dy, by token | w_down transposed | f32 sums: dh in FP8 and bf16, weighted act in bf16 |
+| dx of a row | dh | w_gate_up transposed | bf16 |
+| dw_gate_up, dw_down | dh, dy in bf16 | x, weighted act in bf16 | as without FP8 |
+
+A transposed matrix has the same values and scales: it is rounded once.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array, BFloat16, Float
+
+from moe_jax.kernels.experts import backends
+from moe_jax.kernels.experts.backends import OuterPart
+from moe_jax.kernels.experts.fp8.backends import implementation
+from moe_jax.kernels.experts.fp8.precision import Kept
+from moe_jax.kernels.experts.fp8.quantise import (
+    QuantisedMatrices,
+    QuantisedRows,
+    dequantised_rows,
+    quantise_matrices,
+    quantise_rows,
+    transposed,
+)
+from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
+from moe_jax.kernels.experts.separate_vjps import token_sums_of_shares, weight_of_row
+
+
+class QuantisedExperts(NamedTuple):
+    """Both matrices of each expert in FP8, and their transposes for the backward pass; None: it makes them."""
+
+    gate_up: QuantisedMatrices
+    """[experts, 2*inter, hidden]."""
+    down: QuantisedMatrices
+    """[experts, hidden, inter]."""
+    gate_up_transposed: QuantisedMatrices | None = None
+    down_transposed: QuantisedMatrices | None = None
+
+    def in_both_orders(self) -> "QuantisedExperts":
+        """Returns the matrices with their transposes."""
+        if self.gate_up_transposed is not None and self.down_transposed is not None:
+            return self
+        return QuantisedExperts(self.gate_up, self.down, transposed(self.gate_up), transposed(self.down))
+
+
+def quantise_experts(
+    w_gate_up: Float[Array, "*layers experts 2*inter hidden"], w_down: Float[Array, "*layers experts hidden inter"]
+) -> QuantisedExperts:
+    """Rounds the matrices of experts to FP8, without gradients, and transposes them."""
+    gate_up, down = (quantise_matrices(jax.lax.stop_gradient(w)) for w in (w_gate_up, w_down))
+    return QuantisedExperts(gate_up, down).in_both_orders()
+
+
+class Fp8Options(NamedTuple):
+    """The static choices of a call."""
+
+    matmuls: str
+    """`Fp8Backend.matmuls`."""
+    sums: str
+    """`Fp8Backend.sums`."""
+    row_alignment: int
+    kept: Kept
+
+
+def gate_up_in_fp8(
+    x: BFloat16[Array, "tokens hidden"], experts: QuantisedExperts, plan: Plan, options: Fp8Options, *, for_backward: bool
+) -> tuple[QuantisedRows, BFloat16[Array, "rows 2*inter"] | QuantisedRows | None]:
+    """Returns act, and h as it is kept for the backward pass; None without one."""
+    matmuls, plan = implementation(options.matmuls), _of_matrices(plan, experts)
+    h, act = matmuls.gated_matmul(matmuls.rows_of_tokens(x, plan), experts.gate_up, plan, keep_h=for_backward)
+    return act, quantise_rows(h) if for_backward and options.kept == "fp8" else h
+
+
+def down_in_fp8(
+    act: QuantisedRows,
+    experts: QuantisedExperts,
+    weights: Float[Array, "tokens k"],
+    plan: Plan,
+    options: Fp8Options,
+    shares: int | None = None,
+) -> list[Array]:
+    """Returns y, one array per share of the tokens."""
+    rows = implementation(options.matmuls).grouped_matmul(act, experts.down, _of_matrices(plan, experts))
+    return token_sums_of_shares(rows, plan, weights, options.sums, shares)
+
+
+class Fp8Gradients(NamedTuple):
+    """The gradients of one part's tokens, and the operands of the matrices' gradients."""
+
+    dx_of_shares: list[Array]
+    dweights: Float[Array, "tokens k"]
+    gate_up: OuterPart
+    down: OuterPart
+
+
+def gradients_in_fp8(
+    x: BFloat16[Array, "tokens hidden"],
+    weights: Float[Array, "tokens k"],
+    h: BFloat16[Array, "rows 2*inter"] | QuantisedRows,
+    dy: BFloat16[Array, "tokens hidden"],
+    experts: QuantisedExperts,
+    plan: Plan,
+    options: Fp8Options,
+    shares: int | None = None,
+) -> Fp8Gradients:
+    """Computes the gradients of the inputs in FP8, and gathers the bf16 operands of the matrices' gradients."""
+    matmuls, of_matrices = implementation(options.matmuls), _of_matrices(plan, experts)
+    experts = experts.in_both_orders()
+    if isinstance(h, QuantisedRows):
+        h = dequantised_rows(h).astype(x.dtype)
+    backward = matmuls.gated_matmul_backward(
+        matmuls.rows_of_tokens(dy, of_matrices), experts.down_transposed, h, weight_of_row(weights, plan), of_matrices
+    )
+    dh, dh_bf16, weighted_act, dweight_of_row = backward
+    dx_rows = matmuls.grouped_matmul(dh, experts.gate_up_transposed, of_matrices)
+    sums = backends.implementation(options.sums)
+    (dy_rows, of_dy), (x_rows, of_x) = sums.rows_of_tokens(dy, plan), sums.rows_of_tokens(x, plan)
+    return Fp8Gradients(
+        token_sums_of_shares(dx_rows, plan, None, options.sums, shares),
+        rows_of_pairs(dweight_of_row, plan).astype(weights.dtype),
+        OuterPart(dh_bf16, x_rows, plan, None, of_x),
+        OuterPart(dy_rows, weighted_act, plan, of_dy, None),
+    )
+
+
+def _of_matrices(plan: Plan, experts: QuantisedExperts) -> Plan:
+    """Returns the plan for these matrices: of one layer, although the sums of gradients may be stacks, or stacks too."""
+    return plan if experts.down.values.ndim == 4 else dataclasses.replace(plan, layer=None)

@@ -1,0 +1,136 @@
+"""The recipe's exact reference in plain XLA, for every platform: values and scales as `quantise` rounds them.
+
+A sum goes through k in groups of 128, from the first to the last. A group's products are summed in f32, multiplied by
+(the row's scale * the block's scale), and added to the f32 total. So it is slower than bf16: the total is read and written
+once for each 128 numbers.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Float, Float8e4m3fn
+
+from moe_jax.kernels.experts import xla
+from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, quantise_rows
+from moe_jax.kernels.experts.routing import Plan, of_own_layer
+from moe_jax.kernels.varying import vary_as
+
+ROW_ALIGNMENT = 1
+"""The row_alignment of plans for this backend; it computes plans of any other alignment too."""
+
+
+def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
+    """Returns x in expert order, each token rounded once. Rows without a pair are rows of zeros."""
+    tokens = quantise_rows(x)
+    # Of an array without tokens nothing can be taken, and the scale of zeros is not zero.
+    nobody = quantise_rows(jnp.zeros((1, x.shape[1]), x.dtype))
+    values, scales = (jnp.concatenate([a, b], axis) for a, b, axis in zip(tokens, nobody, (0, 1), strict=True))
+    return QuantisedRows(
+        values.at[plan.token_of_row].get(mode="promise_in_bounds"),
+        scales.at[:, plan.token_of_row].get(mode="promise_in_bounds"),
+    )
+
+
+def gated_matmul(
+    rows: QuantisedRows, w: QuantisedMatrices, plan: Plan, *, keep_h: bool = True
+) -> tuple[BFloat16[Array, "rows 2*inter"] | None, QuantisedRows]:
+    """Computes h = `grouped_matmul(rows, w)` = [gate | up], None without `keep_h`, and act = silu(gate) * up.
+
+    act is computed and rounded from the f32 sums, not from h.
+    """
+    sums = _grouped_sums(rows, w, plan)
+    gate, up = jnp.split(sums, 2, axis=1)
+    return sums.astype(jnp.bfloat16) if keep_h else None, quantise_rows(gate * jax.nn.sigmoid(gate) * up)
+
+
+def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFloat16[Array, "rows out"]:
+    """Computes y[r] = w[e] rows[r], where e is row r's expert. Rows without an expert are 0.
+
+    w is [experts, out, in], with a leading axis of layers if the plan is of one.
+    """
+    return _grouped_sums(rows, w, plan).astype(jnp.bfloat16)
+
+
+class Fp8Backward(NamedTuple):
+    """The results of `gated_matmul_backward`."""
+
+    dh: QuantisedRows
+    """The gradient to h, rounded from the f32 numbers."""
+    dh_bf16: BFloat16[Array, "rows 2*inter"]
+    """The same gradient for the weights' gradient."""
+    weighted_act: BFloat16[Array, "rows inter"]
+    """weight_of_row * act, which the gradient of w_down needs."""
+    dweight_of_row: Float[Array, "rows"]
+    """The gradient to each row's weight, in f32."""
+
+
+def gated_matmul_backward(
+    dy: QuantisedRows,
+    w_down_transposed: QuantisedMatrices,
+    h: BFloat16[Array, "rows 2*inter"],
+    weight_of_row: Float[Array, "rows"],
+    plan: Plan,
+) -> Fp8Backward:
+    """Computes gradients from the gradient dy of y = sum_k weight * w_down act, where act = silu(gate) * up.
+
+    With g = w_down[e]^T dy in f32, s = sigmoid(gate), act = gate * s * up and the row's weight v:
+
+        dgate = v * g * up * (s + gate * s * (1 - s))      dup = v * g * gate * s      dweight = <g, act>
+    """
+    g = _grouped_sums(dy, w_down_transposed, plan)
+    gate, up = jnp.split(h.astype(jnp.float32), 2, axis=1)
+    v = weight_of_row.astype(jnp.float32)[:, None]
+    sigmoid = jax.nn.sigmoid(gate)
+    silu = gate * sigmoid
+    act, dact = silu * up, v * g
+    dh = jnp.concatenate([dact * up * (sigmoid + silu * (1 - sigmoid)), dact * silu], axis=1)
+    return Fp8Backward(
+        quantise_rows(dh), dh.astype(jnp.bfloat16), (v * act).astype(jnp.bfloat16), jnp.sum(g * act, axis=1)
+    )  # fmt: skip
+
+
+class _Blocks(NamedTuple):
+    """Rows of one block for each of several experts."""
+
+    values: Float8e4m3fn[Array, "blocks height k"]
+    scales: Float[Array, "blocks height k/128"]
+
+
+def _grouped_sums(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> Float[Array, "rows out"]:
+    w = QuantisedMatrices(of_own_layer(w.values, plan), of_own_layer(w.scales, plan))
+    (num_rows, k), out = rows.values.shape, w.values.shape[1]
+    if num_rows == 0:
+        return jnp.zeros((0, out), jnp.float32)
+    take_values, take_scales = xla.taker(rows.values, None, num_rows), xla.taker(rows.scales.T, None, num_rows)
+
+    def take(starts: Array, ends: Array, height: int) -> _Blocks:
+        return _Blocks(take_values(starts, ends, height), take_scales(starts, ends, height))
+
+    # A row has a total and a group's sum in f32, and its values in bf16.
+    workspace = xla.Workspace(matrix=3 * out * k, cast=2 * out * k, row=8 * out + 3 * k)
+    return xla.multiply_by_experts(take, w, _multiply, plan, workspace)
+
+
+def _multiply(blocks: _Blocks, w: QuantisedMatrices) -> Float[Array, "blocks height out"]:
+    """Multiplies each block of rows with one expert's matrix."""
+    groups = blocks.scales.shape[-1]
+
+    def add_group(total: Array, group: tuple[Array, Array, Array, Array]) -> tuple[Array, None]:
+        values, scales, w_values, w_scales = group
+        # e4m3 in bf16 is exact, and so is a product of two in f32.
+        operands = values.astype(jnp.bfloat16), w_values.astype(jnp.bfloat16)
+        sums = jax.lax.dot_general(*operands, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        return total + scales[:, :, None] * jnp.repeat(w_scales, GROUP, axis=1)[:, None, :] * sums, None
+
+    def by_group(a: Array, width: int) -> Array:
+        return jnp.moveaxis(a.reshape(*a.shape[:2], groups, width), 2, 0)
+
+    operands = (
+        by_group(blocks.values, GROUP),
+        by_group(blocks.scales, 1)[..., 0],
+        by_group(w.values, GROUP),
+        by_group(w.scales, 1)[..., 0],
+    )
+    start = vary_as(jnp.zeros((*blocks.values.shape[:2], w.values.shape[1]), jnp.float32), operands)
+    return jax.lax.scan(add_group, start, operands)[0]
