@@ -21,6 +21,7 @@ matmul; https://arxiv.org/abs/2407.08608 section 3 describes the technique for a
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_jax.kernels.hopper.launch import SWIZZLED_COLUMNS
-from moe_jax.kernels.hopper.pipeline import CONSUMERS, MATMUL_REGISTERS, WGMMA_ROWS, Pipeline, Registers, run_roles
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, MATMUL_REGISTERS, WGMMA_ROWS, Pipeline, run_roles
 
 STEP = SWIZZLED_COLUMNS
 """Summands of one step."""
@@ -100,12 +101,10 @@ class TileProgram:
     """tile index -> (number of steps, coord)."""
     load: Callable[[Step, Any, Any], None]
     """Producer: (step, full barrier, kept) starts the copies of one step. `kept` is what `begin` returned."""
-    multiply: Callable[..., None]
+    multiply: Callable[[Any, Step, Any], None]
     """Consumer: (accumulator reference, step, warpgroup) issues the wgmma of one step."""
     epilogue: Callable[[Any, Any, Any], None]
-    """Consumer: (sums, coord, warpgroup) stores the result. Sums are [rows, columns] f32, or what `accumulate` returns."""
-    accumulate: Callable[..., Any] | None = None
-    """Consumer: (coord, warpgroup, steps, program, pipe, shape) -> sums of a tile, in place of one sum over all steps."""
+    """Consumer: (accumulator [rows, columns] f32, coord, warpgroup) stores the result."""
     prologue: Callable[[Any, Any], None] = lambda coord, warpgroup: None
     """Consumer: (coord, warpgroup) runs before the tile's first step."""
     has_rows: Callable[[Any, Any], Any] = lambda coord, warpgroup: True
@@ -119,13 +118,7 @@ class TileProgram:
     """Steps whose wgmma may go on when the next begins; 0 if wgmma reads registers, because the next step overwrites them."""
 
 
-def run_tiles(
-    num_tiles: jax.Array | int,
-    program: TileProgram,
-    shape: TileShape,
-    pipe: Pipeline,
-    registers: Registers = MATMUL_REGISTERS,
-) -> None:
+def run_tiles(num_tiles: jax.Array | int, program: TileProgram, shape: TileShape, pipe: Pipeline) -> None:
     """Computes a thread block's share of `num_tiles` tiles. Runs in every warpgroup, in the scope of the pipeline's buffers."""
 
     def produce():
@@ -153,9 +146,10 @@ def run_tiles(
 
             def compute():
                 program.prologue(coord, warpgroup)
-                accumulate = program.accumulate or _accumulate
-                sums = accumulate(coord, warpgroup, TileSteps(carry, own_steps, num_steps), program, pipe, shape)
-                program.epilogue(sums, coord, warpgroup)
+                accumulator = plgpu.ACC((shape.warpgroup_rows, shape.warpgroup_columns), jnp.float32)
+                steps = _TileSteps(carry, own_steps, num_steps)
+                accumulate = partial(_accumulate, coord=coord, warpgroup=warpgroup, steps=steps, program=program, pipe=pipe)
+                program.epilogue(pl.run_scoped(accumulate, accumulator), coord, warpgroup)
 
             if shape.ping_pong:
                 pl.when(_active_consumer(info) == warpgroup)(compute)
@@ -165,10 +159,10 @@ def run_tiles(
 
         plgpu.wait_smem_to_gmem(0)
 
-    run_roles(produce, consume, registers)
+    run_roles(produce, consume, MATMUL_REGISTERS)
 
 
-class TileSteps(NamedTuple):
+class _TileSteps(NamedTuple):
     """The steps of one tile."""
 
     before: Any
@@ -178,44 +172,36 @@ class TileSteps(NamedTuple):
     total: Any
 
 
-def _accumulate(coord, warpgroup, steps: TileSteps, program: TileProgram, pipe: Pipeline, shape: TileShape):
+def _accumulate(accumulator, coord, warpgroup, steps: _TileSteps, program: TileProgram, pipe: Pipeline):
     """Returns a tile's sum. Every slot is waited for and released, those that the warpgroup does not multiply too."""
-    before, own_steps, _ = steps
+    before, own_steps, num_steps = steps
 
-    def sum_steps(accumulator):
-        @pl.loop(0, own_steps)
-        def _steps(k):
-            slot = pipe.slot(before + k)
-            pipe.wait(slot, consumer=warpgroup)
-            program.also_wait(before + k)
-            program.multiply(accumulator, Step(coord, k, slot), warpgroup)
-            # One wgmma may stay in flight. The one before it has read its slot.
-            plgpu.wgmma_wait(program.wgmmas_in_flight)
+    @pl.loop(0, own_steps)
+    def _steps(k):
+        slot = pipe.slot(before + k)
+        pipe.wait(slot, consumer=warpgroup)
+        program.also_wait(before + k)
+        program.multiply(accumulator, Step(coord, k, slot), warpgroup)
+        # One wgmma may stay in flight. The one before it has read its slot.
+        plgpu.wgmma_wait(program.wgmmas_in_flight)
 
-            @pl.when(k > 0)
-            def _():
-                pipe.release(pipe.slot(before + k - 1))
-
-        total = accumulator[...]
-
-        @pl.when(own_steps > 0)
+        @pl.when(k > 0)
         def _():
-            pipe.release(pipe.slot(before + own_steps - 1))
+            pipe.release(pipe.slot(before + k - 1))
 
-        release_others(steps, pipe, warpgroup)
-        return total
+    total = accumulator[...]
 
-    return pl.run_scoped(sum_steps, plgpu.ACC((shape.warpgroup_rows, shape.warpgroup_columns), jnp.float32))
+    @pl.when(own_steps > 0)
+    def _():
+        pipe.release(pipe.slot(before + own_steps - 1))
 
-
-def release_others(steps: TileSteps, pipe: Pipeline, warpgroup) -> None:
-    """Waits for and releases the slots of a tile's steps that the warpgroup does not multiply."""
-
-    @pl.loop(steps.multiplied, steps.total)
+    @pl.loop(own_steps, num_steps)
     def _steps_without_rows(k):
-        slot = pipe.slot(steps.before + k)
+        slot = pipe.slot(before + k)
         pipe.wait(slot, consumer=warpgroup)
         pipe.release(slot)
+
+    return total
 
 
 def _active_consumer(info):

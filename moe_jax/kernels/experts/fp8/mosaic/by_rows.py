@@ -4,17 +4,21 @@ Cost for R rows: 2*R*K*N FLOPs. With tiles of 128 x 256, A and B cross from L2 R
 
 Kernels `fp8_grouped_matmul`, `fp8_gated_matmul`, and `fp8_gated_matmul_backward` of by_rows_backward.py:
 
-    roles     producer WG2 (40 registers)   TMA a[row : row+rows, k : k+128], w[expert, columns of the tile, k : k+128] -> slot
-                                            fp8_gated_matmul: TMA w twice a warpgroup, 128 of gate and 128 of up
-              consumers WG0, WG1 (232)      promoted.py: wgmma 64 x 128 x 128, promotion; then the epilogue by 64 rows
-    smem      a stages x rows x 128 | w stages x columns x 128, e4m3 | out 2 WG x 1 x 64 x 64, bf16 | the epilogue's | barriers
-              128 x 256 x 4 stages: a 4 x 16 KiB | w 4 x 32 KiB | out 2 x 8 KiB | 8 x 8 bytes               = 208 KiB of 227
-    barriers  full[slot]    1 arrival a TMA copy (a: 1; w: 1, 2 or 4), waited for by both consumers
-                            (with ping-pong full[consumer, slot], waited for by that one)
+    roles     producer WG2                  TMA a[row : row+rows, k : k+128], w[expert, columns of the tile, k : k+128] -> slot,
+                                            and the scales of both
+                                            fp8_gated_matmul: TMA w and its scales twice a warpgroup, for gate and for up
+              consumers WG0, WG1            promoted.py: wgmma 64 x 128 x 128, promotion; then the epilogue by 64 rows
+    smem      a stages x rows x 128 | w stages x columns x 128, e4m3 | out 2 WG x 64 x 64, bf16 | the epilogue's
+              row_scales stages x rows | column_scales stages x copies x 8 x 4, f32 | barriers
+              128 x 256 x 4 stages: a 64 KiB | w 128 KiB | out 16 KiB | scales 2 + 1 KiB | 64 bytes           = 211 KiB of 227
+              fp8_gated_matmul      with h: halves of act 8 KiB besides; without: 16 KiB, and no out          = 219 or 211
+    barriers  full[slot]    1 arrival a TMA copy (of a and its scales 2; of w and its scales 2, 4 or 8), waited for by both
+                            consumers (with ping-pong full[consumer, slot], waited for by that one)
               empty[slot]   1 arrival a consumer that reads the slot (2; with ping-pong 1), waited for by the producer
     invariant the rows of a tile belong to one expert; rows below its last block are not stored
               an `out` chunk is written again only after the TMA store before it has read it
-    time      mainloop.py
+              TMA copies scales to multiples of 128 bytes: anything less stops the kernel with "misaligned address"
+    time      promoted.py
 """
 
 from collections.abc import Callable
@@ -28,20 +32,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16
 
-from moe_jax.kernels.experts.fp8.mosaic.promoted import BLOCK, STEP, Place, accumulate
-from moe_jax.kernels.experts.fp8.mosaic.round_groups import rounded_group
+from moe_jax.kernels.experts.fp8.mosaic.promoted import (
+    BLOCK,
+    STEP,
+    Place,
+    PromotedProgram,
+    run_tiles,
+)
+from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows
-from moe_jax.kernels.experts.mosaic.by_rows import CHUNK
+from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, EpilogueReferences
 from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord, row_tiles
 from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import launch, operand_transforms
-from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileProgram, TileShape, run_tiles
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Registers
 
 F8 = jnp.float8_e4m3fn
 
-REGISTERS = Registers(producer=40, consumer=216)
+COPIES = 4
+"""Copies of each scale of a matrix: 16 bytes, the least that TMA copies."""
 
 
 @partial(jax.jit, static_argnames="tile")
@@ -55,7 +66,7 @@ def matmul(a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: TileShape) 
                 write(out_ref, part.column + place.column + c, block[:, c : c + CHUNK])
 
     shape = jax.ShapeDtypeStruct((plan.num_rows, w.values.shape[1]), jnp.bfloat16)
-    return launch_rows(a, w, plan, tile, Epilogue("fp8_grouped_matmul", [shape], store))[0]
+    return launch_rows(a, w, plan, tile, Fp8Epilogue("fp8_grouped_matmul", [shape], store))[0]
 
 
 @partial(jax.jit, static_argnames=("tile", "keep_h"))
@@ -77,13 +88,15 @@ def matmul_gated_silu(
                 for c in range(0, GROUP, CHUNK):
                     write(h_ref[0], half + column + c, block[:, c : c + CHUNK])
         act = gate / (1 + jnp.exp(-gate)) * up
-        store_group(act, values_ref, scales_ref, part, column, references.groups)
+        store_group(act, values_ref, scales_ref, part, column, references.scratch)
 
     outputs = [
         *([jax.ShapeDtypeStruct((plan.num_rows, 2 * inter), jnp.bfloat16)] if keep_h else []),
         *rows_shapes(plan.num_rows, inter),
     ]
-    epilogue = Epilogue("fp8_gated_matmul", outputs, store)
+    scratch = halves_scratch(1 if keep_h else 2)
+    registers = Registers(producer=72, consumer=216 if keep_h else 208)
+    epilogue = Fp8Epilogue("fp8_gated_matmul", outputs, store, scratch=scratch, registers=registers)
     *h, values, scales = launch_rows(a, w, plan, tile, epilogue, pairs_halves=True)
     return (h[0] if keep_h else None), QuantisedRows(values, scales)
 
@@ -93,18 +106,28 @@ def rows_shapes(rows: int, columns: int) -> tuple[jax.ShapeDtypeStruct, jax.Shap
     return jax.ShapeDtypeStruct((rows, columns), F8), jax.ShapeDtypeStruct((columns // GROUP, rows), jnp.float32)
 
 
-def store_group(group, values_ref, scales_ref, part: "WarpgroupPart", column, groups) -> None:
+def halves_scratch(halves: int):
+    """Returns the scratch of `store_group`: one or two halves of 64 x 64 e4m3 of each consumer, on their way to memory."""
+    return plgpu.SMEM((CONSUMERS, halves, WGMMA_ROWS, CHUNK), F8, transforms=operand_transforms(F8))
+
+
+def store_group(group, values_ref, scales_ref, part: "Fp8Part", column, scratch) -> None:
     """Rounds 64 x 128 f32 to e4m3 with a scale for each row, and stores both."""
-    values, scales = rounded_group(group)
+    scales = scales_of(jnp.abs(group).max(axis=1))
     scales_ref[column // GROUP, pl.ds(part.row, WGMMA_ROWS)] = scales
-    chunk = groups.at[part.warpgroup]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    chunk[...] = values
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(chunk, values_ref.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(column, GROUP)])
+    values = (group * inverse_scales(scales, BLOCK)).astype(F8)
+    halves = scratch.shape[1]
+    for n in range(GROUP // CHUNK):
+        if n % halves == 0:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        half = scratch.at[part.warpgroup, n % halves]
+        half[...] = values[:, n * CHUNK : (n + 1) * CHUNK]
+        plgpu.commit_smem()
+        target = values_ref.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(column + n * CHUNK, CHUNK)]
+        plgpu.copy_smem_to_gmem(half, target)
 
 
-class WarpgroupPart(NamedTuple):
+class Fp8Part(NamedTuple):
     """The 64 rows and the columns of a tile that a consumer's epilogue works on."""
 
     row: jax.Array
@@ -114,42 +137,35 @@ class WarpgroupPart(NamedTuple):
     warpgroup: Any
 
 
-class EpilogueReferences(NamedTuple):
-    """The references that an epilogue reads and writes."""
-
-    outputs: tuple[Any, ...]
-    inputs: Any
-    scratch: Any
-    groups: Any
-    """`RowsScratch.out`, as 64 x 128 e4m3 of each consumer."""
-
-
 @dataclass(frozen=True)
-class Epilogue:
+class Fp8Epilogue:
     """The part of a kernel that turns a tile's sums into results."""
 
     name: str
     """Name of the whole kernel, in profiles."""
     outputs: list[jax.ShapeDtypeStruct]
-    store: Callable[[dict[Place, Any], WarpgroupPart, Callable, EpilogueReferences], None]
+    store: Callable[[dict[Place, Any], Fp8Part, Callable, EpilogueReferences], None]
     """(sums of 64 rows, part, write, references). write(output reference, column, values) rounds and stores 64 columns."""
     inputs: Any = ()
     scratch: Any = ()
-    prepare: Callable[[WarpgroupPart, EpilogueReferences], None] = lambda part, references: None
+    prepare: Callable[[Fp8Part, EpilogueReferences], None] = lambda part, references: None
     """Runs before `store`; for a tile's first rows before its first step, for example to start loads that `store` waits for."""
+    registers: Registers = Registers(producer=72, consumer=208)
+    """The number with which ptxas spills least (promoted.py)."""
 
 
-class RowsInputs(NamedTuple):
+class Fp8RowsInputs(NamedTuple):
     """Arrays that the kernel reads."""
 
     tiles: tuple[Any, ...]
     """`RowTiles.arrays`."""
     a: QuantisedRows
     w: QuantisedMatrices
+    """With scales [experts, n / 128, k / 128, COPIES]."""
     epilogue: Any
 
 
-class RowsScratch(NamedTuple):
+class Fp8RowsScratch(NamedTuple):
     """Shared memory. Swizzled buffers come first: each starts at a multiple of 1024 bytes."""
 
     a: Any
@@ -157,15 +173,18 @@ class RowsScratch(NamedTuple):
     w: Any
     """[stages, columns, 128]."""
     out: Any
-    """Chunks on their way to memory: [consumers, 64, 64] bf16 and [consumers, 64, 128] e4m3, in one place."""
-    scales: Any
-    """[stages, rows] f32, of a. A copy by TMA needs a multiple of 128 bytes."""
+    """[consumers, 64, 64] bf16: chunks on their way to memory; None if none are."""
     epilogue: Any
+    row_scales: Any
+    """[stages, rows] f32."""
+    column_scales: Any
+    """[stages, copies of w's columns, 8, 4] f32: the scale of each 128 columns of a copy, four times. TMA copies at least 16
+    bytes, to a multiple of 128 bytes."""
     pipe: Pipeline
 
 
 def launch_rows(
-    a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: TileShape, epilogue: Epilogue, *, pairs_halves: bool = False
+    a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: TileShape, epilogue: Fp8Epilogue, *, pairs_halves: bool = False
 ) -> list[Array]:
     """Runs the kernel and returns the epilogue's outputs.
 
@@ -177,21 +196,25 @@ def launch_rows(
     num_steps, column_tiles = summands // STEP, columns // tile.columns
     group = rows_in_group((columns, summands), F8)
     tiles = row_tiles(plan, tile.rows, column_tiles, group)
+    # The columns of a tile lie in one piece, or in one of gate and one of up for each warpgroup.
+    column_copies = 2 * tile.column_blocks if pairs_halves else 1
+    per_copy = tile.columns // column_copies // GROUP
 
-    def body(inputs: RowsInputs, *references):
+    def body(inputs: Fp8RowsInputs, *references):
         *output_refs, scratch = references
-        out, groups = scratch.out
-        epilogue_refs = EpilogueReferences(tuple(output_refs), inputs.epilogue, scratch.epilogue, groups)
+        epilogue_refs = EpilogueReferences(tuple(output_refs), inputs.epilogue, scratch.epilogue)
 
         def locate(index):
-            coord = tiles.find(index, *inputs.tiles)
-            return num_steps, coord._replace(row=pl.multiple_of(coord.row, ROW_ALIGNMENT))
+            # A loop carries the coordinates: arrays, of which nothing is known.
+            return jax.tree.map(jnp.int32, tiles.find(index, *inputs.tiles))
 
         def part_of(coord: TileCoord, warpgroup, row):
             """64 rows of the warpgroup, `row` below its first, and whether they are the expert's: below its last block, no."""
             first = tile.first_row(warpgroup) + row
             column_block = coord.column_tile * tile.column_blocks + tile.column_block(warpgroup)
-            return WarpgroupPart(coord.row + first, column_block * tile.warpgroup_columns, warpgroup), first < coord.num_rows
+            return Fp8Part(
+                pl.multiple_of(coord.row, ROW_ALIGNMENT) + first, column_block * tile.warpgroup_columns, warpgroup
+            ), first < coord.num_rows
 
         def prologue(coord, warpgroup):
             part, has_rows = part_of(coord, warpgroup, 0)
@@ -201,13 +224,15 @@ def launch_rows(
             # As in the kernels of 16 bits: with large matrices all tiles take equally long.
             return part_of(coord, warpgroup, 0)[1] if group == 1 else True
 
-        def scales_of_rows(slot, row, warpgroup):
-            rows = pl.ds(tile.first_row(warpgroup) + row, WGMMA_ROWS)
-            return plgpu.load(scratch.scales.at[slot, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        def factor(slot, place, warpgroup):
+            group = tile.column_block(warpgroup) * (tile.warpgroup_columns // GROUP) + place.column // GROUP
+            rows = pl.ds(tile.first_row(warpgroup) + place.row, WGMMA_ROWS)
+            of_rows = plgpu.load(scratch.row_scales.at[slot, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            return of_rows * scratch.column_scales[slot, group // per_copy, group % per_copy, 0]
 
         def store_tile(sums, coord, warpgroup):
             def write(part, output, column, values):
-                chunk = out.at[warpgroup]
+                chunk = scratch.out.at[warpgroup]
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 chunk[...] = values.astype(jnp.bfloat16)
                 plgpu.commit_smem()
@@ -223,66 +248,75 @@ def launch_rows(
                 part, is_of_expert = part_of(coord, warpgroup, row)
                 pl.when(is_of_expert)(partial(store, row, part))
 
-        program = TileProgram(
+        program = PromotedProgram(
             locate=locate,
-            load=partial(_load, inputs, scratch, tile, pairs_halves=pairs_halves),
+            load=partial(_load, inputs, scratch, tile, pairs_halves=pairs_halves, reads_tokens=reads_tokens),
             multiply=partial(_multiply, scratch, tile),
-            accumulate=partial(
-                accumulate,
-                scales_of_rows=scales_of_rows,
-                scales_of_columns=partial(_scale_of_columns, inputs.w, tile, pairs_halves=pairs_halves),
-            ),
-            epilogue=store_tile,
+            factor=factor,
             prologue=prologue,
+            epilogue=store_tile,
             has_rows=has_rows,
         )
-        run_tiles(tiles.count(*inputs.tiles) * column_tiles, program, tile, scratch.pipe, REGISTERS)
+        run_tiles(tiles.count(*inputs.tiles) * column_tiles, num_steps, program, tile, scratch.pipe, epilogue.registers)
 
+    reads_tokens = plan.holds_all_tokens and a.values.shape[0] < plan.num_rows
     swizzled = operand_transforms(F8, STEP)
-    scratch = RowsScratch(
+    scratch = Fp8RowsScratch(
         a=plgpu.SMEM((tile.stages, tile.rows, STEP), F8, transforms=swizzled),
         w=plgpu.SMEM((tile.stages, tile.columns, STEP), F8, transforms=swizzled),
-        out=plgpu.RefUnion(
-            plgpu.SMEM((CONSUMERS, WGMMA_ROWS, CHUNK), jnp.bfloat16, transforms=operand_transforms(jnp.bfloat16)),
-            plgpu.SMEM((CONSUMERS, *BLOCK), F8, transforms=operand_transforms(F8, GROUP)),
-        ),
-        scales=plgpu.SMEM((tile.stages, tile.rows), jnp.float32),
+        out=plgpu.SMEM((CONSUMERS, WGMMA_ROWS, CHUNK), jnp.bfloat16, transforms=operand_transforms(jnp.bfloat16))
+        if any(output.dtype == jnp.bfloat16 for output in epilogue.outputs)
+        else None,
         epilogue=epilogue.scratch,
-        pipe=tile.pipeline(copies=2 + (2 * tile.column_blocks if pairs_halves else 1)),
+        row_scales=plgpu.SMEM((tile.stages, tile.rows), jnp.float32),
+        column_scales=plgpu.SMEM((tile.stages, column_copies, 8, COPIES), jnp.float32),
+        pipe=tile.pipeline(copies=2 + 2 * column_copies),
     )
     kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
-    return kernel(RowsInputs(tiles.arrays, a, w, epilogue.inputs))
+    copies = jnp.broadcast_to(w.scales[..., None], (*w.scales.shape, COPIES))
+    return kernel(Fp8RowsInputs(tiles.arrays, a, QuantisedMatrices(w.values, copies), epilogue.inputs))
 
 
-def _load(inputs: RowsInputs, scratch: RowsScratch, tile: TileShape, step, full_barrier, _, *, pairs_halves: bool) -> None:
-    """Starts the copies of one step: rows of a, columns of w."""
-    coord, k, slot = step
-    ks, w = pl.ds(k * STEP, STEP), inputs.w.values
+def _load(
+    inputs: Fp8RowsInputs,
+    scratch: Fp8RowsScratch,
+    tile: TileShape,
+    coord: TileCoord,
+    k,
+    slot,
+    full_barrier,
+    *,
+    pairs_halves: bool,
+    reads_tokens: bool,
+) -> None:
+    """Starts the copies of one step: rows of a, columns of w, and the scales of both."""
+    ks, w, w_scales = pl.ds(k * STEP, STEP), inputs.w.values, inputs.w.scales
+    rows = pl.ds(0 if reads_tokens else pl.multiple_of(coord.row, ROW_ALIGNMENT), tile.rows)
+    # References in the place of the arrays, which mypy does not know.
+    a: Any = inputs.a.values
+    a_scales: Any = inputs.a.scales
     # Rows beyond a's are read as zeros.
-    rows = pl.ds(coord.row, tile.rows)
-    plgpu.copy_gmem_to_smem(inputs.a.values.at[rows, ks], scratch.a.at[slot], full_barrier)
-    plgpu.copy_gmem_to_smem(inputs.a.scales.at[k, rows], scratch.scales.at[slot], full_barrier)
+    plgpu.copy_gmem_to_smem(a.at[rows, ks], scratch.a.at[slot], full_barrier)
+    plgpu.copy_gmem_to_smem(a_scales.at[k, rows], scratch.row_scales.at[slot], full_barrier)
+
+    def load_columns(first, columns, i):
+        source = w.at[coord.expert, pl.ds(pl.multiple_of(first, GROUP), columns), ks]
+        plgpu.copy_gmem_to_smem(source, scratch.w.at[slot, pl.ds(i * columns, columns)], full_barrier)
+        groups = pl.ds(first // GROUP, columns // GROUP)
+        target = scratch.column_scales.at[slot, i, pl.ds(0, columns // GROUP)]
+        plgpu.copy_gmem_to_smem(w_scales.at[coord.expert, groups, k], target, full_barrier)
+
     if pairs_halves:
         half, inter = tile.warpgroup_columns // 2, w.shape[1] // 2
         for i in range(2 * tile.column_blocks):
             block = coord.column_tile * tile.column_blocks + i // 2
-            source = w.at[coord.expert, pl.ds(i % 2 * inter + block * half, half), ks]
-            plgpu.copy_gmem_to_smem(source, scratch.w.at[slot, pl.ds(i * half, half)], full_barrier)
+            load_columns(i % 2 * inter + block * half, half, i)
     else:
-        ns = pl.ds(coord.column_tile * tile.columns, tile.columns)
-        plgpu.copy_gmem_to_smem(w.at[coord.expert, ns, ks], scratch.w.at[slot], full_barrier)
+        load_columns(coord.column_tile * tile.columns, tile.columns, 0)
 
 
-def _multiply(scratch: RowsScratch, tile: TileShape, accumulator, slot, place: Place, warpgroup) -> None:
+def _multiply(scratch: Fp8RowsScratch, tile: TileShape, accumulator, slot, place: Place, warpgroup) -> None:
     """Issues the wgmma of one block of a warpgroup."""
     rows = pl.ds(tile.first_row(warpgroup) + place.row, WGMMA_ROWS)
     columns = pl.ds(tile.column_block(warpgroup) * tile.warpgroup_columns + place.column, GROUP)
     plgpu.wgmma(accumulator, scratch.a.at[slot, rows], scratch.w.at[slot, columns].transpose((1, 0)))
-
-
-def _scale_of_columns(w: QuantisedMatrices, tile: TileShape, coord: TileCoord, column, warpgroup, k, *, pairs_halves: bool):
-    """Reads the scale of step k of the 128 columns of a warpgroup that begin at `column`."""
-    column_block = coord.column_tile * tile.column_blocks + tile.column_block(warpgroup)
-    groups = tile.warpgroup_columns // GROUP // (2 if pairs_halves else 1)
-    half, group = divmod(column // GROUP, groups)
-    return w.scales[coord.expert, half * (w.scales.shape[1] // 2) + column_block * groups + group, k]

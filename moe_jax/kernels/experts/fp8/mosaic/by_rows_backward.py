@@ -28,36 +28,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float
 
-from moe_jax.kernels.experts.fp8.mosaic.by_rows import F8, Epilogue, launch_rows, rows_shapes
+from moe_jax.kernels.experts.fp8.mosaic.by_rows import F8, Fp8Epilogue, launch_rows, rows_shapes
 from moe_jax.kernels.experts.fp8.mosaic.promoted import BLOCK
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows
+from moe_jax.kernels.experts.fp8.xla import Fp8Backward
 from moe_jax.kernels.experts.mosaic.by_rows import CHUNK
+from moe_jax.kernels.experts.mosaic.by_rows_backward import ActivationInputs
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import operand_transforms
 from moe_jax.kernels.hopper.mainloop import TileShape
-from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Registers
 from moe_jax.kernels.precision import sum_in_order
 
 
-class ActivationGradients(NamedTuple):
-    """The results of `matmul_gated_silu_backward`."""
-
-    dh: QuantisedRows
-    """[rows, 2*inter]."""
-    dh_16_bits: BFloat16[Array, "rows 2*inter"]
-    weighted_act: BFloat16[Array, "rows inter"]
-    dv: Float[Array, "rows"]
-
-
-class ActivationInputs(NamedTuple):
-    """Arrays that the epilogue reads besides the sums."""
-
-    h: Any
-    weight_of_row: Any
-
-
-class BackwardScratch(NamedTuple):
+class Fp8BackwardScratch(NamedTuple):
     """A block of h, in whose place its gradients leave in 16 bits, and the gradients in 8 bits."""
 
     h: Any
@@ -76,7 +61,7 @@ def matmul_gated_silu_backward(
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
     tile: TileShape,
-) -> ActivationGradients:
+) -> Fp8Backward:
     """Returns the gradients; w_down_t is [experts, inter, hidden]. Rows of no expert are left unwritten."""
     num_rows, inter = dy.values.shape[0], w_down_t.values.shape[1]
     assert (tile.warpgroup_rows, tile.warpgroup_columns) == BLOCK, "h of one block a warpgroup fits into shared memory"
@@ -133,7 +118,7 @@ def matmul_gated_silu_backward(
                 plgpu.copy_smem_to_gmem(values.at[part.warpgroup, half, n], target, commit_group=False)
         plgpu.commit_smem_to_gmem_group()
 
-    epilogue = Epilogue(
+    epilogue = Fp8Epilogue(
         name="fp8_gated_matmul_backward",
         outputs=[
             *rows_shapes(num_rows, 2 * inter),
@@ -143,12 +128,13 @@ def matmul_gated_silu_backward(
         ],
         store=store,
         inputs=ActivationInputs(h, weight_of_row.astype(jnp.float32)),
-        scratch=BackwardScratch(
+        scratch=Fp8BackwardScratch(
             h=plgpu.SMEM((CONSUMERS, 2, *BLOCK), h.dtype, transforms=operand_transforms(h.dtype)),
             values=plgpu.SMEM((CONSUMERS, 2, GROUP // CHUNK, WGMMA_ROWS, CHUNK), F8, transforms=operand_transforms(F8)),
             loaded=plgpu.Barrier(num_arrivals=2, num_barriers=CONSUMERS),
         ),
         prepare=prepare,
+        registers=Registers(producer=40, consumer=232),
     )
     values, scales, dh, weighted_act, dv = launch_rows(dy, w_down_t, plan, tile, epilogue)
-    return ActivationGradients(QuantisedRows(values, scales), dh, weighted_act, sum_in_order(dv, axis=0))
+    return Fp8Backward(QuantisedRows(values, scales), dh, weighted_act, sum_in_order(dv, axis=0))

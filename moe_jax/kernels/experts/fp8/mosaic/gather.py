@@ -48,7 +48,7 @@ BLOCKS_PER_CORE = 3
 F8 = jnp.float8_e4m3fn
 
 
-class GatherScratch(NamedTuple):
+class Fp8GatherScratch(NamedTuple):
     """Shared memory."""
 
     x: Any
@@ -75,7 +75,7 @@ def gather_rows(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRow
             plgpu.wait_smem_to_gmem(0)
 
         zero_tokens = 2048 // math.gcd(hidden, 2048)
-        scratch = GatherScratch(
+        scratch = Fp8GatherScratch(
             x=plgpu.SMEM((STAGES, GROUPS, GROUP), x.dtype),
             values=plgpu.SMEM((STORED, GROUPS, GROUP), F8),
             zeros=plgpu.SMEM((zero_tokens, groups, GROUP), F8),
@@ -119,7 +119,7 @@ def _fill_blocks(ends_ref, offsets_ref, out_ref, zeros) -> None:
             plgpu.copy_smem_to_gmem(zeros.at[0], out_ref.at[row])
 
 
-def _round_tokens(rows_ref, offsets_ref, x_ref, out_ref, scales_ref, scratch: GatherScratch) -> None:
+def _round_tokens(rows_ref, offsets_ref, x_ref, out_ref, scales_ref, scratch: Fp8GatherScratch) -> None:
     """Rounds this block's share of the chunks and stores each piece to the rows of its token's choices."""
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     tokens, k = rows_ref.shape

@@ -20,6 +20,6 @@ def scales_of(largest: Float[Array, "rows"]) -> Float[Array, "rows"]:
     return jnp.maximum(largest, LEAST_MAXIMUM) * INVERSE_LARGEST
 
 
-def inverse_scales(scales: Float[Array, "rows"], shape: tuple[int, int]) -> Float[Array, "rows columns"]:
+def inverse_scales(scales: Float[Array, "rows"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:
     """Returns 1 / scales for each number of an array of this shape."""
     return lax.broadcast_in_dim(1 / scales, shape, [0])
