@@ -2,6 +2,7 @@
 
     python benchmarks/moe_layer.py                                          # Qwen3-30B-A3B's layer, every system
     python benchmarks/moe_layer.py --presets deepseek-v3 --tokens 16384 --systems mosaic sonicmoe --output results/
+    python benchmarks/moe_layer.py --backends mosaic --precision fp8        # experts in FP8, peers in bf16
     python benchmarks/moe_layer.py --experts 8 --top-k 2 --hidden 128 --intermediate 64 --tokens 256 --dtype float32 \\
         --systems xla ragged_dot eager --check                              # on a CPU, against a reference in f64
 
@@ -63,6 +64,12 @@ def main() -> None:
     )
     parser.add_argument("--systems", nargs="+", choices=(*BACKENDS, *PEERS), help="default: the --backends and every peer")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument(
+        "--precision",
+        default="bf16",
+        choices=("bf16", "fp8", "fp8_kept"),
+        help="of our own backends; FP8 copies are made before",
+    )
     parser.add_argument("--runs", type=int, default=5, help="groups of launches")
     parser.add_argument("--launches", type=int, default=20, help="calls in a group")
     parser.add_argument("--check", action="store_true", help="compare y and gradients with f64; small layers, float32")
@@ -85,6 +92,7 @@ def main() -> None:
         "command": " ".join(["python", "benchmarks/moe_layer.py", *sys.argv[1:]]),
         "sizes": {preset: vars(replace(PRESETS[preset], **other_sizes)) for preset in args.presets},
         "dtype": args.dtype,
+        "precision": args.precision,
         "seed": args.seed,
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
     }
@@ -113,7 +121,7 @@ def measure(preset: str, system: str, shape: Shape, tokens: int, args: argparse.
     try:
         if system == CEILING:
             return row | measure_ceiling(shape, tokens, args)
-        layer = build(system, shape, tokens, args.dtype, args.seed)
+        layer = build(system, shape, tokens, args.dtype, args.seed, args.precision)
     except Exception as error:  # One system's failure is a row, not the end of the others.
         return row | {"note": _reason(error)}
     row["device"] = layer.device
@@ -122,6 +130,9 @@ def measure(preset: str, system: str, shape: Shape, tokens: int, args: argparse.
         layer.memory,
         lambda: timed("fwd_bwd", layer.step, layer.wait, 3 * flops, args),
     ]
+    if layer.round_weights is not None:
+        # Once a step, whatever the number of micro-batches: no part of the other times.
+        stages.append(lambda: {"round_weights_ms": median_ms(layer.round_weights, layer.wait, args)[0]})
     if args.check:
         stages.append(lambda: {"differences": differences(layer, shape.k)})
     notes = []
@@ -130,6 +141,8 @@ def measure(preset: str, system: str, shape: Shape, tokens: int, args: argparse.
             row |= stage()
         except Exception as error:
             notes.append(_reason(error))
+    if "round_weights_ms" in row:
+        notes.append(f"{args.precision}, rounding the weights: {row['round_weights_ms']:.3f} ms a step")
     if "differences" in row:
         notes.append("from f64: " + ", ".join(f"{name} {value:.1e}" for name, value in row["differences"].items()))
     return row | {"note": "; ".join(dict.fromkeys(notes))}

@@ -46,31 +46,45 @@ class Layer:
     to_common: Callable[[Any, Any, Any], tuple]
     """Returns router, w_gate_up and w_down (or their gradients) as [E, D], [E, 2I, D] with the gate first, [E, D, I]."""
     device: str
+    round_weights: Callable[[], Any] | None = None
+    """Starts what a step in FP8 does once for all micro-batches: it rounds the weights. None in bf16."""
 
 
-def build(system: str, shape: Shape, tokens: int, dtype: str, seed: int) -> Layer:
-    """Returns a peer's layer, or ours on the backend named `system`, with random data."""
-    layer = torch_layer if system in IN_TORCH else jax_layer
-    return layer(system, shape, tokens, dtype, seed)
+def build(system: str, shape: Shape, tokens: int, dtype: str, seed: int, precision: str = "bf16") -> Layer:
+    """Returns a peer's layer, or ours on the backend named `system`, with random data.
+
+    Args:
+        precision: of our own layers, a name of `kernels.Precision`. FP8 copies of the weights are made before.
+    """
+    if system in IN_TORCH:
+        return torch_layer(system, shape, tokens, dtype, seed)
+    return jax_layer(system, shape, tokens, dtype, seed, "bf16" if system in IN_JAX else precision)
 
 
-def jax_layer(system: str, shape: Shape, tokens: int, dtype: str, seed: int) -> Layer:
+def jax_layer(system: str, shape: Shape, tokens: int, dtype: str, seed: int, precision: str) -> Layer:
     """Returns our layer or a JAX peer's; the whole layer is one jitted function."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     import jax
 
     ours = system not in IN_JAX
     x, router, w_gate_up, w_down, dy = inputs = random_in_jax(shape, tokens, dtype, seed, transposed=not ours)
-    layer, forward_backward = passes_in_jax(system, shape.k)
+    layer, forward_backward = passes_in_jax(system, shape.k, precision)
+    held, round_weights = (), None
+    if precision != "bf16":
+        from moe_jax.kernels.experts.fp8.passes import quantise_experts
+
+        rounding = jax.jit(quantise_experts)
+        round_weights = functools.partial(rounding, w_gate_up, w_down)
+        held = (jax.block_until_ready(round_weights()),)
 
     def residuals(x, *weights):
-        found = jax.tree.leaves(jax.vjp(layer, x, *weights)[1])
+        found = jax.tree.leaves(jax.vjp(lambda *arrays: layer(*arrays, *held), x, *weights)[1])
         # The weights exist in any case, so they do not count. While tracing, one array is one tracer.
         return list({id(a): a for a in found if all(a is not w for w in weights)}.values())
 
     @functools.cache
     def compiled():
-        return jax.jit(forward_backward).lower(*inputs).compile()
+        return jax.jit(forward_backward).lower(*inputs, *held).compile()
 
     def memory() -> dict[str, float]:
         kept = sum(a.size * a.dtype.itemsize for a in jax.eval_shape(residuals, x, router, w_gate_up, w_down))
@@ -81,35 +95,53 @@ def jax_layer(system: str, shape: Shape, tokens: int, dtype: str, seed: int) -> 
 
     forward = jax.jit(layer)
     return Layer(
-        forward=lambda: forward(x, router, w_gate_up, w_down),
-        step=lambda: compiled()(*inputs),
+        forward=lambda: forward(x, router, w_gate_up, w_down, *held),
+        step=lambda: compiled()(*inputs, *held),
         wait=jax.block_until_ready,
         memory=memory,
         inputs=inputs,
         to_common=(lambda *w: w) if ours else (lambda router, w_gate_up, w_down: (router, w_gate_up.mT, w_down.mT)),
         device=jax.devices()[0].device_kind,
+        round_weights=round_weights,
     )
 
 
-def passes_in_jax(system: str, k: int) -> tuple[Callable, Callable]:
-    """Returns two functions: (x, router, w_gate_up, w_down) -> y, and (these, dy) -> y and the gradients of these four."""
+def passes_in_jax(system: str, k: int, precision: str = "bf16") -> tuple[Callable, Callable]:
+    """Returns two functions: (x, router, w_gate_up, w_down) -> y, and (these, dy) -> y and the gradients of these four.
+
+    With a precision in FP8 both take the copies of the weights as a last argument.
+    """
     import jax
     import jax.numpy as jnp
 
-    experts = _experts_in_jax(system)
+    experts = _experts_in_jax(system, precision)
 
-    def layer(x, router, w_gate_up, w_down):
+    def layer(x, router, w_gate_up, w_down, *held):
         logits = jnp.einsum("td,ed->te", x, router)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), k)
-        return experts(x, w_gate_up, w_down, weights / weights.sum(axis=1, keepdims=True), chosen)
+        return experts(x, w_gate_up, w_down, weights / weights.sum(axis=1, keepdims=True), chosen, *held)
 
-    def forward_backward(x, router, w_gate_up, w_down, dy):
-        y, backward = jax.vjp(layer, x, router, w_gate_up, w_down)
+    def forward_backward(x, router, w_gate_up, w_down, dy, *held):
+        y, backward = jax.vjp(lambda *arrays: layer(*arrays, *held), x, router, w_gate_up, w_down)
         # As in training, dy is available only with y. Else XLA would begin the backward pass before the forward pass ends.
         y, dy = jax.lax.optimization_barrier((y, dy))
         return y, *backward(dy)
 
     return layer, forward_backward
+
+
+def _experts_in_fp8(backend: str, precision: str) -> Callable:
+    from moe_jax.kernels import Precision
+    from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, experts_mlp_in_fp8
+    from moe_jax.kernels.experts.fused_vjp import Matrices
+
+    recipe = Precision.named(precision)
+
+    def experts(x, w_gate_up, w_down, weights, chosen, copies):
+        matrices = Fp8Matrices(Matrices(w_gate_up, w_down), copies)
+        return experts_mlp_in_fp8(x, matrices, weights, chosen, recipe, backend=backend)
+
+    return experts
 
 
 def random_in_jax(shape: Shape, tokens: int, dtype: str, seed: int, transposed: bool = False) -> tuple:
@@ -133,7 +165,7 @@ def random_in_jax(shape: Shape, tokens: int, dtype: str, seed: int, transposed: 
     )
 
 
-def _experts_in_jax(system: str) -> Callable:
+def _experts_in_jax(system: str, precision: str) -> Callable:
     import jax
     import jax.numpy as jnp
 
@@ -143,6 +175,8 @@ def _experts_in_jax(system: str) -> Callable:
         dot = functools.partial(tokamax.ragged_dot, implementation="mosaic")
     elif system == "ragged_dot":
         dot = jax.lax.ragged_dot
+    elif precision != "bf16":
+        return _experts_in_fp8(system, precision)
     else:
         from moe_jax.kernels import experts_mlp
 

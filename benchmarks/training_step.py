@@ -66,6 +66,7 @@ def main() -> None:
         "--param-dtype", default="bfloat16", choices=("float32", "bfloat16"), help="dtype of parameters; masters are f32"
     )
     parser.add_argument("--moment-dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp8", "fp8_kept"), help="of the experts' matmuls")
     parser.add_argument("--lora-rank", type=int, help="train adapters of this rank; the weights, bfloat16, are frozen")
     parser.add_argument("--lora-expert-rank", type=int, help="the rank of each expert; default: that of LoraSettings")
     parser.add_argument("--no-remat", action="store_true")
@@ -78,10 +79,12 @@ def main() -> None:
     initialize_processes()
     config = NAMED_CONFIGS[args.config]
     if args.small:
+        # FP8 has a scale for 128 numbers.
+        hidden, inter = (64, 32) if args.precision == "bf16" else (128, 128)
         sizes = dict(
-            vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+            vocab_size=512, hidden_size=hidden, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
         )
-        experts = dict(moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4)
+        experts = dict(moe_intermediate_size=inter, num_experts=16, num_experts_per_tok=4)
         config = replace(config, **sizes, **(experts if config.experts else {"intermediate_size": 128}))
         args.seq = 64
     if args.layers is not None:
@@ -128,6 +131,7 @@ def main() -> None:
             "pipe_schedule": args.pipe_schedule,
             "hops": hops,
             "micro_batches": args.gradient_accumulation,
+            "precision": args.precision,
             "overlap": args.overlap,
             "ceiling": ceiling,
             "of_ceiling": row["tflops_per_gpu"] / ceiling,
@@ -151,6 +155,7 @@ def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing:
     model = random_model(
         config, jnp.bfloat16, param_dtype=param_dtype, mesh=parallelism.mesh, pipe_chunks=parallelism.pipe_chunks
     )
+    model.set_precision(args.precision)
     if args.lora_rank is not None:
         ranks = {} if args.lora_expert_rank is None else {"experts": args.lora_expert_rank}
         print(add_lora(model, LoraSettings(rank=args.lora_rank, ranks=ranks), rngs=nnx.Rngs(0)))

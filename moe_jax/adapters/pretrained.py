@@ -42,9 +42,9 @@ def from_pretrained(
         DeepSeek-V3). False leaves more memory for inference; a checkpoint written from the model then lacks them. No adapter
         can be put beside them: with an adapter they are left out.
       weights: "as stored" keeps matrices that the files have in FP8 or GPTQ (`checkpoint.fp8`, `checkpoint.gptq`) as they are.
-        "nf4" makes 4 bits of the experts' matrices (`layers.quantised`). A layer is whole where it is computed. All parameters
-        are frozen (`layers.lora.Frozen`): such a model computes, and trains adapters (`adapters.add_lora`). It lies on one
-        device.
+        "nf4" makes 4 bits of the experts' matrices (`layers.quantised`), "fp8" makes FP8 of them. A layer is whole where it is
+        computed, except experts in FP8 after `model.set_precision("fp8")`. All parameters are frozen (`layers.lora.Frozen`):
+        such a model computes, and trains adapters (`adapters.add_lora`). It lies on one device.
       progress: show a progress bar when stderr is a terminal.
 
     Raises:

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from moe_jax.checkpoint.folders import MODEL_FILES
+from moe_jax.checkpoint.fp8_save import check_forms, fp8_config
 from moe_jax.checkpoint.hub import downloaded
 from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.layers.quantised import is_quantised
@@ -33,6 +34,7 @@ class Companions:
       model: its `source`, if any, gives the generation config and, unless `tokenizer_from` is given, the tokenizer.
       tokenizer_from: the folder or hub id whose tokenizer files to copy.
       chat_template: takes the place of the tokenizer's own.
+      fp8: the weights are written in FP8, which config.json says.
 
     Attributes:
       replaces: patterns of the files that a save replaces. Without tokenizer files, old tokenizer files stay.
@@ -42,14 +44,25 @@ class Companions:
       ValueError: the model has adapters, for which a checkpoint has no place, or quantised weights.
     """
 
-    def __init__(self, model: Decoder, tokenizer_from: str | Path | None = None, chat_template: str | None = None):
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer_from: str | Path | None = None,
+        chat_template: str | None = None,
+        *,
+        fp8: bool = False,
+    ):
         if jax.tree.leaves(nnx.state(model, nnx.LoRAParam)):
             raise ValueError("the model has adapters: merge them first (adapters.merge_adapter), or use adapters.save_adapter")
-        if is_quantised(nnx.state(model)):
+        if fp8:
+            check_forms(nnx.state(model))
+        elif is_quantised(nnx.state(model)):
             raise ValueError("the weights are quantised, which files here cannot hold: load the model whole, and save that")
         # transformers 5 looks for dtype, transformers 4 for torch_dtype.
         dtype = model.embed_tokens.weight.dtype.name
         self.config = config_to_dict(model.config) | {"dtype": dtype, "torch_dtype": dtype}
+        if fp8:
+            self.config["quantization_config"] = fp8_config(model.config)
         self.generation = generation_config(model.source, model.config)
         self.tokenizer = tokenizer_contents(tokenizer_from, model.source, chat_template)
         self.replaces = MODEL_FILES + (TOKENIZER_FILES if self.tokenizer else ())

@@ -29,7 +29,7 @@ from moe_jax.checkpoint.weights import Weights
 from moe_jax.config import ModelConfig, load_config
 from moe_jax.layers.lora import freeze
 from moe_jax.models.auto import from_config
-from moe_jax.models.decoder import Decoder
+from moe_jax.models.decoder import Decoder, fp8_refusal
 from moe_jax.models.inputs import float_dtype
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.layout import parameter_sharding
@@ -65,9 +65,9 @@ def from_pretrained(
       mtp: True loads the modules that predict further tokens, if the checkpoint has some (`models.mtp`; 11.6e9 parameters in
         DeepSeek-V3). False leaves more memory for inference; a checkpoint written from the model then lacks them.
       weights: "as stored" keeps matrices that the files have in FP8 or GPTQ (`checkpoint.fp8`, `checkpoint.gptq`) as they are.
-        "nf4" makes 4 bits of the experts' matrices (`layers.quantised`). A layer is whole where it is computed. All parameters
-        are frozen (`layers.lora.Frozen`): such a model computes, and trains adapters (`adapters.add_lora`). It lies on one
-        device.
+        "nf4" makes 4 bits of the experts' matrices (`layers.quantised`), "fp8" makes FP8 of them. A layer is whole where it is
+        computed, except experts in FP8 after `model.set_precision("fp8")`. All parameters are frozen (`layers.lora.Frozen`):
+        such a model computes, and trains adapters (`adapters.add_lora`). It lies on one device.
       progress: show a progress bar when stderr is a terminal.
 
     Raises:
@@ -86,6 +86,8 @@ def from_pretrained(
     config = load_config(folder)
     is_quantised = read_block_size(folder) is not None or read_group_size(folder) is not None
     check_weights(weights, is_quantised, 1 if mesh is None else mesh.size)
+    if weights == "fp8" and (reason := fp8_refusal(config, jnp.bfloat16)) is not None:
+        raise ValueError(f"weights='fp8': {reason}")
     config, pieces, warnings = _checked_pieces(folder, config, mtp)
     layers = layers_in_pipe(config, pipe)
     for warning in warnings:

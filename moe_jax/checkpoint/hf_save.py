@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from moe_jax.checkpoint.companions import Companions, write_json
 from moe_jax.checkpoint.folders import replaced_folder
+from moe_jax.checkpoint.fp8_save import export_in_fp8, sizes_in_fp8
 from moe_jax.checkpoint.hf_names import export, hf_tensors
 from moe_jax.models.decoder import Decoder
 from moe_jax.runtime.processes import is_first_process
@@ -23,9 +24,10 @@ def save_pretrained(
     tokenizer_from: str | Path | None = None,
     chat_template: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    fp8: bool = False,
     progress: bool = True,
 ) -> None:
-    """Writes `model` into `folder` under the hub's names: experts apart, weights in the dtype of the parameters.
+    """Writes `model` into `folder` under the hub's names: experts apart, weights in the dtype of the parameters, or in FP8.
 
     The folder gets model.safetensors, or model-0000i-of-0000n.safetensors with an index where it would be larger than
     `max_shard_bytes`; config.json; generation_config.json; and the tokenizer's files. It is replaced as a whole at the end.
@@ -37,28 +39,34 @@ def save_pretrained(
         any).
       chat_template: a Jinja template that takes the place of the tokenizer's own.
       max_shard_bytes: the largest size of a file, unless a single tensor is larger.
+      fp8: write all projections in e4m3 with a scale for 128 x 128, as DeepSeek-V3 and Qwen3-*-FP8 are published. Half the
+        bytes of bf16. Matrices that lie in FP8 already are written as they are. False: such a model is refused.
       progress: show a progress bar when stderr is a terminal.
 
     Raises:
       FileExistsError: `folder` is a file, or has files and no config.json, so it is not a checkpoint that may be replaced.
       FileNotFoundError: `tokenizer_from` has no tokenizer files, or is neither a folder nor a model on the hub.
-      ValueError: `max_shard_bytes` is not positive, or `folder` is a mount point, the current directory or holds it.
+      ValueError: `max_shard_bytes` is not positive, or `folder` is a mount point, the current directory or holds it. Or the
+        model has adapters, or quantised weights that these files cannot hold.
     """
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive")
-    companions = Companions(model, tokenizer_from, chat_template)
+    companions = Companions(model, tokenizer_from, chat_template, fp8=fp8)
     with replaced_folder(folder, companions.replaces) as target:
-        _write_weights(model, target, max_shard_bytes, progress)
+        _write_weights(model, target, max_shard_bytes, progress, fp8=fp8)
         if is_first_process():
             companions.write(target)
 
 
-def _write_weights(model: Decoder, folder: Path, max_shard_bytes: int, progress: bool) -> None:
+def _write_weights(model: Decoder, folder: Path, max_shard_bytes: int, progress: bool, *, fp8: bool) -> None:
     """Writes all shards and, if there are several, their index. All processes take part in `export`; the first one writes."""
     flat = dict(nnx.to_flat_state(nnx.state(model)))
-    sizes = {tensor.name: math.prod(tensor.shape) * flat[tensor.path].dtype.itemsize for tensor in hf_tensors(model.config)}
+    if fp8:
+        sizes, tensors = sizes_in_fp8(model.config, flat), export_in_fp8(model.config, flat)
+    else:
+        sizes = {each.name: math.prod(each.shape) * flat[each.path].dtype.itemsize for each in hf_tensors(model.config)}
+        tensors = export(model.config, flat)
     shards = list(_shards(sizes, max_shard_bytes))
-    tensors = export(model.config, flat)
     weight_map: dict[str, str] = {}
     quiet = None if progress and is_first_process() else True
     with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="saving", disable=quiet) as bar:

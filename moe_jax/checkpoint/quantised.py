@@ -1,4 +1,4 @@
-"""Loads matrices in fewer bytes: FP8 and GPTQ as the files have them, or NF4 made of each layer while it is read."""
+"""Loads matrices in fewer bytes: FP8 and GPTQ as the files have them, or NF4 and FP8 made of each layer while it is read."""
 
 import logging
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 
 from moe_jax.checkpoint.streaming import Piece, load_parameter, pieces_by_layer, read_block
 from moe_jax.checkpoint.weights import Weights, form_problems
-from moe_jax.layers.quantised import INT4_VALUES, BlockScaled, FourBits, Quantised
+from moe_jax.layers.quantised import FP8_BLOCK, INT4_VALUES, BlockScaled, FourBits, Quantised
 from moe_jax.layers.tickets import EXPERT_MATRICES
 
 _logger = logging.getLogger(__name__)
@@ -43,10 +43,16 @@ def load_quantised(
       dtype: that of the whole matrices.
       sharding: of one device.
     """
-    if weights == "nf4" and path[-2:-1] == ("experts",) and path[-1] in EXPERT_MATRICES:
-        return _load_nf4(pieces, shape, dtype, sharding, on_read)
-    if weights == "as stored" and all(piece.stored.quantised is not None for piece in pieces):
+    is_of_experts = path[-2:-1] == ("experts",) and path[-1] in EXPERT_MATRICES
+    stored = [piece.stored.quantised for piece in pieces]
+    if weights == "as stored" and all(tensor is not None for tensor in stored):
         return _load_as_stored(path, pieces, shape, dtype, sharding, on_read)
+    if weights == "fp8" and is_of_experts:
+        if all(tensor is not None and tensor.block_size == FP8_BLOCK for tensor in stored):
+            return _load_as_stored(path, pieces, shape, dtype, sharding, on_read)
+        return _load_rounded(BlockScaled.fp8, pieces, shape, dtype, sharding, on_read)
+    if weights == "nf4" and is_of_experts:
+        return _load_rounded(FourBits.nf4, pieces, shape, dtype, sharding, on_read)
     return None
 
 
@@ -87,21 +93,20 @@ def _in_blocks(bounds: Any, block: tuple[int, int]) -> tuple[tuple[int, int], ..
     return tuple((begin // size, -(-end // size)) for (begin, end), size in zip(bounds, block, strict=True))
 
 
-def _load_nf4(pieces: list[Piece], shape, dtype, sharding, on_read) -> FourBits:
+def _load_rounded(form: Callable[..., Quantised], pieces: list[Piece], shape, dtype, sharding, on_read) -> Quantised:
     """Quantises layer by layer on the device: there is never more than one layer whole."""
-    quantise = partial(FourBits.nf4, dtype=dtype)
-    like = jax.eval_shape(quantise, jax.ShapeDtypeStruct(shape, dtype))
+    like = jax.eval_shape(partial(form, dtype=dtype), jax.ShapeDtypeStruct(shape, dtype))
     loaded = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=sharding), like)
     block = np.empty((1, *shape[1:]), dtype)
     for layer, own in pieces_by_layer(pieces).items():
         read_block(own, ((layer, layer + 1), *((0, size) for size in shape[1:])), block)
-        loaded = _with_layer(loaded, jax.device_put(block, sharding), layer)
+        loaded = _with_layer(form, loaded, jax.device_put(block, sharding), layer)
         jax.block_until_ready(loaded)  # on CPU the device may share the block's memory, which is written again next
         on_read(block.nbytes)
     return loaded
 
 
-@partial(jax.jit, donate_argnums=0)
-def _with_layer(loaded: FourBits, block: jax.Array, layer: jax.Array) -> FourBits:
-    own = FourBits.nf4(block, loaded.dtype)
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _with_layer(form: Callable[..., Quantised], loaded: Quantised, block: jax.Array, layer: jax.Array) -> Quantised:
+    own = form(block, loaded.dtype)
     return jax.tree.map(lambda all_layers, one: jax.lax.dynamic_update_slice_in_dim(all_layers, one, layer, 0), loaded, own)

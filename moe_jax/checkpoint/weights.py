@@ -2,9 +2,10 @@
 
 from typing import Literal, get_args
 
-Weights = Literal["whole", "as stored", "nf4"]
+Weights = Literal["whole", "as stored", "nf4", "fp8"]
 """The form in which weights lie on the device. "whole": in the parameters' dtype. "as stored": matrices that the files have in
-FP8 or in GPTQ's 4 bits stay so. "nf4": the experts' matrices in NF4."""
+FP8 or in GPTQ's 4 bits stay so. "nf4": the experts' matrices in NF4. "fp8": the experts' matrices in FP8, as the files have
+them or rounded, and all others whole."""
 
 
 def form_problems(weights: str, devices: int) -> list[str]:

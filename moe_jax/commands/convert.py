@@ -29,6 +29,8 @@ class ConvertCommand:
 
     moe-jax convert runs/lora out/adapter --to adapter
 
+    moe-jax convert Qwen/Qwen3-30B-A3B out/fp8 --to hf --fp8
+
     Args:
       source: a Hugging Face folder or hub id, an Orbax folder that this command wrote, or the output folder of a training run
         that has checkpoints.
@@ -36,6 +38,7 @@ class ConvertCommand:
       to: the layout to write. "adapter" is PEFT's, for a run that trained an adapter. Default: hf with --merge, else orbax.
       dtype: the dtype of the weights in the target. Default: the source's. FP8 becomes bfloat16; a training run gives its
         float32 master weights.
+      fp8: write the projections of --to hf in FP8 with a scale for 128 x 128, as the hub has DeepSeek-V3 (docs/fp8.md).
       adapter: a folder or hub id of an adapter (LoRA) that is merged into the source's weights, as by --merge.
       merge: add the adapter that a run trained to its weights, in float32, and round once. The target is then compared with
         the weights and the adapter, tensor by tensor.
@@ -49,6 +52,7 @@ class ConvertCommand:
     target: tyro.conf.Positional[str]
     to: Literal["orbax", "hf", "adapter"] | None = None
     dtype: Dtype | None = None
+    fp8: bool = False
     adapter: str | None = None
     merge: bool = False
     base: str | None = None
@@ -60,6 +64,8 @@ class ConvertCommand:
         from moe_jax.train.adapted_run import trained_adapters
         from moe_jax.train.run_checkpoints import open_run
 
+        if self.fp8 and (self.to != "hf" or self.adapter is not None or self.merge):
+            raise ValueError("--fp8 is for --to hf, of weights without an adapter: merge it first, then convert the result")
         if not (Path(self.source).expanduser() / "checkpoints").is_dir():
             if self.step is not None:
                 raise ValueError(f"--step is for the output folder of a training run; {self.source} has no checkpoints")
@@ -71,6 +77,7 @@ class ConvertCommand:
     def _convert_model(self, run: "RunCheckpoint | None") -> None:
         """Writes a checkpoint, or the model of a run that trained all parameters, perhaps with an adapter merged into it."""
         from moe_jax.adapters import load_adapter
+        from moe_jax.checkpoint.fp8 import read_block_size
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
         from moe_jax.checkpoint.orbax_params import load_orbax
         from moe_jax.checkpoint.stored_dtype import StoredDtype, stored_dtype
@@ -89,8 +96,11 @@ class ConvertCommand:
         def load() -> "Decoder":
             if run:
                 return model_of_run(source, step=run.step, dtype=dtype)
-            # No adapter can be put beside modules that predict further tokens.
-            return load_orbax(source, dtype=dtype) if is_orbax else from_pretrained(source, dtype=dtype, mtp=not self.adapter)
+            if is_orbax:
+                return load_orbax(source, dtype=dtype)
+            # FP8 stays as it is. No adapter can be put beside modules that predict further tokens.
+            kept = self.fp8 and read_block_size(Path(source)) == (128, 128)
+            return from_pretrained(source, dtype=dtype, mtp=not self.adapter, weights="as stored" if kept else "whole")
 
         adapter = self.adapter
         self._write(load, stored, None if adapter is None else lambda model: load_adapter(model, adapter))
@@ -132,13 +142,14 @@ class ConvertCommand:
         replaces = (Path(self.target).expanduser() / "config.json").is_file()
         save = save_pretrained if (self.to or ("hf" if self.merge else "orbax")) == "hf" else save_orbax
         if adapt is None:
-            save(load(), self.target, **self._companions())
+            options = self._companions() | ({"fp8": True} if self.fp8 else {})
+            save(load(), self.target, **options)
         else:
             write_merged(load, adapt, save, self.target, **self._companions())
         dtype = self.dtype or stored.name
         rounded = f", rounded from {stored.name}" if _loses_bits(stored.name, dtype) else ""
         replaced = "; the checkpoint that was there is replaced" if replaces else ""
-        print(f"wrote {self.target} in {dtype}{rounded}{replaced}")
+        print(f"wrote {self.target} in {'FP8 and ' if self.fp8 else ''}{dtype}{rounded}{replaced}")
 
     def _companions(self) -> dict[str, Any]:
         """Returns the tokenizer to write, and the chat template that takes the place of its own."""

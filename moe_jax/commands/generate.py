@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from moe_jax.commands.options import Dtype, device_count, with_adapter
+from moe_jax.commands.options import Dtype, InferencePrecision, device_count, loaded_in, with_adapter
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -41,6 +41,8 @@ class GenerateCommand:
         processes, all GPUs.
       adapter: a folder or hub id of an adapter (LoRA) that is added to the model's weights.
       dtype: the dtype that the model computes in.
+      precision: fp8 multiplies the experts in 8 bits, with FP8 weights of the files as they are, or rounded (docs/fp8.md).
+        Default: in the dtype.
     """
 
     model: tyro.conf.Positional[str]
@@ -55,11 +57,12 @@ class GenerateCommand:
     devices: int | None = None
     adapter: str | None = None
     dtype: Dtype = "bfloat16"
+    precision: InferencePrecision = "bf16"
 
     def run(self) -> None:
         """Prints the prompt and its continuation, or the answer."""
         from moe_jax.adapters.source import source_of
-        from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
+        from moe_jax.checkpoint.hf_load import find_checkpoint, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
         from moe_jax.generation import generate, generate_with_drafts
         from moe_jax.generation.request import checked_request
@@ -84,7 +87,10 @@ class GenerateCommand:
             check_drafts(config)
         if source.adapter is not None and mesh is not None:
             raise ValueError("an adapter is for one device; write the merged model first: moe-jax convert --merge")
-        model = with_adapter(from_pretrained(folder, dtype=self.dtype, mtp=self.drafts, mesh=mesh), source.adapter)
+        if self.precision != "bf16" and (source.adapter is not None or mesh is not None):
+            raise ValueError("--precision fp8 is for a model without an adapter on one device")
+        model = loaded_in(self.precision, folder, dtype=self.dtype, mtp=self.drafts, mesh=mesh)
+        model = with_adapter(model, source.adapter)
         new: Any
         if self.drafts:
             new, drafts = generate_with_drafts(model, prompt, seed=self.seed, **options)

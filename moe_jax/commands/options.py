@@ -16,6 +16,26 @@ if TYPE_CHECKING:
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
+InferencePrecision = Literal["bf16", "fp8"]
+"""The precision of the experts' matmuls in commands that do not train; "bf16" stands for the dtype."""
+
+
+def loaded_in(precision: InferencePrecision, folder: Path, **options: Any) -> "Decoder":
+    """Loads a checkpoint with its experts in this precision; `options` are those of `from_pretrained`.
+
+    Raises:
+      FileNotFoundError, ValueError: as `from_pretrained`.
+    """
+    from moe_jax.checkpoint.hf_load import from_pretrained, read_config
+    from moe_jax.models.decoder import fp8_refusal
+
+    # Before minutes of loading.
+    if precision != "bf16" and (reason := fp8_refusal(read_config(folder, mtp=False), options["dtype"])) is not None:
+        raise ValueError(f"--precision {precision}: {reason}")
+    model = from_pretrained(folder, weights="whole" if precision == "bf16" else "fp8", **options)
+    model.set_precision(precision)
+    return model
+
 
 @dataclass(frozen=True)
 class LimitOptions:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from moe_jax.commands.options import Dtype, LimitOptions, with_adapter
+from moe_jax.commands.options import Dtype, InferencePrecision, LimitOptions, loaded_in, with_adapter
 
 KEY_VARIABLE = "MOE_JAX_API_KEY"
 
@@ -38,6 +38,8 @@ class ServeCommand:
         rounding.
       adapter: a folder or hub id of an adapter (LoRA) that is added to the model's weights.
       dtype: the dtype that the model computes in.
+      precision: fp8 multiplies the experts in 8 bits, with FP8 weights of the files as they are, or rounded (docs/fp8.md).
+        Default: in the dtype.
     """
 
     model: tyro.conf.Positional[str]
@@ -53,6 +55,7 @@ class ServeCommand:
     drafts: bool = False
     adapter: str | None = None
     dtype: Dtype = "bfloat16"
+    precision: InferencePrecision = "bf16"
 
     def run(self) -> None:
         """Serves until a signal. All that can be wrong is checked before weights are read."""
@@ -63,7 +66,7 @@ class ServeCommand:
         except ImportError as error:
             raise ImportError(f"{error}: moe-jax serve needs `pip install 'moe_jax[serve]'`") from error
         from moe_jax.adapters.source import source_of
-        from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
+        from moe_jax.checkpoint.hf_load import find_checkpoint, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
         from moe_jax.serving.defaults import model_defaults
         from moe_jax.serving.draft_state import check_drafting
@@ -88,6 +91,8 @@ class ServeCommand:
         check_drafting(int(self.drafts), config, limits)
         defaults = model_defaults(folder, config, tokenizer)
         bound = bind(self.host, self.port)
-        model = with_adapter(from_pretrained(folder, dtype=self.dtype, mtp=self.drafts), source.adapter)
+        if self.precision != "bf16" and source.adapter is not None:
+            raise ValueError("--precision fp8 is for a model without an adapter")
+        model = with_adapter(loaded_in(self.precision, folder, dtype=self.dtype, mtp=self.drafts), source.adapter)
         engine = Engine(model, limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
         run_server(Service(engine, defaults, settings), bound)

@@ -12,6 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted
 from moe_jax.kernels.experts.deferred import ExpertProducts, expert_products_like, experts_mlp_deferring
+from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, experts_mlp_in_fp8
+from moe_jax.kernels.experts.fp8.passes import quantise_experts
+from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.internal import (
     Accumulators,
     experts_mlp_accumulating,
@@ -21,6 +24,7 @@ from moe_jax.kernels.experts.internal import (
 from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.balance import Sequences
+from moe_jax.layers.fp8 import Fp8Copies, frozen_matrices, trained_matrices
 from moe_jax.layers.linear import normal_parameter
 from moe_jax.layers.lora import Adapter, Frozen
 from moe_jax.layers.mlp import MLP
@@ -41,6 +45,7 @@ class MoE(nnx.Module):
       router: chooses experts and weights; default: `Router`, with `norm_topk_prob`.
       shared_intermediate_size: intermediate size of all shared experts together; 0: none. They are one dense block whose
         output is added.
+      precision: `kernels.Precision()` multiplies the experts in FP8; None: in x's dtype.
 
     Usable by itself in any Flax NNX model:
 
@@ -64,6 +69,7 @@ class MoE(nnx.Module):
         norm_topk_prob: bool = True,
         router: Router | None = None,
         shared_intermediate_size: int = 0,
+        precision: Precision | None = None,
         stddev: float = 0.02,
         stack: tuple[int, ...] = (),
         param_dtype: DTypeLike = jnp.float32,
@@ -76,6 +82,7 @@ class MoE(nnx.Module):
         self.experts = Experts(
             hidden_size, moe_intermediate_size, num_experts, num_experts_per_tok=num_experts_per_tok, **options
         )
+        self.experts.precision = precision
         self.shared_experts = MLP(hidden_size, shared_intermediate_size, **options) if shared_intermediate_size else None
 
     def __call__(
@@ -123,9 +130,8 @@ class MoE(nnx.Module):
             if valid is not None:
                 is_valid = valid.valid if isinstance(valid, Sequences) else valid
                 experts = jnp.where(is_valid[:, None], int32_ids(experts, num_experts), -1)
-            y, exchange = expert_parallel_mlp(
-                x, *matrices, routing.weights, experts, spread.expert, accumulators=self.experts.accumulators
-            )
+            options: dict[str, Any] = dict(accumulators=self.experts.accumulators, precision=self.experts.precision)
+            y, exchange = expert_parallel_mlp(x, *matrices, routing.weights, experts, spread.expert, **options)
             # Typed as varying like the tokens, even where devices agree: a sum over the mesh takes one type for all its terms.
             routing = routing._replace(sums=routing.sums.with_exchange(vary_as(exchange, x)))
         if self.shared_experts is not None:
@@ -193,6 +199,39 @@ def accumulated_gradients(accumulators: nnx.State) -> nnx.State:
     return nnx.from_flat_state([((*path[:-1], weights[path[-1]]), nnx.Param(array[...])) for path, array in flat])
 
 
+def set_precision(model: nnx.Module, precision: Precision | None) -> None:
+    """Sets what the matmuls of all experts of a model multiply."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Experts):
+            module.precision = precision
+
+
+def precision_of(model: nnx.Module) -> Precision | None:
+    """Returns the precision of the model's first experts; None without experts."""
+    return next((module.precision for _, module in nnx.iter_modules(model) if isinstance(module, Experts)), None)
+
+
+def fp8_copies(model: nnx.Module) -> nnx.State:
+    """Returns the copies in FP8 of all experts that multiply in FP8 and are trained, in both orders."""
+    found = {}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Experts) and module.precision is not None and not isinstance(module.gate_up_proj, Frozen):
+            copies = quantise_experts(module.gate_up_proj[...], module.down_proj[...])
+            found[(*path, "fp8_copies")] = Fp8Copies(copies)
+    return nnx.from_flat_state(found.items())
+
+
+def hold_fp8_copies(model: nnx.Module, copies: nnx.State) -> None:
+    """Gives experts the copies of their weights, in place of those that each pass would make."""
+    for (*path, _), variable in nnx.to_flat_state(copies):
+        experts: Any = functools.reduce(_member, path, model)
+        experts.fp8_copies = Fp8Copies(variable.get_value())
+
+
+def _member(module: Any, name: Any) -> Any:
+    return module[name] if isinstance(name, int) else getattr(module, name)
+
+
 class Experts(TicketHolder):
     """The experts' weights, fused as in transformers: gate_up_proj [E, 2I, D] (gate rows first) and down_proj [E, D, I].
 
@@ -206,6 +245,9 @@ class Experts(TicketHolder):
     gate_up_accumulator: GradientAccumulator | None = None
     down_accumulator: GradientAccumulator | None = None
     place: PlaceInStack | None = None
+    fp8_copies: Fp8Copies | None = None
+    precision: Precision | None = None
+    """What the matmuls multiply; None: x's dtype."""
 
     def __init__(
         self,
@@ -229,8 +271,11 @@ class Experts(TicketHolder):
         self, x: Float[Array, "tokens hidden"], weights: Float[Array, "tokens k"], experts: Int[Array, "tokens k"]
     ) -> Float[Array, "tokens hidden"]:
         """Returns the weighted sum of the chosen experts' outputs (`kernels.experts_mlp`)."""
-        matrices = self.gate_up_proj[...], self.down_proj[...]
         chunk_tokens = EXPERT_CHUNK_TOKENS if len(x) > 2 * EXPERT_CHUNK_TOKENS else None
+        if self.precision is not None:
+            options: dict[str, Any] = dict(accumulators=self.accumulators, chunk_tokens=chunk_tokens)
+            return experts_mlp_in_fp8(x, self._matrices_for_fp8(), weights, experts, self.precision, **options)
+        matrices = self.gate_up_proj[...], self.down_proj[...]
         if (adapter := self.adapter) is not None:
             return experts_mlp_adapted(x, *matrices, weights, experts, adapter, chunk_tokens=chunk_tokens)
         if isinstance(self.gate_up_proj, Frozen):
@@ -240,6 +285,15 @@ class Experts(TicketHolder):
         if self.place is not None and self.accumulators is None:
             return experts_mlp_in_stack(x, *matrices, weights, experts, self.place[...])
         return experts_mlp_accumulating(x, *matrices, weights, experts, self.accumulators, chunk_tokens=chunk_tokens)
+
+    def _matrices_for_fp8(self) -> Fp8Matrices:
+        if self.adapter is not None:
+            raise ValueError("adapters of experts multiply in bf16: take precision 'bf16', or adapters without the experts")
+        if self.ticket is not None:
+            raise ValueError("weight tickets hold operands in bf16: take precision 'bf16', or a schedule without tickets")
+        if isinstance(self.gate_up_proj, Frozen) or (self.place is not None and self.accumulators is None):
+            return frozen_matrices(self.gate_up_proj, self.down_proj, None if self.place is None else self.place[...])
+        return trained_matrices(self.gate_up_proj, self.down_proj, self.fp8_copies)
 
     @property
     def adapter(self) -> ExpertsAdapter | None:

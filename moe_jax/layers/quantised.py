@@ -12,12 +12,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float8e4m3fn, UInt8
 
+from moe_jax.kernels.experts.fp8.quantise import GROUP, quantise_matrices
+
 NF4_VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
     *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 """The 16 values of NF4, quantiles of a normal distribution (Dettmers et al., 2023, https://arxiv.org/abs/2305.14314)."""
+
+FP8_BLOCK = (GROUP, GROUP)
+"""Rows and columns that share a scale in FP8, as DeepSeek-V3 was trained."""
 
 NF4_BLOCK = 64
 """Numbers of a row that share a scale in NF4."""
@@ -37,7 +42,12 @@ class BlockScaled:
     codes: Float8e4m3fn[Array, "*stack rows columns"]
     scales: Float[Array, "*stack row_blocks column_blocks"]
     dtype: Any = field(metadata={"static": True})
-    block: tuple[int, int] = field(metadata={"static": True}, default=(128, 128))
+    block: tuple[int, int] = field(metadata={"static": True}, default=FP8_BLOCK)
+
+    @classmethod
+    def fp8(cls, w: Float[Array, "*stack rows columns"], dtype: DTypeLike) -> Self:
+        """Rounds matrices of whole blocks of 128 x 128, as `kernels.quantise_matrices` does."""
+        return cls(*quantise_matrices(w), jnp.dtype(dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -10,10 +10,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.config import ModelConfig, Stage
+from moe_jax.kernels.experts.fp8 import backends as fp8_backends
+from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Embedding, Linear
 from moe_jax.layers.mlp import MLP
-from moe_jax.layers.moe import MoE
+from moe_jax.layers.moe import MoE, precision_of, set_precision
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.passes import Pass, Remat, forward_loop
 from moe_jax.layers.router import check_expert_choice, load_balancing_loss
@@ -286,6 +288,26 @@ class Decoder(nnx.Module):
         carry, routing = run_stage(self.stages[number], number, inputs, PerLayer(jnp.zeros(1, jnp.int32)), carry, execution)
         return collect(carry.x.hidden, [] if routing is None else [routing], inputs, carry.cache)
 
+    def set_precision(self, precision: Precision | str | None) -> None:
+        """Chooses what the experts' matmuls multiply from now on, in every call, in training and in generation.
+
+        Args:
+          precision: a `kernels.Precision`, the name of one ("fp8", "fp8_kept"), or None or "bf16" for the model's dtype.
+
+        Raises:
+          ValueError: an unknown name; or FP8 for a model without experts, of another dtype than bf16, or whose experts'
+            sizes are no multiples of 128.
+        """
+        chosen = Precision.named(precision) if isinstance(precision, str) else precision
+        if chosen is not None and (reason := fp8_refusal(self.config, self.dtype)) is not None:
+            raise ValueError(reason)
+        set_precision(self, chosen)
+
+    @property
+    def precision(self) -> Precision | None:
+        """The precision of the experts' matmuls; None: the model's dtype."""
+        return precision_of(self)
+
     @property
     def head_weight(self) -> Float[Array, "vocab hidden"]:
         """The vocabulary projection; the embedding table itself when the two are tied."""
@@ -322,6 +344,15 @@ class Decoder(nnx.Module):
             remat=execution.remat if remat is None else remat,
             spread=execution.spread if spread is None else spread,
         )
+
+
+def fp8_refusal(config: ModelConfig, dtype: DTypeLike) -> str | None:
+    """Returns the reason why a model's experts cannot multiply in FP8, with what would be right; None if they can."""
+    if config.experts is None:
+        return "precision is of experts, and this model has none; take 'bf16'"
+    sizes = config.hidden_size, config.experts.moe_intermediate_size
+    reason = fp8_backends.refusal(jnp.dtype(dtype), *sizes)
+    return None if reason is None else f"FP8 does not take this model's experts: {reason}; take precision 'bf16'"
 
 
 OPTIONS = tuple(

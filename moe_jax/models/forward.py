@@ -12,6 +12,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.layers.attend import Attend
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.cache import KVCache
+from moe_jax.layers.fp8 import Fp8Copies
 from moe_jax.layers.lora import Frozen
 from moe_jax.layers.moe import AccumulatedWeight, GradientAccumulator, PlaceInStack, StackedWeight
 from moe_jax.layers.paged import LayerPages
@@ -179,7 +180,7 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
     """
     spread = execution.spread
     accumulating = GradientAccumulator, WeightTicket
-    without_gradients = ExpertBias, Frozen, AccumulatedWeight, DeferredWeight
+    without_gradients = ExpertBias, Frozen, AccumulatedWeight, DeferredWeight, Fp8Copies
     graph, *states = nnx.split(stage, nnx.Param, accumulating, (*without_gradients, StackedWeight, PlaceInStack))
     parameters, accumulators, others = states
     stacks, others = nnx.split_state(others, StackedWeight, ...)

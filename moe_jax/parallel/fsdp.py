@@ -186,6 +186,8 @@ class ShardedParameters:
     def gathered(self, params: nnx.State) -> nnx.State:
         """Gathers all parameters but the experts at once, for a program without gradients that uses them many times."""
         params = self.enter(params)
+        if "stages" not in params:
+            return params  # All weights are frozen, and whole on each device.
         gathers = zip(sorted(params["stages"].items()), self.layers, strict=True)
         stages = {name: gather.layer(stage, gather.gather(stage)) for (name, stage), gather in gathers}
         return nnx.merge_state(params, nnx.State({"stages": stages}))

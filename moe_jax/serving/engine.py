@@ -10,7 +10,8 @@ from flax import nnx
 
 from moe_jax.checkpoint.companions import generation_config
 from moe_jax.layers.lora import has_adapters
-from moe_jax.layers.quantised import is_quantised
+from moe_jax.layers.moe import Experts
+from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled, is_quantised
 from moe_jax.models.decoder import Decoder
 from moe_jax.serving.device import Device
 from moe_jax.serving.draft_state import check_drafting
@@ -92,6 +93,8 @@ class Engine:
         _check_model(model)
         check_drafting(drafts, model.config, limits)
         if strict:
+            if model.precision:
+                raise ValueError("strict=True computes in the model's dtype: take precision 'bf16'")
             check_strict(model)
             if drafts:
                 raise ValueError(f"strict=True needs drafts=0; got drafts={drafts}")
@@ -214,6 +217,12 @@ class Engine:
         return handle
 
 
+def _has_experts_in_fp8(model: Decoder) -> bool:
+    experts = [module for _, module in nnx.iter_modules(model) if isinstance(module, Experts)]
+    matrices = [variable.get_value() for each in experts for variable in (each.gate_up_proj, each.down_proj)]
+    return all(isinstance(each, BlockScaled) and each.block == FP8_BLOCK for each in matrices)
+
+
 def _check_model(model: Decoder) -> None:
     if model.config.rope_parameters.rope_type == "dynamic":
         raise ValueError(
@@ -221,8 +230,15 @@ def _check_model(model: Decoder) -> None:
         )
     if has_adapters(model):
         raise ValueError("an engine serves a model without adapters: merge them first (adapters.merge_adapter)")
-    if is_quantised(nnx.state(model)):
-        raise ValueError("an engine serves whole weights; these are quantised: load the model with weights='whole'")
+    if not model.precision and is_quantised(nnx.state(model)):
+        raise ValueError(
+            "an engine serves whole weights, or experts in FP8 with model.set_precision('fp8'); these are quantised: load the "
+            "model with weights='whole'"
+        )
+    if model.precision and not _has_experts_in_fp8(model):
+        raise ValueError(
+            "an engine with precision 'fp8' would round the experts' weights in every step: load the model with weights='fp8'"
+        )
     devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
     if len(devices) > 1:
         raise ValueError(f"an engine computes on one device; the model lies on {len(devices)}")

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig
 from moe_jax.layers.moe import Experts
+from moe_jax.layers.quantised import Quantised
 from moe_jax.layers.tickets import EXPERT_MATRICES
 from moe_jax.models.decoder import Decoder
 
@@ -28,6 +29,8 @@ class ServedModel(NamedTuple):
     """The stages of layers; with drafts also the module that drafts."""
     strict: bool = False
     """True: steps run `strict.strict_layers`."""
+    in_fp8: bool = False
+    """True: experts multiply in FP8, which `fused` does not."""
 
 
 class Weights(NamedTuple):
@@ -63,11 +66,12 @@ def take_apart(model: Decoder, *, drafts: int = 0, take_over: bool = False) -> t
     for stage in list(model.stages)[: len(model.config.stages) + drafts]:
         graph, *states = nnx.split(stage, _is_expert_matrix, ...)
         matrices, others = (_in_dtype(state, model.dtype) for state in states)
+        others = _dequantised(others)
         graphs.append(graph)
         layers += _cut(others, take_over=take_over)
         experts.append(matrices)
-    served = ServedModel(model.config, model.dtype, frame_graph, tuple(graphs))
-    return served, Weights(_in_dtype(frame, model.dtype), tuple(layers), tuple(experts))
+    served = ServedModel(model.config, model.dtype, frame_graph, tuple(graphs), in_fp8=model.precision is not None)
+    return served, Weights(_dequantised(_in_dtype(frame, model.dtype)), tuple(layers), tuple(experts))
 
 
 def frame_of(served: ServedModel, weights: Weights) -> Any:
@@ -117,6 +121,15 @@ def _cut(stacked: nnx.State, *, take_over: bool) -> list[nnx.State]:
 @jax.jit
 def _slices(stack: Array) -> list[Array]:
     return [stack[i] for i in range(stack.shape[0])]
+
+
+def _dequantised(state: nnx.State) -> nnx.State:
+    """Returns the state with whole matrices in place of quantised ones: every step reads them."""
+
+    def whole(leaf: Any) -> Any:
+        return leaf[...] if isinstance(leaf, Quantised) else leaf
+
+    return jax.tree.map(whole, state, is_leaf=lambda leaf: isinstance(leaf, Quantised))
 
 
 def _in_dtype(state: nnx.State, dtype: Any) -> nnx.State:

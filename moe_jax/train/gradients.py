@@ -104,7 +104,7 @@ def accumulate_in_place(
     """
 
     def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
-        dtype = at_least_f32(nnx.merge(graphdef, params, fixed).dtype)
+        dtype = at_least_f32(merged_model(graphdef, params, fixed).dtype)
         experts, others = nnx.split_state(params, lambda path, _: "experts" in path, ...)
         stacked, scalars = micro_batches_of(batch, micro_batches)
 

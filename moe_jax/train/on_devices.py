@@ -9,6 +9,8 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from moe_jax.layers.fp8 import Fp8Copies
+from moe_jax.layers.moe import fp8_copies, hold_fp8_copies, precision_of
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.fsdp import ShardedParameters
@@ -76,11 +78,35 @@ def on_devices(
 
 
 def merged_model(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, execution: Execution | None = None) -> Decoder:
-    """Returns the model of these arrays. `execution`, if given, becomes the defaults of its calls."""
+    """Returns the model of these arrays. `execution`, if given, becomes the defaults of its calls.
+
+    `fixed` may hold copies of the experts in FP8 beside the model's own arrays (`with_fp8_copies`).
+    """
+    copies, fixed = nnx.split_state(fixed, Fp8Copies, ...)
     model = nnx.merge(graphdef, params, fixed)
+    hold_fp8_copies(model, copies)
     if execution is not None:
         model.execution = execution
     return model
+
+
+def with_fp8_copies(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, parallelism: Parallelism | None) -> nnx.State:
+    """Returns `fixed` with FP8 copies of the experts' weights, for all micro-batches of a step.
+
+    Without copies, where a mesh splits the weights, each layer rounds the weights that it gathered.
+
+    Raises:
+      ValueError: experts that multiply in FP8, and a pipeline.
+    """
+    mesh = {} if parallelism is None else parallelism.mesh.shape
+    if parallelism is not None and parallelism.pipelined:
+        if precision_of(nnx.merge(graphdef, params, fixed)) is not None:
+            raise ValueError("a pipeline's passes hold operands in bf16: take precision 'bf16', or a mesh without pipe")
+        return fixed
+    if any(devices > 1 for axis, devices in mesh.items() if axis != "data"):
+        return fixed
+    copies = fp8_copies(merged_model(graphdef, params, fixed))
+    return nnx.merge_state(fixed, copies) if copies else fixed
 
 
 def sum_over_devices[Values](model: Decoder, values: Values) -> Values:

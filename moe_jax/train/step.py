@@ -21,6 +21,7 @@ from moe_jax.train.batch import Batch, num_rows, replicated_sharding
 from moe_jax.train.expert_bias import expert_bias_range
 from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
 from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objective
+from moe_jax.train.on_devices import with_fp8_copies
 from moe_jax.train.overlap import accumulate_overlapping, can_overlap
 from moe_jax.train.pipelined import accumulate_pipelined
 from moe_jax.train.scheduled import accumulate_scheduled
@@ -119,7 +120,7 @@ def make_train_step(
     in_place = accumulate_in_place(objective, graphdef, execution, gradient_accumulation)
 
     def train_step(one_device: bool, state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, Metrics]:
-        fixed = replace(state, frozen=frozen).fixed
+        fixed = with_fp8_copies(graphdef, state.params, replace(state, frozen=frozen).fixed, parallelism)
         if parallelism is not None:
             parallelism.check_batch(num_rows(batch) // gradient_accumulation)
         counts = {name: _count(batch[array]) for name, array in COUNTED.items() if array in batch}

@@ -1,6 +1,7 @@
 """Small checkpoints that transformers writes, with fresh random weights, and tools to take folders apart."""
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -150,3 +151,17 @@ def write_fp8(folder, *, fused_layers=(), scale_dtype=torch.float32, **overrides
         stored[name] = tensor
     rewrite_weights(folder, stored)
     edit_config(folder, quantization_config=QUANTIZATION)
+
+
+def of_transformers(folder, dtype, monkeypatch) -> dict[str, torch.Tensor]:
+    """Returns the weights that transformers loads."""
+    # transformers asks for a package that it does not use on a CPU.
+    monkeypatch.setattr(transformers.quantizers.quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.state_dict()
+
+
+def assert_same(array: np.ndarray, tensor: torch.Tensor):
+    np.testing.assert_array_equal(array.astype(np.float32).view(np.int32), tensor.float().view(torch.int32))

@@ -1,14 +1,22 @@
 """FP8 checkpoints: loading gives transformers' dequantisation, bit for bit, also in parts; saving writes bf16."""
 
 import json
-import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import transformers
-from checkpoint_helpers import edit_config, parameters, quantise, read_weights, rewrite_weights, same_bits, write_fp8
+from checkpoint_helpers import (
+    assert_same,
+    edit_config,
+    of_transformers,
+    parameters,
+    quantise,
+    read_weights,
+    rewrite_weights,
+    same_bits,
+    write_fp8,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.integrations import finegrained_fp8
@@ -18,16 +26,6 @@ from moe_jax.checkpoint import hf_load
 from moe_jax.checkpoint.fp8 import dequantised
 from moe_jax.checkpoint.hf_files import CheckpointError, open_tensors
 from moe_jax.checkpoint.hf_load import from_pretrained
-
-
-def of_transformers(folder, dtype, monkeypatch) -> dict[str, torch.Tensor]:
-    """Returns the weights that transformers loads."""
-    # transformers asks for a package that it does not use on a CPU.
-    monkeypatch.setattr(transformers.quantizers.quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    return model.state_dict()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -44,10 +42,6 @@ def test_equals_transformers_bit_for_bit(tmp_path, monkeypatch, dtype, scale_dty
         assert_same(ours["stages", 0, "mlp", "experts", name][0], expected[f"model.layers.0.mlp.experts.{name}"])
     for name in ("gate_proj", "up_proj", "down_proj"):
         assert_same(ours["stages", 1, "mlp", name, "weight"][0], expected[f"model.layers.1.mlp.{name}.weight"])
-
-
-def assert_same(array: np.ndarray, tensor: torch.Tensor):
-    np.testing.assert_array_equal(array.astype(np.float32).view(np.int32), tensor.float().view(torch.int32))
 
 
 def test_fused_experts_equal_separate_ones(tmp_path):

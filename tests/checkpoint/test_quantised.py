@@ -107,3 +107,5 @@ def test_refused(folder):
         from_pretrained(folder, weights="as stored")
     with pytest.raises(ValueError, match="must be one of 'whole', 'as stored', 'nf4'"):
         from_pretrained(folder, weights="int3")
+    with pytest.raises(ValueError, match="weights='fp8': .* hidden is 64; it must be a multiple of 128"):
+        from_pretrained(folder, weights="fp8")

@@ -1,8 +1,13 @@
 """Settings that make no sense are refused, all of them at once."""
 
+from typing import get_args
+
 import pytest
 from tiny import settings
 
+from moe_jax.adapters.settings import LoraSettings
+from moe_jax.kernels.experts.fp8.precision import RECIPES
+from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import MeshShape
 
 
@@ -50,6 +55,21 @@ def test_a_model_that_the_run_would_replace_is_refused(tmp_path, name):
         ):
             settings(tmp_path, **{name: str(tmp_path / place)})
     settings(tmp_path, **{name: str(tmp_path / "run" / "initial")})
+
+
+def test_precisions(tmp_path):
+    with pytest.raises(ValueError, match="precision='int8' must be one of 'bf16', 'fp8', 'fp8_kept'"):
+        settings(tmp_path, precision="int8")
+    with pytest.raises(ValueError, match="precision='fp8' needs dtype='bfloat16'"):
+        settings(tmp_path, precision="fp8")
+    options = dict(precision="fp8", dtype="bfloat16")
+    with pytest.raises(ValueError, match="needs a mesh without pipe, whose passes hold bf16; got mesh.pipe=2"):
+        settings(tmp_path, **options, mesh=MeshShape(pipe=2), gradient_accumulation=2)
+    settings(tmp_path, **options, mesh=MeshShape(expert=2))
+    with pytest.raises(ValueError, match="give lora.targets without experts"):
+        settings(tmp_path, **options, lora=LoraSettings(rank=4))
+    settings(tmp_path, **options, lora=LoraSettings(rank=4, targets=("attention",)))
+    assert get_args(PrecisionName) == RECIPES
 
 
 def test_overlapping_micro_batches_need_several_and_a_mesh(tmp_path):

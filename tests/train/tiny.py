@@ -68,6 +68,21 @@ def model(**options):
     return moe_jax.from_config(config, rngs=nnx.Rngs(0), **{"dtype": jnp.float32, **options})
 
 
+def model_for_fp8(**options):
+    """Two layers with four experts of sizes that FP8 takes, which compute in bf16."""
+    config = moe_jax.Qwen3MoeConfig(
+        **{**QWEN3, "hidden_size": 128},
+        moe_intermediate_size=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.01,
+    )
+    return moe_jax.from_config(
+        config, rngs=nnx.Rngs(0), **{"dtype": jnp.bfloat16, "param_dtype": jnp.float32, **options}
+    )  # fmt: skip
+
+
 def dense(**options):
     """Two layers without experts."""
     config = moe_jax.Qwen3Config(**QWEN3)

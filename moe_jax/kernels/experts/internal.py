@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.kernels.experts.choose_backend import resolve_backend
+from moe_jax.kernels.experts.fp8.passes import Fp8Options
+from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fused_vjp import ExpertsOperands, ExpertsOptions, Matrices, experts_of_parts
 from moe_jax.kernels.experts.routing import is_an_expert
 from moe_jax.kernels.precision import at_least_f32
@@ -154,6 +156,7 @@ def experts_mlp_of_parts(
     backend: str | None = None,
     max_pairs: Sequence[int | None] | None = None,
     shares: Sequence[int] | None = None,
+    precision: Precision | None = None,
 ) -> tuple[Float[Array, "_ hidden"], ...]:
     """Computes `experts_mlp` of several groups of tokens, one after the other, where some arrive later than others.
 
@@ -168,6 +171,7 @@ def experts_mlp_of_parts(
             count as ids outside [0, E), the last experts' first. None: room for all.
         shares: for each part, the number of devices that its tokens come from, equally many from each (default: 1). The part's
             y and dx are made in this number of equal pieces, one by one. So no piece that is sent is copied out of the whole.
+        precision: as in `experts_mlp`; each pass rounds the weights once for all parts.
 
     Raises:
         ValueError: there are no parts; parts differ in more than their numbers of tokens; or max_pairs or shares has another
@@ -194,7 +198,10 @@ def experts_mlp_of_parts(
         )
     for pairs in max_pairs:
         check_positive("max_pairs", pairs)
-    backend = resolve_backend(backend, parts[0].x.dtype, sizes["hidden"], sizes["inter"])
+    fp8, of_tokens = None, (parts[0].x.dtype, sizes["hidden"], sizes["inter"])
+    if precision is not None:
+        fp8 = Fp8Options.of(precision, backend, *of_tokens)
+    backend = resolve_backend(backend, *of_tokens) if fp8 is None else fp8.sums
     parts, w_gate_up, w_down = vary_alike((tuple(parts), w_gate_up, w_down))
     into, in_stack = None, False
     if accumulators is not None:
@@ -209,7 +216,8 @@ def experts_mlp_of_parts(
         accumulators=into,
         layer=layer,
     )
-    return experts_of_parts(operands, ExpertsOptions(backend, tuple(max_pairs), tuple(shares), accumulators_in_stack=in_stack))
+    options = ExpertsOptions(backend, tuple(max_pairs), tuple(shares), accumulators_in_stack=in_stack, fp8=fp8)
+    return experts_of_parts(operands, options)
 
 
 def check_positive(name: str, value: int | None) -> None:

@@ -22,6 +22,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe_jax.kernels.experts.api import experts_mlp
+from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, experts_mlp_in_fp8
+from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fused_vjp import Matrices
 from moe_jax.kernels.experts.internal import (
     Accumulators,
@@ -89,6 +91,7 @@ def expert_parallel_mlp(
     *,
     backend: str | None = None,
     accumulators: Accumulators | None = None,
+    precision: Precision | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], Exchange]:
     """Computes `experts_mlp` of this device's tokens with the experts of all n devices of the axis, inside `jax.shard_map`.
 
@@ -104,6 +107,7 @@ def expert_parallel_mlp(
 
     Args:
         accumulators: of this device's experts, as in `kernels.experts.internal.experts_mlp_accumulating`.
+        precision: as in `experts_mlp`. Tokens and outputs travel in x's dtype.
 
     Raises:
         ValueError: shapes that do not fit together, more shadow_experts than experts, and errors of `experts_mlp`. Shadow
@@ -125,7 +129,12 @@ def expert_parallel_mlp(
     if topk_experts.size == 0:
         return vary_as(jnp.zeros_like(x), arguments), Exchange(none, one, none)
     if devices == 1:
-        y = experts_mlp_accumulating(x, w_gate_up, w_down, topk_weights, topk_experts, accumulators, backend=backend)
+        given: dict[str, Any] = dict(backend=backend)
+        if precision is None:
+            y = experts_mlp_accumulating(x, w_gate_up, w_down, topk_weights, topk_experts, accumulators, **given)
+        else:
+            matrices, given = Fp8Matrices(Matrices(w_gate_up, w_down)), given | {"accumulators": accumulators}
+            y = experts_mlp_in_fp8(x, matrices, topk_weights, topk_experts, precision, **given)
         return y, Exchange(none, one, none)
 
     experts = int32_ids(topk_experts, num_experts)
@@ -137,10 +146,10 @@ def expert_parallel_mlp(
     everywhere = arguments, lax.axis_index(parallel.axis_name)
     inputs, experts, accumulating = vary_as((inputs, experts, accumulating), everywhere)
     if parallel.shadow_experts == 0:
-        y, exchange = _exchange(parallel, backend, inputs, experts, accumulating)
+        y, exchange = _exchange(parallel, backend, precision, inputs, experts, accumulating)
         return y.astype(x.dtype), exchange
-    shadows = _compute_shadows(parallel, backend, inputs, experts)
-    y, exchange = _exchange(parallel, backend, shadows.inputs, shadows.experts)
+    shadows = _compute_shadows(parallel, backend, precision, inputs, experts)
+    y, exchange = _exchange(parallel, backend, precision, shadows.inputs, shadows.experts)
     return (y + shadows.y).astype(x.dtype), exchange._replace(num_shadows=shadows.num_shadows)
 
 
@@ -177,7 +186,11 @@ class ShadowOutput(NamedTuple):
 
 
 def _compute_shadows(
-    parallel: ExpertParallel, backend: str | None, inputs: ExpertInputs, experts: Int[Array, "tokens k"]
+    parallel: ExpertParallel,
+    backend: str | None,
+    precision: Precision | None,
+    inputs: ExpertInputs,
+    experts: Int[Array, "tokens k"],
 ) -> ShadowOutput:
     assert inputs.w_gate_up is not None and inputs.w_down is not None
     axis_name, num_experts = parallel.axis_name, axis_size(parallel.axis_name) * inputs.w_down.shape[0]
@@ -187,7 +200,8 @@ def _compute_shadows(
     shadows = select_shadows(load, parallel.shadow_experts, cost)
     own, copies = lend(ExpertWeights(inputs.w_gate_up, inputs.w_down), shadows, axis_name, dtype)
     weights_of_shadows, slots, others = choices_of_shadows(inputs.weights, experts, shadows)
-    y = experts_mlp(inputs.x, copies.gate_up, copies.down, weights_of_shadows, slots, backend=backend)
+    options: dict[str, Any] = dict(backend=backend, precision=precision)
+    y = experts_mlp(inputs.x, copies.gate_up, copies.down, weights_of_shadows, slots, **options)
     left = inputs._replace(w_gate_up=own.gate_up, w_down=own.down)
     return ShadowOutput(y, jnp.sum(shadows >= 0, dtype=jnp.int32), left, others)
 
@@ -195,6 +209,7 @@ def _compute_shadows(
 def _exchange(
     parallel: ExpertParallel,
     backend: str | None,
+    precision: Precision | None,
     inputs: ExpertInputs,
     experts: Int[Array, "tokens k"],
     accumulating: AccumulatingExperts | None = None,
@@ -203,6 +218,7 @@ def _exchange(
     devices, tokens = axis_size(parallel.axis_name), inputs.x.shape[0]
     local_experts = _weights(inputs, accumulating)[0].shape[-3]
     plan = plan_exchange(tokens, experts.shape[1], devices, local_experts, parallel, backend)
+    plan = plan._replace(precision=precision)
     owner = owners(experts, plan.num_experts, devices)
     queues = queue(owner, lax.stop_gradient(inputs.weights), devices, plan.first, parallel.drop or "position")
     # A buffer holds everything that one device can send to another, under any routing.
@@ -228,6 +244,7 @@ class ExchangePlan(NamedTuple):
     first: Capacity
     further: Capacity
     backend: str | None
+    precision: Precision | None = None
 
 
 class Choices(NamedTuple):
@@ -318,7 +335,14 @@ def _round(
     if sums is not None and of_call.accumulating is not None:
         accumulators = Accumulators(*sums, in_stack=True, layer=of_call.accumulating.layer)
     outputs = experts_mlp_of_parts(
-        parts, w_gate_up, w_down, accumulators, backend=plan.backend, max_pairs=max_pairs, shares=shares
+        parts,
+        w_gate_up,
+        w_down,
+        accumulators,
+        backend=plan.backend,
+        max_pairs=max_pairs,
+        shares=shares,
+        precision=plan.precision,
     )
     return combine(jnp.concatenate(outputs), route, *how)
 

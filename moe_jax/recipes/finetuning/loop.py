@@ -218,6 +218,8 @@ def _load(run: PreparedRun, model: Decoder | None, loss: LossFunction | None) ->
         )
     if settings.lora is not None:
         add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))
+    if settings.precision != "bf16":
+        model.set_precision(settings.precision)
     schedule = _schedule(settings)
     optimizer = make_optimizer(
         schedule,

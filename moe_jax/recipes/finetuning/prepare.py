@@ -37,6 +37,7 @@ from moe_jax.recipes.finetuning.export import check_destination
 from moe_jax.recipes.finetuning.identity import same_run
 from moe_jax.recipes.finetuning.lock import output_lock
 from moe_jax.recipes.finetuning.lora import base_of, check_lora, identity_of_lora
+from moe_jax.recipes.finetuning.precision import check_precision, identity_of_precision
 from moe_jax.recipes.finetuning.samples import sampler_of
 from moe_jax.recipes.finetuning.settings import FinetuneSettings, pipe_problems
 from moe_jax.runtime.processes import is_first_process, require_shared, unlike_the_first
@@ -196,6 +197,7 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     _warn_of_far_positions(config, settings.seq_len)
     expert_devices = _check_experts(settings, parallelism, config)
     lora = check_lora(settings, config, model, parallelism)
+    check_precision(settings.precision, config, {} if parallelism is None else dict(parallelism.mesh.shape))
     _check_optimizer(settings, parallelism, config)
     if parallelism is not None:
         layers_in_pipe(config, parallelism.pipe)
@@ -298,7 +300,8 @@ def _identity(
     begin_texts: bool,
 ) -> dict[str, Any]:
     """Returns what must be equal for a run to continue. The starting weights and the loss are added by `prepare_run`."""
-    identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH} | identity_of_lora(settings)
+    identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
+    identity |= identity_of_lora(settings) | identity_of_precision(settings.precision)
     identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
     return identity | _dtypes_of(model) | ({"begin_texts": True} if begin_texts else {})
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from moe_jax.adapters.settings import LoraSettings
+from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
 from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.recipes.finetuning.lora_settings import (
@@ -15,6 +16,7 @@ from moe_jax.recipes.finetuning.lora_settings import (
     lora_problems,
     weights_problems,
 )
+from moe_jax.recipes.finetuning.precision import precision_problems
 from moe_jax.recipes.finetuning.trackers import Tracker, tracker_problems
 from moe_jax.train.data.files import FORMATS
 from moe_jax.train.data.records import LEARNED_ANSWERS
@@ -92,6 +94,8 @@ class FinetuneSettings:
         adapter in place of a model. None: train all parameters.
       weights: the form of the weights beside adapters: "whole", "as stored" for a checkpoint in FP8, or "nf4" for experts of 4
         bits (docs/adapters.md).
+      precision: "fp8" multiplies the experts in 8 bits, forward and for the gradients of their inputs; "fp8_kept" also keeps
+        their activations so (docs/fp8.md). "bf16": in `dtype`. The mesh must be without pipe.
       mesh: the numbers of devices over which rows, parameters, experts and sequences are spread (docs/scaling.md). All devices
         are used.
       pipe_chunks: the parts of consecutive layers that each rank of mesh.pipe holds. More chunks wait less and send more
@@ -162,6 +166,7 @@ class FinetuneSettings:
     offload: bool = False
     lora: LoraSettings | None = None
     weights: Weights = "whole"
+    precision: PrecisionName = "bf16"
     mesh: MeshShape = MeshShape()
     pipe_chunks: int = 1
     shard_optimizer: bool = False
@@ -259,6 +264,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     problems += pipe_problems(settings, settings.mesh.pipe)
     problems += lora_problems(settings.lora, asdict(settings.mesh), settings.shard_optimizer)
     problems += weights_problems(settings.weights, settings.lora, settings.mesh.size)
+    problems += precision_problems(settings.precision, settings.dtype, asdict(settings.mesh), settings.lora)
     if settings.pipe_chunks > 1 and settings.mesh.pipe == 1:
         problems.append(f"pipe_chunks={settings.pipe_chunks} needs a mesh.pipe of 2 or more")
     rows = settings.batch_size // settings.gradient_accumulation

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int, Integer
 
-from moe_jax.kernels.experts.fp8.backends import resolve_fp8_backend
 from moe_jax.kernels.experts.fp8.passes import Fp8Options, QuantisedExperts
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices
@@ -25,7 +24,7 @@ class Fp8Matrices(NamedTuple):
     frozen: bool = False
     """The weights get no gradients, and no products are made for any."""
     layer: Int[Array, ""] | None = None
-    """If given, `quantised` are stacks of layers, of which a call uses this one, without gradients."""
+    """If given, the matrices are stacks of layers, of which a call uses this one, without gradients."""
 
 
 def experts_mlp_in_fp8(
@@ -57,7 +56,7 @@ def experts_mlp_in_fp8(
     check_positive("chunk_tokens", chunk_tokens)
     if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
         chunk_tokens = None
-    chosen = resolve_fp8_backend(backend, x.dtype, x.shape[1], sizes["inter"])
+    fp8 = Fp8Options.of(precision, backend, x.dtype, x.shape[1], sizes["inter"])
     if quantised is not None:
         refuse = refuse_gradient if weights is None else jax.lax.stop_gradient
         quantised = jax.tree.map(refuse, quantised)
@@ -72,9 +71,8 @@ def experts_mlp_in_fp8(
     operands = ExpertsOperands(
         (x,), of_weights[0], of_weights[1], (topk_weights,), (topk_experts,), into, layer, quantised
     )  # fmt: skip
-    fp8 = Fp8Options(chosen.matmuls, chosen.sums, chosen.row_alignment, precision.kept)
     options = ExpertsOptions(
-        chosen.sums,
+        fp8.sums,
         (None,),
         chunk_tokens=chunk_tokens,
         accumulators_in_stack=in_stack,

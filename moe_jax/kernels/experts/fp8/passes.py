@@ -12,15 +12,16 @@ A transposed matrix has the same values and scales: it is rounded once.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float
 
 from moe_jax.kernels.experts import backends
 from moe_jax.kernels.experts.backends import OuterPart
-from moe_jax.kernels.experts.fp8.backends import implementation
-from moe_jax.kernels.experts.fp8.precision import Kept
+from moe_jax.kernels.experts.fp8.backends import implementation, resolve_fp8_backend
+from moe_jax.kernels.experts.fp8.precision import Kept, Precision
 from moe_jax.kernels.experts.fp8.quantise import (
     QuantisedMatrices,
     QuantisedRows,
@@ -67,6 +68,12 @@ class Fp8Options(NamedTuple):
     """`Fp8Backend.sums`."""
     row_alignment: int
     kept: Kept
+
+    @classmethod
+    def of(cls, precision: Precision, backend: str | None, dtype: jnp.dtype, hidden: int, inter: int) -> Self:
+        """Chooses the backends of a call; arguments and errors as of `resolve_fp8_backend`."""
+        chosen = resolve_fp8_backend(backend, dtype, hidden, inter)
+        return cls(chosen.matmuls, chosen.sums, chosen.row_alignment, precision.kept)
 
 
 def gate_up_in_fp8(

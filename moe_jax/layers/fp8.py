@@ -1,0 +1,39 @@
+"""The experts' matrices of a model in FP8: frozen ones as they lie in memory, and copies of trained ones.
+
+Copies are made once for several calls, outside a loop over micro-batches. No checkpoint and no optimizer has them.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int
+
+from moe_jax.kernels.experts.fp8.experts import Fp8Matrices
+from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
+from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
+from moe_jax.kernels.experts.fused_vjp import Matrices
+from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled
+
+
+class Fp8Copies(nnx.Variable):
+    """The `QuantisedExperts` of an `Experts` module, made of its weights; no gradient reaches them."""
+
+
+def frozen_matrices(gate_up: nnx.Variable, down: nnx.Variable, layer: Int[Array, ""] | None) -> Fp8Matrices:
+    """Returns matrices that get no gradients; those in blocks of 128 x 128 are multiplied as they are.
+
+    Args:
+      layer: the layer of the stacks to use; None: they are no stacks.
+    """
+    values = gate_up.get_value(), down.get_value()
+    if all(isinstance(value, BlockScaled) and value.block == FP8_BLOCK for value in values):
+        quantised = (QuantisedMatrices(value.codes, value.scales.astype(jnp.float32)) for value in values)
+        return Fp8Matrices(None, QuantisedExperts(*quantised), frozen=True, layer=layer)
+    return Fp8Matrices(Matrices(gate_up[...], down[...]), frozen=True, layer=layer)
+
+
+def trained_matrices(gate_up: nnx.Variable, down: nnx.Variable, copies: Fp8Copies | None) -> Fp8Matrices:
+    """Returns matrices that get gradients, with their copies in FP8 if there are some."""
+    made: Any = None if copies is None else copies.get_value()
+    return Fp8Matrices(Matrices(gate_up[...], down[...]), made)

@@ -1,0 +1,97 @@
+"""Experts loaded in FP8 and multiplied in FP8: as stored or rounded; logits, generation and the engine."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import seeds
+from checkpoint_helpers import write_checkpoint, write_fp8
+from flax import nnx
+
+import moe_jax
+from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.kernels import Precision, quantise_matrices
+from moe_jax.layers.fp8 import frozen_matrices
+from moe_jax.layers.quantised import BlockScaled, is_quantised
+from moe_jax.serving.engine import Engine
+from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.request import SamplingOptions
+
+LIMITS = EngineLimits(max_sequences=2, max_tokens_per_step=32, max_chunks_per_step=2, max_length=64, num_pages=4)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A folder whose projections are in FP8."""
+    folder = tmp_path_factory.mktemp("stored")
+    write_fp8(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(stored):
+    """The experts as stored, multiplied in FP8, and all else whole."""
+    made = from_pretrained(stored, weights="fp8")
+    made.set_precision("fp8")
+    return made
+
+
+def _run(model, tokens, expert_ids=None):
+    """Returns the logits and the experts of all tokens."""
+    graph, state = nnx.split(model)
+    found = jax.jit(lambda *arguments: nnx.merge(graph, arguments[0])(arguments[1], expert_ids=expert_ids))(state, tokens)
+    return np.asarray(found.logits, np.float32), found.expert_ids
+
+
+def _experts(model):
+    experts = model.stages[0].mlp.experts
+    return experts.gate_up_proj, experts.down_proj
+
+
+def test_experts_are_as_stored(stored, model):
+    as_stored = from_pretrained(stored, weights="as stored")
+    for ours, theirs in zip(_experts(model), _experts(as_stored), strict=True):
+        ours, theirs = ours.get_value(), theirs.get_value()
+        assert isinstance(ours, BlockScaled)
+        np.testing.assert_array_equal(ours.codes.view(jnp.uint8), theirs.codes.view(jnp.uint8))
+        np.testing.assert_array_equal(ours.scales, theirs.scales)
+    assert not is_quantised(model.stages[0].self_attn.q_proj.weight.get_value())
+    matrices = frozen_matrices(*_experts(model), None)
+    assert matrices.weights is None, "codes are multiplied as they are"
+
+
+def test_other_experts_are_rounded(tmp_path):
+    write_checkpoint(tmp_path, hidden_size=128, moe_intermediate_size=128, num_hidden_layers=2)
+    whole, rounded = (from_pretrained(tmp_path, weights=weights) for weights in ("whole", "fp8"))
+    for ours, weights in zip(_experts(rounded), _experts(whole), strict=True):
+        expected = quantise_matrices(weights[...])
+        np.testing.assert_array_equal(ours.get_value().codes.view(jnp.uint8), expected.values.view(jnp.uint8))
+        np.testing.assert_array_equal(ours.get_value().scales, expected.scales)
+
+
+def test_logits_are_near_the_dequantised(stored, model):
+    """Activations alone are rounded in addition; the same experts are chosen, as some choices are nearly equal."""
+    tokens = seeds.rng().integers(0, 61, (2, 16))
+    expected, experts = _run(from_pretrained(stored), tokens)
+    found, _ = _run(model, tokens, experts)
+    # Random weights make the experts nearly all of the residual stream, so their error of 6 % shows and grows with each layer.
+    assert 1e-4 < np.linalg.norm(found - expected) / np.linalg.norm(expected) < 0.3
+
+
+def test_generation_and_the_engine(model):
+    """Both take the FP8 experts; greedy tokens are equal unless two logits are nearly equal."""
+    prompt = seeds.rng().integers(0, 61, 7).tolist()
+    generated = moe_jax.generate(model, prompt, max_new_tokens=4)
+    engine = Engine(model, limits=LIMITS)
+    ((completion,),) = engine.generate([prompt], SamplingOptions(max_new_tokens=4))
+    engine.close()
+    assert completion.tokens[:1] == generated[:1]
+
+
+def test_the_engine_refuses(stored, model):
+    whole = from_pretrained(stored)
+    whole.set_precision(Precision())
+    with pytest.raises(ValueError, match="load the model with weights='fp8'"):
+        Engine(whole, limits=LIMITS)
+    with pytest.raises(ValueError, match="strict=True computes in the model's dtype"):
+        Engine(model, limits=LIMITS, strict=True)
