@@ -10,7 +10,7 @@ from h200 import needs_compiler, run_script
 
 pytestmark = needs_compiler
 
-SPILLS = {"gated_matmul_backward": 264, "sum_rows": 8}
+SPILLS = {"gated_matmul_backward": 264, "fp8_gated_matmul_backward": 64, "sum_rows": 8}
 """Upper bound on the bytes that a thread spills, for kernels whose fastest version exceeds the registers (docs/kernels.md)."""
 
 EXPERTS = """
@@ -70,6 +70,33 @@ for tile in (TileShape(128, 128, 6), TileShape(64, 256, 4)):
         return matmul_gated_silu(x, w, rows, tile, keep_h=False, source_of_row=rows.token_of_row)
 
     compile(gate_up, ((32768, 2048), bf16), ((128, 2 * 768, 2048), bf16), ((32768, 8), i32))
+"""
+
+FP8 = """
+from moe_jax.kernels.experts.fp8 import mosaic
+from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
+from moe_jax.kernels.experts.routing import plan, plan_of_few
+
+f8, scales = jnp.float8_e4m3fn, lambda n, k: ((128, n // 128, k // 128), f32)
+
+def forward(p, x, gate_up, gate_up_scales, down, down_scales, keep_h):
+    rows = mosaic.rows_of_tokens(x, p)
+    h, act = mosaic.gated_matmul(rows, QuantisedMatrices(gate_up, gate_up_scales), p, keep_h=keep_h)
+    return h, mosaic.grouped_matmul(act, QuantisedMatrices(down, down_scales), p)
+
+def step(x, chosen, dy, weight_of_row, *matrices):
+    p = plan(chosen, 128, 64)
+    h, y = forward(p, x, *matrices[:4], keep_h=True)
+    dy = mosaic.rows_of_tokens(dy, p)
+    return y, mosaic.gated_matmul_backward(dy, QuantisedMatrices(*matrices[4:]), h, weight_of_row, p)
+
+x, pairs = ((32768, 2048), bf16), ((32768, 8), i32)
+matrices = ((128, 1536, 2048), f8), scales(1536, 2048), ((128, 2048, 768), f8), scales(2048, 768)
+rows = jax.eval_shape(lambda: plan(jnp.zeros(pairs[0], i32), 128, 64)).num_rows
+compile(step, x, pairs, x, ((rows,), f32), *matrices, ((128, 768, 2048), f8), scales(768, 2048))
+for tokens, make_plan in ((32768, plan), (256, plan), (64, plan_of_few)):
+    f = lambda x, chosen, *matrices: forward(make_plan(chosen, 128, 64), x, *matrices, keep_h=False)
+    compile(f, ((tokens, 2048), bf16), ((tokens, 8), i32), *matrices)
 """
 
 SUMS = """
@@ -193,6 +220,7 @@ EXPERTS_KERNELS = {
     "grouped_matmul_transposed",
     "grouped_outer",
 }
+FP8_KERNELS = {"fp8_gather_rows", "fp8_gated_matmul", "fp8_grouped_matmul", "fp8_gated_matmul_backward"}
 ATTENTION_KERNELS = {"flash_attention_forward", "flash_attention_backward_queries", "flash_attention_backward_keys"}
 
 
@@ -222,6 +250,11 @@ def test_gathering_tiles():
     """With other tiles a kernel that gathers its rows spills at most 12 bytes."""
     (spilled,) = spilled_bytes(GATHERING).values()
     assert spilled <= 12
+
+
+def test_fp8():
+    """The experts of Qwen3-30B-A3B in FP8, of many tokens and of few, spill no more than SPILLS says."""
+    assert_no_spills(spilled_bytes(FP8), FP8_KERNELS)
 
 
 def test_token_sums():

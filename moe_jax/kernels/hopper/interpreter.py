@@ -42,3 +42,12 @@ def wgmma_registers(accumulator, a, b, staging) -> None:
         plgpu.commit_smem()
         a = staging
     plgpu.wgmma(accumulator, a, b)
+
+
+def finish_reading() -> None:
+    """Ends a warpgroup's ordinary loads from a slot that it releases next.
+
+    On a GPU each thread arrives at the slot's barrier by itself, behind its own loads. The race detector wants a fence.
+    """
+    if is_interpreted():
+        plgpu.commit_smem()

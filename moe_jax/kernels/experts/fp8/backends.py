@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from moe_jax.kernels.experts import backends
 from moe_jax.kernels.experts.choose_backend import resolve_backend
-from moe_jax.kernels.experts.fp8 import xla
+from moe_jax.kernels.experts.fp8 import mosaic, xla
 from moe_jax.kernels.experts.fp8.quantise import GROUP
 
-MODULES: dict[str, ModuleType] = {"xla": xla}
-"""The implementations by name; kernels for Hopper have the name "mosaic"."""
+MODULES: dict[str, ModuleType] = {"xla": xla, "mosaic": mosaic}
+"""The implementations by name."""
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Fp8Backend(NamedTuple):
 def resolve_fp8_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int) -> Fp8Backend:
     """Returns the backends for a name as `resolve_backend` takes it.
 
-    The matmuls run on the kernels of the same name where there are such kernels and they take the sizes, else on "xla". The
+    The matmuls run on the kernels of the same name where these take the sizes, else on "xla". The
     choice is logged once.
 
     Raises:
@@ -49,13 +49,10 @@ def resolve_fp8_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: 
     if (reason := refusal(dtype, hidden, inter)) is not None:
         raise ValueError(f"precision: FP8 does not take these experts: {reason}")
     sums = resolve_backend(name, dtype, hidden, inter)
-    kernels = MODULES.get("mosaic")
     if sums != "mosaic":
         reason = f"the backend is {sums!r}"
-    elif kernels is None:
-        reason = "there are no kernels"
     else:
-        reason = kernels.refusal(dtype, hidden, inter)
+        reason = mosaic.refusal(dtype, hidden, inter)
     matmuls = "mosaic" if reason is None else "xla"
     _announce(matmuls, reason)
     return Fp8Backend(sums, matmuls)

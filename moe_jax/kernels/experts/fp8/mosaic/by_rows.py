@@ -1,0 +1,322 @@
+"""Rows in FP8 times their expert's matrix in FP8: out[r] = a[r] @ w[e(r)].T, with an epilogue on the f32 sums.
+
+Cost for R rows: 2*R*K*N FLOPs. With tiles of 128 x 256, A and B cross from L2 R*N*K*(1/256 + 1/128) bytes.
+
+Kernels `fp8_grouped_matmul`, `fp8_gated_matmul`, and `fp8_gated_matmul_backward` of by_rows_backward.py:
+
+    roles     producer WG2                  TMA a[row : row+rows, k : k+128], w[expert, columns of the tile, k : k+128] -> slot,
+                                            and the scales of both
+                                            fp8_gated_matmul: TMA w and its scales twice a warpgroup, for gate and for up
+              consumers WG0, WG1            promoted.py: wgmma 64 x 128 x 128, promotion; then the epilogue by 64 rows
+    smem      a stages x rows x 128 | w stages x columns x 128, e4m3 | out 2 WG x 64 x 64, bf16 | the epilogue's
+              row_scales stages x rows | column_scales stages x copies x 8 x 4, f32 | barriers
+              128 x 256 x 4 stages: a 64 KiB | w 128 KiB | out 16 KiB | scales 2 + 1 KiB | 64 bytes           = 211 KiB of 227
+              fp8_gated_matmul      with h: halves of act 8 KiB besides; without: 16 KiB, and no out          = 219 or 211
+    barriers  full[slot]    1 arrival a TMA copy (of a and its scales 2; of w and its scales 2, 4 or 8), waited for by both
+                            consumers (with ping-pong full[consumer, slot], waited for by that one)
+              empty[slot]   1 arrival a consumer that reads the slot (2; with ping-pong 1), waited for by the producer
+    invariant the rows of a tile belong to one expert; rows below its last block are not stored
+              an `out` chunk is written again only after the TMA store before it has read it
+              TMA copies scales to multiples of 128 bytes: anything less stops the kernel with "misaligned address"
+    time      promoted.py
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16
+
+from moe_jax.kernels.experts.fp8.mosaic.promoted import (
+    BLOCK,
+    STEP,
+    Place,
+    PromotedProgram,
+    run_tiles,
+)
+from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
+from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows
+from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, EpilogueReferences
+from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord, row_tiles
+from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
+from moe_jax.kernels.experts.routing import Plan
+from moe_jax.kernels.hopper.launch import launch, operand_transforms
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Registers
+
+F8 = jnp.float8_e4m3fn
+
+COPIES = 4
+"""Copies of each scale of a matrix: 16 bytes, the least that TMA copies."""
+
+
+@partial(jax.jit, static_argnames="tile")
+def matmul(a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: TileShape) -> BFloat16[Array, "rows n"]:
+    """Returns a[r] @ w[e].T, e = expert of r. Rows of no expert are left unwritten."""
+
+    def store(sums, part, write, references):
+        (out_ref,) = references.outputs
+        for place, block in sums.items():
+            for c in range(0, GROUP, CHUNK):
+                write(out_ref, part.column + place.column + c, block[:, c : c + CHUNK])
+
+    shape = jax.ShapeDtypeStruct((plan.num_rows, w.values.shape[1]), jnp.bfloat16)
+    return launch_rows(a, w, plan, tile, Fp8Epilogue("fp8_grouped_matmul", [shape], store))[0]
+
+
+@partial(jax.jit, static_argnames=("tile", "keep_h"))
+def matmul_gated_silu(
+    a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: TileShape, *, keep_h: bool
+) -> tuple[BFloat16[Array, "rows 2*inter"] | None, QuantisedRows]:
+    """Returns h = a @ w[e].T = [gate | up] and act = silu(gate) * up, act rounded from the f32 sums.
+
+    Without `keep_h`, h is None and not written.
+    """
+    inter = w.values.shape[1] // 2
+
+    def store(sums, part, write, references):
+        *h_ref, values_ref, scales_ref = references.outputs
+        gate, up = sums.values()
+        column = pl.multiple_of(part.column // 2, GROUP)
+        if keep_h:
+            for half, block in ((0, gate), (inter, up)):
+                for c in range(0, GROUP, CHUNK):
+                    write(h_ref[0], half + column + c, block[:, c : c + CHUNK])
+        act = gate / (1 + jnp.exp(-gate)) * up
+        store_group(act, values_ref, scales_ref, part, column, references.scratch)
+
+    outputs = [
+        *([jax.ShapeDtypeStruct((plan.num_rows, 2 * inter), jnp.bfloat16)] if keep_h else []),
+        *rows_shapes(plan.num_rows, inter),
+    ]
+    scratch = halves_scratch(1 if keep_h else 2)
+    registers = Registers(producer=72, consumer=216 if keep_h else 208)
+    epilogue = Fp8Epilogue("fp8_gated_matmul", outputs, store, scratch=scratch, registers=registers)
+    *h, values, scales = launch_rows(a, w, plan, tile, epilogue, pairs_halves=True)
+    return (h[0] if keep_h else None), QuantisedRows(values, scales)
+
+
+def rows_shapes(rows: int, columns: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Returns the shapes of the parts of `QuantisedRows`."""
+    return jax.ShapeDtypeStruct((rows, columns), F8), jax.ShapeDtypeStruct((columns // GROUP, rows), jnp.float32)
+
+
+def halves_scratch(halves: int):
+    """Returns the scratch of `store_group`: one or two halves of 64 x 64 e4m3 of each consumer, on their way to memory."""
+    return plgpu.SMEM((CONSUMERS, halves, WGMMA_ROWS, CHUNK), F8, transforms=operand_transforms(F8))
+
+
+def store_group(group, values_ref, scales_ref, part: "Fp8Part", column, scratch) -> None:
+    """Rounds 64 x 128 f32 to e4m3 with a scale for each row, and stores both."""
+    scales = scales_of(jnp.abs(group).max(axis=1))
+    scales_ref[column // GROUP, pl.ds(part.row, WGMMA_ROWS)] = scales
+    values = (group * inverse_scales(scales, BLOCK)).astype(F8)
+    halves = scratch.shape[1]
+    for n in range(GROUP // CHUNK):
+        if n % halves == 0:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        half = scratch.at[part.warpgroup, n % halves]
+        half[...] = values[:, n * CHUNK : (n + 1) * CHUNK]
+        plgpu.commit_smem()
+        target = values_ref.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(column + n * CHUNK, CHUNK)]
+        plgpu.copy_smem_to_gmem(half, target)
+
+
+class Fp8Part(NamedTuple):
+    """The 64 rows and the columns of a tile that a consumer's epilogue works on."""
+
+    row: jax.Array
+    """The first of the 64 rows, in the whole array."""
+    column: jax.Array
+    """The first column, in the whole array; of gate and up counted together."""
+    warpgroup: Any
+
+
+@dataclass(frozen=True)
+class Fp8Epilogue:
+    """The part of a kernel that turns a tile's sums into results."""
+
+    name: str
+    """Name of the whole kernel, in profiles."""
+    outputs: list[jax.ShapeDtypeStruct]
+    store: Callable[[dict[Place, Any], Fp8Part, Callable, EpilogueReferences], None]
+    """(sums of 64 rows, part, write, references). write(output reference, column, values) rounds and stores 64 columns."""
+    inputs: Any = ()
+    scratch: Any = ()
+    prepare: Callable[[Fp8Part, EpilogueReferences], None] = lambda part, references: None
+    """Runs before `store`; for a tile's first rows before its first step, for example to start loads that `store` waits for."""
+    registers: Registers = Registers(producer=72, consumer=208)
+    """The number with which ptxas spills least (promoted.py)."""
+
+
+class Fp8RowsInputs(NamedTuple):
+    """Arrays that the kernel reads."""
+
+    tiles: tuple[Any, ...]
+    """`RowTiles.arrays`."""
+    a: QuantisedRows
+    w: QuantisedMatrices
+    """With scales [experts, n / 128, k / 128, COPIES]."""
+    epilogue: Any
+
+
+class Fp8RowsScratch(NamedTuple):
+    """Shared memory. Swizzled buffers come first: each starts at a multiple of 1024 bytes."""
+
+    a: Any
+    """[stages, rows, 128]."""
+    w: Any
+    """[stages, columns, 128]."""
+    out: Any
+    """[consumers, 64, 64] bf16: chunks on their way to memory; None if none are."""
+    epilogue: Any
+    row_scales: Any
+    """[stages, rows] f32."""
+    column_scales: Any
+    """[stages, copies of w's columns, 8, 4] f32: the scale of each 128 columns of a copy, four times. TMA copies at least 16
+    bytes, to a multiple of 128 bytes."""
+    pipe: Pipeline
+
+
+def launch_rows(
+    a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: TileShape, epilogue: Fp8Epilogue, *, pairs_halves: bool = False
+) -> list[Array]:
+    """Runs the kernel and returns the epilogue's outputs.
+
+    Args:
+        pairs_halves: half of a warpgroup's columns come from the first half of w's rows, half from the second half. Gate and up
+            of one column are then sums of one thread.
+    """
+    _, columns, summands = w.values.shape
+    num_steps, column_tiles = summands // STEP, columns // tile.columns
+    group = rows_in_group((columns, summands), F8)
+    tiles = row_tiles(plan, tile.rows, column_tiles, group)
+    # The columns of a tile lie in one piece, or in one of gate and one of up for each warpgroup.
+    column_copies = 2 * tile.column_blocks if pairs_halves else 1
+    per_copy = tile.columns // column_copies // GROUP
+
+    def body(inputs: Fp8RowsInputs, *references):
+        *output_refs, scratch = references
+        epilogue_refs = EpilogueReferences(tuple(output_refs), inputs.epilogue, scratch.epilogue)
+
+        def locate(index):
+            # A loop carries the coordinates: arrays, of which nothing is known.
+            return jax.tree.map(jnp.int32, tiles.find(index, *inputs.tiles))
+
+        def part_of(coord: TileCoord, warpgroup, row):
+            """64 rows of the warpgroup, `row` below its first, and whether they are the expert's: below its last block, no."""
+            first = tile.first_row(warpgroup) + row
+            column_block = coord.column_tile * tile.column_blocks + tile.column_block(warpgroup)
+            return Fp8Part(
+                pl.multiple_of(coord.row, ROW_ALIGNMENT) + first, column_block * tile.warpgroup_columns, warpgroup
+            ), first < coord.num_rows
+
+        def prologue(coord, warpgroup):
+            part, has_rows = part_of(coord, warpgroup, 0)
+            pl.when(has_rows)(lambda: epilogue.prepare(part, epilogue_refs))
+
+        def has_rows(coord, warpgroup):
+            # As in the kernels of 16 bits: with large matrices all tiles take equally long.
+            return part_of(coord, warpgroup, 0)[1] if group == 1 else True
+
+        def factor(slot, place, warpgroup):
+            group = tile.column_block(warpgroup) * (tile.warpgroup_columns // GROUP) + place.column // GROUP
+            rows = pl.ds(tile.first_row(warpgroup) + place.row, WGMMA_ROWS)
+            of_rows = plgpu.load(scratch.row_scales.at[slot, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            return of_rows * scratch.column_scales[slot, group // per_copy, group % per_copy, 0]
+
+        def store_tile(sums, coord, warpgroup):
+            def write(part, output, column, values):
+                chunk = scratch.out.at[warpgroup]
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                chunk[...] = values.astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(chunk, output.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(column, CHUNK)])
+
+            def store(row, part):
+                if row > 0:
+                    epilogue.prepare(part, epilogue_refs)
+                own = {place: block for place, block in sums.items() if place.row == row}
+                epilogue.store(own, part, partial(write, part), epilogue_refs)
+
+            for row in range(0, tile.warpgroup_rows, WGMMA_ROWS):
+                part, is_of_expert = part_of(coord, warpgroup, row)
+                pl.when(is_of_expert)(partial(store, row, part))
+
+        program = PromotedProgram(
+            locate=locate,
+            load=partial(_load, inputs, scratch, tile, pairs_halves=pairs_halves, reads_tokens=reads_tokens),
+            multiply=partial(_multiply, scratch, tile),
+            factor=factor,
+            prologue=prologue,
+            epilogue=store_tile,
+            has_rows=has_rows,
+        )
+        run_tiles(tiles.count(*inputs.tiles) * column_tiles, num_steps, program, tile, scratch.pipe, epilogue.registers)
+
+    reads_tokens = plan.holds_all_tokens and a.values.shape[0] < plan.num_rows
+    swizzled = operand_transforms(F8, STEP)
+    scratch = Fp8RowsScratch(
+        a=plgpu.SMEM((tile.stages, tile.rows, STEP), F8, transforms=swizzled),
+        w=plgpu.SMEM((tile.stages, tile.columns, STEP), F8, transforms=swizzled),
+        out=plgpu.SMEM((CONSUMERS, WGMMA_ROWS, CHUNK), jnp.bfloat16, transforms=operand_transforms(jnp.bfloat16))
+        if any(output.dtype == jnp.bfloat16 for output in epilogue.outputs)
+        else None,
+        epilogue=epilogue.scratch,
+        row_scales=plgpu.SMEM((tile.stages, tile.rows), jnp.float32),
+        column_scales=plgpu.SMEM((tile.stages, column_copies, 8, COPIES), jnp.float32),
+        pipe=tile.pipeline(copies=2 + 2 * column_copies),
+    )
+    kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
+    copies = jnp.broadcast_to(w.scales[..., None], (*w.scales.shape, COPIES))
+    return kernel(Fp8RowsInputs(tiles.arrays, a, QuantisedMatrices(w.values, copies), epilogue.inputs))
+
+
+def _load(
+    inputs: Fp8RowsInputs,
+    scratch: Fp8RowsScratch,
+    tile: TileShape,
+    coord: TileCoord,
+    k,
+    slot,
+    full_barrier,
+    *,
+    pairs_halves: bool,
+    reads_tokens: bool,
+) -> None:
+    """Starts the copies of one step: rows of a, columns of w, and the scales of both."""
+    ks, w, w_scales = pl.ds(k * STEP, STEP), inputs.w.values, inputs.w.scales
+    rows = pl.ds(0 if reads_tokens else pl.multiple_of(coord.row, ROW_ALIGNMENT), tile.rows)
+    # References in the place of the arrays, which mypy does not know.
+    a: Any = inputs.a.values
+    a_scales: Any = inputs.a.scales
+    # Rows beyond a's are read as zeros.
+    plgpu.copy_gmem_to_smem(a.at[rows, ks], scratch.a.at[slot], full_barrier)
+    plgpu.copy_gmem_to_smem(a_scales.at[k, rows], scratch.row_scales.at[slot], full_barrier)
+
+    def load_columns(first, columns, i):
+        source = w.at[coord.expert, pl.ds(pl.multiple_of(first, GROUP), columns), ks]
+        plgpu.copy_gmem_to_smem(source, scratch.w.at[slot, pl.ds(i * columns, columns)], full_barrier)
+        groups = pl.ds(first // GROUP, columns // GROUP)
+        target = scratch.column_scales.at[slot, i, pl.ds(0, columns // GROUP)]
+        plgpu.copy_gmem_to_smem(w_scales.at[coord.expert, groups, k], target, full_barrier)
+
+    if pairs_halves:
+        half, inter = tile.warpgroup_columns // 2, w.shape[1] // 2
+        for i in range(2 * tile.column_blocks):
+            block = coord.column_tile * tile.column_blocks + i // 2
+            load_columns(i % 2 * inter + block * half, half, i)
+    else:
+        load_columns(coord.column_tile * tile.columns, tile.columns, 0)
+
+
+def _multiply(scratch: Fp8RowsScratch, tile: TileShape, accumulator, slot, place: Place, warpgroup) -> None:
+    """Issues the wgmma of one block of a warpgroup."""
+    rows = pl.ds(tile.first_row(warpgroup) + place.row, WGMMA_ROWS)
+    columns = pl.ds(tile.column_block(warpgroup) * tile.warpgroup_columns + place.column, GROUP)
+    plgpu.wgmma(accumulator, scratch.a.at[slot, rows], scratch.w.at[slot, columns].transpose((1, 0)))

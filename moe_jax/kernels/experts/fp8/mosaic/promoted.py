@@ -1,0 +1,166 @@
+"""The main loop of FP8 matmuls: every 128 summands the tensor core's sums are scaled and added to f32 sums.
+
+The tensor core keeps about 14 bits of a sum of FP8 products. So it sums 128 of them, from zero. The scales of these 128 are one
+number for a row and one for 128 columns:
+
+    total += (row's scale * matrix's scale) * sum of the step
+
+    roles     producer and consumers of hopper/mainloop.py, persistent blocks, one ring of slots for all tiles of a block
+              consumers: for each step wait, then for each block of 64 x 128 of the warpgroup: wgmma, wait for it, promote
+    time      one consumer promotes while the other's wgmma runs
+              producer    |L0    L1    L2
+              consumer 0      |M0 p M0 p M1 p M1 p
+              consumer 1          |M0 p M0 p M1 p M1 p
+    registers 64 sums of a block, 64 totals of each block: 192 with two blocks. With more registers than a kernel needs, ptxas
+              starts the second block's wgmma before the first is promoted, and spills in the loop (`Fp8Epilogue.registers`)
+    scales    travel with the operands. Loads from memory would stall the warpgroup for their whole latency, also if the number
+              is used a step later: ptxas moves what is the same for all threads to a uniform register at once
+    invariant a slot is released when the last block's wgmma has read it, before that block is promoted
+              a tile's place is read while the tile before it is computed
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moe_jax.kernels.experts.fp8.quantise import GROUP
+from moe_jax.kernels.hopper.interpreter import finish_reading
+from moe_jax.kernels.hopper.mainloop import TileShape
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Registers, run_roles
+
+STEP = GROUP
+"""Summands of a step: one row of the 128-byte swizzle, and what a scale stands for."""
+
+BLOCK = (WGMMA_ROWS, GROUP)
+"""Rows and columns that are multiplied and promoted at a time."""
+
+
+class Place(NamedTuple):
+    """The place of a block of 64 x 128 in the rows and columns of a warpgroup."""
+
+    row: int
+    column: int
+
+
+def places(shape: TileShape) -> list[Place]:
+    """Returns the blocks of a warpgroup, row by row."""
+    rows, columns = range(0, shape.warpgroup_rows, WGMMA_ROWS), range(0, shape.warpgroup_columns, GROUP)
+    return [Place(row, column) for row in rows for column in columns]
+
+
+@dataclass(frozen=True)
+class PromotedProgram:
+    """The functions in which the kernels differ. `coord` is what `locate` returns for a tile."""
+
+    locate: Callable[[jax.Array], Any]
+    """tile index -> coord."""
+    load: Callable[[Any, Any, Any, Any], None]
+    """Producer: (coord, step of the tile, slot, full barrier) starts the copies of one step."""
+    multiply: Callable[[Any, Any, Place, Any], None]
+    """Consumer: (accumulator reference, slot, block, warpgroup) issues the wgmma of one block and step."""
+    factor: Callable[[Any, Place, Any], Any]
+    """Consumer: (slot, block, warpgroup) -> [64] f32, in registers, from the slot."""
+    prologue: Callable[[Any, Any], None]
+    """Consumer: (coord, warpgroup) runs before the tile's first step."""
+    epilogue: Callable[[dict[Place, Any], Any, Any], None]
+    """Consumer: (sums of the blocks, coord, warpgroup) stores the result."""
+    has_rows: Callable[[Any, Any], Any]
+    """Consumer: (coord, warpgroup) -> False if no row of the warpgroup counts. It then leaves the tensor cores to the other
+    consumer, and its sums are zero."""
+
+
+def run_tiles(
+    num_tiles: jax.Array, num_steps: int, program: PromotedProgram, shape: TileShape, slots: Pipeline, registers: Registers
+) -> None:
+    """Computes a thread block's share of `num_tiles` tiles. Runs in every warpgroup, in the scope of the pipeline's buffers."""
+
+    def locate(index):
+        return program.locate(jnp.clip(index, 0, jnp.maximum(num_tiles - 1, 0)))
+
+    first = lax.axis_index("block")
+
+    def produce():
+        @plgpu.nd_loop((num_tiles,), collective_axes="block", init_carry=(jnp.int32(0), locate(first)))
+        def result(info, carry):
+            before, coord = carry
+            following = locate(info.index[0] + lax.axis_size("block"))
+            consumer = _active_consumer(info) if shape.ping_pong else 0
+
+            @pl.loop(0, num_steps)
+            def _steps(k):
+                slots.acquire(before + k)
+                slot = slots.slot(before + k)
+                program.load(coord, k, slot, slots.full_barrier(slot, consumer=consumer))
+
+            return before + num_steps, following
+
+        slots.drain(result[0])
+
+    def consume(warpgroup):
+        @plgpu.nd_loop((num_tiles,), collective_axes="block", init_carry=(jnp.int32(0), locate(first)))
+        def _tiles(info, carry):
+            before, coord = carry
+            following = locate(info.index[0] + lax.axis_size("block"))
+
+            def compute():
+                program.prologue(coord, warpgroup)
+                sums = _sums(coord, warpgroup, before, num_steps, program, shape, slots)
+                program.epilogue(sums, coord, warpgroup)
+
+            if shape.ping_pong:
+                pl.when(_active_consumer(info) == warpgroup)(compute)
+            else:
+                compute()
+            return before + num_steps, following
+
+        plgpu.wait_smem_to_gmem(0)
+
+    run_roles(produce, consume, registers)
+
+
+def _sums(coord, warpgroup, before, num_steps, program: PromotedProgram, shape: TileShape, slots: Pipeline) -> dict[Place, Any]:
+    """Returns the sums of a warpgroup's blocks, each [64, 128] f32. Every slot is waited for and released."""
+    blocks = places(shape)
+    own_steps = jnp.where(program.has_rows(coord, warpgroup), num_steps, 0)
+
+    def step(k, totals):
+        slot = slots.slot(before + k)
+        slots.wait(slot, consumer=warpgroup)
+        factors = {place: program.factor(slot, place, warpgroup) for place in blocks}
+        new = {}
+        for place in blocks:
+            sums = pl.run_scoped(partial(_multiply, program, slot, place, warpgroup), plgpu.ACC(BLOCK, jnp.float32))
+            if place == blocks[-1]:
+                finish_reading()
+                slots.release(slot)
+            new[place] = totals[place] + lax.broadcast_in_dim(factors[place], BLOCK, [0]) * sums
+        return new
+
+    zeros = plgpu.layout_cast(jnp.zeros(BLOCK, jnp.float32), plgpu.Layout.WGMMA)
+    totals = lax.fori_loop(0, own_steps, step, {place: zeros for place in blocks})
+
+    @pl.loop(own_steps, num_steps)
+    def _steps_without_rows(k):
+        slot = slots.slot(before + k)
+        slots.wait(slot, consumer=warpgroup)
+        slots.release(slot)
+
+    return totals
+
+
+def _multiply(program: PromotedProgram, slot, place: Place, warpgroup, accumulator):
+    program.multiply(accumulator, slot, place, warpgroup)
+    plgpu.wgmma_wait(0)
+    return accumulator[...]
+
+
+def _active_consumer(info):
+    """Returns the consumer that computes this tile with ping-pong."""
+    return lax.rem(info.local_index, jnp.int32(CONSUMERS))
