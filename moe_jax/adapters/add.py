@@ -83,9 +83,10 @@ def _chosen(model: Decoder, settings: LoraSettings) -> list[Target]:
     chosen = [target for target in targets if target.kind in wanted or (target.kind in WITH_NAMES and target.name in wanted)]
     without = dict.fromkeys(target.kind for target in chosen if target.kind not in WITH_DROPOUT)
     if settings.dropout and without:
+        fitting = [kind for kind in WITH_DROPOUT if kind in names]
         raise ValueError(
-            f"LoraSettings: dropout={settings.dropout} is for attention and mlp, and targets have {' and '.join(without)}: "
-            f"their kernels use the frozen matrix's rows for the change too, and PEFT refuses it. Give targets={WITH_DROPOUT}"
+            f"LoraSettings: dropout={settings.dropout} is for attention and mlp, and targets have {' and '.join(without)}, "
+            f"whose changes read the rows of the frozen matrix. Give targets={fitting}"
         )
     return chosen
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file
 
-from moe_jax.adapters.add import check_can_adapt, lay_everywhere
+from moe_jax.adapters.add import WITH_DROPOUT, check_can_adapt, lay_everywhere
 from moe_jax.adapters.base import BASE_FILE, warn_of_another_base
 from moe_jax.adapters.fused_layouts import FusedLayout, factors_apart, fused_parts, parameter_name
 from moe_jax.adapters.names import PREFIX, ModulePart, modules_of
@@ -53,6 +53,7 @@ class Stack(NamedTuple):
     target: Target
     a: np.ndarray
     b: np.ndarray
+    dropout: float = 0.0
 
 
 def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool = False) -> list[Stack]:
@@ -68,7 +69,10 @@ def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool =
     factors = _factors_of_modules(load_file(folder / WEIGHTS_FILE), modules, config, folder, b_grouped_by_expert)
     targets = list(dict.fromkeys(module.target for module in modules))
     warn_of_another_base(model.source, folder, config)
-    return _with_whole_experts([stack for target in targets if (stack := _stacked(target, modules, factors))], targets)
+    stacks = [stack for target in targets if (stack := _stacked(target, modules, factors))]
+    dropout = config.get("lora_dropout") or 0.0
+    stacks = [stack._replace(dropout=dropout) if stack.target.kind in WITH_DROPOUT else stack for stack in stacks]
+    return _with_whole_experts(stacks, targets)
 
 
 def put_stacks(model: Decoder, stacks: list[Stack]) -> None:
@@ -76,7 +80,7 @@ def put_stacks(model: Decoder, stacks: list[Stack]) -> None:
     mesh = mesh_of(nnx.state(model))
     freeze(model)
     for stack in stacks:
-        made = Adapter(stack.a.shape, stack.b.shape, scale=1.0, rngs=nnx.Rngs(0))
+        made = Adapter(stack.a.shape, stack.b.shape, scale=1.0, dropout=stack.dropout, rngs=nnx.Rngs(0))
         made.a[...], made.b[...] = jax.numpy.asarray(stack.a), jax.numpy.asarray(stack.b)
         lay_everywhere(made, mesh)
         setattr(stack.target.module, stack.target.adapter, made)

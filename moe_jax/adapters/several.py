@@ -36,14 +36,15 @@ class NamedAdapters:
         All adapters have the same shapes, so that a function that was compiled for the model is not compiled again.
 
         Raises:
-          ValueError: there is no adapter of this name.
+          ValueError: there is no adapter of this name, or the model has lost its adapters.
         """
         if name is not None and name not in self._factors:
             raise ValueError(f"no adapter {name!r}; there are {', '.join(map(repr, self._factors))}")
-        for i, target in enumerate(self._targets):
-            a, b = self._factors[name or self.names[0]][i]
-            assert target.found is not None
-            target.found.a[...], target.found.b[...] = a, b if name is not None else jnp.zeros_like(b)
+        found = [target.found for target in self._targets if target.found is not None]
+        if len(found) < len(self._targets):
+            raise ValueError("the model has no adapters any more: they were merged or taken away")
+        for adapter, (a, b) in zip(found, self._factors[name or self.names[0]], strict=True):
+            adapter.a[...], adapter.b[...] = a, b if name is not None else jnp.zeros_like(b)
         self.active = name
 
 

@@ -143,7 +143,7 @@ def check_form(folder_or_hub_id: str | Path, weights: str, devices: int) -> None
     config = load_config(folder)
     check_weights(weights, is_quantised, devices, config)
     if weights == "fp8" and (reason := fp8_refusal(config, jnp.bfloat16)) is not None:
-        raise ValueError(f"weights='fp8': {reason}")
+        raise ValueError(f"weights='fp8': {reason}; take 'whole' or 'nf4'")
 
 
 def find_checkpoint(folder_or_hub_id: str | Path) -> Path:

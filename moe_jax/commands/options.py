@@ -31,7 +31,7 @@ def loaded_in(precision: InferencePrecision, folder: Path, **options: Any) -> "D
 
     # Before minutes of loading.
     if precision != "bf16" and (reason := fp8_refusal(read_config(folder, mtp=False), options["dtype"])) is not None:
-        raise ValueError(f"--precision {precision}: {reason}")
+        raise ValueError(f"--precision {precision}: {reason}; take 'bf16'")
     model = from_pretrained(folder, weights="whole" if precision == "bf16" else "fp8", **options)
     model.set_precision(precision)
     return model

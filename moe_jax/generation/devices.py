@@ -27,6 +27,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.generation.prompts import left_padded
 from moe_jax.generation.request import DecodeOptions
 from moe_jax.kernels.varying import vary_as
+from moe_jax.layers.lora import Frozen
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.fsdp import ShardedParameters
@@ -84,7 +85,7 @@ def decode_on_devices[Results: tuple](
       ValueError: the model lies on a mesh with several devices along `pipe`, or its layers in the chunks of a pipeline.
     """
     graph, parameters, *rest = nnx.split(model, nnx.Param, ...)
-    mesh = generation_mesh(_devices_of(model), model.config)
+    mesh = generation_mesh(_devices_of(model), model.config, spread_experts=not _holds_frozen_experts(rest))
     refuse_chunks(parameters, "generation")
     specs = ShardedParameters.of(parameters, mesh, dtype=model.dtype, token_axes=AXES).specs
     parameters = jax.tree.map(partial(_placed, mesh), parameters, specs)
@@ -97,13 +98,21 @@ def decode_on_devices[Results: tuple](
     return jax.tree.map(lambda rows: np.asarray(rows)[: len(prompts)], results)
 
 
-def generation_mesh(devices: Sequence[jax.Device], config: ModelConfig) -> Mesh:
+def generation_mesh(devices: Sequence[jax.Device], config: ModelConfig, *, spread_experts: bool = True) -> Mesh:
     """Builds the mesh (fsdp, expert) of generation.
 
     A model that is loaded onto this mesh needs no other move than the gathering of the matrices that are not experts.
+
+    Args:
+      spread_experts: False leaves all experts on each device, as frozen ones must lie.
     """
-    experts = math.gcd(len(devices), config.experts.num_experts) if config.experts and config.moe_layers else 1
+    has_experts = config.experts is not None and bool(config.moe_layers) and spread_experts
+    experts = math.gcd(len(devices), config.experts.num_experts) if has_experts and config.experts else 1
     return Mesh(np.array(devices).reshape(-1, experts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _holds_frozen_experts(states: Sequence[nnx.State]) -> bool:
+    return any("experts" in path and isinstance(leaf, Frozen) for state in states for path, leaf in nnx.to_flat_state(state))
 
 
 _announced: set[tuple] = set()

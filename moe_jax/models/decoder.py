@@ -304,7 +304,7 @@ class Decoder(nnx.Module):
         """
         chosen = Precision.named(precision) if isinstance(precision, str) else precision
         if chosen is not None and (reason := fp8_refusal(self.config, self.dtype)) is not None:
-            raise ValueError(reason)
+            raise ValueError(f"{reason}; take precision 'bf16'")
         set_precision(self, chosen)
 
     @property
@@ -361,12 +361,12 @@ class Decoder(nnx.Module):
 
 
 def fp8_refusal(config: ModelConfig, dtype: DTypeLike) -> str | None:
-    """Returns the reason why a model's experts cannot multiply in FP8, with what would be right; None if they can."""
+    """Returns the reason why a model's experts cannot multiply in FP8; None if they can."""
     if config.experts is None:
-        return "precision is of experts, and this model has none; take 'bf16'"
+        return "FP8 is for experts, and this model has none"
     sizes = config.hidden_size, config.experts.moe_intermediate_size
     reason = fp8_backends.refusal(jnp.dtype(dtype), *sizes)
-    return None if reason is None else f"FP8 does not take this model's experts: {reason}; take precision 'bf16'"
+    return None if reason is None else f"FP8 does not take this model's experts: {reason}"
 
 
 OPTIONS = tuple(

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from moe_jax.recipes.finetuning.precision import PRECISION
 from moe_jax.runtime.processes import is_first_process
 from moe_jax.train.adapted_run import WEIGHTS
 from moe_jax.train.starting_weights import MODEL, same_weights
@@ -51,5 +52,5 @@ def _differences(name: str, saved: Any, now: Any) -> list[str]:
 def _said(name: str, value: Any) -> str:
     """Describes a value; one that is not there is the default."""
     if value is None:
-        return "'whole'" if name == WEIGHTS else "none"
+        return {WEIGHTS: "'whole'", PRECISION: "'bf16'"}.get(name, "none")
     return f"a {name}" if isinstance(value, dict) else repr(value)

@@ -174,9 +174,6 @@ def _train(
                 check_eval_loss(record)
                 best = best.after(step, record["eval_loss"]) if counts(settings, step) else best
             log.write(record, of_layers(host, run.config.routed_layers), last)
-            if sampler is not None and is_sampled(settings, step):
-                texts = sampler(nnx.merge(training.graph, state.params, state.fixed))
-                log.write_samples(record_of_samples(step, sampler.prompts, texts))
             moves = settings.rebalance_every and step % settings.rebalance_every == 0 and step < settings.steps
             if places is not None and moves:
                 state, places = places.rebalance(state, run.config, run.expert_devices)
@@ -187,6 +184,10 @@ def _train(
                 checkpoints.kept_step = step
             if step % settings.checkpoint_every == 0 or step == last or is_best:
                 checkpoints.save(step, state.without_frozen, _position(run, places, best))
+            # Behind the save: what fails here costs no step.
+            if sampler is not None and is_sampled(settings, step):
+                texts = sampler(nnx.merge(training.graph, state.params, state.fixed))
+                log.write_samples(record_of_samples(step, sampler.prompts, texts))
         early, model_step = step < settings.steps and best.ends(settings.early_stop), step
         finished = step >= settings.steps or early
         if finished and settings.keep_best and best.step:
@@ -228,8 +229,7 @@ def load_training(
         )
     if settings.lora is not None:
         add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))
-    if settings.precision != "bf16":
-        model.set_precision(settings.precision)
+    model.set_precision(settings.precision)
     schedule = schedule or _schedule(settings)
     optimizer = make_optimizer(
         schedule,

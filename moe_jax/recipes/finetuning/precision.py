@@ -48,7 +48,7 @@ def check_precision(precision: PrecisionName, config: "ModelConfig", mesh: Mappi
     if problems := precision_problems(precision, "bfloat16", mesh):
         raise ValueError("FinetuneSettings: " + "; ".join(problems))
     if (reason := fp8_refusal(config, "bfloat16")) is not None:
-        raise ValueError(f"precision={precision!r}: {reason}")
+        raise ValueError(f"precision={precision!r}: {reason}; take precision 'bf16'")
 
 
 def identity_of_precision(precision: PrecisionName) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from flax import nnx
 from meshes import laid_out
 
 import moe_jax
+from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.cli import main
 from moe_jax.generation import generate_with_drafts
 from moe_jax.parallel import make_mesh
@@ -34,6 +35,13 @@ def test_equals_one_device(make, sizes, options):
     expected = moe_jax.generate(model, PROMPTS, **options)
     assert len({*map(len, expected)}) > 1
     assert moe_jax.generate(laid_out(model, **sizes), PROMPTS, **options) == expected
+
+
+def test_frozen_experts_lie_whole_on_each_device():
+    model = tiny.model()
+    add_lora(model, LoraSettings(rank=2), rngs=nnx.Rngs(0))
+    expected = moe_jax.generate(model, PROMPTS, max_new_tokens=4)
+    assert moe_jax.generate(laid_out(model, data=2), PROMPTS, max_new_tokens=4) == expected
 
 
 def test_drafts():
