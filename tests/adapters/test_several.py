@@ -61,3 +61,12 @@ def test_refused(folders, tmp_path):
     with pytest.raises(ValueError, match="no adapter 'other'; there are 'small', 'large'"):
         named.use("other")
     assert named.active == "small"
+
+
+def test_merged_adapters_switch_no_more(folders):
+    hf, places = folders
+    model = load_ours(hf)
+    named = load_adapters(model, places)
+    merge_adapter(model)
+    with pytest.raises(ValueError, match="no adapters any more"):
+        named.use("small")

@@ -29,7 +29,7 @@ def test_a_run(tmp_path):
     result = finetune(settings)
     assert result.model.precision == Precision()
     assert result.metrics[-1]["loss"] < result.metrics[0]["loss"]
-    with pytest.raises(ValueError, match="precision: checkpoint 'fp8', now none"):
+    with pytest.raises(ValueError, match="precision: checkpoint 'fp8', now 'bf16'"):
         finetune(replace(settings, precision="bf16"))
 
 
