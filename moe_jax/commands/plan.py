@@ -1,14 +1,17 @@
 """`moe-jax plan`: predicts time and memory of a training step on every mesh."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+from moe_jax.checkpoint.weights import Weights
 from moe_jax.commands.options import LoraOption, config_of, options_of_lora
 from moe_jax.cost.gpus import machine
 from moe_jax.parallel.choices import PipeSchedule
+from moe_jax.recipes.finetuning.lora_settings import weights_problems
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class PlanCommand:
       remat: recompute layers in the backward pass (offload: also keep their inputs in host memory). Default: no and yes are
         tried, and offload where yes does not fit.
       lora: as in `moe-jax finetune`. The time of adapters is that of reading and writing their rows; none was measured yet.
+      weights: as in `moe-jax finetune`. "as stored" counts FP8 in blocks. FP8 is made whole here, as without `--precision fp8`.
       param_dtype: as in `moe-jax finetune`.
       moment_dtype: as in `moe-jax finetune`.
       expert_load_imbalance: choices computed by the busiest device, over the mean of all devices.
@@ -60,6 +64,7 @@ class PlanCommand:
     keys_per_token: float | None = None
     remat: Literal["no", "yes", "offload"] | None = None
     lora: LoraOption = None
+    weights: Weights = "whole"
     param_dtype: Literal["bfloat16", "float32"] | None = None
     moment_dtype: Literal["bfloat16", "float32"] = "float32"
     expert_load_imbalance: float = 1.0
@@ -85,7 +90,12 @@ class PlanCommand:
             config = config.without_mtp()
             planned = planned_lora(config, self.lora)
             print(planned.summary)
-            adapters = PlannedAdapters(planned.summary.parameters, planned.moved_elements, options_of_lora(self.lora))
+            options = options_of_lora(self.lora) + (
+                "" if self.weights == "whole" else f" --weights {shlex.quote(self.weights)}"
+            )
+            adapters = PlannedAdapters(planned.summary.parameters, planned.moved_elements, options, self.weights)
+        if problems := weights_problems(self.weights, self.lora, self.devices):
+            raise ValueError("; ".join(problems))
         if self.limit < 1:
             raise ValueError(f"limit must be at least 1; got {self.limit}")
         if self.sequence_length < 2:

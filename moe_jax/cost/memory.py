@@ -13,6 +13,7 @@ layers add to the sums directly, and several micro-batches are in flight.
 from typing import NamedTuple
 
 from moe_jax.config import Stage
+from moe_jax.cost.frozen_weights import frozen_bytes, quantised_layer
 from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.planned_step import BYTES, PlannedAdapters, PlannedStep
 from moe_jax.cost.schedules import product_bytes, slots, stage_copies
@@ -54,9 +55,10 @@ def _of_adapters(step: PlannedStep, adapters: PlannedAdapters) -> dict[str, floa
     trained = 4 * adapters.parameters
     gradients = trained * (2 if step.accumulates else 1)
     kept = sum(_layers_kept(step, stage.num_layers) * kept_by_layer(step, stage) for stage in step.stages)
-    passes = kept + max(backward_workspace(step), loss_workspace(step, step.tokens))
+    made_whole = max(quantised_layer(step, number).whole for number, _ in enumerate(step.stages))
+    passes = kept + max(made_whole + backward_workspace(step), loss_workspace(step, step.tokens))
     return {
-        "parameters": BYTES[step.param_dtype] * sum(p.own_size for p in step.parameters) + trained,
+        "parameters": frozen_bytes(step) + trained,
         "moments": 2 * BYTES[step.moment_dtype] * adapters.parameters,
         "gradients": gradients,
         "activations": kept,

@@ -71,7 +71,8 @@ def _remedy(prediction: Prediction) -> str:
     step, alone = prediction.step, f"Parameters, moments and gradients alone are {state / 2**30:.0f}"
     if step.adapters is not None:
         smaller = "" if step.param_dtype == "bfloat16" else ", or bf16 parameters"
-        return f"{alone}, and beside adapters each GPU holds all weights: take GPUs with more memory{smaller}."
+        fewer = ", or --weights nf4" if step.adapters.weights == "whole" else ""
+        return f"{alone}, and beside adapters each GPU holds all weights: take GPUs with more memory{smaller}{fewer}."
     whole = (4 + 2 * BYTES[step.moment_dtype] + BYTES[step.param_dtype]) * num_parameters(step.config)
     devices = math.ceil(whole / prediction.machine.memory)
     if step.mesh.size >= devices:

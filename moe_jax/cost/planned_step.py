@@ -29,6 +29,8 @@ class PlannedAdapters(NamedTuple):
     """Elements of rows that all adapters read and write in the forward pass of one token."""
     options: str
     """The options of `moe-jax finetune` that train them."""
+    weights: str = "whole"
+    """The form of the frozen weights, as `moe-jax finetune --weights` has it."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from moe_jax.config import Stage
 from moe_jax.cost.attention import attention_seconds, moved_elements
 from moe_jax.cost.flops import attention_matrices
+from moe_jax.cost.frozen_weights import quantised_layer
 from moe_jax.cost.layer import ExpertsWork, Passes, elementwise_seconds, experts_seconds, matmul_seconds, router_seconds
 from moe_jax.cost.machine import Machine
 from moe_jax.cost.planned_step import PlannedStep
@@ -107,7 +108,9 @@ def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str,
     if step.adapters is not None:
         # Passes over rows of their own, which compute little beside what they read and write.
         moved = elementwise_seconds(tokens, step.adapters.moved_elements / config.num_hidden_layers, machine)
-        parts["elementwise"] = Passes(*map(sum, zip(parts["elementwise"], moved, strict=True)))
+        made = sum(quantised_layer(step, number)) / machine.hbm
+        made_whole = Passes(made, 0.0, made)
+        parts["elementwise"] = Passes(*map(sum, zip(parts["elementwise"], moved, made_whole, strict=True)))
     if stage.sparse:
         parts["experts"] = _sparse_seconds(step, machine)
     return parts | {"kept": _keeping_seconds(step, stage, parts.values(), machine)}
