@@ -247,7 +247,7 @@ class Experts(TicketHolder):
     place: PlaceInStack | None = None
     fp8_copies: Fp8Copies | None = None
     precision: Precision | None = None
-    """What the matmuls multiply; None: x's dtype."""
+    """The operands of the matmuls; None: x's dtype."""
 
     def __init__(
         self,

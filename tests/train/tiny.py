@@ -57,30 +57,24 @@ QWEN3 = dict(
 
 def model(**options):
     """Two layers with four experts; a token uses two."""
-    config = moe_jax.Qwen3MoeConfig(
-        **QWEN3,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        router_aux_loss_coef=0.01,
-    )
-    return moe_jax.from_config(config, rngs=nnx.Rngs(0), **{"dtype": jnp.float32, **options})
+    return _with_experts({}, 16, {"dtype": jnp.float32, **options})
 
 
 def model_for_fp8(**options):
     """Two layers with four experts of sizes that FP8 takes, which compute in bf16."""
+    return _with_experts({"hidden_size": 128}, 128, {"dtype": jnp.bfloat16, "param_dtype": jnp.float32, **options})
+
+
+def _with_experts(sizes, moe_intermediate_size, options):
     config = moe_jax.Qwen3MoeConfig(
-        **{**QWEN3, "hidden_size": 128},
-        moe_intermediate_size=128,
+        **{**QWEN3, **sizes},
+        moe_intermediate_size=moe_intermediate_size,
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,
         router_aux_loss_coef=0.01,
     )
-    return moe_jax.from_config(
-        config, rngs=nnx.Rngs(0), **{"dtype": jnp.bfloat16, "param_dtype": jnp.float32, **options}
-    )  # fmt: skip
+    return moe_jax.from_config(config, rngs=nnx.Rngs(0), **options)
 
 
 def dense(**options):

@@ -137,7 +137,7 @@ def forward_pass(
         quantised = _quantised_of(operands.quantised, operands.w_gate_up, operands.w_down, operands.layer)
         operands = operands._replace(quantised=quantised)
     ys, residuals = forward(operands, options, for_backward)
-    # Of matrices that were rounded here nothing is kept: the backward pass rounds them again.
+    # Matrices that were rounded here are not kept: the backward pass rounds them again.
     return ys, residuals._replace(quantised=given.quantised)
 
 

@@ -124,11 +124,11 @@ class Workspace(NamedTuple):
     """Bytes alive beside the operands of `multiply_by_experts`."""
 
     matrix: int
-    """Of one expert's matrices, gathered."""
+    """The matrices of one expert, gathered."""
     cast: int
-    """Of one expert's matrices where they are read in place, if `multiply` casts them."""
+    """The cast matrices of one expert, where they are read in place and `multiply` casts them."""
     row: int
-    """Of one row."""
+    """One row."""
 
 
 def multiply_by_experts(

@@ -77,7 +77,7 @@ class PutOff:
     """The halves of a backward pass: b and W."""
 
     inputs_backward: Callable[[TickPass, Any, Any, Any], Any]
-    """As `PipelinePasses.backward`, of b, which gives (the gradient of the input, product, totals)."""
+    """Runs b with the arguments of `PipelinePasses.backward`; returns (the gradient of the input, product, totals)."""
     weights_backward: Callable[[TickPass, Any, Any], Any]
     """(pass, the product of b, totals) -> a pass that `run` runs. It is W, and gives totals. The product of a pass that does
     not exist adds zeros."""

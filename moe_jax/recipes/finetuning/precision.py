@@ -13,11 +13,14 @@ PRECISION = "precision"
 """The name in a run's identity."""
 
 
-def precision_problems(precision: str, dtype: str, mesh: Mapping[str, int], lora: "LoraSettings | None" = None) -> list[str]:
+def precision_problems(
+    precision: str, dtype: str, mesh: Mapping[str, int], lora: "LoraSettings | None" = None, weights: str = "whole"
+) -> list[str]:
     """Returns the settings that do not fit a precision, one clause each; none for "bf16".
 
     Args:
       mesh: the number of devices along each axis.
+      weights: the form of the weights beside adapters.
     """
     if precision not in get_args(PrecisionName):
         return [f"precision={precision!r} must be one of {', '.join(map(repr, get_args(PrecisionName)))}"]
@@ -31,6 +34,11 @@ def precision_problems(precision: str, dtype: str, mesh: Mapping[str, int], lora
     if lora is not None and (lora.targets is None or "experts" in lora.targets):
         problems.append(
             f"precision={precision!r} is not for adapters of experts, which multiply in bf16: give lora.targets without experts"
+        )
+    if lora is not None and weights not in ("fp8", "as stored"):
+        problems.append(
+            f"precision={precision!r} would round the frozen experts again in each pass: give weights='fp8', which keeps them "
+            f"in FP8; got {weights!r}"
         )
     return problems
 

@@ -272,12 +272,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     problems += weights_problems(settings.weights, settings.lora, settings.mesh.size)
     if settings.lora is not None and settings.lora.dropout and settings.overlap_micro_batches:
         problems.append("overlap_micro_batches=True needs adapters without dropout: leave lora.dropout out")
-    problems += precision_problems(settings.precision, settings.dtype, asdict(settings.mesh), settings.lora)
-    if settings.precision != "bf16" and settings.lora is not None and settings.weights not in ("fp8", "as stored"):
-        problems.append(
-            f"precision={settings.precision!r} would round the frozen experts again in each pass: give weights='fp8', which "
-            f"keeps them in FP8; got {settings.weights!r}"
-        )
+    problems += precision_problems(settings.precision, settings.dtype, asdict(settings.mesh), settings.lora, settings.weights)
     if settings.pipe_chunks > 1 and settings.mesh.pipe == 1:
         problems.append(f"pipe_chunks={settings.pipe_chunks} needs a mesh.pipe of 2 or more")
     if settings.mesh.pipe == 1 and (problem := ranks_problem(settings.pipe_schedule, 1, 1)):

@@ -23,7 +23,7 @@ ROW_ALIGNMENT = 1
 def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
     """Returns x in expert order, each token rounded once. Rows without a pair are rows of zeros."""
     tokens = quantise_rows(x)
-    # Of an array without tokens nothing can be taken, and the scale of zeros is not zero.
+    # Nothing can be taken from an array without tokens, and the scale of zeros is not zero.
     nobody = quantise_rows(jnp.zeros((1, x.shape[1]), x.dtype))
     values, scales = (jnp.concatenate([a, b], axis) for a, b, axis in zip(tokens, nobody, (0, 1), strict=True))
     return QuantisedRows(

@@ -69,7 +69,7 @@ def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "r
 
     def gather_rows_kernel(rows_ref, ends_ref, offsets_ref, x_ref, out_ref):
         def scope(scratch):
-            _fill_blocks(ends_ref, offsets_ref, out_ref, scratch.zeros)
+            fill_blocks(ends_ref, offsets_ref, out_ref, scratch.zeros)
             _copy_tokens(rows_ref, offsets_ref, x_ref, out_ref, scratch)
             plgpu.wait_smem_to_gmem(0)
 
@@ -97,7 +97,7 @@ def _zero_tokens(hidden: int) -> int:
     return 512 // math.gcd(hidden, 512)
 
 
-def _fill_blocks(ends_ref, offsets_ref, out_ref, zeros) -> None:
+def fill_blocks(ends_ref, offsets_ref, out_ref, zeros) -> None:
     """Stores zeros into the rows of no pair, for this block's share of the experts."""
     zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)
     plgpu.commit_smem()

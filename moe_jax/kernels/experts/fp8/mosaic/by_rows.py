@@ -221,7 +221,7 @@ def launch_rows(
             pl.when(has_rows)(lambda: epilogue.prepare(part, epilogue_refs))
 
         def has_rows(coord, warpgroup):
-            # As in the kernels of 16 bits: with large matrices all tiles take equally long.
+            # With large matrices all tiles take equally long, as in the kernels of 16 bits.
             return part_of(coord, warpgroup, 0)[1] if group == 1 else True
 
         def factor(slot, place, warpgroup):

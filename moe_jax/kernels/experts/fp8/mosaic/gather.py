@@ -30,6 +30,7 @@ from jaxtyping import Array, BFloat16, Float
 
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import rounded_group
 from moe_jax.kernels.experts.fp8.quantise import GROUP, INVERSE_LARGEST, LEAST_MAXIMUM, QuantisedRows
+from moe_jax.kernels.experts.mosaic.gather import fill_blocks
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.interpreter import interpret
 from moe_jax.kernels.hopper.launch import call_varying, grid_size
@@ -70,7 +71,7 @@ def gather_rows(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRow
 
     def fp8_gather_rows(rows_ref, ends_ref, offsets_ref, x_ref, out_ref, scales_ref):
         def scope(scratch):
-            _fill_blocks(ends_ref, offsets_ref, out_ref, scratch.zeros)
+            fill_blocks(ends_ref, offsets_ref, out_ref, scratch.zeros)
             _round_tokens(rows_ref, offsets_ref, x_ref, out_ref, scales_ref, scratch)
             plgpu.wait_smem_to_gmem(0)
 
@@ -103,20 +104,6 @@ def gather_rows(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRow
 def _scales_of_rows(by_token: Float[Array, "tokens groups"], plan: Plan) -> Float[Array, "groups rows"]:
     """Copies the scales of tokens to their rows; a row without a token has those of zeros."""
     return by_token.T.at[:, plan.token_of_row].get(mode="fill", fill_value=LEAST_MAXIMUM * INVERSE_LARGEST)
-
-
-def _fill_blocks(ends_ref, offsets_ref, out_ref, zeros) -> None:
-    """Stores zeros into the rows of no pair, for this block's share of the experts."""
-    zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)
-    plgpu.commit_smem()
-
-    @plgpu.nd_loop((ends_ref.shape[0],), collective_axes="block")
-    def _experts(info):
-        (expert,) = info.index
-
-        @pl.loop(ends_ref[expert], offsets_ref[expert + 1])
-        def _rows(row):
-            plgpu.copy_smem_to_gmem(zeros.at[0], out_ref.at[row])
 
 
 def _round_tokens(rows_ref, offsets_ref, x_ref, out_ref, scales_ref, scratch: Fp8GatherScratch) -> None:
