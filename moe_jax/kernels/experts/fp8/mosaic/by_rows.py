@@ -94,9 +94,7 @@ def matmul_gated_silu(
         *([jax.ShapeDtypeStruct((plan.num_rows, 2 * inter), jnp.bfloat16)] if keep_h else []),
         *rows_shapes(plan.num_rows, inter),
     ]
-    scratch = halves_scratch(1 if keep_h else 2)
-    registers = Registers(producer=72, consumer=216 if keep_h else 208)
-    epilogue = Fp8Epilogue("fp8_gated_matmul", outputs, store, scratch=scratch, registers=registers)
+    epilogue = Fp8Epilogue("fp8_gated_matmul", outputs, store, scratch=halves_scratch(1 if keep_h else 2))
     *h, values, scales = launch_rows(a, w, plan, tile, epilogue, pairs_halves=True)
     return (h[0] if keep_h else None), QuantisedRows(values, scales)
 
