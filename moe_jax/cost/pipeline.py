@@ -7,7 +7,7 @@ With p ranks, v chunks and m micro-batches, the last stage takes
     v p ticks                      a chunk backward
 
 m is rounded up to a multiple of p, and layers to one of p v. A hop follows each pass of a tick. Without a pipe p = v = 1.
-Two GPUs of one host were measured (docs/performance.md, "A pipeline"): with remat 2 to 3 % slower, without 8 to 9 %.
+Two and four GPUs of one host were measured (docs/performance.md, "A pipeline"): with remat 2 to 5 % slower, without 8 to 13 %.
 """
 
 from moe_jax.cost.layer import ELEMENT

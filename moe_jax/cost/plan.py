@@ -15,8 +15,9 @@ REMAT: dict[str, Remat] = {"no": False, "yes": True, "offload": "offload"}
 """Values of `remat` by their names on the command line: keep all residuals, a layer's input, or that input in host memory."""
 
 
-MODEL_ERROR = 0.05
-"""Share by which a pipe must be predicted faster to stand before a mesh without one: the error of predictions so far."""
+MODEL_ERROR: dict[Remat, float] = {True: 0.05, "offload": 0.05, False: 0.13}
+"""Share by which a pipe must be predicted faster to stand before a mesh without one: the error of predictions so far, by
+remat (docs/performance.md, "A pipeline on four GPUs")."""
 
 MAX_PADDING = 0.07
 """Largest share by which the places of a pipe may exceed its layers."""
@@ -86,7 +87,8 @@ def plan(
 
 def rank(prediction: Prediction) -> float:
     """Returns the seconds that `plan` orders by: those of the step, and `MODEL_ERROR` more for a pipe."""
-    return prediction.step_seconds * (1 + MODEL_ERROR if prediction.step.mesh.pipe > 1 else 1)
+    step = prediction.step
+    return prediction.step_seconds * (1 + MODEL_ERROR[step.remat] if step.mesh.pipe > 1 else 1)
 
 
 def meshes(devices: int) -> Iterator[MeshShape]:

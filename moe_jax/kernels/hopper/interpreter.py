@@ -44,6 +44,19 @@ def wgmma_registers(accumulator, a, b, staging) -> None:
     plgpu.wgmma(accumulator, a, b)
 
 
+def add_to_memory(source, target) -> None:
+    """Starts target += source, of f32 in shared memory and in memory, as a TMA copy that adds.
+
+    The interpreter knows no such copy. There, the sum is formed in `source` and copied.
+    """
+    if not is_interpreted():
+        plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
+        return
+    source[...] += plgpu.load(target, layout=plgpu.Layout.WGMMA, optimized=False)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(source, target)
+
+
 def finish_reading() -> None:
     """Ends a warpgroup's ordinary loads from a slot that it releases next.
 

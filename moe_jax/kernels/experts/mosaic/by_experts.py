@@ -13,6 +13,7 @@ Kernel `grouped_outer`:
     steps     64 rows of the expert each; of several parts (chunks of tokens) first all steps of the first part, and so on
     invariant a step's rows belong to one expert (ROW_ALIGNMENT); an expert without rows has no steps, and gives zeros
               an `out` chunk is written again only after the TMA store before it has read it
+              accumulators are added to in memory, by TMA's reduction: a warpgroup that read them would wait for memory
     time      mainloop.py
 """
 
@@ -29,6 +30,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.mosaic.tile_order import coord_in_order, rows_in_group
 from moe_jax.kernels.experts.routing import Plan
+from moe_jax.kernels.hopper.interpreter import add_to_memory
 from moe_jax.kernels.hopper.launch import launch, operand_transforms
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, STEP, TileProgram, TileShape, run_tiles
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline
@@ -89,8 +91,7 @@ def outer(
 
     Args:
         accumulate_into: f32, as `dtype`. The sums are added to it in place. For an expert without rows it is neither read nor
-            written. The tile's columns must divide n, because accumulators are read by loads that know no border. It may hold
-            the experts of all layers, of which `Plan.layer` says which to add to.
+            written. It may hold the experts of all layers, of which `Plan.layer` says which to add to.
     """
     a, b, plan = parts[0]
     m, n = a.shape[1], b.shape[1]
@@ -171,22 +172,17 @@ def _store(out_ref, scratch: OuterScratch, tile: TileShape, accumulator, coord, 
     starts = [(r, c) for r in range(0, tile.warpgroup_rows, WGMMA_ROWS) for c in range(0, tile.warpgroup_columns, chunk)]
     targets = [out_ref.at[coord.matrix, pl.ds(first_row + r, WGMMA_ROWS), pl.ds(first_column + c, chunk)] for r, c in starts]
 
-    def accumulated(target):
-        return plgpu.load(target, layout=plgpu.Layout.WGMMA, optimized=False)
-
     def store():
-        # Read one chunk ahead, so that only the first chunk waits for memory.
-        before = accumulated(targets[0]) if accumulates else None
         for i, ((r, c), target) in enumerate(zip(starts, targets, strict=True)):
             total = accumulator[r : r + WGMMA_ROWS, c : c + chunk]
-            if accumulates:
-                total += before
-                before = accumulated(targets[i + 1]) if i + 1 < len(targets) else None
             buffer = scratch.out.at[warpgroup, i % 2]
             plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)
             buffer[...] = total.astype(out_ref.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buffer, target)
+            if accumulates:
+                add_to_memory(buffer, target)
+            else:
+                plgpu.copy_smem_to_gmem(buffer, target)
 
     if accumulates:
         pl.when(coord.steps_to[-1] > 0)(store)
