@@ -5,6 +5,7 @@ from moe_jax.cost.attention import expanded_elements, kept_elements, key_value_e
 from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.planned_step import PlannedStep
 from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
 
 def kept_by_layer(step: PlannedStep, stage: Stage) -> float:
@@ -20,9 +21,10 @@ def kept_by_layer(step: PlannedStep, stage: Stage) -> float:
 def activations(step: PlannedStep, stage: Stage) -> float:
     """Returns the bytes of residuals that one layer keeps without remat.
 
-    Every layer keeps x and its norm, attention's residuals, then x and its norm again. A sparse layer adds the dispatched
-    tokens, h, and the router's probabilities, weights and ids. A dense layer and shared experts add gate, up and their
-    product. An MTP module adds its joined inputs before and after the norms, and the input of its last norm.
+    Every layer keeps x and its norm, attention's residuals and a float32 sum for each query, then x and its norm again. A
+    sparse layer adds the dispatched tokens, the rows of h with each expert's padding, and the router's two float32 numbers for
+    each expert. Its weights, ids and plan are a few numbers for each choice. A dense layer and shared experts add gate, up and
+    their product. An MTP module adds its joined inputs before and after the norms, and the input of its last norm.
     """
     config = step.config
     expanded = step.mesh.context == 1 or step.context_method == "ulysses"
@@ -34,8 +36,10 @@ def activations(step: PlannedStep, stage: Stage) -> float:
     elements += step.tokens * 3 * experts.shared_intermediate_size
     if step.exchanges:
         elements += step.received * config.hidden_size
-    elements += step.room * 2 * experts.moe_intermediate_size
-    return ELEMENT * elements + 4 * step.tokens * (experts.num_experts + 8 * experts.num_experts_per_tok)
+    rows = step.room + experts.num_experts // step.mesh.expert * (ROW_ALIGNMENT - 1)
+    elements += rows * 2 * experts.moe_intermediate_size
+    narrow = step.tokens * (config.num_attention_heads + 2 * experts.num_experts + 5 * experts.num_experts_per_tok) + 3 * rows
+    return ELEMENT * elements + 4 * narrow
 
 
 def backward_workspace(step: PlannedStep) -> float:

@@ -29,6 +29,8 @@ from moe_jax.generation.request import DecodeOptions
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.lora import Frozen
 from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.choices import Hops
+from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE, default_hops
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.mesh import refuse_pipe
@@ -45,11 +47,20 @@ class Devices:
 
     with_experts: int
     """The number of devices over which the experts are spread."""
+    hops: Hops = "nccl"
+    """How tokens of two halves of the prompts travel, as in `parallel.Parallelism`."""
 
     @property
     def spread(self) -> Spread:
         """The spread of a model's calls over the devices."""
         return Spread(expert=ExpertParallel() if self.with_experts > 1 else None)
+
+    @property
+    def spread_of_halves(self) -> Spread:
+        """The spread of two halves of the prompts in one loop. Copies go pairwise, with room for every routing."""
+        if self.hops == "nccl":
+            return self.spread
+        return Spread(expert=ExpertParallel(transport="pairwise", capacity_factor=self.with_experts))
 
     def any(self, flags: Bool[Array, "batch"]) -> Bool[Array, ""]:
         """Returns True if a flag is set on any device."""
@@ -82,11 +93,14 @@ def decode_on_devices[Results: tuple](
       options: a compilation is kept for each set of values.
 
     Raises:
-      ValueError: the model lies on a mesh with several devices along `pipe`, or its layers in the chunks of a pipeline.
+      ValueError: the model lies on a mesh with several devices along `pipe`, or its layers in the chunks of a pipeline. Or
+        `options.overlap_prefill` is True and `overlap_refusal` has a reason against it.
     """
     graph, parameters, *rest = nnx.split(model, nnx.Param, ...)
     mesh = generation_mesh(_devices_of(model), model.config, spread_experts=not _holds_frozen_experts(rest))
     refuse_chunks(parameters, "generation")
+    if options.overlap_prefill and (reason := overlap_refusal(mesh, model.config, len(prompts))):
+        raise ValueError(f"overlap_prefill=True: {reason}")
     specs = ShardedParameters.of(parameters, mesh, dtype=model.dtype, token_axes=AXES).specs
     parameters = jax.tree.map(partial(_placed, mesh), parameters, specs)
     (others,) = jax.tree.map(partial(_placed, mesh, spec=PartitionSpec()), rest)
@@ -109,6 +123,18 @@ def generation_mesh(devices: Sequence[jax.Device], config: ModelConfig, *, sprea
     has_experts = config.experts is not None and bool(config.moe_layers) and spread_experts
     experts = math.gcd(len(devices), config.experts.num_experts) if has_experts and config.experts else 1
     return Mesh(np.array(devices).reshape(-1, experts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def overlap_refusal(mesh: Mesh, config: ModelConfig, num_prompts: int) -> str | None:
+    """Returns the reason why prompts cannot pass the layers as two halves in one loop; None if they can."""
+    if mesh.shape["expert"] == 1:
+        return "no device has experts of its own, so no token travels while another is computed; lay the model out on several"
+    rows = -(-num_prompts // mesh.size)
+    if rows % 2:
+        return f"each device must have an even number of prompts; {num_prompts} on {mesh.size} devices are {rows} on each"
+    if config.rope_parameters.rope_type == "dynamic":
+        return "rope_type 'dynamic' reads the longest of all prompts, and a half has some of them alone"
+    return None
 
 
 def _holds_frozen_experts(states: Sequence[nnx.State]) -> bool:
@@ -135,12 +161,19 @@ def _compiled(decode: Callable, options: DecodeOptions, mesh: Mesh) -> Callable:
     """Returns the jitted program; jax keeps a compilation of it for each architecture and shape."""
     # Results are whole on every device, because each process must read them.
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(program(decode, options, mesh), static_argnums=0, out_shardings=everywhere)
+    copies = options.overlap_prefill and default_hops(mesh) == "copies"
+    options_of_copies = COPIES | MANY_AT_ONCE if copies else None
+    of_all = program(decode, options, mesh, "copies" if copies else "nccl")
+    return jax.jit(of_all, static_argnums=0, out_shardings=everywhere, compiler_options=options_of_copies)
 
 
-def program(decode: Callable, options: DecodeOptions, mesh: Mesh | AbstractMesh) -> Callable:
-    """Returns f(graph, parameters, other state, tokens, segment_ids, seed), which decodes all prompts on all devices."""
-    devices = Devices(mesh.shape["expert"])
+def program(decode: Callable, options: DecodeOptions, mesh: Mesh | AbstractMesh, hops: Hops = "nccl") -> Callable:
+    """Returns f(graph, parameters, other state, tokens, segment_ids, seed), which decodes all prompts on all devices.
+
+    Args:
+      hops: `Devices.hops`; "copies" needs a program compiled for copies.
+    """
+    devices = Devices(mesh.shape["expert"], hops)
 
     def on_all(graph: nnx.GraphDef, parameters: nnx.State, others: nnx.State, tokens, segment_ids, seed):
         dtype = nnx.merge(graph, parameters, others).dtype

@@ -6,14 +6,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.generation.devices import DecodeInputs, decode_on_devices
+from moe_jax.generation.prefill import prefill
 from moe_jax.generation.prompts import new_tokens
 from moe_jax.generation.request import DecodeOptions, Padding, checked_request, padding_ids
 from moe_jax.generation.sampling import folded, sample
 from moe_jax.kernels.varying import vary_as
-from moe_jax.layers.cache import KVCache, init_cache
+from moe_jax.layers.cache import KVCache
 from moe_jax.models.decoder import Decoder
 
 
@@ -28,6 +29,7 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     seed: int = 0,
     attention_mask: Int[Array, "batch seq"] | None = None,
+    overlap_prefill: bool = False,
 ) -> list[list[int]] | list[int]:
     """Continues each prompt, and returns only the new tokens.
 
@@ -43,13 +45,17 @@ def generate(
         embeddings of rope_type "dynamic" are the one exception: the longest prompt decides for all, as in transformers.
       attention_mask: the tokenizer's mask for prompts that it has padded, on either side: 1 for tokens, 0 for padding.
         Default: no prompt is padded.
+      overlap_prefill: where devices share the experts, compute the prompts of each device as two halves in one loop. Tokens of
+        one half travel to the experts while the other half computes. Tokens stay the same, up to rounding. The cache lies in
+        memory twice for a moment.
 
     Returns:
       One list of new tokens per prompt, or one list where `prompt_tokens` was one flat prompt.
 
     Raises:
       ValueError: text in place of token ids; an empty prompt; an id outside the vocabulary; or an option outside its range.
-        Also prompts of one length without a mask, if one of them begins, or ends, with the model's padding token.
+        Also prompts of one length without a mask, if one of them begins, or ends, with the model's padding token. Or
+        `overlap_prefill` where experts do not lie on several devices, or where a device has an odd number of prompts.
     """
     request = checked_request(
         model.config,
@@ -61,7 +67,8 @@ def generate(
         top_p=top_p,
         eos_token_id=eos_token_id,
     )
-    decoded = decode_on_devices(_decode, request.options, model, request.prompts, seed)
+    options = request.options._replace(overlap_prefill=bool(overlap_prefill))
+    decoded = decode_on_devices(_decode, options, model, request.prompts, seed)
     return new_tokens(decoded.tokens, decoded.lengths, request.single)
 
 
@@ -83,7 +90,7 @@ class _State(NamedTuple):
 
 
 def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
-    max_new_tokens, temperature, top_k, top_p, ends = options
+    max_new_tokens, temperature, top_k, top_p, ends, overlap = options
     devices, model, tokens, segment_ids, keys = inputs
     batch, prompt_length = tokens.shape
     positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
@@ -92,16 +99,12 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
     def ends_with(token):
         return jnp.isin(token, jnp.array(ends, jnp.int32)) if ends else jnp.zeros(batch, bool)
 
-    def next_logits(tokens, positions, segment_ids, cache):
-        """Computes the logits of the last position alone, so that a long prompt does not need memory for the others."""
-        states = model.hidden_states(tokens, positions, segment_ids, cache=cache, spread=devices.spread)
-        logits = jnp.einsum("bd,vd->bv", states.hidden[:, -1], model.head_weight.astype(model.dtype))
-        assert states.cache is not None
-        return logits, states.cache
+    def logits_of(hidden: Float[Array, "batch hidden"]) -> Float[Array, "batch vocab"]:
+        """Computes the logits of one position, so that a long prompt does not need memory for the others."""
+        return jnp.einsum("bd,vd->bv", hidden, model.head_weight.astype(model.dtype))
 
-    cache = init_cache(model.config, batch, prompt_length + max_new_tokens, model.dtype)
-    logits, cache = next_logits(tokens, positions, segment_ids, cache)
-    first = draw(logits, folded(keys, 0))
+    prompts = prefill(inputs, positions, prompt_length + max_new_tokens, overlap=overlap)
+    first = draw(logits_of(prompts.hidden), folded(keys, 0))
     produced = jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(first)
 
     def unfinished(state: _State):
@@ -109,19 +112,21 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
 
     def step_once(state: _State) -> _State:
         position = positions[:, -1:] + state.step
-        logits, cache = next_logits(state.token[:, None], position, jnp.ones((batch, 1), jnp.int32), state.cache)
-        token = draw(logits, folded(keys, state.step))
+        ones = jnp.ones((batch, 1), jnp.int32)
+        states = model.hidden_states(state.token[:, None], position, ones, cache=state.cache, spread=devices.spread)
+        assert states.cache is not None
+        token = draw(logits_of(states.hidden[:, -1]), folded(keys, state.step))
         produced = state.produced.at[:, state.step].set(token)
         return _State(
             step=state.step + 1,
             token=token,
-            cache=cache,
+            cache=states.cache,
             produced=produced,
             lengths=state.lengths + ~state.done,
             done=state.done | ends_with(token),
         )
 
     lengths = vary_as(jnp.ones(batch, jnp.int32), tokens)
-    start = _State(jnp.int32(1), first, cache, produced, lengths, ends_with(first) | ~segment_ids.any(axis=1))
+    start = _State(jnp.int32(1), first, prompts.cache, produced, lengths, ends_with(first) | ~segment_ids.any(axis=1))
     end = jax.lax.while_loop(unfinished, step_once, start)
     return _Decoded(end.produced, end.lengths)

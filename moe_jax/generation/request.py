@@ -27,6 +27,8 @@ class DecodeOptions(NamedTuple):
     top_p: float | None
     ends: tuple[int, ...]
     """Token ids, any of which ends a sequence; empty: none does."""
+    overlap_prefill: bool = False
+    """Two halves of a device's prompts pass the layers in one loop (`generation.prefill`)."""
 
 
 class Request(NamedTuple):

@@ -131,7 +131,7 @@ class _Decoded(NamedTuple):
 
 
 def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
-    max_new_tokens, temperature, top_k, top_p, ends = options
+    max_new_tokens, temperature, top_k, top_p, ends, _ = options
     devices, model, tokens, segment_ids, keys = inputs
     batch, prompt_length = tokens.shape
     positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)

@@ -53,4 +53,4 @@ class Attention(nnx.Module):
         q = apply_rope(self.q_norm(heads(self.q_proj(x))), rope)
         k = apply_rope(self.k_norm(heads(self.k_proj(x))), rope)
         out, cache = attend(q, (k, heads(self.v_proj(x))), scale=self.head_dim**-0.5)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
+        return self.o_proj.of_heads(out), cache

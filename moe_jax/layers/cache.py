@@ -73,3 +73,9 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
     rows = config.num_hidden_layers, batch, max_length
     kept = tuple(jnp.zeros((*rows, *shape), dtype) for shape in config.cache_shapes)
     return KVCache(kept, jnp.zeros((batch, max_length), jnp.int32), written=None)
+
+
+def join_rows(first: KVCache, second: KVCache) -> KVCache:
+    """Returns one cache with the sequences of both, which hold equally many tokens and have equal room."""
+    kept = tuple(jnp.concatenate(pair, axis=1) for pair in zip(first.kept, second.kept, strict=True))
+    return KVCache(kept, jnp.concatenate([first.segment_ids, second.segment_ids]), first.written)

@@ -92,7 +92,7 @@ class LatentAttention(nnx.Module):
                     "weight tickets need keys of this call's tokens alone: no cache, no sequence split over devices"
                 )
             out, cache = attend(q, (latents,), Expansion(partial(expand, self.config), matrix), scale=self.scale)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
+        return self.o_proj.of_heads(out), cache
 
     def queries(self, x: Float[Array, "batch seq hidden"], rope: RopeTables) -> Float[Array, "batch seq heads key_dim"]:
         """Computes queries: the part without positions, then the rotated part with positions."""

@@ -47,6 +47,16 @@ class Linear(TicketHolder):
         y = linear_map(x, self.matrix)
         return y + self.bias[...].astype(x.dtype) if self.use_bias else y
 
+    def of_heads(self, x: Float[Array, "*batch heads head_dim"]) -> Float[Array, "*batch out"]:
+        """Applies the map to the last two axes of x as one. The backward pass reads x as it is, not a second array."""
+
+        # Attention keeps its result for its own backward pass, in x's shape. Without the checkpoint a layer would keep both.
+        @partial(jax.checkpoint, prevent_cse=False)
+        def joined(x: Array) -> Array:
+            return self(x.reshape(*x.shape[:-2], -1))
+
+        return joined(x)
+
     @property
     def matrix(self) -> TicketedMatrix:
         """W, its ticket, its change and the change's dropout."""

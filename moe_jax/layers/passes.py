@@ -164,14 +164,18 @@ def run_joined(*passes: tuple[Pass, int]) -> tuple:
 
 
 def run_together(*passes: Pass) -> tuple:
-    """Runs passes with equal numbers of loops, each loop joined with those of the same place; returns the passes' results."""
+    """Runs passes with equal numbers of loops, each loop joined with those of the same place; returns the passes' results.
+
+    The scope of a loop ends with the number of its pass: forward_1, forward_2.
+    """
     sent: Sequence[Any] = [None] * len(passes)
     results = list(sent)
     while True:
         loops = []
         for place, steps in enumerate(passes):
             try:
-                loops.append(steps.send(sent[place]))
+                loop = steps.send(sent[place])
+                loops.append(loop._replace(name=f"{loop.name}_{place + 1}"))
             except StopIteration as stop:
                 results[place] = stop.value
         if not loops:

@@ -5,6 +5,7 @@ grows with the sequence) and yarn (Peng et al., 2023, https://arxiv.org/abs/2309
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -65,6 +66,12 @@ def apply_rope(
       interleaved: the pairs are (x[2i], x[2i + 1]). The result holds all first numbers of pairs, then all second ones: scores
         do not change if queries and keys are permuted alike.
     """
+    return _rotated(x, rope, interleaved)
+
+
+# Nothing is kept but the tables, which all layers share: each would keep their arrays with an axis of heads.
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _rotated(x: Array, rope: RopeTables, interleaved: bool) -> Array:
     wide = x.astype(rope.cos.dtype)
     first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
     cos, sin = rope.cos[:, :, None, :], rope.sin[:, :, None, :]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ class RouterSums:
         balance = jnp.zeros((), logits.dtype)
         return cls(
             expert_load=jnp.zeros(logits.shape[1], jnp.int32).at[experts].add(ones),
-            probability_sum=jnp.where(counted, probabilities, 0).sum(axis=0),
+            probability_sum=_sum_of_counted(counted, probabilities),
             z_loss_sum=jnp.where(valid, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0).sum(),
             num_dropped=jnp.zeros((), jnp.int32),
             num_rounds=jnp.ones((), jnp.int32),
@@ -120,6 +121,12 @@ class RouterSums:
         The losses of the result are the losses of the whole batch on one device, not means of the devices' own losses.
         """
         return jax.tree.map(lambda a: jax.lax.psum(a, mesh_axes), self)
+
+
+# The mask is the only residual: without the checkpoint a layer keeps it for each expert, and zeros in place of the others.
+@partial(jax.checkpoint, prevent_cse=False)
+def _sum_of_counted(counted: Bool[Array, "tokens 1"], probabilities: Float[Array, "tokens experts"]) -> Float[Array, "experts"]:
+    return jnp.where(counted, probabilities, 0).sum(axis=0)
 
 
 def _with_counts_of(first: RouterSums, layers: RouterSums) -> RouterSums:

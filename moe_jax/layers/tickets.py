@@ -131,6 +131,8 @@ def linear_product_like(x: Float[Array, "*batch _"], matrix: nnx.Variable, out_d
     return LinearProduct(jnp.zeros((*x.shape[:-1], num_in), x.dtype), jnp.zeros((*x.shape[:-1], num_out), out_dtype))
 
 
+# The residuals are x and the weight, which is a parameter: a layer would keep a weight that is cast in a second array.
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _linear_map(x: Array, weight: Array, out_dtype: DTypeLike | None) -> Array:
     return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype), preferred_element_type=out_dtype)
 

@@ -176,16 +176,20 @@ class Decoder(nnx.Module):
         tokens: Integer[Array, "batch seq"],
         positions: Integer[Array, "batch seq"],
         segment_ids: Integer[Array, "batch seq"],
+        *,
+        cache: KVCache | None = None,
+        spread: Spread | None = None,
     ) -> Pass:
-        """Computes `hidden_states` of the model's `execution` as a `layers.passes.Pass`, which can be joined with another.
+        """Computes `hidden_states` as a `layers.passes.Pass`, which can be joined with another; arguments as there.
 
             of_one, of_other = run_together(model.forward_pass(*one), model.forward_pass(*other))
 
         A joined loop sends the tokens of each batch to other devices' experts while the other batch computes. It cannot be
         differentiated; `train.micro_batch` has passes for training.
         """
-        execution = self.execution
-        inputs, per_layer, carry = self.enter(tokens, positions, segment_ids, context=execution.spread.context)
+        execution = self._execution(None, spread)
+        options: dict[str, Any] = dict(cache=cache, context=execution.spread.context)
+        inputs, per_layer, carry = self.enter(tokens, positions, segment_ids, **options)
         routings = []
         for number, of_stage in enumerate(per_layer):
             layers, arrays = stage_layers(self.stages[number], number, inputs, of_stage, execution)

@@ -17,6 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 import moe_jax
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.generation import devices
+from moe_jax.generation.request import DecodeOptions
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_on_an_h200_the_prompt_alone_takes_the_fused_kernel(name, module, monkey
     mesh = AbstractMesh((1, 1), devices.AXES, axis_types=(AxisType.Auto,) * 2, abstract_device=device)
     prompts = [jax.ShapeDtypeStruct((2, 192), jnp.int32)] * 2
     with jax.sharding.use_abstract_mesh(mesh):
-        program = devices.program(decode, (8, 0.0, None, None, ()), mesh)
+        program = devices.program(decode, DecodeOptions(8, 0.0, None, None, ()), mesh)
         jax.eval_shape(partial(program, *nnx.split(model, nnx.Param, ...)), *prompts, jax.ShapeDtypeStruct((), jnp.uint32))
     stages = len(config.stages) + (module == "speculative")
     assert shapes == [((2, 192, config.num_attention_heads, config.key_dim), 192)] * stages

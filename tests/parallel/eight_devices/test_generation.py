@@ -1,15 +1,26 @@
 """A model on several devices generates the tokens of one device, on any mesh of its parameters."""
 
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 from flax import nnx
+from jaxtyping import Array
 from meshes import laid_out
 
 import moe_jax
 from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.cli import main
+from moe_jax.config import RopeParameters
 from moe_jax.generation import generate_with_drafts
+from moe_jax.generation.devices import decode_on_devices
+from moe_jax.generation.prefill import prefill
+from moe_jax.generation.request import DecodeOptions
 from moe_jax.parallel import make_mesh
 
 PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11], [3] * 20, [9, 9]]
@@ -50,6 +61,47 @@ def test_drafts():
     assert generate_with_drafts(laid_out(model, expert=4), PROMPTS, **options) == generate_with_drafts(
         model, PROMPTS, **options
     )
+
+
+class Cached(NamedTuple):
+    """The rows of a prefill's result."""
+
+    hidden: Array
+    segment_ids: Array
+    kept: tuple[Array, ...]
+
+
+def prefilled(options, inputs) -> Cached:
+    positions = jnp.maximum(jnp.cumsum(inputs.segment_ids, axis=1) - 1, 0)
+    found = prefill(inputs, positions, inputs.tokens.shape[1] + 2, overlap=options.overlap_prefill)
+    return Cached(found.hidden, found.cache.segment_ids, tuple(jnp.moveaxis(a, 1, 0) for a in found.cache.kept))
+
+
+@pytest.mark.parametrize("make", [tiny.model, pytest.param(tiny.deepseek, marks=pytest.mark.thorough)])
+def test_overlapping_prefill(make):
+    """Four devices have two prompts each; one is padding. The cache and the tokens are those of all prompts at once."""
+    model, prompts = laid_out(make(), expert=4), [*PROMPTS, [4, 4, 4], [6, 5]]
+    at_once, in_halves = (
+        decode_on_devices(prefilled, DecodeOptions(1, 0.0, None, None, (), overlap), model, prompts, 0)
+        for overlap in (False, True)
+    )
+    assert at_once.kept[0].any()
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), in_halves, at_once)
+    expected = moe_jax.generate(model, prompts, max_new_tokens=5)
+    assert moe_jax.generate(model, prompts, max_new_tokens=5, overlap_prefill=True) == expected
+
+
+def test_refused_overlap():
+    model = tiny.model()
+    config = replace(model.config, rope_parameters=RopeParameters(rope_type="dynamic", rope_theta=1e4, factor=2.0))
+    dynamic = type(model)(config, rngs=nnx.Rngs(0))
+    for refused, prompts, reason in (
+        (model, PROMPTS[:4], "no device has experts of its own"),
+        (laid_out(model, expert=4), PROMPTS[:3], "an even number of prompts; 3 on 4 devices are 1 on each"),
+        (laid_out(dynamic, expert=2), PROMPTS[:4], "rope_type 'dynamic' reads the longest"),
+    ):
+        with pytest.raises(ValueError, match=f"overlap_prefill=True: .*{reason}"):
+            moe_jax.generate(refused, prompts, overlap_prefill=True)
 
 
 @pytest.mark.thorough
