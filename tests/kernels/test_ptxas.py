@@ -183,11 +183,12 @@ compile(step, q, kv, kv, ((8, 4096), i32), q, ((8, 32, 4096), f32))
 PAGED_ATTENTION = """
 from moe_jax.kernels.attention.paged import PagedQueries, paged_attention
 
-sizes = (256, 256, 32, 4, 128), (4, 4, 32, 4, 128), (8, 2048, 32, 4, 128), (256, 256, 8, 8, 64)
-for rows, tokens, heads, kv_heads, width in sizes:
+sizes = (256, 256, 32, 4, 128, None), (4, 4, 32, 4, 128, None), (8, 2048, 32, 4, 128, None), (256, 256, 8, 8, 64, None)
+windows = (256, 256, 32, 4, 128, 4096), (4, 4, 32, 4, 128, 1024), (8, 2048, 32, 4, 128, 4096)
+for rows, tokens, heads, kv_heads, width, window in sizes + windows:
     def step(q, keys, values, *queries):
-        alone = 1 if rows == tokens else None
-        return paged_attention(q, keys, values, PagedQueries(*queries), scale=0.1, queries_per_row=alone, backend="mosaic")
+        options = dict(scale=0.1, window=window, queries_per_row=1 if rows == tokens else None, backend="mosaic")
+        return paged_attention(q, keys, values, PagedQueries(*queries), **options)
 
     pages = ((512, kv_heads, 64, width), bf16)
     compile(step, ((tokens, heads, width), bf16), pages, pages, ((rows + 1,), i32), ((rows,), i32), ((rows, 128), i32))
