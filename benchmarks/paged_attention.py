@@ -2,10 +2,11 @@
 
     python benchmarks/paged_attention.py             # 32 heads, 4 key heads of 128, as Qwen3-30B-A3B has them
     python benchmarks/paged_attention.py --windows   # the same, with sliding windows
+    python benchmarks/paged_attention.py --latents   # 16, 64 and 128 heads that read DeepSeek's latents, and drafts
     python benchmarks/paged_attention.py --small     # sizes for a CPU's interpreter, as a smoke test
 
 Pages lie in random places. The error is the largest difference from the op in f32, relative to the largest result. A time is
-that of CALLS calls in one program, divided by CALLS. Bytes count whole pages: those from a window's first key on.
+that of CALLS calls in one program, divided by CALLS. Bytes count whole pages, from a window's first key on, once for all heads.
 """
 
 import argparse
@@ -22,6 +23,8 @@ DECODING = [(rows, keys) for keys in (128, 1024, 4096, 8192) for rows in (1, 16,
 CHUNKS = [(chunk, before) for before in (0, 8192) for chunk in (512, 2048, 8192)]
 WINDOWS = [(rows, 8192, window) for window in (128, 1024, 4096) for rows in (1, 16, 64, 128)]
 
+LATENTS = [(1, 8192), (16, 8192), (64, 1024), (64, 8192), (128, 4096), (256, 1024), (256, 4096)]
+
 CALLS = 8
 
 MOST_CHECKED_KEYS = 2**16
@@ -35,6 +38,8 @@ class Sizes(NamedTuple):
     kv_heads: int
     key_dim: int
     value_dim: int
+    has_values: bool = True
+    """False: values are the first columns of the keys."""
 
 
 def main() -> None:
@@ -44,36 +49,55 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--windows", action="store_true", help="decoding rows whose layers have sliding windows")
+    parser.add_argument(
+        "--latents", action="store_true", help="latents of 512 columns and 64 rotary ones instead of keys and values"
+    )
     parser.add_argument("--small", action="store_true", help="sizes for a CPU's interpreter")
     args = parser.parse_args()
     sizes = Sizes(args.heads, args.kv_heads, args.head_dim, args.head_dim)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {sizes.heads} heads, {sizes.kv_heads} of {sizes.key_dim}")
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
+    if args.latents:
+        for heads in (16, 64, 128):
+            print(f"{heads} heads, latents of 512 + 64")
+            sizes = Sizes(heads, 1, 576, 512, has_values=False)
+            for rows, keys in [(2, 130)] if args.small else LATENTS:
+                decode(sizes, rows, keys)
+            decode(sizes, *((2, 130) if args.small else (64, 8192)), queries=3)
+        return
+    print(f"{sizes.heads} heads, {sizes.kv_heads} key heads of {sizes.key_dim}")
     if args.windows:
         for rows, keys, window in [(2, 300, 100)] if args.small else WINDOWS:
-            decode(sizes, rows, keys, window)
+            decode(sizes, rows, keys, window=window)
         return
     for rows, keys in [(2, 130)] if args.small else DECODING:
         decode(sizes, rows, keys)
     for chunk, before in [(20, 64)] if args.small else CHUNKS:
         case = Case(sizes, [chunk], [before + chunk])
-        flops = 2 * sizes.heads * (sizes.key_dim + sizes.value_dim) * chunk * (before + chunk / 2)
+        flops = chunk * (before + chunk / 2) * flops_of_pair(sizes)
         ms = case.ms()
         print(f"chunk of {chunk:>5} behind {before:>5} {1e3 * ms:>9.1f} us {flops / ms / 1e9:>6.0f} TFLOP/s", flush=True)
 
 
-def decode(sizes: Sizes, rows: int, keys: int, window: int | None = None) -> None:
-    """Prints the error and the time of a query in each row."""
-    case = Case(sizes, [1] * rows, [keys] * rows, window)
+def flops_of_pair(sizes: Sizes) -> int:
+    """Returns the operations of one query and one key."""
+    return 2 * sizes.heads * (sizes.key_dim + sizes.value_dim)
+
+
+def decode(sizes: Sizes, rows: int, keys: int, *, window: int | None = None, queries: int = 1) -> None:
+    """Prints the error and the time of `queries` queries in each row, of which the last ones are drafts."""
+    case = Case(sizes, [queries] * rows, [keys] * rows, window)
     error = f"{case.error():.1e}" if rows * keys <= MOST_CHECKED_KEYS else "-"
     ms = case.ms()
     pages = -(-keys // PAGE_SIZE) - (0 if window is None else max(keys - window, 0) // PAGE_SIZE)
     name = f"{rows:>4} rows x {keys:>5} keys" + ("" if window is None else f", window {window:>4}")
+    name += "" if queries == 1 else f", {queries} queries"
     rate = rows * pages * case.bytes_per_page / ms / 1e9
-    print(f"{name}   error {error:>7} {1e3 * ms:>9.1f} us {rate:>6.2f} TB/s", flush=True)
+    flops = rows * queries * min(keys, window or keys) * flops_of_pair(sizes) / ms / 1e9
+    print(f"{name}   error {error:>7} {1e3 * ms:>9.1f} us {rate:>6.2f} TB/s {flops:>5.0f} TFLOP/s", flush=True)
 
 
 class Case:
-    """Random queries, and pages of keys and values in random places."""
+    """Random queries, as many in each row, and pages of keys and values in random places."""
 
     def __init__(self, sizes: Sizes, counts: list[int], num_keys: list[int], window: int | None = None):
         rng = np.random.default_rng(0)
@@ -87,12 +111,13 @@ class Case:
 
         of_page = 1 + sum(per_row), sizes.kv_heads, PAGE_SIZE
         self.q = normal(0, sum(counts), sizes.heads, sizes.key_dim)
-        self.pages = normal(1, *of_page, sizes.key_dim), normal(2, *of_page, sizes.value_dim)
-        self.bytes_per_page = sum(a[0].nbytes for a in self.pages)
+        self.pages = normal(1, *of_page, sizes.key_dim), normal(2, *of_page, sizes.value_dim) if sizes.has_values else None
+        self.bytes_per_page = sum(a[0].nbytes for a in jax.tree.leaves(self.pages))
         first = np.concatenate([[0], np.cumsum(counts)])
         self.queries = PagedQueries(*(jnp.asarray(a, jnp.int32) for a in (first, num_keys, table)))
-        decodes = set(counts) == {1}
-        self.options = dict(scale=sizes.key_dim**-0.5, window=window, queries_per_row=1 if decodes else None)
+        self.options = dict(scale=sizes.key_dim**-0.5, window=window, queries_per_row=counts[0])
+        if not sizes.has_values:
+            self.options["value_dim"] = sizes.value_dim
 
     def ms(self) -> float:
         """Returns the milliseconds of a call."""
@@ -110,7 +135,7 @@ class Case:
     def error(self) -> float:
         """Returns the relative error."""
         found = paged_attention(self.q, *self.pages, self.queries, **self.options).astype(jnp.float32)
-        q, *pages = (a.astype(jnp.float32) for a in (self.q, *self.pages))
+        q, pages = jax.tree.map(lambda a: a.astype(jnp.float32), (self.q, self.pages))
         expected = paged_attention(q, *pages, self.queries, **self.options, backend="xla")
         return float(jnp.abs(found - expected).max() / jnp.abs(expected).max())
 

@@ -20,5 +20,5 @@ def test_merge_splits():
         out[block, splits:] = lse[block, splits:] = np.nan
     f32, pages = jnp.float32, jnp.asarray(num_pages, jnp.int32)
     blocks = QueryBlocks(None, None, 64 * pages - 1, pages, None)
-    found = merge_splits(jnp.asarray(out, f32), jnp.asarray(lse, f32), blocks, None, splits=Splits(4, 8), dtype=f32)
+    found = merge_splits(jnp.asarray(out, f32), jnp.asarray(lse, f32), blocks, None, rows=8, splits=Splits(4, 8), dtype=f32)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

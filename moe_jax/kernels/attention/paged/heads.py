@@ -21,20 +21,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.attention.mosaic.forward import LOWEST, rescale_o
+from moe_jax.kernels.attention.mosaic.forward import rescale_o
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     LOG2_E,
-    ROWS,
-    broadcast_columns,
     multiply_registers,
     operand,
     read_accumulator,
     start_accumulator,
 )
-from moe_jax.kernels.attention.paged.blocks import QueryBlocks, RowPages, Splits, pages_of_split
+from moe_jax.kernels.attention.paged.blocks import QueryBlocks, RowPages, Splits
+from moe_jax.kernels.attention.paged.items import Before, BlockPages, Item, ItemOrder, block_pages
 from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.attention.paged.scores import RowSums, Scoring, no_keys
 from moe_jax.kernels.hopper.interpreter import is_interpreted
-from moe_jax.kernels.hopper.launch import grid_size, launch, operand_transforms
+from moe_jax.kernels.hopper.launch import BLOCKS_PER_CORE, launch, operand_transforms
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 STAGES = 2
@@ -58,7 +58,7 @@ def attend_blocks(
     """
     (num_blocks, kv_heads, rows, key_dim), value_dim, dtype = q.shape, values.shape[3], q.dtype
     out_dtype = dtype if splits.number == 1 else jnp.float32
-    inputs = _Inputs(blocks.row, blocks.position, blocks.num_pages, *row_pages, q, keys, values)
+    inputs = _Inputs(block_pages(blocks, row_pages), q, keys, values)
     outputs = [jax.ShapeDtypeStruct((num_blocks, splits.number, kv_heads, rows, value_dim), out_dtype)]
     if splits.number > 1:
         outputs.append(jax.ShapeDtypeStruct((num_blocks, splits.number, kv_heads, WGMMA_ROWS), jnp.float32))
@@ -74,21 +74,17 @@ def attend_blocks(
         v_barriers=plgpu.Barrier(num_barriers=STAGES),
     )
 
+    order = ItemOrder(kv_heads, splits, BLOCKS_PER_CORE, heads_first=False)
+
     def body(inputs: _Inputs, out_ref, *rest) -> None:
         lse_ref, scratch = (None, rest[0]) if splits.number == 1 else rest
-        own, stride = lax.axis_index("block"), grid_size()
-        items = num_blocks * kv_heads * splits.number
-        count = lax.div(items - own + stride - 1, jnp.int32(stride))
-        window = None if inputs.window is None else inputs.window[0]
+        of_blocks = inputs.of_blocks
+        scoring = Scoring(scale * LOG2_E, group, None if of_blocks.window is None else of_blocks.window[0])
 
-        def item(number, first_step):
-            index = own + number * stride
-            split, index = lax.rem(index, jnp.int32(splits.number)), lax.div(index, jnp.int32(splits.number))
-            head, block = lax.rem(index, jnp.int32(kv_heads)), lax.div(index, jnp.int32(kv_heads))
-            item = _Item(inputs, scratch, block, head, split, first_step, scale * LOG2_E, group, splits, window)
-            return item.run(out_ref, lse_ref)
+        def attend(item: Item, before: Before) -> None:
+            _Attention(inputs, scratch, item, before.steps, scoring).run(out_ref, lse_ref)
 
-        lax.fori_loop(0, count, item, jnp.int32(0))
+        order.for_each_item(of_blocks, attend)
         plgpu.wait_smem_to_gmem(0)
 
     name = "paged_attention" if splits.number == 1 else "paged_attention_split"
@@ -97,12 +93,7 @@ def attend_blocks(
 
 
 class _Inputs(NamedTuple):
-    row: Any
-    position: Any
-    num_pages: Any
-    page_table: Any
-    window: Any
-    """None if there is none."""
+    of_blocks: BlockPages
     q: Any
     k: Any
     v: Any
@@ -124,98 +115,63 @@ class _State(NamedTuple):
     """The sums over the pages so far."""
 
     o: Any
-    row_max: Any
-    """In base 2."""
-    row_sum: Any
+    sums: RowSums
 
 
-class _Item(NamedTuple):
-    """A thread block's work on one block of queries, one key head and one split."""
+class _Attention(NamedTuple):
+    """A thread block's work on one item."""
 
     inputs: _Inputs
     scratch: _Scratch
-    block: Any
-    head: Any
-    split: Any
+    item: Item
     first_step: Any
     """The steps of all items before this one: the slots go on from there."""
-    scale_log2: float
-    group: int
-    splits: Splits
-    window: Any
+    scoring: Scoring
 
-    def run(self, out_ref, lse_ref):
-        """Computes and stores the item; returns the number of steps so far."""
-        inputs = self.inputs
-        row = self.block if inputs.row is None else inputs.row[self.block]
-        position, num_pages = inputs.position[self.block], inputs.num_pages[self.block]
-        first_page, end = pages_of_split(self.split, position, num_pages, self.window, self.splits)
-        steps = jnp.maximum(end - first_page, 0)
-        # Most splits of a short sequence have no pages, and nobody reads them.
-        pl.when((steps > 0) | (self.split == 0))(lambda: self._attend(row, position, first_page, steps, out_ref, lse_ref))
-        return self.first_step + steps
-
-    def _attend(self, row, position, first_page, steps, out_ref, lse_ref) -> None:
-        inputs, scratch = self.inputs, self.scratch
-        rows = inputs.q.shape[2]
-        plgpu.copy_gmem_to_smem(inputs.q.at[self.block, self.head], scratch.q.at[pl.ds(0, rows)], scratch.q_barrier)
+    def run(self, out_ref, lse_ref) -> None:
+        """Computes and stores the item."""
+        inputs, scratch, (block, head, split, *_) = self.inputs, self.scratch, self.item
+        rows, steps = inputs.q.shape[2], self.item.steps
+        plgpu.copy_gmem_to_smem(inputs.q.at[block, head], scratch.q.at[pl.ds(0, rows)], scratch.q_barrier)
 
         def load(step) -> None:
-            page, slot = inputs.page_table[row, first_page + step], self.slot(step)
-            plgpu.copy_gmem_to_smem(inputs.k.at[page, self.head], scratch.k.at[slot], scratch.k_barriers.at[slot])
-            plgpu.copy_gmem_to_smem(inputs.v.at[page, self.head], scratch.v.at[slot], scratch.v_barriers.at[slot])
+            page, slot = self.item.page(inputs.of_blocks.page_table, step), self.slot(step)
+            plgpu.copy_gmem_to_smem(inputs.k.at[page, head], scratch.k.at[slot], scratch.k_barriers.at[slot])
+            plgpu.copy_gmem_to_smem(inputs.v.at[page, head], scratch.v.at[slot], scratch.v_barriers.at[slot])
 
         for step in range(STAGES):
             pl.when(step < steps)(partial(load, jnp.int32(step)))
         plgpu.barrier_wait(scratch.q_barrier)
 
         def add_page(step, state: _State) -> _State:
-            state = self.add_page(step, state, position - (first_page + step) * PAGE_SIZE)
+            state = self.add_page(step, state)
             pl.when(step + STAGES < steps)(lambda: load(step + STAGES))
             return state
 
-        value_dim = scratch.v.shape[2]
-        start = _State(
-            plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, value_dim), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full(WGMMA_ROWS, LOWEST, jnp.float32), ROWS),
-            plgpu.layout_cast(jnp.zeros(WGMMA_ROWS, jnp.float32), ROWS),
-        )
-        state = lax.fori_loop(0, steps, add_page, start)
-        inverse = jnp.where(state.row_sum > 0, 1 / state.row_sum, 0.0)
+        o = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, scratch.v.shape[2]), jnp.float32), plgpu.Layout.WGMMA)
+        o, sums = lax.fori_loop(0, steps, add_page, _State(o, no_keys()))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        scratch.out[...] = rescale_o(state.o, inverse).astype(scratch.out.dtype)
+        scratch.out[...] = rescale_o(o, sums.inverse()).astype(scratch.out.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(scratch.out.at[pl.ds(0, rows)], out_ref.at[self.block, self.split, self.head])
+        plgpu.copy_smem_to_gmem(scratch.out.at[pl.ds(0, rows)], out_ref.at[block, split, head])
         if lse_ref is not None:
-            lse_ref[self.block, self.split, self.head] = state.row_max + jnp.log2(state.row_sum)
+            lse_ref[block, split, head] = sums.lse()
 
     def slot(self, step):
         return lax.rem(self.first_step + step, jnp.int32(STAGES))
 
-    def add_page(self, step, state: _State, last_key) -> _State:
-        """Adds a page's keys; the first query sees the keys up to `last_key` of this page, the next one a key more."""
+    def add_page(self, step, state: _State) -> _State:
         scratch, slot = self.scratch, self.slot(step)
         plgpu.barrier_wait(scratch.k_barriers.at[slot])
 
         def multiply(s_accumulator, o_accumulator) -> _State:
             plgpu.wgmma(s_accumulator, scratch.q, scratch.k.at[slot].transpose((1, 0)))
-            s = s_accumulator[...]
-            row = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
-            column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-            last_key_of_row = last_key + lax.div(row, jnp.int32(self.group))
-            seen = column <= last_key_of_row
-            if self.window is not None:
-                seen &= column > last_key_of_row - self.window
-            s = jnp.where(seen, s, -jnp.inf)
-            row_max = jnp.maximum(state.row_max, s.max(axis=1) * self.scale_log2)
-            p = jnp.exp2(s * self.scale_log2 - broadcast_columns(row_max, (WGMMA_ROWS, PAGE_SIZE)))
-            rescale = jnp.exp2(state.row_max - row_max)
-            row_sum = state.row_sum * rescale + p.sum(axis=1)
+            p, rescale, sums = self.scoring.weigh(s_accumulator[...], state.sums, self.item.last_key(step))
             o = rescale_o(state.o, rescale)
             plgpu.barrier_wait(scratch.v_barriers.at[slot])
             start_accumulator(o_accumulator, o)
             multiply_registers(o_accumulator, p.astype(scratch.q.dtype), scratch.v.at[slot], scratch.staging, 0)
-            return _State(read_accumulator(o_accumulator, o), row_max, row_sum)
+            return _State(read_accumulator(o_accumulator, o), sums)
 
         s_accumulator = plgpu.ACC((WGMMA_ROWS, PAGE_SIZE), jnp.float32)
         return pl.run_scoped(multiply, s_accumulator, plgpu.ACC(state.o.shape, jnp.float32))

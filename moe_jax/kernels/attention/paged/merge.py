@@ -31,13 +31,14 @@ class _Sums(NamedTuple):
     """Base 2, as the splits' lse."""
 
 
-@partial(jax.jit, static_argnames=("splits", "dtype"))
+@partial(jax.jit, static_argnames=("rows", "splits", "dtype"))
 def merge_splits(
-    out: Float[Array, "blocks splits kv_heads rows value_dim"],
+    out: Float[Array, "blocks splits kv_heads _ value_dim"],
     lse: Float[Array, "blocks splits kv_heads _"],
     blocks: QueryBlocks,
     window: Int[Array, "1"] | None,
     *,
+    rows: int,
     splits: Splits,
     dtype: DTypeLike,
 ) -> Float[Array, "blocks kv_heads rows value_dim"]:
@@ -46,11 +47,12 @@ def merge_splits(
     Widths that are no multiple of 128 are merged in XLA.
 
     Args:
+      rows: the rows that are of use, the first ones.
       lse: base 2; -inf for a split of which a query sees no key. The first split of a block always exists.
     """
     if out.shape[4] % WARPGROUP_THREADS:
-        return _merged_in_xla(out, lse, blocks, window, splits).astype(dtype)
-    num_blocks, _, kv_heads, rows, columns = out.shape
+        return _merged_in_xla(out[..., :rows, :], lse[..., :rows], blocks, window, splits).astype(dtype)
+    num_blocks, _, kv_heads, _, columns = out.shape
     whole = pl.ds(0, columns)
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // WARPGROUP_THREADS)
 
@@ -83,14 +85,14 @@ def merge_splits(
 
 def _merged_in_xla(
     out: Float[Array, "blocks splits kv_heads rows value_dim"],
-    lse: Float[Array, "blocks splits kv_heads _"],
+    lse: Float[Array, "blocks splits kv_heads rows"],
     blocks: QueryBlocks,
     window: Int[Array, "1"] | None,
     splits: Splits,
 ) -> Float[Array, "blocks kv_heads rows value_dim"]:
     counts = count_splits(blocks.position, blocks.num_pages, window, splits)
     exists = jnp.arange(splits.number) < counts[:, None]
-    lse = jnp.where(exists[:, :, None, None], lse[..., : out.shape[3]], -jnp.inf)
+    lse = jnp.where(exists[:, :, None, None], lse, -jnp.inf)
     largest = jnp.maximum(lse.max(axis=1, keepdims=True), LOWEST)
     weights = jnp.exp2(lse - largest)
     total = weights.sum(axis=1)

@@ -5,6 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.paged.blocks import WHOLE, RowPages, most_splits, query_blocks, window_operand
 from moe_jax.kernels.attention.paged.heads import attend_blocks
+from moe_jax.kernels.attention.paged.latents import ROTARY_COLUMNS, attend_latents
 from moe_jax.kernels.attention.paged.merge import merge_splits
 from moe_jax.kernels.attention.paged.queries import PagedQueries
 from moe_jax.kernels.hopper import target
@@ -15,15 +16,19 @@ from moe_jax.kernels.hopper.target import compute_capability
 SPLIT_PAGES = 8
 """Pages of a split: 512 keys."""
 
+LATENT_ITEMS_PER_CORE = 1.5
+"""Items of latents for each core, at least, before splits become longer than SPLIT_PAGES: two rounds are about full."""
 
-def refusal(q: Array, keys: Array, values: Array | None) -> str | None:
+
+def refusal(q: Array, keys: Array, values: Array | None, value_dim: int) -> str | None:
     """Returns the reason why the kernel cannot compute this attention, with what it takes; None where it can."""
     if not is_interpreted() and compute_capability() != "9.0":
         return f"it needs a Hopper GPU (compute capability 9.0); this is {compute_capability() or 'no NVIDIA GPU'}"
+    dtypes = [a.dtype for a in (q, keys, values) if a is not None]
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or set(dtypes) != {q.dtype}:
+        return f"q and pages must all be bfloat16 or all float16; got {', '.join(map(str, dtypes))}"
     if values is None:
-        return "pages of latents are not read by a kernel yet"
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or keys.dtype != q.dtype or values.dtype != q.dtype:
-        return f"q and pages must all be bfloat16 or all float16; got {q.dtype}, {keys.dtype}, {values.dtype}"
+        return _refusal_of_latents(q.shape[1], keys.shape, value_dim)
     if q.shape[1] // keys.shape[1] > WGMMA_ROWS:
         return f"a key head must have at most {WGMMA_ROWS} query heads; got {q.shape[1] // keys.shape[1]}"
     for name, width in (("key_dim", q.shape[2]), ("value_dim", values.shape[3])):
@@ -32,10 +37,27 @@ def refusal(q: Array, keys: Array, values: Array | None) -> str | None:
     return None
 
 
+def _refusal_of_latents(heads: int, pages: tuple[int, ...], value_dim: int) -> str | None:
+    if pages[1] != 1:
+        return f"pages of latents must have one key head; got {pages[1]}"
+    if heads % _head_tiles(heads):
+        return f"more than {WGMMA_ROWS} heads of latents must be equal tiles of at most {WGMMA_ROWS}; got {heads}"
+    if value_dim not in (128, 256, 512) or pages[3] != value_dim + ROTARY_COLUMNS:
+        return (
+            f"latents must have 128, 256 or 512 columns of values and {ROTARY_COLUMNS} behind them; "
+            f"got {value_dim} and {pages[3] - value_dim}"
+        )
+    return None
+
+
+def _head_tiles(heads: int) -> int:
+    return -(-heads // WGMMA_ROWS)
+
+
 def paged_attention(
     q: Float[Array, "tokens heads key_dim"],
     keys: Float[Array, "pages kv_heads 64 key_dim"],
-    values: Float[Array, "pages kv_heads 64 value_dim"],
+    values: Float[Array, "pages kv_heads 64 value_dim"] | None,
     queries: PagedQueries,
     *,
     scale: float,
@@ -45,7 +67,8 @@ def paged_attention(
 ) -> Float[Array, "tokens heads value_dim"]:
     """Returns attention as `api.paged_attention` defines it; padding gives the result of some query."""
     tokens, heads, key_dim = q.shape
-    kv_heads = keys.shape[1]
+    # Heads that share keys fill the rows of a block. Of more than 64, a tile of heads is taken as a key head.
+    kv_heads = _head_tiles(heads) if values is None else keys.shape[1]
     group = heads // kv_heads
     block_tokens = 1 if queries_per_row == 1 else max(1, WGMMA_ROWS // group)
     blocks = query_blocks(queries, tokens, block_tokens, one_a_row=queries_per_row == 1)
@@ -57,16 +80,35 @@ def paged_attention(
     of_blocks = of_blocks.reshape(num_blocks, kv_heads, block_tokens * group, key_dim)
     rows = -(-block_tokens * group // 8) * 8
     of_blocks = jnp.pad(of_blocks, ((0, 0), (0, 0), (0, rows - block_tokens * group), (0, 0)))
-    splits = most_splits(queries.page_table.shape[1], SPLIT_PAGES, window, block_tokens)
-    # Enough blocks keep the GPU busy by themselves. Partial results cost memory and time.
-    if num_blocks * kv_heads >= _cores() and not fixed_splits:
-        splits = WHOLE
-    row_pages = RowPages(queries.page_table, window_operand(window))
-    parts, lse = attend_blocks(of_blocks, keys, values, blocks, row_pages, scale=scale, group=group, splits=splits)
-    out = parts[:, 0] if lse is None else merge_splits(parts, lse, blocks, row_pages.window, splits=splits, dtype=q.dtype)
+    max_pages, row_pages = queries.page_table.shape[1], RowPages(queries.page_table, window_operand(window))
+    if values is None:
+        pages = SPLIT_PAGES if fixed_splits else _pages_of_latents(num_blocks * kv_heads, max_pages)
+        splits = most_splits(max_pages, pages, window, block_tokens)
+        parts, lse = attend_latents(of_blocks, keys, blocks, row_pages, scale=scale, group=group, splits=splits)
+    else:
+        splits = most_splits(max_pages, SPLIT_PAGES, window, block_tokens)
+        # Enough blocks keep the GPU busy by themselves. Partial results cost memory and time.
+        if num_blocks * kv_heads >= _cores() and not fixed_splits:
+            splits = WHOLE
+        parts, lse = attend_blocks(of_blocks, keys, values, blocks, row_pages, scale=scale, group=group, splits=splits)
+    if lse is None:
+        out = parts[:, 0]
+    else:
+        out = merge_splits(parts, lse, blocks, row_pages.window, rows=rows, splits=splits, dtype=q.dtype)
     out = out[:, :, : block_tokens * group].reshape(num_blocks, kv_heads, block_tokens, group, -1)
     out = out.transpose(0, 2, 1, 3, 4).reshape(num_blocks * block_tokens, heads, -1)
     return out if queries_per_row == 1 else out[blocks.place]
+
+
+def _pages_of_latents(blocks: int, max_pages: int) -> int:
+    """Returns the pages of a split: many, while the splits keep the GPU busy.
+
+    A result of 64 rows and 512 columns in f32 has the bytes of 1.8 pages. It is written and read again.
+    """
+    pages = SPLIT_PAGES
+    while pages < max_pages and blocks * -(-max_pages // (2 * pages)) >= LATENT_ITEMS_PER_CORE * _cores():
+        pages *= 2
+    return pages
 
 
 def _cores() -> int:
