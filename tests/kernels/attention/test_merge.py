@@ -10,8 +10,8 @@ from moe_jax.kernels.attention.paged.merge import merge_splits
 
 def test_merge_splits():
     rng = seeds.rng()
-    out, lse = rng.normal(size=(3, 4, 2, 8, 128)), 30 * rng.normal(size=(3, 4, 2, 64))
-    num_pages = np.asarray([16, 32, 3])
+    out, lse = rng.normal(size=(3, 7, 2, 8, 128)), 30 * rng.normal(size=(3, 7, 2, 64))
+    num_pages = np.asarray([16, 56, 3])
     lse[0, 1] = -np.inf
     expected = np.zeros((3, 2, 8, 128))
     for block, splits in enumerate(-(-num_pages // 8)):
@@ -20,5 +20,5 @@ def test_merge_splits():
         out[block, splits:] = lse[block, splits:] = np.nan
     f32, pages = jnp.float32, jnp.asarray(num_pages, jnp.int32)
     blocks = QueryBlocks(None, None, 64 * pages - 1, pages, None)
-    found = merge_splits(jnp.asarray(out, f32), jnp.asarray(lse, f32), blocks, None, rows=8, splits=Splits(4, 8), dtype=f32)
+    found = merge_splits(jnp.asarray(out, f32), jnp.asarray(lse, f32), blocks, None, rows=8, splits=Splits(7, 8), dtype=f32)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

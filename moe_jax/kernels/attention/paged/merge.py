@@ -21,6 +21,9 @@ from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, launch
 
 BLOCKS_PER_CORE = 16
 
+LOADS = 4
+"""Splits that are loaded at a time."""
+
 
 class _Sums(NamedTuple):
     """The sums over the splits so far, divided by 2^largest."""
@@ -67,15 +70,24 @@ def merge_splits(
                 values = plgpu.load(out_ref.at[block, split, head, row, whole], layout=layout, optimized=False)
                 return values, jnp.maximum(lse_ref[block, split, head, row], LOWEST)
 
-            def add(split, sums: _Sums) -> _Sums:
-                values, own = load(split)
-                largest = jnp.maximum(sums.largest, own)
-                before, now = jnp.exp2(sums.largest - largest), jnp.exp2(own - largest)
+            def add(sums: _Sums, values, own, exists) -> _Sums:
+                largest = jnp.where(exists, jnp.maximum(sums.largest, own), sums.largest)
+                before, now = jnp.exp2(sums.largest - largest), jnp.where(exists, jnp.exp2(own - largest), 0.0)
                 return _Sums(sums.out * before + values * now, sums.weight * before + now, largest)
 
-            values, own = load(0)
             count = count_splits(position_ref[block], num_pages_ref[block], window, splits)
-            sums = lax.fori_loop(1, count, add, _Sums(values, jnp.float32(1), own))
+
+            def add_some(number, sums: _Sums) -> _Sums:
+                some = [1 + number * LOADS + i for i in range(LOADS)]
+                # A load takes longer than all the rest, so the loads come first.
+                loaded = [load(jnp.minimum(split, count - 1)) for split in some]
+                for split, part in zip(some, loaded, strict=True):
+                    sums = add(sums, *part, split < count)
+                return sums
+
+            values, own = load(0)
+            rounds = lax.div(jnp.maximum(count - 1, 0) + (LOADS - 1), jnp.int32(LOADS))
+            sums = lax.fori_loop(0, rounds, add_some, _Sums(values, jnp.float32(1), own))
             merged_ref[block, head, row, whole] = (sums.out / sums.weight).astype(dtype)
 
     outputs = [jax.ShapeDtypeStruct((num_blocks, kv_heads, rows, columns), dtype)]
