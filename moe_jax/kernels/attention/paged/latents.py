@@ -29,21 +29,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.attention.mosaic.forward import rescale_o
-from moe_jax.kernels.attention.mosaic.warpgroups import LOG2_E, ROWS, operand, read_accumulator, start_accumulator
+from moe_jax.kernels.attention.mosaic.warpgroups import LOG2_E, ROWS, read_accumulator, start_accumulator
 from moe_jax.kernels.attention.paged.blocks import QueryBlocks, RowPages, Splits
 from moe_jax.kernels.attention.paged.items import Before, BlockPages, Item, ItemOrder, block_pages
+from moe_jax.kernels.attention.paged.latent_columns import ROTARY_COLUMNS, LatentColumns, value_parts
 from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
 from moe_jax.kernels.attention.paged.scores import RowSums, Scoring, no_keys
 from moe_jax.kernels.hopper.interpreter import finish_reading
 from moe_jax.kernels.hopper.launch import launch
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline
-
-ROTARY_COLUMNS = 64
-"""Columns behind the values. A page's p, 64 rows of 64 keys, fits into their place."""
-
-PART_COLUMNS = 128
-"""Columns of a matmul of the outputs. With 512 threads ptxas compiles no instruction of 256 columns, whatever registers a
-warpgroup gets later."""
 
 STAGES = 2
 
@@ -70,14 +64,14 @@ def attend_latents(
     """
     num_blocks, tiles, _, key_dim = q.shape
     value_dim, dtype = key_dim - ROTARY_COLUMNS, q.dtype
-    copies = CONSUMERS * _parts(value_dim)[1] + 1
+    copies = CONSUMERS * value_parts(value_dim)[1] + 1
     results = num_blocks, splits.number, tiles, WGMMA_ROWS
     outputs = [jax.ShapeDtypeStruct((*results, value_dim), dtype if splits.number == 1 else jnp.float32)]
     if splits.number > 1:
         outputs.append(jax.ShapeDtypeStruct(results, jnp.float32))
     scratch = _Scratch(
-        q=_Columns.allocate(value_dim, dtype),
-        latents=_Columns.allocate(value_dim, dtype, STAGES),
+        q=LatentColumns.allocate(value_dim, dtype),
+        latents=LatentColumns.allocate(value_dim, dtype, STAGES),
         rescale=plgpu.SMEM((STAGES, WGMMA_ROWS), jnp.float32),
         inverse=plgpu.SMEM((WGMMA_ROWS,), jnp.float32),
         pages=Pipeline.allocate(STAGES, copies=copies),
@@ -116,40 +110,9 @@ def attend_latents(
     return out, lse[0] if lse else None
 
 
-class _Columns(NamedTuple):
-    """Rows of latents or queries in shared memory, by the columns that are read together."""
-
-    values: Any
-    """The columns of values: [.., 2 warpgroups of the outputs, parts, 64, part's columns]."""
-    rotary: Any
-    """The columns behind them; once scores are computed, p."""
-
-    @classmethod
-    def allocate(cls, value_dim: int, dtype: jnp.dtype, *slots: int) -> "_Columns":
-        parts = operand(*slots, *_parts(value_dim), dtype=dtype)
-        return cls(parts, operand(*slots, WGMMA_ROWS, ROTARY_COLUMNS, dtype=dtype))
-
-    def copy(self, source, rows: int, barrier) -> None:
-        """Starts the copies of the first `rows` rows."""
-        *_, parts, _, width = self.values.shape
-        for part, (warpgroup, own) in enumerate(np.ndindex(CONSUMERS, parts)):
-            columns = pl.ds(part * width, width)
-            plgpu.copy_gmem_to_smem(source.at[:, columns], self.values.at[warpgroup, own, pl.ds(0, rows)], barrier)
-        columns = pl.ds(CONSUMERS * parts * width, ROTARY_COLUMNS)
-        plgpu.copy_gmem_to_smem(source.at[:, columns], self.rotary.at[pl.ds(0, rows)], barrier)
-
-    def slot(self, slot) -> "_Columns":
-        return _Columns(self.values.at[slot], self.rotary.at[slot])
-
-
-def _parts(value_dim: int) -> tuple[int, int, int, int]:
-    width = min(PART_COLUMNS, value_dim // CONSUMERS)
-    return CONSUMERS, value_dim // CONSUMERS // width, WGMMA_ROWS, width
-
-
 class _Scratch(NamedTuple):
-    q: _Columns
-    latents: _Columns
+    q: LatentColumns
+    latents: LatentColumns
     rescale: Any
     inverse: Any
     pages: Pipeline

@@ -5,7 +5,8 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.paged.blocks import WHOLE, RowPages, most_splits, query_blocks, window_operand
 from moe_jax.kernels.attention.paged.heads import attend_blocks
-from moe_jax.kernels.attention.paged.latents import ROTARY_COLUMNS, attend_latents
+from moe_jax.kernels.attention.paged.latent_columns import ROTARY_COLUMNS
+from moe_jax.kernels.attention.paged.latents import attend_latents
 from moe_jax.kernels.attention.paged.merge import merge_splits
 from moe_jax.kernels.attention.paged.queries import PagedQueries
 from moe_jax.kernels.hopper import target
