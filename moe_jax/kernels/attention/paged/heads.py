@@ -74,7 +74,7 @@ def attend_blocks(
         v_barriers=plgpu.Barrier(num_barriers=STAGES),
     )
 
-    order = ItemOrder(kv_heads, splits, BLOCKS_PER_CORE, heads_first=False)
+    order = ItemOrder(kv_heads, splits, BLOCKS_PER_CORE, splits_last=False)
 
     def body(inputs: _Inputs, out_ref, *rest) -> None:
         lse_ref, scratch = (None, rest[0]) if splits.number == 1 else rest

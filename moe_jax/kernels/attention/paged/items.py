@@ -65,8 +65,8 @@ class ItemOrder(NamedTuple):
     heads: int
     splits: Splits
     blocks_per_core: int
-    heads_first: bool
-    """True: a split's heads follow each other, which read the same pages. False: a head's splits do."""
+    splits_last: bool
+    """True: heads and blocks of one split follow each other, of which many read the same pages. False: a head's splits do."""
 
     def for_each_item(self, of_blocks: BlockPages, body: Callable[[Item, Before], None]) -> Before:
         """Calls body for this thread block's items, and returns how much work they were.
@@ -74,12 +74,13 @@ class ItemOrder(NamedTuple):
         Most splits of a short sequence have no pages. Nobody reads their results, and they are no items.
         """
         own, stride = lax.axis_index("block"), grid_size(self.blocks_per_core)
-        items = of_blocks.position.shape[0] * self.heads * self.splits.number
+        blocks = of_blocks.position.shape[0]
+        items = blocks * self.heads * self.splits.number
         count = lax.div(items - own + stride - 1, jnp.int32(stride))
         window = None if of_blocks.window is None else of_blocks.window[0]
 
         def run(number, before: Before) -> Before:
-            block, head, split = self._item(own + number * stride)
+            block, head, split = self._item(own + number * stride, blocks)
             row = block if of_blocks.row is None else of_blocks.row[block]
             position, num_pages = of_blocks.position[block], of_blocks.num_pages[block]
             first_page, end = pages_of_split(split, position, num_pages, window, self.splits)
@@ -90,11 +91,11 @@ class ItemOrder(NamedTuple):
 
         return lax.fori_loop(0, count, run, Before(jnp.int32(0), jnp.int32(0)))
 
-    def _item(self, index) -> tuple[Any, Any, Any]:
+    def _item(self, index, blocks: int) -> tuple[Any, Any, Any]:
         """Returns (block, head, split)."""
         heads, splits = jnp.int32(self.heads), jnp.int32(self.splits.number)
-        if self.heads_first:
+        if self.splits_last:
             head, index = lax.rem(index, heads), lax.div(index, heads)
-            return lax.div(index, splits), head, lax.rem(index, splits)
+            return lax.rem(index, jnp.int32(blocks)), head, lax.div(index, jnp.int32(blocks))
         split, index = lax.rem(index, splits), lax.div(index, splits)
         return lax.div(index, heads), lax.rem(index, heads), split

@@ -3,7 +3,7 @@
 Kernels `paged_latents` and `paged_latents_split`, with e value columns (512) and 64 rotary columns behind them:
 
 item       (block of queries, 64 heads[, split]): up to 64 rows, as in `heads`. Tiles of heads of a split follow each other, and
-           read their pages from L2
+           then a row's other blocks. All but the first read their pages from L2
 roles      producer WG3 (40 registers)    TMA q; pages, each once
            scores WG2 (136)               s = q k^T of a page, softmax; p and the factor of o to shared memory
            outputs WG0, WG1 (168)         o[:, own half of e] = factor * o + p v
@@ -81,7 +81,7 @@ def attend_latents(
         sums_full=plgpu.Barrier(),
         sums_empty=plgpu.Barrier(num_arrivals=CONSUMERS),
     )
-    order = ItemOrder(tiles, splits, blocks_per_core=1, heads_first=True)
+    order = ItemOrder(tiles, splits, blocks_per_core=1, splits_last=True)
 
     def body(of_blocks: BlockPages, q_ref, latents_ref, out_ref, *rest) -> None:
         lse_ref, scratch = (None, rest[0]) if splits.number == 1 else rest
