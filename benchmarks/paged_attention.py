@@ -1,13 +1,16 @@
-"""Times attention to keys and values in pages: decoding rows by TB/s of keys and values, chunks of prompts by TFLOP/s.
+"""Times attention to keys and values in pages: decoding rows by TB/s of pages read, chunks of prompts by TFLOP/s.
 
     python benchmarks/paged_attention.py             # 32 heads, 4 key heads of 128, as Qwen3-30B-A3B has them
+    python benchmarks/paged_attention.py --windows   # the same, with sliding windows
+    python benchmarks/paged_attention.py --latents   # 16, 64 and 128 heads that read DeepSeek's latents, and drafts
     python benchmarks/paged_attention.py --small     # sizes for a CPU's interpreter, as a smoke test
 
-Pages lie in random places. The error is the largest difference from the op in f32, relative to the largest result.
+Pages lie in random places. The error is the largest difference from the op in f32, relative to the largest result. A time is
+that of CALLS calls in one program, divided by CALLS. Bytes count whole pages, from a window's first key on, once for all heads.
 """
 
 import argparse
-from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,25 @@ from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_atten
 
 DECODING = [(rows, keys) for keys in (128, 1024, 4096, 8192) for rows in (1, 16, 64, 256) if rows * keys <= 2**20]
 CHUNKS = [(chunk, before) for before in (0, 8192) for chunk in (512, 2048, 8192)]
+WINDOWS = [(rows, 8192, window) for window in (128, 1024, 4096) for rows in (1, 16, 64, 128)]
+
+LATENTS = [(1, 8192), (16, 8192), (64, 1024), (64, 8192), (128, 4096), (256, 1024), (256, 4096)]
+
+CALLS = 8
+
+MOST_CHECKED_KEYS = 2**16
+"""Keys of all rows up to which a case is compared with the op in f32, which takes much memory."""
+
+
+class Sizes(NamedTuple):
+    """The heads of a model."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    has_values: bool = True
+    """False: values are the first columns of the keys."""
 
 
 def main() -> None:
@@ -26,31 +48,58 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--windows", action="store_true", help="decoding rows whose layers have sliding windows")
+    parser.add_argument(
+        "--latents", action="store_true", help="latents of 512 columns and 64 rotary ones instead of keys and values"
+    )
     parser.add_argument("--small", action="store_true", help="sizes for a CPU's interpreter")
     args = parser.parse_args()
-    sizes = args.heads, args.kv_heads, args.head_dim
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {sizes[0]} heads, {sizes[1]} key heads of {sizes[2]}")
+    sizes = Sizes(args.heads, args.kv_heads, args.head_dim, args.head_dim)
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
+    if args.latents:
+        for heads in (16, 64, 128):
+            print(f"{heads} heads, latents of 512 + 64")
+            sizes = Sizes(heads, 1, 576, 512, has_values=False)
+            for rows, keys in [(2, 130)] if args.small else LATENTS:
+                decode(sizes, rows, keys)
+            decode(sizes, *((2, 130) if args.small else (64, 8192)), queries=3)
+        return
+    print(f"{sizes.heads} heads, {sizes.kv_heads} key heads of {sizes.key_dim}")
+    if args.windows:
+        for rows, keys, window in [(2, 300, 100)] if args.small else WINDOWS:
+            decode(sizes, rows, keys, window=window)
+        return
     for rows, keys in [(2, 130)] if args.small else DECODING:
-        case = Case(sizes, [1] * rows, [keys] * rows)
-        ms = case.ms(queries_per_row=1)
-        num_bytes = 2 * 2 * rows * keys * sizes[1] * sizes[2]
-        error = case.error() if rows * keys <= 2**16 else float("nan")
-        print(
-            f"{rows:>4} rows x {keys:>5} keys {1e3 * ms:>9.1f} us {num_bytes / ms / 1e9:>6.2f} TB/s   error {error:.1e}",
-            flush=True,
-        )
+        decode(sizes, rows, keys)
     for chunk, before in [(20, 64)] if args.small else CHUNKS:
         case = Case(sizes, [chunk], [before + chunk])
+        flops = chunk * (before + chunk / 2) * flops_of_pair(sizes)
         ms = case.ms()
-        flops = 4 * sizes[0] * sizes[2] * chunk * (before + chunk / 2)
         print(f"chunk of {chunk:>5} behind {before:>5} {1e3 * ms:>9.1f} us {flops / ms / 1e9:>6.0f} TFLOP/s", flush=True)
 
 
-class Case:
-    """Random queries, and pages of keys and values in random places."""
+def flops_of_pair(sizes: Sizes) -> int:
+    """Returns the operations of one query and one key."""
+    return 2 * sizes.heads * (sizes.key_dim + sizes.value_dim)
 
-    def __init__(self, sizes: tuple[int, int, int], counts: list[int], num_keys: list[int]):
-        heads, kv_heads, head_dim = sizes
+
+def decode(sizes: Sizes, rows: int, keys: int, *, window: int | None = None, queries: int = 1) -> None:
+    """Prints the error and the time of `queries` queries in each row, of which the last ones are drafts."""
+    case = Case(sizes, [queries] * rows, [keys] * rows, window)
+    error = f"{case.error():.1e}" if rows * keys <= MOST_CHECKED_KEYS else "-"
+    ms = case.ms()
+    pages = -(-keys // PAGE_SIZE) - (0 if window is None else max(keys - window, 0) // PAGE_SIZE)
+    name = f"{rows:>4} rows x {keys:>5} keys" + ("" if window is None else f", window {window:>4}")
+    name += "" if queries == 1 else f", {queries} queries"
+    rate = rows * pages * case.bytes_per_page / ms / 1e9
+    flops = rows * queries * min(keys, window or keys) * flops_of_pair(sizes) / ms / 1e9
+    print(f"{name}   error {error:>7} {1e3 * ms:>9.1f} us {rate:>6.2f} TB/s {flops:>5.0f} TFLOP/s", flush=True)
+
+
+class Case:
+    """Random queries, as many in each row, and pages of keys and values in random places."""
+
+    def __init__(self, sizes: Sizes, counts: list[int], num_keys: list[int], window: int | None = None):
         rng = np.random.default_rng(0)
         per_row = [-(-n // PAGE_SIZE) for n in num_keys]
         order, table = rng.permutation(sum(per_row)) + 1, np.zeros((len(counts), max(per_row)), np.int32)
@@ -60,23 +109,34 @@ class Case:
         def normal(seed: int, *shape: int) -> jax.Array:
             return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
-        pages = 1 + sum(per_row), kv_heads, PAGE_SIZE, head_dim
-        self.q, self.keys, self.values = normal(0, sum(counts), heads, head_dim), normal(1, *pages), normal(2, *pages)
+        of_page = 1 + sum(per_row), sizes.kv_heads, PAGE_SIZE
+        self.q = normal(0, sum(counts), sizes.heads, sizes.key_dim)
+        self.pages = normal(1, *of_page, sizes.key_dim), normal(2, *of_page, sizes.value_dim) if sizes.has_values else None
+        self.bytes_per_page = sum(a[0].nbytes for a in jax.tree.leaves(self.pages))
         first = np.concatenate([[0], np.cumsum(counts)])
         self.queries = PagedQueries(*(jnp.asarray(a, jnp.int32) for a in (first, num_keys, table)))
-        self.scale = head_dim**-0.5
+        self.options = dict(scale=sizes.key_dim**-0.5, window=window, queries_per_row=counts[0])
+        if not sizes.has_values:
+            self.options["value_dim"] = sizes.value_dim
 
-    def ms(self, **options) -> float:
+    def ms(self) -> float:
         """Returns the milliseconds of a call."""
-        run = jax.jit(partial(paged_attention, scale=self.scale, **options))
-        return median_ms(run, (self.q, self.keys, self.values, self.queries), 20)
+
+        @jax.jit
+        def run(q, pages, queries):
+            for _ in range(CALLS):
+                out = paged_attention(q, *pages, queries, **self.options)
+                # The next call waits for this one, and is not the same to XLA.
+                q, out = jax.lax.optimization_barrier((q, out))
+            return out
+
+        return median_ms(run, (self.q, self.pages, self.queries), 20) / CALLS
 
     def error(self) -> float:
         """Returns the relative error."""
-        arrays = self.q, self.keys, self.values
-        found = paged_attention(*arrays, self.queries, scale=self.scale).astype(jnp.float32)
-        wide = (a.astype(jnp.float32) for a in arrays)
-        expected = paged_attention(*wide, self.queries, scale=self.scale, backend="xla")
+        found = paged_attention(self.q, *self.pages, self.queries, **self.options).astype(jnp.float32)
+        q, pages = jax.tree.map(lambda a: a.astype(jnp.float32), (self.q, self.pages))
+        expected = paged_attention(q, *pages, self.queries, **self.options, backend="xla")
         return float(jnp.abs(found - expected).max() / jnp.abs(expected).max())
 
 

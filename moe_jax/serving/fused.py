@@ -59,8 +59,6 @@ def refusal(config: ModelConfig, dtype: Any, tokens: int) -> str | None:
         return "attention has biases"
     if config.head_dim != HEAD_DIM:
         return f"head_dim must be {HEAD_DIM}; got {config.head_dim}"
-    if any(window is not None for window in config.layer_windows):
-        return "layers have sliding windows"
     if config.hidden_size % WARPGROUP_THREADS:
         return f"hidden_size must be a multiple of {WARPGROUP_THREADS}; got {config.hidden_size}"
     spec = config.experts

@@ -37,7 +37,7 @@ def check_strict(model: Decoder) -> None:
     """Refuses a model that these layers do not compute.
 
     Raises:
-      ValueError: the model is not Qwen3 or Qwen3-MoE, or has windows, biases, adapters or sizes that the kernels do not take.
+      ValueError: the model is not Qwen3 or Qwen3-MoE, or has biases, adapters or sizes that the kernels do not take.
     """
     reason = refusal(model.config, model.dtype)
     if reason is None and has_adapters(model):

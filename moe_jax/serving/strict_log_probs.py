@@ -34,7 +34,10 @@ def strict_log_probs(
     table = jnp.arange(rows * per_row, dtype=jnp.int32).reshape(rows, per_row)
     queries = PagedQueries(seq * jnp.arange(rows + 1, dtype=jnp.int32), jnp.full(rows, seq, jnp.int32), table)
     places = TokenPlaces(table[:, positions[0] // PAGE_SIZE].ravel(), (positions % PAGE_SIZE).ravel())
-    attends = [PagedAttend(pages, places, queries) for pages in empty_pages(config, rows * per_row, served.dtype)]
+    attends = [
+        PagedAttend(pages, places, queries, window=window)
+        for pages, window in zip(empty_pages(config, rows * per_row, served.dtype), config.layer_windows, strict=True)
+    ]
     frame = frame_of(served, weights)
     x = frame["embed_tokens"](tokens.reshape(1, -1), served.dtype)
     layers = layers_of(served, weights)

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention
+from moe_jax.kernels.attention.paged.blocks import QueryBlocks, Splits
 from moe_jax.kernels.attention.paged.merge import merge_splits
 from moe_jax.kernels.decode.add_norm import ExpertRows, add_experts, add_splits
 from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, heads_to_pages
@@ -76,10 +77,11 @@ def rows_of_logits(rng):
 def merged_splits(rng):
     arrays = normal(rng, 2, 2, 1, 8, 128, dtype=jnp.float32), normal(rng, 2, 2, 1, 64, dtype=jnp.float32)
     num_pages = jnp.asarray([16, 3], jnp.int32)
-    return lambda *arrays: merge_splits(*arrays, num_pages, split_pages=8, dtype=jnp.bfloat16), arrays
+    blocks = QueryBlocks(None, None, 64 * num_pages - 1, num_pages, None)
+    return lambda *arrays: merge_splits(*arrays, blocks, None, rows=8, splits=Splits(2, 8), dtype=jnp.bfloat16), arrays
 
 
-def pages(max_pages):
+def pages(max_pages, window=None):
     """Two rows that decode, of one head for keys; keys of more than eight pages are split."""
 
     def case(rng):
@@ -88,7 +90,7 @@ def pages(max_pages):
         arrays = normal(rng, 2, 2, 64), *(normal(rng, 2 * max_pages, 1, PAGE_SIZE, 64) for _ in range(2))
 
         def f(q, keys, values):
-            options = dict(scale=0.1, queries_per_row=1, fixed_splits=True, backend="mosaic")
+            options = dict(scale=0.1, window=window, queries_per_row=1, fixed_splits=True, backend="mosaic")
             return paged_attention(q, keys, values, queries, **options)
 
         return f, arrays
@@ -96,9 +98,25 @@ def pages(max_pages):
     return case
 
 
+def latents(max_pages):
+    """Two rows that decode with 16 heads. Keys of more than eight pages are split."""
+
+    def case(rng):
+        table = jnp.asarray(rng.permutation(2 * max_pages).reshape(2, -1), jnp.int32)
+        queries = PagedQueries(jnp.arange(3), jnp.asarray([130, PAGE_SIZE * max_pages], jnp.int32), table)
+        arrays = normal(rng, 2, 16, 192), normal(rng, 2 * max_pages, 1, PAGE_SIZE, 192)
+        options = dict(scale=0.1, value_dim=128, queries_per_row=1, fixed_splits=True, backend="mosaic")
+        return lambda q, pages: paged_attention(q, pages, None, queries, **options), arrays
+
+    return case
+
+
 CASES = {
     "pages": (pages(2), {"paged_attention"}),
     "pages in splits": (pages(9), {"paged_attention_split"}),
+    "pages of windows": (pages(9, jnp.int32(100)), {"paged_attention_split"}),
+    "latents": (latents(4), {"paged_latents"}),
+    "latents in splits": (latents(11), {"paged_latents_split", "merge_splits"}),
     "added splits": (added_splits, {"add_splits_norm"}),
     "added experts": (added_experts, {"add_experts_norm"}),
     "heads": (heads, {"heads_to_pages"}),

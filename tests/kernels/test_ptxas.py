@@ -186,14 +186,29 @@ compile(step, q, kv, kv, ((8, 4096), i32), q, ((8, 32, 4096), f32))
 PAGED_ATTENTION = """
 from moe_jax.kernels.attention.paged import PagedQueries, paged_attention
 
-sizes = (256, 256, 32, 4, 128), (4, 4, 32, 4, 128), (8, 2048, 32, 4, 128), (256, 256, 8, 8, 64)
-for rows, tokens, heads, kv_heads, width in sizes:
+sizes = (256, 256, 32, 4, 128, None), (4, 4, 32, 4, 128, None), (8, 2048, 32, 4, 128, None), (256, 256, 8, 8, 64, None)
+windows = (256, 256, 32, 4, 128, 4096), (4, 4, 32, 4, 128, 1024), (8, 2048, 32, 4, 128, 4096)
+for rows, tokens, heads, kv_heads, width, window in sizes + windows:
     def step(q, keys, values, *queries):
-        alone = 1 if rows == tokens else None
-        return paged_attention(q, keys, values, PagedQueries(*queries), scale=0.1, queries_per_row=alone, backend="mosaic")
+        options = dict(scale=0.1, window=window, queries_per_row=1 if rows == tokens else None, backend="mosaic")
+        return paged_attention(q, keys, values, PagedQueries(*queries), **options)
 
     pages = ((512, kv_heads, 64, width), bf16)
     compile(step, ((tokens, heads, width), bf16), pages, pages, ((rows + 1,), i32), ((rows,), i32), ((rows, 128), i32))
+"""
+
+PAGED_LATENTS = """
+from moe_jax.kernels.attention.paged import PagedQueries, paged_attention
+
+# Decoding of 16, 64 and 128 heads, drafts, a chunk of a prompt, and a window.
+decoding = (256, 256, 16, None), (256, 256, 64, None), (4, 4, 128, None), (4, 4, 64, 4096)
+for rows, tokens, heads, window in decoding + ((64, 192, 128, None), (1, 512, 128, None)):
+    def step(q, latents, *queries):
+        options = dict(scale=0.1, window=window, value_dim=512, queries_per_row=1 if rows == tokens else None, backend="mosaic")
+        return paged_attention(q, latents, None, PagedQueries(*queries), **options)
+
+    arrays = ((tokens, heads, 576), bf16), ((512, 1, 64, 576), bf16)
+    compile(step, *arrays, ((rows + 1,), i32), ((rows,), i32), ((rows, 128), i32))
 """
 
 STRICT_MATMUL = """
@@ -289,6 +304,11 @@ def test_attention():
 def test_paged_attention():
     """Attention to pages, of decoding rows and of chunks, with and without splits, spills nothing."""
     assert_no_spills(spilled_bytes(PAGED_ATTENTION), {"paged_attention", "paged_attention_split", "merge_splits"})
+
+
+def test_paged_latents():
+    """Attention to pages of latents spills nothing, with any number of heads and queries."""
+    assert_no_spills(spilled_bytes(PAGED_LATENTS), {"paged_latents", "paged_latents_split", "merge_splits"})
 
 
 def test_strict_matmul():

@@ -29,7 +29,11 @@ CONFIG = Qwen3MoeConfig(
     num_experts=128,
     num_experts_per_tok=2,
     norm_topk_prob=True,
+    use_sliding_window=True,
+    sliding_window=40,
+    max_window_layers=1,
 )
+"""The second layer has a window."""
 
 
 def test_equal_modules(monkeypatch):
@@ -61,7 +65,6 @@ REFUSED = {
     "head_dim must be 128": replace(CONFIG, head_dim=64),
     "the number of experts must be a multiple of 128": replace(CONFIG, num_experts=64),
     "attention has biases": replace(CONFIG, attention_bias=True),
-    "sliding windows": replace(CONFIG, use_sliding_window=True, sliding_window=8, max_window_layers=0),
 }
 
 

@@ -116,56 +116,80 @@ CHUNKS = [5, 0, 64, 1, 70], [5, 0, 130, 64, 200]
 
 
 @pytest.mark.parametrize(
-    "counts, num_keys, heads, kv_heads, key_dim, value_dim, dtype, cores",
+    "counts, num_keys, heads, kv_heads, key_dim, value_dim, dtype, cores, window",
     [
-        ([1] * 4, [1, 70, 128, 700], 16, 2, 64, 64, "bfloat16", 1000),
-        ([1] * 4, [1, 70, 128, 700], 2, 2, 128, 64, "float16", 1),
-        (*CHUNKS, 8, 1, 64, 128, "float16", 1),
-        (*CHUNKS, 2, 2, 128, 128, "bfloat16", 1),
-        ([3, 0, 9], [3, 0, 700], 8, 1, 64, 64, "bfloat16", 1000),
+        ([1] * 4, [1, 70, 128, 700], 16, 2, 64, 64, "bfloat16", 1000, None),
+        ([1] * 4, [1, 70, 128, 700], 2, 2, 128, 64, "float16", 1, 100),
+        (*CHUNKS, 8, 1, 64, 128, "float16", 1, None),
+        (*CHUNKS, 2, 2, 128, 128, "bfloat16", 1, 70),
+        ([3, 0, 9], [3, 0, 700], 8, 1, 64, 64, "bfloat16", 1000, None),
+        ([3, 0, 9], [520, 0, 1220], 8, 1, 64, 128, "bfloat16", 1000, 200),
     ],
-    ids=["decoding in splits", "decoding", "chunks", "chunks of single heads", "chunks in splits"],
+    ids=["decoding in splits", "decoding", "chunks", "chunks of single heads", "chunks in splits", "window in splits"],
 )
-def test_the_kernel_equals_xla(rng, monkeypatch, counts, num_keys, heads, kv_heads, key_dim, value_dim, dtype, cores):
+def test_the_kernel_equals_xla(rng, monkeypatch, counts, num_keys, heads, kv_heads, key_dim, value_dim, dtype, cores, window):
     """In the interpreter. Where there are more cores than blocks of queries, keys are split. Padding is finite."""
     monkeypatch.setattr(mosaic, "_cores", lambda: cores)
     decodes = max(counts) == 1
     padding = 0 if decodes else 3
     arrays = make(rng, counts, num_keys, heads, kv_heads, key_dim, value_dim, padding=padding, dtype=dtype)
-    split = []
-    monkeypatch.setattr(mosaic, "_merged", lambda *a, merged=mosaic._merged: (split.append(True), merged(*a))[1])
-    # A program that was traced with another number of cores would not be traced again.
-    mosaic.attend_blocks.clear_cache()
-    out = paged_attention(*arrays, scale=SCALE, queries_per_row=1 if decodes else None, backend="mosaic")
+    split, merge = [], mosaic.merge_splits
+    monkeypatch.setattr(mosaic, "merge_splits", lambda *a, **options: (split.append(True), merge(*a, **options))[1])
+    options = {"scale": SCALE, "window": window, "queries_per_row": 1 if decodes else None}
+    out = paged_attention(*arrays, **options, backend="mosaic")
     assert bool(split) == (cores > 1)
     assert out.dtype == dtype and np.isfinite(np.asarray(out, np.float32)).all()
     *exact, queries = arrays
-    wanted = paged_attention(*(a.astype(jnp.float32) for a in exact), queries, scale=SCALE, backend="xla")
+    wanted = paged_attention(*(a.astype(jnp.float32) for a in exact), queries, **options, backend="xla")
     tokens = sum(counts)
     error = np.linalg.norm(np.asarray(out, np.float32)[:tokens] - wanted[:tokens], axis=-1)
     assert (error < 6e-3 * np.linalg.norm(wanted[:tokens], axis=-1)).all()
 
 
 @pytest.mark.parametrize(
+    "counts, num_keys, heads, value_dim, window, fixed_splits",
+    [
+        ([1] * 3, [1, 70, 700], 128, 128, None, True),
+        ([1, 1], [100, 200], 4, 512, 100, False),
+        ([3, 0, 9], [520, 0, 70], 16, 256, 200, True),
+        ([2, 0, 1], [129, 0, 64], 64, 128, None, False),
+    ],
+    ids=["decoding in splits", "decoding", "chunks in splits", "drafts"],
+)
+def test_the_kernel_of_latents(rng, counts, num_keys, heads, value_dim, window, fixed_splits):
+    """Equals XLA in the interpreter, with as many tokens as rows too, of which one has two."""
+    decodes = max(counts) == 1
+    q, keys, _, queries = make(rng, counts, num_keys, heads, 1, value_dim + 64, 8, dtype=jnp.bfloat16)
+    options = {"scale": SCALE, "window": window, "value_dim": value_dim, "queries_per_row": 1 if decodes else None}
+    out = paged_attention(q, keys, None, queries, **options, fixed_splits=fixed_splits, backend="mosaic")
+    wanted = paged_attention(*(a.astype(jnp.float32) for a in (q, keys)), None, queries, **options, backend="xla")
+    assert out.dtype == q.dtype
+    error = np.linalg.norm(np.asarray(out, np.float32) - wanted, axis=-1)
+    assert (error < 6e-3 * np.linalg.norm(wanted, axis=-1)).all()
+
+
+@pytest.mark.parametrize(
     "change, message",
     [
-        ({"values": None, "value_dim": 64}, "pages of latents"),
+        ({"values": None, "value_dim": 64}, "128, 256 or 512 columns of values and 64 behind them; got 64 and 0"),
+        ({"values": None, "value_dim": 128, "width": 160}, "got 128 and 32"),
+        ({"values": None, "value_dim": 128, "width": 192, "heads": 67}, "equal tiles of at most 64; got 67"),
+        ({"values": None, "value_dim": 128, "width": 192, "kv_heads": 2}, "one key head; got 2"),
         ({"dtype": jnp.float32}, "must all be bfloat16 or all float16; got float32"),
         ({"heads": 65}, "at most 64 query heads; got 65"),
         ({"width": 96}, "key_dim must be 64 or 128; got 96"),
-        ({"window": 70}, "windows are not in the kernel yet"),
     ],
 )
 def test_the_kernel_refuses(change, message):
-    given = {"width": 64, "heads": 4, "dtype": jnp.bfloat16, **change}
-    pages = jnp.zeros((3, 1, PAGE_SIZE, given["width"]), given["dtype"])
+    given = {"width": 64, "heads": 4, "kv_heads": 1, "dtype": jnp.bfloat16, **change}
+    pages = jnp.zeros((3, given["kv_heads"], PAGE_SIZE, given["width"]), given["dtype"])
     q = jnp.zeros((2, given["heads"], given["width"]), given["dtype"])
     queries = PagedQueries(jnp.array([0, 1, 2]), jnp.array([1, 1]), jnp.zeros((2, 1), jnp.int32))
-    options = {name: change[name] for name in ("value_dim", "window") if name in change}
+    options = {name: change[name] for name in ("value_dim",) if name in change}
     values = None if "values" in change else pages
     with pytest.raises(ValueError, match=message):
         paged_attention(q, pages, values, queries, scale=SCALE, backend="mosaic", **options)
-    assert paged_attention(q, pages, values, queries, scale=SCALE, **options).shape == q.shape
+    assert paged_attention(q, pages, values, queries, scale=SCALE, **options).shape[:2] == q.shape[:2]
 
 
 @pytest.mark.parametrize(
@@ -194,14 +218,33 @@ def test_refusals(change, message):
         )
 
 
-def test_fixed_splits():
+@pytest.mark.parametrize("window, value_dim", [(None, None), (150, None), (None, 128)], ids=["all keys", "window", "latents"])
+def test_fixed_splits(window, value_dim):
     """A query's bits are the same alone, in a chunk, and beside so many other rows that keys would not be split."""
-    q, keys, values, queries = make(seeds.rng(), [9, 1, 1], [590, 70, 600], 2, 1, 64, 64, dtype=jnp.float16)
-    options = {"scale": SCALE, "backend": "mosaic", "fixed_splits": True}
-    together = paged_attention(q, keys, values, queries, **options)
+    width = 64 if value_dim is None else value_dim + 64
+    q, keys, values, queries = make(seeds.rng(), [9, 1, 1], [590, 70, 600], 2, 1, width, 64, dtype=jnp.float16)
+    options = {"scale": SCALE, "backend": "mosaic", "fixed_splits": True, "window": window, "value_dim": value_dim}
+    pages = keys, values if value_dim is None else None
+    together = paged_attention(q, *pages, queries, **options)
     row = PagedQueries(jnp.asarray([0, 1]), queries.num_keys[:1], queries.page_table[:1])
-    alone = paged_attention(q[8:9], keys, values, row, queries_per_row=1, **options)
+    alone = paged_attention(q[8:9], *pages, row, queries_per_row=1, **options)
     np.testing.assert_array_equal(together[8], alone[0])
     other = PagedQueries(jnp.asarray([0, 1]), queries.num_keys[2:], queries.page_table[2:])
-    np.testing.assert_array_equal(together[10], paged_attention(q[10:], keys, values, other, queries_per_row=1, **options)[0])
-    np.testing.assert_allclose(np.asarray(together, np.float32), by_rows(q, keys, values, queries), rtol=2e-2, atol=2e-2)
+    np.testing.assert_array_equal(together[10], paged_attention(q[10:], *pages, other, queries_per_row=1, **options)[0])
+    values = values if value_dim is None else keys[..., :value_dim]
+    np.testing.assert_allclose(
+        np.asarray(together, np.float32), by_rows(q, keys, values, queries, window), rtol=2e-2, atol=2e-2
+    )
+
+
+def test_pages_before_the_window(rng):
+    """Pages before a window, and pages behind the last key, are not read: nothing changes if they hold NaN."""
+    q, keys, values, queries = make(rng, [1, 9, 1], [700, 300, 130], 4, 2, 64, 64, dtype=jnp.bfloat16)
+    seen = np.zeros(len(keys), bool)
+    for row, (count, num_keys) in enumerate([(1, 700), (9, 300), (1, 130)]):
+        seen[np.asarray(queries.page_table[row, (num_keys - count - 69) // PAGE_SIZE : -(-num_keys // PAGE_SIZE)])] = True
+    assert not seen.all()
+    options = {"scale": SCALE, "window": jnp.int32(70), "backend": "mosaic"}
+    expected = paged_attention(q, keys, values, queries, **options)
+    unread = [jnp.where(jnp.asarray(seen)[:, None, None, None], a, jnp.nan) for a in (keys, values)]
+    np.testing.assert_array_equal(paged_attention(q, *unread, queries, **options), expected)

@@ -36,18 +36,17 @@ def paged_attention(
         fixed_splits: "mosaic" sums every 512 keys by themselves, and merges these in order. Without it only few queries are
             summed so, and a query's bits depend on their number. "xla" sums the keys in order anyway.
         queries_per_row: given if all rows have exactly this number of queries, 1 in decoding. `first_query` must agree.
-        backend: "xla" takes every input; "mosaic", the default where it fits, needs a Hopper GPU and 16-bit pages of keys and
-            values without windows.
+        backend: "xla" takes every input; "mosaic", the default where it fits, needs a Hopper GPU and 16-bit pages. Keys and
+            values are 64 or 128 wide there. Latents have 128, 256 or 512 columns of values, and 64 behind them.
 
     Raises:
         ValueError: shapes that do not fit together, a window below 1, an unknown backend, or one that does not take the input.
     """
     value_dim = _check(q, keys, values, queries, value_dim, window, queries_per_row)
-    refusal = mosaic.refusal(q, keys, values, window)
+    refusal = mosaic.refusal(q, keys, values, value_dim)
     if resolve_attention_backend(backend, refusal) == "mosaic":
-        assert values is not None
         of_queries = partial(mosaic.paged_attention, queries_per_row=queries_per_row, fixed_splits=fixed_splits)
-        return of_queries(q, keys, values, queries, scale=scale)
+        return of_queries(q, keys, values, queries, scale=scale, window=window)
     return xla.paged_attention(q, keys, values, queries, scale=scale, window=window, value_dim=value_dim)
 
 

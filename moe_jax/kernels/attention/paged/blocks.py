@@ -1,0 +1,110 @@
+"""The blocks of queries that the kernels of paged attention compute at a time, and the pages that each block reads."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.attention.paged.queries import PagedQueries
+
+
+class QueryBlocks(NamedTuple):
+    """The blocks of queries of a step, each of one row; the same for all layers."""
+
+    tokens: Int[Array, "blocks block_tokens"]
+    """The block's queries, as indices of tokens; the number of tokens for places that are not used."""
+    row: Int[Array, "blocks"] | None
+    """None: block i is of row i. XLA would make these numbers again for each layer, in a kernel of their own."""
+    position: Int[Array, "blocks"]
+    """The key position of the first query."""
+    num_pages: Int[Array, "blocks"]
+    """The number of pages that the last query sees; 0 for a block without queries."""
+    place: Int[Array, "tokens"]
+    """For each token its place in `tokens`, flattened; 0 for padding."""
+
+
+class RowPages(NamedTuple):
+    """The pages of each row's keys."""
+
+    table: Int[Array, "rows max_pages"]
+    window: Int[Array, "1"] | None
+    """The sliding window of all rows, as `window_operand` gives it; None if there is none."""
+
+
+@partial(jax.jit, static_argnums=(1, 2), static_argnames="one_a_row")
+def query_blocks(queries: PagedQueries, num_tokens: int, block_tokens: int, *, one_a_row: bool) -> QueryBlocks:
+    """Cuts each row's queries into blocks of `block_tokens`, 1 where all rows have one query."""
+    rows = len(queries.num_keys)
+    counts = queries.first_query[1:] - queries.first_query[:-1]
+    if one_a_row:
+        token = jnp.arange(rows, dtype=jnp.int32)
+        position = queries.num_keys - 1
+        return QueryBlocks(token[:, None], None, position, jnp.maximum(position // PAGE_SIZE + 1, 0), token)
+    num_blocks = min(rows + num_tokens // block_tokens, num_tokens)
+    ends = jnp.cumsum(-(-counts // block_tokens))
+    block = jnp.arange(num_blocks, dtype=jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(ends, block, side="right", method="compare_all"), rows - 1).astype(jnp.int32)
+    number = block - (ends[row] - -(-counts[row] // block_tokens))
+    first = number * block_tokens
+    in_row = jnp.where(block < ends[-1], jnp.clip(counts[row] - first, 0, block_tokens), 0)
+    index = jnp.arange(block_tokens, dtype=jnp.int32)
+    tokens = queries.first_query[row][:, None] + first[:, None] + index
+    is_used = index < in_row[:, None]
+    tokens = jnp.where(is_used, tokens, num_tokens)
+    position = queries.num_keys[row] - counts[row] + first
+    num_pages = jnp.where(in_row > 0, (position + in_row - 1) // PAGE_SIZE + 1, 0)
+    places = jnp.arange(num_blocks * block_tokens, dtype=jnp.int32)
+    place = jnp.zeros(num_tokens, jnp.int32).at[tokens.reshape(-1)].set(places, mode="drop")
+    return QueryBlocks(tokens, row, position.astype(jnp.int32), num_pages.astype(jnp.int32), place)
+
+
+class Splits(NamedTuple):
+    """The parts into which a block's pages are cut, for thread blocks of their own. Each begins at a multiple of `pages`."""
+
+    number: int
+    """The largest number of parts that a block has pages in. They are counted from the first of them."""
+    pages: int
+
+
+WHOLE = Splits(1, 2**20)
+"""One part of all pages."""
+
+
+def most_splits(max_pages: int, pages: int, window: Array | int | None, block_tokens: int) -> Splits:
+    """Returns splits of `pages` pages; a window that is known before tracing limits their number."""
+    number = -(-max_pages // pages)
+    if isinstance(window, int | np.integer):
+        keys = int(window) + block_tokens - 1
+        number = min(number, -(-(keys - 1) // (pages * PAGE_SIZE)) + 1)
+    return Splits(number, pages) if number > 1 else WHOLE
+
+
+def window_operand(window: Array | int | None) -> Int[Array, "1"] | None:
+    """Returns a window as kernels read it, so small that differences of positions stay int32."""
+    return None if window is None else jnp.clip(jnp.asarray(window, jnp.int32), 1, 2**30).reshape(1)
+
+
+def first_page(position: Any, num_pages: Any, window: Any) -> Any:
+    """Returns the page at which the window of a block's first query begins; 0 without a window or without pages."""
+    if window is None:
+        return jnp.zeros_like(num_pages)
+    page = lax.div(jnp.maximum(position - window + 1, 0), jnp.int32(PAGE_SIZE))
+    return jnp.minimum(page, jnp.maximum(num_pages - 1, 0))
+
+
+def pages_of_split(split: Any, position: Any, num_pages: Any, window: Any, splits: Splits) -> tuple[Any, Any]:
+    """Returns the first page of a block's split and the page behind its last."""
+    first = first_page(position, num_pages, window)
+    begin = (lax.div(first, jnp.int32(splits.pages)) + split) * splits.pages
+    return jnp.maximum(first, begin), jnp.minimum(num_pages, begin + splits.pages)
+
+
+def count_splits(position: Any, num_pages: Any, window: Any, splits: Splits) -> Any:
+    """Returns the number of a block's splits that have pages."""
+    first, pages = first_page(position, num_pages, window), jnp.int32(splits.pages)
+    return lax.div(num_pages + (pages - 1), pages) - lax.div(first, pages)
