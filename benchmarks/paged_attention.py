@@ -2,7 +2,7 @@
 
     python benchmarks/paged_attention.py             # 32 heads, 4 key heads of 128, as Qwen3-30B-A3B has them
     python benchmarks/paged_attention.py --windows   # the same, with sliding windows
-    python benchmarks/paged_attention.py --latents   # 16, 64 and 128 heads that read DeepSeek's latents, and drafts
+    python benchmarks/paged_attention.py --latents   # 16, 64 and 128 heads that read DeepSeek's latents, and drafts: the kernel
     python benchmarks/paged_attention.py --small     # sizes for a CPU's interpreter, as a smoke test
 
 Pages lie in random places. The error is the largest difference from the op in f32, relative to the largest result. A time is
@@ -117,7 +117,7 @@ class Case:
         self.queries = PagedQueries(*(jnp.asarray(a, jnp.int32) for a in (first, num_keys, table)))
         self.options = dict(scale=sizes.key_dim**-0.5, window=window, queries_per_row=counts[0])
         if not sizes.has_values:
-            self.options["value_dim"] = sizes.value_dim
+            self.options |= {"value_dim": sizes.value_dim, "backend": "mosaic"}
 
     def ms(self) -> float:
         """Returns the milliseconds of a call."""
@@ -136,7 +136,7 @@ class Case:
         """Returns the relative error."""
         found = paged_attention(self.q, *self.pages, self.queries, **self.options).astype(jnp.float32)
         q, pages = jax.tree.map(lambda a: a.astype(jnp.float32), (self.q, self.pages))
-        expected = paged_attention(q, *pages, self.queries, **self.options, backend="xla")
+        expected = paged_attention(q, *pages, self.queries, **self.options | {"backend": "xla"})
         return float(jnp.abs(found - expected).max() / jnp.abs(expected).max())
 
 
