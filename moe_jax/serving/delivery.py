@@ -1,6 +1,7 @@
 """Gives the tokens of steps to the requests that wait for them, and completes the records of sequences that end."""
 
 from collections.abc import Callable, Set
+from itertools import islice
 
 from moe_jax.serving.device import Device, Launched
 from moe_jax.serving.events import Event
@@ -25,7 +26,7 @@ class TokenDelivery:
       num_drafted, num_accepted: drafts checked, and those accepted, so far.
     """
 
-    def __init__(self, device: Device, queues: EngineQueues, ended: Callable[[Sequence], None]):
+    def __init__(self, device: Device, queues: list[EngineQueues], ended: Callable[[Sequence], None]):
         self.num_tokens = self.num_drafted = self.num_accepted = 0
         self._device = device
         self._queues = queues
@@ -37,10 +38,12 @@ class TokenDelivery:
         for sequence, scores in read_scores(launched.scores):
             if sequence.finish_reason is None:
                 sequence.owner.prompt_logprobs += scores
-        samples, new = launched.plan.samples, read_tokens(launched)
+        samples, new = launched.samples, read_tokens(launched)
         self._count_drafts(launched, new)
         pages = {i: list(one.pages) for i, one in enumerate(samples) if one.options.return_experts}
-        taken = read_step(self._queues, launched.plan, [[one.token for one in each] for each in new])
+        tokens, taken = iter([[one.token for one in each] for each in new]), list[int]()
+        for queues, plan in zip(self._queues, launched.plans, strict=True):
+            taken += read_step(queues, plan, list(islice(tokens, len(plan.samples))))
         self.num_tokens += sum(taken)
         for i, count in enumerate(taken):
             sequence = samples[i]
@@ -57,14 +60,14 @@ class TokenDelivery:
         for sequence in sequences:
             if sequence.finish_reason is None:
                 self.keep_experts(sequence, sequence.pages if sequence.decoding else [])
-                finish(self._queues, sequence, "abort")
+                finish(self._queues[sequence.device], sequence, "abort")
                 self._close_record(sequence)
                 self._deliver(sequence, None, "abort")
 
     def keep_experts(self, sequence: Sequence, pages: list[int]) -> None:
         """Reads the experts of a sequence from its pages, if it has any and its request asks for them."""
         if sequence.options.return_experts and pages:
-            sequence.owner.experts = self._device.experts_of(pages, len(sequence.tokens))
+            sequence.owner.experts = self._device.experts_of(sequence.device, pages, len(sequence.tokens))
 
     def wake_readers(self, further: Set[Listener] = frozenset()) -> None:
         """Wakes the coroutines to whose requests something was delivered, and `further` ones."""
@@ -73,7 +76,7 @@ class TokenDelivery:
 
     def _count_drafts(self, launched: Launched, new: list[list[NewToken]]) -> None:
         if launched.second is not None:
-            for decode, tokens in zip(launched.plan.decodes, new, strict=False):
+            for decode, tokens in zip(launched.plans[0].decodes, new, strict=False):
                 if decode.sequence.finish_reason is None:
                     self.num_drafted += 1
                     self.num_accepted += len(tokens) - 1

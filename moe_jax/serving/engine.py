@@ -23,7 +23,7 @@ GREEDY = SamplingOptions()
 
 
 class Engine:
-    """Continues many prompts at once on one device, with a token of each in every step.
+    """Continues many prompts at once, with a token of each in every step.
 
         engine = Engine(moe_jax.from_pretrained(path))
         completions = engine.generate(prompts, SamplingOptions(max_new_tokens=100))
@@ -32,8 +32,9 @@ class Engine:
     All programs are compiled before the constructor returns. Methods may be called from any thread.
 
     Args:
-      model: any model of this library, on one device. The engine reads experts where the model keeps them.
-      limits: sizes, which set the engine's memory; default: `EngineLimits()`.
+      model: any model of this library. The engine computes on all devices that hold it, each with prompts of its own. On one
+        device it reads experts where the model keeps them.
+      limits: sizes of each device, which set its memory; default: `EngineLimits()`.
       tokenizer: a Hugging Face tokenizer, with which events and completions have text, and stop texts end them.
       keep_experts: True makes room for each token's experts, for requests with `return_experts`.
       drafts: 1 drafts a token a step with the model's module that predicts further tokens (`serving.drafts`). A step then gives
@@ -44,9 +45,9 @@ class Engine:
         and not twice, and is unusable afterwards.
 
     Raises:
-      ValueError: the model lies on several devices, or has adapters. Or its positions scale with the longest text of a batch
-        (rope type "dynamic"). Also drafts without such a module, or without room for two tokens of each sequence in a step.
-        Also `strict` with drafts, or with a model that its kernels do not take.
+      ValueError: the model has adapters. Or its positions scale with the longest text of a batch (rope type "dynamic"). Also
+        drafts without such a module, or without room for two tokens of each sequence in a step. Also `strict` with drafts, or
+        with a model that its kernels do not take. On several devices also drafts, `strict` and precision "fp8".
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Engine:
         # A collection delays a step by 10 ms if it looks through all that lives as long as the engine.
         gc.collect()
         gc.freeze()
-        self._loop = EngineLoop(device, EngineQueues(limits, drafts))
+        self._loop = EngineLoop(device, [EngineQueues(limits, drafts) for _ in device.placement.devices])
 
     def generate(
         self, prompts: Many[Many[int]], options: SamplingOptions | Many[SamplingOptions] = GREEDY
@@ -125,7 +126,8 @@ class Engine:
 
         def replace() -> None:
             loop.device.replace_weights(model)
-            change_weights(loop.queues)
+            for queues in loop.queues:
+                change_weights(queues)
 
         loop.call(replace)
 

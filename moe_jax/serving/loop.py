@@ -27,13 +27,14 @@ class EngineLoop:
     """The thread and what it changes.
 
     Attributes:
-      device, queues: changed by the thread alone; others may read numbers from them.
+      device: changed by the thread alone, as the queues are; others may read numbers from them.
+      queues: one for each of the devices that compute.
       is_paused: True while no step is to start.
       delivery: gives requests their tokens.
       num_steps: steps started so far.
     """
 
-    def __init__(self, device: Device, queues: EngineQueues):
+    def __init__(self, device: Device, queues: list[EngineQueues]):
         self.device = device
         self.queues = queues
         self.is_paused = False
@@ -57,16 +58,16 @@ class EngineLoop:
           QueueFull: too many sequences run or wait.
           RuntimeError: the engine failed or was closed.
         """
-        limits = self.queues.limits
+        limits = self.queues[0].limits
         with self._lock:
             # Under the lock: a request that came behind the failure would wait for ever.
             self._refuse_if_ended()
-            room = limits.max_waiting + limits.max_sequences - len(self._open)
+            room = limits.max_waiting + limits.max_sequences * len(self.queues) - len(self._open)
             if limited and len(sequences) > room:
                 raise QueueFull(f"{len(self._open)} sequences run or wait; the engine has room for {room} more")
             self._open.update(sequences)
             # Under it too: the thread may end once `close` has the lock, and would leave what comes later.
-            self._commands.put(lambda: self.queues.waiting.extend(sequences))
+            self._commands.put(lambda: self._let_wait(sequences))
 
     def abort(self, sequences: list[Sequence]) -> None:
         """Ends those that have not ended yet."""
@@ -100,7 +101,7 @@ class EngineLoop:
         def end() -> None:
             self.is_paused = False
             if not drain:
-                self.delivery.end_all([*self.queues.running, *self.queues.waiting])
+                self.delivery.end_all([each for queues in self.queues for each in (*queues.running, *queues.waiting)])
 
         with self._lock:
             self._is_closing = True
@@ -135,7 +136,7 @@ class EngineLoop:
 
     @property
     def _has_sequences(self) -> bool:
-        return bool(self.queues.running or self.queues.waiting)
+        return any(queues.running or queues.waiting for queues in self.queues)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -154,16 +155,25 @@ class EngineLoop:
             self._commands.get()()
 
     def _launch_next(self) -> Launched | None:
-        plan = plan_step(self.queues)
-        if plan.is_empty:
+        plans = [plan_step(queues) for queues in self.queues]
+        if all(plan.is_empty for plan in plans):
             return None
         self.num_steps += 1
-        for chunk in plan.chunks:
-            chunk.sequence.owner.started(self.queues.weights_version)
-        for sequence, pages in plan.preempted:
-            # It may end before it is computed again, and the next step writes to the pages.
-            self.delivery.keep_experts(sequence, pages)
-        return self.device.launch(plan)
+        for queues, plan in zip(self.queues, plans, strict=True):
+            for chunk in plan.chunks:
+                chunk.sequence.owner.started(queues.weights_version)
+            for sequence, pages in plan.preempted:
+                # It may end before it is computed again, and the next step writes to the pages.
+                self.delivery.keep_experts(sequence, pages)
+        return self.device.launch(plans)
+
+    def _let_wait(self, sequences: list[Sequence]) -> None:
+        """Lets the continuations of a prompt wait for the device that has the fewest sequences: there they share its pages."""
+        sizes = [len(queues.running) + len(queues.waiting) for queues in self.queues]
+        device = sizes.index(min(sizes))
+        for sequence in sequences:
+            sequence.device = device
+        self.queues[device].waiting.extend(sequences)
 
     def _forget(self, sequence: Sequence) -> None:
         with self._lock:

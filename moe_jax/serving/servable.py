@@ -7,6 +7,7 @@ from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.moe import Experts
 from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled, is_quantised
 from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.pipeline.chunks import refuse_chunks
 from moe_jax.serving.draft_state import check_drafting
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.strict import check_strict
@@ -35,7 +36,7 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int, strict:
         )
     devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
     if len(devices) > 1:
-        raise ValueError(f"an engine computes on one device; the model lies on {len(devices)}")
+        _check_several(model, len(devices), drafts=drafts, strict=strict)
     check_drafting(drafts, model.config, limits)
     if strict:
         if model.precision:
@@ -43,6 +44,15 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int, strict:
         check_strict(model)
         if drafts:
             raise ValueError(f"strict=True needs drafts=0; got drafts={drafts}")
+
+
+def _check_several(model: Decoder, num_devices: int, *, drafts: int, strict: bool) -> None:
+    refuse_chunks(nnx.state(model, nnx.Param), "an engine")
+    if any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(nnx.state(model))):
+        raise ValueError("an engine computes in one process; the model lies on devices of several")
+    options = {"drafts": bool(drafts), "strict": strict, "precision 'fp8'": model.precision is not None}
+    if wrong := [name for name, is_set in options.items() if is_set]:
+        raise ValueError(f"an engine on several devices has no {' and no '.join(wrong)}; the model lies on {num_devices}")
 
 
 def _has_experts_in_fp8(model: Decoder) -> bool:

@@ -6,7 +6,7 @@ from moe_jax.serving.loop import EngineLoop
 
 
 class Stats(NamedTuple):
-    """The state of an engine."""
+    """The state of an engine: numbers of all its devices together."""
 
     running: int
     waiting: int
@@ -31,18 +31,17 @@ class Stats(NamedTuple):
 
 def stats_of(loop: EngineLoop) -> Stats:
     """Returns the present state; any thread may call it."""
-    queues, delivery = loop.queues, loop.delivery
-    pages = queues.pool.counts()
+    delivery, pages = loop.delivery, [queues.pool.counts() for queues in loop.queues]
     return Stats(
-        running=len(queues.running),
-        waiting=len(queues.waiting),
-        free_pages=pages.free,
-        cached_pages=pages.cached,
-        owned_pages=pages.owned,
+        running=sum(len(queues.running) for queues in loop.queues),
+        waiting=sum(len(queues.waiting) for queues in loop.queues),
+        free_pages=sum(each.free for each in pages),
+        cached_pages=sum(each.cached for each in pages),
+        owned_pages=sum(each.owned for each in pages),
         num_steps=loop.num_steps,
         num_tokens=delivery.num_tokens,
-        num_preemptions=queues.num_preemptions,
-        weights_version=queues.weights_version,
+        num_preemptions=sum(queues.num_preemptions for queues in loop.queues),
+        weights_version=loop.queues[0].weights_version,
         num_drafted=delivery.num_drafted,
         num_accepted=delivery.num_accepted,
     )

@@ -33,7 +33,7 @@ def compiled(layers, rows):
         weights = jax.eval_shape(weights)
         state = jax.eval_shape(lambda: initial_state(served[0], num_pages=1024, num_slots=256, max_pages=MAX_PAGES))
         shape = StepShape(rows, 0, 0, MAX_PAGES)
-        arguments = weights, state, jax.ShapeDtypeStruct(packed(empty_rows(shape)).shape, i32)
+        arguments = weights, state, jax.ShapeDtypeStruct(packed([empty_rows(shape)]).shape, i32)
         on_gpu = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), arguments)
         return jax.jit(lambda *a: step(served[0], shape, *a), donate_argnums=1).lower(*on_gpu).compile()
 
