@@ -1,6 +1,7 @@
 """An engine on several devices gives each request the tokens that it has on one, whichever device computes it."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -9,6 +10,8 @@ import tiny
 from meshes import laid_out
 
 import moe_jax
+from moe_jax.cli import main
+from moe_jax.config import config_to_dict
 from moe_jax.serving import Engine, EngineLimits, SamplingOptions
 
 LIMITS = EngineLimits(
@@ -126,3 +129,17 @@ def test_options_of_one_device_are_refused(model):
         Engine(laid_out(tiny.deepseek(mtp=1), fsdp=2), limits=LIMITS, drafts=1)
     with pytest.raises(ValueError, match="an engine has no pipe yet"):
         Engine(laid_out(model, pipe=2), limits=LIMITS)
+
+
+def test_commands(tmp_path, capsys):
+    model = tiny.deepseek(mtp=1)
+    (tmp_path / "config.json").write_text(json.dumps(config_to_dict(tiny.dense().config)))
+    load = "--concurrency 2 --requests-each 1 --prompt-tokens 8 --new-tokens 3 --max-sequences 1 --max-tokens-per-step 8"
+    sizes = "--max-length 64 --num-pages 4 --dtype float32 --devices 2"
+    main(["bench", "--random-weights", str(tmp_path), *load.split(), *sizes.split()])
+    assert "2 x cpu, prompts of 8 tokens" in capsys.readouterr().out
+    moe_jax.save_pretrained(model, tmp_path / "drafting")
+    tiny.tokenizer().save_pretrained(tmp_path / "drafting")
+    with pytest.raises(SystemExit):
+        main(["serve", str(tmp_path / "drafting"), "--drafts", "--precision", "fp8", "--devices", "2"])
+    assert "--drafts and --precision fp8 need --devices 1; got 2" in capsys.readouterr().err
