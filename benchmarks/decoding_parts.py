@@ -69,7 +69,7 @@ class DecodingStep:
         shape = StepShape(sequences, 0, 0, pages_of(CONTEXT))
         rows = empty_rows(shape)
         rows.decode_slots[:], rows.decode_positions[:] = np.arange(sequences), CONTEXT - 2
-        self.upload = packed(rows)
+        self.upload = packed([rows])
         state = initial_state(self.served, 1 + sequences * pages_of(CONTEXT), sequences, pages_of(CONTEXT))
         table = 1 + np.arange(state.page_table.size, dtype=np.int32).reshape(state.page_table.shape)
         tokens = np.random.default_rng(0).integers(0, self.served.config.vocab_size, sequences).astype(np.int32)

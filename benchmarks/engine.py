@@ -94,7 +94,7 @@ def time_steps(engine: Engine, model, prompts: list[list[int]], short: int, long
     began = time.perf_counter()
     of_engine(1)
     prefill = 1e3 * (time.perf_counter() - began)
-    step, drafts = a_step(of_engine), engine._loop.queues.drafts
+    step, drafts = a_step(of_engine), engine._loop.queues[0].drafts
     device = float("nan") if drafts else device_ms(engine, len(prompts), len(prompts[0]) + long // 2)
     generate = a_step(lambda n: moe_jax.generate(model, prompts, max_new_tokens=n)) if model is not None else float("nan")
     rate = 1e3 * len(prompts) / step
@@ -123,7 +123,7 @@ def device_ms(engine: Engine, sequences: int, position: int) -> float:
     pages = np.arange(sequences * pages_of(position + 1), dtype=np.int32).reshape(sequences, -1) + 1
     table = device.state.page_table.at[:sequences, : pages.shape[1]].set(pages)
     device.state = device.state._replace(page_table=table)
-    upload = jax.device_put(packed(rows))
+    upload = jax.device_put(packed([rows]))
     draw = draw_program("greedy")
 
     def launch() -> None:

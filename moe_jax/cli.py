@@ -25,6 +25,8 @@ class Command:
     summary: str
     several_processes: bool = False
     """True if the command can run as several processes of one job."""
+    several_devices: bool = False
+    """True if a single process computes on the number of devices that --devices gives; so do those of several processes."""
     uses_jax: bool = True
     """False if the command runs without JAX, and JAX is not imported for it."""
 
@@ -43,8 +45,10 @@ COMMANDS = {
     "Use": {
         "generate": Command("GenerateCommand", "continue a prompt, or answer it", several_processes=True),
         "chat": Command("ChatCommand", "talk with a model in the terminal"),
-        "serve": Command("ServeCommand", "answer requests over HTTP, many at once, with OpenAI's API"),
-        "bench": Command("BenchCommand", "measure how fast a model is served: tokens a second, TTFT, TPOT"),
+        "serve": Command("ServeCommand", "answer requests over HTTP, many at once, with OpenAI's API", several_devices=True),
+        "bench": Command(
+            "BenchCommand", "measure how fast a model is served: tokens a second, TTFT, TPOT", several_devices=True
+        ),
         "convert": Command("ConvertCommand", "convert a checkpoint between Hugging Face's layout and Orbax"),
     },
     "Look": {
@@ -125,7 +129,7 @@ def _run_command(name: str, arguments: list[str]) -> None:
 
     processes.initialize_processes()
     several, may_be_several = jax.distributed.is_initialized(), BY_NAME[name].several_processes
-    if not several and not ((may_be_several or hasattr(command, "mesh")) and _num_devices(command) > 1):
+    if not several and _num_devices(name, command) <= 1:
         processes.use_one_gpu()
     if several and not may_be_several:
         raise ValueError("only finetune, generate and check run in several processes; start this command once")
@@ -136,9 +140,12 @@ def _command_class(name: str) -> Any:
     return getattr(import_module(f"moe_jax.commands.{name}"), BY_NAME[name].class_name)
 
 
-def _num_devices(command: Any) -> int:
-    """Returns the devices that a command asks for: the size of its mesh, or --devices of generate and check."""
-    return command.mesh.size if hasattr(command, "mesh") else command.devices or 1
+def _num_devices(name: str, command: Any) -> int:
+    """Returns the devices that a command computes on: the size of its mesh, or --devices; 1 if it has neither."""
+    if hasattr(command, "mesh"):
+        return command.mesh.size
+    takes_devices = BY_NAME[name].several_devices or BY_NAME[name].several_processes
+    return (command.devices or 1) if takes_devices else 1
 
 
 def _no_command(name: str) -> str:

@@ -16,6 +16,7 @@ from moe_jax.cli import BY_NAME, main
 from moe_jax.commands.check import CheckCommand
 from moe_jax.commands.generate import GenerateCommand
 from moe_jax.commands.plan import PlanCommand
+from moe_jax.commands.serve import ServeCommand
 from moe_jax.runtime import processes
 
 
@@ -111,12 +112,14 @@ def test_check_prints_the_report_and_writes_it(checkpoint, tmp_path, capsys):
         ("generate model --prompt x", True),
         ("generate model --prompt x --devices 2", False),
         ("plan qwen3-0.6b --devices 8", True),
+        ("serve model", True),
+        ("serve model --devices 2", False),
     ],
 )
 def test_gpus_that_a_command_does_not_take_are_hidden_from_it(command, sees_one_gpu, monkeypatch):
     hidden = []
     monkeypatch.setattr(processes, "use_one_gpu", lambda: hidden.append(True))
-    for kind in (CheckCommand, GenerateCommand, PlanCommand):
+    for kind in (CheckCommand, GenerateCommand, PlanCommand, ServeCommand):
         monkeypatch.setattr(kind, "run", lambda self: None)
     main(command.split())
     assert bool(hidden) == sees_one_gpu

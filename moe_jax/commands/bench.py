@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from moe_jax.commands.options import Dtype, LimitOptions, config_of
+from moe_jax.commands.options import Dtype, LimitOptions, config_of, engine_mesh
 
 CLIENTS = (1, 16, 64, 256)
 
@@ -34,11 +34,12 @@ class BenchCommand:
       model: a Hugging Face folder or hub id.
       random_weights: a published shape (qwen3-30b-a3b, ...) or a folder with a config.json, to measure with random weights.
       concurrency: numbers of clients that send requests at once, one row each. Default: those of 1, 16, 64 and 256 that
-        --max-sequences allows.
+        --max-sequences allows on all devices.
       requests_each: number of requests that each client sends, one after the other.
       prompt_tokens: number of tokens of each prompt.
       new_tokens: number of tokens of each answer, at least 2.
       sizes: sizes of the engine.
+      devices: number of GPUs. They share the experts, and each computes texts of its own.
       seed: seed of the prompts, and of random weights.
       plot: a PNG file for a picture.
       dtype: the dtype that the model computes in.
@@ -51,6 +52,7 @@ class BenchCommand:
     prompt_tokens: int = 512
     new_tokens: int = 128
     sizes: tyro.conf.OmitArgPrefixes[LimitOptions] = LimitOptions()
+    devices: int = 1
     seed: int = 0
     plot: Annotated[str | None, tyro.conf.arg(metavar="FILE.png")] = None
     dtype: Dtype = "bfloat16"
@@ -70,7 +72,8 @@ class BenchCommand:
             raise ValueError(f"the picture's name must end in .png; got {self.plot}")
         folder = None if self.model is None else find_checkpoint(self.model)
         config = config_of(str(self.random_weights)).without_mtp() if folder is None else read_config(folder, mtp=False)
-        most = self.sizes.max_sequences
+        mesh = engine_mesh(self.devices, config)
+        most = self.sizes.max_sequences * self.devices
         numbers = [n for n in CLIENTS if n <= most] if self.concurrency is None else self.concurrency
         loads = [Load(clients, self.requests_each, self.prompt_tokens, self.new_tokens) for clients in numbers]
         limits = self.sizes.engine_limits(config, max_waiting=max(1, *numbers))
@@ -79,11 +82,12 @@ class BenchCommand:
         print("loading ...", file=sys.stderr)
         began = time.perf_counter()
         if folder is None:
-            engine = random_engine(config, self.dtype, limits, self.seed)
+            engine = random_engine(config, self.dtype, limits, self.seed, mesh=mesh)
         else:
-            engine = Engine(from_pretrained(folder, dtype=self.dtype, mtp=False), limits=limits, take_over=True)
+            engine = Engine(from_pretrained(folder, dtype=self.dtype, mtp=False, mesh=mesh), limits=limits, take_over=True)
+        kind = f"{f'{self.devices} x ' * (mesh is not None)}{jax.devices()[0].device_kind}"
         title = (
-            f"{self.model or f'{self.random_weights} with random weights'}, {self.dtype}, {jax.devices()[0].device_kind}, "
+            f"{self.model or f'{self.random_weights} with random weights'}, {self.dtype}, {kind}, "
             f"prompts of {self.prompt_tokens} tokens, {self.new_tokens} new tokens"
         )
         print(f"{title}; ready in {time.perf_counter() - began:.0f} s\n{HEADER}", flush=True)

@@ -11,6 +11,8 @@ from moe_jax.adapters.settings import LoraSettings
 from moe_jax.config import NAMED_CONFIGS, ModelConfig, load_config
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from moe_jax.models.decoder import Decoder
     from moe_jax.serving.limits import EngineLimits
 
@@ -42,10 +44,10 @@ class LimitOptions:
     """Sizes of a serving engine.
 
     Args:
-      max_sequences: number of texts that are computed at once.
+      max_sequences: number of texts that each device computes at once.
       max_length: largest number of tokens of a text with its prompt. Default: 8192, or fewer if the model has fewer.
-      max_tokens_per_step: number of tokens that the model computes at once, prompts and new ones.
-      num_pages: number of pages of 64 tokens that all running texts and the cache of prompts share.
+      max_tokens_per_step: number of tokens that each device computes at once, prompts and new ones.
+      num_pages: number of pages of 64 tokens on each device, which running texts and the cache of prompts share.
     """
 
     max_sequences: int = 256
@@ -119,6 +121,20 @@ def device_count(devices: int | None) -> int:
         some = "all" if jax.process_count() > 1 else "1 to"
         raise ValueError(f"--devices must be {some} {visible}, the visible devices; got {devices}")
     return count
+
+
+def engine_mesh(devices: int, config: ModelConfig) -> "Mesh | None":
+    """Returns the mesh of an engine on the first `devices` devices; None for one.
+
+    Raises:
+      ValueError: as `device_count`.
+    """
+    import jax
+
+    from moe_jax.generation import generation_mesh
+
+    count = device_count(devices)
+    return None if count == 1 else generation_mesh(jax.devices()[:count], config)
 
 
 def lora_of_options(

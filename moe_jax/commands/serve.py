@@ -7,7 +7,14 @@ from pathlib import Path
 
 import tyro
 
-from moe_jax.commands.options import Dtype, InferencePrecision, LimitOptions, loaded_in, with_adapter
+from moe_jax.commands.options import (
+    Dtype,
+    InferencePrecision,
+    LimitOptions,
+    engine_mesh,
+    loaded_in,
+    with_adapter,
+)
 
 KEY_VARIABLE = "MOE_JAX_API_KEY"
 
@@ -19,6 +26,8 @@ class ServeCommand:
     moe-jax serve Qwen/Qwen3-30B-A3B --port 8000
 
     MOE_JAX_API_KEY=secret moe-jax serve runs/demo/model --host 0.0.0.0
+
+    moe-jax serve Qwen/Qwen3-235B-A22B --devices 8
 
     Then: curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json"
     -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
@@ -36,6 +45,7 @@ class ServeCommand:
       shutdown_seconds: time that running requests have to finish after SIGTERM or Ctrl-C; a second signal ends them at once.
       drafts: the model's multi-token prediction module drafts a token in each step, for fewer steps. The text is the same up to
         rounding.
+      devices: number of GPUs. They share the experts, and each computes texts of its own.
       adapter: a folder or hub id of an adapter (LoRA) that is added to the model's weights.
       dtype: the dtype that the model computes in.
       precision: fp8 multiplies the experts in 8 bits, with FP8 weights of the files as they are, or rounded (docs/fp8.md).
@@ -53,6 +63,7 @@ class ServeCommand:
     request_seconds: float = 3600
     shutdown_seconds: float = 30
     drafts: bool = False
+    devices: int = 1
     adapter: str | None = None
     dtype: Dtype = "bfloat16"
     precision: InferencePrecision = "bf16"
@@ -89,10 +100,14 @@ class ServeCommand:
         config, tokenizer = read_config(folder, mtp=self.drafts), load_tokenizer(source.tokenizer or folder)
         limits = self.sizes.engine_limits(config, self.max_waiting)
         check_drafting(int(self.drafts), config, limits)
-        defaults = model_defaults(folder, config, tokenizer)
+        defaults, mesh = model_defaults(folder, config, tokenizer), engine_mesh(self.devices, config)
+        in_fp8, has_adapter = self.precision != "bf16", source.adapter is not None
+        for_one = {"--drafts": self.drafts, "--adapter": has_adapter, "--precision fp8": in_fp8}
+        if mesh is not None and (wrong := [option for option, is_set in for_one.items() if is_set]):
+            raise ValueError(f"{' and '.join(wrong)} need --devices 1; got {self.devices}")
         bound = bind(self.host, self.port)
-        if self.precision != "bf16" and source.adapter is not None:
+        if in_fp8 and has_adapter:
             raise ValueError("--precision fp8 is for a model without an adapter")
-        model = with_adapter(loaded_in(self.precision, folder, dtype=self.dtype, mtp=self.drafts), source.adapter)
+        model = with_adapter(loaded_in(self.precision, folder, dtype=self.dtype, mtp=self.drafts, mesh=mesh), source.adapter)
         engine = Engine(model, limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
         run_server(Service(engine, defaults, settings), bound)

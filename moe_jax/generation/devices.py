@@ -97,7 +97,7 @@ def decode_on_devices[Results: tuple](
         `options.overlap_prefill` is True and `overlap_refusal` has a reason against it.
     """
     graph, parameters, *rest = nnx.split(model, nnx.Param, ...)
-    mesh = generation_mesh(_devices_of(model), model.config, spread_experts=not _holds_frozen_experts(rest))
+    mesh = generation_mesh(devices_of(model, "generation"), model.config, spread_experts=not _holds_frozen_experts(rest))
     refuse_chunks(parameters, "generation")
     if options.overlap_prefill and (reason := overlap_refusal(mesh, model.config, len(prompts))):
         raise ValueError(f"overlap_prefill=True: {reason}")
@@ -198,13 +198,17 @@ def row_keys(seed, rows) -> Key[Array, "batch"]:
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), rows)
 
 
-def _devices_of(model: Decoder) -> list[jax.Device]:
-    """Returns the devices that hold the parameters, in the order of their mesh."""
+def devices_of(model: Decoder, work: str) -> list[jax.Device]:
+    """Returns the devices that hold the parameters, in the order of their mesh.
+
+    Raises:
+      ValueError: names the `work`: the mesh has several devices along `pipe`.
+    """
     sharding = getattr(jax.tree.leaves(nnx.state(model))[0], "sharding", None)
     if sharding is None:
         return jax.local_devices()[:1]
     if isinstance(sharding, NamedSharding):
-        refuse_pipe(sharding.mesh, "generation")
+        refuse_pipe(sharding.mesh, work)
         return sharding.mesh.devices.ravel().tolist()
     return sorted(sharding.device_set, key=lambda device: device.id)
 

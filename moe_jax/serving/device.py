@@ -1,5 +1,6 @@
-"""The engine's device: weights, state, and the compiled programs that run a planned step and draw its tokens."""
+"""The engine's devices: weights, state, and the compiled programs that run a planned step and draw its tokens."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +13,13 @@ from moe_jax.serving.drafts import check_program, draft_program
 from moe_jax.serving.drawing import VARIANTS, Variant, draw_program
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.pages import pages_of
+from moe_jax.serving.placement import Placement
 from moe_jax.serving.programs import module_programs, step_programs
 from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, score_piece, score_prompts
 from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.sampling import Sampled
 from moe_jax.serving.schedule import StepPlan
+from moe_jax.serving.sequence import Sequence
 from moe_jax.serving.slots import DrawingSlots
 from moe_jax.serving.step import StepOutput, initial_state
 from moe_jax.serving.upload import StepRows, StepShape, empty_rows, filled, packed
@@ -29,9 +32,10 @@ SMALLEST_CHUNKS = 128
 class Launched(NamedTuple):
     """A step that the device runs, or has run."""
 
-    plan: StepPlan
+    plans: list[StepPlan]
+    """The plan of each device."""
     rows: list[int]
-    """The row of each of `plan.samples` in the arrays of `sampled`."""
+    """The row of each of `samples` in the arrays of `sampled`."""
     sampled: Sampled
     scores: PromptScores
     second: Sampled | None = None
@@ -39,12 +43,18 @@ class Launched(NamedTuple):
     accepted: Array | None = None
     """True for each decoding row whose draft was accepted."""
 
+    @property
+    def samples(self) -> list[Sequence]:
+        """The sequences that the step gives tokens, those of the first device first."""
+        return [sequence for plan in self.plans for sequence in plan.samples]
+
 
 class Device:
-    """Weights and state of one engine on one device.
+    """Weights and state of one engine, on its device or its devices.
 
     A program is compiled for each of the step shapes. Without chunks, the numbers of decoding rows double. With chunks, the
-    numbers of their tokens double; decoding rows are then as many as there may be, or none.
+    numbers of their tokens double; decoding rows are then as many as there may be, or none. Several devices run the same
+    program together, each with its own rows, because tokens travel between them to the experts.
     """
 
     def __init__(
@@ -59,18 +69,18 @@ class Device:
     ):
         self.limits = limits
         self._drafts = drafts
-        served, weights = take_apart(model, drafts=drafts, take_over=take_over)
+        self.placement = Placement.of(model)
+        served, weights = take_apart(model, drafts=drafts, take_over=take_over, mesh=self.placement.mesh)
         self.served = served._replace(strict=strict)
-        # Flat: to flatten the states of all layers again in each step takes the host longer than the step takes the device.
-        leaves, self._weights_tree = jax.tree.flatten(weights)
         # JAX compiles again for arrays that are bound to a device where others were not: all are, from the beginning.
-        (self._device,) = leaves[0].devices()
-        self._weights = jax.device_put(leaves, self._device)
+        weights = self.placement.place(weights)
+        # Flat: to flatten the states of all layers again in each step takes the host longer than the step takes the device.
+        self._weights, self._weights_tree = jax.tree.flatten(weights)
         self._head = self._head_of(weights)
         max_pages = pages_of(limits.max_length)
-        sizes = limits.num_pages, limits.max_sequences, max_pages
-        state = initial_state(self.served, *sizes, keep_experts=keep_experts, drafts=drafts)
-        self.state = jax.device_put(state, self._device)
+        sizes = (*(len(self.placement.devices) * size for size in (limits.num_pages, limits.max_sequences)), max_pages)
+        make_state = functools.partial(initial_state, self.served, *sizes, keep_experts=keep_experts, drafts=drafts)
+        self.state = jax.jit(make_state, out_shardings=self.placement.rows)()
         self._decode_shapes = [StepShape(n, 0, 0, max_pages, drafts) for n in _doubling(limits.max_sequences)]
         self._chunk_shapes = [
             StepShape(decodes, tokens, limits.max_chunks_per_step, max_pages, drafts)
@@ -81,41 +91,41 @@ class Device:
         arrays = self.served, self._weights_tree, self._weights, self.state
         self._programs = step_programs(*arrays, shapes)
         self._modules = module_programs(*arrays, shapes) if drafts else {}
-        self.slots = DrawingSlots(limits, self.served.config.vocab_size, self._device)
+        self.slots = DrawingSlots(limits, self.served.config.vocab_size, self.placement)
 
     def warm_up(self) -> None:
         """Runs every program once, on rows that are not used: the first run compiles it, or is the slow one."""
         self.slots.make_penalties()
         for shape, program in self._programs.items():
             for variant in [*VARIANTS, *VARIANTS[:1] * program.num_copies]:
-                step = self._launch(shape, empty_rows(shape), variant)
+                step = self._launch(shape, [empty_rows(shape)] * len(self.placement.devices), variant)
             if shape.chunks:
                 score_piece(step.hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32), strict=self.served.strict)
         self.slots.start_penalties(0, [0], [0], SamplingOptions())
         # Most engines are never asked for any.
         self.slots.penalties = None
         if self.state.experts is not None:
-            self.experts_of([], 0)
+            self.experts_of(0, [], 0)
         jax.block_until_ready(self.state)
 
-    def launch(self, plan: StepPlan) -> Launched:
-        """Starts a step; the copies of its tokens to the host start with it."""
-        self.slots.start([chunk.sequence for chunk in plan.chunks if chunk.samples])
-        shape = self._shape_for(plan)
-        rows = filled(plan, empty_rows(shape))
-        step = self._launch(shape, rows, self.slots.variant_for(plan))
+    def launch(self, plans: list[StepPlan]) -> Launched:
+        """Starts a step with a plan for each device; the copies of its tokens to the host start with it."""
+        self.slots.start([chunk.sequence for plan in plans for chunk in plan.chunks if chunk.samples])
+        shape = self._shape_for(plans)
+        rows = [filled(plan, empty_rows(shape)) for plan in plans]
+        step = self._launch(shape, rows, self.slots.variant_for(plans))
         for array in jax.tree.leaves((step.sampled, step.second, step.accepted)):
             array.copy_to_host_async()
-        of_chunks = [shape.decodes + i for i, chunk in enumerate(plan.chunks) if chunk.samples]
-        first = shape.decodes * (1 + self._drafts)
-        scores = score_prompts(plan, first, step.hidden, self._head, strict=self.served.strict)
-        rows_of_samples = [*range(len(plan.decodes)), *of_chunks]
-        return Launched(plan, rows_of_samples, step.sampled, scores, step.second, step.accepted)
+        in_chunks = shape.decodes * (1 + self._drafts)
+        firsts = [number * (in_chunks + shape.chunk_tokens) + in_chunks for number in range(len(plans))]
+        scores = score_prompts(plans, firsts, step.hidden, self._head, strict=self.served.strict)
+        return Launched(plans, _rows_of_samples(shape, plans), step.sampled, scores, step.second, step.accepted)
 
-    def experts_of(self, pages: list[int], num_tokens: int) -> np.ndarray:
-        """Returns the experts of a sequence's tokens, [tokens, moe_layers, k], from its pages."""
+    def experts_of(self, device: int, pages: list[int], num_tokens: int) -> np.ndarray:
+        """Returns the experts of a sequence's tokens, [tokens, moe_layers, k], from its pages on the device."""
         padded = np.zeros(self.state.page_table.shape[1], np.int32)
         padded[: len(pages)] = pages
+        padded += device * self.limits.num_pages
         found = np.asarray(_taken(self.state.experts, padded))
         return found.reshape(-1, *found.shape[2:])[:num_tokens]
 
@@ -125,22 +135,24 @@ class Device:
         Raises:
           ValueError: the model has another architecture or dtype.
         """
-        served, weights = take_apart(model, drafts=self._drafts)
+        served, weights = take_apart(model, drafts=self._drafts, mesh=self.served.mesh)
         served = served._replace(strict=self.served.strict)
         leaves, tree = jax.tree.flatten(weights)
         shapes, own = ([(leaf.shape, leaf.dtype) for leaf in some] for some in (leaves, self._weights))
         if (served, tree, shapes) != (self.served, self._weights_tree, own):
             raise ValueError("the new weights must be of a model with the same config and dtype as the engine's")
-        self._weights, self._head = jax.device_put(leaves, self._device), self._head_of(weights)
+        weights = self.placement.place(weights)
+        self._weights, self._head = jax.tree.leaves(weights), self._head_of(weights)
 
-    def _launch(self, shape: StepShape, rows: StepRows, variant: Variant) -> "_Step":
+    def _launch(self, shape: StepShape, rows: list[StepRows], variant: Variant) -> "_Step":
         """Starts a step; returns what it draws, and the hidden states of its tokens."""
         upload = packed(rows)
         self.state, output = self._programs[shape](self._weights, self.state, upload)
         penalties = self.slots.penalties if variant == "full" else None
         arguments = output, self.slots.options, self.state.last_token, penalties
         if self.state.drafting is None:
-            sampled, last_token, new_penalties = draw_program(variant, strict=self.served.strict)(*arguments)
+            draw = draw_program(variant, strict=self.served.strict, mesh=self.served.mesh)
+            sampled, last_token, new_penalties = draw(*arguments)
             step = _Step(output.hidden, sampled)
         else:
             first, second, accepted, last_token, new_penalties = check_program(variant)(*arguments)
@@ -156,16 +168,14 @@ class Device:
         return step
 
     def _head_of(self, weights: Weights) -> Array:
-        return jax.device_put(head_of(frame_of(self.served, weights)), self._device)
+        return jax.device_put(head_of(frame_of(self.served, weights)), self.placement.whole)
 
-    def _shape_for(self, plan: StepPlan) -> StepShape:
-        """Returns the smallest shape that has room for the plan."""
-        if not plan.chunks:
-            return next(shape for shape in self._decode_shapes if shape.decodes >= len(plan.decodes))
-        tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
-        return next(
-            shape for shape in self._chunk_shapes if shape.chunk_tokens >= tokens and shape.decodes >= len(plan.decodes)
-        )
+    def _shape_for(self, plans: list[StepPlan]) -> StepShape:
+        """Returns the smallest shape that has room for each plan."""
+        decodes = max(len(plan.decodes) for plan in plans)
+        tokens = max(sum(len(chunk.tokens) for chunk in plan.chunks) for plan in plans)
+        shapes = self._chunk_shapes if tokens else self._decode_shapes
+        return next(shape for shape in shapes if shape.chunk_tokens >= tokens and shape.decodes >= decodes)
 
 
 class _Step(NamedTuple):
@@ -175,6 +185,16 @@ class _Step(NamedTuple):
     sampled: Sampled
     second: Sampled | None = None
     accepted: Array | None = None
+
+
+def _rows_of_samples(shape: StepShape, plans: list[StepPlan]) -> list[int]:
+    """Returns the rows that give tokens, among the rows of all devices."""
+    rows: list[int] = []
+    for number, plan in enumerate(plans):
+        first = number * (shape.decodes + shape.chunks)
+        rows += range(first, first + len(plan.decodes))
+        rows += [first + shape.decodes + i for i, chunk in enumerate(plan.chunks) if chunk.samples]
+    return rows
 
 
 def _without_logits(output: StepOutput) -> StepOutput:

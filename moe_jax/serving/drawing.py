@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moe_jax.serving.penalties import Penalties, count_tokens, has_penalties
+from moe_jax.serving.placement import on_each
 from moe_jax.serving.request import MAX_LOGPROBS, SamplingOptions
 from moe_jax.serving.sampling import Sampled, SlotOptions, sample_rows, variant_for, with_last_tokens
 from moe_jax.serving.step import StepOutput
@@ -38,9 +40,12 @@ def variant_of(options: SamplingOptions) -> Variant:
 
 
 @functools.cache
-def draw_program(variant: Variant, *, strict: bool = False) -> Callable[..., Drawn]:
-    """Returns the jitted f(output, options, last_token, penalties) -> `Drawn`, which changes the last two in place."""
-    return jax.jit(functools.partial(_draw, variant, strict), donate_argnums=(2, 3))
+def draw_program(variant: Variant, *, strict: bool = False, mesh: Mesh | None = None) -> Callable[..., Drawn]:
+    """Returns the jitted f(output, options, last_token, penalties) -> `Drawn`, which changes the last two in place.
+
+    With a mesh all arrays have rows of each of its devices (`placement.on_each`).
+    """
+    return jax.jit(on_each(mesh, functools.partial(_draw, variant, strict)), donate_argnums=(2, 3))
 
 
 def draw_rows(

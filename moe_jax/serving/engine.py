@@ -2,19 +2,13 @@
 
 import gc
 from collections.abc import Sequence as Many
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
-from flax import nnx
 
 from moe_jax.checkpoint.companions import generation_config
-from moe_jax.layers.lora import has_adapters
-from moe_jax.layers.moe import Experts
-from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled, is_quantised
 from moe_jax.models.decoder import Decoder
 from moe_jax.serving.device import Device
-from moe_jax.serving.draft_state import check_drafting
 from moe_jax.serving.handle import Handle, results
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.loop import EngineLoop
@@ -22,37 +16,14 @@ from moe_jax.serving.queues import EngineQueues, change_weights
 from moe_jax.serving.records import Record
 from moe_jax.serving.request import Completion, SamplingOptions, checked, seeds_of
 from moe_jax.serving.sequence import Sequence
-from moe_jax.serving.strict import check_strict
+from moe_jax.serving.servable import check_servable
+from moe_jax.serving.stats import Stats, stats_of
 
 GREEDY = SamplingOptions()
 
 
-class Stats(NamedTuple):
-    """The state of an engine."""
-
-    running: int
-    waiting: int
-    free_pages: int
-    cached_pages: int
-    owned_pages: int
-    num_steps: int
-    num_tokens: int
-    """New tokens so far."""
-    num_preemptions: int
-    weights_version: int
-    num_drafted: int
-    """Drafts that were checked so far (`Engine(drafts=)`)."""
-    num_accepted: int
-    """Drafts that were accepted so far: each gave a token without a step of its own."""
-
-    @property
-    def acceptance_rate(self) -> float:
-        """The accepted share of the drafts; 0 without any."""
-        return self.num_accepted / max(self.num_drafted, 1)
-
-
 class Engine:
-    """Continues many prompts at once on one device, with a token of each in every step.
+    """Continues many prompts at once, with a token of each in every step.
 
         engine = Engine(moe_jax.from_pretrained(path))
         completions = engine.generate(prompts, SamplingOptions(max_new_tokens=100))
@@ -61,8 +32,9 @@ class Engine:
     All programs are compiled before the constructor returns. Methods may be called from any thread.
 
     Args:
-      model: any model of this library, on one device. The engine reads experts where the model keeps them.
-      limits: sizes, which set the engine's memory; default: `EngineLimits()`.
+      model: any model of this library. The engine computes on all devices that hold it, each with prompts of its own. On one
+        device it reads experts where the model keeps them.
+      limits: sizes of each device, which set its memory; default: `EngineLimits()`.
       tokenizer: a Hugging Face tokenizer, with which events and completions have text, and stop texts end them.
       keep_experts: True makes room for each token's experts, for requests with `return_experts`.
       drafts: 1 drafts a token a step with the model's module that predicts further tokens (`serving.drafts`). A step then gives
@@ -73,9 +45,9 @@ class Engine:
         and not twice, and is unusable afterwards.
 
     Raises:
-      ValueError: the model lies on several devices, or has adapters. Or its positions scale with the longest text of a batch
-        (rope type "dynamic"). Also drafts without such a module, or without room for two tokens of each sequence in a step.
-        Also `strict` with drafts, or with a model that its kernels do not take.
+      ValueError: the model has adapters. Or its positions scale with the longest text of a batch (rope type "dynamic"). Also
+        drafts without such a module, or without room for two tokens of each sequence in a step. Also `strict` with drafts, or
+        with a model that its kernels do not take. On several devices also drafts, `strict` and precision "fp8".
     """
 
     def __init__(
@@ -90,14 +62,7 @@ class Engine:
         take_over: bool = False,
     ):
         limits = EngineLimits() if limits is None else limits
-        _check_model(model)
-        check_drafting(drafts, model.config, limits)
-        if strict:
-            if model.precision:
-                raise ValueError("strict=True computes in the model's dtype: take precision 'bf16'")
-            check_strict(model)
-            if drafts:
-                raise ValueError(f"strict=True needs drafts=0; got drafts={drafts}")
+        check_servable(model, limits, drafts=drafts, strict=strict)
         self.tokenizer = tokenizer
         self.limits = limits
         self.config = model.config
@@ -109,7 +74,7 @@ class Engine:
         # A collection delays a step by 10 ms if it looks through all that lives as long as the engine.
         gc.collect()
         gc.freeze()
-        self._loop = EngineLoop(device, EngineQueues(limits, drafts))
+        self._loop = EngineLoop(device, [EngineQueues(limits, drafts) for _ in device.placement.devices])
 
     def generate(
         self, prompts: Many[Many[int]], options: SamplingOptions | Many[SamplingOptions] = GREEDY
@@ -161,7 +126,8 @@ class Engine:
 
         def replace() -> None:
             loop.device.replace_weights(model)
-            change_weights(loop.queues)
+            for queues in loop.queues:
+                change_weights(queues)
 
         loop.call(replace)
 
@@ -172,21 +138,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """Returns the present state."""
-        loop, queues = self._loop, self._loop.queues
-        pages = queues.pool.counts()
-        return Stats(
-            running=len(queues.running),
-            waiting=len(queues.waiting),
-            free_pages=pages.free,
-            cached_pages=pages.cached,
-            owned_pages=pages.owned,
-            num_steps=loop.num_steps,
-            num_tokens=loop.num_tokens,
-            num_preemptions=queues.num_preemptions,
-            weights_version=queues.weights_version,
-            num_drafted=loop.num_drafted,
-            num_accepted=loop.num_accepted,
-        )
+        return stats_of(self._loop)
 
     def close(self, *, drain: bool = True) -> None:
         """Ends the engine: after all requests with `drain`, else aborts them."""
@@ -215,30 +167,3 @@ class Engine:
         ]
         self._loop.add(sequences, limited=limited)
         return handle
-
-
-def _has_experts_in_fp8(model: Decoder) -> bool:
-    experts = [module for _, module in nnx.iter_modules(model) if isinstance(module, Experts)]
-    matrices = [variable.get_value() for each in experts for variable in (each.gate_up_proj, each.down_proj)]
-    return all(isinstance(each, BlockScaled) and each.block == FP8_BLOCK for each in matrices)
-
-
-def _check_model(model: Decoder) -> None:
-    if model.config.rope_parameters.rope_type == "dynamic":
-        raise ValueError(
-            'rope type "dynamic" gives all tokens of a batch the frequencies of the longest sequence; an engine cannot serve it'
-        )
-    if has_adapters(model):
-        raise ValueError("an engine serves a model without adapters: merge them first (adapters.merge_adapter)")
-    if not model.precision and is_quantised(nnx.state(model)):
-        raise ValueError(
-            "an engine serves whole weights, or experts in FP8 with model.set_precision('fp8'); these are quantised: load the "
-            "model with weights='whole'"
-        )
-    if model.precision and not _has_experts_in_fp8(model):
-        raise ValueError(
-            "an engine with precision 'fp8' would round the experts' weights in every step: load the model with weights='fp8'"
-        )
-    devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
-    if len(devices) > 1:
-        raise ValueError(f"an engine computes on one device; the model lies on {len(devices)}")

@@ -8,7 +8,7 @@ from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Sizes that an engine is built for. They set its memory, and the requests that it refuses.
+    """Sizes that an engine is built for, on each of its devices. They set its memory, and the requests that it refuses.
 
     Raises:
         ValueError: A limit is no integer of at least 1, or a step has no room for one token of each sequence.
@@ -25,7 +25,7 @@ class EngineLimits:
     num_pages: int = 4096
     """Number of pages of keys and values, with page 0, which no sequence owns."""
     max_waiting: int = 1024
-    """Largest number of sequences that wait for a slot or for pages."""
+    """Largest number of sequences that wait for a slot or for pages, on all devices together."""
 
     @property
     def longest_in_pages(self) -> int:

@@ -10,15 +10,10 @@ import queue
 import threading
 from collections.abc import Callable
 
+from moe_jax.serving.delivery import TokenDelivery
 from moe_jax.serving.device import Device, Launched
-from moe_jax.serving.events import Event
-from moe_jax.serving.handle import Listener, wake
-from moe_jax.serving.prompts import read_scores
-from moe_jax.serving.queues import EngineQueues, finish
-from moe_jax.serving.reading import NewToken, read_tokens
-from moe_jax.serving.records import completion_of
-from moe_jax.serving.request import FinishReason
-from moe_jax.serving.schedule import plan_step, read_step
+from moe_jax.serving.queues import EngineQueues
+from moe_jax.serving.schedule import plan_step
 from moe_jax.serving.sequence import Sequence
 
 _logger = logging.getLogger(__name__)
@@ -32,23 +27,24 @@ class EngineLoop:
     """The thread and what it changes.
 
     Attributes:
-      device, queues: changed by the thread alone; others may read numbers from them.
+      device: changed by the thread alone, as the queues are; others may read numbers from them.
+      queues: one for each of the devices that compute.
       is_paused: True while no step is to start.
-      num_steps, num_tokens: steps started, and new tokens read, so far.
-      num_drafted, num_accepted: drafts checked, and those accepted, so far.
+      delivery: gives requests their tokens.
+      num_steps: steps started so far.
     """
 
-    def __init__(self, device: Device, queues: EngineQueues):
+    def __init__(self, device: Device, queues: list[EngineQueues]):
         self.device = device
         self.queues = queues
         self.is_paused = False
-        self.num_steps = self.num_tokens = self.num_drafted = self.num_accepted = 0
+        self.num_steps = 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: set[Sequence] = set()
         self._lock = threading.Lock()
         self._is_closing = False
         self._error: BaseException | None = None
-        self._listeners: set[Listener] = set()
+        self.delivery = TokenDelivery(device, queues, ended=self._forget)
         self._thread = threading.Thread(target=self._run, name="moe_jax engine", daemon=True)
         self._thread.start()
 
@@ -62,20 +58,20 @@ class EngineLoop:
           QueueFull: too many sequences run or wait.
           RuntimeError: the engine failed or was closed.
         """
-        limits = self.queues.limits
+        limits = self.queues[0].limits
         with self._lock:
             # Under the lock: a request that came behind the failure would wait for ever.
             self._refuse_if_ended()
-            room = limits.max_waiting + limits.max_sequences - len(self._open)
+            room = limits.max_waiting + limits.max_sequences * len(self.queues) - len(self._open)
             if limited and len(sequences) > room:
                 raise QueueFull(f"{len(self._open)} sequences run or wait; the engine has room for {room} more")
             self._open.update(sequences)
             # Under it too: the thread may end once `close` has the lock, and would leave what comes later.
-            self._commands.put(lambda: self.queues.waiting.extend(sequences))
+            self._commands.put(lambda: self._let_wait(sequences))
 
     def abort(self, sequences: list[Sequence]) -> None:
         """Ends those that have not ended yet."""
-        self._commands.put(lambda: self._end_all(sequences))
+        self._commands.put(lambda: self.delivery.end_all(sequences))
 
     def call[T](self, function: Callable[[], T]) -> T:
         """Runs a function in the thread, between two steps, and returns its result.
@@ -105,7 +101,7 @@ class EngineLoop:
         def end() -> None:
             self.is_paused = False
             if not drain:
-                self._end_all([*self.queues.running, *self.queues.waiting])
+                self.delivery.end_all([each for queues in self.queues for each in (*queues.running, *queues.waiting)])
 
         with self._lock:
             self._is_closing = True
@@ -131,17 +127,16 @@ class EngineLoop:
                 self._run_commands(wait=is_idle)
                 launched = None if self.is_paused else self._launch_next()
                 if in_flight is not None:
-                    self._read(in_flight)
+                    self.delivery.read(in_flight)
                 in_flight = launched
-                wake(self._listeners)
-                self._listeners.clear()
+                self.delivery.wake_readers()
         except BaseException as error:  # whatever it was, nobody may wait for ever
             _logger.exception("the engine failed")
             self._fail(error)
 
     @property
     def _has_sequences(self) -> bool:
-        return bool(self.queues.running or self.queues.waiting)
+        return any(queues.running or queues.waiting for queues in self.queues)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -151,7 +146,7 @@ class EngineLoop:
         while not self._commands.empty():
             with contextlib.suppress(Exception):
                 self._commands.get()()
-        wake(self._listeners | {listener for listener in listeners if listener is not None})
+        self.delivery.wake_readers({listener for listener in listeners if listener is not None})
 
     def _run_commands(self, *, wait: bool) -> None:
         if wait:
@@ -160,71 +155,29 @@ class EngineLoop:
             self._commands.get()()
 
     def _launch_next(self) -> Launched | None:
-        plan = plan_step(self.queues)
-        if plan.is_empty:
+        plans = [plan_step(queues) for queues in self.queues]
+        if all(plan.is_empty for plan in plans):
             return None
         self.num_steps += 1
-        for chunk in plan.chunks:
-            chunk.sequence.owner.started(self.queues.weights_version)
-        for sequence, pages in plan.preempted:
-            # It may end before it is computed again, and the next step writes to the pages.
-            self._keep_experts(sequence, pages)
-        return self.device.launch(plan)
+        for queues, plan in zip(self.queues, plans, strict=True):
+            for chunk in plan.chunks:
+                chunk.sequence.owner.started(queues.weights_version)
+            for sequence, pages in plan.preempted:
+                # It may end before it is computed again, and the next step writes to the pages.
+                self.delivery.keep_experts(sequence, pages)
+        return self.device.launch(plans)
 
-    def _read(self, launched: Launched) -> None:
-        """Waits for the tokens of a step, and gives them to their requests."""
-        for sequence, scores in read_scores(launched.scores):
-            if sequence.finish_reason is None:
-                sequence.owner.prompt_logprobs += scores
-        samples, new = launched.plan.samples, read_tokens(launched)
-        self._count_drafts(launched, new)
-        pages = {i: list(one.pages) for i, one in enumerate(samples) if one.options.return_experts}
-        taken = read_step(self.queues, launched.plan, [[one.token for one in each] for each in new])
-        self.num_tokens += sum(taken)
-        for i, count in enumerate(taken):
-            sequence = samples[i]
-            for one in new[i][:count]:
-                sequence.owner.add(one.logprob, one.top_logprobs)
-            if count and sequence.finish_reason is not None:
-                self._keep_experts(sequence, pages.get(i, []))
-                self._close_record(sequence)
-            for number, one in enumerate(new[i][:count], 1):
-                self._deliver(sequence, one, sequence.finish_reason if number == count else None)
-
-    def _count_drafts(self, launched: Launched, new: list[list[NewToken]]) -> None:
-        if launched.second is not None:
-            for decode, tokens in zip(launched.plan.decodes, new, strict=False):
-                if decode.sequence.finish_reason is None:
-                    self.num_drafted += 1
-                    self.num_accepted += len(tokens) - 1
-
-    def _end_all(self, sequences: list[Sequence]) -> None:
-        """Ends sequences without another token, if they have not ended."""
+    def _let_wait(self, sequences: list[Sequence]) -> None:
+        """Lets the continuations of a prompt wait for the device that has the fewest sequences: there they share its pages."""
+        sizes = [len(queues.running) + len(queues.waiting) for queues in self.queues]
+        device = sizes.index(min(sizes))
         for sequence in sequences:
-            if sequence.finish_reason is None:
-                self._keep_experts(sequence, sequence.pages if sequence.decoding else [])
-                finish(self.queues, sequence, "abort")
-                self._close_record(sequence)
-                self._deliver(sequence, None, "abort")
+            sequence.device = device
+        self.queues[device].waiting.extend(sequences)
 
-    def _keep_experts(self, sequence: Sequence, pages: list[int]) -> None:
-        """Reads the experts of a sequence from its pages, if it has any and its request asks for them."""
-        if sequence.options.return_experts and pages:
-            sequence.owner.experts = self.device.experts_of(pages, len(sequence.tokens))
-
-    def _close_record(self, sequence: Sequence) -> None:
-        sequence.owner.handle.completions[sequence.index] = completion_of(sequence)
+    def _forget(self, sequence: Sequence) -> None:
         with self._lock:
             self._open.discard(sequence)
-
-    def _deliver(self, sequence: Sequence, new: NewToken | None, reason: FinishReason | None) -> None:
-        event = Event(sequence.index, None, finish_reason=reason)
-        if new is not None:
-            logprob = None if sequence.options.logprobs is None else new.logprob
-            event = Event(sequence.index, new.token, logprob, new.top_logprobs, reason)
-        listener = sequence.owner.handle.deliver(event)
-        if listener is not None:
-            self._listeners.add(listener)
 
 
 def _raise(error: Exception):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from moe_jax.config import ModelConfig
@@ -89,9 +90,11 @@ def measure_loads(engine: Engine, loads: Sequence[Load], seed: int = 0) -> Itera
         yield _measure(engine, load, rng)
 
 
-def random_engine(config: ModelConfig, dtype: DTypeLike, limits: EngineLimits, seed: int = 0) -> Engine:
-    """Returns an engine for a model of this config with random weights."""
-    return Engine(random_model(config, jnp.dtype(dtype), seed), limits=limits, take_over=True)
+def random_engine(
+    config: ModelConfig, dtype: DTypeLike, limits: EngineLimits, seed: int = 0, mesh: Mesh | None = None
+) -> Engine:
+    """Returns an engine for a model of this config with random weights, on the devices of a mesh if one is given."""
+    return Engine(random_model(config, jnp.dtype(dtype), seed, mesh=mesh), limits=limits, take_over=True)
 
 
 def _measure(engine: Engine, load: Load, rng: np.random.Generator) -> Measured:

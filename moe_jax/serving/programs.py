@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, Sharding
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Int
 
 from moe_jax.serving.drafts import module_program
+from moe_jax.serving.placement import ROWS, on_each, rows_like
 from moe_jax.serving.step import DeviceState, StepOutput, output_like, step
 from moe_jax.serving.upload import StepShape, empty_rows, packed
 from moe_jax.serving.weights import ServedModel
@@ -58,22 +60,26 @@ def step_programs(
     Args:
       weights: the leaves of the tree `weights_tree`. As of `state`, only shapes and devices are read.
     """
-    (device,) = weights[0].devices()
+    mesh, shardings = served.mesh, [leaf.sharding for leaf in weights]
+    in_specs = [sharding.spec for sharding in shardings if isinstance(sharding, NamedSharding)], ROWS, ROWS, ROWS
+
+    def output_of_all(shape: StepShape) -> StepOutput:
+        return jax.tree.map(lambda array: rows_like(array, mesh), output_like(served, shape))
 
     def lower(shape: StepShape) -> Lowered:
         def of_leaves(leaves: list[Array], state: DeviceState, upload: Int[Array, "_"], output: StepOutput | None):
             return step(served, shape, jax.tree.unflatten(weights_tree, leaves), state, upload)
 
         # An argument that nothing reads would be left out, and its memory could not be written to.
-        program = jax.jit(of_leaves, donate_argnums=(1, 3), keep_unused=True)
-        output = output_like(served, shape) if _writes_over(shape) else None
-        return program.lower(weights, state, packed(empty_rows(shape)), output)
+        program = jax.jit(on_each(mesh, of_leaves, in_specs), donate_argnums=(1, 3), keep_unused=True)
+        output = output_of_all(shape) if _writes_over(shape) else None
+        return program.lower(weights, state, rows_like(packed([empty_rows(shape)]), mesh), output)
 
     def compiled(shape: StepShape, lowered: Lowered) -> StepProgram:
         # The same options would give the same program, not a copy. A graph of at least 5 or 6 or 7 kernels is the same graph.
         options = [{"xla_gpu_graph_min_graph_size": 5 + copy} for copy in range(num_copies(shape))]
         copies = [lowered.compile(compiler_options=of_copy) for of_copy in options]
-        outputs = [_zeros(output_like(served, shape), device) if _writes_over(shape) else None for _ in copies]
+        outputs = [_zeros(output_of_all(shape), state.last_token.sharding) if _writes_over(shape) else None for _ in copies]
         return StepProgram(copies, outputs)
 
     return _at_once(shapes, lower, compiled)
@@ -85,7 +91,7 @@ def module_programs(
     """Compiles `drafts.module_program` for these shapes; arguments as in `step_programs`."""
 
     def lower(shape: StepShape) -> Lowered:
-        upload = packed(empty_rows(shape))
+        upload = packed([empty_rows(shape)])
         of_step = lambda *arrays: step(served, shape, jax.tree.unflatten(weights_tree, arrays[0]), *arrays[1:])  # noqa: E731
         _, output = jax.eval_shape(of_step, weights, state, upload)
         tokens = np.zeros(shape.decodes + shape.chunks, np.int32), np.zeros(shape.decodes, np.int32)
@@ -119,7 +125,6 @@ def _writes_over(shape: StepShape) -> bool:
     return not shape.chunks and not shape.drafts
 
 
-def _zeros(like: StepOutput, device: jax.Device) -> StepOutput:
+def _zeros(like: StepOutput, sharding: Sharding) -> StepOutput:
     # Compiled, so that each array has memory of its own: the same zeros twice could not be donated.
-    zeros = jax.jit(lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), like))()
-    return jax.device_put(zeros, device)
+    return jax.jit(lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), like), out_shardings=sharding)()

@@ -31,8 +31,8 @@ class PromptScores(NamedTuple):
 
 
 def score_prompts(
-    plan: StepPlan,
-    first: int,
+    plans: list[StepPlan],
+    firsts: list[int],
     hidden: Float[Array, "tokens hidden"],
     head: Float[Array, "vocab hidden"],
     *,
@@ -43,21 +43,23 @@ def score_prompts(
     A token that was scored is not scored again: a preempted sequence computes its prompt a second time.
 
     Args:
-      first: the index of the first chunk's first token in `hidden`.
+      plans: of each device.
+      firsts: the index in `hidden` of the first token of each plan's first chunk.
       strict: as of `scores_of`.
     """
     spans: list[tuple[Sequence, list[int]]] = []
     places: list[int] = []
-    for chunk in plan.chunks:
-        sequence, end = chunk.sequence, chunk.start + len(chunk.tokens)
-        start = max(chunk.start + 1, sequence.num_scored)
-        if sequence.scores_prompt and (tokens := sequence.prompt[start : end + 1]):
-            spans.append((sequence, tokens))
-            # The state of a token says what follows it.
-            begin = first + start - 1 - chunk.start
-            places += range(begin, begin + len(tokens))
-            sequence.num_scored = start + len(tokens)
-        first += len(chunk.tokens)
+    for plan, first in zip(plans, firsts, strict=True):
+        for chunk in plan.chunks:
+            sequence, end = chunk.sequence, chunk.start + len(chunk.tokens)
+            start = max(chunk.start + 1, sequence.num_scored)
+            if sequence.scores_prompt and (tokens := sequence.prompt[start : end + 1]):
+                spans.append((sequence, tokens))
+                # The state of a token says what follows it.
+                begin = first + start - 1 - chunk.start
+                places += range(begin, begin + len(tokens))
+                sequence.num_scored = start + len(tokens)
+            first += len(chunk.tokens)
     targets = [token for _, tokens in spans for token in tokens]
     padded = np.zeros((2, math.ceil(len(places) / PIECE_TOKENS) * PIECE_TOKENS), np.int32)
     padded[:, : len(places)] = places, targets

@@ -20,11 +20,11 @@ class NewToken(NamedTuple):
 
 
 def read_tokens(launched: Launched) -> list[list[NewToken]]:
-    """Waits for the tokens of a step; returns for each of `plan.samples` its token, and the one behind an accepted draft."""
-    rows, samples = launched.rows, launched.plan.samples
+    """Waits for the tokens of a step; returns for each of `samples` its token, and the one behind an accepted draft."""
+    rows, samples = launched.rows, launched.samples
     found = [[token] for token in _tokens(launched.sampled, rows, samples)]
     if launched.second is not None:
-        num = len(launched.plan.decodes)
+        num = len(launched.plans[0].decodes)
         seconds, accepted = _tokens(launched.second, rows[:num], samples[:num]), np.asarray(launched.accepted).tolist()
         for tokens, second, row in zip(found, seconds, rows, strict=False):
             tokens += [second] if accepted[row] else []

@@ -25,6 +25,8 @@ class Sequence:
     """Number of the continuation in its request, below n."""
     owner: Any = None
     """Belongs to the engine: where the tokens go."""
+    device: int = 0
+    """Number of the engine's device that has the slot and the pages."""
 
     tokens: list[int] = field(init=False)
     """Prompt and new tokens that were read from the device."""

@@ -18,11 +18,11 @@ from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.kernels.hopper import target
 from moe_jax.layers.paged import LayerPages, PagedAttend, empty_pages
 from moe_jax.models.forward import LayerInputs, layer_inputs
-from moe_jax.parallel.spread import ONE_DEVICE
 from moe_jax.serving.batch import StepBatch, batch_of, updated_table
 from moe_jax.serving.draft_state import DraftedTokens, Drafting, init_drafting
 from moe_jax.serving.fused import ComputedLayers, fused_layers, refusal
 from moe_jax.serving.logits import logits_of
+from moe_jax.serving.placement import spread_on
 from moe_jax.serving.strict import strict_layers
 from moe_jax.serving.upload import StepShape, unpacked
 from moe_jax.serving.weights import LayerWeights, ServedModel, Weights, frame_of, head_of, layer_module, layers_of
@@ -143,11 +143,13 @@ def _layer(
     served: ServedModel, stage: int, weights: LayerWeights, x: Array, inputs: LayerInputs, attend: PagedAttend
 ) -> tuple[Array, LayerPages, Int[Array, "tokens k"] | None]:
     """Returns the residual stream behind the layer, its pages, and its tokens' experts (None for a dense layer)."""
-    out = layer_module(served, stage, weights)(x, inputs, attend, ONE_DEVICE)
+    out = layer_module(served, stage, weights)(x, inputs, attend, spread_on(served.mesh))
     return out.x, out.cache, None if out.routing is None else out.routing.experts
 
 
 def _fuses(served: ServedModel, batch: StepBatch) -> bool:
-    """Returns True for a step without chunks of a model that `fused` takes, on a GPU that it is written for."""
-    is_decoding = batch.queries_per_row == 1 and target.compute_capability() == "9.0" and not served.in_fp8
+    """Returns True for a step without chunks of a model that `fused` takes, on one GPU that it is written for."""
+    if served.mesh is not None or served.in_fp8:
+        return False
+    is_decoding = batch.queries_per_row == 1 and target.compute_capability() == "9.0"
     return is_decoding and refusal(served.config, served.dtype, len(batch.tokens)) is None

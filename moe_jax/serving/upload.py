@@ -1,6 +1,7 @@
 """The rows of a step as one array of int32: a single copy to the device in each step."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,13 +75,13 @@ def empty_rows(shape: StepShape) -> StepRows:
     )
 
 
-def packed(rows: StepRows) -> np.ndarray:
-    """Joins all arrays to one."""
-    return np.concatenate([np.ravel(array) for array in rows])
+def packed(rows: Sequence[StepRows]) -> np.ndarray:
+    """Joins all arrays of the rows of each device to one."""
+    return np.concatenate([np.ravel(array) for of_device in rows for array in of_device])
 
 
 def unpacked(upload: Int[Array, "_"], shape: StepShape) -> StepRows:
-    """Undoes `packed`."""
+    """Undoes `packed` for one device."""
     arrays, start = [], 0
     for like in empty_rows(shape):
         size = math.prod(like.shape)

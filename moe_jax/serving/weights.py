@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig
 from moe_jax.layers.moe import Experts
 from moe_jax.layers.quantised import Quantised
-from moe_jax.layers.tickets import EXPERT_MATRICES
 from moe_jax.models.decoder import Decoder
+from moe_jax.serving.placement import is_expert_matrix, splits_experts
 
 
 class ServedModel(NamedTuple):
@@ -31,6 +32,8 @@ class ServedModel(NamedTuple):
     """True: steps run `strict.strict_layers`."""
     in_fp8: bool = False
     """True: experts multiply in FP8, which `fused` does not."""
+    mesh: Mesh | None = None
+    """The mesh of an engine on several devices."""
 
 
 class Weights(NamedTuple):
@@ -38,9 +41,9 @@ class Weights(NamedTuple):
 
     frame: nnx.State
     layers: tuple[nnx.State, ...]
-    """Each layer's arrays, without its experts."""
+    """Each layer's arrays, without its experts where these are in `experts`."""
     experts: tuple[nnx.State, ...]
-    """Each stage's experts, stacked; empty for a dense stage."""
+    """Each stage's experts, stacked; empty for a dense stage, and where devices split the experts."""
 
 
 class LayerWeights(NamedTuple):
@@ -51,26 +54,31 @@ class LayerWeights(NamedTuple):
     place: Int[Array, ""]
 
 
-def take_apart(model: Decoder, *, drafts: int = 0, take_over: bool = False) -> tuple[ServedModel, Weights]:
+def take_apart(
+    model: Decoder, *, drafts: int = 0, take_over: bool = False, mesh: Mesh | None = None
+) -> tuple[ServedModel, Weights]:
     """Returns the model's parts. Layers' arrays are copies; experts, and arrays around the layers, are the model's own.
 
     Args:
       drafts: 1 takes the first module that predicts further tokens too, as the last layer.
       take_over: deletes each stack once it is cut, unless its dtype was changed. The model is unusable afterwards.
+      mesh: of an engine on several devices. If it splits experts, they are cut too: tokens travel to those of one layer.
     """
     modules = {"embed_tokens": model.embed_tokens, "norm": model.norm}
     if not model.config.tie_word_embeddings:
         modules["lm_head"] = model.lm_head
     frame_graph, frame = nnx.split(nnx.Dict(modules))
     graphs, layers, experts = [], [], []
+    stays_in_stack = not splits_experts(mesh)
     for stage in list(model.stages)[: len(model.config.stages) + drafts]:
-        graph, *states = nnx.split(stage, _is_expert_matrix, ...)
+        graph, *states = nnx.split(stage, lambda path, _: stays_in_stack and is_expert_matrix(path), ...)
         matrices, others = (_in_dtype(state, model.dtype) for state in states)
         others = _dequantised(others)
         graphs.append(graph)
         layers += _cut(others, take_over=take_over)
         experts.append(matrices)
-    served = ServedModel(model.config, model.dtype, frame_graph, tuple(graphs), in_fp8=model.precision is not None)
+    in_fp8 = model.precision is not None
+    served = ServedModel(model.config, model.dtype, frame_graph, tuple(graphs), in_fp8=in_fp8, mesh=mesh)
     return served, Weights(_dequantised(_in_dtype(frame, model.dtype)), tuple(layers), tuple(experts))
 
 
@@ -97,13 +105,9 @@ def layer_module(served: ServedModel, stage: int, weights: LayerWeights) -> Any:
     """Returns the module of a layer of this stage. Behind the model's stages comes the module that drafts."""
     block = nnx.merge(served.stages[stage], weights.experts, weights.layer)
     for _, module in nnx.iter_modules(block):
-        if isinstance(module, Experts):
+        if isinstance(module, Experts) and not splits_experts(served.mesh):
             module.read_in_stack(weights.place)
     return block
-
-
-def _is_expert_matrix(path: tuple, _) -> bool:
-    return path[-1] in EXPERT_MATRICES and path[-2] == "experts"
 
 
 def _cut(stacked: nnx.State, *, take_over: bool) -> list[nnx.State]:

@@ -88,6 +88,12 @@ def request_bytes(body: dict) -> bytes:
     return "\r\n".join([*head, "", ""]).encode() + data
 
 
+def is_idle(running: Served) -> bool:
+    """Returns True while no request runs or waits."""
+    stats = running.engine.stats()
+    return stats.running == stats.waiting == 0 and not running.service.running
+
+
 def comes_true(condition: Callable[[], bool], seconds: float = 20) -> bool:
     """Waits until a condition holds; False if the time is over first."""
     end = time.monotonic() + seconds

@@ -95,7 +95,7 @@ def test_the_modules_pages_are_those_of_a_whole_pass(model, engines):
     """The module reads of each token also the one behind it: in its chunk, in the next chunk, or drawn."""
     prompt = seeds.rng().integers(0, 6, 21).tolist()
     ((found,),) = engines[1].generate([prompt], SamplingOptions(max_new_tokens=30, ignore_eos=True, temperature=9.0, seed=1))
-    device, queues = engines[1]._loop.device, engines[1]._loop.queues
+    device, queues = engines[1]._loop.device, engines[1]._loop.queues[0]
     page = device.state.page_table[queues.free_slots[-1], 0]
     tokens = np.array([prompt + found.tokens])
     rooms = [init_cache(config, 1, 64, jnp.float32) for config in (model.config, replace(model.config, num_hidden_layers=1))]

@@ -264,9 +264,9 @@ def test_a_failed_device_ends_everything(model, monkeypatch):
     assert not engine.failed
     launch, failing, aborted = engine._loop.device.launch, threading.Event(), threading.Event()
 
-    def fail_at_last(plan):
-        if len(plan.decodes) < LIMITS.max_sequences:
-            return launch(plan)
+    def fail_at_last(plans):
+        if len(plans[0].decodes) < LIMITS.max_sequences:
+            return launch(plans)
         failing.set()
         aborted.wait(30)
         raise ValueError("a defect")

@@ -50,7 +50,7 @@ def test_equal_modules(monkeypatch):
         state = initial_state(served, num_pages=4, num_slots=2, max_pages=2, keep_experts=True)
         keys = jnp.asarray(np.random.default_rng(0).normal(size=state.pages[0][0].shape), jnp.bfloat16)
         state = state._replace(pages=[(keys, keys)] * 2, page_table=state.page_table.at[0, 0].set(1))
-        results.append(step(served, shape, weights, state, packed(rows)))
+        results.append(step(served, shape, weights, state, packed([rows])))
     (state, output), (fused_state, fused_output) = results
     np.testing.assert_allclose(fused_output.logits[:2], output.logits[:2], rtol=0.03, atol=0.03)
     assert np.abs(output.logits[:2]).max() > 0.3

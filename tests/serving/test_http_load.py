@@ -1,5 +1,6 @@
 """Many clients at once, floods, clients that leave or read slowly, and the end of the server."""
 
+import contextlib
 import gc
 import os
 import re
@@ -11,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
@@ -28,11 +30,6 @@ def slow_engine(**limits) -> FakeEngine:
     """An engine that answers without an end, 100 tokens a second."""
     chosen = EngineLimits(**{**vars(LIMITS), **limits})
     return FakeEngine(chosen, repeats=1000, step_seconds=0.01)
-
-
-def is_idle(running: served.Served) -> bool:
-    stats = running.engine.stats()
-    return stats.running == stats.waiting == 0 and not running.service.running
 
 
 def test_64_clients_with_a_thousand_requests():
@@ -59,7 +56,7 @@ def test_64_clients_with_a_thousand_requests():
 
         with ThreadPoolExecutor(64) as pool:
             assert all(pool.map(work, range(1000)))
-        assert is_idle(running)
+        assert served.is_idle(running)
         assert 'path="/v1/completions",status="200"} 500.0' in running.get("/metrics").text
 
 
@@ -83,14 +80,14 @@ def test_a_flood_gets_429_and_hurts_no_other_request():
         text += "".join(piece.choices[0].text for piece in first)
         # Each time through the prompt is followed by an end that this request did not ask to ignore.
         assert text == ("abcdefgh" * 13)[:100]
-        assert served.comes_true(lambda: is_idle(running))
+        assert served.comes_true(lambda: served.is_idle(running))
 
 
 def test_several_prompts_are_taken_whole_or_not_at_all():
     with served.serve(slow_engine(max_sequences=2, max_tokens_per_step=2, max_waiting=2)) as running:
         with pytest.raises(openai.RateLimitError):
             running.openai().completions.create(**LONG | {"prompt": ["a"] * 5})
-        assert served.comes_true(lambda: is_idle(running))
+        assert served.comes_true(lambda: served.is_idle(running))
         assert running.openai().completions.create(**LONG | {"max_tokens": 3}).choices[0].text == "abc"
 
 
@@ -105,7 +102,7 @@ def test_a_client_that_leaves_frees_its_place(stream, caplog):
         else:
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(running.url + "/v1/completions", json=LONG | {"n": 3}, timeout=0.3)
-        assert served.comes_true(lambda: is_idle(running))
+        assert served.comes_true(lambda: served.is_idle(running))
         assert all(handle.completions[0].finish_reason == "abort" for handle in running.engine.handles)
         assert len(running.engine.handles[0].completions[0].tokens) < 200
         assert served.comes_true(lambda: "POST /v1/completions 499" in caplog.text)
@@ -133,7 +130,7 @@ def test_readers_that_do_not_read_hold_nobody_up():
             assert running.openai().completions.create(model="tiny", prompt="b").choices[0].text == "b"
             assert time.monotonic() - begun < 2
             # Its time ends although it never reads.
-            assert served.comes_true(lambda: is_idle(running))
+            assert served.comes_true(lambda: served.is_idle(running))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -146,7 +143,7 @@ def test_a_request_that_takes_too_long_ends_with_504(stream):
             with pytest.raises(openai.InternalServerError, match="longer than 0.3 seconds") as error:
                 running.openai().completions.create(**LONG)
             assert error.value.status_code == 504
-        assert served.comes_true(lambda: is_idle(running))
+        assert served.comes_true(lambda: served.is_idle(running))
 
 
 def test_broken_connections_and_noise_leave_nothing_behind():
@@ -156,8 +153,20 @@ def test_broken_connections_and_noise_leave_nothing_behind():
             for _ in range(5):
                 with running.connect() as connection:
                     connection.sendall(sent)
-        assert served.comes_true(lambda: is_idle(running))
+        assert served.comes_true(lambda: served.is_idle(running))
         assert running.get("/health").status_code == 200
+
+
+@pytest.mark.thorough
+def test_idle_connections_outlive_those_of_clients():
+    """httpx drops a connection that was idle for 5 seconds; a server that closes it then would lose its next request."""
+    with served.serve() as running, contextlib.closing(HTTPConnection(running.url.removeprefix("http://"))) as connection:
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+        time.sleep(5.5)
+        # It raises if the server has closed the connection.
+        connection.request("GET", "/health")
+        assert connection.getresponse().read()
 
 
 def test_nothing_is_kept_of_requests_that_have_ended():

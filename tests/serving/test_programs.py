@@ -35,7 +35,7 @@ def test_turns_write_over_their_results(programs_of_a_model):
     outputs, logits = [], []
     for position in range(2 * COPIES_OF_SHORT):
         rows.decode_positions[0], rows.decode_pages[0] = position, 1 if position == 0 else -1
-        state, output = programs[SHORT](leaves, state, packed(rows))
+        state, output = programs[SHORT](leaves, state, packed([rows]))
         outputs.append(output)
         logits.append(np.array(output.logits))
         state = state._replace(last_token=state.last_token.at[0].set(position + 1))

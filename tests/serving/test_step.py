@@ -43,7 +43,7 @@ def test_chunks_and_decodes_equal_the_model(name):
     rows = empty_rows(StepShape(2, 80, 2, MAX_PAGES))
     rows.chunk_tokens[:40], rows.chunk_tables[0] = long[:40], tables[0]
     rows.chunk_slots[0], rows.chunk_counts[0] = 2, 40
-    state, _ = mixed(weights, state, packed(rows))
+    state, _ = mixed(weights, state, packed([rows]))
 
     # The rest of it but one token, and the whole short prompt, in slot 0.
     rows = empty_rows(StepShape(2, 80, 2, MAX_PAGES))
@@ -51,7 +51,7 @@ def test_chunks_and_decodes_equal_the_model(name):
     rows.chunk_tokens[: rest + len(short)] = np.concatenate([long[40:-1], short])
     rows.chunk_slots[:], rows.chunk_starts[:], rows.chunk_counts[:] = (2, 0), (40, 0), (rest, len(short))
     rows.chunk_tables[:], rows.chunk_samples[:] = tables, (0, 1)
-    state, out = mixed(weights, state, packed(rows))
+    state, out = mixed(weights, state, packed([rows]))
     assert out.slots.tolist() == [-1, -1, -1, 0]
     assert out.positions.tolist()[2:] == [len(long) - 1, len(short)]
     expected = logits_of(model, short)
@@ -62,7 +62,7 @@ def test_chunks_and_decodes_equal_the_model(name):
     decode = program(served, StepShape(4, 0, 0, MAX_PAGES))
     rows = empty_rows(StepShape(4, 0, 0, MAX_PAGES))
     rows.decode_slots[:3], rows.decode_positions[:3] = (2, -1, 0), (len(long) - 1, 0, len(short))
-    state, out = decode(weights, state, packed(rows))
+    state, out = decode(weights, state, packed([rows]))
     assert out.slots.tolist() == [2, -1, 0, -1]
     np.testing.assert_allclose(out.logits[0], logits_of(model, long)[-1], rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(out.logits[2], logits_of(model, [*short, 7])[-1], rtol=1e-4, atol=1e-4)
@@ -91,7 +91,7 @@ def test_a_new_page_enters_the_table():
     decode = program(served, StepShape(1, 0, 0, MAX_PAGES))
     rows = empty_rows(StepShape(1, 0, 0, MAX_PAGES))
     rows.decode_slots[0], rows.decode_positions[0], rows.decode_pages[0] = 1, PAGE_SIZE, 3
-    state, _ = decode(weights, state, packed(rows))
+    state, _ = decode(weights, state, packed([rows]))
     assert state.page_table.tolist() == [[0, 0, 0], [0, 3, 0]]
     keys = np.asarray(state.pages[0][0])
     assert keys[3, :, 0].any() and not keys[3, :, 1:].any() and not keys[[0, 1, 2]].any()
@@ -101,7 +101,7 @@ def test_rows_survive_the_upload():
     rng = seeds.rng()
     shape = StepShape(3, 5, 2, MAX_PAGES)
     rows = jax.tree.map(lambda a: rng.integers(-1, 9, a.shape, np.int32), empty_rows(shape))
-    jax.tree.map(np.testing.assert_array_equal, unpacked(packed(rows), shape), rows)
+    jax.tree.map(np.testing.assert_array_equal, unpacked(packed([rows]), shape), rows)
 
 
 def program(served, shape):

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from moe_jax.serving.http.record import RequestRecord
 
 if TYPE_CHECKING:
-    from moe_jax.serving.engine import Stats
+    from moe_jax.serving.stats import Stats
 
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 SECONDS_PER_TOKEN = (0.001, 0.002, 0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)

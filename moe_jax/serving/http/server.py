@@ -10,6 +10,12 @@ import uvicorn
 from moe_jax.serving.http.app import make_app
 from moe_jax.serving.http.service import Service, logger
 
+KEEP_ALIVE_SECONDS = 65
+"""Time after which an idle connection is closed. Clients and proxies drop theirs after 5 to 60 seconds.
+
+It must be longer than theirs: a request that meets the closing of its connection is lost.
+"""
+
 
 def bind(host: str, port: int) -> socket.socket:
     """Returns a socket that is bound to an address; until a server runs on it, connections are refused.
@@ -51,6 +57,7 @@ class Server(uvicorn.Server):
             proxy_headers=False,
             server_header=False,
             limit_concurrency=settings.max_connections,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             # The last resort: aborted requests end much sooner.
             timeout_graceful_shutdown=int(settings.shutdown_seconds) + 10,
         )

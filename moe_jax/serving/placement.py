@@ -1,0 +1,97 @@
+"""The devices of an engine: how its arrays lie on them, and how a program that is written for one device runs on each.
+
+Each device has slots, pages and rows of its own, numbered from 0. An array of all devices joins theirs along its first axis.
+Weights are whole on every device, but experts are split over the largest number of devices that divides theirs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from moe_jax.generation.devices import AXES, devices_of, generation_mesh
+from moe_jax.layers.tickets import EXPERT_MATRICES
+from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.expert import ExpertParallel
+from moe_jax.parallel.layout import parameter_path
+from moe_jax.parallel.spread import ONE_DEVICE, Spread
+
+ROWS = PartitionSpec(AXES)
+"""Splits the first axis over all devices."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The devices of an engine, in order."""
+
+    devices: tuple[jax.Device, ...]
+    mesh: Mesh | None
+    """The mesh (fsdp, expert) of several devices; None for one."""
+
+    @classmethod
+    def of(cls, model: Decoder) -> "Placement":
+        """Returns the devices that hold the model.
+
+        Raises:
+          ValueError: the model lies on a mesh with several devices along `pipe`.
+        """
+        devices = tuple(devices_of(model, "an engine"))
+        return cls(devices, generation_mesh(devices, model.config) if len(devices) > 1 else None)
+
+    @property
+    def rows(self) -> Sharding:
+        """The sharding of arrays that have rows of each device."""
+        return SingleDeviceSharding(self.devices[0]) if self.mesh is None else NamedSharding(self.mesh, ROWS)
+
+    @property
+    def whole(self) -> Sharding:
+        """The sharding of arrays that each device holds whole."""
+        return SingleDeviceSharding(self.devices[0]) if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    def place(self, weights: Any) -> Any:
+        """Moves weights (a pytree) to their devices. A layer's experts are split where the mesh splits experts."""
+
+        def placed(path: tuple, array: jax.Array) -> jax.Array:
+            if not splits_experts(self.mesh) or not is_expert_matrix(parameter_path(path)):
+                return jax.device_put(array, self.whole)
+            assert self.mesh is not None
+            return jax.device_put(array, NamedSharding(self.mesh, PartitionSpec("expert")))
+
+        return jax.tree.map_with_path(placed, weights)
+
+
+def is_expert_matrix(path: tuple) -> bool:
+    """Returns True for the path of a matrix of experts, as the names of modules and parameter."""
+    return path[-1] in EXPERT_MATRICES and path[-2] == "experts"
+
+
+def splits_experts(mesh: Mesh | None) -> bool:
+    """Returns True if each device of the mesh holds a part of the experts."""
+    return mesh is not None and mesh.shape["expert"] > 1
+
+
+def spread_on(mesh: Mesh | None) -> Spread:
+    """Returns the spread of calls of layers in a program of `on_each`."""
+    return Spread(expert=ExpertParallel()) if splits_experts(mesh) else ONE_DEVICE
+
+
+def on_each(mesh: Mesh | None, function: Callable, in_specs: Any = ROWS) -> Callable:
+    """Returns a program that runs `function` on each device, with the device's rows; without a mesh, `function` itself.
+
+    Args:
+      in_specs: the layout of arguments, as of `jax.shard_map`; default: all have rows of each device, as all results have.
+    """
+    if mesh is None:
+        return function
+    # Nothing is differentiated, and kernels need not say over which axes their results vary.
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=ROWS, check_vma=False)
+
+
+def rows_like(of_one: Any, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+    """Returns the shape and layout of an array with rows of each device, from the shape of one device's rows."""
+    if mesh is None:
+        return jax.ShapeDtypeStruct(of_one.shape, of_one.dtype)
+    shape = mesh.size * of_one.shape[0], *of_one.shape[1:]
+    return jax.ShapeDtypeStruct(shape, of_one.dtype, sharding=NamedSharding(mesh, ROWS))

@@ -1,0 +1,61 @@
+"""Refuses models that the engine cannot serve, before anything is made for them."""
+
+import jax
+from flax import nnx
+
+from moe_jax.layers.lora import has_adapters
+from moe_jax.layers.moe import Experts
+from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled, is_quantised
+from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.pipeline.chunks import refuse_chunks
+from moe_jax.serving.draft_state import check_drafting
+from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.strict import check_strict
+
+
+def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int, strict: bool) -> None:
+    """Checks that an engine of these limits can serve the model; arguments as of `Engine`.
+
+    Raises:
+      ValueError: it cannot; the message says what is in the way.
+    """
+    if model.config.rope_parameters.rope_type == "dynamic":
+        raise ValueError(
+            'rope type "dynamic" gives all tokens of a batch the frequencies of the longest sequence; an engine cannot serve it'
+        )
+    if has_adapters(model):
+        raise ValueError("an engine serves a model without adapters: merge them first (adapters.merge_adapter)")
+    if not model.precision and is_quantised(nnx.state(model)):
+        raise ValueError(
+            "an engine serves whole weights, or experts in FP8 with model.set_precision('fp8'); these are quantised: load the "
+            "model with weights='whole'"
+        )
+    if model.precision and not _has_experts_in_fp8(model):
+        raise ValueError(
+            "an engine with precision 'fp8' would round the experts' weights in every step: load the model with weights='fp8'"
+        )
+    devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
+    if len(devices) > 1:
+        _check_several(model, len(devices), drafts=drafts, strict=strict)
+    check_drafting(drafts, model.config, limits)
+    if strict:
+        if model.precision:
+            raise ValueError("strict=True computes in the model's dtype: take precision 'bf16'")
+        check_strict(model)
+        if drafts:
+            raise ValueError(f"strict=True needs drafts=0; got drafts={drafts}")
+
+
+def _check_several(model: Decoder, num_devices: int, *, drafts: int, strict: bool) -> None:
+    refuse_chunks(nnx.state(model, nnx.Param), "an engine")
+    if any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(nnx.state(model))):
+        raise ValueError("an engine computes in one process; the model lies on devices of several")
+    options = {"drafts": bool(drafts), "strict": strict, "precision 'fp8'": model.precision is not None}
+    if wrong := [name for name, is_set in options.items() if is_set]:
+        raise ValueError(f"an engine on several devices has no {' and no '.join(wrong)}; the model lies on {num_devices}")
+
+
+def _has_experts_in_fp8(model: Decoder) -> bool:
+    experts = [module for _, module in nnx.iter_modules(model) if isinstance(module, Experts)]
+    matrices = [variable.get_value() for each in experts for variable in (each.gate_up_proj, each.down_proj)]
+    return all(isinstance(each, BlockScaled) and each.block == FP8_BLOCK for each in matrices)

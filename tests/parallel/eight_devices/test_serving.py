@@ -1,0 +1,145 @@
+"""An engine on several devices gives each request the tokens that it has on one, whichever device computes it."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from meshes import laid_out
+
+import moe_jax
+from moe_jax.cli import main
+from moe_jax.config import config_to_dict
+from moe_jax.serving import Engine, EngineLimits, SamplingOptions
+
+LIMITS = EngineLimits(
+    max_sequences=2, max_tokens_per_step=64, max_chunks_per_step=2, max_length=256, num_pages=6, max_waiting=20
+)
+PLAIN = SamplingOptions(max_new_tokens=9, ignore_eos=True)
+
+
+def prompts_of(*lengths):
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, 259, length).tolist() for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model()
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    """Each of four devices has one of the four experts. The model's own mesh divides them in another way."""
+    engine = Engine(laid_out(model, fsdp=2, expert=2), limits=LIMITS, keep_experts=True)
+    yield engine
+    stats = engine.stats()
+    assert stats.owned_pages == stats.running == stats.waiting == 0
+    assert stats.free_pages + stats.cached_pages == 4 * (LIMITS.num_pages - 1)
+    engine.close()
+
+
+def test_greedy_equals_generate(model, engine, monkeypatch):
+    prompts, device, used = prompts_of(3, 70, 64, 130, 20, 1, 100, 5, 9, 66, 12), engine._loop.device, set()
+    launch = device.launch
+
+    def launch_and_note(plans):
+        used.update(number for number, plan in enumerate(plans) if plan.decodes)
+        return launch(plans)
+
+    monkeypatch.setattr(device, "launch", launch_and_note)
+    found = engine.generate(prompts, PLAIN)
+    assert [one.tokens for (one,) in found] == moe_jax.generate(model, prompts, max_new_tokens=9)
+    assert used == {0, 1, 2, 3}
+
+
+def test_all_options_equal_one_device(model, engine):
+    """Draws, penalties, log-probabilities, experts; each device has requests of its own, and other programs are not needed."""
+    alone = Engine(model, limits=LIMITS, keep_experts=True)
+    prompts = prompts_of(70, 5, 130, 9, 64, 40)
+    options = [
+        PLAIN,
+        dataclasses.replace(PLAIN, temperature=1.0, seed=1, n=2),
+        dataclasses.replace(PLAIN, prompt_logprobs=2, return_experts=True),
+        dataclasses.replace(PLAIN, presence_penalty=0.5, logit_bias={7: 3.0}, logprobs=2),
+        dataclasses.replace(PLAIN, temperature=0.7, top_p=0.9, seed=2, repetition_penalty=1.3),
+        dataclasses.replace(PLAIN, return_experts=True, prompt_logprobs=0),
+    ]
+    compiled = []
+    listen = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        found = engine.generate(prompts, options)
+    finally:
+        jax._src.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
+    for ours, expected in zip(sum(found, []), sum(alone.generate(prompts, options), []), strict=True):
+        assert ours.tokens == expected.tokens
+        assert (ours.prompt_logprobs is None) == (expected.prompt_logprobs is None)
+        for one, wanted in zip(ours.prompt_logprobs or [], expected.prompt_logprobs or [], strict=True):
+            assert one == (wanted if wanted is None else pytest.approx(wanted, abs=1e-4))
+        if expected.experts is not None:
+            np.testing.assert_array_equal(np.sort(ours.experts), np.sort(expected.experts))
+    alone.close()
+
+
+def test_pages_run_out_on_each_device(model, engine):
+    """Two sequences of four pages do not fit into five: the younger one waits, and begins again."""
+    prompts, before = prompts_of(*range(118, 126)), engine.stats().num_preemptions
+    found = engine.generate(prompts, dataclasses.replace(PLAIN, max_new_tokens=80))
+    assert [one.tokens for (one,) in found] == moe_jax.generate(model, prompts, max_new_tokens=80)
+    assert engine.stats().num_preemptions >= before + 4
+
+
+def test_new_weights(model, engine):
+    graph_of_other = tiny.model()
+    prompts = prompts_of(70, 3, 20)
+    engine.update(laid_out(graph_of_other, fsdp=4))
+    found = engine.generate(prompts, PLAIN)
+    assert [one.tokens for (one,) in found] == moe_jax.generate(model, prompts, max_new_tokens=9)
+    assert {one.weights_version for (one,) in found} == {1} and not any(one.cached_tokens for (one,) in found)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "make, sizes",
+    [
+        # Two of six devices hold half of the experts each.
+        (tiny.model, dict(data=2, fsdp=3)),
+        (tiny.deepseek, dict(fsdp=2, context=4)),
+        (tiny.dense, dict(fsdp=3)),
+    ],
+    ids=["six devices", "deepseek", "dense"],
+)
+def test_other_models_and_meshes(make, sizes):
+    model, prompts = make(), prompts_of(70, 3, 20, 130, 64, 7)
+    engine = Engine(laid_out(model, **sizes), limits=LIMITS)
+    found = engine.generate(prompts, PLAIN)
+    engine.close()
+    assert [one.tokens for (one,) in found] == moe_jax.generate(model, prompts, max_new_tokens=9)
+
+
+def test_options_of_one_device_are_refused(model):
+    on_two = laid_out(model, fsdp=2)
+    with pytest.raises(ValueError, match="an engine on several devices has no strict; the model lies on 2"):
+        Engine(on_two, limits=LIMITS, strict=True)
+    with pytest.raises(ValueError, match="has no drafts"):
+        Engine(laid_out(tiny.deepseek(mtp=1), fsdp=2), limits=LIMITS, drafts=1)
+    with pytest.raises(ValueError, match="an engine has no pipe yet"):
+        Engine(laid_out(model, pipe=2), limits=LIMITS)
+
+
+def test_commands(tmp_path, capsys):
+    model = tiny.deepseek(mtp=1)
+    (tmp_path / "config.json").write_text(json.dumps(config_to_dict(tiny.dense().config)))
+    load = "--concurrency 2 --requests-each 1 --prompt-tokens 8 --new-tokens 3 --max-sequences 1 --max-tokens-per-step 8"
+    sizes = "--max-length 64 --num-pages 4 --dtype float32 --devices 2"
+    main(["bench", "--random-weights", str(tmp_path), *load.split(), *sizes.split()])
+    assert "2 x cpu, prompts of 8 tokens" in capsys.readouterr().out
+    moe_jax.save_pretrained(model, tmp_path / "drafting")
+    tiny.tokenizer().save_pretrained(tmp_path / "drafting")
+    with pytest.raises(SystemExit):
+        main(["serve", str(tmp_path / "drafting"), "--drafts", "--precision", "fp8", "--devices", "2"])
+    assert "--drafts and --precision fp8 need --devices 1; got 2" in capsys.readouterr().err
