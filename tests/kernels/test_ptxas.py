@@ -94,7 +94,7 @@ x, pairs = ((32768, 2048), bf16), ((32768, 8), i32)
 matrices = ((128, 1536, 2048), f8), scales(1536, 2048), ((128, 2048, 768), f8), scales(2048, 768)
 rows = jax.eval_shape(lambda: plan(jnp.zeros(pairs[0], i32), 128, 64)).num_rows
 compile(step, x, pairs, x, ((rows,), f32), *matrices, ((128, 768, 2048), f8), scales(768, 2048))
-for tokens, make_plan in ((32768, plan), (256, plan), (64, plan_of_few)):
+for tokens, make_plan in ((32768, plan), (256, plan), (64, plan_of_few), (5, plan_of_few)):
     f = lambda x, chosen, *matrices: forward(make_plan(chosen, 128, 64), x, *matrices, keep_h=False)
     compile(f, ((tokens, 2048), bf16), ((tokens, 8), i32), *matrices)
 """
@@ -220,7 +220,7 @@ EXPERTS_KERNELS = {
     "grouped_matmul_transposed",
     "grouped_outer",
 }
-FP8_KERNELS = {"fp8_gather_rows", "fp8_gated_matmul", "fp8_grouped_matmul", "fp8_gated_matmul_backward"}
+FP8_KERNELS = {"fp8_gather_rows", "fp8_round_tokens", "fp8_gated_matmul", "fp8_grouped_matmul", "fp8_gated_matmul_backward"}
 ATTENTION_KERNELS = {"flash_attention_forward", "flash_attention_backward_queries", "flash_attention_backward_keys"}
 
 

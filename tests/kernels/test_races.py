@@ -21,7 +21,7 @@ from moe_jax.kernels.experts.fp8.mosaic.by_rows_backward import matmul_gated_sil
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices, QuantisedRows, quantise_matrices, quantise_rows
 from moe_jax.kernels.experts.mosaic.by_experts import OuterOperands, outer
 from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass
-from moe_jax.kernels.experts.routing import plan
+from moe_jax.kernels.experts.routing import plan, plan_of_few
 from moe_jax.kernels.hopper import launch
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.mainloop import TileShape
@@ -109,6 +109,16 @@ def fp8_gathered_rows(rng):
     return lambda x: fp8_mosaic.rows_of_tokens(x, rows), [normal(rng, 96, 256)]
 
 
+def fp8_few_tokens(rng):
+    """Eleven tokens that each chosen expert reads where they are."""
+    p = plan_of_few(jnp.asarray(rng.integers(0, EXPERTS - 1, (11, 2)), jnp.int32), EXPERTS, mosaic.ROW_ALIGNMENT)
+    w = quantise_matrices(normal(rng, EXPERTS, 512, 384))
+    return lambda x, *w: fp8_mosaic.grouped_matmul(fp8_mosaic.rows_of_tokens(x, p), QuantisedMatrices(*w), p), [
+        normal(rng, 11, 384),
+        *w,
+    ]
+
+
 def few_pairs(rng):
     """Two tokens of which each chooses two experts, one of them nobody; two tiles of columns each."""
     chosen = jnp.asarray([[rng.integers(8), rng.integers(8)], [rng.integers(8), -1]], jnp.int32)
@@ -185,6 +195,7 @@ CASES = {
     ),
     "fp8, backward": (fp8_gradients, {"fp8_gated_matmul_backward"}),
     "fp8, gathered rows": (fp8_gathered_rows, {"fp8_gather_rows"}),
+    "fp8, few tokens": (fp8_few_tokens, {"fp8_round_tokens", "fp8_grouped_matmul"}),
     "few pairs": (few_pairs, {"gated_matmul_of_pairs", "matmul_of_pairs"}),
     "sums of tokens": (sums_of_tokens, {"sum_rows"}),
     "attention": (whole_sequences, ATTENTION),
@@ -214,7 +225,7 @@ def test_all_kernels():
     own_rooms = ("hopper", "triton")
     files = [path for path in package.rglob("*.py") if path.parent.name not in own_rooms]
     launching = [path for path in files if LAUNCH.search(path.read_text())]
-    assert len(launching) == 18
+    assert len(launching) == 19
     for path in launching:
         own = NAME.findall(path.read_text())
         for names in HEADER.findall(path.read_text()):

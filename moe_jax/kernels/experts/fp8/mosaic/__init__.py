@@ -17,6 +17,7 @@ from jaxtyping import Array, BFloat16, Float
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.fp8.mosaic import by_rows, by_rows_backward
 from moe_jax.kernels.experts.fp8.mosaic.gather import gather_rows
+from moe_jax.kernels.experts.fp8.mosaic.round_tokens import round_tokens
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, quantise_rows
 from moe_jax.kernels.experts.fp8.xla import Fp8Backward
 from moe_jax.kernels.experts.mosaic import is_native
@@ -57,10 +58,10 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
 def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
     """Computes `xla.rows_of_tokens` in one kernel. Rows from offsets[-1] on are left unwritten.
 
-    If `plan.holds_all_tokens` the rows are the tokens themselves, filled up to one block.
+    If `plan.holds_all_tokens` the rows are the tokens themselves, filled up to a multiple of 8.
     """
     if plan.holds_all_tokens:
-        return quantise_rows(jnp.pad(x, ((0, ROW_ALIGNMENT - x.shape[0]), (0, 0))))
+        return round_tokens(x)
     return gather_rows(x, plan) if plan.num_rows else quantise_rows(jnp.zeros((0, x.shape[1]), x.dtype))
 
 
@@ -105,4 +106,5 @@ def _joined(w: QuantisedMatrices) -> QuantisedMatrices:
 
 
 def _tile(plan: Plan) -> TileShape:
-    return FEW_ROWS if plan.max_pairs <= WGMMA_ROWS * plan.num_experts else WIDE
+    has_few_rows = plan.holds_all_tokens or plan.max_pairs <= WGMMA_ROWS * plan.num_experts
+    return FEW_ROWS if has_few_rows else WIDE

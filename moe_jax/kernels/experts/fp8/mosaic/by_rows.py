@@ -9,13 +9,14 @@ Kernels `fp8_grouped_matmul`, `fp8_gated_matmul`, and `fp8_gated_matmul_backward
                                             fp8_gated_matmul: TMA w and its scales twice a warpgroup, for gate and for up
               consumers WG0, WG1            promoted.py: wgmma 64 x 128 x 128, promotion; then the epilogue by 64 rows
     smem      a stages x rows x 128 | w stages x columns x 128, e4m3 | out 2 WG x 64 x 64, bf16 | the epilogue's
-              row_scales stages x rows | column_scales stages x copies x 8 x 4, f32 | barriers
+              row_scales stages x rows | column_scales stages x columns / 128 x 32, f32 | barriers
               128 x 256 x 4 stages: a 64 KiB | w 128 KiB | out 16 KiB | scales 2 + 1 KiB | 64 bytes           = 211 KiB of 227
               fp8_gated_matmul      with h: halves of act 8 KiB besides; without: 16 KiB, and no out          = 219 or 211
-    barriers  full[slot]    1 arrival a TMA copy (of a and its scales 2; of w and its scales 2, 4 or 8), waited for by both
-                            consumers (with ping-pong full[consumer, slot], waited for by that one)
+    barriers  full[slot]    1 arrival a TMA copy (of a and its scales 2; of w 1, 2 or 4, of its scales 1 for 128 columns),
+                            waited for by both consumers (with ping-pong full[consumer, slot], waited for by that one)
               empty[slot]   1 arrival a consumer that reads the slot (2; with ping-pong 1), waited for by the producer
     invariant the rows of a tile belong to one expert; rows below its last block are not stored
+              a plan that holds all tokens: rows of a block without a token are neither loaded nor stored
               an `out` chunk is written again only after the TMA store before it has read it
               TMA copies scales to multiples of 128 bytes: anything less stops the kernel with "misaligned address"
     time      promoted.py
@@ -51,8 +52,14 @@ from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Reg
 
 F8 = jnp.float8_e4m3fn
 
-COPIES = 4
-"""Copies of each scale of a matrix: 16 bytes, the least that TMA copies."""
+LEAST_COPY = 4
+"""Scales that TMA copies at least, 16 bytes, beginning at any scale; the first counts. Beyond the array it gives zeros."""
+
+COPY_PITCH = 32
+"""Scales from one copy's place in shared memory to the next: 128 bytes."""
+
+COPIED_ROWS = 8
+"""Rows of a swizzled tile: TMA copies a multiple of them."""
 
 
 @partial(jax.jit, static_argnames="tile")
@@ -123,8 +130,8 @@ def store_group(group, values_ref, scales_ref, part: "Fp8Part", column, scratch)
         half = scratch.at[part.warpgroup, n % halves]
         half[...] = values[:, n * CHUNK : (n + 1) * CHUNK]
         plgpu.commit_smem()
-        target = values_ref.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(column + n * CHUNK, CHUNK)]
-        plgpu.copy_smem_to_gmem(half, target)
+        target = values_ref.at[pl.ds(part.row, part.rows), pl.ds(column + n * CHUNK, CHUNK)]
+        plgpu.copy_smem_to_gmem(half.at[pl.ds(0, part.rows)], target)
 
 
 class Fp8Part(NamedTuple):
@@ -135,6 +142,8 @@ class Fp8Part(NamedTuple):
     column: jax.Array
     """The first column, in the whole array; of gate and up counted together."""
     warpgroup: Any
+    rows: int
+    """The first rows of the 64, of which some may be of tokens."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +170,7 @@ class Fp8RowsInputs(NamedTuple):
     """`RowTiles.arrays`."""
     a: QuantisedRows
     w: QuantisedMatrices
-    """With scales [experts, n / 128, k / 128, COPIES]."""
+    """With scales [experts * n / 128 * k / 128]: a copy may begin at any number of a list."""
     epilogue: Any
 
 
@@ -178,8 +187,8 @@ class Fp8RowsScratch(NamedTuple):
     row_scales: Any
     """[stages, rows] f32."""
     column_scales: Any
-    """[stages, copies of w's columns, 8, 4] f32: the scale of each 128 columns of a copy, four times. TMA copies at least 16
-    bytes, to a multiple of 128 bytes."""
+    """[stages, columns / 128, COPY_PITCH] f32: the scale of each 128 columns comes first. TMA copies to a multiple of 128
+    bytes."""
     pipe: Pipeline
 
 
@@ -198,7 +207,10 @@ def launch_rows(
     tiles = row_tiles(plan, tile.rows, column_tiles, group)
     # The columns of a tile lie in one piece, or in one of gate and one of up for each warpgroup.
     column_copies = 2 * tile.column_blocks if pairs_halves else 1
-    per_copy = tile.columns // column_copies // GROUP
+    # A block of a plan that holds all tokens begins with these.
+    tokens = -(-plan.row_of_pair.shape[0] // COPIED_ROWS) * COPIED_ROWS
+    rows_in_use = tokens if plan.holds_all_tokens else WGMMA_ROWS
+    assert not plan.holds_all_tokens or tile.rows == WGMMA_ROWS
 
     def body(inputs: Fp8RowsInputs, *references):
         *output_refs, scratch = references
@@ -213,7 +225,10 @@ def launch_rows(
             first = tile.first_row(warpgroup) + row
             column_block = coord.column_tile * tile.column_blocks + tile.column_block(warpgroup)
             return Fp8Part(
-                pl.multiple_of(coord.row, ROW_ALIGNMENT) + first, column_block * tile.warpgroup_columns, warpgroup
+                pl.multiple_of(coord.row, ROW_ALIGNMENT) + first,
+                column_block * tile.warpgroup_columns,
+                warpgroup,
+                rows_in_use,
             ), first < coord.num_rows
 
         def prologue(coord, warpgroup):
@@ -228,7 +243,7 @@ def launch_rows(
             group = tile.column_block(warpgroup) * (tile.warpgroup_columns // GROUP) + place.column // GROUP
             rows = pl.ds(tile.first_row(warpgroup) + place.row, WGMMA_ROWS)
             of_rows = plgpu.load(scratch.row_scales.at[slot, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            return of_rows * scratch.column_scales[slot, group // per_copy, group % per_copy, 0]
+            return of_rows * scratch.column_scales[slot, group, 0]
 
         def store_tile(sums, coord, warpgroup):
             def write(part, output, column, values):
@@ -236,7 +251,8 @@ def launch_rows(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 chunk[...] = values.astype(jnp.bfloat16)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(chunk, output.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(column, CHUNK)])
+                target = output.at[pl.ds(part.row, part.rows), pl.ds(column, CHUNK)]
+                plgpu.copy_smem_to_gmem(chunk.at[pl.ds(0, part.rows)], target)
 
             def store(row, part):
                 if row > 0:
@@ -250,7 +266,7 @@ def launch_rows(
 
         program = PromotedProgram(
             locate=locate,
-            load=partial(_load, inputs, scratch, tile, pairs_halves=pairs_halves, reads_tokens=reads_tokens),
+            load=partial(_load, inputs, scratch, tile, row_copy, pairs_halves=pairs_halves),
             multiply=partial(_multiply, scratch, tile),
             factor=factor,
             prologue=prologue,
@@ -260,6 +276,7 @@ def launch_rows(
         run_tiles(tiles.count(*inputs.tiles) * column_tiles, num_steps, program, tile, scratch.pipe, epilogue.registers)
 
     reads_tokens = plan.holds_all_tokens and a.values.shape[0] < plan.num_rows
+    row_copy = RowCopy(reads_tokens, rows_in_use if plan.holds_all_tokens else tile.rows)
     swizzled = operand_transforms(F8, STEP)
     scratch = Fp8RowsScratch(
         a=plgpu.SMEM((tile.stages, tile.rows, STEP), F8, transforms=swizzled),
@@ -269,42 +286,52 @@ def launch_rows(
         else None,
         epilogue=epilogue.scratch,
         row_scales=plgpu.SMEM((tile.stages, tile.rows), jnp.float32),
-        column_scales=plgpu.SMEM((tile.stages, column_copies, 8, COPIES), jnp.float32),
-        pipe=tile.pipeline(copies=2 + 2 * column_copies),
+        column_scales=plgpu.SMEM((tile.stages, tile.columns // GROUP, COPY_PITCH), jnp.float32),
+        pipe=tile.pipeline(copies=2 + column_copies + tile.columns // GROUP),
     )
     kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
-    copies = jnp.broadcast_to(w.scales[..., None], (*w.scales.shape, COPIES))
-    return kernel(Fp8RowsInputs(tiles.arrays, a, QuantisedMatrices(w.values, copies), epilogue.inputs))
+    return kernel(Fp8RowsInputs(tiles.arrays, a, QuantisedMatrices(w.values, w.scales.reshape(-1)), epilogue.inputs))
+
+
+class RowCopy(NamedTuple):
+    """The rows of a that are copied for a tile."""
+
+    reads_tokens: bool
+    """They are the tokens, of which all tiles read the same; else the rows of the tile's block."""
+    rows: int
+    """Rows of the slot from its first on. The others keep what they had, and their sums are not stored."""
 
 
 def _load(
     inputs: Fp8RowsInputs,
     scratch: Fp8RowsScratch,
     tile: TileShape,
+    row_copy: RowCopy,
     coord: TileCoord,
     k,
     slot,
     full_barrier,
     *,
     pairs_halves: bool,
-    reads_tokens: bool,
 ) -> None:
     """Starts the copies of one step: rows of a, columns of w, and the scales of both."""
     ks, w, w_scales = pl.ds(k * STEP, STEP), inputs.w.values, inputs.w.scales
-    rows = pl.ds(0 if reads_tokens else pl.multiple_of(coord.row, ROW_ALIGNMENT), tile.rows)
+    rows = pl.ds(0 if row_copy.reads_tokens else pl.multiple_of(coord.row, ROW_ALIGNMENT), row_copy.rows)
+    slot_rows = pl.ds(0, row_copy.rows)
     # References in the place of the arrays, which mypy does not know.
     a: Any = inputs.a.values
     a_scales: Any = inputs.a.scales
-    # Rows beyond a's are read as zeros.
-    plgpu.copy_gmem_to_smem(a.at[rows, ks], scratch.a.at[slot], full_barrier)
-    plgpu.copy_gmem_to_smem(a_scales.at[k, rows], scratch.row_scales.at[slot], full_barrier)
+    plgpu.copy_gmem_to_smem(a.at[rows, ks], scratch.a.at[slot, slot_rows], full_barrier)
+    plgpu.copy_gmem_to_smem(a_scales.at[k, rows], scratch.row_scales.at[slot, slot_rows], full_barrier)
+    groups_of_row, groups_of_column = w.shape[2] // GROUP, w.shape[1] // GROUP
 
     def load_columns(first, columns, i):
         source = w.at[coord.expert, pl.ds(pl.multiple_of(first, GROUP), columns), ks]
         plgpu.copy_gmem_to_smem(source, scratch.w.at[slot, pl.ds(i * columns, columns)], full_barrier)
-        groups = pl.ds(first // GROUP, columns // GROUP)
-        target = scratch.column_scales.at[slot, i, pl.ds(0, columns // GROUP)]
-        plgpu.copy_gmem_to_smem(w_scales.at[coord.expert, groups, k], target, full_barrier)
+        for group in range(columns // GROUP):
+            place = (coord.expert * groups_of_column + first // GROUP + group) * groups_of_row + k
+            target = scratch.column_scales.at[slot, i * columns // GROUP + group, pl.ds(0, LEAST_COPY)]
+            plgpu.copy_gmem_to_smem(w_scales.at[pl.ds(place, LEAST_COPY)], target, full_barrier)
 
     if pairs_halves:
         half, inter = tile.warpgroup_columns // 2, w.shape[1] // 2
