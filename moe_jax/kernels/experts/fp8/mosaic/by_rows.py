@@ -16,7 +16,8 @@ Kernels `fp8_grouped_matmul`, `fp8_gated_matmul`, and `fp8_gated_matmul_backward
                             waited for by both consumers (with ping-pong full[consumer, slot], waited for by that one)
               empty[slot]   1 arrival a consumer that reads the slot (2; with ping-pong 1), waited for by the producer
     invariant the rows of a tile belong to one expert; rows below its last block are not stored
-              a plan that holds all tokens: rows of a block without a token are neither loaded nor stored
+              a plan that holds all tokens: rows behind the last token are neither loaded nor stored, and
+              of the others 8 at a time are stored if one of their tokens chose the expert
               an `out` chunk is written again only after the TMA store before it has read it
               TMA copies scales to multiples of 128 bytes: anything less stops the kernel with "misaligned address"
     time      promoted.py
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16
@@ -45,7 +47,7 @@ from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, Quant
 from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, EpilogueReferences
 from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord, row_tiles
 from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
-from moe_jax.kernels.experts.routing import Plan
+from moe_jax.kernels.experts.routing import ROWS_OF_A_BIT, Plan
 from moe_jax.kernels.hopper.launch import launch, operand_transforms
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Registers
@@ -57,9 +59,6 @@ LEAST_COPY = 4
 
 COPY_PITCH = 32
 """Scales from one copy's place in shared memory to the next: 128 bytes."""
-
-COPIED_ROWS = 8
-"""Rows of a swizzled tile: TMA copies a multiple of them."""
 
 
 @partial(jax.jit, static_argnames="tile")
@@ -102,7 +101,8 @@ def matmul_gated_silu(
         *rows_shapes(plan.num_rows, inter),
     ]
     scratch = halves_scratch(1 if keep_h else 2)
-    registers = Registers(producer=72, consumer=216 if keep_h else 208)
+    needs_more = keep_h or plan.holds_all_tokens or plan.expert_of_block is not None
+    registers = Registers(producer=72, consumer=216 if needs_more else 208)
     epilogue = Fp8Epilogue("fp8_gated_matmul", outputs, store, scratch=scratch, registers=registers)
     *h, values, scales = launch_rows(a, w, plan, tile, epilogue, pairs_halves=True)
     return (h[0] if keep_h else None), QuantisedRows(values, scales)
@@ -130,8 +130,26 @@ def store_group(group, values_ref, scales_ref, part: "Fp8Part", column, scratch)
         half = scratch.at[part.warpgroup, n % halves]
         half[...] = values[:, n * CHUNK : (n + 1) * CHUNK]
         plgpu.commit_smem()
-        target = values_ref.at[pl.ds(part.row, part.rows), pl.ds(column + n * CHUNK, CHUNK)]
-        plgpu.copy_smem_to_gmem(half.at[pl.ds(0, part.rows)], target)
+        store_rows(half, values_ref, part, column + n * CHUNK)
+
+
+def store_rows(chunk, output, part: "Fp8Part", column) -> None:
+    """Starts the copy of a chunk of 64 rows and CHUNK columns to memory, as one group: all rows, or those of `chosen_rows`."""
+
+    def store(first, rows):
+        target = output.at[pl.ds(part.row + first, rows), pl.ds(column, CHUNK)]
+        plgpu.copy_smem_to_gmem(chunk.at[pl.ds(first, rows)], target, commit_group=False)
+
+    if part.chosen_rows is None:
+        store(0, WGMMA_ROWS)
+    else:
+
+        @pl.loop(0, lax.optimization_barrier(jnp.int32(part.rows // ROWS_OF_A_BIT)))
+        def _rows(bit):
+            first = pl.multiple_of(bit * ROWS_OF_A_BIT, ROWS_OF_A_BIT)
+            pl.when((part.chosen_rows >> bit) & 1 != 0)(partial(store, first, ROWS_OF_A_BIT))
+
+    plgpu.commit_smem_to_gmem_group()
 
 
 class Fp8Part(NamedTuple):
@@ -144,6 +162,8 @@ class Fp8Part(NamedTuple):
     warpgroup: Any
     rows: int
     """The first rows of the 64, of which some may be of tokens."""
+    chosen_rows: Any = None
+    """`Plan.chosen_rows` of the expert; None: all rows count."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +188,11 @@ class Fp8RowsInputs(NamedTuple):
 
     tiles: tuple[Any, ...]
     """`RowTiles.arrays`."""
-    a: QuantisedRows
-    w: QuantisedMatrices
+    a: Any
+    w: Any
     """With scales [experts * n / 128 * k / 128]: a copy may begin at any number of a list."""
+    chosen_rows: Any
+    """`Plan.chosen_rows`, or None."""
     epilogue: Any
 
 
@@ -208,7 +230,7 @@ def launch_rows(
     # The columns of a tile lie in one piece, or in one of gate and one of up for each warpgroup.
     column_copies = 2 * tile.column_blocks if pairs_halves else 1
     # A block of a plan that holds all tokens begins with these.
-    tokens = -(-plan.row_of_pair.shape[0] // COPIED_ROWS) * COPIED_ROWS
+    tokens = -(-plan.row_of_pair.shape[0] // ROWS_OF_A_BIT) * ROWS_OF_A_BIT
     rows_in_use = tokens if plan.holds_all_tokens else WGMMA_ROWS
     assert not plan.holds_all_tokens or tile.rows == WGMMA_ROWS
 
@@ -251,8 +273,7 @@ def launch_rows(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 chunk[...] = values.astype(jnp.bfloat16)
                 plgpu.commit_smem()
-                target = output.at[pl.ds(part.row, part.rows), pl.ds(column, CHUNK)]
-                plgpu.copy_smem_to_gmem(chunk.at[pl.ds(0, part.rows)], target)
+                store_rows(chunk, output, part, column)
 
             def store(row, part):
                 if row > 0:
@@ -262,6 +283,9 @@ def launch_rows(
 
             for row in range(0, tile.warpgroup_rows, WGMMA_ROWS):
                 part, is_of_expert = part_of(coord, warpgroup, row)
+                if inputs.chosen_rows is not None:
+                    expert = lax.rem(coord.expert, jnp.int32(plan.num_experts))
+                    part = part._replace(chosen_rows=inputs.chosen_rows[expert])
                 pl.when(is_of_expert)(partial(store, row, part))
 
         program = PromotedProgram(
@@ -290,7 +314,8 @@ def launch_rows(
         pipe=tile.pipeline(copies=2 + column_copies + tile.columns // GROUP),
     )
     kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
-    return kernel(Fp8RowsInputs(tiles.arrays, a, QuantisedMatrices(w.values, w.scales.reshape(-1)), epilogue.inputs))
+    w = QuantisedMatrices(w.values, w.scales.reshape(-1))
+    return kernel(Fp8RowsInputs(tiles.arrays, a, w, plan.chosen_rows, epilogue.inputs))
 
 
 class RowCopy(NamedTuple):
@@ -318,9 +343,7 @@ def _load(
     ks, w, w_scales = pl.ds(k * STEP, STEP), inputs.w.values, inputs.w.scales
     rows = pl.ds(0 if row_copy.reads_tokens else pl.multiple_of(coord.row, ROW_ALIGNMENT), row_copy.rows)
     slot_rows = pl.ds(0, row_copy.rows)
-    # References in the place of the arrays, which mypy does not know.
-    a: Any = inputs.a.values
-    a_scales: Any = inputs.a.scales
+    a, a_scales = inputs.a
     plgpu.copy_gmem_to_smem(a.at[rows, ks], scratch.a.at[slot, slot_rows], full_barrier)
     plgpu.copy_gmem_to_smem(a_scales.at[k, rows], scratch.row_scales.at[slot, slot_rows], full_barrier)
     groups_of_row, groups_of_column = w.shape[2] // GROUP, w.shape[1] // GROUP
