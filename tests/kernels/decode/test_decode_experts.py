@@ -48,6 +48,7 @@ def test_in_fp8(tokens):
     outputs = expert_rows_in_fp8(x, experts, choice, jnp.int32(LAYER), k=K)
     found = add_experts(jnp.zeros_like(x), outputs, jnp.ones(HIDDEN), eps=1e-6, k=K).x
     own = [QuantisedMatrices(w.values[LAYER], w.scales[LAYER]) for w in experts[:2]]
+    assert np.isfinite(np.asarray(found, np.float32)).all(), "a row that is needed was not stored"
     options = dict(precision=Precision(), backend="mosaic")
     expected = experts_mlp(x, *own, choice.weights[:, :K], choice.experts[:, :K], **options)
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))

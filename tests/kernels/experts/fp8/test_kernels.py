@@ -163,10 +163,11 @@ def test_numbers_that_are_none():
     assert (np.asarray(act.scales)[:, token == 7] == LEAST_MAXIMUM * INVERSE_LARGEST).all()
 
 
-def test_few_tokens():
-    """A plan that holds all tokens lets each chosen expert read the tokens where they are."""
+@pytest.mark.parametrize("tokens", [5, 21])
+def test_few_tokens(tokens):
+    """A plan that holds all tokens lets each chosen expert read the tokens where they are, and store a part of the rows."""
     rng = seeds.rng()
-    x, w_gate_up, w_down, _, chosen = expert_layers.make_layer(rng, "random", 5, EXPERTS, K, 128, 128)
+    x, w_gate_up, w_down, _, chosen = expert_layers.make_layer(rng, "random", tokens, EXPERTS, K, 128, 128)
     gate_up, down = quantise_matrices(w_gate_up), quantise_matrices(w_down)
     few, many = plan_of_few(chosen, EXPERTS, mosaic.ROW_ALIGNMENT), plan(chosen, EXPERTS, mosaic.ROW_ALIGNMENT)
 
