@@ -18,6 +18,7 @@ from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
 from moe_jax.kernels.experts.fp8.mosaic import by_rows as fp8_rows
 from moe_jax.kernels.experts.fp8.mosaic.by_rows_backward import matmul_gated_silu_backward as fp8_backward
+from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices, QuantisedRows, quantise_matrices, quantise_rows
 from moe_jax.kernels.experts.mosaic.by_experts import OuterOperands, outer
 from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass
@@ -82,12 +83,12 @@ def gathered_rows(rng):
     return lambda x: mosaic.rows_of_tokens(x, rows)[0], [normal(rng, 96, 256)]
 
 
-def fp8_pass(f):
-    """A pass in FP8: f(rows [.., 256], matrices [.., 256, 256], the plan), with more steps than slots, and two tiles."""
+def fp8_pass(f, summands=384):
+    """A pass in FP8: f(rows [.., 384], matrices [.., 512, 384], the plan), with more steps than slots, and two tiles."""
 
     def case(rng):
         rows = rows_of_experts(140, 0, 80)
-        a, w = quantise_rows(normal(rng, rows.num_rows, 384)), quantise_matrices(normal(rng, EXPERTS, 512, 384))
+        a, w = quantise_rows(normal(rng, rows.num_rows, summands)), quantise_matrices(normal(rng, EXPERTS, 512, summands))
         return lambda *flat: f(QuantisedRows(*flat[:2]), QuantisedMatrices(*flat[2:4]), rows, *flat[4:]), [*a, *w]
 
     return case
@@ -96,9 +97,9 @@ def fp8_pass(f):
 def fp8_gradients(rng):
     """dSwiGLU of h [.., 1024] in FP8."""
     rows = rows_of_experts(140, 0, 80)
-    case, arrays = fp8_pass(lambda *operands: fp8_backward(*operands[:2], *operands[3:], operands[2], TileShape(128, 128, 2)))(
-        rng
-    )
+    case, arrays = fp8_pass(
+        lambda *operands: fp8_backward(*operands[:2], *operands[3:], operands[2], Fp8TileShape(128, 128, 2))
+    )(rng)
     return case, [*arrays, normal(rng, rows.num_rows, 1024), normal(rng, rows.num_rows, dtype=jnp.float32)]
 
 
@@ -184,13 +185,17 @@ CASES = {
     "outer, accumulating": (accumulating_outer, {"grouped_outer"}),
     "outer, ping-pong": (a_pass("grouped_outer", TileShape(128, 192, 3, ping_pong=True)), {"grouped_outer"}),
     "gathered rows": (gathered_rows, {"gather_rows_kernel"}),
-    "fp8": (fp8_pass(lambda a, w, p: fp8_rows.matmul(a, w, p, TileShape(128, 256, 2))), {"fp8_grouped_matmul"}),
+    "fp8": (fp8_pass(lambda a, w, p: fp8_rows.matmul(a, w, p, Fp8TileShape(128, 256, 2))), {"fp8_grouped_matmul"}),
     "fp8, ping-pong": (
-        fp8_pass(lambda a, w, p: fp8_rows.matmul(a, w, p, TileShape(64, 256, 2, ping_pong=True))),
+        fp8_pass(lambda a, w, p: fp8_rows.matmul(a, w, p, Fp8TileShape(64, 256, 2, ping_pong=True))),
+        {"fp8_grouped_matmul"},
+    ),
+    "fp8, two steps a slot": (
+        fp8_pass(lambda *a: fp8_rows.matmul(*a, Fp8TileShape(64, 256, 2, ping_pong=True, steps_of_slot=2)), summands=768),
         {"fp8_grouped_matmul"},
     ),
     "fp8, gated": (
-        fp8_pass(lambda a, w, p: fp8_rows.matmul_gated_silu(a, w, p, TileShape(128, 256, 2), keep_h=True)),
+        fp8_pass(lambda a, w, p: fp8_rows.matmul_gated_silu(a, w, p, Fp8TileShape(128, 256, 2), keep_h=True)),
         {"fp8_gated_matmul"},
     ),
     "fp8, backward": (fp8_gradients, {"fp8_gated_matmul_backward"}),

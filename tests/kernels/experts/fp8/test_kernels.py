@@ -12,6 +12,7 @@ import seeds
 
 from moe_jax.kernels.experts.fp8 import mosaic, xla
 from moe_jax.kernels.experts.fp8.mosaic import by_rows
+from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.quantise import (
     INVERSE_LARGEST,
     LEAST_MAXIMUM,
@@ -23,7 +24,6 @@ from moe_jax.kernels.experts.fp8.quantise import (
 )
 from moe_jax.kernels.experts.routing import plan, plan_of_few
 from moe_jax.kernels.experts.separate_vjps import weight_of_row
-from moe_jax.kernels.hopper.mainloop import TileShape
 
 EXPERTS, K, HIDDEN, INTER, TOKENS = 3, 2, 384, 256, 96
 
@@ -134,9 +134,10 @@ def test_bits_of_a_row():
     own = rng.normal(size=(1, 256))
     results = []
     for count, tile in (
-        (3, TileShape(128, 256, 3)),
-        (100, TileShape(128, 128, 3)),
-        (100, TileShape(64, 256, 3, ping_pong=True)),
+        (3, Fp8TileShape(128, 256, 3)),
+        (100, Fp8TileShape(128, 128, 3)),
+        (100, Fp8TileShape(64, 256, 3, ping_pong=True)),
+        (100, Fp8TileShape(64, 128, 2, ping_pong=True, steps_of_slot=2)),
     ):
         others = rng.normal(size=(count, 256))
         x = jnp.asarray(np.concatenate([others, own]), jnp.bfloat16)

@@ -17,12 +17,13 @@ from jaxtyping import Array, BFloat16, Float
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.fp8.mosaic import by_rows, by_rows_backward
 from moe_jax.kernels.experts.fp8.mosaic.gather import gather_rows
+from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.mosaic.round_tokens import round_tokens
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, quantise_rows
 from moe_jax.kernels.experts.fp8.xla import Fp8Backward
 from moe_jax.kernels.experts.mosaic import is_native
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 __all__ = [
@@ -35,13 +36,13 @@ __all__ = [
     "rows_of_tokens",
 ]
 
-WIDE = TileShape(128, 256, 4)
+WIDE = Fp8TileShape(128, 256, 4)
 """The tile of most products: what two warpgroups' totals and sums of a block fill."""
 
-FEW_ROWS = TileShape(64, 256, 4, ping_pong=True)
+FEW_ROWS = Fp8TileShape(64, 256, 4, ping_pong=True)
 """The tile where experts have 64 rows or fewer on average."""
 
-BACKWARD = TileShape(128, 128, 3)
+BACKWARD = Fp8TileShape(128, 128, 3)
 """The tile of dSwiGLU: h of the tile and its gradients stand beside three slots."""
 
 
@@ -105,6 +106,6 @@ def _joined(w: QuantisedMatrices) -> QuantisedMatrices:
     return QuantisedMatrices(*(part.reshape(-1, *part.shape[-2:]) for part in w))
 
 
-def _tile(plan: Plan) -> TileShape:
+def _tile(plan: Plan) -> Fp8TileShape:
     has_few_rows = plan.holds_all_tokens or plan.max_pairs <= WGMMA_ROWS * plan.num_experts
     return FEW_ROWS if has_few_rows else WIDE

@@ -38,6 +38,7 @@ from jaxtyping import Array, BFloat16
 from moe_jax.kernels.experts.fp8.mosaic.promoted import (
     BLOCK,
     STEP,
+    Fp8TileShape,
     Place,
     PromotedProgram,
     run_tiles,
@@ -49,7 +50,7 @@ from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord, row_tiles
 from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
 from moe_jax.kernels.experts.routing import ROWS_OF_A_BIT, Plan
 from moe_jax.kernels.hopper.launch import launch, operand_transforms
-from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Registers
 
 F8 = jnp.float8_e4m3fn
@@ -62,7 +63,7 @@ COPY_PITCH = 32
 
 
 @partial(jax.jit, static_argnames="tile")
-def matmul(a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: TileShape) -> BFloat16[Array, "rows n"]:
+def matmul(a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: Fp8TileShape) -> BFloat16[Array, "rows n"]:
     """Returns a[r] @ w[e].T, e = expert of r. Rows of no expert are left unwritten."""
 
     def store(sums, part, write, references):
@@ -77,7 +78,7 @@ def matmul(a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: TileShape) 
 
 @partial(jax.jit, static_argnames=("tile", "keep_h"))
 def matmul_gated_silu(
-    a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: TileShape, *, keep_h: bool
+    a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: Fp8TileShape, *, keep_h: bool
 ) -> tuple[BFloat16[Array, "rows 2*inter"] | None, QuantisedRows]:
     """Returns h = a @ w[e].T = [gate | up] and act = silu(gate) * up, act rounded from the f32 sums.
 
@@ -215,7 +216,7 @@ class Fp8RowsScratch(NamedTuple):
 
 
 def launch_rows(
-    a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: TileShape, epilogue: Fp8Epilogue, *, pairs_halves: bool = False
+    a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: Fp8TileShape, epilogue: Fp8Epilogue, *, pairs_halves: bool = False
 ) -> list[Array]:
     """Runs the kernel and returns the epilogue's outputs.
 
@@ -224,7 +225,8 @@ def launch_rows(
             of one column are then sums of one thread.
     """
     _, columns, summands = w.values.shape
-    num_steps, column_tiles = summands // STEP, columns // tile.columns
+    assert summands % (tile.steps_of_slot * STEP) == 0
+    num_slots, column_tiles = summands // STEP // tile.steps_of_slot, columns // tile.columns
     group = rows_in_group((columns, summands), F8)
     tiles = row_tiles(plan, tile.rows, column_tiles, group)
     # The columns of a tile lie in one piece, or in one of gate and one of up for each warpgroup.
@@ -261,11 +263,11 @@ def launch_rows(
             # With large matrices all tiles take equally long, as in the kernels of 16 bits.
             return part_of(coord, warpgroup, 0)[1] if group == 1 else True
 
-        def factor(slot, place, warpgroup):
+        def factor(slot, step, place, warpgroup):
             group = tile.column_block(warpgroup) * (tile.warpgroup_columns // GROUP) + place.column // GROUP
             rows = pl.ds(tile.first_row(warpgroup) + place.row, WGMMA_ROWS)
-            of_rows = plgpu.load(scratch.row_scales.at[slot, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            return of_rows * scratch.column_scales[slot, group, 0]
+            of_rows = plgpu.load(scratch.row_scales.at[slot, step, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            return of_rows * scratch.column_scales[slot, group, step]
 
         def store_tile(sums, coord, warpgroup):
             def write(part, output, column, values):
@@ -297,21 +299,21 @@ def launch_rows(
             epilogue=store_tile,
             has_rows=has_rows,
         )
-        run_tiles(tiles.count(*inputs.tiles) * column_tiles, num_steps, program, tile, scratch.pipe, epilogue.registers)
+        run_tiles(tiles.count(*inputs.tiles) * column_tiles, num_slots, program, tile, scratch.pipe, epilogue.registers)
 
     reads_tokens = plan.holds_all_tokens and a.values.shape[0] < plan.num_rows
     row_copy = RowCopy(reads_tokens, rows_in_use if plan.holds_all_tokens else tile.rows)
     swizzled = operand_transforms(F8, STEP)
     scratch = Fp8RowsScratch(
-        a=plgpu.SMEM((tile.stages, tile.rows, STEP), F8, transforms=swizzled),
-        w=plgpu.SMEM((tile.stages, tile.columns, STEP), F8, transforms=swizzled),
+        a=plgpu.SMEM((tile.stages, tile.rows, tile.steps_of_slot * STEP), F8, transforms=swizzled),
+        w=plgpu.SMEM((tile.stages, tile.columns, tile.steps_of_slot * STEP), F8, transforms=swizzled),
         out=plgpu.SMEM((CONSUMERS, WGMMA_ROWS, CHUNK), jnp.bfloat16, transforms=operand_transforms(jnp.bfloat16))
         if any(output.dtype == jnp.bfloat16 for output in epilogue.outputs)
         else None,
         epilogue=epilogue.scratch,
-        row_scales=plgpu.SMEM((tile.stages, tile.rows), jnp.float32),
+        row_scales=plgpu.SMEM((tile.stages, tile.steps_of_slot, tile.rows), jnp.float32),
         column_scales=plgpu.SMEM((tile.stages, tile.columns // GROUP, COPY_PITCH), jnp.float32),
-        pipe=tile.pipeline(copies=2 + column_copies + tile.columns // GROUP),
+        pipe=tile.pipeline(copies=1 + tile.steps_of_slot + column_copies + tile.columns // GROUP),
     )
     kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
     w = QuantisedMatrices(w.values, w.scales.reshape(-1))
@@ -330,7 +332,7 @@ class RowCopy(NamedTuple):
 def _load(
     inputs: Fp8RowsInputs,
     scratch: Fp8RowsScratch,
-    tile: TileShape,
+    tile: Fp8TileShape,
     row_copy: RowCopy,
     coord: TileCoord,
     k,
@@ -339,20 +341,23 @@ def _load(
     *,
     pairs_halves: bool,
 ) -> None:
-    """Starts the copies of one step: rows of a, columns of w, and the scales of both."""
-    ks, w, w_scales = pl.ds(k * STEP, STEP), inputs.w.values, inputs.w.scales
+    """Starts the copies of the steps of one slot: rows of a, columns of w, and the scales of both."""
+    steps, w, w_scales = tile.steps_of_slot, inputs.w.values, inputs.w.scales
+    ks = pl.ds(k * steps * STEP, steps * STEP)
     rows = pl.ds(0 if row_copy.reads_tokens else pl.multiple_of(coord.row, ROW_ALIGNMENT), row_copy.rows)
     slot_rows = pl.ds(0, row_copy.rows)
     a, a_scales = inputs.a
     plgpu.copy_gmem_to_smem(a.at[rows, ks], scratch.a.at[slot, slot_rows], full_barrier)
-    plgpu.copy_gmem_to_smem(a_scales.at[k, rows], scratch.row_scales.at[slot, slot_rows], full_barrier)
+    for step in range(steps):
+        target = scratch.row_scales.at[slot, step, slot_rows]
+        plgpu.copy_gmem_to_smem(a_scales.at[k * steps + step, rows], target, full_barrier)
     groups_of_row, groups_of_column = w.shape[2] // GROUP, w.shape[1] // GROUP
 
     def load_columns(first, columns, i):
         source = w.at[coord.expert, pl.ds(pl.multiple_of(first, GROUP), columns), ks]
         plgpu.copy_gmem_to_smem(source, scratch.w.at[slot, pl.ds(i * columns, columns)], full_barrier)
         for group in range(columns // GROUP):
-            place = (coord.expert * groups_of_column + first // GROUP + group) * groups_of_row + k
+            place = (coord.expert * groups_of_column + first // GROUP + group) * groups_of_row + k * steps
             target = scratch.column_scales.at[slot, i * columns // GROUP + group, pl.ds(0, LEAST_COPY)]
             plgpu.copy_gmem_to_smem(w_scales.at[pl.ds(place, LEAST_COPY)], target, full_barrier)
 
@@ -365,8 +370,9 @@ def _load(
         load_columns(coord.column_tile * tile.columns, tile.columns, 0)
 
 
-def _multiply(scratch: Fp8RowsScratch, tile: TileShape, accumulator, slot, place: Place, warpgroup) -> None:
+def _multiply(scratch: Fp8RowsScratch, tile: Fp8TileShape, accumulator, slot, step: int, place: Place, warpgroup) -> None:
     """Issues the wgmma of one block of a warpgroup."""
+    ks = pl.ds(step * STEP, STEP)
     rows = pl.ds(tile.first_row(warpgroup) + place.row, WGMMA_ROWS)
     columns = pl.ds(tile.column_block(warpgroup) * tile.warpgroup_columns + place.column, GROUP)
-    plgpu.wgmma(accumulator, scratch.a.at[slot, rows], scratch.w.at[slot, columns].transpose((1, 0)))
+    plgpu.wgmma(accumulator, scratch.a.at[slot, rows, ks], scratch.w.at[slot, columns, ks].transpose((1, 0)))

@@ -38,6 +38,14 @@ from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Reg
 STEP = GROUP
 """Summands of a step: one row of the 128-byte swizzle, and what a scale stands for."""
 
+
+@dataclass(frozen=True)
+class Fp8TileShape(TileShape):
+    """A tile whose slots hold several steps: longer pieces of the matrix's rows come at a time."""
+
+    steps_of_slot: int = 1
+
+
 BLOCK = (WGMMA_ROWS, GROUP)
 """Rows and columns that are multiplied and promoted at a time."""
 
@@ -62,11 +70,11 @@ class PromotedProgram:
     locate: Callable[[jax.Array], Any]
     """tile index -> coord."""
     load: Callable[[Any, Any, Any, Any], None]
-    """Producer: (coord, step of the tile, slot, full barrier) starts the copies of one step."""
-    multiply: Callable[[Any, Any, Place, Any], None]
-    """Consumer: (accumulator reference, slot, block, warpgroup) issues the wgmma of one block and step."""
-    factor: Callable[[Any, Place, Any], Any]
-    """Consumer: (slot, block, warpgroup) -> [64] f32, in registers, from the slot."""
+    """Producer: (coord, number of the slot in the tile, slot, full barrier) starts the copies of the steps of one slot."""
+    multiply: Callable[[Any, Any, int, Place, Any], None]
+    """Consumer: (accumulator reference, slot, step of the slot, block, warpgroup) issues the wgmma of one block and step."""
+    factor: Callable[[Any, int, Place, Any], Any]
+    """Consumer: (slot, step of the slot, block, warpgroup) -> [64] f32, in registers, from the slot."""
     prologue: Callable[[Any, Any], None]
     """Consumer: (coord, warpgroup) runs before the tile's first step."""
     epilogue: Callable[[dict[Place, Any], Any, Any], None]
@@ -77,9 +85,13 @@ class PromotedProgram:
 
 
 def run_tiles(
-    num_tiles: jax.Array, num_steps: int, program: PromotedProgram, shape: TileShape, slots: Pipeline, registers: Registers
+    num_tiles: jax.Array, num_slots: int, program: PromotedProgram, shape: Fp8TileShape, slots: Pipeline, registers: Registers
 ) -> None:
-    """Computes a thread block's share of `num_tiles` tiles. Runs in every warpgroup, in the scope of the pipeline's buffers."""
+    """Computes a thread block's share of `num_tiles` tiles. Runs in every warpgroup, in the scope of the pipeline's buffers.
+
+    Args:
+        num_slots: slots that a tile fills one after the other.
+    """
 
     def locate(index):
         return program.locate(jnp.clip(index, 0, jnp.maximum(num_tiles - 1, 0)))
@@ -93,13 +105,13 @@ def run_tiles(
             following = locate(info.index[0] + lax.axis_size("block"))
             consumer = _active_consumer(info) if shape.ping_pong else 0
 
-            @pl.loop(0, num_steps)
-            def _steps(k):
+            @pl.loop(0, num_slots)
+            def _slots(k):
                 slots.acquire(before + k)
                 slot = slots.slot(before + k)
                 program.load(coord, k, slot, slots.full_barrier(slot, consumer=consumer))
 
-            return before + num_steps, following
+            return before + num_slots, following
 
         slots.drain(result[0])
 
@@ -111,43 +123,48 @@ def run_tiles(
 
             def compute():
                 program.prologue(coord, warpgroup)
-                sums = _sums(coord, warpgroup, before, num_steps, program, shape, slots)
+                sums = _sums(coord, warpgroup, before, num_slots, program, shape, slots)
                 program.epilogue(sums, coord, warpgroup)
 
             if shape.ping_pong:
                 pl.when(_active_consumer(info) == warpgroup)(compute)
             else:
                 compute()
-            return before + num_steps, following
+            return before + num_slots, following
 
         plgpu.wait_smem_to_gmem(0)
 
     run_roles(produce, consume, registers)
 
 
-def _sums(coord, warpgroup, before, num_steps, program: PromotedProgram, shape: TileShape, slots: Pipeline) -> dict[Place, Any]:
+def _sums(
+    coord, warpgroup, before, num_slots, program: PromotedProgram, shape: Fp8TileShape, slots: Pipeline
+) -> dict[Place, Any]:
     """Returns the sums of a warpgroup's blocks, each [64, 128] f32. Every slot is waited for and released."""
     blocks = places(shape)
-    own_steps = jnp.where(program.has_rows(coord, warpgroup), num_steps, 0)
+    own_slots = jnp.where(program.has_rows(coord, warpgroup), num_slots, 0)
+    last = shape.steps_of_slot - 1
 
     def step(k, totals):
         slot = slots.slot(before + k)
         slots.wait(slot, consumer=warpgroup)
-        factors = {place: program.factor(slot, place, warpgroup) for place in blocks}
-        new = {}
-        for place in blocks:
-            sums = pl.run_scoped(partial(_multiply, program, slot, place, warpgroup), plgpu.ACC(BLOCK, jnp.float32))
-            if place == blocks[-1]:
-                finish_reading()
-                slots.release(slot)
-            new[place] = totals[place] + lax.broadcast_in_dim(factors[place], BLOCK, [0]) * sums
-        return new
+        for i in range(shape.steps_of_slot):
+            factors = {place: program.factor(slot, i, place, warpgroup) for place in blocks}
+            new = {}
+            for place in blocks:
+                sums = pl.run_scoped(partial(_multiply, program, slot, i, place, warpgroup), plgpu.ACC(BLOCK, jnp.float32))
+                if (i, place) == (last, blocks[-1]):
+                    finish_reading()
+                    slots.release(slot)
+                new[place] = totals[place] + lax.broadcast_in_dim(factors[place], BLOCK, [0]) * sums
+            totals = new
+        return totals
 
     zeros = plgpu.layout_cast(jnp.zeros(BLOCK, jnp.float32), plgpu.Layout.WGMMA)
-    totals = lax.fori_loop(0, own_steps, step, {place: zeros for place in blocks})
+    totals = lax.fori_loop(0, own_slots, step, {place: zeros for place in blocks})
 
-    @pl.loop(own_steps, num_steps)
-    def _steps_without_rows(k):
+    @pl.loop(own_slots, num_slots)
+    def _slots_without_rows(k):
         slot = slots.slot(before + k)
         slots.wait(slot, consumer=warpgroup)
         slots.release(slot)
@@ -155,8 +172,8 @@ def _sums(coord, warpgroup, before, num_steps, program: PromotedProgram, shape: 
     return totals
 
 
-def _multiply(program: PromotedProgram, slot, place: Place, warpgroup, accumulator):
-    program.multiply(accumulator, slot, place, warpgroup)
+def _multiply(program: PromotedProgram, slot, step: int, place: Place, warpgroup, accumulator):
+    program.multiply(accumulator, slot, step, place, warpgroup)
     plgpu.wgmma_wait(0)
     return accumulator[...]
 
