@@ -42,6 +42,12 @@ WIDE = Fp8TileShape(128, 256, 4)
 FEW_ROWS = Fp8TileShape(64, 256, 4, ping_pong=True)
 """The tile where experts have 64 rows or fewer on average."""
 
+NARROW = Fp8TileShape(64, 128, 8, ping_pong=True)
+"""The tile where FEW_ROWS would leave cores without one: of one token 128 tiles for down, not 64."""
+
+CORES = 132
+"""The cores of a Hopper GPU."""
+
 BACKWARD = Fp8TileShape(128, 128, 3)
 """The tile of dSwiGLU: h of the tile and its gradients stand beside three slots."""
 
@@ -72,7 +78,10 @@ def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFl
     if plan.num_rows == 0:
         return jnp.zeros((0, columns), jnp.bfloat16)
     tile = _tile(plan)
-    if columns % tile.columns:
+    experts = min(plan.num_experts, plan.max_pairs)
+    if tile == FEW_ROWS and experts * (columns // tile.columns) < CORES:
+        tile = NARROW
+    elif columns % tile.columns:
         tile = dataclasses.replace(tile, columns=GROUP)
     return by_rows.matmul(rows, _joined(w), plan, tile)
 
