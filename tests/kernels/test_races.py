@@ -120,6 +120,17 @@ def fp8_few_tokens(rng):
     ]
 
 
+def fp8_few_pairs(rng):
+    """`few_pairs` in FP8, with more slots than the pipeline has, and rows of 15 groups."""
+    chosen = jnp.asarray([[rng.integers(8), rng.integers(8)], [rng.integers(8), -1]], jnp.int32)
+    matrices = [quantise_matrices(normal(rng, 8, *shape)) for shape in ((256, 1920), (1920, 128))]
+
+    def f(x, *w):
+        return fp8_mosaic.experts_of_few_pairs(x, QuantisedMatrices(*w[:2]), QuantisedMatrices(*w[2:]), chosen)
+
+    return f, [normal(rng, 2, 1920), *matrices[0], *matrices[1]]
+
+
 def few_pairs(rng):
     """Two tokens of which each chooses two experts, one of them nobody; two tiles of columns each."""
     chosen = jnp.asarray([[rng.integers(8), rng.integers(8)], [rng.integers(8), -1]], jnp.int32)
@@ -201,6 +212,7 @@ CASES = {
     "fp8, backward": (fp8_gradients, {"fp8_gated_matmul_backward"}),
     "fp8, gathered rows": (fp8_gathered_rows, {"fp8_gather_rows"}),
     "fp8, few tokens": (fp8_few_tokens, {"fp8_round_tokens", "fp8_grouped_matmul"}),
+    "fp8, few pairs": (fp8_few_pairs, {"fp8_gated_matmul_of_pairs", "fp8_matmul_of_pairs"}),
     "few pairs": (few_pairs, {"gated_matmul_of_pairs", "matmul_of_pairs"}),
     "sums of tokens": (sums_of_tokens, {"sum_rows"}),
     "attention": (whole_sequences, ATTENTION),
@@ -230,7 +242,7 @@ def test_all_kernels():
     own_rooms = ("hopper", "triton")
     files = [path for path in package.rglob("*.py") if path.parent.name not in own_rooms]
     launching = [path for path in files if LAUNCH.search(path.read_text())]
-    assert len(launching) == 19
+    assert len(launching) == 20
     for path in launching:
         own = NAME.findall(path.read_text())
         for names in HEADER.findall(path.read_text()):

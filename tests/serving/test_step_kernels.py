@@ -59,7 +59,7 @@ print("kernels a layer:", kernels(three) - kernels(two))
 
 
 CASES = [(16, False), (64, True)]
-THOROUGH = [(1, False), (64, False), (256, False), (16, True), (256, True)]
+THOROUGH = [(1, False), (64, False), (256, False), (1, True), (16, True), (256, True)]
 
 
 @pytest.mark.parametrize("rows, in_fp8", [*CASES, *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH)])

@@ -62,6 +62,10 @@ def expert_rows_in_fp8(
 
     Bits are those of `kernels.experts_mlp` with `precision` and backend "mosaic", before the sum.
     """
+    # Few pairs need no plan, and no kernel that rounds.
+    pairs = fp8_mosaic.experts_of_few_pairs(x, experts.gate_up, experts.down, choice.experts[:, :k], layer)
+    if pairs is not None:
+        return ExpertRows(pairs, choice.weights, choice.experts, None, None)
     planned = _planned(choice, layer, k)
     rows = round_tokens(x)
     if planned.source_of_row is not None:

@@ -38,7 +38,7 @@ def test_equals_experts_mlp(tokens):
 
 @pytest.mark.parametrize("tokens", [3, 21, 90])
 def test_in_fp8(tokens):
-    """Tokens read where they are, of a number that is no multiple of 8 too, and gathered tokens."""
+    """Pairs by themselves, tokens read where they are, of a number that is no multiple of 8, and gathered tokens."""
     rng = seeds.rng()
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-1]), jnp.bfloat16)  # noqa: E731
     x, choice = normal(tokens, HIDDEN), _choice(rng, tokens)

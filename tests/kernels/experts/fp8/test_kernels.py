@@ -179,6 +179,21 @@ def test_few_tokens(tokens):
     _assert_near(y(few, kernels), y(many, reference), slice(None))
 
 
+def test_few_pairs():
+    """Kernels by pairs give the bits of the kernels by rows, out of a stack of layers; a pair of nobody gives zeros."""
+    rng = seeds.rng()
+    x = jnp.asarray(rng.normal(size=(2, 384)), jnp.bfloat16)
+    stacks = [quantise_matrices(jnp.asarray(rng.normal(size=(2, 8, *s)), jnp.float32)) for s in ((512, 384), (384, 256))]
+    chosen = jnp.asarray([[rng.integers(8), rng.integers(8)], [rng.integers(8), -1]], jnp.int32)
+    found = _wait(mosaic.experts_of_few_pairs)(x, *stacks, chosen, jnp.int32(1))
+    gate_up, down = (type(w)(w.values[1], w.scales[1]) for w in stacks)
+    p = plan_of_few(chosen, 8, mosaic.ROW_ALIGNMENT)
+    act = kernels.gated_matmul(kernels.rows_of_tokens(x, p), gate_up, p, keep_h=False)[1]
+    expected = kernels.grouped_matmul(act, down, p)[p.row_of_pair.reshape(-1)]
+    np.testing.assert_array_equal(np.asarray(found, np.float32)[:3], np.asarray(expected, np.float32)[:3])
+    assert np.abs(np.asarray(found, np.float32)[:3]).max() > 1 and not np.asarray(found, np.float32)[3].any()
+
+
 def test_a_layer_of_a_stack():
     """The experts of one layer are read inside the stack of all layers."""
     rng = seeds.rng()

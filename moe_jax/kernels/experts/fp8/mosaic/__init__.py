@@ -12,22 +12,24 @@ On a CPU the kernels run in JAX's GPU interpreter, slowly.
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16, Float, Int
 
 from moe_jax.kernels.experts import mosaic
-from moe_jax.kernels.experts.fp8.mosaic import by_rows, by_rows_backward
+from moe_jax.kernels.experts.fp8.mosaic import by_pairs, by_rows, by_rows_backward
 from moe_jax.kernels.experts.fp8.mosaic.gather import gather_rows
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.mosaic.round_tokens import round_tokens
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, quantise_rows
 from moe_jax.kernels.experts.fp8.xla import Fp8Backward
 from moe_jax.kernels.experts.mosaic import is_native
-from moe_jax.kernels.experts.routing import Plan
+from moe_jax.kernels.experts.mosaic.by_pairs import takes
+from moe_jax.kernels.experts.routing import Plan, int32_ids, is_an_expert
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 __all__ = [
     "ROW_ALIGNMENT",
+    "experts_of_few_pairs",
     "gated_matmul",
     "gated_matmul_backward",
     "grouped_matmul",
@@ -70,6 +72,26 @@ def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> Quantised
     if plan.holds_all_tokens:
         return round_tokens(x)
     return gather_rows(x, plan) if plan.num_rows else quantise_rows(jnp.zeros((0, x.shape[1]), x.dtype))
+
+
+def experts_of_few_pairs(
+    x: BFloat16[Array, "tokens hidden"],
+    w_gate_up: QuantisedMatrices,
+    w_down: QuantisedMatrices,
+    topk_experts: Int[Array, "tokens k"],
+    layer: Int[Array, ""] | None = None,
+) -> BFloat16[Array, "tokens*k hidden"] | None:
+    """Computes `experts.mosaic.experts_of_few_pairs` in FP8; None if there are more pairs than it takes, or other sizes.
+
+    With `layer` the matrices are stacks of layers.
+    """
+    num_experts = w_down.values.shape[-3]
+    if not takes(topk_experts, num_experts, *w_down.values.shape[-2:]):
+        return None
+    ids = int32_ids(topk_experts, num_experts)
+    if layer is not None:
+        ids = jnp.where(is_an_expert(ids, num_experts), ids + layer * num_experts, -1)
+    return by_pairs.experts_of_pairs(x, _joined(w_gate_up), _joined(w_down), ids)
 
 
 def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFloat16[Array, "rows out"]:

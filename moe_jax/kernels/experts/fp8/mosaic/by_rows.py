@@ -41,6 +41,7 @@ from moe_jax.kernels.experts.fp8.mosaic.promoted import (
     Fp8TileShape,
     Place,
     PromotedProgram,
+    SlotStep,
     run_tiles,
 )
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
@@ -263,11 +264,12 @@ def launch_rows(
             # With large matrices all tiles take equally long, as in the kernels of 16 bits.
             return part_of(coord, warpgroup, 0)[1] if group == 1 else True
 
-        def factor(slot, step, place, warpgroup):
+        def factor(step: SlotStep, place, warpgroup):
             group = tile.column_block(warpgroup) * (tile.warpgroup_columns // GROUP) + place.column // GROUP
             rows = pl.ds(tile.first_row(warpgroup) + place.row, WGMMA_ROWS)
-            of_rows = plgpu.load(scratch.row_scales.at[slot, step, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            return of_rows * scratch.column_scales[slot, group, step]
+            own = scratch.row_scales.at[step.slot, step.step, rows]
+            of_rows = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            return of_rows * scratch.column_scales[step.slot, group, step.step]
 
         def store_tile(sums, coord, warpgroup):
             def write(part, output, column, values):
@@ -370,9 +372,9 @@ def _load(
         load_columns(coord.column_tile * tile.columns, tile.columns, 0)
 
 
-def _multiply(scratch: Fp8RowsScratch, tile: Fp8TileShape, accumulator, slot, step: int, place: Place, warpgroup) -> None:
+def _multiply(scratch: Fp8RowsScratch, tile: Fp8TileShape, accumulator, step: SlotStep, place: Place, warpgroup) -> None:
     """Issues the wgmma of one block of a warpgroup."""
-    ks = pl.ds(step * STEP, STEP)
+    ks = pl.ds(step.step * STEP, STEP)
     rows = pl.ds(tile.first_row(warpgroup) + place.row, WGMMA_ROWS)
     columns = pl.ds(tile.column_block(warpgroup) * tile.warpgroup_columns + place.column, GROUP)
-    plgpu.wgmma(accumulator, scratch.a.at[slot, rows, ks], scratch.w.at[slot, columns, ks].transpose((1, 0)))
+    plgpu.wgmma(accumulator, scratch.a.at[step.slot, rows, ks], scratch.w.at[step.slot, columns, ks].transpose((1, 0)))

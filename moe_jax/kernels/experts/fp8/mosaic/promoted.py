@@ -44,23 +44,35 @@ class Fp8TileShape(TileShape):
     """A tile whose slots hold several steps: longer pieces of the matrix's rows come at a time."""
 
     steps_of_slot: int = 1
+    block_columns: int = GROUP
+    """Columns that are multiplied and promoted at a time."""
 
 
 BLOCK = (WGMMA_ROWS, GROUP)
-"""Rows and columns that are multiplied and promoted at a time."""
+"""Rows and columns that are multiplied and promoted at a time, in most tiles."""
 
 
 class Place(NamedTuple):
-    """The place of a block of 64 x 128 in the rows and columns of a warpgroup."""
+    """The place of a block in the rows and columns of a warpgroup."""
 
     row: int
     column: int
 
 
-def places(shape: TileShape) -> list[Place]:
+def places(shape: Fp8TileShape) -> list[Place]:
     """Returns the blocks of a warpgroup, row by row."""
-    rows, columns = range(0, shape.warpgroup_rows, WGMMA_ROWS), range(0, shape.warpgroup_columns, GROUP)
+    rows, columns = range(0, shape.warpgroup_rows, WGMMA_ROWS), range(0, shape.warpgroup_columns, shape.block_columns)
     return [Place(row, column) for row in rows for column in columns]
+
+
+class SlotStep(NamedTuple):
+    """A step of a tile's sum, in the slot that holds its operands."""
+
+    number: Any
+    """Number of the slot in its tile."""
+    slot: Any
+    step: int
+    """Number of the step in its slot."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +83,10 @@ class PromotedProgram:
     """tile index -> coord."""
     load: Callable[[Any, Any, Any, Any], None]
     """Producer: (coord, number of the slot in the tile, slot, full barrier) starts the copies of the steps of one slot."""
-    multiply: Callable[[Any, Any, int, Place, Any], None]
-    """Consumer: (accumulator reference, slot, step of the slot, block, warpgroup) issues the wgmma of one block and step."""
-    factor: Callable[[Any, int, Place, Any], Any]
-    """Consumer: (slot, step of the slot, block, warpgroup) -> [64] f32, in registers, from the slot."""
+    multiply: Callable[[Any, SlotStep, Place, Any], None]
+    """Consumer: (accumulator reference, step, block, warpgroup) issues the wgmma of one block and step."""
+    factor: Callable[[SlotStep, Place, Any], Any]
+    """Consumer: (step, block, warpgroup) -> [64] f32, in registers, or one number for all rows."""
     prologue: Callable[[Any, Any], None]
     """Consumer: (coord, warpgroup) runs before the tile's first step."""
     epilogue: Callable[[dict[Place, Any], Any, Any], None]
@@ -140,27 +152,29 @@ def run_tiles(
 def _sums(
     coord, warpgroup, before, num_slots, program: PromotedProgram, shape: Fp8TileShape, slots: Pipeline
 ) -> dict[Place, Any]:
-    """Returns the sums of a warpgroup's blocks, each [64, 128] f32. Every slot is waited for and released."""
+    """Returns the sums of a warpgroup's blocks, each [64, columns of a block] f32. Every slot is waited for and released."""
     blocks = places(shape)
     own_slots = jnp.where(program.has_rows(coord, warpgroup), num_slots, 0)
-    last = shape.steps_of_slot - 1
+    last, block = shape.steps_of_slot - 1, (WGMMA_ROWS, shape.block_columns)
 
     def step(k, totals):
         slot = slots.slot(before + k)
         slots.wait(slot, consumer=warpgroup)
         for i in range(shape.steps_of_slot):
-            factors = {place: program.factor(slot, i, place, warpgroup) for place in blocks}
+            own = SlotStep(k, slot, i)
+            factors = {place: program.factor(own, place, warpgroup) for place in blocks}
             new = {}
             for place in blocks:
-                sums = pl.run_scoped(partial(_multiply, program, slot, i, place, warpgroup), plgpu.ACC(BLOCK, jnp.float32))
+                sums = pl.run_scoped(partial(_multiply, program, own, place, warpgroup), plgpu.ACC(block, jnp.float32))
                 if (i, place) == (last, blocks[-1]):
                     finish_reading()
                     slots.release(slot)
-                new[place] = totals[place] + lax.broadcast_in_dim(factors[place], BLOCK, [0]) * sums
+                factor = factors[place]
+                new[place] = totals[place] + (lax.broadcast_in_dim(factor, block, [0]) if factor.ndim else factor) * sums
             totals = new
         return totals
 
-    zeros = plgpu.layout_cast(jnp.zeros(BLOCK, jnp.float32), plgpu.Layout.WGMMA)
+    zeros = plgpu.layout_cast(jnp.zeros(block, jnp.float32), plgpu.Layout.WGMMA)
     totals = lax.fori_loop(0, own_slots, step, {place: zeros for place in blocks})
 
     @pl.loop(own_slots, num_slots)
@@ -172,8 +186,8 @@ def _sums(
     return totals
 
 
-def _multiply(program: PromotedProgram, slot, step: int, place: Place, warpgroup, accumulator):
-    program.multiply(accumulator, slot, step, place, warpgroup)
+def _multiply(program: PromotedProgram, step: SlotStep, place: Place, warpgroup, accumulator):
+    program.multiply(accumulator, step, place, warpgroup)
     plgpu.wgmma_wait(0)
     return accumulator[...]
 
