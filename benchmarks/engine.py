@@ -3,6 +3,7 @@
     python benchmarks/engine.py                             # Qwen3-30B-A3B in bf16: 61 GB of weights
     python benchmarks/engine.py --cases 1x128 64x1024       # sequences x tokens of their prompts
     python benchmarks/engine.py --load 200 1000 2000        # also 200 requests at once, 1000 tokens in, 2000 out
+    python benchmarks/engine.py --precision fp8             # experts in FP8
     python benchmarks/engine.py --small                     # sizes for a CPU, in f32, as a smoke test
 
 A step gives one more token to every sequence. Its time is the difference between generating `--long` and `--short` tokens, over
@@ -20,6 +21,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from frozen_forms import random_model_in_form
 
 import moe_jax
 from moe_jax.config import NAMED_CONFIGS
@@ -32,6 +34,7 @@ from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.upload import empty_rows, packed
 
 SMALL = dict(num_hidden_layers=2, hidden_size=64, num_experts=8, moe_intermediate_size=64, vocab_size=512)
+SMALL_IN_FP8 = SMALL | dict(hidden_size=128, moe_intermediate_size=128)
 
 
 def main() -> None:
@@ -45,16 +48,22 @@ def main() -> None:
     parser.add_argument("--load", type=int, nargs=3, metavar=("REQUESTS", "IN", "OUT"))
     parser.add_argument("--step-tokens", type=int, help="tokens of the largest step, in place of 8192 (on a CPU 256)")
     parser.add_argument("--pages", type=int, help="pages of keys and values; default: as many as the cases need")
+    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of the experts' matmuls")
     parser.add_argument("--drafts", action="store_true", help="with drafts of the model's module; no time for `device`")
     parser.add_argument("--with-generate", action="store_true", help="also time moe_jax.generate")
-    parser.add_argument("--small", action="store_true", help="sizes of Qwen3-MoE for a CPU, in f32, as a smoke test")
+    parser.add_argument("--small", action="store_true", help="sizes of Qwen3-MoE for a CPU, in f32 or FP8, as a smoke test")
     args = parser.parse_args()
     config = NAMED_CONFIGS["qwen3-30b-a3b" if args.small else args.config]
     dtype = jnp.dtype(jnp.float32 if args.small else jnp.bfloat16)
-    config = replace(config, **SMALL) if args.small else config
+    config = replace(config, **(SMALL_IN_FP8 if args.precision == "fp8" else SMALL)) if args.small else config
     config = replace(config, num_hidden_layers=args.layers) if args.layers else config
-    model = random_model(config if args.drafts else config.without_mtp(), dtype)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {'small' if args.small else args.config}, {dtype.name}")
+    config = config if args.drafts else config.without_mtp()
+    if args.precision == "fp8":
+        model, name = random_model_in_form(config, "fp8"), "experts in fp8"
+        model.set_precision("fp8")
+    else:
+        model, name = random_model(config, dtype), dtype.name
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {'small' if args.small else args.config}, {name}")
     cases = [(*map(int, case.split("x")), args.long) for case in args.cases]
     most = max([sequences for sequences, _, _ in cases] + [min(args.load[0], 256) if args.load else 1])
     loads = [*cases, tuple(args.load)] if args.load else cases

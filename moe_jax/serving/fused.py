@@ -22,15 +22,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import ModelConfig, Qwen3Config, Qwen3MoeConfig
 from moe_jax.kernels.decode.add_norm import AddedNorm, ExpertRows, add_experts, add_splits
-from moe_jax.kernels.decode.experts import MOST_PLANNED_TOKENS, expert_rows
+from moe_jax.kernels.decode.experts import MOST_PLANNED_TOKENS, expert_rows, expert_rows_in_fp8
 from moe_jax.kernels.decode.heads import HEAD_DIM, HeadNorms, NewTokens, heads_to_pages
 from moe_jax.kernels.decode.route import TokenChoices, route_rows
 from moe_jax.kernels.decode.rows import matmul_in_splits
 from moe_jax.kernels.experts import mosaic
+from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS
 from moe_jax.kernels.strict.matmul import matmul
 from moe_jax.kernels.strict.rows import gated_silu, norm_rows
 from moe_jax.layers.attention import Attention
+from moe_jax.layers.fp8 import frozen_matrices
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.moe import MoE
 from moe_jax.layers.norm import RMSNorm, rms_norm
@@ -49,8 +51,12 @@ class ComputedLayers(NamedTuple):
     """The experts of each MoE layer."""
 
 
-def refusal(config: ModelConfig, dtype: Any, tokens: int) -> str | None:
-    """Returns the reason why these layers are not computed here, with what would be; None where they are."""
+def refusal(config: ModelConfig, dtype: Any, tokens: int, *, in_fp8: bool = False) -> str | None:
+    """Returns the reason why these layers are not computed here, with what would be; None where they are.
+
+    Args:
+      in_fp8: experts multiply in FP8.
+    """
     if not isinstance(config, Qwen3Config):
         return f"it is written for Qwen3 and Qwen3-MoE; this is {config.model_type}"
     if tokens > MOST_PLANNED_TOKENS:
@@ -65,7 +71,7 @@ def refusal(config: ModelConfig, dtype: Any, tokens: int) -> str | None:
     if spec is not None and spec.num_experts % WARPGROUP_THREADS:
         return f"the number of experts must be a multiple of {WARPGROUP_THREADS}; got {spec.num_experts}"
     inter = config.moe_intermediate_size if isinstance(config, Qwen3MoeConfig) else HEAD_DIM
-    return mosaic.refusal(dtype, config.hidden_size, inter)
+    return (fp8_mosaic if in_fp8 else mosaic).refusal(dtype, config.hidden_size, inter)
 
 
 def fused_layers(
@@ -147,9 +153,13 @@ def _experts(
     k, experts = moe.router.num_experts_per_tok, moe.experts
     logits = project(normed, moe.router.weight[...])
     choice = route_rows(logits, valid, k=k, divide_by_sum=moe.router.norm_topk_prob)
-    matrices = experts.gate_up_proj[...], experts.down_proj[...]
     assert experts.place is not None  # `layer_module` reads experts in their stacks
-    return choice, expert_rows(normed, *matrices, choice, experts.place[...], k=k)
+    place = experts.place[...]
+    if experts.precision is None:
+        return choice, expert_rows(normed, experts.gate_up_proj[...], experts.down_proj[...], choice, place, k=k)
+    in_fp8 = frozen_matrices(experts.gate_up_proj, experts.down_proj, place).quantised
+    assert in_fp8 is not None  # the engine takes no other experts with a precision
+    return choice, expert_rows_in_fp8(normed, in_fp8, choice, place, k=k)
 
 
 def _act(mlp: MLP, normed: Float[Array, "tokens hidden"]) -> Float[Array, "tokens inter"]:

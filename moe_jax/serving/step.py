@@ -149,7 +149,5 @@ def _layer(
 
 def _fuses(served: ServedModel, batch: StepBatch) -> bool:
     """Returns True for a step without chunks of a model that `fused` takes, on one GPU that it is written for."""
-    if served.mesh is not None or served.in_fp8:
-        return False
-    is_decoding = batch.queries_per_row == 1 and target.compute_capability() == "9.0"
-    return is_decoding and refusal(served.config, served.dtype, len(batch.tokens)) is None
+    is_decoding = batch.queries_per_row == 1 and target.compute_capability() == "9.0" and served.mesh is None
+    return is_decoding and refusal(served.config, served.dtype, len(batch.tokens), in_fp8=served.in_fp8) is None

@@ -31,7 +31,7 @@ class ServedModel(NamedTuple):
     strict: bool = False
     """True: steps run `strict.strict_layers`."""
     in_fp8: bool = False
-    """True: experts multiply in FP8, which `fused` does not."""
+    """True: experts multiply in FP8."""
     mesh: Mesh | None = None
     """The mesh of an engine on several devices."""
 

@@ -97,9 +97,24 @@ compile(step, x, pairs, x, ((rows,), f32), *matrices, ((128, 768, 2048), f8), sc
 # Matrices of more than 8 MiB have another order of tiles, and the kernel other code.
 large = ((128, 2 * 1536, 4096), f8), scales(2 * 1536, 4096), ((128, 4096, 1536), f8), scales(4096, 1536)
 compile(lambda x, chosen, *w: forward(plan(chosen, 128, 64), x, *w, keep_h=True), ((32768, 4096), bf16), pairs, *large)
-for tokens, make_plan in ((32768, plan), (256, plan), (64, plan_of_few)):
+for tokens, make_plan in ((32768, plan), (256, plan), (64, plan_of_few), (5, plan_of_few)):
     f = lambda x, chosen, *matrices: forward(make_plan(chosen, 128, 64), x, *matrices, keep_h=False)
     compile(f, ((tokens, 2048), bf16), ((tokens, 8), i32), *matrices)
+"""
+
+FP8_ONE_TOKEN = """
+from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
+
+f8, scales = jnp.float8_e4m3fn, lambda e, n, k: ((e, n // 128, k // 128), f32)
+
+def step(x, weights, chosen, *w):
+    matrices = QuantisedMatrices(*w[:2]), QuantisedMatrices(*w[2:])
+    return kernels.experts_mlp(x, *matrices, weights, chosen, precision=kernels.Precision(), backend="mosaic")
+
+for hidden, inter, experts, k in ((2048, 768, 128, 8), (7168, 2048, 256, 8), (4096, 14336, 8, 2)):
+    gate_up, down = (experts, 2 * inter, hidden), (experts, hidden, inter)
+    matrices = (gate_up, f8), scales(*gate_up), (down, f8), scales(*down)
+    compile(step, ((1, hidden), bf16), ((1, k), f32), ((1, k), i32), *matrices)
 """
 
 SUMS = """
@@ -238,7 +253,7 @@ EXPERTS_KERNELS = {
     "grouped_matmul_transposed",
     "grouped_outer",
 }
-FP8_KERNELS = {"fp8_gather_rows", "fp8_gated_matmul", "fp8_grouped_matmul", "fp8_gated_matmul_backward"}
+FP8_KERNELS = {"fp8_gather_rows", "fp8_round_tokens", "fp8_gated_matmul", "fp8_grouped_matmul", "fp8_gated_matmul_backward"}
 ATTENTION_KERNELS = {"flash_attention_forward", "flash_attention_backward_queries", "flash_attention_backward_keys"}
 
 
@@ -273,6 +288,11 @@ def test_gathering_tiles():
 def test_fp8():
     """The experts of Qwen3-30B-A3B in FP8, of many tokens and of few, spill no more than SPILLS says."""
     assert_no_spills(spilled_bytes(FP8), FP8_KERNELS)
+
+
+def test_fp8_one_token():
+    """The experts of one token in FP8 spill nothing."""
+    assert_no_spills(spilled_bytes(FP8_ONE_TOKEN), {"fp8_gated_matmul_of_pairs", "fp8_matmul_of_pairs"})
 
 
 def test_token_sums():

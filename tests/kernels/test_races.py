@@ -18,10 +18,11 @@ from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
 from moe_jax.kernels.experts.fp8.mosaic import by_rows as fp8_rows
 from moe_jax.kernels.experts.fp8.mosaic.by_rows_backward import matmul_gated_silu_backward as fp8_backward
+from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices, QuantisedRows, quantise_matrices, quantise_rows
 from moe_jax.kernels.experts.mosaic.by_experts import OuterOperands, outer
 from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass
-from moe_jax.kernels.experts.routing import plan
+from moe_jax.kernels.experts.routing import plan, plan_of_few
 from moe_jax.kernels.hopper import launch
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.mainloop import TileShape
@@ -82,12 +83,12 @@ def gathered_rows(rng):
     return lambda x: mosaic.rows_of_tokens(x, rows)[0], [normal(rng, 96, 256)]
 
 
-def fp8_pass(f):
-    """A pass in FP8: f(rows [.., 256], matrices [.., 256, 256], the plan), with more steps than slots, and two tiles."""
+def fp8_pass(f, summands=384):
+    """A pass in FP8: f(rows [.., 384], matrices [.., 512, 384], the plan), with more steps than slots, and two tiles."""
 
     def case(rng):
         rows = rows_of_experts(140, 0, 80)
-        a, w = quantise_rows(normal(rng, rows.num_rows, 384)), quantise_matrices(normal(rng, EXPERTS, 512, 384))
+        a, w = quantise_rows(normal(rng, rows.num_rows, summands)), quantise_matrices(normal(rng, EXPERTS, 512, summands))
         return lambda *flat: f(QuantisedRows(*flat[:2]), QuantisedMatrices(*flat[2:4]), rows, *flat[4:]), [*a, *w]
 
     return case
@@ -96,9 +97,9 @@ def fp8_pass(f):
 def fp8_gradients(rng):
     """dSwiGLU of h [.., 1024] in FP8."""
     rows = rows_of_experts(140, 0, 80)
-    case, arrays = fp8_pass(lambda *operands: fp8_backward(*operands[:2], *operands[3:], operands[2], TileShape(128, 128, 2)))(
-        rng
-    )
+    case, arrays = fp8_pass(
+        lambda *operands: fp8_backward(*operands[:2], *operands[3:], operands[2], Fp8TileShape(128, 128, 2))
+    )(rng)
     return case, [*arrays, normal(rng, rows.num_rows, 1024), normal(rng, rows.num_rows, dtype=jnp.float32)]
 
 
@@ -107,6 +108,27 @@ def fp8_gathered_rows(rng):
     chosen = jnp.asarray(2 * np.argsort(rng.random((96, 2)), axis=1), jnp.int32)
     rows = plan(chosen, EXPERTS, mosaic.ROW_ALIGNMENT)
     return lambda x: fp8_mosaic.rows_of_tokens(x, rows), [normal(rng, 96, 256)]
+
+
+def fp8_few_tokens(rng):
+    """Eleven tokens that each chosen expert reads where they are."""
+    p = plan_of_few(jnp.asarray(rng.integers(0, EXPERTS - 1, (11, 2)), jnp.int32), EXPERTS, mosaic.ROW_ALIGNMENT)
+    w = quantise_matrices(normal(rng, EXPERTS, 512, 384))
+    return lambda x, *w: fp8_mosaic.grouped_matmul(fp8_mosaic.rows_of_tokens(x, p), QuantisedMatrices(*w), p), [
+        normal(rng, 11, 384),
+        *w,
+    ]
+
+
+def fp8_few_pairs(rng):
+    """`few_pairs` in FP8, with more slots than the pipeline has, and rows of 15 groups."""
+    chosen = jnp.asarray([[rng.integers(8), rng.integers(8)], [rng.integers(8), -1]], jnp.int32)
+    matrices = [quantise_matrices(normal(rng, 8, *shape)) for shape in ((256, 1920), (1920, 128))]
+
+    def f(x, *w):
+        return fp8_mosaic.experts_of_few_pairs(x, QuantisedMatrices(*w[:2]), QuantisedMatrices(*w[2:]), chosen)
+
+    return f, [normal(rng, 2, 1920), *matrices[0], *matrices[1]]
 
 
 def few_pairs(rng):
@@ -174,17 +196,23 @@ CASES = {
     "outer, accumulating": (accumulating_outer, {"grouped_outer"}),
     "outer, ping-pong": (a_pass("grouped_outer", TileShape(128, 192, 3, ping_pong=True)), {"grouped_outer"}),
     "gathered rows": (gathered_rows, {"gather_rows_kernel"}),
-    "fp8": (fp8_pass(lambda a, w, p: fp8_rows.matmul(a, w, p, TileShape(128, 256, 2))), {"fp8_grouped_matmul"}),
+    "fp8": (fp8_pass(lambda a, w, p: fp8_rows.matmul(a, w, p, Fp8TileShape(128, 256, 2))), {"fp8_grouped_matmul"}),
     "fp8, ping-pong": (
-        fp8_pass(lambda a, w, p: fp8_rows.matmul(a, w, p, TileShape(64, 256, 2, ping_pong=True))),
+        fp8_pass(lambda a, w, p: fp8_rows.matmul(a, w, p, Fp8TileShape(64, 256, 2, ping_pong=True))),
+        {"fp8_grouped_matmul"},
+    ),
+    "fp8, two steps a slot": (
+        fp8_pass(lambda *a: fp8_rows.matmul(*a, Fp8TileShape(64, 256, 2, ping_pong=True, steps_of_slot=2)), summands=768),
         {"fp8_grouped_matmul"},
     ),
     "fp8, gated": (
-        fp8_pass(lambda a, w, p: fp8_rows.matmul_gated_silu(a, w, p, TileShape(128, 256, 2), keep_h=True)),
+        fp8_pass(lambda a, w, p: fp8_rows.matmul_gated_silu(a, w, p, Fp8TileShape(128, 256, 2), keep_h=True)),
         {"fp8_gated_matmul"},
     ),
     "fp8, backward": (fp8_gradients, {"fp8_gated_matmul_backward"}),
     "fp8, gathered rows": (fp8_gathered_rows, {"fp8_gather_rows"}),
+    "fp8, few tokens": (fp8_few_tokens, {"fp8_round_tokens", "fp8_grouped_matmul"}),
+    "fp8, few pairs": (fp8_few_pairs, {"fp8_gated_matmul_of_pairs", "fp8_matmul_of_pairs"}),
     "few pairs": (few_pairs, {"gated_matmul_of_pairs", "matmul_of_pairs"}),
     "sums of tokens": (sums_of_tokens, {"sum_rows"}),
     "attention": (whole_sequences, ATTENTION),
@@ -214,7 +242,7 @@ def test_all_kernels():
     own_rooms = ("hopper", "triton")
     files = [path for path in package.rglob("*.py") if path.parent.name not in own_rooms]
     launching = [path for path in files if LAUNCH.search(path.read_text())]
-    assert len(launching) == 19
+    assert len(launching) == 21
     for path in launching:
         own = NAME.findall(path.read_text())
         for names in HEADER.findall(path.read_text()):

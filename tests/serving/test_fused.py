@@ -10,8 +10,15 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.config import NAMED_CONFIGS, Qwen3MoeConfig
+from moe_jax.layers.lora import Frozen
+from moe_jax.layers.moe import Experts
+from moe_jax.layers.quantised import BlockScaled
+from moe_jax.layers.tickets import EXPERT_MATRICES
 from moe_jax.serving import step as step_module
+from moe_jax.serving.engine import Engine
 from moe_jax.serving.fused import refusal
+from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.step import initial_state, step
 from moe_jax.serving.upload import StepShape, empty_rows, packed
 from moe_jax.serving.weights import take_apart
@@ -36,10 +43,20 @@ CONFIG = Qwen3MoeConfig(
 """The second layer has a window."""
 
 
-def test_equal_modules(monkeypatch):
-    rng = seeds.rng()
-    model = moe_jax.from_config(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(int(rng.integers(2**31))))
-    served, weights = take_apart(model)
+def _model(seed, in_fp8):
+    made = moe_jax.from_config(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(seed))
+    if in_fp8:
+        for _, module in nnx.iter_modules(made):
+            if isinstance(module, Experts):
+                for name in EXPERT_MATRICES:
+                    setattr(module, name, Frozen(BlockScaled.fp8(getattr(module, name)[...], jnp.bfloat16)))
+        made.set_precision("fp8")
+    return made
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_equal_modules(monkeypatch, in_fp8):
+    served, weights = take_apart(_model(int(seeds.rng().integers(2**31)), in_fp8))
     shape = StepShape(3, 0, 0, 2)
     rows = empty_rows(shape)
     # The last row is padding.
@@ -60,6 +77,20 @@ def test_equal_modules(monkeypatch):
     np.testing.assert_array_equal(fused_state.experts[3, 0], state.experts[3, 0])
 
 
+def test_tokens_of_an_engine_in_fp8(monkeypatch):
+    """Greedy tokens are those of the model's modules. One model for all runs, because two logits may be nearly equal."""
+    prompts = [[7, 3, 50], [11, 60, 2, 30, 5]]
+    limits = EngineLimits(max_sequences=2, max_tokens_per_step=32, max_chunks_per_step=2, max_length=64, num_pages=4)
+    tokens = []
+    for fuses in (False, True):
+        monkeypatch.setattr(step_module, "_fuses", lambda _, batch, fuses=fuses: fuses and batch.queries_per_row == 1)
+        engine = Engine(_model(0, in_fp8=True), limits=limits)
+        found = engine.generate(prompts, SamplingOptions(max_new_tokens=3, ignore_eos=True))
+        engine.close()
+        tokens.append([completion.tokens for (completion,) in found])
+    assert tokens[0] == tokens[1]
+
+
 REFUSED = {
     "it is written for Qwen3": NAMED_CONFIGS["deepseek-v3"],
     "head_dim must be 128": replace(CONFIG, head_dim=64),
@@ -75,4 +106,8 @@ def test_refused(reason):
 
 def test_taken():
     assert refusal(CONFIG, jnp.bfloat16, 256) is None
+    assert refusal(CONFIG, jnp.bfloat16, 256, in_fp8=True) is None
+    narrow = replace(CONFIG, moe_intermediate_size=64)
+    assert refusal(narrow, jnp.bfloat16, 256) is None
+    assert "inter is 64" in (refusal(narrow, jnp.bfloat16, 256, in_fp8=True) or "")
     assert "at most 256 tokens" in (refusal(CONFIG, jnp.bfloat16, 257) or "")

@@ -3,13 +3,18 @@
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, BFloat16, Float, Int
 
 from moe_jax.kernels.decode.add_norm import ExpertRows
 from moe_jax.kernels.decode.plan_rows import plan_rows, source_rows
 from moe_jax.kernels.decode.route import TokenChoices
 from moe_jax.kernels.experts import mosaic
+from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
+from moe_jax.kernels.experts.fp8.mosaic.round_tokens import round_tokens
+from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
+from moe_jax.kernels.experts.fp8.quantise import QuantisedRows
 from moe_jax.kernels.experts.routing import Plan, plan
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
@@ -45,6 +50,40 @@ def expert_rows(
     return ExpertRows(rows, choice.weights, choice.experts, planned.plan.offsets, planned.place)
 
 
+def expert_rows_in_fp8(
+    x: BFloat16[Array, "tokens hidden"],
+    experts: QuantisedExperts,
+    choice: TokenChoices,
+    layer: Int[Array, ""],
+    *,
+    k: int,
+) -> ExpertRows:
+    """Computes `expert_rows` with products in FP8, out of stacks of layers in FP8, for at most MOST_PLANNED_TOKENS tokens.
+
+    Bits are those of `kernels.experts_mlp` with `precision` and backend "mosaic", before the sum.
+    """
+    # Few pairs need no plan, and no kernel that rounds.
+    pairs = fp8_mosaic.experts_of_few_pairs(x, experts.gate_up, experts.down, choice.experts[:, :k], layer)
+    if pairs is not None:
+        return ExpertRows(pairs, choice.weights, choice.experts, None, None)
+    planned = _planned(choice, layer, k)
+    rows = round_tokens(x)
+    if planned.source_of_row is not None:
+        rows = _rows_of_sources(rows, planned.source_of_row)
+    _, act = fp8_mosaic.gated_matmul(rows, experts.gate_up, planned.plan, keep_h=False)
+    outputs = fp8_mosaic.grouped_matmul(act, experts.down, planned.plan)
+    return ExpertRows(outputs, choice.weights, choice.experts, planned.plan.offsets, planned.place)
+
+
+def _rows_of_sources(tokens: QuantisedRows, source_of_row: Int[Array, "rows"]) -> QuantisedRows:
+    """Returns the tokens of these rows. A row without one gets any: nobody reads its results."""
+    values, scales = tokens
+    # XLA moves four bytes as fast as one.
+    words = jax.lax.bitcast_convert_type(values.reshape(len(values), -1, 4), jnp.uint32)
+    gathered = jax.lax.bitcast_convert_type(words.at[source_of_row].get(mode="clip"), values.dtype)
+    return QuantisedRows(gathered.reshape(len(source_of_row), values.shape[1]), scales.at[:, source_of_row].get(mode="clip"))
+
+
 class _Planned(NamedTuple):
     plan: Plan
     """With the fields that matmuls read; of a plan by kernels the others are of the right sizes, and zeros."""
@@ -77,6 +116,7 @@ def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int) -> _Planned:
         row_alignment=ROW_ALIGNMENT,
         holds_all_tokens=holds_all_tokens,
         expert_of_block=found.expert_of_block,
+        chosen_rows=found.chosen_rows if holds_all_tokens else None,
         layer=layer,
     )
     if holds_all_tokens:

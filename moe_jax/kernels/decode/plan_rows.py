@@ -11,7 +11,7 @@ Kernel `source_rows`, for more tokens than a block has rows: one warpgroup a blo
 Each goes through all tokens, and keeps those that chose its expert.
 """
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
+from moe_jax.kernels.experts.routing import ROWS_OF_A_BIT
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, launch
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
@@ -40,6 +41,8 @@ class RowsOfExperts(NamedTuple):
     """The place of each block's expert in the stack of all layers; blocks behind the last one have any expert."""
     place: Int[Array, "tokens experts"]
     """The number of earlier tokens that chose the expert: a token's row in the expert's blocks."""
+    chosen_rows: Int[Array, "experts"]
+    """`Plan.chosen_rows`; not written unless a block holds all tokens."""
 
 
 @partial(jax.jit, static_argnames=("num_blocks", "holds_all_tokens"))
@@ -59,19 +62,25 @@ def plan_rows(
 
     per_warpgroup = -(-tokens // WARPGROUPS)
 
-    def body(is_chosen_ref, layer_ref, offsets_ref, expert_of_block_ref, place_ref, scratch: _PlanScratch):
+    def body(is_chosen_ref, layer_ref, offsets_ref, expert_of_block_ref, place_ref, chosen_rows_ref, scratch: _PlanScratch):
         warpgroup = lax.axis_index("warpgroup")
 
         def load(reference, first=0):
             return plgpu.load(reference.at[pl.ds(first, num_experts)], layout=layout, optimized=False)
 
         def count():
-            """Returns the number of tokens that chose each expert; each warpgroup goes through its own tokens."""
+            """Returns the number of tokens that chose each expert, or the bits of their rows.
+
+            Each warpgroup goes through its own tokens.
+            """
             of_tokens = [warpgroup * per_warpgroup + i for i in range(per_warpgroup)]
             # Behind the last token there is nothing to load: the last one is loaded again, and does not count.
             loaded = [load(is_chosen_ref.at[jnp.minimum(token, tokens - 1)]) for token in of_tokens]
             chosen = [row * (token < tokens).astype(jnp.int32) for token, row in zip(of_tokens, loaded, strict=True)]
-            scratch.counts[warpgroup] = sum(chosen[1:], start=chosen[0])
+            # In a block that holds all tokens, bits of their rows take the place of numbers.
+            counted = [row << token // ROWS_OF_A_BIT for token, row in zip(of_tokens, chosen, strict=True)]
+            add = jnp.bitwise_or if holds_all_tokens else jnp.add
+            scratch.counts[warpgroup] = reduce(add, counted if holds_all_tokens else chosen)
             plgpu.commit_smem()
             plgpu.barrier_arrive(scratch.counted)
             plgpu.barrier_wait(scratch.counted)
@@ -83,11 +92,13 @@ def plan_rows(
                 for token, row in zip(of_tokens, chosen, strict=True):
                     pl.when(token < tokens)(partial(_store_row, place_ref, token, before))
                     before = before + row
-            return sum(counts[1:], start=counts[0])
+            return reduce(add, counts)
 
         def plan(count):
             sums = scratch.sums
             sums[pl.ds(0, num_experts)] = plgpu.layout_cast(jnp.zeros(num_experts, jnp.int32), layout)
+            if holds_all_tokens:
+                chosen_rows_ref[pl.ds(0, num_experts)] = count
             own = jnp.minimum(count, 1) if holds_all_tokens else lax.shift_right_logical(count + ROW_ALIGNMENT - 1, BLOCK_BITS)
             up_to, shift = own, 1
             while shift < num_experts:
@@ -118,7 +129,8 @@ def plan_rows(
 
         pl.when(lax.axis_index("block") == 0)(count_and_plan)
 
-    shapes = (num_experts + 1,), (blocks,), (1, 1) if holds_all_tokens else is_chosen.shape
+    of_tokens = (1, 1) if holds_all_tokens else is_chosen.shape
+    shapes = (num_experts + 1,), (blocks,), of_tokens, (num_experts,) if holds_all_tokens else (1,)
     outputs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     scratch = _PlanScratch(
         plgpu.SMEM((WARPGROUPS, num_experts), jnp.int32),
@@ -133,7 +145,7 @@ class _PlanScratch(NamedTuple):
     """Shared memory of `plan_rows`."""
 
     counts: Any
-    """[warpgroups, experts]: the choices of each warpgroup's tokens."""
+    """[warpgroups, experts]: the number of choices of each warpgroup's tokens, or the bits of their rows."""
     sums: Any
     """[2 * experts]: zeros, and a row whose sums are formed."""
     counted: Any

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
+from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
 from moe_jax.kernels.experts.fp8.passes import (
     Fp8Options,
     QuantisedExperts,
@@ -116,15 +117,28 @@ def experts_of_parts(operands: ExpertsOperands, options: ExpertsOptions) -> Arra
 
 def _without_gradients(operands: ExpertsOperands, options: ExpertsOptions) -> Arrays:
     """Computes y of a forward pass that no backward pass follows."""
-    if len(operands.xs) == 1 and options.backend == "mosaic" and options.fp8 is None:
+    if len(operands.xs) == 1 and _has_room_for_all(options.max_pairs[0], operands.experts[0]):
         (x,), (weights,), (experts,) = operands.xs, operands.weights, operands.experts
-        assert operands.w_gate_up is not None and operands.w_down is not None
-        if _has_room_for_all(options.max_pairs[0], experts):
-            rows = mosaic.experts_of_few_pairs(x, operands.w_gate_up, operands.w_down, experts, operands.layer)
-            if rows is not None:
-                choices = widened(rows).reshape(*experts.shape, -1)
-                return (sum_of_choices(choices, weights).astype(x.dtype),)
+        rows = _rows_of_few_pairs(operands, options)
+        if rows is not None:
+            choices = widened(rows).reshape(*experts.shape, -1)
+            return (sum_of_choices(choices, weights).astype(x.dtype),)
     return forward_pass(operands, options, for_backward=False)[0]
+
+
+def _rows_of_few_pairs(operands: ExpertsOperands, options: ExpertsOptions) -> Float[Array, "tokens*k hidden"] | None:
+    """Returns the outputs of all pairs, if kernels compute them by pairs."""
+    if (options.backend if options.fp8 is None else options.fp8.matmuls) != "mosaic":
+        return None
+    (x,), (experts,) = operands.xs, operands.experts
+    if options.fp8 is None:
+        assert operands.w_gate_up is not None and operands.w_down is not None
+        return mosaic.experts_of_few_pairs(x, operands.w_gate_up, operands.w_down, experts, operands.layer)
+    if operands.quantised is None:
+        return None
+    gate_up, down, *_ = operands.quantised
+    layer = operands.layer if down.values.ndim == 4 else None
+    return fp8_mosaic.experts_of_few_pairs(x, gate_up, down, experts, layer)
 
 
 def forward_pass(

@@ -11,6 +11,9 @@ from moe_jax.kernels.varying import refuse_explicit_axes
 PAIRS_TO_COMPARE = 2048
 """The largest number of pairs that are compared all with all: one kernel, where a sort and its scatters are several."""
 
+ROWS_OF_A_BIT = 8
+"""Rows of a block that `Plan.chosen_rows` counts together: those that a copy between memories moves at least."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Plan:
     """True: a matmul may read the tokens in place, instead of a block's rows."""
     expert_of_block: Int[Array, "_"] | None = None
     """The matrix of each block of rows, `in_stack`, where a kernel found it with the plan; None: it follows from `offsets`."""
+    chosen_rows: Int[Array, "experts"] | None = None
+    """In a plan that `holds_all_tokens`: bit i is set if one of rows 8 i to 8 i + 7 of the expert's block has a pair."""
     layer: Int[Array, ""] | None = None
     """The experts are those of this layer of a stack: weights, and sums of their gradients, are [layers, experts, ...]. None:
     they are [experts, ...]."""
@@ -154,7 +159,10 @@ def plan_of_few(topk_experts: Integer[Array, "tokens k"], num_experts: int, row_
         )
     topk_experts = wide_ids(topk_experts)
     expert = jnp.arange(num_experts + 1, dtype=jnp.int32)
-    is_chosen = jnp.any(expert[:-1, None] == topk_experts.reshape(tokens * k), axis=1)
+    bit_of_token = 1 << jnp.arange(tokens, dtype=jnp.int32) // ROWS_OF_A_BIT
+    bits = jnp.where(expert[:-1, None] == topk_experts.reshape(tokens * k), jnp.repeat(bit_of_token, k), 0)
+    chosen_rows = jax.lax.reduce_or(bits, axes=(1,))
+    is_chosen = chosen_rows != 0
     offsets = masked_sum(expert[:, None] > expert[:-1], is_chosen * jnp.int32(row_alignment))
     first_row = jnp.where(is_an_expert(topk_experts, num_experts), offsets.at[topk_experts].get(mode="clip"), offsets[-1])
     row_of_pair = first_row + jnp.arange(tokens, dtype=jnp.int32)[:, None]
@@ -172,6 +180,7 @@ def plan_of_few(topk_experts: Integer[Array, "tokens k"], num_experts: int, row_
         ends=offsets[:-1] + is_chosen * jnp.int32(tokens),
         row_alignment=row_alignment,
         holds_all_tokens=True,
+        chosen_rows=chosen_rows,
     )
 
 

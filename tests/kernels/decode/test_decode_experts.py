@@ -5,12 +5,23 @@ import numpy as np
 import pytest
 import seeds
 
-from moe_jax.kernels import experts_mlp
+from moe_jax.kernels import Precision, QuantisedMatrices, experts_mlp, quantise_matrices
 from moe_jax.kernels.decode.add_norm import add_experts
-from moe_jax.kernels.decode.experts import expert_rows
+from moe_jax.kernels.decode.experts import expert_rows, expert_rows_in_fp8
 from moe_jax.kernels.decode.route import TokenChoices
+from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
 
 EXPERTS, K, HIDDEN, INTER, LAYER = 128, 2, 128, 64, 1
+
+
+def _choice(rng, tokens):
+    ids = np.zeros((tokens, EXPERTS), np.int32)
+    # Few experts, because the interpreter takes its time for each.
+    ids[:, :K] = np.stack([7 * rng.permutation(4)[:K] for _ in range(tokens)])
+    is_chosen = np.zeros((tokens, EXPERTS), np.int32)
+    np.put_along_axis(is_chosen, ids[:, :K], 1, axis=1)
+    weights = jnp.asarray(rng.random(size=(tokens, EXPERTS)), jnp.float32)
+    return TokenChoices(weights, jnp.asarray(ids), jnp.asarray(is_chosen))
 
 
 @pytest.mark.parametrize("tokens", [2, 21, 90])
@@ -18,14 +29,26 @@ def test_equals_experts_mlp(tokens):
     rng = seeds.rng()
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-1]), jnp.bfloat16)  # noqa: E731
     x, w_gate_up, w_down = normal(tokens, HIDDEN), normal(2, EXPERTS, 2 * INTER, HIDDEN), normal(2, EXPERTS, HIDDEN, INTER)
-    ids = np.zeros((tokens, EXPERTS), np.int32)
-    # Few experts, because the interpreter takes its time for each.
-    ids[:, :K] = np.stack([7 * rng.permutation(4)[:K] for _ in range(tokens)])
-    is_chosen = np.zeros((tokens, EXPERTS), np.int32)
-    np.put_along_axis(is_chosen, ids[:, :K], 1, axis=1)
-    weights = jnp.asarray(rng.random(size=(tokens, EXPERTS)), jnp.float32)
-    choice = TokenChoices(weights, jnp.asarray(ids), jnp.asarray(is_chosen))
+    choice = _choice(rng, tokens)
     outputs = expert_rows(x, w_gate_up, w_down, choice, jnp.int32(LAYER), k=K)
     found = add_experts(jnp.zeros_like(x), outputs, jnp.ones(HIDDEN), eps=1e-6, k=K).x
-    expected = experts_mlp(x, w_gate_up[LAYER], w_down[LAYER], weights[:, :K], choice.experts[:, :K], backend="mosaic")
+    expected = experts_mlp(x, w_gate_up[LAYER], w_down[LAYER], choice.weights[:, :K], choice.experts[:, :K], backend="mosaic")
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+
+
+@pytest.mark.parametrize("tokens", [3, 21, 90])
+def test_in_fp8(tokens):
+    """Pairs by themselves, tokens read where they are, of a number that is no multiple of 8, and gathered tokens."""
+    rng = seeds.rng()
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-1]), jnp.bfloat16)  # noqa: E731
+    x, choice = normal(tokens, HIDDEN), _choice(rng, tokens)
+    # Another layer's numbers would be far away.
+    stacks = [normal(2, EXPERTS, *shape) * jnp.asarray([9, 1])[:, None, None, None] for shape in ((256, HIDDEN), (HIDDEN, 128))]
+    experts = QuantisedExperts(*map(quantise_matrices, stacks))
+    outputs = expert_rows_in_fp8(x, experts, choice, jnp.int32(LAYER), k=K)
+    found = add_experts(jnp.zeros_like(x), outputs, jnp.ones(HIDDEN), eps=1e-6, k=K).x
+    own = [QuantisedMatrices(w.values[LAYER], w.scales[LAYER]) for w in experts[:2]]
+    assert np.isfinite(np.asarray(found, np.float32)).all(), "a row that is needed was not stored"
+    options = dict(precision=Precision(), backend="mosaic")
+    expected = experts_mlp(x, *own, choice.weights[:, :K], choice.experts[:, :K], **options)
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))

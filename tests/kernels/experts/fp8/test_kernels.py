@@ -12,6 +12,7 @@ import seeds
 
 from moe_jax.kernels.experts.fp8 import mosaic, xla
 from moe_jax.kernels.experts.fp8.mosaic import by_rows
+from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.quantise import (
     INVERSE_LARGEST,
     LEAST_MAXIMUM,
@@ -23,7 +24,6 @@ from moe_jax.kernels.experts.fp8.quantise import (
 )
 from moe_jax.kernels.experts.routing import plan, plan_of_few
 from moe_jax.kernels.experts.separate_vjps import weight_of_row
-from moe_jax.kernels.hopper.mainloop import TileShape
 
 EXPERTS, K, HIDDEN, INTER, TOKENS = 3, 2, 384, 256, 96
 
@@ -134,9 +134,10 @@ def test_bits_of_a_row():
     own = rng.normal(size=(1, 256))
     results = []
     for count, tile in (
-        (3, TileShape(128, 256, 3)),
-        (100, TileShape(128, 128, 3)),
-        (100, TileShape(64, 256, 3, ping_pong=True)),
+        (3, Fp8TileShape(128, 256, 3)),
+        (100, Fp8TileShape(128, 128, 3)),
+        (100, Fp8TileShape(64, 256, 3, ping_pong=True)),
+        (100, Fp8TileShape(64, 128, 2, ping_pong=True, steps_of_slot=2)),
     ):
         others = rng.normal(size=(count, 256))
         x = jnp.asarray(np.concatenate([others, own]), jnp.bfloat16)
@@ -163,10 +164,11 @@ def test_numbers_that_are_none():
     assert (np.asarray(act.scales)[:, token == 7] == LEAST_MAXIMUM * INVERSE_LARGEST).all()
 
 
-def test_few_tokens():
-    """A plan that holds all tokens lets each chosen expert read the tokens where they are."""
+@pytest.mark.parametrize("tokens", [5, 21])
+def test_few_tokens(tokens):
+    """A plan that holds all tokens lets each chosen expert read the tokens where they are, and store a part of the rows."""
     rng = seeds.rng()
-    x, w_gate_up, w_down, _, chosen = expert_layers.make_layer(rng, "random", 5, EXPERTS, K, 128, 128)
+    x, w_gate_up, w_down, _, chosen = expert_layers.make_layer(rng, "random", tokens, EXPERTS, K, 128, 128)
     gate_up, down = quantise_matrices(w_gate_up), quantise_matrices(w_down)
     few, many = plan_of_few(chosen, EXPERTS, mosaic.ROW_ALIGNMENT), plan(chosen, EXPERTS, mosaic.ROW_ALIGNMENT)
 
@@ -175,6 +177,21 @@ def test_few_tokens():
         return np.asarray(module.grouped_matmul(act, down, p)[p.row_of_pair], np.float32)
 
     _assert_near(y(few, kernels), y(many, reference), slice(None))
+
+
+def test_few_pairs():
+    """Kernels by pairs give the bits of the kernels by rows, out of a stack of layers; a pair of nobody gives zeros."""
+    rng = seeds.rng()
+    x = jnp.asarray(rng.normal(size=(2, 384)), jnp.bfloat16)
+    stacks = [quantise_matrices(jnp.asarray(rng.normal(size=(2, 8, *s)), jnp.float32)) for s in ((512, 384), (384, 256))]
+    chosen = jnp.asarray([[rng.integers(8), rng.integers(8)], [rng.integers(8), -1]], jnp.int32)
+    found = _wait(mosaic.experts_of_few_pairs)(x, *stacks, chosen, jnp.int32(1))
+    gate_up, down = (type(w)(w.values[1], w.scales[1]) for w in stacks)
+    p = plan_of_few(chosen, 8, mosaic.ROW_ALIGNMENT)
+    act = kernels.gated_matmul(kernels.rows_of_tokens(x, p), gate_up, p, keep_h=False)[1]
+    expected = kernels.grouped_matmul(act, down, p)[p.row_of_pair.reshape(-1)]
+    np.testing.assert_array_equal(np.asarray(found, np.float32)[:3], np.asarray(expected, np.float32)[:3])
+    assert np.abs(np.asarray(found, np.float32)[:3]).max() > 1 and not np.asarray(found, np.float32)[3].any()
 
 
 def test_a_layer_of_a_stack():

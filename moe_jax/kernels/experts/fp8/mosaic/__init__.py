@@ -12,20 +12,24 @@ On a CPU the kernels run in JAX's GPU interpreter, slowly.
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16, Float, Int
 
 from moe_jax.kernels.experts import mosaic
-from moe_jax.kernels.experts.fp8.mosaic import by_rows, by_rows_backward
+from moe_jax.kernels.experts.fp8.mosaic import by_pairs, by_rows, by_rows_backward
 from moe_jax.kernels.experts.fp8.mosaic.gather import gather_rows
+from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
+from moe_jax.kernels.experts.fp8.mosaic.round_tokens import round_tokens
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, quantise_rows
 from moe_jax.kernels.experts.fp8.xla import Fp8Backward
 from moe_jax.kernels.experts.mosaic import is_native
-from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
+from moe_jax.kernels.experts.mosaic.by_pairs import takes
+from moe_jax.kernels.experts.routing import Plan, int32_ids, is_an_expert
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 __all__ = [
     "ROW_ALIGNMENT",
+    "experts_of_few_pairs",
     "gated_matmul",
     "gated_matmul_backward",
     "grouped_matmul",
@@ -34,13 +38,19 @@ __all__ = [
     "rows_of_tokens",
 ]
 
-WIDE = TileShape(128, 256, 4)
+WIDE = Fp8TileShape(128, 256, 4)
 """The tile of most products: what two warpgroups' totals and sums of a block fill."""
 
-FEW_ROWS = TileShape(64, 256, 4, ping_pong=True)
+FEW_ROWS = Fp8TileShape(64, 256, 4, ping_pong=True)
 """The tile where experts have 64 rows or fewer on average."""
 
-BACKWARD = TileShape(128, 128, 3)
+NARROW = Fp8TileShape(64, 128, 8, ping_pong=True)
+"""The tile where FEW_ROWS would leave cores without one: of one token 128 tiles for down, not 64."""
+
+CORES = 132
+"""The cores of a Hopper GPU."""
+
+BACKWARD = Fp8TileShape(128, 128, 3)
 """The tile of dSwiGLU: h of the tile and its gradients stand beside three slots."""
 
 
@@ -57,11 +67,31 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
 def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
     """Computes `xla.rows_of_tokens` in one kernel. Rows from offsets[-1] on are left unwritten.
 
-    If `plan.holds_all_tokens` the rows are the tokens themselves, filled up to one block.
+    If `plan.holds_all_tokens` the rows are the tokens themselves, filled up to a multiple of 8.
     """
     if plan.holds_all_tokens:
-        return quantise_rows(jnp.pad(x, ((0, ROW_ALIGNMENT - x.shape[0]), (0, 0))))
+        return round_tokens(x)
     return gather_rows(x, plan) if plan.num_rows else quantise_rows(jnp.zeros((0, x.shape[1]), x.dtype))
+
+
+def experts_of_few_pairs(
+    x: BFloat16[Array, "tokens hidden"],
+    w_gate_up: QuantisedMatrices,
+    w_down: QuantisedMatrices,
+    topk_experts: Int[Array, "tokens k"],
+    layer: Int[Array, ""] | None = None,
+) -> BFloat16[Array, "tokens*k hidden"] | None:
+    """Computes `experts.mosaic.experts_of_few_pairs` in FP8; None if there are more pairs than it takes, or other sizes.
+
+    With `layer` the matrices are stacks of layers.
+    """
+    num_experts = w_down.values.shape[-3]
+    if not takes(topk_experts, num_experts, *w_down.values.shape[-2:]):
+        return None
+    ids = int32_ids(topk_experts, num_experts)
+    if layer is not None:
+        ids = jnp.where(is_an_expert(ids, num_experts), ids + layer * num_experts, -1)
+    return by_pairs.experts_of_pairs(x, _joined(w_gate_up), _joined(w_down), ids)
 
 
 def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFloat16[Array, "rows out"]:
@@ -70,7 +100,10 @@ def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFl
     if plan.num_rows == 0:
         return jnp.zeros((0, columns), jnp.bfloat16)
     tile = _tile(plan)
-    if columns % tile.columns:
+    experts = min(plan.num_experts, plan.max_pairs)
+    if tile == FEW_ROWS and experts * (columns // tile.columns) < CORES:
+        tile = NARROW
+    elif columns % tile.columns:
         tile = dataclasses.replace(tile, columns=GROUP)
     return by_rows.matmul(rows, _joined(w), plan, tile)
 
@@ -104,5 +137,6 @@ def _joined(w: QuantisedMatrices) -> QuantisedMatrices:
     return QuantisedMatrices(*(part.reshape(-1, *part.shape[-2:]) for part in w))
 
 
-def _tile(plan: Plan) -> TileShape:
-    return FEW_ROWS if plan.max_pairs <= WGMMA_ROWS * plan.num_experts else WIDE
+def _tile(plan: Plan) -> Fp8TileShape:
+    has_few_rows = plan.holds_all_tokens or plan.max_pairs <= WGMMA_ROWS * plan.num_experts
+    return FEW_ROWS if has_few_rows else WIDE

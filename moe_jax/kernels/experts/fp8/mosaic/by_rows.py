@@ -9,13 +9,15 @@ Kernels `fp8_grouped_matmul`, `fp8_gated_matmul`, and `fp8_gated_matmul_backward
                                             fp8_gated_matmul: TMA w and its scales twice a warpgroup, for gate and for up
               consumers WG0, WG1            promoted.py: wgmma 64 x 128 x 128, promotion; then the epilogue by 64 rows
     smem      a stages x rows x 128 | w stages x columns x 128, e4m3 | out 2 WG x 64 x 64, bf16 | the epilogue's
-              row_scales stages x rows | column_scales stages x copies x 8 x 4, f32 | barriers
+              row_scales stages x rows | column_scales stages x columns / 128 x 32, f32 | barriers
               128 x 256 x 4 stages: a 64 KiB | w 128 KiB | out 16 KiB | scales 2 + 1 KiB | 64 bytes           = 211 KiB of 227
               fp8_gated_matmul      with h: halves of act 8 KiB besides; without: 16 KiB, and no out          = 219 or 211
-    barriers  full[slot]    1 arrival a TMA copy (of a and its scales 2; of w and its scales 2, 4 or 8), waited for by both
-                            consumers (with ping-pong full[consumer, slot], waited for by that one)
+    barriers  full[slot]    1 arrival a TMA copy (of a and its scales 2; of w 1, 2 or 4, of its scales 1 for 128 columns),
+                            waited for by both consumers (with ping-pong full[consumer, slot], waited for by that one)
               empty[slot]   1 arrival a consumer that reads the slot (2; with ping-pong 1), waited for by the producer
     invariant the rows of a tile belong to one expert; rows below its last block are not stored
+              a plan that holds all tokens: rows behind the last token are neither loaded nor stored, and
+              of the others 8 at a time are stored if one of their tokens chose the expert
               an `out` chunk is written again only after the TMA store before it has read it
               TMA copies scales to multiples of 128 bytes: anything less stops the kernel with "misaligned address"
     time      promoted.py
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16
@@ -35,8 +38,10 @@ from jaxtyping import Array, BFloat16
 from moe_jax.kernels.experts.fp8.mosaic.promoted import (
     BLOCK,
     STEP,
+    Fp8TileShape,
     Place,
     PromotedProgram,
+    SlotStep,
     run_tiles,
 )
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
@@ -44,19 +49,22 @@ from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, Quant
 from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, EpilogueReferences
 from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord, row_tiles
 from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
-from moe_jax.kernels.experts.routing import Plan
+from moe_jax.kernels.experts.routing import ROWS_OF_A_BIT, Plan
 from moe_jax.kernels.hopper.launch import launch, operand_transforms
-from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Registers
 
 F8 = jnp.float8_e4m3fn
 
-COPIES = 4
-"""Copies of each scale of a matrix: 16 bytes, the least that TMA copies."""
+LEAST_COPY = 4
+"""Scales that TMA copies at least, 16 bytes, beginning at any scale; the first counts. Beyond the array it gives zeros."""
+
+COPY_PITCH = 32
+"""Scales from one copy's place in shared memory to the next: 128 bytes."""
 
 
 @partial(jax.jit, static_argnames="tile")
-def matmul(a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: TileShape) -> BFloat16[Array, "rows n"]:
+def matmul(a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: Fp8TileShape) -> BFloat16[Array, "rows n"]:
     """Returns a[r] @ w[e].T, e = expert of r. Rows of no expert are left unwritten."""
 
     def store(sums, part, write, references):
@@ -71,7 +79,7 @@ def matmul(a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: TileShape) 
 
 @partial(jax.jit, static_argnames=("tile", "keep_h"))
 def matmul_gated_silu(
-    a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: TileShape, *, keep_h: bool
+    a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: Fp8TileShape, *, keep_h: bool
 ) -> tuple[BFloat16[Array, "rows 2*inter"] | None, QuantisedRows]:
     """Returns h = a @ w[e].T = [gate | up] and act = silu(gate) * up, act rounded from the f32 sums.
 
@@ -94,7 +102,14 @@ def matmul_gated_silu(
         *([jax.ShapeDtypeStruct((plan.num_rows, 2 * inter), jnp.bfloat16)] if keep_h else []),
         *rows_shapes(plan.num_rows, inter),
     ]
-    epilogue = Fp8Epilogue("fp8_gated_matmul", outputs, store, scratch=halves_scratch(1 if keep_h else 2))
+    few = plan.holds_all_tokens or plan.expert_of_block is not None
+    epilogue = Fp8Epilogue(
+        "fp8_gated_matmul",
+        outputs,
+        store,
+        scratch=halves_scratch(1 if keep_h else 2),
+        registers=Registers(producer=72, consumer=216 if few else 208),
+    )
     *h, values, scales = launch_rows(a, w, plan, tile, epilogue, pairs_halves=True)
     return (h[0] if keep_h else None), QuantisedRows(values, scales)
 
@@ -121,8 +136,26 @@ def store_group(group, values_ref, scales_ref, part: "Fp8Part", column, scratch)
         half = scratch.at[part.warpgroup, n % halves]
         half[...] = values[:, n * CHUNK : (n + 1) * CHUNK]
         plgpu.commit_smem()
-        target = values_ref.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(column + n * CHUNK, CHUNK)]
-        plgpu.copy_smem_to_gmem(half, target)
+        store_rows(half, values_ref, part, column + n * CHUNK)
+
+
+def store_rows(chunk, output, part: "Fp8Part", column) -> None:
+    """Starts the copy of a chunk of 64 rows and CHUNK columns to memory, as one group: all rows, or those of `chosen_rows`."""
+
+    def store(first, rows):
+        target = output.at[pl.ds(part.row + first, rows), pl.ds(column, CHUNK)]
+        plgpu.copy_smem_to_gmem(chunk.at[pl.ds(first, rows)], target, commit_group=False)
+
+    if part.chosen_rows is None:
+        store(0, WGMMA_ROWS)
+    else:
+
+        @pl.loop(0, lax.optimization_barrier(jnp.int32(part.rows // ROWS_OF_A_BIT)))
+        def _rows(bit):
+            first = pl.multiple_of(bit * ROWS_OF_A_BIT, ROWS_OF_A_BIT)
+            pl.when((part.chosen_rows >> bit) & 1 != 0)(partial(store, first, ROWS_OF_A_BIT))
+
+    plgpu.commit_smem_to_gmem_group()
 
 
 class Fp8Part(NamedTuple):
@@ -133,6 +166,10 @@ class Fp8Part(NamedTuple):
     column: jax.Array
     """The first column, in the whole array; of gate and up counted together."""
     warpgroup: Any
+    rows: int
+    """The first rows of the 64, of which some may be of tokens."""
+    chosen_rows: Any = None
+    """`Plan.chosen_rows` of the expert; None: all rows count."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +194,11 @@ class Fp8RowsInputs(NamedTuple):
 
     tiles: tuple[Any, ...]
     """`RowTiles.arrays`."""
-    a: QuantisedRows
-    w: QuantisedMatrices
-    """With scales [experts, n / 128, k / 128, COPIES]."""
+    a: Any
+    w: Any
+    """With scales [experts * n / 128 * k / 128]: a copy may begin at any number of a list."""
+    chosen_rows: Any
+    """`Plan.chosen_rows`, or None."""
     epilogue: Any
 
 
@@ -176,13 +215,13 @@ class Fp8RowsScratch(NamedTuple):
     row_scales: Any
     """[stages, rows] f32."""
     column_scales: Any
-    """[stages, copies of w's columns, 8, 4] f32: the scale of each 128 columns of a copy, four times. TMA copies at least 16
-    bytes, to a multiple of 128 bytes."""
+    """[stages, columns / 128, COPY_PITCH] f32: the scale of each 128 columns comes first. TMA copies to a multiple of 128
+    bytes."""
     pipe: Pipeline
 
 
 def launch_rows(
-    a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: TileShape, epilogue: Fp8Epilogue, *, pairs_halves: bool = False
+    a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: Fp8TileShape, epilogue: Fp8Epilogue, *, pairs_halves: bool = False
 ) -> list[Array]:
     """Runs the kernel and returns the epilogue's outputs.
 
@@ -191,12 +230,16 @@ def launch_rows(
             of one column are then sums of one thread.
     """
     _, columns, summands = w.values.shape
-    num_steps, column_tiles = summands // STEP, columns // tile.columns
+    assert summands % (tile.steps_of_slot * STEP) == 0
+    num_slots, column_tiles = summands // STEP // tile.steps_of_slot, columns // tile.columns
     group = rows_in_group((columns, summands), F8)
     tiles = row_tiles(plan, tile.rows, column_tiles, group)
     # The columns of a tile lie in one piece, or in one of gate and one of up for each warpgroup.
     column_copies = 2 * tile.column_blocks if pairs_halves else 1
-    per_copy = tile.columns // column_copies // GROUP
+    # A block of a plan that holds all tokens begins with these.
+    tokens = -(-plan.row_of_pair.shape[0] // ROWS_OF_A_BIT) * ROWS_OF_A_BIT
+    rows_in_use = tokens if plan.holds_all_tokens else WGMMA_ROWS
+    assert not plan.holds_all_tokens or tile.rows == WGMMA_ROWS
 
     def body(inputs: Fp8RowsInputs, *references):
         *output_refs, scratch = references
@@ -211,7 +254,10 @@ def launch_rows(
             first = tile.first_row(warpgroup) + row
             column_block = coord.column_tile * tile.column_blocks + tile.column_block(warpgroup)
             return Fp8Part(
-                pl.multiple_of(coord.row, ROW_ALIGNMENT) + first, column_block * tile.warpgroup_columns, warpgroup
+                pl.multiple_of(coord.row, ROW_ALIGNMENT) + first,
+                column_block * tile.warpgroup_columns,
+                warpgroup,
+                rows_in_use,
             ), first < coord.num_rows
 
         def prologue(coord, warpgroup):
@@ -222,11 +268,12 @@ def launch_rows(
             # With large matrices all tiles take equally long, as in the kernels of 16 bits.
             return part_of(coord, warpgroup, 0)[1] if group == 1 else True
 
-        def factor(slot, place, warpgroup):
+        def factor(step: SlotStep, place, warpgroup):
             group = tile.column_block(warpgroup) * (tile.warpgroup_columns // GROUP) + place.column // GROUP
             rows = pl.ds(tile.first_row(warpgroup) + place.row, WGMMA_ROWS)
-            of_rows = plgpu.load(scratch.row_scales.at[slot, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            return of_rows * scratch.column_scales[slot, group // per_copy, group % per_copy, 0]
+            own = scratch.row_scales.at[step.slot, step.step, rows]
+            of_rows = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            return of_rows * scratch.column_scales[step.slot, group, step.step]
 
         def store_tile(sums, coord, warpgroup):
             def write(part, output, column, values):
@@ -234,7 +281,7 @@ def launch_rows(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 chunk[...] = values.astype(jnp.bfloat16)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(chunk, output.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(column, CHUNK)])
+                store_rows(chunk, output, part, column)
 
             def store(row, part):
                 if row > 0:
@@ -244,65 +291,81 @@ def launch_rows(
 
             for row in range(0, tile.warpgroup_rows, WGMMA_ROWS):
                 part, is_of_expert = part_of(coord, warpgroup, row)
+                if inputs.chosen_rows is not None:
+                    expert = lax.rem(coord.expert, jnp.int32(plan.num_experts))
+                    part = part._replace(chosen_rows=inputs.chosen_rows[expert])
                 pl.when(is_of_expert)(partial(store, row, part))
 
         program = PromotedProgram(
             locate=locate,
-            load=partial(_load, inputs, scratch, tile, pairs_halves=pairs_halves, reads_tokens=reads_tokens),
+            load=partial(_load, inputs, scratch, tile, row_copy, pairs_halves=pairs_halves),
             multiply=partial(_multiply, scratch, tile),
             factor=factor,
             prologue=prologue,
             epilogue=store_tile,
             has_rows=has_rows,
         )
-        run_tiles(tiles.count(*inputs.tiles) * column_tiles, num_steps, program, tile, scratch.pipe, epilogue.registers)
+        run_tiles(tiles.count(*inputs.tiles) * column_tiles, num_slots, program, tile, scratch.pipe, epilogue.registers)
 
     reads_tokens = plan.holds_all_tokens and a.values.shape[0] < plan.num_rows
+    row_copy = RowCopy(reads_tokens, rows_in_use if plan.holds_all_tokens else tile.rows)
     swizzled = operand_transforms(F8, STEP)
     scratch = Fp8RowsScratch(
-        a=plgpu.SMEM((tile.stages, tile.rows, STEP), F8, transforms=swizzled),
-        w=plgpu.SMEM((tile.stages, tile.columns, STEP), F8, transforms=swizzled),
+        a=plgpu.SMEM((tile.stages, tile.rows, tile.steps_of_slot * STEP), F8, transforms=swizzled),
+        w=plgpu.SMEM((tile.stages, tile.columns, tile.steps_of_slot * STEP), F8, transforms=swizzled),
         out=plgpu.SMEM((CONSUMERS, WGMMA_ROWS, CHUNK), jnp.bfloat16, transforms=operand_transforms(jnp.bfloat16))
         if any(output.dtype == jnp.bfloat16 for output in epilogue.outputs)
         else None,
         epilogue=epilogue.scratch,
-        row_scales=plgpu.SMEM((tile.stages, tile.rows), jnp.float32),
-        column_scales=plgpu.SMEM((tile.stages, column_copies, 8, COPIES), jnp.float32),
-        pipe=tile.pipeline(copies=2 + 2 * column_copies),
+        row_scales=plgpu.SMEM((tile.stages, tile.steps_of_slot, tile.rows), jnp.float32),
+        column_scales=plgpu.SMEM((tile.stages, tile.columns // GROUP, COPY_PITCH), jnp.float32),
+        pipe=tile.pipeline(copies=1 + tile.steps_of_slot + column_copies + tile.columns // GROUP),
     )
     kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
-    copies = jnp.broadcast_to(w.scales[..., None], (*w.scales.shape, COPIES))
-    return kernel(Fp8RowsInputs(tiles.arrays, a, QuantisedMatrices(w.values, copies), epilogue.inputs))
+    w = QuantisedMatrices(w.values, w.scales.reshape(-1))
+    return kernel(Fp8RowsInputs(tiles.arrays, a, w, plan.chosen_rows, epilogue.inputs))
+
+
+class RowCopy(NamedTuple):
+    """The rows of a that are copied for a tile."""
+
+    reads_tokens: bool
+    """They are the tokens, of which all tiles read the same; else the rows of the tile's block."""
+    rows: int
+    """Rows of the slot from its first on. The others keep what they had, and their sums are not stored."""
 
 
 def _load(
     inputs: Fp8RowsInputs,
     scratch: Fp8RowsScratch,
-    tile: TileShape,
+    tile: Fp8TileShape,
+    row_copy: RowCopy,
     coord: TileCoord,
     k,
     slot,
     full_barrier,
     *,
     pairs_halves: bool,
-    reads_tokens: bool,
 ) -> None:
-    """Starts the copies of one step: rows of a, columns of w, and the scales of both."""
-    ks, w, w_scales = pl.ds(k * STEP, STEP), inputs.w.values, inputs.w.scales
-    rows = pl.ds(0 if reads_tokens else pl.multiple_of(coord.row, ROW_ALIGNMENT), tile.rows)
-    # References in the place of the arrays, which mypy does not know.
-    a: Any = inputs.a.values
-    a_scales: Any = inputs.a.scales
-    # Rows beyond a's are read as zeros.
-    plgpu.copy_gmem_to_smem(a.at[rows, ks], scratch.a.at[slot], full_barrier)
-    plgpu.copy_gmem_to_smem(a_scales.at[k, rows], scratch.row_scales.at[slot], full_barrier)
+    """Starts the copies of the steps of one slot: rows of a, columns of w, and the scales of both."""
+    steps, w, w_scales = tile.steps_of_slot, inputs.w.values, inputs.w.scales
+    ks = pl.ds(k * steps * STEP, steps * STEP)
+    rows = pl.ds(0 if row_copy.reads_tokens else pl.multiple_of(coord.row, ROW_ALIGNMENT), row_copy.rows)
+    slot_rows = pl.ds(0, row_copy.rows)
+    a, a_scales = inputs.a
+    plgpu.copy_gmem_to_smem(a.at[rows, ks], scratch.a.at[slot, slot_rows], full_barrier)
+    for step in range(steps):
+        target = scratch.row_scales.at[slot, step, slot_rows]
+        plgpu.copy_gmem_to_smem(a_scales.at[k * steps + step, rows], target, full_barrier)
+    groups_of_row, groups_of_column = w.shape[2] // GROUP, w.shape[1] // GROUP
 
     def load_columns(first, columns, i):
         source = w.at[coord.expert, pl.ds(pl.multiple_of(first, GROUP), columns), ks]
         plgpu.copy_gmem_to_smem(source, scratch.w.at[slot, pl.ds(i * columns, columns)], full_barrier)
-        groups = pl.ds(first // GROUP, columns // GROUP)
-        target = scratch.column_scales.at[slot, i, pl.ds(0, columns // GROUP)]
-        plgpu.copy_gmem_to_smem(w_scales.at[coord.expert, groups, k], target, full_barrier)
+        for group in range(columns // GROUP):
+            place = (coord.expert * groups_of_column + first // GROUP + group) * groups_of_row + k * steps
+            target = scratch.column_scales.at[slot, i * columns // GROUP + group, pl.ds(0, LEAST_COPY)]
+            plgpu.copy_gmem_to_smem(w_scales.at[pl.ds(place, LEAST_COPY)], target, full_barrier)
 
     if pairs_halves:
         half, inter = tile.warpgroup_columns // 2, w.shape[1] // 2
@@ -313,8 +376,9 @@ def _load(
         load_columns(coord.column_tile * tile.columns, tile.columns, 0)
 
 
-def _multiply(scratch: Fp8RowsScratch, tile: TileShape, accumulator, slot, place: Place, warpgroup) -> None:
+def _multiply(scratch: Fp8RowsScratch, tile: Fp8TileShape, accumulator, step: SlotStep, place: Place, warpgroup) -> None:
     """Issues the wgmma of one block of a warpgroup."""
+    ks = pl.ds(step.step * STEP, STEP)
     rows = pl.ds(tile.first_row(warpgroup) + place.row, WGMMA_ROWS)
     columns = pl.ds(tile.column_block(warpgroup) * tile.warpgroup_columns + place.column, GROUP)
-    plgpu.wgmma(accumulator, scratch.a.at[slot, rows], scratch.w.at[slot, columns].transpose((1, 0)))
+    plgpu.wgmma(accumulator, scratch.a.at[step.slot, rows, ks], scratch.w.at[step.slot, columns, ks].transpose((1, 0)))

@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float
 
 from moe_jax.kernels.experts.fp8.mosaic.by_rows import F8, Fp8Epilogue, launch_rows, rows_shapes
-from moe_jax.kernels.experts.fp8.mosaic.promoted import BLOCK
+from moe_jax.kernels.experts.fp8.mosaic.promoted import BLOCK, Fp8TileShape
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows
 from moe_jax.kernels.experts.fp8.xla import Fp8Backward
@@ -37,7 +37,6 @@ from moe_jax.kernels.experts.mosaic.by_rows import CHUNK
 from moe_jax.kernels.experts.mosaic.by_rows_backward import ActivationInputs
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import operand_transforms
-from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Registers
 from moe_jax.kernels.precision import sum_in_order
 
@@ -60,7 +59,7 @@ def matmul_gated_silu_backward(
     h: BFloat16[Array, "rows 2*inter"],
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
-    tile: TileShape,
+    tile: Fp8TileShape,
 ) -> Fp8Backward:
     """Returns the gradients; w_down_t is [experts, inter, hidden]. Rows of no expert are left unwritten."""
     num_rows, inter = dy.values.shape[0], w_down_t.values.shape[1]

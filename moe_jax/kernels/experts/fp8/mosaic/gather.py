@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float
 
-from moe_jax.kernels.experts.fp8.mosaic.round_groups import rounded_group
+from moe_jax.kernels.experts.fp8.mosaic.round_groups import GROUPS_LAYOUT, rounded_group
 from moe_jax.kernels.experts.fp8.quantise import GROUP, INVERSE_LARGEST, LEAST_MAXIMUM, QuantisedRows
 from moe_jax.kernels.experts.mosaic.gather import fill_blocks
 from moe_jax.kernels.experts.routing import Plan
@@ -135,7 +135,7 @@ def _round_tokens(rows_ref, offsets_ref, x_ref, out_ref, scales_ref, scratch: Fp
         rows = [[rows_ref[jnp.minimum(token, tokens - 1), choice] for choice in range(k)] for token, _ in places]
         slot, stored = lax.rem(i, jnp.int32(STAGES)), lax.rem(i, jnp.int32(STORED))
         plgpu.barrier_wait(scratch.loaded.at[slot])
-        x = plgpu.load(scratch.x.at[slot], layout=_LAYOUT).astype(jnp.float32)
+        x = plgpu.load(scratch.x.at[slot], layout=GROUPS_LAYOUT).astype(jnp.float32)
         values, scales = rounded_group(x)
         # The stores of the chunk before the last have left their slot.
         plgpu.wait_smem_to_gmem(STORED - 1, wait_read_only=True)
@@ -153,12 +153,3 @@ def _round_tokens(rows_ref, offsets_ref, x_ref, out_ref, scales_ref, scratch: Fp
                     plgpu.copy_smem_to_gmem(source, out_ref.at[row, pl.ds(group, piece)], commit_group=False)
 
         plgpu.commit_smem_to_gmem_group()
-
-
-def _layout():
-    """Returns the layout of a chunk in registers: 16 lanes hold a group, each 8 numbers that lie side by side."""
-    tiling = plgpu.Tiling(((8, GROUP), (2, GROUP), (8,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-
-
-_LAYOUT = _layout()

@@ -38,21 +38,41 @@ from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Reg
 STEP = GROUP
 """Summands of a step: one row of the 128-byte swizzle, and what a scale stands for."""
 
+
+@dataclass(frozen=True)
+class Fp8TileShape(TileShape):
+    """A tile whose slots hold several steps: longer pieces of the matrix's rows come at a time."""
+
+    steps_of_slot: int = 1
+    block_columns: int = GROUP
+    """Columns that are multiplied and promoted at a time."""
+
+
 BLOCK = (WGMMA_ROWS, GROUP)
-"""Rows and columns that are multiplied and promoted at a time."""
+"""Rows and columns that are multiplied and promoted at a time, in most tiles."""
 
 
 class Place(NamedTuple):
-    """The place of a block of 64 x 128 in the rows and columns of a warpgroup."""
+    """The place of a block in the rows and columns of a warpgroup."""
 
     row: int
     column: int
 
 
-def places(shape: TileShape) -> list[Place]:
+def places(shape: Fp8TileShape) -> list[Place]:
     """Returns the blocks of a warpgroup, row by row."""
-    rows, columns = range(0, shape.warpgroup_rows, WGMMA_ROWS), range(0, shape.warpgroup_columns, GROUP)
+    rows, columns = range(0, shape.warpgroup_rows, WGMMA_ROWS), range(0, shape.warpgroup_columns, shape.block_columns)
     return [Place(row, column) for row in rows for column in columns]
+
+
+class SlotStep(NamedTuple):
+    """A step of a tile's sum, in the slot that holds its operands."""
+
+    number: Any
+    """Number of the slot in its tile."""
+    slot: Any
+    step: int
+    """Number of the step in its slot."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +82,11 @@ class PromotedProgram:
     locate: Callable[[jax.Array], Any]
     """tile index -> coord."""
     load: Callable[[Any, Any, Any, Any], None]
-    """Producer: (coord, step of the tile, slot, full barrier) starts the copies of one step."""
-    multiply: Callable[[Any, Any, Place, Any], None]
-    """Consumer: (accumulator reference, slot, block, warpgroup) issues the wgmma of one block and step."""
-    factor: Callable[[Any, Place, Any], Any]
-    """Consumer: (slot, block, warpgroup) -> [64] f32, in registers, from the slot."""
+    """Producer: (coord, number of the slot in the tile, slot, full barrier) starts the copies of the steps of one slot."""
+    multiply: Callable[[Any, SlotStep, Place, Any], None]
+    """Consumer: (accumulator reference, step, block, warpgroup) issues the wgmma of one block and step."""
+    factor: Callable[[SlotStep, Place, Any], Any]
+    """Consumer: (step, block, warpgroup) -> [64] f32, in registers, or one number for all rows."""
     prologue: Callable[[Any, Any], None]
     """Consumer: (coord, warpgroup) runs before the tile's first step."""
     epilogue: Callable[[dict[Place, Any], Any, Any], None]
@@ -77,9 +97,13 @@ class PromotedProgram:
 
 
 def run_tiles(
-    num_tiles: jax.Array, num_steps: int, program: PromotedProgram, shape: TileShape, slots: Pipeline, registers: Registers
+    num_tiles: jax.Array, num_slots: int, program: PromotedProgram, shape: Fp8TileShape, slots: Pipeline, registers: Registers
 ) -> None:
-    """Computes a thread block's share of `num_tiles` tiles. Runs in every warpgroup, in the scope of the pipeline's buffers."""
+    """Computes a thread block's share of `num_tiles` tiles. Runs in every warpgroup, in the scope of the pipeline's buffers.
+
+    Args:
+        num_slots: slots that a tile fills one after the other.
+    """
 
     def locate(index):
         return program.locate(jnp.clip(index, 0, jnp.maximum(num_tiles - 1, 0)))
@@ -93,13 +117,13 @@ def run_tiles(
             following = locate(info.index[0] + lax.axis_size("block"))
             consumer = _active_consumer(info) if shape.ping_pong else 0
 
-            @pl.loop(0, num_steps)
-            def _steps(k):
+            @pl.loop(0, num_slots)
+            def _slots(k):
                 slots.acquire(before + k)
                 slot = slots.slot(before + k)
                 program.load(coord, k, slot, slots.full_barrier(slot, consumer=consumer))
 
-            return before + num_steps, following
+            return before + num_slots, following
 
         slots.drain(result[0])
 
@@ -111,43 +135,50 @@ def run_tiles(
 
             def compute():
                 program.prologue(coord, warpgroup)
-                sums = _sums(coord, warpgroup, before, num_steps, program, shape, slots)
+                sums = _sums(coord, warpgroup, before, num_slots, program, shape, slots)
                 program.epilogue(sums, coord, warpgroup)
 
             if shape.ping_pong:
                 pl.when(_active_consumer(info) == warpgroup)(compute)
             else:
                 compute()
-            return before + num_steps, following
+            return before + num_slots, following
 
         plgpu.wait_smem_to_gmem(0)
 
     run_roles(produce, consume, registers)
 
 
-def _sums(coord, warpgroup, before, num_steps, program: PromotedProgram, shape: TileShape, slots: Pipeline) -> dict[Place, Any]:
-    """Returns the sums of a warpgroup's blocks, each [64, 128] f32. Every slot is waited for and released."""
+def _sums(
+    coord, warpgroup, before, num_slots, program: PromotedProgram, shape: Fp8TileShape, slots: Pipeline
+) -> dict[Place, Any]:
+    """Returns the sums of a warpgroup's blocks, each [64, columns of a block] f32. Every slot is waited for and released."""
     blocks = places(shape)
-    own_steps = jnp.where(program.has_rows(coord, warpgroup), num_steps, 0)
+    own_slots = jnp.where(program.has_rows(coord, warpgroup), num_slots, 0)
+    last, block = shape.steps_of_slot - 1, (WGMMA_ROWS, shape.block_columns)
 
     def step(k, totals):
         slot = slots.slot(before + k)
         slots.wait(slot, consumer=warpgroup)
-        factors = {place: program.factor(slot, place, warpgroup) for place in blocks}
-        new = {}
-        for place in blocks:
-            sums = pl.run_scoped(partial(_multiply, program, slot, place, warpgroup), plgpu.ACC(BLOCK, jnp.float32))
-            if place == blocks[-1]:
-                finish_reading()
-                slots.release(slot)
-            new[place] = totals[place] + lax.broadcast_in_dim(factors[place], BLOCK, [0]) * sums
-        return new
+        for i in range(shape.steps_of_slot):
+            own = SlotStep(k, slot, i)
+            factors = {place: program.factor(own, place, warpgroup) for place in blocks}
+            new = {}
+            for place in blocks:
+                sums = pl.run_scoped(partial(_multiply, program, own, place, warpgroup), plgpu.ACC(block, jnp.float32))
+                if (i, place) == (last, blocks[-1]):
+                    finish_reading()
+                    slots.release(slot)
+                factor = factors[place]
+                new[place] = totals[place] + (lax.broadcast_in_dim(factor, block, [0]) if factor.ndim else factor) * sums
+            totals = new
+        return totals
 
-    zeros = plgpu.layout_cast(jnp.zeros(BLOCK, jnp.float32), plgpu.Layout.WGMMA)
-    totals = lax.fori_loop(0, own_steps, step, {place: zeros for place in blocks})
+    zeros = plgpu.layout_cast(jnp.zeros(block, jnp.float32), plgpu.Layout.WGMMA)
+    totals = lax.fori_loop(0, own_slots, step, {place: zeros for place in blocks})
 
-    @pl.loop(own_steps, num_steps)
-    def _steps_without_rows(k):
+    @pl.loop(own_slots, num_slots)
+    def _slots_without_rows(k):
         slot = slots.slot(before + k)
         slots.wait(slot, consumer=warpgroup)
         slots.release(slot)
@@ -155,8 +186,8 @@ def _sums(coord, warpgroup, before, num_steps, program: PromotedProgram, shape: 
     return totals
 
 
-def _multiply(program: PromotedProgram, slot, place: Place, warpgroup, accumulator):
-    program.multiply(accumulator, slot, place, warpgroup)
+def _multiply(program: PromotedProgram, step: SlotStep, place: Place, warpgroup, accumulator):
+    program.multiply(accumulator, step, place, warpgroup)
     plgpu.wgmma_wait(0)
     return accumulator[...]
 

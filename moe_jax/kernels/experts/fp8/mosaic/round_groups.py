@@ -2,9 +2,19 @@
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float8e4m3fn
 
-from moe_jax.kernels.experts.fp8.quantise import INVERSE_LARGEST, LEAST_MAXIMUM
+from moe_jax.kernels.experts.fp8.quantise import GROUP, INVERSE_LARGEST, LEAST_MAXIMUM
+
+
+def _layout():
+    tiling = plgpu.Tiling(((8, GROUP), (2, GROUP), (8,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+GROUPS_LAYOUT = _layout()
+"""The layout of groups in a warpgroup's registers, a multiple of 8: 16 lanes hold one, each 8 numbers that lie side by side."""
 
 
 def rounded_group(

@@ -1,0 +1,218 @@
+"""The experts of a few (token, expert) pairs in FP8, for decoding: each pair reads its expert's weights for itself.
+
+The kernels of `experts/mosaic/by_pairs.py` with promoted sums. The first rounds the pair's row of x, the second that of act,
+which is f32 between them. There is no plan, and no kernel that rounds. Bits are those of the kernels by rows.
+
+Cost: the time to read the weights, 3*I*D bytes a pair.
+
+Kernels `fp8_gated_matmul_of_pairs` and `fp8_matmul_of_pairs`, with slots of up to 4 steps of 128 summands:
+
+    roles     producer WG2                  TMA w[expert, 2 x 16 columns, summands of a slot] -> slot, and the scales of both
+              consumers WG0, WG1            ping-pong; round the pair's row into shared memory; for each step the row to
+                                            registers, wgmma 64 x 16 x 128 twice, promotion (promoted.py)
+    smem      w up to 6 x 32 x 512, e4m3 | row 2 WG x summands, e4m3 | out 2 WG x 64 x 32, f32 | scales | barriers
+    barriers  full[consumer, slot]   4 arrivals (TMA of both halves and of their scales), waited for by that consumer
+              empty[slot]            1 arrival (the consumer that read it), waited for by the producer
+    invariant a warpgroup's row is written again after all its warps have read the last one
+              a pair of no expert multiplies nothing and gives zeros
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float, Int
+
+from moe_jax.kernels.experts.fp8.mosaic.promoted import STEP, Fp8TileShape, Place, PromotedProgram, SlotStep, run_tiles
+from moe_jax.kernels.experts.fp8.mosaic.round_groups import GROUPS_LAYOUT, rounded_group
+from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices
+from moe_jax.kernels.experts.mosaic.by_pairs import COLUMNS, MOST_STAGES
+from moe_jax.kernels.hopper.interpreter import operand_staging, wgmma_registers
+from moe_jax.kernels.hopper.launch import launch, operand_transforms
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Registers
+
+F8 = jnp.float8_e4m3fn
+
+HALF = COLUMNS // 2
+"""Columns of gate, and of up; a block of a tile."""
+
+GROUPS_AT_A_TIME = 8
+"""Groups of a row that a warpgroup rounds together: the least that GROUPS_LAYOUT takes."""
+
+SCALE_COPY, SCALE_PITCH = 4, 32
+"""Scales that TMA copies at least, and from one copy's place to the next (by_rows.py)."""
+
+
+@jax.jit
+def experts_of_pairs(
+    x: BFloat16[Array, "tokens hidden"],
+    w_gate_up: QuantisedMatrices,
+    w_down: QuantisedMatrices,
+    topk_experts: Int[Array, "tokens k"],
+) -> BFloat16[Array, "tokens*k hidden"]:
+    """Returns rows[p] = w_down[e] (silu(gate) * up), (gate, up) = w_gate_up[e] x[p // k], e being the expert of pair p.
+
+    Matrices are [experts, ...]. A row is zero if e is no expert.
+    """
+    experts, k = topk_experts.reshape(-1), topk_experts.shape[1]
+    groups = x.reshape(-1, GROUP)
+    # Groups are rounded 8 at a time. Behind the last row stand any numbers.
+    groups = jnp.pad(groups, ((0, -(x.shape[1] // GROUP) % GROUPS_AT_A_TIME), (0, 0)))
+    act = _matmul_of_pairs("fp8_gated_matmul_of_pairs", groups, w_gate_up, experts, k, is_gated=True)
+    return _matmul_of_pairs("fp8_matmul_of_pairs", act, w_down, experts, 1, is_gated=False)
+
+
+class Fp8PairCoord(NamedTuple):
+    """A tile: columns of one pair."""
+
+    pair: Any
+    column: Any
+    expert: Any
+    """0 if the pair has no expert."""
+    has_expert: Any
+
+
+class Fp8PairInputs(NamedTuple):
+    """Arrays that the kernel reads."""
+
+    experts: Any
+    rows: Any
+    """[groups of all rows, 128]."""
+    w: Any
+    scales: Any
+    """[experts * out / 128 * in / 128]."""
+
+
+class Fp8PairScratch(NamedTuple):
+    """Shared memory."""
+
+    w: Any
+    """[stages, COLUMNS, summands of a slot]."""
+    row: Any
+    """[consumers, groups, 128] e4m3: the row of the pair that a consumer works on."""
+    row_scales: Any
+    """[consumers, groups] f32."""
+    column_scales: Any
+    """[stages, 2, SCALE_PITCH] f32: of each half the scales of the slot's steps."""
+    out: Any
+    """[consumers, 64, COLUMNS] f32: a tile's sums, all 64 rows alike, of which one is stored."""
+    pipe: Pipeline
+    staging: Any
+    """For the interpreter; None on a GPU."""
+
+
+def _matmul_of_pairs(
+    name: str,
+    rows: Float[Array, "groups 128"],
+    w: QuantisedMatrices,
+    experts: Int[Array, "pairs"],
+    pairs_of_row: int,
+    *,
+    is_gated: bool,
+) -> Array:
+    """w[e of pair p] rows[p // pairs_of_row] in bf16; if gated, silu of the first half of these columns times the second half.
+
+    Of a gated product the result is f32 groups, as `rows`, with room behind them for the last groups of a row.
+    """
+    num_experts, out, summands = w.values.shape
+    num_pairs, groups = experts.size, summands // GROUP
+    columns = out // 2 if is_gated else out
+    tile_columns = HALF if is_gated else COLUMNS
+    column_tiles, second_half = columns // tile_columns, columns if is_gated else HALF
+    steps = next(count for count in (4, 3, 2, 1) if groups % count == 0)
+    tile = Fp8TileShape(WGMMA_ROWS, COLUMNS, MOST_STAGES, ping_pong=True, steps_of_slot=steps, block_columns=HALF)
+    rounded_groups = -(-groups // GROUPS_AT_A_TIME) * GROUPS_AT_A_TIME
+
+    def body(inputs: Fp8PairInputs, out_ref, scratch: Fp8PairScratch):
+        def locate(index):
+            pair, column_tile = lax.div(index, jnp.int32(column_tiles)), lax.rem(index, jnp.int32(column_tiles))
+            expert = inputs.experts[pair]
+            has_expert = (expert >= 0) & (expert < num_experts)
+            return Fp8PairCoord(
+                pair, column_tile * tile_columns, jnp.where(has_expert, expert, 0), has_expert.astype(jnp.int32)
+            )
+
+        def load(coord, number, slot, full_barrier):
+            # A loop carries the coordinates: of what it carries nothing is known.
+            first = pl.multiple_of(coord.column, HALF)
+            for i, column in enumerate((first, first + second_half)):
+                ks = pl.ds(number * steps * STEP, steps * STEP)
+                source = inputs.w.at[coord.expert, pl.ds(column, HALF), ks]
+                plgpu.copy_gmem_to_smem(source, scratch.w.at[slot, pl.ds(i * HALF, HALF)], full_barrier)
+                place = (coord.expert * (out // GROUP) + lax.div(column, jnp.int32(GROUP))) * groups + number * steps
+                target = scratch.column_scales.at[slot, i, pl.ds(0, SCALE_COPY)]
+                plgpu.copy_gmem_to_smem(inputs.scales.at[pl.ds(place, SCALE_COPY)], target, full_barrier)
+
+        def round_row(coord, warpgroup):
+            # All warps have read the last row.
+            plgpu.commit_smem()
+            first = lax.div(coord.pair, jnp.int32(pairs_of_row)) * groups
+            for i in range(0, rounded_groups, GROUPS_AT_A_TIME):
+                source = inputs.rows.at[pl.ds(first + i, GROUPS_AT_A_TIME), pl.ds(0, GROUP)]
+                piece = plgpu.load(source, layout=GROUPS_LAYOUT, optimized=False)
+                values, scales = rounded_group(piece.astype(jnp.float32))
+                scratch.row[warpgroup, pl.ds(i, GROUPS_AT_A_TIME)] = values
+                scratch.row_scales[warpgroup, pl.ds(i, GROUPS_AT_A_TIME)] = scales
+            plgpu.commit_smem()
+
+        def factor(step: SlotStep, place: Place, warpgroup):
+            of_row = scratch.row_scales[warpgroup, step.number * steps + step.step]
+            return of_row * scratch.column_scales[step.slot, place.column // HALF, step.step]
+
+        def store(sums, coord, warpgroup):
+            first, second = sums.values()
+            halves = [first / (1 + jnp.exp(-first)) * second] if is_gated else [first, second]
+            for i, half in enumerate(halves):
+                tile_out = scratch.out.at[warpgroup, :, pl.ds(i * HALF, HALF)]
+                tile_out[...] = half
+                row = plgpu.load(tile_out.at[0], layout=plgpu.Layout.WGMMA.reduce(0))
+                if is_gated:
+                    group = coord.pair * (columns // GROUP) + lax.div(coord.column, jnp.int32(GROUP))
+                    out_ref[group, pl.ds(lax.rem(coord.column, jnp.int32(GROUP)), HALF)] = row
+                else:
+                    out_ref[coord.pair, pl.ds(coord.column + i * HALF, HALF)] = row.astype(jnp.bfloat16)
+
+        program = PromotedProgram(
+            locate=locate,
+            load=load,
+            multiply=partial(_multiply, scratch, steps),
+            factor=factor,
+            prologue=round_row,
+            epilogue=store,
+            has_rows=lambda coord, warpgroup: coord.has_expert != 0,
+        )
+        registers = Registers(producer=72, consumer=208)
+        run_tiles(jnp.int32(num_pairs * column_tiles), groups // steps, program, tile, scratch.pipe, registers)
+
+    scratch = Fp8PairScratch(
+        w=plgpu.SMEM((tile.stages, COLUMNS, steps * STEP), F8, transforms=operand_transforms(F8, STEP)),
+        row=plgpu.SMEM((CONSUMERS, rounded_groups, GROUP), F8),
+        row_scales=plgpu.SMEM((CONSUMERS, -(-rounded_groups // SCALE_PITCH) * SCALE_PITCH), jnp.float32),
+        column_scales=plgpu.SMEM((tile.stages, 2, SCALE_PITCH), jnp.float32),
+        out=plgpu.SMEM((CONSUMERS, WGMMA_ROWS, COLUMNS), jnp.float32),
+        pipe=tile.pipeline(copies=4),
+        staging=operand_staging((CONSUMERS, WGMMA_ROWS, STEP), F8),
+    )
+    if is_gated:
+        of_next = columns // GROUP
+        like = jax.ShapeDtypeStruct((num_pairs * of_next + -of_next % GROUPS_AT_A_TIME, GROUP), jnp.float32)
+    else:
+        like = jax.ShapeDtypeStruct((num_pairs, columns), jnp.bfloat16)
+    # With two blocks a core the second would begin behind the first, and load nothing meanwhile.
+    kernel = launch(name, body, [like], [scratch], warpgroups=CONSUMERS + 1, blocks_per_core=1)
+    return kernel(Fp8PairInputs(experts, rows, w.values, w.scales.reshape(-1)))[0]
+
+
+def _multiply(scratch: Fp8PairScratch, steps: int, accumulator, step: SlotStep, place: Place, warpgroup) -> None:
+    """Issues the wgmma of one block and step, with the pair's row in each of the 64 rows of the left operand."""
+    layout = plgpu.Layout.WGMMA_8BIT
+    group = scratch.row.at[warpgroup, step.number * steps + step.step]
+    summands = plgpu.load(group, layout=layout.reduce(0), optimized=False)
+    row = plgpu.layout_cast(lax.broadcast_in_dim(summands, (WGMMA_ROWS, STEP), (1,)), layout)
+    columns = scratch.w.at[step.slot, pl.ds(place.column, HALF), pl.ds(step.step * STEP, STEP)]
+    staging = None if scratch.staging is None else scratch.staging.at[warpgroup]
+    wgmma_registers(accumulator, row, columns.transpose((1, 0)), staging)
