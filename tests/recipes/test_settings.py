@@ -66,12 +66,9 @@ def test_precisions(tmp_path):
     with pytest.raises(ValueError, match="needs a mesh without pipe, whose passes hold bf16; got mesh.pipe=2"):
         settings(tmp_path, **options, mesh=MeshShape(pipe=2), gradient_accumulation=2)
     settings(tmp_path, **options, mesh=MeshShape(expert=2))
-    with pytest.raises(ValueError, match="give lora.targets without experts"):
-        settings(tmp_path, **options, lora=LoraSettings(rank=4))
-    attention = LoraSettings(rank=4, targets=("attention",))
     with pytest.raises(ValueError, match="round the frozen experts again in each pass: give weights='fp8'"):
-        settings(tmp_path, **options, lora=attention)
-    settings(tmp_path, **options, lora=attention, weights="fp8")
+        settings(tmp_path, **options, lora=LoraSettings(rank=4))
+    settings(tmp_path, **options, lora=LoraSettings(rank=4), weights="fp8")
     assert get_args(PrecisionName) == RECIPES
 
 

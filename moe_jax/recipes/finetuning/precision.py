@@ -31,10 +31,6 @@ def precision_problems(
         problems.append(f"precision={precision!r} needs dtype='bfloat16', which everything else computes in; got {dtype!r}")
     if (ranks := mesh.get("pipe", 1)) > 1:
         problems.append(f"precision={precision!r} needs a mesh without pipe, whose passes hold bf16; got mesh.pipe={ranks}")
-    if lora is not None and (lora.targets is None or "experts" in lora.targets):
-        problems.append(
-            f"precision={precision!r} is not for adapters of experts, which multiply in bf16: give lora.targets without experts"
-        )
     if lora is not None and weights not in ("fp8", "as stored"):
         problems.append(
             f"precision={precision!r} would round the frozen experts again in each pass: give weights='fp8', which keeps them "

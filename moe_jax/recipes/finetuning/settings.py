@@ -93,8 +93,8 @@ class FinetuneSettings:
       offload: keep the input of each layer, which remat needs, in the host's memory: for long sequences (docs/scaling.md).
       lora: train adapters beside the model's weights, which stay as they are (docs/adapters.md). The run's folder gets the
         adapter in place of a model. None: train all parameters.
-      weights: the form of the weights beside adapters: "whole", "as stored" for a checkpoint in FP8, or "nf4" for experts of 4
-        bits (docs/adapters.md).
+      weights: the form of the weights beside adapters: "whole", "as stored" for a checkpoint in FP8, or experts in "nf4" or
+        "fp8" (docs/adapters.md).
       precision: "fp8" multiplies the experts in 8 bits, forward and for the gradients of their inputs; "fp8_kept" also keeps
         their activations so (docs/fp8.md). "bf16": in `dtype`. The mesh must be without pipe.
       mesh: the numbers of devices over which rows, parameters, experts and sequences are spread (docs/scaling.md). All devices
