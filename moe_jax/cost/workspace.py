@@ -2,6 +2,7 @@
 
 from moe_jax.config import Stage
 from moe_jax.cost.attention import expanded_elements, kept_elements, key_value_elements, travelling_elements
+from moe_jax.cost.fp8 import OF_ROW_ELEMENT, hidden_bytes, rounding_bytes
 from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.planned_step import PlannedStep
 from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
@@ -34,8 +35,8 @@ def activations(step: PlannedStep, stage: Stage) -> float:
     elements += step.tokens * 3 * experts.shared_intermediate_size
     if step.exchanges:
         elements += step.received * config.hidden_size
-    elements += step.room * 2 * experts.moe_intermediate_size
-    return ELEMENT * elements + 4 * step.tokens * (experts.num_experts + 8 * experts.num_experts_per_tok)
+    hidden = hidden_bytes(step) * step.room * 2 * experts.moe_intermediate_size
+    return hidden + ELEMENT * elements + 4 * step.tokens * (experts.num_experts + 8 * experts.num_experts_per_tok)
 
 
 def backward_workspace(step: PlannedStep) -> float:
@@ -53,11 +54,13 @@ def layer_workspace(step: PlannedStep, number: int) -> float:
     """
     config, stage = step.config, step.stages[number]
     head_elements = config.num_attention_heads * (config.key_dim + config.value_dim) + key_value_elements(config)
-    gathered = 4 * gathered_layer(step, number)
+    gathered = 4 * gathered_layer(step, number) + rounding_bytes(step, number)
     if stage.sparse:
         inter = step.experts.moe_intermediate_size
-        elements = step.computed_at_once * (2 * config.hidden_size + 3 * inter)
+        elements: float = step.computed_at_once * (2 * config.hidden_size + 3 * inter)
         elements += 2 * step.received * config.hidden_size if step.exchanges else 0
+        # dh in FP8 beside dh.
+        elements += step.computed_at_once * inter * OF_ROW_ELEMENT if step.precision != "bf16" else 0
         if step.computed_at_once < step.room and step.adapters is None:
             own = [p for p in step.parameters if p.in_stage and p.path[1] == number]
             gathered += 4 * sum(p.used_size / p.layers for p in own if "experts" in p.path)
