@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from moe_jax.commands.options import Dtype, InferencePrecision, LimitOptions, loaded_in, with_adapter
+from moe_jax.commands.options import Dtype, InferencePrecision, LimitOptions, loaded_in
 
 KEY_VARIABLE = "MOE_JAX_API_KEY"
 
@@ -91,8 +91,6 @@ class ServeCommand:
         check_drafting(int(self.drafts), config, limits)
         defaults = model_defaults(folder, config, tokenizer)
         bound = bind(self.host, self.port)
-        if self.precision != "bf16" and source.adapter is not None:
-            raise ValueError("--precision fp8 is for a model without an adapter")
-        model = with_adapter(loaded_in(self.precision, folder, dtype=self.dtype, mtp=self.drafts), source.adapter)
+        model = loaded_in(self.precision, folder, source.adapter, dtype=self.dtype, mtp=self.drafts)
         engine = Engine(model, limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
         run_server(Service(engine, defaults, settings), bound)
