@@ -31,7 +31,8 @@ from moe_jax.kernels.experts.changed_matmuls import (
     changed_matmul,
 )
 from moe_jax.kernels.experts.choose_backend import resolve_backend
-from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices, QuantisedRows, dequantised_rows, quantise_rows
+from moe_jax.kernels.experts.fp8.kept import KeptRows, keep_h, read_h
+from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
 from moe_jax.kernels.experts.fused_vjp import join_tokens, split_tokens
 from moe_jax.kernels.experts.internal import check_positive, without_strangers
 from moe_jax.kernels.experts.routing import Plan, plan, rows_of_pairs, wide_ids
@@ -160,7 +161,7 @@ def _of_each_expert(factors: LowRank, num_experts: int, alignment: int) -> LowRa
 class _Residuals(NamedTuple):
     operands: AdaptedOperands
     plan: Plan
-    h: Float[Array, "rows 2*inter"] | QuantisedRows
+    h: Float[Array, "rows 2*inter"] | KeptRows
     u: Float[Array, "rows rank"]
     v: Float[Array, "rows rank"]
 
@@ -174,7 +175,7 @@ def _forward(operands: AdaptedOperands, plan: Plan, options: ChangedOptions) -> 
     h, act = changed_gated_matmul(options, rows, frozen.gate_up, plan, RowsChange(u, gate_up.b), source_of_row=source)
     v = matmul(act, down.a)
     y_rows = changed_matmul(options, act, frozen.down, plan, RowsChange(v, down.b))
-    kept = quantise_rows(h) if options.fp8 is not None and options.fp8.kept == "fp8" else h
+    kept = h if options.fp8 is None else keep_h(h, options.fp8.kept)
     return backend.token_sums(y_rows, plan, weights), _Residuals(operands, plan, kept, u, v)
 
 
@@ -184,7 +185,7 @@ def _backward(
     (x, frozen, weights, (gate_up, down)), plan, kept, u, v = residuals
     backend = implementation(options.backend)
     matmul, outer = partial(backend.grouped_matmul, plan=plan), partial(backend.grouped_outer, plan=plan)
-    h = dequantised_rows(kept).astype(x.dtype) if isinstance(kept, QuantisedRows) else kept
+    h = read_h(kept)
     dy_rows, of_dy = backend.rows_of_tokens(dy, plan)
     t2 = matmul(dy_rows, down.b, source_of_row=of_dy, transpose=True)
     weight = weight_of_row(weights, plan)
