@@ -44,7 +44,7 @@ class PlanCommand:
         tried, and offload where yes does not fit.
       lora: as in `moe-jax finetune`. The time of adapters is that of reading and writing their rows; none was measured yet.
       weights: as in `moe-jax finetune`. "as stored" counts FP8 in blocks.
-      precision: as in `moe-jax finetune`, for Hopper GPUs and meshes without a pipe. Kernels were measured, steps were not.
+      precision: as in `moe-jax finetune`, for Hopper GPUs. Kernels were measured, steps were not.
       param_dtype: as in `moe-jax finetune`.
       moment_dtype: as in `moe-jax finetune`.
       expert_load_imbalance: choices computed by the busiest device, over the mean of all devices.
@@ -99,7 +99,7 @@ class PlanCommand:
             )
             adapters = PlannedAdapters(planned.summary.parameters, planned.moved_elements, options, self.weights)
         problems = weights_problems(self.weights, self.lora, self.devices)
-        if problems := problems + precision_problems(self.precision, "bfloat16", {}, self.lora, self.weights):
+        if problems := problems + precision_problems(self.precision, "bfloat16", self.pipe_schedule, self.lora, self.weights):
             raise ValueError("; ".join(problems))
         if self.limit < 1:
             raise ValueError(f"limit must be at least 1; got {self.limit}")

@@ -54,18 +54,21 @@ def hidden_bytes(step: PlannedStep) -> float:
 
 def _copied_elements(step: PlannedStep) -> int:
     """Returns the elements of the weights that are copied once a step; zero if passes round them, or they are frozen."""
-    if step.precision == "bf16" or step.adapters is not None or _is_split(step):
+    if step.precision == "bf16" or step.adapters is not None:
         return 0
-    return sum(p.own_size for p in step.parameters if p.path[-1] in EXPERT_MATRICES)
+    return sum(p.own_size for p in step.parameters if p.path[-1] in EXPERT_MATRICES and _is_copied(step, p.path[1]))
 
 
 def _elements_of_pass(step: PlannedStep, stage: int) -> float:
     """Returns the elements of one layer's weights that each pass rounds, or that lie in FP8 and are transposed."""
-    if step.precision == "bf16" or (step.adapters is None and not _is_split(step)):
+    if step.precision == "bf16" or (step.adapters is None and _is_copied(step, stage)):
         return 0.0
     own = [p for p in step.parameters if p.path[:2] == ("stages", stage) and p.path[-1] in EXPERT_MATRICES]
     return sum(p.used_size / p.layers for p in own)
 
 
-def _is_split(step: PlannedStep) -> bool:
-    return any(size > 1 for axis, size in asdict(step.mesh).items() if axis != "data")
+def _is_copied(step: PlannedStep, stage: int) -> bool:
+    """Returns True if a device has the whole weights of the stage's layers that it computes."""
+    if step.mesh.pipe > 1 and stage != step.joined_stage:
+        return False
+    return all(size == 1 for axis, size in asdict(step.mesh).items() if axis not in ("data", "pipe"))

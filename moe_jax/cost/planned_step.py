@@ -61,7 +61,7 @@ class PlannedStep:
       pipe_chunks: chunks of layers on each rank of a pipe.
       pipe_schedule: as in `parallel.Parallelism`.
       overlap_micro_batches: as in `parallel.Parallelism`; the passes of a pipe always overlap.
-      precision: that of the experts' matmuls, as `moe-jax finetune --precision` has it. FP8 takes no pipe.
+      precision: that of the experts' matmuls, as `moe-jax finetune --precision` has it.
       adapters: train these; the parameters are frozen then, without gradients, moments and masters. Needs a mesh of one device,
         or of several along data. None: train all parameters.
 
@@ -298,7 +298,8 @@ def _problems(step: PlannedStep) -> list[str]:
 def _problems_of_mesh(step: PlannedStep) -> list[str]:
     problems, config, mesh = [], step.config, step.mesh
     if step.precision != "bf16":
-        problems += [f"precision={step.precision!r} needs a mesh without pipe"] if mesh.pipe > 1 else []
+        if step.pipe_schedule != "uniform":
+            problems.append(f"precision={step.precision!r} needs pipe_schedule='uniform'; got {step.pipe_schedule!r}")
         reason = _fp8_refusal(config)
         problems += [f"precision={step.precision!r}: {reason}"] if reason is not None else []
     if step.adapters is not None and mesh.size > mesh.data:

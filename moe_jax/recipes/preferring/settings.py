@@ -121,7 +121,7 @@ def _problems(settings: PreferSettings) -> list[str]:
     if problems:
         return problems
     problems += weights_problems(settings.weights, settings.lora, devices=1)
-    problems += precision_problems(settings.precision, settings.dtype, {}, settings.lora, settings.weights)
+    problems += precision_problems(settings.precision, settings.dtype, "uniform", settings.lora, settings.weights)
     if settings.batch_size % settings.gradient_accumulation:
         problems.append(
             f"batch_size={settings.batch_size} must be a multiple of gradient_accumulation={settings.gradient_accumulation}"
