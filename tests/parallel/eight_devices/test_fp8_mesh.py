@@ -139,3 +139,19 @@ def test_evaluation_in_a_pipe():
         evaluate = make_evaluation(nnx.graphdef(model), parallelism=parallelism)
         found.append(evaluate(state, [put_batch(batch, state.params, parallelism)]))
     np.testing.assert_allclose(*found, rtol=1e-2)
+
+
+@pytest.mark.thorough
+def test_further_tokens_in_a_pipe():
+    """The module's experts are split over the ranks: passes round what they gathered."""
+    sizes = dict(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=4, n_group=1, topk_group=1)
+    config = replace(tiny.deepseek_config(**sizes, num_nextn_predict_layers=1), hidden_size=128, moe_intermediate_size=128)
+    parallelism, batch, found = Parallelism(_mesh(pipe=2)), make_batch(seeds.rng()), []
+    for on in (None, parallelism):
+        model = moe_jax.from_config(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+        model.set_precision("fp8")
+        if on is not None:
+            nnx.update(model, to_chunks(nnx.state(model), on.mesh))
+        found.append(train(batch, on, steps=1, make_model=lambda model=model: model, gradient_accumulation=2)[1][0])
+    for name, rtol in (("loss", 1e-2), ("mtp_loss", 1e-2), ("grad_norm", 0.05)):
+        np.testing.assert_allclose(found[1][name], found[0][name], rtol=rtol)
