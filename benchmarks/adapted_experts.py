@@ -1,10 +1,10 @@
-"""Times the experts of a layer, trained, frozen, and frozen with adapters: forward and backward, without a router.
+"""Times the experts of a layer, trained, frozen, and frozen with adapters, in bf16 and FP8: forward and backward.
 
     python benchmarks/adapted_experts.py                            # Qwen3-30B-A3B, 32768 tokens, ranks 4 and 16
     python benchmarks/adapted_experts.py --tokens 8192 --ranks 4
 
-Every expert gets the same number of tokens. A row is the median of 5 groups of `--launches` calls, one behind the other: the
-GPU is under load. "parts" times the thin products alone, which read rows and write few numbers.
+There is no router: every expert gets the same number of tokens. A row is the median of 5 groups of `--launches` calls, one
+behind the other: the GPU is under load. "parts" times the thin products alone, which read rows and write few numbers.
 """
 
 import argparse
@@ -18,6 +18,9 @@ from moe_jax import kernels
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted
+from moe_jax.kernels.experts.fp8.adapted import experts_mlp_adapted_in_fp8
+from moe_jax.kernels.experts.fp8.experts import Fp8Matrices
+from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
 from moe_jax.kernels.experts.internal import experts_mlp_frozen
 from moe_jax.kernels.experts.routing import plan
 from moe_jax.kernels.low_rank import LowRank
@@ -51,7 +54,7 @@ def main() -> None:
             LowRank(wide(rank, hidden), narrow(2 * inter, rank)), LowRank(wide(rank, inter), narrow(hidden, rank))
         )
 
-    def show(name: str, f, trained: tuple) -> None:
+    def show(name: str, f, trained: tuple, matrices: tuple = matrices) -> None:
         """Times f(trained, matrices): the result, and gradients of `trained` alone."""
 
         @jax.jit
@@ -69,6 +72,18 @@ def main() -> None:
             lambda own, matrices: experts_mlp_adapted(own[0], *matrices, own[1], chosen, own[2]),
             (x, weights, adapter_of(rank)),
         )
+    precision, quantised = kernels.Precision(), tuple(map(kernels.quantise_matrices, matrices))
+
+    def in_fp8(own, matrices):
+        return kernels.experts_mlp(own[0], *matrices, own[1], chosen, precision=precision)
+
+    def adapted_in_fp8(own, matrices):
+        frozen = Fp8Matrices(None, QuantisedExperts(*matrices))
+        return experts_mlp_adapted_in_fp8(own[0], frozen, own[1], chosen, own[2], precision)
+
+    show("frozen in FP8", in_fp8, (x, weights), quantised)
+    for rank in args.ranks:
+        show(f"frozen in FP8, rank {rank}", adapted_in_fp8, (x, weights, adapter_of(rank)), quantised)
     if args.parts:
         show_parts(args, x, chosen, inter, experts)
 

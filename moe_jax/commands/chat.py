@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from moe_jax.commands.options import Dtype, length_for, with_adapter
+from moe_jax.commands.options import Dtype, InferencePrecision, length_for, loaded_in
 
 if TYPE_CHECKING:
     from moe_jax.serving.conversation import Conversation
@@ -40,6 +40,8 @@ class ChatCommand:
         rounding.
       adapter: a folder or hub id of an adapter (LoRA) that is added to the model's weights.
       dtype: the dtype that the model computes in.
+      precision: fp8 multiplies the experts in 8 bits, with FP8 weights of the files as they are, or rounded (docs/fp8.md).
+        Default: in the dtype.
     """
 
     model: tyro.conf.Positional[str]
@@ -54,11 +56,12 @@ class ChatCommand:
     drafts: bool = False
     adapter: str | None = None
     dtype: Dtype = "bfloat16"
+    precision: InferencePrecision = "bf16"
 
     def run(self) -> None:
         """Loads the model, then answers each line of standard input."""
         from moe_jax.adapters.source import source_of
-        from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
+        from moe_jax.checkpoint.hf_load import find_checkpoint, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
         from moe_jax.generation.text import chat_prompts
         from moe_jax.serving.conversation import Conversation
@@ -92,7 +95,7 @@ class ChatCommand:
         )
         check_drafting(int(self.drafts), config, limits)
         print("loading ...", file=sys.stderr)
-        model = with_adapter(from_pretrained(folder, dtype=self.dtype, mtp=self.drafts), source.adapter)
+        model = loaded_in(self.precision, folder, source.adapter, dtype=self.dtype, mtp=self.drafts)
         engine = Engine(model, limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
         if self.max_new_tokens is None:
             options = replace(options, max_new_tokens=0)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from moe_jax.commands.options import Dtype, InferencePrecision, device_count, loaded_in, with_adapter
+from moe_jax.commands.options import Dtype, InferencePrecision, device_count, loaded_in
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -87,10 +87,7 @@ class GenerateCommand:
             check_drafts(config)
         if source.adapter is not None and mesh is not None:
             raise ValueError("an adapter is for one device; write the merged model first: moe-jax convert --merge")
-        if self.precision != "bf16" and (source.adapter is not None or mesh is not None):
-            raise ValueError("--precision fp8 is for a model without an adapter on one device")
-        model = loaded_in(self.precision, folder, dtype=self.dtype, mtp=self.drafts, mesh=mesh)
-        model = with_adapter(model, source.adapter)
+        model = loaded_in(self.precision, folder, source.adapter, dtype=self.dtype, mtp=self.drafts, mesh=mesh)
         new: Any
         if self.drafts:
             new, drafts = generate_with_drafts(model, prompt, seed=self.seed, **options)

@@ -22,21 +22,23 @@ InferencePrecision = Literal["bf16", "fp8"]
 """The precision of the experts' matmuls in commands that do not train; "bf16" stands for the dtype."""
 
 
-def loaded_in(precision: InferencePrecision, folder: Path, **options: Any) -> "Decoder":
-    """Loads a checkpoint with its experts in this precision; `options` are those of `from_pretrained`.
+def loaded_in(precision: InferencePrecision, folder: Path, adapter: str | None, **options: Any) -> "Decoder":
+    """Loads a checkpoint with its experts in this precision, and an adapter added; `options` are those of `from_pretrained`.
 
     Raises:
-      FileNotFoundError, ValueError: as `from_pretrained`.
+      FileNotFoundError, ValueError: as `from_pretrained` and `with_adapter`. Also FP8 with an adapter or on several devices.
     """
     from moe_jax.checkpoint.hf_load import from_pretrained, read_config
     from moe_jax.models.decoder import fp8_refusal
 
     # Before minutes of loading.
+    if precision != "bf16" and (adapter is not None or options.get("mesh") is not None):
+        raise ValueError(f"--precision {precision} is for a model without an adapter on one device")
     if precision != "bf16" and (reason := fp8_refusal(read_config(folder, mtp=False), options["dtype"])) is not None:
         raise ValueError(f"--precision {precision}: {reason}; take 'bf16'")
     model = from_pretrained(folder, weights="whole" if precision == "bf16" else "fp8", **options)
     model.set_precision(precision)
-    return model
+    return with_adapter(model, adapter)
 
 
 @dataclass(frozen=True)

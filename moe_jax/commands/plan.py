@@ -10,8 +10,10 @@ import tyro
 from moe_jax.checkpoint.weights import Weights
 from moe_jax.commands.options import LoraOption, config_of, options_of_lora
 from moe_jax.cost.gpus import machine
+from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import PipeSchedule
 from moe_jax.recipes.finetuning.lora_settings import weights_problems
+from moe_jax.recipes.finetuning.precision import precision_problems
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class PlanCommand:
       remat: recompute layers in the backward pass (offload: also keep their inputs in host memory). Default: no and yes are
         tried, and offload where yes does not fit.
       lora: as in `moe-jax finetune`. The time of adapters is that of reading and writing their rows; none was measured yet.
-      weights: as in `moe-jax finetune`. "as stored" counts FP8 in blocks. FP8 is made whole here, as without `--precision fp8`.
+      weights: as in `moe-jax finetune`. "as stored" counts FP8 in blocks.
+      precision: as in `moe-jax finetune`, for Hopper GPUs. Kernels were measured, steps were not.
       param_dtype: as in `moe-jax finetune`.
       moment_dtype: as in `moe-jax finetune`.
       expert_load_imbalance: choices computed by the busiest device, over the mean of all devices.
@@ -65,6 +68,7 @@ class PlanCommand:
     remat: Literal["no", "yes", "offload"] | None = None
     lora: LoraOption = None
     weights: Weights = "whole"
+    precision: PrecisionName = "bf16"
     param_dtype: Literal["bfloat16", "float32"] | None = None
     moment_dtype: Literal["bfloat16", "float32"] = "float32"
     expert_load_imbalance: float = 1.0
@@ -88,13 +92,14 @@ class PlanCommand:
             from moe_jax.adapters.planned import planned_lora
 
             config = config.without_mtp()
-            planned = planned_lora(config, self.lora)
+            planned = planned_lora(config, self.lora, in_fp8=self.precision != "bf16")
             print(planned.summary)
             options = options_of_lora(self.lora) + (
                 "" if self.weights == "whole" else f" --weights {shlex.quote(self.weights)}"
             )
             adapters = PlannedAdapters(planned.summary.parameters, planned.moved_elements, options, self.weights)
-        if problems := weights_problems(self.weights, self.lora, self.devices):
+        problems = weights_problems(self.weights, self.lora, self.devices)
+        if problems := problems + precision_problems(self.precision, "bfloat16", self.pipe_schedule, self.lora, self.weights):
             raise ValueError("; ".join(problems))
         if self.limit < 1:
             raise ValueError(f"limit must be at least 1; got {self.limit}")
@@ -118,6 +123,7 @@ class PlanCommand:
             capacity_factor=self.capacity_factor,
             shard_optimizer=self.shard_optimizer,
             pipe_schedule=self.pipe_schedule,
+            precision=self.precision,
             adapters=adapters,
         )
         hosts = f"{self.devices} x {found.name} ({found.memory / 2**30:.0f} GiB to use) in hosts of {self.hosts_of}"

@@ -7,14 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from moe_jax.commands.options import (
-    Dtype,
-    InferencePrecision,
-    LimitOptions,
-    engine_mesh,
-    loaded_in,
-    with_adapter,
-)
+from moe_jax.commands.options import Dtype, InferencePrecision, LimitOptions, engine_mesh, loaded_in
 
 KEY_VARIABLE = "MOE_JAX_API_KEY"
 
@@ -106,8 +99,6 @@ class ServeCommand:
         if mesh is not None and (wrong := [option for option, is_set in for_one.items() if is_set]):
             raise ValueError(f"{' and '.join(wrong)} need --devices 1; got {self.devices}")
         bound = bind(self.host, self.port)
-        if in_fp8 and has_adapter:
-            raise ValueError("--precision fp8 is for a model without an adapter")
-        model = with_adapter(loaded_in(self.precision, folder, dtype=self.dtype, mtp=self.drafts, mesh=mesh), source.adapter)
+        model = loaded_in(self.precision, folder, source.adapter, dtype=self.dtype, mtp=self.drafts, mesh=mesh)
         engine = Engine(model, limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
         run_server(Service(engine, defaults, settings), bound)

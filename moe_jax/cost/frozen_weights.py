@@ -2,14 +2,12 @@
 
 from typing import NamedTuple
 
+from moe_jax.cost.fp8 import OF_ELEMENT, SCALE
 from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.parameters import Parameter
 from moe_jax.cost.planned_step import BYTES, PlannedStep
-from moe_jax.layers.quantised import FP8_BLOCK, NF4_BLOCK
+from moe_jax.layers.quantised import NF4_BLOCK
 from moe_jax.layers.tickets import EXPERT_MATRICES
-
-SCALE = 4
-"""Bytes of a scale."""
 
 
 class QuantisedBytes(NamedTuple):
@@ -25,9 +23,14 @@ def frozen_bytes(step: PlannedStep) -> float:
 
 
 def quantised_layer(step: PlannedStep, stage: int) -> QuantisedBytes:
-    """Returns the bytes of a layer's quantised matrices, as they lie and whole; zeros if all lie whole."""
+    """Returns the bytes of a layer's quantised matrices that passes make whole, as they lie and whole.
+
+    Experts that multiply in FP8 are not made whole.
+    """
     stored = whole = 0.0
     for parameter in step.parameters:
+        if step.precision != "bf16" and parameter.path[-1] in EXPERT_MATRICES:
+            continue
         if parameter.path[:2] == ("stages", stage) and (of_element := _stored_bytes(parameter, step)):
             elements = parameter.own_size / parameter.layers
             stored, whole = stored + of_element * elements, whole + ELEMENT * elements
@@ -45,5 +48,5 @@ def _stored_bytes(parameter: Parameter, step: PlannedStep) -> float | None:
     if form == "nf4" and is_of_experts:
         return 1 / 2 + SCALE / NF4_BLOCK
     if (form == "fp8" and is_of_experts) or (form == "as stored" and parameter.in_stage and is_projection):
-        return 1 + SCALE / (FP8_BLOCK[0] * FP8_BLOCK[1])
+        return OF_ELEMENT
     return None

@@ -1,6 +1,7 @@
 """The machines that `moe-jax plan` knows by name: the measured H200, and GPUs scaled from it by data sheets."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from moe_jax.cost.machine import H200, Machine
 
@@ -25,11 +26,13 @@ class DataSheet:
     """GB/s between GPU and host, one direction."""
     network: float
     """GB/s of the GPU's network card, one direction."""
+    is_hopper: bool = False
+    """True if the GPU has kernels for experts in FP8."""
 
 
 H200_SHEET = DataSheet("NVIDIA H200", 139, 989, 4800, 900, 64, 50)
 SHEETS = {
-    "h100": DataSheet("NVIDIA H100 80 GB", 79, 989, 3350, 900, 64, 50),
+    "h100": DataSheet("NVIDIA H100 80 GB", 79, 989, 3350, 900, 64, 50, is_hopper=True),
     "a100": DataSheet("NVIDIA A100 80 GB", 79, 312, 2039, 600, 32, 25),
     "a100-40gb": DataSheet("NVIDIA A100 40 GB", 39, 312, 1555, 600, 32, 25),
     "l40s": DataSheet("NVIDIA L40S", 44, 362, 864, 64, 32, 25),
@@ -61,7 +64,9 @@ def scaled(sheet: DataSheet) -> Machine:
         # These two are seconds, of kernels bound by memory.
         (1 / hbm, ("top_k", "sort")),
     ]  # fmt: skip
-    fields = {name: ratio * getattr(H200, name) for ratio, names in rates for name in names}
+    fields: dict[str, Any] = {name: ratio * getattr(H200, name) for ratio, names in rates for name in names}
+    if not sheet.is_hopper:
+        fields["experts_fp8"] = None
     return replace(H200, name=sheet.name, memory=USABLE * sheet.memory * 2**30, **fields)
 
 

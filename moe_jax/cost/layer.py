@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moe_jax.cost.machine import Machine
+from moe_jax.models.precision import PrecisionName
 
 ELEMENT = 2
 """Bytes of one element of an operand."""
@@ -41,37 +42,46 @@ class ExpertsWork:
     inter: int
 
 
-def experts_seconds(work: ExpertsWork, machine: Machine, *, frozen: bool = False) -> Passes:
+def experts_seconds(work: ExpertsWork, machine: Machine, *, frozen: bool = False, precision: PrecisionName = "bf16") -> Passes:
     """Returns the seconds of backend `mosaic`, whose kernels run one after another.
 
     A matmul computes whole tiles of 128 rows, or of 64 rows where experts have at most 64 on average. The last tile of an
     expert is half empty on average. If reading the weights takes longer than the FLOPs, that time counts. Frozen weights have
-    no gradients, and their backward pass gathers no rows of x.
+    no gradients, and their backward pass gathers no rows of x. In FP8 operands have 1 byte, but those of weights' gradients.
     """
+    in_fp8 = precision != "bf16"
     fill = 32 if work.rows <= 64 * work.experts else 64
     filled = work.rows + fill * work.experts
-    weights = ELEMENT * work.experts * work.hidden * work.inter
+    elements = work.experts * work.hidden * work.inter
 
-    def matmul(matrices: int, rate: float = machine.experts_matmul) -> float:
+    def matmul(matrices: int, rate: float = machine.experts_matmul, element: int = ELEMENT) -> float:
         flops = 2 * matrices * filled * work.hidden * work.inter
-        return max(flops / rate, matrices * weights / machine.hbm)
+        return max(flops / rate, matrices * element * elements / machine.hbm)
 
+    if in_fp8:
+        assert machine.experts_fp8 is not None, "`cost.predict` refuses it"
+        rates = machine.experts_fp8
+        gate_up, down, dx, d_act = (matmul(n, rate, 1) for n, rate in zip((2, 1, 2, 1), rates, strict=True))
+    else:
+        gate_up, down, dx, d_act = matmul(2), matmul(1), matmul(2), matmul(1, machine.experts_d_act)
     plan = work.tokens * work.choices * machine.sort
     # A token is read once and its rows are written. XLA's combine reads these rows. For a choice of another device it reads the
     # same row again and again, in half the time (profile of a layer over four GPUs).
     # The first of two forward passes under remat gathers inside gate_up only. Its gather counts all the same: 1 % of a layer.
     gather = ELEMENT * work.hidden * (work.tokens + work.rows) / machine.hbm
+    rounded = work.hidden * (ELEMENT * work.tokens + work.rows) / machine.hbm if in_fp8 else gather
     elsewhere = work.tokens * work.choices - work.rows
     combine = gather + ELEMENT * work.hidden * elsewhere / 2 / machine.hbm
-    gate_up, down = matmul(2), matmul(1)
-    # d_act, dw_down; dx, dw_gate_up; gathers of dy and x, the sum of dx.
-    backward = matmul(1, machine.experts_d_act) + down + 2 * gate_up + 2 * gather + combine
-    if frozen:
-        backward = matmul(1, machine.experts_d_act) + gate_up + gather + combine
+    # A gather of dy, d_act, dx and its sum; then dw_down, dw_gate_up and the gather of x. In FP8 these gather dy once more.
+    backward = rounded + d_act + dx + combine
+    if not frozen:
+        backward += matmul(1) + matmul(2) + gather * (2 if in_fp8 else 1)
+    # h is read and written in both forms.
+    kept = (ELEMENT + 1) * 2 * work.inter * work.rows / machine.hbm if precision == "fp8_kept" else 0.0
     overhead = machine.experts_overhead
     # Recomputation stops before the down projection: backward does not need the layer's output.
-    again = overhead + plan + gather + gate_up
-    return Passes(again + down + combine, again, 2 * overhead + backward)
+    again = overhead + plan + rounded + gate_up + kept
+    return Passes(again + down + combine, again, 2 * overhead + backward + kept)
 
 
 def experts_sums_seconds(work: ExpertsWork, machine: Machine) -> float:

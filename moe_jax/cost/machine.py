@@ -12,6 +12,15 @@ from moe_jax.parallel.choices import MESH_AXES, MeshShape
 Axes = tuple[str, ...]
 
 
+class Fp8Rates(NamedTuple):
+    """FLOP/s of the experts' products in FP8, counted as those in bfloat16."""
+
+    gate_up: float
+    down: float
+    dx: float
+    d_act: float
+
+
 @dataclass(frozen=True)
 class Machine:
     """GPUs of one kind, in hosts of `gpus_of_host`. Rates are FLOP/s and byte/s of one GPU, times are seconds.
@@ -60,6 +69,8 @@ class Machine:
     """Share of NCCL's time for a gather or sum that is hidden while a layer's computation runs."""
     layer_overhead: float
     """Seconds of a pass over a layer that no other figure accounts for."""
+    experts_fp8: Fp8Rates | None = None
+    """None: no kernels, and the reference is slower than bfloat16."""
 
     @property
     def experts_training(self) -> float:
@@ -180,5 +191,7 @@ H200 = Machine(
     hidden=0.2,
     # Fitted to four training steps; it is 2 % of them (docs/scaling.md).
     layer_overhead=0.1e-3,
+    # Under load (docs/kernels_log.md): gate_up with its epilogue and h, d_act from 1.63 ms. Each was measured once.
+    experts_fp8=Fp8Rates(gate_up=930e12, down=880e12, dx=954e12, d_act=506e12),
 )
 """H200 in hosts of eight, all linked by NVLink with multicast off. Rates of links were measured with four GPUs."""

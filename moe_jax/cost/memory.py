@@ -13,6 +13,7 @@ layers add to the sums directly, and several micro-batches are in flight.
 from typing import NamedTuple
 
 from moe_jax.config import Stage
+from moe_jax.cost.fp8 import copies_bytes
 from moe_jax.cost.frozen_weights import frozen_bytes, quantised_layer
 from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.planned_step import BYTES, PlannedAdapters, PlannedStep
@@ -85,9 +86,10 @@ def _of_passes_in_turn(step: PlannedStep) -> _Held:
     kept = sum(_layers_kept(step, stage.num_layers) * kept_by_layer(step, stage) for stage in step.stages)
     # Gradients of the model's own loss stay in memory during the passes of the MTP modules.
     waiting = 4 * len(config.mtp_stages) * config.hidden_size * (config.vocab_size + step.tokens)
-    backward = max(gradients, waiting) + kept + backward_workspace(step)
+    kept_and_copies = kept + copies_bytes(step)
+    backward = max(gradients, waiting) + kept_and_copies + backward_workspace(step)
     head = (ELEMENT + 4) * config.vocab_size * config.hidden_size
-    loss = kept + waiting + head + loss_workspace(step, step.tokens)
+    loss = kept_and_copies + waiting + head + loss_workspace(step, step.tokens)
     optimizer = (0 if sums else gradients) + optimizer_workspace(step)
     return _Held(sums + gradients, kept, sums + max(backward, loss, optimizer))
 
@@ -134,7 +136,8 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
             workspaces.append(layer_workspace(beside, other) - gathers)
     waiting = 4 * len(config.mtp_stages) * config.hidden_size * own_tokens
     passes = max(max(workspaces) + context_workspace(step), loss_workspace(step, own_tokens)) + waiting
-    return _Held(sums, kept, sums + max(whole + embedded + kept + passes, optimizer_workspace(step)))
+    passes += whole + embedded + kept + copies_bytes(step)
+    return _Held(sums, kept, sums + max(passes, optimizer_workspace(step)))
 
 
 def host_bytes(step: PlannedStep) -> float:

@@ -11,7 +11,7 @@ from moe_jax.parallel.choices import MESH_AXES
 
 KINDS = {
     "computing": ("experts", "projections", "attention", "loss", "overhead"),
-    "HBM": ("elementwise", "kept", "sums", "optimizer"),
+    "HBM": ("elementwise", "kept", "sums", "copies", "optimizer"),
     "links": ("exchange", "context", "gathers", "hops", "once a step"),
     "bubble": ("bubble",),
 }
@@ -29,7 +29,10 @@ HEADER = (
 
 
 def row(prediction: Prediction) -> str:
-    """Returns one line in the columns of HEADER. The last columns are shares of the step; pipes are marked as not measured."""
+    """Returns one line in the columns of HEADER. The last columns are shares of the step.
+
+    Pipes and FP8 are marked as not measured.
+    """
     step, seconds = prediction.step, prediction.step_seconds
     sizes = asdict(step.mesh)
     layout = sizes.pop("pipe"), step.pipe_chunks, *sizes.values()
@@ -38,7 +41,7 @@ def row(prediction: Prediction) -> str:
     speed = f"{seconds:>9.3f} s{prediction.tokens_per_second:>14.0f}{prediction.flops_per_second / 1e12:>13.0f}"
     memory = f"{prediction.memory_bytes / 2**30:>7.0f}"
     shares = (sum(prediction.seconds.get(part, 0.0) for part in parts) / seconds for parts in KINDS.values())
-    mark = "  not measured" if step.mesh.pipe > 1 else ""
+    mark = "  not measured" if step.mesh.pipe > 1 or step.precision != "bf16" else ""
     return mesh + speed + memory + "".join(f"{share:>11.0%}" for share in shares) + mark
 
 
@@ -110,5 +113,6 @@ def flags(step: PlannedStep) -> str:
     remat = {False: "--no-remat", True: "", "offload": "--offload"}[step.remat]
     optimizer = "--shard-optimizer" if step.shard_optimizer and step.mesh.data > 1 else ""
     lora = "" if step.adapters is None else step.adapters.options
-    parts = (lora, axes, chunks, batch, micro_batches, dtypes, capacity, hops, overlap, remat, optimizer)
+    precision = "" if step.precision == "bf16" else f"--precision {step.precision}"
+    parts = (lora, precision, axes, chunks, batch, micro_batches, dtypes, capacity, hops, overlap, remat, optimizer)
     return " ".join(part for part in parts if part)

@@ -5,10 +5,14 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
+import jax.numpy as jnp
+
 from moe_jax.config import ExpertsSpec, ModelConfig, Stage
 from moe_jax.cost.parameters import Parameter, num_piped_layers, parameters, piped_stage
 from moe_jax.layers.moe import EXPERT_CHUNK_TOKENS
 from moe_jax.layers.passes import Remat
+from moe_jax.models.decoder import fp8_refusal
+from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, PipeSchedule
 from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, devices_of_step, first_capacity
 from moe_jax.parallel.pipeline.chunks import fills_chunks, layers_of_chunk
@@ -57,6 +61,7 @@ class PlannedStep:
       pipe_chunks: chunks of layers on each rank of a pipe.
       pipe_schedule: as in `parallel.Parallelism`.
       overlap_micro_batches: as in `parallel.Parallelism`; the passes of a pipe always overlap.
+      precision: that of the experts' matmuls, as `moe-jax finetune --precision` has it.
       adapters: train these; the parameters are frozen then, without gradients, moments and masters. Needs a mesh of one device,
         or of several along data. None: train all parameters.
 
@@ -82,6 +87,7 @@ class PlannedStep:
     pipe_chunks: int = 1
     pipe_schedule: PipeSchedule = "uniform"
     overlap_micro_batches: bool | None = None
+    precision: PrecisionName = "bf16"
     adapters: PlannedAdapters | None = None
 
     def __post_init__(self):
@@ -250,6 +256,11 @@ def _has_experts(config: ModelConfig) -> bool:
 
 
 @functools.cache
+def _fp8_refusal(config: ModelConfig) -> str | None:
+    return fp8_refusal(config, jnp.bfloat16)
+
+
+@functools.cache
 def _num_slots(ranks: int, chunks: int, micro_batches: int) -> int:
     return 1 + max(input_slots(ranks, chunks, micro_batches))
 
@@ -269,6 +280,7 @@ def _problems(step: PlannedStep) -> list[str]:
         ("moment_dtype", step.moment_dtype, BYTES),
         ("context_method", step.context_method, get_args(Method)),
         ("hops", step.hops, get_args(Hops)),
+        ("precision", step.precision, get_args(PrecisionName)),
     ):
         if value not in choices:
             problems.append(f"{name}={value!r} must be one of {', '.join(choices)}")
@@ -285,6 +297,11 @@ def _problems(step: PlannedStep) -> list[str]:
 
 def _problems_of_mesh(step: PlannedStep) -> list[str]:
     problems, config, mesh = [], step.config, step.mesh
+    if step.precision != "bf16":
+        if step.pipe_schedule != "uniform":
+            problems.append(f"precision={step.precision!r} needs pipe_schedule='uniform'; got {step.pipe_schedule!r}")
+        reason = _fp8_refusal(config)
+        problems += [f"precision={step.precision!r}: {reason}"] if reason is not None else []
     if step.adapters is not None and mesh.size > mesh.data:
         problems.append("adapters train on one device, or on several along data alone")
     ways = mesh.size // mesh.pipe // mesh.context

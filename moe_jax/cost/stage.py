@@ -1,11 +1,12 @@
 """Seconds of the layers of one stage: what a device computes, and what travels beside."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_jax.config import Stage
 from moe_jax.cost.attention import attention_seconds, moved_elements
 from moe_jax.cost.flops import attention_matrices
+from moe_jax.cost.fp8 import rounding_seconds
 from moe_jax.cost.frozen_weights import quantised_layer
 from moe_jax.cost.layer import ExpertsWork, Passes, elementwise_seconds, experts_seconds, matmul_seconds, router_seconds
 from moe_jax.cost.machine import Machine
@@ -113,6 +114,8 @@ def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str,
         parts["elementwise"] = Passes(*map(sum, zip(parts["elementwise"], moved, made_whole, strict=True)))
     if stage.sparse:
         parts["experts"] = _sparse_seconds(step, machine)
+        rounding = rounding_seconds(step, number, machine)
+        parts["elementwise"] = Passes(*map(sum, zip(parts["elementwise"], rounding, strict=True)))
     return parts | {"kept": _keeping_seconds(step, stage, parts.values(), machine)}
 
 
@@ -136,7 +139,8 @@ def _sparse_seconds(step: PlannedStep, machine: Machine) -> Passes:
     experts = step.experts
     grouped = experts.num_groups > 1
     router = router_seconds(step.tokens, step.config.hidden_size, experts.num_experts, machine, grouped=grouped)
-    both = experts_seconds(experts_work(step), machine, frozen=step.adapters is not None), router
+    options: dict[str, Any] = dict(frozen=step.adapters is not None, precision=step.precision)
+    both = experts_seconds(experts_work(step), machine, **options), router
     return Passes(*(sum(seconds) for seconds in zip(*both, strict=True)))
 
 

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 
 from moe_jax.cost.flops import training_flops_per_token
+from moe_jax.cost.fp8 import copies_seconds
 from moe_jax.cost.layer import Passes
 from moe_jax.cost.machine import H200, Machine
 from moe_jax.cost.memory import host_bytes, memory_bytes
@@ -80,8 +81,10 @@ def predict(step: PlannedStep, machine: Machine = H200) -> Prediction:
     """Returns the predicted cost of one optimizer step.
 
     Raises:
-      ValueError: `hops="copies"` on more devices than a host of the machine has.
+      ValueError: `hops="copies"` on more devices than a host of the machine has, or FP8 on a machine without kernels for it.
     """
+    if step.precision != "bf16" and machine.experts_fp8 is None:
+        raise ValueError(f"precision={step.precision!r} has kernels for Hopper GPUs alone; on {machine.name} take 'bf16'")
     if step.hops == "copies" and step.mesh.size > machine.gpus_of_host:
         raise ValueError(
             f"hops='copies' needs all devices in one process, and a host has {machine.gpus_of_host}; the mesh has "
@@ -91,6 +94,7 @@ def predict(step: PlannedStep, machine: Machine = H200) -> Prediction:
     parts |= {
         "loss": _loss_seconds(step, machine),
         "sums": sums_seconds(step, machine),
+        "copies": copies_seconds(step, machine),
         "optimizer": _optimizer_seconds(step, machine),
         "once a step": once_a_step_seconds(step, machine),
     }

@@ -2,6 +2,7 @@
 
 from moe_jax.config import Stage
 from moe_jax.cost.attention import expanded_elements, kept_elements, key_value_elements, travelling_elements
+from moe_jax.cost.fp8 import OF_ROW_ELEMENT, hidden_bytes, rounding_bytes
 from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.planned_step import PlannedStep
 from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
@@ -37,9 +38,9 @@ def activations(step: PlannedStep, stage: Stage) -> float:
     if step.exchanges:
         elements += step.received * config.hidden_size
     rows = step.room + experts.num_experts // step.mesh.expert * (ROW_ALIGNMENT - 1)
-    elements += rows * 2 * experts.moe_intermediate_size
+    hidden = hidden_bytes(step) * rows * 2 * experts.moe_intermediate_size
     narrow = step.tokens * (config.num_attention_heads + 2 * experts.num_experts + 5 * experts.num_experts_per_tok) + 3 * rows
-    return ELEMENT * elements + 4 * narrow
+    return hidden + ELEMENT * elements + 4 * narrow
 
 
 def backward_workspace(step: PlannedStep) -> float:
@@ -57,11 +58,13 @@ def layer_workspace(step: PlannedStep, number: int) -> float:
     """
     config, stage = step.config, step.stages[number]
     head_elements = config.num_attention_heads * (config.key_dim + config.value_dim) + key_value_elements(config)
-    gathered = 4 * gathered_layer(step, number)
+    gathered = 4 * gathered_layer(step, number) + rounding_bytes(step, number)
     if stage.sparse:
         inter = step.experts.moe_intermediate_size
-        elements = step.computed_at_once * (2 * config.hidden_size + 3 * inter)
+        elements: float = step.computed_at_once * (2 * config.hidden_size + 3 * inter)
         elements += 2 * step.received * config.hidden_size if step.exchanges else 0
+        # dh in FP8 beside dh.
+        elements += step.computed_at_once * inter * OF_ROW_ELEMENT if step.precision != "bf16" else 0
         if step.computed_at_once < step.room and step.adapters is None:
             own = [p for p in step.parameters if p.in_stage and p.path[1] == number]
             gathered += 4 * sum(p.used_size / p.layers for p in own if "experts" in p.path)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted
 from moe_jax.kernels.experts.deferred import ExpertProducts, expert_products_like, experts_mlp_deferring
+from moe_jax.kernels.experts.fp8.adapted import experts_mlp_adapted_in_fp8
 from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, experts_mlp_in_fp8
 from moe_jax.kernels.experts.fp8.passes import quantise_experts
 from moe_jax.kernels.experts.fp8.precision import Precision
@@ -272,11 +273,14 @@ class Experts(TicketHolder):
     ) -> Float[Array, "tokens hidden"]:
         """Returns the weighted sum of the chosen experts' outputs (`kernels.experts_mlp`)."""
         chunk_tokens = EXPERT_CHUNK_TOKENS if len(x) > 2 * EXPERT_CHUNK_TOKENS else None
+        adapter = self.adapter
         if self.precision is not None:
-            options: dict[str, Any] = dict(accumulators=self.accumulators, chunk_tokens=chunk_tokens)
-            return experts_mlp_in_fp8(x, self._matrices_for_fp8(), weights, experts, self.precision, **options)
+            given = x, self._matrices_for_fp8(), weights, experts
+            if adapter is not None:
+                return experts_mlp_adapted_in_fp8(*given, adapter, self.precision, chunk_tokens=chunk_tokens)
+            return experts_mlp_in_fp8(*given, self.precision, accumulators=self.accumulators, chunk_tokens=chunk_tokens)
         matrices = self.gate_up_proj[...], self.down_proj[...]
-        if (adapter := self.adapter) is not None:
+        if adapter is not None:
             return experts_mlp_adapted(x, *matrices, weights, experts, adapter, chunk_tokens=chunk_tokens)
         if isinstance(self.gate_up_proj, Frozen):
             return experts_mlp_frozen(x, *matrices, weights, experts, chunk_tokens=chunk_tokens)
@@ -287,8 +291,6 @@ class Experts(TicketHolder):
         return experts_mlp_accumulating(x, *matrices, weights, experts, self.accumulators, chunk_tokens=chunk_tokens)
 
     def _matrices_for_fp8(self) -> Fp8Matrices:
-        if self.adapter is not None:
-            raise ValueError("adapters of experts multiply in bf16: take precision 'bf16', or adapters without the experts")
         if self.ticket is not None:
             raise ValueError("weight tickets hold operands in bf16: take precision 'bf16', or a schedule without tickets")
         if isinstance(self.gate_up_proj, Frozen) or (self.place is not None and self.accumulators is None):

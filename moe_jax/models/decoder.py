@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.config import ModelConfig, Stage
-from moe_jax.kernels.experts.fp8 import backends as fp8_backends
+from moe_jax.kernels.experts.fp8 import quantise
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Embedding, Linear
@@ -369,7 +369,7 @@ def fp8_refusal(config: ModelConfig, dtype: DTypeLike) -> str | None:
     if config.experts is None:
         return "FP8 is for experts, and this model has none"
     sizes = config.hidden_size, config.experts.moe_intermediate_size
-    reason = fp8_backends.refusal(jnp.dtype(dtype), *sizes)
+    reason = quantise.refusal(jnp.dtype(dtype), *sizes)
     return None if reason is None else f"FP8 does not take this model's experts: {reason}"
 
 

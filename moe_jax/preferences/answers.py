@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from moe_jax.adapters.merge import without_adapter
+from moe_jax.adapters.merge import with_zero_changes, without_adapter
 from moe_jax.kernels.token_log_probs import token_log_probs
 from moe_jax.layers.lora import has_adapters
 from moe_jax.models.decoder import Decoder
@@ -82,7 +82,8 @@ def reference_log_probs(model: Decoder, batch: Batch) -> Float[Array, "batch exa
 
         batch["reference_log_probs"] = nnx.jit(preferences.reference_log_probs)(reference_model, batch)
     """
-    model = without_adapter(model) if has_adapters(model) else model
+    if has_adapters(model):
+        model = with_zero_changes(model) if model.precision is not None else without_adapter(model)
     examples = batch["example"].shape[1]
     if KL + "tokens" in batch:
         return jnp.stack([answer_log_probs(model, batch, examples, prefix) for prefix in ("", KL)], axis=-1)

@@ -97,15 +97,20 @@ def merged_model(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, ex
 def with_fp8_copies(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, parallelism: Parallelism | None) -> nnx.State:
     """Returns `fixed` with FP8 copies of the experts' weights, for all micro-batches of a step.
 
-    Without copies, where a mesh splits the weights, each layer rounds the weights that it gathered.
+    Without copies, where a mesh splits the weights, each layer rounds the weights that it gathered. A pipeline makes the copies
+    of a rank inside (`pipeline_passes.fp8_copies_of_rank`).
 
     Raises:
-      ValueError: experts that multiply in FP8, and a pipeline.
+      ValueError: experts that multiply in FP8, and a pipeline with another schedule than "uniform".
     """
     mesh = {} if parallelism is None else parallelism.mesh.shape
     if parallelism is not None and parallelism.pipelined:
-        if precision_of(nnx.merge(graphdef, params, fixed)) is not None:
-            raise ValueError("a pipeline's passes hold operands in bf16: take precision 'bf16', or a mesh without pipe")
+        is_uniform = parallelism.pipe_schedule == "uniform"
+        if not is_uniform and precision_of(nnx.merge(graphdef, params, fixed)) is not None:
+            raise ValueError(
+                f"weight tickets of pipe_schedule={parallelism.pipe_schedule!r} hold operands in bf16: take the schedule "
+                "'uniform', or precision 'bf16'"
+            )
         return fixed
     if any(devices > 1 for axis, devices in mesh.items() if axis != "data"):
         return fixed

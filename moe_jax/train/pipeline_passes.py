@@ -8,7 +8,7 @@ gradients travel back.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.varying import vary_as
-from moe_jax.layers.moe import add_expert_gradients_to
+from moe_jax.layers.moe import add_expert_gradients_to, fp8_copies
 from moe_jax.layers.passes import Chunk, Loop, SavedPlace, backward_loop, forward_loop, run_loops
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.layers.tickets import defer_weight_gradients
@@ -76,6 +76,8 @@ class RankPasses:
     """The rank of the model's last layers; None: the last."""
     divided: bool = False
     """The layers' matrices have tickets (`layers.tickets`)."""
+    copies: nnx.State = field(default_factory=lambda: nnx.State({}))
+    """Copies in FP8 of the experts of the rank's layers (`fp8_copies_of_rank`); without, each pass makes its own."""
     saved_structure: Any = None
     """The structure of what the last traced forward pass saved."""
 
@@ -275,7 +277,7 @@ class RankPasses:
         whole = entered.per_layer[self.stage]._replace(exists=jnp.ones(self.num_layers, bool)), fixed
         per_layer, fixed = self._vary(self._of_rank(whole))
         per_layer = per_layer._replace(exists=per_layer.exists & of_tick.exists)
-        stage = replace(micro, fixed=nnx.merge_state(fixed, others)).model().stages[self.stage]
+        stage = replace(micro, fixed=nnx.merge_state(fixed, others, self.copies)).model().stages[self.stage]
         if self.divided:
             defer_weight_gradients(stage, self._vary(entered.carry.x))
         elif micro.in_place:
@@ -361,6 +363,17 @@ def passes_of_layers(
     if (gather := gathers[number]) is not None:
         gathers[number] = gather.without(["experts" in path for path in paths])
     return replace(passes, execution=replace(execution, spread=replace(spread, layer_gathers=tuple(gathers))))
+
+
+def fp8_copies_of_rank(micro: MicroBatchPasses, mesh: Mesh) -> nnx.State:
+    """Returns copies in FP8 of the experts of the rank's layers, for all micro-batches of a step.
+
+    None are made in the model's own dtype, and where a mesh splits the weights inside the rank.
+    """
+    if any(size > 1 for axis, size in mesh.shape.items() if axis not in ("data", "pipe")):
+        return nnx.State({})
+    number = micro.num_stages - 1
+    return nnx.State({"stages": {number: fp8_copies(micro.model().stages[number])}})
 
 
 def join_chunks(params: nnx.State) -> tuple[nnx.State, nnx.State]:

@@ -17,7 +17,7 @@ from moe_jax.train.objective import Objective
 from moe_jax.train.on_devices import merged_model
 from moe_jax.train.overlap import check_objective
 from moe_jax.train.pipeline_front import Front
-from moe_jax.train.pipeline_passes import RankPasses, check_chunks, join_chunks, passes_of_layers
+from moe_jax.train.pipeline_passes import RankPasses, check_chunks, fp8_copies_of_rank, join_chunks, passes_of_layers
 
 
 def accumulate_pipelined(
@@ -54,7 +54,8 @@ def accumulate_pipelined(
         own, shapes = join_chunks(params)
         front = Front(passes_of_layers(objective, graphdef, own, fixed, execution, parallelism.mesh), stacked)
         kind = DividedPasses if puts_off else RankPasses
-        passes = kind(front.micro, chunks, stacked, scalars, front.forward())
+        copies = fp8_copies_of_rank(front.micro, parallelism.mesh)
+        passes = kind(front.micro, chunks, stacked, scalars, front.forward(), copies=copies)
         totals = run_ticks(passes.of_pipeline(), chunks, micro_batches, passes.zeros())
         gradients = front.backward(totals.embedded[:-1], totals.gradients)
         return Gradients(totals.value, passes.aux_of_layers(totals.aux, totals.router), _split_chunks(gradients, shapes))

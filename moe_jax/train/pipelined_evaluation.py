@@ -19,7 +19,7 @@ from moe_jax.train.objective import Objective
 from moe_jax.train.on_devices import merged_model, on_devices
 from moe_jax.train.overlap import check_objective
 from moe_jax.train.pipeline_front import Front
-from moe_jax.train.pipeline_passes import RankPasses, check_chunks, join_chunks, passes_of_layers
+from moe_jax.train.pipeline_passes import RankPasses, check_chunks, fp8_copies_of_rank, join_chunks, passes_of_layers
 
 
 class Evaluated(NamedTuple):
@@ -48,7 +48,9 @@ def evaluate_pipelined(
         execution = replace(model.execution, remat=True)
         micro = passes_of_layers(objective, graph, join_chunks(params)[0], fixed, execution, parallelism.mesh)
         stacked, scalars = micro_batches_of(batch, micro_batches)
-        return _evaluated(RankPasses(micro, chunks, stacked, scalars, Front(micro, stacked).forward()), micro_batches)
+        copies = fp8_copies_of_rank(micro, parallelism.mesh)
+        passes = RankPasses(micro, chunks, stacked, scalars, Front(micro, stacked).forward(), copies=copies)
+        return _evaluated(passes, micro_batches)
 
     on_mesh = on_devices(of_device, graphdef, parallelism=parallelism)
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.adapters import LoraSettings
+from moe_jax.kernels import Precision
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.preferences import PreferenceSettings
 from moe_jax.recipes import PreferSettings, prefer
@@ -127,6 +128,23 @@ def test_quantised_weights(tmp_path):
         dry_run(replace(chosen, weights="as stored"))
     with pytest.raises(ValueError, match="cannot be trained: train adapters beside them"):
         replace(chosen, lora=None)
+
+
+def test_experts_in_fp8(tmp_path):
+    """Adapters learn beside experts in FP8; the reference rounds in the same places, so that rewards begin at zero."""
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    moe_jax.save_pretrained(tiny.model_for_fp8(), tmp_path / "base", tokenizer_from=tmp_path / "tokenizer")
+    options = dict(precision="fp8", weights="fp8", dtype="bfloat16", model=str(tmp_path / "base"), steps=3)
+    options |= dict(lora=LoraSettings(rank=8, targets=("attention", "experts")))
+    result = prefer(settings(tmp_path, **options))
+    assert result.model.precision == Precision() and is_quantised(nnx.state(result.model))
+    assert result.metrics[0]["reward_margin"] == 0 and result.metrics[-1]["loss"] < result.metrics[0]["loss"]
+    with pytest.raises(ValueError, match="precision: checkpoint 'fp8', now 'bf16'"):
+        prefer(settings(tmp_path, **options | dict(precision="bf16")))
+    with pytest.raises(ValueError, match="hidden is 16; it must be a multiple of 128"):
+        run(settings(tmp_path, precision="fp8", dtype="bfloat16", weights="fp8"), tiny.model)
+    with pytest.raises(ValueError, match="precision='fp8' needs dtype='bfloat16'"):
+        settings(tmp_path, precision="fp8", weights="fp8")
 
 
 @pytest.mark.parametrize(

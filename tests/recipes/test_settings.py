@@ -63,15 +63,14 @@ def test_precisions(tmp_path):
     with pytest.raises(ValueError, match="precision='fp8' needs dtype='bfloat16'"):
         settings(tmp_path, precision="fp8")
     options = dict(precision="fp8", dtype="bfloat16")
-    with pytest.raises(ValueError, match="needs a mesh without pipe, whose passes hold bf16; got mesh.pipe=2"):
-        settings(tmp_path, **options, mesh=MeshShape(pipe=2), gradient_accumulation=2)
+    pipe = dict(mesh=MeshShape(pipe=2), gradient_accumulation=2)
+    with pytest.raises(ValueError, match="precision='fp8' needs pipe_schedule='uniform': 'zb-h1' holds operands in bf16"):
+        settings(tmp_path, **options, **pipe, pipe_schedule="zb-h1")
+    settings(tmp_path, **options, **pipe)
     settings(tmp_path, **options, mesh=MeshShape(expert=2))
-    with pytest.raises(ValueError, match="give lora.targets without experts"):
-        settings(tmp_path, **options, lora=LoraSettings(rank=4))
-    attention = LoraSettings(rank=4, targets=("attention",))
     with pytest.raises(ValueError, match="round the frozen experts again in each pass: give weights='fp8'"):
-        settings(tmp_path, **options, lora=attention)
-    settings(tmp_path, **options, lora=attention, weights="fp8")
+        settings(tmp_path, **options, lora=LoraSettings(rank=4))
+    settings(tmp_path, **options, lora=LoraSettings(rank=4), weights="fp8")
     assert get_args(PrecisionName) == RECIPES
 
 

@@ -13,7 +13,7 @@ Backward, with dy'[r] = dy[token(r)]; dweights, dact and dh follow from g and h 
     da1[e] = sum_r outer(t1, x[token(r)])                db1[e] = sum_r outer(dh, u)
 
 w_gate_up and w_down get no gradient, and no product is made for one. `changed_matmuls` forms the sums of two products. The
-residuals are x, h, u, v, weights and plan.
+residuals are x, h, u, v, weights and plan. With `precision` the products of w_gate_up and w_down are in FP8, all others not.
 """
 
 from functools import partial
@@ -24,10 +24,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from moe_jax.kernels.experts.backends import implementation
-from moe_jax.kernels.experts.changed_matmuls import changed_gated_matmul, changed_gated_matmul_backward, changed_matmul
+from moe_jax.kernels.experts.changed_matmuls import (
+    ChangedOptions,
+    changed_gated_matmul,
+    changed_gated_matmul_backward,
+    changed_matmul,
+)
 from moe_jax.kernels.experts.choose_backend import resolve_backend
+from moe_jax.kernels.experts.fp8.kept import KeptRows, keep_h, read_h
+from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
 from moe_jax.kernels.experts.fused_vjp import join_tokens, split_tokens
-from moe_jax.kernels.experts.internal import without_strangers
+from moe_jax.kernels.experts.internal import check_positive, without_strangers
 from moe_jax.kernels.experts.routing import Plan, plan, rows_of_pairs, wide_ids
 from moe_jax.kernels.experts.separate_vjps import weight_of_row
 from moe_jax.kernels.low_rank import LowRank, RowsChange
@@ -67,26 +74,56 @@ def experts_mlp_adapted(
         ValueError: what `experts_mlp` raises, or factors that do not fit the matrices.
     """
     sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts)
-    _check_adapter(adapter, sizes)
     refuse_explicit_axes(x=x, w_gate_up=w_gate_up, w_down=w_down, topk_weights=topk_weights, topk_experts=topk_experts)
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1 or None; got {chunk_tokens}")
-    backend = resolve_backend(backend, x.dtype, x.shape[1], sizes["inter"])
-    alignment = _rank_alignment(backend, sizes["hidden"], sizes["inter"])
-    whole = ExpertsAdapter(*(_of_each_expert(factors, sizes["experts"], alignment) for factors in adapter))
-    arrays = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts, whole))
-    x, w_gate_up, w_down, topk_weights, topk_experts, whole = arrays
-    topk_weights = without_strangers(topk_weights, topk_experts, sizes["experts"])
+    options = ChangedOptions(resolve_backend(backend, x.dtype, x.shape[1], sizes["inter"]))
+    frozen = FrozenMatrices(w_gate_up, w_down)
+    return adapted_experts(AdaptedOperands(x, frozen, topk_weights, adapter), topk_experts, sizes, options, chunk_tokens)
+
+
+class FrozenMatrices(NamedTuple):
+    """The matrices that are changed: arrays, or codes with scales."""
+
+    gate_up: Float[Array, "experts 2*inter hidden"] | QuantisedMatrices
+    down: Float[Array, "experts hidden inter"] | QuantisedMatrices
+
+
+class AdaptedOperands(NamedTuple):
+    """The arrays of a call."""
+
+    x: Float[Array, "tokens hidden"]
+    frozen: FrozenMatrices
+    weights: Float[Array, "tokens k"]
+    adapter: ExpertsAdapter
+
+
+def adapted_experts(
+    operands: AdaptedOperands,
+    topk_experts: Integer[Array, "tokens k"],
+    sizes: dict[str, int],
+    options: ChangedOptions,
+    chunk_tokens: int | None,
+) -> Float[Array, "tokens hidden"]:
+    """Computes `experts_mlp_adapted` of arguments whose sizes were checked, but for the adapter's.
+
+    Raises:
+        ValueError: factors that do not fit the matrices, or chunk_tokens < 1.
+    """
+    _check_adapter(operands.adapter, sizes)
+    check_positive("chunk_tokens", chunk_tokens)
+    alignment = _rank_alignment(options.backend, sizes["hidden"], sizes["inter"])
+    whole = ExpertsAdapter(*(_of_each_expert(factors, sizes["experts"], alignment) for factors in operands.adapter))
+    (x, frozen, weights, whole), topk_experts = vary_alike((operands._replace(adapter=whole), topk_experts))
+    weights = without_strangers(weights, topk_experts, sizes["experts"])
 
     def of_chunk(chunk: tuple[Array, Array, Array]) -> Array:
         x, weights, experts = chunk
-        planned = plan(experts, sizes["experts"], implementation(backend).ROW_ALIGNMENT)
-        return _adapted(_Operands(x, w_gate_up, w_down, weights, whole), planned, backend)
+        planned = plan(experts, sizes["experts"], options.row_alignment)
+        return _adapted(AdaptedOperands(x, frozen, weights, whole), planned, options)
 
     if chunk_tokens is None or chunk_tokens >= len(x):
-        return of_chunk((x, topk_weights, topk_experts))
+        return of_chunk((x, weights, topk_experts))
     # Padding tokens of the last chunk choose an id outside [0, E).
-    fills = (x, 0), (topk_weights, 0), (wide_ids(topk_experts), sizes["experts"])
+    fills = (x, 0), (weights, 0), (wide_ids(topk_experts), sizes["experts"])
     chunks = tuple(split_tokens(array, chunk_tokens, fill) for array, fill in fills)
     return join_tokens(jax.lax.map(of_chunk, chunks), len(x))
 
@@ -121,42 +158,39 @@ def _of_each_expert(factors: LowRank, num_experts: int, alignment: int) -> LowRa
     return LowRank(jnp.pad(a, ((0, 0), (0, fill), (0, 0))), jnp.pad(b, ((0, 0), (0, 0), (0, fill)))) if fill else LowRank(a, b)
 
 
-class _Operands(NamedTuple):
-    x: Float[Array, "tokens hidden"]
-    w_gate_up: Float[Array, "experts 2*inter hidden"]
-    w_down: Float[Array, "experts hidden inter"]
-    weights: Float[Array, "tokens k"]
-    adapter: ExpertsAdapter
-
-
 class _Residuals(NamedTuple):
-    operands: _Operands
+    operands: AdaptedOperands
     plan: Plan
-    h: Float[Array, "rows 2*inter"]
+    h: Float[Array, "rows 2*inter"] | KeptRows
     u: Float[Array, "rows rank"]
     v: Float[Array, "rows rank"]
 
 
-def _forward(operands: _Operands, plan: Plan, backend: str) -> tuple[Array, _Residuals]:
-    x, w_gate_up, w_down, weights, (gate_up, down) = operands
-    matmul = partial(implementation(backend).grouped_matmul, plan=plan)
-    rows, source = implementation(backend).rows_of_tokens(x, plan)
+def _forward(operands: AdaptedOperands, plan: Plan, options: ChangedOptions) -> tuple[Array, _Residuals]:
+    x, frozen, weights, (gate_up, down) = operands
+    backend = implementation(options.backend)
+    matmul = partial(backend.grouped_matmul, plan=plan)
+    rows, source = backend.rows_of_tokens(x, plan)
     u = matmul(rows, gate_up.a, source_of_row=source)
-    h, act = changed_gated_matmul(backend, rows, w_gate_up, plan, RowsChange(u, gate_up.b), source_of_row=source)
+    h, act = changed_gated_matmul(options, rows, frozen.gate_up, plan, RowsChange(u, gate_up.b), source_of_row=source)
     v = matmul(act, down.a)
-    y_rows = changed_matmul(backend, act, w_down, plan, RowsChange(v, down.b))
-    return implementation(backend).token_sums(y_rows, plan, weights), _Residuals(operands, plan, h, u, v)
+    y_rows = changed_matmul(options, act, frozen.down, plan, RowsChange(v, down.b))
+    kept = h if options.fp8 is None else keep_h(h, options.fp8.kept)
+    return backend.token_sums(y_rows, plan, weights), _Residuals(operands, plan, kept, u, v)
 
 
-def _backward(backend: str, residuals: _Residuals, dy: Float[Array, "tokens hidden"]) -> tuple[_Operands, None]:
-    (x, w_gate_up, w_down, weights, (gate_up, down)), plan, h, u, v = residuals
-    matmul = partial(implementation(backend).grouped_matmul, plan=plan)
-    outer = partial(implementation(backend).grouped_outer, plan=plan)
-    dy_rows, of_dy = implementation(backend).rows_of_tokens(dy, plan)
+def _backward(
+    options: ChangedOptions, residuals: _Residuals, dy: Float[Array, "tokens hidden"]
+) -> tuple[AdaptedOperands, None]:
+    (x, frozen, weights, (gate_up, down)), plan, kept, u, v = residuals
+    backend = implementation(options.backend)
+    matmul, outer = partial(backend.grouped_matmul, plan=plan), partial(backend.grouped_outer, plan=plan)
+    h = read_h(kept)
+    dy_rows, of_dy = backend.rows_of_tokens(dy, plan)
     t2 = matmul(dy_rows, down.b, source_of_row=of_dy, transpose=True)
     weight = weight_of_row(weights, plan)
     dh, weighted_act, dweight_of_row = changed_gated_matmul_backward(
-        backend, dy_rows, w_down, h, weight, plan, RowsChange(t2, down.a), source_of_row=of_dy
+        options, dy_rows, frozen.down, h, weight, plan, RowsChange(t2, down.a), source_of_row=of_dy
     )
     dweights = rows_of_pairs(dweight_of_row, plan).astype(weights.dtype)
     of_down = LowRank(
@@ -164,17 +198,17 @@ def _backward(backend: str, residuals: _Residuals, dy: Float[Array, "tokens hidd
         outer(dy_rows, (v * weight[:, None]).astype(v.dtype), dtype=down.b.dtype, a_source_of_row=of_dy),
     )
 
-    x_rows, of_x = implementation(backend).rows_of_tokens(x, plan)
+    x_rows, of_x = backend.rows_of_tokens(x, plan)
     t1 = matmul(dh, gate_up.b, transpose=True)
-    dx_rows = changed_matmul(backend, dh, w_gate_up, plan, RowsChange(t1, gate_up.a), transpose=True)
+    dx_rows = changed_matmul(options, dh, frozen.gate_up, plan, RowsChange(t1, gate_up.a), transpose=True)
     of_gate_up = LowRank(outer(t1, x_rows, dtype=gate_up.a.dtype, b_source_of_row=of_x), outer(dh, u, dtype=gate_up.b.dtype))
-    dx = implementation(backend).token_sums(dx_rows, plan)
-    frozen: Any = None
-    return _Operands(dx, frozen, frozen, dweights, ExpertsAdapter(of_gate_up, of_down)), None
+    no_gradient: Any = None
+    dx = backend.token_sums(dx_rows, plan)
+    return AdaptedOperands(dx, no_gradient, dweights, ExpertsAdapter(of_gate_up, of_down)), None
 
 
-def _without_gradients(operands: _Operands, plan: Plan, backend: str) -> Float[Array, "tokens hidden"]:
-    return _forward(operands, plan, backend)[0]
+def _without_gradients(operands: AdaptedOperands, plan: Plan, options: ChangedOptions) -> Float[Array, "tokens hidden"]:
+    return _forward(operands, plan, options)[0]
 
 
 _differentiable = jax.custom_vjp(_without_gradients, nondiff_argnums=(2,))

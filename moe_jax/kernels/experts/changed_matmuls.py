@@ -1,11 +1,11 @@
 """Grouped matmuls whose matrices have a low-rank change: W + b a, of which one factor was applied to the rows before.
 
 On Hopper the change takes further steps of the same sum, in one kernel. Elsewhere it is a grouped matmul of its own, whose
-result is added.
+result is added. So it is where W multiplies in FP8: the change stays in the rows' dtype.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -13,15 +13,32 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.activation import gated_silu, gated_silu_backward
 from moe_jax.kernels.experts.backends import implementation
+from moe_jax.kernels.experts.fp8 import backends as fp8_backends
+from moe_jax.kernels.experts.fp8.passes import Fp8Options
+from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices, QuantisedRows, quantise_rows, transposed
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.low_rank import RowsChange
 from moe_jax.kernels.precision import widened
 
 
+class ChangedOptions(NamedTuple):
+    """The static choices of a call."""
+
+    backend: str
+    """The backend of the changes, and of the matrices without `fp8`."""
+    fp8: Fp8Options | None = None
+    """The matrices are `QuantisedMatrices`, and multiply rows that are rounded to FP8. None: in the rows' dtype."""
+
+    @property
+    def row_alignment(self) -> int:
+        """The row_alignment of plans."""
+        return implementation(self.backend).ROW_ALIGNMENT if self.fp8 is None else self.fp8.row_alignment
+
+
 def changed_matmul(
-    backend: str,
+    options: ChangedOptions,
     x: Float[Array, "sources in"],
-    w: Float[Array, "experts n m"],
+    w: Float[Array, "experts n m"] | QuantisedMatrices,
     plan: Plan,
     change: RowsChange,
     *,
@@ -29,35 +46,41 @@ def changed_matmul(
     transpose: bool = False,
 ) -> Float[Array, "rows out"]:
     """Returns `grouped_matmul` of x with the changed matrices. Rows of no expert may be left unwritten."""
-    if backend == "mosaic":
-        options: dict[str, Any] = dict(source_of_row=source_of_row, transpose=transpose)
-        return mosaic.grouped_matmul(x, w, plan, change=_in_dtype(change, x.dtype), **options)
-    matmul = partial(implementation(backend).grouped_matmul, plan=plan, transpose=transpose)
-    return matmul(x, w, source_of_row=source_of_row) + matmul(change.rows, change.factor)
+    given: dict[str, Any] = dict(source_of_row=source_of_row, transpose=transpose)
+    if options.backend == "mosaic" and not isinstance(w, QuantisedMatrices):
+        return mosaic.grouped_matmul(x, w, plan, change=_in_dtype(change, x.dtype), **given)
+    matmul = partial(implementation(options.backend).grouped_matmul, plan=plan)
+    if isinstance(w, QuantisedMatrices):
+        assert options.fp8 is not None
+        in_fp8 = fp8_backends.implementation(options.fp8.matmuls).grouped_matmul
+        product = in_fp8(_rounded(x, source_of_row), transposed(w) if transpose else w, plan)
+    else:
+        product = matmul(x, w, **given)
+    return product + matmul(change.rows, change.factor, transpose=transpose)
 
 
 def changed_gated_matmul(
-    backend: str,
+    options: ChangedOptions,
     x: Float[Array, "sources in"],
-    w: Float[Array, "experts 2*inter in"],
+    w: Float[Array, "experts 2*inter in"] | QuantisedMatrices,
     plan: Plan,
     change: RowsChange,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"]]:
     """Returns h = [gate | up] and act = silu(gate) * up, h being the product with the changed matrices."""
-    if backend == "mosaic":
+    if options.backend == "mosaic" and not isinstance(w, QuantisedMatrices):
         h, act = mosaic.gated_matmul(x, w, plan, source_of_row=source_of_row, change=_in_dtype(change, x.dtype))
         assert h is not None
         return h, act
-    h = changed_matmul(backend, x, w, plan, change, source_of_row=source_of_row)
+    h = changed_matmul(options, x, w, plan, change, source_of_row=source_of_row)
     return h, gated_silu(h)
 
 
 def changed_gated_matmul_backward(
-    backend: str,
+    options: ChangedOptions,
     dy: Float[Array, "sources out"],
-    w_down: Float[Array, "experts out inter"],
+    w_down: Float[Array, "experts out inter"] | QuantisedMatrices,
     h: Float[Array, "rows 2*inter"],
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
@@ -66,12 +89,21 @@ def changed_gated_matmul_backward(
     source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Returns what `gated_matmul_backward` returns, with the changed matrices: dh, weight * act, and the weights' gradients."""
-    if backend == "mosaic":
+    if options.backend == "mosaic" and not isinstance(w_down, QuantisedMatrices):
         change = _in_dtype(change, dy.dtype)
         return mosaic.gated_matmul_backward(dy, w_down, h, weight_of_row, plan, source_of_row=source_of_row, change=change)
-    g = widened(changed_matmul(backend, dy, w_down, plan, change, source_of_row=source_of_row, transpose=True))
+    g = widened(changed_matmul(options, dy, w_down, plan, change, source_of_row=source_of_row, transpose=True))
     act, weight = widened(gated_silu(h)), widened(weight_of_row)[:, None]
     return gated_silu_backward(h, weight * g), (weight * act).astype(h.dtype), jnp.sum(g * act, axis=1)
+
+
+def _rounded(x: Float[Array, "sources in"], source_of_row: Int[Array, "rows"] | None) -> QuantisedRows:
+    """Rounds rows to FP8, each once, and takes them in expert order; rows without a source are zeros."""
+    values, scales = rows = quantise_rows(x)
+    if source_of_row is None:
+        return rows
+    take = partial(jnp.take, indices=source_of_row, mode="fill", fill_value=0)
+    return QuantisedRows(take(values, axis=0), take(scales, axis=1))
 
 
 def _in_dtype(change: RowsChange, dtype: jnp.dtype) -> RowsChange:

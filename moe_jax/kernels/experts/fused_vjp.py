@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, Integer
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
 from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
+from moe_jax.kernels.experts.fp8.kept import KeptRows
 from moe_jax.kernels.experts.fp8.passes import (
     Fp8Options,
     QuantisedExperts,
@@ -82,7 +83,7 @@ class ExpertsOptions(NamedTuple):
 class HiddenResiduals(NamedTuple):
     """The gate-up pass's result for the backward pass. h is None where no backward pass follows."""
 
-    h: Float[Array, "rows 2*inter"] | QuantisedRows | None
+    h: Float[Array, "rows 2*inter"] | KeptRows | None
     plan: Plan
 
 
@@ -159,12 +160,12 @@ class _GateUp(NamedTuple):
     """The result of the gate-up pass; rows without a pair are finite, since later steps multiply them by zeros."""
 
     act: Float[Array, "rows inter"] | QuantisedRows
-    h: Float[Array, "rows 2*inter"] | QuantisedRows | None
+    h: Float[Array, "rows 2*inter"] | KeptRows | None
 
 
 class _PartOutput(NamedTuple):
     y_of_shares: list[Array]
-    h: Float[Array, "rows 2*inter"] | QuantisedRows | None
+    h: Float[Array, "rows 2*inter"] | KeptRows | None
 
 
 class _PlannedTokens(NamedTuple):

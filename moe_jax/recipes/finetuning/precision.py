@@ -1,6 +1,5 @@
 """The precision of a run's experts: checked before weights are read, and noted in its checkpoints. Needs no JAX to import."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from moe_jax.models.precision import PrecisionName
@@ -14,12 +13,12 @@ PRECISION = "precision"
 
 
 def precision_problems(
-    precision: str, dtype: str, mesh: Mapping[str, int], lora: "LoraSettings | None" = None, weights: str = "whole"
+    precision: str, dtype: str, pipe_schedule: str = "uniform", lora: "LoraSettings | None" = None, weights: str = "whole"
 ) -> list[str]:
     """Returns the settings that do not fit a precision, one clause each; none for "bf16".
 
     Args:
-      mesh: the number of devices along each axis.
+      pipe_schedule: of a mesh with a pipe.
       weights: the form of the weights beside adapters.
     """
     if precision not in get_args(PrecisionName):
@@ -29,12 +28,8 @@ def precision_problems(
     problems = []
     if dtype != "bfloat16":
         problems.append(f"precision={precision!r} needs dtype='bfloat16', which everything else computes in; got {dtype!r}")
-    if (ranks := mesh.get("pipe", 1)) > 1:
-        problems.append(f"precision={precision!r} needs a mesh without pipe, whose passes hold bf16; got mesh.pipe={ranks}")
-    if lora is not None and (lora.targets is None or "experts" in lora.targets):
-        problems.append(
-            f"precision={precision!r} is not for adapters of experts, which multiply in bf16: give lora.targets without experts"
-        )
+    if pipe_schedule != "uniform":
+        problems.append(f"precision={precision!r} needs pipe_schedule='uniform': {pipe_schedule!r} holds operands in bf16")
     if lora is not None and weights not in ("fp8", "as stored"):
         problems.append(
             f"precision={precision!r} would round the frozen experts again in each pass: give weights='fp8', which keeps them "
@@ -43,18 +38,16 @@ def precision_problems(
     return problems
 
 
-def check_precision(precision: PrecisionName, config: "ModelConfig", mesh: Mapping[str, int]) -> None:
-    """Refuses FP8 for a model whose experts it does not take, or for a mesh that a model was passed on.
+def check_precision(precision: PrecisionName, config: "ModelConfig") -> None:
+    """Refuses FP8 for a model whose experts it does not take.
 
     Raises:
-      ValueError: such a model or mesh.
+      ValueError: such a model.
     """
     from moe_jax.models.decoder import fp8_refusal
 
     if precision == "bf16":
         return
-    if problems := precision_problems(precision, "bfloat16", mesh):
-        raise ValueError("FinetuneSettings: " + "; ".join(problems))
     if (reason := fp8_refusal(config, "bfloat16")) is not None:
         raise ValueError(f"precision={precision!r}: {reason}; take precision 'bf16'")
 

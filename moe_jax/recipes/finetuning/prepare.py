@@ -198,7 +198,7 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     _warn_of_far_positions(config, settings.seq_len)
     expert_devices = _check_experts(settings, parallelism, config)
     lora = check_lora(settings, config, model, parallelism)
-    check_precision(settings.precision, config, {} if parallelism is None else dict(parallelism.mesh.shape))
+    check_precision(settings.precision, config)
     _check_optimizer(settings, parallelism, config)
     if parallelism is not None:
         layers_in_pipe(config, parallelism.pipe)

@@ -93,10 +93,10 @@ class FinetuneSettings:
       offload: keep the input of each layer, which remat needs, in the host's memory: for long sequences (docs/scaling.md).
       lora: train adapters beside the model's weights, which stay as they are (docs/adapters.md). The run's folder gets the
         adapter in place of a model. None: train all parameters.
-      weights: the form of the weights beside adapters: "whole", "as stored" for a checkpoint in FP8, or "nf4" for experts of 4
-        bits (docs/adapters.md).
+      weights: the form of the weights beside adapters: "whole", "as stored" for a checkpoint in FP8, or experts in "nf4" or
+        "fp8" (docs/adapters.md).
       precision: "fp8" multiplies the experts in 8 bits, forward and for the gradients of their inputs; "fp8_kept" also keeps
-        their activations so (docs/fp8.md). "bf16": in `dtype`. The mesh must be without pipe.
+        their activations so (docs/fp8.md). "bf16": in `dtype`. A pipe must have the schedule "uniform".
       mesh: the numbers of devices over which rows, parameters, experts and sequences are spread (docs/scaling.md). All devices
         are used.
       pipe_chunks: the parts of consecutive layers that each rank of mesh.pipe holds. More chunks wait less and send more
@@ -272,7 +272,8 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     problems += weights_problems(settings.weights, settings.lora, settings.mesh.size)
     if settings.lora is not None and settings.lora.dropout and settings.overlap_micro_batches:
         problems.append("overlap_micro_batches=True needs adapters without dropout: leave lora.dropout out")
-    problems += precision_problems(settings.precision, settings.dtype, asdict(settings.mesh), settings.lora, settings.weights)
+    of_weights = settings.pipe_schedule, settings.lora, settings.weights
+    problems += precision_problems(settings.precision, settings.dtype, *of_weights)
     if settings.pipe_chunks > 1 and settings.mesh.pipe == 1:
         problems.append(f"pipe_chunks={settings.pipe_chunks} needs a mesh.pipe of 2 or more")
     if settings.mesh.pipe == 1 and (problem := ranks_problem(settings.pipe_schedule, 1, 1)):

@@ -13,6 +13,7 @@ from moe_jax.preferences.batches import PreferenceBatches, preference_batches
 from moe_jax.preferences.documents import Preferences, open_preferences
 from moe_jax.recipes.finetuning.export import check_destination
 from moe_jax.recipes.finetuning.lora import identity_of_lora
+from moe_jax.recipes.finetuning.precision import check_precision, identity_of_precision
 from moe_jax.recipes.preferring.settings import PreferSettings
 from moe_jax.train.data.tokenization import tokenizer_fingerprint
 from moe_jax.train.starting_weights import MODEL, values_of
@@ -96,13 +97,15 @@ def plan_preferences(settings: PreferSettings, model: Decoder | None, tokenizer:
     if eval_data is not None and eval_data.fingerprint == data.fingerprint:
         raise ValueError(f"eval_data={settings.eval_data!r} has the same contents as data, and must not be trained on")
     config = read_config(settings.model, mtp=False) if model is None else model.config
+    check_precision(settings.precision, config)
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {config.vocab_size}; take the model's "
             "own tokenizer"
         )
     identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
-    identity |= json.loads(json.dumps({"preference": asdict(settings.preference)})) | identity_of_lora(settings)
+    identity |= identity_of_lora(settings) | identity_of_precision(settings.precision)
+    identity |= json.loads(json.dumps({"preference": asdict(settings.preference)}))
     identity |= {"config": config_to_dict(config), "data": data.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
     identity[MODEL] = weights_fingerprint(settings.model) if model is None else values_of(model)
     plan = PlannedPreferences(settings, tokenizer, config, data, eval_data, identity, 0)

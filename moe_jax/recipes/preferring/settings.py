@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_jax.adapters.settings import LoraSettings
+from moe_jax.models.precision import PrecisionName
 from moe_jax.preferences.settings import PreferenceSettings
 from moe_jax.recipes.finetuning.lora_settings import Weights, default_param_dtype, weights_problems
+from moe_jax.recipes.finetuning.precision import precision_problems
 
 LEARNING_RATE, LORA_LEARNING_RATE = 1e-6, 1e-5
 """Peaks of the learning rate: preferences need less than fine-tuning, and adapters about ten times as much as all weights."""
@@ -49,8 +51,10 @@ class PreferSettings:
       dtype: the dtype that the model computes in, "bfloat16" or "float32".
       param_dtype: the dtype of parameters, "float32" or "bfloat16". None: float32, and `dtype` for the frozen weights beside
         adapters.
-      weights: the form of the weights beside adapters: "whole", "as stored" for a checkpoint in FP8, or "nf4" for experts of 4
-        bits (docs/adapters.md).
+      weights: the form of the weights beside adapters: "whole", "as stored" for a checkpoint in FP8, or experts in "nf4" or
+        "fp8" (docs/adapters.md).
+      precision: "fp8" multiplies the experts in 8 bits, forward and for the gradients of their inputs; "fp8_kept" also keeps
+        their activations so (docs/fp8.md). "bf16": in `dtype`.
       remat: recompute each layer in the backward pass: less memory, about a third more time.
       tensorboard: write output/tensorboard too.
       dry_run: check everything, and print the data and its first example. Train nothing, read no weights, write no file.
@@ -82,6 +86,7 @@ class PreferSettings:
     dtype: str = "bfloat16"
     param_dtype: str | None = None
     weights: Weights = "whole"
+    precision: PrecisionName = "bf16"
     remat: bool = True
     tensorboard: bool = False
     dry_run: bool = False
@@ -116,6 +121,7 @@ def _problems(settings: PreferSettings) -> list[str]:
     if problems:
         return problems
     problems += weights_problems(settings.weights, settings.lora, devices=1)
+    problems += precision_problems(settings.precision, settings.dtype, "uniform", settings.lora, settings.weights)
     if settings.batch_size % settings.gradient_accumulation:
         problems.append(
             f"batch_size={settings.batch_size} must be a multiple of gradient_accumulation={settings.gradient_accumulation}"

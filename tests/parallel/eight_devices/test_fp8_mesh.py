@@ -1,6 +1,7 @@
 """Experts in FP8 on a mesh: steps beside those of one device, and the meshes that are refused."""
 
 import math
+from dataclasses import replace
 
 import expert_layers
 import jax
@@ -10,12 +11,17 @@ import numpy as np
 import pytest
 import seeds
 import tiny
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from train_steps import make_batch, train
 
+import moe_jax
 from moe_jax.kernels import Precision, experts_mlp
+from moe_jax.kernels.experts import fused_vjp
 from moe_jax.parallel import ExpertParallel, Parallelism, make_mesh
 from moe_jax.parallel.expert import expert_parallel_mlp
+from moe_jax.parallel.pipeline.chunks import to_chunks
+from moe_jax.train import init_state, make_evaluation, make_optimizer, put_batch
 
 
 def _mesh(**sizes):
@@ -83,6 +89,69 @@ def test_overlapping_micro_batches():
     np.testing.assert_allclose(found[0]["grad_norm"], found[1]["grad_norm"], rtol=0.05)
 
 
-def test_pipes_are_refused():
-    with pytest.raises(ValueError, match="a mesh without pipe"):
-        train(make_batch(seeds.rng()), Parallelism(_mesh(pipe=2)), steps=1, make_model=_model, gradient_accumulation=2)
+def _three_layers():
+    model = moe_jax.from_config(replace(_model().config, num_hidden_layers=3), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    model.set_precision("fp8")
+    return model
+
+
+def _in_pipe(parallelism):
+    model = _three_layers()
+    nnx.update(model, to_chunks(nnx.state(model), parallelism.mesh, parallelism.pipe_chunks))
+    return model
+
+
+@pytest.mark.parametrize(
+    "sizes, rounds_in_passes",
+    [
+        ({"pipe": 2}, False),
+        pytest.param({"pipe": 2, "fsdp": 2}, True, marks=pytest.mark.thorough),
+        pytest.param({"pipe": 2, "expert": 2}, True, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_pipes(sizes, rounds_in_passes, monkeypatch):
+    """A rank makes the copies of its layers once, where no axis but `data` splits them inside the rank."""
+    batch, parallelism = make_batch(seeds.rng()), Parallelism(_mesh(**sizes), pipe_chunks=2)
+    options = dict(steps=1, gradient_accumulation=2)
+    _, (expected,) = train(batch, make_model=_three_layers, **options)
+    made, quantise_experts = [], fused_vjp.quantise_experts
+    monkeypatch.setattr(fused_vjp, "quantise_experts", lambda *weights: made.append(weights) or quantise_experts(*weights))
+    _, (metrics,) = train(batch, parallelism, make_model=lambda: _in_pipe(parallelism), **options)
+    assert bool(made) == rounds_in_passes
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-2)
+    np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=0.05)
+
+
+def test_pipes_with_tickets_are_refused():
+    parallelism = Parallelism(_mesh(pipe=2), pipe_schedule="uniform-w")
+    with pytest.raises(ValueError, match="tickets of pipe_schedule='uniform-w' hold operands in bf16"):
+        options = dict(steps=1, make_model=lambda: _in_pipe(parallelism), gradient_accumulation=2)
+        train(make_batch(seeds.rng()), parallelism, **options)
+
+
+@pytest.mark.thorough
+def test_evaluation_in_a_pipe():
+    batch, found = make_batch(seeds.rng()), []
+    for parallelism in (None, Parallelism(_mesh(pipe=2))):
+        model = _three_layers() if parallelism is None else _in_pipe(parallelism)
+        state = init_state(model, make_optimizer(1e-3), parallelism)
+        evaluate = make_evaluation(nnx.graphdef(model), parallelism=parallelism)
+        found.append(evaluate(state, [put_batch(batch, state.params, parallelism)]))
+    np.testing.assert_allclose(*found, rtol=1e-2)
+
+
+@pytest.mark.thorough
+def test_further_tokens_in_a_pipe():
+    """The module's experts are split over the ranks: passes round what they gathered."""
+    sizes = dict(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=4, n_group=1, topk_group=1)
+    config = replace(tiny.deepseek_config(**sizes, num_nextn_predict_layers=1), hidden_size=128, moe_intermediate_size=128)
+    parallelism, batch, found = Parallelism(_mesh(pipe=2)), make_batch(seeds.rng()), []
+    for on in (None, parallelism):
+        model = moe_jax.from_config(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+        model.set_precision("fp8")
+        if on is not None:
+            nnx.update(model, to_chunks(nnx.state(model), on.mesh))
+        found.append(train(batch, on, steps=1, make_model=lambda model=model: model, gradient_accumulation=2)[1][0])
+    for name, rtol in (("loss", 1e-2), ("mtp_loss", 1e-2), ("grad_norm", 0.05)):
+        np.testing.assert_allclose(found[1][name], found[0][name], rtol=rtol)

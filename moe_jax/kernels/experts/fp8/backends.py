@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from moe_jax.kernels.experts import backends
 from moe_jax.kernels.experts.choose_backend import resolve_backend
 from moe_jax.kernels.experts.fp8 import mosaic, xla
-from moe_jax.kernels.experts.fp8.quantise import GROUP
+from moe_jax.kernels.experts.fp8.quantise import refusal
 
 MODULES: dict[str, ModuleType] = {"xla": xla, "mosaic": mosaic}
 """The implementations by name."""
@@ -40,8 +40,7 @@ class Fp8Backend(NamedTuple):
 def resolve_fp8_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int) -> Fp8Backend:
     """Returns the backends for a name as `resolve_backend` takes it.
 
-    The matmuls run on the kernels of the same name where these take the sizes, else on "xla". The
-    choice is logged once.
+    The matmuls run on the kernels of the same name, and on "xla" where there are none. The choice is logged once.
 
     Raises:
         ValueError: what `resolve_backend` raises, or experts that FP8 does not take.
@@ -49,23 +48,9 @@ def resolve_fp8_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: 
     if (reason := refusal(dtype, hidden, inter)) is not None:
         raise ValueError(f"precision: FP8 does not take these experts: {reason}")
     sums = resolve_backend(name, dtype, hidden, inter)
-    if sums != "mosaic":
-        reason = f"the backend is {sums!r}"
-    else:
-        reason = mosaic.refusal(dtype, hidden, inter)
-    matmuls = "mosaic" if reason is None else "xla"
-    _announce(matmuls, reason)
+    matmuls = sums if sums in MODULES else "xla"
+    _announce(matmuls, sums)
     return Fp8Backend(sums, matmuls)
-
-
-def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
-    """Returns why such experts cannot be computed in FP8, and what would be right; None if they can."""
-    if dtype != jnp.bfloat16:
-        return f"x is {jnp.dtype(dtype).name}; it must be bfloat16"
-    for name, size in (("hidden", hidden), ("inter", inter)):
-        if size % GROUP or not size:
-            return f"{name} is {size}; it must be a multiple of {GROUP}, the numbers that share a scale"
-    return None
 
 
 def implementation(matmuls: str) -> ModuleType:
@@ -74,6 +59,6 @@ def implementation(matmuls: str) -> ModuleType:
 
 
 @functools.cache
-def _announce(matmuls: str, reason: str | None) -> None:
+def _announce(matmuls: str, sums: str) -> None:
     """Logs each choice once a process."""
-    _logger.info("MoE experts multiply in FP8 on backend %r%s", matmuls, f"; 'mosaic' not: {reason}" if reason else "")
+    _logger.info("MoE experts multiply in FP8 on backend %r, all other matmuls on %r", matmuls, sums)

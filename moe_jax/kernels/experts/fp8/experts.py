@@ -47,12 +47,7 @@ def experts_mlp_in_fp8(
     weights, quantised, frozen, layer = matrices
     if accumulators is not None:
         layer = accumulators.layer
-    w_gate_up, w_down = _whole(matrices)
-    experts = "experts" if layer is None else "layers experts"
-    sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts=experts)
-    if quantised is not None:
-        _check_scales(quantised)
-    refuse_explicit_axes(x=x, w_gate_up=w_gate_up, w_down=w_down, topk_weights=topk_weights, topk_experts=topk_experts)
+    sizes = checked_sizes(x, matrices._replace(layer=layer), topk_weights, topk_experts)
     check_positive("chunk_tokens", chunk_tokens)
     if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
         chunk_tokens = None
@@ -63,7 +58,7 @@ def experts_mlp_in_fp8(
     arrays = vary_alike((x, weights, quantised, topk_weights, topk_experts))
     into, in_stack = None, False
     if accumulators is not None:
-        check_accumulators(accumulators, jax.tree.leaves(arrays), sizes, experts)
+        check_accumulators(accumulators, jax.tree.leaves(arrays), sizes, "experts" if layer is None else "layers experts")
         into, in_stack = Matrices(accumulators.gate_up, accumulators.down), accumulators.in_stack
     x, weights, quantised, topk_weights, topk_experts = arrays
     topk_weights = without_strangers(topk_weights, topk_experts, sizes["experts"])
@@ -80,6 +75,21 @@ def experts_mlp_in_fp8(
         fp8=fp8,
     )
     return experts_of_parts(operands, options)[0]
+
+
+def checked_sizes(x: Array, matrices: Fp8Matrices, topk_weights: Array, topk_experts: Array) -> dict[str, int]:
+    """Returns the length of each axis.
+
+    Raises:
+        ValueError: shapes that do not fit together, or arrays that are split over mesh axes of type Explicit.
+    """
+    w_gate_up, w_down = _whole(matrices)
+    experts = "experts" if matrices.layer is None else "layers experts"
+    sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts=experts)
+    if matrices.quantised is not None:
+        _check_scales(matrices.quantised)
+    refuse_explicit_axes(x=x, w_gate_up=w_gate_up, w_down=w_down, topk_weights=topk_weights, topk_experts=topk_experts)
+    return sizes
 
 
 def _whole(matrices: Fp8Matrices) -> Matrices:

@@ -21,13 +21,12 @@ from jaxtyping import Array, BFloat16, Float
 from moe_jax.kernels.experts import backends
 from moe_jax.kernels.experts.backends import OuterPart
 from moe_jax.kernels.experts.fp8.backends import implementation, resolve_fp8_backend
+from moe_jax.kernels.experts.fp8.kept import KeptRows, keep_h, read_h
 from moe_jax.kernels.experts.fp8.precision import Kept, Precision
 from moe_jax.kernels.experts.fp8.quantise import (
     QuantisedMatrices,
     QuantisedRows,
-    dequantised_rows,
     quantise_matrices,
-    quantise_rows,
     transposed,
 )
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
@@ -78,11 +77,11 @@ class Fp8Options(NamedTuple):
 
 def gate_up_in_fp8(
     x: BFloat16[Array, "tokens hidden"], experts: QuantisedExperts, plan: Plan, options: Fp8Options, *, for_backward: bool
-) -> tuple[QuantisedRows, BFloat16[Array, "rows 2*inter"] | QuantisedRows | None]:
+) -> tuple[QuantisedRows, BFloat16[Array, "rows 2*inter"] | KeptRows | None]:
     """Returns act, and h as it is kept for the backward pass; None without one."""
     matmuls, plan = implementation(options.matmuls), _of_matrices(plan, experts)
     h, act = matmuls.gated_matmul(matmuls.rows_of_tokens(x, plan), experts.gate_up, plan, keep_h=for_backward)
-    return act, quantise_rows(h) if for_backward and options.kept == "fp8" else h
+    return act, None if h is None else keep_h(h, options.kept)
 
 
 def down_in_fp8(
@@ -110,7 +109,7 @@ class Fp8Gradients(NamedTuple):
 def gradients_in_fp8(
     x: BFloat16[Array, "tokens hidden"],
     weights: Float[Array, "tokens k"],
-    h: BFloat16[Array, "rows 2*inter"] | QuantisedRows,
+    h: BFloat16[Array, "rows 2*inter"] | KeptRows,
     dy: BFloat16[Array, "tokens hidden"],
     experts: QuantisedExperts,
     plan: Plan,
@@ -120,10 +119,8 @@ def gradients_in_fp8(
     """Computes the gradients of the inputs in FP8, and gathers the bf16 operands of the matrices' gradients."""
     matmuls, of_matrices = implementation(options.matmuls), _of_matrices(plan, experts)
     experts = experts.in_both_orders()
-    if isinstance(h, QuantisedRows):
-        h = dequantised_rows(h).astype(x.dtype)
     backward = matmuls.gated_matmul_backward(
-        matmuls.rows_of_tokens(dy, of_matrices), experts.down_transposed, h, weight_of_row(weights, plan), of_matrices
+        matmuls.rows_of_tokens(dy, of_matrices), experts.down_transposed, read_h(h), weight_of_row(weights, plan), of_matrices
     )
     dh, dh_bf16, weighted_act, dweight_of_row = backward
     dx_rows = matmuls.grouped_matmul(dh, experts.gate_up_transposed, of_matrices)

@@ -76,5 +76,15 @@ def dequantised_matrices(w: QuantisedMatrices) -> Float[Array, "*stack n k"]:
     return w.values.astype(jnp.float32) * scales
 
 
+def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
+    """Returns why such experts cannot be computed in FP8, and what would be right; None if they can."""
+    if dtype != jnp.bfloat16:
+        return f"x is {jnp.dtype(dtype).name}; it must be bfloat16"
+    for name, size in (("hidden", hidden), ("inter", inter)):
+        if size % GROUP or not size:
+            return f"{name} is {size}; it must be a multiple of {GROUP}, the numbers that share a scale"
+    return None
+
+
 def _scales(largest: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.maximum(largest, LEAST_MAXIMUM) * INVERSE_LARGEST

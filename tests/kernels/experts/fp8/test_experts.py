@@ -46,10 +46,12 @@ def _assert_near(results, layer, dy, bound):
     for name, found, wanted in zip(expert_layers.ARRAYS, results, exact, strict=True):
         found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
         norm = np.linalg.norm(wanted)
-        # A few tokens with large gradients make up most of the gradient to the weights: of 263 seeds the worst had 0.133.
-        few = name == "weights"
-        assert np.linalg.norm(found - wanted) <= (0.18 if few else bound) * norm, name
-        assert np.vdot(found, wanted) >= (0.985 if few else 0.997) * norm * np.linalg.norm(found), name
+        own, alike = bound, 0.997
+        if name == "weights":
+            # A few tokens with large gradients make up most of it: of 80 seeds of 128 tokens the worst had 0.107, of 512 0.076.
+            own, alike = (0.18, 0.985) if len(x) < 512 else (0.1, 0.995)
+        assert np.linalg.norm(found - wanted) <= own * norm, name
+        assert np.vdot(found, wanted) >= alike * norm * np.linalg.norm(found), name
         if name in ("y", "x"):
             of_tokens = np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
             assert of_tokens.max() <= 0.12, name
@@ -65,7 +67,7 @@ def test_errors_do_not_grow(routing, tokens, experts):
 def test_errors_with_h_in_fp8():
     layer, dy = _layer()
     results = _keeping_fp8(layer, dy)
-    _assert_near(results, layer, dy, bound=0.08)
+    _assert_near(results, layer, dy, bound=0.07)
     y, dx, *_ = _in_fp8(layer, dy)
     _assert_equal(results[0], y)
     assert np.any(np.asarray(results[1]) != np.asarray(dx)), "h was kept in bf16"

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Int
 
 from moe_jax.kernels.experts import mosaic
+from moe_jax.kernels.experts.fp8 import quantise
 from moe_jax.kernels.experts.fp8.mosaic import by_pairs, by_rows, by_rows_backward
 from moe_jax.kernels.experts.fp8.mosaic.gather import gather_rows
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
@@ -56,12 +57,7 @@ BACKWARD = Fp8TileShape(128, 128, 3)
 
 def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
     """Returns why these kernels cannot compute such experts, and what would be right; None if they can."""
-    if dtype != jnp.bfloat16:
-        return f"x is {jnp.dtype(dtype).name}; it must be bfloat16"
-    for name, size in (("hidden", hidden), ("inter", inter)):
-        if size % GROUP or not size:
-            return f"{name} is {size}; it must be a multiple of {GROUP}"
-    return mosaic.refusal(dtype, hidden, inter)
+    return quantise.refusal(dtype, hidden, inter) or mosaic.refusal(dtype, hidden, inter)
 
 
 def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:

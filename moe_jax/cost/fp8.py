@@ -1,0 +1,74 @@
+"""Experts that multiply in FP8: the bytes and seconds of their matrices' copies, and of residuals in FP8.
+
+docs/fp8.md says where copies are made: once a step where each device has the whole weights, else by each pass of a layer.
+Frozen experts lie in FP8, and a backward pass transposes them.
+"""
+
+from dataclasses import asdict
+
+from moe_jax.cost.layer import ELEMENT, Passes
+from moe_jax.cost.machine import Machine
+from moe_jax.cost.planned_step import BYTES, PlannedStep
+from moe_jax.kernels.experts.fp8.quantise import GROUP
+from moe_jax.layers.tickets import EXPERT_MATRICES
+
+SCALE = 4
+"""Bytes of a scale."""
+
+OF_ELEMENT = 1 + SCALE / GROUP**2
+"""Bytes of an element of a matrix."""
+
+OF_ROW_ELEMENT = 1 + SCALE / GROUP
+"""Bytes of an element of a row."""
+
+
+def copies_bytes(step: PlannedStep) -> float:
+    """Returns the bytes of all copies that are made once a step: both orders of each matrix."""
+    return 2 * OF_ELEMENT * _copied_elements(step)
+
+
+def copies_seconds(step: PlannedStep, machine: Machine) -> float:
+    """Returns the seconds to make the copies of `copies_bytes`: weights are read and rounded, then values are transposed."""
+    return (BYTES[step.param_dtype] + 1 + 2) * _copied_elements(step) / machine.hbm
+
+
+def rounding_bytes(step: PlannedStep, stage: int) -> float:
+    """Returns the bytes of matrices that a backward pass of one layer of a stage makes in FP8."""
+    orders = 1 if step.adapters is not None else 2
+    return orders * OF_ELEMENT * _elements_of_pass(step, stage)
+
+
+def rounding_seconds(step: PlannedStep, stage: int, machine: Machine) -> Passes:
+    """Returns the seconds in which the passes of one layer of a stage make matrices in FP8."""
+    elements = _elements_of_pass(step, stage) / machine.hbm
+    if step.adapters is not None:
+        return Passes(0.0, 0.0, 2 * elements)
+    rounded = (ELEMENT + 1) * elements
+    return Passes(rounded, rounded, rounded + 2 * elements)
+
+
+def hidden_bytes(step: PlannedStep) -> float:
+    """Returns the bytes of an element of the residual h."""
+    return OF_ROW_ELEMENT if step.precision == "fp8_kept" else ELEMENT
+
+
+def _copied_elements(step: PlannedStep) -> int:
+    """Returns the elements of the weights that are copied once a step; zero if passes round them, or they are frozen."""
+    if step.precision == "bf16" or step.adapters is not None:
+        return 0
+    return sum(p.own_size for p in step.parameters if p.path[-1] in EXPERT_MATRICES and _is_copied(step, p.path[1]))
+
+
+def _elements_of_pass(step: PlannedStep, stage: int) -> float:
+    """Returns the elements of one layer's weights that each pass rounds, or that lie in FP8 and are transposed."""
+    if step.precision == "bf16" or (step.adapters is None and _is_copied(step, stage)):
+        return 0.0
+    own = [p for p in step.parameters if p.path[:2] == ("stages", stage) and p.path[-1] in EXPERT_MATRICES]
+    return sum(p.used_size / p.layers for p in own)
+
+
+def _is_copied(step: PlannedStep, stage: int) -> bool:
+    """Returns True if a device has the whole weights of the stage's layers that it computes."""
+    if step.mesh.pipe > 1 and stage != step.joined_stage:
+        return False
+    return all(size == 1 for axis, size in asdict(step.mesh).items() if axis not in ("data", "pipe"))

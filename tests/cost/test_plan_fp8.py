@@ -1,0 +1,115 @@
+"""`moe-jax plan --precision fp8`: copies, residuals and rates of experts in FP8, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from moe_jax.cli import main
+from moe_jax.config import NAMED_CONFIGS
+from moe_jax.cost import PlannedStep, predict
+from moe_jax.cost.fp8 import copies_bytes, rounding_bytes
+from moe_jax.cost.gpus import GPUS
+from moe_jax.cost.layer import ExpertsWork, experts_seconds
+from moe_jax.cost.machine import H200
+from moe_jax.cost.planned_step import PlannedAdapters
+from moe_jax.parallel.choices import MeshShape
+
+DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]
+QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
+OF_LAYER = 128 * 3 * 2048 * 768
+"""Parameters of a layer's experts."""
+
+STEP = PlannedStep(QWEN, MeshShape(), 8, 4096, precision="fp8")
+
+
+def test_layers_by_milliseconds():
+    """docs/fp8.md, without the router: 3.11 and 11.60 in FP8, before its last kernels. bf16 has the same errors."""
+    work = ExpertsWork(32768, 8, 8 * 32768, 128, 2048, 768)
+    for precision, forward, both in (("bf16", 4.32, 13.29), ("fp8", 3.11, 11.60)):
+        passes = experts_seconds(work, H200, precision=precision)
+        assert 1e3 * passes.forward == pytest.approx(forward, rel=0.16)
+        assert 1e3 * passes.total(False) == pytest.approx(both, rel=0.09)
+    few = ExpertsWork(64, 8, 512, 128, 2048, 768)
+    halves = [experts_seconds(few, H200, frozen=True, precision=precision).forward for precision in ("bf16", "fp8")]
+    read = 1e3 * OF_LAYER / H200.hbm
+    assert 1e3 * (halves[0] - halves[1]) == pytest.approx(read, rel=0.01), "weights are read in half the time"
+
+
+def test_copies_are_made_once_a_step():
+    found, other = predict(STEP), predict(replace(STEP, precision="bf16"))
+    assert copies_bytes(STEP) == pytest.approx(2 * 48 * OF_LAYER, rel=1e-3)
+    of_passes = rounding_bytes(STEP, 0), copies_bytes(replace(STEP, precision="bf16"))
+    assert not any(of_passes) and other.seconds["copies"] == 0
+    workspace = found.bytes["workspace"] - other.bytes["workspace"]
+    # Beside them, dh in FP8.
+    assert workspace == pytest.approx(copies_bytes(STEP) + 8 * STEP.tokens * 2 * 768 * (1 + 4 / 128), rel=1e-3)
+    assert found.seconds["copies"] == pytest.approx(5 * 48 * OF_LAYER / H200.hbm)
+    in_two = replace(STEP, gradient_accumulation=2)
+    assert predict(in_two).seconds["copies"] == found.seconds["copies"]
+    assert found.seconds["experts"] < 0.87 * other.seconds["experts"]
+
+
+def test_split_weights_are_rounded_by_each_pass():
+    step = replace(STEP, mesh=MeshShape(fsdp=4))
+    found, other = predict(step), predict(replace(step, precision="bf16"))
+    assert copies_bytes(step) == found.seconds["copies"] == 0
+    assert rounding_bytes(step, 0) == pytest.approx(2 * OF_LAYER, rel=1e-3)
+    more = found.seconds["elementwise"] - other.seconds["elementwise"]
+    assert more == pytest.approx(48 * (3 + 3 + 5) * OF_LAYER / H200.hbm)
+    in_place = replace(STEP, mesh=MeshShape(data=4, expert=1))
+    assert copies_bytes(in_place) == copies_bytes(STEP)
+
+
+def test_a_rank_of_a_pipe_copies_its_layers():
+    """Modules that predict further tokens are split over the ranks, and each pass rounds what it gathered."""
+    step = replace(STEP, mesh=MeshShape(pipe=2), gradient_accumulation=2)
+    assert copies_bytes(step) == copies_bytes(STEP) / 2 and rounding_bytes(step, 0) == 0
+    found, other = predict(step), predict(replace(step, precision="bf16"))
+    assert found.bytes["workspace"] - other.bytes["workspace"] > copies_bytes(step)
+    assert found.seconds["copies"] == predict(STEP).seconds["copies"] / 2
+    with_module = PlannedStep(DEEPSEEK, MeshShape(pipe=2), 4, 4096, gradient_accumulation=2, precision="fp8")
+    assert copies_bytes(with_module) > 0 and rounding_bytes(with_module, 1) == 0
+    assert rounding_bytes(with_module, 2) == pytest.approx(2 * 256 * 3 * 7168 * 2048, rel=1e-3)
+
+
+def test_h_in_fp8():
+    """Half the bytes of h without remat."""
+    step = replace(STEP, remat=False, rows=2)
+    kept, other = predict(replace(step, precision="fp8_kept")), predict(step)
+    saved = 48 * 8 * step.tokens * 2 * 768 * (2 - 1 - 4 / 128)
+    # Beside rows that fill up blocks.
+    assert other.bytes["activations"] - kept.bytes["activations"] == pytest.approx(saved, rel=0.15)
+
+
+def test_frozen_experts_are_not_made_whole():
+    adapters = PlannedAdapters(184_025_088, 48 * 8 * 12_000, "--lora.rank 32 --weights fp8", "fp8")
+    in_bf16 = replace(STEP, precision="bf16", adapters=adapters)
+    step = replace(in_bf16, precision="fp8")
+    found, other = predict(step), predict(in_bf16)
+    assert found.bytes["parameters"] == other.bytes["parameters"] and copies_bytes(step) == 0
+    assert rounding_bytes(step, 0) == pytest.approx(OF_LAYER, rel=1e-3)
+    assert other.bytes["workspace"] - found.bytes["workspace"] == pytest.approx(
+        OF_LAYER - 8 * STEP.tokens * 2 * 768 * (1 + 4 / 128), rel=0.01
+    )
+    assert found.seconds["elementwise"] < other.seconds["elementwise"]
+
+
+def test_the_command(capsys):
+    main("plan qwen3-30b-a3b --devices 8 --precision fp8".split())
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if line.lstrip()[:1].isdigit()]
+    assert rows and all(line.endswith("not measured") for line in rows)
+    assert "train so: moe-jax finetune --precision fp8 --mesh." in printed
+    main("plan qwen3-30b-a3b --devices 1 --lora.rank 32 --weights fp8 --precision fp8".split())
+    assert "finetune --lora.rank 32 --weights fp8 --precision fp8 --batch" in capsys.readouterr().out
+    for options, reason in (
+        ("qwen3-30b-a3b --lora.rank 32", "give weights='fp8', which keeps them in FP8; got 'whole'"),
+        ("qwen3-30b-a3b --gpu a100", "precision='fp8' has kernels for Hopper GPUs alone; on NVIDIA A100 80 GB take 'bf16'"),
+        ("qwen3-0.6b", "FP8 is for experts, and this model has none"),
+    ):
+        with pytest.raises(SystemExit):
+            main(f"plan {options} --devices 1 --precision fp8".split())
+        assert reason in capsys.readouterr().err
+    assert predict(STEP, GPUS["h100"]).step_seconds > 0
+    with pytest.raises(ValueError, match="precision='fp8' needs pipe_schedule='uniform'; got 'zb-h1'"):
+        replace(STEP, mesh=MeshShape(pipe=2), gradient_accumulation=4, pipe_schedule="zb-h1")

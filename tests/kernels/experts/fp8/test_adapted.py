@@ -1,0 +1,153 @@
+"""Low-rank changes of experts in FP8: every result against the same roundings row by row, and against f32."""
+
+from functools import partial
+
+import expert_layers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import seeds
+from lowered import lowered_for_h200, num_kernels
+
+from moe_jax.kernels import Precision, quantise_matrices
+from moe_jax.kernels.experts.activation import gated_silu
+from moe_jax.kernels.experts.adapted import ExpertsAdapter
+from moe_jax.kernels.experts.fp8.adapted import experts_mlp_adapted_in_fp8
+from moe_jax.kernels.experts.fp8.experts import Fp8Matrices
+from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
+from moe_jax.kernels.experts.fp8.quantise import dequantised_matrices, dequantised_rows, quantise_rows
+from moe_jax.kernels.experts.fused_vjp import Matrices
+from moe_jax.kernels.low_rank import LowRank
+
+TOKENS, EXPERTS, K, HIDDEN, INTER, RANK = 48, 3, 2, 256, 128, 3
+RESULTS = "y", "x", "weights", "a1", "b1", "a2", "b2"
+FP8 = Precision()
+
+
+def _layer(routing="random", tokens=TOKENS, hidden=HIDDEN, inter=INTER):
+    """Powers of two as weights of choices: a product with one moves no rounding. The changes are as large as the matrices."""
+    rng = seeds.rng()
+    x, *matrices, _, chosen = expert_layers.make_layer(rng, routing, tokens, EXPERTS, K, hidden, inter)
+    weights = jnp.asarray(2.0 ** -rng.integers(0, 3, (tokens, K)), jnp.float32)
+    shapes = [(EXPERTS, RANK, hidden), (EXPERTS, 2 * inter, RANK), (EXPERTS, RANK, inter), (EXPERTS, hidden, RANK)]
+    a1, b1, a2, b2 = (jnp.asarray(rng.normal(size=shape) * shape[2] ** -0.5, jnp.float32) for shape in shapes)
+    dy = jnp.asarray(rng.normal(size=x.shape) * 10.0 ** rng.uniform(-2, 0, (tokens, 1)), x.dtype)
+    quantised = QuantisedExperts(*map(quantise_matrices, matrices))
+    return x, weights, ExpertsAdapter(LowRank(a1, b1), LowRank(a2, b2)), chosen, matrices, quantised, dy
+
+
+@partial(jax.jit, static_argnums=0)
+def _results(f, matrices, chosen, dy, *arrays):
+    y, pullback = jax.vjp(partial(f, matrices, chosen), *arrays)
+    return jax.tree.leaves((y, pullback(dy.astype(y.dtype))))
+
+
+def _ours(matrices, chosen, x, weights, adapter, precision=FP8, **options):
+    return experts_mlp_adapted_in_fp8(x, matrices, weights, chosen, adapter, precision, **options)
+
+
+_keeping_fp8 = partial(_ours, precision=Precision(kept="fp8"))
+
+
+@jax.custom_vjp
+def _product_in_fp8(rows, w):
+    return jnp.einsum("ri,roi->ro", dequantised_rows(quantise_rows(rows)), w).astype(jnp.bfloat16)
+
+
+_product_in_fp8.defvjp(lambda rows, w: (_product_in_fp8(rows, w), w), lambda w, dy: (_product_in_fp8(dy, w.mT), None))
+
+
+def _row_by_row(quantised, chosen, x, weights, adapter):
+    """The definition, which JAX differentiates; both passes round the operands of a product in FP8."""
+
+    def product(rows, w, factors):
+        a, b = (factor[chosen.reshape(-1)].astype(jnp.bfloat16) for factor in factors)
+        u = jnp.einsum("ri,rki->rk", rows, a)
+        return _product_in_fp8(rows, dequantised_matrices(w)[chosen.reshape(-1)]) + jnp.einsum("rk,rok->ro", u, b)
+
+    rows = jnp.repeat(x.astype(jnp.float32), K, axis=0).astype(jnp.bfloat16)
+    h = product(rows, quantised.gate_up, adapter.gate_up)
+    y_rows = product(gated_silu(h), quantised.down, adapter.down).astype(jnp.float32)
+    return jnp.sum(weights[:, :, None] * y_rows.reshape(*weights.shape, -1), axis=1).astype(x.dtype)
+
+
+def _assert_near(found, wanted, bounds):
+    for name, one, other in zip(RESULTS, found, wanted, strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        assert np.linalg.norm(one - other) <= bounds.get(name, bounds["others"]) * np.linalg.norm(other), name
+
+
+def test_the_rounded_values():
+    """The gradient to a weight is <g, act> with a rounded g here, and <dy, y> row by row."""
+    *arrays, chosen, _, quantised, dy = _layer()
+    found = _results(_ours, Fp8Matrices(None, quantised), chosen, dy, *arrays)
+    wanted = _results(_row_by_row, quantised, chosen, dy, *arrays)
+    _assert_near(found, wanted, {"y": 4e-3, "x": 0.02, "weights": 0.1, "others": 0.01})
+
+
+@pytest.mark.parametrize("f", [_ours, _keeping_fp8])
+def test_errors(f):
+    *arrays, chosen, matrices, quantised, dy = _layer(tokens=128)
+    found = _results(f, Fp8Matrices(None, quantised), chosen, dy, *arrays)
+
+    def exact(matrices, chosen, x, weights, adapter):
+        changed = [w.astype(jnp.float32) + jnp.matmul(*reversed(of_w)) for w, of_w in zip(matrices, adapter, strict=True)]
+        return oracle.experts_mlp(x.astype(jnp.float32), *changed, weights, chosen)
+
+    _assert_near(found, _results(exact, matrices, chosen, dy, *arrays), {"weights": 0.18, "others": 0.08})
+
+
+@pytest.mark.parametrize("routing", ["one_takes_all", "some_nobody"])
+def test_chunks_and_whole_matrices(routing):
+    """Chunks of 20 tokens, and matrices that each call rounds, give the same y and dx."""
+    *arrays, chosen, matrices, quantised, dy = _layer(routing)
+    found = _results(_ours, Fp8Matrices(None, quantised), chosen, dy, *arrays)
+    in_chunks = _results(partial(_ours, chunk_tokens=20), Fp8Matrices(Matrices(*matrices), frozen=True), chosen, dy, *arrays)
+    for one, other in zip(found[:2], in_chunks[:2], strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+    _assert_near(in_chunks, found, {"others": 1e-3})
+
+
+def test_mosaic():
+    """The FP8 kernels, in the interpreter, beside changes of a rank that is filled up; experts hold padding rows."""
+    *arrays, chosen, _, quantised, dy = _layer("some_nobody", tokens=24, hidden=128)
+    given = Fp8Matrices(None, quantised), chosen, dy, *arrays
+    found, wanted = (_results(partial(_ours, backend=backend), *given) for backend in ("mosaic", "xla"))
+    _assert_near(found, wanted, {"others": 0.02})
+
+
+def test_kernels():
+    """Four products in FP8 and the low-rank ones; none is of the size of a matrix's gradient."""
+    *arrays, chosen = expert_layers.types_of(4096, 8, 2, 1024, 512)
+    factors = [(8, 4, 1024), (8, 1024, 4), (8, 4, 512), (8, 1024, 4)]
+    a1, b1, a2, b2 = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in factors)
+    x, *matrices, weights = arrays
+    quantised = jax.eval_shape(lambda *w: QuantisedExperts(*map(quantise_matrices, w)), *matrices)
+
+    def gradient(x, quantised, weights, adapter, chosen):
+        f = partial(_ours, Fp8Matrices(None, quantised), chosen, backend="mosaic")
+        y, pullback = jax.vjp(f, x, weights, adapter)
+        return y, pullback(y)
+
+    text = lowered_for_h200(gradient, x, quantised, weights, ExpertsAdapter(LowRank(a1, b1), LowRank(a2, b2)), chosen)
+    assert "tensor<8x1024x1024xf32>" not in text and "tensor<8x1024x512xf32>" not in text
+    assert num_kernels(text) == 19
+
+
+def test_refusals():
+    x, weights, adapter, chosen, matrices, quantised, _ = _layer()
+    frozen = Fp8Matrices(None, quantised)
+    with pytest.raises(ValueError, match="matrices in FP8 get no gradient"):
+        of_codes = lambda quantised: _ours(Fp8Matrices(None, quantised), chosen, x, weights, adapter).sum()  # noqa: E731
+        jax.grad(of_codes)(quantised)
+    with pytest.raises(ValueError, match="x is float32; it must be bfloat16"):
+        _ours(frozen, chosen, x.astype(jnp.float32), weights, adapter)
+    with pytest.raises(ValueError, match=r"adapter.down.a must have shape \[experts, rank, inter\]"):
+        wrong = adapter._replace(down=adapter.down._replace(a=adapter.down.b))
+        _ours(frozen, chosen, x, weights, wrong)
+    with pytest.raises(ValueError, match="these are a stack of layers"):
+        _ours(frozen._replace(layer=jnp.int32(0)), chosen, x, weights, adapter)
+    of_matrices = jax.grad(lambda w: _ours(Fp8Matrices(w), chosen, x, weights, adapter).sum())(Matrices(*matrices))
+    assert not any(map(np.any, jax.tree.leaves(of_matrices)))

@@ -1,0 +1,29 @@
+"""h in 8 bits between the passes: its errors beside those of e4m3, zeros and infinities."""
+
+import jax.numpy as jnp
+import numpy as np
+import seeds
+
+from moe_jax.kernels.experts.fp8.kept import keep_h, read_h
+from moe_jax.kernels.experts.fp8.quantise import dequantised_rows, quantise_rows
+
+
+def test_half_the_error_in_the_same_bytes():
+    """Also in groups with a number that stands out."""
+    h = jnp.asarray(seeds.rng().normal(size=(64, 256)), jnp.bfloat16).at[::2, 5].set(50)
+    kept, other = keep_h(h, "fp8"), quantise_rows(h)
+    assert [a.nbytes for a in kept] == [a.nbytes for a in other]
+    exact, alike = np.asarray(h, np.float64), read_h(kept)
+    assert alike.dtype == jnp.bfloat16 and keep_h(h, "bf16") is h and read_h(h) is h
+    for rows, part in ((slice(1, None, 2), 0.6), (slice(0, None, 2), 0.9)):
+        errors = [np.linalg.norm((np.asarray(a, np.float64) - exact)[rows]) for a in (alike, dequantised_rows(other))]
+        assert errors[0] < part * errors[1]
+    np.testing.assert_allclose(np.asarray(alike, np.float64), exact, rtol=2**-5 + 2**-8, atol=50 / 992)
+
+
+def test_extremes():
+    """Groups of zeros are zeros, and an infinity or a NaN makes its own group NaN, largest numbers none."""
+    h = jnp.zeros((4, 256), jnp.bfloat16).at[1].set(3e38).at[2, 0].set(jnp.inf).at[3, 200].set(jnp.nan)
+    found = np.asarray(read_h(keep_h(h, "fp8")), np.float32)
+    assert not found[0].any() and np.isfinite(found[1]).all() and found[1].min() > 2.9e38
+    assert np.isnan(found[2, 0]) and np.isnan(found[3, 128:]).all() and not found[2:, :128][1].any()
