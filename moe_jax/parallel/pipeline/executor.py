@@ -256,18 +256,13 @@ def _backward_or_weights(passes: PipelinePasses, t, sizes: tuple[int, int, int],
 
 
 def _slots(number: int, saved: Any, everywhere: Any, *, on_host: bool) -> Any:
-    """Returns empty slots for arrays like `saved`, and one more, which is zeros."""
-
-    def zeros(*shape: int, dtype: Any) -> Array:
-        return vary_as(jnp.zeros(shape, dtype), everywhere)
-
-    if not on_host:
-        return jax.tree.map(lambda s: zeros(number + 1, *s.shape, dtype=s.dtype), saved)
+    """Returns slots for arrays like `saved`, and one more, which is zeros. Every other slot is written before it is read."""
 
     def of_array(s) -> Array:
-        # Zeros of all slots would be made in the device's memory first. Every other slot is written before it is read.
         slots = vary_as(lax.empty((number + 1, *s.shape), s.dtype), everywhere)
-        slots, last = (jax.device_put(a, jax.memory.Space.Host) for a in (slots, zeros(*s.shape, dtype=s.dtype)))
+        last = vary_as(jnp.zeros(s.shape, s.dtype), everywhere)
+        if on_host:
+            slots, last = (jax.device_put(a, jax.memory.Space.Host) for a in (slots, last))
         return lax.dynamic_update_index_in_dim(slots, last, number, 0)
 
     return jax.tree.map(of_array, saved)
