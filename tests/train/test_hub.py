@@ -44,6 +44,19 @@ def test_the_first_rows_come_as_a_stream(hub):
     assert open_documents("owner/name,take=5").fingerprint == first.fingerprint != whole.fingerprint
 
 
+def test_options_of_a_data_set_arrive(monkeypatch):
+    asked = []
+
+    def load(path, **options):
+        asked.append((path, options))
+        return datasets.Dataset.from_list([{"text": "x"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    documents = open_documents("owner/name,config=german,split=test,revision=0a1b")
+    options = dict(name="german", split="test", revision="0a1b", streaming=False)
+    assert asked == [("owner/name", options)] and documents.where(0) == "owner/name (german, test) row 1"
+
+
 @pytest.mark.parametrize("take", [3, 5])
 def test_a_stream_reads_no_further_rows(take, monkeypatch):
     made = []
