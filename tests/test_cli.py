@@ -191,6 +191,11 @@ def test_completion_knows_the_commands(capsys):
             "finetune --per_device_train_batch_size=4",
             "finetune has no --per_device_train_batch_size; did you mean --batch-size",
         ),
+        ("finetune --skip-bad-data", "finetune has no --skip-bad-data; did you mean --skip-bad-documents?"),
+        ("finetune --lora_r 16", "finetune has no --lora_r; did you mean --lora.rank?"),
+        ("plan qwen3-30b-a3b --devices 1 --lora-rank 32", "plan has no --lora-rank; did you mean --lora.rank?"),
+        ("plan qwen3-30b-a3b --devices 1 --base fp8", "plan has no --base; did you mean --weights?"),
+        ("prefer --beta 0.1", "prefer has no --beta; did you mean --preference.beta?"),
         ("generate m --prompt x --max-tokens 3", "generate has no --max-tokens; did you mean --max-new-tokens?"),
     ],
 )

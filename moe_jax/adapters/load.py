@@ -1,8 +1,10 @@
 """Reads adapters that PEFT or `save_adapter` wrote: each expert's factors apart, or PEFT's fused layout of experts."""
 
 import json
+import logging
 import re
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +25,16 @@ from moe_jax.layers.lora import Adapter, freeze
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of
 
+_logger = logging.getLogger(__name__)
+
 
 def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bool = False) -> LoraSummary:
     """Adds the adapters of a folder, or of a repository on the hub, to the model, and freezes its parameters.
 
     It reads each expert's factors apart, as `save_adapter`, Megatron-Bridge and PEFT on transformers 4 write them, and the
     fused experts that `fused_layouts` describes. Different a's of gate and up become one of twice the rank, exactly.
-    A warning says that the adapter was trained beside other weights, as far as its files tell (`adapters.base`).
+    Warnings say that the adapter was trained beside other weights, as far as its files tell (`adapters.base`). Or that its
+    config names the experts' projections, and nothing of them was trained.
 
     Args:
       b_grouped_by_expert: the file is Unsloth's of before September 2026, which nothing in it says. Its fused b has an expert's
@@ -41,7 +46,8 @@ def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bo
     Raises:
       FileNotFoundError: there is no adapter_config.json, or no adapter_model.safetensors.
       ValueError: what `add_lora` raises of a model; or the file is not plain LoRA. Or a tensor is no factor of a module of
-        this model, or has a shape that does not fit. Nothing has been changed then.
+        this model, or has a shape that does not fit. Or factors of some layers or experts are missing. Nothing has been
+        changed then.
     """
     put_stacks(model, read_stacks(model, adapter, b_grouped_by_expert))
     return lora_summary(model)
@@ -68,6 +74,7 @@ def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool =
     modules = modules_of(model)
     factors = _factors_of_modules(load_file(folder / WEIGHTS_FILE), modules, config, folder, b_grouped_by_expert)
     targets = list(dict.fromkeys(module.target for module in modules))
+    _check_whole(modules, factors, config, folder)
     warn_of_another_base(model.source, folder, config)
     stacks = [stack for target in targets if (stack := _stacked(target, modules, factors))]
     dropout = config.get("lora_dropout") or 0.0
@@ -93,18 +100,27 @@ class _Factors(NamedTuple):
     b: np.ndarray
 
 
+MEANINGS = (
+    *("bias", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "fan_in_fan_out"),
+    *("trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config"),
+    "monteclora_config",
+)
+"""PEFT's settings under which the factors are not all of the change, or mean another one."""
+CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of PEFT's `init_lora_weights` that take the first b a out of the frozen weights; some have a suffix."""
+
+
 def _check_config(config: dict[str, Any], folder: Path) -> None:
     """Refuses what would be dropped in silence."""
-    wrong = {
-        "peft_type": config.get("peft_type") != "LORA",
-        "bias": config.get("bias", "none") != "none",
-        "use_dora": bool(config.get("use_dora")),
-        "modules_to_save": bool(config.get("modules_to_save")),
-        "fan_in_fan_out": bool(config.get("fan_in_fan_out")),
-    }
-    if found := [f"{name}={config.get(name)!r}" for name, is_wrong in wrong.items() if is_wrong]:
+    found = [name for name in MEANINGS if config.get(name) not in (None, False, "none", [], {})]
+    if config.get("peft_type") != "LORA":
+        found.insert(0, "peft_type")
+    if str(config.get("init_lora_weights")).startswith(CHANGED_BASES):
+        found.append("init_lora_weights")
+    if found:
         raise ValueError(
-            f"{folder}: {', '.join(found)} cannot be read; an adapter is plain LoRA, without biases or whole modules"
+            f"{folder}: {', '.join(f'{name}={config.get(name)!r}' for name in found)} cannot be read; an adapter is plain LoRA "
+            "beside the weights as they were, without biases or whole modules"
         )
 
 
@@ -149,6 +165,38 @@ def _factors_of_modules(
                 f"{folder}: {name} has factors {a.shape} and {b.shape}; they must be (r, {num_in}) and ({num_out}, r)"
             )
     return factors
+
+
+def _check_whole(modules: list[ModulePart], factors: dict[str, _Factors], config: dict[str, Any], folder: Path) -> None:
+    """Refuses a file that has lost factors of some layers or experts, and warns of one whose experts were never adapted."""
+    named = config.get("target_modules") or []
+    names = [named] if isinstance(named, str) else named
+    chosen = isinstance(named, str) or any(config.get(name) for name in ("layers_to_transform", "exclude_modules"))
+    if not chosen and not re.search(r"\d", " ".join([*names, *(config.get("target_parameters") or ())])):
+        for alike in _alike(modules):
+            missing = [module.name for module in alike if module.name not in factors]
+            if 0 < len(missing) < len(alike):
+                raise ValueError(
+                    f"{folder}: {missing[0]} has no factors. {len(missing)} of {len(alike)} modules of this kind have none, "
+                    f"and {CONFIG_FILE} does not leave them out: the file is not whole"
+                )
+    of_experts = {module.leaf for module in modules if module.expert is not None}
+    asked = of_experts if named == "all-linear" else of_experts & set(names)
+    adapted = any(module.name in factors for module in modules if module.expert is not None)
+    if asked and not adapted and not config.get("target_parameters"):
+        _logger.warning(
+            "%s names %s, and has no factors of experts: they were not trained. PEFT on transformers 5 needs target_parameters",
+            folder / CONFIG_FILE,
+            ", ".join(sorted(asked)),
+        )
+
+
+def _alike(modules: list[ModulePart]) -> Collection[list[ModulePart]]:
+    """Returns the modules of one projection in all layers and experts of a stage, for each."""
+    found: dict[tuple[Target, str], list[ModulePart]] = defaultdict(list)
+    for module in modules:
+        found[module.target, module.leaf].append(module)
+    return found.values()
 
 
 def _matrix(module: ModulePart) -> tuple[int, int]:

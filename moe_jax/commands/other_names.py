@@ -1,5 +1,29 @@
 """Option names of other programs, so that an error can name our option."""
 
+_LORA = {
+    "lora": "--lora.rank 32",
+    "lora-alpha": "--lora.alpha",
+    "lora-dim": "--lora.rank",
+    "lora-dropout": "--lora.dropout",
+    "lora-r": "--lora.rank",
+    "lora-rank": "--lora.rank",
+    "lora-target": "--lora.targets",
+    "lora-target-linear": "--lora.targets, which by default has all matrices of attention, blocks and experts",
+    "lora-target-modules": "--lora.targets",
+    "peft-type": "--lora.rank 32",
+    "target-modules": "--lora.targets",
+    "tuner-type": "--lora.rank 32",
+    "use-peft": "--lora.rank 32",
+    "use-rslora": "--lora.use-rslora",
+}
+_QUANTISED = {
+    "base": "--weights",
+    "load-in-4bit": "--weights nf4",
+    "load-in-8bit": '--weights "as stored", for a checkpoint in FP8, or --weights fp8',
+    "quant-method": "--weights",
+    "quantization-bit": "--weights nf4",
+}
+
 _FINETUNE = {
     "adam-weight-decay": "--weight-decay",
     "base-model": "--model",
@@ -11,6 +35,8 @@ _FINETUNE = {
     "dataset-name": "--data",
     "dataset-path": "--data",
     "dataset-split": "--data owner/name,split=...",
+    "dataset-streaming": "--data owner/name,take=20000",
+    "early-stopping-patience": "--early-stop",
     "eval-dataset": "--eval-data",
     "eval-steps": "--eval-every",
     "fp32": "--dtype float32",
@@ -19,9 +45,11 @@ _FINETUNE = {
     "gradient-accumulation-steps": "--gradient-accumulation, and --batch-size counts the rows of all micro-batches",
     "gradient-checkpointing": "--remat, which is the default",
     "learning-rate-warmup-steps": "--warmup-steps",
+    "load-best-model-at-end": "--keep-best",
     "lr": "--learning-rate",
     "mask-history": "--learned-answers last",
     "max-length": "--seq-len",
+    "max-samples": "--data owner/name,take=...",
     "max-seq-len": "--seq-len",
     "max-seq-length": "--seq-len",
     "max-steps": "--steps",
@@ -36,9 +64,12 @@ _FINETUNE = {
     "output-dir": "--output",
     "per-device-train-batch-size": "--batch-size, the rows of an optimizer step over all devices",
     "random-seed": "--seed",
+    "report-to": "--log-to",
     "save-steps": "--checkpoint-every",
     "save-total-limit": "--keep-checkpoints",
     "sequence-length": "--seq-len",
+    "skip-bad-data": "--skip-bad-documents",
+    "streaming": "--data owner/name,take=20000",
     "tokenizer-name": "--tokenizer",
     "tokenizer-path": "--tokenizer",
     "train-batch-size": "--batch-size",
@@ -49,7 +80,22 @@ _FINETUNE = {
 }
 
 OTHER_NAMES = {
-    "finetune": _FINETUNE,
+    "finetune": _FINETUNE | _LORA | _QUANTISED,
+    "plan": _LORA | _QUANTISED,
+    "prefer": _LORA
+    | _QUANTISED
+    | {
+        "beta": "--preference.beta",
+        "dataset": "--data",
+        "dpo-beta": "--preference.beta",
+        "label-smoothing": "--preference.label-smoothing",
+        "loss-type": "--preference.loss",
+        "lr": "--learning-rate",
+        "max-steps": "--steps",
+        "output-dir": "--output",
+        "pref-beta": "--preference.beta",
+        "pref-loss": "--preference.loss",
+    },
     "generate": {
         "bf16": "--dtype bfloat16, which is the default",
         "fp32": "--dtype float32",

@@ -167,11 +167,20 @@ def foreign(config, tensors):
     tensors["lm_head.weight"] = np.zeros((2, 2), np.float32)
 
 
+def lost(config, tensors):
+    for factor in "AB":
+        del tensors[f"base_model.model.model.layers.1.mlp.experts.5.up_proj.lora_{factor}.weight"]
+
+
 BAD = {
     "peft_type='IA3'": changed_config(peft_type="IA3"),
     "use_dora=True": changed_config(use_dora=True),
     "bias='all'": changed_config(bias="all"),
     "modules_to_save": changed_config(modules_to_save=["lm_head"]),
+    "alora_invocation_tokens": changed_config(alora_invocation_tokens=[1, 2]),
+    "use_qalora=True, lora_bias=True": changed_config(lora_bias=True, use_qalora=True),
+    "init_lora_weights='pissa_niter_16'": changed_config(init_lora_weights="pissa_niter_16"),
+    r"experts.5.up_proj has no factors. 1 of 16 modules": lost,
     "no module model.layers.7": renamed,
     "has no lora_B": unpaired,
     "they must be": transposed,
@@ -181,7 +190,7 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_files(message, tmp_path):
-    model = small_model("qwen3")
+    model = small_model("qwen3_moe" if "experts" in message else "qwen3")
     save_adapter(with_adapters(nnx.clone(model)), tmp_path / "a")
     config, tensors = json.loads((tmp_path / "a" / CONFIG_FILE).read_text()), load_file(tmp_path / "a" / WEIGHTS_FILE)
     BAD[message](config, tensors)
@@ -190,6 +199,40 @@ def test_bad_files(message, tmp_path):
     with pytest.raises(ValueError, match=message):
         load_adapter(model, tmp_path / "a")
     assert not has_adapters(model) and nnx.state(model, nnx.Param)
+
+
+@pytest.mark.parametrize("named", ["all-linear", ["q_proj", "up_proj"]])
+def test_experts_that_were_never_adapted(named, tmp_path, caplog):
+    """PEFT on transformers 5 takes the names of the experts' projections, and adapts none of them."""
+    model = small_model("qwen3_moe")
+    save_adapter(with_adapters(nnx.clone(model), targets=("attention",)), tmp_path)
+    load_adapter(nnx.clone(model), tmp_path)
+    assert not caplog.records
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {"target_modules": named}))
+    load_adapter(model, tmp_path)
+    assert "up_proj, and has no factors of experts: they were not trained" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "fields, layers",
+    [
+        ({"layers_to_transform": [0]}, [0]),
+        ({"target_modules": ["layers.0.self_attn.q_proj"]}, [0]),
+        # SkyRL names no modules.
+        ({"target_modules": None, "rank_pattern": None, "alpha_pattern": None, "init_lora_weights": True}, [0, 1]),
+    ],
+)
+def test_files_that_name_no_modules_or_some(fields, layers, tmp_path):
+    model = small_model("qwen3")
+    save_adapter(with_adapters(nnx.clone(model), targets=("q_proj",)), tmp_path)
+    config, tensors = json.loads((tmp_path / CONFIG_FILE).read_text()), load_file(tmp_path / WEIGHTS_FILE)
+    kept = {name: array for name, array in tensors.items() if any(f"layers.{layer}." in name for layer in layers)}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | fields))
+    save_file(kept, tmp_path / WEIGHTS_FILE)
+    load_adapter(model, tmp_path)
+    (a,) = (target.found.a[...] for target in targets_of(model) if target.found is not None)
+    assert [layer for layer in range(2) if np.any(a[layer])] == layers
 
 
 def test_missing_files(tmp_path):

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import torch
+import transformers
 
 import moe_jax
 from moe_jax.adapters import merge_adapter
@@ -54,6 +56,11 @@ def test_merging(run, logits, tmp_path, capsys, to):
     main(["convert", str(run), str(tmp_path / "merged"), "--merge", *(["--to", to] if to == "orbax" else [])])
     load = moe_jax.checkpoint.load_orbax if to == "orbax" else moe_jax.from_pretrained
     assert near(load(tmp_path / "merged", dtype=jnp.float32), logits)
+    if to == "hf":
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+        with torch.no_grad():
+            found = theirs(torch.tensor(np.asarray(TOKENS))).logits.numpy()
+        np.testing.assert_allclose(found, logits, rtol=1e-5, atol=1e-5)
     # 2 layers: 4 projections of attention, and 3 of each of 4 experts.
     assert "compared with base + adapter: 32 matrices are changed" in capsys.readouterr().out
     assert "im_start" in (tmp_path / "merged" / "chat_template.jinja").read_text()

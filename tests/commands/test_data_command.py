@@ -38,6 +38,13 @@ def test_numbers_and_documents_are_printed(tmp_path, model, capsys):
     assert printed.count("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[[hi<|im_end|>]]\n") == 2
 
 
+def test_learned_text_is_green_on_terminals(tmp_path, model, capsys, monkeypatch):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT}))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    main(["data", f"{tmp_path}/a.jsonl", "--model", model])
+    assert "<|im_start|>assistant\n\033[32mhi<|im_end|>\033[0m\n" in capsys.readouterr().out
+
+
 def test_bad_rows_stop_it(tmp_path, model, capsys):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"txet": "x"}\n')
     with pytest.raises(SystemExit):

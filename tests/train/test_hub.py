@@ -44,6 +44,35 @@ def test_the_first_rows_come_as_a_stream(hub):
     assert open_documents("owner/name,take=5").fingerprint == first.fingerprint != whole.fingerprint
 
 
+def test_options_of_a_data_set_arrive(monkeypatch):
+    asked = []
+
+    def load(path, **options):
+        asked.append((path, options))
+        return datasets.Dataset.from_list([{"text": "x"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    documents = open_documents("owner/name,config=german,split=test,revision=0a1b")
+    options = dict(name="german", split="test", revision="0a1b", streaming=False)
+    assert asked == [("owner/name", options)] and documents.where(0) == "owner/name (german, test) row 1"
+
+
+@pytest.mark.parametrize("take", [3, 5])
+def test_a_stream_reads_no_further_rows(take, monkeypatch):
+    made = []
+
+    def rows():
+        for i in range(1000):
+            made.append(i)
+            yield {"question": f"train {i}", "answer": "yes", "picture": b"bytes"}
+
+    stream = datasets.IterableDataset.from_generator(rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, **options: stream)
+    documents = open_documents(f"owner/name,take={take}")
+    assert len(documents) == take <= len(made) <= take + 1 and documents.parts[0].unread == ("picture",)
+    assert documents[take - 1]["messages"][0]["content"] == f"train {take - 1}" and len(made) <= take + 1
+
+
 def test_batches_of_a_table_are_the_same_each_time(hub):
     """Threads of several streams read it."""
     streams = [batches(open_documents("owner/name"), tiny.tokenizer(), seq_len=32, batch_size=64) for _ in range(2)]

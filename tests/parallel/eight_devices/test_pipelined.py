@@ -40,6 +40,12 @@ def with_layers(make_model, layers):
     return type(make_model())(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 
+def tied():
+    """A dense model with one table for both ends."""
+    config = replace(tiny.dense().config, tie_word_embeddings=True)
+    return type(tiny.dense())(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+
 def mesh_of(**sizes):
     return make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
 
@@ -50,6 +56,7 @@ def mesh_of(**sizes):
         (tiny.model, 7, dict(pipe=2, expert=2), 2, 4, True),
         (tiny.model, 3, dict(pipe=2), 2, 4, True),
         (tiny.dense, 3, dict(pipe=3), 1, 4, False),
+        (tied, 3, dict(pipe=2, fsdp=2), 1, 4, True),
         (tiny.dense, 3, dict(pipe=2), 2, 4, "offload"),
         pytest.param(tiny.model, 7, dict(pipe=2, expert=2), 2, 4, "offload", marks=pytest.mark.thorough),
         pytest.param(tiny.model, 3, dict(pipe=2, data=2), 2, 2, False, marks=pytest.mark.thorough),
@@ -62,6 +69,7 @@ def mesh_of(**sizes):
         "experts-padded-chunks",
         "whole-experts-padded-chunks",
         "dense-kept-three-ranks",
+        "tied-fsdp",
         "dense-offload",
         "experts-offload",
         "whole-experts-kept-data",

@@ -48,6 +48,12 @@ def model_of(make_model, layers):
     return type(make_model())(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 
+def tied():
+    """A dense model with one table for both ends."""
+    config = replace(tiny.dense().config, tie_word_embeddings=True)
+    return type(tiny.dense())(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+
 @functools.cache
 def batch_of_tests():
     return make_batch(np.random.default_rng(3))
@@ -73,6 +79,7 @@ thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
         thorough("zb-h1", tiny.dense, 3, dict(pipe=2, data=2), 2, False),
         thorough("zb-v", tiny.biased_model, 8, dict(pipe=4), 8, True),
         thorough("dualpipe", tiny.biased_model, 3, dict(pipe=4), 8, False),
+        thorough("zb-v", tied, 4, dict(pipe=2), 4, True),
         thorough("1f1b", tiny.model, 4, dict(pipe=2, fsdp=2, expert=2), 2, False),
         thorough("dualpipe", tiny.model, 4, dict(pipe=2, fsdp=2, context=2), 4, False),
         thorough("dualpipe-v", tiny.model, 7, dict(pipe=4), 8, False),
