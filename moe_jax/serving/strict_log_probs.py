@@ -12,6 +12,7 @@ from moe_jax.layers.paged import PagedAttend, empty_pages
 from moe_jax.layers.segments import has_successor
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.inputs import check_shapes
+from moe_jax.parallel.spread import ONE_DEVICE
 from moe_jax.serving.packed_rows import PackedRows, in_pages
 from moe_jax.serving.prompts import PIECE_TOKENS, piece_scores
 from moe_jax.serving.strict import check_strict, strict_layers
@@ -40,10 +41,12 @@ def strict_log_probs(
         of pages. A row with more runs gives NaN under `jax.jit`.
 
     Raises:
-      ValueError: a model that `strict.check_strict` refuses, shapes that do not fit each other, or more segments than
-        `max_segments` where the ids are known.
+      ValueError: a model that `strict.check_strict` refuses or that is spread over devices, shapes that do not fit each other,
+        or more segments than `max_segments` where the ids are known.
     """
     check_strict(model)
+    if model.execution.spread != ONE_DEVICE:
+        raise ValueError("strict_log_probs computes on one device; on several, use train.log_probs")
     check_shapes(model.config, tokens, None, segment_ids, None, None)
     if segment_ids is None:
         segment_ids, max_segments = jnp.ones_like(tokens), 1

@@ -16,7 +16,10 @@ from moe_jax import train
 from moe_jax.config import Qwen3Config
 from moe_jax.layers.segments import has_successor, shift_left
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.execution import Execution
+from moe_jax.parallel.spread import Spread
 from moe_jax.serving.packed_rows import in_pages
+from moe_jax.serving.strict import strict_layers
 from moe_jax.serving.strict_log_probs import strict_log_probs
 
 MOE = replace(FUSED_CONFIG, vocab_size=128)
@@ -40,17 +43,17 @@ def test_gradients(config, monkeypatch):
     rng = seeds.rng()
     tokens = jnp.asarray(rng.integers(0, config.vocab_size, SEGMENT_IDS.shape), jnp.int32)
     factors = jnp.asarray(rng.normal(size=(2, 84)), jnp.float32)
-    chosen, hidden_states = [], Decoder.hidden_states
+    chosen = []
 
-    def recorded(self, *args, **options):
-        chosen.append(options["expert_ids"])
-        return hidden_states(self, *args, **options)
+    def recorded(*args):
+        chosen.append(strict_layers(*args))
+        return chosen[-1]
 
     @jax.jit
     def strict(state):
         def loss(state):
             found = strict_log_probs(nnx.merge(graphdef, state), tokens, SEGMENT_IDS, max_segments=4)
-            return (found * factors).sum(), (found, chosen.pop())
+            return (found * factors).sum(), (found, chosen.pop().experts)
 
         return jax.grad(loss, has_aux=True)(state)
 
@@ -60,9 +63,12 @@ def test_gradients(config, monkeypatch):
         batch = {"tokens": tokens, "labels": shift_left(tokens, 1), "loss_mask": mask, "segment_ids": SEGMENT_IDS}
         return jax.grad(lambda state: (train.log_probs(nnx.merge(graphdef, state), batch)[:, :-1] * factors).sum())(state)
 
-    monkeypatch.setattr(Decoder, "hidden_states", recorded)
+    monkeypatch.setattr("moe_jax.serving.strict_log_probs.strict_layers", recorded)
     gradients, (found, experts) = strict(state)
-    monkeypatch.setattr(Decoder, "hidden_states", partialmethod(hidden_states, expert_ids=experts))
+    if experts:
+        # Padding chooses no expert. Any will do: nobody reads its result.
+        replayed = jnp.stack(experts).reshape(-1, *SEGMENT_IDS.shape, 2) % config.num_experts
+        monkeypatch.setattr(Decoder, "hidden_states", partialmethod(Decoder.hidden_states, expert_ids=replayed))
     expected = trained(state)
     for (path, own), other in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(expected), strict=True):
         assert np.abs(other).max() > 0
@@ -101,7 +107,12 @@ def test_enough_pages(length):
     assert len(set(found)) == 3 * length and max(page for page, _ in found) < packed.num_pages
 
 
-def test_too_many_segments():
+def test_refused():
     model = moe_jax.from_config(DENSE, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="segment_ids must have tokens' shape"):
+        strict_log_probs(model, jnp.zeros_like(SEGMENT_IDS), SEGMENT_IDS[:, 1:])
     with pytest.raises(ValueError, match="max_segments must be .* got 3 for a row with 4"):
         strict_log_probs(model, jnp.zeros_like(SEGMENT_IDS), SEGMENT_IDS, max_segments=3)
+    model.execution = Execution(spread=Spread(mesh_axes=("data",)))
+    with pytest.raises(ValueError, match="one device"):
+        strict_log_probs(model, jnp.zeros_like(SEGMENT_IDS))
