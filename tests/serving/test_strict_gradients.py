@@ -18,8 +18,8 @@ from moe_jax.layers.segments import has_successor, shift_left
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.spread import Spread
+from moe_jax.serving import fused
 from moe_jax.serving.packed_rows import in_pages
-from moe_jax.serving.strict import strict_layers
 from moe_jax.serving.strict_log_probs import strict_log_probs
 
 MOE = replace(FUSED_CONFIG, vocab_size=128)
@@ -43,10 +43,10 @@ def test_gradients(config, monkeypatch):
     rng = seeds.rng()
     tokens = jnp.asarray(rng.integers(0, config.vocab_size, SEGMENT_IDS.shape), jnp.int32)
     factors = jnp.asarray(rng.normal(size=(2, 84)), jnp.float32)
-    chosen = []
+    chosen, fused_layers = [], fused.fused_layers
 
     def recorded(*args):
-        chosen.append(strict_layers(*args))
+        chosen.append(fused_layers(*args))
         return chosen[-1]
 
     @jax.jit
@@ -63,7 +63,7 @@ def test_gradients(config, monkeypatch):
         batch = {"tokens": tokens, "labels": shift_left(tokens, 1), "loss_mask": mask, "segment_ids": SEGMENT_IDS}
         return jax.grad(lambda state: (train.log_probs(nnx.merge(graphdef, state), batch)[:, :-1] * factors).sum())(state)
 
-    monkeypatch.setattr("moe_jax.serving.strict_log_probs.strict_layers", recorded)
+    monkeypatch.setattr(fused, "fused_layers", recorded)
     gradients, (found, experts) = strict(state)
     if experts:
         # Padding chooses no expert. Any will do: nobody reads its result.
