@@ -41,8 +41,8 @@ def strict_log_probs(
         of pages. A row with more runs gives NaN under `jax.jit`.
 
     Raises:
-      ValueError: a model that `strict.check_strict` refuses or that is spread over devices, shapes that do not fit each other,
-        or more segments than `max_segments` where the ids are known.
+      ValueError: a model that `strict.check_strict` refuses or that is spread over devices. Shapes that do not fit each other,
+        or, where the ids are known, more segments than `max_segments`.
     """
     check_strict(model)
     if model.execution.spread != ONE_DEVICE:

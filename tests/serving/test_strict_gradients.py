@@ -39,8 +39,13 @@ SEGMENT_IDS = jnp.asarray([np.repeat(ids, lengths) for ids, lengths in (((7, 8, 
 @pytest.mark.parametrize("config", [DENSE, MOE])
 def test_gradients(config, monkeypatch):
     """Each parameter's gradient is that of `train.log_probs` with the strict pass's experts; values are those of documents."""
-    graphdef, state = nnx.split(moe_jax.from_config(config, dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    rng = seeds.rng()
+    model, rng = moe_jax.from_config(config, dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=nnx.Rngs(0)), seeds.rng()
+    if config is MOE:
+        # Of three experts that are nearly equal, the ordinary pass chooses other two than the strict pass.
+        router = model.stages[1].mlp.router.weight
+        noise = 1 + 0.003 * jnp.asarray(rng.normal(size=router.shape), jnp.float32)
+        router[...] = jnp.repeat(router[...][:, :43], 3, axis=1)[:, :128] * noise
+    graphdef, state = nnx.split(model)
     tokens = jnp.asarray(rng.integers(0, config.vocab_size, SEGMENT_IDS.shape), jnp.int32)
     factors = jnp.asarray(rng.normal(size=(2, 84)), jnp.float32)
     chosen, fused_layers = [], fused.fused_layers
@@ -74,7 +79,6 @@ def test_gradients(config, monkeypatch):
         assert np.abs(other).max() > 0
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5 * float(np.abs(other).max()), err_msg=str(path))
     monkeypatch.undo()
-    model = nnx.merge(graphdef, state)
     for row, start, end in ((0, 0, 66), (0, 69, 81), (1, 0, 80)):
         alone = strict_log_probs(model, tokens[row : row + 1, start:end])[0]
         np.testing.assert_array_equal(found[row, start : end - 1], alone)
