@@ -63,8 +63,8 @@ def main() -> None:
 
 
 def compiled_log_probs(graphdef: nnx.GraphDef):
-    """Returns `strict_log_probs` of (state, tokens, valid), compiled. Weights are arguments: as constants they take minutes."""
-    return jax.jit(lambda state, tokens, valid: strict_log_probs(nnx.merge(graphdef, state), tokens, valid))
+    """Returns `strict_log_probs` of (state, tokens, segment_ids), compiled. As constants, weights would take minutes."""
+    return jax.jit(lambda state, tokens, segment_ids: strict_log_probs(nnx.merge(graphdef, state), tokens, segment_ids))
 
 
 def wrong_bits(engine: Engine, whole, prompts: list[list[int]], longest: int) -> str:
@@ -75,7 +75,7 @@ def wrong_bits(engine: Engine, whole, prompts: list[list[int]], longest: int) ->
         tokens = prompt + one.tokens
         padded = np.zeros((1, longest), np.int32)
         padded[0, : len(tokens)] = tokens
-        expected = np.asarray(whole(padded, np.arange(longest)[None] < len(tokens)))[0, : len(tokens) - 1]
+        expected = np.asarray(whole(padded, (np.arange(longest)[None] < len(tokens)).astype(np.int32)))[0, : len(tokens) - 1]
         scores = zip(one.prompt_logprobs[1:], prompt[1:], strict=True)
         found = np.float32([of_place[token] for of_place, token in scores] + one.logprobs)
         differ, total = differ + int((found != expected).sum()), total + len(found)
