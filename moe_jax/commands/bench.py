@@ -76,7 +76,7 @@ class BenchCommand:
         most = self.sizes.max_sequences * self.devices
         numbers = [n for n in CLIENTS if n <= most] if self.concurrency is None else self.concurrency
         loads = [Load(clients, self.requests_each, self.prompt_tokens, self.new_tokens) for clients in numbers]
-        limits = self.sizes.engine_limits(config, max_waiting=max(1, *numbers))
+        limits = self.sizes.engine_limits(config, max_waiting=max((1, *numbers)))
         check_loads(loads, limits, config.vocab_size)
 
         print("loading ...", file=sys.stderr)

@@ -60,7 +60,9 @@ def plan(
     """
     if devices < 1:
         raise ValueError(f"devices={devices} must be at least 1")
-    if machine.gpus_of_host < 1 or (devices > machine.gpus_of_host and devices % machine.gpus_of_host):
+    if machine.gpus_of_host < 1:
+        raise ValueError(f"hosts_of={machine.gpus_of_host} must be at least 1")
+    if devices > machine.gpus_of_host and devices % machine.gpus_of_host:
         raise ValueError(
             f"devices={devices} must be a multiple of {machine.gpus_of_host}, the GPUs of a host, or less than that"
         )

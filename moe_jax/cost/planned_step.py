@@ -301,7 +301,7 @@ def _problems_of_mesh(step: PlannedStep) -> list[str]:
         if step.pipe_schedule != "uniform":
             problems.append(f"precision={step.precision!r} needs pipe_schedule='uniform'; got {step.pipe_schedule!r}")
         reason = _fp8_refusal(config)
-        problems += [f"precision={step.precision!r}: {reason}"] if reason is not None else []
+        problems += [f"precision={step.precision!r}: {reason}; take 'bf16'"] if reason is not None else []
     if step.adapters is not None and mesh.size > mesh.data:
         problems.append("adapters train on one device, or on several along data alone")
     ways = mesh.size // mesh.pipe // mesh.context

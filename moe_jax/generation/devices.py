@@ -128,13 +128,27 @@ def generation_mesh(devices: Sequence[jax.Device], config: ModelConfig, *, sprea
 def overlap_refusal(mesh: Mesh, config: ModelConfig, num_prompts: int) -> str | None:
     """Returns the reason why prompts cannot pass the layers as two halves in one loop; None if they can."""
     if mesh.shape["expert"] == 1:
-        return "no device has experts of its own, so no token travels while another is computed; lay the model out on several"
+        return (
+            f"no device has experts of its own, so no token travels while another is computed; {_whole_because(mesh, config)}"
+        )
     rows = -(-num_prompts // mesh.size)
     if rows % 2:
         return f"each device must have an even number of prompts; {num_prompts} on {mesh.size} devices are {rows} on each"
     if config.rope_parameters.rope_type == "dynamic":
         return "rope_type 'dynamic' reads the longest of all prompts, and a half has some of them alone"
     return None
+
+
+def _whole_because(mesh: Mesh, config: ModelConfig) -> str:
+    """Returns the reason why each device of the mesh has all experts, with a way out where there is one."""
+    if config.experts is None or not config.moe_layers:
+        return "the model has none"
+    if mesh.size == 1:
+        return "lay the model out on several"
+    number = config.experts.num_experts
+    if math.gcd(mesh.size, number) == 1:
+        return f"the model has {number}, and a number of devices with a common divisor can share them; got {mesh.size}"
+    return "frozen ones lie whole on each device"
 
 
 def _holds_frozen_experts(states: Sequence[nnx.State]) -> bool:

@@ -45,6 +45,7 @@ def test_a_table_and_a_picture(folder, capsys):
             "a prompt of 512 tokens and max_new_tokens=128 exceed the engine's max_length=64",
         ),
         ("--random-weights {} --num-pages 1", "num_pages must be at least 2"),
+        ("--random-weights {} --max-sequences 0", "max_sequences must be an integer, at least 1; got 0"),
         ("--random-weights {} --output-len 4", "bench has no --output-len; did you mean --new-tokens?"),
     ],
 )

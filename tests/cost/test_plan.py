@@ -245,6 +245,7 @@ def test_the_program_plans_an_optimizer_in_parts(capsys):
         ("gpt --devices 4", "no config 'gpt'; give a folder with a config.json, or one of qwen3-0.6b"),
         ("qwen3-30b-a3b --devices 0", "devices=0 must be at least 1"),
         ("qwen3-30b-a3b --devices 12", "devices=12 must be a multiple of 8, the GPUs of a host, or less than that"),
+        ("qwen3-30b-a3b --devices 8 --hosts-of 0", "hosts_of=0 must be at least 1"),
         ("qwen3-30b-a3b --devices 4 --rows 0", "rows=0 must be an integer of at least 1"),
         ("qwen3-30b-a3b --devices 4 --rows 1 --sequence-length 4097", "must be a multiple of 2 * mesh.context = 8"),
         ("qwen3-30b-a3b --devices 4 --seq-len 1", "--seq-len must be at least 2, as in `moe-jax finetune`; got 1"),

