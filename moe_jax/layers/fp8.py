@@ -12,9 +12,9 @@ from jaxtyping import Array, Int
 from moe_jax.kernels.experts.fp8.experts import Fp8Matrices
 from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
+from moe_jax.kernels.experts.fp8.rounded import weights_and_copies
 from moe_jax.kernels.experts.fused_vjp import Matrices
 from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled
-from moe_jax.parallel.fsdp_fp8 import GatheredInFp8
 
 
 class Fp8Copies(nnx.Variable):
@@ -36,9 +36,6 @@ def frozen_matrices(gate_up: nnx.Variable, down: nnx.Variable, layer: Int[Array,
 
 def trained_matrices(gate_up: nnx.Variable, down: nnx.Variable, copies: Fp8Copies | None) -> Fp8Matrices:
     """Returns matrices that get gradients, with their copies in FP8 if there are some, or as they were gathered in FP8."""
-    values = gate_up.get_value(), down.get_value()
-    if all(isinstance(value, GatheredInFp8) for value in values):
-        like = Matrices(*(value.like for value in values))
-        return Fp8Matrices(like, QuantisedExperts(*(value.rounded for value in values)))
-    made: Any = None if copies is None else copies.get_value()
-    return Fp8Matrices(Matrices(gate_up[...], down[...]), made)
+    weights, made = weights_and_copies(gate_up[...], down[...])
+    given: Any = made if copies is None else copies.get_value()
+    return Fp8Matrices(weights, given)

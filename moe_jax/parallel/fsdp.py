@@ -1,8 +1,9 @@
 """Fully sharded parameters: each device keeps a part of every matrix and gathers the full matrix where it is used.
 
 ZeRO, stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054), with the precisions of torch's FSDP2. Matrices are
-gathered in the compute dtype, or experts' matrices in FP8 (`parallel.fsdp_fp8`). Each device sends its gradients in that dtype to the devices that keep the parts, which sum
-them in f32. All code here runs inside `jax.shard_map` under `check_vma`.
+gathered in the compute dtype; those of experts that multiply in FP8 are gathered in FP8 (`parallel.fsdp_fp8`). Each device
+sends its gradients in the compute dtype to the devices that keep the parts, which sum them in f32. All code here runs inside
+`jax.shard_map` under `check_vma`.
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,13 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
+from moe_jax.kernels.experts.fp8.rounded import RoundedWeights, like_weights
 from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.varying import varying_axes
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.direct import add_contributions, join_parts, send_contributions, send_part
 from moe_jax.parallel.collectives.sums import sum_scatter
-from moe_jax.parallel.fsdp_fp8 import GatheredInFp8, can_travel_in_fp8, like_matrices, round_part
+from moe_jax.parallel.fsdp_fp8 import can_travel_in_fp8, of_bytes, round_part, to_bytes
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec
 
 Gather = tuple[tuple[int, tuple[str, ...]], ...]
@@ -45,7 +47,7 @@ class LayerGather:
     hops: Hops = "nccl"
     """"nccl": by collectives of NCCL. "copies": by peer-to-peer copies."""
     in_fp8: frozenset[int] = frozenset()
-    """The indices of gathered leaves that travel in FP8. Behind the gather each is a `GatheredInFp8`."""
+    """The indices of gathered leaves that travel in FP8. Behind the gather each is a `RoundedWeights`."""
 
     @classmethod
     def of_whole_layer(cls, num_leaves: int) -> "LayerGather":
@@ -68,7 +70,7 @@ class LayerGather:
         def start(how: Gather, in_fp8: bool, part: Array):
             if not in_fp8:
                 return _start_gather(how, self.dtype, self.hops, part)
-            return [_start_gather(how, a.dtype, self.hops, a) for a in round_part(part, self.dtype)]
+            return [_start_gather(how, a.dtype, self.hops, a) for a in to_bytes(round_part(part, self.dtype))]
 
         return [start(*leaf) for leaf in zip(self._moving, self._moving_in_fp8, self.split(parts)[0], strict=True)]
 
@@ -78,7 +80,7 @@ class LayerGather:
         def finish(how: Gather, in_fp8: bool, sent):
             if not in_fp8:
                 return _finish_gather(how, self.hops, sent)
-            return QuantisedMatrices(*(_finish_gather(how, self.hops, a) for a in sent))
+            return of_bytes(*(_finish_gather(how, self.hops, a) for a in sent))
 
         return [finish(*leaf) for leaf in zip(self._moving, self._moving_in_fp8, arriving, strict=True)]
 
@@ -92,14 +94,14 @@ class LayerGather:
 
     def layer(self, parts, gathered: list[Any]):
         """Returns the layer's full parameters: the gathered leaves, and the whole leaves of `parts`."""
-        full = [GatheredInFp8.of(a, self.dtype) if isinstance(a, QuantisedMatrices) else a for a in gathered]
+        full = [RoundedWeights.of(a, self.dtype) if isinstance(a, QuantisedMatrices) else a for a in gathered]
         return self.join(parts, full, self.split(parts)[1])
 
     def zero_gradients(self, gathered: list[Any]) -> list[Array]:
         """Returns zeros for `start_scatter`: the gradients of gathered parameters, as `finish_gather` returned these."""
 
         def zeros(a: Array | QuantisedMatrices) -> Array:
-            return like_matrices(a, self.dtype, 0) if isinstance(a, QuantisedMatrices) else jnp.zeros_like(a)
+            return like_weights(a, self.dtype, 0) if isinstance(a, QuantisedMatrices) else jnp.zeros_like(a)
 
         return [zeros(a) for a in gathered]
 
@@ -113,9 +115,9 @@ class LayerGather:
         return [_finish_scatter(how, self.hops, array).astype(part.dtype) for how, array, part in triples]
 
     def split(self, tree) -> tuple[list[Array], list[Array]]:
-        """Returns (leaves that are gathered, leaves that are whole); of a gradient to `GatheredInFp8` the matrices'."""
-        leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, GatheredInFp8))
-        arrays = (leaf.like if isinstance(leaf, GatheredInFp8) else leaf for leaf in leaves)
+        """Returns (leaves that are gathered, leaves that are whole); of a gradient to `RoundedWeights` the matrices'."""
+        leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, RoundedWeights))
+        arrays = (leaf.like if isinstance(leaf, RoundedWeights) else leaf for leaf in leaves)
         pairs = list(zip(self.gathers, arrays, strict=True))
         return [leaf for how, leaf in pairs if how], [leaf for how, leaf in pairs if not how]
 

@@ -4,42 +4,13 @@ A block of 128 x 128 has its own scale. So rounded parts, gathered, are the bits
 long as no part's edge cuts a block. Gradients travel as of other matrices.
 """
 
-from dataclasses import dataclass
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, quantise_matrices
-from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.layout import gathered_axes, part_shape
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class GatheredInFp8:
-    """The matrices of a layer's experts behind a gather in FP8, in place of an array."""
-
-    rounded: QuantisedMatrices
-    like: Float[Array, "experts n k"]
-    """NaN in the shape and dtype of the matrices: no pass reads it. Its gradient is the matrices' gradient."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the matrices."""
-        return self.like.shape
-
-    @classmethod
-    def of(cls, rounded: QuantisedMatrices, dtype: jnp.dtype) -> "GatheredInFp8":
-        """Returns matrices whose gradients have this dtype."""
-        return cls(rounded, like_matrices(rounded, dtype, jnp.nan))
-
-
-def like_matrices(rounded: QuantisedMatrices, dtype: jnp.dtype, fill: float) -> Float[Array, "experts n k"]:
-    """Returns an array of one number in the shape of the matrices."""
-    return vary_as(jnp.full(rounded.values.shape, fill, dtype), rounded.values)
 
 
 def round_part(part: Float[Array, "*stack n k"], dtype: jnp.dtype) -> QuantisedMatrices:
@@ -47,6 +18,16 @@ def round_part(part: Float[Array, "*stack n k"], dtype: jnp.dtype) -> QuantisedM
     # A cast to bf16 and back is one that XLA may leave out.
     info = jnp.finfo(dtype)
     return quantise_matrices(lax.reduce_precision(lax.stop_gradient(part), info.nexp, info.nmant))
+
+
+def to_bytes(rounded: QuantisedMatrices) -> tuple[UInt8[Array, "*stack n k"], Float[Array, "*stack n/128 k/128"]]:
+    """Returns the values' bytes, and the scales. XLA may widen a transfer of FP8 to 16 bits, but none of bytes."""
+    return lax.bitcast_convert_type(rounded.values, jnp.uint8), rounded.scales
+
+
+def of_bytes(values: UInt8[Array, "*stack n k"], scales: Float[Array, "*stack n/128 k/128"]) -> QuantisedMatrices:
+    """Undoes `to_bytes`."""
+    return QuantisedMatrices(lax.bitcast_convert_type(values, jnp.float8_e4m3fn), scales)
 
 
 def can_travel_in_fp8(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> bool:

@@ -136,7 +136,9 @@ def mean_over_devices[Values](model: Decoder, values: Values) -> Values:
 
 def sharded_parameters(model: Decoder, params: nnx.State, parallelism: Parallelism) -> ShardedParameters:
     """Returns how the model's parameters lie on the devices of `parallelism`, and how layers gather them."""
-    in_fp8 = precision_of(model) is not None and parallelism.expert_parallel is None
+    exchange = parallelism.expert_parallel
+    # Shadows are copies of the weights in the model's dtype.
+    in_fp8 = precision_of(model) is not None and (exchange is None or not exchange.shadow_experts)
     return ShardedParameters.of(
         params,
         parallelism.mesh,
