@@ -179,13 +179,13 @@ def experts_mlp_of_parts(
         ValueError: there are no parts; parts differ in more than their numbers of tokens; or max_pairs or shares has another
             length than parts. Also if shares do not divide the tokens, and as `experts_mlp`.
     """
-    (w_gate_up, w_down), quantised = weights_and_copies(w_gate_up, w_down)
-    refuse_explicit_axes(w_gate_up=w_gate_up, w_down=w_down)
+    weights, quantised = weights_and_copies(w_gate_up, w_down)
+    refuse_explicit_axes(w_gate_up=weights.gate_up, w_down=weights.down)
     layer = None if accumulators is None else accumulators.layer
     experts = "experts" if layer is None else "layers experts"
     sizes: dict[str, int] = {}
     for part in parts:
-        sizes = check_experts_mlp(part.x, w_gate_up, w_down, part.topk_weights, part.topk_experts, experts=experts)
+        sizes = check_experts_mlp(part.x, *weights, part.topk_weights, part.topk_experts, experts=experts)
         refuse_explicit_axes(**part._asdict())
     types = [", ".join(f"{a.dtype}[tokens, {a.shape[1]}]" for a in part) for part in parts]
     if len(set(types)) != 1:
@@ -205,15 +205,15 @@ def experts_mlp_of_parts(
     if precision is not None:
         fp8 = Fp8Options.of(precision, backend, *of_tokens)
     backend = resolve_backend(backend, *of_tokens) if fp8 is None else fp8.sums
-    parts, w_gate_up, w_down, quantised = vary_alike((tuple(parts), w_gate_up, w_down, quantised))
+    parts, weights, quantised = vary_alike((tuple(parts), weights, quantised))
     into, in_stack = None, False
     if accumulators is not None:
-        check_accumulators(accumulators, (parts[0].x, w_gate_up), sizes, experts)
+        check_accumulators(accumulators, (parts[0].x, weights.gate_up), sizes, experts)
         into, in_stack = Matrices(accumulators.gate_up, accumulators.down), accumulators.in_stack
     operands = ExpertsOperands(
         xs=tuple(part.x for part in parts),
-        w_gate_up=w_gate_up,
-        w_down=w_down,
+        w_gate_up=weights.gate_up,
+        w_down=weights.down,
         weights=tuple(without_strangers(part.topk_weights, part.topk_experts, sizes["experts"]) for part in parts),
         experts=tuple(part.topk_experts for part in parts),
         accumulators=into,
