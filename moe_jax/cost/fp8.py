@@ -1,6 +1,7 @@
 """Experts that multiply in FP8: the bytes and seconds of their matrices' copies, and of residuals in FP8.
 
 docs/fp8.md says where copies are made: once a step where each device has the whole weights, else by each pass of a layer.
+Weights that a pass gathers in FP8 are rounded by the device that keeps them.
 Frozen experts lie in FP8, and a backward pass transposes them.
 """
 
@@ -8,6 +9,7 @@ from dataclasses import asdict
 
 from moe_jax.cost.layer import ELEMENT, Passes
 from moe_jax.cost.machine import Machine
+from moe_jax.cost.parameters import Parameter
 from moe_jax.cost.planned_step import BYTES, PlannedStep
 from moe_jax.kernels.experts.fp8.quantise import GROUP
 from moe_jax.layers.tickets import EXPERT_MATRICES
@@ -34,7 +36,8 @@ def copies_seconds(step: PlannedStep, machine: Machine) -> float:
 
 def rounding_bytes(step: PlannedStep, stage: int) -> float:
     """Returns the bytes of matrices that a backward pass of one layer of a stage makes in FP8."""
-    orders = 1 if step.adapters is not None else 2
+    # The order in which matrices lie or arrive in FP8 is there before.
+    orders = 1 if step.adapters is not None or _arrives_in_fp8(step, stage) else 2
     return orders * OF_ELEMENT * _elements_of_pass(step, stage)
 
 
@@ -43,8 +46,18 @@ def rounding_seconds(step: PlannedStep, stage: int, machine: Machine) -> Passes:
     elements = _elements_of_pass(step, stage) / machine.hbm
     if step.adapters is not None:
         return Passes(0.0, 0.0, 2 * elements)
+    if _arrives_in_fp8(step, stage):
+        # The backward pass and its recomputation have one gather, and round the device's own part once.
+        rounded = (BYTES[step.param_dtype] + 1) * sum(p.own_size / p.layers for p in _experts(step, stage)) / machine.hbm
+        return Passes(rounded, 0.0, rounded + 2 * elements)
     rounded = (ELEMENT + 1) * elements
     return Passes(rounded, rounded, rounded + 2 * elements)
+
+
+def gathered_bytes(step: PlannedStep, parameter: Parameter) -> float:
+    """Returns the bytes of an element of a parameter that is gathered for use, as it travels."""
+    is_of_experts = parameter.in_stage and parameter.path[-1] in EXPERT_MATRICES
+    return OF_ELEMENT if is_of_experts and _arrives_in_fp8(step, parameter.path[1]) else ELEMENT
 
 
 def hidden_bytes(step: PlannedStep) -> float:
@@ -63,8 +76,19 @@ def _elements_of_pass(step: PlannedStep, stage: int) -> float:
     """Returns the elements of one layer's weights that each pass rounds, or that lie in FP8 and are transposed."""
     if step.precision == "bf16" or (step.adapters is None and _is_copied(step, stage)):
         return 0.0
-    own = [p for p in step.parameters if p.path[:2] == ("stages", stage) and p.path[-1] in EXPERT_MATRICES]
-    return sum(p.used_size / p.layers for p in own)
+    return sum(p.used_size / p.layers for p in _experts(step, stage))
+
+
+def _arrives_in_fp8(step: PlannedStep, stage: int) -> bool:
+    """Returns True if the layers of a stage gather their experts in FP8: both matrices, or none."""
+    if step.precision == "bf16" or step.adapters is not None:
+        return False
+    own = _experts(step, stage)
+    return bool(own) and all(p.can_travel_in_fp8 for p in own)
+
+
+def _experts(step: PlannedStep, stage: int) -> list[Parameter]:
+    return [p for p in step.parameters if p.path[:2] == ("stages", stage) and p.path[-1] in EXPERT_MATRICES]
 
 
 def _is_copied(step: PlannedStep, stage: int) -> bool:

@@ -23,6 +23,7 @@ from moe_jax.cost.workspace import (
     backward_workspace,
     context_workspace,
     gathered_layer,
+    gathered_layers,
     kept_by_layer,
     layer_workspace,
     loss_workspace,
@@ -132,7 +133,7 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
         if other != number:
             beside = step.beside_pipe
             kept += _in_flight(step, own) * _layers_kept(step, own.num_layers) * kept_by_layer(beside, own)
-            gathers = 4 * gathered_layer(beside, other) if ranks > 1 else 0
+            gathers = gathered_layers(beside, other) if ranks > 1 else 0
             workspaces.append(layer_workspace(beside, other) - gathers)
     waiting = 4 * len(config.mtp_stages) * config.hidden_size * own_tokens
     passes = max(max(workspaces) + context_workspace(step), loss_workspace(step, own_tokens)) + waiting

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh
 from moe_jax.config import ModelConfig
 from moe_jax.models.auto import from_config
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
+from moe_jax.parallel.fsdp_fp8 import can_travel_in_fp8
 from moe_jax.parallel.layout import data_axis, gathered_axes, parameter_path, parameter_spec
 from moe_jax.parallel.pipeline.chunks import layers_of_chunk
 
@@ -38,6 +39,8 @@ class Parameter:
     """Elements that a device has after the gather."""
     by_layer: bool
     """True if one layer is gathered at a time, one layer ahead of its use; False if the array is gathered once."""
+    can_travel_in_fp8: bool
+    """True for gathered matrices of experts of which each device keeps whole blocks, as FP8 needs."""
 
     @property
     def in_stage(self) -> bool:
@@ -96,7 +99,9 @@ def parameters(config: ModelConfig, mesh: MeshShape, chunks: int) -> tuple[Param
         used = own * math.prod(getattr(mesh, name) for name in gathered)
         part = own // (1 if data_axis(path, shape, abstract) is None else mesh.data)
         by_layer = in_pipe or (path[0] == "stages" and mesh.pipe == 1)
-        found.append(Parameter(path, layers, own, part, ways, gathered, used, by_layer))
+        found.append(
+            Parameter(path, layers, own, part, ways, gathered, used, by_layer, can_travel_in_fp8(path, shape, abstract))
+        )
     return tuple(found)
 
 

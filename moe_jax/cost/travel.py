@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from moe_jax.cost.attention import expanded_elements, expansion_seconds, key_value_elements, travelling_elements
+from moe_jax.cost.fp8 import gathered_bytes
 from moe_jax.cost.layer import ELEMENT, Passes
 from moe_jax.cost.machine import (
     Machine,
@@ -172,20 +173,25 @@ def gather_seconds(step: PlannedStep, stage: int, machine: Machine) -> GathersOf
 
     Both passes gather the layer's matrices. The backward pass also sends their gradients to the devices that store them. With
     peer-to-peer copies (`parallel.collectives.direct`), arriving matrices are read and written once more, into their place.
-    Leaving gradients are sliced out, and arriving gradients are read for the sum.
+    Leaving gradients are sliced out, and arriving gradients are read for the sum. Experts in FP8 arrive in half the bytes.
     """
     gather = sums = Gathers(0.0, 0.0)
     for p in step.parameters:
         if p.in_stage and p.path[1] == stage and p.gather_axes:
-            size = ELEMENT * p.used_size / p.layers
+            elements = p.used_size / p.layers
+            arriving, size = gathered_bytes(step, p) * elements, ELEMENT * elements
             if step.hops == "copies":
-                own = size / math.prod(getattr(step.mesh, name) for name in p.gather_axes)
-                others = size - own
-                travel = ring_hop_seconds(machine, others, p.gather_axes, step.mesh, copied=True)
-                one_gather = Gathers(travel, (2 * others + 2 * size) / machine.hbm)
-                one_sum = Gathers(travel, (4 * others + size + own) / machine.hbm)
+                share = 1 / math.prod(getattr(step.mesh, name) for name in p.gather_axes)
+                others, own = (1 - share) * size, share * size
+                from_others = (1 - share) * arriving
+
+                def travel(moved: float, axes: tuple[str, ...] = p.gather_axes) -> float:
+                    return ring_hop_seconds(machine, moved, axes, step.mesh, copied=True)
+
+                one_gather = Gathers(travel(from_others), (2 * from_others + 2 * arriving) / machine.hbm)
+                one_sum = Gathers(travel(others), (4 * others + size + own) / machine.hbm)
             else:
-                one_gather = Gathers(all_gather_seconds(machine, size, p.gather_axes, step.mesh), 0.0)
+                one_gather = Gathers(all_gather_seconds(machine, arriving, p.gather_axes, step.mesh), 0.0)
                 one_sum = Gathers(all_to_all_seconds(machine, size, p.gather_axes, step.mesh), 0.0)
             gather, sums = _added(gather, one_gather), _added(sums, one_sum)
     return GathersOfPasses(gather, _added(gather, sums))
@@ -213,7 +219,7 @@ def once_a_step_seconds(step: PlannedStep, machine: Machine) -> float:
     seconds = 0.0
     for p in step.parameters:
         if not p.by_layer and p.gather_axes:
-            seconds += times * all_gather_seconds(machine, ELEMENT * p.used_size, p.gather_axes, step.mesh)
+            seconds += times * all_gather_seconds(machine, gathered_bytes(step, p) * p.used_size, p.gather_axes, step.mesh)
             seconds += times * all_to_all_seconds(machine, of_gradient * p.used_size, p.gather_axes, step.mesh)
         whole = tuple(name for name in MESH_AXES if name not in p.split_axes)
         if step.updated_size(p) < p.own_size:

@@ -2,8 +2,9 @@
 
 from moe_jax.config import Stage
 from moe_jax.cost.attention import expanded_elements, kept_elements, key_value_elements, travelling_elements
-from moe_jax.cost.fp8 import OF_ROW_ELEMENT, hidden_bytes, rounding_bytes
+from moe_jax.cost.fp8 import OF_ROW_ELEMENT, gathered_bytes, hidden_bytes, rounding_bytes
 from moe_jax.cost.layer import ELEMENT
+from moe_jax.cost.parameters import Parameter
 from moe_jax.cost.planned_step import PlannedStep
 from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
@@ -58,7 +59,7 @@ def layer_workspace(step: PlannedStep, number: int) -> float:
     """
     config, stage = step.config, step.stages[number]
     head_elements = config.num_attention_heads * (config.key_dim + config.value_dim) + key_value_elements(config)
-    gathered = 4 * gathered_layer(step, number) + rounding_bytes(step, number)
+    gathered = gathered_layers(step, number) + rounding_bytes(step, number)
     if stage.sparse:
         inter = step.experts.moe_intermediate_size
         elements: float = step.computed_at_once * (2 * config.hidden_size + 3 * inter)
@@ -76,8 +77,18 @@ def layer_workspace(step: PlannedStep, number: int) -> float:
 
 def gathered_layer(step: PlannedStep, number: int) -> float:
     """Returns the bytes of the matrices that one layer of stage `number` gathers."""
+    return sum(gathered_bytes(step, p) * p.used_size / p.layers for p in _gathered(step, number))
+
+
+def gathered_layers(step: PlannedStep, number: int) -> float:
+    """Returns the bytes of the gathered matrices of two layers of stage `number`, and of these matrices' gradients."""
+    gradients = ELEMENT * sum(p.used_size / p.layers for p in _gathered(step, number))
+    return 2 * (gathered_layer(step, number) + gradients)
+
+
+def _gathered(step: PlannedStep, number: int) -> list[Parameter]:
     own = [p for p in step.parameters if p.in_stage and p.path[1] == number]
-    return ELEMENT * sum(p.used_size / p.layers for p in own if p.gather_axes and p.by_layer)
+    return [p for p in own if p.gather_axes and p.by_layer]
 
 
 def context_workspace(step: PlannedStep) -> float:

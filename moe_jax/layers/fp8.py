@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 from moe_jax.kernels.experts.fp8.experts import Fp8Matrices
 from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
+from moe_jax.kernels.experts.fp8.rounded import weights_and_copies
 from moe_jax.kernels.experts.fused_vjp import Matrices
 from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled
 
@@ -34,6 +35,7 @@ def frozen_matrices(gate_up: nnx.Variable, down: nnx.Variable, layer: Int[Array,
 
 
 def trained_matrices(gate_up: nnx.Variable, down: nnx.Variable, copies: Fp8Copies | None) -> Fp8Matrices:
-    """Returns matrices that get gradients, with their copies in FP8 if there are some."""
-    made: Any = None if copies is None else copies.get_value()
-    return Fp8Matrices(Matrices(gate_up[...], down[...]), made)
+    """Returns matrices that get gradients, with their copies in FP8 if there are some, or as they were gathered in FP8."""
+    weights, made = weights_and_copies(gate_up[...], down[...])
+    given: Any = made if copies is None else copies.get_value()
+    return Fp8Matrices(weights, given)

@@ -219,7 +219,7 @@ class ForwardState(NamedTuple):
 
     x: Any
     """The input of layer i."""
-    gathered: list[Array]
+    gathered: list[Any]
     """The gathered parameters of layer i."""
     written: WrittenLayers
 
@@ -293,7 +293,7 @@ class BackwardState(NamedTuple):
 
     dx: Any
     """The gradient of the output of layer i."""
-    gathered: list[Array]
+    gathered: list[Any]
     """The gathered parameters of layer i."""
     restored: Any
     """The residuals of layer i, copied from the host's memory; None without "offload"."""
@@ -371,7 +371,7 @@ def backward_loop(
         dx=dx,
         gathered=gathered,
         restored=restored(last),
-        to_scatter=jax.tree.map(jnp.zeros_like, gathered),
+        to_scatter=gather.zero_gradients(gathered),
         scattered=scattered,
         whole=whole,
         accumulators=arrays.accumulators,

@@ -1,13 +1,15 @@
 """Fully sharded parameters: each device keeps a part of every matrix and gathers the full matrix where it is used.
 
 ZeRO, stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054), with the precisions of torch's FSDP2. Matrices are
-gathered in the compute dtype. Each device sends its gradients in that dtype to the devices that keep the parts, which sum
-them in f32. All code here runs inside `jax.shard_map` under `check_vma`.
+gathered in the compute dtype; those of experts that multiply in FP8 are gathered in FP8 (`parallel.fsdp_fp8`). Each device
+sends its gradients in the compute dtype to the devices that keep the parts, which sum them in f32. All code here runs inside
+`jax.shard_map` under `check_vma`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +18,14 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
+from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
+from moe_jax.kernels.experts.fp8.rounded import RoundedWeights, like_weights
 from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.varying import varying_axes
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.direct import add_contributions, join_parts, send_contributions, send_part
 from moe_jax.parallel.collectives.sums import sum_scatter
+from moe_jax.parallel.fsdp_fp8 import can_travel_in_fp8, of_bytes, round_part, to_bytes
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec
 
 Gather = tuple[tuple[int, tuple[str, ...]], ...]
@@ -41,6 +46,8 @@ class LayerGather:
     """Dtype in which matrices travel and are computed with."""
     hops: Hops = "nccl"
     """"nccl": by collectives of NCCL. "copies": by peer-to-peer copies."""
+    in_fp8: frozenset[int] = frozenset()
+    """The indices of gathered leaves that travel in FP8. Behind the gather each is a `RoundedWeights`."""
 
     @classmethod
     def of_whole_layer(cls, num_leaves: int) -> "LayerGather":
@@ -49,22 +56,33 @@ class LayerGather:
 
     def without(self, left_out: Sequence[bool]) -> "LayerGather":
         """Returns the gather of a layer without some of its leaves."""
-        return replace(self, gathers=tuple(how for how, out in zip(self.gathers, left_out, strict=True) if not out))
+        kept = [i for i, out in enumerate(left_out) if not out]
+        in_fp8 = frozenset(place for place, i in enumerate(kept) if i in self.in_fp8)
+        return replace(self, gathers=tuple(self.gathers[i] for i in kept), in_fp8=in_fp8)
 
-    def gather(self, parts) -> list[Array]:
+    def gather(self, parts) -> list[Any]:
         """Gathers the full parameters from this device's parts; whole leaves are left out."""
         return self.finish_gather(self.start_gather(parts))
 
     def start_gather(self, parts) -> list:
         """Starts the all-gather of the layer's parameters; `finish_gather` takes the result."""
-        return [
-            _start_gather(how, self.dtype, self.hops, part)
-            for how, part in zip(self._moving, self.split(parts)[0], strict=True)
-        ]
 
-    def finish_gather(self, arriving: list) -> list[Array]:
-        """Waits for the all-gather and returns the full parameters."""
-        return [_finish_gather(how, self.hops, array) for how, array in zip(self._moving, arriving, strict=True)]
+        def start(how: Gather, in_fp8: bool, part: Array):
+            if not in_fp8:
+                return _start_gather(how, self.dtype, self.hops, part)
+            return [_start_gather(how, a.dtype, self.hops, a) for a in to_bytes(round_part(part, self.dtype))]
+
+        return [start(*leaf) for leaf in zip(self._moving, self._moving_in_fp8, self.split(parts)[0], strict=True)]
+
+    def finish_gather(self, arriving: list) -> list[Any]:
+        """Waits for the all-gather and returns the full parameters; those that travelled in FP8 as `QuantisedMatrices`."""
+
+        def finish(how: Gather, in_fp8: bool, sent):
+            if not in_fp8:
+                return _finish_gather(how, self.hops, sent)
+            return of_bytes(*(_finish_gather(how, self.hops, a) for a in sent))
+
+        return [finish(*leaf) for leaf in zip(self._moving, self._moving_in_fp8, arriving, strict=True)]
 
     def barrier(self, computed, arriving):
         """Returns both unchanged. With peer-to-peer copies, the transfer is waited for only once `computed` is ready.
@@ -74,9 +92,18 @@ class LayerGather:
         """
         return lax.optimization_barrier((computed, arriving)) if self.hops == "copies" else (computed, arriving)
 
-    def layer(self, parts, gathered: list[Array]):
+    def layer(self, parts, gathered: list[Any]):
         """Returns the layer's full parameters: the gathered leaves, and the whole leaves of `parts`."""
-        return self.join(parts, gathered, self.split(parts)[1])
+        full = [RoundedWeights.of(a, self.dtype) if isinstance(a, QuantisedMatrices) else a for a in gathered]
+        return self.join(parts, full, self.split(parts)[1])
+
+    def zero_gradients(self, gathered: list[Any]) -> list[Array]:
+        """Returns zeros for `start_scatter`: the gradients of gathered parameters, as `finish_gather` returned these."""
+
+        def zeros(a: Array | QuantisedMatrices) -> Array:
+            return like_weights(a, self.dtype, 0) if isinstance(a, QuantisedMatrices) else jnp.zeros_like(a)
+
+        return [zeros(a) for a in gathered]
 
     def start_scatter(self, gradients: list[Array]) -> list:
         """Starts the reduce-scatter of gradients of gathered parameters; `finish_scatter` takes the result."""
@@ -88,11 +115,13 @@ class LayerGather:
         return [_finish_scatter(how, self.hops, array).astype(part.dtype) for how, array, part in triples]
 
     def split(self, tree) -> tuple[list[Array], list[Array]]:
-        """Returns (leaves that are gathered, leaves that are whole)."""
-        pairs = list(zip(self.gathers, jax.tree.leaves(tree), strict=True))
+        """Returns (leaves that are gathered, leaves that are whole); of a gradient to `RoundedWeights` the matrices'."""
+        leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, RoundedWeights))
+        arrays = (leaf.like if isinstance(leaf, RoundedWeights) else leaf for leaf in leaves)
+        pairs = list(zip(self.gathers, arrays, strict=True))
         return [leaf for how, leaf in pairs if how], [leaf for how, leaf in pairs if not how]
 
-    def join(self, tree, gathered: list[Array], whole: list[Array]):
+    def join(self, tree, gathered: list[Any], whole: list[Array]):
         """Inverse of `split`; `tree` gives the structure."""
         kinds = iter(gathered), iter(whole)
         leaves = [next(kinds[0] if how else kinds[1]) for how in self.gathers]
@@ -101,6 +130,10 @@ class LayerGather:
     @property
     def _moving(self) -> list[Gather]:
         return [how for how in self.gathers if how]
+
+    @property
+    def _moving_in_fp8(self) -> list[bool]:
+        return [i in self.in_fp8 for i, how in enumerate(self.gathers) if how]
 
 
 @dataclass(frozen=True)
@@ -130,7 +163,14 @@ class ShardedParameters:
 
     @classmethod
     def of(
-        cls, params: nnx.State, mesh: Mesh | AbstractMesh, *, dtype: jnp.dtype, token_axes: Sequence[str], hops: Hops = "nccl"
+        cls,
+        params: nnx.State,
+        mesh: Mesh | AbstractMesh,
+        *,
+        dtype: jnp.dtype,
+        token_axes: Sequence[str],
+        hops: Hops = "nccl",
+        experts_in_fp8: bool = False,
     ) -> "ShardedParameters":
         """Lays out the parameters (arrays or their shapes) of a model.
 
@@ -138,6 +178,7 @@ class ShardedParameters:
           dtype: dtype in which matrices are gathered: the model's.
           token_axes: the mesh axes over which tokens are split. Gradients are summed over them.
           hops: "copies" if the program is compiled with `Parallelism.compiler_options`.
+          experts_in_fp8: layers multiply their experts in FP8, so that these travel in FP8 where parts are whole blocks.
 
         Raises:
           ValueError: experts that the mesh axis `expert` does not divide.
@@ -148,15 +189,18 @@ class ShardedParameters:
             if names[-1] == "gate_up_proj" and p.shape[-3] % ways:
                 raise ValueError(f"{p.shape[-3]} experts cannot be dealt out to expert={ways} devices; take a divisor")
         specs = jax.tree.map_with_path(lambda path, p: parameter_spec(parameter_path(path), p.shape, mesh), params)
-        gathers = {
-            names: gathered_axes(names, p.shape, mesh)
-            for names, p in ((parameter_path(path), p) for path, p in jax.tree.leaves_with_path(params))
-        }
-        stages = sorted({names[1] for names in gathers if names[0] == "stages"})
-        layers = (
-            LayerGather(tuple(how for names, how in gathers.items() if names[:2] == ("stages", stage)), jnp.dtype(dtype), hops)
-            for stage in stages
-        )
+        shapes = {parameter_path(path): p.shape for path, p in jax.tree.leaves_with_path(params)}
+        gathers = {names: gathered_axes(names, shape, mesh) for names, shape in shapes.items()}
+
+        def of_stage(stage: int) -> LayerGather:
+            own = [names for names in gathers if names[:2] == ("stages", stage)]
+            experts = {i: names for i, names in enumerate(own) if "experts" in names} if experts_in_fp8 else {}
+            # A layer's two matrices travel alike.
+            can_travel = all(can_travel_in_fp8(names, shapes[names], mesh) for names in experts.values())
+            in_fp8 = frozenset(experts if can_travel else ())
+            return LayerGather(tuple(gathers[names] for names in own), jnp.dtype(dtype), hops, in_fp8)
+
+        layers = map(of_stage, sorted({names[1] for names in gathers if names[0] == "stages"}))
         outside = {names: how for names, how in gathers.items() if names[0] != "stages" and how}
         return cls(specs, tuple(layers), outside, jnp.dtype(dtype), tuple(token_axes), hops)
 

@@ -71,6 +71,12 @@ def parameter_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMes
     return PartitionSpec(*(splits.get(axis) for axis in range(len(shape))))
 
 
+def part_shape(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+    """Returns the shape of the part that each device keeps of the parameter."""
+    splits = _splits(path, shape, mesh)
+    return tuple(size // math.prod(mesh.shape[name] for name in splits.get(axis, ())) for axis, size in enumerate(shape))
+
+
 def optimizer_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Returns the layout of the parameter's moments and master with ZeRO, stage 1: `parameter_spec`, and `data` on one axis.
 

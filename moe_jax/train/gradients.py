@@ -19,11 +19,10 @@ from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.moe import add_expert_gradients_to
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
-from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.zero1 import stacked_specs
 from moe_jax.train.batch import Batch, batch_specs, micro_batch_at, micro_batches_of
-from moe_jax.train.on_devices import merged_model, on_devices, spread_of
+from moe_jax.train.on_devices import merged_model, on_devices, sharded_parameters, spread_of
 from moe_jax.train.state import as_f32
 
 
@@ -151,10 +150,7 @@ def sum_on_mesh(
 
     def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
         stacked, scalars = micro_batches_of(batch, micro_batches)
-        dtype = merged_model(graphdef, params, fixed).dtype
-        sharded = ShardedParameters.of(
-            params, parallelism.mesh, dtype=dtype, token_axes=parallelism.token_axes, hops=parallelism.hops
-        )
+        sharded = sharded_parameters(merged_model(graphdef, params, fixed), params, parallelism)
         on_mesh = replace(execution, spread=spread_of(parallelism, sharded))
 
         def local(params: nnx.State, fixed: nnx.State, stacked: Batch, scalars: Batch) -> tuple[Array, Any, nnx.State]:

@@ -55,8 +55,7 @@ def on_devices(
         if parallelism is None:
             return transform(lambda params: call_on(merged_model(graphdef, params, fixed, execution), batch))(params)
         whole = merged_model(graphdef, params, fixed, execution)
-        mesh, axes = parallelism.mesh, parallelism.token_axes
-        sharded = ShardedParameters.of(params, mesh, dtype=whole.dtype, token_axes=axes, hops=parallelism.hops)
+        sharded = sharded_parameters(whole, params, parallelism)
         on_mesh = replace(whole.execution, spread=spread_of(parallelism, sharded))
 
         def local(params: nnx.State, fixed: nnx.State, batch: Batch):
@@ -73,7 +72,7 @@ def on_devices(
         of_gradients = stacked_specs(sharded.specs) if stack_over_data else sharded.specs
         return jax.shard_map(
             local,
-            mesh=mesh,
+            mesh=parallelism.mesh,
             in_specs=(sharded.specs, PartitionSpec(), batch_specs(batch, parallelism)),
             out_specs=(PartitionSpec(), of_gradients) if differentiate else PartitionSpec(),
         )(params, fixed, batch)
@@ -133,6 +132,21 @@ def mean_over_devices[Values](model: Decoder, values: Values) -> Values:
     """
     axes = model.execution.spread.mesh_axes
     return jax.lax.pmean(values, axes) if axes else values
+
+
+def sharded_parameters(model: Decoder, params: nnx.State, parallelism: Parallelism) -> ShardedParameters:
+    """Returns how the model's parameters lie on the devices of `parallelism`, and how layers gather them."""
+    exchange = parallelism.expert_parallel
+    # Shadows are copies of the weights in the model's dtype.
+    in_fp8 = precision_of(model) is not None and (exchange is None or not exchange.shadow_experts)
+    return ShardedParameters.of(
+        params,
+        parallelism.mesh,
+        dtype=model.dtype,
+        token_axes=parallelism.token_axes,
+        hops=parallelism.hops,
+        experts_in_fp8=in_fp8,
+    )
 
 
 def spread_of(parallelism: Parallelism, sharded: ShardedParameters) -> Spread:

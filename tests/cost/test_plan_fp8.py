@@ -12,6 +12,8 @@ from moe_jax.cost.gpus import GPUS
 from moe_jax.cost.layer import ExpertsWork, experts_seconds
 from moe_jax.cost.machine import H200
 from moe_jax.cost.planned_step import PlannedAdapters
+from moe_jax.cost.travel import gather_seconds
+from moe_jax.cost.workspace import gathered_layer
 from moe_jax.parallel.choices import MeshShape
 
 DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]
@@ -50,18 +52,41 @@ def test_copies_are_made_once_a_step():
 
 
 def test_split_weights_are_rounded_by_each_pass():
-    step = replace(STEP, mesh=MeshShape(fsdp=4))
+    step = replace(STEP, mesh=MeshShape(expert=4))
     found, other = predict(step), predict(replace(step, precision="bf16"))
     assert copies_bytes(step) == found.seconds["copies"] == 0
-    assert rounding_bytes(step, 0) == pytest.approx(2 * OF_LAYER, rel=1e-3)
+    assert rounding_bytes(step, 0) == pytest.approx(2 * OF_LAYER / 4, rel=1e-3)
     more = found.seconds["elementwise"] - other.seconds["elementwise"]
-    assert more == pytest.approx(48 * (3 + 3 + 5) * OF_LAYER / H200.hbm)
+    assert more == pytest.approx(48 * (3 + 3 + 5) * OF_LAYER / 4 / H200.hbm)
     in_place = replace(STEP, mesh=MeshShape(data=4, expert=1))
     assert copies_bytes(in_place) == copies_bytes(STEP)
 
 
+@pytest.mark.parametrize("hops", ["nccl", "copies"])
+def test_gathered_weights_travel_in_half_the_bytes(hops):
+    step = replace(STEP, mesh=MeshShape(fsdp=4), hops=hops)
+    in_bf16 = replace(step, precision="bf16")
+    found, other = predict(step), predict(in_bf16)
+    assert copies_bytes(step) == found.seconds["copies"] == 0
+    assert rounding_bytes(step, 0) == pytest.approx(OF_LAYER, rel=1e-3), "the transposed matrices of the backward pass"
+    more = found.seconds["elementwise"] - other.seconds["elementwise"]
+    assert more == pytest.approx(48 * (2 * 3 / 4 + 2) * OF_LAYER / H200.hbm), "a device rounds its own part"
+    assert gathered_layer(in_bf16, 0) - gathered_layer(step, 0) == pytest.approx(OF_LAYER, rel=1e-3)
+    # Experts are nearly all of a layer. Gradients travel as before.
+    half, whole = (gather_seconds(each, 0, H200) for each in (step, in_bf16))
+    assert half.forward.travel == pytest.approx(whole.forward.travel / 2, rel=0.08)
+    gradients = (each.backward.travel - each.forward.travel for each in (half, whole))
+    assert next(gradients) == pytest.approx(next(gradients))
+
+
+def test_parts_that_cut_blocks_travel_in_bf16():
+    """128 experts are no multiple of 256 devices, each of which has 6 rows of a matrix."""
+    step = replace(STEP, mesh=MeshShape(fsdp=256), rows=256)
+    assert gathered_layer(step, 0) == gathered_layer(replace(step, precision="bf16"), 0)
+
+
 def test_a_rank_of_a_pipe_copies_its_layers():
-    """Modules that predict further tokens are split over the ranks, and each pass rounds what it gathered."""
+    """Modules that predict further tokens are split over the ranks, and gathered in FP8."""
     step = replace(STEP, mesh=MeshShape(pipe=2), gradient_accumulation=2)
     assert copies_bytes(step) == copies_bytes(STEP) / 2 and rounding_bytes(step, 0) == 0
     found, other = predict(step), predict(replace(step, precision="bf16"))
@@ -69,7 +94,7 @@ def test_a_rank_of_a_pipe_copies_its_layers():
     assert found.seconds["copies"] == predict(STEP).seconds["copies"] / 2
     with_module = PlannedStep(DEEPSEEK, MeshShape(pipe=2), 4, 4096, gradient_accumulation=2, precision="fp8")
     assert copies_bytes(with_module) > 0 and rounding_bytes(with_module, 1) == 0
-    assert rounding_bytes(with_module, 2) == pytest.approx(2 * 256 * 3 * 7168 * 2048, rel=1e-3)
+    assert rounding_bytes(with_module, 2) == pytest.approx(256 * 3 * 7168 * 2048, rel=1e-3)
 
 
 def test_h_in_fp8():

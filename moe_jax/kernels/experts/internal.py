@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Integer
 from moe_jax.kernels.experts.choose_backend import resolve_backend
 from moe_jax.kernels.experts.fp8.passes import Fp8Options
 from moe_jax.kernels.experts.fp8.precision import Precision
+from moe_jax.kernels.experts.fp8.rounded import RoundedWeights, weights_and_copies
 from moe_jax.kernels.experts.fused_vjp import ExpertsOperands, ExpertsOptions, Matrices, experts_of_parts
 from moe_jax.kernels.experts.routing import is_an_expert
 from moe_jax.kernels.precision import at_least_f32
@@ -149,8 +150,8 @@ class TokenPart(NamedTuple):
 
 def experts_mlp_of_parts(
     parts: Sequence[TokenPart],
-    w_gate_up: Float[Array, "*layers experts 2*inter hidden"],
-    w_down: Float[Array, "*layers experts hidden inter"],
+    w_gate_up: Float[Array, "*layers experts 2*inter hidden"] | RoundedWeights,
+    w_down: Float[Array, "*layers experts hidden inter"] | RoundedWeights,
     accumulators: Accumulators | None = None,
     *,
     backend: str | None = None,
@@ -166,6 +167,7 @@ def experts_mlp_of_parts(
     parts in f32 in one pass and rounded once.
 
     Args:
+        w_gate_up, w_down: as in `experts_mlp`, or both rounded before, with `precision`.
         accumulators: as in `experts_mlp_accumulating`.
         max_pairs: for each part, the number of ids in [0, E) to make room for: R is max_pairs instead of T*K. Ids beyond it
             count as ids outside [0, E), the last experts' first. None: room for all.
@@ -177,12 +179,13 @@ def experts_mlp_of_parts(
         ValueError: there are no parts; parts differ in more than their numbers of tokens; or max_pairs or shares has another
             length than parts. Also if shares do not divide the tokens, and as `experts_mlp`.
     """
-    refuse_explicit_axes(w_gate_up=w_gate_up, w_down=w_down)
+    weights, quantised = weights_and_copies(w_gate_up, w_down)
+    refuse_explicit_axes(w_gate_up=weights.gate_up, w_down=weights.down)
     layer = None if accumulators is None else accumulators.layer
     experts = "experts" if layer is None else "layers experts"
     sizes: dict[str, int] = {}
     for part in parts:
-        sizes = check_experts_mlp(part.x, w_gate_up, w_down, part.topk_weights, part.topk_experts, experts=experts)
+        sizes = check_experts_mlp(part.x, *weights, part.topk_weights, part.topk_experts, experts=experts)
         refuse_explicit_axes(**part._asdict())
     types = [", ".join(f"{a.dtype}[tokens, {a.shape[1]}]" for a in part) for part in parts]
     if len(set(types)) != 1:
@@ -202,19 +205,20 @@ def experts_mlp_of_parts(
     if precision is not None:
         fp8 = Fp8Options.of(precision, backend, *of_tokens)
     backend = resolve_backend(backend, *of_tokens) if fp8 is None else fp8.sums
-    parts, w_gate_up, w_down = vary_alike((tuple(parts), w_gate_up, w_down))
+    parts, weights, quantised = vary_alike((tuple(parts), weights, quantised))
     into, in_stack = None, False
     if accumulators is not None:
-        check_accumulators(accumulators, (parts[0].x, w_gate_up), sizes, experts)
+        check_accumulators(accumulators, (parts[0].x, weights.gate_up), sizes, experts)
         into, in_stack = Matrices(accumulators.gate_up, accumulators.down), accumulators.in_stack
     operands = ExpertsOperands(
         xs=tuple(part.x for part in parts),
-        w_gate_up=w_gate_up,
-        w_down=w_down,
+        w_gate_up=weights.gate_up,
+        w_down=weights.down,
         weights=tuple(without_strangers(part.topk_weights, part.topk_experts, sizes["experts"]) for part in parts),
         experts=tuple(part.topk_experts for part in parts),
         accumulators=into,
         layer=layer,
+        quantised=quantised,
     )
     options = ExpertsOptions(backend, tuple(max_pairs), tuple(shares), accumulators_in_stack=in_stack, fp8=fp8)
     return experts_of_parts(operands, options)

@@ -23,7 +23,9 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe_jax.kernels.experts.api import experts_mlp
 from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, experts_mlp_in_fp8
+from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
 from moe_jax.kernels.experts.fp8.precision import Precision
+from moe_jax.kernels.experts.fp8.rounded import RoundedWeights, weights_and_copies, with_copies
 from moe_jax.kernels.experts.fused_vjp import Matrices
 from moe_jax.kernels.experts.internal import (
     Accumulators,
@@ -83,8 +85,8 @@ class Exchange(NamedTuple):
 
 def expert_parallel_mlp(
     x: Float[Array, "tokens hidden"],
-    w_gate_up: Float[Array, "*layers local_experts 2*inter hidden"],
-    w_down: Float[Array, "*layers local_experts hidden inter"],
+    w_gate_up: Float[Array, "*layers local_experts 2*inter hidden"] | RoundedWeights,
+    w_down: Float[Array, "*layers local_experts hidden inter"] | RoundedWeights,
     topk_weights: Float[Array, "tokens k"],
     topk_experts: Integer[Array, "tokens k"],
     parallel: ExpertParallel,
@@ -107,14 +109,16 @@ def expert_parallel_mlp(
 
     Args:
         accumulators: of this device's experts, as in `kernels.experts.internal.experts_mlp_accumulating`.
+        w_gate_up, w_down: this device's experts; with `precision` both may have been rounded before.
         precision: as in `experts_mlp`. Tokens and outputs travel in x's dtype.
 
     Raises:
         ValueError: shapes that do not fit together, more shadow_experts than experts, and errors of `experts_mlp`. Shadow
-            experts with accumulators.
+            experts with accumulators or rounded weights.
         NameError: outside `shard_map`, or inside one whose mesh lacks the axis.
         NotImplementedError: shadow_experts under `jax.vmap`.
     """
+    (w_gate_up, w_down), quantised = weights_and_copies(w_gate_up, w_down)
     layer = None if accumulators is None else accumulators.layer
     experts_axes = "local_experts" if layer is None else "layers local_experts"
     check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts=experts_axes)
@@ -122,6 +126,8 @@ def expert_parallel_mlp(
     num_experts = devices * w_gate_up.shape[-3]
     if parallel.shadow_experts and accumulators is not None:
         raise ValueError("shadow_experts move experts' gradients between devices, which accumulators cannot: take one of both")
+    if parallel.shadow_experts and quantised is not None:
+        raise ValueError("shadow_experts copy weights to all devices, which must not be rounded: take one of both")
     if parallel.shadow_experts > num_experts:
         raise ValueError(f"shadow_experts must be at most the {num_experts} experts; got {parallel.shadow_experts}")
     arguments = x, w_gate_up, w_down, topk_weights, topk_experts
@@ -133,7 +139,7 @@ def expert_parallel_mlp(
         if precision is None:
             y = experts_mlp_accumulating(x, w_gate_up, w_down, topk_weights, topk_experts, accumulators, **given)
         else:
-            matrices, given = Fp8Matrices(Matrices(w_gate_up, w_down)), given | {"accumulators": accumulators}
+            matrices, given = Fp8Matrices(Matrices(w_gate_up, w_down), quantised), given | {"accumulators": accumulators}
             y = experts_mlp_in_fp8(x, matrices, topk_weights, topk_experts, precision, **given)
         return y, Exchange(none, one, none)
 
@@ -144,9 +150,9 @@ def expert_parallel_mlp(
         inputs = ExpertInputs(x, None, None, topk_weights, Matrices(accumulators.gate_up, accumulators.down))
         accumulating = AccumulatingExperts(w_gate_up, w_down, layer)
     everywhere = arguments, lax.axis_index(parallel.axis_name)
-    inputs, experts, accumulating = vary_as((inputs, experts, accumulating), everywhere)
+    inputs, experts, accumulating, quantised = vary_as((inputs, experts, accumulating, quantised), everywhere)
     if parallel.shadow_experts == 0:
-        y, exchange = _exchange(parallel, backend, precision, inputs, experts, accumulating)
+        y, exchange = _exchange(parallel, backend, precision, inputs, experts, accumulating, quantised)
         return y.astype(x.dtype), exchange
     shadows = _compute_shadows(parallel, backend, precision, inputs, experts)
     y, exchange = _exchange(parallel, backend, precision, shadows.inputs, shadows.experts)
@@ -213,6 +219,7 @@ def _exchange(
     inputs: ExpertInputs,
     experts: Int[Array, "tokens k"],
     accumulating: AccumulatingExperts | None = None,
+    quantised: QuantisedExperts | None = None,
 ) -> tuple[Array, Exchange]:
     """Returns what the experts of all devices add to this device's tokens, in at least f32, and the counts."""
     devices, tokens = axis_size(parallel.axis_name), inputs.x.shape[0]
@@ -226,10 +233,10 @@ def _exchange(
     is_first = owner >= 0 if holds_all else in_first_round(queues, owner)
     none, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     if parallel.drop is not None or holds_all:
-        y = _first_round(plan, Choices(none, queues, is_first, experts, accumulating), inputs)
+        y = _first_round(plan, Choices(none, queues, is_first, experts, accumulating, quantised), inputs)
         return y, Exchange(jnp.sum((owner >= 0) & ~is_first, dtype=jnp.int32), one, none)
     rounds = further_rounds(queues, plan.further, parallel.axis_name)
-    y = _all_rounds(plan, Choices(rounds, queues, is_first, experts, accumulating), inputs)
+    y = _all_rounds(plan, Choices(rounds, queues, is_first, experts, accumulating, quantised), inputs)
     return y, Exchange(none, 1 + rounds, none)
 
 
@@ -259,6 +266,8 @@ class Choices(NamedTuple):
     """Ids among all experts; -1 for a choice that the exchange does not compute."""
     accumulating: AccumulatingExperts | None
     """The weights, where their gradients are added to sums."""
+    quantised: QuantisedExperts | None = None
+    """The weights' values, where they are `RoundedWeights`."""
 
 
 def plan_exchange(
@@ -336,8 +345,7 @@ def _round(
         accumulators = Accumulators(*sums, in_stack=True, layer=of_call.accumulating.layer)
     outputs = experts_mlp_of_parts(
         parts,
-        w_gate_up,
-        w_down,
+        *with_copies(Matrices(w_gate_up, w_down), of_call.quantised),
         accumulators,
         backend=plan.backend,
         max_pairs=max_pairs,

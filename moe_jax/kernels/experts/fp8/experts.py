@@ -52,9 +52,8 @@ def experts_mlp_in_fp8(
     if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
         chunk_tokens = None
     fp8 = Fp8Options.of(precision, backend, x.dtype, x.shape[1], sizes["inter"])
-    if quantised is not None:
-        refuse = refuse_gradient if weights is None else jax.lax.stop_gradient
-        quantised = jax.tree.map(refuse, quantised)
+    if weights is None:
+        quantised = jax.tree.map(refuse_gradient, quantised)
     arrays = vary_alike((x, weights, quantised, topk_weights, topk_experts))
     into, in_stack = None, False
     if accumulators is not None:

@@ -1,0 +1,108 @@
+"""Experts gathered in FP8: the bits of experts that are rounded behind a gather, and half the bytes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import pytest
+import seeds
+import tiny
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from train_steps import make_batch, train
+
+from moe_jax.kernels import Precision
+from moe_jax.kernels.experts.fp8.experts import experts_mlp_in_fp8
+from moe_jax.layers.fp8 import trained_matrices
+from moe_jax.layers.stack import run_layers
+from moe_jax.parallel import ExpertParallel, Parallelism, fsdp
+from moe_jax.parallel.expert import expert_parallel_mlp
+from moe_jax.parallel.fsdp import ShardedParameters
+
+HIDDEN, INTER, EXPERTS, TOKENS = 256, 128, 4, 64
+
+
+def of_device(shared, own, x, parameters, _):
+    experts = parameters["mlp"]["experts"]
+    matrices = trained_matrices(experts["gate_up_proj"], experts["down_proj"], None)
+    return x + experts_mlp_in_fp8(x, matrices, *shared, Precision()), ()
+
+
+def of_devices(shared, own, x, parameters, _):
+    experts, how = parameters["mlp"]["experts"], ExpertParallel(capacity_factor=0.5)
+    matrices = experts["gate_up_proj"][...], experts["down_proj"][...]
+    return x + expert_parallel_mlp(x, *matrices, *shared, how, precision=Precision())[0], ()
+
+
+def make_program(mesh, params, hops, remat, experts_in_fp8):
+    axes, body = mesh.axis_names, of_devices if "expert" in mesh.axis_names else of_device
+    options = dict(dtype=jnp.bfloat16, token_axes=axes, hops=hops, experts_in_fp8=experts_in_fp8)
+    sharded = ShardedParameters.of(params, mesh, **options)
+
+    def local(params, x, *routing):
+        def loss(params, x):
+            stage = sharded.enter(params)["stages"][0]
+            y, _ = run_layers(body, routing, (), x, stage, sharded.layers[0], remat=remat)
+            return jax.lax.psum((y.astype(jnp.float32) ** 2).sum(), axes)
+
+        return jax.value_and_grad(loss, (0, 1))(params, x)
+
+    split = P(axes)
+    in_specs, out_specs = (sharded.specs, split, split, split), (P(), (sharded.specs, split))
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+
+def make_arguments(rng):
+    def param(*shape):
+        return nnx.Param(jnp.asarray(rng.normal(size=shape) / 16, jnp.float32))
+
+    experts = {"down_proj": param(2, EXPERTS, HIDDEN, INTER), "gate_up_proj": param(2, EXPERTS, 2 * INTER, HIDDEN)}
+    x = jnp.asarray(rng.normal(size=(TOKENS, HIDDEN)), jnp.bfloat16)
+    weights, chosen = rng.random((TOKENS, 2)), rng.integers(0, EXPERTS, (TOKENS, 2))
+    state = nnx.State({"stages": {0: {"mlp": {"experts": experts}}}})
+    return state, x, jnp.asarray(weights, jnp.float32), jnp.asarray(chosen, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "sizes, hops, remat",
+    [
+        ({"fsdp": 4, "context": 2}, "nccl", True),
+        ({"fsdp": 2}, "copies", False),
+        ({"fsdp": 2, "expert": 2}, "nccl", True),
+        pytest.param({"fsdp": 2, "expert": 2}, "copies", False, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_bits_are_those_of_rounding_behind_a_gather(sizes, hops, remat):
+    mesh = meshes.make_mesh(**sizes)
+    arguments = make_arguments(seeds.rng())
+    found, programs = [], []
+    for in_fp8 in (True, False):
+        program = make_program(mesh, arguments[0], hops, remat, in_fp8).lower(*arguments).compile()
+        programs.append(program.as_text())
+        found.append(program(*arguments))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        assert np.abs(np.asarray(b, np.float32)).max() > 0
+        np.testing.assert_array_equal(a, b)
+    if hops == "nccl":
+        travelling = [set(re.findall(r"= (\w+)\[[24],\d{3},\d{3}\]\S* all-gather", text)) for text in programs]
+        # XLA on CPUs widens bf16 to f32.
+        assert travelling == [{"u8"}, {"f32"}]
+
+
+@pytest.mark.thorough
+def test_a_step_has_the_bits_of_gathers_in_bf16(monkeypatch):
+    def model():
+        made = tiny.model_for_fp8()
+        made.set_precision("fp8")
+        return made
+
+    batch, parallelism, found = make_batch(seeds.rng()), Parallelism(meshes.make_mesh(fsdp=4)), []
+    for can_travel in (fsdp.can_travel_in_fp8, lambda *_: False):
+        monkeypatch.setattr(fsdp, "can_travel_in_fp8", can_travel)
+        state, metrics = train(batch, parallelism, steps=1, make_model=model, gradient_accumulation=2)
+        found.append((state.params, metrics))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(a, b)
