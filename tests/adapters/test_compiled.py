@@ -52,7 +52,8 @@ MATRICES = {"gate_up": "8,512,512", "down": "8,512,256", "head": "4096,512", "q 
 
 
 @needs_compiler
-@pytest.mark.parametrize("trained", ["adapters", pytest.param("all", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("trained", ["adapters", "all"])
 def test_step(trained):
     """The step of all parameters has what that of adapters must not have."""
     program = run_script(STEP, trained)

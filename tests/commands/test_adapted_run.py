@@ -112,6 +112,7 @@ def test_generating_with_a_runs_folder(run, capsys):
     assert "is an adapter itself" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_chatting_with_a_runs_folder(run, monkeypatch, capsys):
     """The base has no chat template; the run's is the adapter's."""
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from h200 import needs_compiler, run_script, scopes_beside_copies
 
 PREFILL = """
@@ -49,6 +50,7 @@ print(program.as_text())
 """
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_exchange_hides_behind_the_other_half():
     """Two layers of Qwen3-30B-A3B: each copy has a kernel beside it, and three of four a kernel of the other half."""

@@ -78,6 +78,7 @@ def with_random_norms(model, rng):
     return model
 
 
+@pytest.mark.thorough
 def test_two_modules():
     """Value and every gradient equal the paper's equations."""
     rng = seeds.rng()

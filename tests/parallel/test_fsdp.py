@@ -67,8 +67,9 @@ with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
 """
 
 
+@pytest.mark.thorough
 @needs_compiler
-@pytest.mark.parametrize("hops", ["nccl", pytest.param("copies", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("hops", ["nccl", "copies"])
 def test_h200s_gather_bytes(hops):
     """Matrices arrive as bytes before the loops and in them, forward and backward; gradients leave in bf16."""
     text = run_script(GATHERED, hops)

@@ -81,6 +81,7 @@ def test_outputs_travel_home_beside_the_next_step():
     assert len(beside) == 6 and all(beside)
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_backward_with_remat():
     """In a layer's backward pass with remat: tokens, gradients of outputs, gradients of tokens, each beside kernels."""

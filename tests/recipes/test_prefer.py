@@ -130,6 +130,7 @@ def test_quantised_weights(tmp_path):
         replace(chosen, lora=None)
 
 
+@pytest.mark.thorough
 def test_experts_in_fp8(tmp_path):
     """Adapters learn beside experts in FP8; the reference rounds in the same places, so that rewards begin at zero."""
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")

@@ -19,7 +19,9 @@ def train(asked, stop_after=None):
     return finetune(asked, model=tiny.model(), tokenizer=tiny.tokenizer(), stop_after=stop_after)
 
 
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)], ids=["all", "adapters"])
+@pytest.mark.parametrize(
+    "lora", [None, pytest.param(LoraSettings(rank=2), marks=pytest.mark.thorough)], ids=["all", "adapters"]
+)
 def test_samples_leave_the_bits(tmp_path, capsys, lora):
     runs = {}
     prompts = tmp_path / "prompts.txt"

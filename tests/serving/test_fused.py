@@ -77,6 +77,7 @@ def test_equal_modules(monkeypatch, in_fp8):
     np.testing.assert_array_equal(fused_state.experts[3, 0], state.experts[3, 0])
 
 
+@pytest.mark.thorough
 def test_tokens_of_an_engine_in_fp8(monkeypatch):
     """Greedy tokens are those of the model's modules. One model for all runs, because two logits may be nearly equal."""
     prompts = [[7, 3, 50], [11, 60, 2, 30, 5]]

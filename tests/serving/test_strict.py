@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import seeds
 from flax import nnx
@@ -73,7 +74,9 @@ def test_update(model, engine):
     ratio, gradients = nnx.value_and_grad(objective)(model)
     assert ratio == 1
     graphdef, params = nnx.split(model)
-    updated = nnx.merge(graphdef, jax.tree.map(lambda p, g: p + (0.3 * g).astype(p.dtype), params, gradients))
+    # A step of a fixed length: a longer one may overshoot.
+    rate = 0.3 / optax.tree.norm(gradients)
+    updated = nnx.merge(graphdef, jax.tree.map(lambda p, g: p + (rate * g).astype(p.dtype), params, gradients))
     engine.update(updated)
     try:
         ((scored,),) = engine.generate([tokens[0].tolist()], replace(options, max_new_tokens=1, prompt_logprobs=0))

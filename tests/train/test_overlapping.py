@@ -51,7 +51,7 @@ MODELS = {"moe": tiny.model, "dense": tiny.dense, "deepseek": lambda **options: 
     [
         ("moe", True, 3, True),
         ("dense", "offload", 3, False),
-        ("deepseek", False, 2, True),
+        pytest.param("deepseek", False, 2, True, marks=pytest.mark.thorough),
         pytest.param("moe", False, 2, False, marks=pytest.mark.thorough),
         pytest.param("moe", False, 3, True, marks=pytest.mark.thorough),
         pytest.param("deepseek", True, 2, False, marks=pytest.mark.thorough),

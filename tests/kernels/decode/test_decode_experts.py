@@ -36,7 +36,7 @@ def test_equals_experts_mlp(tokens):
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
 
 
-@pytest.mark.parametrize("tokens", [3, 21, 90])
+@pytest.mark.parametrize("tokens", [3, 21, pytest.param(90, marks=pytest.mark.thorough)])
 def test_in_fp8(tokens):
     """Pairs by themselves, tokens read where they are, of a number that is no multiple of 8, and gathered tokens."""
     rng = seeds.rng()

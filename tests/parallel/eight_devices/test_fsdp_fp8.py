@@ -70,7 +70,7 @@ def make_arguments(rng):
     [
         ({"fsdp": 4, "context": 2}, "nccl", True),
         ({"fsdp": 2}, "copies", False),
-        ({"fsdp": 2, "expert": 2}, "nccl", True),
+        pytest.param({"fsdp": 2, "expert": 2}, "nccl", True, marks=pytest.mark.thorough),
         pytest.param({"fsdp": 2, "expert": 2}, "copies", False, marks=pytest.mark.thorough),
     ],
     ids=str,

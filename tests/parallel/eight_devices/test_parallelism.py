@@ -31,9 +31,10 @@ from moe_jax.train import (
             {"gradient_accumulation": 2, "remat": False},
             marks=pytest.mark.thorough,
         ),
-        (
+        pytest.param(
             {"fsdp": 2, "expert": 2, "context": 2},
             {"make_model": partial(tiny.deepseek, mtp=1), "mtp_loss_coef": 0.3},
+            marks=pytest.mark.thorough,
         ),
     ],
     ids=["moe-fsdp-expert", "moe-data-fsdp-context", "deepseek-mtp"],

@@ -55,6 +55,7 @@ def test_greedy_equals_generate(model, engine, monkeypatch):
     assert used == {0, 1, 2, 3}
 
 
+@pytest.mark.thorough
 def test_all_options_equal_one_device(model, engine):
     """Draws, penalties, log-probabilities, experts; each device has requests of its own, and other programs are not needed."""
     alone = Engine(model, limits=LIMITS, keep_experts=True)

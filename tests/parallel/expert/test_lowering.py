@@ -34,7 +34,7 @@ def test_forward(transport, steps, gathers, permutes, check_vma):
     "transport, steps, sizes, check_vma",
     [
         ("all_to_all", [1], DEEPSEEK_V3, True),
-        ("pairwise", PAIRWISE, QWEN3_30B, True),
+        pytest.param("pairwise", PAIRWISE, QWEN3_30B, True, marks=pytest.mark.thorough),
         pytest.param("pairwise", PAIRWISE, QWEN3_30B, False, marks=pytest.mark.thorough),
     ],
 )

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from h200 import needs_compiler, run_script
 
 MODEL = """
@@ -46,6 +47,7 @@ print(compiled.as_text())
 """
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_slots():
     """Six slots, one for passes that do not exist, of two layers; written and read there, with no second stack."""
