@@ -25,7 +25,7 @@ def test_experts_that_do_not_divide():
 
 @pytest.mark.parametrize("devices, travels", [(2, True), (4, True), (8, False)])
 def test_parts_that_cut_blocks_travel_in_bf16(devices, travels):
-    """Of four experts eight devices keep 32 or 16 rows of a matrix each, and four devices a whole one."""
+    """Eight devices keep 32 or 16 rows of a matrix each if there are four experts, and four devices keep a whole one."""
     mesh = AbstractMesh((devices,), ("fsdp",), axis_types=(AxisType.Auto,))
     params = nnx.state(tiny.model_for_fp8(), nnx.Param)
     options = dict(dtype=jnp.bfloat16, token_axes=("fsdp",))

@@ -41,7 +41,7 @@ def test_gradients(config, monkeypatch):
     """Each parameter's gradient is that of `train.log_probs` with the strict pass's experts; values are those of documents."""
     model, rng = moe_jax.from_config(config, dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=nnx.Rngs(0)), seeds.rng()
     if config is MOE:
-        # Of three experts that are nearly equal, the ordinary pass chooses other two than the strict pass.
+        # Three experts are nearly equal: the ordinary pass chooses other two of them than the strict pass.
         router = model.stages[1].mlp.router.weight
         noise = 1 + 0.003 * jnp.asarray(rng.normal(size=router.shape), jnp.float32)
         router[...] = jnp.repeat(router[...][:, :43], 3, axis=1)[:, :128] * noise

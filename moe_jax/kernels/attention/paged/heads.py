@@ -79,7 +79,7 @@ def attend_blocks(
     def body(inputs: _Inputs, out_ref, *rest) -> None:
         lse_ref, scratch = (None, rest[0]) if splits.number == 1 else rest
         of_blocks = inputs.of_blocks
-        scoring = Scoring(scale * LOG2_E, group, None if of_blocks.window is None else of_blocks.window[0])
+        scoring = Scoring(scale * LOG2_E, group, of_blocks.read_window())
 
         def attend(item: Item, before: Before) -> None:
             _Attention(inputs, scratch, item, before.steps, scoring).run(out_ref, lse_ref)

@@ -21,7 +21,11 @@ class BlockPages(NamedTuple):
     num_pages: Any
     page_table: Any
     window: Any
-    """None if there is none."""
+    """One number; None if there is none."""
+
+    def read_window(self) -> Any:
+        """Returns the window's number inside a kernel, None if there is none."""
+        return None if self.window is None else self.window[0]
 
 
 def block_pages(blocks: QueryBlocks, row_pages: RowPages) -> BlockPages:
@@ -77,7 +81,7 @@ class ItemOrder(NamedTuple):
         blocks = of_blocks.position.shape[0]
         items = blocks * self.heads * self.splits.number
         count = lax.div(items - own + stride - 1, jnp.int32(stride))
-        window = None if of_blocks.window is None else of_blocks.window[0]
+        window = of_blocks.read_window()
 
         def run(number, before: Before) -> Before:
             block, head, split = self._item(own + number * stride, blocks)

@@ -85,8 +85,8 @@ def attend_latents(
 
     def body(of_blocks: BlockPages, q_ref, latents_ref, out_ref, *rest) -> None:
         lse_ref, scratch = (None, rest[0]) if splits.number == 1 else rest
-        window = None if of_blocks.window is None else of_blocks.window[0]
-        roles = _Roles(of_blocks, q_ref, latents_ref, out_ref, lse_ref, scratch, order, Scoring(scale * LOG2_E, group, window))
+        scoring = Scoring(scale * LOG2_E, group, of_blocks.read_window())
+        roles = _Roles(of_blocks, q_ref, latents_ref, out_ref, lse_ref, scratch, order, scoring)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == PRODUCER)
