@@ -90,13 +90,15 @@ def step(x, chosen, dy, weight_of_row, *matrices):
     dy = mosaic.rows_of_tokens(dy, p)
     return y, mosaic.gated_matmul_backward(dy, QuantisedMatrices(*matrices[4:]), h, weight_of_row, p)
 
-x, pairs = ((32768, 2048), bf16), ((32768, 8), i32)
+x, pairs, pairs_of_half = ((32768, 2048), bf16), ((32768, 8), i32), ((16384, 8), i32)
 matrices = ((128, 1536, 2048), f8), scales(1536, 2048), ((128, 2048, 768), f8), scales(2048, 768)
 rows = jax.eval_shape(lambda: plan(jnp.zeros(pairs[0], i32), 128, 64)).num_rows
 compile(step, x, pairs, x, ((rows,), f32), *matrices, ((128, 768, 2048), f8), scales(768, 2048))
 # Matrices of more than 8 MiB have another order of tiles, and the kernel other code.
 large = ((128, 2 * 1536, 4096), f8), scales(2 * 1536, 4096), ((128, 4096, 1536), f8), scales(4096, 1536)
 compile(lambda x, chosen, *w: forward(plan(chosen, 128, 64), x, *w, keep_h=True), ((32768, 4096), bf16), pairs, *large)
+large = ((128, 2 * 2048, 7168), f8), scales(2 * 2048, 7168), ((128, 7168, 2048), f8), scales(7168, 2048)
+compile(lambda x, chosen, *w: forward(plan(chosen, 128, 64), x, *w, keep_h=False), ((16384, 7168), bf16), pairs_of_half, *large)
 for tokens, make_plan in ((32768, plan), (256, plan), (64, plan_of_few), (5, plan_of_few)):
     f = lambda x, chosen, *matrices: forward(make_plan(chosen, 128, 64), x, *matrices, keep_h=False)
     compile(f, ((tokens, 2048), bf16), ((tokens, 8), i32), *matrices)

@@ -17,6 +17,7 @@ Kernels `fp8_gated_matmul_of_pairs` and `fp8_matmul_of_pairs`, with slots of up 
               a pair of no expert multiplies nothing and gives zeros
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Int
 
+from moe_jax.kernels.experts.fp8.mosaic.column_scales import LINES, PIECE, in_pieces, piece_of, place_in_piece
 from moe_jax.kernels.experts.fp8.mosaic.promoted import STEP, Fp8TileShape, Place, PromotedProgram, SlotStep, run_tiles
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import GROUPS_LAYOUT, rounded_group
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices
@@ -42,9 +44,6 @@ HALF = COLUMNS // 2
 
 GROUPS_AT_A_TIME = 8
 """Groups of a row that a warpgroup rounds together: the least that GROUPS_LAYOUT takes."""
-
-SCALE_COPY, SCALE_PITCH = 4, 32
-"""Scales that TMA copies at least, and from one copy's place to the next (by_rows.py)."""
 
 
 @jax.jit
@@ -84,7 +83,7 @@ class Fp8PairInputs(NamedTuple):
     """[groups of all rows, 128]."""
     w: Any
     scales: Any
-    """[experts * out / 128 * in / 128]."""
+    """Of `column_scales.in_pieces`."""
 
 
 class Fp8PairScratch(NamedTuple):
@@ -97,7 +96,7 @@ class Fp8PairScratch(NamedTuple):
     row_scales: Any
     """[consumers, groups] f32."""
     column_scales: Any
-    """[stages, 2, SCALE_PITCH] f32: of each half the scales of the slot's steps."""
+    """[stages, 2, LINES, PIECE] f32: of each half a piece of scales."""
     out: Any
     """[consumers, 64, COLUMNS] f32: a tile's sums, all 64 rows alike, of which one is stored."""
     pipe: Pipeline
@@ -123,7 +122,7 @@ def _matmul_of_pairs(
     columns = out // 2 if is_gated else out
     tile_columns = HALF if is_gated else COLUMNS
     column_tiles, second_half = columns // tile_columns, columns if is_gated else HALF
-    steps = next(count for count in (4, 3, 2, 1) if groups % count == 0)
+    steps = math.gcd(groups, PIECE)
     tile = Fp8TileShape(WGMMA_ROWS, COLUMNS, MOST_STAGES, ping_pong=True, steps_of_slot=steps, block_columns=HALF)
     rounded_groups = -(-groups // GROUPS_AT_A_TIME) * GROUPS_AT_A_TIME
 
@@ -143,9 +142,9 @@ def _matmul_of_pairs(
                 ks = pl.ds(number * steps * STEP, steps * STEP)
                 source = inputs.w.at[coord.expert, pl.ds(column, HALF), ks]
                 plgpu.copy_gmem_to_smem(source, scratch.w.at[slot, pl.ds(i * HALF, HALF)], full_barrier)
-                place = (coord.expert * (out // GROUP) + lax.div(column, jnp.int32(GROUP))) * groups + number * steps
-                target = scratch.column_scales.at[slot, i, pl.ds(0, SCALE_COPY)]
-                plgpu.copy_gmem_to_smem(inputs.scales.at[pl.ds(place, SCALE_COPY)], target, full_barrier)
+                group = pl.ds(lax.div(column, jnp.int32(GROUP)), 1)
+                target = scratch.column_scales.at[slot, i, pl.ds(0, 1)]
+                plgpu.copy_gmem_to_smem(inputs.scales.at[coord.expert, group, piece_of(number, steps)], target, full_barrier)
 
         def round_row(coord, warpgroup):
             # All warps have read the last row.
@@ -161,7 +160,7 @@ def _matmul_of_pairs(
 
         def factor(step: SlotStep, place: Place, warpgroup):
             of_row = scratch.row_scales[warpgroup, step.number * steps + step.step]
-            return of_row * scratch.column_scales[step.slot, place.column // HALF, step.step]
+            return of_row * scratch.column_scales[step.slot, place.column // HALF, 0, place_in_piece(step, steps)]
 
         def store(sums, coord, warpgroup):
             first, second = sums.values()
@@ -191,8 +190,8 @@ def _matmul_of_pairs(
     scratch = Fp8PairScratch(
         w=plgpu.SMEM((tile.stages, COLUMNS, steps * STEP), F8, transforms=operand_transforms(F8, STEP)),
         row=plgpu.SMEM((CONSUMERS, rounded_groups, GROUP), F8),
-        row_scales=plgpu.SMEM((CONSUMERS, -(-rounded_groups // SCALE_PITCH) * SCALE_PITCH), jnp.float32),
-        column_scales=plgpu.SMEM((tile.stages, 2, SCALE_PITCH), jnp.float32),
+        row_scales=plgpu.SMEM((CONSUMERS, -(-rounded_groups // 32) * 32), jnp.float32),
+        column_scales=plgpu.SMEM((tile.stages, 2, LINES, PIECE), jnp.float32),
         out=plgpu.SMEM((CONSUMERS, WGMMA_ROWS, COLUMNS), jnp.float32),
         pipe=tile.pipeline(copies=4),
         staging=operand_staging((CONSUMERS, WGMMA_ROWS, STEP), F8),
@@ -204,7 +203,7 @@ def _matmul_of_pairs(
         like = jax.ShapeDtypeStruct((num_pairs, columns), jnp.bfloat16)
     # With two blocks a core the second would begin behind the first, and load nothing meanwhile.
     kernel = launch(name, body, [like], [scratch], warpgroups=CONSUMERS + 1, blocks_per_core=1)
-    return kernel(Fp8PairInputs(experts, rows, w.values, w.scales.reshape(-1)))[0]
+    return kernel(Fp8PairInputs(experts, rows, w.values, in_pieces(w.scales)))[0]
 
 
 def _multiply(scratch: Fp8PairScratch, steps: int, accumulator, step: SlotStep, place: Place, warpgroup) -> None:

@@ -9,17 +9,18 @@ Kernels `fp8_grouped_matmul`, `fp8_gated_matmul`, and `fp8_gated_matmul_backward
                                             fp8_gated_matmul: TMA w and its scales twice a warpgroup, for gate and for up
               consumers WG0, WG1            promoted.py: wgmma 64 x 128 x 128, promotion; then the epilogue by 64 rows
     smem      a stages x rows x 128 | w stages x columns x 128, e4m3 | out 2 WG x 64 x 64, bf16 | the epilogue's
-              row_scales stages x rows | column_scales stages x columns / 128 x 32, f32 | barriers
+              row_scales stages x rows | column_scales stages x copies of w x 32, f32 | barriers
               128 x 256 x 4 stages: a 64 KiB | w 128 KiB | out 16 KiB | scales 2 + 1 KiB | 64 bytes           = 211 KiB of 227
               fp8_gated_matmul      with h: halves of act 8 KiB besides; without: 16 KiB, and no out          = 219 or 211
-    barriers  full[slot]    1 arrival a TMA copy (of a and its scales 2; of w 1, 2 or 4, of its scales 1 for 128 columns),
-                            waited for by both consumers (with ping-pong full[consumer, slot], waited for by that one)
+    barriers  full[slot]    1 arrival a TMA copy (of a and its scales 2; of w and its scales 2, 4 or 8), waited for by both
+                            consumers (with ping-pong full[consumer, slot], waited for by that one)
               empty[slot]   1 arrival a consumer that reads the slot (2; with ping-pong 1), waited for by the producer
     invariant the rows of a tile belong to one expert; rows below its last block are not stored
               a plan that holds all tokens: rows behind the last token are neither loaded nor stored, and
               of the others 8 at a time are stored if one of their tokens chose the expert
               an `out` chunk is written again only after the TMA store before it has read it
-              TMA copies scales to multiples of 128 bytes: anything less stops the kernel with "misaligned address"
+              TMA copies scales to multiples of 128 bytes, and from multiples of 16 bytes of a row: anything less stops the
+              kernel with "misaligned address" or "illegal instruction" (`column_scales`)
     time      promoted.py
 """
 
@@ -35,6 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16
 
+from moe_jax.kernels.experts.fp8.mosaic.column_scales import LINES, PIECE, in_pieces, piece_of, place_in_piece
 from moe_jax.kernels.experts.fp8.mosaic.promoted import (
     BLOCK,
     STEP,
@@ -55,12 +57,6 @@ from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Registers
 
 F8 = jnp.float8_e4m3fn
-
-LEAST_COPY = 4
-"""Scales that TMA copies at least, 16 bytes, beginning at any scale; the first counts. Beyond the array it gives zeros."""
-
-COPY_PITCH = 32
-"""Scales from one copy's place in shared memory to the next: 128 bytes."""
 
 
 @partial(jax.jit, static_argnames="tile")
@@ -108,7 +104,7 @@ def matmul_gated_silu(
         outputs,
         store,
         scratch=halves_scratch(1 if keep_h else 2),
-        registers=Registers(producer=72, consumer=216 if few else 208),
+        registers=Registers(producer=72, consumer=216 if keep_h or few else 208),
     )
     *h, values, scales = launch_rows(a, w, plan, tile, epilogue, pairs_halves=True)
     return (h[0] if keep_h else None), QuantisedRows(values, scales)
@@ -196,7 +192,7 @@ class Fp8RowsInputs(NamedTuple):
     """`RowTiles.arrays`."""
     a: Any
     w: Any
-    """With scales [experts * n / 128 * k / 128]: a copy may begin at any number of a list."""
+    """With scales of `column_scales.in_pieces`."""
     chosen_rows: Any
     """`Plan.chosen_rows`, or None."""
     epilogue: Any
@@ -215,8 +211,7 @@ class Fp8RowsScratch(NamedTuple):
     row_scales: Any
     """[stages, rows] f32."""
     column_scales: Any
-    """[stages, columns / 128, COPY_PITCH] f32: the scale of each 128 columns comes first. TMA copies to a multiple of 128
-    bytes."""
+    """[stages, copies of w's columns, LINES, PIECE] f32: of each 128 columns of a copy a piece of scales."""
     pipe: Pipeline
 
 
@@ -236,6 +231,7 @@ def launch_rows(
     tiles = row_tiles(plan, tile.rows, column_tiles, group)
     # The columns of a tile lie in one piece, or in one of gate and one of up for each warpgroup.
     column_copies = 2 * tile.column_blocks if pairs_halves else 1
+    groups_of_copy = tile.columns // column_copies // GROUP
     # A block of a plan that holds all tokens begins with these.
     tokens = -(-plan.row_of_pair.shape[0] // ROWS_OF_A_BIT) * ROWS_OF_A_BIT
     rows_in_use = tokens if plan.holds_all_tokens else WGMMA_ROWS
@@ -270,10 +266,11 @@ def launch_rows(
 
         def factor(step: SlotStep, place, warpgroup):
             group = tile.column_block(warpgroup) * (tile.warpgroup_columns // GROUP) + place.column // GROUP
+            copy, line = group // groups_of_copy, group % groups_of_copy
             rows = pl.ds(tile.first_row(warpgroup) + place.row, WGMMA_ROWS)
             own = scratch.row_scales.at[step.slot, step.step, rows]
             of_rows = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            return of_rows * scratch.column_scales[step.slot, group, step.step]
+            return of_rows * scratch.column_scales[step.slot, copy, line, place_in_piece(step, tile.steps_of_slot)]
 
         def store_tile(sums, coord, warpgroup):
             def write(part, output, column, values):
@@ -318,11 +315,11 @@ def launch_rows(
         else None,
         epilogue=epilogue.scratch,
         row_scales=plgpu.SMEM((tile.stages, tile.steps_of_slot, tile.rows), jnp.float32),
-        column_scales=plgpu.SMEM((tile.stages, tile.columns // GROUP, COPY_PITCH), jnp.float32),
-        pipe=tile.pipeline(copies=1 + tile.steps_of_slot + column_copies + tile.columns // GROUP),
+        column_scales=plgpu.SMEM((tile.stages, column_copies, LINES, PIECE), jnp.float32),
+        pipe=tile.pipeline(copies=1 + tile.steps_of_slot + 2 * column_copies),
     )
     kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
-    w = QuantisedMatrices(w.values, w.scales.reshape(-1))
+    w = QuantisedMatrices(w.values, in_pieces(w.scales))
     return kernel(Fp8RowsInputs(tiles.arrays, a, w, plan.chosen_rows, epilogue.inputs))
 
 
@@ -357,15 +354,13 @@ def _load(
     for step in range(steps):
         target = scratch.row_scales.at[slot, step, slot_rows]
         plgpu.copy_gmem_to_smem(a_scales.at[k * steps + step, rows], target, full_barrier)
-    groups_of_row, groups_of_column = w.shape[2] // GROUP, w.shape[1] // GROUP
 
     def load_columns(first, columns, i):
         source = w.at[coord.expert, pl.ds(pl.multiple_of(first, GROUP), columns), ks]
         plgpu.copy_gmem_to_smem(source, scratch.w.at[slot, pl.ds(i * columns, columns)], full_barrier)
-        for group in range(columns // GROUP):
-            place = (coord.expert * groups_of_column + first // GROUP + group) * groups_of_row + k * steps
-            target = scratch.column_scales.at[slot, i * columns // GROUP + group, pl.ds(0, LEAST_COPY)]
-            plgpu.copy_gmem_to_smem(w_scales.at[pl.ds(place, LEAST_COPY)], target, full_barrier)
+        groups = pl.ds(first // GROUP, columns // GROUP)
+        target = scratch.column_scales.at[slot, i, pl.ds(0, columns // GROUP)]
+        plgpu.copy_gmem_to_smem(w_scales.at[coord.expert, groups, piece_of(k, steps)], target, full_barrier)
 
     if pairs_halves:
         half, inter = tile.warpgroup_columns // 2, w.shape[1] // 2
