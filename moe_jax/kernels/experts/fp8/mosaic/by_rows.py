@@ -261,8 +261,7 @@ def launch_rows(
             pl.when(has_rows)(lambda: epilogue.prepare(part, epilogue_refs))
 
         def has_rows(coord, warpgroup):
-            # With large matrices all tiles take equally long, as in the kernels of 16 bits.
-            return part_of(coord, warpgroup, 0)[1] if group == 1 else True
+            return part_of(coord, warpgroup, 0)[1]
 
         def factor(step: SlotStep, place, warpgroup):
             group = tile.column_block(warpgroup) * (tile.warpgroup_columns // GROUP) + place.column // GROUP
