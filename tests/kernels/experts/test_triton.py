@@ -2,16 +2,11 @@
 
 import functools
 import importlib
-import importlib.metadata
-import importlib.util
 import math
-import multiprocessing
-import os
 import re
 import subprocess
 import sys
 import types
-from concurrent.futures import ProcessPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +16,7 @@ from expert_layers import assert_as_near_as, choose, chosen_so_often, few_bits, 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
+from triton_without_gpu import compiled_without_spills, needs_triton, pretend_hopper, recorded_calls
 
 from moe_jax import kernels
 from moe_jax.kernels.experts import choose_backend as backend
@@ -31,72 +27,7 @@ from moe_jax.kernels.experts.routing import plan
 from moe_jax.kernels.experts.triton import launch
 from moe_jax.kernels.hopper import target
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs the package triton")
-
 ROUTINGS = ["random", "one_takes_all", "half_empty", "some_nobody", "nobody"]
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    """A process of its own: Triton decides at its import whether kernels are interpreted."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=interpret_from_now_on) as executor:
-        yield executor
-
-
-@pytest.fixture
-def runs(monkeypatch, request):
-    """Lets the backend run here: as it is on an NVIDIA GPU, elsewhere as on Hopper with every kernel interpreted."""
-    if not ours.is_native():
-        if importlib.metadata.version("triton") < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.5.0":
-            pytest.skip("the interpreter of Triton 3.6 needs numpy below 2.5")
-        executor = request.getfixturevalue("interpreter")
-        pretend_hopper(monkeypatch)
-        monkeypatch.setattr(launch, "triton_call", lambda: lambda *args, **kwargs: interpreted_call(executor, *args, **kwargs))
-
-
-def pretend_hopper(monkeypatch, capability="9.0"):
-    monkeypatch.setattr(target, "compute_capability", lambda: capability)
-    for module in (ours, launch):
-        monkeypatch.setattr(module, "missing_packages", lambda: None)
-
-
-def interpret_from_now_on():
-    os.environ["TRITON_INTERPRET"] = "1"
-
-
-def interpreted_call(executor, *inputs, kernel, out_shape, grid, input_output_aliases=None, **options):
-    constants = {name: value for name, value in options.items() if name in kernel.arg_names}
-    arrays = [a for a in inputs if not isinstance(a, int)]
-
-    def run(*arrays):
-        left = iter(arrays)
-        values = [a if isinstance(a, int) else np.asarray(next(left)) for a in inputs]
-        outputs = [(o.shape, o.dtype.name) for o in out_shape]
-        return executor.submit(
-            run_in_interpreter, kernel.__module__, kernel.__name__, values, outputs, grid, constants, input_output_aliases or {}
-        ).result()
-
-    return jax.pure_callback(run, out_shape, *arrays)
-
-
-def run_in_interpreter(module, name, inputs, outputs, grid, constants, aliases):
-    """Runs in the interpreter's process. Rows that a kernel leaves unwritten are NaN.
-
-    The interpreter multiplies the bits of bfloat16 as if they were whole numbers and rounds to it by cutting off: it gets f32.
-    """
-    import torch
-
-    def wide(dtype):
-        return "float32" if dtype == "bfloat16" else dtype
-
-    arguments = [a if isinstance(a, int) else torch.tensor(a.astype(wide(a.dtype.name))) for a in inputs]
-    results = [torch.full(shape, math.nan, dtype=getattr(torch, wide(dtype))) for shape, dtype in outputs]
-    for number, output in aliases.items():
-        results[output] = arguments[number]
-    getattr(importlib.import_module(module), name)[grid](*arguments, *results, **constants)
-    return [result.numpy().astype(dtype) for result, (_, dtype) in zip(results, outputs, strict=True)]
 
 
 @needs_triton
@@ -263,46 +194,19 @@ def step(x, w_gate_up, w_down, weights, chosen, dy):
 )
 def test_kernels_compile_without_register_spills(monkeypatch, tmp_path, tokens, capability):
     """Triton brings its own assembler; no GPU is needed. Compiles for each architecture."""
-    compiler = importlib.import_module("triton.compiler")
-    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", int(capability.replace(".", "")), 32)
-    tools = os.path.join(os.path.dirname(importlib.import_module("triton").__file__), "backends", "nvidia", "bin")
     pretend_hopper(monkeypatch, capability)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    calls = []
-
-    def record(*inputs, out_shape, input_output_aliases=None, **options):
-        calls.append((*inputs, *out_shape, options))
-        return [jnp.zeros(o.shape, o.dtype) for o in out_shape]
-
-    monkeypatch.setattr(launch, "triton_call", lambda: record)
+    calls = recorded_calls(monkeypatch)
     jax.clear_caches()
     shapes = layer_shapes(tokens, **QWEN3_30B)
     jax.eval_shape(step, *shapes)
     jax.eval_shape(step_with_totals, tuple(jax.ShapeDtypeStruct(w.shape, jnp.float32) for w in shapes[1:3]), *shapes)
     jax.clear_caches()
-    assert sum(options.get("accumulates", False) for *_, options in calls) == 2
-    assert len({options["kernel"].__name__ for *_, options in calls}) == 4
-
-    names = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32"}
-    for *arguments, options in calls:
-        kernel = options["kernel"]
-        constants = {name: value for name, value in options.items() if name in kernel.arg_names}
-        types = ["i32" if isinstance(a, int) else names[a.dtype.name] for a in arguments]
-        signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
-        attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind[0] == "*"}
-        compiled = compiler.compile(
-            compiler.ASTSource(kernel, signature, constexprs=constants, attrs=attributes),
-            target=target,
-            options={"enable_fp_fusion": True} | {name: options[name] for name in ("num_warps", "num_stages")},
-        )
-        (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
-        dump = [os.path.join(tools, "cuobjdump"), "--dump-resource-usage", str(tmp_path / "kernel.cubin")]
-        usage = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
-        assert re.search(r"STACK:0\b.* LOCAL:0\b", usage), f"{kernel.__name__}: {usage}"
-        shared_bytes = {"8.0": 163, "8.9": 99}.get(capability, 227) * 1024
-        assert compiled.metadata.shared <= shared_bytes, kernel.__name__
+    assert sum(call.options.get("accumulates", False) for call in calls) == 2
+    assert len({call.options["kernel"].__name__ for call in calls}) == 4
+    for call in calls:
         instruction = {"8": "mma.sync", "9": "wgmma.mma_async", "1": "tcgen05.mma"}[capability[0]]
-        assert instruction in compiled.asm["ptx"], kernel.__name__
+        assert instruction in compiled_without_spills(call, capability, tmp_path), call.options["kernel"].__name__
 
 
 @needs_triton
