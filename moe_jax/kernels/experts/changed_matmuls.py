@@ -1,7 +1,7 @@
 """Grouped matmuls whose matrices have a low-rank change: W + b a, of which one factor was applied to the rows before.
 
-On Hopper the change takes further steps of the same sum, in one kernel. Elsewhere it is a grouped matmul of its own, whose
-result is added. So it is where W multiplies in FP8: the change stays in the rows' dtype.
+In the kernels of `mosaic` and `triton` the change takes further steps of the same sum. In `xla` it is a grouped matmul of its
+own, whose result is added. So it is where W multiplies in FP8: the change stays in the rows' dtype.
 """
 
 from functools import partial
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.activation import gated_silu, gated_silu_backward
 from moe_jax.kernels.experts.backends import implementation
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
@@ -47,9 +46,10 @@ def changed_matmul(
 ) -> Float[Array, "rows out"]:
     """Returns `grouped_matmul` of x with the changed matrices. Rows of no expert may be left unwritten."""
     given: dict[str, Any] = dict(source_of_row=source_of_row, transpose=transpose)
-    if options.backend == "mosaic" and not isinstance(w, QuantisedMatrices):
-        return mosaic.grouped_matmul(x, w, plan, change=_in_dtype(change, x.dtype), **given)
-    matmul = partial(implementation(options.backend).grouped_matmul, plan=plan)
+    backend = implementation(options.backend)
+    if _adds_in_kernel(options, w):
+        return backend.grouped_matmul(x, w, plan, change=_in_dtype(change, x.dtype), **given)
+    matmul = partial(backend.grouped_matmul, plan=plan)
     if isinstance(w, QuantisedMatrices):
         assert options.fp8 is not None
         in_fp8 = fp8_backends.implementation(options.fp8.matmuls).grouped_matmul
@@ -69,8 +69,9 @@ def changed_gated_matmul(
     source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"]]:
     """Returns h = [gate | up] and act = silu(gate) * up, h being the product with the changed matrices."""
-    if options.backend == "mosaic" and not isinstance(w, QuantisedMatrices):
-        h, act = mosaic.gated_matmul(x, w, plan, source_of_row=source_of_row, change=_in_dtype(change, x.dtype))
+    if _adds_in_kernel(options, w):
+        gated = implementation(options.backend).gated_matmul
+        h, act = gated(x, w, plan, source_of_row=source_of_row, change=_in_dtype(change, x.dtype))
         assert h is not None
         return h, act
     h = changed_matmul(options, x, w, plan, change, source_of_row=source_of_row)
@@ -89,12 +90,18 @@ def changed_gated_matmul_backward(
     source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Returns what `gated_matmul_backward` returns, with the changed matrices: dh, weight * act, and the weights' gradients."""
-    if options.backend == "mosaic" and not isinstance(w_down, QuantisedMatrices):
+    if _adds_in_kernel(options, w_down):
+        backward = implementation(options.backend).gated_matmul_backward
         change = _in_dtype(change, dy.dtype)
-        return mosaic.gated_matmul_backward(dy, w_down, h, weight_of_row, plan, source_of_row=source_of_row, change=change)
+        return backward(dy, w_down, h, weight_of_row, plan, source_of_row=source_of_row, change=change)
     g = widened(changed_matmul(options, dy, w_down, plan, change, source_of_row=source_of_row, transpose=True))
     act, weight = widened(gated_silu(h)), widened(weight_of_row)[:, None]
     return gated_silu_backward(h, weight * g), (weight * act).astype(h.dtype), jnp.sum(g * act, axis=1)
+
+
+def _adds_in_kernel(options: ChangedOptions, w: Float[Array, "experts n m"] | QuantisedMatrices) -> bool:
+    """Returns True if a kernel adds the change's products to those of w."""
+    return options.backend in ("mosaic", "triton") and not isinstance(w, QuantisedMatrices)
 
 
 def _rounded(x: Float[Array, "sources in"], source_of_row: Int[Array, "rows"] | None) -> QuantisedRows:

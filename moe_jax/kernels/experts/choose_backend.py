@@ -49,6 +49,11 @@ def resolve_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int,
     raise AssertionError("the last backend takes everything")
 
 
+def is_named(name: str | None) -> bool:
+    """Returns True if the user chose the backend that `resolve_backend` returns for this name."""
+    return name is not None or ENVIRONMENT_VARIABLE in os.environ
+
+
 def _refusal(name: str, dtype: jnp.dtype, hidden: int, inter: int, row_alignment: int | None) -> str | None:
     needed = MODULES[name].ROW_ALIGNMENT
     if row_alignment is not None and row_alignment % needed:

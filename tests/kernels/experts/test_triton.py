@@ -2,101 +2,43 @@
 
 import functools
 import importlib
-import importlib.metadata
-import importlib.util
 import math
-import multiprocessing
-import os
 import re
 import subprocess
 import sys
 import types
-from concurrent.futures import ProcessPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_layers import assert_as_near_as, choose, chosen_so_often, few_bits, make_layer, relative_error, with_gradients
+from expert_layers import (
+    assert_as_near_as,
+    choose,
+    chosen_so_often,
+    few_bits,
+    make_layer,
+    relative_error,
+    types_of,
+    with_gradients,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
+from triton_without_gpu import compiled_without_spills, needs_triton, pretend_hopper, recorded_calls
 
 from moe_jax import kernels
 from moe_jax.kernels.experts import choose_backend as backend
 from moe_jax.kernels.experts import triton as ours
 from moe_jax.kernels.experts import xla
+from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted
 from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
 from moe_jax.kernels.experts.routing import plan
 from moe_jax.kernels.experts.triton import launch
 from moe_jax.kernels.hopper import target
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs the package triton")
+from moe_jax.kernels.low_rank import LowRank, RowsChange
 
 ROUTINGS = ["random", "one_takes_all", "half_empty", "some_nobody", "nobody"]
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    """A process of its own: Triton decides at its import whether kernels are interpreted."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=interpret_from_now_on) as executor:
-        yield executor
-
-
-@pytest.fixture
-def runs(monkeypatch, request):
-    """Lets the backend run here: as it is on an NVIDIA GPU, elsewhere as on Hopper with every kernel interpreted."""
-    if not ours.is_native():
-        if importlib.metadata.version("triton") < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.5.0":
-            pytest.skip("the interpreter of Triton 3.6 needs numpy below 2.5")
-        executor = request.getfixturevalue("interpreter")
-        pretend_hopper(monkeypatch)
-        monkeypatch.setattr(launch, "triton_call", lambda: lambda *args, **kwargs: interpreted_call(executor, *args, **kwargs))
-
-
-def pretend_hopper(monkeypatch, capability="9.0"):
-    monkeypatch.setattr(target, "compute_capability", lambda: capability)
-    for module in (ours, launch):
-        monkeypatch.setattr(module, "missing_packages", lambda: None)
-
-
-def interpret_from_now_on():
-    os.environ["TRITON_INTERPRET"] = "1"
-
-
-def interpreted_call(executor, *inputs, kernel, out_shape, grid, input_output_aliases=None, **options):
-    constants = {name: value for name, value in options.items() if name in kernel.arg_names}
-    arrays = [a for a in inputs if not isinstance(a, int)]
-
-    def run(*arrays):
-        left = iter(arrays)
-        values = [a if isinstance(a, int) else np.asarray(next(left)) for a in inputs]
-        outputs = [(o.shape, o.dtype.name) for o in out_shape]
-        return executor.submit(
-            run_in_interpreter, kernel.__module__, kernel.__name__, values, outputs, grid, constants, input_output_aliases or {}
-        ).result()
-
-    return jax.pure_callback(run, out_shape, *arrays)
-
-
-def run_in_interpreter(module, name, inputs, outputs, grid, constants, aliases):
-    """Runs in the interpreter's process. Rows that a kernel leaves unwritten are NaN.
-
-    The interpreter multiplies the bits of bfloat16 as if they were whole numbers and rounds to it by cutting off: it gets f32.
-    """
-    import torch
-
-    def wide(dtype):
-        return "float32" if dtype == "bfloat16" else dtype
-
-    arguments = [a if isinstance(a, int) else torch.tensor(a.astype(wide(a.dtype.name))) for a in inputs]
-    results = [torch.full(shape, math.nan, dtype=getattr(torch, wide(dtype))) for shape, dtype in outputs]
-    for number, output in aliases.items():
-        results[output] = arguments[number]
-    getattr(importlib.import_module(module), name)[grid](*arguments, *results, **constants)
-    return [result.numpy().astype(dtype) for result, (_, dtype) in zip(results, outputs, strict=True)]
 
 
 @needs_triton
@@ -194,6 +136,49 @@ def test_the_bits_of_a_token_do_not_depend_on_the_other_tokens(rng, runs):
 
 
 @needs_triton
+@pytest.mark.parametrize("dtype, ranks, error", [("float32", (3, 20), 1e-5), ("bfloat16", (70, 16), 2e-2)])
+def test_low_rank_changes(rng, runs, dtype, ranks, error):
+    """The result and every gradient are those of changed matrices. Ranks are filled up; sizes end within tiles or do not."""
+    experts, hidden, inter = 3, *((40, 24) if dtype == "float32" else (128, 256))
+    x, *matrices, weights, chosen = make_layer(rng, "some_nobody", 75, experts, 2, hidden, inter, "float32")
+    shapes = (experts, ranks[0], hidden), (1, 2 * inter, ranks[0]), (experts, ranks[1], inter), (experts, hidden, ranks[1])
+    a1, b1, a2, b2 = (jnp.asarray(rng.normal(size=shape) * shape[2] ** -0.5, jnp.float32) for shape in shapes)
+    dy = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
+
+    def ours_of(x, weights, adapter):
+        frozen = [matrix.astype(dtype) for matrix in matrices]
+        return experts_mlp_adapted(x.astype(dtype), *frozen, weights, chosen, adapter, backend="triton").astype(jnp.float32)
+
+    def plain(x, weights, adapter):
+        changed = [w + jnp.matmul(*reversed(factors)) for w, factors in zip(matrices, adapter, strict=True)]
+        return kernels.experts_mlp(x, *changed, weights, chosen, backend="xla")
+
+    def leaves(f):
+        y, pullback = jax.vjp(f, x, weights, ExpertsAdapter(LowRank(a1, b1), LowRank(a2, b2)))
+        return jax.tree.leaves((y, pullback(dy)))
+
+    for actual, expected in zip(leaves(ours_of), leaves(plain), strict=True):
+        assert relative_error(actual, expected) < error
+
+
+@needs_triton
+def test_a_change_of_zero_changes_no_bit(rng, runs):
+    """Rows without a source give zeros beside a change, too."""
+    x, w_gate_up, w_down, _, chosen = make_layer(rng, "random", 60, 2, 1, 128, 64)
+    rows = plan(chosen, 2)
+    source = rows.token_of_row.at[3].set(99)
+    change = RowsChange(jnp.asarray(rng.normal(size=(60, 16)), x.dtype), jnp.zeros((2, 128, 16), x.dtype))
+    for options in ({}, {"change": change}):
+        h, act = ours.gated_matmul(x, w_gate_up, rows, source_of_row=source, **options)
+        y = ours.grouped_matmul(act, w_down, rows, **options)
+        if not options:
+            expected = h, act, y
+    for actual, wanted in zip((h, act, y), expected, strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+    assert not np.asarray(h[3]).any()
+
+
+@needs_triton
 def test_f32_master_weights_get_f32_gradients_rounded_once(rng, runs):
     x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 100, 2, 1, 64, 128)
     dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
@@ -263,46 +248,54 @@ def step(x, w_gate_up, w_down, weights, chosen, dy):
 )
 def test_kernels_compile_without_register_spills(monkeypatch, tmp_path, tokens, capability):
     """Triton brings its own assembler; no GPU is needed. Compiles for each architecture."""
-    compiler = importlib.import_module("triton.compiler")
-    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", int(capability.replace(".", "")), 32)
-    tools = os.path.join(os.path.dirname(importlib.import_module("triton").__file__), "backends", "nvidia", "bin")
     pretend_hopper(monkeypatch, capability)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    calls = []
-
-    def record(*inputs, out_shape, input_output_aliases=None, **options):
-        calls.append((*inputs, *out_shape, options))
-        return [jnp.zeros(o.shape, o.dtype) for o in out_shape]
-
-    monkeypatch.setattr(launch, "triton_call", lambda: record)
+    calls = recorded_calls(monkeypatch)
     jax.clear_caches()
     shapes = layer_shapes(tokens, **QWEN3_30B)
     jax.eval_shape(step, *shapes)
     jax.eval_shape(step_with_totals, tuple(jax.ShapeDtypeStruct(w.shape, jnp.float32) for w in shapes[1:3]), *shapes)
     jax.clear_caches()
-    assert sum(options.get("accumulates", False) for *_, options in calls) == 2
-    assert len({options["kernel"].__name__ for *_, options in calls}) == 4
-
-    names = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32"}
-    for *arguments, options in calls:
-        kernel = options["kernel"]
-        constants = {name: value for name, value in options.items() if name in kernel.arg_names}
-        types = ["i32" if isinstance(a, int) else names[a.dtype.name] for a in arguments]
-        signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
-        attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind[0] == "*"}
-        compiled = compiler.compile(
-            compiler.ASTSource(kernel, signature, constexprs=constants, attrs=attributes),
-            target=target,
-            options={"enable_fp_fusion": True} | {name: options[name] for name in ("num_warps", "num_stages")},
-        )
-        (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
-        dump = [os.path.join(tools, "cuobjdump"), "--dump-resource-usage", str(tmp_path / "kernel.cubin")]
-        usage = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
-        assert re.search(r"STACK:0\b.* LOCAL:0\b", usage), f"{kernel.__name__}: {usage}"
-        shared_bytes = {"8.0": 163, "8.9": 99}.get(capability, 227) * 1024
-        assert compiled.metadata.shared <= shared_bytes, kernel.__name__
+    assert sum(call.options.get("accumulates", False) for call in calls) == 2
+    assert len({call.options["kernel"].__name__ for call in calls}) == 4
+    for call in calls:
         instruction = {"8": "mma.sync", "9": "wgmma.mma_async", "1": "tcgen05.mma"}[capability[0]]
-        assert instruction in compiled.asm["ptx"], kernel.__name__
+        assert instruction in compiled_without_spills(call, capability, tmp_path), call.options["kernel"].__name__
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "capability, rank",
+    [
+        ("9.0", 4),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("8.0", 32), ("8.9", 128), ("9.0", 64), ("10.0", 16))),
+    ],
+)
+def test_changed_kernels_compile(monkeypatch, tmp_path, capability, rank):
+    """A change has its steps in the matmuls of its matrix: 12 kernels, of which eight are the low-rank products."""
+    pretend_hopper(monkeypatch, capability)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    calls = recorded_calls(monkeypatch)
+    experts, k, hidden, inter = QWEN3_30B.values()
+    shapes = (experts, rank, hidden), (experts, 2 * inter, rank), (experts, rank, inter), (experts, hidden, rank)
+    a1, b1, a2, b2 = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    x, *matrices, weights, chosen = types_of(8192, experts, k, hidden, inter)
+
+    def gradient(x, matrices, weights, adapter, chosen):
+        def f(x, weights, adapter):
+            return experts_mlp_adapted(x, *matrices, weights, chosen, adapter, backend="triton")
+
+        y, pullback = jax.vjp(f, x, weights, adapter)
+        return y, pullback(y)
+
+    jax.clear_caches()
+    jax.eval_shape(gradient, x, matrices, weights, ExpertsAdapter(LowRank(a1, b1), LowRank(a2, b2)), chosen)
+    jax.clear_caches()
+    changed = [call for call in calls if call.options.get("rank")]
+    # JAX also traces the forward pass alone, which is four of the kernels.
+    assert len(calls) == 12 + 4 and len(changed) == 4 + 2
+    for call in changed:
+        compiled_without_spills(call, capability, tmp_path)
 
 
 @needs_triton
@@ -385,6 +378,33 @@ def test_jax_triton_without_jaxs_cuda_plugin_is_refused(monkeypatch):
 def test_importing_the_library_does_not_import_triton():
     command = "import sys, moe_jax.kernels.experts.triton; sys.exit('triton' in sys.modules or 'jax_triton' in sys.modules)"
     subprocess.run([sys.executable, "-c", command], check=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ours.is_native(), reason="needs an NVIDIA GPU from Ampere on, triton and jax_triton")
+@pytest.mark.parametrize("tokens, rank", [(129, 4), (8192, 64)])
+def test_adapted_experts_on_the_gpu(rng, tokens, rank):
+    """The result and every gradient are near those of the xla backend, and a second run repeats their bits."""
+    experts, k, hidden, inter = QWEN3_30B.values()
+    x, *matrices, weights, chosen = make_layer(rng, "random", tokens, experts, k, hidden, inter)
+    shapes = (experts, rank, hidden), (experts, 2 * inter, rank), (experts, rank, inter), (experts, hidden, rank)
+    a1, b1, a2, b2 = (jnp.asarray(rng.normal(size=shape) * shape[2] ** -0.5, jnp.float32) for shape in shapes)
+    dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def leaves(backend, matrices, *arguments):
+        def f(x, weights, adapter):
+            return experts_mlp_adapted(x, *matrices, weights, chosen, adapter, backend=backend)
+
+        y, pullback = jax.vjp(f, *arguments)
+        return jax.tree.leaves((y, pullback(dy)))
+
+    arguments = matrices, x, weights, ExpertsAdapter(LowRank(a1, b1), LowRank(a2, b2))
+    first, again, others = leaves("triton", *arguments), leaves("triton", *arguments), leaves("xla", *arguments)
+    for one, other in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for actual, expected in zip(first, others, strict=True):
+        assert relative_error(actual, expected) < 2e-2
 
 
 @pytest.mark.gpu

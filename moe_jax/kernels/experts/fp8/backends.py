@@ -13,11 +13,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from moe_jax.kernels.experts import backends
-from moe_jax.kernels.experts.choose_backend import resolve_backend
-from moe_jax.kernels.experts.fp8 import mosaic, xla
+from moe_jax.kernels.experts.choose_backend import is_named, resolve_backend
+from moe_jax.kernels.experts.fp8 import mosaic, triton, xla
 from moe_jax.kernels.experts.fp8.quantise import refusal
 
-MODULES: dict[str, ModuleType] = {"xla": xla, "mosaic": mosaic}
+MODULES: dict[str, ModuleType] = {"xla": xla, "mosaic": mosaic, "triton": triton}
 """The implementations by name."""
 
 _logger = logging.getLogger(__name__)
@@ -40,16 +40,21 @@ class Fp8Backend(NamedTuple):
 def resolve_fp8_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int) -> Fp8Backend:
     """Returns the backends for a name as `resolve_backend` takes it.
 
-    The matmuls run on the kernels of the same name, and on "xla" where there are none. The choice is logged once.
+    The matmuls run on the kernels of the same name. Without a name they run on "xla" where these refuse. The choice is logged
+    once.
 
     Raises:
-        ValueError: what `resolve_backend` raises, or experts that FP8 does not take.
+        ValueError: what `resolve_backend` raises, experts that FP8 does not take, or a named backend without FP8 here.
     """
     if (reason := refusal(dtype, hidden, inter)) is not None:
         raise ValueError(f"precision: FP8 does not take these experts: {reason}")
-    sums = resolve_backend(name, dtype, hidden, inter)
-    matmuls = sums if sums in MODULES else "xla"
-    _announce(matmuls, sums)
+    sums = matmuls = resolve_backend(name, dtype, hidden, inter)
+    reason = None if sums == "xla" else implementation(sums).refusal(dtype, hidden, inter)
+    if reason is not None:
+        if is_named(name):
+            raise ValueError(f"precision: backend {sums!r} has no FP8 here: {reason}")
+        matmuls = "xla"
+    _announce(matmuls, sums, reason)
     return Fp8Backend(sums, matmuls)
 
 
@@ -59,6 +64,9 @@ def implementation(matmuls: str) -> ModuleType:
 
 
 @functools.cache
-def _announce(matmuls: str, sums: str) -> None:
+def _announce(matmuls: str, sums: str, reason: str | None) -> None:
     """Logs each choice once a process."""
-    _logger.info("MoE experts multiply in FP8 on backend %r, all other matmuls on %r", matmuls, sums)
+    notes = "" if reason is None else f"; {sums!r} not: {reason}"
+    if matmuls == "triton":
+        notes = "; the gradient of the activation, which 'triton' lacks in FP8, on 'xla'"
+    _logger.info("MoE experts multiply in FP8 on backend %r, all other matmuls on %r%s", matmuls, sums, notes)

@@ -22,6 +22,7 @@ from moe_jax.kernels.experts.triton.launch import (
     missing_packages,
     row_tile,
 )
+from moe_jax.kernels.low_rank import RowsChange
 
 ROW_ALIGNMENT = 1
 """A tile's loads and stores go row by row, so that an expert's rows may start anywhere; plans of any alignment are computed."""
@@ -63,17 +64,20 @@ def grouped_matmul(
     *,
     source_of_row: Int[Array, "rows"] | None = None,
     transpose: bool = False,
+    change: RowsChange | None = None,
 ) -> Float[Array, "rows out"]:
     """Computes y[r] = x[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`, where e is row r's expert.
 
     Like `xla.grouped_matmul`, but rows without a pair are left unwritten. Weights of another dtype are cast to x's first.
+    `change` is added to the weights, as further steps of the same sum; its factor has x's dtype.
     """
     w = of_own_layer(w, plan)
     out = w.shape[2] if transpose else w.shape[1]
     if plan.num_rows == 0:
         return jnp.zeros((0, out), x.dtype)
     tile = row_tile(_rows_per_expert(plan), out, x.dtype)
-    return _kernels("by_rows").matmul(x, w.astype(x.dtype), plan, tile, source_of_row=source_of_row, transpose=transpose)
+    options = dict(source_of_row=source_of_row, transpose=transpose, change=change)
+    return _kernels("by_rows").matmul(x, w.astype(x.dtype), plan, tile, **options)
 
 
 def gated_matmul(
@@ -83,13 +87,14 @@ def gated_matmul(
     *,
     source_of_row: Int[Array, "rows"] | None = None,
     keep_h: bool = True,
+    change: RowsChange | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """Computes `xla.gated_matmul` in one kernel. Rows without a pair are left unwritten."""
+    """Computes `xla.gated_matmul` in one kernel. Rows without a pair are left unwritten. `change` is as in `grouped_matmul`."""
     w = of_own_layer(w, plan)
     if plan.num_rows == 0:
         return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
     tile = row_tile(_rows_per_expert(plan), w.shape[1], x.dtype)
-    options = dict(source_of_row=source_of_row, keep_h=keep_h)
+    options = dict(source_of_row=source_of_row, keep_h=keep_h, change=change)
     return _kernels("by_rows").matmul_gated_silu(x, w.astype(x.dtype), plan, tile, **options)
 
 
@@ -101,13 +106,15 @@ def gated_matmul_backward(
     plan: Plan,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
+    change: RowsChange | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
-    """Computes `xla.gated_matmul_backward` in one kernel. Rows without a pair are left unwritten."""
+    """Computes `xla.gated_matmul_backward` in one kernel. Rows without a pair are left unwritten. `change` is w_down's."""
     w_down = of_own_layer(w_down, plan)
     if plan.num_rows == 0:
         return h, h[:, : w_down.shape[2]], jnp.zeros(0, jnp.float32)
+    options = dict(source_of_row=source_of_row, change=change)
     return _kernels("by_rows_backward").matmul_gated_silu_backward(
-        dy, w_down.astype(dy.dtype), h, weight_of_row, plan, gated_backward_tile(dy.dtype), source_of_row=source_of_row
+        dy, w_down.astype(dy.dtype), h, weight_of_row, plan, gated_backward_tile(dy.dtype), **options
     )
 
 

@@ -1,5 +1,7 @@
 """Rows times their expert's matrix: out[r] = a[source(r)] @ w[e(r)].T or @ w[e(r)], with silu(gate) * up on the sums.
 
+A matrix with a low-rank change takes further steps of the same sum: out[r] += c[r] @ factor[e(r)].T, or @ factor[e(r)].
+
 Cost for R rows: 2*R*K*N FLOPs; with tiles of 128 x 256, A and B cross from L2 R*N*K*(1/256 + 1/128) elements. Programs that run
 at the same time are column tiles of neighbouring row tiles, mostly of one expert, whose matrix L2 keeps.
 
@@ -16,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.experts.triton.launch import KernelCall, Tile, launch
+from moe_jax.kernels.low_rank import RowsChange
 
 
 def matmul(
@@ -26,11 +29,13 @@ def matmul(
     *,
     source_of_row: Int[Array, "rows"] | None,
     transpose: bool,
+    change: RowsChange | None = None,
 ) -> Float[Array, "rows n"]:
     """Computes out[r] = a[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`. Rows without a pair are left unwritten."""
     columns = w.shape[2] if transpose else w.shape[1]
     outputs = [jax.ShapeDtypeStruct((plan.num_rows, columns), a.dtype)]
     call = row_kernel_call(a, w, plan, tile, source_of_row, column_tiles=-(-columns // tile.columns))
+    call = with_change(call, change, tile)
     return launch(matmul_kernel, call.extended(outputs, columns=columns, transpose=transpose), tile)[0]
 
 
@@ -42,6 +47,7 @@ def matmul_gated_silu(
     *,
     source_of_row: Int[Array, "rows"] | None,
     keep_h: bool,
+    change: RowsChange | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
     """Computes h = a @ w[e].T = [gate | up] and act = silu(gate) * up.
 
@@ -52,7 +58,7 @@ def matmul_gated_silu(
     h_shape = (plan.num_rows, 2 * inter) if keep_h else (1,)
     outputs = [jax.ShapeDtypeStruct(shape, a.dtype) for shape in (h_shape, (plan.num_rows, inter))]
     column_tiles = -(-inter // (tile.columns // 2))
-    call = row_kernel_call(a, w, plan, tile, source_of_row, column_tiles=column_tiles)
+    call = with_change(row_kernel_call(a, w, plan, tile, source_of_row, column_tiles=column_tiles), change, tile)
     h, act = launch(matmul_gated_silu_kernel, call.extended(outputs, inter=inter, keep_h=keep_h), tile)
     return h if keep_h else None, act
 
@@ -73,6 +79,17 @@ def row_kernel_call(
         "step": tile.step,
     }
     return KernelCall(inputs, [], tiles.expert.shape[0] * column_tiles, constants)
+
+
+def with_change(call: KernelCall, change: RowsChange | None, tile: Tile) -> KernelCall:
+    """Adds the inputs and constants of a low-rank change; its rank is 0 without one."""
+    if change is None:
+        # The kernel has arguments for a change even if it reads none.
+        nothing = call.inputs[0]
+        return call._replace(inputs=(*call.inputs, nothing, nothing), constants=call.constants | {"rank": 0, "rank_step": 0})
+    rank = change.rows.shape[1]
+    constants = {"rank": rank, "rank_step": min(tile.step, triton.next_power_of_2(rank))}
+    return call._replace(inputs=(*call.inputs, *change), constants=call.constants | constants)
 
 
 class TilesOfRows(NamedTuple):
@@ -110,9 +127,13 @@ def matmul_kernel(
     a,
     w,
     num_sources,
+    change,
+    factor,
     out,
     columns: tl.constexpr,
     transpose: tl.constexpr,
+    rank: tl.constexpr,
+    rank_step: tl.constexpr,
     gathers: tl.constexpr,
     depth: tl.constexpr,
     column_tiles: tl.constexpr,
@@ -126,20 +147,30 @@ def matmul_kernel(
         return
     column = tl.program_id(0) % column_tiles * tile_columns + tl.arange(0, tile_columns)
     row, is_own = rows_of_tile(tile_row, tile_end, i, tile_rows)
-    matrix = w + tl.load(tile_expert + i).to(tl.int64) * (columns * depth)
+    expert = tl.load(tile_expert + i).to(tl.int64)
     source, is_read = sources_of_rows(source_of_row, row, num_sources, gathers)
-    total = sum_products(
+    total = add_products(
+        tl.zeros((tile_rows, tile_columns), tl.float32),
         a + source.to(tl.int64)[:, None] * depth,
-        matrix + column[None, :] * (1 if transpose else depth),
+        w + expert * (columns * depth) + column[None, :] * (1 if transpose else depth),
         columns if transpose else 1,
         column < columns,
         columns % tile_columns == 0,
         depth,
-        tile_rows,
-        tile_columns,
         step,
     )
     total = tl.where(is_read[:, None], total, 0.0) if gathers else total
+    if rank > 0:
+        total = add_products(
+            total,
+            change + row.to(tl.int64)[:, None] * rank,
+            factor + expert * (columns * rank) + column[None, :] * (1 if transpose else rank),
+            columns if transpose else 1,
+            column < columns,
+            columns % tile_columns == 0,
+            rank,
+            rank_step,
+        )
     store(out + row.to(tl.int64)[:, None] * columns + column[None, :], total, is_own, column < columns)
 
 
@@ -153,10 +184,14 @@ def matmul_gated_silu_kernel(
     a,
     w,
     num_sources,
+    change,
+    factor,
     h,
     act,
     inter: tl.constexpr,
     keep_h: tl.constexpr,
+    rank: tl.constexpr,
+    rank_step: tl.constexpr,
     gathers: tl.constexpr,
     depth: tl.constexpr,
     column_tiles: tl.constexpr,
@@ -175,20 +210,30 @@ def matmul_gated_silu_kernel(
     first = tl.program_id(0) % column_tiles * half
     pair = tl.arange(0, tile_columns)
     row, is_own = rows_of_tile(tile_row, tile_end, i, tile_rows)
-    matrix = w + tl.load(tile_expert + i).to(tl.int64) * (2 * inter * depth)
+    expert = tl.load(tile_expert + i).to(tl.int64)
     source, is_read = sources_of_rows(source_of_row, row, num_sources, gathers)
-    total = sum_products(
+    total = add_products(
+        tl.zeros((tile_rows, tile_columns), tl.float32),
         a + source.to(tl.int64)[:, None] * depth,
-        matrix + (pair % 2 * inter + first + pair // 2)[None, :] * depth,
+        w + expert * (2 * inter * depth) + (pair % 2 * inter + first + pair // 2)[None, :] * depth,
         1,
         first + pair // 2 < inter,
         inter % half == 0,
         depth,
-        tile_rows,
-        tile_columns,
         step,
     )
     total = tl.where(is_read[:, None], total, 0.0) if gathers else total
+    if rank > 0:
+        total = add_products(
+            total,
+            change + row.to(tl.int64)[:, None] * rank,
+            factor + expert * (2 * inter * rank) + (pair % 2 * inter + first + pair // 2)[None, :] * rank,
+            1,
+            first + pair // 2 < inter,
+            inter % half == 0,
+            rank,
+            rank_step,
+        )
     gate, up = tl.split(tl.reshape(total, (tile_rows, half, 2)))
     column = first + tl.arange(0, half)
     if keep_h:
@@ -219,25 +264,23 @@ def sources_of_rows(source_of_row, row, num_sources, gathers: tl.constexpr):
 
 
 @triton.jit
-def sum_products(
+def add_products(
+    total,
     a_rows,
     w_columns,
     w_stride: tl.constexpr,
     is_column,
     all_columns: tl.constexpr,
     depth: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_columns: tl.constexpr,
     step: tl.constexpr,
 ):
-    """Computes [tile_rows, tile_columns] sums over depth in f32, in one order.
+    """Adds sums over depth to `total` [tile_rows, tile_columns], in f32 and in one order.
 
     `a_rows` [tile_rows, 1] and `w_columns` [1, tile_columns] point at the first summands; the next are 1 and `w_stride` away.
     """
     k = tl.arange(0, step)
     a_pointers = a_rows + k[None, :]
     w_pointers = w_columns + k[:, None] * w_stride
-    total = tl.zeros((tile_rows, tile_columns), tl.float32)
     for first in range(0, depth, step):
         if depth % step == 0:
             a_step = tl.load(a_pointers)

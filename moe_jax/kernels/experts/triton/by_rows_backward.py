@@ -15,8 +15,16 @@ import triton.language as tl
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.experts.triton.by_rows import row_kernel_call, rows_of_tile, sources_of_rows, store, sum_products
+from moe_jax.kernels.experts.triton.by_rows import (
+    add_products,
+    row_kernel_call,
+    rows_of_tile,
+    sources_of_rows,
+    store,
+    with_change,
+)
 from moe_jax.kernels.experts.triton.launch import Tile, launch
+from moe_jax.kernels.low_rank import RowsChange
 from moe_jax.kernels.precision import sum_in_order
 
 
@@ -29,6 +37,7 @@ def matmul_gated_silu_backward(
     tile: Tile,
     *,
     source_of_row: Int[Array, "rows"] | None,
+    change: RowsChange | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Returns dh and weighted_act in dy's dtype and dv in f32. Rows without a pair are left unwritten."""
     num_rows, inter = plan.num_rows, w_down.shape[2]
@@ -38,7 +47,7 @@ def matmul_gated_silu_backward(
         jax.ShapeDtypeStruct((num_rows, inter), dy.dtype),
         jax.ShapeDtypeStruct((column_tiles, num_rows), jnp.float32),
     ]
-    call = row_kernel_call(dy, w_down, plan, tile, source_of_row, column_tiles=column_tiles)
+    call = with_change(row_kernel_call(dy, w_down, plan, tile, source_of_row, column_tiles=column_tiles), change, tile)
     call = call._replace(inputs=(*call.inputs, h, weight_of_row.astype(jnp.float32), num_rows)).extended(outputs, inter=inter)
     dh, weighted_act, dv = launch(matmul_gated_silu_backward_kernel, call, tile)
     return dh, weighted_act, sum_in_order(dv, axis=0)
@@ -54,6 +63,8 @@ def matmul_gated_silu_backward_kernel(
     dy,
     w_down,
     num_sources,
+    change,
+    factor,
     h,
     weight_of_row,
     num_rows,
@@ -61,6 +72,8 @@ def matmul_gated_silu_backward_kernel(
     weighted_act,
     dv,
     inter: tl.constexpr,
+    rank: tl.constexpr,
+    rank_step: tl.constexpr,
     gathers: tl.constexpr,
     depth: tl.constexpr,
     column_tiles: tl.constexpr,
@@ -75,20 +88,30 @@ def matmul_gated_silu_backward_kernel(
     column_tile = tl.program_id(0) % column_tiles
     column = column_tile * tile_columns + tl.arange(0, tile_columns)
     row, is_own = rows_of_tile(tile_row, tile_end, i, tile_rows)
-    matrix = w_down + tl.load(tile_expert + i).to(tl.int64) * (inter * depth)
+    expert = tl.load(tile_expert + i).to(tl.int64)
     source, is_read = sources_of_rows(source_of_row, row, num_sources, gathers)
-    g = sum_products(
+    g = add_products(
+        tl.zeros((tile_rows, tile_columns), tl.float32),
         dy + source.to(tl.int64)[:, None] * depth,
-        matrix + column[None, :],
+        w_down + expert * (inter * depth) + column[None, :],
         inter,
         column < inter,
         inter % tile_columns == 0,
         depth,
-        tile_rows,
-        tile_columns,
         step,
     )
     g = tl.where(is_read[:, None], g, 0.0) if gathers else g
+    if rank > 0:
+        g = add_products(
+            g,
+            change + row.to(tl.int64)[:, None] * rank,
+            factor + expert * (inter * rank) + column[None, :],
+            inter,
+            column < inter,
+            inter % tile_columns == 0,
+            rank,
+            rank_step,
+        )
 
     # In halves: the gradients of a whole tile do not fit in the registers.
     half: tl.constexpr = tile_columns // 2

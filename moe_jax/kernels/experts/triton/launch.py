@@ -131,7 +131,7 @@ def row_tile(rows_per_expert: float, columns: int, dtype: jnp.dtype) -> Tile:
     if dtype == jnp.float32:
         return F32_TILE
     few = rows_per_expert <= 64
-    if _has_large_tiles():
+    if has_large_tiles():
         return Tile(64, 128, 64, 4, 4) if few else Tile(128, 256 if columns % 256 == 0 else 128, 64, 8, 4)
     return Tile(64, 128, 32, 4, 4) if few else Tile(128, 128, 32, 8, 4)
 
@@ -140,7 +140,7 @@ def gated_backward_tile(dtype: jnp.dtype) -> Tile:
     """Returns one tile for any number of rows, because the tile sets the order of the sum over a row's columns."""
     if dtype == jnp.float32:
         return F32_TILE
-    return Tile(128, 128, 64, 8, 4) if _has_large_tiles() else Tile(128, 128, 32, 8, 3)
+    return Tile(128, 128, 64, 8, 4) if has_large_tiles() else Tile(128, 128, 32, 8, 3)
 
 
 def expert_tile(columns: int, dtype: jnp.dtype, *, gathers: bool) -> Tile:
@@ -151,7 +151,7 @@ def expert_tile(columns: int, dtype: jnp.dtype, *, gathers: bool) -> Tile:
     if dtype == jnp.float32:
         return F32_TILE
     stages = 5 if gathers else 3
-    if _has_large_tiles():
+    if has_large_tiles():
         return Tile(128, 256 if columns % 256 == 0 else 128, 64, 8, stages)
     return Tile(128, 128, 32, 8, stages)
 
@@ -160,6 +160,6 @@ F32_TILE = Tile(64, 64, 32, 4, 2)
 """f32 is multiplied by the ordinary units: tensor cores would round its operands to TF32."""
 
 
-def _has_large_tiles() -> bool:
+def has_large_tiles() -> bool:
     """Returns True on Hopper and Blackwell servers: 227 KiB of shared memory, and accumulators for 128 x 256 tiles."""
     return capability() in ((9, 0), (10, 0), (10, 3))

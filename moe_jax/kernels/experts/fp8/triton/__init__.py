@@ -1,0 +1,100 @@
+"""The FP8 matmuls in Triton, called through jax-triton: NVIDIA GPUs that multiply e4m3 (compute capability 8.9 and above).
+
+Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs. R' counts the rows of each expert, padded to whole tiles of 64 or
+128. Each output element is one sum over k in groups of 128, in one order for every tile. The bits of a row do not depend on the
+other rows.
+
+The kernels are those of the forward pass: gate_up with its activation, and down, which also computes dx. The gradient of the
+activation is `fp8.xla`'s.
+"""
+
+import importlib
+from types import ModuleType
+
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Float
+
+from moe_jax.kernels.experts import triton
+from moe_jax.kernels.experts.fp8 import quantise, xla
+from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, quantise_rows
+from moe_jax.kernels.experts.fp8.xla import Fp8Backward
+from moe_jax.kernels.experts.routing import Plan
+from moe_jax.kernels.experts.triton import ROW_ALIGNMENT, is_native
+from moe_jax.kernels.experts.triton.launch import Tile, capability, has_large_tiles
+
+__all__ = [
+    "ROW_ALIGNMENT",
+    "gated_matmul",
+    "gated_matmul_backward",
+    "grouped_matmul",
+    "is_native",
+    "refusal",
+    "rows_of_tokens",
+]
+
+
+def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
+    """Returns why these kernels cannot compute such experts, and what would be right; None if they can."""
+    reason = quantise.refusal(dtype, hidden, inter) or triton.refusal(dtype, hidden, inter)
+    version = capability()
+    if reason is None and version is not None and version < (8, 9):
+        return f"it multiplies FP8 on GPUs of compute capability 8.9 or above; this has {version[0]}.{version[1]}; name 'xla'"
+    return reason
+
+
+def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
+    """Returns x, each token rounded once, in the order of tokens: `gated_matmul` gathers rows where it loads them."""
+    return quantise_rows(x)
+
+
+def gated_matmul(
+    tokens: QuantisedRows, w: QuantisedMatrices, plan: Plan, *, keep_h: bool = True
+) -> tuple[BFloat16[Array, "rows 2*inter"] | None, QuantisedRows]:
+    """Computes `xla.gated_matmul` of the rows of `tokens` in one kernel. Rows of no expert are left unwritten."""
+    if plan.num_rows == 0:
+        columns = w.values.shape[-2]
+        h, act = (jnp.zeros((0, size), jnp.bfloat16) for size in (columns, columns // 2))
+        return h if keep_h else None, quantise_rows(act)
+    return _kernels().matmul_gated_silu(tokens, _joined(w), plan, _gated_tile(), keep_h=keep_h)
+
+
+def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFloat16[Array, "rows out"]:
+    """Computes `xla.grouped_matmul` in one kernel. Rows of no expert are left unwritten."""
+    if plan.num_rows == 0:
+        return jnp.zeros((0, w.values.shape[-2]), jnp.bfloat16)
+    return _kernels().matmul(rows, _joined(w), plan, _row_tile(plan))
+
+
+def gated_matmul_backward(
+    dy_of_tokens: QuantisedRows,
+    w_down_transposed: QuantisedMatrices,
+    h: BFloat16[Array, "rows 2*inter"],
+    weight_of_row: Float[Array, "rows"],
+    plan: Plan,
+) -> Fp8Backward:
+    """Computes `xla.gated_matmul_backward` in XLA: Triton has no kernel for it here."""
+    dy = xla.rows_of_rounded_tokens(dy_of_tokens, plan)
+    return xla.gated_matmul_backward(dy, w_down_transposed, h, weight_of_row, plan)
+
+
+def _kernels() -> ModuleType:
+    return importlib.import_module(f"{__name__}.by_rows")
+
+
+def _joined(w: QuantisedMatrices) -> QuantisedMatrices:
+    """Returns a stack of layers' experts as one list: the plan says which of them are meant (`Plan.in_stack`)."""
+    return QuantisedMatrices(*(part.reshape(-1, *part.shape[-2:]) for part in w))
+
+
+def _row_tile(plan: Plan) -> Tile:
+    """Returns the tile of a product. A step is a group of summands, and the columns are a block of w's scales."""
+    few = plan.max_pairs <= 64 * plan.num_experts
+    return Tile(64, GROUP, GROUP, 4, 4) if few else Tile(128, GROUP, GROUP, 8, 4)
+
+
+def _gated_tile() -> Tile:
+    """Returns the tile of gate_up, with `columns` of gate and as many of up.
+
+    128 rows would spill: ptxas holds two totals and a sum in registers. With two buffers Ada's shared memory is full.
+    """
+    return Tile(64, GROUP, GROUP, 8, 4 if has_large_tiles() else 3)
