@@ -64,6 +64,7 @@ def scaled(sheet: DataSheet) -> Machine:
         # These two are seconds, of kernels bound by memory.
         (1 / hbm, ("top_k", "sort")),
     ]  # fmt: skip
+    # `experts_sums` stays: half of what an H200's memory gives, it is bound by the kernel.
     fields: dict[str, Any] = {name: ratio * getattr(H200, name) for ratio, names in rates for name in names}
     if not sheet.is_hopper:
         fields["experts_fp8"] = None

@@ -50,8 +50,7 @@ def experts_seconds(work: ExpertsWork, machine: Machine, *, frozen: bool = False
     no gradients, and their backward pass gathers no rows of x. In FP8 operands have 1 byte, but those of weights' gradients.
     """
     in_fp8 = precision != "bf16"
-    fill = 32 if work.rows <= 64 * work.experts else 64
-    filled = work.rows + fill * work.experts
+    filled = _filled_rows(work)
     elements = work.experts * work.hidden * work.inter
 
     def matmul(matrices: int, rate: float = machine.experts_matmul, element: int = ELEMENT) -> float:
@@ -87,11 +86,16 @@ def experts_seconds(work: ExpertsWork, machine: Machine, *, frozen: bool = False
 def experts_sums_seconds(work: ExpertsWork, machine: Machine) -> float:
     """Returns the seconds by which kernels that add the weights' gradients to float32 sums take longer than their matmuls.
 
-    The sums are read and written while three of nine matmuls compute.
+    The sums are read and written while three of nine matmuls compute. The slower of both counts.
     """
     weights = 3 * work.experts * work.hidden * work.inter
-    flops = 6 * work.rows * work.hidden * work.inter
-    return max(0.0, 8 * weights / machine.hbm - flops / machine.experts_matmul)
+    flops = 6 * _filled_rows(work) * work.hidden * work.inter
+    return max(0.0, 8 * weights / machine.experts_sums - flops / machine.experts_matmul)
+
+
+def _filled_rows(work: ExpertsWork) -> float:
+    """Returns the rows of whole tiles: of 128 rows, or of 64 where experts have at most 64 on average."""
+    return work.rows + (32 if work.rows <= 64 * work.experts else 64) * work.experts
 
 
 def router_seconds(tokens: int, hidden: int, num_experts: int, machine: Machine, *, grouped: bool = False) -> Passes:

@@ -39,6 +39,8 @@ class Machine:
     """All grouped matmuls except the backward down projection. FLOPs count every row of a tile, filled or not."""
     experts_d_act: float
     """The backward pass of the down projection, fused with the activation's."""
+    experts_sums: float
+    """Bytes read and written in a second by the kernels that add the experts' gradients to float32 sums."""
     experts_overhead: float
     """Seconds of an MoE layer's small kernels in a forward pass, for any number of tokens; twice that backward."""
     attention_forward: float
@@ -166,6 +168,8 @@ H200 = Machine(
     # From times of the whole layer alone, at 1024 to 65536 tokens of four models.
     experts_matmul=640e12,
     experts_d_act=490e12,
+    # Beside too few tokens to hide it: 2.15 ms for the sums of a layer of Qwen3-30B-A3B (docs/kernels_log.md, "Sums").
+    experts_sums=2.25e12,
     experts_overhead=0.16e-3,
     # 128 heads of 192 and 128: 4.58 ms for four sequences of 4096 tokens, 27.2 ms with backward.
     attention_forward=600e12,

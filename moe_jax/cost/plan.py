@@ -15,7 +15,7 @@ REMAT: dict[str, Remat] = {"no": False, "yes": True, "offload": "offload"}
 """Values of `remat` by their names on the command line: keep all residuals, a layer's input, or that input in host memory."""
 
 
-MODEL_ERROR: dict[Remat, float] = {True: 0.05, "offload": 0.05, False: 0.13}
+MODEL_ERROR: dict[Remat, float] = {True: 0.05, "offload": 0.05, False: 0.09}
 """Share by which a pipe must be predicted faster to stand before a mesh without one: the error of predictions so far, by
 remat (docs/performance.md, "A pipeline on four GPUs")."""
 

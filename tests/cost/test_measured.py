@@ -119,7 +119,28 @@ def test_micro_batches_on_two_gpus(hops, overlap, seconds, gib):
 def test_gradients_of_micro_batches_on_one_gpu(rows, overlap, milliseconds):
     """The same section, one H100, without AdamW."""
     found = micro_batches(8, MeshShape(), rows, overlap_micro_batches=overlap)
-    assert 1e3 * (found.step_seconds - found.seconds["optimizer"]) == pytest.approx(milliseconds, rel=0.02)
+    assert 1e3 * (found.step_seconds - found.seconds["optimizer"]) == pytest.approx(milliseconds, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "layers, pipe_chunks, micro_batches, remat, seconds, gib",
+    [
+        (48, 1, 8, True, 2.893, 99.5),
+        (48, 2, 8, True, 2.548, None),
+        (48, 4, 8, True, 2.386, None),
+        (48, 6, 8, True, 2.339, 95.9),
+        (48, 6, 16, False, 2.251, 123.4),
+        (16, 1, 4, True, 0.655, None),
+        (16, 4, 8, True, 0.882, None),
+    ],
+)
+def test_a_pipeline_on_four_gpus(layers, pipe_chunks, micro_batches, remat, seconds, gib):
+    """Section "A pipeline on four GPUs", balanced routing; 8192 tokens a micro-batch without remat, else 16384."""
+    rows = micro_batches * (2 if not remat else 4)
+    pipe = dict(mesh=MeshShape(pipe=4), pipe_chunks=pipe_chunks, gradient_accumulation=micro_batches, hops="copies")
+    found = predict(replace(step(rows, remat=remat, **pipe), config=replace(QWEN, num_hidden_layers=layers)))
+    assert found.step_seconds == pytest.approx(seconds, rel=0.05)
+    assert gib is None or found.memory_bytes / 2**30 == pytest.approx(gib, rel=0.01)
 
 
 def micro_batches(layers: int, mesh: MeshShape, rows: int, **options):

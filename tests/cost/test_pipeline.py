@@ -60,7 +60,7 @@ def of(config, mesh, rows, micro_batches, chunks, **options) -> PlannedStep:
 def test_a_pipe_takes_the_time_of_its_ticks(mesh, rows, micro_batches, chunks, remat, tflops):
     """By hand: (m v + p - 1) ticks of l layers and two hops, the loss of m / p micro-batches, and AdamW and sums over p.
 
-    That leaves out three things, which take 2 to 4 %: sums of gradients in f32, the first gather of each chunk, and embedded
+    That leaves out sums of gradients in f32, and two things which take up to 4 %: the first gather of each chunk, and embedded
     tokens and outputs on their way between ranks.
     """
     step = of(QWEN, mesh, rows, micro_batches, chunks, remat=remat, **ONE_HOST)
@@ -75,7 +75,7 @@ def test_a_pipe_takes_the_time_of_its_ticks(mesh, rows, micro_batches, chunks, r
     seconds = (micro_batches * chunks + ranks - 1) * (step.layers_of_chunk * layer + 2 * hop)
     seconds += (micro_batches * loss + alone.seconds["optimizer"] + alone.seconds["once a step"]) / ranks
     assert found.flops_per_second * found.step_seconds / seconds == pytest.approx(tflops * 1e12, rel=0.003)
-    assert 1.01 * seconds < found.step_seconds < 1.045 * seconds
+    assert seconds < found.step_seconds - found.seconds["sums"] < 1.04 * seconds
     without = {part: found.seconds[part] for part in ("sums", "gathers", "hops")}
     assert found.step_seconds - sum(without.values()) < seconds
 
