@@ -1,9 +1,11 @@
 """Grouped matmuls whose matrices have a low-rank change: W + b a, of which one factor was applied to the rows before.
 
 On Hopper the change takes further steps of the same sum, in one kernel. Elsewhere it is a grouped matmul of its own, whose
-result is added. So it is where W multiplies in FP8: the change stays in the rows' dtype.
+result is added. So it is where W multiplies in FP8: the change stays in the rows' dtype. So it is where W lies in a stack of
+layers, too. The factors are of one layer, and a kernel has one number for the expert of both.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,38 +40,46 @@ class ChangedOptions(NamedTuple):
 def changed_matmul(
     options: ChangedOptions,
     x: Float[Array, "sources in"],
-    w: Float[Array, "experts n m"] | QuantisedMatrices,
+    w: Float[Array, "*layers experts n m"] | QuantisedMatrices,
     plan: Plan,
     change: RowsChange,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
     transpose: bool = False,
 ) -> Float[Array, "rows out"]:
-    """Returns `grouped_matmul` of x with the changed matrices. Rows of no expert may be left unwritten."""
+    """Returns `grouped_matmul` of x with the changed matrices. Rows of no expert may be left unwritten.
+
+    With `plan.layer`, w is a stack of layers. The change's factor is always of one layer.
+    """
     given: dict[str, Any] = dict(source_of_row=source_of_row, transpose=transpose)
-    if options.backend == "mosaic" and not isinstance(w, QuantisedMatrices):
+    if options.backend == "mosaic" and plan.layer is None and not isinstance(w, QuantisedMatrices):
         return mosaic.grouped_matmul(x, w, plan, change=_in_dtype(change, x.dtype), **given)
-    matmul = partial(implementation(options.backend).grouped_matmul, plan=plan)
+    matmul = implementation(options.backend).grouped_matmul
     if isinstance(w, QuantisedMatrices):
         assert options.fp8 is not None
         in_fp8 = fp8_backends.implementation(options.fp8.matmuls).grouped_matmul
         product = in_fp8(_rounded(x, source_of_row), transposed(w) if transpose else w, plan)
     else:
-        product = matmul(x, w, **given)
-    return product + matmul(change.rows, change.factor, transpose=transpose)
+        product = matmul(x, w, plan, **given)
+    return product + matmul(change.rows, change.factor, factors_plan(plan), transpose=transpose)
+
+
+def factors_plan(plan: Plan) -> Plan:
+    """Returns the plan of matmuls with factors of a change, which are of one layer whatever the matrices are."""
+    return dataclasses.replace(plan, layer=None)
 
 
 def changed_gated_matmul(
     options: ChangedOptions,
     x: Float[Array, "sources in"],
-    w: Float[Array, "experts 2*inter in"] | QuantisedMatrices,
+    w: Float[Array, "*layers experts 2*inter in"] | QuantisedMatrices,
     plan: Plan,
     change: RowsChange,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"]]:
     """Returns h = [gate | up] and act = silu(gate) * up, h being the product with the changed matrices."""
-    if options.backend == "mosaic" and not isinstance(w, QuantisedMatrices):
+    if options.backend == "mosaic" and plan.layer is None and not isinstance(w, QuantisedMatrices):
         h, act = mosaic.gated_matmul(x, w, plan, source_of_row=source_of_row, change=_in_dtype(change, x.dtype))
         assert h is not None
         return h, act
