@@ -1,10 +1,9 @@
 """`moe-jax finetune`: the fields of `FinetuneSettings` as options, in groups."""
 
 from dataclasses import field, make_dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
+from moe_jax.commands.config_file import CONFIG_FIELD
 from moe_jax.commands.groups import grouped_fields, summary_of, values_in
 from moe_jax.commands.options import LoraOption
 from moe_jax.parallel.choices import MeshShape
@@ -30,11 +29,6 @@ GROUPS = {
     "log": ("tensorboard", "log_to", "sample_prompts", "sample_every", "sample_tokens"),
 }  # fmt: skip
 """The fields of `FinetuneSettings` by their group in `--help`; `mesh` is a group of its own."""
-
-
-CONFIG_HELP = (
-    "a YAML file of settings, such as the run.yaml in a run's output folder (docs/finetuning.md). Options given beside it win."
-)
 
 
 def settings_of(command: Any) -> FinetuneSettings:
@@ -85,7 +79,7 @@ FinetuneCommand = make_dataclass(
     "FinetuneCommand",
     [
         *grouped_fields(FinetuneSettings, GROUPS),
-        ("config", Annotated[str | None, tyro.conf.arg(help=CONFIG_HELP)], field(default=None)),
+        CONFIG_FIELD,
         ("lora", LoraOption, field(default=None)),
         ("mesh", MeshShape, field(default=MeshShape())),
     ],

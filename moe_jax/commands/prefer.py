@@ -3,6 +3,7 @@
 from dataclasses import field, make_dataclass
 from typing import Any
 
+from moe_jax.commands.config_file import CONFIG_FIELD
 from moe_jax.commands.groups import grouped_fields, summary_of, values_in
 from moe_jax.commands.options import LoraOption
 from moe_jax.preferences.settings import PreferenceSettings
@@ -16,7 +17,7 @@ GROUPS = {
     "data": ("plain_text", "tokenizer", "eval_data", "eval_every", "eval_batches"),
     "optimizer": ("learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "max_grad_norm"),
     "memory": ("dtype", "param_dtype", "weights", "precision", "remat"),
-    "log": ("tensorboard",),
+    "log": ("tensorboard", "log_to"),
 }  # fmt: skip
 """The fields of `PreferSettings` by their group in `--help`; `preference` and `lora` are groups of their own."""
 
@@ -53,6 +54,7 @@ PreferCommand = make_dataclass(
     "PreferCommand",
     [
         *grouped_fields(PreferSettings, GROUPS),
+        CONFIG_FIELD,
         ("preference", PreferenceSettings, field(default=PreferenceSettings())),
         ("lora", LoraOption, field(default=None)),
     ],

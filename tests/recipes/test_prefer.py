@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 import tiny
+from adapted_models import with_adapters
 from flax import nnx
 
 import moe_jax
@@ -102,13 +104,22 @@ def test_dry_run(tmp_path, capsys):
     assert "[[no, 0!<|im_end|>]]" in printed and not (tmp_path / "run").exists()
 
 
-def test_refused_before_anything_is_written(tmp_path):
+def test_refused_before_anything_is_written(tmp_path, monkeypatch):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "a", "chosen": "b"}\n')
     with pytest.raises(ValueError, match="bad.jsonl:1: needs the keys"):
         run(settings(tmp_path, data=str(bad)))
     with pytest.raises(ValueError, match="eval_data=.* has the same contents as data"):
         run(settings(tmp_path, eval_data=write(tmp_path, "same.jsonl")))
+    with pytest.raises(ValueError, match="the model has adapters already.*pass the model without adapters"):
+        run(settings(tmp_path), lambda: with_adapters(tiny.dense(), targets=("attention",)))
+    with pytest.raises(ValueError, match="targets has 'experts', which this model does not have"):
+        run(settings(tmp_path, lora=LoraSettings(targets=("experts",))))
+    with pytest.raises(ValueError, match="dry_run=True: call"):
+        run(settings(tmp_path, dry_run=True))
+    monkeypatch.setattr("moe_jax.recipes.preferring.prepare.mesh_of", lambda state: SimpleNamespace(size=8))
+    with pytest.raises(ValueError, match="uses one device, and the model lies on 8"):
+        run(settings(tmp_path))
     assert not (tmp_path / "run").exists()
 
 

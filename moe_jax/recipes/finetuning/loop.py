@@ -302,7 +302,7 @@ def _announce(asked: FinetuneSettings, run: PreparedRun) -> None:
     elif not run.is_over and is_first_process():
         tqdm.write(announcement(run, run.steps_done))
         template = None if asked.chat_template is None else run.tokenizer.chat_template
-        write_settings(asked, steps=run.settings.steps, chat_template=template)
+        write_settings(asked, command="finetune", steps=run.settings.steps, chat_template=template)
 
 
 def _next_batch(run: PreparedRun, step: int, state: TrainState, places: Places | None, best: Best) -> dict[str, np.ndarray]:

@@ -1,6 +1,5 @@
 """The settings of a fine-tuning run, checked as a whole before anything happens."""
 
-import importlib.util
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
@@ -18,7 +17,7 @@ from moe_jax.recipes.finetuning.lora_settings import (
     weights_problems,
 )
 from moe_jax.recipes.finetuning.precision import precision_problems
-from moe_jax.recipes.finetuning.trackers import Tracker, tracker_problems
+from moe_jax.recipes.finetuning.trackers import Tracker, log_problems
 from moe_jax.train.data.files import FORMATS
 from moe_jax.train.data.records import LEARNED_ANSWERS
 from moe_jax.train.data.sources import sources
@@ -301,9 +300,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
                 f"{name}={path!r} must lie outside of output={settings.output!r}, where the run writes its own files and "
                 "replaces model/: copy it elsewhere, or give another output"
             )
-    if settings.tensorboard and importlib.util.find_spec("tensorboardX") is None:
-        problems.append("tensorboard=True needs the package tensorboardX: pip install tensorboardX")
-    problems += tracker_problems(settings.log_to)
+    problems += log_problems(settings.tensorboard, settings.log_to)
     if settings.dry_run and settings.find_learning_rate:
         problems.append("dry_run=True and find_learning_rate=True exclude each other: give one of them")
     for name in ("keep_best", "early_stop"):

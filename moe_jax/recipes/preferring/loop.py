@@ -25,10 +25,12 @@ from moe_jax.preferences.batches import PreferenceBatches
 from moe_jax.preferences.documents import Preferences
 from moe_jax.preferences.objective import Preference
 from moe_jax.preferences.reference import reference_table
+from moe_jax.recipes.finetuning.finite import check_eval_loss
 from moe_jax.recipes.finetuning.identity import same_run
 from moe_jax.recipes.finetuning.lock import output_lock
 from moe_jax.recipes.finetuning.lora import base_of
 from moe_jax.recipes.finetuning.run_log import RunLog
+from moe_jax.recipes.finetuning.settings_file import write_settings
 from moe_jax.recipes.preferring.evaluation import make_preference_evaluation
 from moe_jax.recipes.preferring.prepare import PlannedPreferences, plan_preferences
 from moe_jax.recipes.preferring.settings import PreferSettings
@@ -85,6 +87,8 @@ def prefer(
       BlockingIOError: another run is under way in the output folder.
       FloatingPointError: the loss is not finite.
     """
+    if settings.dry_run:
+        raise ValueError("settings.dry_run=True: call moe_jax.recipes.preferring.dry_run.dry_run, which trains nothing")
     plan = plan_preferences(settings, model, tokenizer)
     output = Path(settings.output).expanduser()
     with output_lock(output):
@@ -95,6 +99,7 @@ def prefer(
             identity = same_run(position["identity"], identity, output)
         if steps_done < settings.steps:
             tqdm.write(plan.announcement(steps_done))
+            write_settings(settings, command="prefer", steps=settings.steps)
         extra = {"identity": identity} | base_of(settings, model)
         return _train(plan, model, checkpoints, (steps_done, position, extra), stop_after, on_step)
 
@@ -130,7 +135,8 @@ def _train(
         held_out = _held_out(plan.batches(plan.eval_data, reference=tables[1]), settings.eval_batches, state)
         evaluate = make_preference_evaluation(graph, objective, held_out)
     last = settings.steps if stop_after is None else min(stop_after, settings.steps)
-    log = RunLog(settings, first_step=step + 1, on_step=on_step)
+    # Nothing is sent by a run that has no step left.
+    log = RunLog(settings, first_step=step + 1, send_to=() if step >= last else settings.log_to, on_step=on_step)
     checkpoints.listen()
     try:
         while step < last:
@@ -146,6 +152,7 @@ def _train(
                 )
             if evaluate is not None and (step % settings.eval_every == 0 or step == last):
                 record |= evaluate(state)
+                check_eval_loss(record)
             log.write(record, {}, last)
             if checkpoints.told_to_stop(step):
                 last = step
@@ -172,7 +179,7 @@ def _loaded(settings: PreferSettings, model: Decoder | None) -> Decoder:
         model = from_pretrained(settings.model, dtype=dtype, param_dtype=param_dtype, mtp=False, weights=settings.weights)
     model.set_precision(settings.precision)
     if settings.lora is not None:
-        tqdm.write(str(add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))))
+        add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))
     return model
 
 

@@ -8,6 +8,7 @@ from moe_jax.models.precision import PrecisionName
 from moe_jax.preferences.settings import PreferenceSettings
 from moe_jax.recipes.finetuning.lora_settings import Weights, default_param_dtype, weights_problems
 from moe_jax.recipes.finetuning.precision import precision_problems
+from moe_jax.recipes.finetuning.trackers import Tracker, log_problems
 
 LEARNING_RATE, LORA_LEARNING_RATE = 1e-6, 1e-5
 """Peaks of the learning rate: preferences need less than fine-tuning, and adapters about ten times as much as all weights."""
@@ -57,6 +58,8 @@ class PreferSettings:
         their activations so (docs/fp8.md). "bf16": in `dtype`.
       remat: recompute each layer in the backward pass: less memory, about a third more time.
       tensorboard: write output/tensorboard too.
+      log_to: further places for the log, any of tensorboard (output/tensorboard), wandb and trackio. The two send scalars and
+        settings to their servers; each is a package to install. May be changed when a run continues.
       dry_run: check everything, and print the data and its first example. Train nothing, read no weights, write no file.
     """
 
@@ -89,6 +92,7 @@ class PreferSettings:
     precision: PrecisionName = "bf16"
     remat: bool = True
     tensorboard: bool = False
+    log_to: tuple[Tracker, ...] = ()
     dry_run: bool = False
 
     def __post_init__(self):
@@ -122,6 +126,7 @@ def _problems(settings: PreferSettings) -> list[str]:
         return problems
     problems += weights_problems(settings.weights, settings.lora, devices=1)
     problems += precision_problems(settings.precision, settings.dtype, "uniform", settings.lora, settings.weights)
+    problems += log_problems(settings.tensorboard, settings.log_to)
     if settings.batch_size % settings.gradient_accumulation:
         problems.append(
             f"batch_size={settings.batch_size} must be a multiple of gradient_accumulation={settings.gradient_accumulation}"
