@@ -48,6 +48,7 @@ def _run(command: Any) -> None:
     import jax
 
     from moe_jax.recipes import dry_run, find_learning_rate, finetune, write_report
+    from moe_jax.recipes.finetuning.best import told_end
     from moe_jax.recipes.finetuning.export import export
     from moe_jax.runtime import processes
 
@@ -67,9 +68,7 @@ def _run(command: Any) -> None:
     folder = export(result.model, settings)
     if first:
         what = "Hugging Face checkpoint" if settings.lora is None else "adapter, for PEFT too,"
-        best = f"the weights of step {result.model_step}, which has the smallest held-out loss: " if settings.keep_best else ""
-        early = ", where the held-out loss had stopped falling" if result.stopped_early else ""
-        print(f"trained to step {result.step}{early}; {best}{what} in {folder}")
+        print(f"{told_end(settings, result)}{what} in {folder}")
         devices = jax.devices()
         kinds = f"{len(devices)} x {devices[0].device_kind}"
         print(f"report in {write_report(settings.output, model_step=result.model_step, devices=kinds)}")

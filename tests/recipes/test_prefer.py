@@ -13,10 +13,12 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.adapters import LoraSettings
+from moe_jax.checkpoint.training import finished_steps
 from moe_jax.kernels import Precision
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.preferences import PreferenceSettings
 from moe_jax.recipes import PreferSettings, prefer
+from moe_jax.recipes.preferring import loop
 from moe_jax.recipes.preferring.dry_run import dry_run
 
 LORA = LoraSettings(rank=4, alpha=8, targets=("attention",))
@@ -71,6 +73,8 @@ def test_adapters(tmp_path, capsys):
     assert resumed.metrics[3]["step"] == 4 and resumed.finished
     for a, b in zip(arrays_of(whole), arrays_of(resumed), strict=True):
         np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match="holds 6 steps of this run: steps=5 would end before; take 6 or more"):
+        run(settings(tmp_path / "two", steps=5, warmup_steps=1))
     with pytest.raises(ValueError, match="holds another run; .* .*preference.beta: checkpoint 0.3, now 0.2$"):
         run(settings(tmp_path / "two", preference=PreferenceSettings("dpo", beta=0.2)))
 
@@ -84,6 +88,32 @@ def test_all_parameters(tmp_path):
     np.testing.assert_array_equal(np.load(tmp_path / "run" / "reference_data.npy"), table)
     margins = [record["reward_margin"] for record in resumed.metrics]
     assert margins[2] > margins[1] > 0.1 and margins[1] == part.metrics[-1]["reward_margin"]
+
+
+def test_the_best_checkpoint(tmp_path, monkeypatch, capsys):
+    """Held-out losses are scripted. A run that continues ends where one ends that never stopped, with the same weights."""
+    losses = {1: 2.0, 2: 1.0, 3: 1.5, 4: 1.5, 5: 0.5}
+    evaluation = lambda *_: lambda state: {"eval_loss": losses[int(state.step)]}  # noqa: E731
+    monkeypatch.setattr(loop, "make_preference_evaluation", evaluation)
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    watched = dict(eval_data=write(tmp_path, "other.jsonl", 3), eval_every=1, eval_batches=1, keep_best=True, early_stop=2)
+    options = watched | dict(keep_checkpoints=1, checkpoint_every=9)
+    whole = run(settings(tmp_path / "whole", **options))
+    assert (whole.step, whole.model_step, whole.stopped_early, whole.finished) == (4, 2, True, True)
+    assert finished_steps(tmp_path / "whole" / "run" / "checkpoints") == [2, 4]
+    part = run(settings(tmp_path / "parts", **options), stop_after=3)
+    assert (part.step, part.model_step, part.finished) == (3, 3, False)
+    capsys.readouterr()
+    for _ in range(2):  # The second time no step is left.
+        resumed = run(settings(tmp_path / "parts", **options))
+        assert (resumed.step, resumed.model_step, resumed.stopped_early) == (4, 2, True)
+        assert all(map(np.array_equal, arrays_of(resumed), arrays_of(whole)))
+    assert "the run stopped early after step 4; a larger --early-stop goes on" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="keep_best=True needs a held-out loss: give eval_data"):
+        settings(tmp_path, keep_best=True)
+    with pytest.raises(ValueError, match="early_stop=-1 must be an integer of at least 0"):
+        settings(tmp_path, **watched | dict(early_stop=-1))
 
 
 @pytest.mark.parametrize("loss", ["kto", pytest.param("orpo", marks=pytest.mark.thorough)])

@@ -137,6 +137,23 @@ def test_experts_in_fp8():
     assert 3 * of_model < of_base
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["whole", "nf4", "fp8"])
+def test_hopper_kernels(form):
+    """In sizes that all kernels take; "fp8" multiplies so."""
+    sizes = dict(vocab_size=256, hidden_size=256, head_dim=128, num_experts=128, num_experts_per_tok=4)
+    config = moe_jax.Qwen3MoeConfig(**tiny.QWEN3 | sizes, moe_intermediate_size=128, norm_topk_prob=True)
+    model = moe_jax.from_config(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    if form != "whole":
+        model = with_matrices_in(model, lambda w: (NF4 if form == "nf4" else BlockScaled.fp8)(w, jnp.bfloat16))
+    model.set_precision("fp8" if form == "fp8" else None)
+    add_random_adapters(model)
+    with contextlib.closing(Engine(model, limits=LIMITS)) as engine:
+        given = answers(engine, model)
+    of_model, of_base = (errors(*given, other).mean() for other in (model, with_zero_changes(model)))
+    assert 3 * of_model < of_base and of_model < 0.1
+
+
 @pytest.mark.thorough
 def test_latent_attention():
     model = with_adapters(small_model("deepseek_v3"))

@@ -9,6 +9,7 @@ from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import MESH_AXES, UNIFORM, Hops, MeshShape, PipeSchedule
 from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.parallel.pipeline.limits import ranks_problem, schedule_problem
+from moe_jax.recipes.finetuning.best import best_problems
 from moe_jax.recipes.finetuning.lora_settings import (
     Weights,
     default_learning_rate,
@@ -303,9 +304,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     problems += log_problems(settings.tensorboard, settings.log_to)
     if settings.dry_run and settings.find_learning_rate:
         problems.append("dry_run=True and find_learning_rate=True exclude each other: give one of them")
-    for name in ("keep_best", "early_stop"):
-        if getattr(settings, name) and settings.eval_data is None:
-            problems.append(f"{name}={getattr(settings, name)!r} needs a held-out loss: give eval_data")
+    problems += best_problems(settings)
     if output.is_file():
         problems.append(f"output={settings.output!r} is a file; it must be a folder")
     return problems
