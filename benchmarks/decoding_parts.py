@@ -80,7 +80,7 @@ class DecodingStep:
             return step(self.served, shape, jax.tree.unflatten(tree, leaves), state, upload)
 
         zeros = lambda a: jax.device_put(np.zeros(a.shape, a.dtype), device)  # noqa: E731
-        like = output_like(self.served, shape)
+        like = output_like(self.served, weights, shape)
         self.outputs = [jax.tree.map(zeros, like) if writes_over else None for _ in range(copies)]
         program = jax.jit(of_leaves, donate_argnums=(1, 3), keep_unused=True)
         lowered = program.lower(self.weights, self.state, self.upload, self.outputs[0])

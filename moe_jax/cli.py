@@ -111,10 +111,10 @@ def _run(arguments: list[str]) -> None:
 def _run_command(name: str, arguments: list[str]) -> None:
     import tyro
 
-    if name == "finetune":
+    if name in ("finetune", "prefer"):
         from moe_jax.commands.config_file import with_config
 
-        arguments = with_config(arguments)
+        arguments = with_config(name, arguments)
     refuse_other_names(name, arguments)
     command: Any = tyro.cli(_command_class(name), prog=f"moe-jax {name}", args=arguments)
     if not BY_NAME[name].uses_jax:

@@ -166,6 +166,7 @@ def test_every_command_has_its_class():
         "__init__",
         "config_file",
         "groups",
+        "loading",
         "options",
         "other_names",
         *BY_NAME,

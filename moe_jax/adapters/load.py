@@ -21,7 +21,9 @@ from moe_jax.adapters.save import CONFIG_FILE, WEIGHTS_FILE
 from moe_jax.adapters.summary import LoraSummary, lora_summary
 from moe_jax.adapters.targets import Target
 from moe_jax.checkpoint.hub import downloaded
+from moe_jax.config import ModelConfig
 from moe_jax.layers.lora import Adapter, freeze
+from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of
 
@@ -51,6 +53,12 @@ def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bo
     """
     put_stacks(model, read_stacks(model, adapter, b_grouped_by_expert))
     return lora_summary(model)
+
+
+def check_adapter(config: ModelConfig, adapter: str | Path) -> None:
+    """Refuses an adapter that `load_adapter` would refuse for a model of this config; raises as it does."""
+    # Its arrays are shapes alone.
+    read_stacks(nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0))), adapter)
 
 
 class Stack(NamedTuple):

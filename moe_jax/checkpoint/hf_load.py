@@ -139,11 +139,15 @@ def check_form(folder_or_hub_id: str | Path, weights: str, devices: int) -> None
       FileNotFoundError, ValueError: as `from_pretrained`.
     """
     folder = find_config(folder_or_hub_id)
-    is_quantised = read_block_size(folder) is not None or read_group_size(folder) is not None
     config = load_config(folder)
-    check_weights(weights, is_quantised, devices, config)
+    check_weights(weights, is_stored_quantised(folder), devices, config)
     if weights == "fp8" and (reason := fp8_refusal(config, jnp.bfloat16)) is not None:
         raise ValueError(f"weights='fp8': {reason}; take 'whole' or 'nf4'")
+
+
+def is_stored_quantised(folder: Path) -> bool:
+    """Returns True if matrices of the checkpoint lie in FP8 or in GPTQ's 4 bits; reads config.json alone."""
+    return read_block_size(folder) is not None or read_group_size(folder) is not None
 
 
 def find_checkpoint(folder_or_hub_id: str | Path) -> Path:

@@ -4,11 +4,13 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from moe_jax.commands.options import Dtype, InferencePrecision, length_for, loaded_in
+from moe_jax.checkpoint.weights import Weights
+from moe_jax.commands.loading import checked_loading
+from moe_jax.commands.options import Dtype, InferencePrecision, length_for
 
 if TYPE_CHECKING:
     from moe_jax.serving.conversation import Conversation
@@ -38,10 +40,13 @@ class ChatCommand:
       think: False tells templates such as Qwen3's that the model should answer without thinking first.
       drafts: the model's multi-token prediction module drafts a token in each step, for fewer steps. The text is the same up to
         rounding.
-      adapter: a folder or hub id of an adapter (LoRA) that is added to the model's weights.
+      adapter: a folder or hub id of an adapter (LoRA) for the model's weights.
       dtype: the dtype that the model computes in.
       precision: fp8 multiplies the experts in 8 bits, with FP8 weights of the files as they are, or rounded (docs/fp8.md).
         Default: in the dtype.
+      weights: the form of the weights: whole, "as stored" for a checkpoint in FP8 or GPTQ, or experts in nf4 or fp8. These are
+        made whole in each step, which takes time, except with --precision fp8. An adapter is merged into whole weights, and
+        lies beside others (docs/adapters.md). Default: whole; with an adapter as stored.
     """
 
     model: tyro.conf.Positional[str]
@@ -57,6 +62,7 @@ class ChatCommand:
     adapter: str | None = None
     dtype: Dtype = "bfloat16"
     precision: InferencePrecision = "bf16"
+    weights: Weights | None = None
 
     def run(self) -> None:
         """Loads the model, then answers each line of standard input."""
@@ -70,6 +76,7 @@ class ChatCommand:
         from moe_jax.serving.engine import Engine
         from moe_jax.serving.limits import EngineLimits
         from moe_jax.serving.request import SamplingOptions
+        from moe_jax.serving.servable import check_config
 
         source = source_of(self.model, self.adapter)
         folder = find_checkpoint(source.weights)
@@ -94,9 +101,11 @@ class ChatCommand:
             max_sequences=1, max_tokens_per_step=2048, max_length=length, num_pages=length // 64 + 2, max_waiting=1
         )
         check_drafting(int(self.drafts), config, limits)
+        check_config(config)
+        in_form: dict[str, Any] = dict(precision=self.precision, weights=self.weights, dtype=self.dtype)
+        loading = checked_loading(folder, source.adapter, **in_form, mtp=self.drafts)
         print("loading ...", file=sys.stderr)
-        model = loaded_in(self.precision, folder, source.adapter, dtype=self.dtype, mtp=self.drafts)
-        engine = Engine(model, limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
+        engine = Engine(loading.load(), limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
         if self.max_new_tokens is None:
             options = replace(options, max_new_tokens=0)
         talk(Conversation(engine, options, system=self.system, template_options=template_options))

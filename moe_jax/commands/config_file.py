@@ -1,27 +1,64 @@
-"""Settings of a run from a YAML file (`finetune --config run.yaml`), as options that stand before those on the command line."""
+"""Settings of a run from a YAML file (`--config run.yaml` of `finetune` and `prefer`), as options before those given."""
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 import yaml
 
 from moe_jax.adapters.settings import LoraSettings
 from moe_jax.commands.other_names import OTHER_NAMES
 from moe_jax.parallel.choices import MESH_AXES
+from moe_jax.preferences.settings import PreferenceSettings
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
+from moe_jax.recipes.preferring.settings import PreferSettings
 
-NESTED = {"lora": tuple(each.name for each in fields(LoraSettings)), "mesh": MESH_AXES}
-"""The settings that hold settings of their own."""
+
+@dataclass(frozen=True)
+class KnownSettings:
+    """The settings that a command's file may have.
+
+    Attributes:
+      nested: the settings that hold settings of their own, with the names of these.
+    """
+
+    command: str
+    of: type
+    nested: Mapping[str, tuple[str, ...]]
+
+    @property
+    def names(self) -> list[str]:
+        """All names of settings, the nested ones with their prefix."""
+        outer = [each.name for each in fields(self.of)]
+        return outer + [f"{name}.{inner}" for name, inners in self.nested.items() for inner in inners]
+
+
+LORA = tuple(each.name for each in fields(LoraSettings))
+
+KNOWN = {
+    "finetune": KnownSettings("finetune", FinetuneSettings, {"lora": LORA, "mesh": MESH_AXES}),
+    "prefer": KnownSettings(
+        "prefer", PreferSettings, {"lora": LORA, "preference": tuple(each.name for each in fields(PreferenceSettings))}
+    ),
+}
+"""The commands that take `--config`."""
+
+CONFIG_HELP = (
+    "a YAML file of settings, such as the run.yaml in a run's output folder (docs/finetuning.md). Options given beside it win."
+)
+
+CONFIG_FIELD = ("config", Annotated[str | None, tyro.conf.arg(help=CONFIG_HELP)], field(default=None))
+"""The member of such a command, as `dataclasses.make_dataclass` takes it."""
 
 EXCLUDE_EACH_OTHER = {"steps": "epochs", "epochs": "steps"}
 """An option that replaces another setting of the file."""
 
 
-def with_config(arguments: list[str]) -> list[str]:
-    """Returns the arguments of `finetune` with the settings of `--config FILE`, if it is given, as options before them.
+def with_config(command: str, arguments: list[str]) -> list[str]:
+    """Returns the arguments of a command with the settings of `--config FILE`, if it is given, as options before them.
 
     A setting that is also an option on the command line is left out: the option wins.
 
@@ -32,13 +69,14 @@ def with_config(arguments: list[str]) -> list[str]:
     file, others = _config_of(arguments)
     if file is None:
         return arguments
-    given = {_option_name(argument) for argument in others if argument.startswith("--")}
+    known = KNOWN[command]
+    given = {_option_name(argument, known) for argument in others if argument.startswith("--")}
     given |= {EXCLUDE_EACH_OTHER[name] for name in given & EXCLUDE_EACH_OTHER.keys()}
-    values = {name: value for name, value in read_config_file(file).items() if name not in given}
+    values = {name: value for name, value in read_config_file(file, known).items() if name not in given}
     return [word for name, value in values.items() for word in _words(name, value)] + others
 
 
-def read_config_file(file: str | Path) -> dict[str, Any]:
+def read_config_file(file: str | Path, known: KnownSettings) -> dict[str, Any]:
     """Reads settings from YAML; a nested setting has the name of its option, such as lora.rank.
 
     Raises:
@@ -53,11 +91,9 @@ def read_config_file(file: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no YAML file: {' '.join(str(error).split())}") from error
     if not isinstance(read, dict):
         raise ValueError(f"{path} must hold one setting a line, such as `steps: 1000`")
-    values, unknown = dict(_flat(read)), []
-    known = [name for name in _names() if name not in NESTED]
-    for name in values.keys() - set(known):
-        unknown.append(f"{name} ({_meant(name, known)})")
-    if unknown:
+    values = dict(_flat(read, known))
+    names = [name for name in known.names if name not in known.nested]
+    if unknown := [f"{name} ({_meant(name, names, known)})" for name in values.keys() - set(names)]:
         raise ValueError(f"{path} has keys that are no settings: {', '.join(sorted(unknown))}")
     return values
 
@@ -76,38 +112,32 @@ def _config_of(arguments: list[str]) -> tuple[str | None, list[str]]:
     return file, others
 
 
-def _flat(read: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+def _flat(read: Mapping[Any, Any], known: KnownSettings) -> Iterator[tuple[str, Any]]:
     """Yields the settings by the names of their options; hyphens count as underscores."""
     for key, value in read.items():
         name = str(key).replace("-", "_")
         if name == "lora" and value == {}:
             yield "lora.rank", LoraSettings.rank
-        elif name in NESTED and isinstance(value, dict):
+        elif name in known.nested and isinstance(value, dict):
             yield from ((f"{name}.{str(inner).replace('-', '_')}", of_inner) for inner, of_inner in value.items())
-        elif name not in NESTED or value is not None:
+        elif name not in known.nested or value is not None:
             yield name, value
 
 
-def _names() -> list[str]:
-    """Returns all names of settings, the nested ones with their prefix."""
-    outer = [each.name for each in fields(FinetuneSettings)]
-    return outer + [f"{name}.{inner}" for name, inners in NESTED.items() for inner in inners]
-
-
-def _meant(name: str, known: list[str]) -> str:
+def _meant(name: str, names: list[str], known: KnownSettings) -> str:
     """Returns the right name for a wrong one, as far as one is near."""
-    if other := OTHER_NAMES["finetune"].get(name.replace("_", "-")):
+    if other := OTHER_NAMES[known.command].get(name.replace("_", "-")):
         return f"here: {other}"
-    if name in NESTED:
-        return f"its value must be a mapping of {', '.join(NESTED[name])}"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else "moe-jax finetune --help lists them"
+    if name in known.nested:
+        return f"its value must be a mapping of {', '.join(known.nested[name])}"
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"moe-jax {known.command} --help lists them"
 
 
-def _option_name(argument: str) -> str:
+def _option_name(argument: str, known: KnownSettings) -> str:
     """Returns the setting that an option gives a value to."""
     name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
-    return name if name in _names() else name.removeprefix("no_")
+    return name if name in known.names else name.removeprefix("no_")
 
 
 def _words(name: str, value: Any) -> list[str]:
@@ -128,5 +158,5 @@ def _words(name: str, value: Any) -> list[str]:
 _OPTIONAL_SWITCHES = ("overlap_micro_batches",)
 """Settings that are True, False or None, which take a value on the command line."""
 
-_NONE_IS_LEFT_OUT = tuple(f"lora.{name}" for name in NESTED["lora"])
+_NONE_IS_LEFT_OUT = tuple(f"lora.{name}" for name in LORA)
 """Settings whose option does not take None, which is their default."""

@@ -1,10 +1,9 @@
 """`moe-jax finetune`: the fields of `FinetuneSettings` as options, in groups."""
 
 from dataclasses import field, make_dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
+from moe_jax.commands.config_file import CONFIG_FIELD
 from moe_jax.commands.groups import grouped_fields, summary_of, values_in
 from moe_jax.commands.options import LoraOption
 from moe_jax.parallel.choices import MeshShape
@@ -32,11 +31,6 @@ GROUPS = {
 """The fields of `FinetuneSettings` by their group in `--help`; `mesh` is a group of its own."""
 
 
-CONFIG_HELP = (
-    "a YAML file of settings, such as the run.yaml in a run's output folder (docs/finetuning.md). Options given beside it win."
-)
-
-
 def settings_of(command: Any) -> FinetuneSettings:
     """Returns the settings given to a `FinetuneCommand`.
 
@@ -54,6 +48,7 @@ def _run(command: Any) -> None:
     import jax
 
     from moe_jax.recipes import dry_run, find_learning_rate, finetune, write_report
+    from moe_jax.recipes.finetuning.best import told_end
     from moe_jax.recipes.finetuning.export import export
     from moe_jax.runtime import processes
 
@@ -73,9 +68,7 @@ def _run(command: Any) -> None:
     folder = export(result.model, settings)
     if first:
         what = "Hugging Face checkpoint" if settings.lora is None else "adapter, for PEFT too,"
-        best = f"the weights of step {result.model_step}, which has the smallest held-out loss: " if settings.keep_best else ""
-        early = ", where the held-out loss had stopped falling" if result.stopped_early else ""
-        print(f"trained to step {result.step}{early}; {best}{what} in {folder}")
+        print(f"{told_end(settings, result)}{what} in {folder}")
         devices = jax.devices()
         kinds = f"{len(devices)} x {devices[0].device_kind}"
         print(f"report in {write_report(settings.output, model_step=result.model_step, devices=kinds)}")
@@ -85,7 +78,7 @@ FinetuneCommand = make_dataclass(
     "FinetuneCommand",
     [
         *grouped_fields(FinetuneSettings, GROUPS),
-        ("config", Annotated[str | None, tyro.conf.arg(help=CONFIG_HELP)], field(default=None)),
+        CONFIG_FIELD,
         ("lora", LoraOption, field(default=None)),
         ("mesh", MeshShape, field(default=MeshShape())),
     ],

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from moe_jax.commands.options import Dtype, InferencePrecision, device_count, loaded_in
+from moe_jax.checkpoint.weights import Weights
+from moe_jax.commands.loading import checked_loading
+from moe_jax.commands.options import Dtype, InferencePrecision, device_count
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -39,10 +41,13 @@ class GenerateCommand:
         is the same up to rounding; above 0 it is another sample from the same distribution.
       devices: number of GPUs that share the experts, for a model that is too large for one GPU. Default: 1; in a job of several
         processes, all GPUs.
-      adapter: a folder or hub id of an adapter (LoRA) that is added to the model's weights.
+      adapter: a folder or hub id of an adapter (LoRA) for the model's weights.
       dtype: the dtype that the model computes in.
       precision: fp8 multiplies the experts in 8 bits, with FP8 weights of the files as they are, or rounded (docs/fp8.md).
         Default: in the dtype.
+      weights: the form of the weights: whole, "as stored" for a checkpoint in FP8 or GPTQ, or experts in nf4 or fp8. These are
+        made whole in each step, which takes time, except with --precision fp8. An adapter is merged into whole weights, and
+        lies beside others (docs/adapters.md). Default: whole; with an adapter as stored.
     """
 
     model: tyro.conf.Positional[str]
@@ -58,6 +63,7 @@ class GenerateCommand:
     adapter: str | None = None
     dtype: Dtype = "bfloat16"
     precision: InferencePrecision = "bf16"
+    weights: Weights | None = None
 
     def run(self) -> None:
         """Prints the prompt and its continuation, or the answer."""
@@ -87,7 +93,8 @@ class GenerateCommand:
             check_drafts(config)
         if source.adapter is not None and mesh is not None:
             raise ValueError("an adapter is for one device; write the merged model first: moe-jax convert --merge")
-        model = loaded_in(self.precision, folder, source.adapter, dtype=self.dtype, mtp=self.drafts, mesh=mesh)
+        in_form: dict[str, Any] = dict(precision=self.precision, weights=self.weights, dtype=self.dtype)
+        model = checked_loading(folder, source.adapter, **in_form, mtp=self.drafts, mesh=mesh).load()
         new: Any
         if self.drafts:
             new, drafts = generate_with_drafts(model, prompt, seed=self.seed, **options)

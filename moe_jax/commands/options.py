@@ -1,6 +1,5 @@
 """Options that several commands share."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,32 +12,12 @@ from moe_jax.config import NAMED_CONFIGS, ModelConfig, load_config
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from moe_jax.models.decoder import Decoder
     from moe_jax.serving.limits import EngineLimits
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 InferencePrecision = Literal["bf16", "fp8"]
 """The precision of the experts' matmuls in commands that do not train; "bf16" stands for the dtype."""
-
-
-def loaded_in(precision: InferencePrecision, folder: Path, adapter: str | None, **options: Any) -> "Decoder":
-    """Loads a checkpoint with its experts in this precision, and an adapter added; `options` are those of `from_pretrained`.
-
-    Raises:
-      FileNotFoundError, ValueError: as `from_pretrained` and `with_adapter`. Also FP8 with an adapter or on several devices.
-    """
-    from moe_jax.checkpoint.hf_load import from_pretrained, read_config
-    from moe_jax.models.decoder import fp8_refusal
-
-    # Before minutes of loading.
-    if precision != "bf16" and (adapter is not None or options.get("mesh") is not None):
-        raise ValueError(f"--precision {precision} is for a model without an adapter on one device")
-    if precision != "bf16" and (reason := fp8_refusal(read_config(folder, mtp=False), options["dtype"])) is not None:
-        raise ValueError(f"--precision {precision}: {reason}; take 'bf16'")
-    model = from_pretrained(folder, weights="whole" if precision == "bf16" else "fp8", **options)
-    model.set_precision(precision)
-    return with_adapter(model, adapter)
 
 
 @dataclass(frozen=True)
@@ -72,20 +51,6 @@ class LimitOptions:
             num_pages=self.num_pages,
             max_waiting=max_waiting,
         )
-
-
-def with_adapter(model: "Decoder", adapter: str | None) -> "Decoder":
-    """Returns the model with the adapter of a folder or hub id added to its weights; prints what was adapted.
-
-    Raises:
-      FileNotFoundError, ValueError: as `adapters.load_adapter`.
-    """
-    if adapter is not None:
-        from moe_jax.adapters import load_adapter, merge_adapter
-
-        print(load_adapter(model, adapter), file=sys.stderr)
-        merge_adapter(model)
-    return model
 
 
 def length_for(config: ModelConfig, max_length: int | None) -> int:

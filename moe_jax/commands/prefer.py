@@ -3,6 +3,7 @@
 from dataclasses import field, make_dataclass
 from typing import Any
 
+from moe_jax.commands.config_file import CONFIG_FIELD
 from moe_jax.commands.groups import grouped_fields, summary_of, values_in
 from moe_jax.commands.options import LoraOption
 from moe_jax.preferences.settings import PreferenceSettings
@@ -13,10 +14,10 @@ GROUPS = {
         "model", "data", "output", "steps", "seq_len", "max_length", "batch_size", "gradient_accumulation", "seed",
         "checkpoint_every", "keep_checkpoints", "dry_run",
     ),
-    "data": ("plain_text", "tokenizer", "eval_data", "eval_every", "eval_batches"),
+    "data": ("plain_text", "tokenizer", "eval_data", "eval_every", "eval_batches", "keep_best", "early_stop"),
     "optimizer": ("learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "max_grad_norm"),
     "memory": ("dtype", "param_dtype", "weights", "precision", "remat"),
-    "log": ("tensorboard",),
+    "log": ("tensorboard", "log_to"),
 }  # fmt: skip
 """The fields of `PreferSettings` by their group in `--help`; `preference` and `lora` are groups of their own."""
 
@@ -33,6 +34,7 @@ def settings_of(command: Any) -> PreferSettings:
 def _run(command: Any) -> None:
     """Trains and exports, or rehearses (`--dry-run`). A run that was told to stop exits with status 143, as in finetune."""
     from moe_jax.recipes import prefer
+    from moe_jax.recipes.finetuning.best import told_end
     from moe_jax.recipes.finetuning.export import write_trained
     from moe_jax.recipes.preferring.dry_run import dry_run
     from moe_jax.runtime import processes
@@ -46,13 +48,15 @@ def _run(command: Any) -> None:
         print(f"stopped after step {result.step} and saved; the same command goes on from there", flush=True)
         processes.leave(143)
     folder = write_trained(result.model, settings)
-    print(f"trained to step {result.step}; {'Hugging Face checkpoint' if settings.lora is None else 'adapter'} in {folder}")
+    what = "Hugging Face checkpoint" if settings.lora is None else "adapter"
+    print(f"{told_end(settings, result)}{what} in {folder}")
 
 
 PreferCommand = make_dataclass(
     "PreferCommand",
     [
         *grouped_fields(PreferSettings, GROUPS),
+        CONFIG_FIELD,
         ("preference", PreferenceSettings, field(default=PreferenceSettings())),
         ("lora", LoraOption, field(default=None)),
     ],

@@ -4,10 +4,13 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 
-from moe_jax.commands.options import Dtype, InferencePrecision, LimitOptions, engine_mesh, loaded_in
+from moe_jax.checkpoint.weights import Weights
+from moe_jax.commands.loading import checked_loading
+from moe_jax.commands.options import Dtype, InferencePrecision, LimitOptions, engine_mesh
 
 KEY_VARIABLE = "MOE_JAX_API_KEY"
 
@@ -39,10 +42,13 @@ class ServeCommand:
       drafts: the model's multi-token prediction module drafts a token in each step, for fewer steps. The text is the same up to
         rounding.
       devices: number of GPUs. They share the experts, and each computes texts of its own.
-      adapter: a folder or hub id of an adapter (LoRA) that is added to the model's weights.
+      adapter: a folder or hub id of an adapter (LoRA) for the model's weights.
       dtype: the dtype that the model computes in.
       precision: fp8 multiplies the experts in 8 bits, with FP8 weights of the files as they are, or rounded (docs/fp8.md).
         Default: in the dtype.
+      weights: the form of the weights: whole, "as stored" for a checkpoint in FP8 or GPTQ, or experts in nf4 or fp8. These are
+        made whole in each step, which takes time, except with --precision fp8. An adapter is merged into whole weights, and
+        lies beside others (docs/adapters.md). Default: whole; with an adapter as stored.
     """
 
     model: tyro.conf.Positional[str]
@@ -60,6 +66,7 @@ class ServeCommand:
     adapter: str | None = None
     dtype: Dtype = "bfloat16"
     precision: InferencePrecision = "bf16"
+    weights: Weights | None = None
 
     def run(self) -> None:
         """Serves until a signal. All that can be wrong is checked before weights are read."""
@@ -78,6 +85,7 @@ class ServeCommand:
         from moe_jax.serving.http.server import bind, run_server
         from moe_jax.serving.http.service import Service
         from moe_jax.serving.http.settings import ServerSettings
+        from moe_jax.serving.servable import check_config
 
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
         logging.getLogger("moe_jax").setLevel(logging.INFO)
@@ -98,7 +106,9 @@ class ServeCommand:
         for_one = {"--drafts": self.drafts, "--adapter": has_adapter, "--precision fp8": in_fp8}
         if mesh is not None and (wrong := [option for option, is_set in for_one.items() if is_set]):
             raise ValueError(f"{' and '.join(wrong)} need --devices 1; got {self.devices}")
+        check_config(config)
+        options: dict[str, Any] = dict(precision=self.precision, weights=self.weights, dtype=self.dtype)
+        loading = checked_loading(folder, source.adapter, **options, mtp=self.drafts, mesh=mesh)
         bound = bind(self.host, self.port)
-        model = loaded_in(self.precision, folder, source.adapter, dtype=self.dtype, mtp=self.drafts, mesh=mesh)
-        engine = Engine(model, limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
+        engine = Engine(loading.load(), limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
         run_server(Service(engine, defaults, settings), bound)

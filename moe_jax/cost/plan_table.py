@@ -18,31 +18,40 @@ KINDS = {
 """The parts of a prediction by their bound: arithmetic, the GPU's own memory, links between GPUs, the ends of a pipe."""
 
 
-HEADER = (
-    f"{'pipe':>8}{'chunks':>8}"
-    + "".join(f"{name:>8}" for name in MESH_AXES if name != "pipe")
-    + (
-        f"{'micro-batches':>15}{'remat':>9}{'step':>11}{'tokens/s/GPU':>14}{'TFLOP/s/GPU':>13}{'GiB':>7}"
-        + "".join(f"{kind:>11}" for kind in KINDS)
-    )
-)
+COLUMNS = {
+    **{"pipe": 8, "chunks": 8},
+    **{name: 8 for name in MESH_AXES if name != "pipe"},
+    **{"micro-batches": 15, "remat": 9, "step": 11, "tokens/s/GPU": 14, "TFLOP/s/GPU": 13, "GiB": 7},
+    **dict.fromkeys(KINDS, 11),
+}
+"""The columns by title, with their least widths."""
 
 
-def row(prediction: Prediction) -> str:
-    """Returns one line in the columns of HEADER. The last columns are shares of the step.
+def table(predictions: list[Prediction]) -> list[str]:
+    """Returns a head and a line for each prediction; the last columns are shares of the step.
 
-    Pipes and FP8 are marked as not measured.
+    Pipes and FP8 are marked as not measured. A column is wider than in `COLUMNS` if a number would touch the one before.
     """
+    rows = [_cells(prediction) for prediction in predictions]
+    longest = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    widths = [max(least, 2 + length) for least, length in zip(COLUMNS.values(), longest, strict=True)]
+    head, *lines = (
+        "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)) for cells in (COLUMNS, *rows)
+    )
+    steps = [prediction.step for prediction in predictions]
+    marks = ["  not measured" if step.mesh.pipe > 1 or step.precision != "bf16" else "" for step in steps]
+    return [head, *map("".join, zip(lines, marks, strict=True))]
+
+
+def _cells(prediction: Prediction) -> list[str]:
+    """Returns the cells of a prediction's line."""
     step, seconds = prediction.step, prediction.step_seconds
     sizes = asdict(step.mesh)
-    layout = sizes.pop("pipe"), step.pipe_chunks, *sizes.values()
+    layout = sizes.pop("pipe"), step.pipe_chunks, *sizes.values(), step.gradient_accumulation
     remat = next(name for name, value in REMAT.items() if value == step.remat)
-    mesh = "".join(f"{size:>8}" for size in layout) + f"{step.gradient_accumulation:>15}{remat:>9}"
-    speed = f"{seconds:>9.3f} s{prediction.tokens_per_second:>14.0f}{prediction.flops_per_second / 1e12:>13.0f}"
-    memory = f"{prediction.memory_bytes / 2**30:>7.0f}"
+    speed = f"{seconds:.3f} s", f"{prediction.tokens_per_second:.0f}", f"{prediction.flops_per_second / 1e12:.0f}"
     shares = (sum(prediction.seconds.get(part, 0.0) for part in parts) / seconds for parts in KINDS.values())
-    mark = "  not measured" if step.mesh.pipe > 1 or step.precision != "bf16" else ""
-    return mesh + speed + memory + "".join(f"{share:>11.0%}" for share in shares) + mark
+    return [*map(str, layout), remat, *speed, f"{prediction.memory_bytes / 2**30:.0f}", *(f"{share:.0%}" for share in shares)]
 
 
 def format_plan(predictions: list[Prediction], limit: int) -> str:
@@ -57,9 +66,9 @@ def format_plan(predictions: list[Prediction], limit: int) -> str:
         room = f"the {machine.memory / 2**30:.0f} of an {machine.name}"
         need = f"{smallest.memory_bytes / 2**30:.0f} GiB"
         reason = f"Nothing fits: the smallest needs {need}, more than {room}. {_remedy(smallest)}"
-        return f"{reason}\n{HEADER}\n{row(smallest)}\n{_memory(smallest)}"
+        return "\n".join([reason, *table([smallest]), _memory(smallest)])
     best = fitting[0]
-    lines = [HEADER, *(row(prediction) for prediction in fitting[:limit])]
+    lines = table(fitting[:limit])
     if len(fitting) > limit:
         lines.append(f"and {len(fitting) - limit} more that fit")
     lines += [_memory(best), f"train so: {how_to_train(best.step)}"]

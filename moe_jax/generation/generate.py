@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.generation.devices import DecodeInputs, decode_on_devices
@@ -57,6 +58,8 @@ def generate(
         Also prompts of one length without a mask, if one of them begins, or ends, with the model's padding token. Or
         `overlap_prefill` where experts do not lie on several devices, or where a device has an odd number of prompts.
     """
+    if not isinstance(overlap_prefill, bool | np.bool_):
+        raise ValueError(f"overlap_prefill must be True or False; got {overlap_prefill!r}")
     request = checked_request(
         model.config,
         prompt_tokens,

@@ -10,12 +10,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted
+from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted, experts_mlp_adapted_in_stack
 from moe_jax.kernels.experts.deferred import ExpertProducts, expert_products_like, experts_mlp_deferring
 from moe_jax.kernels.experts.fp8.adapted import experts_mlp_adapted_in_fp8
 from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, experts_mlp_in_fp8
 from moe_jax.kernels.experts.fp8.passes import quantise_experts
 from moe_jax.kernels.experts.fp8.precision import Precision
+from moe_jax.kernels.experts.fused_vjp import Matrices
 from moe_jax.kernels.experts.internal import (
     Accumulators,
     experts_mlp_accumulating,
@@ -29,6 +30,7 @@ from moe_jax.layers.fp8 import Fp8Copies, frozen_matrices, trained_matrices
 from moe_jax.layers.linear import normal_parameter
 from moe_jax.layers.lora import Adapter, Frozen
 from moe_jax.layers.mlp import MLP
+from moe_jax.layers.quantised import Quantised, of_stack
 from moe_jax.layers.router import Router, Routing
 from moe_jax.layers.tickets import EXPERT_MATRICES, TicketHolder
 from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
@@ -279,16 +281,29 @@ class Experts(TicketHolder):
             if adapter is not None:
                 return experts_mlp_adapted_in_fp8(*given, adapter, self.precision, chunk_tokens=chunk_tokens)
             return experts_mlp_in_fp8(*given, self.precision, accumulators=self.accumulators, chunk_tokens=chunk_tokens)
-        matrices = self.gate_up_proj[...], self.down_proj[...]
+        matrices, layer = self._matrices()
+        if layer is not None:
+            if adapter is not None:
+                return experts_mlp_adapted_in_stack(x, *matrices, weights, experts, adapter, layer)
+            return experts_mlp_in_stack(x, *matrices, weights, experts, layer)
         if adapter is not None:
             return experts_mlp_adapted(x, *matrices, weights, experts, adapter, chunk_tokens=chunk_tokens)
         if isinstance(self.gate_up_proj, Frozen):
             return experts_mlp_frozen(x, *matrices, weights, experts, chunk_tokens=chunk_tokens)
         if self.ticket is not None:
             return experts_mlp_deferring(x, *matrices, weights, experts, self.held_ticket)
-        if self.place is not None and self.accumulators is None:
-            return experts_mlp_in_stack(x, *matrices, weights, experts, self.place[...])
         return experts_mlp_accumulating(x, *matrices, weights, experts, self.accumulators, chunk_tokens=chunk_tokens)
+
+    def _matrices(self) -> tuple[Matrices, Int[Array, ""] | None]:
+        """Returns whole matrices, and their layer if they are stacks that kernels read in place."""
+        if self.place is None or self.accumulators is not None:
+            return Matrices(self.gate_up_proj[...], self.down_proj[...]), None
+        layer = self.place[...]
+        values = self.gate_up_proj.get_value(), self.down_proj.get_value()
+        if any(isinstance(value, Quantised) for value in values):
+            # Codes of one layer are made whole, not those of the stack.
+            return Matrices(*(of_stack(value, layer)[...] for value in values)), None
+        return Matrices(*values), layer
 
     def _matrices_for_fp8(self) -> Fp8Matrices:
         if self.ticket is not None:

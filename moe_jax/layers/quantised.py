@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float8e4m3fn, UInt8
+from jaxtyping import Array, Float, Float8e4m3fn, Int, UInt8
 
 from moe_jax.kernels.experts.fp8.quantise import GROUP, quantise_matrices
 
@@ -142,6 +142,11 @@ def matrices_of(state: Any) -> list[Any]:
 def is_quantised(state: Any) -> bool:
     """Returns True if an array of the state is quantised."""
     return any(isinstance(leaf, Quantised) for leaf in matrices_of(state))
+
+
+def of_stack(stack: Any, layer: Int[Array, ""]) -> Any:
+    """Returns one layer of a stack of matrices, quantised or not; a quantised matrix stays so."""
+    return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), stack)
 
 
 def _only_whole(key: Any) -> None:

@@ -1,6 +1,7 @@
 """The engine's devices: weights, state, and the compiled programs that run a planned step and draw its tokens."""
 
 import functools
+import logging
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,8 @@ from moe_jax.serving.slots import DrawingSlots
 from moe_jax.serving.step import StepOutput, initial_state
 from moe_jax.serving.upload import StepRows, StepShape, empty_rows, filled, packed
 from moe_jax.serving.weights import Weights, frame_of, head_of, take_apart
+
+_logger = logging.getLogger(__name__)
 
 SMALLEST_CHUNKS = 128
 """Tokens of the smallest program with chunks; each further one has twice as many."""
@@ -72,6 +75,8 @@ class Device:
         self.placement = Placement.of(model)
         served, weights = take_apart(model, drafts=drafts, take_over=take_over, mesh=self.placement.mesh)
         self.served = served._replace(strict=strict)
+        if served.unfused is not None:
+            _logger.info("decoding steps run the model's modules, without the fused kernels: %s", served.unfused)
         # JAX compiles again for arrays that are bound to a device where others were not: all are, from the beginning.
         weights = self.placement.place(weights)
         # Flat: to flatten the states of all layers again in each step takes the host longer than the step takes the device.
@@ -133,14 +138,17 @@ class Device:
         """Computes with the weights of another model of the same architecture from the next step on.
 
         Raises:
-          ValueError: the model has another architecture or dtype.
+          ValueError: the model has another architecture or dtype, another form of weights, or an adapter of another shape.
         """
         served, weights = take_apart(model, drafts=self._drafts, mesh=self.served.mesh)
         served = served._replace(strict=self.served.strict)
         leaves, tree = jax.tree.flatten(weights)
         shapes, own = ([(leaf.shape, leaf.dtype) for leaf in some] for some in (leaves, self._weights))
         if (served, tree, shapes) != (self.served, self._weights_tree, own):
-            raise ValueError("the new weights must be of a model with the same config and dtype as the engine's")
+            raise ValueError(
+                "the new weights must be of a model with the same config and dtype as the engine's, in the same form, and with "
+                "an adapter of the same targets and ranks if that has one"
+            )
         weights = self.placement.place(weights)
         self._weights, self._head = jax.tree.leaves(weights), self._head_of(weights)
 

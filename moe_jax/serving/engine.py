@@ -32,8 +32,8 @@ class Engine:
     All programs are compiled before the constructor returns. Methods may be called from any thread.
 
     Args:
-      model: any model of this library. The engine computes on all devices that hold it, each with prompts of its own. On one
-        device it reads experts where the model keeps them.
+      model: any model of this library, with an adapter beside its weights or without. The engine computes on all devices that
+        hold it, each with prompts of its own. On one device it reads experts where the model keeps them.
       limits: sizes of each device, which set its memory; default: `EngineLimits()`.
       tokenizer: a Hugging Face tokenizer, with which events and completions have text, and stop texts end them.
       keep_experts: True makes room for each token's experts, for requests with `return_experts`.
@@ -45,9 +45,10 @@ class Engine:
         and not twice, and is unusable afterwards.
 
     Raises:
-      ValueError: the model has adapters. Or its positions scale with the longest text of a batch (rope type "dynamic"). Also
-        drafts without such a module, or without room for two tokens of each sequence in a step. Also `strict` with drafts, or
-        with a model that its kernels do not take. On several devices also drafts, `strict` and precision "fp8".
+      ValueError: the model's positions scale with the longest text of a batch (rope type "dynamic"). Also drafts without such a
+        module, or without room for two tokens of each sequence in a step. Also `strict` with drafts, an adapter or quantised
+        weights, or with a model that its kernels do not take. On several devices also drafts, `strict`, adapters and precision
+        "fp8".
     """
 
     def __init__(
@@ -119,7 +120,8 @@ class Engine:
         Requests that run go on, with the keys and values that the old weights gave their earlier tokens.
 
         Raises:
-          ValueError: the model has another config or dtype than the engine's.
+          ValueError: the model has another config or dtype than the engine's, another form of weights, or an adapter of
+            another shape.
         """
 
         loop = self._loop

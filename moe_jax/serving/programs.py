@@ -60,11 +60,12 @@ def step_programs(
     Args:
       weights: the leaves of the tree `weights_tree`. As of `state`, only shapes and devices are read.
     """
+    tree = jax.tree.unflatten(weights_tree, weights)
     mesh, shardings = served.mesh, [leaf.sharding for leaf in weights]
     in_specs = [sharding.spec for sharding in shardings if isinstance(sharding, NamedSharding)], ROWS, ROWS, ROWS
 
     def output_of_all(shape: StepShape) -> StepOutput:
-        return jax.tree.map(lambda array: rows_like(array, mesh), output_like(served, shape))
+        return jax.tree.map(lambda array: rows_like(array, mesh), output_like(served, tree, shape))
 
     def lower(shape: StepShape) -> Lowered:
         def of_leaves(leaves: list[Array], state: DeviceState, upload: Int[Array, "_"], output: StepOutput | None):

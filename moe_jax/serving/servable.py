@@ -3,9 +3,10 @@
 import jax
 from flax import nnx
 
+from moe_jax.config import ModelConfig
 from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.moe import Experts
-from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled, is_quantised
+from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
 from moe_jax.serving.draft_state import check_drafting
@@ -19,17 +20,7 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int, strict:
     Raises:
       ValueError: it cannot; the message says what is in the way.
     """
-    if model.config.rope_parameters.rope_type == "dynamic":
-        raise ValueError(
-            'rope type "dynamic" gives all tokens of a batch the frequencies of the longest sequence; an engine cannot serve it'
-        )
-    if has_adapters(model):
-        raise ValueError("an engine serves a model without adapters: merge them first (adapters.merge_adapter)")
-    if not model.precision and is_quantised(nnx.state(model)):
-        raise ValueError(
-            "an engine serves whole weights, or experts in FP8 with model.set_precision('fp8'); these are quantised: load the "
-            "model with weights='whole'"
-        )
+    check_config(model.config)
     if model.precision and not _has_experts_in_fp8(model):
         raise ValueError(
             "an engine with precision 'fp8' would round the experts' weights in every step: load the model with weights='fp8'"
@@ -46,11 +37,24 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int, strict:
             raise ValueError(f"strict=True needs drafts=0; got drafts={drafts}")
 
 
+def check_config(config: ModelConfig) -> None:
+    """Refuses an architecture that no engine can serve, before weights are read.
+
+    Raises:
+      ValueError: positions scale with the longest text of a batch.
+    """
+    if config.rope_parameters.rope_type == "dynamic":
+        raise ValueError(
+            'rope type "dynamic" gives all tokens of a batch the frequencies of the longest sequence; an engine cannot serve it'
+        )
+
+
 def _check_several(model: Decoder, num_devices: int, *, drafts: int, strict: bool) -> None:
     refuse_chunks(nnx.state(model, nnx.Param), "an engine")
     if any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(nnx.state(model))):
         raise ValueError("an engine computes in one process; the model lies on devices of several")
     options = {"drafts": bool(drafts), "strict": strict, "precision 'fp8'": model.precision is not None}
+    options["adapters"] = has_adapters(model)
     if wrong := [name for name, is_set in options.items() if is_set]:
         raise ValueError(f"an engine on several devices has no {' and no '.join(wrong)}; the model lies on {num_devices}")
 

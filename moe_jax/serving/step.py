@@ -18,6 +18,7 @@ from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.kernels.hopper import target
 from moe_jax.layers.paged import LayerPages, PagedAttend, empty_pages
 from moe_jax.models.forward import LayerInputs, layer_inputs
+from moe_jax.serving.adapted import behind_norm
 from moe_jax.serving.batch import StepBatch, batch_of, updated_table
 from moe_jax.serving.draft_state import DraftedTokens, Drafting, init_drafting
 from moe_jax.serving.fused import ComputedLayers, fused_layers, refusal
@@ -55,8 +56,8 @@ class StepOutput(NamedTuple):
     """The slot of each row that samples; -1: the row samples nothing."""
     positions: Int[Array, "outputs"]
     """The position of the token that is to be drawn."""
-    hidden: Float[Array, "tokens hidden"]
-    """Hidden states of all tokens, behind the last norm."""
+    hidden: Float[Array, "tokens columns"]
+    """Hidden states of all tokens, behind the last norm; as `head_of` takes them (`adapted.behind_norm`)."""
     drafted: DraftedTokens | None = None
     """The step's tokens, if the engine drafts."""
 
@@ -80,13 +81,14 @@ def initial_state(
     )
 
 
-def output_like(served: ServedModel, shape: StepShape) -> StepOutput:
+def output_like(served: ServedModel, weights: Weights, shape: StepShape) -> StepOutput:
     """Returns the shapes and dtypes of the results of a step without drafts."""
     config, rows, tokens = served.config, shape.decodes + shape.chunks, shape.decodes + shape.chunk_tokens
+    columns = jax.eval_shape(lambda weights: head_of(frame_of(served, weights)), weights).shape[1]
     like: Any = jax.ShapeDtypeStruct
     of_rows = like((rows,), jnp.int32)
     logits = like((rows, config.vocab_size), jnp.float32)
-    return StepOutput(logits, of_rows, of_rows, like((tokens, config.hidden_size), served.dtype))
+    return StepOutput(logits, of_rows, of_rows, like((tokens, columns), served.dtype))
 
 
 def step(
@@ -100,6 +102,7 @@ def step(
     x = frame["embed_tokens"](batch.tokens[None], served.dtype)
     inputs = layer_inputs(served.config, batch.positions[None], jnp.ones_like(batch.tokens)[None], batch.valid[None])
     hidden, pages, expert_ids = _layers(served, weights, state.pages, x, inputs, batch)
+    hidden = behind_norm(frame, hidden)
     last = hidden[batch.outputs]
     logits = logits_of(last, head_of(frame), strict=served.strict)
     experts = state.experts
@@ -149,5 +152,7 @@ def _layer(
 
 def _fuses(served: ServedModel, batch: StepBatch) -> bool:
     """Returns True for a step without chunks of a model that `fused` takes, on one GPU that it is written for."""
+    if served.unfused is not None:
+        return False
     is_decoding = batch.queries_per_row == 1 and target.compute_capability() == "9.0" and served.mesh is None
     return is_decoding and refusal(served.config, served.dtype, len(batch.tokens), in_fp8=served.in_fp8) is None

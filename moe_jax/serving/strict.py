@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import ModelConfig, Qwen3Config
@@ -24,6 +25,7 @@ from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS
 from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.paged import PagedAttend
+from moe_jax.layers.quantised import is_quantised
 from moe_jax.layers.rope import RopeTables, fixed_frequencies, tables_of
 from moe_jax.models.decoder import Decoder
 from moe_jax.serving import fused
@@ -37,11 +39,14 @@ def check_strict(model: Decoder) -> None:
     """Refuses a model that these layers do not compute.
 
     Raises:
-      ValueError: the model is not Qwen3 or Qwen3-MoE, or has biases, adapters or sizes that the kernels do not take.
+      ValueError: the model is not Qwen3 or Qwen3-MoE, or has biases or sizes that the kernels do not take. Or it has adapters,
+        or quantised weights.
     """
     reason = refusal(model.config, model.dtype)
     if reason is None and has_adapters(model):
         reason = "it has adapters; merge them first (adapters.merge_adapter)"
+    if reason is None and is_quantised(nnx.state(model)):
+        reason = "its weights are quantised; load it with weights='whole'"
     if reason is not None:
         raise ValueError(f"strict bits are not computed for this model: {reason}")
 

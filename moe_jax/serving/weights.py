@@ -13,9 +13,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig
+from moe_jax.layers.lora import Frozen
 from moe_jax.layers.moe import Experts
 from moe_jax.layers.quantised import Quantised
 from moe_jax.models.decoder import Decoder
+from moe_jax.serving.adapted import unfused_reason, with_ready_adapters
 from moe_jax.serving.placement import is_expert_matrix, splits_experts
 
 
@@ -34,6 +36,8 @@ class ServedModel(NamedTuple):
     """True: experts multiply in FP8."""
     mesh: Mesh | None = None
     """The mesh of an engine on several devices."""
+    unfused: str | None = None
+    """The reason why decoding steps run the modules, whatever the device (`adapted.unfused_reason`); None: there is none."""
 
 
 class Weights(NamedTuple):
@@ -59,11 +63,14 @@ def take_apart(
 ) -> tuple[ServedModel, Weights]:
     """Returns the model's parts. Layers' arrays are copies; experts, and arrays around the layers, are the model's own.
 
+    Quantised experts stay so, and all other matrices become whole. Adapters are those of `adapted.with_ready_adapters`.
+
     Args:
       drafts: 1 takes the first module that predicts further tokens too, as the last layer.
       take_over: deletes each stack once it is cut, unless its dtype was changed. The model is unusable afterwards.
       mesh: of an engine on several devices. If it splits experts, they are cut too: tokens travel to those of one layer.
     """
+    unfused, model = unfused_reason(model), with_ready_adapters(model)
     modules = {"embed_tokens": model.embed_tokens, "norm": model.norm}
     if not model.config.tie_word_embeddings:
         modules["lm_head"] = model.lm_head
@@ -77,8 +84,8 @@ def take_apart(
         graphs.append(graph)
         layers += _cut(others, take_over=take_over)
         experts.append(matrices)
-    in_fp8 = model.precision is not None
-    served = ServedModel(model.config, model.dtype, frame_graph, tuple(graphs), in_fp8=in_fp8, mesh=mesh)
+    options: dict[str, Any] = dict(in_fp8=model.precision is not None, mesh=mesh, unfused=unfused)
+    served = ServedModel(model.config, model.dtype, frame_graph, tuple(graphs), **options)
     return served, Weights(_dequantised(_in_dtype(frame, model.dtype)), tuple(layers), tuple(experts))
 
 
@@ -87,8 +94,8 @@ def frame_of(served: ServedModel, weights: Weights) -> Any:
     return nnx.merge(served.frame, weights.frame)
 
 
-def head_of(frame: Any) -> Float[Array, "vocab hidden"]:
-    """Returns the matrix of the vocabulary projection."""
+def head_of(frame: Any) -> Float[Array, "vocab columns"]:
+    """Returns the matrix of the vocabulary projection; wider than the hidden states, if it has an adapter."""
     return (frame["lm_head"] if "lm_head" in frame else frame["embed_tokens"]).weight[...]
 
 
@@ -137,7 +144,10 @@ def _dequantised(state: nnx.State) -> nnx.State:
 
 
 def _in_dtype(state: nnx.State, dtype: Any) -> nnx.State:
-    """Returns the state with its parameters as `dtype`; expert biases, which no computation casts, as they are."""
-    parameters, others = nnx.split_state(state, nnx.Param, ...)
-    cast = jax.tree.map(lambda leaf: leaf if leaf.dtype == dtype else leaf.astype(dtype), parameters)
-    return nnx.merge_state(cast, others)
+    """Returns the state with its parameters as `dtype`. Quantised ones stay, and expert biases, which no computation casts."""
+    parameters, others = nnx.split_state(state, (nnx.Param, Frozen), ...)
+
+    def cast(leaf: Any) -> Any:
+        return leaf if isinstance(leaf, Quantised) or leaf.dtype == dtype else leaf.astype(dtype)
+
+    return nnx.merge_state(jax.tree.map(cast, parameters, is_leaf=lambda leaf: isinstance(leaf, Quantised)), others)

@@ -6,8 +6,11 @@ A checkpoint has the shapes that the run trained with. The entry PIPE of its pos
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape
 from moe_jax.parallel.pipeline.restack import restack, stacked_as
+from moe_jax.train.state import TrainState
 
 PIPE = "pipe"
 """The entry of a checkpoint's position for its `PipeShape`, as a JSON object; absent in runs that know no pipeline."""
@@ -31,3 +34,10 @@ def restored[Tree: Any](
     if saved == pipe:
         return read(like)
     return restack(read(stacked_as(like, layers, saved)), like, layers.num_layers)
+
+
+def freed(state: TrainState) -> TrainState:
+    """Deletes the state's arrays; returns their shapes and shardings. A restored state of a large model needs the memory."""
+    template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    jax.tree.map(lambda x: x.delete(), state)
+    return template

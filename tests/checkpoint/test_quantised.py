@@ -14,7 +14,6 @@ from moe_jax import adapters, train
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.layers.lora import Frozen
 from moe_jax.layers.quantised import BlockScaled, FourBits, is_quantised
-from moe_jax.serving.engine import Engine
 
 SIZES = dict(hidden_size=64, moe_intermediate_size=64, num_hidden_layers=2, mlp_only_layers=[1])
 
@@ -90,12 +89,10 @@ def test_training_beside_quantised_weights(folder):
 
 
 def test_no_whole_weights(folder, tmp_path):
-    """Saving, merging and serving refuse quantised weights."""
+    """Saving and merging refuse quantised weights."""
     model = from_pretrained(folder, weights="nf4")
     with pytest.raises(ValueError, match="load the model whole"):
         moe_jax.save_pretrained(model, tmp_path / "out")
-    with pytest.raises(ValueError, match="weights='whole'"):
-        Engine(model)
     adapters.add_lora(model, adapters.LoraSettings(rank=4), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="round most of the change away"):
         adapters.merge_adapter(model)

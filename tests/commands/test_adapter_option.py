@@ -16,7 +16,7 @@ import moe_jax
 from moe_jax.adapters import merge_adapter, save_adapter
 from moe_jax.adapters.base import _last_name
 from moe_jax.cli import main
-from moe_jax.commands.options import with_adapter
+from moe_jax.commands.loading import with_adapter
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.request import SamplingOptions

@@ -1,4 +1,4 @@
-"""`finetune --config run.yaml`: the settings of a file, and options beside it that win."""
+"""`finetune --config run.yaml`, and `prefer`: the settings of a file, and options beside it that win."""
 
 import json
 
@@ -11,13 +11,16 @@ from moe_jax.adapters import LoraSettings
 from moe_jax.cli import main
 from moe_jax.commands.config_file import with_config
 from moe_jax.commands.finetune import FinetuneCommand
+from moe_jax.commands.prefer import PreferCommand
 from moe_jax.parallel.choices import MeshShape
+from moe_jax.preferences import PreferenceSettings
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
 from moe_jax.recipes.finetuning.settings_file import RUN_YAML, write_settings
+from moe_jax.recipes.preferring.settings import PreferSettings
 
 
 def parsed(*arguments) -> FinetuneSettings:
-    return tyro.cli(FinetuneCommand, args=with_config(list(map(str, arguments)))).settings
+    return tyro.cli(FinetuneCommand, args=with_config("finetune", list(map(str, arguments)))).settings
 
 
 @pytest.fixture
@@ -37,10 +40,36 @@ def test_written_settings_come_back(tmp_path):
     ):
         settings = tiny.settings(tmp_path, **{"steps": FinetuneSettings.steps} | changes)
         (tmp_path / "run").mkdir(exist_ok=True)
-        write_settings(settings, steps=9, chat_template=None)
+        write_settings(settings, command="finetune", steps=9)
         assert parsed("--config", tmp_path / "run" / RUN_YAML) == settings
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["steps"] == 9
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
+
+
+def test_written_settings_of_prefer_come_back(tmp_path):
+    (tmp_path / "run").mkdir()
+    options = dict(model="org/model", data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "run"))
+    file = tmp_path / "run" / RUN_YAML
+    for changes in (
+        dict(preference=PreferenceSettings("simpo", gamma=0.5), lora=LoraSettings(rank=4), log_to=("tensorboard",)),
+        dict(preference=PreferenceSettings(beta=0.2), warmup_steps=3, plain_text=True, remat=False),
+    ):
+        settings = PreferSettings(**options, **changes)
+        write_settings(settings, command="prefer", steps=settings.steps)
+        assert tyro.cli(PreferCommand, args=with_config("prefer", ["--config", str(file)])).settings == settings
+    assert f"#   moe-jax prefer --config {file}" in file.read_text()
+    given = ["--config", str(file), "--preference.beta", "0.3", "--steps=4"]
+    chosen = tyro.cli(PreferCommand, args=with_config("prefer", given)).settings
+    assert (chosen.preference, chosen.steps, chosen.warmup_steps) == (PreferenceSettings(beta=0.3), 4, 3)
+    file.write_text("xyzzy: chat\npreference: 3\nmax-steps: 4\nkeep_checkpoint: 1\n")
+    with pytest.raises(ValueError, match="xyzzy .moe-jax prefer --help lists them") as found:
+        with_config("prefer", given)
+    for part in (
+        "keep_checkpoint (did you mean keep_checkpoints?)",
+        "max_steps (here: --steps",
+        "preference (its value must be a mapping of loss, beta",
+    ):
+        assert part in str(found.value)
 
 
 def test_options_win(config):

@@ -13,6 +13,7 @@ from moe_jax.cli import main
 from moe_jax.commands.prefer import GROUPS, PreferCommand
 from moe_jax.preferences import PreferenceSettings
 from moe_jax.recipes.preferring.settings import PreferSettings
+from moe_jax.train.metrics import read_records
 
 
 def test_every_field_is_in_exactly_one_group():
@@ -49,6 +50,10 @@ def test_prefer(tmp_path, capsys):
     assert f"trained to step 2; adapter in {tmp_path / 'run' / 'adapter'}" in capsys.readouterr().out
     model = moe_jax.from_pretrained(tmp_path / "model", progress=False)
     assert "rank 2" in str(load_adapter(model, tmp_path / "run" / "adapter"))
+    main(["prefer", "--config", str(tmp_path / "run" / "run.yaml"), "--output", str(tmp_path / "again")])
+    records = [read_records(tmp_path / name / "metrics.jsonl") for name in ("run", "again")]
+    assert [[record["loss"] for record in each] for each in records] == [[record["loss"] for record in records[0]]] * 2
+    assert json.loads((tmp_path / "again" / "settings.json").read_text())["lora"]["targets"] == ["attention"]
     with pytest.raises(SystemExit):
         main(["prefer", *places, "--steps", "0"])
     assert "moe-jax: PreferSettings: steps=0 must be an integer" in capsys.readouterr().err

@@ -150,6 +150,13 @@ def test_the_program_prints_the_table_and_how_to_train_so(capsys):
     assert "--batch-size 32 --seq-len 4096 " in printed and " --param-dtype bfloat16 --moment-dtype bfloat16 " in printed
 
 
+def test_long_numbers_widen_their_columns(capsys):
+    main("plan qwen3-30b-a3b --devices 8 --seq-len 1000000000".split())
+    head, row = (line for line in capsys.readouterr().out.splitlines() if "%" in line or line.startswith("    pipe"))
+    # A number of seconds and its unit stand in one column.
+    assert len(row.split()) == len(head.split()) + 1 and len(row) == len(head)
+
+
 def test_by_default_a_device_has_32768_tokens(capsys):
     for length, rows in ((4096, 64), (2**20, 1)):
         main(f"plan qwen3-30b-a3b --devices 8 --sequence-length {length} --limit 1".split())

@@ -135,6 +135,7 @@ def test_one_flat_prompt_gives_one_flat_list():
             {"top_k": 2.5, "temperature": "1"},
             "temperature must be a number, 0 or more; got '1'; top_k must be an integer",
         ),
+        ([[1]], {"overlap_prefill": "no"}, "overlap_prefill must be True or False; got 'no'"),
         ([[1]], {"temperature": -1.0}, "temperature must be a number, 0 or more; got -1.0"),
         ([[1]], {"top_k": 0}, "top_k must be an integer, at least 1; got 0"),
         ([[1]], {"top_p": 0.0, "eos_token_id": 97}, r"top_p must be a number in \(0, 1\]; got 0.0; eos_token_id 97 is outside"),

@@ -2,19 +2,23 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 import tiny
+from adapted_models import with_adapters
 from flax import nnx
 
 import moe_jax
 from moe_jax.adapters import LoraSettings
+from moe_jax.checkpoint.training import finished_steps
 from moe_jax.kernels import Precision
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.preferences import PreferenceSettings
 from moe_jax.recipes import PreferSettings, prefer
+from moe_jax.recipes.preferring import loop
 from moe_jax.recipes.preferring.dry_run import dry_run
 
 LORA = LoraSettings(rank=4, alpha=8, targets=("attention",))
@@ -69,6 +73,8 @@ def test_adapters(tmp_path, capsys):
     assert resumed.metrics[3]["step"] == 4 and resumed.finished
     for a, b in zip(arrays_of(whole), arrays_of(resumed), strict=True):
         np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match="holds 6 steps of this run: steps=5 would end before; take 6 or more"):
+        run(settings(tmp_path / "two", steps=5, warmup_steps=1))
     with pytest.raises(ValueError, match="holds another run; .* .*preference.beta: checkpoint 0.3, now 0.2$"):
         run(settings(tmp_path / "two", preference=PreferenceSettings("dpo", beta=0.2)))
 
@@ -82,6 +88,32 @@ def test_all_parameters(tmp_path):
     np.testing.assert_array_equal(np.load(tmp_path / "run" / "reference_data.npy"), table)
     margins = [record["reward_margin"] for record in resumed.metrics]
     assert margins[2] > margins[1] > 0.1 and margins[1] == part.metrics[-1]["reward_margin"]
+
+
+def test_the_best_checkpoint(tmp_path, monkeypatch, capsys):
+    """Held-out losses are scripted. A run that continues ends where one ends that never stopped, with the same weights."""
+    losses = {1: 2.0, 2: 1.0, 3: 1.5, 4: 1.5, 5: 0.5}
+    evaluation = lambda *_: lambda state: {"eval_loss": losses[int(state.step)]}  # noqa: E731
+    monkeypatch.setattr(loop, "make_preference_evaluation", evaluation)
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    watched = dict(eval_data=write(tmp_path, "other.jsonl", 3), eval_every=1, eval_batches=1, keep_best=True, early_stop=2)
+    options = watched | dict(keep_checkpoints=1, checkpoint_every=9)
+    whole = run(settings(tmp_path / "whole", **options))
+    assert (whole.step, whole.model_step, whole.stopped_early, whole.finished) == (4, 2, True, True)
+    assert finished_steps(tmp_path / "whole" / "run" / "checkpoints") == [2, 4]
+    part = run(settings(tmp_path / "parts", **options), stop_after=3)
+    assert (part.step, part.model_step, part.finished) == (3, 3, False)
+    capsys.readouterr()
+    for _ in range(2):  # The second time no step is left.
+        resumed = run(settings(tmp_path / "parts", **options))
+        assert (resumed.step, resumed.model_step, resumed.stopped_early) == (4, 2, True)
+        assert all(map(np.array_equal, arrays_of(resumed), arrays_of(whole)))
+    assert "the run stopped early after step 4; a larger --early-stop goes on" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="keep_best=True needs a held-out loss: give eval_data"):
+        settings(tmp_path, keep_best=True)
+    with pytest.raises(ValueError, match="early_stop=-1 must be an integer of at least 0"):
+        settings(tmp_path, **watched | dict(early_stop=-1))
 
 
 @pytest.mark.parametrize("loss", ["kto", pytest.param("orpo", marks=pytest.mark.thorough)])
@@ -102,13 +134,22 @@ def test_dry_run(tmp_path, capsys):
     assert "[[no, 0!<|im_end|>]]" in printed and not (tmp_path / "run").exists()
 
 
-def test_refused_before_anything_is_written(tmp_path):
+def test_refused_before_anything_is_written(tmp_path, monkeypatch):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "a", "chosen": "b"}\n')
     with pytest.raises(ValueError, match="bad.jsonl:1: needs the keys"):
         run(settings(tmp_path, data=str(bad)))
     with pytest.raises(ValueError, match="eval_data=.* has the same contents as data"):
         run(settings(tmp_path, eval_data=write(tmp_path, "same.jsonl")))
+    with pytest.raises(ValueError, match="the model has adapters already.*pass the model without adapters"):
+        run(settings(tmp_path), lambda: with_adapters(tiny.dense(), targets=("attention",)))
+    with pytest.raises(ValueError, match="targets has 'experts', which this model does not have"):
+        run(settings(tmp_path, lora=LoraSettings(targets=("experts",))))
+    with pytest.raises(ValueError, match="dry_run=True: call"):
+        run(settings(tmp_path, dry_run=True))
+    monkeypatch.setattr("moe_jax.recipes.preferring.prepare.mesh_of", lambda state: SimpleNamespace(size=8))
+    with pytest.raises(ValueError, match="uses one device, and the model lies on 8"):
+        run(settings(tmp_path))
     assert not (tmp_path / "run").exists()
 
 

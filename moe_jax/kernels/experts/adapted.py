@@ -16,12 +16,13 @@ w_gate_up and w_down get no gradient, and no product is made for one. `changed_m
 residuals are x, h, u, v, weights and plan. With `precision` the products of w_gate_up and w_down are in FP8, all others not.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.kernels.experts.backends import implementation
 from moe_jax.kernels.experts.changed_matmuls import (
@@ -29,6 +30,7 @@ from moe_jax.kernels.experts.changed_matmuls import (
     changed_gated_matmul,
     changed_gated_matmul_backward,
     changed_matmul,
+    factors_plan,
 )
 from moe_jax.kernels.experts.choose_backend import resolve_backend
 from moe_jax.kernels.experts.fp8.kept import KeptRows, keep_h, read_h
@@ -80,11 +82,35 @@ def experts_mlp_adapted(
     return adapted_experts(AdaptedOperands(x, frozen, topk_weights, adapter), topk_experts, sizes, options, chunk_tokens)
 
 
+def experts_mlp_adapted_in_stack(
+    x: Float[Array, "tokens hidden"],
+    w_gate_up: Float[Array, "layers experts 2*inter hidden"],
+    w_down: Float[Array, "layers experts hidden inter"],
+    topk_weights: Float[Array, "tokens k"],
+    topk_experts: Integer[Array, "tokens k"],
+    adapter: ExpertsAdapter,
+    layer: Int[Array, ""],
+    *,
+    backend: str | None = None,
+) -> Float[Array, "tokens hidden"]:
+    """Computes `experts_mlp_adapted` with the experts of one layer of a stack, which kernels read in place.
+
+    The factors are of this layer alone. There are no gradients.
+
+    Raises:
+        ValueError: as `experts_mlp_adapted`, or the call is differentiated.
+    """
+    sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts="layers experts")
+    options = ChangedOptions(resolve_backend(backend, x.dtype, x.shape[1], sizes["inter"]))
+    operands = AdaptedOperands(x, FrozenMatrices(w_gate_up, w_down), topk_weights, adapter, layer)
+    return adapted_experts(operands, topk_experts, sizes, options, None)
+
+
 class FrozenMatrices(NamedTuple):
     """The matrices that are changed: arrays, or codes with scales."""
 
-    gate_up: Float[Array, "experts 2*inter hidden"] | QuantisedMatrices
-    down: Float[Array, "experts hidden inter"] | QuantisedMatrices
+    gate_up: Float[Array, "*layers experts 2*inter hidden"] | QuantisedMatrices
+    down: Float[Array, "*layers experts hidden inter"] | QuantisedMatrices
 
 
 class AdaptedOperands(NamedTuple):
@@ -94,6 +120,8 @@ class AdaptedOperands(NamedTuple):
     frozen: FrozenMatrices
     weights: Float[Array, "tokens k"]
     adapter: ExpertsAdapter
+    layer: Int[Array, ""] | None = None
+    """`Plan.layer` of the matrices."""
 
 
 def adapted_experts(
@@ -112,13 +140,13 @@ def adapted_experts(
     check_positive("chunk_tokens", chunk_tokens)
     alignment = _rank_alignment(options.backend, sizes["hidden"], sizes["inter"])
     whole = ExpertsAdapter(*(_of_each_expert(factors, sizes["experts"], alignment) for factors in operands.adapter))
-    (x, frozen, weights, whole), topk_experts = vary_alike((operands._replace(adapter=whole), topk_experts))
+    (x, frozen, weights, whole, layer), topk_experts = vary_alike((operands._replace(adapter=whole), topk_experts))
     weights = without_strangers(weights, topk_experts, sizes["experts"])
 
     def of_chunk(chunk: tuple[Array, Array, Array]) -> Array:
         x, weights, experts = chunk
         planned = plan(experts, sizes["experts"], options.row_alignment)
-        return _adapted(AdaptedOperands(x, frozen, weights, whole), planned, options)
+        return _adapted(AdaptedOperands(x, frozen, weights, whole), dataclasses.replace(planned, layer=layer), options)
 
     if chunk_tokens is None or chunk_tokens >= len(x):
         return of_chunk((x, weights, topk_experts))
@@ -167,9 +195,9 @@ class _Residuals(NamedTuple):
 
 
 def _forward(operands: AdaptedOperands, plan: Plan, options: ChangedOptions) -> tuple[Array, _Residuals]:
-    x, frozen, weights, (gate_up, down) = operands
+    x, frozen, weights, (gate_up, down), _ = operands
     backend = implementation(options.backend)
-    matmul = partial(backend.grouped_matmul, plan=plan)
+    matmul = partial(backend.grouped_matmul, plan=factors_plan(plan))
     rows, source = backend.rows_of_tokens(x, plan)
     u = matmul(rows, gate_up.a, source_of_row=source)
     h, act = changed_gated_matmul(options, rows, frozen.gate_up, plan, RowsChange(u, gate_up.b), source_of_row=source)
@@ -182,7 +210,9 @@ def _forward(operands: AdaptedOperands, plan: Plan, options: ChangedOptions) -> 
 def _backward(
     options: ChangedOptions, residuals: _Residuals, dy: Float[Array, "tokens hidden"]
 ) -> tuple[AdaptedOperands, None]:
-    (x, frozen, weights, (gate_up, down)), plan, kept, u, v = residuals
+    (x, frozen, weights, (gate_up, down), _), plan, kept, u, v = residuals
+    if plan.layer is not None:
+        raise ValueError("experts of a layer in a stack have no gradients: give the layer's own matrices")
     backend = implementation(options.backend)
     matmul, outer = partial(backend.grouped_matmul, plan=plan), partial(backend.grouped_outer, plan=plan)
     h = read_h(kept)

@@ -1,9 +1,11 @@
 """Grouped matmuls whose matrices have a low-rank change: W + b a, of which one factor was applied to the rows before.
 
 In the kernels of `mosaic` and `triton` the change takes further steps of the same sum. In `xla` it is a grouped matmul of its
-own, whose result is added. So it is where W multiplies in FP8: the change stays in the rows' dtype.
+own, whose result is added. So it is where W multiplies in FP8: the change stays in the rows' dtype. So it is where W lies in a
+stack of layers, too. The factors are of one layer, and a kernel has one number for the expert of both.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,39 +39,47 @@ class ChangedOptions(NamedTuple):
 def changed_matmul(
     options: ChangedOptions,
     x: Float[Array, "sources in"],
-    w: Float[Array, "experts n m"] | QuantisedMatrices,
+    w: Float[Array, "*layers experts n m"] | QuantisedMatrices,
     plan: Plan,
     change: RowsChange,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
     transpose: bool = False,
 ) -> Float[Array, "rows out"]:
-    """Returns `grouped_matmul` of x with the changed matrices. Rows of no expert may be left unwritten."""
+    """Returns `grouped_matmul` of x with the changed matrices. Rows of no expert may be left unwritten.
+
+    With `plan.layer`, w is a stack of layers. The change's factor is always of one layer.
+    """
     given: dict[str, Any] = dict(source_of_row=source_of_row, transpose=transpose)
     backend = implementation(options.backend)
-    if _adds_in_kernel(options, w):
+    if _adds_in_kernel(options, w, plan):
         return backend.grouped_matmul(x, w, plan, change=_in_dtype(change, x.dtype), **given)
-    matmul = partial(backend.grouped_matmul, plan=plan)
+    matmul = backend.grouped_matmul
     if isinstance(w, QuantisedMatrices):
         assert options.fp8 is not None
         in_fp8 = fp8_backends.implementation(options.fp8.matmuls).grouped_matmul
         product = in_fp8(_rounded(x, source_of_row), transposed(w) if transpose else w, plan)
     else:
-        product = matmul(x, w, **given)
-    return product + matmul(change.rows, change.factor, transpose=transpose)
+        product = matmul(x, w, plan, **given)
+    return product + matmul(change.rows, change.factor, factors_plan(plan), transpose=transpose)
+
+
+def factors_plan(plan: Plan) -> Plan:
+    """Returns the plan of matmuls with factors of a change, which are of one layer whatever the matrices are."""
+    return dataclasses.replace(plan, layer=None)
 
 
 def changed_gated_matmul(
     options: ChangedOptions,
     x: Float[Array, "sources in"],
-    w: Float[Array, "experts 2*inter in"] | QuantisedMatrices,
+    w: Float[Array, "*layers experts 2*inter in"] | QuantisedMatrices,
     plan: Plan,
     change: RowsChange,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"]]:
     """Returns h = [gate | up] and act = silu(gate) * up, h being the product with the changed matrices."""
-    if _adds_in_kernel(options, w):
+    if _adds_in_kernel(options, w, plan):
         gated = implementation(options.backend).gated_matmul
         h, act = gated(x, w, plan, source_of_row=source_of_row, change=_in_dtype(change, x.dtype))
         assert h is not None
@@ -90,7 +100,7 @@ def changed_gated_matmul_backward(
     source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Returns what `gated_matmul_backward` returns, with the changed matrices: dh, weight * act, and the weights' gradients."""
-    if _adds_in_kernel(options, w_down):
+    if _adds_in_kernel(options, w_down, plan):
         backward = implementation(options.backend).gated_matmul_backward
         change = _in_dtype(change, dy.dtype)
         return backward(dy, w_down, h, weight_of_row, plan, source_of_row=source_of_row, change=change)
@@ -99,9 +109,9 @@ def changed_gated_matmul_backward(
     return gated_silu_backward(h, weight * g), (weight * act).astype(h.dtype), jnp.sum(g * act, axis=1)
 
 
-def _adds_in_kernel(options: ChangedOptions, w: Float[Array, "experts n m"] | QuantisedMatrices) -> bool:
+def _adds_in_kernel(options: ChangedOptions, w: Float[Array, "*layers experts n m"] | QuantisedMatrices, plan: Plan) -> bool:
     """Returns True if a kernel adds the change's products to those of w."""
-    return options.backend in ("mosaic", "triton") and not isinstance(w, QuantisedMatrices)
+    return options.backend in ("mosaic", "triton") and plan.layer is None and not isinstance(w, QuantisedMatrices)
 
 
 def _rounded(x: Float[Array, "sources in"], source_of_row: Int[Array, "rows"] | None) -> QuantisedRows:

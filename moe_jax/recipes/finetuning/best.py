@@ -1,12 +1,38 @@
 """The best held-out loss of a run so far: the checkpoint to keep (`keep_best`), and the end of the run (`early_stop`)."""
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
-
-from moe_jax.recipes.finetuning.settings import FinetuneSettings
+from typing import Any, Protocol
 
 BEST = "best"
 """The entry of a checkpoint's position."""
+
+
+class WatchedRun(Protocol):
+    """The settings of a run, on texts or on preferences, that say how it follows its held-out loss."""
+
+    @property
+    def steps(self) -> int:
+        """The last step."""
+
+    @property
+    def eval_data(self) -> str | None:
+        """The held-out data; None: no measurement."""
+
+    @property
+    def eval_every(self) -> int:
+        """Steps between two measurements."""
+
+    @property
+    def eval_batches(self) -> int:
+        """Batches in a measurement."""
+
+    @property
+    def keep_best(self) -> bool:
+        """True to keep the checkpoint with the smallest loss, and to end with its weights."""
+
+    @property
+    def early_stop(self) -> int:
+        """Measurements without an improvement that end the run; 0: they never do."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +64,57 @@ class Best:
         return {} if self.loss is None else {BEST: asdict(self)}
 
 
-def best_of(position: dict[str, Any], data: str | None) -> Best:
-    """Returns the best that a checkpoint's position holds; none yet if it was measured on other data."""
-    found = Best(**position.get(BEST, {}))
+def best_of(position: dict[str, Any], settings: WatchedRun, fingerprint: str | None) -> Best:
+    """Returns the best that a checkpoint's position holds; none yet if it was measured on other data.
+
+    Args:
+      position: empty before the first step.
+      fingerprint: of the held-out data.
+    """
+    data = f"{fingerprint}, {settings.eval_batches} batches"
+    found = Best(**position.get(BEST, {})) if is_watched(settings) else Best()
     return found if found.data == data else Best(data=data)
 
 
-def counts(settings: FinetuneSettings, step: int) -> bool:
+def best_problems(settings: WatchedRun) -> list[str]:
+    """Returns the settings that need held-out data and have none, one clause each."""
+    wrong = [name for name in ("keep_best", "early_stop") if getattr(settings, name) and settings.eval_data is None]
+    return [f"{name}={getattr(settings, name)!r} needs a held-out loss: give eval_data" for name in wrong]
+
+
+def told_early(steps_done: int) -> str:
+    """Returns the line about a run that stopped early, when its command is given again."""
+    return f"the run stopped early after step {steps_done}; a larger --early-stop goes on"
+
+
+class EndedRun(Protocol):
+    """The result of a run that has ended."""
+
+    @property
+    def step(self) -> int:
+        """The last step done."""
+
+    @property
+    def stopped_early(self) -> bool:
+        """True if `early_stop` ended it."""
+
+    @property
+    def model_step(self) -> int:
+        """The step that the weights are of."""
+
+
+def told_end(settings: WatchedRun, result: EndedRun) -> str:
+    """Returns the beginning of a command's last line: the last step, and the step of the weights with `keep_best`."""
+    best = f"the weights of step {result.model_step}, which has the smallest held-out loss: " if settings.keep_best else ""
+    early = ", where the held-out loss had stopped falling" if result.stopped_early else ""
+    return f"trained to step {result.step}{early}; {best}"
+
+
+def counts(settings: WatchedRun, step: int) -> bool:
     """Tells if the measurement of a step counts. One where a run was interrupted does not, or the run would not be the same."""
     return is_watched(settings) and (step % settings.eval_every == 0 or step == settings.steps)
 
 
-def is_watched(settings: FinetuneSettings) -> bool:
+def is_watched(settings: WatchedRun) -> bool:
     """Tells if the run follows the best held-out loss."""
     return settings.keep_best or settings.early_stop > 0

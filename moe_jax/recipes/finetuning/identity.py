@@ -38,6 +38,18 @@ def same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> di
     return kept if noted is None else kept | {MODEL: noted}
 
 
+def check_steps(output: Path, steps_done: int, steps: int) -> None:
+    """Refuses to continue a run to an earlier step than it has reached.
+
+    Raises:
+      ValueError: it has done more than `steps`.
+    """
+    if steps < steps_done:
+        raise ValueError(
+            f"{output} holds {steps_done} steps of this run: steps={steps} would end before; take {steps_done} or more"
+        )
+
+
 def _differences(name: str, saved: Any, now: Any) -> list[str]:
     """Returns a clause for each entry of an identity that differs; of two objects only the keys that do."""
     if saved == now:

@@ -25,7 +25,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.pipeline.chunks import PipeShape
 from moe_jax.recipes.finetuning.announcement import announcement
-from moe_jax.recipes.finetuning.best import Best, counts
+from moe_jax.recipes.finetuning.best import Best, counts, told_early
 from moe_jax.recipes.finetuning.finite import check_eval_loss, check_finite
 from moe_jax.recipes.finetuning.prepare import PlannedRun, PreparedRun, prepare_run
 from moe_jax.recipes.finetuning.run_log import RunLog
@@ -40,7 +40,7 @@ from moe_jax.train.metrics import of_layers, read_records, record_of_step
 from moe_jax.train.objective import LossFunction, NextToken
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
 from moe_jax.train.rebalance import Places, move_experts
-from moe_jax.train.restored import PIPE, restored
+from moe_jax.train.restored import PIPE, freed, restored
 from moe_jax.train.state import TrainState, init_state
 from moe_jax.train.step import make_train_step
 
@@ -282,27 +282,20 @@ def _state_of(run: PreparedRun, step: int, state: TrainState) -> tuple[TrainStat
     """Returns the state of a checkpoint and its places of experts, laid out as `state`, whose arrays are deleted."""
     position = run.checkpoints.position(step)
     pipe = PipeShape() if run.parallelism is None else run.parallelism.pipe
-    like = _freed(state.without_frozen)
+    like = freed(state.without_frozen)
     read = restored(partial(run.checkpoints.restore, step), like, layers_in_pipe(run.config, pipe), position, pipe)
     places = Places.from_json(position["places"]) if position.get("places") else None
     return replace(read, frozen=state.frozen), places
 
 
-def _freed(state: TrainState) -> TrainState:
-    """Deletes the state's arrays; returns their shapes and shardings. A restored state of a large model needs the memory."""
-    template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    jax.tree.map(lambda x: x.delete(), state)
-    return template
-
-
 def _announce(asked: FinetuneSettings, run: PreparedRun) -> None:
     """Prints what is ahead and writes settings.json; if no step is left, only says so of a run that stopped early."""
     if run.is_over and run.steps_done < run.settings.steps and is_first_process():
-        tqdm.write(f"the run stopped early after step {run.steps_done}; a larger --early-stop goes on")
+        tqdm.write(told_early(run.steps_done))
     elif not run.is_over and is_first_process():
         tqdm.write(announcement(run, run.steps_done))
         template = None if asked.chat_template is None else run.tokenizer.chat_template
-        write_settings(asked, steps=run.settings.steps, chat_template=template)
+        write_settings(asked, command="finetune", steps=run.settings.steps, chat_template=template)
 
 
 def _next_batch(run: PreparedRun, step: int, state: TrainState, places: Places | None, best: Best) -> dict[str, np.ndarray]:

@@ -28,17 +28,26 @@ def check_lora(
       ValueError: the model that was passed has adapters already, or lies on a mesh on which adapters do not train. Or the
         config's model cannot have the adapters that the settings ask for.
     """
-    if model is not None and jax.tree.leaves(nnx.state(model, nnx.LoRAParam)):
-        raise ValueError(
-            "the model has adapters already, and a checkpoint of the run would lack the weights beside them: pass the model "
-            "without adapters, and the settings' lora"
-        )
+    refuse_adapted(model)
     if settings.lora is None:
         return None
     mesh = {} if parallelism is None else dict(parallelism.mesh.shape)
     if problems := lora_problems(settings.lora, mesh, settings.shard_optimizer):
         raise ValueError("FinetuneSettings: " + "; ".join(problems))
     return planned_lora(config, settings.lora).summary
+
+
+def refuse_adapted(model: Decoder | None) -> None:
+    """Refuses a model that was passed to a run with adapters.
+
+    Raises:
+      ValueError: it has some.
+    """
+    if model is not None and jax.tree.leaves(nnx.state(model, nnx.LoRAParam)):
+        raise ValueError(
+            "the model has adapters already, and a checkpoint of the run would lack the weights beside them: pass the model "
+            "without adapters, and the settings' lora"
+        )
 
 
 def identity_of_lora(settings: AdaptedRun) -> dict[str, Any]:

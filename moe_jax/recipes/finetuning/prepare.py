@@ -32,10 +32,10 @@ from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.chunks import pipe_of_model
 from moe_jax.parallel.pipeline.of_mesh import check_branches
 from moe_jax.parallel.zero1 import optimizer_mesh, optimizer_shardings
-from moe_jax.recipes.finetuning.best import Best, best_of, is_watched
+from moe_jax.recipes.finetuning.best import Best, best_of
 from moe_jax.recipes.finetuning.data import held_out_batches, open_data, run_batches, try_first_batch, with_survey
 from moe_jax.recipes.finetuning.export import check_destination
-from moe_jax.recipes.finetuning.identity import same_run
+from moe_jax.recipes.finetuning.identity import check_steps, same_run
 from moe_jax.recipes.finetuning.lock import output_lock
 from moe_jax.recipes.finetuning.lora import base_of, check_lora, identity_of_lora
 from moe_jax.recipes.finetuning.precision import check_precision, identity_of_precision
@@ -161,17 +161,12 @@ def prepare_run(
     checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
     steps_done = checkpoints.latest_step() or 0
     places = Places.at_first(len(config.routed_layers), _num_experts(config)) if settings.rebalance_every else None
-    measured_on = f"{plan.held_out_fingerprint}, {settings.eval_batches} batches"
-    best = Best(data=measured_on)
+    best = best_of({}, settings, plan.held_out_fingerprint)
     if steps_done:
         position = checkpoints.position(steps_done)
-        best = best_of(position, measured_on) if is_watched(settings) else best
+        best = best_of(position, settings, plan.held_out_fingerprint)
         identity = same_run(position["identity"], identity, output)
-        if settings.steps < steps_done:
-            raise ValueError(
-                f"{output} holds {steps_done} steps of this run: steps={settings.steps} would end before; take {steps_done} or "
-                "more"
-            )
+        check_steps(output, steps_done, settings.steps)
         plan.batches.set_state(position["data"])
         places = Places.from_json(position["places"]) if position.get("places") else places
         if places is not None and plan.parallelism is not None and plan.parallelism.pipelined:

@@ -1,6 +1,5 @@
 """The settings of a fine-tuning run, checked as a whole before anything happens."""
 
-import importlib.util
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
@@ -10,6 +9,7 @@ from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import MESH_AXES, UNIFORM, Hops, MeshShape, PipeSchedule
 from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.parallel.pipeline.limits import ranks_problem, schedule_problem
+from moe_jax.recipes.finetuning.best import best_problems
 from moe_jax.recipes.finetuning.lora_settings import (
     Weights,
     default_learning_rate,
@@ -18,7 +18,7 @@ from moe_jax.recipes.finetuning.lora_settings import (
     weights_problems,
 )
 from moe_jax.recipes.finetuning.precision import precision_problems
-from moe_jax.recipes.finetuning.trackers import Tracker, tracker_problems
+from moe_jax.recipes.finetuning.trackers import Tracker, log_problems
 from moe_jax.train.data.files import FORMATS
 from moe_jax.train.data.records import LEARNED_ANSWERS
 from moe_jax.train.data.sources import sources
@@ -301,14 +301,10 @@ def _problems(settings: FinetuneSettings) -> list[str]:
                 f"{name}={path!r} must lie outside of output={settings.output!r}, where the run writes its own files and "
                 "replaces model/: copy it elsewhere, or give another output"
             )
-    if settings.tensorboard and importlib.util.find_spec("tensorboardX") is None:
-        problems.append("tensorboard=True needs the package tensorboardX: pip install tensorboardX")
-    problems += tracker_problems(settings.log_to)
+    problems += log_problems(settings.tensorboard, settings.log_to)
     if settings.dry_run and settings.find_learning_rate:
         problems.append("dry_run=True and find_learning_rate=True exclude each other: give one of them")
-    for name in ("keep_best", "early_stop"):
-        if getattr(settings, name) and settings.eval_data is None:
-            problems.append(f"{name}={getattr(settings, name)!r} needs a held-out loss: give eval_data")
+    problems += best_problems(settings)
     if output.is_file():
         problems.append(f"output={settings.output!r} is a file; it must be a folder")
     return problems

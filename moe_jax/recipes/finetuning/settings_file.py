@@ -1,4 +1,7 @@
-"""The record of a run in its output folder: settings.json, run.yaml, and the chat template that the user chose."""
+"""The record of a run in its output folder: settings.json, run.yaml, and the chat template that the user chose.
+
+Runs on texts and on preferences have the same files.
+"""
 
 import json
 import os
@@ -6,42 +9,53 @@ import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
 
 import jax
 import yaml
-
-from moe_jax.recipes.finetuning.settings import FinetuneSettings
 
 CHAT_TEMPLATE = "chat_template.jinja"
 RUN_YAML = "run.yaml"
 
 
-def write_settings(settings: FinetuneSettings, *, steps: int, chat_template: str | None) -> None:
+class RecordedRun(Protocol):
+    """The settings of a run with such files: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def output(self) -> str:
+        """The run's folder."""
+
+
+def write_settings(
+    settings: RecordedRun, *, command: Literal["finetune", "prefer"], steps: int, chat_template: str | None = None
+) -> None:
     """Writes settings.json, run.yaml and the chat template, if any, into the output folder; each is complete or absent.
 
     settings.json has all settings, with `epochs` turned into `steps`, the versions of moe_jax and jax, and the date.
-    run.yaml has the settings as they were given: `finetune --config` continues or repeats the run with it.
+    run.yaml has the settings as they were given: the command continues or repeats the run with `--config` and this file.
     """
     output = Path(settings.output).expanduser()
     versions = {"moe_jax": sys.modules["moe_jax"].__version__, "jax": jax.__version__}
     started = datetime.now(UTC).isoformat(timespec="seconds")
     record = asdict(settings) | {"steps": steps, "versions": versions, "started": started}
     write_whole(output / "settings.json", json.dumps(record, indent=2, default=str) + "\n")
-    write_whole(output / RUN_YAML, _as_yaml(settings, versions))
+    write_whole(output / RUN_YAML, _as_yaml(settings, command, versions))
     if chat_template is not None:
         write_whole(output / CHAT_TEMPLATE, chat_template)
 
 
-def _as_yaml(settings: FinetuneSettings, versions: dict[str, str]) -> str:
+def _as_yaml(settings: RecordedRun, command: str, versions: dict[str, str]) -> str:
     """Returns the settings as YAML, in their own order; without `steps` where `epochs` counts them."""
     # Through JSON: YAML has no tuples.
     values = json.loads(json.dumps(asdict(settings), default=str))
-    if settings.epochs is not None:
+    if values.get("epochs") is not None:
         del values["steps"]
     made_by = ", ".join(f"{name} {version}" for name, version in versions.items())
     head = f"# Written by {made_by}. Continue the run, or repeat it with another --output:\n"
     return (
-        head + f"#   moe-jax finetune --config {Path(settings.output) / RUN_YAML}\n" + yaml.safe_dump(values, sort_keys=False)
+        head + f"#   moe-jax {command} --config {Path(settings.output) / RUN_YAML}\n" + yaml.safe_dump(values, sort_keys=False)
     )
 
 

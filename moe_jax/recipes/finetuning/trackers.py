@@ -49,9 +49,16 @@ class Trackers:
             module.finish()
 
 
-def tracker_problems(names: Sequence[str]) -> list[str]:
-    """Returns unknown trackers and missing packages, one clause each."""
+def log_problems(tensorboard: bool, names: Sequence[str]) -> list[str]:
+    """Returns unknown trackers and missing packages, one clause each.
+
+    Args:
+      tensorboard: True if the setting of this name asks for it.
+      names: of `log_to`.
+    """
     problems = []
+    if tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        problems.append("tensorboard=True needs the package tensorboardX: pip install tensorboardX")
     for name in names:
         if name not in get_args(Tracker):
             problems.append(f"log_to={name!r} must be one of {', '.join(get_args(Tracker))}")

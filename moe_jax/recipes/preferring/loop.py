@@ -1,18 +1,16 @@
 """The loop of a run on preferences: settings in, a trained model or adapter and a log out. An interrupted run continues."""
 
 import math
-import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
@@ -22,24 +20,24 @@ from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.cost.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
 from moe_jax.preferences.batches import PreferenceBatches
-from moe_jax.preferences.documents import Preferences
 from moe_jax.preferences.objective import Preference
-from moe_jax.preferences.reference import reference_table
-from moe_jax.recipes.finetuning.identity import same_run
+from moe_jax.recipes.finetuning.best import Best, best_of, counts, told_early
+from moe_jax.recipes.finetuning.finite import check_eval_loss
+from moe_jax.recipes.finetuning.identity import check_steps, same_run
 from moe_jax.recipes.finetuning.lock import output_lock
 from moe_jax.recipes.finetuning.lora import base_of
 from moe_jax.recipes.finetuning.run_log import RunLog
+from moe_jax.recipes.finetuning.settings_file import write_settings
 from moe_jax.recipes.preferring.evaluation import make_preference_evaluation
 from moe_jax.recipes.preferring.prepare import PlannedPreferences, plan_preferences
+from moe_jax.recipes.preferring.reference_file import table_of_reference
 from moe_jax.recipes.preferring.settings import PreferSettings
 from moe_jax.train.batch import put_batch
 from moe_jax.train.metrics import read_records, record_of_step
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
+from moe_jax.train.restored import freed
 from moe_jax.train.state import TrainState, init_state
 from moe_jax.train.step import make_train_step
-
-REFERENCE = "reference_{}.npy"
-"""The file of a run's folder for the log-probabilities of the model that it began with, of "data" and "eval_data"."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +48,32 @@ class PreferResult:
       model: the trained model; with its adapters, if the run trained some.
       step: the last step done.
       metrics: the records of all steps of the run, including the steps before it was resumed.
-      finished: all of `settings.steps` are done.
+      finished: all of `settings.steps` are done, or `settings.early_stop` ended the run.
+      stopped_early: `settings.early_stop` ended the run.
+      model_step: the step that the model's weights are of: with `settings.keep_best` and a finished run, the best.
     """
 
     model: Decoder
     step: int
     metrics: list[dict[str, Any]]
     finished: bool
+    stopped_early: bool = False
+    model_step: int = 0
+
+
+class Begun(NamedTuple):
+    """The place where a run begins: its folder is new, or holds checkpoints."""
+
+    step: int
+    position: dict[str, Any]
+    """Of the checkpoint of this step; empty without one."""
+    extra: dict[str, Any]
+    """The entries of a position that no step changes."""
+    best: Best
+
+    def is_over(self, settings: PreferSettings) -> bool:
+        """Tells if no step is left."""
+        return self.step >= settings.steps or self.best.ends(settings.early_stop)
 
 
 def prefer(
@@ -85,6 +102,8 @@ def prefer(
       BlockingIOError: another run is under way in the output folder.
       FloatingPointError: the loss is not finite.
     """
+    if settings.dry_run:
+        raise ValueError("settings.dry_run=True: call moe_jax.recipes.preferring.dry_run.dry_run, which trains nothing")
     plan = plan_preferences(settings, model, tokenizer)
     output = Path(settings.output).expanduser()
     with output_lock(output):
@@ -93,24 +112,32 @@ def prefer(
         if steps_done:
             position = checkpoints.position(steps_done)
             identity = same_run(position["identity"], identity, output)
-        if steps_done < settings.steps:
-            tqdm.write(plan.announcement(steps_done))
+            check_steps(output, steps_done, settings.steps)
         extra = {"identity": identity} | base_of(settings, model)
-        return _train(plan, model, checkpoints, (steps_done, position, extra), stop_after, on_step)
+        fingerprint = None if plan.eval_data is None else plan.eval_data.fingerprint
+        begun = Begun(steps_done, position, extra, best_of(position, settings, fingerprint))
+        if not begun.is_over(settings):
+            tqdm.write(plan.announcement(steps_done))
+            write_settings(settings, command="prefer", steps=settings.steps)
+        elif steps_done < settings.steps:
+            tqdm.write(told_early(steps_done))
+        return _train(plan, model, checkpoints, begun, stop_after, on_step)
 
 
 def _train(
     plan: PlannedPreferences,
     model: Decoder | None,
     checkpoints: TrainingCheckpoints,
-    begun: tuple[int, dict[str, Any], dict[str, Any]],
+    begun: Begun,
     stop_after: int | None,
     on_step: Callable[[dict[str, Any]], None] | None,
 ) -> PreferResult:
     """Trains from the run's last step, or from the first, to the run's end."""
-    settings, (step, position, extra) = plan.settings, begun
+    settings, (step, position, extra, best) = plan.settings, begun
     model = _loaded(settings, model)
-    tables = [_table(plan, data, model, name) for name, data in (("data", plan.data), ("eval_data", plan.eval_data))]
+    tables = [
+        table_of_reference(plan, data, model, name) for name, data in (("data", plan.data), ("eval_data", plan.eval_data))
+    ]
     batches = plan.batches(plan.data, reference=tables[0])
     schedule = warmup_cosine(
         float(settings.learning_rate or 0),
@@ -130,7 +157,10 @@ def _train(
         held_out = _held_out(plan.batches(plan.eval_data, reference=tables[1]), settings.eval_batches, state)
         evaluate = make_preference_evaluation(graph, objective, held_out)
     last = settings.steps if stop_after is None else min(stop_after, settings.steps)
-    log = RunLog(settings, first_step=step + 1, on_step=on_step)
+    last = step if begun.is_over(settings) else last
+    checkpoints.kept_step = best.step if settings.keep_best else None
+    # Nothing is sent by a run that has no step left.
+    log = RunLog(settings, first_step=step + 1, send_to=() if step >= last else settings.log_to, on_step=on_step)
     checkpoints.listen()
     try:
         while step < last:
@@ -146,22 +176,32 @@ def _train(
                 )
             if evaluate is not None and (step % settings.eval_every == 0 or step == last):
                 record |= evaluate(state)
+                check_eval_loss(record)
+                best = best.after(step, record["eval_loss"]) if counts(settings, step) else best
             log.write(record, {}, last)
-            if checkpoints.told_to_stop(step):
+            if checkpoints.told_to_stop(step) or best.ends(settings.early_stop):
                 last = step
-            if step % settings.checkpoint_every == 0 or step == last:
-                checkpoints.save(step, state.without_frozen, {"data": batches.get_state(), **extra})
+            is_best = settings.keep_best and best.step == step
+            if is_best:
+                checkpoints.kept_step = step
+            if step % settings.checkpoint_every == 0 or step == last or is_best:
+                checkpoints.save(step, state.without_frozen, {"data": batches.get_state(), **extra, **best.entry()})
+        early, model_step = step < settings.steps and best.ends(settings.early_stop), step
+        finished = step >= settings.steps or early
+        if finished and settings.keep_best and best.step and best.step != step:
+            model_step = best.step
+            state = _restored(partial(checkpoints.restore, model_step), state)
     finally:
         batches.close()
         log.close()
         checkpoints.close()
     if batches.skipped:
         tqdm.write(f"{len(batches.skipped):,} examples were left out: their prompts leave no room for an answer")
-    if checkpoints.stopped_by == signal.SIGINT and step < settings.steps:
+    if checkpoints.stopped_by == signal.SIGINT and not finished:
         raise KeyboardInterrupt(f"saved at step {step}")
     trained = nnx.merge(graph, state.params, state.fixed)
     records = read_records(Path(settings.output).expanduser() / "metrics.jsonl")
-    return PreferResult(trained, step, records, finished=step >= settings.steps)
+    return PreferResult(trained, step, records, finished, early, model_step)
 
 
 def _loaded(settings: PreferSettings, model: Decoder | None) -> Decoder:
@@ -172,30 +212,13 @@ def _loaded(settings: PreferSettings, model: Decoder | None) -> Decoder:
         model = from_pretrained(settings.model, dtype=dtype, param_dtype=param_dtype, mtp=False, weights=settings.weights)
     model.set_precision(settings.precision)
     if settings.lora is not None:
-        tqdm.write(str(add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))))
+        add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))
     return model
 
 
-def _table(plan: PlannedPreferences, data: Preferences | None, model: Decoder, name: str) -> np.ndarray | None:
-    """Returns the reference's log-probabilities of the data, kept in a file of the run; None where they are not needed."""
-    settings = plan.settings
-    if data is None or settings.lora is not None or not settings.preference.needs_reference:
-        return None
-    file = Path(settings.output).expanduser() / REFERENCE.format(name)
-    if not file.exists():
-        with tqdm(total=len(data), desc="log-probabilities of the reference", unit="example") as progress:
-            table = reference_table(
-                model, plan.batches(data, in_order=True), lambda done, _: progress.update(done - progress.n)
-            )
-        unfinished = file.with_name(f".{file.name}.incomplete.npy")
-        np.save(unfinished, table)
-        os.replace(unfinished, file)
-    return np.load(file)
-
-
 def _restored(restore: Callable[[TrainState], TrainState], state: TrainState) -> TrainState:
-    """Returns the state of a checkpoint, which lacks frozen weights."""
-    return replace(restore(state.without_frozen), frozen=state.frozen)
+    """Returns the state of a checkpoint, which lacks frozen weights; deletes all other arrays of `state`."""
+    return replace(restore(freed(state.without_frozen)), frozen=state.frozen)
 
 
 def _held_out(batches: PreferenceBatches, number: int, state: TrainState) -> list[dict[str, jax.Array]]:

@@ -1,18 +1,23 @@
 """Validates a run on preferences (data, sizes, existing checkpoints) before any weights are loaded."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from flax import nnx
+
+from moe_jax.adapters.planned import planned_lora
+from moe_jax.adapters.summary import LoraSummary
 from moe_jax.checkpoint.fingerprint import weights_fingerprint
 from moe_jax.checkpoint.hf_load import check_form, find_config, read_config
 from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.layout import mesh_of
 from moe_jax.preferences.batches import PreferenceBatches, preference_batches
 from moe_jax.preferences.documents import Preferences, open_preferences
 from moe_jax.recipes.finetuning.export import check_destination
-from moe_jax.recipes.finetuning.lora import identity_of_lora
+from moe_jax.recipes.finetuning.lora import identity_of_lora, refuse_adapted
 from moe_jax.recipes.finetuning.precision import check_precision, identity_of_precision
 from moe_jax.recipes.preferring.settings import PreferSettings
 from moe_jax.train.data.tokenization import tokenizer_fingerprint
@@ -43,6 +48,7 @@ class PlannedPreferences:
     Attributes:
       tokenizer, config: of the model.
       data, eval_data: the preferences; `eval_data` is None without a measurement.
+      lora: what the run's adapters will train; None for a run of all parameters.
       identity: what may not change between the start of the run and its resumption.
       first_batch: the number of examples in the first batch.
     """
@@ -52,6 +58,7 @@ class PlannedPreferences:
     config: ModelConfig
     data: Preferences
     eval_data: Preferences | None
+    lora: LoraSummary | None
     identity: dict[str, Any]
     first_batch: int
 
@@ -70,11 +77,12 @@ class PlannedPreferences:
         )
 
     def announcement(self, steps_done: int) -> str:
-        """Returns a few lines: the data, the steps and the epochs."""
+        """Returns a few lines: what adapters train, the data, the steps and the epochs."""
         settings, kind = self.settings, "pairs" if self.data.of_pairs else "answers"
         epochs = settings.steps * self.first_batch / len(self.data)
+        trained = "" if self.lora is None else f"{self.lora}\n"
         return (
-            f"{len(self.data):,} {kind}, loss {settings.preference.loss} with beta {settings.preference.scale:g}\n"
+            f"{trained}{len(self.data):,} {kind}, loss {settings.preference.loss} with beta {settings.preference.scale:g}\n"
             f"steps {steps_done + 1} to {settings.steps}, {settings.batch_size} x {settings.seq_len} tokens a step, "
             f"{self.first_batch} {kind} in the first: about {epochs:.2g} epochs"
         )
@@ -83,6 +91,9 @@ class PlannedPreferences:
 def plan_preferences(settings: PreferSettings, model: Decoder | None, tokenizer: Any) -> PlannedPreferences:
     """Checks everything that can be checked without weights, and writes nothing; arguments and errors as in `prefer`."""
     check_destination(settings)
+    refuse_adapted(model)
+    if model is not None and (mesh := mesh_of(nnx.state(model))) is not None and mesh.size > 1:
+        raise ValueError(f"a run on preferences uses one device, and the model lies on {mesh.size}; load it without a mesh")
     if model is None:
         # A misspelt model is named as such, before its tokenizer is looked for.
         find_config(settings.model)
@@ -98,6 +109,7 @@ def plan_preferences(settings: PreferSettings, model: Decoder | None, tokenizer:
         raise ValueError(f"eval_data={settings.eval_data!r} has the same contents as data, and must not be trained on")
     config = read_config(settings.model, mtp=False) if model is None else model.config
     check_precision(settings.precision, config)
+    lora = None if settings.lora is None else planned_lora(config, settings.lora).summary
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {config.vocab_size}; take the model's "
@@ -108,11 +120,11 @@ def plan_preferences(settings: PreferSettings, model: Decoder | None, tokenizer:
     identity |= json.loads(json.dumps({"preference": asdict(settings.preference)}))
     identity |= {"config": config_to_dict(config), "data": data.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
     identity[MODEL] = weights_fingerprint(settings.model) if model is None else values_of(model)
-    plan = PlannedPreferences(settings, tokenizer, config, data, eval_data, identity, 0)
+    plan = PlannedPreferences(settings, tokenizer, config, data, eval_data, lora, identity, 0)
     # Made now, so that messages that the chat template refuses are named before minutes of loading.
     batches = plan.batches(data)
     try:
         count = int((next(batches)["example"] >= 0).sum())
     finally:
         batches.close()
-    return PlannedPreferences(settings, tokenizer, config, data, eval_data, identity, count)
+    return replace(plan, first_batch=count)

@@ -6,8 +6,10 @@ from pathlib import Path
 from moe_jax.adapters.settings import LoraSettings
 from moe_jax.models.precision import PrecisionName
 from moe_jax.preferences.settings import PreferenceSettings
+from moe_jax.recipes.finetuning.best import best_problems
 from moe_jax.recipes.finetuning.lora_settings import Weights, default_param_dtype, weights_problems
 from moe_jax.recipes.finetuning.precision import precision_problems
+from moe_jax.recipes.finetuning.trackers import Tracker, log_problems
 
 LEARNING_RATE, LORA_LEARNING_RATE = 1e-6, 1e-5
 """Peaks of the learning rate: preferences need less than fine-tuning, and adapters about ten times as much as all weights."""
@@ -28,6 +30,9 @@ class PreferSettings:
       eval_data: held-out preferences to measure loss, margins and accuracy on; None: no measurement.
       eval_every: steps between two measurements; the last step is always measured.
       eval_batches: batches in a measurement, each with a micro-batch's rows; the same each time.
+      keep_best: keep the checkpoint with the smallest held-out loss beside the newest ones, and end with its weights. Each
+        improvement writes a checkpoint. May be changed when a run continues, as `early_stop`.
+      early_stop: end the run after this number of measurements of the held-out loss without an improvement; 0: never.
       plain_text: prompts and answers that are strings are texts to be continued, not messages of a chat.
       tokenizer: a folder or hub id; None: the model's.
       preference: the loss and its numbers.
@@ -57,6 +62,8 @@ class PreferSettings:
         their activations so (docs/fp8.md). "bf16": in `dtype`.
       remat: recompute each layer in the backward pass: less memory, about a third more time.
       tensorboard: write output/tensorboard too.
+      log_to: further places for the log, any of tensorboard (output/tensorboard), wandb and trackio. The two send scalars and
+        settings to their servers; each is a package to install. May be changed when a run continues.
       dry_run: check everything, and print the data and its first example. Train nothing, read no weights, write no file.
     """
 
@@ -66,6 +73,8 @@ class PreferSettings:
     eval_data: str | None = None
     eval_every: int = 50
     eval_batches: int = 8
+    keep_best: bool = False
+    early_stop: int = 0
     plain_text: bool = False
     tokenizer: str | None = None
     preference: PreferenceSettings = PreferenceSettings()
@@ -89,6 +98,7 @@ class PreferSettings:
     precision: PrecisionName = "bf16"
     remat: bool = True
     tensorboard: bool = False
+    log_to: tuple[Tracker, ...] = ()
     dry_run: bool = False
 
     def __post_init__(self):
@@ -108,6 +118,8 @@ def _problems(settings: PreferSettings) -> list[str]:
         value, least = getattr(settings, name), 4 if name == "seq_len" else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             problems.append(f"{name}={value!r} must be an integer of at least {least}")
+    if isinstance(settings.early_stop, bool) or not isinstance(settings.early_stop, int) or settings.early_stop < 0:
+        problems.append(f"early_stop={settings.early_stop!r} must be an integer of at least 0")
     for name in ("learning_rate", "max_grad_norm"):
         if not 0 < getattr(settings, name) < float("inf"):
             problems.append(f"{name}={getattr(settings, name)!r} must be a number greater than 0")
@@ -122,6 +134,8 @@ def _problems(settings: PreferSettings) -> list[str]:
         return problems
     problems += weights_problems(settings.weights, settings.lora, devices=1)
     problems += precision_problems(settings.precision, settings.dtype, "uniform", settings.lora, settings.weights)
+    problems += best_problems(settings)
+    problems += log_problems(settings.tensorboard, settings.log_to)
     if settings.batch_size % settings.gradient_accumulation:
         problems.append(
             f"batch_size={settings.batch_size} must be a multiple of gradient_accumulation={settings.gradient_accumulation}"

@@ -11,7 +11,7 @@ from expert_layers import make_layer, types_of
 from lowered import lowered_for_h200, num_kernels
 
 from moe_jax import kernels
-from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted
+from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted, experts_mlp_adapted_in_stack
 from moe_jax.kernels.experts.internal import experts_mlp_frozen
 from moe_jax.kernels.low_rank import LowRank
 
@@ -79,6 +79,29 @@ def test_mosaic():
     for found, expected in zip(leaves("mosaic", jnp.bfloat16), leaves("xla", jnp.float32), strict=True):
         difference = np.linalg.norm(np.asarray(found, np.float32) - expected)
         assert difference < 0.02 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("backend", ["xla", "mosaic"])
+def test_matrices_in_a_stack(backend):
+    """A layer of a stack has the results of its own matrices; there is no gradient."""
+    rng, (hidden, inter) = seeds.rng(), (128, 64)
+    x, *stacks, weights, chosen = make_layer(rng, "some_nobody", 40, 6, 2, hidden, inter)
+    stacks, chosen = [matrices.reshape(3, 2, *matrices.shape[1:]) for matrices in stacks], chosen % 2
+    shapes = [(2, 3, hidden), (2, 2 * inter, 3), (2, 3, inter), (2, hidden, 3)]
+    a1, b1, a2, b2 = (jnp.asarray(rng.normal(size=shape) * 0.1, jnp.bfloat16) for shape in shapes)
+    adapter, x = ExpertsAdapter(LowRank(a1, b1), LowRank(a2, b2)), x.astype(jnp.bfloat16)
+
+    def ours(x, stacks):
+        return experts_mlp_adapted_in_stack(x, *stacks, weights, chosen, adapter, jnp.int32(1), backend=backend)
+
+    stacks = [matrices.astype(jnp.bfloat16) for matrices in stacks]
+    found, own = jax.jit(ours)(x, stacks), [matrices[1] for matrices in stacks]
+    expected = jax.jit(partial(experts_mlp_adapted, backend=backend))(x, *own, weights, chosen, adapter)
+    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
+    # On Hopper the change is a matmul of its own here, whose result is rounded.
+    np.testing.assert_allclose(found, expected, atol=0 if backend == "xla" else 0.02 * np.abs(expected).max())
+    with pytest.raises(ValueError, match="experts of a layer in a stack have no gradients"):
+        jax.grad(lambda x: ours(x, stacks).sum().astype(jnp.float32))(x)
 
 
 @pytest.mark.parametrize("chunk", [None, 10])

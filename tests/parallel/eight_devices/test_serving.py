@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from adapted_models import with_adapters
 from meshes import laid_out
 
 import moe_jax
@@ -128,6 +129,8 @@ def test_options_of_one_device_are_refused(model):
         Engine(on_two, limits=LIMITS, strict=True)
     with pytest.raises(ValueError, match="has no drafts"):
         Engine(laid_out(tiny.deepseek(mtp=1), fsdp=2), limits=LIMITS, drafts=1)
+    with pytest.raises(ValueError, match="has no adapters; the model lies on 2"):
+        Engine(with_adapters(laid_out(tiny.model(), fsdp=2), targets=("attention",)), limits=LIMITS)
     with pytest.raises(ValueError, match="an engine has no pipe yet"):
         Engine(laid_out(model, pipe=2), limits=LIMITS)
 

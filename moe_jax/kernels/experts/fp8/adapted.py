@@ -28,13 +28,13 @@ def experts_mlp_adapted_in_fp8(
     Weights without copies in FP8 are rounded in each call.
 
     Raises:
-        ValueError: what `experts_mlp_adapted` and `experts_mlp_in_fp8` raise; matrices of a layer of a stack.
+        ValueError: what `experts_mlp_adapted` and `experts_mlp_in_fp8` raise; a stack of layers without copies in FP8.
     """
-    if matrices.layer is not None:
-        raise ValueError("adapters of experts need the matrices of their own layer; these are a stack of layers")
+    if matrices.layer is not None and matrices.quantised is None:
+        raise ValueError("a stack of layers beside adapters must be in FP8: each call would round all of its layers")
     sizes = checked_sizes(x, matrices, topk_weights, topk_experts)
     fp8 = Fp8Options.of(precision, backend, x.dtype, sizes["hidden"], sizes["inter"])
-    operands = AdaptedOperands(x, _in_fp8(matrices), topk_weights, adapter)
+    operands = AdaptedOperands(x, _in_fp8(matrices), topk_weights, adapter, matrices.layer)
     return adapted_experts(operands, topk_experts, sizes, ChangedOptions(fp8.sums, fp8), chunk_tokens)
 
 

@@ -118,6 +118,19 @@ def test_mosaic():
     _assert_near(found, wanted, {"others": 0.02})
 
 
+@pytest.mark.parametrize("backend", ["xla", "mosaic"])
+def test_matrices_in_a_stack(backend):
+    """A layer of a stack has the bits of its own matrices."""
+    x, weights, adapter, chosen, _, quantised, _ = _layer("some_nobody", tokens=24, hidden=128)
+    stack = jax.tree.map(lambda array: jnp.stack([jnp.flip(array, 0), array, jnp.roll(array, 1, axis=0)]), quantised)
+
+    def ours(quantised, layer):
+        return _ours(Fp8Matrices(None, quantised, layer=layer), chosen, x, weights, adapter, backend=backend)
+
+    found, own = jax.jit(ours)(stack, jnp.int32(1)), jax.jit(ours)(quantised, None)
+    np.testing.assert_array_equal(found.astype(jnp.float32), own.astype(jnp.float32))
+
+
 def test_kernels():
     """Four products in FP8 and the low-rank ones; none is of the size of a matrix's gradient."""
     *arrays, chosen = expert_layers.types_of(4096, 8, 2, 1024, 512)
@@ -147,7 +160,7 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"adapter.down.a must have shape \[experts, rank, inter\]"):
         wrong = adapter._replace(down=adapter.down._replace(a=adapter.down.b))
         _ours(frozen, chosen, x, weights, wrong)
-    with pytest.raises(ValueError, match="these are a stack of layers"):
-        _ours(frozen._replace(layer=jnp.int32(0)), chosen, x, weights, adapter)
+    with pytest.raises(ValueError, match="a stack of layers beside adapters must be in FP8"):
+        _ours(Fp8Matrices(Matrices(*matrices), layer=jnp.int32(0)), chosen, x, weights, adapter)
     of_matrices = jax.grad(lambda w: _ours(Fp8Matrices(w), chosen, x, weights, adapter).sum())(Matrices(*matrices))
     assert not any(map(np.any, jax.tree.leaves(of_matrices)))
