@@ -112,6 +112,15 @@ def test_bytes_that_travel():
     assert found == [[f"{slots}{HIDDEN}xbf16"] * 3 + [of_tokens], [f"{slots}{HIDDEN}xbf16"] * 4]
 
 
+def test_residuals():
+    """Tokens that arrived are kept in FP8 alone, and nothing is kept in place of their numbers in bf16."""
+    arrays, _, chosen = _layer()
+    layer = _sharded(ExpertParallel(transport="gather", tokens_in_fp8=True))
+    pullback = jax.eval_shape(lambda: jax.vjp(lambda *a: layer(*a, chosen), *arrays, has_aux=True)[1])
+    kept = [leaf.dtype for leaf in jax.tree.leaves(pullback) if leaf.shape == (DEVICES * TOKENS, HIDDEN)]
+    assert kept == [jnp.float8_e4m3fn]
+
+
 def test_sums_of_gradients():
     """The weights' gradients are added to sums as without accumulators."""
     (x, w_gate_up, w_down, weights), dy, chosen = _layer()
