@@ -12,7 +12,8 @@ device with all experts over the time on n devices. "load" is the choices of the
 bounds the efficiency. Routing "zipf" has popular experts anywhere, "crowded" on the first devices. "placed" is "crowded" after
 `train.rebalance` has distributed the experts. Outputs and gradients are compared with one device that computes everything. "by
 copies" uses peer-to-peer copies instead of NCCL's kernels. "no overlap" forbids XLA to overlap collectives with computation. "n
-shadows" is a transport with up to n shadow experts (replicas); column "shadows" is the number that the call used.
+shadows" is a transport with up to n shadow experts (replicas); column "shadows" is the number that the call used. With
+`--precision fp8` the experts multiply in FP8, and "tokens in FP8" is a transport whose tokens travel so.
 
 Times are the median of 5 groups of `--launches` calls between two synchronisations. A failure is a row with its error, and the
 other measurements continue. The process exits with 1 if anything failed or differs.
@@ -34,7 +35,7 @@ from timing import median_ms
 
 from moe_jax.config import EXPERT_LAYERS
 from moe_jax.experimental.ragged import RAGGED
-from moe_jax.kernels import experts_mlp
+from moe_jax.kernels import Precision, experts_mlp
 from moe_jax.parallel import ExpertParallel, default_hops, expert_parallel_mlp
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
 from moe_jax.parallel.expert import TRANSPORTS, combine, dispatch
@@ -60,6 +61,9 @@ NO_OVERLAP = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
 """Largest accepted difference, relative in the Frobenius norm."""
 
+TOLERANCE_IN_FP8 = 5e-2
+"""The same of experts in FP8: their gradient of gate and up reads rounded tokens."""
+
 
 def main() -> None:
     """Prints a row for each measurement; with --output also writes them as JSON."""
@@ -83,6 +87,7 @@ def main() -> None:
         help="FLOPs per byte from which a shadow expert pays",
     )
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(TOLERANCE))
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp8", "fp8_kept"), help="of the experts, in the layer")
     parser.add_argument("--launches", type=int, default=20)
     parser.add_argument("--skip", choices=("exchange", "layer"))
     parser.add_argument("--small", action="store_true", help="sizes for a CPU, in f32, as a smoke test")
@@ -92,9 +97,11 @@ def main() -> None:
     if args.small:
         exchange, layer = (dict(sizes, tokens=128, hidden=64, experts=32, top_k=4) for sizes in (exchange, layer))
         layer["inter"], args.dtype, args.launches = 32, "float32", 1
+        if args.precision != "bf16":
+            layer["hidden"], layer["inter"], args.dtype = 128, 128, "bfloat16"
     counts = args.devices or [jax.device_count()]
 
-    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}")
+    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}, {args.precision}")
     rows = []
     if args.skip != "exchange":
         rows += _print_each(measure_exchange(counts, exchange, args))
@@ -154,6 +161,8 @@ def measure_layer(counts: list[int], sizes: dict, args: argparse.Namespace):
     """Yields rows of times, efficiencies and errors."""
     tokens, hidden, inter, experts, k = (sizes[name] for name in ("tokens", "hidden", "inter", "experts", "top_k"))
     one_device: dict[str, dict[str, float]] = {}
+    precision = Precision.named(args.precision)
+    tolerance = TOLERANCE[args.dtype] if precision is None else TOLERANCE_IN_FP8
     for devices in sorted({1, *counts}):
         mesh, keys = make_mesh(devices), jax.random.split(jax.random.key(1), 6)
         x = normal(keys[0], (devices * tokens, hidden), args.dtype, mesh)
@@ -161,22 +170,22 @@ def measure_layer(counts: list[int], sizes: dict, args: argparse.Namespace):
         w_down = normal(keys[2], (experts, hidden, inter), args.dtype, mesh, inter**-0.5)
         weights = jax.nn.softmax(normal(keys[3], (devices * tokens, k), "float32", mesh))
         dy = normal(keys[4], (devices * tokens, hidden), args.dtype, mesh)
-        whole = forward_and_backward(functools.partial(experts_mlp, chunk_tokens=tokens), make_mesh(1))
+        whole = forward_and_backward(functools.partial(experts_mlp, chunk_tokens=tokens, precision=precision), make_mesh(1))
         calls, expected = {}, {}
         for routing in args.routings:
             chosen = choose(keys[5], devices * tokens, experts, k, routing, args, mesh)
             calls[routing] = x, w_gate_up, w_down, weights, chosen
-        for what, transport, shadows, options in layer_variants(devices, args):
+        for what, transport, given, options in layer_variants(devices, args):
             settings = ExpertParallel(
                 transport=transport,
                 capacity_factor=args.capacity_factor,
                 group_size=args.group_size if transport == "pairwise" else None,
-                shadow_experts=shadows,
                 flops_per_byte=args.flops_per_byte,
+                **given,
             )
 
             def forward(*a, settings=settings):
-                y, exchange = expert_parallel_mlp(*a, settings)
+                y, exchange = expert_parallel_mlp(*a, settings, precision=precision)
                 return y, jnp.stack([exchange.num_rounds, exchange.num_shadows])
 
             forward_only = on_mesh(forward, mesh, options)
@@ -196,20 +205,23 @@ def measure_layer(counts: list[int], sizes: dict, args: argparse.Namespace):
                         if routing not in expected:
                             expected[routing] = whole(*jax.device_put((*arguments, dy), NamedSharding(make_mesh(1), P())))
                         row["error_of_all"] = np.max([*map(relative_error, step(*arguments, dy), expected[routing])])
-                        row["parity"] = "ok" if row["error_of_all"] < TOLERANCE[args.dtype] else "WRONG"
+                        row["parity"] = "ok" if row["error_of_all"] < tolerance else "WRONG"
                 yield row
 
 
-def layer_variants(devices: int, args: argparse.Namespace) -> list[tuple[str, AnyTransport | None, int, dict]]:
-    """Returns name, transport, shadows and compiler options of each variant timed on `devices` devices."""
+def layer_variants(devices: int, args: argparse.Namespace) -> list[tuple[str, AnyTransport | None, dict, dict]]:
+    """Returns name, transport, other settings and compiler options of each variant timed on `devices` devices."""
     if devices == 1:
-        return [("one device", None, 0, {})]
-    transports = with_and_without_copies(devices, args)
-    variants: list[tuple[str, AnyTransport | None, int, dict]] = [
-        (what, name, 0, options) for what, name, options in transports
+        return [("one device", None, {}, {})]
+    others: dict[str, dict] = {"": {}} | {f", {n} shadows": {"shadow_experts": n} for n in args.shadows}
+    if args.precision != "bf16":
+        others[", tokens in FP8"] = {"tokens_in_fp8": True}
+    variants: list[tuple[str, AnyTransport | None, dict, dict]] = [
+        (what + more, name, given, options)
+        for more, given in others.items()
+        for what, name, options in with_and_without_copies(devices, args)
     ]
-    variants += [(f"{what}, {n} shadows", name, n, options) for what, name, options in transports for n in args.shadows]
-    return variants + [(f"{name}, no overlap", name, 0, NO_OVERLAP) for name in args.transports if name == "pairwise"]
+    return variants + [(f"{name}, no overlap", name, {}, NO_OVERLAP) for name in args.transports if name == "pairwise"]
 
 
 def with_and_without_copies(devices: int, args: argparse.Namespace) -> list[tuple[str, AnyTransport, dict]]:

@@ -68,6 +68,7 @@ def main() -> None:
     )
     parser.add_argument("--moment-dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp8", "fp8_kept"), help="of the experts' matmuls")
+    parser.add_argument("--tokens-in-fp8", action="store_true", help="option of ExpertParallel; needs a precision in FP8")
     parser.add_argument("--lora-rank", type=int, help="train adapters of this rank; the weights, bfloat16, are frozen")
     parser.add_argument("--lora-expert-rank", type=int, help="the rank of each expert; default: that of LoraSettings")
     parser.add_argument(
@@ -97,7 +98,12 @@ def main() -> None:
     sizes = {name: int(size) for name, size in (axis.split("=") for axis in args.mesh)}
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     mesh = make_mesh(**sizes, devices=devices)
-    experts = ExpertParallel(transport=args.transport, capacity_factor=args.capacity_factor, shadow_experts=args.shadow_experts)
+    experts = ExpertParallel(
+        transport=args.transport,
+        capacity_factor=args.capacity_factor,
+        shadow_experts=args.shadow_experts,
+        tokens_in_fp8=args.tokens_in_fp8,
+    )
     hops = args.hops or default_hops(mesh)
     context = ContextParallel(method=args.context_method)
     parallelism = Parallelism(
@@ -136,6 +142,7 @@ def main() -> None:
             "hops": hops,
             "micro_batches": args.gradient_accumulation,
             "precision": args.precision,
+            "tokens_in_fp8": args.tokens_in_fp8,
             "overlap": args.overlap,
             "ceiling": ceiling,
             "of_ceiling": row["tflops_per_gpu"] / ceiling,

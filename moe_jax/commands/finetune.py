@@ -25,7 +25,9 @@ GROUPS = {
     ),
     "memory": ("dtype", "param_dtype", "weights", "precision", "moment_dtype", "remat", "offload", "shard_optimizer"),
     "pipeline": ("pipe_chunks", "pipe_schedule"),
-    "exchange between devices": ("capacity_factor", "hops", "overlap_micro_batches", "shadow_experts", "rebalance_every"),
+    "exchange between devices": (
+        "capacity_factor", "hops", "overlap_micro_batches", "shadow_experts", "tokens_in_fp8", "rebalance_every",
+    ),
     "log": ("tensorboard", "log_to", "sample_prompts", "sample_every", "sample_tokens"),
 }  # fmt: skip
 """The fields of `FinetuneSettings` by their group in `--help`; `mesh` is a group of its own."""

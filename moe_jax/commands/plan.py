@@ -51,6 +51,7 @@ class PlanCommand:
       context_method: how attention is computed over a split sequence (`moe-jax finetune` uses the ring).
       hops: as in `moe-jax finetune`. Default: copies if one host has all devices, since one process can use them; else nccl.
       capacity_factor: as in `moe-jax finetune`.
+      tokens_in_fp8: as in `moe-jax finetune`, on meshes with several devices along expert.
       shard_optimizer: as in `moe-jax finetune`, on meshes with several devices along data.
       pipe_schedule: as in `moe-jax finetune`, on meshes with a pipe.
       limit: maximum number of meshes to list.
@@ -75,6 +76,7 @@ class PlanCommand:
     context_method: Literal["ring", "all_gather", "ulysses"] = "ring"
     hops: Literal["nccl", "copies"] | None = None
     capacity_factor: float = 1.25
+    tokens_in_fp8: bool = False
     shard_optimizer: bool = False
     pipe_schedule: PipeSchedule = "uniform"
     limit: int = 10
@@ -99,7 +101,8 @@ class PlanCommand:
             )
             adapters = PlannedAdapters(planned.summary.parameters, planned.moved_elements, options, self.weights)
         problems = weights_problems(self.weights, self.lora, self.devices)
-        if problems := problems + precision_problems(self.precision, "bfloat16", self.pipe_schedule, self.lora, self.weights):
+        of_weights, in_fp8 = (self.pipe_schedule, self.lora, self.weights), self.tokens_in_fp8
+        if problems := problems + precision_problems(self.precision, "bfloat16", *of_weights, tokens_in_fp8=in_fp8):
             raise ValueError("; ".join(problems))
         if self.limit < 1:
             raise ValueError(f"limit must be at least 1; got {self.limit}")
@@ -121,6 +124,7 @@ class PlanCommand:
             context_method=self.context_method,
             hops=self.hops or ("copies" if self.devices <= self.hosts_of else "nccl"),
             capacity_factor=self.capacity_factor,
+            tokens_in_fp8=self.tokens_in_fp8,
             shard_optimizer=self.shard_optimizer,
             pipe_schedule=self.pipe_schedule,
             precision=self.precision,

@@ -65,6 +65,11 @@ def hidden_bytes(step: PlannedStep) -> float:
     return OF_ROW_ELEMENT if step.precision == "fp8_kept" else ELEMENT
 
 
+def travelling_bytes(step: PlannedStep) -> float:
+    """Returns the bytes of an element of a token that travels to its experts, and is kept there for the backward pass."""
+    return OF_ROW_ELEMENT if step.tokens_in_fp8 else ELEMENT
+
+
 def _copied_elements(step: PlannedStep) -> int:
     """Returns the elements of the weights that are copied once a step; zero if passes round them, or they are frozen."""
     if step.precision == "bf16" or step.adapters is not None:

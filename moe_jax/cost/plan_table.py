@@ -123,5 +123,6 @@ def flags(step: PlannedStep) -> str:
     optimizer = "--shard-optimizer" if step.shard_optimizer and step.mesh.data > 1 else ""
     lora = "" if step.adapters is None else step.adapters.options
     precision = "" if step.precision == "bf16" else f"--precision {step.precision}"
-    parts = (lora, precision, axes, chunks, batch, micro_batches, dtypes, capacity, hops, overlap, remat, optimizer)
+    tokens = "--tokens-in-fp8" if step.tokens_in_fp8 and step.exchanges else ""
+    parts = (lora, precision, axes, chunks, batch, micro_batches, dtypes, capacity, tokens, hops, overlap, remat, optimizer)
     return " ".join(part for part in parts if part)

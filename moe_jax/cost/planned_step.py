@@ -55,7 +55,7 @@ class PlannedStep:
       expert_load_imbalance: choices computed by the busiest device of the axis `expert`, over the mean of all devices.
       context_method: how attention is computed over the mesh axis `context`.
       hops: as in `parallel.Parallelism`; "copies" needs one process that has all GPUs.
-      capacity_factor: as in `parallel.ExpertParallel`.
+      capacity_factor, tokens_in_fp8: as in `parallel.ExpertParallel`.
       shard_optimizer: as in `parallel.Parallelism`.
       gradient_accumulation: micro-batches of the step.
       pipe_chunks: chunks of layers on each rank of a pipe.
@@ -82,6 +82,7 @@ class PlannedStep:
     context_method: Method = "ring"
     hops: Hops = "nccl"
     capacity_factor: float = ExpertParallel.capacity_factor
+    tokens_in_fp8: bool = False
     shard_optimizer: bool = False
     gradient_accumulation: int = 1
     pipe_chunks: int = 1
@@ -302,6 +303,8 @@ def _problems_of_mesh(step: PlannedStep) -> list[str]:
             problems.append(f"precision={step.precision!r} needs pipe_schedule='uniform'; got {step.pipe_schedule!r}")
         reason = _fp8_refusal(config)
         problems += [f"precision={step.precision!r}: {reason}; take 'bf16'"] if reason is not None else []
+    elif step.tokens_in_fp8:
+        problems.append("tokens_in_fp8=True needs precision='fp8' or 'fp8_kept'; got 'bf16'")
     if step.adapters is not None and mesh.size > mesh.data:
         problems.append("adapters train on one device, or on several along data alone")
     ways = mesh.size // mesh.pipe // mesh.context

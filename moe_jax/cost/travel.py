@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from moe_jax.cost.attention import expanded_elements, expansion_seconds, key_value_elements, travelling_elements
-from moe_jax.cost.fp8 import gathered_bytes
+from moe_jax.cost.fp8 import gathered_bytes, travelling_bytes
 from moe_jax.cost.layer import ELEMENT, Passes
 from moe_jax.cost.machine import (
     Machine,
@@ -23,14 +23,17 @@ QUERIES_SHARE = 0.4
 
 
 def exchange_seconds(step: PlannedStep, machine: Machine) -> Passes:
-    """Returns the seconds of dispatch and combine in one layer: one of each per pass, and dispatch again under remat."""
+    """Returns the seconds of dispatch and combine in one layer: one of each per pass, and dispatch again under remat.
+
+    Tokens may travel in FP8. Outputs and both gradients do not.
+    """
     if not step.exchanges:
         return Passes(0.0, 0.0, 0.0)
     experts, hidden = step.experts, step.config.hidden_size
     k, inter = experts.num_experts_per_tok, experts.moe_intermediate_size
     # 4-byte ids and weights of the choices travel with a token.
     choices = 4 * 2 * k
-    token = ELEMENT * hidden
+    token, token_sent = ELEMENT * hidden, travelling_bytes(step) * hidden
 
     def to_all(slots: float, slot_bytes: float) -> float:
         # Packed or unpacked by a gather: read and written.
@@ -52,21 +55,25 @@ def exchange_seconds(step: PlannedStep, machine: Machine) -> Passes:
         dispatch = all_gather_seconds(machine, step.received * choices, ("expert",), step.mesh)
         return Passes(dispatch + home + summed, dispatch, summed)
     if step.gathers_tokens:
-        gathers = (all_gather_seconds(machine, step.received * size, ("expert",), step.mesh) for size in (token, choices))
-        dispatch = sum(gathers)
+        sent, gradients, with_choices = (
+            all_gather_seconds(machine, step.received * size, ("expert",), step.mesh) for size in (token_sent, token, choices)
+        )
         # Summed in float32 on the token's own device.
         combine = (
             all_to_all_seconds(machine, step.received * token, ("expert",), step.mesh) + step.received * token / machine.hbm
         )
     else:
-        dispatch, combine = to_all(step.received, token) + to_all(step.received, choices), to_all(step.received, token)
+        sent, gradients, with_choices = (to_all(step.received, size) for size in (token_sent, token, choices))
+        combine = gradients
+    dispatch = sent + with_choices
     slots = step.mesh.expert * further_capacity(step.capacity, k).tokens
     # Further rounds keep no residuals: backward recomputes them. Their gradients of all weights are accumulated in float32.
     weights = 3 * experts.num_experts // step.mesh.expert * hidden * inter
-    round_forward = 2 * to_all(slots, token) + ELEMENT * weights / machine.hbm
-    round_backward = 2 * round_forward + 14 * weights / machine.hbm
+    round_forward = to_all(slots, token_sent) + to_all(slots, token) + ELEMENT * weights / machine.hbm
+    round_backward = round_forward + 2 * to_all(slots, token) + (ELEMENT + 14) * weights / machine.hbm
     further = _further_rounds(step)
-    return Passes(dispatch + combine + further * round_forward, dispatch, dispatch + combine + further * round_backward)
+    backward = gradients + with_choices + combine
+    return Passes(dispatch + combine + further * round_forward, dispatch, backward + further * round_backward)
 
 
 def _further_rounds(step: PlannedStep) -> int:

@@ -2,7 +2,7 @@
 
 from moe_jax.config import Stage
 from moe_jax.cost.attention import expanded_elements, kept_elements, key_value_elements, travelling_elements
-from moe_jax.cost.fp8 import OF_ROW_ELEMENT, gathered_bytes, hidden_bytes, rounding_bytes
+from moe_jax.cost.fp8 import OF_ROW_ELEMENT, gathered_bytes, hidden_bytes, rounding_bytes, travelling_bytes
 from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.parameters import Parameter
 from moe_jax.cost.planned_step import PlannedStep
@@ -36,12 +36,11 @@ def activations(step: PlannedStep, stage: Stage) -> float:
         return ELEMENT * (elements + step.tokens * 3 * config.intermediate_size)
     experts = step.experts
     elements += step.tokens * 3 * experts.shared_intermediate_size
-    if step.exchanges:
-        elements += step.received * config.hidden_size
+    dispatched = travelling_bytes(step) * step.received * config.hidden_size if step.exchanges else 0
     rows = step.room + experts.num_experts // step.mesh.expert * (ROW_ALIGNMENT - 1)
     hidden = hidden_bytes(step) * rows * 2 * experts.moe_intermediate_size
     narrow = step.tokens * (config.num_attention_heads + 2 * experts.num_experts + 5 * experts.num_experts_per_tok) + 3 * rows
-    return hidden + ELEMENT * elements + 4 * narrow
+    return hidden + dispatched + ELEMENT * elements + 4 * narrow
 
 
 def backward_workspace(step: PlannedStep) -> float:

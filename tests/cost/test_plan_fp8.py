@@ -11,8 +11,10 @@ from moe_jax.cost.fp8 import copies_bytes, rounding_bytes
 from moe_jax.cost.gpus import GPUS
 from moe_jax.cost.layer import ExpertsWork, experts_seconds
 from moe_jax.cost.machine import H200
+from moe_jax.cost.plan import plan
+from moe_jax.cost.plan_table import flags
 from moe_jax.cost.planned_step import PlannedAdapters
-from moe_jax.cost.travel import gather_seconds
+from moe_jax.cost.travel import exchange_seconds, gather_seconds
 from moe_jax.cost.workspace import gathered_layer
 from moe_jax.parallel.choices import MeshShape
 
@@ -117,6 +119,37 @@ def test_frozen_experts_are_not_made_whole():
         OF_LAYER - 8 * STEP.tokens * 2 * 768 * (1 + 4 / 128), rel=0.01
     )
     assert found.seconds["elementwise"] < other.seconds["elementwise"]
+
+
+@pytest.mark.parametrize("devices", [4, 16])
+def test_tokens_in_fp8(devices):
+    """Tokens are about half of what travels forward, by `gather` and by `all_to_all`, and travel in half the bytes."""
+    of_mesh = replace(STEP, mesh=MeshShape(expert=devices), rows=2 * devices, remat=False)
+    step = replace(of_mesh, tokens_in_fp8=True)
+    half, whole = (exchange_seconds(each, H200) for each in (step, of_mesh))
+    saved = whole.forward - half.forward
+    assert whole.again - half.again == pytest.approx(saved) and half.backward == whole.backward
+    assert saved == pytest.approx(whole.forward / 4, rel=0.25)
+    bytes_saved = predict(of_mesh).bytes["activations"] - predict(step).bytes["activations"]
+    assert bytes_saved == pytest.approx(48 * step.received * 2048 * (2 - 1 - 4 / 128), rel=1e-3)
+    assert "--tokens-in-fp8" in flags(step) and "--tokens-in-fp8" not in flags(replace(step, mesh=MeshShape(fsdp=devices)))
+    with pytest.raises(ValueError, match="tokens_in_fp8=True needs precision='fp8' or 'fp8_kept'; got 'bf16'"):
+        replace(step, precision="bf16")
+
+
+def test_the_command_plans_tokens_in_fp8(monkeypatch, capsys):
+    found = []
+
+    def note(*arguments, **options):
+        found.extend(plan(*arguments, **options))
+        return found
+
+    monkeypatch.setattr("moe_jax.cost.plan.plan", note)
+    main("plan qwen3-30b-a3b --devices 8 --precision fp8 --tokens-in-fp8".split())
+    assert found and all(prediction.step.tokens_in_fp8 for prediction in found)
+    with pytest.raises(SystemExit):
+        main("plan qwen3-30b-a3b --devices 8 --tokens-in-fp8".split())
+    assert "tokens_in_fp8=True needs experts that multiply in FP8" in capsys.readouterr().err
 
 
 def test_the_command(capsys):

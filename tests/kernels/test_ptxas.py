@@ -74,7 +74,7 @@ for tile in (TileShape(128, 128, 6), TileShape(64, 256, 4)):
 
 FP8 = """
 from moe_jax.kernels.experts.fp8 import mosaic
-from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
+from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices, QuantisedRows
 from moe_jax.kernels.experts.routing import plan, plan_of_few
 
 f8, scales = jnp.float8_e4m3fn, lambda n, k: ((128, n // 128, k // 128), f32)
@@ -94,6 +94,9 @@ x, pairs, pairs_of_half = ((32768, 2048), bf16), ((32768, 8), i32), ((16384, 8),
 matrices = ((128, 1536, 2048), f8), scales(1536, 2048), ((128, 2048, 768), f8), scales(2048, 768)
 rows = jax.eval_shape(lambda: plan(jnp.zeros(pairs[0], i32), 128, 64)).num_rows
 compile(step, x, pairs, x, ((rows,), f32), *matrices, ((128, 768, 2048), f8), scales(768, 2048))
+# Tokens that were rounded before.
+compile(lambda *rows: mosaic.rows_of_rounded(QuantisedRows(*rows[:2]), plan(rows[2], 128, 64)),
+        ((32768, 2048), f8), ((16, 32768), f32), pairs)
 # Matrices of more than 8 MiB have another order of tiles, and the kernel other code.
 large = ((128, 2 * 1536, 4096), f8), scales(2 * 1536, 4096), ((128, 4096, 1536), f8), scales(4096, 1536)
 compile(lambda x, chosen, *w: forward(plan(chosen, 128, 64), x, *w, keep_h=True), ((32768, 4096), bf16), pairs, *large)
@@ -255,7 +258,14 @@ EXPERTS_KERNELS = {
     "grouped_matmul_transposed",
     "grouped_outer",
 }
-FP8_KERNELS = {"fp8_gather_rows", "fp8_round_tokens", "fp8_gated_matmul", "fp8_grouped_matmul", "fp8_gated_matmul_backward"}
+FP8_KERNELS = {
+    "fp8_gather_rows",
+    "gather_rows_kernel",
+    "fp8_round_tokens",
+    "fp8_gated_matmul",
+    "fp8_grouped_matmul",
+    "fp8_gated_matmul_backward",
+}
 ATTENTION_KERNELS = {"flash_attention_forward", "flash_attention_backward_queries", "flash_attention_backward_keys"}
 
 

@@ -38,6 +38,12 @@ def test_what_needs_experts_on_several_devices_is_refused_on_one(tmp_path, name)
     assert not (tmp_path / "run").exists()
 
 
+def test_tokens_in_fp8_on_one_device(tmp_path):
+    options = dict(precision="fp8", dtype="bfloat16", tokens_in_fp8=True)
+    with pytest.raises(ValueError, match="tokens_in_fp8=True needs experts on several devices: a mesh.expert of 2 or more"):
+        _check_experts(settings(tmp_path, **options), None, tiny.model_for_fp8().config)
+
+
 def test_optimizer_on_one_device_along_data(tmp_path):
     with pytest.raises(ValueError, match="shard_optimizer=True needs several devices along data: a mesh.data of 2 or more"):
         finetune(settings(tmp_path, shard_optimizer=True), model=tiny.model(), tokenizer=tiny.tokenizer())

@@ -71,6 +71,9 @@ def test_precisions(tmp_path):
     with pytest.raises(ValueError, match="round the frozen experts again in each pass: give weights='fp8'"):
         settings(tmp_path, **options, lora=LoraSettings(rank=4))
     settings(tmp_path, **options, lora=LoraSettings(rank=4), weights="fp8")
+    with pytest.raises(ValueError, match="tokens_in_fp8=True needs experts that multiply in FP8: .*; got 'bf16'"):
+        settings(tmp_path, tokens_in_fp8=True, mesh=MeshShape(expert=2))
+    settings(tmp_path, **options, tokens_in_fp8=True, mesh=MeshShape(expert=2))
     assert get_args(PrecisionName) == RECIPES
 
 

@@ -26,6 +26,7 @@ from moe_jax.kernels.experts.fp8.passes import (
     quantise_experts,
 )
 from moe_jax.kernels.experts.fp8.quantise import QuantisedRows
+from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
 from moe_jax.kernels.experts.routing import Plan, of_layer, plan, plan_of_few, rows_of_pairs, wide_ids
 from moe_jax.kernels.experts.separate_vjps import down_of_shares, dx_of_shares, gate_up_gradients, weight_of_row
 from moe_jax.kernels.experts.xla import sum_of_choices
@@ -47,7 +48,8 @@ class Matrices(NamedTuple):
 class ExpertsOperands(NamedTuple):
     """The arrays of a call; `xs`, `weights` and `experts` have one entry per part."""
 
-    xs: Arrays
+    xs: tuple[Any, ...]
+    """Arrays, or `RoundedTokens` where `ExpertsOptions.fp8` is given and `chunk_tokens` is not."""
     w_gate_up: Float[Array, "*layers experts 2*inter hidden"] | None
     w_down: Float[Array, "*layers experts hidden inter"] | None
     """Both are None where `quantised` stands for them, frozen."""
@@ -94,7 +96,8 @@ class ExpertsResiduals(NamedTuple):
     gathers the same rows.
     """
 
-    xs: Arrays
+    xs: tuple[Any, ...]
+    """Arrays, or `QuantisedRows` in place of `RoundedTokens`."""
     w_gate_up: Any
     w_down: Any
     """Arrays; None beside frozen matrices in FP8."""
@@ -129,9 +132,9 @@ def _without_gradients(operands: ExpertsOperands, options: ExpertsOptions) -> Ar
 
 def _rows_of_few_pairs(operands: ExpertsOperands, options: ExpertsOptions) -> Float[Array, "tokens*k hidden"] | None:
     """Returns the outputs of all pairs, if kernels compute them by pairs."""
-    if (options.backend if options.fp8 is None else options.fp8.matmuls) != "mosaic":
-        return None
     (x,), (experts,) = operands.xs, operands.experts
+    if (options.backend if options.fp8 is None else options.fp8.matmuls) != "mosaic" or isinstance(x, RoundedTokens):
+        return None
     if options.fp8 is None:
         assert operands.w_gate_up is not None and operands.w_down is not None
         return mosaic.experts_of_few_pairs(x, operands.w_gate_up, operands.w_down, experts, operands.layer)
@@ -148,6 +151,8 @@ def forward_pass(
     """Returns the y of each part and the residuals. Only `for_backward` writes h."""
     forward = _forward_of_parts if options.chunk_tokens is None else _forward_of_chunks
     given = operands
+    xs = tuple(x.rounded if isinstance(x, RoundedTokens) else x for x in operands.xs)
+    operands = operands._replace(xs=xs)
     if options.fp8 is not None:
         quantised = _quantised_of(operands.quantised, operands.w_gate_up, operands.w_down, operands.layer)
         operands = operands._replace(quantised=quantised)
@@ -170,7 +175,7 @@ class _PartOutput(NamedTuple):
 
 class _PlannedTokens(NamedTuple):
     plan: Plan
-    x: Float[Array, "tokens hidden"]
+    x: Float[Array, "tokens hidden"] | QuantisedRows
 
 
 class _Outcome(NamedTuple):
@@ -241,7 +246,7 @@ def _forward_of_chunks(
     return (join_tokens(y, x.shape[0]),), _residuals(operands, operands.xs, hidden)
 
 
-def _residuals(operands: ExpertsOperands, xs: Arrays, hidden: Any) -> ExpertsResiduals:
+def _residuals(operands: ExpertsOperands, xs: tuple[Any, ...], hidden: Any) -> ExpertsResiduals:
     return ExpertsResiduals(
         xs, operands.w_gate_up, operands.w_down, operands.weights, operands.accumulators, hidden, operands.layer
     )  # fmt: skip
@@ -270,7 +275,9 @@ def _backward(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays)
     of_accumulators = None
     if residuals.accumulators is not None:
         dgate_up, ddown, of_accumulators = no_gradient, no_gradient, keep_whole(gradients.matrices)
-    return (ExpertsOperands(gradients.dxs, dgate_up, ddown, gradients.dweights, no_gradient, of_accumulators),)
+    pairs = zip(gradients.dxs, residuals.xs, strict=True)
+    dxs = tuple(RoundedTokens(no_gradient, dx) if isinstance(x, QuantisedRows) else dx for dx, x in pairs)
+    return (ExpertsOperands(dxs, dgate_up, ddown, gradients.dweights, no_gradient, of_accumulators),)
 
 
 def _backward_of_parts(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> _Gradients:
@@ -330,14 +337,14 @@ def _gate_up_of_part(
     options: ExpertsOptions,
     for_backward: bool,
     max_pairs: int | None,
-    x: Float[Array, "tokens hidden"],
+    x: Float[Array, "tokens hidden"] | QuantisedRows,
     experts: Integer[Array, "tokens k"],
 ) -> _Outcome:
     """Returns a `_GateUp` and its `_PlannedTokens`."""
     num_experts, backend = operands.num_experts, implementation(options.backend)
     alignment = backend.ROW_ALIGNMENT if options.fp8 is None else options.fp8.row_alignment
     # With an alignment of 1 this holds for a single token alone.
-    if not for_backward and _has_room_for_all(max_pairs, experts) and x.shape[0] <= alignment and experts.size:
+    if not for_backward and _has_room_for_all(max_pairs, experts) and experts.shape[0] <= alignment and experts.size:
         planned = plan_of_few(experts, num_experts, alignment)
     else:
         planned = plan(experts, num_experts, alignment, max_pairs)
@@ -378,13 +385,14 @@ def _gradients_of_part(
     residuals: ExpertsResiduals,
     options: ExpertsOptions,
     shares: int | None,
-    x: Float[Array, "tokens hidden"],
+    x: Float[Array, "tokens hidden"] | QuantisedRows,
     weights: Float[Array, "tokens k"],
     hidden: HiddenResiduals,
     dy: Float[Array, "tokens hidden"],
 ) -> _Outcome:
     """Returns what `gradients_of_part` returns, of products in either precision."""
     if options.fp8 is None:
+        assert not isinstance(x, QuantisedRows)
         return gradients_of_part(residuals, options.backend, shares, x, weights, hidden, dy, frozen=options.frozen)
     assert residuals.quantised is not None
     h: Any = hidden.h

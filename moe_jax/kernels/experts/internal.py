@@ -16,6 +16,7 @@ from moe_jax.kernels.experts.choose_backend import resolve_backend
 from moe_jax.kernels.experts.fp8.passes import Fp8Options
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fp8.rounded import RoundedWeights, weights_and_copies
+from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens, of_gradient
 from moe_jax.kernels.experts.fused_vjp import ExpertsOperands, ExpertsOptions, Matrices, experts_of_parts
 from moe_jax.kernels.experts.routing import is_an_expert
 from moe_jax.kernels.precision import at_least_f32
@@ -143,7 +144,8 @@ def experts_mlp_in_stack(
 class TokenPart(NamedTuple):
     """A group of tokens and their choices."""
 
-    x: Float[Array, "tokens hidden"]
+    x: Float[Array, "tokens hidden"] | RoundedTokens
+    """Tokens that were rounded before need `precision`."""
     topk_weights: Float[Array, "tokens k"]
     topk_experts: Integer[Array, "tokens k"]
 
@@ -185,8 +187,9 @@ def experts_mlp_of_parts(
     experts = "experts" if layer is None else "layers experts"
     sizes: dict[str, int] = {}
     for part in parts:
-        sizes = check_experts_mlp(part.x, *weights, part.topk_weights, part.topk_experts, experts=experts)
-        refuse_explicit_axes(**part._asdict())
+        x = of_gradient(part.x)
+        sizes = check_experts_mlp(x, *weights, part.topk_weights, part.topk_experts, experts=experts)
+        refuse_explicit_axes(**(part._asdict() | {"x": x}))
     types = [", ".join(f"{a.dtype}[tokens, {a.shape[1]}]" for a in part) for part in parts]
     if len(set(types)) != 1:
         raise ValueError(f"parts must be one or more, all of the same dtypes and widths; got {'; '.join(types) or 'none'}")
@@ -208,7 +211,7 @@ def experts_mlp_of_parts(
     parts, weights, quantised = vary_alike((tuple(parts), weights, quantised))
     into, in_stack = None, False
     if accumulators is not None:
-        check_accumulators(accumulators, (parts[0].x, weights.gate_up), sizes, experts)
+        check_accumulators(accumulators, (of_gradient(parts[0].x), weights.gate_up), sizes, experts)
         into, in_stack = Matrices(accumulators.gate_up, accumulators.down), accumulators.in_stack
     operands = ExpertsOperands(
         xs=tuple(part.x for part in parts),

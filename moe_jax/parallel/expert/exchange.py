@@ -32,7 +32,7 @@ def dispatch(
     Args:
         steps: with "pairwise", the number of devices whose rows each step computes, in order. `combine` sends them home so.
     """
-    return _functions(transport).to_experts(x, route, axis_name)
+    return functions_of(transport).to_experts(x, route, axis_name)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -50,7 +50,7 @@ def combine(
     """
     if transport == "pairwise":
         return pairwise.to_home(rows, route, axis_name, steps)
-    return _functions(transport).to_home(rows, route, axis_name)
+    return functions_of(transport).to_home(rows, route, axis_name)
 
 
 _BUILT_IN = {
@@ -60,7 +60,8 @@ _BUILT_IN = {
 }
 
 
-def _functions(transport: TransportName | Transport) -> Transport:
+def functions_of(transport: TransportName | Transport) -> Transport:
+    """Returns the functions of a transport."""
     return transport if isinstance(transport, Transport) else _BUILT_IN[transport]
 
 

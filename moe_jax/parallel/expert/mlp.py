@@ -22,10 +22,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe_jax.kernels.experts.api import experts_mlp
+from moe_jax.kernels.experts.fp8.backends import resolve_fp8_backend
 from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, experts_mlp_in_fp8
 from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fp8.rounded import RoundedWeights, weights_and_copies, with_copies
+from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
 from moe_jax.kernels.experts.fused_vjp import Matrices
 from moe_jax.kernels.experts.internal import (
     Accumulators,
@@ -38,6 +40,7 @@ from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.shapes import check_experts_mlp
 from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.expert import pairwise
+from moe_jax.parallel.expert.dispatch_fp8 import dispatch_in_fp8
 from moe_jax.parallel.expert.exchange import combine, dispatch
 from moe_jax.parallel.expert.routes import (
     Queues,
@@ -110,18 +113,25 @@ def expert_parallel_mlp(
     Args:
         accumulators: of this device's experts, as in `kernels.experts.internal.experts_mlp_accumulating`.
         w_gate_up, w_down: this device's experts; with `precision` both may have been rounded before.
-        precision: as in `experts_mlp`. Tokens and outputs travel in x's dtype.
+        precision: as in `experts_mlp`. Outputs travel in x's dtype, and so do tokens without `parallel.tokens_in_fp8`.
 
     Raises:
         ValueError: shapes that do not fit together, more shadow_experts than experts, and errors of `experts_mlp`. Shadow
-            experts with accumulators or rounded weights.
+            experts with accumulators or rounded weights. Tokens in FP8 without a precision.
         NameError: outside `shard_map`, or inside one whose mesh lacks the axis.
         NotImplementedError: shadow_experts under `jax.vmap`.
     """
     (w_gate_up, w_down), quantised = weights_and_copies(w_gate_up, w_down)
     layer = None if accumulators is None else accumulators.layer
     experts_axes = "local_experts" if layer is None else "layers local_experts"
-    check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts=experts_axes)
+    sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts=experts_axes)
+    if parallel.tokens_in_fp8 and precision is None:
+        raise ValueError(
+            "tokens_in_fp8=True sends tokens as experts in FP8 multiply them: give precision=Precision(), or set_precision of "
+            "the model; got precision=None"
+        )
+    if precision is not None:
+        resolve_fp8_backend(backend, x.dtype, sizes["hidden"], sizes["inter"])
     devices = axis_size(parallel.axis_name)
     num_experts = devices * w_gate_up.shape[-3]
     if parallel.shadow_experts and accumulators is not None:
@@ -225,7 +235,7 @@ def _exchange(
     devices, tokens = axis_size(parallel.axis_name), inputs.x.shape[0]
     local_experts = _weights(inputs, accumulating)[0].shape[-3]
     plan = plan_exchange(tokens, experts.shape[1], devices, local_experts, parallel, backend)
-    plan = plan._replace(precision=precision)
+    plan = plan._replace(precision=precision, tokens_in_fp8=parallel.tokens_in_fp8)
     owner = owners(experts, plan.num_experts, devices)
     queues = queue(owner, lax.stop_gradient(inputs.weights), devices, plan.first, parallel.drop or "position")
     # A buffer holds everything that one device can send to another, under any routing.
@@ -252,6 +262,7 @@ class ExchangePlan(NamedTuple):
     further: Capacity
     backend: str | None
     precision: Precision | None = None
+    tokens_in_fp8: bool = False
 
 
 class Choices(NamedTuple):
@@ -330,15 +341,16 @@ def _round(
         choices = jnp.concatenate([choices if sends_all else own, *others])
     else:
         choices = dispatch(choices, route, *how)
-    tokens = dispatch(x, route, *how)
+    tokens = dispatch_in_fp8(x, route, *how) if plan.tokens_in_fp8 else dispatch(x, route, *how)
     first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * w_down.shape[-3]
 
-    def part(tokens: Array, choices: Array) -> TokenPart:
+    def part(tokens: Array | RoundedTokens, choices: Array) -> TokenPart:
         # Computed for each step alone: one computation for all steps would make each wait for the last choices.
         return TokenPart(tokens, choices[:, :k], choices[:, k:].astype(jnp.int32) - 1 - first_expert)
 
     ends = list(itertools.accumulate(step * (tokens.shape[0] // plan.devices) for step in steps[:-1]))
-    parts = list(map(part, *(jnp.split(a, ends) for a in (tokens, choices))))
+    of_steps = tokens.split(ends) if isinstance(tokens, RoundedTokens) else jnp.split(tokens, ends)
+    parts = list(map(part, of_steps, jnp.split(choices, ends)))
     max_pairs = [step * capacity.pairs for step in steps]
     accumulators = None
     if sums is not None and of_call.accumulating is not None:

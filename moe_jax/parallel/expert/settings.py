@@ -59,6 +59,9 @@ class ExpertParallel:
         the busiest device more time than the copies take (`parallel.expert.shadow`).
       flops_per_byte: FLOPs of an expert's matmuls that a device computes while one byte leaves it. This is the price of a
         shadow's copies. With 0 every shadow pays that takes rows from the busiest device. Default: the ratio of an H200.
+      tokens_in_fp8: send tokens to experts in FP8, as experts in FP8 multiply them: half the bytes, and the same outputs. Needs
+        a `Precision`. The weights' gradient of gate and up then reads the rounded tokens. Outputs and gradients travel as
+        without.
 
     Raises:
       ValueError: an unknown transport or drop, or a capacity_factor that is not a number above 0. Also a group_size below 1
@@ -72,6 +75,7 @@ class ExpertParallel:
     group_size: int | None = None
     shadow_experts: int = 0
     flops_per_byte: float = FLOPS_PER_BYTE
+    tokens_in_fp8: bool = False
 
     def __post_init__(self):
         if self.transport == "ragged":

@@ -13,18 +13,26 @@ PRECISION = "precision"
 
 
 def precision_problems(
-    precision: str, dtype: str, pipe_schedule: str = "uniform", lora: "LoraSettings | None" = None, weights: str = "whole"
+    precision: str,
+    dtype: str,
+    pipe_schedule: str = "uniform",
+    lora: "LoraSettings | None" = None,
+    weights: str = "whole",
+    *,
+    tokens_in_fp8: bool = False,
 ) -> list[str]:
-    """Returns the settings that do not fit a precision, one clause each; none for "bf16".
+    """Returns the settings that do not fit a precision, one clause each. "bf16" fits all but `tokens_in_fp8`.
 
     Args:
       pipe_schedule: of a mesh with a pipe.
       weights: the form of the weights beside adapters.
+      tokens_in_fp8: as in `parallel.ExpertParallel`.
     """
     if precision not in get_args(PrecisionName):
         return [f"precision={precision!r} must be one of {', '.join(map(repr, get_args(PrecisionName)))}"]
     if precision == "bf16":
-        return []
+        needs = "tokens_in_fp8=True needs experts that multiply in FP8: give precision='fp8' or 'fp8_kept'; got 'bf16'"
+        return [needs] if tokens_in_fp8 else []
     problems = []
     if dtype != "bfloat16":
         problems.append(f"precision={precision!r} needs dtype='bfloat16', which everything else computes in; got {dtype!r}")

@@ -332,7 +332,11 @@ def _parallelism(settings: FinetuneSettings, model: Decoder | None) -> Paralleli
         )
     if mesh is None:
         return None
-    experts = ExpertParallel(capacity_factor=settings.capacity_factor, shadow_experts=settings.shadow_experts)
+    experts = ExpertParallel(
+        capacity_factor=settings.capacity_factor,
+        shadow_experts=settings.shadow_experts,
+        tokens_in_fp8=settings.tokens_in_fp8,
+    )
     hops = settings.hops or default_hops(mesh)
     parallelism = Parallelism(
         mesh,
@@ -396,7 +400,7 @@ def _warn_of_far_positions(config: ModelConfig, seq_len: int) -> None:
 def _check_experts(settings: FinetuneSettings, parallelism: Parallelism | None, config: ModelConfig) -> int:
     """Returns the number of devices that the experts are dealt out to; refuses settings that do not fit this number."""
     exchange = None if parallelism is None else parallelism.expert_parallel
-    for name in ("shadow_experts", "rebalance_every"):
+    for name in ("shadow_experts", "tokens_in_fp8", "rebalance_every"):
         if getattr(settings, name) and exchange is None:
             raise ValueError(f"{name}={getattr(settings, name)} needs experts on several devices: a mesh.expert of 2 or more")
     num_experts = _num_experts(config)

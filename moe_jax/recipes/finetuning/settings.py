@@ -117,6 +117,8 @@ class FinetuneSettings:
         computes so.
       shadow_experts: the most experts that a layer may copy to all devices along mesh.expert for a step. A layer does so if the
         busiest device saves more than the copies cost (docs/parallel_experts.md).
+      tokens_in_fp8: send tokens to the experts of other devices in FP8, for half the bytes (docs/fp8.md). Needs a precision in
+        FP8, and a mesh.expert of 2 or more. May be changed when a run continues.
       rebalance_every: steps after which experts change places between the devices along mesh.expert, by their load since the
         last change; 0: never. The log and the trained model keep the experts' old numbers. The load-balancing loss of
         several layers counts experts by their places (docs/scaling.md).
@@ -179,6 +181,7 @@ class FinetuneSettings:
     hops: Hops | None = None
     overlap_micro_batches: bool | None = None
     shadow_experts: int = 0
+    tokens_in_fp8: bool = False
     rebalance_every: int = 0
     tensorboard: bool = False
     force_balanced_routing: bool = False
@@ -273,7 +276,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     if settings.lora is not None and settings.lora.dropout and settings.overlap_micro_batches:
         problems.append("overlap_micro_batches=True needs adapters without dropout: leave lora.dropout out")
     of_weights = settings.pipe_schedule, settings.lora, settings.weights
-    problems += precision_problems(settings.precision, settings.dtype, *of_weights)
+    problems += precision_problems(settings.precision, settings.dtype, *of_weights, tokens_in_fp8=settings.tokens_in_fp8)
     if settings.pipe_chunks > 1 and settings.mesh.pipe == 1:
         problems.append(f"pipe_chunks={settings.pipe_chunks} needs a mesh.pipe of 2 or more")
     if settings.mesh.pipe == 1 and (problem := ranks_problem(settings.pipe_schedule, 1, 1)):

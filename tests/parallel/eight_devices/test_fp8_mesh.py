@@ -19,8 +19,10 @@ import moe_jax
 from moe_jax.kernels import Precision, experts_mlp
 from moe_jax.kernels.experts import fused_vjp
 from moe_jax.parallel import ExpertParallel, Parallelism, make_mesh
+from moe_jax.parallel.choices import MeshShape
 from moe_jax.parallel.expert import expert_parallel_mlp
 from moe_jax.parallel.pipeline.chunks import to_chunks
+from moe_jax.recipes.finetuning.prepare import _parallelism
 from moe_jax.train import init_state, make_evaluation, make_optimizer, put_batch
 
 
@@ -76,6 +78,23 @@ def test_experts_over_devices():
     found, expected = (jax.jit(lambda dy, f=f: _with_gradients(f, arrays, dy))(dy) for f in (on_two, on_one))
     for a, b in zip(found, expected, strict=True):
         assert meshes.relative_error(a, b) < 0.01
+
+
+def test_a_step_with_tokens_in_fp8():
+    """The loss is that of tokens in bf16 bit for bit, with layers that are recomputed and passes that overlap."""
+    batch, options = make_batch(seeds.rng()), dict(steps=1, make_model=_model, gradient_accumulation=2, remat=True)
+    found, expected = (
+        train(batch, Parallelism(_mesh(expert=2), ExpertParallel(tokens_in_fp8=in_fp8)), **options)[1][0]
+        for in_fp8 in (True, False)
+    )
+    assert found["loss"] == expected["loss"] and found["grad_norm"] != expected["grad_norm"]
+    np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=0.01)
+
+
+def test_settings_of_a_run(tmp_path):
+    options = dict(precision="fp8", dtype="bfloat16", batch_size=8, mesh=MeshShape(data=4, expert=2))
+    settings = tiny.settings(tmp_path, **options, tokens_in_fp8=True)
+    assert _parallelism(settings, None).expert_parallel == ExpertParallel(tokens_in_fp8=True)
 
 
 def _with_gradients(f, arrays, dy):

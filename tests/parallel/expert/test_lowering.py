@@ -1,5 +1,7 @@
 """Inside shard_map each Hopper GPU runs the Hopper kernels on its experts, in the first and in further rounds."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from lowered import num_kernels
 
+from moe_jax.kernels import Precision
 from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
 
 DEVICES, K = 4, 8
@@ -61,8 +64,23 @@ def test_shadows():
     assert text.count('"stablehlo.all_gather"') == 2 + 1 + 2
 
 
-def forward(settings):
-    return lambda *arguments: expert_parallel_mlp(*arguments, settings)[0]
+@pytest.mark.parametrize("transport", ["gather", "all_to_all"])
+def test_tokens_in_fp8(transport):
+    """Tokens travel as bytes, and are gathered by one kernel in place of another, in the first and in further rounds."""
+    in_fp8, in_bf16 = (
+        lowered(forward(ExpertParallel(transport=transport, tokens_in_fp8=sends), Precision()), True, **QWEN3_30B)
+        for sends in (True, False)
+    )
+    assert num_kernels(in_fp8) == num_kernels(in_bf16) == 2 * 4
+    collective = "all_gather" if transport == "gather" else "all_to_all"
+    travelling = rf'stablehlo.{collective}".*-> tensor<(?:\d+x)+(2048xbf16|2112xui8)>'
+    found, others = (set(re.findall(travelling, text)) for text in (in_fp8, in_bf16))
+    # Outputs come home by an all-to-all.
+    assert found == ({"2112xui8"} if transport == "gather" else {"2112xui8", "2048xbf16"}) and others == {"2048xbf16"}
+
+
+def forward(settings, precision=None):
+    return lambda *arguments: expert_parallel_mlp(*arguments, settings, precision=precision)[0]
 
 
 def lowered(f, check_vma, *, tokens, hidden, inter, experts):

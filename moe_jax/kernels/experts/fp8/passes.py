@@ -8,7 +8,8 @@
 | dx of a row | dh | w_gate_up transposed | bf16 |
 | dw_gate_up, dw_down | dh, dy in bf16 | x, weighted act in bf16 | as without FP8 |
 
-A transposed matrix has the same values and scales: it is rounded once.
+A transposed matrix has the same values and scales: it is rounded once. x may be in FP8 already, as it travelled. The product
+for dw_gate_up then takes its rounded numbers, values * scales in bf16.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from moe_jax.kernels.experts.fp8.precision import Kept, Precision
 from moe_jax.kernels.experts.fp8.quantise import (
     QuantisedMatrices,
     QuantisedRows,
+    dequantised_rows,
     quantise_matrices,
     transposed,
 )
@@ -76,11 +78,17 @@ class Fp8Options(NamedTuple):
 
 
 def gate_up_in_fp8(
-    x: BFloat16[Array, "tokens hidden"], experts: QuantisedExperts, plan: Plan, options: Fp8Options, *, for_backward: bool
+    x: BFloat16[Array, "tokens hidden"] | QuantisedRows,
+    experts: QuantisedExperts,
+    plan: Plan,
+    options: Fp8Options,
+    *,
+    for_backward: bool,
 ) -> tuple[QuantisedRows, BFloat16[Array, "rows 2*inter"] | KeptRows | None]:
     """Returns act, and h as it is kept for the backward pass; None without one."""
     matmuls, plan = implementation(options.matmuls), _of_matrices(plan, experts)
-    h, act = matmuls.gated_matmul(matmuls.rows_of_tokens(x, plan), experts.gate_up, plan, keep_h=for_backward)
+    rows = matmuls.rows_of_rounded(x, plan) if isinstance(x, QuantisedRows) else matmuls.rows_of_tokens(x, plan)
+    h, act = matmuls.gated_matmul(rows, experts.gate_up, plan, keep_h=for_backward)
     return act, None if h is None else keep_h(h, options.kept)
 
 
@@ -107,7 +115,7 @@ class Fp8Gradients(NamedTuple):
 
 
 def gradients_in_fp8(
-    x: BFloat16[Array, "tokens hidden"],
+    x: BFloat16[Array, "tokens hidden"] | QuantisedRows,
     weights: Float[Array, "tokens k"],
     h: BFloat16[Array, "rows 2*inter"] | KeptRows,
     dy: BFloat16[Array, "tokens hidden"],
@@ -125,6 +133,7 @@ def gradients_in_fp8(
     dh, dh_bf16, weighted_act, dweight_of_row = backward
     dx_rows = matmuls.grouped_matmul(dh, experts.gate_up_transposed, of_matrices)
     sums = backends.implementation(options.sums)
+    x = dequantised_rows(x).astype(jnp.bfloat16) if isinstance(x, QuantisedRows) else x
     (dy_rows, of_dy), (x_rows, of_x) = sums.rows_of_tokens(dy, plan), sums.rows_of_tokens(x, plan)
     return Fp8Gradients(
         token_sums_of_shares(dx_rows, plan, None, options.sums, shares),

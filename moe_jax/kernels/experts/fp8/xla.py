@@ -22,11 +22,11 @@ ROW_ALIGNMENT = 1
 
 def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
     """Returns x in expert order, each token rounded once. Rows without a pair are rows of zeros."""
-    return rows_of_rounded_tokens(quantise_rows(x), plan)
+    return rows_of_rounded(quantise_rows(x), plan)
 
 
-def rows_of_rounded_tokens(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
-    """Returns tokens in expert order. Rows without a pair are rows of zeros."""
+def rows_of_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
+    """Returns tokens that were rounded before in expert order. Rows without a pair are rows of zeros."""
     # Nothing can be taken from an array without tokens, and the scale of zeros is not zero.
     nobody = quantise_rows(jnp.zeros((1, tokens.values.shape[1]), jnp.bfloat16))
     values, scales = (jnp.concatenate([a, b], axis) for a, b, axis in zip(tokens, nobody, (0, 1), strict=True))

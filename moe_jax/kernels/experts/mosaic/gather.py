@@ -54,7 +54,7 @@ class GatherScratch(NamedTuple):
 
 def shared_bytes(hidden: int, itemsize: int) -> int:
     """Returns the least number of bytes of shared memory that `gather_rows` needs."""
-    return (STAGES + _zero_tokens(hidden)) * hidden * itemsize + 8 * STAGES
+    return (STAGES + _zero_tokens(hidden, itemsize)) * hidden * itemsize + 8 * STAGES
 
 
 @jax.jit
@@ -75,7 +75,7 @@ def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "r
 
         scratch = GatherScratch(
             tokens=plgpu.SMEM((STAGES, height, *token_shape), x.dtype),
-            zeros=plgpu.SMEM((_zero_tokens(hidden), *token_shape), x.dtype),
+            zeros=plgpu.SMEM((_zero_tokens(hidden, x.dtype.itemsize), *token_shape), x.dtype),
             loaded=plgpu.Barrier(num_barriers=STAGES),
         )
         pl.run_scoped(scope, scratch)
@@ -92,9 +92,10 @@ def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "r
     return call_varying(run)(*inputs).reshape(plan.num_rows, hidden)
 
 
-def _zero_tokens(hidden: int) -> int:
-    """Returns the number of tokens of zeros that the warpgroup's 128 threads fill 4 elements, 8 bytes, at a time."""
-    return 512 // math.gcd(hidden, 512)
+def _zero_tokens(hidden: int, itemsize: int) -> int:
+    """Returns the number of tokens of zeros that the warpgroup's 128 threads fill 8 bytes at a time, or 16 elements of FP8."""
+    elements = 2048 if itemsize == 1 else 512
+    return elements // math.gcd(hidden, elements)
 
 
 def fill_blocks(ends_ref, offsets_ref, out_ref, zeros) -> None:

@@ -27,7 +27,7 @@ from moe_jax.kernels.experts.separate_vjps import weight_of_row
 
 EXPERTS, K, HIDDEN, INTER, TOKENS = 3, 2, 384, 256, 96
 
-PASSES = "rows_of_tokens", "gated_matmul", "grouped_matmul", "gated_matmul_backward"
+PASSES = "rows_of_tokens", "rows_of_rounded", "gated_matmul", "grouped_matmul", "gated_matmul_backward"
 
 
 def _waiting(module):
@@ -87,7 +87,10 @@ def test_passes(routing):
 
 @pytest.mark.parametrize("hidden", [128, 384, 1024])
 def test_rows_of_tokens(hidden):
-    """Values and scales agree bit for bit, those of zeros, of tiny and of infinite numbers too; filling rows are zeros."""
+    """Values and scales agree bit for bit, those of zeros, of tiny and of infinite numbers too; filling rows are zeros.
+
+    So do those of tokens that were rounded before.
+    """
     rng = seeds.rng()
     chosen = jnp.asarray(rng.integers(-1, EXPERTS - 1, (37, K)), jnp.int32)
     p = plan(chosen, EXPERTS, mosaic.ROW_ALIGNMENT)
@@ -106,14 +109,15 @@ def test_rows_of_tokens(hidden):
         .at[7, 3]
         .set(1e4)
     )
-    ours, theirs = kernels.rows_of_tokens(x, p), jax.jit(reference.rows_of_tokens)(x, p)
+    theirs, rounded = jax.jit(reference.rows_of_tokens)(x, p), jax.jit(quantise_rows)(x)
     computed = slice(0, int(p.offsets[-1]))
-    values = [np.asarray(rows.values.view(jnp.uint8))[computed] for rows in (ours, theirs)]
-    np.testing.assert_array_equal(*values)
-    np.testing.assert_array_equal(np.asarray(ours.scales)[:, computed], np.asarray(theirs.scales)[:, computed])
-    filling = ~_with_a_pair(p)[computed]
-    assert filling.any() and not values[0][filling].any()
-    assert (np.asarray(ours.scales)[:, computed][:, filling] == LEAST_MAXIMUM * INVERSE_LARGEST).all()
+    for ours in (kernels.rows_of_tokens(x, p), kernels.rows_of_rounded(rounded, p)):
+        values = [np.asarray(rows.values.view(jnp.uint8))[computed] for rows in (ours, theirs)]
+        np.testing.assert_array_equal(*values)
+        np.testing.assert_array_equal(np.asarray(ours.scales)[:, computed], np.asarray(theirs.scales)[:, computed])
+        filling = ~_with_a_pair(p)[computed]
+        assert filling.any() and not values[0][filling].any()
+        assert (np.asarray(ours.scales)[:, computed][:, filling] == LEAST_MAXIMUM * INVERSE_LARGEST).all()
 
 
 def test_promotion():
@@ -177,6 +181,9 @@ def test_few_tokens(tokens):
         return np.asarray(module.grouped_matmul(act, down, p)[p.row_of_pair], np.float32)
 
     _assert_near(y(few, kernels), y(many, reference), slice(None))
+    found, rounded = kernels.rows_of_tokens(x, few), kernels.rows_of_rounded(quantise_rows(x), few)
+    np.testing.assert_array_equal(rounded.values.view(jnp.uint8), found.values.view(jnp.uint8))
+    np.testing.assert_array_equal(rounded.scales[:, :tokens], found.scales[:, :tokens])
 
 
 def test_few_pairs():
@@ -211,6 +218,7 @@ def test_no_rows():
     p = plan(jnp.zeros((0, K), jnp.int32), EXPERTS, mosaic.ROW_ALIGNMENT)
     rows = kernels.rows_of_tokens(x[:0], p)
     h, act = kernels.gated_matmul(rows, gate_up, p)
+    assert kernels.rows_of_rounded(rows, p).values.shape == (0, HIDDEN)
     assert isinstance(act, QuantisedRows) and h.shape == (0, 2 * INTER)
     assert kernels.grouped_matmul(act, down, p).shape == (0, HIDDEN)
     assert kernels.gated_matmul_backward(rows, transposed(down), h, jnp.zeros(0), p).dh.values.shape == (0, 2 * INTER)

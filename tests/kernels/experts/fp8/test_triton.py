@@ -75,7 +75,7 @@ def test_rounding(runs):
     scale_of_one = lambda *shape: jnp.ones(shape, jnp.float32)  # noqa: E731
     tokens = QuantisedRows(x.astype(jnp.float8_e4m3fn), scale_of_one(HIDDEN // 128, 40))
     gate_up = QuantisedMatrices(jnp.asarray(w, jnp.float8_e4m3fn), scale_of_one(EXPERTS, 2 * INTER // 128, HIDDEN // 128))
-    _, act = xla.gated_matmul(xla.rows_of_rounded_tokens(tokens, p), gate_up, p)
+    _, act = xla.gated_matmul(xla.rows_of_rounded(tokens, p), gate_up, p)
     _, our_act = ours.gated_matmul(tokens, gate_up, p)
     is_finite = np.asarray(p.token_of_row) != 3
     _assert_same_bits(our_act, act, is_finite)

@@ -17,9 +17,9 @@ from jaxtyping import Array, BFloat16, Float, Int
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.fp8 import quantise
 from moe_jax.kernels.experts.fp8.mosaic import by_pairs, by_rows, by_rows_backward
-from moe_jax.kernels.experts.fp8.mosaic.gather import gather_rows
+from moe_jax.kernels.experts.fp8.mosaic.gather import gather_rounded, gather_rows
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
-from moe_jax.kernels.experts.fp8.mosaic.round_tokens import round_tokens
+from moe_jax.kernels.experts.fp8.mosaic.round_tokens import TOKENS, round_tokens
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, quantise_rows
 from moe_jax.kernels.experts.fp8.xla import Fp8Backward
 from moe_jax.kernels.experts.mosaic import is_native
@@ -36,6 +36,7 @@ __all__ = [
     "grouped_matmul",
     "is_native",
     "refusal",
+    "rows_of_rounded",
     "rows_of_tokens",
 ]
 
@@ -68,6 +69,15 @@ def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> Quantised
     if plan.holds_all_tokens:
         return round_tokens(x)
     return gather_rows(x, plan) if plan.num_rows else quantise_rows(jnp.zeros((0, x.shape[1]), x.dtype))
+
+
+def rows_of_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
+    """Computes `xla.rows_of_rounded` in one kernel, with rows as of `rows_of_tokens`."""
+    if plan.holds_all_tokens:
+        fill = -tokens.values.shape[0] % TOKENS
+        widths = ((0, fill), (0, 0)), ((0, 0), (0, fill))
+        return QuantisedRows(*(jnp.pad(a, width) for a, width in zip(tokens, widths, strict=True)))
+    return gather_rounded(tokens, plan) if plan.num_rows else QuantisedRows(tokens.values[:0], tokens.scales[:, :0])
 
 
 def experts_of_few_pairs(

@@ -30,7 +30,7 @@ from jaxtyping import Array, BFloat16, Float
 
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import GROUPS_LAYOUT, rounded_group
 from moe_jax.kernels.experts.fp8.quantise import GROUP, INVERSE_LARGEST, LEAST_MAXIMUM, QuantisedRows
-from moe_jax.kernels.experts.mosaic.gather import fill_blocks
+from moe_jax.kernels.experts.mosaic import gather
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.interpreter import interpret
 from moe_jax.kernels.hopper.launch import call_varying, grid_size
@@ -71,7 +71,7 @@ def gather_rows(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRow
 
     def fp8_gather_rows(rows_ref, ends_ref, offsets_ref, x_ref, out_ref, scales_ref):
         def scope(scratch):
-            fill_blocks(ends_ref, offsets_ref, out_ref, scratch.zeros)
+            gather.fill_blocks(ends_ref, offsets_ref, out_ref, scratch.zeros)
             _round_tokens(rows_ref, offsets_ref, x_ref, out_ref, scales_ref, scratch)
             plgpu.wait_smem_to_gmem(0)
 
@@ -98,12 +98,17 @@ def gather_rows(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRow
     inputs = plan.row_of_pair, plan.ends, plan.offsets, x.reshape(tokens * groups, GROUP)
     values, scales = call_varying(run)(*inputs)
     by_token = scales[: tokens * groups].reshape(tokens, groups)
-    return QuantisedRows(values.reshape(plan.num_rows, hidden), _scales_of_rows(by_token, plan))
+    return QuantisedRows(values.reshape(plan.num_rows, hidden), _scales_of_rows(by_token.T, plan))
 
 
-def _scales_of_rows(by_token: Float[Array, "tokens groups"], plan: Plan) -> Float[Array, "groups rows"]:
+def gather_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
+    """Returns tokens that were rounded before in expert order, with rows as of `gather_rows`: its values are copied alone."""
+    return QuantisedRows(gather.gather_rows(tokens.values, plan), _scales_of_rows(tokens.scales, plan))
+
+
+def _scales_of_rows(of_tokens: Float[Array, "groups tokens"], plan: Plan) -> Float[Array, "groups rows"]:
     """Copies the scales of tokens to their rows; a row without a token has those of zeros."""
-    return by_token.T.at[:, plan.token_of_row].get(mode="fill", fill_value=LEAST_MAXIMUM * INVERSE_LARGEST)
+    return of_tokens.at[:, plan.token_of_row].get(mode="fill", fill_value=LEAST_MAXIMUM * INVERSE_LARGEST)
 
 
 def _round_tokens(rows_ref, offsets_ref, x_ref, out_ref, scales_ref, scratch: Fp8GatherScratch) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "grouped_matmul",
     "is_native",
     "refusal",
+    "rows_of_rounded",
     "rows_of_tokens",
 ]
 
@@ -44,7 +45,12 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
 
 def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
     """Returns x, each token rounded once, in the order of tokens: `gated_matmul` gathers rows where it loads them."""
-    return quantise_rows(x)
+    return rows_of_rounded(quantise_rows(x), plan)
+
+
+def rows_of_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
+    """Returns tokens that were rounded before, in their order."""
+    return tokens
 
 
 def gated_matmul(
@@ -73,7 +79,7 @@ def gated_matmul_backward(
     plan: Plan,
 ) -> Fp8Backward:
     """Computes `xla.gated_matmul_backward` in XLA: Triton has no kernel for it here."""
-    dy = xla.rows_of_rounded_tokens(dy_of_tokens, plan)
+    dy = xla.rows_of_rounded(dy_of_tokens, plan)
     return xla.gated_matmul_backward(dy, w_down_transposed, h, weight_of_row, plan)
 
 
