@@ -38,6 +38,8 @@ def batches(
 ) -> "Batches":
     """Returns an endless iterator of batches: dicts of int32 [batch_size, seq_len] (`packing`). Each epoch has its own order.
 
+    Where answers have weights other than 0 and 1, "loss_mask" holds the weights of labels, f32.
+
     `get_state()` returns the position, a tree of JSON values. `set_state` goes back to it exactly, given the same arguments.
     Text documents begin with the tokenizer's BOS token, if it adds one, and end with its eos token.
     The chat template renders chats. Threads make the next batch while a step computes.
@@ -69,6 +71,8 @@ def batches(
         stream = packed(stream, seq_len=seq_len, seed=seed).batch(rows_of_stream, drop_remainder=True)
         streams[i] = iter(grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=1))
     padding = {name: np.full((rows_of_stream, seq_len), value, np.int32) for name, value in PADDING.items()}
+    if documents.weighted:
+        padding["loss_mask"] = padding["loss_mask"].astype(np.float32)
     return Batches(streams, num_streams, padding, skipped)
 
 

@@ -29,10 +29,11 @@ def describe_tokens(documents: Documents, found: Survey, seq_len: int) -> list[s
     """Returns lines with tokens, the learned share, padding, documents that are left out, and cuts."""
     about = "" if found.exact else "about "
     kind = kind_of(documents)
+    weight = f" (mean weight {found.mean_weight:.3g})" if documents.weighted else ""
     sample = "" if found.exact else f" (measured on {found.measured:,} of them)"
     lines = [
-        f"{found.documents:,} {kind}{sample}: {about}{found.tokens:,} tokens, {found.learned:.0%} of them learned; rows of "
-        f"{seq_len} tokens with {found.padding:.0%} padding"
+        f"{found.documents:,} {kind}{sample}: {about}{found.tokens:,} tokens, {found.learned:.0%} of them learned{weight}; "
+        f"rows of {seq_len} tokens with {found.padding:.0%} padding"
     ]
     if found.skipped:
         lines.append(f"{about}{found.skipped:,} of {found.documents:,} {kind} are left out: the chat template refuses them")

@@ -51,6 +51,7 @@ class Documents:
       parts: the sources.
       bad: the rows that were left out, as a message; "" if there are none.
       learned_answers: "all", or "last": of each conversation only the last turn is learned.
+      weighted: an answer has another weight than 0 and 1.
     """
 
     format: str
@@ -65,6 +66,7 @@ class Documents:
     parts: tuple[SourcePart, ...]
     bad: str = ""
     learned_answers: str = "all"
+    weighted: bool = False
 
     def __len__(self) -> int:
         return len(self.file)
@@ -124,4 +126,5 @@ def joined(parts: Sequence[Documents], fingerprint: str) -> Documents:
         parts=tuple(each for part in parts for each in part.parts),
         bad="; ".join(part.bad for part in parts if part.bad),
         learned_answers=parts[0].learned_answers,
+        weighted=any(part.weighted for part in parts),
     )

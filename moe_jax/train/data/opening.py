@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moe_jax.train.data.chat import has_weights
 from moe_jax.train.data.documents import Documents, SourcePart, joined
 from moe_jax.train.data.files import data_files, row_files
 from moe_jax.train.data.hub import ArrowTable, hub_table, is_saved_dataset, parquet_table, saved_table
@@ -31,13 +32,14 @@ class _Found(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The place of a document, and whether it begins with an answer."""
+    """The place of a document, whether it begins with an answer, and whether answers have weights other than 0 and 1."""
 
     file: int
     line: int
     offset: int
     size: int
     answer_first: bool
+    weighted: bool
 
 
 def open_documents(
@@ -213,7 +215,8 @@ def _place(file: int, row: RawRow, layout: str | None, learned_answers: str, unr
     if layout != "folder":
         unread.update(unread_keys(value, layout))
     answer_first = layout in CHATS and record["messages"][0]["role"] == "assistant"
-    return _Place(file, row.line, row.offset, row.size, answer_first)
+    weighted = layout in CHATS and has_weights(record["messages"])
+    return _Place(file, row.line, row.offset, row.size, answer_first, weighted)
 
 
 def _documents(source: DataSource, readers: list[Reader], found: _Found, learned_answers: str) -> Documents:
@@ -234,4 +237,5 @@ def _documents(source: DataSource, readers: list[Reader], found: _Found, learned
         parts=(SourcePart(source.path, len(found.places), source.weight, found.problems.count, tuple(layouts), found.unread),),
         bad=found.problems.listed(len(found.places)),
         learned_answers=learned_answers,
+        weighted=bool(columns[5].any()),
     )

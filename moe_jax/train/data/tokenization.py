@@ -1,4 +1,4 @@
-"""A document as tokens, with a mask of the tokens that the model learns to predict."""
+"""A document as tokens, with a mask of the tokens that the model learns to predict, or with their weights."""
 
 import hashlib
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from moe_jax.checkpoint.tokenizer import beginning
 from moe_jax.train.data.chat import GENERATION_TAG, chat_tokens
@@ -19,12 +19,13 @@ class Tokenized(NamedTuple):
 
     Attributes:
       tokens: token ids.
-      learned: true for tokens that the model learns to predict. The first token is never predicted.
+      learned: true for tokens that the model learns to predict. The first token is never predicted. In a data set with weights,
+        the weight of each token's loss, f32.
       document: the document's index in its data set.
     """
 
     tokens: Int[np.ndarray, "length"]
-    learned: Bool[np.ndarray, "length"]
+    learned: Bool[np.ndarray, "length"] | Float[np.ndarray, "length"]
     document: int
 
 
@@ -66,7 +67,13 @@ def tokenization(
     chat = partial(_chat, documents, tokenizer)
     chat = chat if skipped is None else partial(_chat_or_nothing, documents, chat, skipped)
     begin = beginning(tokenizer) if begin_texts and not is_chat.all() else []
-    return lambda record: chat(record) if is_chat[record["document"]] else _text(tokenizer, begin, record)
+
+    def tokenized(record: dict[str, Any]) -> Tokenized:
+        found = chat(record) if is_chat[record["document"]] else _text(tokenizer, begin, record)
+        # Packing takes the arrays of all documents alike.
+        return found._replace(learned=found.learned.astype(np.float32)) if documents.weighted else found
+
+    return tokenized
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
