@@ -15,6 +15,9 @@ from moe_jax.train.data.layouts import CHATS
 from moe_jax.train.data.records import read_record
 from moe_jax.train.data.rows import Reader
 
+BAD = "\0bad"
+"""Key of a record that is left out or refused: the reason, "" for a blank row. A stream alone has such records."""
+
 
 class SourcePart(NamedTuple):
     """A source's documents, which follow one another.
@@ -89,6 +92,16 @@ class Documents:
     def is_chat(self) -> np.ndarray:
         """Bool [documents], true for conversations."""
         return np.asarray([layout in CHATS for layout in self.layouts])[self.file]
+
+    @property
+    def surveyed(self) -> "Documents":
+        """The documents that are measured before a run: all, but of a stream those of its first rows."""
+        return self
+
+    @property
+    def is_stream(self) -> bool:
+        """Tells documents that are read in their order (`streams.Streamed`)."""
+        return False
 
     @property
     def num_bad(self) -> int:

@@ -34,6 +34,9 @@ def report(
     Raises:
       ValueError: the tokenizer or a document is refused, as in `batches`.
     """
+    if documents.is_stream:
+        yield f"the first rows of a stream: {documents.parts[0].name}"
+    documents = documents.surveyed
     found = survey(documents, tokenizer, seq_len=seq_len, seed=seed, skip_bad=skip_bad, max_documents=None, max_seconds=None)
     yield from describe_sources(documents, found)
     width = 26

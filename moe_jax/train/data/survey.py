@@ -83,6 +83,8 @@ def survey(
 ) -> Survey:
     """Measures documents drawn by `seed`, or all of them where both limits are None; then it is the same each time.
 
+    Of a stream these are documents of the first rows.
+
     Args:
       seq_len: tokens in a row.
       begin_texts, skip_bad: as in `batches`.
@@ -92,7 +94,7 @@ def survey(
     Raises:
       ValueError: the tokenizer or a document is refused, as in `batches`.
     """
-    skipped: dict[int, str] = {}
+    documents, skipped = documents.surveyed, dict[int, str]()
     tokenized = tokenization(documents, tokenizer, begin_texts=begin_texts, skipped=skipped if skip_bad else None)
     whole = epoch(documents, seed)
     order = whole[np.random.default_rng(seed).permutation(len(whole))[:max_documents]]
