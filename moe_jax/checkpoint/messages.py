@@ -3,11 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-126, 2.0**127
+"""Weights of messages other than 0 lie between these: f32 holds them in full precision."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_messages(messages: Any) -> None:
     """Checks that each message of a conversation has a role and a text; an answer may call tools instead of a text.
+
+    The "weight" of a message, if it has one, is a number of at least 0.
 
     Raises:
       ValueError: a message is wrong; the error names it and says why.
@@ -24,8 +28,11 @@ def check_messages(messages: Any) -> None:
             )
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise ValueError(f'message {i} ({message["role"]}) needs a string "content"')
-        if message.get("weight", 1) not in (0, 1):
-            raise ValueError(f'message {i} ({message["role"]}) has "weight" {message["weight"]!r}; it is 0 or 1')
+        if not _is_weight(message.get("weight", 1)):
+            raise ValueError(
+                f'message {i} ({message["role"]}) has "weight" {message["weight"]!r:.80}; it is 0, or a number from '
+                f"{SMALLEST_WEIGHT:.1g} to {LARGEST_WEIGHT:.1g}"
+            )
 
 
 def check_template(template: str, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
@@ -39,3 +46,8 @@ def check_template(template: str, messages: Sequence[Mapping[str, Any]], tools: 
         raise ValueError(
             f"the chat template would leave out {' and '.join(left_out)}: it never mentions them; give another template"
         )
+
+
+def _is_weight(value: Any) -> bool:
+    """Tells if a value is a message's weight; a boolean is 0 or 1."""
+    return isinstance(value, int | float) and (value == 0 or SMALLEST_WEIGHT <= value <= LARGEST_WEIGHT)

@@ -2,6 +2,8 @@
 
     loss = sum_t mask[t] * (logsumexp_v(h[t] . w[v]) - h[t] . w[label[t]])
 
+A mask of floats holds a weight for each token.
+
 Once a chunk's logits are known, the gradient of the sum is known up to its cotangent, a number. So the forward pass of a
 gradient computes each chunk's logits once, and from them the loss and its gradients. The backward pass only scales these
 gradients: three matmuls, where computing the logits again takes four. The fused loss of Liger Kernel has the same idea (Hsu et
@@ -32,11 +34,14 @@ def cross_entropy(
     hidden: Float[Array, "tokens hidden"],
     head_weight: Float[Array, "vocab hidden"],
     labels: Int[Array, "tokens"],
-    mask: Bool[Array, "tokens"],
+    mask: Bool[Array, "tokens"] | Float[Array, "tokens"],
     *,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the loss summed over the tokens in the mask, and the number of these tokens, both f32 (f64 for f64).
+
+    A mask of floats holds a weight for each token. Then the losses are multiplied by their weights, and the second value is the
+    sum of weights. Weights are not negative, and are constants for derivatives.
 
     Differentiable in hidden and head_weight. Nothing is computed for the gradient of a head_weight that is not differentiated.
     Matmuls take operands in hidden's dtype and accumulate in f32. head_weight's gradient is accumulated in f32 over all tokens
@@ -52,7 +57,8 @@ def cross_entropy(
         ValueError: shapes that do not fit, chunk_tokens < 1, or arrays split over mesh axes of type Explicit.
     """
     check_vocabulary_arguments(hidden, head_weight, chunk_tokens, labels=labels, mask=mask)
-    mask = mask.astype(bool)
+    is_weight = jnp.issubdtype(mask.dtype, jnp.floating)
+    mask = jax.lax.stop_gradient(mask.astype(at_least_f32(hidden.dtype))) if is_weight else mask.astype(bool)
     total = _loss_sum(chunk_tokens, *vary_alike((hidden, head_weight, labels, mask)))
     return total, mask.sum().astype(total.dtype)
 
@@ -91,7 +97,7 @@ def _forward(chunk_tokens, hidden, head_weight, labels, mask):
         total, d_weight = state
         hidden, labels, mask = chunk
         loss, logits, logsumexp = _loss_of_chunk(weight, *chunk)
-        d_logits = jnp.where(mask[:, None], error_of_logits(logits, logsumexp, labels), 0).astype(hidden.dtype)
+        d_logits = _weighted(error_of_logits(logits, logsumexp, labels), mask[:, None]).astype(hidden.dtype)
         if is_trained:
             d_weight += jnp.einsum("tv,td->vd", d_logits, hidden, preferred_element_type=accumulator)
         return (total + loss, d_weight), jnp.einsum("tv,vd->td", d_logits, weight, preferred_element_type=accumulator)
@@ -122,4 +128,9 @@ class _ChunkLoss(NamedTuple):
 
 def _loss_of_chunk(weight, hidden, labels, mask) -> _ChunkLoss:
     label_logit, logits, logsumexp = logits_of_chunk(weight, hidden, labels)
-    return _ChunkLoss(jnp.where(mask, logsumexp - label_logit, 0).sum(), logits, logsumexp)
+    return _ChunkLoss(_weighted(logsumexp - label_logit, mask).sum(), logits, logsumexp)
+
+
+def _weighted(values, mask):
+    """Returns the values times their weights; 0 outside the mask, where values may be NaN."""
+    return jnp.where(mask, values, 0) if mask.dtype == bool else jnp.where(mask != 0, mask * values, 0)

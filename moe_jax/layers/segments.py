@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Integer
+from jaxtyping import Array, Bool, Int, Integer, Num
 
 from moe_jax.parallel.sequence.attention import ContextParallel
 
@@ -21,8 +21,8 @@ def runs(segment_ids: Integer[Array, "batch seq"]) -> Int[Array, "batch seq"]:
 
 
 def shift_left(
-    x: Integer[Array, "batch seq"], offset: int, context_parallel: ContextParallel | None = None
-) -> Integer[Array, "batch seq"]:
+    x: Num[Array, "batch seq"], offset: int, context_parallel: ContextParallel | None = None
+) -> Num[Array, "batch seq"]:
     """Returns x[:, i + offset] at i, and 0 behind the row's end; with `context_parallel`, for this device's tokens."""
     if context_parallel is not None:
         return context_parallel.shift_left(x, offset)

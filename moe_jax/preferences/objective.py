@@ -46,7 +46,7 @@ class Preference(Objective):
 
     settings: PreferenceSettings = PreferenceSettings()
 
-    def prepare(self, batch: Batch, num_labels: Float[Array, ""]) -> Batch:
+    def prepare(self, batch: Batch, label_weight: Float[Array, ""]) -> Batch:
         """Returns the arrays that the loss reads, and the numbers of the whole batch that its means are divided by."""
         loss, of_pairs = self.settings.loss, self.settings.of_pairs
         names = [*BATCH_ARRAYS, "example"] + ([] if of_pairs else ["desirable", *(KL + name for name in BATCH_ARRAYS)])
@@ -90,7 +90,7 @@ class Preference(Objective):
             value = value + coefficient * parts["aux_loss"]
         return value, parts
 
-    def metrics(self, value: Float[Array, ""], aux: Parts, num_labels: Float[Array, ""]) -> dict[str, Array]:
+    def metrics(self, value: Float[Array, ""], aux: Parts, label_weight: Float[Array, ""]) -> dict[str, Array]:
         """Returns the metrics that the class lists."""
         return aux | {"reward_margin": aux["reward_chosen"] - aux["reward_rejected"]}
 

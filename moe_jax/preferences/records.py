@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from moe_jax.checkpoint.messages import check_messages
+from moe_jax.train.data.chat import has_weights
 from moe_jax.train.data.layouts import as_list
 
 Messages = list[dict[str, Any]]
@@ -117,6 +118,8 @@ def _check_part(key: str, part: Any) -> None:
             raise ValueError(f'"{key}" is an empty text')
     elif isinstance(part, list) and part:
         check_messages(part)
+        if has_weights(part):
+            raise ValueError(f'"{key}" has a message with another "weight" than 0 and 1; a preference loss takes no others')
     else:
         raise ValueError(f'"{key}" must be a text or a list of messages; got {part!r:.80}')
 

@@ -3,17 +3,19 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.sequence.layouts import shard_sequence
 
-Batch = dict[str, Int[Array, "batch seq"]]
-"""tokens, labels (the next token of the same document), loss_mask (0 or 1), positions and segment_ids, all int32. A batch may
-hold more arrays, as `train.batches` gives "document". Inside a step it also holds scalars, which every micro-batch shares."""
+Batch = dict[str, Int[Array, "batch seq"] | Float[Array, "batch seq"]]
+"""tokens, labels (the next token of the same document), loss_mask (0 or 1), positions, segment_ids, all int32. Or loss_mask is
+f32, and holds a weight >= 0 for each label. A batch may hold more arrays, as `train.batches` gives "document". Inside a step it
+also holds scalars, which every micro-batch shares."""
 
 BATCH_ARRAYS = ("tokens", "labels", "loss_mask", "positions", "segment_ids")
 """The arrays of a batch that `train.loss` reads."""
@@ -72,6 +74,17 @@ def micro_batch_at(stacked: Batch, i: int | Int[Array, ""]) -> Batch:
 def num_rows(batch: dict[str, Any]) -> int:
     """Returns the rows of a batch that holds no scalars."""
     return next(iter(batch.values())).shape[0]
+
+
+def total_weight(loss_mask: Int[Array, "*shape"] | Float[Array, "*shape"]) -> Float[Array, ""]:
+    """Returns the sum of the labels' weights in f32; of integers the number of labels, each of which weighs 1."""
+    weights = loss_mask if jnp.issubdtype(loss_mask.dtype, jnp.floating) else loss_mask != 0
+    return weights.sum().astype(jnp.float32)
+
+
+def as_divisor(weight: Float[Array, ""]) -> Float[Array, ""]:
+    """Returns a sum of weights as the divisor of a mean; 1 in place of 0, where nothing is learned."""
+    return jnp.where(weight > 0, weight, 1)
 
 
 def replicated_sharding(params: nnx.State) -> Sharding:

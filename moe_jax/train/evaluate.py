@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -21,7 +22,7 @@ from moe_jax.train.state import TrainState
 
 
 class CrossEntropySum(NamedTuple):
-    """A batch's cross-entropy, summed over its labels, and their number."""
+    """A batch's cross-entropy, summed over its labels, and their number; or both weighted by the labels' weights."""
 
     summed: Float[Array, ""]
     num_labels: Float[Array, ""]
@@ -31,6 +32,8 @@ def make_evaluation(
     graphdef: nnx.GraphDef, *, parallelism: Parallelism | None = None
 ) -> Callable[[TrainState, Sequence[Batch]], float]:
     """Returns evaluate(state, batches): the mean cross-entropy of the batches' labels, and no other loss. The state stays.
+
+    Where labels have weights, the mean is weighted: the sum of weights times losses over the sum of weights.
 
     Args:
       graphdef: `nnx.graphdef(model)`.
@@ -56,7 +59,7 @@ def make_evaluation(
                 batch |= {SECOND + name: array for name, array in further[0].items()}
             sums.append((of_two if further else of_one)(state.params, state.fixed, batch))
         sums = jax.device_get(sums)
-        return float(sum(of_batch.summed for of_batch in sums)) / max(1.0, float(sum(of_batch.num_labels for of_batch in sums)))
+        return _mean(sum(of_batch.summed for of_batch in sums), sum(of_batch.num_labels for of_batch in sums))
 
     return evaluate
 
@@ -89,9 +92,13 @@ def _through_pipe(graphdef: nnx.GraphDef, parallelism: Parallelism) -> Callable[
             return 0.0
         own = [{name: batch[name] for name in BATCH_ARRAYS} for batch in batches]
         sums = jax.device_get(compiled(state.params, state.fixed, own))
-        return float(sums.summed) / max(1.0, float(sums.num_labels))
+        return _mean(sums.summed, sums.num_labels)
 
     return evaluate
+
+
+def _mean(summed: np.ndarray | int, weight: np.ndarray | int) -> float:
+    return float(summed) / (float(weight) or 1.0)
 
 
 SECOND = "second_"

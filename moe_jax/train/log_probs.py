@@ -15,11 +15,12 @@ def log_probs(model: Decoder, batch: Batch) -> Float[Array, "batch seq"]:
         sequence_log_probs = train.log_probs(model, batch).sum(axis=1)
         cross_entropy = -train.log_probs(model, batch).sum() / batch["loss_mask"].sum()
 
+    Weights in `loss_mask` do not multiply them.
     `model.execution` says what is recomputed and how the call is spread over devices. Inside a mesh the result is of the
     device's own tokens.
 
     Args:
-      batch: "tokens", "labels", "loss_mask", all int32 [batch, seq]. "segment_ids" too, where rows hold more than one document
+      batch: "tokens", "labels", "loss_mask", all [batch, seq]. "segment_ids" too, where rows hold more than one document
         each. "positions" follow from the segments unless they are given.
 
     Raises:

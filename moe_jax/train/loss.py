@@ -7,6 +7,8 @@
 A module that predicts further tokens (`models.mtp`) has labels and router sums of its own. Its cross-entropy is divided by the
 number of labels of the model, which has a few more labels than the module. So total is as in DeepSeek-V3's equations 24 and 25
 (https://arxiv.org/abs/2412.19437).
+
+Where labels have weights (a loss_mask of f32), each label's loss is multiplied by its weight. num_labels is then their sum.
 """
 
 import math
@@ -24,7 +26,7 @@ from moe_jax.layers.segments import has_successor, shift_left
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.output import HiddenStates
 from moe_jax.parallel.spread import Spread
-from moe_jax.train.batch import Batch
+from moe_jax.train.batch import Batch, as_divisor
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class LossParts(NamedTuple):
     """The terms of the total, the router's losses without their coefficients, and the router's sums, over all devices.
 
     Attributes:
-      cross_entropy: summed over the labels.
-      num_labels: the number of labels.
+      cross_entropy: summed over the labels, each times its weight.
+      num_labels: the sum of the labels' weights; the number of labels where none has another weight than 1.
       aux_loss, z_loss: `load_balancing_loss` and `router_z_loss` of the model.
       sequence_loss: `sequence_balance_loss` of the model; 0 if its coefficient is 0.
       router: the router's sums. Rows of further-token modules stand behind the rows of the model's layers. `num_tokens` counts
@@ -82,8 +84,8 @@ def loss(
     are then sums over all devices of `spread.mesh_axes`. Gradients under `check_vma` are too, taken inside or outside.
 
     Args:
-      num_labels: the divisor of the cross-entropy; default: the labels of this batch, at least 1. A micro-batch is given the
-        labels of the whole batch, so that losses and gradients of micro-batches add up to the batch's.
+      num_labels: the divisor of the cross-entropy; default: the sum of the weights of this batch's labels. A micro-batch is
+        given the whole batch's sum, so that losses and gradients of micro-batches add up to the batch's.
       router_share: a factor on the router's losses: 1 / the number of micro-batches.
 
     Raises:
@@ -113,7 +115,7 @@ def loss_of_states(
     tokens, segments = (batch["tokens"], batch["positions"], batch["segment_ids"]), batch["segment_ids"]
     sequence_balance = weights.sequence_loss_coef != 0
     parts = _parts(model, states, batch["labels"], batch["loss_mask"], spread)
-    divisor = (parts.num_labels if num_labels is None else num_labels).clip(1)
+    divisor = as_divisor(parts.num_labels if num_labels is None else num_labels)
 
     def weighted(parts: LossParts) -> Float[Array, ""]:
         balance = weights.aux_loss_coef * parts.aux_loss + weights.sequence_loss_coef * parts.sequence_loss
@@ -149,7 +151,8 @@ def check_axes(spread: Spread) -> None:
 def _parts(model: Decoder, states: HiddenStates, labels, mask, spread: Spread) -> LossParts:
     """Returns the parts of the model's hidden states, or of one module's, summed over devices."""
     hidden = states.hidden.reshape(-1, states.hidden.shape[-1])
-    own_sums = cross_entropy(hidden, model.head_weight, labels.reshape(-1), mask.reshape(-1) != 0)
+    mask = mask if jnp.issubdtype(mask.dtype, jnp.floating) else mask != 0
+    own_sums = cross_entropy(hidden, model.head_weight, labels.reshape(-1), mask.reshape(-1))
     summed, num_labels = spread.sum(own_sums)
     router = spread.sum(states.router)
     devices = math.prod(map(jax.lax.axis_size, spread.mesh_axes))

@@ -16,7 +16,7 @@ from moe_jax.kernels.varying import varying_axes
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.output import HiddenStates
-from moe_jax.train.batch import BATCH_ARRAYS, Batch
+from moe_jax.train.batch import BATCH_ARRAYS, Batch, as_divisor, total_weight
 from moe_jax.train.expert_bias import move_expert_bias
 from moe_jax.train.loss import LossParts, LossWeights, loss, loss_of_states
 
@@ -40,8 +40,12 @@ class Objective:
     micro_batches: int = field(default=1, kw_only=True)
     """The number of micro-batches whose values the step sums; `make_train_step` sets it."""
 
-    def prepare(self, batch: Batch, num_labels: Float[Array, ""]) -> Batch:
-        """Returns the arrays that the objective reads of the whole batch, and scalars for every micro-batch."""
+    def prepare(self, batch: Batch, label_weight: Float[Array, ""]) -> Batch:
+        """Returns the arrays that the objective reads of the whole batch, and scalars for every micro-batch.
+
+        Args:
+          label_weight: the sum of the weights of the whole batch's labels: their number, where all weights are 0 and 1.
+        """
         raise NotImplementedError
 
     def __call__(self, model: Decoder, batch: Batch) -> tuple[Float[Array, ""], Any]:
@@ -69,8 +73,8 @@ class Objective:
         """
         return aux
 
-    def metrics(self, value: Float[Array, ""], aux: Any, num_labels: Float[Array, ""]) -> dict[str, Array]:
-        """Returns the metrics of a step from the sums over its micro-batches."""
+    def metrics(self, value: Float[Array, ""], aux: Any, label_weight: Float[Array, ""]) -> dict[str, Array]:
+        """Returns the metrics of a step from the sums over its micro-batches; `label_weight` as in `prepare`."""
         raise NotImplementedError
 
     def move_biases(self, expert_bias: nnx.State, aux: Any) -> nnx.State:
@@ -82,7 +86,7 @@ class Objective:
 class NextToken(Objective):
     """Next-token prediction by `train.loss`, with the router's losses, further tokens, and biases that the load moves.
 
-    Cross-entropy is divided by the labels of the whole batch. The router's losses are means over micro-batches.
+    Cross-entropy is divided by the weights of the whole batch's labels. The router's losses are means over micro-batches.
 
     Attributes:
       weights: the coefficients of the losses.
@@ -93,9 +97,9 @@ class NextToken(Objective):
     weights: LossWeights = LossWeights()
     expert_bias_update_rate: float = 0.001
 
-    def prepare(self, batch: Batch, num_labels: Float[Array, ""]) -> Batch:
-        """Returns the arrays that `train.loss` reads, and the number of labels of the whole batch."""
-        return {name: batch[name] for name in BATCH_ARRAYS} | {"num_labels": num_labels}
+    def prepare(self, batch: Batch, label_weight: Float[Array, ""]) -> Batch:
+        """Returns the arrays that `train.loss` reads, and the divisor of the whole batch's cross-entropy as "num_labels"."""
+        return {name: batch[name] for name in BATCH_ARRAYS} | {"num_labels": label_weight}
 
     def __call__(self, model: Decoder, batch: Batch) -> tuple[Float[Array, ""], LossParts]:
         """Returns the micro-batch's part of the loss, and the loss's parts.
@@ -126,15 +130,15 @@ class NextToken(Objective):
         modules = jax.tree.map(lambda a: a[len(router.z_loss_sum) :] if a.ndim else a, aux.router)
         return aux._replace(router=RouterSums.concatenate([layers, modules]))
 
-    def metrics(self, value: Float[Array, ""], aux: LossParts, num_labels: Float[Array, ""]) -> dict[str, Array]:
+    def metrics(self, value: Float[Array, ""], aux: LossParts, label_weight: Float[Array, ""]) -> dict[str, Array]:
         """Returns the metrics that `make_train_step` lists. The only place that makes metrics of `LossParts`."""
-        n, router = self.micro_batches, aux.router
+        n, router, divisor = self.micro_batches, aux.router, as_divisor(label_weight)
         return {
-            "loss": aux.cross_entropy / num_labels.clip(1),
+            "loss": aux.cross_entropy / divisor,
             "aux_loss": aux.aux_loss / n,
             "sequence_loss": aux.sequence_loss / n,
             "z_loss": aux.z_loss / n,
-            "mtp_loss": aux.mtp_cross_entropy / num_labels.clip(1),
+            "mtp_loss": aux.mtp_cross_entropy / divisor,
             "num_tokens": router.num_tokens,
             "expert_load": router.expert_load,
             "router_entropy": router.entropy_sum / aux.routed_tokens.clip(1),
@@ -154,11 +158,14 @@ class UserLoss(Objective):
 
     function: LossFunction
 
-    def prepare(self, batch: Batch, num_labels: Float[Array, ""]) -> Batch:
-        """Returns the whole batch, with "num_labels" where it has a "loss_mask" and no such array of its own."""
-        # With it, a mean over the micro-batches is one over all labels, whichever micro-batch they are in.
-        share = {"num_labels": num_labels.clip(1) / self.micro_batches} if "loss_mask" in batch else {}
-        return share | batch
+    def prepare(self, batch: Batch, label_weight: Float[Array, ""]) -> Batch:
+        """Returns the whole batch; with "num_labels" and "label_weight" where it has a "loss_mask" and no such arrays."""
+        if "loss_mask" not in batch:
+            return batch
+        # With them, a mean over the micro-batches is one over all labels, whichever micro-batch they are in.
+        num_labels = total_weight((batch["loss_mask"] != 0).astype(jnp.int32))
+        whole = {"num_labels": num_labels, "label_weight": label_weight}
+        return {name: as_divisor(of_batch) / self.micro_batches for name, of_batch in whole.items()} | batch
 
     def __call__(self, model: Decoder, batch: Batch) -> tuple[Float[Array, ""], dict[str, Array]]:
         """Returns the function's scalars divided by the number of micro-batches.
@@ -171,7 +178,7 @@ class UserLoss(Objective):
         _check_result(found)
         return jax.tree.map(lambda scalar: jnp.asarray(scalar, jnp.float32) / self.micro_batches, found)
 
-    def metrics(self, value: Float[Array, ""], aux: dict[str, Array], num_labels: Float[Array, ""]) -> dict[str, Array]:
+    def metrics(self, value: Float[Array, ""], aux: dict[str, Array], label_weight: Float[Array, ""]) -> dict[str, Array]:
         """Returns the value as "loss", and the function's metrics."""
         return {"loss": value} | aux
 

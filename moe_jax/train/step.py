@@ -18,7 +18,7 @@ from moe_jax.models.execution import Execution
 from moe_jax.parallel.choices import UNIFORM
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.zero1 import optimizer_mesh, sum_to_parts
-from moe_jax.train.batch import Batch, num_rows, replicated_sharding
+from moe_jax.train.batch import Batch, num_rows, replicated_sharding, total_weight
 from moe_jax.train.dropout import trains_with_dropout, with_dropout_seeds
 from moe_jax.train.expert_bias import expert_bias_range
 from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
@@ -55,16 +55,16 @@ def make_train_step(
 
     With `gradient_accumulation` n the batch runs as n micro-batches, whose gradients are summed in f32. On one device the
     kernels add the experts' gradients to their sums, unrounded and without a second array of the experts' size. Cross-entropy
-    is divided by the labels of the whole batch, so n does not change it. The router losses are means over micro-batches, each
-    balanced within itself.
+    is divided by the labels of the whole batch, so n does not change it. A loss_mask of f32 weighs labels: the divisor is then
+    the sum of their weights. The router losses are means over micro-batches, each balanced within itself.
 
     Args:
       graphdef: `nnx.graphdef(model)`.
       loss: `NextToken(LossWeights(...))`; default: `NextToken()`. Or a function
         loss(model, batch) -> (a scalar, a dict of scalar metrics). It is called on each micro-batch, with all arrays that the
-        batch has. "num_labels" is added: the labels of the whole batch over the number of micro-batches. Scalars and metrics
-        are averaged over micro-batches. With `parallelism` the function is called on each device inside `jax.shard_map`, with
-        that device's tokens. It returns the same on all devices:
+        batch has. "num_labels" is added: the labels of the whole batch over the number of micro-batches. So is "label_weight",
+        of the sum of their weights. Scalars and metrics are averaged over micro-batches. With `parallelism` the function is
+        called on each device inside `jax.shard_map`, with that device's tokens. It returns the same on all devices:
 
             def loss(model, batch):
                 log_probs = train.log_probs(model, batch)
@@ -85,7 +85,7 @@ def make_train_step(
     Returns:
       A step whose metrics are f32 scalars, unless a shape stands beside the name:
 
-      - loss: cross-entropy per label.
+      - loss: cross-entropy per label, or the mean weighted by the labels' weights.
       - aux_loss, sequence_loss, z_loss: the router's losses. sequence_loss is 0 if its coefficient is 0.
       - mtp_loss: cross-entropy of further tokens; 0 without modules that predict some.
       - total_loss, grad_norm (before clipping), num_labels, num_tokens (without padding).
@@ -130,10 +130,10 @@ def make_train_step(
         if parallelism is not None:
             parallelism.check_batch(num_rows(batch) // gradient_accumulation)
         counts = {name: _count(batch[array]) for name, array in COUNTED.items() if array in batch}
-        num_labels = counts.get("num_labels", jnp.ones(()))
+        label_weight = total_weight(batch["loss_mask"]) if "loss_mask" in batch else jnp.ones(())
         # Split over devices, the experts' gradients can be added up only after they have travelled. Adapters' are small.
         compute = in_place if one_device and gradient_accumulation > 1 and not frozen else gradients
-        prepared = objective.prepare(batch, num_labels)
+        prepared = objective.prepare(batch, label_weight)
         if trains_with_dropout(graphdef, state.params, own):
             if orders_passes:
                 raise ValueError("dropout of adapters needs a step whose micro-batches do not overlap: leave overlapping out")
@@ -144,7 +144,7 @@ def make_train_step(
         after = apply_gradients(optimizer, state, grads, parallelism)
         after = replace(after, expert_bias=objective.move_biases(state.expert_bias, aux))
         metrics = counts | {"total_loss": value, "grad_norm": optax.tree.norm(grads)}
-        metrics |= objective.metrics(value, aux, num_labels) | expert_bias_range(after.expert_bias)
+        metrics |= objective.metrics(value, aux, label_weight) | expert_bias_range(after.expert_bias)
         if schedule is not None:
             metrics["learning_rate"] = schedule(state.step)
         return after, metrics

@@ -38,6 +38,14 @@ def test_numbers_and_documents_are_printed(tmp_path, model, capsys):
     assert printed.count("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[[hi<|im_end|>]]\n") == 2
 
 
+def test_weights_are_shown(tmp_path, model, capsys):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [CHAT[0], CHAT[1] | {"weight": 0.5}, *CHAT]}))
+    main(["data", f"{tmp_path}/a.jsonl", "--model", model])
+    printed = capsys.readouterr().out
+    assert "learned                   6 (" in printed and "weight of learned         4.5\n" in printed
+    assert "\n[[0.5 x hi<|im_end|>]]\n" in printed and "\n[[hi<|im_end|>]]\n" in printed
+
+
 def test_learned_text_is_green_on_terminals(tmp_path, model, capsys, monkeypatch):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT}))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

@@ -16,7 +16,7 @@ from moe_jax.kernels import cross_entropy
 def plain(hidden, weight, labels, mask):
     log_probabilities = jax.nn.log_softmax(hidden @ weight.T)
     picked = jnp.take_along_axis(log_probabilities, labels[:, None], axis=1)[:, 0]
-    return -jnp.where(mask, picked, 0).sum()
+    return -jnp.where(mask != 0, mask * picked, 0).sum()
 
 
 def make_inputs(dtype=jnp.float64, vocab=53):
@@ -42,9 +42,49 @@ def test_equals_the_plain_loss(chunk):
         assert float(cross_entropy(hidden, weight, labels, mask)[1]) == int(mask.sum())
 
 
-def test_replicated_head():
+def make_weights(mask):
+    """Returns random weights of the tokens in the mask, and 0 for others."""
+    return jnp.asarray(mask * seeds.rng().uniform(0.1, 3, mask.shape), jnp.float32)
+
+
+def test_weights_of_tokens():
+    """Losses and gradients are multiplied by them; the second value is their sum."""
+    with jax.enable_x64(True):
+        hidden, weight, labels, mask = make_inputs()
+        weights = make_weights(mask)
+
+        def chunked(hidden, weight):
+            total, divisor = cross_entropy(hidden, weight, labels, weights, chunk_tokens=5)
+            return total / divisor
+
+        value, gradients = jax.value_and_grad(chunked, argnums=(0, 1))(hidden, weight)
+
+        def expected(hidden, weight):
+            return plain(hidden, weight, labels, weights) / np.asarray(weights, np.float64).sum()
+
+        wanted = jax.value_and_grad(expected, argnums=(0, 1))(hidden, weight)
+        for actual, exact in zip((value, *gradients), (wanted[0], *wanted[1]), strict=True):
+            np.testing.assert_allclose(actual, exact, rtol=1e-10, atol=1e-12)
+
+
+def test_weights_0_and_1_are_a_mask():
+    """They give a mask's bits, and hide labels outside the vocabulary; weights of 2 give twice the values."""
+    hidden, weight, labels, mask = make_inputs(jnp.bfloat16)
+    labels = jnp.where(mask, labels, -100)
+
+    def of(mask):
+        return jax.value_and_grad(lambda h, w: cross_entropy(h, w, labels, mask, chunk_tokens=5), (0, 1), True)(hidden, weight)
+
+    jax.tree.map(np.testing.assert_array_equal, of(mask.astype(jnp.float32)), of(mask))
+    doubled = jax.tree.map(lambda x: 2 * x, of(mask))
+    jax.tree.map(np.testing.assert_array_equal, of(2 * mask.astype(jnp.float32)), doubled)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_replicated_head(weighted):
     """Inside `shard_map` the head's gradient is summed over the devices, and nothing else but the loss is."""
     hidden, weight, labels, mask = make_inputs(jnp.float32)
+    mask = make_weights(mask) if weighted else mask
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 
     def of_shard(hidden, weight, labels, mask):

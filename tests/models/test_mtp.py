@@ -54,7 +54,7 @@ def chain_by_hand(model, batch):
                 hidden = rms_norm(layer_alone(model, k, joined), weight["norm"])
                 log_probabilities = jax.nn.log_softmax(hidden @ head.T)
                 picked = jnp.take_along_axis(log_probabilities, labels[k:, None], axis=1)[:, 0]
-                total -= jnp.where(mask[k:] == 1, picked, 0).sum() / 2
+                total -= (mask[k:] * picked).sum() / 2
     return total
 
 
@@ -79,11 +79,14 @@ def with_random_norms(model, rng):
 
 
 @pytest.mark.thorough
-def test_two_modules():
-    """Value and every gradient equal the paper's equations."""
+@pytest.mark.parametrize("weighted", [False, True])
+def test_two_modules(weighted):
+    """Value and every gradient equal the paper's equations, also where labels have weights."""
     rng = seeds.rng()
     with jax.enable_x64(True):
         batch = make_batch(rng)
+        if weighted:
+            batch["loss_mask"] = jnp.asarray(batch["loss_mask"] * rng.uniform(0.1, 3, SEGMENTS.shape), jnp.float32)
         model = with_random_norms(tiny.deepseek(mtp=2, layers=1, dtype=jnp.float64), rng)
         graph, params, biases = nnx.split(model, nnx.Param, ExpertBias)
 
@@ -99,7 +102,9 @@ def test_two_modules():
         (value, (total, parts)), gradients = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)
         expected, expected_gradients = jax.jit(jax.value_and_grad(by_hand))(params)
         np.testing.assert_allclose(value, expected, rtol=1e-10)
-        np.testing.assert_allclose(total, (parts.cross_entropy + 0.3 * value) / batch["loss_mask"].sum(), rtol=1e-12)
+        np.testing.assert_allclose(
+            total, (parts.cross_entropy + 0.3 * value) / np.float64(batch["loss_mask"]).sum(), rtol=1e-12
+        )
         # The shared embedding and head and the model's own layers are among these.
         for (path, a), b in zip(nnx.to_flat_state(gradients), jax.tree.leaves(expected_gradients), strict=True):
             assert np.abs(b).max() > 0, path

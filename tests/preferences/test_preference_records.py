@@ -104,6 +104,18 @@ def test_bad_lines_are_named(tmp_path):
         open_preferences(write(tmp_path / "c.jsonl", ""))
 
 
+def test_weights_are_refused(tmp_path):
+    """All but 0 and 1."""
+    for weight in (0, 1, 0.5):
+        answers = dict(prompt=[ASK], chosen=[GOOD | {"weight": 1}], rejected=[BAD | {"weight": weight}])
+        file = write(tmp_path / "a.jsonl", answers)
+        if weight == 0.5:
+            with pytest.raises(ValueError, match='a.jsonl:1: "rejected" has a message with another "weight" than 0 and 1'):
+                open_preferences(file)
+        else:
+            assert len(open_preferences(file)) == 1
+
+
 def test_files_of_fine_tuning(tmp_path):
     """JSON, tables and Parquet hold the same pairs, and labels of tables are words."""
     datasets = pytest.importorskip("datasets")

@@ -60,10 +60,19 @@ def test_log_probs_equal_all_logits():
     np.testing.assert_array_equal(log_probs(model, without_positions), log_probs(model, batch))
 
 
-def test_cross_entropy_as_own_loss():
-    """Cross-entropy as a user's loss takes the built-in loss's step."""
+def weighted_cross_entropy(model, batch):
+    found = log_probs(model, batch) * batch["loss_mask"]
+    mean = sum_over_devices(model, found.sum()) / batch["label_weight"]
+    return -mean, {"mean_log_prob": mean}
+
+
+@pytest.mark.parametrize("function", [cross_entropy, weighted_cross_entropy])
+def test_cross_entropy_as_own_loss(function):
+    """Cross-entropy as a user's loss takes the built-in loss's step, also where labels have weights."""
     batch = make_batch()
-    own, own_metrics = one_step(batch, tiny.model, loss=cross_entropy, gradient_accumulation=2)
+    if function is weighted_cross_entropy:
+        batch["loss_mask"] = batch["loss_mask"] * jnp.linspace(0.01, 0.1, 12, dtype=jnp.float32)
+    own, own_metrics = one_step(batch, tiny.model, loss=function, gradient_accumulation=2)
     built_in, metrics = one_step(batch, tiny.model, gradient_accumulation=2)
     for name in ("loss", "total_loss", "grad_norm", "num_labels", "num_tokens"):
         np.testing.assert_allclose(own_metrics[name], metrics[name], rtol=1e-5, err_msg=name)

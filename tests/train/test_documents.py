@@ -148,11 +148,21 @@ def test_an_answer_of_weight_0_is_not_learned(template):
         assert tokenizer.decode(tokens[trained]) == said and (both & trained == trained).all()
 
 
-def test_answers_of_weight_0_need_marks_of_their_own():
-    """A template that marks all answers as one span hides which of them has weight 0."""
-    chat = [*CHAT[:2], {**CHAT[2], "weight": 0}, {"role": "assistant", "content": "bye"}]
+@pytest.mark.parametrize("template", [tiny.CHATML, MARKED], ids=["chatml", "marked"])
+def test_an_answer_has_its_weight(template):
+    tokenizer = tiny.tokenizer(template)
+    _, both = chat_tokens(tokenizer, CHAT)
+    tokens, weights = chat_tokens(tokenizer, [*CHAT[:2], {**CHAT[2], "weight": 0.25}, CHAT[3], {**CHAT[4], "weight": 3}])
+    assert weights.dtype == np.float32 and tokenizer.decode(tokens[weights == 0.25]) == "hi there<|im_end|>"
+    assert tokenizer.decode(tokens[weights == 3]) == "bye<|im_end|>" and ((weights != 0) == both).all()
+
+
+@pytest.mark.parametrize("weight", [0, 0.5])
+def test_answers_with_weights_need_marks_of_their_own(weight):
+    """A template that marks all answers as one span hides which of them has the weight."""
+    chat = [*CHAT[:2], {**CHAT[2], "weight": weight}, {"role": "assistant", "content": "bye"}]
     joined = "{% for m in messages[2:] %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
-    with pytest.raises(ValueError, match='marks 1 spans for 2 answers, so the answers of "weight" 0 cannot be found'):
+    with pytest.raises(ValueError, match='marks 1 spans for 2 answers, so the answers that have a "weight" cannot be found'):
         chat_tokens(tiny.tokenizer(joined), chat)
 
 
@@ -205,7 +215,22 @@ def test_a_leading_answer_needs_a_template_with_marks():
         ),
         ([{"messages": CHAT[:2]}], "no assistant message"),
         ([{"messages": [{**message, "weight": 0} for message in CHAT]}], "no assistant message, or all of weight 0"),
-        ([{"messages": [*CHAT, {**CHAT[2], "weight": 0.5}]}], r'message 5 \(assistant\) has "weight" 0.5; it is 0 or 1'),
+        *[
+            (
+                [{"messages": CHAT}, {"messages": [*CHAT, {**CHAT[2], "weight": weight}]}],
+                rf'a.jsonl:2: .* has "weight" {named};',
+            )
+            for weight, named in (
+                (-0.5, "-0.5"),
+                (float("nan"), "nan"),
+                (float("inf"), "inf"),
+                ("2", "'2'"),
+                (None, "None"),
+                (1e39, "1e.39"),
+                (10**40, "10+"),
+                (1e-40, "1e-40"),
+            )
+        ],
     ],
 )
 def test_a_bad_line_is_named(tmp_path, lines, message):

@@ -1,5 +1,7 @@
 """Pieces and rows lose no label, and a stored position gives the batches that would have come."""
 
+import json
+
 import numpy as np
 import pytest
 import tiny
@@ -20,6 +22,23 @@ def test_cutting_loses_no_label(length, seq_len, seed):
     labels = np.concatenate([piece["labels"][piece["loss_mask"] == 1] for piece in cut] or [np.zeros(0, np.int32)])
     np.testing.assert_array_equal(labels, tokens[1:][trained[1:]])
     assert all(len(piece["tokens"]) <= seq_len and piece["loss_mask"].any() for piece in cut)
+
+
+@pytest.mark.parametrize("weights", [(1, 0, 1), (0.5, 2, 1)])
+def test_weights_stay_beside_their_tokens(weights, tmp_path):
+    """Chats answer A and B, which are cut, and texts say C. The second half of the rows is another process's."""
+    answers = [{"role": "assistant", "content": said * 9, "weight": of} for said, of in zip("AB", weights[:2], strict=True)]
+    chats, texts = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    chats.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}, *answers]}))
+    texts.write_text(json.dumps({"text": "C" * 9}))
+    tokenizer = tiny.tokenizer()
+    batch = next(batches(open_documents([chats, texts]), tokenizer, seq_len=24, batch_size=64, rows=range(32)))
+    mask, labels = batch["loss_mask"][:32], batch["labels"][:32]
+    for said, weight in zip("ABC", weights, strict=True):
+        found = mask[labels == tokenizer(said)["input_ids"]]
+        assert len(found) > 9 and (found == weight).all()
+    assert (batch["loss_mask"][32:] == 0).all() and set(mask.ravel().tolist()) == {0, *weights}
+    assert mask.dtype == (np.int32 if 0 in weights else np.float32)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 23])

@@ -47,6 +47,40 @@ def test_equals_cross_entropy_over_the_labelled_tokens():
     np.testing.assert_allclose(actual, losses[batch["loss_mask"] == 1].mean(), rtol=1e-5)
 
 
+def weighted(batch):
+    """The batch with a random weight for each label."""
+    weights = batch["loss_mask"] * seeds.rng().uniform(0.01, 0.1, batch["loss_mask"].shape)
+    return {**batch, "loss_mask": jnp.asarray(weights, jnp.float32)}
+
+
+def test_weights_of_labels():
+    """The loss and all gradients are those of sum(weight * loss) / sum(weight), here with a sum below 1 and all logits."""
+    batch = weighted(make_batch(seeds.rng()))
+    batch["loss_mask"] /= 2 * batch["loss_mask"].sum()
+    graph, params = nnx.split(tiny.model(), nnx.Param)
+
+    def by_hand(params):
+        logits = nnx.merge(graph, params)(batch["tokens"], batch["positions"], batch["segment_ids"]).logits
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+        return (batch["loss_mask"] * losses).sum() / batch["loss_mask"].sum()
+
+    (actual, _), gradients = loss_and_gradients(batch)
+    expected, expected_gradients = jax.jit(jax.value_and_grad(by_hand))(params)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), gradients, expected_gradients)
+
+
+def test_equal_weights_are_no_weights():
+    """Weights of 1, and of 2 on all labels, give the bits of a mask of integers."""
+    batch = make_batch(seeds.rng())
+    (expected, _), expected_gradients = loss_and_gradients(batch, aux=0.5)
+    for weight in (1, 2):
+        weights = (weight * batch["loss_mask"]).astype(jnp.float32)
+        (actual, _), gradients = loss_and_gradients({**batch, "loss_mask": weights}, aux=0.5)
+        assert actual == expected
+        jax.tree.map(np.testing.assert_array_equal, gradients, expected_gradients)
+
+
 def test_padding_reaches_neither_loss_nor_any_gradient():
     batch = make_batch(seeds.rng())
     other = {**batch, "tokens": jnp.where(batch["segment_ids"] == 0, 7, batch["tokens"])}
@@ -89,8 +123,9 @@ def _states(arguments, expert_ids, shift):
     return model.hidden_states(*arguments, expert_ids=expert_ids)
 
 
-def test_micro_batches_sum_to_the_big_batch():
-    batch = make_batch(seeds.rng())
+@pytest.mark.parametrize("prepare", [dict, weighted])
+def test_micro_batches_sum_to_the_big_batch(prepare):
+    batch = prepare(make_batch(seeds.rng()))
     optimizer = optax.sgd(1.0)
     results = []
     for parts in (1, 4):
@@ -100,6 +135,7 @@ def test_micro_batches_sum_to_the_big_batch():
         results.append(step(state, batch))
     (whole, expected), (state, metrics) = results
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
+    assert metrics["num_labels"] == (batch["loss_mask"] != 0).sum()
     np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-5)
     np.testing.assert_array_equal(metrics["expert_load"], expected["expert_load"])
     for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(whole.params), strict=True):

@@ -1,6 +1,7 @@
 """The survey of a data set before training agrees with its batches."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,6 +33,17 @@ def test_tokens_learned_share_and_cuts_are_counted(tmp_path):
     assert found.learned == pytest.approx((3 * 4 + 4 + 3) / found.tokens)
     assert (found.cut, found.answers, found.answers_cut) == (1, 5, 1)
     assert survey(documents, tiny.tokenizer(), seq_len=128).answers_cut == 0
+
+
+def test_weights_are_averaged(tmp_path):
+    """Over learned tokens, which are counted as without weights."""
+    plain, weighted = chats(tmp_path, SHORT, LONG), None
+    expected = survey(plain, tiny.tokenizer(), seq_len=64)
+    weighted = chats(tmp_path, [SHORT[0], SHORT[1] | {"weight": 0.5}], [*LONG[:3], LONG[3] | {"weight": 3}])
+    found = survey(weighted, tiny.tokenizer(), seq_len=64)
+    assert weighted.weighted and not plain.weighted and expected.mean_weight == 1
+    # Answers are "yes", "yes" and "no", each with its end.
+    assert found == replace(expected, mean_weight=(0.5 * 4 + 4 + 3 * 3) / 11)
 
 
 def test_epochs_and_padding_are_those_of_the_batches(tmp_path):

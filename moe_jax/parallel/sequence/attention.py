@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from moe_jax.kernels.attention import partial as partial_attention
 from moe_jax.kernels.attention.api import attention, resolve_attention_backend
@@ -91,7 +91,7 @@ class ContextParallel:
         """Returns each token's index in its segment."""
         return own_tokens(starts.shape[1], axis_name=self.axis_name, layout=self.layout) - starts
 
-    def shift_left(self, x: Int[Array, "batch seq"], offset: int) -> Int[Array, "batch seq"]:
+    def shift_left(self, x: Num[Array, "batch seq"], offset: int) -> Num[Array, "batch seq"]:
         """Computes `shift_left` of this array."""
         return shift_left(x, offset, axis_name=self.axis_name, layout=self.layout)
 
@@ -209,8 +209,8 @@ def starts_of_segments(
 
 
 def shift_left(
-    x: Int[Array, "batch seq"], offset: int, *, axis_name: str = "context", layout: Layout = "zigzag"
-) -> Int[Array, "batch seq"]:
+    x: Num[Array, "batch seq"], offset: int, *, axis_name: str = "context", layout: Layout = "zigzag"
+) -> Num[Array, "batch seq"]:
     """Returns, for each of this device's tokens, the entry of x `offset` tokens after it in the sequence; 0 behind its end.
 
     The entries of all devices are gathered, 4 bytes a token.

@@ -25,9 +25,15 @@ def announcement(run: PlannedRun, steps_done: int) -> str:
     if run.lora is not None:
         lines.append(str(run.lora))
     if found is None:
-        return "\n".join([*lines, f"{len(run.documents)} {kind_of(run.documents)}; {steps}"])
-    lines += describe_sources(run.documents, found)
-    lines += [*describe_tokens(run.documents, found, settings.seq_len), f"{steps}: {_number(_epochs(run, found))} epochs"]
+        kind = kind_of(run.documents)
+        return "\n".join(
+            [*lines, f"{f'a stream of {kind}' if run.documents.is_stream else f'{len(run.documents)} {kind}'}; {steps}"]
+        )
+    lines += describe_sources(run.documents.surveyed, found)
+    lines += describe_tokens(run.documents, found, settings.seq_len)
+    if run.documents.is_stream:
+        return "\n".join([*lines, steps])
+    lines.append(f"{steps}: {_number(_epochs(run, found))} epochs")
     if _epochs(run, found) > MANY_EPOCHS:
         three = found.steps(3, settings.batch_size)
         lines.append(

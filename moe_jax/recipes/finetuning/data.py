@@ -50,9 +50,18 @@ def open_data(settings: FinetuneSettings) -> RunData:
 def with_survey(
     settings: FinetuneSettings, documents: Documents, tokenizer: Any, begin_texts: bool, *, resumed: bool
 ) -> tuple[FinetuneSettings, Survey | None]:
-    """Returns the settings with `epochs` turned into `steps`, and the survey of the data if one was made."""
+    """Returns the settings with `epochs` turned into `steps`, and the survey of the data if one was made.
+
+    Raises:
+      ValueError: `epochs` of a stream.
+    """
     options: dict[str, Any] = dict(seq_len=settings.seq_len, seed=settings.seed, begin_texts=begin_texts)
     options |= dict(skip_bad=settings.skip_bad_documents)
+    if documents.is_stream and settings.epochs is not None:
+        raise ValueError(
+            f"epochs={settings.epochs} needs the number of documents, which a stream does not tell: give steps, or take=N in "
+            "place of stream=true"
+        )
     if settings.epochs is None:
         begins_here = is_first_process() and not resumed
         return settings, survey(documents, tokenizer, **options) if begins_here else None

@@ -39,7 +39,7 @@ def dry_run(settings: FinetuneSettings, *, model: Decoder | None = None, tokeniz
 
 
 def described_row(row: dict[str, np.ndarray], documents: Documents, tokenizer: Any, marks: tuple[str, str]) -> str:
-    """Returns the text of a packed row (int32 [seq_len] by name), segment by segment, with learned text between `marks`.
+    """Returns the text of a packed row ([seq_len] by name), segment by segment, with learned text between `marks`.
 
     A piece's first token counts as not learned: if a document was cut there, the piece before learned the token.
     """
@@ -47,11 +47,11 @@ def described_row(row: dict[str, np.ndarray], documents: Documents, tokenizer: A
     for segment in range(1, int(row["segment_ids"].max()) + 1):
         inside = np.flatnonzero(row["segment_ids"] == segment)
         tokens = row["tokens"][inside]
-        learned = np.append(False, row["loss_mask"][inside][:-1] > 0)
+        weights = row["loss_mask"][inside]
         parts.append(
-            f"--- segment {segment}: {len(inside)} tokens, {int(row['loss_mask'][inside].sum())} learned, of "
+            f"--- segment {segment}: {len(inside)} tokens, {int((weights != 0).sum())} learned, of "
             f"{documents.where(int(row['document'][inside[0]]))}"
         )
-        parts.append(marked(tokenizer, tokens, learned, marks))
+        parts.append(marked(tokenizer, tokens, np.append(0, weights[:-1]).astype(np.float32), marks))
     parts.append(f"--- padding: {int((row['segment_ids'] == 0).sum())} tokens")
     return "\n".join(parts)

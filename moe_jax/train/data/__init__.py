@@ -14,6 +14,7 @@ from moe_jax.train.data.documents import Documents
 from moe_jax.train.data.mixing import endless
 from moe_jax.train.data.opening import open_documents
 from moe_jax.train.data.packing import PACKING_ROWS, PADDING, packed, pieces
+from moe_jax.train.data.streams import Mark, RowStream, Streamed
 from moe_jax.train.data.tokenization import Tokenized, tokenization, tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Batches", "Documents", "batches", "open_documents", "tokenizer_fingerprint"]
 
+MARK = "mark"
+"""The entry of a position for the place in the rows of a hub's stream."""
 Rows = dict[str, np.ndarray]
 """Arrays [rows, seq_len], by the names of `packing`."""
 
@@ -37,6 +40,8 @@ def batches(
     skip_bad: bool = False,
 ) -> "Batches":
     """Returns an endless iterator of batches: dicts of int32 [batch_size, seq_len] (`packing`). Each epoch has its own order.
+
+    Where answers have weights other than 0 and 1, "loss_mask" holds the weights of labels, f32.
 
     `get_state()` returns the position, a tree of JSON values. `set_state` goes back to it exactly, given the same arguments.
     Text documents begin with the tokenizer's BOS token, if it adds one, and end with its eos token.
@@ -59,7 +64,8 @@ def batches(
     skipped: dict[int, str] = {}
     tokenized = tokenization(documents, tokenizer, begin_texts=begin_texts, skipped=skipped if skip_bad else None)
     order = endless(documents, seed)
-    rows_of_stream = _rows_of_stream(batch_size)
+    # Rows of the hub are read once, in their order: by one stream.
+    rows_of_stream = batch_size if documents.is_stream else _rows_of_stream(batch_size)
     num_streams = batch_size // rows_of_stream
     streams = {}
     for i in sorted({row // rows_of_stream for row in (range(batch_size) if rows is None else rows)}):
@@ -69,7 +75,9 @@ def batches(
         stream = packed(stream, seq_len=seq_len, seed=seed).batch(rows_of_stream, drop_remainder=True)
         streams[i] = iter(grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=1))
     padding = {name: np.full((rows_of_stream, seq_len), value, np.int32) for name, value in PADDING.items()}
-    return Batches(streams, num_streams, padding, skipped)
+    if documents.weighted:
+        padding["loss_mask"] = padding["loss_mask"].astype(np.float32)
+    return Batches(streams, num_streams, padding, skipped, documents.rows if isinstance(documents, Streamed) else None)
 
 
 class Batches(Iterator[Rows]):
@@ -83,9 +91,15 @@ class Batches(Iterator[Rows]):
     """
 
     def __init__(
-        self, streams: "dict[int, grain.DatasetIterator[Rows]]", num_streams: int, padding: Rows, skipped: dict[int, str]
+        self,
+        streams: "dict[int, grain.DatasetIterator[Rows]]",
+        num_streams: int,
+        padding: Rows,
+        skipped: dict[int, str],
+        of_hub: RowStream | None = None,
     ):
         self._streams, self._num_streams, self._padding, self.skipped = streams, num_streams, padding, skipped
+        self._of_hub = of_hub
         # Grain's iterators end their threads when deleted. At the interpreter's exit that would be too late.
         weakref.finalize(self, streams.clear)
 
@@ -100,8 +114,12 @@ class Batches(Iterator[Rows]):
         return {name: np.concatenate([part[name] for part in parts]) for name in PADDING}
 
     def get_state(self) -> dict[str, Any]:
-        """Returns {stream number: position} of this process's streams."""
-        return {str(i): stream.get_state() for i, stream in self._streams.items()}
+        """Returns {stream number: position} of this process's streams, and a mark in the rows that the hub sends."""
+        positions = {str(i): stream.get_state() for i, stream in self._streams.items()}
+        if self._of_hub is None:
+            return positions
+        first = min(map(_next_document, positions.values()), default=0)
+        return positions | {MARK: self._of_hub.mark_before(first)._asdict()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Moves to a position that includes all streams of this process.
@@ -114,6 +132,8 @@ class Batches(Iterator[Rows]):
                 f"the position belongs to other streams: it has no stream of number {', '.join(map(str, missing))}. "
                 "Documents are dealt out by batch_size; take the batch_size that the position was saved with"
             )
+        if self._of_hub is not None and MARK in state:
+            self._of_hub.add_mark(Mark(**state[MARK]))
         for i, stream in self._streams.items():
             stream.set_state(state[str(i)])
 
@@ -121,6 +141,13 @@ class Batches(Iterator[Rows]):
         """Ends the threads that read ahead."""
         for stream in self._streams.values():
             stream.close()
+
+
+def _next_document(position: dict[str, Any]) -> int:
+    """Returns a document before the first that a stream reads from this position: the innermost of Grain's positions."""
+    while "parent" in position:
+        position = position["parent"]
+    return max(0, position.get("next_index", 0) - 1)
 
 
 def _rows_of_stream(batch_size: int) -> int:

@@ -1,4 +1,4 @@
-"""A conversation as tokens, with a mask of the assistant's tokens.
+"""A conversation as tokens, with a mask of the assistant's tokens, or their weights.
 
 A chat template may mark the assistant's text with `{% generation %}`. The marks then give the mask.
 For other templates the spans are found by rendering parts of the conversation.
@@ -11,7 +11,7 @@ from os.path import commonprefix
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from moe_jax.checkpoint.messages import check_template
 from moe_jax.train.data.reasoning import check_reasoning
@@ -22,16 +22,17 @@ GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 def chat_tokens(
     tokenizer: Any, messages: list[dict[str, Any]], tools: list | None = None
-) -> tuple[Int[np.ndarray, "tokens"], Bool[np.ndarray, "tokens"]]:
+) -> tuple[Int[np.ndarray, "tokens"], Bool[np.ndarray, "tokens"] | Float[np.ndarray, "tokens"]]:
     """Returns (token ids, learned) of a conversation. The assistant's tokens are learned, with its end-of-turn tokens.
 
-    An answer with "weight" 0 is not learned, as in OpenAI's format.
+    An answer with "weight" 0 is not learned, as in OpenAI's format. If an answer has another weight than 0 and 1, `learned`
+    holds the weight of each token, f32.
 
     Raises:
       ValueError: the template cannot render the conversation, or would leave its tools or all reasoning out. Or answers cannot
         be told from the rest.
         Without marks: the first message is an answer, or the rendering of a part is not a part of the whole. With marks:
-        some answer has weight 0, and there is not one mark for each answer.
+        some answer has another weight than 1, and there is not one mark for each answer.
     """
     template = tokenizer.get_chat_template(tools=tools)
     check_template(template, messages, tools)
@@ -41,7 +42,7 @@ def chat_tokens(
         options = dict(tokenize=True, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False})
         encoded = _render(tokenizer, messages, tools, **options)
         marked = np.asarray(encoded["assistant_masks"], bool)
-        return np.asarray(encoded["input_ids"], np.int32), _without_weight_0(marked, messages)
+        return np.asarray(encoded["input_ids"], np.int32), _with_weights(marked, messages)
     text = _render(tokenizer, messages, tools)
     if messages[0]["role"] == "assistant":
         raise ValueError(
@@ -50,27 +51,36 @@ def chat_tokens(
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts = np.asarray([start for start, _ in encoded["offset_mapping"]], np.int64)
-    mask = np.zeros(len(starts), bool)
+    mask = np.zeros(len(starts), np.float32 if has_weights(messages) else bool)
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and message.get("weight", 1):
             first, last = _span(tokenizer, messages, tools, i, text)
-            mask |= (starts >= first) & (starts < last)
+            mask[(starts >= first) & (starts < last)] = message.get("weight", 1)
     return np.asarray(encoded["input_ids"], np.int32), mask
 
 
-def _without_weight_0(marked: np.ndarray, messages: list[dict[str, Any]]) -> np.ndarray:
-    """Returns the mask without the tokens of answers whose weight is 0."""
-    weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
-    if all(weights):
+def has_weights(messages: list[dict[str, Any]]) -> bool:
+    """Tells if an answer of a conversation has another weight than 0 and 1."""
+    return any(weight not in (0, 1) for weight in _weights(messages))
+
+
+def _weights(messages: list[dict[str, Any]]) -> list[float]:
+    return [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+
+
+def _with_weights(marked: np.ndarray, messages: list[dict[str, Any]]) -> np.ndarray:
+    """Returns the mask with the weights of answers: booleans, where all weights are 0 and 1."""
+    weights = _weights(messages)
+    if all(weight == 1 for weight in weights):
         return marked
     begins = marked & ~np.roll(marked, 1)
     begins[:1] = marked[:1]
     if begins.sum() != len(weights):
         raise ValueError(
             f"the chat template marks {begins.sum()} spans for {len(weights)} answers, "
-            'so the answers of "weight" 0 cannot be found'
+            'so the answers that have a "weight" cannot be found'
         )
-    return marked & np.asarray([0, *weights], bool)[begins.cumsum()]
+    return marked * np.asarray([0, *weights], np.float32 if has_weights(messages) else bool)[begins.cumsum()]
 
 
 def _span(tokenizer, messages: list[dict[str, Any]], tools, i: int, text: str) -> tuple[int, int]:

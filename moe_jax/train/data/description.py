@@ -29,9 +29,12 @@ def describe_tokens(documents: Documents, found: Survey, seq_len: int) -> list[s
     """Returns lines with tokens, the learned share, padding, documents that are left out, and cuts."""
     about = "" if found.exact else "about "
     kind = kind_of(documents)
+    weight = f" (mean weight {found.mean_weight:.3g})" if found.mean_weight != 1 else ""
+    first, stream = ("the first ", " of a stream") if documents.is_stream else ("", "")
     sample = "" if found.exact else f" (measured on {found.measured:,} of them)"
+    learned = f"{found.learned:.0%} of them learned{weight}"
     lines = [
-        f"{found.documents:,} {kind}{sample}: {about}{found.tokens:,} tokens, {found.learned:.0%} of them learned; rows of "
+        f"{first}{found.documents:,} {kind}{stream}{sample}: {about}{found.tokens:,} tokens, {learned}; rows of "
         f"{seq_len} tokens with {found.padding:.0%} padding"
     ]
     if found.skipped:

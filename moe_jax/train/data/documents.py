@@ -15,6 +15,9 @@ from moe_jax.train.data.layouts import CHATS
 from moe_jax.train.data.records import read_record
 from moe_jax.train.data.rows import Reader
 
+BAD = "\0bad"
+"""Key of a record that is left out or refused: the reason, "" for a blank row. A stream alone has such records."""
+
 
 class SourcePart(NamedTuple):
     """A source's documents, which follow one another.
@@ -51,6 +54,7 @@ class Documents:
       parts: the sources.
       bad: the rows that were left out, as a message; "" if there are none.
       learned_answers: "all", or "last": of each conversation only the last turn is learned.
+      weighted: an answer has another weight than 0 and 1.
     """
 
     format: str
@@ -65,6 +69,7 @@ class Documents:
     parts: tuple[SourcePart, ...]
     bad: str = ""
     learned_answers: str = "all"
+    weighted: bool = False
 
     def __len__(self) -> int:
         return len(self.file)
@@ -87,6 +92,16 @@ class Documents:
     def is_chat(self) -> np.ndarray:
         """Bool [documents], true for conversations."""
         return np.asarray([layout in CHATS for layout in self.layouts])[self.file]
+
+    @property
+    def surveyed(self) -> "Documents":
+        """The documents that are measured before a run: all, but of a stream those of its first rows."""
+        return self
+
+    @property
+    def is_stream(self) -> bool:
+        """Tells documents that are read in their order (`streams.Streamed`)."""
+        return False
 
     @property
     def num_bad(self) -> int:
@@ -124,4 +139,5 @@ def joined(parts: Sequence[Documents], fingerprint: str) -> Documents:
         parts=tuple(each for part in parts for each in part.parts),
         bad="; ".join(part.bad for part in parts if part.bad),
         learned_answers=parts[0].learned_answers,
+        weighted=any(part.weighted for part in parts),
     )

@@ -3,7 +3,7 @@
 import hashlib
 import importlib.util
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,10 @@ from typing import Any
 from moe_jax.train.data.layouts import KEYS
 from moe_jax.train.data.rows import RawRow
 from moe_jax.train.data.sources import DataSource
+from moe_jax.train.data.streams import RowStream
+
+FIRST_ROWS = 1000
+"""Rows of a stream that are looked at when it is opened."""
 
 
 @dataclass(frozen=True)
@@ -85,27 +89,49 @@ def saved_table(path: Path, further: Collection[str] = ()) -> ArrowTable:
 
 
 def hub_table(source: DataSource) -> ArrowTable:
-    """Opens a data set of the hub.
+    """Opens a data set of the hub; of a stream without `take` the first FIRST_ROWS rows.
 
     Raises:
       ImportError: `datasets` is not installed.
       FileNotFoundError: there is no such data set.
       ValueError: the data set cannot be read, or has no such split or config.
     """
-    datasets = _datasets(f"{source.path}, which is no file or folder here but may be a data set of the hub,")
-    split = source.split or "train"
-    name = f"{source.path} ({split if source.config is None else f'{source.config}, {split}'})"
-    options = dict(name=source.config, split=split, revision=source.revision, streaming=source.take is not None)
-    try:
-        found = datasets.load_dataset(source.path, **options)
-        if source.take is None:
-            return _table(name, None, found, source.columns.values())
+    take = FIRST_ROWS if source.stream else source.take
+
+    def opened(found: Any) -> ArrowTable:
+        if take is None:
+            return _table(_name(source), None, found, source.columns.values())
         columns: dict[str, None] = {}
         rows = []
-        for row in found.take(source.take):
+        for row in found.take(take):
             columns |= dict.fromkeys(row)
             rows.append({column: row[column] for column in _read(row, source.columns.values())})
-        return ArrowTable(name, None, tuple(columns), rows)
+        return ArrowTable(_name(source), None, tuple(columns), rows)
+
+    return _loaded(source, streaming=take is not None, then=opened)
+
+
+def hub_rows(source: DataSource) -> RowStream:
+    """Opens a data set of the hub as a stream of all its rows; raises as `hub_table`."""
+
+    def content(row: dict[str, Any]) -> bytes:
+        return _json({column: row[column] for column in _read(row, source.columns.values())})
+
+    return _loaded(source, streaming=True, then=lambda found: RowStream(_name(source), found, content))
+
+
+def _name(source: DataSource) -> str:
+    split = source.split or "train"
+    return f"{source.path} ({split if source.config is None else f'{source.config}, {split}'})"
+
+
+def _loaded[T](source: DataSource, *, streaming: bool, then: Callable[[Any], T]) -> T:
+    """Returns `then` of a data set of the hub; an error of either names the data set."""
+    datasets = _datasets(f"{source.path}, which is no file or folder here but may be a data set of the hub,")
+    split = source.split or "train"
+    options = dict(name=source.config, split=split, revision=source.revision, streaming=streaming)
+    try:
+        return then(datasets.load_dataset(source.path, **options))
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"no data at {source.path}: neither a file or folder here, nor a data set of the hub that can be read (a private "

@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 def endless(documents: Documents, seed: int) -> "grain.MapDataset[dict[str, Any]]":
     """Returns the endless sequence of records, which follows from the seed; any place can be read by itself.
 
+    Records of a stream keep their order.
+
     Raises:
       ValueError: a source's weight is too small for a place in an epoch.
     """
     import grain
 
+    if documents.is_stream:
+        return grain.MapDataset.source(documents)
     if documents.parts[0].weight is None:
         return grain.MapDataset.source(documents).shuffle(seed=seed).repeat()
     orders, places = _orders(documents, seed), np.asarray(places_of_sources(documents))

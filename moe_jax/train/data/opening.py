@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moe_jax.train.data.chat import has_weights
 from moe_jax.train.data.documents import Documents, SourcePart, joined
 from moe_jax.train.data.files import data_files, row_files
-from moe_jax.train.data.hub import ArrowTable, hub_table, is_saved_dataset, parquet_table, saved_table
+from moe_jax.train.data.hub import ArrowTable, hub_rows, hub_table, is_saved_dataset, parquet_table, saved_table
 from moe_jax.train.data.layouts import CHATS, LAYOUTS, layout_of, no_layout, unread_keys
 from moe_jax.train.data.problems import Problems
 from moe_jax.train.data.readers import file_reader
@@ -18,6 +19,7 @@ from moe_jax.train.data.records import LEARNED_ANSWERS, read_row, record_of
 from moe_jax.train.data.renaming import Renamed, check_columns, renamed
 from moe_jax.train.data.rows import RawRow, Reader
 from moe_jax.train.data.sources import DataSource, sources
+from moe_jax.train.data.streams import streamed
 
 
 class _Found(NamedTuple):
@@ -31,13 +33,14 @@ class _Found(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The place of a document, and whether it begins with an answer."""
+    """The place of a document, whether it begins with an answer, and whether answers have weights other than 0 and 1."""
 
     file: int
     line: int
     offset: int
     size: int
     answer_first: bool
+    weighted: bool
 
 
 def open_documents(
@@ -47,7 +50,7 @@ def open_documents(
     learned_answers: str = "all",
     skip_bad: bool = False,
 ) -> Documents:
-    """Opens and checks a data set.
+    """Opens and checks a data set. Of a stream (`owner/name,stream=true`) the first rows are checked, and later ones when read.
 
     Args:
       data: a source, or several of them. A source is a file of rows (.jsonl, .ndjson, .json, .csv, .tsv, .parquet), or a folder
@@ -69,6 +72,8 @@ def open_documents(
         raise ValueError(f"learned_answers must be one of {', '.join(LEARNED_ANSWERS)}; got {learned_answers!r}")
     found = sources(data)
     opened = [_opened(source, source.format or data_format, learned_answers, skip_bad) for source in found]
+    if found[0].stream:
+        return streamed(opened[0], hub_rows(found[0]), found[0].columns)
     if len(opened) == 1:
         return opened[0]
     digest = hashlib.blake2b(b"several", digest_size=16)
@@ -82,7 +87,7 @@ def _opened(source: DataSource, data_format: str, learned_answers: str, skip_bad
     layouts = _layouts(readers, "folder" if whole else data_format)
     # Stored runs have the fingerprint of one format alone.
     kinds = layouts[0] if len(set(layouts)) == 1 else ",".join(map(str, layouts))
-    kinds = str(kinds) + (" last" if learned_answers == "last" else "")
+    kinds = str(kinds) + (" last" if learned_answers == "last" else "") + (" stream" if source.stream else "")
     digest, problems = hashlib.blake2b(kinds.encode(), digest_size=16), Problems()
     places: list[_Place] = []
     unread: Counter[str] = Counter()
@@ -213,7 +218,8 @@ def _place(file: int, row: RawRow, layout: str | None, learned_answers: str, unr
     if layout != "folder":
         unread.update(unread_keys(value, layout))
     answer_first = layout in CHATS and record["messages"][0]["role"] == "assistant"
-    return _Place(file, row.line, row.offset, row.size, answer_first)
+    weighted = layout in CHATS and has_weights(record["messages"])
+    return _Place(file, row.line, row.offset, row.size, answer_first, weighted)
 
 
 def _documents(source: DataSource, readers: list[Reader], found: _Found, learned_answers: str) -> Documents:
@@ -234,4 +240,5 @@ def _documents(source: DataSource, readers: list[Reader], found: _Found, learned
         parts=(SourcePart(source.path, len(found.places), source.weight, found.problems.count, tuple(layouts), found.unread),),
         bad=found.problems.listed(len(found.places)),
         learned_answers=learned_answers,
+        weighted=bool(columns[5].any()),
     )

@@ -6,6 +6,7 @@
 
 The last token of a document has no label. A document longer than a row is cut into pieces, and each piece is a segment.
 The label of a piece's last token is the next piece's first token, so cutting loses no label.
+Arrays are int32. In a data set with weights `loss_mask` holds the weight of each label, f32.
 """
 
 from typing import TYPE_CHECKING
@@ -33,13 +34,12 @@ def pieces(document: Tokenized, seq_len: int) -> list[dict[str, np.ndarray]]:
     whole = {
         "tokens": tokens,
         "labels": np.append(tokens[1:], 0),
-        "loss_mask": np.append(learned[1:], False),
+        "loss_mask": np.append(learned[1:], learned.dtype.type(0)),
         "document": np.full(len(tokens), index),
     }
     cuts = [slice(start, start + seq_len) for start in range(0, len(tokens), seq_len)]
-    return [
-        {name: array[cut].astype(np.int32) for name, array in whole.items()} for cut in cuts if whole["loss_mask"][cut].any()
-    ]
+    arrays = {name: array.astype(np.int32) if array.dtype != np.float32 else array for name, array in whole.items()}
+    return [{name: array[cut] for name, array in arrays.items()} for cut in cuts if whole["loss_mask"][cut].any()]
 
 
 def packed(dataset: "grain.IterDataset", *, seq_len: int, seed: int) -> "grain.IterDataset":

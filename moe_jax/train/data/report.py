@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from moe_jax.train.data.description import describe_sources, kind_of
 from moe_jax.train.data.documents import Documents
@@ -34,6 +34,9 @@ def report(
     Raises:
       ValueError: the tokenizer or a document is refused, as in `batches`.
     """
+    if documents.is_stream:
+        yield f"the first rows of a stream: {documents.parts[0].name}"
+    documents = documents.surveyed
     found = survey(documents, tokenizer, seq_len=seq_len, seed=seed, skip_bad=skip_bad, max_documents=None, max_seconds=None)
     yield from describe_sources(documents, found)
     width = 26
@@ -47,12 +50,18 @@ def report(
         first += part.documents
 
 
-def marked(tokenizer: Any, tokens: Int[np.ndarray, "length"], learned: Bool[np.ndarray, "length"], marks: Marks) -> str:
-    """Returns the text of tokens, with learned text between `marks`."""
+def marked(
+    tokenizer: Any,
+    tokens: Int[np.ndarray, "length"],
+    learned: Bool[np.ndarray, "length"] | Float[np.ndarray, "length"],
+    marks: Marks,
+) -> str:
+    """Returns the text of tokens, with learned text between `marks`, and its weight in front if that is not 1."""
     text = ""
-    for is_learned, places in itertools.groupby(range(len(tokens)), key=lambda i: bool(learned[i])):
+    for weight, places in itertools.groupby(range(len(tokens)), key=lambda i: float(learned[i])):
         said = tokenizer.decode([int(tokens[i]) for i in places], skip_special_tokens=False)
-        text += f"{marks[0]}{said}{marks[1]}" if is_learned else said
+        shown = "" if weight == 1 else f"{weight:g} x "
+        text += f"{marks[0]}{shown}{said}{marks[1]}" if weight else said
     return text
 
 
@@ -66,6 +75,7 @@ def _numbers(documents: Documents, found: Survey, seq_len: int) -> list[tuple[st
     numbers += [
         ("tokens", f"{found.tokens:,}"),
         ("learned", f"{learned:,} ({found.learned:.1%})"),
+        *([("weight of learned", f"{learned * found.mean_weight:,.6g}")] if documents.weighted else []),
         ("masked", f"{found.tokens - learned:,}"),
         (f"rows of {seq_len}", f"{_rows(found.rows)} ({1 - found.padding:.1%} filled)"),
         ("documents that are cut", f"{found.cut:,}"),
@@ -91,6 +101,6 @@ def _shown(documents: Documents, tokenizer: Any, index: int, marks: Marks) -> It
         yield f"--- left out: {error.reason}"
         return
     # The first token is never predicted.
-    learned = learned & (np.arange(len(tokens)) > 0)
-    yield f"--- {documents.where(index)}: {len(tokens)} tokens, {int(learned.sum())} learned"
+    learned = learned * (np.arange(len(tokens)) > 0)
+    yield f"--- {documents.where(index)}: {len(tokens)} tokens, {int((learned != 0).sum())} learned"
     yield marked(tokenizer, tokens, learned, marks)

@@ -22,7 +22,8 @@ class DataSource:
       format: as `data_format`; None: the format of all sources.
       split, config, revision: of a data set of the hub; None: the split "train", its only config, its newest revision.
       columns: {key of a layout: the column that has it}, for rows that have their own names.
-      take: the first rows of a data set of the hub, which are read as a stream; None: all rows, downloaded.
+      take: the first rows of a data set of the hub, which are read as a stream; None: all rows.
+      stream: read the rows of a data set of the hub as they come, in their order, instead of downloading all of them first.
     """
 
     path: str
@@ -32,6 +33,7 @@ class DataSource:
     config: str | None = None
     revision: str | None = None
     take: int | None = None
+    stream: bool = False
     columns: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -47,11 +49,19 @@ def sources(data: str | Path | Sequence[str | Path]) -> list[DataSource]:
     A path that exists is taken as it is, commas included.
 
     Raises:
-      ValueError: an unknown option or a wrong value. Some sources have a weight, and others none.
+      ValueError: an unknown option or a wrong value. Some sources have a weight, and others none. Or a stream is not the only
+        source, or has `take`.
     """
     found = [_source(str(text)) for text in ([data] if isinstance(data, str | Path) else data)]
     if not found:
         raise ValueError("no data: give a file, a folder or the id of a data set of the hub")
+    stream = next((source for source in found if source.stream), None)
+    if stream is not None and (len(found) > 1 or stream.take is not None):
+        beside = f"take={stream.take}" if stream.take is not None else "other sources"
+        raise ValueError(
+            f"{stream.path},stream=true reads all rows in their order, and cannot stand beside {beside}: leave one of both "
+            "out; take=N alone reads the first N rows as a stream, and these can be mixed"
+        )
     weighted = [source for source in found if source.weight is not None]
     if weighted and (len(found) == 1 or len(weighted) < len(found)):
         without = next((source.path for source in found if source.weight is None), None)
@@ -78,19 +88,23 @@ def _source(text: str) -> DataSource:
                 "of layouts such as prompt=COLUMN, each once"
             )
         if name in known:
-            values[name] = _number(text, name, value)
+            values[name] = _value(text, name, value)
         else:
             columns[name] = value
     source = DataSource(path, **values, columns=columns)
     if source.format is not None and source.format not in FORMATS:
         raise ValueError(f"data {text!r}: format must be one of {', '.join(FORMATS)}; got {source.format!r}")
-    given = [name for name in ("split", "config", "revision", "take") if name in values]
+    given = [name for name in ("split", "config", "revision", "take", "stream") if name in values]
     if given and not source.on_hub:
         raise ValueError(f"data {text!r}: {given[0]} is for data sets of the hub, and {path!r} is no id such as owner/name")
     return source
 
 
-def _number(text: str, name: str, value: str) -> str | float | int:
+def _value(text: str, name: str, value: str) -> str | float | int | bool:
+    if name == "stream":
+        if value != "true":
+            raise ValueError(f"data {text!r}: stream must be true, or left out; got {value!r}")
+        return True
     if name not in ("weight", "take"):
         return value
     try:

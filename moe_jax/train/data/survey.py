@@ -37,6 +37,7 @@ class Survey:
       dropped: tokens in pieces of cut documents that are left out, as nothing in them is learned.
       of_source: tokens of an epoch by source.
       without_reasoning: learned answers whose reasoning the chat template leaves out.
+      mean_weight: the mean weight of learned tokens.
     """
 
     documents: int
@@ -53,6 +54,7 @@ class Survey:
     dropped: int = 0
     of_source: tuple[int, ...] = ()
     without_reasoning: int = 0
+    mean_weight: float = 1.0
 
     @property
     def exact(self) -> bool:
@@ -81,6 +83,8 @@ def survey(
 ) -> Survey:
     """Measures documents drawn by `seed`, or all of them where both limits are None; then it is the same each time.
 
+    Of a stream these are documents of the first rows.
+
     Args:
       seq_len: tokens in a row.
       begin_texts, skip_bad: as in `batches`.
@@ -90,7 +94,7 @@ def survey(
     Raises:
       ValueError: the tokenizer or a document is refused, as in `batches`.
     """
-    skipped: dict[int, str] = {}
+    documents, skipped = documents.surveyed, dict[int, str]()
     tokenized = tokenization(documents, tokenizer, begin_texts=begin_texts, skipped=skipped if skip_bad else None)
     whole = epoch(documents, seed)
     order = whole[np.random.default_rng(seed).permutation(len(whole))[:max_documents]]
@@ -98,19 +102,21 @@ def survey(
     is_chat, of_source = documents.is_chat, [0] * len(documents.parts)
     source = np.repeat(np.arange(len(of_source)), [part.documents for part in documents.parts])
     learned = dropped = without_reasoning = cut = answers = answers_cut = measured = measured_bytes = 0
+    weight = 0.0
     for record, document in _measured(documents, tokenized, order, max_seconds):
         tokens, trained, index = document
         measured, measured_bytes = measured + 1, measured_bytes + int(documents.size[index])
         before = len(lengths)
         for piece in pieces(document, seq_len):
             lengths.append(len(piece["tokens"]))
-            learned += int(piece["loss_mask"].sum())
+            learned += int((piece["loss_mask"] != 0).sum())
+            weight += float(piece["loss_mask"].sum(dtype=np.float64))
         in_rows = sum(lengths[before:])
         of_source[source[index]] += in_rows
         dropped += len(tokens) - in_rows
         cut += len(tokens) > seq_len
         if is_chat[index]:
-            ends = np.flatnonzero(np.diff(trained.astype(np.int8), append=0) == -1)
+            ends = np.flatnonzero(np.diff((trained != 0).astype(np.int8), append=0) == -1)
             if len(tokens) and has_reasoning(record["messages"]):
                 without_reasoning += reasoning_left_out(tokenizer.decode(tokens), record["messages"])
             answers, answers_cut = answers + len(ends), answers_cut + int((ends >= seq_len).sum())
@@ -133,6 +139,7 @@ def survey(
         bad=documents.num_bad,
         dropped=round(dropped * by_bytes),
         without_reasoning=round(without_reasoning * by_documents),
+        mean_weight=weight / learned,
         of_source=tuple(round(tokens * by_bytes) for tokens in of_source),
     )
 

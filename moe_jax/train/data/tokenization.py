@@ -1,4 +1,4 @@
-"""A document as tokens, with a mask of the tokens that the model learns to predict."""
+"""A document as tokens, with a mask of the tokens that the model learns to predict, or with their weights."""
 
 import hashlib
 from collections.abc import Callable
@@ -6,11 +6,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from moe_jax.checkpoint.tokenizer import beginning
 from moe_jax.train.data.chat import GENERATION_TAG, chat_tokens
-from moe_jax.train.data.documents import Documents
+from moe_jax.train.data.documents import BAD, Documents
 from moe_jax.train.data.problems import MAX_PROBLEMS
 
 
@@ -19,12 +19,13 @@ class Tokenized(NamedTuple):
 
     Attributes:
       tokens: token ids.
-      learned: true for tokens that the model learns to predict. The first token is never predicted.
+      learned: true for tokens that the model learns to predict. The first token is never predicted. In a data set with weights,
+        the weight of each token's loss, f32.
       document: the document's index in its data set.
     """
 
     tokens: Int[np.ndarray, "length"]
-    learned: Bool[np.ndarray, "length"]
+    learned: Bool[np.ndarray, "length"] | Float[np.ndarray, "length"]
     document: int
 
 
@@ -66,7 +67,18 @@ def tokenization(
     chat = partial(_chat, documents, tokenizer)
     chat = chat if skipped is None else partial(_chat_or_nothing, documents, chat, skipped)
     begin = beginning(tokenizer) if begin_texts and not is_chat.all() else []
-    return lambda record: chat(record) if is_chat[record["document"]] else _text(tokenizer, begin, record)
+
+    def of_kind(record: dict[str, Any]) -> Tokenized:
+        # All documents of a stream are alike, and have no entry each.
+        chats = is_chat[0] if documents.is_stream else is_chat[record["document"]]
+        return chat(record) if chats else _text(tokenizer, begin, record)
+
+    def tokenized(record: dict[str, Any]) -> Tokenized:
+        found = _bad(documents, skipped, record) if BAD in record else of_kind(record)
+        # Packing takes the arrays of all documents alike.
+        return found._replace(learned=found.learned.astype(np.float32)) if documents.weighted else found
+
+    return tokenized
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -77,6 +89,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def _check_chats(documents: Documents, tokenizer: Any, *, skips: bool) -> None:
+    documents = documents.surveyed
     if not tokenizer.chat_template:
         raise ValueError(
             "chat data needs a tokenizer with a chat template; this one has none. Give one with --chat-template FILE, a "
@@ -117,6 +130,20 @@ def _chat(documents: Documents, tokenizer: Any, record: dict[str, Any]) -> Token
     return Tokenized(tokens, learned, index)
 
 
+def _bad(documents: Documents, skipped: dict[int, str] | None, record: dict[str, Any]) -> Tokenized:
+    """Returns no tokens for a bad row of a stream, which is noted; raises BadDocument if it may not be left out."""
+    index, reason = record["document"], record[BAD]
+    if reason and skipped is None:
+        raise BadDocument(documents.where(index), reason)
+    if reason and skipped is not None:
+        skipped[index] = f"{documents.where(index)}: {reason}"
+    return _nothing(index)
+
+
+def _nothing(index: int) -> Tokenized:
+    return Tokenized(np.zeros(0, np.int32), np.zeros(0, bool), index)
+
+
 def _chat_or_nothing(
     documents: Documents, chat: Callable[[dict[str, Any]], Tokenized], skipped: dict[int, str], record: dict[str, Any]
 ) -> Tokenized:
@@ -127,4 +154,4 @@ def _chat_or_nothing(
         # The iterator would look for a document forever.
         if len(skipped) == len(documents):
             raise ValueError(f"all {len(documents)} conversations would be skipped; one of them: {error.reason}") from error
-        return Tokenized(np.zeros(0, np.int32), np.zeros(0, bool), record["document"])
+        return _nothing(record["document"])

@@ -33,7 +33,7 @@ def as_message(turn: Any, number: int) -> dict[str, Any]:
 
 
 def plain_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Returns a message whose content is one string, and whose "weight" says if it is learned.
+    """Returns a message whose content is one string, and whose "weight" says how much it is learned.
 
     Texts in parts are joined without a separator. Axolotl's "train": false is "weight": 0.
 

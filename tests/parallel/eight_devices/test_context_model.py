@@ -57,6 +57,8 @@ def single(make_model):
     """Returns (model of parameters, parameters, batch, loss and gradients) of one device."""
     graph, parameters, biases = nnx.split(make_model(), nnx.Param, ExpertBias)
     batch = make_batch(seeds.rng(__name__))
+    if make_model is deepseek:
+        batch["loss_mask"] = batch["loss_mask"] * jnp.linspace(0.1, 3, SEQ, dtype=jnp.float32)
 
     def merge(parameters):
         return nnx.merge(graph, parameters, biases)
@@ -78,7 +80,7 @@ def single(make_model):
     ],
 )
 def test_loss_and_gradients(make_model, data, context, layout, method, remat, inside):
-    """With `inside` the gradient is taken inside `shard_map`, otherwise outside."""
+    """With `inside` the gradient is taken inside `shard_map`, otherwise outside. DeepSeek's labels have weights."""
     merge, parameters, batch, ((total, parts), gradients) = single(make_model)
     spread = Spread(context=ContextParallel(layout=layout, method=method), mesh_axes=("data", "context"))
 

@@ -12,7 +12,7 @@ import tiny
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import relative_error
-from train_steps import make_batch
+from train_steps import make_batch, weighted
 
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.execution import Execution
@@ -95,10 +95,11 @@ def test_gradients(make_model, layers, sizes, chunks, micro_batches, remat):
     ids=["dense", "experts-kept", "experts-four-ranks", "offload"],
 )
 def test_weights_put_off(make_model, layers, sizes, chunks, remat):
-    compare(with_layers(make_model, layers), layers, sizes, chunks, 4, remat, schedule="uniform-w")
+    """Labels have weights here, too."""
+    compare(with_layers(make_model, layers), layers, sizes, chunks, 4, remat, schedule="uniform-w", prepare=weighted)
 
 
-def compare(model, layers, sizes, chunks, micro_batches, remat, rows=8, schedule="uniform"):
+def compare(model, layers, sizes, chunks, micro_batches, remat, rows=8, schedule="uniform", prepare=dict):
     """Compares a step's value, aux and gradients with one device's; `layers` is the number of those in the pipe."""
     graph, params, fixed = nnx.split(model, nnx.Param, ExpertBias)
     # Transfers as GPUs with copies do them; a CPU would refuse the setting, and runs them all the same.
@@ -106,7 +107,7 @@ def compare(model, layers, sizes, chunks, micro_batches, remat, rows=8, schedule
         hops = "copies" if "expert" in sizes else "nccl"
         parallelism = Parallelism(mesh_of(**sizes), pipe_chunks=chunks, pipe_schedule=schedule, hops=hops)
     objective, execution = as_objective(ALL_LOSSES, micro_batches), Execution(remat=remat)
-    batch = {name: x[:rows] for name, x in make_batch(seeds.rng()).items()}
+    batch = {name: x[:rows] for name, x in prepare(make_batch(seeds.rng())).items()}
     num_labels = jnp.float32(batch["loss_mask"].sum())
 
     plain = jax.jit(accumulate(gradients_fn(objective, graph, execution), micro_batches))

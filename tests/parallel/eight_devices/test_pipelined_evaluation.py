@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import relative_error
 from test_pipelined import ALL_LOSSES, mesh_of, with_layers
-from train_steps import make_batch
+from train_steps import make_batch, weighted
 
 from moe_jax.layers.router import ExpertBias
 from moe_jax.parallel import Parallelism
@@ -67,9 +67,14 @@ def evaluations(batches, parallelism=None):
 
 
 def test_make_evaluation():
-    """Several batches, one after the other through the pipe; the parameters lie in chunks and over `fsdp`."""
+    """Several batches, one after the other through the pipe; the parameters lie in chunks and over `fsdp`.
+
+    Labels have weights, whose sum is less than 1.
+    """
     rng = seeds.rng()
-    batches = [make_batch(rng) for _ in range(3)]
+    batches = [weighted(make_batch(rng)) for _ in range(3)]
+    for batch in batches:
+        batch["loss_mask"] /= 4 * batch["loss_mask"].sum()
     found = evaluations(batches, Parallelism(mesh_of(pipe=2, fsdp=2)))
     np.testing.assert_allclose(found, evaluations(batches), rtol=1e-6)
     assert found[0] != found[1]

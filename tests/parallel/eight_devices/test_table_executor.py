@@ -11,7 +11,7 @@ import tiny
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import relative_error
-from train_steps import make_batch
+from train_steps import make_batch, weighted
 
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.execution import Execution
@@ -93,15 +93,15 @@ def test_gradients(name, make_model, layers, sizes, micro_batches, remat):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name, sizes", [("dualpipe", dict(pipe=2)), ("zb-v", dict(pipe=2, data=2))])
 def test_dense_first_layers_and_further_tokens(name, sizes):
-    """Of five layers the four with experts lie in the pipe."""
-    compare(name, tiny.deepseek(mtp=1, layers=5), 4, sizes, 4, True)
+    """Of five layers the four with experts lie in the pipe, and labels have weights."""
+    compare(name, tiny.deepseek(mtp=1, layers=5), 4, sizes, 4, True, prepare=weighted)
 
 
-def compare(name, model, layers, sizes, micro_batches, remat):
+def compare(name, model, layers, sizes, micro_batches, remat, prepare=dict):
     """Compares a step with one device's; `layers` of the model lie in the pipe."""
     parallelism = parallelism_of(name, **sizes)
     graph, params, fixed = nnx.split(model, nnx.Param, ExpertBias)
-    objective, batch = as_objective(ALL_LOSSES, micro_batches), batch_of_tests()
+    objective, batch = as_objective(ALL_LOSSES, micro_batches), prepare(batch_of_tests())
     num_labels = jnp.float32(batch["loss_mask"].sum())
     plain = jax.jit(accumulate(gradients_fn(objective, graph, Execution(remat=True)), micro_batches))
     expected = plain(params, fixed, objective.prepare(batch, num_labels))
