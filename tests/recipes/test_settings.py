@@ -71,6 +71,11 @@ def test_precisions(tmp_path):
     with pytest.raises(ValueError, match="round the frozen experts again in each pass: give weights='fp8'"):
         settings(tmp_path, **options, lora=LoraSettings(rank=4))
     settings(tmp_path, **options, lora=LoraSettings(rank=4), weights="fp8")
+    settings(tmp_path, **options, fp8_dense=("attention", "mlp"))
+    with pytest.raises(ValueError, match="fp8_dense='head' must be one of 'attention', 'shared_experts', 'mlp'"):
+        settings(tmp_path, **options, fp8_dense=("head",))
+    with pytest.raises(ValueError, match="fp8_dense needs experts in FP8: give precision='fp8'"):
+        settings(tmp_path, fp8_dense=("attention",))
     assert get_args(PrecisionName) == RECIPES
 
 

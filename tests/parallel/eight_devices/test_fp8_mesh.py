@@ -28,9 +28,9 @@ def _mesh(**sizes):
     return make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
 
 
-def _model():
+def _model(dense=()):
     made = tiny.model_for_fp8()
-    made.set_precision("fp8")
+    made.set_precision("fp8", dense)
     return made
 
 
@@ -48,6 +48,18 @@ def test_steps_are_near_those_of_one_device(sizes):
     """Weights travel in bf16 before they are rounded again: numbers differ by a rounding of FP8 now and then."""
     batch = make_batch(seeds.rng())
     options = dict(steps=1, make_model=_model, gradient_accumulation=2)
+    _, (expected,) = train(batch, **options)
+    _, (metrics,) = train(batch, Parallelism(_mesh(**sizes)), **options)
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-2)
+    np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=0.05)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"data": 2, "fsdp": 2, "context": 2}], ids=str)
+def test_dense_groups(sizes):
+    """Attention's projections are gathered in bf16, and rounded behind the gather."""
+    batch = make_batch(seeds.rng())
+    options = dict(steps=1, make_model=lambda: _model(("attention",)), gradient_accumulation=2)
     _, (expected,) = train(batch, **options)
     _, (metrics,) = train(batch, Parallelism(_mesh(**sizes)), **options)
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-2)
