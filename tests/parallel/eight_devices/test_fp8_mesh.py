@@ -148,6 +148,22 @@ def test_pipes_with_tickets_are_refused():
 
 
 @pytest.mark.thorough
+def test_dense_groups_in_a_pipe():
+    """All groups: the dense layer stands before the pipe, and shared experts inside."""
+    sizes = dict(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=4, n_group=1, topk_group=1)
+    config = replace(tiny.deepseek_config(**sizes), hidden_size=128, moe_intermediate_size=128, num_nextn_predict_layers=0)
+    batch, found = make_batch(seeds.rng()), []
+    for on in (None, Parallelism(_mesh(pipe=2))):
+        model = moe_jax.from_config(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+        model.set_precision("fp8", ("attention", "shared_experts", "mlp"))
+        if on is not None:
+            nnx.update(model, to_chunks(nnx.state(model), on.mesh))
+        found.append(train(batch, on, steps=1, make_model=lambda model=model: model, gradient_accumulation=2)[1][0])
+    for name, rtol in (("loss", 1e-2), ("grad_norm", 0.05)):
+        np.testing.assert_allclose(found[1][name], found[0][name], rtol=rtol)
+
+
+@pytest.mark.thorough
 def test_evaluation_in_a_pipe():
     batch, found = make_batch(seeds.rng()), []
     for parallelism in (None, Parallelism(_mesh(pipe=2))):
