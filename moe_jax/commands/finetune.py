@@ -23,7 +23,9 @@ GROUPS = {
         "aux_loss_coef", "sequence_loss_coef", "z_loss_coef", "expert_bias_update_rate", "mtp_loss_coef",
         "force_balanced_routing",
     ),
-    "memory": ("dtype", "param_dtype", "weights", "precision", "moment_dtype", "remat", "offload", "shard_optimizer"),
+    "memory": (
+        "dtype", "param_dtype", "weights", "precision", "fp8_dense", "moment_dtype", "remat", "offload", "shard_optimizer",
+    ),
     "pipeline": ("pipe_chunks", "pipe_schedule"),
     "exchange between devices": (
         "capacity_factor", "hops", "overlap_micro_batches", "shadow_experts", "tokens_in_fp8", "rebalance_every",

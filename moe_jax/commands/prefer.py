@@ -16,7 +16,7 @@ GROUPS = {
     ),
     "data": ("plain_text", "tokenizer", "eval_data", "eval_every", "eval_batches", "keep_best", "early_stop"),
     "optimizer": ("learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "max_grad_norm"),
-    "memory": ("dtype", "param_dtype", "weights", "precision", "remat"),
+    "memory": ("dtype", "param_dtype", "weights", "precision", "fp8_dense", "remat"),
     "log": ("tensorboard", "log_to"),
 }  # fmt: skip
 """The fields of `PreferSettings` by their group in `--help`; `preference` and `lora` are groups of their own."""

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from moe_jax.kernels.attention.api import attention
     from moe_jax.kernels.cross_entropy import cross_entropy
     from moe_jax.kernels.experts.api import down, experts_mlp, gate_up
+    from moe_jax.kernels.experts.fp8.dense import fp8_matmul
     from moe_jax.kernels.experts.fp8.precision import Precision
     from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices, quantise_matrices
     from moe_jax.kernels.experts.routing import Plan, plan
@@ -23,6 +24,7 @@ __all__ = [
     "cross_entropy",
     "down",
     "experts_mlp",
+    "fp8_matmul",
     "gate_up",
     "plan",
     "quantise_matrices",

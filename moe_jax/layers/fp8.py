@@ -1,4 +1,4 @@
-"""The experts' matrices of a model in FP8: frozen ones as they lie in memory, and copies of trained ones.
+"""A model's matrices in FP8: frozen ones as they lie in memory, and copies of trained ones.
 
 Copies are made once for several calls, outside a loop over micro-batches. No checkpoint and no optimizer has them.
 """
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
+from moe_jax.kernels.experts.fp8.dense import NO_COPIES, DenseCopies
 from moe_jax.kernels.experts.fp8.experts import Fp8Matrices
 from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
@@ -18,7 +19,10 @@ from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled
 
 
 class Fp8Copies(nnx.Variable):
-    """The `QuantisedExperts` of an `Experts` module, made of its weights; no gradient reaches them."""
+    """The `QuantisedExperts` of an `Experts` module, or the `DenseCopies` of a `Linear`, made of its weights.
+
+    No gradient reaches them.
+    """
 
 
 def frozen_matrices(gate_up: nnx.Variable, down: nnx.Variable, layer: Int[Array, ""] | None) -> Fp8Matrices:
@@ -39,3 +43,11 @@ def trained_matrices(gate_up: nnx.Variable, down: nnx.Variable, copies: Fp8Copie
     weights, made = weights_and_copies(gate_up[...], down[...])
     given: Any = made if copies is None else copies.get_value()
     return Fp8Matrices(weights, given)
+
+
+def copies_of_matrix(weight: nnx.Variable, copies: Fp8Copies | None) -> DenseCopies:
+    """Returns a dense matrix in FP8: its copies, or its codes if it lies in blocks of 128 x 128; empty without either."""
+    value = weight.get_value()
+    if isinstance(value, BlockScaled) and value.block == FP8_BLOCK:
+        return DenseCopies(QuantisedMatrices(value.codes, value.scales.astype(jnp.float32)))
+    return NO_COPIES if copies is None else copies.get_value()

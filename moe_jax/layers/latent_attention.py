@@ -115,7 +115,7 @@ class LatentAttention(nnx.Module):
     def absorb(self, q: Float[Array, "batch seq heads key_dim"]) -> Float[Array, "batch seq heads latent_dim"]:
         """Returns queries whose product with latents equals the product of `q` with the keys expanded from these latents."""
         q_nope, q_rope = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
-        weight, _, change, _ = self.kv_b_proj.matrix
+        weight, _, change, *_ = self.kv_b_proj.matrix
         to_keys, _ = _by_head(self.config, weight.astype(q.dtype))
         absorbed = jnp.einsum("bshn,hnr->bshr", q_nope, to_keys)
         if change is not None:
@@ -125,7 +125,7 @@ class LatentAttention(nnx.Module):
 
     def values(self, mean: Float[Array, "batch seq heads latent_dim"]) -> Float[Array, "batch seq heads value_dim"]:
         """Computes weighted means of values from weighted means of the latents they would be expanded from."""
-        weight, _, change, _ = self.kv_b_proj.matrix
+        weight, _, change, *_ = self.kv_b_proj.matrix
         _, to_values = _by_head(self.config, weight.astype(mean.dtype))
         latents = mean[..., : self.config.kv_lora_rank]
         values = jnp.einsum("bshr,hvr->bshv", latents, to_values)

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
+from moe_jax.layers.fp8 import Fp8Copies, copies_of_matrix
 from moe_jax.layers.lora import Adapter, dropout_of, factors_of
 from moe_jax.layers.tickets import LinearProduct, TicketedMatrix, TicketHolder, linear_map, linear_product_like
 
@@ -25,6 +26,9 @@ class Linear(TicketHolder):
     """
 
     lora: Adapter | None = None
+    in_fp8: bool = False
+    """True: W multiplies in FP8 (`kernels.fp8_matmul`), and its adapter in x's dtype."""
+    fp8_copies: Fp8Copies | None = None
 
     def __init__(
         self,
@@ -59,8 +63,9 @@ class Linear(TicketHolder):
 
     @property
     def matrix(self) -> TicketedMatrix:
-        """W, its ticket, its change and the change's dropout."""
-        return TicketedMatrix(self.weight[...], self.held_ticket, factors_of(self.lora), dropout_of(self.lora))
+        """W, its ticket, its change and the change's dropout, and its copies in FP8."""
+        in_fp8 = copies_of_matrix(self.weight, self.fp8_copies) if self.in_fp8 else None
+        return TicketedMatrix(self.weight[...], self.held_ticket, factors_of(self.lora), dropout_of(self.lora), in_fp8)
 
     def products_like(self, x: Float[Array, "*batch _"]) -> LinearProduct:
         """Returns arrays like the operands of W's gradient; of x it reads the leading axes and the dtype."""

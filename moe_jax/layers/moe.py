@@ -13,9 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted, experts_mlp_adapted_in_stack
 from moe_jax.kernels.experts.deferred import ExpertProducts, expert_products_like, experts_mlp_deferring
 from moe_jax.kernels.experts.fp8.adapted import experts_mlp_adapted_in_fp8
+from moe_jax.kernels.experts.fp8.dense import dense_copies
 from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, experts_mlp_in_fp8
 from moe_jax.kernels.experts.fp8.passes import quantise_experts
-from moe_jax.kernels.experts.fp8.precision import Precision
+from moe_jax.kernels.experts.fp8.precision import DenseGroup, Precision
 from moe_jax.kernels.experts.fused_vjp import Matrices
 from moe_jax.kernels.experts.internal import (
     Accumulators,
@@ -27,10 +28,10 @@ from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.fp8 import Fp8Copies, frozen_matrices, trained_matrices
-from moe_jax.layers.linear import normal_parameter
+from moe_jax.layers.linear import Linear, normal_parameter
 from moe_jax.layers.lora import Adapter, Frozen
 from moe_jax.layers.mlp import MLP
-from moe_jax.layers.quantised import Quantised, of_stack
+from moe_jax.layers.quantised import Quantised, is_quantised, of_stack
 from moe_jax.layers.router import Router, Routing
 from moe_jax.layers.tickets import EXPERT_MATRICES, TicketHolder
 from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
@@ -48,7 +49,8 @@ class MoE(nnx.Module):
       router: chooses experts and weights; default: `Router`, with `norm_topk_prob`.
       shared_intermediate_size: intermediate size of all shared experts together; 0: none. They are one dense block whose
         output is added.
-      precision: `kernels.Precision()` multiplies the experts in FP8; None: in x's dtype.
+      precision: `kernels.Precision()` multiplies the experts in FP8, and with `dense` the shared experts too; None: in x's
+        dtype.
 
     Usable by itself in any Flax NNX model:
 
@@ -85,8 +87,8 @@ class MoE(nnx.Module):
         self.experts = Experts(
             hidden_size, moe_intermediate_size, num_experts, num_experts_per_tok=num_experts_per_tok, **options
         )
-        self.experts.precision = precision
         self.shared_experts = MLP(hidden_size, shared_intermediate_size, **options) if shared_intermediate_size else None
+        set_precision(self, precision)
 
     def __call__(
         self,
@@ -203,10 +205,19 @@ def accumulated_gradients(accumulators: nnx.State) -> nnx.State:
 
 
 def set_precision(model: nnx.Module, precision: Precision | None) -> None:
-    """Sets what the matmuls of all experts of a model multiply."""
-    for _, module in nnx.iter_modules(model):
+    """Sets what the matmuls of all experts and dense matrices of a model multiply."""
+    dense = () if precision is None else precision.dense
+    for path, module in nnx.iter_modules(model):
         if isinstance(module, Experts):
             module.precision = precision
+        elif isinstance(module, Linear):
+            module.in_fp8 = dense_group(path) in dense
+
+
+def dense_group(path: tuple) -> DenseGroup | None:
+    """Returns the group of the matrix at a path of a model; None if it is in none, as the head."""
+    groups: dict[str, DenseGroup] = {"self_attn": "attention", "shared_experts": "shared_experts", "mlp": "mlp"}
+    return next((groups[name] for name in reversed(path) if name in groups), None)
 
 
 def precision_of(model: nnx.Module) -> Precision | None:
@@ -215,20 +226,25 @@ def precision_of(model: nnx.Module) -> Precision | None:
 
 
 def fp8_copies(model: nnx.Module) -> nnx.State:
-    """Returns the copies in FP8 of all experts that multiply in FP8 and are trained, in both orders."""
+    """Returns the copies in FP8 of all matrices that multiply in FP8, in both orders.
+
+    Frozen experts have none, nor have dense matrices that are quantised.
+    """
     found = {}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Experts) and module.precision is not None and not isinstance(module.gate_up_proj, Frozen):
             copies = quantise_experts(module.gate_up_proj[...], module.down_proj[...])
             found[(*path, "fp8_copies")] = Fp8Copies(copies)
+        elif isinstance(module, Linear) and module.in_fp8 and not is_quantised(module.weight.get_value()):
+            found[(*path, "fp8_copies")] = Fp8Copies(dense_copies(module.weight[...]))
     return nnx.from_flat_state(found.items())
 
 
 def hold_fp8_copies(model: nnx.Module, copies: nnx.State) -> None:
-    """Gives experts the copies of their weights, in place of those that each pass would make."""
+    """Gives modules the copies of their weights, in place of those that each pass would make."""
     for (*path, _), variable in nnx.to_flat_state(copies):
-        experts: Any = functools.reduce(_member, path, model)
-        experts.fp8_copies = Fp8Copies(variable.get_value())
+        module: Any = functools.reduce(_member, path, model)
+        module.fp8_copies = Fp8Copies(variable.get_value())
 
 
 def _member(module: Any, name: Any) -> Any:

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.deferred import ExpertProducts, add_expert_products
+from moe_jax.kernels.experts.fp8.dense import DenseCopies, fp8_matmul
 from moe_jax.kernels.experts.fused_vjp import Matrices
 from moe_jax.kernels.low_rank import Dropout, LowRank, low_rank_map
 from moe_jax.kernels.varying import vary_as
@@ -107,21 +108,34 @@ def defer_weight_gradients(layers: nnx.Module, x: Float[Array, "*batch hidden"])
 
 
 class TicketedMatrix(NamedTuple):
-    """A matrix W [out, in], the arrays of its ticket, the change of an adapter and its dropout; None without these."""
+    """A matrix W [out, in], the arrays of its ticket, the change of an adapter and its dropout; None without these.
+
+    With `in_fp8` W multiplies in FP8, as copies that it may hold.
+    """
 
     weight: Float[Array, "out in"]
     ticket: LinearProduct | None
     change: LowRank | None = None
     dropout: Dropout | None = None
+    in_fp8: DenseCopies | None = None
 
 
 def linear_map(
     x: Float[Array, "*batch in"], matrix: TicketedMatrix, out_dtype: DTypeLike | None = None
 ) -> Float[Array, "*batch out"]:
-    """Computes x W^T, W with its change, in x's dtype; `out_dtype` is the result's dtype, by default x's."""
-    if matrix.ticket is not None:
+    """Computes x W^T, W with its change, in x's dtype; `out_dtype` is the result's dtype, by default x's.
+
+    Raises:
+      ValueError: a matrix with a ticket that multiplies in FP8.
+    """
+    if matrix.in_fp8 is not None:
+        if matrix.ticket is not None:
+            raise ValueError("weight tickets hold operands in bf16: take precision 'bf16', or a schedule without tickets")
+        y = fp8_matmul(x, matrix.weight, matrix.in_fp8)
+    elif matrix.ticket is not None:
         return _with_ticket(x, matrix.weight, matrix.ticket, out_dtype)
-    y = _linear_map(x, matrix.weight, out_dtype)
+    else:
+        y = _linear_map(x, matrix.weight, out_dtype)
     return y if matrix.change is None else y + low_rank_map(x, matrix.change, out_dtype, matrix.dropout)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.config import ModelConfig, Stage
 from moe_jax.kernels.experts.fp8 import quantise
-from moe_jax.kernels.experts.fp8.precision import Precision
+from moe_jax.kernels.experts.fp8.precision import DenseGroup, Precision
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Embedding, Linear
 from moe_jax.layers.lora import Adapter, beside_head, wider_head
@@ -296,24 +296,27 @@ class Decoder(nnx.Module):
         carry, routing = run_stage(self.stages[number], number, inputs, PerLayer(jnp.zeros(1, jnp.int32)), carry, execution)
         return collect(carry.x.hidden, [] if routing is None else [routing], inputs, carry.cache)
 
-    def set_precision(self, precision: Precision | str | None) -> None:
+    def set_precision(self, precision: Precision | str | None, dense: tuple[DenseGroup, ...] = ()) -> None:
         """Chooses what the experts' matmuls multiply from now on, in every call, in training and in generation.
 
         Args:
           precision: a `kernels.Precision`, the name of one ("fp8", "fp8_kept"), or None or "bf16" for the model's dtype.
+          dense: beside a name, the groups of dense matrices that multiply in FP8 too, as `Precision.dense`.
 
         Raises:
           ValueError: an unknown name; or FP8 for a model without experts, of another dtype than bf16, or whose experts'
-            sizes are no multiples of 128.
+            sizes are no multiples of 128. A group of which the model has no matrix, or groups without a name of FP8.
         """
-        chosen = Precision.named(precision) if isinstance(precision, str) else precision
-        if chosen is not None and (reason := fp8_refusal(self.config, self.dtype)) is not None:
+        if dense and not isinstance(precision, str):
+            raise ValueError(f"dense={dense!r} needs a precision that is named; else give it to Precision(dense=...)")
+        chosen = Precision.named(precision, dense) if isinstance(precision, str) else precision
+        if chosen is not None and (reason := fp8_refusal(self.config, self.dtype, chosen.dense)) is not None:
             raise ValueError(f"{reason}; take precision 'bf16'")
         set_precision(self, chosen)
 
     @property
     def precision(self) -> Precision | None:
-        """The precision of the experts' matmuls; None: the model's dtype."""
+        """The precision of the experts' matmuls, with the groups of dense matrices in it; None: the model's dtype."""
         return precision_of(self)
 
     @property
@@ -364,13 +367,18 @@ class Decoder(nnx.Module):
         )
 
 
-def fp8_refusal(config: ModelConfig, dtype: DTypeLike) -> str | None:
-    """Returns the reason why a model's experts cannot multiply in FP8; None if they can."""
+def fp8_refusal(config: ModelConfig, dtype: DTypeLike, dense: tuple[DenseGroup, ...] = ()) -> str | None:
+    """Returns the reason why a model's experts and these dense groups cannot multiply in FP8; None if they can."""
     if config.experts is None:
         return "FP8 is for experts, and this model has none"
     sizes = config.hidden_size, config.experts.moe_intermediate_size
-    reason = quantise.refusal(jnp.dtype(dtype), *sizes)
-    return None if reason is None else f"FP8 does not take this model's experts: {reason}"
+    if (reason := quantise.refusal(jnp.dtype(dtype), *sizes)) is not None:
+        return f"FP8 does not take this model's experts: {reason}"
+    if "shared_experts" in dense and not config.experts.shared_intermediate_size:
+        return "FP8 of dense group 'shared_experts' is for shared experts, and this model has none"
+    if "mlp" in dense and all(stage.sparse for stage in config.stages):
+        return "FP8 of dense group 'mlp' is for dense layers, and this model has none"
+    return None
 
 
 OPTIONS = tuple(

@@ -1,6 +1,10 @@
-"""The names of the precisions of experts, for settings that are read without JAX."""
+"""The names of the precisions of experts and of dense matrices, for settings that are read without JAX."""
 
 from typing import Literal
+
+from moe_jax.kernels.experts.fp8.precision import DenseGroup
+
+__all__ = ["DenseGroup", "PrecisionName"]
 
 PrecisionName = Literal["bf16", "fp8", "fp8_kept"]
 """`kernels.Precision.named` has the recipes; "bf16" stands for the model's dtype."""

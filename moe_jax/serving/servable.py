@@ -25,6 +25,11 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int, strict:
         raise ValueError(
             "an engine with precision 'fp8' would round the experts' weights in every step: load the model with weights='fp8'"
         )
+    if model.precision and model.precision.dense:
+        raise ValueError(
+            f"an engine computes dense matrices in the model's dtype, not in FP8; got dense={model.precision.dense!r}: take "
+            "set_precision('fp8')"
+        )
     devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
     if len(devices) > 1:
         _check_several(model, len(devices), drafts=drafts, strict=strict)

@@ -95,3 +95,7 @@ def test_the_engine_refuses(stored, model):
         Engine(whole, limits=LIMITS)
     with pytest.raises(ValueError, match="strict=True computes in the model's dtype"):
         Engine(model, limits=LIMITS, strict=True)
+    model.set_precision(Precision(dense=("attention",)))
+    with pytest.raises(ValueError, match="computes dense matrices in the model's dtype"):
+        Engine(model, limits=LIMITS)
+    model.set_precision(Precision())

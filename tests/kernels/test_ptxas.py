@@ -107,6 +107,22 @@ for tokens, make_plan in ((32768, plan), (256, plan), (64, plan_of_few), (5, pla
     compile(f, ((tokens, 2048), bf16), ((tokens, 8), i32), *matrices)
 """
 
+FP8_DENSE = """
+from moe_jax.kernels import fp8_matmul
+
+def step(x, *arrays):
+    matrices, dys = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
+    ys, pullback = jax.vjp(lambda x, *matrices: [fp8_matmul(x, w, backend="mosaic") for w in matrices], x, *matrices)
+    return ys, pullback(list(dys))
+
+# q, k and v of Qwen3-30B-A3B, kv_a and kv_b of DeepSeek-V3, and few tokens.
+for tokens, k, columns in ((32768, 2048, (4096, 512, 512)), (16384, 7168, (576,)), (16384, 512, (32768,)), (40, 2048, (512,))):
+    compiled = compile(step, ((tokens, k), bf16), *[((n, k), f32) for n in columns], *[((tokens, n), bf16) for n in columns])
+    kernels_of_step = sum("mosaic_gpu" in line and "custom-call(" in line for line in compiled.as_text().splitlines())
+    # x is rounded once for all matrices that read it; a matrix has its product, the rounding of dy, and dx.
+    assert kernels_of_step == 1 + 3 * len(columns), kernels_of_step
+"""
+
 FP8_ONE_TOKEN = """
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
 
@@ -300,6 +316,11 @@ def test_gathering_tiles():
 def test_fp8():
     """The experts of Qwen3-30B-A3B in FP8, of many tokens and of few, spill no more than SPILLS says."""
     assert_no_spills(spilled_bytes(FP8), FP8_KERNELS)
+
+
+def test_fp8_dense():
+    """Dense matrices in FP8 spill nothing, and matrices that read one x round it once."""
+    assert_no_spills(spilled_bytes(FP8_DENSE), {"fp8_gather_rows", "fp8_grouped_matmul"})
 
 
 def test_fp8_one_token():

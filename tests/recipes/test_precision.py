@@ -26,12 +26,15 @@ def _settings(tmp_path, **options):
 
 
 def test_a_run(tmp_path):
-    settings = _settings(tmp_path, gradient_accumulation=2, learning_rate=2e-3)
+    """Experts and attention's projections multiply in FP8."""
+    settings = _settings(tmp_path, gradient_accumulation=2, learning_rate=2e-3, fp8_dense=("attention",))
     result = finetune(settings)
-    assert result.model.precision == Precision()
+    assert result.model.precision == Precision(dense=("attention",))
     assert result.metrics[-1]["loss"] < result.metrics[0]["loss"]
     with pytest.raises(ValueError, match="precision: checkpoint 'fp8', now 'bf16'"):
-        finetune(replace(settings, precision="bf16"))
+        finetune(replace(settings, precision="bf16", fp8_dense=()))
+    with pytest.raises(ValueError, match="fp8_dense: checkpoint \\['attention'\\], now none"):
+        finetune(replace(settings, fp8_dense=()))
 
 
 def test_adapters_of_experts(tmp_path):
@@ -57,3 +60,6 @@ def test_other_models_are_refused(tmp_path):
     model, tokenizer = tiny.model(), tiny.tokenizer()
     with pytest.raises(ValueError, match="hidden is 16; it must be a multiple of 128"):
         finetune(tiny.settings(tmp_path, precision="fp8", dtype="bfloat16"), model=model, tokenizer=tokenizer)
+    of_run = tiny.settings(tmp_path, precision="fp8", dtype="bfloat16", fp8_dense=("shared_experts",))
+    with pytest.raises(ValueError, match="'shared_experts' is for shared experts, and this model has none"):
+        finetune(of_run, model=tiny.model_for_fp8(), tokenizer=tokenizer)

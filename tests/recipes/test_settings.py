@@ -74,6 +74,11 @@ def test_precisions(tmp_path):
     with pytest.raises(ValueError, match="tokens_in_fp8=True needs experts that multiply in FP8: .*; got 'bf16'"):
         settings(tmp_path, tokens_in_fp8=True, mesh=MeshShape(expert=2))
     settings(tmp_path, **options, tokens_in_fp8=True, mesh=MeshShape(expert=2))
+    settings(tmp_path, **options, fp8_dense=("attention", "mlp"))
+    with pytest.raises(ValueError, match="fp8_dense='head' must be one of 'attention', 'shared_experts', 'mlp'"):
+        settings(tmp_path, **options, fp8_dense=("head",))
+    with pytest.raises(ValueError, match="fp8_dense needs experts in FP8: give precision='fp8'"):
+        settings(tmp_path, fp8_dense=("attention",))
     assert get_args(PrecisionName) == RECIPES
 
 

@@ -10,16 +10,16 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.kernels import Precision
-from moe_jax.kernels.experts.fp8 import passes
+from moe_jax.kernels.experts.fp8 import dense, passes
 from moe_jax.models.execution import Execution
 from moe_jax.train import NextToken, init_state, make_optimizer, make_train_step, put_batch
 from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
 from moe_jax.train.on_devices import with_fp8_copies
 
 
-def _model(precision="fp8", **options):
-    made = tiny.model_for_fp8(**options)
-    made.set_precision(precision)
+def _model(precision="fp8", dense=()):
+    made = tiny.model_for_fp8()
+    made.set_precision(precision, dense)
     return made
 
 
@@ -58,17 +58,19 @@ def _assert_equal(a, b):
 
 @pytest.mark.parametrize("how", ["in place", pytest.param("added", marks=pytest.mark.thorough)])
 def test_copies_made_once_give_the_same(how):
-    model, batch = _model(), _batch()
+    """Copies of experts and of attention's projections."""
+    model, batch = _model(dense=("attention",)), _batch()
     _assert_equal(_gradients(how, model, batch, copies=True), _gradients(how, model, batch, copies=False))
 
 
 def test_copies_are_not_made_again(monkeypatch):
     """With copies at hand no pass rounds a matrix, and nothing is differentiated in the copies."""
-    model, batch = _model(), _batch()
+    model, batch = _model(dense=("attention",)), _batch()
     graph, params = nnx.split(model, nnx.Param)
     fixed = with_fp8_copies(graph, params, nnx.State({}), None)
-    assert len(jax.tree.leaves(fixed)) == 8, "values and scales of two matrices in two orders"
-    monkeypatch.setattr(passes, "quantise_matrices", None)
+    assert len(jax.tree.leaves(fixed)) == 4 * (2 + 4), "values and scales of experts' matrices and projections in two orders"
+    for module in (passes, dense):
+        monkeypatch.setattr(module, "quantise_matrices", None)
     gradients = gradients_fn(NextToken(), graph, Execution(remat=True))
     found = jax.eval_shape(gradients, params, fixed, NextToken().prepare(batch, jnp.float32(64)))
     assert jax.tree.structure(found.gradients) == jax.tree.structure(params)

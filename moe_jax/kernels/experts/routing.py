@@ -184,6 +184,27 @@ def plan_of_few(topk_experts: Integer[Array, "tokens k"], num_experts: int, row_
     )
 
 
+def plan_of_one(tokens: int, row_alignment: int) -> Plan:
+    """Makes the plan of one expert that has all tokens in their order, as `plan` does for choices of zero.
+
+    The rows end with the last tile of two blocks: none begins at the last block.
+    """
+    blocks = -(-tokens // row_alignment)
+    num_rows = -(-blocks // 2) * 2 * row_alignment
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    is_filling = row >= tokens
+    pair_of_row = jnp.where(is_filling, tokens, row)
+    return Plan(
+        expert_of_row=is_filling.astype(jnp.int32),
+        token_of_row=pair_of_row,
+        pair_of_row=pair_of_row,
+        row_of_pair=row[:tokens, None],
+        offsets=jnp.array([0, blocks * row_alignment], jnp.int32),
+        ends=jnp.array([tokens], jnp.int32),
+        row_alignment=row_alignment,
+    )
+
+
 def of_own_layer(weights: Num[Array, "*layers experts n m"], plan: Plan) -> Num[Array, "experts n m"]:
     """Returns the weights of the plan's experts. Of a stack this is a copy, unless the index is the counter of a loop."""
     return of_layer(weights, plan.layer)

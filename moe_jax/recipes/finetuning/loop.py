@@ -229,7 +229,7 @@ def load_training(
         )
     if settings.lora is not None:
         add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))
-    model.set_precision(settings.precision)
+    model.set_precision(settings.precision, settings.fp8_dense)
     schedule = schedule or _schedule(settings)
     optimizer = make_optimizer(
         schedule,

@@ -1,8 +1,8 @@
-"""The precision of a run's experts: checked before weights are read, and noted in its checkpoints. Needs no JAX to import."""
+"""The precision of a run's matmuls: checked before weights are read, and noted in its checkpoints. Needs no JAX to import."""
 
 from typing import TYPE_CHECKING, Any, get_args
 
-from moe_jax.models.precision import PrecisionName
+from moe_jax.models.precision import DenseGroup, PrecisionName
 
 if TYPE_CHECKING:
     from moe_jax.adapters.settings import LoraSettings
@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 
 PRECISION = "precision"
 """The name in a run's identity."""
+
+FP8_DENSE = "fp8_dense"
+"""The name of the dense groups in a run's identity."""
 
 
 def precision_problems(
@@ -46,8 +49,19 @@ def precision_problems(
     return problems
 
 
-def check_precision(precision: PrecisionName, config: "ModelConfig") -> None:
-    """Refuses FP8 for a model whose experts it does not take.
+def dense_problems(fp8_dense: tuple[str, ...], precision: str) -> list[str]:
+    """Returns the dense groups that do not fit a precision, one clause each."""
+    problems, groups = [], get_args(DenseGroup)
+    for group in fp8_dense:
+        if group not in groups:
+            problems.append(f"fp8_dense={group!r} must be one of {', '.join(map(repr, groups))}")
+    if fp8_dense and precision == "bf16":
+        problems.append("fp8_dense needs experts in FP8: give precision='fp8'")
+    return problems
+
+
+def check_precision(precision: PrecisionName, config: "ModelConfig", dense: tuple[DenseGroup, ...] = ()) -> None:
+    """Refuses FP8 for a model whose experts or dense groups it does not take.
 
     Raises:
       ValueError: such a model.
@@ -56,10 +70,10 @@ def check_precision(precision: PrecisionName, config: "ModelConfig") -> None:
 
     if precision == "bf16":
         return
-    if (reason := fp8_refusal(config, "bfloat16")) is not None:
+    if (reason := fp8_refusal(config, "bfloat16", dense)) is not None:
         raise ValueError(f"precision={precision!r}: {reason}; take precision 'bf16'")
 
 
-def identity_of_precision(precision: PrecisionName) -> dict[str, Any]:
-    """Returns the entry of a run's identity: None for a run in its dtype, as runs without the setting have."""
-    return {PRECISION: None if precision == "bf16" else precision}
+def identity_of_precision(precision: PrecisionName, dense: tuple[DenseGroup, ...] = ()) -> dict[str, Any]:
+    """Returns the entries of a run's identity: None for a run in its dtype, as runs without the settings have."""
+    return {PRECISION: None if precision == "bf16" else precision, FP8_DENSE: sorted(set(dense)) or None}

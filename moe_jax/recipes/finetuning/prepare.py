@@ -193,7 +193,7 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     _warn_of_far_positions(config, settings.seq_len)
     expert_devices = _check_experts(settings, parallelism, config)
     lora = check_lora(settings, config, model, parallelism)
-    check_precision(settings.precision, config)
+    check_precision(settings.precision, config, settings.fp8_dense)
     _check_optimizer(settings, parallelism, config)
     if parallelism is not None:
         layers_in_pipe(config, parallelism.pipe)
@@ -300,7 +300,7 @@ def _identity(
 ) -> dict[str, Any]:
     """Returns what must be equal for a run to continue. The starting weights and the loss are added by `prepare_run`."""
     identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
-    identity |= identity_of_lora(settings) | identity_of_precision(settings.precision)
+    identity |= identity_of_lora(settings) | identity_of_precision(settings.precision, settings.fp8_dense)
     identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
     return identity | _dtypes_of(model) | ({"begin_texts": True} if begin_texts else {})
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 from moe_jax.adapters.settings import LoraSettings
-from moe_jax.models.precision import PrecisionName
+from moe_jax.models.precision import DenseGroup, PrecisionName
 from moe_jax.parallel.choices import MESH_AXES, UNIFORM, Hops, MeshShape, PipeSchedule
 from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.parallel.pipeline.limits import ranks_problem, schedule_problem
@@ -17,7 +17,7 @@ from moe_jax.recipes.finetuning.lora_settings import (
     lora_problems,
     weights_problems,
 )
-from moe_jax.recipes.finetuning.precision import precision_problems
+from moe_jax.recipes.finetuning.precision import dense_problems, precision_problems
 from moe_jax.recipes.finetuning.trackers import Tracker, log_problems
 from moe_jax.train.data.files import FORMATS
 from moe_jax.train.data.records import LEARNED_ANSWERS
@@ -97,6 +97,8 @@ class FinetuneSettings:
         "fp8" (docs/adapters.md).
       precision: "fp8" multiplies the experts in 8 bits, forward and for the gradients of their inputs; "fp8_kept" also keeps
         their activations so (docs/fp8.md). "bf16": in `dtype`. A pipe must have the schedule "uniform".
+      fp8_dense: with precision "fp8", dense matrices that multiply in 8 bits too: attention (its projections), shared_experts,
+        mlp (dense layers). See docs/fp8.md.
       mesh: the numbers of devices over which rows, parameters, experts and sequences are spread (docs/scaling.md). All devices
         are used.
       pipe_chunks: the parts of consecutive layers that each rank of mesh.pipe holds. More chunks wait less and send more
@@ -173,6 +175,7 @@ class FinetuneSettings:
     lora: LoraSettings | None = None
     weights: Weights = "whole"
     precision: PrecisionName = "bf16"
+    fp8_dense: tuple[DenseGroup, ...] = ()
     mesh: MeshShape = MeshShape()
     pipe_chunks: int = 1
     pipe_schedule: PipeSchedule = "uniform"
@@ -277,6 +280,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
         problems.append("overlap_micro_batches=True needs adapters without dropout: leave lora.dropout out")
     of_weights = settings.pipe_schedule, settings.lora, settings.weights
     problems += precision_problems(settings.precision, settings.dtype, *of_weights, tokens_in_fp8=settings.tokens_in_fp8)
+    problems += dense_problems(settings.fp8_dense, settings.precision)
     if settings.pipe_chunks > 1 and settings.mesh.pipe == 1:
         problems.append(f"pipe_chunks={settings.pipe_chunks} needs a mesh.pipe of 2 or more")
     if settings.mesh.pipe == 1 and (problem := ranks_problem(settings.pipe_schedule, 1, 1)):

@@ -210,7 +210,7 @@ def _loaded(settings: PreferSettings, model: Decoder | None) -> Decoder:
         param_dtype = jnp.dtype(settings.param_dtype)
         dtype = jnp.dtype(settings.dtype)
         model = from_pretrained(settings.model, dtype=dtype, param_dtype=param_dtype, mtp=False, weights=settings.weights)
-    model.set_precision(settings.precision)
+    model.set_precision(settings.precision, settings.fp8_dense)
     if settings.lora is not None:
         add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))
     return model

@@ -108,7 +108,7 @@ def plan_preferences(settings: PreferSettings, model: Decoder | None, tokenizer:
     if eval_data is not None and eval_data.fingerprint == data.fingerprint:
         raise ValueError(f"eval_data={settings.eval_data!r} has the same contents as data, and must not be trained on")
     config = read_config(settings.model, mtp=False) if model is None else model.config
-    check_precision(settings.precision, config)
+    check_precision(settings.precision, config, settings.fp8_dense)
     lora = None if settings.lora is None else planned_lora(config, settings.lora).summary
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
@@ -116,7 +116,7 @@ def plan_preferences(settings: PreferSettings, model: Decoder | None, tokenizer:
             "own tokenizer"
         )
     identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
-    identity |= identity_of_lora(settings) | identity_of_precision(settings.precision)
+    identity |= identity_of_lora(settings) | identity_of_precision(settings.precision, settings.fp8_dense)
     identity |= json.loads(json.dumps({"preference": asdict(settings.preference)}))
     identity |= {"config": config_to_dict(config), "data": data.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
     identity[MODEL] = weights_fingerprint(settings.model) if model is None else values_of(model)

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_jax.adapters.settings import LoraSettings
-from moe_jax.models.precision import PrecisionName
+from moe_jax.models.precision import DenseGroup, PrecisionName
 from moe_jax.preferences.settings import PreferenceSettings
 from moe_jax.recipes.finetuning.best import best_problems
 from moe_jax.recipes.finetuning.lora_settings import Weights, default_param_dtype, weights_problems
-from moe_jax.recipes.finetuning.precision import precision_problems
+from moe_jax.recipes.finetuning.precision import dense_problems, precision_problems
 from moe_jax.recipes.finetuning.trackers import Tracker, log_problems
 
 LEARNING_RATE, LORA_LEARNING_RATE = 1e-6, 1e-5
@@ -60,6 +60,8 @@ class PreferSettings:
         "fp8" (docs/adapters.md).
       precision: "fp8" multiplies the experts in 8 bits, forward and for the gradients of their inputs; "fp8_kept" also keeps
         their activations so (docs/fp8.md). "bf16": in `dtype`.
+      fp8_dense: with precision "fp8", dense matrices that multiply in 8 bits too: attention (its projections), shared_experts,
+        mlp (dense layers). See docs/fp8.md.
       remat: recompute each layer in the backward pass: less memory, about a third more time.
       tensorboard: write output/tensorboard too.
       log_to: further places for the log, any of tensorboard (output/tensorboard), wandb and trackio. The two send scalars and
@@ -96,6 +98,7 @@ class PreferSettings:
     param_dtype: str | None = None
     weights: Weights = "whole"
     precision: PrecisionName = "bf16"
+    fp8_dense: tuple[DenseGroup, ...] = ()
     remat: bool = True
     tensorboard: bool = False
     log_to: tuple[Tracker, ...] = ()
@@ -134,6 +137,7 @@ def _problems(settings: PreferSettings) -> list[str]:
         return problems
     problems += weights_problems(settings.weights, settings.lora, devices=1)
     problems += precision_problems(settings.precision, settings.dtype, "uniform", settings.lora, settings.weights)
+    problems += dense_problems(settings.fp8_dense, settings.precision)
     problems += best_problems(settings)
     problems += log_problems(settings.tensorboard, settings.log_to)
     if settings.batch_size % settings.gradient_accumulation:

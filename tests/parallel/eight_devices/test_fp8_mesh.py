@@ -30,9 +30,9 @@ def _mesh(**sizes):
     return make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
 
 
-def _model():
+def _model(dense=()):
     made = tiny.model_for_fp8()
-    made.set_precision("fp8")
+    made.set_precision("fp8", dense)
     return made
 
 
@@ -50,6 +50,18 @@ def test_steps_are_near_those_of_one_device(sizes):
     """Weights travel in bf16 before they are rounded again: numbers differ by a rounding of FP8 now and then."""
     batch = make_batch(seeds.rng())
     options = dict(steps=1, make_model=_model, gradient_accumulation=2)
+    _, (expected,) = train(batch, **options)
+    _, (metrics,) = train(batch, Parallelism(_mesh(**sizes)), **options)
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-2)
+    np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=0.05)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"data": 2, "fsdp": 2, "context": 2}], ids=str)
+def test_dense_groups(sizes):
+    """Attention's projections are gathered in bf16, and rounded behind the gather."""
+    batch = make_batch(seeds.rng())
+    options = dict(steps=1, make_model=lambda: _model(("attention",)), gradient_accumulation=2)
     _, (expected,) = train(batch, **options)
     _, (metrics,) = train(batch, Parallelism(_mesh(**sizes)), **options)
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-2)
@@ -152,6 +164,22 @@ def test_pipes_with_tickets_are_refused():
     with pytest.raises(ValueError, match="tickets of pipe_schedule='uniform-w' hold operands in bf16"):
         options = dict(steps=1, make_model=lambda: _in_pipe(parallelism), gradient_accumulation=2)
         train(make_batch(seeds.rng()), parallelism, **options)
+
+
+@pytest.mark.thorough
+def test_dense_groups_in_a_pipe():
+    """All groups: the dense layer stands before the pipe, and shared experts inside."""
+    sizes = dict(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=4, n_group=1, topk_group=1)
+    config = replace(tiny.deepseek_config(**sizes), hidden_size=128, moe_intermediate_size=128, num_nextn_predict_layers=0)
+    batch, found = make_batch(seeds.rng()), []
+    for on in (None, Parallelism(_mesh(pipe=2))):
+        model = moe_jax.from_config(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+        model.set_precision("fp8", ("attention", "shared_experts", "mlp"))
+        if on is not None:
+            nnx.update(model, to_chunks(nnx.state(model), on.mesh))
+        found.append(train(batch, on, steps=1, make_model=lambda model=model: model, gradient_accumulation=2)[1][0])
+    for name, rtol in (("loss", 1e-2), ("grad_norm", 0.05)):
+        np.testing.assert_allclose(found[1][name], found[0][name], rtol=rtol)
 
 
 @pytest.mark.thorough

@@ -1,8 +1,8 @@
 """Chooses the implementation of the FP8 matmuls, beside that of the sums and outer products that stay in bf16.
 
 Every module of MODULES offers the names that `xla` describes: `rows_of_tokens`, `rows_of_rounded`, `gated_matmul`,
-`grouped_matmul`, `gated_matmul_backward` and `ROW_ALIGNMENT`. Kernels also have `refusal` and `is_native`, as those of
-`experts.backends`.
+`grouped_matmul`, `gated_matmul_backward`, `matmul_of_tokens` and `ROW_ALIGNMENT`. Kernels also have `refusal` and `is_native`,
+as those of `experts.backends`.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The choice of what the experts' matmuls multiply."""
+"""The choice of what the matmuls of experts and of dense blocks multiply."""
 
 from dataclasses import dataclass
 from typing import Literal, Self, get_args
@@ -6,39 +6,49 @@ from typing import Literal, Self, get_args
 Kept = Literal["bf16", "fp8"]
 """The form in which the backward pass finds h."""
 
+DenseGroup = Literal["attention", "shared_experts", "mlp"]
+"""Dense matrices that multiply in FP8 together: the projections of attention, those of shared experts, and dense layers."""
+
 
 @dataclass(frozen=True)
 class Precision:
     """The experts' products in FP8, as DeepSeek-V3 was trained (section 3.3 of https://arxiv.org/abs/2412.19437).
 
     Both products of the forward pass and both of the input's gradient multiply e4m3 by e4m3. Rows have a scale for 128 numbers,
-    matrices for 128 x 128. Sums are f32, promoted every 128 summands. The weights' gradients multiply bf16, as do router,
-    attention and everything else. docs/fp8.md says where each tensor is rounded.
+    matrices for 128 x 128. Sums are f32, promoted every 128 summands. The weights' gradients multiply bf16, as does everything
+    that `dense` does not name. docs/fp8.md says where each tensor is rounded.
 
     Attributes:
         kept: the form in which the backward pass finds h = [gate | up]. "fp8" halves its bytes, with a scale for 128 numbers.
             It is e3m4, since no product reads it.
+        dense: the groups of dense matrices whose products are in FP8 too (`fp8_matmul`). A model reads them, and `experts_mlp`
+            does not. Router, norms, scores of attention, embedding and head are in no group.
 
     Raises:
-        ValueError: an unknown form of h.
+        ValueError: an unknown form of h, or an unknown group.
     """
 
     kept: Kept = "bf16"
+    dense: tuple[DenseGroup, ...] = ()
 
     def __post_init__(self):
         if self.kept not in get_args(Kept):
             raise ValueError(f"kept={self.kept!r} must be one of {', '.join(map(repr, get_args(Kept)))}")
+        if unknown := [group for group in self.dense if group not in get_args(DenseGroup)]:
+            raise ValueError(f"dense={unknown[0]!r} must be of {', '.join(map(repr, get_args(DenseGroup)))}")
 
     @classmethod
-    def named(cls, name: str) -> Self | None:
+    def named(cls, name: str, dense: tuple[DenseGroup, ...] = ()) -> Self | None:
         """Returns the recipe of a name: "bf16" (None), "fp8", or "fp8_kept", which keeps h in FP8 too.
 
         Raises:
-            ValueError: an unknown name.
+            ValueError: an unknown name or group, or groups beside "bf16".
         """
-        recipes = {"bf16": None, "fp8": cls(), "fp8_kept": cls(kept="fp8")}
+        recipes = {"bf16": None, "fp8": cls(dense=dense), "fp8_kept": cls(kept="fp8", dense=dense)}
         if name not in recipes:
             raise ValueError(f"precision {name!r} must be one of {', '.join(map(repr, recipes))}")
+        if dense and recipes[name] is None:
+            raise ValueError(f"dense matrices in FP8 need experts in FP8: give precision 'fp8'; got {name!r}")
         return recipes[name]
 
 

@@ -56,6 +56,13 @@ def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFl
     return _grouped_sums(rows, w, plan).astype(jnp.bfloat16)
 
 
+def matmul_of_tokens(x: BFloat16[Array, "tokens k"], w: QuantisedMatrices) -> BFloat16[Array, "tokens out"]:
+    """Computes x w^T for one matrix, w [out, k]; tokens are rounded."""
+    rows = quantise_rows(x)
+    block = _Blocks(rows.values[None], rows.scales.T[None])
+    return _multiply(block, QuantisedMatrices(w.values[None], w.scales[None]))[0].astype(jnp.bfloat16)
+
+
 class Fp8Backward(NamedTuple):
     """The results of `gated_matmul_backward`."""
 

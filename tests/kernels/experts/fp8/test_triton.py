@@ -96,6 +96,15 @@ def test_promotion(runs):
 
 
 @needs_triton
+def test_a_dense_matrix(runs):
+    """All tokens are rows of one expert."""
+    rng = seeds.rng()
+    x, w = (jnp.asarray(rng.normal(size=(rows, 256)), jnp.bfloat16) for rows in (90, 128))
+    rounded = quantise_matrices(w)
+    _assert_near(ours.matmul_of_tokens(x, rounded), xla.matmul_of_tokens(x, rounded), slice(None))
+
+
+@needs_triton
 def test_a_layer(runs):
     """The result and every gradient are those of the reference, to the rounding of numbers that lie beside a tie."""
     rng = seeds.rng()

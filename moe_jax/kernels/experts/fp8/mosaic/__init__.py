@@ -24,7 +24,7 @@ from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, Quant
 from moe_jax.kernels.experts.fp8.xla import Fp8Backward
 from moe_jax.kernels.experts.mosaic import is_native
 from moe_jax.kernels.experts.mosaic.by_pairs import takes
-from moe_jax.kernels.experts.routing import Plan, int32_ids, is_an_expert
+from moe_jax.kernels.experts.routing import Plan, int32_ids, is_an_expert, plan_of_one
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
@@ -35,6 +35,7 @@ __all__ = [
     "gated_matmul_backward",
     "grouped_matmul",
     "is_native",
+    "matmul_of_tokens",
     "refusal",
     "rows_of_rounded",
     "rows_of_tokens",
@@ -112,6 +113,13 @@ def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFl
     elif columns % tile.columns:
         tile = dataclasses.replace(tile, columns=GROUP)
     return by_rows.matmul(rows, _joined(w), plan, tile)
+
+
+def matmul_of_tokens(x: BFloat16[Array, "tokens k"], w: QuantisedMatrices) -> BFloat16[Array, "tokens out"]:
+    """Computes `xla.matmul_of_tokens` in two kernels: all tokens are rows of one expert."""
+    tokens = x.shape[0]
+    p = plan_of_one(tokens, ROW_ALIGNMENT)
+    return grouped_matmul(rows_of_tokens(x, p), QuantisedMatrices(w.values[None], w.scales[None]), p)[:tokens]
 
 
 def gated_matmul(

@@ -1,7 +1,7 @@
 """The scales of a matrix's blocks, as TMA reads them beside the blocks of a step: four at a time.
 
-TMA copies at least 16 bytes, which begin at a multiple of 16 bytes of a row; a copy that begins elsewhere stops the kernel with
-"illegal instruction". So a slot gets the four scales among which those of its steps are, and a consumer takes these out.
+TMA copies at least 16 bytes, which begin at a multiple of 16 bytes of a row. A copy that begins elsewhere stops the kernel with
+"illegal instruction". So a slot gets the four scales among which those of its steps are. A consumer takes these out.
 """
 
 import jax.numpy as jnp

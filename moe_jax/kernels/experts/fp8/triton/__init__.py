@@ -18,7 +18,7 @@ from moe_jax.kernels.experts import triton
 from moe_jax.kernels.experts.fp8 import quantise, xla
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, quantise_rows
 from moe_jax.kernels.experts.fp8.xla import Fp8Backward
-from moe_jax.kernels.experts.routing import Plan
+from moe_jax.kernels.experts.routing import Plan, plan_of_one
 from moe_jax.kernels.experts.triton import ROW_ALIGNMENT, is_native
 from moe_jax.kernels.experts.triton.launch import Tile, capability, has_large_tiles
 
@@ -28,6 +28,7 @@ __all__ = [
     "gated_matmul_backward",
     "grouped_matmul",
     "is_native",
+    "matmul_of_tokens",
     "refusal",
     "rows_of_rounded",
     "rows_of_tokens",
@@ -69,6 +70,14 @@ def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFl
     if plan.num_rows == 0:
         return jnp.zeros((0, w.values.shape[-2]), jnp.bfloat16)
     return _kernels().matmul(rows, _joined(w), plan, _row_tile(plan))
+
+
+def matmul_of_tokens(x: BFloat16[Array, "tokens k"], w: QuantisedMatrices) -> BFloat16[Array, "tokens out"]:
+    """Computes `xla.matmul_of_tokens`: all tokens are rows of one expert."""
+    tokens = x.shape[0]
+    p = plan_of_one(tokens, ROW_ALIGNMENT)
+    rows = xla.rows_of_rounded(quantise_rows(x), p)
+    return grouped_matmul(rows, QuantisedMatrices(w.values[None], w.scales[None]), p)[:tokens]
 
 
 def gated_matmul_backward(
