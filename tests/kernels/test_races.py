@@ -94,13 +94,15 @@ def fp8_pass(f, summands=384):
     return case
 
 
-def fp8_gradients(rng):
+def fp8_gradients(tile):
     """dSwiGLU of h [.., 1024] in FP8."""
-    rows = rows_of_experts(140, 0, 80)
-    case, arrays = fp8_pass(
-        lambda *operands: fp8_backward(*operands[:2], *operands[3:], operands[2], Fp8TileShape(128, 128, 2))
-    )(rng)
-    return case, [*arrays, normal(rng, rows.num_rows, 1024), normal(rng, rows.num_rows, dtype=jnp.float32)]
+
+    def case(rng):
+        rows = rows_of_experts(140, 0, 80)
+        f, arrays = fp8_pass(lambda *operands: fp8_backward(*operands[:2], *operands[3:], operands[2], tile))(rng)
+        return f, [*arrays, normal(rng, rows.num_rows, 1024), normal(rng, rows.num_rows, dtype=jnp.float32)]
+
+    return case
 
 
 def fp8_gathered_rows(rng):
@@ -209,7 +211,9 @@ CASES = {
         fp8_pass(lambda a, w, p: fp8_rows.matmul_gated_silu(a, w, p, Fp8TileShape(128, 256, 2), keep_h=True)),
         {"fp8_gated_matmul"},
     ),
-    "fp8, backward": (fp8_gradients, {"fp8_gated_matmul_backward"}),
+    "fp8, backward": (fp8_gradients(Fp8TileShape(128, 128, 2)), {"fp8_gated_matmul_backward"}),
+    "fp8, backward, two blocks": (fp8_gradients(Fp8TileShape(128, 256, 2)), {"fp8_gated_matmul_backward"}),
+    "fp8, backward, ping-pong": (fp8_gradients(Fp8TileShape(64, 256, 2, ping_pong=True)), {"fp8_gated_matmul_backward"}),
     "fp8, gathered rows": (fp8_gathered_rows, {"fp8_gather_rows"}),
     "fp8, few tokens": (fp8_few_tokens, {"fp8_round_tokens", "fp8_grouped_matmul"}),
     "fp8, few pairs": (fp8_few_pairs, {"fp8_gated_matmul_of_pairs", "fp8_matmul_of_pairs"}),

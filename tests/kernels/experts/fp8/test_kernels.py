@@ -11,7 +11,7 @@ import pytest
 import seeds
 
 from moe_jax.kernels.experts.fp8 import mosaic, xla
-from moe_jax.kernels.experts.fp8.mosaic import by_rows
+from moe_jax.kernels.experts.fp8.mosaic import by_rows, by_rows_backward
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.quantise import (
     INVERSE_LARGEST,
@@ -151,6 +151,22 @@ def test_bits_of_a_row():
         results.append(np.asarray(y[p.row_of_pair[-1, 0]].view(jnp.uint16)))
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
+
+
+def test_bits_of_gradients():
+    """Gradients do not depend on the tile."""
+    rng = seeds.rng()
+    x, gate_up, down, v, p = _layer("random", rng)
+    h = jnp.asarray(rng.normal(size=(p.num_rows, 2 * INTER)), jnp.bfloat16)
+    dy, rows = reference.rows_of_tokens(x, p), np.arange(p.num_rows) < int(p.offsets[-1])
+    tiles = Fp8TileShape(128, 128, 2), Fp8TileShape(128, 256, 2), Fp8TileShape(64, 256, 2, ping_pong=True)
+    results = [_wait(by_rows_backward.matmul_gated_silu_backward)(dy, transposed(down), h, v, p, tile) for tile in tiles]
+    first, *others = (jax.tree.map(lambda a: np.asarray(a, np.float32), result) for result in results)
+    for result in others:
+        np.testing.assert_array_equal(result.dh.scales[:, rows], first.dh.scales[:, rows])
+        for name in ("dh_bf16", "weighted_act", "dweight_of_row"):
+            np.testing.assert_array_equal(getattr(result, name)[rows], getattr(first, name)[rows])
+        np.testing.assert_array_equal(result.dh.values[rows], first.dh.values[rows])
 
 
 def test_numbers_that_are_none():

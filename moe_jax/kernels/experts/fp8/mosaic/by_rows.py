@@ -179,6 +179,8 @@ class Fp8Epilogue:
     """(sums of 64 rows, part, write, references). write(output reference, column, values) rounds and stores 64 columns."""
     inputs: Any = ()
     scratch: Any = ()
+    writes: bool = True
+    """`store` calls `write`."""
     prepare: Callable[[Fp8Part, EpilogueReferences], None] = lambda part, references: None
     """Runs before `store`; for a tile's first rows before its first step, for example to start loads that `store` waits for."""
     registers: Registers = Registers(producer=72, consumer=208)
@@ -310,7 +312,7 @@ def launch_rows(
         a=plgpu.SMEM((tile.stages, tile.rows, tile.steps_of_slot * STEP), F8, transforms=swizzled),
         w=plgpu.SMEM((tile.stages, tile.columns, tile.steps_of_slot * STEP), F8, transforms=swizzled),
         out=plgpu.SMEM((CONSUMERS, WGMMA_ROWS, CHUNK), jnp.bfloat16, transforms=operand_transforms(jnp.bfloat16))
-        if any(output.dtype == jnp.bfloat16 for output in epilogue.outputs)
+        if epilogue.writes and any(output.dtype == jnp.bfloat16 for output in epilogue.outputs)
         else None,
         epilogue=epilogue.scratch,
         row_scales=plgpu.SMEM((tile.stages, tile.steps_of_slot, tile.rows), jnp.float32),

@@ -8,14 +8,20 @@ weighted_act [R, I].
 
 Kernel `fp8_gated_matmul_backward`, which is by_rows.py's with this epilogue:
 
-    smem      besides a, w and scales: out 2 WG x 8 KiB | h 2 WG x (gate, up) x 64 x 128, bf16 | values 2 WG x (gate, up) x
-              2 x 64 x 64, e4m3. 128 x 128 x 3 stages: a 48 KiB | w 48 KiB | out 16 KiB | h 64 KiB | values 32 KiB = 208 of 227
-    barriers  besides full and empty: loaded[WG], 2 arrivals (TMA gate, TMA up), waited for by that consumer
+    smem      besides a, w and scales: h 2 WG x 2 slots x (gate, up) x 64 x 64, bf16 | values 2 WG x 64 x 64, e4m3 | weights
+              2 WG x 64, f32.  128 x 256 x 3 stages: a 48 KiB | w 96 KiB | h 64 KiB | values 8 KiB | 6 KiB = 222 of 227
+              128 x 128 x 3 stages: 174. 64 x 256 x 3 stages: 197
+    barriers  besides full and empty: loaded[WG, slot], 2 arrivals (TMA gate, TMA up), weights_loaded[WG], 1 arrival; waited for
+              by that consumer
     epilogue  per 64 rows and 128 columns, one group of dgate and one of dup
-              prepare   loads h before the tile's first step, so that it arrives beside the matmul
-              chunk c   of 64 columns: dv; weighted_act -> out; dgate and dup into h's place, and kept in registers
-              at last   dh leaves from h's place; the groups' largest numbers are known: dgate and dup are rounded -> values
-    invariant h is loaded again only after the TMA store of the gradients that took its place has read it
+              prepare   loads the first block's h before the tile's first step, so that it arrives beside the matmul
+              chunk c   of 64 columns: dv; weighted_act and dgate into the places of gate and up; dgate and dup are also kept
+                        in registers
+              at last   the groups' largest numbers are known. dup of both chunks into the first chunk's slot; the second
+                        chunk's slot loads the first chunk of the next block; then the gradients are rounded, and leave through
+                        `values` 64 x 64 at a time. Beside that the other slot loads the next block's second chunk
+    order     groups of TMA stores: [act, dgate] of chunk 0, of chunk 1, [dup of both, values 0], values 1, 2, 3
+    invariant a place is written again, or loaded, only after the TMA store of what it held has read it
 """
 
 from functools import partial
@@ -29,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float
 
 from moe_jax.kernels.experts.fp8.mosaic.by_rows import F8, Fp8Epilogue, launch_rows, rows_shapes
-from moe_jax.kernels.experts.fp8.mosaic.promoted import BLOCK, Fp8TileShape
+from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows
 from moe_jax.kernels.experts.fp8.xla import Fp8Backward
@@ -40,19 +46,29 @@ from moe_jax.kernels.hopper.launch import operand_transforms
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Registers
 from moe_jax.kernels.precision import sum_in_order
 
+CHUNKS = GROUP // CHUNK
+"""Chunks of a block, and slots of h."""
+
+REGISTERS = Registers(producer=40, consumer=232)
+"""Any number spills in the epilogue, and none in the loop over steps."""
+
 
 class Fp8BackwardScratch(NamedTuple):
-    """A block of h, in whose place its gradients leave in 16 bits, and the gradients in 8 bits."""
+    """Places of 64 x 64 numbers. Results of 16 bits take the places of h."""
 
     h: Any
-    """[consumers, gate and up, 64, 128]."""
+    """[consumers, slots, gate and up, 64, 64]."""
     values: Any
-    """[consumers, gate and up, chunks, 64, 64]."""
+    """[consumers, 64, 64]: a chunk of gradients in 8 bits."""
+    weights: Any
+    """The rows' weights [consumers, 64]."""
     loaded: Any
+    """Barriers [consumers, slots]."""
+    weights_loaded: Any
     """Barriers [consumers]."""
 
 
-@partial(jax.jit, static_argnames="tile")
+@partial(jax.jit, static_argnames=("tile", "registers"))
 def matmul_gated_silu_backward(
     dy: QuantisedRows,
     w_down_t: QuantisedMatrices,
@@ -60,62 +76,90 @@ def matmul_gated_silu_backward(
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
     tile: Fp8TileShape,
+    registers: Registers = REGISTERS,
 ) -> Fp8Backward:
     """Returns the gradients; w_down_t is [experts, inter, hidden]. Rows of no expert are left unwritten."""
     num_rows, inter = dy.values.shape[0], w_down_t.values.shape[1]
-    assert (tile.warpgroup_rows, tile.warpgroup_columns) == BLOCK, "h of one block a warpgroup fits into shared memory"
 
-    def halves_of(reference, part, column, columns):
-        """The gate's and the up's columns of the block, from `column` on."""
-        return [
-            reference.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(half * inter + part.column + column, columns)] for half in range(2)
-        ]
+    def chunk_of(reference, part, column, half=0):
+        """64 columns of the gate's half or the up's, or of an array that has one half."""
+        return reference.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(half * inter + column, CHUNK)]
+
+    def load_h(part, column, slot, references):
+        own = references.scratch
+        for half in range(2):
+            source, barrier = chunk_of(references.inputs.h, part, column, half), own.loaded.at[part.warpgroup, slot]
+            plgpu.copy_gmem_to_smem(source, own.h.at[part.warpgroup, slot, half], barrier)
 
     def prepare(part, references):
-        # The gradients of the last tile have left their places.
+        own = references.scratch
+        # The results of the last tile have left their places.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        h_smem, _, loaded = references.scratch
-        for half, source in enumerate(halves_of(references.inputs.h, part, 0, GROUP)):
-            plgpu.copy_gmem_to_smem(source, h_smem.at[part.warpgroup, half], loaded.at[part.warpgroup])
+        for n in range(CHUNKS):
+            load_h(part, part.column + n * CHUNK, n, references)
+        weights = references.inputs.weight_of_row.at[pl.ds(part.row, WGMMA_ROWS)]
+        plgpu.copy_gmem_to_smem(weights, own.weights.at[part.warpgroup], own.weights_loaded.at[part.warpgroup])
 
     def store(sums, part, write, references):
         dh_values_ref, dh_scales_ref, dh_ref, act_ref, dv_ref = references.outputs
-        h_smem, values, loaded = references.scratch
-        (g_of_block,) = sums.values()
-        layout = plgpu.Layout.WGMMA.reduce(1)
-        v = plgpu.load(references.inputs.weight_of_row.at[pl.ds(part.row, WGMMA_ROWS)], layout=layout, optimized=False)
+        own = references.scratch
+        places_of_slot, values = own.h.at[part.warpgroup], own.values.at[part.warpgroup]
+
+        def leave(*copies):
+            """Starts the copies to memory as one group."""
+            plgpu.commit_smem()
+            for source, target in copies:
+                plgpu.copy_smem_to_gmem(source, target, commit_group=False)
+            plgpu.commit_smem_to_gmem_group()
+
+        plgpu.barrier_wait(own.weights_loaded.at[part.warpgroup])
+        v = plgpu.load(own.weights.at[part.warpgroup], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         v = lax.broadcast_in_dim(v, (WGMMA_ROWS, CHUNK), [0])
-        plgpu.barrier_wait(loaded.at[part.warpgroup])
-        gradients: list[list[Any]] = [[], []]
-        for c in range(0, GROUP, CHUNK):
-            own_h = [h_smem.at[part.warpgroup, half, :, pl.ds(c, CHUNK)] for half in range(2)]
-            gate, up = (plgpu.layout_cast(chunk[...].astype(jnp.float32), plgpu.Layout.WGMMA) for chunk in own_h)
-            g = g_of_block[:, c : c + CHUNK]
-            sigmoid = 1 / (1 + jnp.exp(-gate))
-            silu = gate * sigmoid
-            act = silu * up
-            dv_ref[(part.column + c) // CHUNK, pl.ds(part.row, WGMMA_ROWS)] = (g * act).sum(axis=1)
-            write(act_ref, part.column + c, v * act)
-            dact = v * g
-            chunks = dact * up * (sigmoid + silu * (1 - sigmoid)), dact * silu
-            for half, chunk in enumerate(chunks):
-                # Each thread puts its gradients where it has read h.
-                own_h[half][...] = chunk.astype(jnp.bfloat16)
-                gradients[half].append(chunk)
-        for half, chunks in enumerate(gradients):
-            largest = jnp.maximum(*(jnp.abs(chunk).max(axis=1) for chunk in chunks))
-            scales = scales_of(largest)
-            dh_scales_ref[(half * inter + part.column) // GROUP, pl.ds(part.row, WGMMA_ROWS)] = scales
-            factor = inverse_scales(scales, (WGMMA_ROWS, CHUNK))
-            for n, chunk in enumerate(chunks):
-                values[part.warpgroup, half, n] = (chunk * factor).astype(F8)
-        plgpu.commit_smem()
-        for half, target in enumerate(halves_of(dh_ref, part, 0, GROUP)):
-            plgpu.copy_smem_to_gmem(h_smem.at[part.warpgroup, half], target, commit_group=False)
-        for n in range(GROUP // CHUNK):
-            for half, target in enumerate(halves_of(dh_values_ref, part, n * CHUNK, CHUNK)):
-                plgpu.copy_smem_to_gmem(values.at[part.warpgroup, half, n], target, commit_group=False)
-        plgpu.commit_smem_to_gmem_group()
+        slots = list(range(CHUNKS))
+        for i, (place, g_of_block) in enumerate(sums.items()):
+            is_last = i == len(sums) - 1
+            columns = [part.column + place.column + n * CHUNK for n in range(CHUNKS)]
+            gradients: list[list[Any]] = [[], []]
+            for n, (column, slot) in enumerate(zip(columns, slots, strict=True)):
+                plgpu.barrier_wait(own.loaded.at[part.warpgroup, slot])
+                own_h = [places_of_slot.at[slot, half] for half in range(2)]
+                gate, up = (plgpu.layout_cast(chunk[...].astype(jnp.float32), plgpu.Layout.WGMMA) for chunk in own_h)
+                g = g_of_block[:, n * CHUNK : (n + 1) * CHUNK]
+                sigmoid = 1 / (1 + jnp.exp(-gate))
+                silu = gate * sigmoid
+                act = silu * up
+                dv_ref[column // CHUNK, pl.ds(part.row, WGMMA_ROWS)] = (g * act).sum(axis=1)
+                dact = v * g
+                dgate, dup = dact * up * (sigmoid + silu * (1 - sigmoid)), dact * silu
+                # Each thread puts its results where it has read h.
+                own_h[0][...] = (v * act).astype(jnp.bfloat16)
+                own_h[1][...] = dgate.astype(jnp.bfloat16)
+                leave((own_h[0], chunk_of(act_ref, part, column)), (own_h[1], chunk_of(dh_ref, part, column)))
+                gradients[0].append(dgate)
+                gradients[1].append(dup)
+            rounded = []
+            for half, chunks in enumerate(gradients):
+                scales = scales_of(jnp.maximum(*(jnp.abs(chunk).max(axis=1) for chunk in chunks)))
+                dh_scales_ref[(half * inter + columns[0]) // GROUP, pl.ds(part.row, WGMMA_ROWS)] = scales
+                factor = inverse_scales(scales, (WGMMA_ROWS, CHUNK))
+                for chunk, column in zip(chunks, columns, strict=True):
+                    rounded.append(((chunk * factor).astype(F8), chunk_of(dh_values_ref, part, column, half)))
+            # All but the second chunk's results have left: those of the first slot, and the values of the block before.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            copies = []
+            for n, (chunk, column) in enumerate(zip(gradients[1], columns, strict=True)):
+                place = places_of_slot.at[slots[0], n]
+                place[...] = chunk.astype(jnp.bfloat16)
+                copies.append((place, chunk_of(dh_ref, part, column, 1)))
+            slots.reverse()
+            for n, (chunk, target) in enumerate(rounded):
+                if n > 0 or not is_last:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                if n < CHUNKS and not is_last:
+                    load_h(part, columns[n] + GROUP, slots[n], references)
+                values[...] = chunk
+                leave(*copies, (values, target))
+                copies = []
 
     epilogue = Fp8Epilogue(
         name="fp8_gated_matmul_backward",
@@ -128,12 +172,15 @@ def matmul_gated_silu_backward(
         store=store,
         inputs=ActivationInputs(h, weight_of_row.astype(jnp.float32)),
         scratch=Fp8BackwardScratch(
-            h=plgpu.SMEM((CONSUMERS, 2, *BLOCK), h.dtype, transforms=operand_transforms(h.dtype)),
-            values=plgpu.SMEM((CONSUMERS, 2, GROUP // CHUNK, WGMMA_ROWS, CHUNK), F8, transforms=operand_transforms(F8)),
-            loaded=plgpu.Barrier(num_arrivals=2, num_barriers=CONSUMERS),
+            h=plgpu.SMEM((CONSUMERS, CHUNKS, 2, WGMMA_ROWS, CHUNK), h.dtype, transforms=operand_transforms(h.dtype)),
+            values=plgpu.SMEM((CONSUMERS, WGMMA_ROWS, CHUNK), F8, transforms=operand_transforms(F8)),
+            weights=plgpu.SMEM((CONSUMERS, WGMMA_ROWS), jnp.float32),
+            loaded=plgpu.Barrier(num_arrivals=2, num_barriers=(CONSUMERS, CHUNKS)),
+            weights_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS),
         ),
         prepare=prepare,
-        registers=Registers(producer=40, consumer=232),
+        writes=False,
+        registers=registers,
     )
     values, scales, dh, weighted_act, dv = launch_rows(dy, w_down_t, plan, tile, epilogue)
     return Fp8Backward(QuantisedRows(values, scales), dh, weighted_act, sum_in_order(dv, axis=0))
