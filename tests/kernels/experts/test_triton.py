@@ -299,6 +299,14 @@ def test_changed_kernels_compile(monkeypatch, tmp_path, capability, rank):
 
 
 @needs_triton
+def test_a_triton_that_jax_triton_does_not_know(monkeypatch):
+    """The reason names it; calls would fail with an error about a class without members."""
+    library = types.SimpleNamespace(triton_lib=types.SimpleNamespace(cb=types.SimpleNamespace()))
+    monkeypatch.setitem(sys.modules, "jax_triton", library)
+    assert "does not know this version of Triton" in launch.missing_packages.__wrapped__()
+
+
+@needs_triton
 @pytest.mark.parametrize("tokens", [1, 32768])
 def test_a_real_layer_lowers_for_an_h200(tokens):
     if launch.missing_packages() is not None:

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import os
 import re
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -109,7 +110,7 @@ def missing_packages() -> str | None:
     cache = os.environ.get("TRITON_CACHE_DIR")
     try:
         importlib.import_module("triton")
-        importlib.import_module("jax_triton")
+        library = importlib.import_module("jax_triton")
     except ImportError as error:
         return f"jax-triton cannot be imported ({error}); pip install jax-triton triton"
     # jax_triton empties the variable; other users of Triton, such as torch.compile, could then compile nothing.
@@ -117,6 +118,10 @@ def missing_packages() -> str | None:
         os.environ.pop("TRITON_CACHE_DIR", None)
     else:
         os.environ["TRITON_CACHE_DIR"] = cache
+    # jax_triton takes a Triton that it does not know, and puts a class without members in place of the compiler.
+    compiler = getattr(getattr(library, "triton_lib", None), "cb", None)
+    if isinstance(compiler, types.SimpleNamespace):
+        return "jax-triton does not know this version of Triton; pip install --upgrade triton, or take jax-triton==0.3.1"
     if not hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernel"):
         return "jax-triton calls JAX's CUDA plugin, which is not installed; pip install jax[cuda13]"
     return None

@@ -54,7 +54,12 @@ CORES = 132
 """The cores of a Hopper GPU."""
 
 BACKWARD = Fp8TileShape(128, 128, 3)
-"""The tile of dSwiGLU: h of the tile and its gradients stand beside three slots."""
+"""The tile of dSwiGLU where sums are short: its epilogue is long, and shorter with one block a warpgroup."""
+
+BACKWARD_OF_LONG_SUMS = Fp8TileShape(128, 256, 3)
+"""The tile of dSwiGLU for sums of LONG_SUM or more, which reads the matrix half as often (docs/kernels_log.md)."""
+
+LONG_SUM = 4096
 
 
 def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
@@ -143,7 +148,9 @@ def gated_matmul_backward(
     """Computes `xla.gated_matmul_backward` in one kernel. Rows of no expert are left unwritten."""
     if plan.num_rows == 0:
         return Fp8Backward(quantise_rows(h), h, h[:, : h.shape[1] // 2], jnp.zeros(0, jnp.float32))
-    return by_rows_backward.matmul_gated_silu_backward(dy, _joined(w_down_transposed), h, weight_of_row, plan, BACKWARD)
+    *_, inter, hidden = w_down_transposed.values.shape
+    tile = BACKWARD if hidden < LONG_SUM or inter % BACKWARD_OF_LONG_SUMS.columns else BACKWARD_OF_LONG_SUMS
+    return by_rows_backward.matmul_gated_silu_backward(dy, _joined(w_down_transposed), h, weight_of_row, plan, tile)
 
 
 def _joined(w: QuantisedMatrices) -> QuantisedMatrices:

@@ -49,8 +49,8 @@ from moe_jax.kernels.precision import sum_in_order
 CHUNKS = GROUP // CHUNK
 """Chunks of a block, and slots of h."""
 
-REGISTERS = Registers(producer=40, consumer=232)
-"""Any number spills in the epilogue, and none in the loop over steps."""
+REGISTERS, REGISTERS_OF_TWO_BLOCKS = Registers(producer=40, consumer=232), Registers(producer=24, consumer=240)
+"""With one block a warpgroup and with two. Any number spills in the epilogue, and none in the loop over steps."""
 
 
 class Fp8BackwardScratch(NamedTuple):
@@ -68,7 +68,7 @@ class Fp8BackwardScratch(NamedTuple):
     """Barriers [consumers]."""
 
 
-@partial(jax.jit, static_argnames=("tile", "registers"))
+@partial(jax.jit, static_argnames="tile")
 def matmul_gated_silu_backward(
     dy: QuantisedRows,
     w_down_t: QuantisedMatrices,
@@ -76,7 +76,6 @@ def matmul_gated_silu_backward(
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
     tile: Fp8TileShape,
-    registers: Registers = REGISTERS,
 ) -> Fp8Backward:
     """Returns the gradients; w_down_t is [experts, inter, hidden]. Rows of no expert are left unwritten."""
     num_rows, inter = dy.values.shape[0], w_down_t.values.shape[1]
@@ -180,7 +179,7 @@ def matmul_gated_silu_backward(
         ),
         prepare=prepare,
         writes=False,
-        registers=registers,
+        registers=REGISTERS if tile.warpgroup_columns == GROUP else REGISTERS_OF_TWO_BLOCKS,
     )
     values, scales, dh, weighted_act, dv = launch_rows(dy, w_down_t, plan, tile, epilogue)
     return Fp8Backward(QuantisedRows(values, scales), dh, weighted_act, sum_in_order(dv, axis=0))
