@@ -37,16 +37,12 @@ def paged_attention(
             summed so, and a query's bits depend on their number. "xla" sums the keys in order anyway.
         queries_per_row: given if all rows have exactly this number of queries, 1 in decoding. `first_query` must agree.
         backend: "xla" takes every input; "mosaic", the default where it fits, needs a Hopper GPU and 16-bit pages. Keys and
-            values are 64 or 128 wide there. Latents have 128, 256 or 512 columns of values, and 64 behind them. Their default
-            is "xla".
+            values are 64 or 128 wide there. Latents have 128, 256 or 512 columns of values, and 64 behind them.
 
     Raises:
         ValueError: shapes that do not fit together, a window below 1, an unknown backend, or one that does not take the input.
     """
     value_dim = _check(q, keys, values, queries, value_dim, window, queries_per_row)
-    if values is None and backend is None:
-        # The kernel of latents has run in the interpreter alone; a default must have run on a GPU.
-        backend = "xla"
     refusal = mosaic.refusal(q, keys, values, value_dim)
     if resolve_attention_backend(backend, refusal) == "mosaic":
         of_queries = partial(mosaic.paged_attention, queries_per_row=queries_per_row, fixed_splits=fixed_splits)
