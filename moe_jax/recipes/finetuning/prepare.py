@@ -161,10 +161,10 @@ def prepare_run(
     checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
     steps_done = checkpoints.latest_step() or 0
     places = Places.at_first(len(config.routed_layers), _num_experts(config)) if settings.rebalance_every else None
-    best = best_of({}, settings, plan.held_out_fingerprint)
+    best = best_of({}, settings, plan.held_out_fingerprint, ())
     if steps_done:
         position = checkpoints.position(steps_done)
-        best = best_of(position, settings, plan.held_out_fingerprint)
+        best = best_of(position, settings, plan.held_out_fingerprint, checkpoints.steps())
         identity = same_run(position["identity"], identity, output)
         check_steps(output, steps_done, settings.steps)
         plan.batches.set_state(position["data"])
