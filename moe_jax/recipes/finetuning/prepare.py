@@ -193,7 +193,7 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     _warn_of_far_positions(config, settings.seq_len)
     expert_devices = _check_experts(settings, parallelism, config)
     lora = check_lora(settings, config, model, parallelism)
-    check_precision(settings.precision, config, settings.fp8_dense)
+    check_precision(settings.precision, config, settings.fp8_dense, model)
     _check_optimizer(settings, parallelism, config)
     if parallelism is not None:
         layers_in_pipe(config, parallelism.pipe)
