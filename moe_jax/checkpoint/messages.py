@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-126, 2.0**127
-"""Weights of messages other than 0 lie between these: f32 holds them in full precision."""
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-60, 2.0**60
+"""Weights of messages other than 0 lie between these: then f32 holds their products with losses, and sums of these."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 

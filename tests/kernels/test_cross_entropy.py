@@ -10,6 +10,7 @@ import seeds
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.checkpoint.messages import LARGEST_WEIGHT, SMALLEST_WEIGHT
 from moe_jax.kernels import cross_entropy
 
 
@@ -78,6 +79,23 @@ def test_weights_0_and_1_are_a_mask():
     jax.tree.map(np.testing.assert_array_equal, of(mask.astype(jnp.float32)), of(mask))
     doubled = jax.tree.map(lambda x: 2 * x, of(mask))
     jax.tree.map(np.testing.assert_array_equal, of(2 * mask.astype(jnp.float32)), doubled)
+
+
+@pytest.mark.parametrize("factor", [SMALLEST_WEIGHT, LARGEST_WEIGHT])
+def test_a_factor_on_all_weights(factor):
+    """It changes nothing in the mean, up to the factors that a message's weight may have, and many labels."""
+    hidden, weight, labels, mask = (jnp.tile(x, (256, 1) if x.ndim == 2 else 256) for x in make_inputs(jnp.bfloat16))
+    weight = weight[:53]
+
+    def of(weights):
+        def mean(hidden, weight):
+            total, divisor = cross_entropy(hidden, weight, labels, weights)
+            return total / divisor
+
+        return jax.value_and_grad(mean, (0, 1))(hidden, weight)
+
+    weights = make_weights(mask)
+    jax.tree.map(np.testing.assert_array_equal, of(factor * weights), of(weights))
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -74,6 +74,14 @@ def test_a_run_without_the_options_keeps_the_newest(tmp_path):
     assert finished_steps(tmp_path / "run" / "checkpoints") == [3, 6]
 
 
+def test_a_best_checkpoint_that_was_not_kept(tmp_path, caplog):
+    """A run that turns keep_best on has no checkpoint of the best step before: it keeps the best that follows."""
+    train(settings(tmp_path, keep_best=False, early_stop=9), 6)
+    result = train(settings(tmp_path, steps=8))
+    assert (result.step, result.model_step) == (8, 8)
+    assert "step 4, which has the smallest held-out loss so far, was not kept" in caplog.text
+
+
 def test_losses_on_other_text_are_not_compared(tmp_path):
     train(settings(tmp_path, checkpoint_every=1), 5)
     changed = train(settings(tmp_path, eval_batches=2, steps=6))

@@ -14,7 +14,7 @@ from moe_jax.adapters import LoraSettings
 from moe_jax.kernels import Precision
 from moe_jax.layers.lora import Frozen
 from moe_jax.layers.moe import Experts
-from moe_jax.recipes import finetune
+from moe_jax.recipes import PreferSettings, finetune, prefer
 
 
 def _settings(tmp_path, **options):
@@ -57,9 +57,19 @@ def _codes(model):
 
 
 def test_other_models_are_refused(tmp_path):
-    model, tokenizer = tiny.model(), tiny.tokenizer()
+    model, tokenizer = tiny.model(dtype=jnp.bfloat16), tiny.tokenizer()
     with pytest.raises(ValueError, match="hidden is 16; it must be a multiple of 128"):
         finetune(tiny.settings(tmp_path, precision="fp8", dtype="bfloat16"), model=model, tokenizer=tokenizer)
     of_run = tiny.settings(tmp_path, precision="fp8", dtype="bfloat16", fp8_dense=("shared_experts",))
     with pytest.raises(ValueError, match="'shared_experts' is for shared experts, and this model has none"):
         finetune(of_run, model=tiny.model_for_fp8(), tokenizer=tokenizer)
+    of_f32 = tiny.model_for_fp8(dtype=jnp.float32)
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    for recipe, of_recipe in (
+        (finetune, replace(of_run, fp8_dense=())),
+        (prefer, PreferSettings(model="none", data=str(pairs), output=str(tmp_path / "run"), precision="fp8")),
+    ):
+        with pytest.raises(ValueError, match="x is float32; it must be bfloat16"):
+            recipe(of_recipe, model=of_f32, tokenizer=tokenizer)
+        assert not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -88,6 +89,24 @@ def test_all_parameters(tmp_path):
     np.testing.assert_array_equal(np.load(tmp_path / "run" / "reference_data.npy"), table)
     margins = [record["reward_margin"] for record in resumed.metrics]
     assert margins[2] > margins[1] > 0.1 and margins[1] == part.metrics[-1]["reward_margin"]
+
+
+def test_the_reference_of_other_data(tmp_path):
+    """A reference is computed anew where a run is begun anew with other data, or goes on with other held-out data."""
+
+    def interrupted(_):
+        raise InterruptedError
+
+    held_out = write(tmp_path, "held_out.jsonl", 5)
+    options = dict(eval_data=held_out, eval_batches=1, steps=1, warmup_steps=0, learning_rate=1e-30, seq_len=512)
+    asked = settings(tmp_path, lora=None, **options)
+    with pytest.raises(InterruptedError):
+        run(asked, on_step=interrupted)
+    for file in (asked.data, held_out):
+        pairs = [dict(prompt=f"{file} {i}?", chosen="another answer", rejected="no") for i in range(4)]
+        Path(file).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (record,) = run(asked).metrics
+    assert abs(record["reward_margin"]) < 1e-5 and abs(record["eval_reward_margin"]) < 1e-5
 
 
 def test_the_best_checkpoint(tmp_path, monkeypatch, capsys):

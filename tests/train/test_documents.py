@@ -215,6 +215,7 @@ def test_a_leading_answer_needs_a_template_with_marks():
         ),
         ([{"messages": CHAT[:2]}], "no assistant message"),
         ([{"messages": [{**message, "weight": 0} for message in CHAT]}], "no assistant message, or all of weight 0"),
+        ([{"messages": [{**message, "train": "false"} for message in CHAT]}], "message 0 has \"train\" 'false'; it is true or"),
         *[
             (
                 [{"messages": CHAT}, {"messages": [*CHAT, {**CHAT[2], "weight": weight}]}],
@@ -226,8 +227,10 @@ def test_a_leading_answer_needs_a_template_with_marks():
                 (float("inf"), "inf"),
                 ("2", "'2'"),
                 (None, "None"),
+                (2e18, "2e.18"),
                 (1e39, "1e.39"),
                 (10**40, "10+"),
+                (8e-19, "8e-19"),
                 (1e-40, "1e-40"),
             )
         ],

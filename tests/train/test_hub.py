@@ -44,6 +44,18 @@ def test_the_first_rows_come_as_a_stream(hub):
     assert open_documents("owner/name,take=5").fingerprint == first.fingerprint != whole.fingerprint
 
 
+@pytest.mark.parametrize("option", ["take=3", "stream=true"])
+def test_pictures_in_a_stream_are_not_decoded(tmp_path, monkeypatch, option):
+    """Broken ones stand beside the text that is read."""
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    rows = [{"text": f"words {i}", "image": {"bytes": b"broken", "path": None}} for i in range(3)]
+    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "train.parquet")
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda _, revision, **options: load(str(tmp_path), **options))
+    documents = open_documents(f"owner/name,{option}")
+    assert documents[2]["text"] == "words 2" and documents.parts[0].unread == ("image",)
+
+
 def test_options_of_a_data_set_arrive(monkeypatch):
     asked = []
 

@@ -62,8 +62,8 @@ ROWS = {
         CHAT,
     ),
     "chat, Axolotl's train": (
-        {"messages": [CHAT[0], CHAT[1] | {"train": False}, *CHAT]},
-        [CHAT[0], CHAT[1] | {"weight": 0}, *CHAT],
+        {"messages": [CHAT[0], *(CHAT[1] | {"train": False} | weight for weight in ({}, {"weight": 0.5})), *CHAT]},
+        [CHAT[0], *[CHAT[1] | {"weight": 0}] * 2, *CHAT],
     ),
 }
 

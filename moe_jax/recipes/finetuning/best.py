@@ -1,10 +1,13 @@
 """The best held-out loss of a run so far: the checkpoint to keep (`keep_best`), and the end of the run (`early_stop`)."""
 
+import logging
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 BEST = "best"
 """The entry of a checkpoint's position."""
+_logger = logging.getLogger(__name__)
 
 
 class WatchedRun(Protocol):
@@ -64,16 +67,32 @@ class Best:
         return {} if self.loss is None else {BEST: asdict(self)}
 
 
-def best_of(position: dict[str, Any], settings: WatchedRun, fingerprint: str | None) -> Best:
+def best_of(position: dict[str, Any], settings: WatchedRun, fingerprint: str | None, steps: Collection[int]) -> Best:
     """Returns the best that a checkpoint's position holds; none yet if it was measured on other data.
+
+    None either, and a warning, if `keep_best` needs its checkpoint, which a run without `keep_best` did not keep.
 
     Args:
       position: empty before the first step.
       fingerprint: of the held-out data.
+      steps: those of the checkpoints that there are.
     """
     data = f"{fingerprint}, {settings.eval_batches} batches"
     found = Best(**position.get(BEST, {})) if is_watched(settings) else Best()
-    return found if found.data == data else Best(data=data)
+    if found.data != data:
+        return Best(data=data)
+    if settings.keep_best and found.step not in steps:
+        # Imported here: it asks JAX, and settings are read without JAX.
+        from moe_jax.runtime.processes import is_first_process
+
+        if is_first_process():
+            _logger.warning(
+                "the checkpoint of step %d, which has the smallest held-out loss so far, was not kept: keep_best=True keeps "
+                "the best of the steps that follow",
+                found.step,
+            )
+        return Best(data=data)
+    return found
 
 
 def best_problems(settings: WatchedRun) -> list[str]:

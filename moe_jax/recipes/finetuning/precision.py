@@ -7,6 +7,7 @@ from moe_jax.models.precision import DenseGroup, PrecisionName
 if TYPE_CHECKING:
     from moe_jax.adapters.settings import LoraSettings
     from moe_jax.config import ModelConfig
+    from moe_jax.models.decoder import Decoder
 
 PRECISION = "precision"
 """The name in a run's identity."""
@@ -60,8 +61,13 @@ def dense_problems(fp8_dense: tuple[str, ...], precision: str) -> list[str]:
     return problems
 
 
-def check_precision(precision: PrecisionName, config: "ModelConfig", dense: tuple[DenseGroup, ...] = ()) -> None:
+def check_precision(
+    precision: PrecisionName, config: "ModelConfig", dense: tuple[DenseGroup, ...] = (), model: "Decoder | None" = None
+) -> None:
     """Refuses FP8 for a model whose experts or dense groups it does not take.
+
+    Args:
+      model: a model that was passed, whose dtype counts in place of the settings'.
 
     Raises:
       ValueError: such a model.
@@ -70,7 +76,7 @@ def check_precision(precision: PrecisionName, config: "ModelConfig", dense: tupl
 
     if precision == "bf16":
         return
-    if (reason := fp8_refusal(config, "bfloat16", dense)) is not None:
+    if (reason := fp8_refusal(config, "bfloat16" if model is None else model.dtype, dense)) is not None:
         raise ValueError(f"precision={precision!r}: {reason}; take precision 'bf16'")
 
 

@@ -161,10 +161,10 @@ def prepare_run(
     checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
     steps_done = checkpoints.latest_step() or 0
     places = Places.at_first(len(config.routed_layers), _num_experts(config)) if settings.rebalance_every else None
-    best = best_of({}, settings, plan.held_out_fingerprint)
+    best = best_of({}, settings, plan.held_out_fingerprint, ())
     if steps_done:
         position = checkpoints.position(steps_done)
-        best = best_of(position, settings, plan.held_out_fingerprint)
+        best = best_of(position, settings, plan.held_out_fingerprint, checkpoints.steps())
         identity = same_run(position["identity"], identity, output)
         check_steps(output, steps_done, settings.steps)
         plan.batches.set_state(position["data"])
@@ -193,7 +193,7 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     _warn_of_far_positions(config, settings.seq_len)
     expert_devices = _check_experts(settings, parallelism, config)
     lora = check_lora(settings, config, model, parallelism)
-    check_precision(settings.precision, config, settings.fp8_dense)
+    check_precision(settings.precision, config, settings.fp8_dense, model)
     _check_optimizer(settings, parallelism, config)
     if parallelism is not None:
         layers_in_pipe(config, parallelism.pipe)

@@ -115,7 +115,7 @@ def prefer(
             check_steps(output, steps_done, settings.steps)
         extra = {"identity": identity} | base_of(settings, model)
         fingerprint = None if plan.eval_data is None else plan.eval_data.fingerprint
-        begun = Begun(steps_done, position, extra, best_of(position, settings, fingerprint))
+        begun = Begun(steps_done, position, extra, best_of(position, settings, fingerprint, checkpoints.steps()))
         if not begun.is_over(settings):
             tqdm.write(plan.announcement(steps_done))
             write_settings(settings, command="prefer", steps=settings.steps)

@@ -108,7 +108,7 @@ def plan_preferences(settings: PreferSettings, model: Decoder | None, tokenizer:
     if eval_data is not None and eval_data.fingerprint == data.fingerprint:
         raise ValueError(f"eval_data={settings.eval_data!r} has the same contents as data, and must not be trained on")
     config = read_config(settings.model, mtp=False) if model is None else model.config
-    check_precision(settings.precision, config, settings.fp8_dense)
+    check_precision(settings.precision, config, settings.fp8_dense, model)
     lora = None if settings.lora is None else planned_lora(config, settings.lora).summary
     if len(tokenizer) > config.vocab_size:
         raise ValueError(

@@ -131,7 +131,11 @@ def _loaded[T](source: DataSource, *, streaming: bool, then: Callable[[Any], T])
     split = source.split or "train"
     options = dict(name=source.config, split=split, revision=source.revision, streaming=streaming)
     try:
-        return then(datasets.load_dataset(source.path, **options))
+        found = datasets.load_dataset(source.path, **options)
+        if streaming and found.features is not None:
+            # Rows of a stream have all columns, and pictures in them would be decoded. A broken one would end the run.
+            found = found.decode(False)
+        return then(found)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"no data at {source.path}: neither a file or folder here, nor a data set of the hub that can be read (a private "

@@ -35,17 +35,19 @@ def as_message(turn: Any, number: int) -> dict[str, Any]:
 def plain_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Returns a message whose content is one string, and whose "weight" says how much it is learned.
 
-    Texts in parts are joined without a separator. Axolotl's "train": false is "weight": 0.
+    Texts in parts are joined without a separator. Axolotl's "train": false is "weight": 0, whatever weight stands beside it.
 
     Raises:
-      ValueError: a part holds no text.
+      ValueError: a part holds no text, or "train" is neither true nor false.
     """
     made = dict(message)
     if isinstance(made.get("content"), list):
         made["content"] = "".join(_text_of(part, number) for part in made["content"])
-    if isinstance(made.get("train"), bool):
-        made.setdefault("weight", int(made.pop("train")))
-    return made
+    if (train := made.pop("train", None)) is None:
+        return made
+    if not isinstance(train, bool):
+        raise ValueError(f'message {number} has "train" {train!r:.80}; it is true or false')
+    return {"weight": 1, **made} if train else made | {"weight": 0}
 
 
 def of_last_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
