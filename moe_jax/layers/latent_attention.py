@@ -7,6 +7,7 @@ numbers for V3, whose heads' keys and values are 40960.
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -91,6 +92,8 @@ class LatentAttention(nnx.Module):
                 raise ValueError(
                     "weight tickets need keys of this call's tokens alone: no cache, no sequence split over devices"
                 )
+            if attend.context is not None and attend.context.method == "ulysses":
+                _check_rows_of_heads(matrix)
             out, cache = attend(q, (latents,), Expansion(partial(expand, self.config), matrix), scale=self.scale)
         return self.o_proj.of_heads(out), cache
 
@@ -138,6 +141,16 @@ class LatentAttention(nnx.Module):
         self, x: Float[Array, "batch seq heads rope_dim"], rope: RopeTables
     ) -> Float[Array, "batch seq heads rope_dim"]:
         return apply_rope(x, rope, interleaved=self.config.rope_interleave)
+
+
+def _check_rows_of_heads(kv_b_proj: TicketedMatrix) -> None:
+    """Refuses a matrix of which the rows of some heads cannot be cut out."""
+    for array, kind in ((kv_b_proj.change, "an adapter"), (kv_b_proj.in_fp8, "codes in FP8")):
+        if jax.tree.leaves(array):
+            raise ValueError(
+                f"method 'ulysses' gives a device the rows of its heads in kv_b_proj, which has {kind}: take method 'ring' or "
+                "'all_gather'"
+            )
 
 
 def expand(

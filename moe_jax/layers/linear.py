@@ -26,7 +26,7 @@ class Linear(TicketHolder):
     """
 
     lora: Adapter | None = None
-    in_fp8: bool = False
+    in_fp8: bool
     """True: W multiplies in FP8 (`kernels.fp8_matmul`), and its adapter in x's dtype."""
     fp8_copies: Fp8Copies | None = None
 
@@ -45,6 +45,8 @@ class Linear(TicketHolder):
         if use_bias:
             self.bias = nnx.Param(jnp.zeros((*stack, out_features), param_dtype))
         self.use_bias = use_bias
+        # Each instance has it from the start: a model whose choice was taken back is equal to one without a choice.
+        self.in_fp8 = False
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         """Applies the map to the last axis of x; the result has x's dtype."""

@@ -265,7 +265,7 @@ class Experts(TicketHolder):
     down_accumulator: GradientAccumulator | None = None
     place: PlaceInStack | None = None
     fp8_copies: Fp8Copies | None = None
-    precision: Precision | None = None
+    precision: Precision | None
     """The operands of the matmuls; None: x's dtype."""
 
     def __init__(
@@ -285,6 +285,8 @@ class Experts(TicketHolder):
         self.gate_up_proj: nnx.Variable = normal_parameter(gate_up_shape, stddev, param_dtype, rngs)
         self.down_proj: nnx.Variable = normal_parameter(down_shape, stddev, param_dtype, rngs)
         self.num_experts_per_tok = num_experts_per_tok
+        # Each instance has it from the start: a model whose choice was taken back is equal to one without a choice.
+        self.precision = None
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], weights: Float[Array, "tokens k"], experts: Int[Array, "tokens k"]

@@ -35,8 +35,6 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int, strict:
         _check_several(model, len(devices), drafts=drafts, strict=strict)
     check_drafting(drafts, model.config, limits)
     if strict:
-        if model.precision:
-            raise ValueError("strict=True computes in the model's dtype: take precision 'bf16'")
         check_strict(model)
         if drafts:
             raise ValueError(f"strict=True needs drafts=0; got drafts={drafts}")

@@ -40,9 +40,11 @@ def check_strict(model: Decoder) -> None:
 
     Raises:
       ValueError: the model is not Qwen3 or Qwen3-MoE, or has biases or sizes that the kernels do not take. Or it has adapters,
-        or quantised weights.
+        quantised weights, or a precision.
     """
     reason = refusal(model.config, model.dtype)
+    if model.precision is not None:
+        reason = "it multiplies in FP8; take precision 'bf16'"
     if reason is None and has_adapters(model):
         reason = "it has adapters; merge them first (adapters.merge_adapter)"
     if reason is None and is_quantised(nnx.state(model)):

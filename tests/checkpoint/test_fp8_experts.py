@@ -1,5 +1,7 @@
 """Experts loaded in FP8 and multiplied in FP8: as stored or rounded; logits, generation and the engine."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from moe_jax.layers.quantised import BlockScaled, is_quantised
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.strict_log_probs import strict_log_probs
 
 LIMITS = EngineLimits(max_sequences=2, max_tokens_per_step=32, max_chunks_per_step=2, max_length=64, num_pages=4)
 
@@ -93,8 +96,9 @@ def test_the_engine_refuses(stored, model):
     whole.set_precision(Precision())
     with pytest.raises(ValueError, match="load the model with weights='fp8'"):
         Engine(whole, limits=LIMITS)
-    with pytest.raises(ValueError, match="strict=True computes in the model's dtype"):
-        Engine(model, limits=LIMITS, strict=True)
+    for strict in (partial(Engine, model, limits=LIMITS, strict=True), partial(strict_log_probs, whole, jnp.ones((1, 4), int))):
+        with pytest.raises(ValueError, match="this model: it multiplies in FP8; take precision 'bf16'"):
+            strict()
     model.set_precision(Precision(dense=("attention",)))
     with pytest.raises(ValueError, match="computes dense matrices in the model's dtype"):
         Engine(model, limits=LIMITS)

@@ -64,6 +64,19 @@ def test_groups():
         tiny.model_for_fp8().set_precision("fp8", ("mlp",))
     with pytest.raises(ValueError, match="dense='head' must be of 'attention', 'shared_experts', 'mlp'"):
         Precision(dense=("head",))
+    for wrong in ("attention", ["attention"]):
+        with pytest.raises(ValueError, match=r"must be a tuple of groups, as \('attention',\)"):
+            model.set_precision("fp8", wrong)
+
+
+def test_a_precision_that_was_taken_back():
+    """The model is then equal to one for which none was chosen: each takes over from the other in an engine."""
+    model = tiny.model_for_fp8()
+    expected = nnx.graphdef(model)
+    model.set_precision("fp8", ("attention",))
+    assert nnx.graphdef(model) != expected
+    model.set_precision("bf16")
+    assert nnx.graphdef(model) == expected
 
 
 def test_a_block():

@@ -16,7 +16,10 @@ from moe_jax.config import NAMED_CONFIGS
 from moe_jax.layers.attend import Attend
 from moe_jax.layers.cache import init_cache
 from moe_jax.layers.latent_attention import LatentAttention
+from moe_jax.layers.lora import Adapter, Frozen
+from moe_jax.layers.quantised import BlockScaled
 from moe_jax.layers.rope import RopeTables
+from moe_jax.parallel import ContextParallel
 
 CALLS = {40: "expanded", 3: "absorbed", 1: "absorbed"}
 """Tokens in a call, and the form that is taken for so many queries that see cached tokens."""
@@ -81,3 +84,19 @@ def test_cache_of_v3():
     """It holds 576 numbers per token."""
     cache = jax.eval_shape(partial(init_cache, NAMED_CONFIGS["deepseek-v3"], 2, 100, jnp.bfloat16))
     assert [a.shape for a in cache.kept] == [(61, 2, 100, 576)]
+
+
+@pytest.mark.parametrize("kind", ["an adapter", "codes in FP8"])
+def test_rows_of_heads(kind):
+    """With `ulysses` an adapter's a and scales in FP8 have no rows of heads."""
+    config = replace(tiny.deepseek_config(), kv_lora_rank=128, qk_nope_head_dim=64, v_head_dim=64)
+    attention = LatentAttention(config, rngs=nnx.Rngs(0))
+    matrix = attention.kv_b_proj
+    if kind == "an adapter":
+        matrix.lora = Adapter((4, 128), (matrix.weight.shape[0], 4), scale=1.0, rngs=nnx.Rngs(0))
+    else:
+        matrix.weight, matrix.in_fp8 = Frozen(BlockScaled.fp8(matrix.weight[...], jnp.float32)), True
+    tables = RopeTables(*jnp.ones((2, 1, 4, config.qk_rope_head_dim // 2)))
+    attend = Attend(jnp.zeros((1, 4), jnp.int32), jnp.int32(0), context=ContextParallel(method="ulysses"))
+    with pytest.raises(ValueError, match=f"the rows of its heads in kv_b_proj, which has {kind}: take method 'ring'"):
+        attention(jnp.ones((1, 4, config.hidden_size)), tables, attend)

@@ -77,6 +77,8 @@ def test_precisions(tmp_path):
     settings(tmp_path, **options, fp8_dense=("attention", "mlp"))
     with pytest.raises(ValueError, match="fp8_dense='head' must be one of 'attention', 'shared_experts', 'mlp'"):
         settings(tmp_path, **options, fp8_dense=("head",))
+    with pytest.raises(ValueError, match=r"fp8_dense='mlp' must be a tuple of groups, as \('attention',\)"):
+        settings(tmp_path, **options, fp8_dense="mlp")
     with pytest.raises(ValueError, match="fp8_dense needs experts in FP8: give precision='fp8'"):
         settings(tmp_path, fp8_dense=("attention",))
     assert get_args(PrecisionName) == RECIPES

@@ -341,6 +341,9 @@ def _round(
         choices = jnp.concatenate([choices if sends_all else own, *others])
     else:
         choices = dispatch(choices, route, *how)
+        if plan.tokens_in_fp8:
+            # Without the order two CPU devices gave wrong sums, or hung, where "gather" had further rounds.
+            x, (choices,) = _when_arrived(x, [choices])
     tokens = dispatch_in_fp8(x, route, *how) if plan.tokens_in_fp8 else dispatch(x, route, *how)
     first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * w_down.shape[-3]
 

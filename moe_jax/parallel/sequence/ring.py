@@ -277,16 +277,27 @@ ring_attention.defvjp(_forward, _backward)
 def gradients_of_kv(
     expand: Expand | None, weights, kv: KV, key_gradients: Callable, previous: KVGradients
 ) -> KVGradients:  # fmt: skip
-    """Returns the gradients of (kv, weights), added to `previous` in f32.
+    """Returns the gradients of (kv, weights), added to `previous` in f32; None for weights that have none (`has_gradient`).
 
     `key_gradients(keys, previous)` returns the gradients of keys and values, added to `previous`. With `expand` they are taken
     back through it, and are in the dtypes of its arguments before they are added.
     """
     if expand is None:
         return KVGradients(key_gradients(kv, previous.kv), ())
-    keys, pullback = jax.vjp(expand, weights, *kv)
+    trained = jax.tree.map(lambda a: a if has_gradient(a) else None, weights)
+
+    def of_trained(trained, *kv: Array) -> tuple[Array, Array]:
+        return expand(jax.tree.map(lambda a, given: a if given is None else given, weights, trained), *kv)
+
+    keys, pullback = jax.vjp(of_trained, trained, *kv)
     own_weights, *own_kv = pullback(as_dtypes_of(keys, key_gradients(keys, None)))
     return KVGradients(_add(previous.kv, tuple(own_kv)), _add(previous.weights, own_weights))
+
+
+def has_gradient(a: Array) -> bool:
+    """Returns False for codes in 8 bits and for whole numbers, such as keys of dropout: their gradients cannot be summed."""
+    dtype = jnp.result_type(a)
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
 
 
 def _add(previous, gradients):
@@ -296,8 +307,8 @@ def _add(previous, gradients):
 
 
 def as_dtypes_of(like, arrays):
-    """Casts each array to the dtype of the array at the same position in `like`."""
-    return jax.tree.map(lambda like, a: a.astype(like.dtype), like, arrays)
+    """Casts each array to the dtype of the array at the same position in `like`; None stays."""
+    return jax.tree.map(lambda like, a: None if a is None else a.astype(like.dtype), like, arrays)
 
 
 def _start_after(later, earlier):

@@ -52,6 +52,8 @@ def precision_problems(
 
 def dense_problems(fp8_dense: tuple[str, ...], precision: str) -> list[str]:
     """Returns the dense groups that do not fit a precision, one clause each."""
+    if not isinstance(fp8_dense, tuple):
+        return [f"fp8_dense={fp8_dense!r} must be a tuple of groups, as ('attention',)"]
     problems, groups = [], get_args(DenseGroup)
     for group in fp8_dense:
         if group not in groups:

@@ -203,6 +203,30 @@ def elements_that_leave(f, *arguments):
     return sum(math.prod(map(int, shape.split("x"))) for shape in shapes)
 
 
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_weights_without_gradients(method):
+    """Codes in FP8 and a key are passed to the expansion, and the gradient beside them is that of one device."""
+    rng, codes = seeds.rng(), jnp.asarray(np.eye(WIDTH), jnp.float8_e4m3fn)
+    q, latents = jnp.asarray(rng.normal(size=(1, 8, 1, WIDTH)), jnp.float32), jnp.asarray(rng.normal(size=(1, 8, WIDTH)))
+    factor, latents = jnp.asarray(rng.normal(size=WIDTH), jnp.float32), latents.astype(jnp.float32)
+
+    def expand(weights, latents):
+        factor, codes, key = weights
+        k = (latents * factor) @ codes.astype(jnp.float32) * key[0]
+        return k[:, :, None], k[:, :, None]
+
+    def local(factor, q, latents):
+        expansion = ring.Expansion(expand, (factor, codes, jnp.ones(2, jnp.uint32)))
+        return context_attention(q, latents, scale=SCALE, parallel=ContextParallel(method=method), expansion=expansion)
+
+    on_mesh = jax.shard_map(local, mesh=make_mesh(context=2), in_specs=(P(), SHARDED, SHARDED), out_specs=SHARDED)
+    ids = dict.fromkeys(("query_segment_ids", "key_segment_ids"), jnp.ones((1, 8), jnp.int32))
+    on_one = lambda factor: attention(q, *expand((factor, codes, jnp.ones(2)), latents), scale=SCALE, **ids)  # noqa: E731
+    on_two = lambda factor: on_mesh(factor, shard_sequence(q, 2), shard_sequence(latents, 2))  # noqa: E731
+    found, expected = (jax.jit(jax.grad(lambda factor, f=f: jnp.sum(f(factor) ** 2)))(factor) for f in (on_two, on_one))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_segments_across_devices(layout):
     ids, context = packed(seeds.rng()), ContextParallel(layout=layout)

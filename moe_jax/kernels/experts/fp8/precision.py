@@ -25,7 +25,7 @@ class Precision:
             does not. Router, norms, scores of attention, embedding and head are in no group.
 
     Raises:
-        ValueError: an unknown form of h, or an unknown group.
+        ValueError: an unknown form of h, an unknown group, or groups that are no tuple.
     """
 
     kept: Kept = "bf16"
@@ -34,6 +34,8 @@ class Precision:
     def __post_init__(self):
         if self.kept not in get_args(Kept):
             raise ValueError(f"kept={self.kept!r} must be one of {', '.join(map(repr, get_args(Kept)))}")
+        if not isinstance(self.dense, tuple):
+            raise ValueError(f"dense={self.dense!r} must be a tuple of groups, as ('attention',)")
         if unknown := [group for group in self.dense if group not in get_args(DenseGroup)]:
             raise ValueError(f"dense={unknown[0]!r} must be of {', '.join(map(repr, get_args(DenseGroup)))}")
 
