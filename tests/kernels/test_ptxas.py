@@ -323,6 +323,7 @@ def test_fp8():
     assert_no_spills(spilled_bytes(FP8), FP8_KERNELS)
 
 
+@pytest.mark.thorough
 def test_fp8_dense():
     """Dense matrices in FP8 spill nothing, and matrices that read one x round it once."""
     assert_no_spills(spilled_bytes(FP8_DENSE), {"fp8_gather_rows", "fp8_grouped_matmul"})
@@ -343,6 +344,7 @@ def test_accumulators_of_stacked_layers():
     assert_no_spills(spilled_bytes(TOTALS), {"grouped_outer"})
 
 
+@pytest.mark.thorough
 def test_accumulators_of_a_scan():
     """XLA fuses a kernel with slices of its operands and results, also if it changes one array and writes another."""
     assert_no_spills(spilled_bytes(SCANNED_TOTALS), EXPERTS_KERNELS)

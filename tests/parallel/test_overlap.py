@@ -58,6 +58,7 @@ on_four(gradients, "expert", PartitionSpec("expert"), tokens, *matrices, ((32768
 
 
 @needs_compiler
+@pytest.mark.thorough
 def test_ring_attention():
     """Keys arrive while a device attends to its own."""
     assert kernels_beside_copies(run_script(COMPILED + RING)) == [1] * 6

@@ -47,7 +47,9 @@ def comparable(output: Path) -> list[dict]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lora, kills", [((), (7, 13)), (("4",), (7,))], ids=["all", "adapters"])
+@pytest.mark.parametrize(
+    "lora, kills", [((), (7, 13)), pytest.param(("4",), (7,), marks=pytest.mark.thorough)], ids=["all", "adapters"]
+)
 def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path, lora, kills):
     """A process is killed. What ends its run, and the run to compare with, may be this process: bits are the same."""
     data = tiny.write_texts(tmp_path / "texts")

@@ -16,6 +16,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.adapters.merge import with_zero_changes
+from moe_jax.kernels.experts import mosaic
 from moe_jax.layers.lora import Frozen, freeze
 from moe_jax.layers.moe import Experts
 from moe_jax.layers.quantised import INT4_VALUES, BlockScaled, FourBits
@@ -115,7 +116,8 @@ def _int4(w):
     return codes[..., ::2] << 4 | codes[..., 1::2], scales
 
 
-@pytest.mark.parametrize("quantise", [NF4, *(pytest.param(of, marks=pytest.mark.thorough) for of in (INT4, BlockScaled.fp8))])
+@pytest.mark.thorough
+@pytest.mark.parametrize("quantise", [NF4, INT4, BlockScaled.fp8])
 def test_quantised_weights(quantise):
     """Experts are made whole in each step; two layers, so that each finds its own codes."""
     base = tiny.model_for_fp8(dtype=jnp.float32)
@@ -138,6 +140,7 @@ def test_experts_in_fp8():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not mosaic.is_native(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("form", ["whole", "nf4", "fp8"])
 def test_hopper_kernels(form):
     """In sizes that all kernels take; "fp8" multiplies so."""

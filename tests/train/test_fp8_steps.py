@@ -52,8 +52,11 @@ def _gradients(how, model, batch, copies, remat=True):
 
 
 def _assert_equal(a, b):
+    """Of two programs XLA may leave out another rounding to bf16: a few numbers may then be neighbours."""
     for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(x, y, rtol=2**-6, err_msg=name)
+        assert np.mean(np.asarray(x) != np.asarray(y)) < 1e-3, name
 
 
 @pytest.mark.parametrize("how", ["in place", pytest.param("added", marks=pytest.mark.thorough)])

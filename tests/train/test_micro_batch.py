@@ -14,7 +14,7 @@ from moe_jax.train import LossWeights, NextToken
 from moe_jax.train.micro_batch import MicroBatchPasses
 
 
-@pytest.mark.parametrize("name, dtype", [("deepseek", "float32"), ("moe", "bfloat16")])
+@pytest.mark.parametrize("name, dtype", [pytest.param("deepseek", "float32", marks=pytest.mark.thorough), ("moe", "bfloat16")])
 def test_divided_backward_pass(name, dtype):
     """DeepSeek-V3 has a dense stage, one with experts and a module behind them. One program runs W behind B.
 

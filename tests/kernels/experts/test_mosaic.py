@@ -351,7 +351,7 @@ def test_h_is_written_for_gradients():
 @pytest.mark.parametrize(
     "experts, k, hidden, inter",
     [
-        (128, 8, 2048, 768),
+        pytest.param(128, 8, 2048, 768, marks=pytest.mark.thorough),
         pytest.param(128, 8, 4096, 1536, marks=pytest.mark.thorough),
         (256, 8, 7168, 2048),
         pytest.param(8, 2, 4096, 14336, marks=pytest.mark.thorough),

@@ -40,7 +40,7 @@ def _model(dense=()):
     "sizes",
     [
         {"fsdp": 2},
-        {"expert": 2},
+        pytest.param({"expert": 2}, marks=pytest.mark.thorough),
         pytest.param({"data": 2}, marks=pytest.mark.thorough),
         pytest.param({"data": 2, "fsdp": 2, "context": 2}, marks=pytest.mark.thorough),
     ],

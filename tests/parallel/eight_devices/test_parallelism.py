@@ -119,6 +119,7 @@ def test_num_dropped():
     assert metrics["num_dropped"] == 0 and metrics["num_dropped"].dtype == jnp.int32
 
 
+@pytest.mark.thorough
 def test_num_rounds_and_num_shadows():
     """Every token chooses experts 0 and 1: the busiest device has less work only if both are shadowed."""
 

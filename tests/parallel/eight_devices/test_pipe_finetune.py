@@ -57,6 +57,7 @@ def one(whole, tmp_path_factory):
     return folder, run(whole[0], folder, None).model
 
 
+@pytest.mark.thorough
 def test_losses_are_those_of_one_device(whole, one, tmp_path):
     (_, output, model), (alone, one) = whole, one
     np.testing.assert_allclose(losses(output), losses(alone), rtol=1e-6)

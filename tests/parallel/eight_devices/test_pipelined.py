@@ -54,7 +54,7 @@ def mesh_of(**sizes):
     "make_model, layers, sizes, chunks, micro_batches, remat",
     [
         (tiny.model, 7, dict(pipe=2, expert=2), 2, 4, True),
-        (tiny.model, 3, dict(pipe=2), 2, 4, True),
+        pytest.param(tiny.model, 3, dict(pipe=2), 2, 4, True, marks=pytest.mark.thorough),
         (tiny.dense, 3, dict(pipe=3), 1, 4, False),
         (tied, 3, dict(pipe=2, fsdp=2), 1, 4, True),
         (tiny.dense, 3, dict(pipe=2), 2, 4, "offload"),

@@ -71,7 +71,7 @@ thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
         ("zb-v", tiny.model, 3, dict(pipe=2), 4, False),
         thorough("dualpipe", tiny.model, 4, dict(pipe=4), 8, True),
         ("dualpipe-v", tiny.model, 4, dict(pipe=2), 4, True),
-        ("dualpipe", tiny.model, 3, dict(pipe=2, expert=2), 4, True),
+        thorough("dualpipe", tiny.model, 3, dict(pipe=2, expert=2), 4, True),
         thorough("1f1b", tiny.dense, 3, dict(pipe=3), 4, False),
         thorough("1f1b", tiny.model, 4, dict(pipe=4, expert=2), 2, True),
         thorough("1f1b", tiny.biased_model, 3, dict(pipe=2, fsdp=2, context=2), 4, False),

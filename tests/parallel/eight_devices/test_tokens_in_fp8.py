@@ -79,8 +79,8 @@ def _assert_equal_but_for_gate_up(results, expected):
     "settings",
     [
         {"transport": "gather"},
-        {"transport": "all_to_all", "capacity_factor": 0.5},
-        {"transport": "pairwise", "group_size": 1, "capacity_factor": 4.0},
+        pytest.param({"transport": "all_to_all", "capacity_factor": 0.5}, marks=pytest.mark.thorough),
+        pytest.param({"transport": "pairwise", "group_size": 1, "capacity_factor": 4.0}, marks=pytest.mark.thorough),
         pytest.param({"transport": "pairwise", "drop": "probability"}, marks=pytest.mark.thorough),
         pytest.param({"transport": RAGGED}, marks=pytest.mark.thorough),
         pytest.param({"transport": "all_to_all", "shadow_experts": 2, "flops_per_byte": 0.0}, marks=pytest.mark.thorough),

@@ -64,7 +64,7 @@ def test_shadows():
     assert text.count('"stablehlo.all_gather"') == 2 + 1 + 2
 
 
-@pytest.mark.parametrize("transport", ["gather", "all_to_all"])
+@pytest.mark.parametrize("transport", ["gather", pytest.param("all_to_all", marks=pytest.mark.thorough)])
 def test_tokens_in_fp8(transport):
     """Tokens travel as bytes, and are gathered by one kernel in place of another, in the first and in further rounds."""
     in_fp8, in_bf16 = (
