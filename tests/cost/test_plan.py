@@ -189,7 +189,7 @@ def test_if_nothing_fits_the_smallest_is_named_with_a_remedy(config, devices, ro
     assert f" GiB, more than the 132 of an NVIDIA H200. {remedy}" in printed
 
 
-@pytest.mark.parametrize("devices", [512, 2048])
+@pytest.mark.parametrize("devices", [512, pytest.param(2048, marks=pytest.mark.thorough)])
 def test_deepseek_v3_trains_on_whole_clusters(devices):
     """Each of 683e9 parameters takes 14 bytes. With few devices along `expert`, tokens do not cross the network."""
     fitting = [p for p in plan(DEEPSEEK, devices, rows=8 * devices, sequence_length=4096, remat=True) if p.fits]

@@ -54,6 +54,7 @@ def engine(model):
         yield engine
 
 
+@pytest.mark.thorough
 def test_engine(model, engine):
     """Prompts in chunks beside decoding rows: tokens of prompts and new ones have the bits of whole sequences."""
     rng = seeds.rng()

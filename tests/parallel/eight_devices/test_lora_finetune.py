@@ -13,6 +13,7 @@ from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes import FinetuneSettings, finetune
 
 
+@pytest.mark.thorough
 def test_losses_are_those_of_one_device(tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     moe_jax.save_pretrained(tiny.model(), tmp_path / "base", tokenizer_from=tmp_path / "tokenizer")

@@ -83,6 +83,7 @@ def test_killed_in_a_step_and_in_a_save(whole, tmp_path):
     assert comparable(tmp_path / "run") == comparable(expected)
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_without_a_pipe_and_through_another(whole, one, tmp_path):
     """pipe=2 to step 2; fsdp=2 to step 4; then pipe=2 in two chunks, with the optimizer split over `data`."""
     data, output = whole[0], tmp_path / "run"
