@@ -52,7 +52,7 @@ def _gradients(how, model, batch, copies, remat=True):
 
 
 def _assert_equal(a, b):
-    """Of two programs XLA may leave out another rounding to bf16: a few numbers may then be neighbours."""
+    """XLA may leave out other roundings to bf16 in the second program: a few numbers may then be neighbours."""
     for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
         name = jax.tree_util.keystr(path)
         np.testing.assert_allclose(x, y, rtol=2**-6, err_msg=name)

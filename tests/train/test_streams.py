@@ -79,7 +79,7 @@ def test_a_restored_position_continues_the_rows(made, steps, monkeypatch):
 
 
 def test_a_run_that_continues_skips_rows_by_the_state(tmp_path, monkeypatch):
-    """Of three Parquet files the first is not opened again."""
+    """The first of three Parquet files is not opened again."""
     monkeypatch.setattr(streams, "MARKED_ROWS", 50)
     for file, begin in ("a", 0), ("b", 300), ("c", 600):
         rows = [{"text": f"text {i} " + "x" * 70} for i in range(begin, begin + 300)]

@@ -66,7 +66,7 @@ class Begun(NamedTuple):
 
     step: int
     position: dict[str, Any]
-    """Of the checkpoint of this step; empty without one."""
+    """Place in the data at the checkpoint of this step; empty without one."""
     extra: dict[str, Any]
     """The entries of a position that no step changes."""
     best: Best

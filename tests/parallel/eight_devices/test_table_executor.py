@@ -93,7 +93,7 @@ def test_gradients(name, make_model, layers, sizes, micro_batches, remat):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name, sizes", [("dualpipe", dict(pipe=2)), ("zb-v", dict(pipe=2, data=2))])
 def test_dense_first_layers_and_further_tokens(name, sizes):
-    """Of five layers the four with experts lie in the pipe, and labels have weights."""
+    """The pipe holds the four layers with experts, of five, and labels have weights."""
     compare(name, tiny.deepseek(mtp=1, layers=5), 4, sizes, 4, True, prepare=weighted)
 
 

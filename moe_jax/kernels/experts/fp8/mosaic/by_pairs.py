@@ -83,7 +83,7 @@ class Fp8PairInputs(NamedTuple):
     """[groups of all rows, 128]."""
     w: Any
     scales: Any
-    """Of `column_scales.in_pieces`."""
+    """Scales as `column_scales.in_pieces` returns them."""
 
 
 class Fp8PairScratch(NamedTuple):

@@ -194,7 +194,7 @@ class Fp8RowsInputs(NamedTuple):
     """`RowTiles.arrays`."""
     a: Any
     w: Any
-    """With scales of `column_scales.in_pieces`."""
+    """Values with scales as `column_scales.in_pieces` returns them."""
     chosen_rows: Any
     """`Plan.chosen_rows`, or None."""
     epilogue: Any
