@@ -4,13 +4,15 @@
     python benchmarks/engine.py --cases 1x128 64x1024       # sequences x tokens of their prompts
     python benchmarks/engine.py --load 200 1000 2000        # also 200 requests at once, 1000 tokens in, 2000 out
     python benchmarks/engine.py --precision fp8             # experts in FP8
+    python benchmarks/engine.py --cases 16x128 --update     # also new weights for the engine: 61 GB more
     python benchmarks/engine.py --small                     # sizes for a CPU, in f32, as a smoke test
 
 A step gives one more token to every sequence. Its time is the difference between generating `--long` and `--short` tokens, over
 the difference of their numbers, so that prefill cancels. Times are medians of 3 calls. Decoding is greedy, and no sequence ends
 early. `device` is the same step in a loop without the engine: the difference is the host's. `prompts` is the time to the first
 token of all sequences, whose prompts are new. `generate` is `moe_jax.generate`. With drafts a step is the time of a token.
-Nearly all drafts of random weights are wrong, so that this is the cost of a step with its drafts.
+Nearly all drafts of random weights are wrong, so that this is the cost of a step with its drafts. An update is `engine.update`
+until the device is idle again, and the token behind it a request of one token.
 """
 
 import argparse
@@ -50,9 +52,12 @@ def main() -> None:
     parser.add_argument("--pages", type=int, help="pages of keys and values; default: as many as the cases need")
     parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of the experts' matmuls")
     parser.add_argument("--drafts", action="store_true", help="with drafts of the model's module; no time for `device`")
+    parser.add_argument("--update", action="store_true", help="also time `engine.update` with the weights of another model")
     parser.add_argument("--with-generate", action="store_true", help="also time moe_jax.generate")
     parser.add_argument("--small", action="store_true", help="sizes of Qwen3-MoE for a CPU, in f32 or FP8, as a smoke test")
     args = parser.parse_args()
+    if args.update and args.precision == "fp8":
+        parser.error("--update draws its second model in bf16: leave --precision fp8 out")
     config = NAMED_CONFIGS["qwen3-30b-a3b" if args.small else args.config]
     dtype = jnp.dtype(jnp.float32 if args.small else jnp.bfloat16)
     config = replace(config, **(SMALL_IN_FP8 if args.precision == "fp8" else SMALL)) if args.small else config
@@ -84,6 +89,8 @@ def main() -> None:
         time_steps(engine, model if args.with_generate else None, prompts, args.short, args.long)
     if args.load:
         time_load(engine, rng.integers(0, config.vocab_size, args.load[:2]).tolist(), args.load[2])
+    if args.update:
+        time_updates(engine, [random_model(config, dtype, seed=1), model])
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
     print(f"peak {peak:.2f} GiB")
     if args.drafts:
@@ -119,6 +126,25 @@ def time_load(engine: Engine, prompts: list[list[int]], new: int) -> None:
     seconds = time.perf_counter() - began
     steps = engine.stats().num_steps - before.num_steps
     print(f"{len(prompts)} requests: {seconds:.1f} s, {len(prompts) * new / seconds:.0f} output tokens/s, {steps} steps")
+
+
+def time_updates(engine: Engine, models: list) -> None:
+    """Prints the time of some updates, and of a token behind each. The weights of the last model must be the engine's."""
+    prompts, one_token = [[1, 2, 3]], SamplingOptions(max_new_tokens=1, ignore_eos=True)
+
+    def timed(run) -> float:
+        began = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - began)
+
+    def update(model) -> None:
+        engine.update(model)
+        jax.block_until_ready(engine._loop.device._weights)
+
+    timed(lambda: engine.generate(prompts, one_token))
+    for model in models * 3:
+        took, token = timed(lambda model=model: update(model)), timed(lambda: engine.generate(prompts, one_token))
+        print(f"update {took:.1f} ms, a token behind it {token:.1f} ms", flush=True)
 
 
 def device_ms(engine: Engine, sequences: int, position: int) -> float:

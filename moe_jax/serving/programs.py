@@ -108,10 +108,10 @@ def _at_once[Program](
     lower: Callable[[StepShape], Lowered],
     compiled: Callable[[StepShape, Lowered], Program],
 ) -> dict[StepShape, Program]:
-    """Returns the program of each shape: lowered one after the other, and compiled many at a time."""
-    lowered = {shape: lower(shape) for shape in shapes}
+    """Returns the program of each shape: lowered one after the other, and compiled many at a time meanwhile."""
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        return dict(zip(lowered, pool.map(compiled, lowered, lowered.values()), strict=True))
+        programs = {shape: pool.submit(compiled, shape, lower(shape)) for shape in shapes}
+        return {shape: program.result() for shape, program in programs.items()}
 
 
 def num_copies(shape: StepShape) -> int:
