@@ -1,18 +1,12 @@
 """TRL's own loss functions, called without a run: its trainers' methods on objects that have only what those methods read."""
 
+import functools
+import importlib
 import warnings
 from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from trl.experimental.cpo.cpo_trainer import CPOTrainer
-    from trl.experimental.orpo.orpo_trainer import ORPOTrainer
-    from trl.trainer.dpo_trainer import DPOTrainer
-    from trl.trainer.kto_trainer import KTOTrainer
-    from trl.trainer.utils import add_fused_lm_head
 
 ACCELERATOR = SimpleNamespace(
     device=torch.device("cpu"),
@@ -24,9 +18,9 @@ OUTPUTS = "log_probs", "entropy", "mean_logits", "is_top1"
 """The arrays that TRL's losses and metrics read of a model's fused head."""
 
 
-def dpo_trainer(loss_type: str, beta: float, ref_model=None) -> DPOTrainer:
+def dpo_trainer(loss_type: str, beta: float, ref_model=None):
     return _bare(
-        DPOTrainer,
+        _of_trl("trainer.dpo_trainer", "DPOTrainer"),
         loss_types=[loss_type],
         loss_weights=[1.0],
         beta=beta,
@@ -39,9 +33,9 @@ def dpo_trainer(loss_type: str, beta: float, ref_model=None) -> DPOTrainer:
     )
 
 
-def kto_trainer(beta: float, weights=(1.0, 1.0), ref_model=None) -> KTOTrainer:
+def kto_trainer(beta: float, weights=(1.0, 1.0), ref_model=None):
     return _bare(
-        KTOTrainer,
+        _of_trl("trainer.kto_trainer", "KTOTrainer"),
         loss_type="kto",
         calculate_KL=True,
         beta=beta,
@@ -52,14 +46,14 @@ def kto_trainer(beta: float, weights=(1.0, 1.0), ref_model=None) -> KTOTrainer:
     )
 
 
-def orpo_trainer(beta: float) -> ORPOTrainer:
-    return _bare(ORPOTrainer, beta=beta, is_encoder_decoder=False, padding_value=0)
+def orpo_trainer(beta: float):
+    return _bare(_of_trl("experimental.orpo.orpo_trainer", "ORPOTrainer"), beta=beta, is_encoder_decoder=False, padding_value=0)
 
 
-def cpo_trainer(loss_type: str, beta: float, gamma: float = 0.0, label_smoothing: float = 0.0) -> CPOTrainer:
+def cpo_trainer(loss_type: str, beta: float, gamma: float = 0.0, label_smoothing: float = 0.0):
     """SimPO is CPO's loss "simpo" without cross-entropy. Its "sigmoid" of log-ratios is DPO's loss with smoothed labels."""
     return _bare(
-        CPOTrainer,
+        _of_trl("experimental.cpo.cpo_trainer", "CPOTrainer"),
         loss_type=loss_type,
         beta=beta,
         simpo_gamma=gamma,
@@ -73,7 +67,7 @@ def cpo_trainer(loss_type: str, beta: float, gamma: float = 0.0, label_smoothing
 
 def with_fused_head(model):
     """Returns a transformers model whose calls give the arrays that DPO and KTO trainers read."""
-    add_fused_lm_head(model, outputs=OUTPUTS)
+    _of_trl("trainer.utils", "add_fused_lm_head")(model, outputs=OUTPUTS)
     return model.train()
 
 
@@ -105,3 +99,11 @@ def _bare(kind, **attributes):
     model.is_gradient_checkpointing = False
     trainer.__dict__["args"] = SimpleNamespace(gradient_checkpointing_kwargs=None)
     return trainer
+
+
+@functools.cache
+def _of_trl(module: str, name: str):
+    """Returns an object of TRL, whose import takes 4 seconds: processes that run none of these tests save them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return getattr(importlib.import_module(f"trl.{module}"), name)

@@ -14,8 +14,6 @@ from hf_reference import load_ours, reference
 from moe_jax.adapters import load_adapter
 from moe_jax.adapters.targets import targets_of
 
-peft = pytest.importorskip("peft")
-
 RANK, ALPHA = 4, 6.0
 
 
@@ -37,6 +35,7 @@ def of_peft(model, target, factor):
 
 @pytest.mark.filterwarnings("ignore")
 def test_fused_experts_of_peft(tmp_path):
+    peft = pytest.importorskip("peft")
     hf = reference("qwen3_moe", seeds.integer(), num_hidden_layers=2)
     ours, tokens = load_ours(hf), seeds.rng().integers(0, 97, (2, 11))
     config = peft.LoraConfig(

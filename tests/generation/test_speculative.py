@@ -10,7 +10,6 @@ import seeds
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chi2
 
 import moe_jax
 from moe_jax.generation import Drafts, generate_with_drafts
@@ -96,6 +95,9 @@ def test_a_rejected_draft_survives_rounding():
 @pytest.mark.thorough
 def test_sampled_tokens_have_the_models_frequencies():
     """4096 draws of three tokens follow the exact distribution. The counts of drafts follow the overlap of model and module."""
+    # Its import takes a second.
+    from scipy.stats import chi2
+
     model, prompt, sequences = small_model(), [1, 2, 0], 4096
     options = dict(temperature=4.0, top_k=3, top_p=0.95)
     new, drafts = generate_with_drafts(model, [prompt] * sequences, max_new_tokens=3, seed=fresh_seed(), **options)

@@ -14,7 +14,7 @@ from moe_jax.parallel.expert import TRANSPORTS
     "devices, transport",
     [
         *itertools.product([8], TRANSPORTS),
-        (4, "pairwise"),
+        pytest.param(4, "pairwise", marks=pytest.mark.thorough),
         *(pytest.param(2, transport, marks=pytest.mark.thorough) for transport in TRANSPORTS),
     ],
 )

@@ -28,7 +28,7 @@ from moe_jax.parallel.sequence.ring import Expansion
         (4, "nccl", 4, 3 * 3),
         # k, v and their gradients are copies of their own.
         (4, "copies", 2, 3 * 6),
-        (8, "copies", 2, 7 * 6),
+        pytest.param(8, "copies", 2, 7 * 6, marks=pytest.mark.thorough),
     ],
 )
 def test_llama_3_8b_over_h200s(devices, hops, steps, travels):
