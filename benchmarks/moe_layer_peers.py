@@ -114,12 +114,11 @@ def passes_in_jax(system: str, k: int, precision: str = "bf16") -> tuple[Callabl
     import jax
     import jax.numpy as jnp
 
-    experts = _experts_in_jax(system, precision)
+    experts, choose = _experts_in_jax(system, precision), _router_in_jax(system, k)
 
     def layer(x, router, w_gate_up, w_down, *held):
         logits = jnp.einsum("td,ed->te", x, router)
-        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), k)
-        return experts(x, w_gate_up, w_down, weights / weights.sum(axis=1, keepdims=True), chosen, *held)
+        return experts(x, w_gate_up, w_down, *choose(logits.astype(jnp.float32)), *held)
 
     def forward_backward(x, router, w_gate_up, w_down, dy, *held):
         y, backward = jax.vjp(lambda *arrays: layer(*arrays, *held), x, router, w_gate_up, w_down)
@@ -128,6 +127,19 @@ def passes_in_jax(system: str, k: int, precision: str = "bf16") -> tuple[Callabl
         return y, *backward(dy)
 
     return layer, forward_backward
+
+
+def _router_in_jax(system: str, k: int) -> Callable:
+    """Returns a function: logits -> the weights and ids of each token's experts. Ours is the layers' router."""
+    import jax
+
+    from moe_jax.layers.router import route
+
+    def peers(logits):
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), k)
+        return weights / weights.sum(axis=1, keepdims=True), chosen
+
+    return peers if system in IN_JAX else lambda logits: route(logits, k, norm_topk_prob=True)[:2]
 
 
 def _experts_in_fp8(backend: str, precision: str) -> Callable:

@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from moe_jax.kernels.top_k import top_k_indices
 from moe_jax.layers.segments import segment_positions
 from moe_jax.parallel.sequence.attention import ContextParallel
 
@@ -96,7 +97,7 @@ def sequence_balance(
       scores: the router's scores, divided by their sum over the experts.
     """
     num_experts = scores.shape[1]
-    best = lax.top_k(scores, num_experts_per_tok)[1]
+    best = top_k_indices(scores, num_experts_per_tok)
     share = sequences.share(scores.dtype)[:, None]
     f = num_experts / num_experts_per_tok * share * sequences.expert_load(best, num_experts).astype(scores.dtype)
     return jnp.sum(share * f * scores)

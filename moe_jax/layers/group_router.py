@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.precision import at_least_f32
+from moe_jax.kernels.top_k import top_k_indices
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.router import ExpertBias, Router, Routing
 from moe_jax.layers.router_sums import RouterSums
@@ -109,10 +110,11 @@ def route_by_groups(
 
 def _choose(preference: Float[Array, "tokens experts"], num_experts_per_tok: int, rule: GroupRule) -> Int[Array, "tokens k"]:
     """Returns the most preferred experts of the best groups."""
+    tokens = preference.shape[0]
     if rule.groups_per_token < rule.num_groups:
-        by_group = preference.reshape(preference.shape[0], rule.num_groups, -1)
-        group_scores = jax.lax.top_k(by_group, rule.group_score_size)[0].sum(axis=-1)
-        best = jax.lax.top_k(group_scores, rule.groups_per_token)[1]
+        groups = preference.reshape(tokens * rule.num_groups, -1)
+        group_scores = jnp.take_along_axis(groups, top_k_indices(groups, rule.group_score_size), axis=1).sum(axis=1)
+        best = top_k_indices(group_scores.reshape(tokens, -1), rule.groups_per_token)
         is_best = (best[:, :, None] == jnp.arange(rule.num_groups)).any(axis=1)
-        preference = jnp.where(is_best[:, :, None], by_group, -jnp.inf).reshape(preference.shape)
-    return jax.lax.top_k(preference, num_experts_per_tok)[1]
+        preference = jnp.where(is_best.reshape(-1, 1), groups, -jnp.inf).reshape(preference.shape)
+    return top_k_indices(preference, num_experts_per_tok)

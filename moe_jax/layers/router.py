@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.precision import at_least_f32
+from moe_jax.kernels.top_k import top_k_indices
 from moe_jax.kernels.varying import vary_alike
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.linear import normal_parameter
@@ -113,7 +114,7 @@ def route(
     """
     logits = logits.astype(at_least_f32(logits.dtype))
     probabilities = jax.nn.softmax(logits, axis=-1)
-    experts = jax.lax.top_k(probabilities, num_experts_per_tok)[1] if expert_ids is None else expert_ids
+    experts = top_k_indices(probabilities, num_experts_per_tok) if expert_ids is None else expert_ids
     weights = jnp.take_along_axis(probabilities, experts, axis=-1)
     if norm_topk_prob:
         weights = weights / weights.sum(axis=-1, keepdims=True)

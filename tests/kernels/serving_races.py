@@ -1,4 +1,4 @@
-"""The kernels of decoding steps and of strict bits, as cases for the race detector: case(rng) -> (function, arguments)."""
+"""Kernels of decoding steps, routing and strict bits, as cases for the race detector: case(rng) -> (function, arguments)."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +12,7 @@ from moe_jax.kernels.decode.plan_rows import plan_rows, source_rows
 from moe_jax.kernels.decode.route import route_rows
 from moe_jax.kernels.strict.matmul import matmul
 from moe_jax.kernels.strict.rows import gated_silu, log_sum_exp, norm_rows
+from moe_jax.kernels.top_k import _top_k
 
 TOKENS, HIDDEN, EXPERTS = 5, 256, 128
 
@@ -46,6 +47,11 @@ def routes(rng):
     valid = jnp.arange(TOKENS) < 4
     splits = normal(rng, 2, TOKENS, EXPERTS, dtype=jnp.float32)
     return lambda splits: route_rows(splits, valid, k=2, divide_by_sum=True), [splits]
+
+
+def choices(rng):
+    """A tile of rows for each block."""
+    return lambda x: _top_k(x, k=2), [normal(rng, 128, EXPERTS, dtype=jnp.float32)]
 
 
 def plans(rng):
@@ -121,6 +127,7 @@ CASES = {
     "added experts": (added_experts, {"add_experts_norm"}),
     "heads": (heads, {"heads_to_pages"}),
     "routes": (routes, {"route_rows"}),
+    "choices": (choices, {"top_k"}),
     "plans": (plans, {"plan_rows", "source_rows"}),
     "strict products": (products, {"strict_matmul"}),
     "strict rows": (rows_of_logits, {"strict_norm", "strict_gated_silu", "strict_parts", "strict_merge"}),

@@ -128,6 +128,13 @@ for tokens, k, columns in ((32768, 2048, (4096, 512, 512)), (16384, 7168, (576,)
     assert kernels_of_step == 1 + 3 * len(columns), kernels_of_step
 """
 
+TOP_K = """
+from moe_jax.kernels.top_k import top_k_indices
+
+for experts, k in ((128, 8), (256, 8), (256, 22), (32, 2), (8, 4)):
+    compile(lambda x: top_k_indices(x, k), ((16384, experts), f32))
+"""
+
 FP8_ONE_TOKEN = """
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
 
@@ -379,6 +386,11 @@ def test_strict_matmul():
 def test_strict_rows():
     """The kernels of strict bits on rows spill nothing."""
     assert_no_spills(spilled_bytes(STRICT_ROWS), {"strict_parts", "strict_merge", "strict_gated_silu", "strict_norm"})
+
+
+def test_top_k():
+    """A router's choice spills nothing, of 256 experts too."""
+    assert_no_spills(spilled_bytes(TOP_K), {"top_k"})
 
 
 def spilled_bytes(script, *arguments):

@@ -25,8 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16
 
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import GROUPS_LAYOUT, rounded_group
 from moe_jax.kernels.experts.fp8.quantise import GROUP, INVERSE_LARGEST, LEAST_MAXIMUM, QuantisedRows
@@ -47,6 +48,9 @@ STORED = 2
 BLOCKS_PER_CORE = 3
 
 F8 = jnp.float8_e4m3fn
+
+SCALE_OF_ZEROS = LEAST_MAXIMUM * INVERSE_LARGEST
+"""The scale of a row without a token."""
 
 
 class Fp8GatherScratch(NamedTuple):
@@ -98,17 +102,15 @@ def gather_rows(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRow
     inputs = plan.row_of_pair, plan.ends, plan.offsets, x.reshape(tokens * groups, GROUP)
     values, scales = call_varying(run)(*inputs)
     by_token = scales[: tokens * groups].reshape(tokens, groups)
-    return QuantisedRows(values.reshape(plan.num_rows, hidden), _scales_of_rows(by_token.T, plan))
+    # With this layout XLA reads a token's scales together, and turns them in shared memory. It would read them one by one.
+    of_rows = by_token.at[plan.token_of_row].get(mode="fill", fill_value=SCALE_OF_ZEROS)
+    return QuantisedRows(values.reshape(plan.num_rows, hidden), with_layout_constraint(of_rows, Layout((0, 1))).T)
 
 
 def gather_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
     """Returns tokens that were rounded before in expert order, with rows as of `gather_rows`: its values are copied alone."""
-    return QuantisedRows(gather.gather_rows(tokens.values, plan), _scales_of_rows(tokens.scales, plan))
-
-
-def _scales_of_rows(of_tokens: Float[Array, "groups tokens"], plan: Plan) -> Float[Array, "groups rows"]:
-    """Copies the scales of tokens to their rows; a row without a token has those of zeros."""
-    return of_tokens.at[:, plan.token_of_row].get(mode="fill", fill_value=LEAST_MAXIMUM * INVERSE_LARGEST)
+    scales = tokens.scales.at[:, plan.token_of_row].get(mode="fill", fill_value=SCALE_OF_ZEROS)
+    return QuantisedRows(gather.gather_rows(tokens.values, plan), scales)
 
 
 def _round_tokens(rows_ref, offsets_ref, x_ref, out_ref, scales_ref, scratch: Fp8GatherScratch) -> None:
