@@ -116,7 +116,7 @@ def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int) -> _Planned:
         row_alignment=ROW_ALIGNMENT,
         holds_all_tokens=holds_all_tokens,
         expert_of_block=found.expert_of_block,
-        chosen_rows=found.chosen_rows if holds_all_tokens else None,
+        chosen_rows=found.chosen_rows,
         layer=layer,
     )
     if holds_all_tokens:

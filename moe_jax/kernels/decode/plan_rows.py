@@ -42,7 +42,7 @@ class RowsOfExperts(NamedTuple):
     place: Int[Array, "tokens experts"]
     """The number of earlier tokens that chose the expert: a token's row in the expert's blocks."""
     chosen_rows: Int[Array, "experts"]
-    """`Plan.chosen_rows`; not written unless a block holds all tokens."""
+    """`Plan.chosen_rows`."""
 
 
 @partial(jax.jit, static_argnames=("num_blocks", "holds_all_tokens"))
@@ -97,8 +97,7 @@ def plan_rows(
         def plan(count):
             sums = scratch.sums
             sums[pl.ds(0, num_experts)] = plgpu.layout_cast(jnp.zeros(num_experts, jnp.int32), layout)
-            if holds_all_tokens:
-                chosen_rows_ref[pl.ds(0, num_experts)] = count
+            chosen_rows_ref[pl.ds(0, num_experts)] = count if holds_all_tokens else _rows_of_last_block(count)
             own = jnp.minimum(count, 1) if holds_all_tokens else lax.shift_right_logical(count + ROW_ALIGNMENT - 1, BLOCK_BITS)
             up_to, shift = own, 1
             while shift < num_experts:
@@ -130,7 +129,7 @@ def plan_rows(
         pl.when(lax.axis_index("block") == 0)(count_and_plan)
 
     of_tokens = (1, 1) if holds_all_tokens else is_chosen.shape
-    shapes = (num_experts + 1,), (blocks,), of_tokens, (num_experts,) if holds_all_tokens else (1,)
+    shapes = (num_experts + 1,), (blocks,), of_tokens, (num_experts,)
     outputs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     scratch = _PlanScratch(
         plgpu.SMEM((WARPGROUPS, num_experts), jnp.int32),
@@ -150,6 +149,13 @@ class _PlanScratch(NamedTuple):
     """[2 * experts]: zeros, and a row whose sums are formed."""
     counted: Any
     """A barrier: the counts of all warpgroups are there."""
+
+
+def _rows_of_last_block(count):
+    """Returns `Plan.chosen_rows` of experts with `count` rows one behind the other."""
+    in_last = count - lax.shift_right_logical(count - 1, BLOCK_BITS) * ROW_ALIGNMENT
+    bits = [jnp.where(in_last > first, 1 << i, 0) for i, first in enumerate(range(0, ROW_ALIGNMENT, ROWS_OF_A_BIT))]
+    return reduce(jnp.add, bits)
 
 
 def _store_row(place_ref, token, row) -> None:
