@@ -274,7 +274,7 @@ def launch_rows(
         if gathers:
             program = dataclasses.replace(
                 program,
-                begin=lambda coord: read_sources(inputs.operands.source_of_row, coord.row, tile.rows),
+                begin=lambda coord: read_sources(inputs.operands.source_of_row, coord.row, tile.rows, a.shape[0]),
                 also_wait=lambda step: wait_for_copies(scratch.landed, step, tile.stages),
             )
         run_tiles(tiles.count(*inputs.tiles) * column_tiles, program, tile, scratch.pipe)
