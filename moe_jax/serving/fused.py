@@ -8,7 +8,7 @@ A residual sum goes together with the norm behind it: a layer begins with the no
 | paged_attention, merge_splits | attention to the pages; its second kernel where keys are split |
 | a matmul, add_splits | partial sums of the output; x + attention, and its norm |
 | a matmul, route_rows, plan_rows | partial sums of the router's logits; the choice; rows of experts |
-| source_rows | tokens of these rows, if there are more than 64 |
+| place_rows | tokens of these rows, and rows of tokens, if there are more than 64 |
 | gated_matmul, grouped_matmul, add_experts | experts; x + the sum over choices, and the next norm |
 """
 

@@ -8,7 +8,7 @@ from moe_jax.kernels.attention.paged.blocks import QueryBlocks, Splits
 from moe_jax.kernels.attention.paged.merge import merge_splits
 from moe_jax.kernels.decode.add_norm import ExpertRows, add_experts, add_splits
 from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, heads_to_pages
-from moe_jax.kernels.decode.plan_rows import plan_rows, source_rows
+from moe_jax.kernels.decode.plan_rows import place_rows, plan_rows
 from moe_jax.kernels.decode.route import route_rows
 from moe_jax.kernels.strict.matmul import matmul
 from moe_jax.kernels.strict.rows import gated_silu, log_sum_exp, norm_rows
@@ -56,14 +56,15 @@ def choices(rng):
 
 def plans(rng):
     """More tokens than a block has rows, of which most share few experts."""
-    is_chosen = np.zeros((70, EXPERTS), np.int32)
-    is_chosen[np.arange(70), rng.integers(0, 2, 70)] = 1
+    experts, is_chosen = (np.zeros((70, EXPERTS), np.int32) for _ in range(2))
+    experts[:, 0] = rng.integers(0, 2, 70)
+    np.put_along_axis(is_chosen, experts[:, :1], 1, axis=1)
 
-    def f(is_chosen):
+    def f(is_chosen, experts):
         found = plan_rows(is_chosen, jnp.int32(0), num_blocks=6, holds_all_tokens=False)
-        return found, source_rows(is_chosen, found, jnp.int32(0), num_blocks=6)
+        return found, place_rows(is_chosen, experts, found, k=1, num_blocks=6)
 
-    return f, [jnp.asarray(is_chosen)]
+    return f, [jnp.asarray(is_chosen), jnp.asarray(experts)]
 
 
 def products(rng):
@@ -128,7 +129,7 @@ CASES = {
     "heads": (heads, {"heads_to_pages"}),
     "routes": (routes, {"route_rows"}),
     "choices": (choices, {"top_k"}),
-    "plans": (plans, {"plan_rows", "source_rows"}),
+    "plans": (plans, {"plan_rows", "place_rows"}),
     "strict products": (products, {"strict_matmul"}),
     "strict rows": (rows_of_logits, {"strict_norm", "strict_gated_silu", "strict_parts", "strict_merge"}),
     "merged splits": (merged_splits, {"merge_splits"}),

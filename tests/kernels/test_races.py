@@ -112,9 +112,19 @@ def fp8_gathered_rows(rng):
     return lambda x: fp8_mosaic.rows_of_tokens(x, rows), [normal(rng, 96, 256)]
 
 
+def plan_of_eleven(rng):
+    return plan_of_few(jnp.asarray(rng.integers(0, EXPERTS - 1, (11, 2)), jnp.int32), EXPERTS, mosaic.ROW_ALIGNMENT)
+
+
+def few_tokens(rng):
+    """Eleven tokens that each chosen expert reads where they are; rows are stored 8 at a time."""
+    p = plan_of_eleven(rng)
+    return lambda x, w: mosaic.gated_matmul(x, w, p, keep_h=False), [normal(rng, 11, 256), normal(rng, EXPERTS, 512, 256)]
+
+
 def fp8_few_tokens(rng):
-    """Eleven tokens that each chosen expert reads where they are."""
-    p = plan_of_few(jnp.asarray(rng.integers(0, EXPERTS - 1, (11, 2)), jnp.int32), EXPERTS, mosaic.ROW_ALIGNMENT)
+    """`few_tokens` in FP8."""
+    p = plan_of_eleven(rng)
     w = quantise_matrices(normal(rng, EXPERTS, 512, 384))
     return lambda x, *w: fp8_mosaic.grouped_matmul(fp8_mosaic.rows_of_tokens(x, p), QuantisedMatrices(*w), p), [
         normal(rng, 11, 384),
@@ -215,6 +225,7 @@ CASES = {
     "fp8, backward, two blocks": (fp8_gradients(Fp8TileShape(128, 256, 2)), {"fp8_gated_matmul_backward"}),
     "fp8, backward, ping-pong": (fp8_gradients(Fp8TileShape(64, 256, 2, ping_pong=True)), {"fp8_gated_matmul_backward"}),
     "fp8, gathered rows": (fp8_gathered_rows, {"fp8_gather_rows"}),
+    "few tokens": (few_tokens, {"gated_matmul"}),
     "fp8, few tokens": (fp8_few_tokens, {"fp8_round_tokens", "fp8_grouped_matmul"}),
     "fp8, few pairs": (fp8_few_pairs, {"fp8_gated_matmul_of_pairs", "fp8_matmul_of_pairs"}),
     "few pairs": (few_pairs, {"gated_matmul_of_pairs", "matmul_of_pairs"}),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Int
 
 from moe_jax.kernels.decode.add_norm import ExpertRows
-from moe_jax.kernels.decode.plan_rows import plan_rows, source_rows
+from moe_jax.kernels.decode.plan_rows import place_rows, plan_rows
 from moe_jax.kernels.decode.route import TokenChoices
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
@@ -19,7 +19,7 @@ from moe_jax.kernels.experts.routing import Plan, plan
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
 MOST_PLANNED_TOKENS = 256
-"""Tokens for which kernels make the plan; they go through all tokens one after the other. XLA sorts more of them."""
+"""Tokens for which kernels make the plan: registers of `plan_rows` hold their choices. XLA sorts more of them."""
 
 
 def expert_rows(
@@ -89,7 +89,7 @@ class _Planned(NamedTuple):
     """With the fields that matmuls read; of a plan by kernels the others are of the right sizes, and zeros."""
     source_of_row: Int[Array, "rows"] | None
     place: Int[Array, "tokens experts"] | None
-    """`RowsOfExperts.place`; None: token t's row is row t of its expert's block."""
+    """`RowPlaces.place`; None: token t's row is row t of its expert's block."""
 
 
 def _planned_by_xla(chosen: Int[Array, "tokens k"], num_experts: int, layer: Int[Array, ""]) -> _Planned:
@@ -102,8 +102,6 @@ def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int) -> _Planned:
     holds_all_tokens = tokens <= ROW_ALIGNMENT
     # One block more than there may be, because a tile of two blocks may begin at the last block.
     blocks = min(num_experts, tokens * k) + (0 if holds_all_tokens else tokens * k // ROW_ALIGNMENT) + 1
-    # Sources are found for two blocks at a time.
-    blocks += blocks % 2
     found = plan_rows(choice.is_chosen, layer, num_blocks=blocks, holds_all_tokens=holds_all_tokens)
     no_row = jnp.zeros(blocks * ROW_ALIGNMENT, jnp.int32)
     planned = Plan(
@@ -116,10 +114,10 @@ def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int) -> _Planned:
         row_alignment=ROW_ALIGNMENT,
         holds_all_tokens=holds_all_tokens,
         expert_of_block=found.expert_of_block,
-        chosen_rows=found.chosen_rows if holds_all_tokens else None,
+        chosen_rows=found.chosen_rows,
         layer=layer,
     )
     if holds_all_tokens:
         return _Planned(planned, None, None)
-    sources = source_rows(choice.is_chosen, found, layer, num_blocks=blocks)
-    return _Planned(planned, sources, found.place)
+    places = place_rows(choice.is_chosen, choice.experts, found, k=k, num_blocks=blocks)
+    return _Planned(planned, places.source_of_row, places.place)

@@ -65,10 +65,11 @@ def initialize(landed) -> None:
     emit(landed)
 
 
-def read_sources(source_of_row, first_row: jax.Array, rows: int) -> Int[Array, "copies"]:
+def read_sources(source_of_row, first_row: jax.Array, rows: int, num_sources: int) -> Int[Array, "copies"]:
     """Returns the sources of `rows` rows from first_row on, in registers: each thread has the sources of the rows it copies.
 
-    Rows beyond the end of source_of_row take its last entry.
+    Rows beyond the end of source_of_row take its last entry. A source outside [0, num_sources) becomes num_sources.
+    Rows without a token may have any number, and `start_copies` would form an address far away.
     """
     layout = _layout(rows)
     own_rows = rows // ROWS_AT_ONCE
@@ -82,7 +83,8 @@ def read_sources(source_of_row, first_row: jax.Array, rows: int) -> Int[Array, "
         for i in range(own_rows):
             row = arith.minui(arith.addi(own_row, _constant(i * ROWS_AT_ONCE)), last)
             place = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(source_of_row), [arith.extui(_int(I64), row)], _int(I32))
-            sources = llvm.insertelement(sources, llvm.load(_int(I32), place), _constant(i))
+            source = arith.minui(llvm.load(_int(I32), place), _constant(num_sources))
+            sources = llvm.insertelement(sources, source, _constant(i))
         return mgpu.FragmentedArray(_registers=np.array([sources], object), _layout=layout.to_mgpu(), _is_signed=True)
 
     return emit(source_of_row, first_row)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import seeds
 
-from moe_jax.kernels.decode.plan_rows import plan_rows, source_rows
+from moe_jax.kernels.decode.plan_rows import place_rows, plan_rows
 from moe_jax.kernels.experts.routing import plan, plan_of_few
 
 EXPERTS, K, LAYER = 128, 4, 2
@@ -41,8 +41,14 @@ def test_blocks_of_sorted_rows():
     found = plan_rows(is_chosen, jnp.int32(LAYER), num_blocks=num_blocks, holds_all_tokens=False)
     check_blocks(found, expected)
     assert int((expected.offsets[1:] - expected.offsets[:-1]).max()) > 64
-    place = np.take_along_axis(np.asarray(found.place), np.asarray(ids), axis=1)
+    experts = jnp.pad(ids, ((0, 0), (0, EXPERTS - K)))
+    places = place_rows(is_chosen, experts, found, k=K, num_blocks=num_blocks)
+    place = np.take_along_axis(np.asarray(places.place), np.asarray(ids), axis=1)
     np.testing.assert_array_equal(np.asarray(found.offsets)[ids] + place, expected.row_of_pair)
-    sources = source_rows(is_chosen, found, jnp.int32(LAYER), num_blocks=num_blocks)
-    used = int(expected.offsets[-1])
-    np.testing.assert_array_equal(sources[:used], expected.token_of_row[:used])
+    has_token = np.asarray(expected.token_of_row) < tokens
+    np.testing.assert_array_equal(places.source_of_row[has_token], expected.token_of_row[has_token])
+    # Bits of an expert's last block: rows 8 i and on, while they have tokens.
+    in_last = np.asarray(expected.ends - expected.offsets[:-1]) % 64
+    bits = np.where(in_last, (1 << -(-in_last // 8)) - 1, 255)
+    has_rows = np.asarray(expected.ends > expected.offsets[:-1])
+    np.testing.assert_array_equal(np.asarray(found.chosen_rows)[has_rows], bits[has_rows])

@@ -115,7 +115,7 @@ def grouped_matmul(
 ) -> Float[Array, "rows out"]:
     """Returns y[r] = x[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`, where e is row r's expert.
 
-    As `xla.grouped_matmul`, but rows of no expert are left unwritten. Weights of another dtype are cast to x's dtype first.
+    As `xla.grouped_matmul`, but rows without a pair may be left unwritten. Weights of another dtype are cast to x's first.
     `change` is added to the weights, as further steps of the same sum.
     """
     x = _take(x, source_of_row)
@@ -136,9 +136,9 @@ def gated_matmul(
     keep_h: bool = True,
     change: RowsChange | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """Computes `xla.gated_matmul` in one kernel, with the gather by source_of_row in it. Leaves rows of no expert unwritten.
+    """Computes `xla.gated_matmul` in one kernel, with the gather by source_of_row in it.
 
-    `change` is that of `grouped_matmul`; rows must then be in order.
+    Rows without a pair may be left unwritten. `change` is that of `grouped_matmul`; rows must then be in order.
     """
     w, plan = _weights_to_read(w, plan, x.dtype)
     if plan.num_rows == 0:

@@ -17,6 +17,8 @@ Kernels `grouped_matmul`, `grouped_matmul_transposed`, `gated_matmul`, and `gate
               empty[slot]   1 arrival a consumer that reads the slot (2; with ping-pong 1), waited for by the producer
               landed[slot]  with source_of_row: 128 arrivals, one a thread of the producer; waited for with full[slot]
     invariant the rows of a tile belong to one expert; rows below its last block are not stored
+              few tokens: rows behind the last token are not loaded, and 8 rows of a block are stored if one of them has a
+              token (`Plan.chosen_rows`, chosen_rows.py). The others keep what memory held
               an `out` chunk is written again only after the TMA store before it has read it
     time      mainloop.py
 """
@@ -33,6 +35,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels.experts.mosaic.chosen_rows import (
+    ChosenRows,
+    LoadedRows,
+    chosen_rows_of,
+    loaded_rows,
+    store_rows,
+    stored_rows,
+)
 from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord, row_tiles
 from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
 from moe_jax.kernels.experts.routing import Plan
@@ -62,7 +72,7 @@ def matmul(
     transpose: bool,
     change: RowsChange | None = None,
 ) -> Float[Array, "rows n"]:
-    """Returns a[r] @ w[e].T, or a[r] @ w[e] with `transpose`, e = expert of r. Rows of no expert are left unwritten."""
+    """Returns a[r] @ w[e].T, or a[r] @ w[e] with `transpose`, e = expert of r. Rows without a pair may be left unwritten."""
 
     def store(sums, part, write, references):
         (out_ref,) = references.outputs
@@ -167,6 +177,7 @@ class RowsInputs(NamedTuple):
     tiles: tuple[Any, ...]
     """`RowTiles.arrays`."""
     operands: RowsOperands
+    chosen: ChosenRows
     epilogue: Any
 
 
@@ -232,7 +243,7 @@ def launch_rows(
         def store_tile(accumulator, coord, warpgroup):
             written = 0
 
-            def write(part, output, column, values):
+            def write(part, stored, output, column, values):
                 nonlocal written
                 chunk = scratch.out.at[warpgroup, written % epilogue.staged]
                 # The last tile's stores may have used any chunk; during this tile's steps they have long finished.
@@ -240,12 +251,13 @@ def launch_rows(
                 written += 1
                 chunk[...] = values.astype(dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(chunk, output.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(column, CHUNK)])
+                store_rows(chunk, output, part.row, column, stored)
 
             def store(row, part):
                 if row > 0:
                     epilogue.prepare(part, epilogue_refs)
-                epilogue.store(accumulator[row : row + WGMMA_ROWS], part, partial(write, part), epilogue_refs)
+                stored = stored_rows(inputs.chosen, plan, coord, part.row)
+                epilogue.store(accumulator[row : row + WGMMA_ROWS], part, partial(write, part, stored), epilogue_refs)
 
             for row in range(0, tile.warpgroup_rows, WGMMA_ROWS):
                 part, is_of_expert = part_of(coord, warpgroup, row)
@@ -253,9 +265,7 @@ def launch_rows(
 
         program = TileProgram(
             locate=locate,
-            load=partial(
-                _load, inputs.operands, scratch, tile, transpose=transpose, pairs_halves=pairs_halves, reads_tokens=reads_tokens
-            ),
+            load=partial(_load, inputs.operands, scratch, tile, loaded, transpose=transpose, pairs_halves=pairs_halves),
             multiply=partial(_multiply, scratch, tile, transpose=transpose),
             epilogue=store_tile,
             prologue=prologue,
@@ -264,13 +274,13 @@ def launch_rows(
         if gathers:
             program = dataclasses.replace(
                 program,
-                begin=lambda coord: read_sources(inputs.operands.source_of_row, coord.row, tile.rows),
+                begin=lambda coord: read_sources(inputs.operands.source_of_row, coord.row, tile.rows, a.shape[0]),
                 also_wait=lambda step: wait_for_copies(scratch.landed, step, tile.stages),
             )
         run_tiles(tiles.count(*inputs.tiles) * column_tiles, program, tile, scratch.pipe)
 
     gathers = source_of_row is not None
-    reads_tokens = plan.holds_all_tokens and a.shape[0] < plan.num_rows
+    loaded = loaded_rows(plan, tile.rows, a.shape[0])
     swizzled = operand_transforms(dtype)
     scratch = RowsScratch(
         a=plgpu.SMEM((tile.stages, tile.rows, STEP), dtype, transforms=swizzled),
@@ -281,20 +291,20 @@ def launch_rows(
         landed=landing_barriers(tile.stages) if gathers else None,
     )
     kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
-    return kernel(RowsInputs(tiles.arrays, operands, epilogue.inputs))
+    return kernel(RowsInputs(tiles.arrays, operands, chosen_rows_of(plan), epilogue.inputs))
 
 
 def _load(
     operands: RowsOperands,
     scratch: RowsScratch,
     tile: TileShape,
+    loaded: LoadedRows,
     step,
     full_barrier,
     sources,
     *,
     transpose: bool,
     pairs_halves: bool,
-    reads_tokens: bool,
 ) -> None:
     """Starts the copies of one step: rows of a, columns of w."""
     own_steps = operands.a.shape[1] // STEP
@@ -306,8 +316,9 @@ def _load(
             start_copies(operands.a, sources, step.k * STEP, scratch.a.at[step.slot], scratch.landed, step.slot)
         else:
             # Rows beyond a's are read as zeros.
-            rows = pl.ds(0 if reads_tokens else step.coord.row, tile.rows)
-            plgpu.copy_gmem_to_smem(operands.a.at[rows, ks], scratch.a.at[step.slot], full_barrier)
+            rows = pl.ds(0 if loaded.are_tokens else step.coord.row, loaded.number)
+            target = scratch.a.at[step.slot, pl.ds(0, loaded.number)]
+            plgpu.copy_gmem_to_smem(operands.a.at[rows, ks], target, full_barrier)
         _load_columns(operands.w, scratch, tile, step, ks, full_barrier, **options)
 
     def load_change():

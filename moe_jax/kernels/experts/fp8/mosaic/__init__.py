@@ -107,7 +107,7 @@ def experts_of_few_pairs(
 
 
 def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFloat16[Array, "rows out"]:
-    """Computes `xla.grouped_matmul` in one kernel. Rows of no expert are left unwritten."""
+    """Computes `xla.grouped_matmul` in one kernel. Rows without a pair may be left unwritten."""
     columns = w.values.shape[-2]
     if plan.num_rows == 0:
         return jnp.zeros((0, columns), jnp.bfloat16)
@@ -130,7 +130,7 @@ def matmul_of_tokens(x: BFloat16[Array, "tokens k"], w: QuantisedMatrices) -> BF
 def gated_matmul(
     rows: QuantisedRows, w: QuantisedMatrices, plan: Plan, *, keep_h: bool = True
 ) -> tuple[BFloat16[Array, "rows 2*inter"] | None, QuantisedRows]:
-    """Computes `xla.gated_matmul` in one kernel. Rows of no expert are left unwritten."""
+    """Computes `xla.gated_matmul` in one kernel. Rows without a pair may be left unwritten."""
     if plan.num_rows == 0:
         columns = w.values.shape[-2]
         h, act = (jnp.zeros((0, size), jnp.bfloat16) for size in (columns, columns // 2))

@@ -16,8 +16,8 @@ Kernels `fp8_grouped_matmul`, `fp8_gated_matmul`, and `fp8_gated_matmul_backward
                             consumers (with ping-pong full[consumer, slot], waited for by that one)
               empty[slot]   1 arrival a consumer that reads the slot (2; with ping-pong 1), waited for by the producer
     invariant the rows of a tile belong to one expert; rows below its last block are not stored
-              a plan that holds all tokens: rows behind the last token are neither loaded nor stored, and
-              of the others 8 at a time are stored if one of their tokens chose the expert
+              few tokens: rows behind the last token are not loaded, and 8 rows of a block are stored if one of them has a
+              token (`Plan.chosen_rows`, ../../mosaic/chosen_rows.py). The others keep what memory held
               an `out` chunk is written again only after the TMA store before it has read it
               TMA copies scales to multiples of 128 bytes, and from multiples of 16 bytes of a row: anything less stops the
               kernel with "misaligned address" or "illegal instruction" (`column_scales`)
@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16
@@ -49,9 +48,17 @@ from moe_jax.kernels.experts.fp8.mosaic.promoted import (
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows
 from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, EpilogueReferences
+from moe_jax.kernels.experts.mosaic.chosen_rows import (
+    ChosenRows,
+    LoadedRows,
+    chosen_rows_of,
+    loaded_rows,
+    store_rows,
+    stored_rows,
+)
 from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord, row_tiles
 from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
-from moe_jax.kernels.experts.routing import ROWS_OF_A_BIT, Plan
+from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import launch, operand_transforms
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Registers
@@ -61,7 +68,7 @@ F8 = jnp.float8_e4m3fn
 
 @partial(jax.jit, static_argnames="tile")
 def matmul(a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: Fp8TileShape) -> BFloat16[Array, "rows n"]:
-    """Returns a[r] @ w[e].T, e = expert of r. Rows of no expert are left unwritten."""
+    """Returns a[r] @ w[e].T, e = expert of r. Rows without a pair may be left unwritten."""
 
     def store(sums, part, write, references):
         (out_ref,) = references.outputs
@@ -132,26 +139,7 @@ def store_group(group, values_ref, scales_ref, part: "Fp8Part", column, scratch)
         half = scratch.at[part.warpgroup, n % halves]
         half[...] = values[:, n * CHUNK : (n + 1) * CHUNK]
         plgpu.commit_smem()
-        store_rows(half, values_ref, part, column + n * CHUNK)
-
-
-def store_rows(chunk, output, part: "Fp8Part", column) -> None:
-    """Starts the copy of a chunk of 64 rows and CHUNK columns to memory, as one group: all rows, or those of `chosen_rows`."""
-
-    def store(first, rows):
-        target = output.at[pl.ds(part.row + first, rows), pl.ds(column, CHUNK)]
-        plgpu.copy_smem_to_gmem(chunk.at[pl.ds(first, rows)], target, commit_group=False)
-
-    if part.chosen_rows is None:
-        store(0, WGMMA_ROWS)
-    else:
-
-        @pl.loop(0, lax.optimization_barrier(jnp.int32(part.rows // ROWS_OF_A_BIT)))
-        def _rows(bit):
-            first = pl.multiple_of(bit * ROWS_OF_A_BIT, ROWS_OF_A_BIT)
-            pl.when((part.chosen_rows >> bit) & 1 != 0)(partial(store, first, ROWS_OF_A_BIT))
-
-    plgpu.commit_smem_to_gmem_group()
+        store_rows(half, values_ref, part.row, column + n * CHUNK, part.stored)
 
 
 class Fp8Part(NamedTuple):
@@ -162,10 +150,8 @@ class Fp8Part(NamedTuple):
     column: jax.Array
     """The first column, in the whole array; of gate and up counted together."""
     warpgroup: Any
-    rows: int
-    """The first rows of the 64, of which some may be of tokens."""
-    chosen_rows: Any = None
-    """`Plan.chosen_rows` of the expert; None: all rows count."""
+    stored: Any = None
+    """`StoredRows`; None in `prepare`."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +181,7 @@ class Fp8RowsInputs(NamedTuple):
     a: Any
     w: Any
     """Values with scales as `column_scales.in_pieces` returns them."""
-    chosen_rows: Any
-    """`Plan.chosen_rows`, or None."""
+    chosen: ChosenRows
     epilogue: Any
 
 
@@ -234,9 +219,6 @@ def launch_rows(
     # The columns of a tile lie in one piece, or in one of gate and one of up for each warpgroup.
     column_copies = 2 * tile.column_blocks if pairs_halves else 1
     groups_of_copy = tile.columns // column_copies // GROUP
-    # A block of a plan that holds all tokens begins with these.
-    tokens = -(-plan.row_of_pair.shape[0] // ROWS_OF_A_BIT) * ROWS_OF_A_BIT
-    rows_in_use = tokens if plan.holds_all_tokens else WGMMA_ROWS
     assert not plan.holds_all_tokens or tile.rows == WGMMA_ROWS
 
     def body(inputs: Fp8RowsInputs, *references):
@@ -255,7 +237,6 @@ def launch_rows(
                 pl.multiple_of(coord.row, ROW_ALIGNMENT) + first,
                 column_block * tile.warpgroup_columns,
                 warpgroup,
-                rows_in_use,
             ), first < coord.num_rows
 
         def prologue(coord, warpgroup):
@@ -279,24 +260,22 @@ def launch_rows(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 chunk[...] = values.astype(jnp.bfloat16)
                 plgpu.commit_smem()
-                store_rows(chunk, output, part, column)
+                store_rows(chunk, output, part.row, column, part.stored)
 
             def store(row, part):
                 if row > 0:
                     epilogue.prepare(part, epilogue_refs)
+                part = part._replace(stored=stored_rows(inputs.chosen, plan, coord, part.row))
                 own = {place: block for place, block in sums.items() if place.row == row}
                 epilogue.store(own, part, partial(write, part), epilogue_refs)
 
             for row in range(0, tile.warpgroup_rows, WGMMA_ROWS):
                 part, is_of_expert = part_of(coord, warpgroup, row)
-                if inputs.chosen_rows is not None:
-                    expert = lax.rem(coord.expert, jnp.int32(plan.num_experts))
-                    part = part._replace(chosen_rows=inputs.chosen_rows[expert])
                 pl.when(is_of_expert)(partial(store, row, part))
 
         program = PromotedProgram(
             locate=locate,
-            load=partial(_load, inputs, scratch, tile, row_copy, pairs_halves=pairs_halves),
+            load=partial(_load, inputs, scratch, tile, loaded, pairs_halves=pairs_halves),
             multiply=partial(_multiply, scratch, tile),
             factor=factor,
             prologue=prologue,
@@ -305,8 +284,7 @@ def launch_rows(
         )
         run_tiles(tiles.count(*inputs.tiles) * column_tiles, num_slots, program, tile, scratch.pipe, epilogue.registers)
 
-    reads_tokens = plan.holds_all_tokens and a.values.shape[0] < plan.num_rows
-    row_copy = RowCopy(reads_tokens, rows_in_use if plan.holds_all_tokens else tile.rows)
+    loaded = loaded_rows(plan, tile.rows, a.values.shape[0])
     swizzled = operand_transforms(F8, STEP)
     scratch = Fp8RowsScratch(
         a=plgpu.SMEM((tile.stages, tile.rows, tile.steps_of_slot * STEP), F8, transforms=swizzled),
@@ -321,23 +299,14 @@ def launch_rows(
     )
     kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
     w = QuantisedMatrices(w.values, in_pieces(w.scales))
-    return kernel(Fp8RowsInputs(tiles.arrays, a, w, plan.chosen_rows, epilogue.inputs))
-
-
-class RowCopy(NamedTuple):
-    """The rows of a that are copied for a tile."""
-
-    reads_tokens: bool
-    """They are the tokens, of which all tiles read the same; else the rows of the tile's block."""
-    rows: int
-    """Rows of the slot from its first on. The others keep what they had, and their sums are not stored."""
+    return kernel(Fp8RowsInputs(tiles.arrays, a, w, chosen_rows_of(plan), epilogue.inputs))
 
 
 def _load(
     inputs: Fp8RowsInputs,
     scratch: Fp8RowsScratch,
     tile: Fp8TileShape,
-    row_copy: RowCopy,
+    loaded: LoadedRows,
     coord: TileCoord,
     k,
     slot,
@@ -348,8 +317,8 @@ def _load(
     """Starts the copies of the steps of one slot: rows of a, columns of w, and the scales of both."""
     steps, w, w_scales = tile.steps_of_slot, inputs.w.values, inputs.w.scales
     ks = pl.ds(k * steps * STEP, steps * STEP)
-    rows = pl.ds(0 if row_copy.reads_tokens else pl.multiple_of(coord.row, ROW_ALIGNMENT), row_copy.rows)
-    slot_rows = pl.ds(0, row_copy.rows)
+    rows = pl.ds(0 if loaded.are_tokens else pl.multiple_of(coord.row, ROW_ALIGNMENT), loaded.number)
+    slot_rows = pl.ds(0, loaded.number)
     a, a_scales = inputs.a
     plgpu.copy_gmem_to_smem(a.at[rows, ks], scratch.a.at[slot, slot_rows], full_barrier)
     for step in range(steps):

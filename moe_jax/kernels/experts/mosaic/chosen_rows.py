@@ -1,0 +1,95 @@
+"""The rows of few tokens, in blocks of 64 of which most are of no token.
+
+A matmul loads no row behind the last token. It stores 8 rows at a time, if one of them has a token (`Plan.chosen_rows`).
+In shared memory 8 rows are a tile, which one copy moves.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord
+from moe_jax.kernels.experts.routing import ROWS_OF_A_BIT, Plan
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
+
+
+class ChosenRows(NamedTuple):
+    """The arrays of a plan that say which rows of a block are stored; None where that needs none."""
+
+    bits: Any
+    """`Plan.chosen_rows`. None: all rows of all blocks are stored."""
+    offsets: Any
+    """`Plan.offsets`. None: each expert has one block at most."""
+
+
+def chosen_rows_of(plan: Plan) -> ChosenRows:
+    """Returns the arrays that a kernel takes among its inputs."""
+    one_block = plan.chosen_rows is None or plan.holds_all_tokens
+    return ChosenRows(plan.chosen_rows, None if one_block else plan.offsets)
+
+
+class StoredRows(NamedTuple):
+    """The rows of a block that are stored."""
+
+    bits: Any
+    """Rows 8 i to 8 i + 7 are stored if bit i is set. None: all rows."""
+    num_bits: int
+    """The number of bits that may be set."""
+
+
+def stored_rows(chosen: ChosenRows, plan: Plan, coord: TileCoord, row) -> StoredRows:
+    """Returns the rows that are stored of the tile's block that begins at `row`. `chosen` has references."""
+    num_bits = _rows_in_use(plan) // ROWS_OF_A_BIT
+    if chosen.bits is None:
+        return StoredRows(None, num_bits)
+    expert = lax.rem(coord.expert, jnp.int32(plan.num_experts))
+    bits = chosen.bits[expert]
+    if chosen.offsets is not None:
+        # Blocks before the expert's last one are full.
+        bits = jnp.where(row + ROW_ALIGNMENT == chosen.offsets[expert + 1], bits, -1)
+    return StoredRows(bits, num_bits)
+
+
+def store_rows(chunk, output, row, column, stored: StoredRows) -> None:
+    """Starts to copy a chunk of 64 rows in shared memory to output[row : row + 64, column : ...], as one group of copies."""
+
+    def store(first, rows):
+        target = output.at[pl.ds(row + first, rows), pl.ds(column, chunk.shape[1])]
+        plgpu.copy_smem_to_gmem(chunk.at[pl.ds(first, rows)], target, commit_group=False)
+
+    if stored.bits is None:
+        store(0, chunk.shape[0])
+    else:
+        # The barrier hides the number from the compiler: the loop unrolled makes kernels in FP8 spill 44 bytes.
+        @pl.loop(0, lax.optimization_barrier(jnp.int32(stored.num_bits)))
+        def _rows(bit):
+            first = pl.multiple_of(bit * ROWS_OF_A_BIT, ROWS_OF_A_BIT)
+            pl.when((stored.bits >> bit) & 1 != 0)(partial(store, first, ROWS_OF_A_BIT))
+
+    plgpu.commit_smem_to_gmem_group()
+
+
+class LoadedRows(NamedTuple):
+    """The rows of a that are loaded for a tile."""
+
+    are_tokens: bool
+    """They are the tokens, of which all tiles read the same; else the rows of the tile's block."""
+    number: int
+    """Rows of the slot from its first on. The others keep what they had, and their sums are not stored."""
+
+
+def loaded_rows(plan: Plan, height: int, num_sources: int) -> LoadedRows:
+    """Returns the rows that tiles of this height load from an array of `num_sources` rows."""
+    if not plan.holds_all_tokens:
+        return LoadedRows(False, height)
+    return LoadedRows(num_sources < plan.num_rows, _rows_in_use(plan))
+
+
+def _rows_in_use(plan: Plan) -> int:
+    """Returns the number of a block's rows, from its first on, that may be of tokens."""
+    tokens = plan.row_of_pair.shape[0]
+    return -(-tokens // ROWS_OF_A_BIT) * ROWS_OF_A_BIT if plan.holds_all_tokens else ROW_ALIGNMENT
