@@ -3,9 +3,9 @@
     python benchmarks/decoding_parts.py kernels     # a step by kernel: 12 layers, 1, 16, 64 and 256 sequences, by the profiler
     python benchmarks/decoding_parts.py launches    # 48 layers with narrow experts: what the host's launches cost
     python benchmarks/decoding_parts.py loads       # a layer's experts loaded by TMA, by the shape of the boxes, not multiplied
-    python benchmarks/decoding_parts.py matmuls     # projections as partial sums, by the number of parts
+    python benchmarks/decoding_parts.py matmuls     # projections as partial sums: by XLA in 1 to 8 parts, and as in the engine
 
-`--small` takes sizes for a CPU, as a smoke test of the first two.
+`--small` takes sizes for a CPU, as a smoke test of all but `loads`.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.profiler import ProfileData
 
 from moe_jax.config import NAMED_CONFIGS
+from moe_jax.kernels.decode.project import project
 from moe_jax.kernels.hopper.launch import launch, operand_transforms
 from moe_jax.models.random_weights import random_model
 from moe_jax.serving.drawing import draw_program
@@ -40,7 +41,10 @@ from moe_jax.serving.weights import take_apart
 CONTEXT = 128
 SMALL = dict(hidden_size=64, num_experts=8, moe_intermediate_size=64, vocab_size=512)
 BOXES = (256, 64), (128, 64), (64, 64), (128, 128), (64, 256), (32, 256), (16, 256), (16, 512), (8, 1024)
-MATRICES = {"q, k, v": (5120, 2048), "o": (2048, 4096), "router": (128, 2048)}
+MATRICES = {"q, k, v": ((4096, 512, 512), 2048), "o": ((2048,), 4096), "router": ((128,), 2048)}
+"""The rows of a projection's matrices, and its summands."""
+
+SMALL_MATRICES = {"q, k, v": ((128, 64, 64), 512)}
 
 
 def main() -> None:
@@ -112,18 +116,23 @@ def kernels(small: bool) -> None:
     for sequences in (1, 4) if small else (1, 16, 64, 256):
         run = DecodingStep(model, sequences, copies=2, writes_over=True)
         print(f"{sequences} sequences: {1e3 * seconds_of(run):.3f} ms")
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                jax.block_until_ready([run() for _ in range(3)])
-            files = list(Path(folder).rglob("*.xplane.pb"))
-            planes = [plane for file in files for plane in ProfileData.from_file(str(file)).planes]
-        nanoseconds = collections.Counter[str]()
-        for line in (line for plane in planes if plane.name.startswith("/device:GPU:0") for line in plane.lines):
-            if line.name.startswith("Stream"):
-                for event in line.events:
-                    nanoseconds[re.sub(r"[._]\d+$", "", event.name)[:60]] += event.duration_ns
-        for name, time_ns in nanoseconds.most_common(16):
-            print(f"  {time_ns / 3e3:9.1f} us a step  {name}")
+        for name, time_us in microseconds_of_kernels(run).most_common(16):
+            print(f"  {time_us:9.1f} us a step  {name}")
+
+
+def microseconds_of_kernels(run: Callable, calls: int = 3) -> collections.Counter[str]:
+    """Returns the time of a call's kernels by name, by the profiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready([run() for _ in range(calls)])
+        files = list(Path(folder).rglob("*.xplane.pb"))
+        planes = [plane for file in files for plane in ProfileData.from_file(str(file)).planes]
+    microseconds = collections.Counter[str]()
+    for line in (line for plane in planes if plane.name.startswith("/device:GPU:0") for line in plane.lines):
+        if line.name.startswith("Stream"):
+            for event in line.events:
+                microseconds[re.sub(r"[._]\d+$", "", event.name)[:60]] += event.duration_ns / 1e3 / calls
+    return microseconds
 
 
 def launches(small: bool) -> None:
@@ -196,28 +205,34 @@ def load_by_boxes(w: jax.Array, box: tuple[int, int]) -> jax.Array:
 
 
 def matmuls(small: bool) -> None:
-    """Prints the time of a matmul of few tokens as partial sums; one part leaves the choice to XLA."""
-    del small
-    for name, (columns, summands) in MATRICES.items():
+    """Prints the time of a projection's kernels, by XLA and as the engine computes it; one part leaves the choice to XLA."""
+    for name, (heights, summands) in (SMALL_MATRICES if small else MATRICES).items():
         # Together they do not fit the L2 cache.
-        ws = [jnp.full((columns, summands), 0.01 * i, jnp.bfloat16) for i in range(12 if columns > 128 else 128)]
-        for tokens in (1, 16, 64, 256):
+        number = 2 if small else 128 if name == "router" else 12
+        layers = [[jnp.full((n, summands), 0.01 * i, jnp.bfloat16) for n in heights] for i in range(number)]
+        ways = {f"{parts} parts": functools.partial(by_xla, parts=parts) for parts in (1, 2, 4, 8)} | {"project": project}
+        for tokens in (1, 2, 16, 64, 128, 256):
             times = []
-            for parts in (1, 2, 4, 8):
+            for way, multiply in ways.items():
 
-                def of_all(x, ws, parts=parts):
+                def of_all(x, layers, multiply=multiply):
                     sums = []
-                    for w in ws:
-                        shapes = ((len(a), parts, -1) for a in (x, w))
-                        a, b = (array.reshape(shape) for array, shape in zip((x, w), shapes, strict=True))
-                        y = jnp.einsum("nsk,osk->sno", a, b, preferred_element_type=jnp.float32)
+                    for weights in layers:
+                        y = multiply(x, *weights)
                         x = lax.optimization_barrier((x, y))[0]
                         sums.append(y[0, 0, 0])
                     return jnp.stack(sums)
 
-                run = functools.partial(jax.jit(of_all), jnp.ones((tokens, summands), jnp.bfloat16), ws)
-                times.append(f"{parts} parts {1e6 * seconds_of(run) / len(ws):.1f} us")
-            print(f"{name}, {tokens} tokens: {', '.join(times)}")
+                run = functools.partial(jax.jit(of_all), jnp.ones((tokens, summands), jnp.bfloat16), layers)
+                jax.block_until_ready([run() for _ in range(3)])
+                times.append(f"{way} {microseconds_of_kernels(run).total() / number:.2f} us")
+            print(f"{name}, {tokens} tokens: {', '.join(times)}", flush=True)
+
+
+def by_xla(x: jax.Array, *weights: jax.Array, parts: int) -> jax.Array:
+    """Computes `project` by XLA, with this number of parts."""
+    x, w = (a.reshape(len(a), parts, -1) for a in (x, jnp.concatenate(weights)))
+    return jnp.einsum("nsk,osk->sno", x, w, preferred_element_type=jnp.float32)
 
 
 def seconds_of(run: Callable, calls: int = 20) -> float:

@@ -1,6 +1,7 @@
 """The layers of a decoding step of Qwen3 and Qwen3-MoE on Hopper, with the fewest kernels: `kernels.decode` between matmuls.
 
 A residual sum goes together with the norm behind it: a layer begins with the norm of its input, and ends with the next one's.
+A matmul is `project_tokens` where that is faster, and XLA's for one token or few columns (`kernels.decode.project`).
 
 | kernels of a layer | what they compute |
 |---|---|
@@ -24,8 +25,8 @@ from moe_jax.config import ModelConfig, Qwen3Config, Qwen3MoeConfig
 from moe_jax.kernels.decode.add_norm import AddedNorm, ExpertRows, add_experts, add_splits
 from moe_jax.kernels.decode.experts import MOST_PLANNED_TOKENS, expert_rows, expert_rows_in_fp8
 from moe_jax.kernels.decode.heads import HEAD_DIM, HeadNorms, NewTokens, heads_to_pages
+from moe_jax.kernels.decode.project import project as project_in_splits
 from moe_jax.kernels.decode.route import TokenChoices, route_rows
-from moe_jax.kernels.decode.rows import matmul_in_splits
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS
@@ -116,7 +117,7 @@ def _layer(
     next_norm: Float[Array, "hidden"],
 ) -> tuple[AddedNorm, LayerPages, Int[Array, "tokens k"] | None]:
     """Returns the residual stream behind the layer and its next norm, the layer's pages, and its tokens' experts."""
-    layer, project = layer_module(served, stage, weights), _strict_project if served.strict else matmul_in_splits
+    layer, project = layer_module(served, stage, weights), _strict_project if served.strict else project_in_splits
     attended, pages = _attended(layer.self_attn, state.normed, new, attend, project)
     norm = layer.post_attention_layernorm
     state = add_splits(state.x, attended, norm.weight[...], eps=norm.eps)

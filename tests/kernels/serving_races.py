@@ -10,6 +10,8 @@ from moe_jax.kernels.decode.add_norm import ExpertRows, add_experts, add_splits
 from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, heads_to_pages
 from moe_jax.kernels.decode.plan_rows import place_rows, plan_rows
 from moe_jax.kernels.decode.route import route_rows
+from moe_jax.kernels.hopper.mainloop import TileShape
+from moe_jax.kernels.split_matmul import split_matmul
 from moe_jax.kernels.strict.matmul import matmul
 from moe_jax.kernels.strict.rows import gated_silu, log_sum_exp, norm_rows
 from moe_jax.kernels.top_k import _top_k
@@ -73,6 +75,13 @@ def products(rng):
     return lambda *arrays: matmul(*arrays, out_dtype=jnp.float32), arrays
 
 
+def products_in_parts(rng):
+    """Parts of one step and of two, several tiles, and chunks of results that take turns in two buffers."""
+    arrays = normal(rng, 9, 192), normal(rng, 128, 192), normal(rng, 64, 192)
+    tile = TileShape(64, 128, 2)
+    return lambda x, *weights: split_matmul("project_tokens", x, weights, jnp.float32, tile, 2), arrays
+
+
 def rows_of_logits(rng):
     def f(x, weight, h, logits):
         return norm_rows(x, weight, eps=1e-6), gated_silu(h, dtype=x.dtype), log_sum_exp(logits)
@@ -131,6 +140,7 @@ CASES = {
     "choices": (choices, {"top_k"}),
     "plans": (plans, {"plan_rows", "place_rows"}),
     "strict products": (products, {"strict_matmul"}),
+    "products in parts": (products_in_parts, {"project_tokens"}),
     "strict rows": (rows_of_logits, {"strict_norm", "strict_gated_silu", "strict_parts", "strict_merge"}),
     "merged splits": (merged_splits, {"merge_splits"}),
 }

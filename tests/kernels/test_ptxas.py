@@ -270,6 +270,16 @@ for rows, k, n in ((1, 4096, 2048), (64, 2048, 5120), (256, 2048, 128), (1, 2048
     compile(lambda *a: matmul(*a, out_dtype=f32), ((rows, 2048), bf16), *matrices)
 """
 
+PROJECTIONS = """
+from moe_jax.kernels.decode.project import project
+
+# Each of the five kinds of tiles that the rule chooses.
+for tokens in (2, 128, 256):
+    matrices = [((n, 2048), bf16) for n in (4096, 512, 512)]
+    compile(project, ((tokens, 2048), bf16), *matrices)
+    compile(project, ((tokens, 4096), bf16), ((2048, 4096), bf16))
+"""
+
 STRICT_ROWS = """
 from moe_jax.kernels.strict.rows import gated_silu, log_sum_exp, norm_rows
 
@@ -376,6 +386,11 @@ def test_paged_attention():
 def test_paged_latents():
     """Attention to pages of latents spills nothing, with any number of heads and queries."""
     assert_no_spills(spilled_bytes(PAGED_LATENTS), {"paged_latents", "paged_latents_split", "merge_splits"})
+
+
+def test_projections():
+    """The projections of a decoding step spill nothing."""
+    assert_no_spills(spilled_bytes(PROJECTIONS), {"project_tokens"})
 
 
 def test_strict_matmul():

@@ -70,7 +70,7 @@ def heads_to_pages(
     """Returns rotated queries, and the pages with rotated keys and values written, in place.
 
     Args:
-      splits: partial sums (`rows.matmul_in_splits`) of all heads' columns: queries, then keys, then values.
+      splits: partial sums (`project.project`) of all heads' columns: queries, then keys, then values.
     """
     (_, tokens, columns), kv_heads, dtype = splits.shape, keys.shape[1], keys.dtype
     all_heads = columns // HEAD_DIM

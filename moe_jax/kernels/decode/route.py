@@ -29,7 +29,7 @@ class TokenChoices(NamedTuple):
 def route_rows(
     splits: Float[Array, "splits tokens experts"], valid: Bool[Array, "tokens"], *, k: int, divide_by_sum: bool
 ) -> TokenChoices:
-    """Computes `layers.router.route` of logits that come as partial sums (`rows.matmul_in_splits`).
+    """Computes `layers.router.route` of logits that come as partial sums (`project.project`).
 
     Of equal probabilities the expert with the smaller number comes first, as in `lax.top_k`. A token that is not valid chooses
     no expert: each of its ids is the number of experts.
