@@ -1,6 +1,7 @@
 """The pages keep their promises: snippets run, commands parse, numbers stand where links say, the site has no dead link."""
 
 import ast
+import fcntl
 import importlib
 import itertools
 import logging
@@ -92,11 +93,16 @@ MODULES = [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site as `make docs` builds it."""
-    folder = tmp_path_factory.mktemp("site")
-    done = build(ROOT, folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    """The site as `make docs` builds it, once for all test processes."""
+    room = tmp_path_factory.getbasetemp()
+    room = room.parent if "PYTEST_XDIST_WORKER" in os.environ else room
+    with (room / "site.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (room / "site").exists():
+            done = build(ROOT, room / "unfinished")
+            assert done.returncode == 0, done.stdout + done.stderr
+            (room / "unfinished").rename(room / "site")
+    return room / "site"
 
 
 def build(root: Path, folder: Path) -> subprocess.CompletedProcess:

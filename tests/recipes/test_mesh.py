@@ -83,13 +83,11 @@ for refused in (partial(run, "moved", moved, shadow_experts=5), partial(run, "re
         print(error)
 np.testing.assert_allclose(run("moved", moved, shadow_experts=2), one, rtol=1e-4)
 
-# The optimizer's state in parts over data; the second half of one run on a mesh without data.
+# The optimizer's state in parts over data; a second half of the run is on a mesh without data.
 over_data = moe_jax.parallel.make_mesh(data=2, fsdp=2)
-parts = run("parts", over_data, shard_optimizer=True)
-np.testing.assert_allclose(parts, one, rtol=1e-4)
-run("parts resumed", over_data, shard_optimizer=True, stop_after=3)
-shutil.copytree(folder + "/parts resumed", folder + "/parts moved")
-assert run("parts resumed", over_data, shard_optimizer=True) == parts
+run("parts", over_data, shard_optimizer=True, stop_after=3)
+shutil.copytree(folder + "/parts", folder + "/parts moved")
+np.testing.assert_allclose(run("parts", over_data, shard_optimizer=True), one, rtol=1e-4)
 np.testing.assert_allclose(run("parts moved", mesh), one, rtol=1e-4)
 
 # As even as so few experts are, they would often stay where they are.

@@ -20,6 +20,8 @@ from moe_jax.serving.strict import refusal
 from moe_jax.serving.strict_log_probs import strict_log_probs
 
 CONFIG = replace(FUSED_CONFIG, vocab_size=128)
+ONE_LAYER = replace(CONFIG, num_hidden_layers=1, mlp_only_layers=(), max_window_layers=0)
+"""The second layer of CONFIG, which has experts and a window. Thorough tests have both layers."""
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +29,20 @@ def model():
     return moe_jax.from_config(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
 
-def test_whole_sequences(model):
+@pytest.fixture(scope="module")
+def one_layer():
+    return moe_jax.from_config(ONE_LAYER, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+
+def test_whole_sequences(one_layer):
     """A sequence has the same bits beside others and as a prefix, and about the model's log-probabilities."""
     tokens = jnp.asarray(seeds.rng().integers(0, CONFIG.vocab_size, (2, 70)), jnp.int32)
-    found = np.asarray(strict_log_probs(model, tokens))
-    expected = jnp.take_along_axis(nnx.log_softmax(model(tokens).logits[:, :-1]), tokens[:, 1:, None], axis=2)[..., 0]
+    found = np.asarray(strict_log_probs(one_layer, tokens))
+    expected = jnp.take_along_axis(nnx.log_softmax(one_layer(tokens).logits[:, :-1]), tokens[:, 1:, None], axis=2)[..., 0]
     # Some tokens choose another expert.
     assert np.abs(found - expected).mean() < 0.03
     # As many tokens as in `test_update`, whose program is this one.
-    np.testing.assert_array_equal(strict_log_probs(model, tokens[1:, :8]), found[1:, :7])
+    np.testing.assert_array_equal(strict_log_probs(one_layer, tokens[1:, :8]), found[1:, :7])
 
 
 @pytest.mark.thorough
@@ -63,20 +70,20 @@ def small_engine(model, *, sequences):
     return Engine(model, limits=limits, strict=True)
 
 
-def test_update(model):
+def test_update(one_layer):
     """An update by the gradient at a ratio of exactly 1 makes a drawn answer likelier, to the updated model's bits."""
     prompt = seeds.rng().integers(0, CONFIG.vocab_size, 5).tolist()
     options = SamplingOptions(max_new_tokens=3, ignore_eos=True, temperature=1.0, seed=0, logprobs=0)
-    with closing(small_engine(model, sequences=1)) as engine:
+    with closing(small_engine(one_layer, sequences=1)) as engine:
         ((answer,),) = engine.generate([prompt], options)
         tokens, sampled = jnp.asarray([prompt + answer.tokens], jnp.int32), jnp.asarray(answer.logprobs, jnp.float32)
 
         def objective(model):
             return jnp.exp(strict_log_probs(model, tokens)[0, len(prompt) - 1 :] - sampled).mean()
 
-        ratio, gradients = nnx.value_and_grad(objective)(model)
+        ratio, gradients = nnx.value_and_grad(objective)(one_layer)
         assert ratio == 1
-        graphdef, params = nnx.split(model)
+        graphdef, params = nnx.split(one_layer)
         # A step of a fixed length: a longer one may overshoot.
         rate = 0.3 / optax.tree.norm(gradients)
         updated = nnx.merge(graphdef, jax.tree.map(lambda p, g: p + (rate * g).astype(p.dtype), params, gradients))
@@ -130,9 +137,9 @@ def test_refused(reason):
     assert reason in (refusal(REFUSED[reason], jnp.bfloat16) or "")
 
 
-def test_refused_model(model):
+def test_refused_model(one_layer):
     assert refusal(CONFIG, jnp.bfloat16) is None
     with pytest.raises(ValueError, match="computes in bfloat16 and float16"):
         Engine(moe_jax.from_config(CONFIG, rngs=nnx.Rngs(0)), strict=True)
     with pytest.raises(ValueError, match="drafts"):
-        Engine(model, strict=True, drafts=1)
+        Engine(one_layer, strict=True, drafts=1)
