@@ -44,8 +44,9 @@ CONFIG = Qwen3MoeConfig(
 """The second layer has a window."""
 
 
-def _model(seed, in_fp8):
-    made = moe_jax.from_config(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(seed))
+def _model(seed, in_fp8, dense_layers=1):
+    config = replace(CONFIG, mlp_only_layers=tuple(range(dense_layers)))
+    made = moe_jax.from_config(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(seed))
     if in_fp8:
         for _, module in nnx.iter_modules(made):
             if isinstance(module, Experts):
@@ -79,12 +80,16 @@ def test_equal_modules(monkeypatch, in_fp8):
     np.testing.assert_array_equal(fused_state.experts[3, 0], state.experts[3, 0])
 
 
-@pytest.mark.parametrize("most_planned_tokens", [64, 256])
-def test_chunks_equal_modules(monkeypatch, most_planned_tokens):
-    """A decoding row beside two chunks and padding, as a step of many tokens and as one of few."""
+@pytest.mark.parametrize(
+    "most_planned_tokens, dense_layers",
+    [(64, 2), *(pytest.param(most, 1, marks=pytest.mark.thorough) for most in (64, 256))],
+    ids=["many tokens", "many tokens, with experts", "few tokens, with experts"],
+)
+def test_chunks_equal_modules(monkeypatch, most_planned_tokens, dense_layers):
+    """A decoding row beside two chunks and padding."""
     monkeypatch.setattr(fused, "MOST_PLANNED_TOKENS", most_planned_tokens)
     monkeypatch.setattr(experts, "MOST_PLANNED_TOKENS", most_planned_tokens)
-    served, weights = take_apart(_model(0, in_fp8=False))
+    served, weights = take_apart(_model(0, in_fp8=False, dense_layers=dense_layers))
     shape = StepShape(1, 64, 2, 2)
     rows = empty_rows(shape)
     rows.decode_slots[:], rows.decode_positions[:] = 0, 5

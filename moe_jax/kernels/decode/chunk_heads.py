@@ -144,12 +144,9 @@ class _Scratch(NamedTuple):
 
 def _scale(head_smem, eps: float):
     """Returns the factor of each row with which the mean of its squares is 1."""
-    total = None
-    for start in range(0, HEAD_DIM, PIECE):
-        part = head_smem[:, pl.ds(start, PIECE)].astype(jnp.float32)
-        squares = (part * part).sum(axis=1)
-        total = squares if total is None else total + squares
-    return lax.rsqrt(total / HEAD_DIM + eps)
+    parts = [head_smem[:, pl.ds(start, PIECE)].astype(jnp.float32) for start in range(0, HEAD_DIM, PIECE)]
+    squares = [(part * part).sum(axis=1) for part in parts]
+    return lax.rsqrt(sum(squares[1:], start=squares[0]) / HEAD_DIM + eps)
 
 
 def _normed(head_smem, scale, weight_ref, columns):

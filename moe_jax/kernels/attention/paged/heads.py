@@ -192,8 +192,8 @@ class _Attention(NamedTuple):
         if tokens is None:
             plgpu.copy_smem_to_gmem(scratch.out.at[pl.ds(0, self.rows)], out_ref.at[block, split, head])
         for i, token in enumerate(tokens or ()):
-            store = partial(plgpu.copy_smem_to_gmem, scratch.out.at[self.rows_of(i)])
-            pl.when(token < out_ref.shape[0])(lambda store=store, token=token: store(out_ref.at[token, head]))
+            own = scratch.out.at[self.rows_of(i)], out_ref.at[token, head]
+            pl.when(token < out_ref.shape[0])(partial(plgpu.copy_smem_to_gmem, *own))
         if lse_ref is not None:
             lse_ref[block, split, head] = sums.lse()
 
