@@ -1,4 +1,4 @@
-"""Adapters in an engine: factors as steps read them, and the reasons why a model's decoding steps run its modules."""
+"""Adapters in an engine: factors as steps read them, and the reasons why a model's steps run its modules."""
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -36,7 +36,7 @@ def behind_norm(frame: nnx.Dict, hidden: Float[Array, "tokens hidden"]) -> Float
 
 
 def unfused_reason(model: Decoder) -> str | None:
-    """Returns the reason why the kernels of `fused` do not decode with these weights; None if the weights are no reason."""
+    """Returns the reason why the kernels of `fused` do not compute with these weights; None if the weights are no reason."""
     if has_adapters(model):
         return "an adapter lies beside the weights"
     if model.precision is None and is_quantised(nnx.state(model)):

@@ -76,7 +76,7 @@ class Device:
         served, weights = take_apart(model, drafts=drafts, take_over=take_over, mesh=self.placement.mesh)
         self.served = served._replace(strict=strict)
         if served.unfused is not None:
-            _logger.info("decoding steps run the model's modules, without the fused kernels: %s", served.unfused)
+            _logger.info("steps run the model's modules, without the fused kernels: %s", served.unfused)
         # JAX compiles again for arrays that are bound to a device where others were not: all are, from the beginning.
         weights = self.placement.place(weights)
         # Flat: to flatten the states of all layers again in each step takes the host longer than the step takes the device.

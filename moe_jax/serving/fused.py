@@ -1,4 +1,4 @@
-"""The layers of a decoding step of Qwen3 and Qwen3-MoE on Hopper, with the fewest kernels: `kernels.decode` between matmuls.
+"""The layers of a step of Qwen3 and Qwen3-MoE on Hopper, with the fewest kernels: `kernels.decode` between matmuls.
 
 A residual sum goes together with the norm behind it: a layer begins with the norm of its input, and ends with the next one's.
 A matmul is `project_tokens` where that is faster, and XLA's for one token or few columns (`kernels.decode.project`).
@@ -11,6 +11,9 @@ A matmul is `project_tokens` where that is faster, and XLA's for one token or fe
 | a matmul, route_rows, plan_rows | partial sums of the router's logits; the choice; rows of experts |
 | place_rows | tokens of these rows, and rows of tokens, if there are more than 64 |
 | gated_matmul, grouped_matmul, add_experts | experts; x + the sum over choices, and the next norm |
+
+With more than MOST_PLANNED_TOKENS tokens, of chunks of prompts, all matmuls but the router's write whole sums in the model's
+dtype. chunk_heads_to_pages then takes the place of heads_to_pages, and XLA sorts the rows of experts.
 """
 
 from collections.abc import Callable
@@ -23,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import ModelConfig, Qwen3Config, Qwen3MoeConfig
 from moe_jax.kernels.decode.add_norm import AddedNorm, ExpertRows, add_experts, add_splits
+from moe_jax.kernels.decode.chunk_heads import chunk_heads_to_pages
 from moe_jax.kernels.decode.experts import MOST_PLANNED_TOKENS, expert_rows, expert_rows_in_fp8
 from moe_jax.kernels.decode.heads import HEAD_DIM, HeadNorms, NewTokens, heads_to_pages
 from moe_jax.kernels.decode.project import project as project_in_splits
@@ -60,8 +64,8 @@ def refusal(config: ModelConfig, dtype: Any, tokens: int, *, in_fp8: bool = Fals
     """
     if not isinstance(config, Qwen3Config):
         return f"it is written for Qwen3 and Qwen3-MoE; this is {config.model_type}"
-    if tokens > MOST_PLANNED_TOKENS:
-        return f"it takes at most {MOST_PLANNED_TOKENS} tokens; got {tokens}"
+    if in_fp8 and tokens > MOST_PLANNED_TOKENS:
+        return f"it takes at most {MOST_PLANNED_TOKENS} tokens of experts in FP8; got {tokens}"
     if config.attention_bias:
         return "attention has biases"
     if config.head_dim != HEAD_DIM:
@@ -84,7 +88,7 @@ def fused_layers(
     attends: list[PagedAttend],
     valid: Bool[Array, "tokens"],
 ) -> ComputedLayers:
-    """Runs the layers on a token of each row; if `served.strict`, on any number of tokens of each.
+    """Runs the layers on any number of tokens of each row.
 
     Args:
       layers: each layer's stage and weights (`weights.layers_of`).
@@ -117,20 +121,25 @@ def _layer(
     next_norm: Float[Array, "hidden"],
 ) -> tuple[AddedNorm, LayerPages, Int[Array, "tokens k"] | None]:
     """Returns the residual stream behind the layer and its next norm, the layer's pages, and its tokens' experts."""
-    layer, project = layer_module(served, stage, weights), _strict_project if served.strict else project_in_splits
+    layer, in_f32 = layer_module(served, stage, weights), _strict_project if served.strict else project_in_splits
+    project = in_f32 if served.strict or len(state.x) <= MOST_PLANNED_TOKENS else _project
     attended, pages = _attended(layer.self_attn, state.normed, new, attend, project)
     norm = layer.post_attention_layernorm
     state = add_splits(state.x, attended, norm.weight[...], eps=norm.eps)
     if isinstance(layer.mlp, MoE):
         k = layer.mlp.router.num_experts_per_tok
-        choice, outputs = _experts(layer.mlp, state.normed, valid, project)
+        choice, outputs = _experts(layer.mlp, state.normed, valid, in_f32)
         return add_experts(state.x, outputs, next_norm, eps=norm.eps, k=k), pages, choice.experts[:, :k]
     act = _strict_act(layer.mlp, state.normed) if served.strict else _act(layer.mlp, state.normed)
     return add_splits(state.x, project(act, layer.mlp.down_proj.weight[...]), next_norm, eps=norm.eps), pages, None
 
 
 Project = Callable[..., Float[Array, "splits tokens out"]]
-"""(x, *weights) -> x W^T as partial sums in f32, W being the weights one below the other."""
+"""(x, *weights) -> x W^T as partial sums in f32, or as one sum in x's dtype; W is the weights one below the other."""
+
+
+def _project(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Float[Array, "1 tokens out"]:
+    return (x @ jnp.concatenate(weights).T)[None]
 
 
 def _strict_project(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Float[Array, "1 tokens out"]:
@@ -143,7 +152,10 @@ def _attended(
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     splits = project(normed, *(projection.weight[...] for projection in projections))
     norms = HeadNorms(attention.q_norm.weight[...], attention.k_norm.weight[...])
-    q, *pages = heads_to_pages(splits, norms, new, *attend.pages, eps=attention.q_norm.eps)
+    if splits.dtype == normed.dtype:
+        q, *pages = chunk_heads_to_pages(splits[0], norms, new, *attend.pages, eps=attention.q_norm.eps)
+    else:
+        q, *pages = heads_to_pages(splits, norms, new, *attend.pages, eps=attention.q_norm.eps)
     out = attend.read(q, tuple(pages), scale=HEAD_DIM**-0.5)
     return project(out.reshape(len(out), -1), attention.o_proj.weight[...]), tuple(pages)
 

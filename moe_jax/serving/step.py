@@ -151,8 +151,7 @@ def _layer(
 
 
 def _fuses(served: ServedModel, batch: StepBatch) -> bool:
-    """Returns True for a step without chunks of a model that `fused` takes, on one GPU that it is written for."""
-    if served.unfused is not None:
+    """Returns True for a step of a model that `fused` takes, on one GPU that it is written for."""
+    if served.unfused is not None or served.mesh is not None or target.compute_capability() != "9.0":
         return False
-    is_decoding = batch.queries_per_row == 1 and target.compute_capability() == "9.0" and served.mesh is None
-    return is_decoding and refusal(served.config, served.dtype, len(batch.tokens), in_fp8=served.in_fp8) is None
+    return refusal(served.config, served.dtype, len(batch.tokens), in_fp8=served.in_fp8) is None

@@ -37,7 +37,7 @@ class ServedModel(NamedTuple):
     mesh: Mesh | None = None
     """The mesh of an engine on several devices."""
     unfused: str | None = None
-    """The reason why decoding steps run the modules, whatever the device (`adapted.unfused_reason`); None: there is none."""
+    """The reason why steps run the modules, whatever the device (`adapted.unfused_reason`); None: there is none."""
 
 
 class Weights(NamedTuple):

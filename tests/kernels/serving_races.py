@@ -7,6 +7,7 @@ from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_atten
 from moe_jax.kernels.attention.paged.blocks import QueryBlocks, Splits
 from moe_jax.kernels.attention.paged.merge import merge_splits
 from moe_jax.kernels.decode.add_norm import ExpertRows, add_experts, add_splits
+from moe_jax.kernels.decode.chunk_heads import chunk_heads_to_pages
 from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, heads_to_pages
 from moe_jax.kernels.decode.plan_rows import place_rows, plan_rows
 from moe_jax.kernels.decode.route import route_rows
@@ -43,6 +44,23 @@ def heads(rng):
     arrays = normal(rng, 1, 3, 512, dtype=jnp.float32), normal(rng, 2, 1, 64, 128), normal(rng, 2, 1, 64, 128)
     norms = HeadNorms(normal(rng, 128), normal(rng, 128))
     return lambda splits, keys, values: heads_to_pages(splits, norms, new, keys, values, eps=1e-6), arrays
+
+
+def heads_of_chunk(rng):
+    """64 tokens of two pages, two heads at once."""
+    places = jnp.arange(30, 94, dtype=jnp.int32)
+    new = NewTokens(*(normal(rng, 64, 128, dtype=jnp.float32) for _ in range(2)), places // 64, places % 64)
+    arrays = normal(rng, 64, 6 * 128), normal(rng, 2, 2, 64, 128), normal(rng, 2, 2, 64, 128)
+    norms = HeadNorms(normal(rng, 128), normal(rng, 128))
+    return lambda *arrays: chunk_heads_to_pages(arrays[0], norms, new, *arrays[1:], eps=1e-6), arrays
+
+
+def chunks(rng):
+    """Chunks of single queries and of some, with padding, read in place: their eight heads share keys."""
+    table = jnp.asarray(rng.permutation(6).reshape(3, 2), jnp.int32)
+    queries = PagedQueries(jnp.asarray([0, 1, 10, 11]), jnp.asarray([70, 100, 1], jnp.int32), table)
+    arrays = normal(rng, 13, 8, 64), *(normal(rng, 6, 1, PAGE_SIZE, 64) for _ in range(2))
+    return lambda *arrays: paged_attention(*arrays, queries, scale=0.1, backend="mosaic"), arrays
 
 
 def routes(rng):
@@ -136,6 +154,8 @@ CASES = {
     "added splits": (added_splits, {"add_splits_norm"}),
     "added experts": (added_experts, {"add_experts_norm"}),
     "heads": (heads, {"heads_to_pages"}),
+    "heads of a chunk": (heads_of_chunk, {"chunk_heads_to_pages"}),
+    "chunks": (chunks, {"paged_attention"}),
     "routes": (routes, {"route_rows"}),
     "choices": (choices, {"top_k"}),
     "plans": (plans, {"plan_rows", "place_rows"}),

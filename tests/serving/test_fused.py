@@ -9,10 +9,12 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.config import NAMED_CONFIGS, Qwen3MoeConfig
+from moe_jax.kernels.decode import experts
 from moe_jax.layers.lora import Frozen
 from moe_jax.layers.moe import Experts
 from moe_jax.layers.quantised import BlockScaled
 from moe_jax.layers.tickets import EXPERT_MATRICES
+from moe_jax.serving import fused
 from moe_jax.serving import step as step_module
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.fused import refusal
@@ -42,8 +44,9 @@ CONFIG = Qwen3MoeConfig(
 """The second layer has a window."""
 
 
-def _model(seed, in_fp8):
-    made = moe_jax.from_config(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(seed))
+def _model(seed, in_fp8, dense_layers=1):
+    config = replace(CONFIG, mlp_only_layers=tuple(range(dense_layers)))
+    made = moe_jax.from_config(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(seed))
     if in_fp8:
         for _, module in nnx.iter_modules(made):
             if isinstance(module, Experts):
@@ -75,6 +78,35 @@ def test_equal_modules(monkeypatch, in_fp8):
         for a, b in zip(pages, fused_pages, strict=True):
             np.testing.assert_allclose(np.asarray(a[1:], np.float32), np.asarray(b[1:], np.float32), rtol=0.02, atol=0.03)
     np.testing.assert_array_equal(fused_state.experts[3, 0], state.experts[3, 0])
+
+
+@pytest.mark.parametrize(
+    "most_planned_tokens, dense_layers",
+    [(64, 2), *(pytest.param(most, 1, marks=pytest.mark.thorough) for most in (64, 256))],
+    ids=["many tokens", "many tokens, with experts", "few tokens, with experts"],
+)
+def test_chunks_equal_modules(monkeypatch, most_planned_tokens, dense_layers):
+    """A decoding row beside two chunks and padding."""
+    monkeypatch.setattr(fused, "MOST_PLANNED_TOKENS", most_planned_tokens)
+    monkeypatch.setattr(experts, "MOST_PLANNED_TOKENS", most_planned_tokens)
+    served, weights = take_apart(_model(0, in_fp8=False, dense_layers=dense_layers))
+    shape = StepShape(1, 64, 2, 2)
+    rows = empty_rows(shape)
+    rows.decode_slots[:], rows.decode_positions[:] = 0, 5
+    rows.chunk_slots[:], rows.chunk_starts[:], rows.chunk_counts[:] = (1, 2), (60, 0), (20, 30)
+    rows.chunk_tokens[:50], rows.chunk_tables[:] = np.arange(50), [[2, 3], [4, 0]]
+    results = []
+    for fuses in (False, True):
+        monkeypatch.setattr(step_module, "_fuses", lambda served, batch, fuses=fuses: fuses)
+        state = initial_state(served, num_pages=5, num_slots=3, max_pages=2)
+        keys = jnp.asarray(np.random.default_rng(0).normal(size=state.pages[0][0].shape), jnp.bfloat16)
+        state = state._replace(pages=[(keys, keys)] * 2, page_table=state.page_table.at[0, 0].set(1))
+        state, output = step(served, shape, weights, state, packed([rows]))
+        results.append((output.logits, [pages[1:] for of_layer in state.pages for pages in of_layer]))
+    (logits, pages), (fused_logits, fused_pages) = results
+    np.testing.assert_allclose(fused_logits, logits, rtol=0.03, atol=0.03)
+    for a, b in zip(pages, fused_pages, strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0.02, atol=0.03)
 
 
 @pytest.mark.thorough
@@ -111,4 +143,5 @@ def test_taken():
     narrow = replace(CONFIG, moe_intermediate_size=64)
     assert refusal(narrow, jnp.bfloat16, 256) is None
     assert "inter is 64" in (refusal(narrow, jnp.bfloat16, 256, in_fp8=True) or "")
-    assert "at most 256 tokens" in (refusal(CONFIG, jnp.bfloat16, 257) or "")
+    assert refusal(CONFIG, jnp.bfloat16, 8192) is None
+    assert "at most 256 tokens" in (refusal(CONFIG, jnp.bfloat16, 257, in_fp8=True) or "")

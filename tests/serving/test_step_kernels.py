@@ -1,7 +1,7 @@
 """Steps compiled for H200s without one.
 
-A decoding step takes at most 13 kernels a layer, copies no pages or experts, and spills no register. Steps of four devices run
-kernels there too.
+A decoding step takes at most 13 kernels a layer, one with chunks 24. Both copy no pages or experts, and spill no register.
+Steps of four devices run kernels there too.
 """
 
 import re
@@ -26,7 +26,7 @@ from moe_jax.serving.weights import take_apart
 
 MAX_PAGES, OUTSIDE = 640, ("parameter", "get-tuple-element", "bitcast", "tuple", "constant")
 
-def compiled(layers, rows):
+def compiled(layers, rows, chunk_tokens):
     config, served = replace(NAMED_CONFIGS["qwen3-30b-a3b"], num_hidden_layers=layers), []
 
     def weights():
@@ -45,7 +45,7 @@ def compiled(layers, rows):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         weights = jax.eval_shape(weights)
         state = jax.eval_shape(lambda: initial_state(served[0], num_pages=1024, num_slots=256, max_pages=MAX_PAGES))
-        shape = StepShape(rows, 0, 0, MAX_PAGES)
+        shape = StepShape(rows, chunk_tokens, min(chunk_tokens, 8), MAX_PAGES)
         arguments = weights, state, jax.ShapeDtypeStruct(packed([empty_rows(shape)]).shape, i32)
         on_gpu = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), arguments)
         return jax.jit(lambda *a: step(served[0], shape, *a), donate_argnums=1).lower(*on_gpu).compile()
@@ -55,8 +55,8 @@ def kernels(program):
     names = re.findall(r"^ +(?:ROOT )?%[\\w.-]+ = .*? ([\\w-]+)\\(", entry, re.M)
     return len([name for name in names if name not in OUTSIDE])
 
-rows, in_fp8 = int(sys.argv[1]), sys.argv[2] == "True"
-two, three = compiled(2, rows), compiled(3, rows)
+rows, in_fp8, chunk_tokens = int(sys.argv[1]), sys.argv[2] == "True", int(sys.argv[3])
+two, three = compiled(2, rows, chunk_tokens), compiled(3, rows, chunk_tokens)
 assert two.memory_analysis().temp_size_in_bytes < 300e6, two.memory_analysis()
 print("kernels a layer:", kernels(three) - kernels(two))
 """
@@ -69,9 +69,16 @@ THOROUGH = [(64, True), (1, False), (64, False), (256, False), (1, True), (16, T
 @pytest.mark.parametrize("rows, in_fp8", [*CASES, *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH)])
 def test_kernels_of_a_layer(rows, in_fp8):
     """With experts in FP8 there is one more, which rounds the tokens, and two that gather more than 64 tokens."""
-    report = run_script(SCRIPT, rows, in_fp8)
+    report = run_script(SCRIPT, rows, in_fp8, 0)
     most = 12 if not in_fp8 else 13 if rows <= 64 else 15
     assert int(re.findall(r"kernels a layer: (\d+)", report)[0]) <= most
+    assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}
+
+
+@pytest.mark.thorough
+def test_kernels_of_chunks():
+    report = run_script(SCRIPT, 8, False, 1024)
+    assert int(re.findall(r"kernels a layer: (\d+)", report)[0]) <= 24
     assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}
 
 

@@ -1,1 +1,1 @@
-"""Kernels between the matmuls of a decoding step on Hopper, where few tokens make each kernel's start count."""
+"""Kernels between the matmuls of an engine's step on Hopper; with few tokens each kernel's start counts."""

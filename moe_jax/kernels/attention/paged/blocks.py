@@ -23,9 +23,9 @@ class QueryBlocks(NamedTuple):
     position: Int[Array, "blocks"]
     """The key position of the first query."""
     num_pages: Int[Array, "blocks"]
-    """The number of pages that the last query sees; 0 for a block without queries."""
+    """The number of pages that the last query sees; 0 for a block of padding or without queries."""
     place: Int[Array, "tokens"]
-    """For each token its place in `tokens`, flattened; 0 for padding."""
+    """For each token its place in `tokens`, flattened."""
 
 
 class RowPages(NamedTuple):
@@ -38,17 +38,18 @@ class RowPages(NamedTuple):
 
 @partial(jax.jit, static_argnums=(1, 2), static_argnames="one_a_row")
 def query_blocks(queries: PagedQueries, num_tokens: int, block_tokens: int, *, one_a_row: bool) -> QueryBlocks:
-    """Cuts each row's queries into blocks of `block_tokens`, 1 where all rows have one query."""
+    """Cuts each row's queries into blocks of `block_tokens`, 1 where all rows have one query; padding behind them too."""
     rows = len(queries.num_keys)
-    counts = queries.first_query[1:] - queries.first_query[:-1]
     if one_a_row:
         token = jnp.arange(rows, dtype=jnp.int32)
         position = queries.num_keys - 1
         return QueryBlocks(token[:, None], None, position, jnp.maximum(position // PAGE_SIZE + 1, 0), token)
-    num_blocks = min(rows + num_tokens // block_tokens, num_tokens)
+    num_blocks = min(rows + 1 + num_tokens // block_tokens, num_tokens)
+    # Padding is a row behind the others, which sees no page.
+    counts = jnp.append(queries.first_query[1:], num_tokens) - queries.first_query
     ends = jnp.cumsum(-(-counts // block_tokens))
     block = jnp.arange(num_blocks, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(ends, block, side="right", method="compare_all"), rows - 1).astype(jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(ends, block, side="right", method="compare_all"), rows).astype(jnp.int32)
     number = block - (ends[row] - -(-counts[row] // block_tokens))
     first = number * block_tokens
     in_row = jnp.where(block < ends[-1], jnp.clip(counts[row] - first, 0, block_tokens), 0)
@@ -56,8 +57,9 @@ def query_blocks(queries: PagedQueries, num_tokens: int, block_tokens: int, *, o
     tokens = queries.first_query[row][:, None] + first[:, None] + index
     is_used = index < in_row[:, None]
     tokens = jnp.where(is_used, tokens, num_tokens)
-    position = queries.num_keys[row] - counts[row] + first
-    num_pages = jnp.where(in_row > 0, (position + in_row - 1) // PAGE_SIZE + 1, 0)
+    is_padding, row = row == rows, jnp.minimum(row, rows - 1)
+    position = jnp.where(is_padding, 0, queries.num_keys[row] - counts[row] + first)
+    num_pages = jnp.where((in_row > 0) & ~is_padding, (position + in_row - 1) // PAGE_SIZE + 1, 0)
     places = jnp.arange(num_blocks * block_tokens, dtype=jnp.int32)
     place = jnp.zeros(num_tokens, jnp.int32).at[tokens.reshape(-1)].set(places, mode="drop")
     return QueryBlocks(tokens, row, position.astype(jnp.int32), num_pages.astype(jnp.int32), place)

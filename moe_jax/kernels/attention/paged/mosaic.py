@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.paged.blocks import WHOLE, RowPages, most_splits, query_blocks, window_operand
-from moe_jax.kernels.attention.paged.heads import attend_blocks
+from moe_jax.kernels.attention.paged.heads import ROWS_IN_PLACE, attend_blocks, attend_in_place
 from moe_jax.kernels.attention.paged.latent_columns import ROTARY_COLUMNS
 from moe_jax.kernels.attention.paged.latents import attend_latents
 from moe_jax.kernels.attention.paged.merge import merge_splits
@@ -66,7 +66,7 @@ def paged_attention(
     queries_per_row: int | None,
     fixed_splits: bool,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Returns attention as `api.paged_attention` defines it; padding gives the result of some query."""
+    """Returns attention as `api.paged_attention` defines it; padding gives zeros."""
     tokens, heads, key_dim = q.shape
     # Heads that share keys fill the rows of a block. Of more than 64, a tile of heads is taken as a key head.
     kv_heads = _head_tiles(heads) if values is None else keys.shape[1]
@@ -75,22 +75,23 @@ def paged_attention(
     blocks = query_blocks(queries, tokens, block_tokens, one_a_row=queries_per_row == 1)
     num_blocks = len(blocks.position)
     grouped = q.reshape(tokens, kv_heads, group, key_dim)
+    max_pages, row_pages = queries.page_table.shape[1], RowPages(queries.page_table, window_operand(window))
+    # Enough blocks keep the GPU busy by themselves. Partial results cost memory and time.
+    is_busy = values is not None and num_blocks * kv_heads >= _cores() and not fixed_splits
+    if is_busy and blocks.row is not None and group % ROWS_IN_PLACE == 0:
+        return attend_in_place(grouped, keys, values, blocks, row_pages, scale=scale).reshape(tokens, heads, -1)
     # One query a block: the gather would be a kernel of its own, and read what is there.
     in_blocks = grouped[:, None] if blocks.row is None else grouped.at[blocks.tokens].get(mode="fill", fill_value=0)
     of_blocks = in_blocks.transpose(0, 2, 1, 3, 4)
     of_blocks = of_blocks.reshape(num_blocks, kv_heads, block_tokens * group, key_dim)
     rows = -(-block_tokens * group // 8) * 8
     of_blocks = jnp.pad(of_blocks, ((0, 0), (0, 0), (0, rows - block_tokens * group), (0, 0)))
-    max_pages, row_pages = queries.page_table.shape[1], RowPages(queries.page_table, window_operand(window))
     if values is None:
         pages = SPLIT_PAGES if fixed_splits else _pages_of_latents(num_blocks * kv_heads, max_pages)
         splits = most_splits(max_pages, pages, window, block_tokens)
         parts, lse = attend_latents(of_blocks, keys, blocks, row_pages, scale=scale, group=group, splits=splits)
     else:
-        splits = most_splits(max_pages, SPLIT_PAGES, window, block_tokens)
-        # Enough blocks keep the GPU busy by themselves. Partial results cost memory and time.
-        if num_blocks * kv_heads >= _cores() and not fixed_splits:
-            splits = WHOLE
+        splits = WHOLE if is_busy else most_splits(max_pages, SPLIT_PAGES, window, block_tokens)
         parts, lse = attend_blocks(of_blocks, keys, values, blocks, row_pages, scale=scale, group=group, splits=splits)
     if lse is None:
         out = parts[:, 0]
