@@ -35,7 +35,7 @@ MOST_HEADS_AT_ONCE = 2
 """Heads of an item, at most."""
 
 CHUNK_BLOCKS = 3
-"""Thread blocks a core."""
+"""Thread blocks a core, as many as registers hold: a thread has 168 of them, at most."""
 
 ROWS_AT_ONCE = 8
 """Rows that are loaded before the first of them is written to its page."""
@@ -74,7 +74,7 @@ def chunk_heads_to_pages(
                     plgpu.copy_gmem_to_smem(*copy)
 
             def rotate(own: range, targets: list, weight_ref) -> None:
-                """Writes normed and rotated heads; pieces of both halves at a time, for want of registers."""
+                """Writes normed and rotated heads, pieces of both halves at a time, for want of registers. May be in place."""
                 for i in own:
                     plgpu.barrier_wait(scratch.loaded.at[i])
                 scales = [_scale(scratch.heads.at[i], eps) for i in own]
