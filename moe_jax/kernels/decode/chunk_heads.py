@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     COLUMNS,
@@ -54,6 +54,9 @@ def chunk_heads_to_pages(
     eps: float,
 ) -> HeadsAndPages:
     """Computes `heads.heads_to_pages` of at least 64 tokens, whose projections have the pages' dtype."""
+    num_tokens = len(projections)
+    # TMA copies begin at multiples of 8 rows. Rows behind the last token are of page 0, which nobody reads.
+    projections, new = jax.tree.map(lambda rows: _filled_up(rows, 8), (projections, new))
     (tokens, columns), kv_heads, dtype = projections.shape, keys.shape[1], keys.dtype
     heads = columns // HEAD_DIM - 2 * kv_heads
     at_once = math.gcd(heads, kv_heads, MOST_HEADS_AT_ONCE)
@@ -63,7 +66,7 @@ def chunk_heads_to_pages(
         @plgpu.nd_loop(items, collective_axes="block")
         def _item(info):
             # The last block begins early enough to be whole. Tokens of two blocks are written twice, with the same values.
-            first = jnp.minimum(info.index[0] * WGMMA_ROWS, tokens - WGMMA_ROWS)
+            first = pl.multiple_of(jnp.minimum(info.index[0] * WGMMA_ROWS, tokens - WGMMA_ROWS), 8)
             first_head = info.index[1] * at_once
             rows = pl.ds(first, WGMMA_ROWS)
 
@@ -133,7 +136,13 @@ def chunk_heads_to_pages(
     weights = HeadNorms(*(weight.astype(dtype) for weight in norms))
     # As in `heads_to_pages`: XLA must not fuse a slice with the kernel.
     projections, weights, new = lax.optimization_barrier((projections, weights, new))
-    return HeadsAndPages(*kernel(projections, weights, new, keys, values))
+    q, *pages = kernel(projections, weights, new, keys, values)
+    return HeadsAndPages(q[:num_tokens], *pages)
+
+
+def _filled_up(rows: Shaped[Array, "tokens ..."], multiple: int) -> Shaped[Array, "filled ..."]:
+    """Returns the rows with rows of zeros behind them, up to a multiple of this number."""
+    return jnp.pad(rows, ((0, -len(rows) % multiple), *((0, 0),) * (rows.ndim - 1)))
 
 
 class _Scratch(NamedTuple):

@@ -1,5 +1,6 @@
 """The experts of a decoding step add up to `experts_mlp`."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def test_equals_experts_mlp(tokens):
     outputs = expert_rows(x, w_gate_up, w_down, choice, jnp.int32(LAYER), k=K)
     found = add_experts(jnp.zeros_like(x), outputs, jnp.ones(HIDDEN), eps=1e-6, k=K).x
     expected = experts_mlp(x, w_gate_up[LAYER], w_down[LAYER], choice.weights[:, :K], choice.experts[:, :K], backend="mosaic")
-    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+    _assert_equal_rows(found, expected)
 
 
 @pytest.mark.parametrize("tokens", [3, 21, pytest.param(90, marks=pytest.mark.thorough)])
@@ -51,4 +52,10 @@ def test_in_fp8(tokens):
     assert np.isfinite(np.asarray(found, np.float32)).all(), "a row that is needed was not stored"
     options = dict(precision=Precision(), backend="mosaic")
     expected = experts_mlp(x, *own, choice.weights[:, :K], choice.experts[:, :K], **options)
-    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+    _assert_equal_rows(found, expected)
+
+
+def _assert_equal_rows(found, expected):
+    """Compares sums of equal rows. On a GPU XLA may add a product to a sum without rounding it before."""
+    rounding = 2**-7 if jax.default_backend() == "gpu" else 0
+    np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=rounding)
