@@ -1,19 +1,20 @@
 """The plan of a decoding step's tokens, as far as the experts' matmuls and the sum behind them read it.
 
-Kernel `plan_rows`: one block, experts dealt out to the threads of each warpgroup.
+Kernel `plan_rows`: two blocks of threads, experts dealt out to the threads of each warpgroup.
 
-    counts    each warpgroup counts an eighth of the tokens
-    sums      over experts are formed by adding the row to itself, shifted by 1, 2, 4, ..., in two buffers by turns. All
-              warpgroups form the same sums, so that none waits for another
-    smem      counts: E numbers a warpgroup; two rows of a warpgroup: 2 x E numbers each, with zeros in front
-    blocks    expert e has so many blocks of 64 rows as its tokens fill, or one if a block has a row for each token. Each
-              warpgroup writes the blocks of an eighth of the experts
+    counts    each warpgroup counts an eighth of the tokens. The first one goes on, the second one stores sums over eighths
+    smem      counts: E numbers a warpgroup; a row of 2 x E numbers for each step of the sums, with zeros in front. Sums over
+              experts are formed by adding the row to itself, shifted by 1 to 7, then by 8, 16, ..., 56, and so on
+    blocks    expert e has so many blocks of 64 rows as its tokens fill, or one if a block has a row for each token
+              block b belongs to expert number (experts e with at most b blocks up to e): each block of threads finds half
+              of them, the first one writes everything else
 
 Kernel `place_rows`, for more tokens than a block has rows: one warpgroup a block and token. It counts the earlier tokens of the
 token's eighth, and writes the token's number into the rows of its experts.
 """
 
 from functools import partial, reduce
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +25,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from moe_jax.kernels.experts.routing import ROWS_OF_A_BIT
-from moe_jax.kernels.hopper.launch import launch
+from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, launch
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
+
+THREAD_BLOCKS = 2
+"""Thread blocks of `plan_rows`. Both form all sums; each compares its half of the blocks of rows with them."""
+
+SHIFTS = 8
+"""Numbers that a step of the sums adds. Each step waits for barriers and for shared memory, so few steps are best."""
+
+LOADS_AT_ONCE = 32
+"""Sums that are on their way from shared memory at one time."""
+
+COUNTERS = 4
+"""Numbers that a thread counts apart: each addition to a number waits for the one before."""
 
 WARPGROUPS = 8
 """Warpgroups of `plan_rows`: each holds the choices of an eighth of the tokens, its part, in registers."""
@@ -37,7 +50,7 @@ class RowsOfExperts(NamedTuple):
     offsets: Int[Array, "experts+1"]
     """`Plan.offsets`."""
     expert_of_block: Int[Array, "blocks"]
-    """The place of each block's expert in the stack of all layers; blocks behind the last one are not written."""
+    """The place of each block's expert in the stack of all layers; blocks behind the last one have any expert."""
     before_part: Int[Array, "warpgroups experts"]
     """The number of tokens before each part of the tokens that chose the expert; not written if a block holds all tokens."""
     chosen_rows: Int[Array, "experts"]
@@ -56,89 +69,91 @@ def plan_rows(
       holds_all_tokens: an expert that was chosen has one block, in which token t's row is row t.
     """
     tokens, num_experts = is_chosen.shape
-    layout = _layout(num_experts)
-    of_part, own_experts = _tokens_of_part(tokens), num_experts // WARPGROUPS
-    whole = pl.ds(0, num_experts)
+    of_part, whole = _tokens_of_part(tokens), pl.ds(0, num_experts)
+    of_threads = -(-num_blocks // (THREAD_BLOCKS * WARPGROUP_THREADS)) * WARPGROUP_THREADS
 
     def body(
         is_chosen_ref, layer_ref, offsets_ref, expert_of_block_ref, before_part_ref, chosen_rows_ref, scratch: _PlanScratch
     ):
-        warpgroup = lax.axis_index("warpgroup")
+        warpgroup, thread_block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        # In a block that holds all tokens, bits of their rows take the place of numbers.
+        add = jnp.bitwise_or if holds_all_tokens else jnp.add
 
         def count():
-            """Returns the number of tokens that chose each expert, or the bits of their rows.
-
-            Each warpgroup goes through its own tokens.
-            """
+            """Each warpgroup goes through its own tokens."""
             of_tokens = [warpgroup * of_part + i for i in range(of_part)]
-            # Behind the last token there is nothing to load: the last one is loaded again, and does not count.
-            loaded = [_load(is_chosen_ref.at[jnp.minimum(token, tokens - 1), whole]) for token in of_tokens]
-            chosen = [row * (token < tokens).astype(jnp.int32) for token, row in zip(of_tokens, loaded, strict=True)]
-            # In a block that holds all tokens, bits of their rows take the place of numbers.
-            counted = [row << token // ROWS_OF_A_BIT for token, row in zip(of_tokens, chosen, strict=True)]
-            add = jnp.bitwise_or if holds_all_tokens else jnp.add
-            scratch.counts[warpgroup] = reduce(add, counted if holds_all_tokens else chosen)
+            counted = [_load_choices(is_chosen_ref, token) for token in of_tokens]
+            # The sums' zeros are stored while the choices are on their way.
+            scratch.sums[warpgroup, whole] = _zeros(num_experts)
+            if tokens % WARPGROUPS:
+                counted = [row * (token < tokens).astype(jnp.int32) for token, row in zip(of_tokens, counted, strict=True)]
+            if holds_all_tokens:
+                counted = [row << token // ROWS_OF_A_BIT for token, row in zip(of_tokens, counted, strict=True)]
+            scratch.counts[warpgroup] = reduce(add, counted)
             plgpu.commit_smem()
             plgpu.barrier_arrive(scratch.counted)
-            plgpu.barrier_wait(scratch.counted)
-            counts = [_load(scratch.counts.at[i, whole]) for i in range(WARPGROUPS)]
-            if not holds_all_tokens:
-                earlier = [counts[i] * (i < warpgroup).astype(jnp.int32) for i in range(WARPGROUPS - 1)]
-                before_part_ref[warpgroup, whole] = reduce(jnp.add, earlier)
-            return reduce(add, counts)
 
         def sums_up_to(own):
-            """Returns each expert's number added to those of the experts before it."""
-            zeros = plgpu.layout_cast(jnp.zeros(num_experts, jnp.int32), layout)
-            for buffer in range(2):
-                scratch.sums[warpgroup, buffer, whole] = zeros
-            up_to, shift, buffer = own, 1, 0
-            while shift < num_experts:
-                row = scratch.sums.at[warpgroup, buffer]
+            """Returns each expert's number added to those of the experts before it, and the row that holds these sums."""
+            up_to, shift, step = own, 1, 0
+            while True:
+                row = scratch.sums.at[step]
                 row[pl.ds(num_experts, num_experts)] = up_to
                 plgpu.commit_smem()
-                up_to = up_to + _load(row.at[pl.ds(num_experts - shift, num_experts)])
-                # Threads that still read this row are waited for before it is written again: by the other row's commit.
-                shift, buffer = 2 * shift, 1 - buffer
-            return up_to
+                shifts = range(shift, min(SHIFTS * shift, num_experts), shift)
+                if not shifts:
+                    return up_to, row
+                up_to = reduce(jnp.add, [_load(row.at[pl.ds(num_experts - i, num_experts)]) for i in shifts], up_to)
+                shift, step = SHIFTS * shift, step + 1
+
+        def counts_of_parts():
+            plgpu.barrier_wait(scratch.counted)
+            return [_load(scratch.counts.at[i, whole]) for i in range(WARPGROUPS)]
+
+        def store_before_parts():
+            for part, before in enumerate(accumulate([_zeros(num_experts), *counts_of_parts()[:-1]])):
+                before_part_ref[part, whole] = before
 
         def plan():
-            counts = count()
-            if holds_all_tokens:
-                own = jnp.minimum(counts, 1)
-            else:
-                own = lax.shift_right_logical(counts + ROW_ALIGNMENT - 1, BLOCK_BITS)
-            up_to = sums_up_to(own)
+            of_layer = layer_ref[0] * num_experts
+            counts = reduce(add, counts_of_parts())
+            blocks = lax.shift_right_logical(counts + ROW_ALIGNMENT - 1, BLOCK_BITS)
+            own = jnp.minimum(counts, 1) if holds_all_tokens else blocks
+            up_to, sums = sums_up_to(own)
 
-            @pl.when(warpgroup == 0)
-            def _offsets():
+            @pl.when(thread_block == 0)
+            def _experts():
                 offsets_ref[whole] = ROW_ALIGNMENT * (up_to - own)
                 offsets_ref[pl.ds(1, num_experts)] = ROW_ALIGNMENT * up_to
                 chosen_rows_ref[whole] = counts if holds_all_tokens else _rows_of_last_block(counts)
 
-            # The buffers' zeros in front of the first row are the number of blocks before expert 0.
-            row = scratch.sums.at[warpgroup, 0]
-            plgpu.commit_smem()
-            row[pl.ds(num_experts, num_experts)] = up_to
-            plgpu.commit_smem()
-            first = warpgroup * own_experts
+            first = thread_block * of_threads
+            next_block = first + 1 + plgpu.broadcasted_iota(jnp.int32, (of_threads,), 0, layout=_layout(of_threads))
 
-            @pl.loop(0, own_experts)
-            def _blocks(i):
-                expert = first + i
+            def add_experts(i, counters):
+                for e in range(LOADS_AT_ONCE):
+                    # 1 if the difference is negative: a comparison takes more instructions.
+                    up_to_block = lax.shift_right_logical(sums[num_experts + i * LOADS_AT_ONCE + e] - next_block, 31)
+                    counters = (*counters[1:], counters[0] + up_to_block)
+                return counters
 
-                @pl.loop(row[num_experts + expert - 1], row[num_experts + expert])
-                def _block(block):
-                    expert_of_block_ref[block] = expert + layer_ref[0] * num_experts
+            counters = lax.fori_loop(0, num_experts // LOADS_AT_ONCE, add_experts, (_zeros(of_threads),) * COUNTERS)
+            expert = jnp.minimum(reduce(jnp.add, counters), num_experts - 1)
+            expert_of_block_ref[pl.ds(first, of_threads)] = of_layer + expert
 
-        pl.when(lax.axis_index("block") == 0)(plan)
+        @pl.when(thread_block < THREAD_BLOCKS)
+        def _count_and_plan():
+            count()
+            pl.when(warpgroup == 0)(plan)
+            if not holds_all_tokens:
+                pl.when((warpgroup == 1) & (thread_block == 0))(store_before_parts)
 
     parts = (1, 1) if holds_all_tokens else (WARPGROUPS, num_experts)
-    shapes = (num_experts + 1,), (num_blocks,), parts, (num_experts,)
+    shapes = (num_experts + 1,), (THREAD_BLOCKS * of_threads,), parts, (num_experts,)
     outputs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     scratch = _PlanScratch(
         plgpu.SMEM((WARPGROUPS, num_experts), jnp.int32),
-        plgpu.SMEM((WARPGROUPS, 2, 2 * num_experts), jnp.int32),
+        plgpu.SMEM((WARPGROUPS, 2 * num_experts), jnp.int32),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
     )
     kernel = launch("plan_rows", body, outputs, [scratch], warpgroups=WARPGROUPS, blocks_per_core=1)
@@ -151,7 +166,7 @@ class _PlanScratch(NamedTuple):
     counts: Any
     """[warpgroups, experts]: the number of choices of each warpgroup's tokens, or the bits of their rows."""
     sums: Any
-    """[warpgroups, 2, 2 * experts]: zeros, and a row whose sums are formed."""
+    """[steps, 2 * experts]: zeros, and the numbers of a step of the sums. Each warpgroup stores a row's zeros."""
     counted: Any
     """A barrier: the counts of all warpgroups are there."""
 
@@ -195,7 +210,7 @@ def place_rows(
             part = lax.div(token, jnp.int32(of_part))
             # All loads at once: each would wait for the one before.
             others = [part * of_part + i for i in range(of_part - 1)]
-            loaded = [_load(is_chosen_ref.at[jnp.minimum(other, tokens - 1), whole]) for other in others]
+            loaded = [_load_choices(is_chosen_ref, other) for other in others]
             chosen = [experts_ref[token, i] for i in range(k)]
             earlier = [row * (other < token).astype(jnp.int32) for other, row in zip(others, loaded, strict=True)]
             before = reduce(jnp.add, earlier, _load(before_part_ref.at[part, whole]))
@@ -223,8 +238,20 @@ def _tokens_of_part(tokens: int) -> int:
     return -(-tokens // WARPGROUPS)
 
 
-def _layout(num_experts: int):
-    return plgpu.Layout.WG_STRIDED((num_experts,), vec_size=1)
+def _load_choices(is_chosen_ref, token):
+    """Returns the choices of a token of a part; where parts reach behind the last token, the last one's in place of others."""
+    tokens, num_experts = is_chosen_ref.shape
+    # Without bounds, one address serves all loads of a thread, and as many registers as loads are enough.
+    place = jnp.minimum(token, tokens - 1) if tokens % WARPGROUPS else token
+    return _load(is_chosen_ref.at[place, pl.ds(0, num_experts)])
+
+
+def _layout(size: int):
+    return plgpu.Layout.WG_STRIDED((size,), vec_size=1)
+
+
+def _zeros(size: int):
+    return plgpu.layout_cast(jnp.zeros(size, jnp.int32), _layout(size))
 
 
 def _load(reference):
