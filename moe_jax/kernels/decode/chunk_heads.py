@@ -55,7 +55,7 @@ def chunk_heads_to_pages(
 ) -> HeadsAndPages:
     """Computes `heads.heads_to_pages` of at least 64 tokens, whose projections have the pages' dtype."""
     num_tokens = len(projections)
-    # TMA copies begin at multiples of 8 rows. Rows behind the last token are of page 0, which nobody reads.
+    # TMA copies begin at multiples of 8 rows. Rows behind the last token write what that one writes.
     projections, new = jax.tree.map(lambda rows: _filled_up(rows, 8), (projections, new))
     (tokens, columns), kv_heads, dtype = projections.shape, keys.shape[1], keys.dtype
     heads = columns // HEAD_DIM - 2 * kv_heads
@@ -141,8 +141,8 @@ def chunk_heads_to_pages(
 
 
 def _filled_up(rows: Shaped[Array, "tokens ..."], multiple: int) -> Shaped[Array, "filled ..."]:
-    """Returns the rows with rows of zeros behind them, up to a multiple of this number."""
-    return jnp.pad(rows, ((0, -len(rows) % multiple), *((0, 0),) * (rows.ndim - 1)))
+    """Returns the rows with copies of the last one behind them, up to a multiple of this number."""
+    return jnp.pad(rows, ((0, -len(rows) % multiple), *((0, 0),) * (rows.ndim - 1)), mode="edge")
 
 
 class _Scratch(NamedTuple):
