@@ -47,7 +47,7 @@ def heads(rng):
 
 
 def heads_of_chunk(rng):
-    """64 tokens of two pages, two heads at once."""
+    """64 tokens of two pages, two heads of queries and two of keys."""
     places = jnp.arange(30, 94, dtype=jnp.int32)
     new = NewTokens(*(normal(rng, 64, 128, dtype=jnp.float32) for _ in range(2)), places // 64, places % 64)
     arrays = normal(rng, 64, 6 * 128), normal(rng, 2, 2, 64, 128), normal(rng, 2, 2, 64, 128)
