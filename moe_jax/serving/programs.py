@@ -110,8 +110,13 @@ def _at_once[Program](
 ) -> dict[StepShape, Program]:
     """Returns the program of each shape: lowered one after the other, and compiled many at a time meanwhile."""
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        programs = {shape: pool.submit(compiled, shape, lower(shape)) for shape in shapes}
-        return {shape: program.result() for shape, program in programs.items()}
+        try:
+            programs = {shape: pool.submit(compiled, shape, lower(shape)) for shape in shapes}
+            return {shape: program.result() for shape, program in programs.items()}
+        except BaseException:
+            # The error would wait for all programs that are still to be compiled.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def num_copies(shape: StepShape) -> int:

@@ -1,12 +1,14 @@
 """Decoding steps take turns with copies of their program, each of which writes over its own results."""
 
+import time
+
 import jax
 import numpy as np
 import pytest
 import seeds
 from hf_reference import load_ours, reference
 
-from moe_jax.serving.programs import COPIES, COPIES_OF_SHORT, SHORT_STEP_ROWS, step_programs
+from moe_jax.serving.programs import COPIES, COPIES_OF_SHORT, SHORT_STEP_ROWS, _at_once, step_programs
 from moe_jax.serving.step import initial_state
 from moe_jax.serving.upload import StepShape, empty_rows, packed
 from moe_jax.serving.weights import take_apart
@@ -44,3 +46,26 @@ def test_turns_write_over_their_results(programs_of_a_model):
     for output, expected in zip(outputs[COPIES_OF_SHORT:], logits[COPIES_OF_SHORT:], strict=True):
         np.testing.assert_array_equal(output.logits, expected)
     assert len({array.tobytes() for array in logits}) == len(logits)
+
+
+def test_an_error_does_not_wait_for_all_programs(monkeypatch):
+    """Neither one in lowering, behind many programs to compile, nor one in compiling."""
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    shapes, compiled = [StepShape(rows, 0, 0, 2) for rows in range(1, 42)], []
+
+    def lower(shape):
+        if shape == shapes[-1]:
+            raise ValueError("not lowered")
+        return shape
+
+    def compile_slowly(shape, lowered):
+        compiled.append(shape)
+        time.sleep(0.02)
+        if shape.decodes == 3 and lowered is None:
+            raise ValueError("not compiled")
+
+    with pytest.raises(ValueError, match="not lowered"):
+        _at_once(shapes, lower, compile_slowly)
+    with pytest.raises(ValueError, match="not compiled"):
+        _at_once(shapes, lambda _: None, compile_slowly)
+    assert len(compiled) < len(shapes)

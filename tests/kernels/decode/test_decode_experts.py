@@ -25,11 +25,16 @@ def _choice(rng, tokens):
     return TokenChoices(weights, jnp.asarray(ids), jnp.asarray(is_chosen))
 
 
-@pytest.mark.parametrize("tokens", [2, 21, 90])
-def test_equals_experts_mlp(tokens):
+@pytest.mark.parametrize(
+    "tokens, dtype",
+    [(2, "bfloat16"), pytest.param(3, "float32", marks=pytest.mark.thorough), (21, "bfloat16"), (90, "bfloat16")],
+)
+def test_equals_experts_mlp(tokens, dtype):
+    """With weights of another dtype than the tokens' too."""
     rng = seeds.rng()
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-1]), jnp.bfloat16)  # noqa: E731
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-1]), dtype)  # noqa: E731
     x, w_gate_up, w_down = normal(tokens, HIDDEN), normal(2, EXPERTS, 2 * INTER, HIDDEN), normal(2, EXPERTS, HIDDEN, INTER)
+    x = x.astype(jnp.bfloat16)
     choice = _choice(rng, tokens)
     outputs = expert_rows(x, w_gate_up, w_down, choice, jnp.int32(LAYER), k=K)
     found = add_experts(jnp.zeros_like(x), outputs, jnp.ones(HIDDEN), eps=1e-6, k=K).x

@@ -237,7 +237,8 @@ def _weights_to_read(
     A kernel reads a layer's experts inside the stack. Weights of another dtype are taken out first, so that only they are cast.
     """
     if plan.layer is None or w.dtype != dtype:
-        return of_own_layer(w, plan).astype(dtype), dataclasses.replace(plan, layer=None)
+        # Blocks are those of experts in the stack.
+        return of_own_layer(w, plan).astype(dtype), dataclasses.replace(plan, layer=None, expert_of_block=None)
     return w.reshape(-1, *w.shape[2:]), plan
 
 
