@@ -16,7 +16,7 @@ WEIGHTS = LossWeights(aux_loss_coef=0.3, z_loss_coef=0.1)
     "model_type, settings, remat",
     [
         ("qwen3", {}, False),
-        ("qwen3_moe", {"use_rslora": True}, True),
+        pytest.param("qwen3_moe", {"use_rslora": True}, True, marks=pytest.mark.thorough),
         ("qwen3_moe", {"shared_outer": True, "ranks": {"experts": 3, "q_proj": 5}}, False),
         ("deepseek_v3", {}, True),
         ("qwen3", {"targets": ("q_proj", "embed_tokens", "head")}, False),

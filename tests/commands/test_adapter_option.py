@@ -52,6 +52,7 @@ def test_generate(folders, capsys):
     assert texts[0] != texts[1]
 
 
+@pytest.mark.thorough
 def test_an_engine_serves_it(folders):
     """`serve` and `chat` merge while loading; in f32 the tokens are those of the adapter beside the weights."""
     base, adapter, _ = folders

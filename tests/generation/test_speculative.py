@@ -127,6 +127,7 @@ def test_sampled_tokens_have_the_models_frequencies():
     assert abs(drafts.accepted - sequences * agreed) < six_deviations
 
 
+@pytest.mark.thorough
 def test_draws_depend_on_seed_and_place_alone():
     """Longer neighbours and an end token change no token before the end."""
     model, seed = small_model(), fresh_seed()

@@ -152,6 +152,7 @@ def test_defaults_depend_on_adapters(tmp_path):
     assert in_f32.param_dtype == "float32"
 
 
+@pytest.mark.thorough
 def test_quantised_base(tmp_path):
     """Adapters are trained beside experts in 4 bits, and go on with them alone."""
     sizes = dict(hidden_size=64, moe_intermediate_size=64)

@@ -66,7 +66,7 @@ def weighted_cross_entropy(model, batch):
     return -mean, {"mean_log_prob": mean}
 
 
-@pytest.mark.parametrize("function", [cross_entropy, weighted_cross_entropy])
+@pytest.mark.parametrize("function", [pytest.param(cross_entropy, marks=pytest.mark.thorough), weighted_cross_entropy])
 def test_cross_entropy_as_own_loss(function):
     """Cross-entropy as a user's loss takes the built-in loss's step, also where labels have weights."""
     batch = make_batch()

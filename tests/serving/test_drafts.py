@@ -75,6 +75,7 @@ def test_tokens_are_those_without_drafts(model, engines):
     assert 0 < after.num_accepted < after.num_drafted and after.acceptance_rate < 1
 
 
+@pytest.mark.thorough
 def test_the_module_drafts_as_in_a_batch_of_its_own(model, engines):
     """Chunks, steps and new weights change no draft; behind the last token the engine drafts nothing."""
     engine, rng = engines[1], seeds.rng()

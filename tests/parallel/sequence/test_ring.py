@@ -25,7 +25,7 @@ from moe_jax.parallel.sequence.ring import Expansion
     [
         (1, "nccl", 1, 0),
         # The keys of the last step and the gradients of the first do not travel.
-        (4, "nccl", 4, 3 * 3),
+        pytest.param(4, "nccl", 4, 3 * 3, marks=pytest.mark.thorough),
         # k, v and their gradients are copies of their own.
         (4, "copies", 2, 3 * 6),
         pytest.param(8, "copies", 2, 7 * 6, marks=pytest.mark.thorough),
