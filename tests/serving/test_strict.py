@@ -41,7 +41,7 @@ def test_whole_sequences(one_layer):
     expected = jnp.take_along_axis(nnx.log_softmax(one_layer(tokens).logits[:, :-1]), tokens[:, 1:, None], axis=2)[..., 0]
     # Some tokens choose another expert.
     assert np.abs(found - expected).mean() < 0.03
-    # As many tokens as in `test_update`, whose program is this one.
+    # The prefix has as many tokens as the sequence of `test_update`, so that both run one program.
     np.testing.assert_array_equal(strict_log_probs(one_layer, tokens[1:, :8]), found[1:, :7])
 
 

@@ -110,7 +110,7 @@ def chunk_heads_to_pages(
     )
     kernel = launch("chunk_heads_to_pages", body, outputs, [scratch], warpgroups=1, in_place=2, blocks_per_core=CHUNK_BLOCKS)
     weights = HeadNorms(*(weight.astype(dtype) for weight in norms))
-    # As in `heads_to_pages`: XLA must not fuse a slice with the kernel.
+    # The barrier keeps XLA from fusing a slice with the kernel, as in `heads_to_pages`.
     projections, weights, new = lax.optimization_barrier((projections, weights, new))
     q, *pages = kernel(projections, weights, new, keys, values)
     return HeadsAndPages(q[:num_tokens], *pages)

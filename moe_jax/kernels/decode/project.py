@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.decode.rows import matmul_in_splits
 from moe_jax.kernels.hopper import target
 from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
@@ -20,6 +19,12 @@ SUMMANDS_PER_ROW = 8
 
 FEWEST_CORES = 1 / 3
 """Share of the cores that have a tile, at least. Fewer cores cannot read the weights at the memory's full rate."""
+
+TILES_AT_A_TIME = 330
+"""Tiles of up to 128 x 64 on the 132 cores of a Hopper GPU. XLA would split the sums itself, and add them in a kernel more."""
+
+SHORTEST_SUM = 256
+"""Summands of a part, at least: further parts cost more additions than they save."""
 
 
 class Parts(NamedTuple):
@@ -63,3 +68,22 @@ def parts_of(tokens: int, columns: int, summands: int) -> Parts | None:
     if tokens == 1 or used < FEWEST_CORES * target.num_cores():
         return None
     return Parts(TileShape(rows, width, stages_of(rows, width)), -negative_splits)
+
+
+def matmul_in_splits(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Float[Array, "splits tokens out"]:
+    """Returns x W^T as partial sums over equal parts of the summands, in f32; W is the weights, one below the other.
+
+    The kernel that reads the result adds the parts. A matmul of few tokens has too few tiles of columns for all cores.
+    """
+    w = weights[0] if len(weights) == 1 else jnp.concatenate(weights)
+    splits = _splits(len(x), *w.shape)
+    x, w = (a.reshape(len(a), splits, -1) for a in (x, w))
+    return jnp.einsum("nsk,osk->sno", x, w, preferred_element_type=jnp.float32)
+
+
+def _splits(tokens: int, columns: int, summands: int) -> int:
+    """Returns the number of parts with which tiles are about as many as a GPU computes at a time."""
+    tiles, splits = -(-tokens // 128) * -(-columns // 64), 1
+    while 2 * splits * tiles <= TILES_AT_A_TIME and summands % (2 * splits * SHORTEST_SUM) == 0:
+        splits *= 2
+    return splits

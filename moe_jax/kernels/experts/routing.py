@@ -48,8 +48,8 @@ class Plan:
     expert_of_block: Int[Array, "_"] | None = None
     """The matrix of each block of rows, `in_stack`, where a kernel found it with the plan; None: it follows from `offsets`."""
     chosen_rows: Int[Array, "experts"] | None = None
-    """Of few tokens: bit i is set if one of rows 8 i to 8 i + 7 of the expert's last block has a pair. Rows without a set bit
-    are not written by a kernel that reads this field. None: matmuls write all rows of all blocks."""
+    """Bits of the rows with pairs in each expert's last block, for few tokens. Bit i is set if one of rows 8 i to 8 i + 7 has
+    one. A kernel that reads this field writes no rows without a set bit. None: matmuls write all rows of all blocks."""
     layer: Int[Array, ""] | None = None
     """The experts are those of this layer of a stack: weights, and sums of their gradients, are [layers, experts, ...]. None:
     they are [experts, ...]."""
