@@ -28,9 +28,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.hopper.interpreter import operand_staging, wgmma_registers
+from moe_jax.kernels.hopper.interpreter import is_interpreted, operand_staging, wgmma_registers
 from moe_jax.kernels.hopper.launch import launch, operand_transforms
-from moe_jax.kernels.hopper.mainloop import TileProgram, TileShape, run_tiles
+from moe_jax.kernels.hopper.mainloop import STEP, TileProgram, TileShape, run_tiles
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, SHARED_MEMORY, WGMMA_ROWS, Pipeline
 
 COLUMNS = 32
@@ -116,7 +116,8 @@ def _matmul_of_pairs(
     columns = out // 2 if is_gated else out
     tile_columns = half if is_gated else COLUMNS
     column_tiles, second_half = columns // tile_columns, columns if is_gated else half
-    step_size = math.gcd(summands, WIDEST_STEP)
+    # A wider step would have other bits in the interpreter, which adds up a step's products before it adds them to the sum.
+    step_size = math.gcd(summands, STEP if is_interpreted() else WIDEST_STEP)
     slot_bytes, row_bytes, out_bytes = (n * dtype.itemsize for n in (COLUMNS * step_size, summands, WGMMA_ROWS * COLUMNS))
     stages = min((SHARED_MEMORY - CONSUMERS * (row_bytes + out_bytes) - RESERVED) // slot_bytes, MOST_STAGES)
     tile = TileShape(WGMMA_ROWS, COLUMNS, stages, ping_pong=True)
