@@ -53,9 +53,9 @@ CASES = {
 @pytest.mark.parametrize(
     "name, adds, out_dtype",
     [
-        ("several chunks", False, None),
+        pytest.param("several chunks", False, None, marks=pytest.mark.thorough),
         ("several chunks", True, None),
-        ("kernels", True, None),
+        pytest.param("kernels", True, None, marks=pytest.mark.thorough),
         ("kernels", True, jnp.bfloat16),
         pytest.param("kernels, dk and dv apart", False, None, marks=pytest.mark.smoke),
     ],

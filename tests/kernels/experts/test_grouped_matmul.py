@@ -90,7 +90,7 @@ def test_all_three_against_a_loop(rng, monkeypatch, shape, pattern, how):
         assert not np.any(np.asarray(got)[np.all(want == 0, axis=tuple(range(1, want.ndim)))]), "rows and experts of nobody"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
 def test_narrow_dtypes_sum_in_f32(rng, dtype):
     """4096 addends near 1: a bf16 sum would stop at 256, an f16 one drift; the exact sum rounds once."""
     p = plan(jnp.zeros((4096, 1), jnp.int32), 2)

@@ -43,10 +43,12 @@ SMALL = 37, 4, 2, 128, 128
 @pytest.mark.parametrize(
     "routing, tokens, experts, k, hidden, inter, dtype",
     [
-        *((routing, *SMALL, "bfloat16") for routing in ROUTINGS),
+        ("one_takes_all", *SMALL, "bfloat16"),
+        ("some_nobody", *SMALL, "bfloat16"),
+        *(pytest.param(routing, *SMALL, "bfloat16", marks=pytest.mark.thorough) for routing in ("random", "half_empty")),
         ("half_empty", 129, 2, 1, 64, 128, "float16"),
         pytest.param("random", 170, 1, 1, 192, 256, "bfloat16", marks=pytest.mark.thorough),
-        ("some_nobody", 1, 6, 3, 256, 192, "bfloat16"),
+        pytest.param("some_nobody", 1, 6, 3, 256, 192, "bfloat16", marks=pytest.mark.thorough),
     ],
 )
 def test_values_and_gradients(rng, routing, tokens, experts, k, hidden, inter, dtype):
@@ -92,7 +94,9 @@ def test_max_pairs(rng):
         np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    "routing", ["some_nobody", *(pytest.param(each, marks=pytest.mark.thorough) for each in ROUTINGS if each != "some_nobody")]
+)
 def test_outer_of_parts(rng, routing):
     """The products of parts equal the product of all their rows."""
     parts = []
@@ -141,7 +145,11 @@ def all_three(backend, rows, owned, x, dh, w):
 
 @pytest.mark.parametrize(
     "routing, tokens, experts, k, m, n",
-    [("random", 70, 3, 2, 64, 256), ("one_takes_all", 130, 2, 1, 128, 128), ("half_empty", 3, 4, 1, 256, 64)],
+    [
+        ("one_takes_all", 130, 2, 1, 128, 128),
+        pytest.param("random", 70, 3, 2, 64, 256, marks=pytest.mark.thorough),
+        pytest.param("half_empty", 3, 4, 1, 256, 64, marks=pytest.mark.thorough),
+    ],
 )
 def test_outer_accumulates(rng, routing, tokens, experts, k, m, n):
     """A sum by experts is added to the accumulator; experts without rows keep every bit."""
@@ -218,6 +226,7 @@ def test_bits_of_a_token(rng, tokens):
         np.testing.assert_array_equal(alone, of_all[:tokens])
 
 
+@pytest.mark.thorough
 def test_two_runs_give_the_same_bits(rng):
     layer = make_layer(rng, "random", *SMALL)
     dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
@@ -275,7 +284,7 @@ def test_without_h(rng):
             np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("routing", ["random", "one_takes_all"])
+@pytest.mark.parametrize("routing", ["random", pytest.param("one_takes_all", marks=pytest.mark.thorough)])
 def test_gather_where_used(rng, routing):
     """A forward pass alone gathers them in its first matmul. Tokens that choose nobody reach no row."""
     # Enough tokens that each of a GPU's blocks has several tiles.
@@ -295,7 +304,10 @@ def test_gather_where_used(rng, routing):
     assert np.isfinite(np.asarray(h[:computed], np.float32)).all()
 
 
-@pytest.mark.parametrize("routing", [*ROUTINGS[:2], pytest.param("half_empty", marks=pytest.mark.smoke), *ROUTINGS[3:]])
+@pytest.mark.parametrize(
+    "routing",
+    [pytest.param(each, marks=pytest.mark.smoke if each == "half_empty" else pytest.mark.thorough) for each in ROUTINGS],
+)
 def test_few_tokens_are_not_gathered(rng, routing):
     """Up to 64 tokens are read where they are, in a forward pass alone. The first token chooses one expert three times.
 
@@ -314,7 +326,16 @@ def test_few_tokens_are_not_gathered(rng, routing):
         assert relative_error(run(tokens), gathered[:tokens]) < 3e-3
 
 
-@pytest.mark.parametrize("tokens, max_pairs, blocks", [(1, None, 2), (64, None, 4), (65, None, 6), (64, 128, 4), (64, 127, 6)])
+@pytest.mark.parametrize(
+    "tokens, max_pairs, blocks",
+    [
+        (64, None, 4),
+        (65, None, 6),
+        (64, 127, 6),
+        pytest.param(1, None, 2, marks=pytest.mark.thorough),
+        pytest.param(64, 128, 4, marks=pytest.mark.thorough),
+    ],
+)
 def test_rows_of_up_to_64_tokens(tokens, max_pairs, blocks):
     """Unless there is no room for all that they choose. A forward pass gathers rows in its first matmul and is two kernels."""
 
@@ -357,7 +378,7 @@ def test_h_is_written_for_gradients():
         pytest.param(8, 2, 4096, 14336, marks=pytest.mark.thorough),
         pytest.param(64, 6, 2048, 1408, marks=pytest.mark.thorough),
         (3, 1, 64, 384),
-        (4, 2, 384, 128),
+        pytest.param(4, 2, 384, 128, marks=pytest.mark.thorough),
     ],
 )
 def test_real_layers_lower_for_an_h200(experts, k, hidden, inter):
@@ -385,7 +406,7 @@ def test_lowers_for_an_h200_with_x64():
         assert num_kernels(lowered_for_h200(step, *types_of(300, 8, 2, 128, 128))) > 5
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("check_vma", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_accumulators_in_place_on_h200(check_vma):
     """Two devices have accumulators of their own. Neither is copied, since the kernels' results take their memory."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -417,7 +438,7 @@ def test_accumulators_in_place_on_h200(check_vma):
     assert lowered.count("tf.aliasing_output") + lowered.count("jax.buffer_donor") == 2
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("check_vma", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_replicated_weights_on_h200(check_vma):
     """The gradient of a replicated weight is summed over devices."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")

@@ -53,7 +53,7 @@ def test_errors(batch, columns, summands):
     "tokens, columns, summands",
     [
         pytest.param(40, 128, 128, marks=pytest.mark.smoke),
-        (130, 192, 256),
+        pytest.param(130, 192, 256, marks=pytest.mark.thorough),
         pytest.param(200, 576, 384, marks=pytest.mark.thorough),
     ],
 )

@@ -66,7 +66,7 @@ def _assert_rounded_alike(ours, theirs, rows):
     assert np.mean((np.asarray(ours.values) != np.asarray(theirs.values))[rows]) < 1e-3
 
 
-@pytest.mark.parametrize("routing", ["random", "one_takes_all", "some_nobody"])
+@pytest.mark.parametrize("routing", [pytest.param("random", marks=pytest.mark.thorough), "one_takes_all", "some_nobody"])
 def test_passes(routing):
     """Every kernel gives what the reference gives for the same operands. One expert has no token, or all."""
     rng = seeds.rng()
@@ -85,7 +85,7 @@ def test_passes(routing):
         _assert_near(getattr(ours, name), getattr(theirs, name), rows)
 
 
-@pytest.mark.parametrize("hidden", [128, 384, 1024])
+@pytest.mark.parametrize("hidden", [384, *(pytest.param(each, marks=pytest.mark.thorough) for each in (128, 1024))])
 def test_rows_of_tokens(hidden):
     """Values and scales agree bit for bit, those of zeros, of tiny and of infinite numbers too; filling rows are zeros.
 
@@ -184,7 +184,7 @@ def test_numbers_that_are_none():
     assert (np.asarray(act.scales)[:, token == 7] == LEAST_MAXIMUM * INVERSE_LARGEST).all()
 
 
-@pytest.mark.parametrize("tokens", [5, 21])
+@pytest.mark.parametrize("tokens", [pytest.param(5, marks=pytest.mark.thorough), 21])
 def test_few_tokens(tokens):
     """A plan that holds all tokens lets each chosen expert read the tokens where they are, and store a part of the rows."""
     rng = seeds.rng()
