@@ -236,7 +236,21 @@ CASES = {
 } | serving_races.CASES
 
 
-@pytest.mark.parametrize("name", CASES)
+THOROUGH = {
+    "grouped_matmul, ping-pong",
+    "transposed, ping-pong",
+    "backward, ping-pong",
+    "outer, ping-pong",
+    "fp8, ping-pong",
+    "fp8, two steps a slot",
+    "fp8, backward, two blocks",
+}
+"""Other schedules of kernels; a ping-pong kernel in bf16 and one in FP8 are searched by default."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in THOROUGH else name for name in CASES]
+)
 def test_no_races(rng, no_races, name):
     """Both thread blocks have several tiles."""
     case, kernels = CASES[name]
