@@ -46,7 +46,7 @@ SMALL = 37, 4, 2, 128, 128
         ("one_takes_all", *SMALL, "bfloat16"),
         ("some_nobody", *SMALL, "bfloat16"),
         *(pytest.param(routing, *SMALL, "bfloat16", marks=pytest.mark.thorough) for routing in ("random", "half_empty")),
-        ("half_empty", 129, 2, 1, 64, 128, "float16"),
+        pytest.param("half_empty", 129, 2, 1, 64, 128, "float16", marks=pytest.mark.thorough),
         pytest.param("random", 170, 1, 1, 192, 256, "bfloat16", marks=pytest.mark.thorough),
         pytest.param("some_nobody", 1, 6, 3, 256, 192, "bfloat16", marks=pytest.mark.thorough),
     ],
@@ -111,7 +111,7 @@ def test_outer_of_parts(rng, routing):
 
 @pytest.mark.parametrize(
     "tokens, experts, k",
-    [(0, 3, 2), (90, 2, 1), pytest.param(40, 7, 3, marks=pytest.mark.thorough)],
+    [(0, 3, 2), *(pytest.param(*sizes, marks=pytest.mark.thorough) for sizes in ((90, 2, 1), (40, 7, 3)))],
     ids=["no tokens", "several blocks an expert", "a block an expert"],
 )
 @settings(max_examples=3, deadline=None)
@@ -169,9 +169,7 @@ def test_weight_gradients_multiplied_later(rng):
     """They have the bits of gradients added to accumulators, and so have y and the other gradients."""
     layer = make_layer(rng, "some_nobody", *SMALL)
     dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
-    found, expected = (
-        jax.jit(f, static_argnums=0)("mosaic", layer, dy) for f in (gradients_by_tickets, gradients_by_accumulators)
-    )
+    found, expected = (f("mosaic", layer, dy) for f in (gradients_by_tickets, gradients_by_accumulators))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
@@ -179,8 +177,8 @@ def test_layer_of_a_stack(rng):
     """Kernels read a layer's weights inside a stack and add to its sums there: the same bits, and other layers' sums stay."""
     layer = make_layer(rng, "half_empty", *SMALL)
     dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
-    expected = jax.jit(gradients_by_accumulators, static_argnums=0)("mosaic", layer, dy)
-    found, of_others = jax.jit(gradients_in_a_stack, static_argnums=0)("mosaic", layer, dy)
+    expected = gradients_by_accumulators("mosaic", layer, dy)
+    found, of_others = gradients_in_a_stack("mosaic", layer, dy)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     for before, after in of_others:
         assert (before == -1).all() and (after == 1).all()
@@ -213,7 +211,7 @@ def test_accumulators_of_micro_batches(rng):
 @pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.thorough), 7])
 def test_bits_of_a_token(rng, tokens):
     """They do not depend on the other tokens."""
-    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", 150, 4, 3, 128, 64)
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", *SMALL)
     weights = few_bits(weights)
     dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
 
@@ -222,7 +220,7 @@ def test_bits_of_a_token(rng, tokens):
         y, dx, _, _, d_weights = with_gradients(lambda *a: kernels.experts_mlp(*a, backend="mosaic"), layer, dy[:count])
         return y, dx, d_weights
 
-    for alone, of_all in zip(run(tokens), run(150), strict=True):
+    for alone, of_all in zip(run(tokens), run(SMALL[0]), strict=True):
         np.testing.assert_array_equal(alone, of_all[:tokens])
 
 
@@ -375,8 +373,7 @@ LAYERS = (128, 8, 2048, 768), (128, 8, 4096, 1536), (256, 8, 7168, 2048), (8, 2,
     "tokens, experts, k, hidden, inter",
     [
         (65536, 256, 8, 7168, 2048),
-        (100, 3, 1, 64, 384),
-        pytest.param(100, 4, 2, 384, 128, marks=pytest.mark.thorough),
+        *(pytest.param(100, *layer, marks=pytest.mark.thorough) for layer in ((3, 1, 64, 384), (4, 2, 384, 128))),
         *(pytest.param(tokens, *layer, marks=pytest.mark.thorough) for tokens in (1, 100) for layer in LAYERS),
         *(pytest.param(65536, *layer, marks=pytest.mark.thorough) for layer in LAYERS if layer[2] != 7168),
     ],
@@ -392,7 +389,7 @@ def test_real_layers_lower_for_an_h200(tokens, experts, k, hidden, inter):
 
 
 def test_lowers_for_an_h200_with_x64():
-    """Covers jax_enable_x64 too."""
+    """Covers jax_enable_x64 too, and the smallest width."""
 
     def step(x, w_gate_up, w_down, weights, chosen):
         def loss(*arrays):
@@ -401,7 +398,7 @@ def test_lowers_for_an_h200_with_x64():
         return jax.grad(loss, argnums=(0, 1, 2, 3))(x, w_gate_up, w_down, weights)
 
     with jax.enable_x64(True):
-        assert num_kernels(lowered_for_h200(step, *types_of(300, 8, 2, 128, 128))) > 5
+        assert num_kernels(lowered_for_h200(step, *types_of(300, 3, 1, 64, 384))) > 5
 
 
 @pytest.mark.parametrize("check_vma", [pytest.param(False, marks=pytest.mark.thorough), True])

@@ -131,6 +131,7 @@ def test_matrices_in_a_stack(backend):
     np.testing.assert_array_equal(found.astype(jnp.float32), own.astype(jnp.float32))
 
 
+@pytest.mark.thorough
 def test_kernels():
     """Four products in FP8 and the low-rank ones; none is of the size of a matrix's gradient."""
     *arrays, chosen = expert_layers.types_of(4096, 8, 2, 1024, 512)

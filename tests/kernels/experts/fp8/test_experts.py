@@ -122,11 +122,18 @@ def test_given_copies_are_those_made_inside():
 
     _assert_equal(_gradients(frozen)((x, weights, chosen), dy), (inside[0], inside[1], inside[4]))
 
-    def frozen_weights(x, weights, chosen):
+
+@pytest.mark.thorough
+def test_frozen_weights():
+    """Beside weights that get no gradient, the others are the same."""
+    (x, w_gate_up, w_down, weights, chosen), dy = _layer()
+    y, dx, _, _, d_weights = _in_fp8((x, w_gate_up, w_down, weights, chosen), dy)
+
+    def frozen(x, weights, chosen):
         matrices = Fp8Matrices(Matrices(w_gate_up, w_down), frozen=True)
         return experts_mlp_in_fp8(x, matrices, weights, chosen, FP8)
 
-    _assert_equal(_gradients(frozen_weights)((x, weights, chosen), dy), (inside[0], inside[1], inside[4]))
+    _assert_equal(_gradients(frozen)((x, weights, chosen), dy), (y, dx, d_weights))
 
 
 def test_gradients_add_to_sums():
