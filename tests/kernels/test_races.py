@@ -243,9 +243,11 @@ THOROUGH = {
     "outer, ping-pong",
     "fp8, ping-pong",
     "fp8, two steps a slot",
+    "fp8, backward",
     "fp8, backward, two blocks",
+    "attention, parts",
 }
-"""Other schedules of kernels; a ping-pong kernel in bf16 and one in FP8 are searched by default."""
+"""Other schedules, and attention that adds to sums. A ping-pong kernel in bf16 and one in FP8 are always searched."""
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,7 @@ def test_block_steps(rng, block_q, block_kv):
             assert row_every[blocks[steps.masked : steps.full]].all()
 
 
+@pytest.mark.thorough
 def test_lowers_for_an_h200():
     def step(q, k, v, dout, lse, delta, *bounds):
         options = {"scale": SCALE, "backend": "mosaic"}

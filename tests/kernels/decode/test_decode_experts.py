@@ -27,7 +27,12 @@ def _choice(rng, tokens):
 
 @pytest.mark.parametrize(
     "tokens, dtype",
-    [(2, "bfloat16"), pytest.param(3, "float32", marks=pytest.mark.thorough), (21, "bfloat16"), (90, "bfloat16")],
+    [
+        (2, "bfloat16"),
+        pytest.param(3, "float32", marks=pytest.mark.thorough),
+        (21, "bfloat16"),
+        pytest.param(90, "bfloat16", marks=pytest.mark.thorough),
+    ],
 )
 def test_equals_experts_mlp(tokens, dtype):
     """With weights of another dtype than the tokens' too."""

@@ -291,7 +291,7 @@ def test_layer_of_a_stack(backend):
         assert (before == -1).all() and (after == 1).all()
 
 
-@pytest.mark.parametrize("backend", ["xla", *ON_GPU])
+@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.thorough), *ON_GPU])
 def test_stacked_accumulators_grow_in_place(backend):
     """Our kernels agree bit for bit, though XLA takes each layer's accumulators out of the stack and puts them back."""
     if not implementation(backend).is_native():

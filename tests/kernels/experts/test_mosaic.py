@@ -80,6 +80,7 @@ def in_room(max_pairs, x, w_gate_up, w_down, weights, chosen):
     return experts_mlp_of_parts([part], w_gate_up, w_down, backend="mosaic", max_pairs=[max_pairs])[0]
 
 
+@pytest.mark.thorough
 def test_max_pairs(rng):
     """Room for fewer rows, if most experts live elsewhere, changes no bit."""
     tokens, here, k, hidden, _ = SMALL
@@ -186,13 +187,13 @@ def test_layer_of_a_stack(rng):
 
 def test_accumulators_of_micro_batches(rng):
     """Accumulators grow by the gradients of every chunk."""
-    layer = make_layer(rng, "half_empty", 30, 4, 1, 128, 64)
+    layer = make_layer(rng, "half_empty", 2 * SMALL[0] - 4, *SMALL[1:])
     dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
     totals = tuple(jnp.asarray(rng.normal(size=w.shape), jnp.float32) for w in layer[1:3])
 
     def with_totals(x, weights):
         def f(x, weights, totals):
-            how = {"backend": "mosaic", "chunk_tokens": 20}
+            how = {"backend": "mosaic", "chunk_tokens": SMALL[0]}
             return experts_mlp_accumulating(x, *layer[1:3], weights, layer[4], Accumulators(*totals), **how)
 
         y, pullback = jax.vjp(f, x, weights, totals)

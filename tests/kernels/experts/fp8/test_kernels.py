@@ -224,6 +224,7 @@ def test_few_pairs():
     assert np.abs(np.asarray(found, np.float32)[:3]).max() > 1 and not np.asarray(found, np.float32)[3].any()
 
 
+@pytest.mark.thorough
 def test_a_layer_of_a_stack():
     """The experts of one layer are read inside the stack of all layers."""
     rng = seeds.rng()
