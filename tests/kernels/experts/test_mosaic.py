@@ -170,7 +170,9 @@ def test_weight_gradients_multiplied_later(rng):
     """They have the bits of gradients added to accumulators, and so have y and the other gradients."""
     layer = make_layer(rng, "some_nobody", *SMALL)
     dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
-    found, expected = (f("mosaic", layer, dy) for f in (gradients_by_tickets, gradients_by_accumulators))
+    found, expected = (
+        jax.jit(f, static_argnums=0)("mosaic", layer, dy) for f in (gradients_by_tickets, gradients_by_accumulators)
+    )
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
@@ -178,8 +180,8 @@ def test_layer_of_a_stack(rng):
     """Kernels read a layer's weights inside a stack and add to its sums there: the same bits, and other layers' sums stay."""
     layer = make_layer(rng, "half_empty", *SMALL)
     dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
-    expected = gradients_by_accumulators("mosaic", layer, dy)
-    found, of_others = gradients_in_a_stack("mosaic", layer, dy)
+    expected = jax.jit(gradients_by_accumulators, static_argnums=0)("mosaic", layer, dy)
+    found, of_others = jax.jit(gradients_in_a_stack, static_argnums=0)("mosaic", layer, dy)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     for before, after in of_others:
         assert (before == -1).all() and (after == 1).all()
