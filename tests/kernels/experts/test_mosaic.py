@@ -255,6 +255,7 @@ def test_order_of_tiles(rng, monkeypatch):
             np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.thorough
 def test_f32_master_weights(rng):
     """f32 weights get f32 gradients that were not rounded before."""
     x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", *SMALL)

@@ -62,6 +62,7 @@ def test_results_are_those_of_tokens_in_bf16(kept, parts):
     _assert_equal_but_for_gate_up(found, expected)
 
 
+@pytest.mark.thorough
 def test_kernels():
     layer, dy = _layer(40, 128, 128)
     found, expected = (_results(layer, dy, "mosaic", rounds=rounds) for rounds in (True, False))
