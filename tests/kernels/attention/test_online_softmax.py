@@ -35,7 +35,7 @@ def merged(scores, v, cuts, order):
     return total
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**31), cuts=st.tuples(st.integers(1, 4), st.integers(5, 8)), order=st.permutations(range(3)))
 def test_parts_in_any_order(seed, cuts, order):
     """They merge to the softmax over all keys."""
@@ -48,7 +48,7 @@ def test_parts_in_any_order(seed, cuts, order):
     assert bool((out[:, 0] == 0).all()) and bool(jnp.isneginf(lse[:, :, 0]).all())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (1, 2))])
 def test_gradients(seed):
     """Gradients through parts are finite and equal the gradients through all keys at once."""
     scores, v = make(seed, 9)

@@ -120,10 +120,10 @@ CHUNKS = [5, 0, 64, 1, 70], [5, 0, 130, 64, 200]
     [
         ([1] * 4, [1, 70, 128, 700], 16, 2, 64, 64, "bfloat16", 1000, None),
         ([1] * 4, [1, 70, 128, 700], 2, 2, 128, 64, "float16", 1, 100),
-        (*CHUNKS, 8, 1, 64, 128, "float16", 1, None),
+        pytest.param(*CHUNKS, 8, 1, 64, 128, "float16", 1, None, marks=pytest.mark.thorough),
         (*CHUNKS, 2, 2, 128, 128, "bfloat16", 1, 70),
         (*CHUNKS, 16, 1, 64, 64, "bfloat16", 1, None),
-        ([3, 0, 9], [3, 0, 700], 8, 1, 64, 64, "bfloat16", 1000, None),
+        pytest.param([3, 0, 9], [3, 0, 700], 8, 1, 64, 64, "bfloat16", 1000, None, marks=pytest.mark.thorough),
         ([3, 0, 9], [520, 0, 1220], 8, 1, 64, 128, "bfloat16", 1000, 200),
     ],
     ids=[
@@ -227,7 +227,11 @@ def test_refusals(change, message):
         )
 
 
-@pytest.mark.parametrize("window, value_dim", [(None, None), (150, None), (None, 128)], ids=["all keys", "window", "latents"])
+@pytest.mark.parametrize(
+    "window, value_dim",
+    [pytest.param(None, None, marks=pytest.mark.thorough), (150, None), (None, 128)],
+    ids=["all keys", "window", "latents"],
+)
 def test_fixed_splits(window, value_dim):
     """A query's bits are the same alone, in a chunk, and beside so many other rows that keys would not be split."""
     width = 64 if value_dim is None else value_dim + 64

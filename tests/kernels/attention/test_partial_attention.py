@@ -53,9 +53,9 @@ CASES = {
 @pytest.mark.parametrize(
     "name, adds, out_dtype",
     [
-        ("several chunks", False, None),
+        pytest.param("several chunks", False, None, marks=pytest.mark.thorough),
         ("several chunks", True, None),
-        ("kernels", True, None),
+        pytest.param("kernels", True, None, marks=pytest.mark.thorough),
         ("kernels", True, jnp.bfloat16),
         pytest.param("kernels, dk and dv apart", False, None, marks=pytest.mark.smoke),
     ],
@@ -142,6 +142,7 @@ def test_block_steps(rng, block_q, block_kv):
             assert row_every[blocks[steps.masked : steps.full]].all()
 
 
+@pytest.mark.thorough
 def test_lowers_for_an_h200():
     def step(q, k, v, dout, lse, delta, *bounds):
         options = {"scale": SCALE, "backend": "mosaic"}

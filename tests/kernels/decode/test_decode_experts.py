@@ -27,7 +27,12 @@ def _choice(rng, tokens):
 
 @pytest.mark.parametrize(
     "tokens, dtype",
-    [(2, "bfloat16"), pytest.param(3, "float32", marks=pytest.mark.thorough), (21, "bfloat16"), (90, "bfloat16")],
+    [
+        (2, "bfloat16"),
+        pytest.param(3, "float32", marks=pytest.mark.thorough),
+        (21, "bfloat16"),
+        pytest.param(90, "bfloat16", marks=pytest.mark.thorough),
+    ],
 )
 def test_equals_experts_mlp(tokens, dtype):
     """With weights of another dtype than the tokens' too."""
@@ -42,7 +47,7 @@ def test_equals_experts_mlp(tokens, dtype):
     _assert_equal_rows(found, expected)
 
 
-@pytest.mark.parametrize("tokens", [3, 21, pytest.param(90, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("tokens", [21, *(pytest.param(each, marks=pytest.mark.thorough) for each in (3, 90))])
 def test_in_fp8(tokens):
     """Pairs by themselves, tokens read where they are, of a number that is no multiple of 8, and gathered tokens."""
     rng = seeds.rng()

@@ -26,7 +26,7 @@ def check_blocks(found, expected):
     np.testing.assert_array_equal(found.expert_of_block[: len(blocks)], experts + LAYER * EXPERTS)
 
 
-@pytest.mark.parametrize("tokens", [1, 24, 33])
+@pytest.mark.parametrize("tokens", [1, 33, pytest.param(24, marks=pytest.mark.thorough)])
 def test_one_block_an_expert(tokens):
     ids, is_chosen = choices(seeds.rng(), tokens)
     found = plan_rows(is_chosen, jnp.int32(LAYER), num_blocks=EXPERTS + 1, holds_all_tokens=True)

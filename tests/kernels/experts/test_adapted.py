@@ -34,7 +34,9 @@ def changed(w_gate_up, w_down, adapter):
     return tuple(w + jnp.matmul(*reversed(factors)) for w, factors in zip((w_gate_up, w_down), adapter, strict=True))
 
 
-@pytest.mark.parametrize("routing, shared_outer, chunk", [("random", False, None), ("some_nobody", True, 10)])
+@pytest.mark.parametrize(
+    "routing, shared_outer, chunk", [pytest.param("random", False, None, marks=pytest.mark.thorough), ("some_nobody", True, 10)]
+)
 def test_changed_matrices(routing, shared_outer, chunk):
     """The result, and the gradients of x, of the weights of choices, and of every factor."""
     rng = seeds.rng()
@@ -81,7 +83,7 @@ def test_mosaic():
         assert difference < 0.02 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("backend", ["xla", "mosaic"])
+@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.thorough), "mosaic"])
 def test_matrices_in_a_stack(backend):
     """A layer of a stack has the results of its own matrices; there is no gradient."""
     rng, (hidden, inter) = seeds.rng(), (128, 64)
@@ -104,7 +106,7 @@ def test_matrices_in_a_stack(backend):
         jax.grad(lambda x: ours(x, stacks).sum().astype(jnp.float32))(x)
 
 
-@pytest.mark.parametrize("chunk", [None, 10])
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.thorough), 10])
 def test_frozen(chunk):
     """The same bits as trained matrices, whose gradient is zero."""
     layer = make_layer(seeds.rng(), "random", TOKENS, EXPERTS, K, HIDDEN, INTER, jnp.float32)

@@ -20,7 +20,7 @@ def layer_of(x, w_gate_up, w_down, weights, chosen):
 @pytest.mark.parametrize(
     "routing, tokens, experts, k, hidden, inter, dtype",
     [
-        ("random", 1, 8, 3, 256, 128, "bfloat16"),
+        pytest.param("random", 1, 8, 3, 256, 128, "bfloat16", marks=pytest.mark.thorough),
         ("one_takes_all", 2, 8, 2, 128, 256, "float16"),
         ("some_nobody", 3, 32, 4, 128, 128, "bfloat16"),
     ],

@@ -75,7 +75,7 @@ def assert_near(actuals, others, tolerance):
         assert error <= tolerance * size, f"{name}: relative error {error / max(size, 1e-300):.1e}"
 
 
-@pytest.mark.parametrize("tokens, experts, k", [(1, 1, 1), (13, 9, 4), (40, 3, 2)])
+@pytest.mark.parametrize("tokens, experts, k", [(1, 1, 1), (13, 9, 4), pytest.param(40, 3, 2, marks=pytest.mark.thorough)])
 @settings(max_examples=8, deadline=None)
 @given(routing=st.sampled_from(["random", "one_takes_all", "half_empty"]), seed=st.integers(0, 2**31))
 def test_equals_the_oracle_in_f64_with_every_gradient(tokens, experts, k, routing, seed):
@@ -86,7 +86,7 @@ def test_equals_the_oracle_in_f64_with_every_gradient(tokens, experts, k, routin
         assert_near(compiled(kernels.experts_mlp, *others), compiled(oracle.experts_mlp, *others), 1e-12)
 
 
-@pytest.mark.parametrize("tokens, experts, k", [(300, 64, 8), (257, 16, 16)])
+@pytest.mark.parametrize("tokens, experts, k", [(300, 64, 8), pytest.param(257, 16, 16, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("routing", ["random", "one_takes_all"])
 def test_equals_the_oracle_at_more_tokens(tokens, experts, k, routing):
     with jax.enable_x64(True):
@@ -114,7 +114,7 @@ def gradients(inputs):
     return jax.grad(lambda *a: kernels.experts_mlp(*a, chosen).astype(jnp.float32).sum(), argnums=(0, 1, 2, 3))(*arrays)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("chunk", [7, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in (1, 64))])
 def test_chunks_of_tokens_give_the_same_sums(chunk):
     with jax.enable_x64(True):
         inputs = make_inputs(seeds.rng(), 50, 6, 2, 8, 4)
@@ -203,7 +203,7 @@ def test_runs_under_scan_remat_and_vmap():
     np.testing.assert_allclose(batched[0], kernels.experts_mlp(*inputs), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 7])
+@pytest.mark.parametrize("chunk_tokens", [pytest.param(None, marks=pytest.mark.thorough), 7])
 def test_accumulators_grow_by_the_weight_gradients(chunk_tokens):
     """Outputs and other gradients stay the same. The accumulators of experts without tokens keep their bits."""
     with jax.enable_x64(True):
@@ -226,7 +226,13 @@ def test_accumulators_grow_by_the_weight_gradients(chunk_tokens):
             np.testing.assert_array_equal(after[3:].view(jnp.int64), before[3:].view(jnp.int64))
 
 
-@pytest.mark.parametrize("routing", ["random", "one_takes_all", "half_empty", "some_nobody", "nobody"])
+@pytest.mark.parametrize(
+    "routing",
+    [
+        "some_nobody",
+        *(pytest.param(r, marks=pytest.mark.thorough) for r in ("random", "one_takes_all", "half_empty", "nobody")),
+    ],
+)
 def test_weight_gradients_multiplied_later(routing):
     """They have the bits of gradients added to accumulators, and so have y and the other gradients. No ticket is read."""
     rng = seeds.rng()
@@ -285,7 +291,7 @@ def test_layer_of_a_stack(backend):
         assert (before == -1).all() and (after == 1).all()
 
 
-@pytest.mark.parametrize("backend", ["xla", *ON_GPU])
+@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.thorough), *ON_GPU])
 def test_stacked_accumulators_grow_in_place(backend):
     """Our kernels agree bit for bit, though XLA takes each layer's accumulators out of the stack and puts them back."""
     if not implementation(backend).is_native():
@@ -367,7 +373,7 @@ def test_ids_out_of_range_add_nothing():
         assert not d_weights[(chosen < 0) | (chosen > 4)].any()
 
 
-@pytest.mark.parametrize("weight", [np.nan, np.inf])
+@pytest.mark.parametrize("weight", [np.nan, pytest.param(np.inf, marks=pytest.mark.thorough)])
 def test_weights_of_ids_out_of_range_may_be_nan_or_inf(weight):
     *arrays, weights, chosen = make_inputs(seeds.rng(), 6, 4, 2, 8, 4, dtype=jnp.float32)
     chosen = chosen.at[2, 0].set(-1).at[4, 1].set(4)
@@ -380,7 +386,7 @@ def test_weights_of_ids_out_of_range_may_be_nan_or_inf(weight):
         np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("max_pairs", [20, 37, 60])
+@pytest.mark.parametrize("max_pairs", [20, *(pytest.param(room, marks=pytest.mark.thorough) for room in (37, 60))])
 def test_room_for_fewer_pairs_leaves_out_the_last_experts(max_pairs):
     """At most 37 of 60 pairs are in range: with room for 37 the result is the same as without the bound."""
     with jax.enable_x64(True):
@@ -406,7 +412,14 @@ def test_chunks_add_bf16_weight_gradients_in_f32():
 
 
 @pytest.mark.parametrize(
-    "ends, routing", [([], "random"), ([7, 14], "half_empty"), ([3, 15], "random"), ([3, 15], "one_takes_all")]
+    "ends, routing",
+    [
+        ([3, 15], "random"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (([], "random"), ([7, 14], "half_empty"), ([3, 15], "one_takes_all"))
+        ),
+    ],
 )
 def test_parts_give_what_all_their_tokens_give_at_once(ends, routing):
     with jax.enable_x64(True):
@@ -476,7 +489,7 @@ def test_parts_that_differ_in_more_than_their_tokens_are_refused():
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, pytest.param(7, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("sharding", ["shard_map", "shard_map unchecked", "gspmd"])
+@pytest.mark.parametrize("sharding", ["shard_map", pytest.param("shard_map unchecked", marks=pytest.mark.thorough), "gspmd"])
 def test_runs_on_a_mesh(sharding, chunk_tokens):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     inputs = make_inputs(seeds.rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)

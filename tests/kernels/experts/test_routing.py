@@ -161,7 +161,14 @@ def test_plan_of_few_refuses_no_experts():
 
 
 @pytest.mark.parametrize("make", [plan, plan_of_few])
-@pytest.mark.parametrize("dtype, num_experts", [("uint8", 256), ("int8", 127), ("int8", 128), ("int16", 300), ("uint32", 300)])
+@pytest.mark.parametrize(
+    "dtype, num_experts",
+    [
+        ("uint8", 256),
+        ("int8", 128),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("int8", 127), ("int16", 300), ("uint32", 300))),
+    ],
+)
 def test_narrow_ids_are_those_of_32_bits(rng, make, dtype, num_experts):
     """Also where the dtype holds all ids, and not their number."""
     experts = rng.integers(0, min(num_experts, jnp.iinfo(dtype).max + 1), (9, 3))

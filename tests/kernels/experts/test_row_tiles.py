@@ -21,7 +21,7 @@ def places(plan, height, group):
     return [tuple(map(int, coord)) for coord in found]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.integers(0, 400), min_size=4, max_size=4),
     st.sampled_from([64, 128]),
@@ -33,7 +33,7 @@ def test_each_row_once(counts, height, group):
     check(rows, places(rows, height, group), height)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.lists(st.integers(-1, 6), min_size=3, max_size=3), min_size=1, max_size=20),
     st.sampled_from([64, 128]),

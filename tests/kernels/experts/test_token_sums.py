@@ -27,14 +27,17 @@ def exact(values, rows, weights):
     return np.sum(np.where(is_computed[:, :, None], of_pairs * np.asarray(weights, np.float64)[:, :, None], 0), axis=1)
 
 
-@pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize(
-    "tokens, shares, k, features, dtype",
+    "tokens, shares, k, features, dtype, weighted",
     [
-        (19, 1, 8, 1024, "bfloat16"),
-        (6, 3, 2, 512, "float16"),
-        (1, 1, 5, 512, "bfloat16"),
-        (7, 2, 1, 1536, "bfloat16"),
+        (19, 1, 8, 1024, "bfloat16", True),
+        (6, 3, 2, 512, "float16", True),
+        (7, 2, 1, 1536, "bfloat16", False),
+        pytest.param(19, 1, 8, 1024, "bfloat16", False, marks=pytest.mark.thorough),
+        pytest.param(6, 3, 2, 512, "float16", False, marks=pytest.mark.thorough),
+        pytest.param(1, 1, 5, 512, "bfloat16", True, marks=pytest.mark.thorough),
+        pytest.param(1, 1, 5, 512, "bfloat16", False, marks=pytest.mark.thorough),
+        pytest.param(7, 2, 1, 1536, "bfloat16", True, marks=pytest.mark.thorough),
     ],
 )
 def test_sums(rng, tokens, shares, k, features, dtype, weighted):

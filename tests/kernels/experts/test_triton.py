@@ -41,17 +41,21 @@ from moe_jax.kernels.low_rank import LowRank, RowsChange
 ROUTINGS = ["random", "one_takes_all", "half_empty", "some_nobody", "nobody"]
 
 
+SIZES = [
+    (37, 4, 2, 128, 128, "bfloat16"),
+    (200, 2, 1, 256, 256, "float16"),
+    (50, 3, 2, 40, 24, "bfloat16"),
+    (75, 2, 1, 72, 100, "float32"),
+    (1, 6, 3, 64, 5, "float32"),
+]
+COMPARED = [*((routing, *SIZES[0]) for routing in ("one_takes_all", "nobody")), *(("some_nobody", *sizes) for sizes in SIZES)]
+OTHERS = [case for sizes in SIZES for routing in ROUTINGS if (case := (routing, *sizes)) not in COMPARED]
+
+
 @needs_triton
-@pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
-    "tokens, experts, k, hidden, inter, dtype",
-    [
-        (37, 4, 2, 128, 128, "bfloat16"),
-        (200, 2, 1, 256, 256, "float16"),
-        (50, 3, 2, 40, 24, "bfloat16"),
-        (75, 2, 1, 72, 100, "float32"),
-        (1, 6, 3, 64, 5, "float32"),
-    ],
+    "routing, tokens, experts, k, hidden, inter, dtype",
+    [*COMPARED, *(pytest.param(*case, marks=pytest.mark.thorough) for case in OTHERS)],
 )
 def test_values_and_gradients_are_as_near_f64_as_xla(rng, runs, routing, tokens, experts, k, hidden, inter, dtype):
     layer = make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype)
@@ -64,7 +68,12 @@ def test_values_and_gradients_are_as_near_f64_as_xla(rng, runs, routing, tokens,
 @needs_triton
 @pytest.mark.parametrize(
     "tokens, experts, k, hidden, inter, row_alignment",
-    [(0, 3, 2, 64, 128, 64), (150, 1, 1, 64, 128, 1), (40, 7, 3, 20, 72, 3), (50, 2, 2, 256, 256, 64)],
+    [
+        (0, 3, 2, 64, 128, 64),
+        pytest.param(150, 1, 1, 64, 128, 1, marks=pytest.mark.thorough),
+        (40, 7, 3, 20, 72, 3),
+        pytest.param(50, 2, 2, 256, 256, 64, marks=pytest.mark.thorough),
+    ],
     ids=["no tokens", "several tiles of one expert", "a part of a tile an expert", "several tiles a row"],
 )
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -136,7 +145,13 @@ def test_the_bits_of_a_token_do_not_depend_on_the_other_tokens(rng, runs):
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype, ranks, error", [("float32", (3, 20), 1e-5), ("bfloat16", (70, 16), 2e-2)])
+@pytest.mark.parametrize(
+    "dtype, ranks, error",
+    [
+        ("float32", (3, 20), 1e-5),
+        pytest.param("bfloat16", (70, 16), 2e-2, marks=pytest.mark.thorough),
+    ],
+)
 def test_low_rank_changes(rng, runs, dtype, ranks, error):
     """The result and every gradient are those of changed matrices. Ranks are filled up; sizes end within tiles or do not."""
     experts, hidden, inter = 3, *((40, 24) if dtype == "float32" else (128, 256))

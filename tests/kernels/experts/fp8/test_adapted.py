@@ -87,6 +87,7 @@ def test_the_rounded_values():
     _assert_near(found, wanted, {"y": 4e-3, "x": 0.02, "weights": 0.1, "others": 0.01})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("f", [_ours, _keeping_fp8])
 def test_errors(f):
     *arrays, chosen, matrices, quantised, dy = _layer(tokens=128)
@@ -99,7 +100,7 @@ def test_errors(f):
     _assert_near(found, _results(exact, matrices, chosen, dy, *arrays), {"weights": 0.18, "others": 0.08})
 
 
-@pytest.mark.parametrize("routing", ["one_takes_all", "some_nobody"])
+@pytest.mark.parametrize("routing", [pytest.param("one_takes_all", marks=pytest.mark.thorough), "some_nobody"])
 def test_chunks_and_whole_matrices(routing):
     """Chunks of 20 tokens, and matrices that each call rounds, give the same y and dx."""
     *arrays, chosen, matrices, quantised, dy = _layer(routing)
@@ -118,7 +119,7 @@ def test_mosaic():
     _assert_near(found, wanted, {"others": 0.02})
 
 
-@pytest.mark.parametrize("backend", ["xla", "mosaic"])
+@pytest.mark.parametrize("backend", ["xla", pytest.param("mosaic", marks=pytest.mark.thorough)])
 def test_matrices_in_a_stack(backend):
     """A layer of a stack has the bits of its own matrices."""
     x, weights, adapter, chosen, _, quantised, _ = _layer("some_nobody", tokens=24, hidden=128)
@@ -131,6 +132,7 @@ def test_matrices_in_a_stack(backend):
     np.testing.assert_array_equal(found.astype(jnp.float32), own.astype(jnp.float32))
 
 
+@pytest.mark.thorough
 def test_kernels():
     """Four products in FP8 and the low-rank ones; none is of the size of a matrix's gradient."""
     *arrays, chosen = expert_layers.types_of(4096, 8, 2, 1024, 512)

@@ -53,7 +53,7 @@ def test_errors(batch, columns, summands):
     "tokens, columns, summands",
     [
         pytest.param(40, 128, 128, marks=pytest.mark.smoke),
-        (130, 192, 256),
+        pytest.param(130, 192, 256, marks=pytest.mark.thorough),
         pytest.param(200, 576, 384, marks=pytest.mark.thorough),
     ],
 )
@@ -89,7 +89,7 @@ def test_no_tokens():
 
 def test_plan_of_one():
     """It is the plan of choices of zero, but for rows behind the last tile."""
-    for tokens in (1, 64, 65, 128, 130):
+    for tokens in (1, 64, 130):
         ours, theirs = plan_of_one(tokens, 64), plan(jnp.zeros((tokens, 1), jnp.int32), 1, 64)
         assert ours.num_rows % 128 == 0 and tokens <= ours.num_rows <= theirs.num_rows
         for name, a in vars(theirs).items():

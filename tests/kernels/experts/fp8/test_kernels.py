@@ -66,7 +66,7 @@ def _assert_rounded_alike(ours, theirs, rows):
     assert np.mean((np.asarray(ours.values) != np.asarray(theirs.values))[rows]) < 1e-3
 
 
-@pytest.mark.parametrize("routing", ["random", "one_takes_all", "some_nobody"])
+@pytest.mark.parametrize("routing", [pytest.param("random", marks=pytest.mark.thorough), "one_takes_all", "some_nobody"])
 def test_passes(routing):
     """Every kernel gives what the reference gives for the same operands. One expert has no token, or all."""
     rng = seeds.rng()
@@ -85,7 +85,7 @@ def test_passes(routing):
         _assert_near(getattr(ours, name), getattr(theirs, name), rows)
 
 
-@pytest.mark.parametrize("hidden", [128, 384, 1024])
+@pytest.mark.parametrize("hidden", [384, *(pytest.param(each, marks=pytest.mark.thorough) for each in (128, 1024))])
 def test_rows_of_tokens(hidden):
     """Values and scales agree bit for bit, those of zeros, of tiny and of infinite numbers too; filling rows are zeros.
 
@@ -131,42 +131,49 @@ def test_promotion():
     _assert_near(kernels.grouped_matmul(a, w, p), reference.grouped_matmul(a, w, p), _with_a_pair(p))
 
 
-def test_bits_of_a_row():
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(Fp8TileShape(128, 128, 3), marks=pytest.mark.thorough),
+        pytest.param(Fp8TileShape(64, 256, 3, ping_pong=True), marks=pytest.mark.thorough),
+        Fp8TileShape(64, 128, 2, ping_pong=True, steps_of_slot=2),
+    ],
+    ids=["one block", "ping-pong", "two steps a slot"],
+)
+def test_bits_of_a_row(other):
     """A token's results do not depend on the other tokens, on their experts, or on the tile."""
     rng = seeds.rng()
     w = quantise_matrices(jnp.asarray(rng.normal(size=(EXPERTS, 256, 256)), jnp.float32))
     own = rng.normal(size=(1, 256))
     results = []
-    for count, tile in (
-        (3, Fp8TileShape(128, 256, 3)),
-        (100, Fp8TileShape(128, 128, 3)),
-        (100, Fp8TileShape(64, 256, 3, ping_pong=True)),
-        (100, Fp8TileShape(64, 128, 2, ping_pong=True, steps_of_slot=2)),
-    ):
+    for count, tile in ((3, Fp8TileShape(128, 256, 3)), (100, other)):
         others = rng.normal(size=(count, 256))
         x = jnp.asarray(np.concatenate([others, own]), jnp.bfloat16)
         chosen = jnp.asarray([*rng.integers(0, 3, count), 1], jnp.int32)[:, None]
         p = plan(chosen, EXPERTS, mosaic.ROW_ALIGNMENT)
         y = _wait(by_rows.matmul)(reference.rows_of_tokens(x, p), w, p, tile)
         results.append(np.asarray(y[p.row_of_pair[-1, 0]].view(jnp.uint16)))
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
+    np.testing.assert_array_equal(*results)
 
 
-def test_bits_of_gradients():
+@pytest.mark.parametrize(
+    "other",
+    [pytest.param(Fp8TileShape(128, 256, 2), marks=pytest.mark.thorough), Fp8TileShape(64, 256, 2, ping_pong=True)],
+    ids=["two blocks", "ping-pong"],
+)
+def test_bits_of_gradients(other):
     """Gradients do not depend on the tile."""
     rng = seeds.rng()
     x, gate_up, down, v, p = _layer("random", rng)
     h = jnp.asarray(rng.normal(size=(p.num_rows, 2 * INTER)), jnp.bfloat16)
     dy, rows = reference.rows_of_tokens(x, p), np.arange(p.num_rows) < int(p.offsets[-1])
-    tiles = Fp8TileShape(128, 128, 2), Fp8TileShape(128, 256, 2), Fp8TileShape(64, 256, 2, ping_pong=True)
+    tiles = Fp8TileShape(128, 128, 2), other
     results = [_wait(by_rows_backward.matmul_gated_silu_backward)(dy, transposed(down), h, v, p, tile) for tile in tiles]
-    first, *others = (jax.tree.map(lambda a: np.asarray(a, np.float32), result) for result in results)
-    for result in others:
-        np.testing.assert_array_equal(result.dh.scales[:, rows], first.dh.scales[:, rows])
-        for name in ("dh_bf16", "weighted_act", "dweight_of_row"):
-            np.testing.assert_array_equal(getattr(result, name)[rows], getattr(first, name)[rows])
-        np.testing.assert_array_equal(result.dh.values[rows], first.dh.values[rows])
+    first, second = (jax.tree.map(lambda a: np.asarray(a, np.float32), result) for result in results)
+    np.testing.assert_array_equal(second.dh.scales[:, rows], first.dh.scales[:, rows])
+    for name in ("dh_bf16", "weighted_act", "dweight_of_row"):
+        np.testing.assert_array_equal(getattr(second, name)[rows], getattr(first, name)[rows])
+    np.testing.assert_array_equal(second.dh.values[rows], first.dh.values[rows])
 
 
 def test_numbers_that_are_none():
@@ -184,7 +191,7 @@ def test_numbers_that_are_none():
     assert (np.asarray(act.scales)[:, token == 7] == LEAST_MAXIMUM * INVERSE_LARGEST).all()
 
 
-@pytest.mark.parametrize("tokens", [5, 21])
+@pytest.mark.parametrize("tokens", [pytest.param(5, marks=pytest.mark.thorough), 21])
 def test_few_tokens(tokens):
     """A plan that holds all tokens lets each chosen expert read the tokens where they are, and store a part of the rows."""
     rng = seeds.rng()
@@ -217,6 +224,7 @@ def test_few_pairs():
     assert np.abs(np.asarray(found, np.float32)[:3]).max() > 1 and not np.asarray(found, np.float32)[3].any()
 
 
+@pytest.mark.thorough
 def test_a_layer_of_a_stack():
     """The experts of one layer are read inside the stack of all layers."""
     rng = seeds.rng()

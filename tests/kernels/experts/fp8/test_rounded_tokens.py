@@ -52,7 +52,7 @@ def _assert_equal_but_for_gate_up(results, expected):
             np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-@pytest.mark.parametrize("kept, parts", [("bf16", 1), ("fp8", 2)])
+@pytest.mark.parametrize("kept, parts", [pytest.param("bf16", 1, marks=pytest.mark.thorough), ("fp8", 2)])
 def test_results_are_those_of_tokens_in_bf16(kept, parts):
     layer, dy = _layer(128, 256, 128)
     found, expected = (
@@ -62,6 +62,7 @@ def test_results_are_those_of_tokens_in_bf16(kept, parts):
     _assert_equal_but_for_gate_up(found, expected)
 
 
+@pytest.mark.thorough
 def test_kernels():
     layer, dy = _layer(40, 128, 128)
     found, expected = (_results(layer, dy, "mosaic", rounds=rounds) for rounds in (True, False))
