@@ -19,8 +19,8 @@ TOKENS = [5, 3, 260, 3, 3, 17, 80]
 @pytest.mark.parametrize(
     "make, sizes",
     [
-        pytest.param(tiny.model, dict(expert=4), marks=pytest.mark.thorough),
-        (tiny.deepseek, dict(data=2, fsdp=2, expert=2)),
+        (tiny.model, dict(expert=4)),
+        pytest.param(tiny.deepseek, dict(data=2, fsdp=2, expert=2), marks=pytest.mark.thorough),
         pytest.param(tiny.dense, dict(fsdp=2, context=3), marks=pytest.mark.thorough),
     ],
     ids=["experts", "deepseek", "dense"],

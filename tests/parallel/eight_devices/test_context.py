@@ -83,7 +83,7 @@ def on_devices(devices, layout, method, hops="nccl", check_vma=True):
     [
         (4, "zigzag", "ring", 4, 1),
         pytest.param(2, "contiguous", "ring", 2, 2, marks=pytest.mark.thorough),
-        (3, "striped", "ring", 4, 2),
+        pytest.param(3, "striped", "ring", 4, 2, marks=pytest.mark.thorough),
         (8, "zigzag", "all_gather", 4, 2),
         (2, "striped", "all_gather", 2, 2),
         (4, "zigzag", "ulysses", 8, 4),
@@ -100,7 +100,7 @@ def test_equals_one_device(devices, layout, method, heads, kv_heads):
 @pytest.mark.parametrize(
     "devices, layout, at_once",
     [
-        (8, "zigzag", 7),
+        pytest.param(8, "zigzag", 7, marks=pytest.mark.thorough),
         pytest.param(8, "striped", 3, marks=pytest.mark.thorough),
         pytest.param(4, "contiguous", 2, marks=pytest.mark.thorough),
         (4, "zigzag", 1),

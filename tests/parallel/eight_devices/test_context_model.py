@@ -72,7 +72,7 @@ def single(make_model):
 @pytest.mark.parametrize(
     "make_model, data, context, layout, method, remat, inside",
     [
-        (qwen, 1, 2, "zigzag", "ring", True, False),
+        pytest.param(qwen, 1, 2, "zigzag", "ring", True, False, marks=pytest.mark.thorough),
         (qwen, 2, 4, "zigzag", "ring", False, True),
         pytest.param(qwen, 1, 2, "striped", "all_gather", False, False, marks=pytest.mark.thorough),
         (deepseek, 1, 2, "zigzag", "ring", True, False),

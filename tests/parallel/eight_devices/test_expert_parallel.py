@@ -95,7 +95,7 @@ def test_bf16_stays_near_f32():
 @pytest.mark.parametrize(
     "drop, transport",
     [
-        ("position", "all_to_all"),
+        pytest.param("position", "all_to_all", marks=pytest.mark.thorough),
         ("probability", "pairwise"),
         pytest.param("probability", "gather", marks=pytest.mark.thorough),
     ],

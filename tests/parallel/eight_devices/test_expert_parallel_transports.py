@@ -23,7 +23,9 @@ def test_equals_one_device(devices, transport):
     assert_equals_one_device(ExpertParallel(transport=transport, group_size=group_size), make_mesh(expert=devices), ROUTINGS)
 
 
-@pytest.mark.parametrize("transport", ["gather", "all_to_all", "pairwise"])
+@pytest.mark.parametrize(
+    "transport", ["all_to_all", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gather", "pairwise"))]
+)
 def test_large_buffers_need_no_further_rounds(transport):
     """A capacity_factor of n holds the worst routing, and devices need not agree on a number of rounds."""
 

@@ -35,7 +35,7 @@ def single():
     [
         ({"fsdp": 8}, True, "nccl"),
         pytest.param({"data": 2, "fsdp": 4}, False, "nccl", marks=pytest.mark.thorough),
-        ({"data": 4, "fsdp": 2}, True, "copies"),
+        pytest.param({"data": 4, "fsdp": 2}, True, "copies", marks=pytest.mark.thorough),
         ({"data": 2, "fsdp": 4}, False, "copies"),
     ],
     ids=lambda value: str(value),

@@ -111,6 +111,7 @@ def test_compiler_options(monkeypatch):
         train(make_batch(seeds.rng()), Parallelism(make_mesh(fsdp=8)))
 
 
+@pytest.mark.thorough
 def test_num_dropped():
     mesh = make_mesh(expert=4, data=2)
     tight = ExpertParallel(transport="all_to_all", drop="position", capacity_factor=0.1)

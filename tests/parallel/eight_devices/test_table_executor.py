@@ -65,7 +65,7 @@ thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 @pytest.mark.parametrize(
     "name, make_model, layers, sizes, micro_batches, remat",
     [
-        ("1f1b", tiny.model, 3, dict(pipe=2), 4, True),
+        thorough("1f1b", tiny.model, 3, dict(pipe=2), 4, True),
         thorough("interleaved", tiny.model, 4, dict(pipe=2), 4, True),
         thorough("zb-h1", tiny.model, 4, dict(pipe=4), 8, True),
         ("zb-v", tiny.model, 3, dict(pipe=2), 4, False),

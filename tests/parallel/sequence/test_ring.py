@@ -23,7 +23,7 @@ from moe_jax.parallel.sequence.ring import Expansion
 @pytest.mark.parametrize(
     "devices, hops, steps, travels",
     [
-        (1, "nccl", 1, 0),
+        pytest.param(1, "nccl", 1, 0, marks=pytest.mark.thorough),
         # The keys of the last step and the gradients of the first do not travel.
         pytest.param(4, "nccl", 4, 3 * 3, marks=pytest.mark.thorough),
         # k, v and their gradients are copies of their own.
@@ -52,7 +52,12 @@ LATENTS, GRADIENTS = f"{8192 * 576}xbf16", f"{8192 * 576}xf32"
     "method, kernels, travels",
     [
         ("ring", 8, {"collective_permute": [LATENTS] * 2 + [GRADIENTS]}),
-        ("all_gather", 4, {"all_gather": ["1x8192x576xbf16"] * 2, "reduce_scatter": ["1x16384x576xf32"]}),
+        pytest.param(
+            "all_gather",
+            4,
+            {"all_gather": ["1x8192x576xbf16"] * 2, "reduce_scatter": ["1x16384x576xf32"]},
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_latents_travel(method, kernels, travels):
