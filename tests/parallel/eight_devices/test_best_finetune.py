@@ -23,7 +23,7 @@ def test_the_best_step_is_exported_with_its_places(tmp_path, monkeypatch):
     (tmp_path / "held_out" / "other.txt").write_text("other words")
     settings = tiny.settings(
         tmp_path, model=str(tmp_path / "model"), batch_size=8, steps=4, eval_data=str(tmp_path / "held_out"), eval_every=1,
-        eval_batches=1, keep_best=True, keep_checkpoints=1, mesh=MeshShape(data=2, fsdp=2, expert=2), rebalance_every=1,
+        eval_batches=1, keep_best=True, keep_checkpoints=1, mesh=MeshShape(data=4, expert=2), rebalance_every=1,
         sample_prompts=("the same",), sample_every=2, sample_tokens=3,
     )  # fmt: skip
     result = finetune(settings)

@@ -35,7 +35,7 @@ def qwen():
 
 def deepseek():
     # Latents travel in place of keys and values.
-    config = replace(tiny.deepseek().config, num_hidden_layers=2, first_k_dense_replace=0)
+    config = replace(tiny.deepseek().config, num_hidden_layers=2, first_k_dense_replace=2)
     return moe_jax.from_config(config, rngs=nnx.Rngs(0))
 
 

@@ -53,7 +53,7 @@ def test_residuals(transport):
 @pytest.mark.parametrize("transport", ["pairwise", pytest.param("gather", marks=pytest.mark.thorough)])
 def test_accumulators(transport):
     """Sums of gradients grow by the weights' gradients, in the first and in further rounds, inside a stack of two layers."""
-    mesh, settings = make_mesh(expert=4), ExpertParallel(transport=transport)
+    mesh, settings = make_mesh(expert=2), ExpertParallel(transport=transport)
     x, w_gate_up, w_down, weights = arrays()
     stacks = [jnp.stack([jnp.full_like(w, jnp.nan), w]) for w in (w_gate_up, w_down)]
 
@@ -158,6 +158,7 @@ def test_rounds_of_each_group(check_vma):
     assert_equal(results, value_and_gradients(reference, arrays(), direction(), chosen)[0])
 
 
+@pytest.mark.thorough
 def test_runs_under_scan_and_remat():
     settings, weights = ExpertParallel(transport="all_to_all", capacity_factor=0.01), arrays()[1:]
 

@@ -48,6 +48,7 @@ def test_equals_one_device(make, sizes, options):
     assert moe_jax.generate(laid_out(model, **sizes), PROMPTS, **options) == expected
 
 
+@pytest.mark.thorough
 def test_frozen_experts_lie_whole_on_each_device():
     model = tiny.model()
     add_lora(model, LoraSettings(rank=2), rngs=nnx.Rngs(0))
@@ -55,6 +56,7 @@ def test_frozen_experts_lie_whole_on_each_device():
     assert moe_jax.generate(laid_out(model, data=2), PROMPTS, max_new_tokens=4) == expected
 
 
+@pytest.mark.thorough
 def test_drafts():
     model = tiny.deepseek(mtp=1)
     options = dict(max_new_tokens=9, temperature=0.5, seed=4)
@@ -79,7 +81,7 @@ def prefilled(options, inputs) -> Cached:
 
 @pytest.mark.parametrize("make", [tiny.model, pytest.param(tiny.deepseek, marks=pytest.mark.thorough)])
 def test_overlapping_prefill(make):
-    """Four devices have two prompts each; one is padding. The cache and the tokens are those of all prompts at once."""
+    """Four devices have two prompts each; one is padding. The cache is that of all prompts at once."""
     model, prompts = laid_out(make(), expert=4), [*PROMPTS, [4, 4, 4], [6, 5]]
     at_once, in_halves = (
         decode_on_devices(prefilled, DecodeOptions(1, 0.0, None, None, (), overlap), model, prompts, 0)
@@ -87,6 +89,12 @@ def test_overlapping_prefill(make):
     )
     assert at_once.kept[0].any()
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), in_halves, at_once)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [tiny.model, tiny.deepseek])
+def test_tokens_behind_an_overlapping_prefill(make):
+    model, prompts = laid_out(make(), expert=4), [*PROMPTS, [4, 4, 4], [6, 5]]
     expected = moe_jax.generate(model, prompts, max_new_tokens=5)
     assert moe_jax.generate(model, prompts, max_new_tokens=5, overlap_prefill=True) == expected
 

@@ -30,7 +30,7 @@ TESTS = HERE.parents[1]
 def comparable(output: Path) -> list[dict]:
     timed = ("tokens_per_second", "model_tflops")
     records = [{k: v for k, v in r.items() if k not in timed} for r in read_records(output / "metrics.jsonl")]
-    return [*records, *read_records(output / "expert_load.jsonl")]
+    return records + [r for path in output.glob("expert_load.jsonl") for r in read_records(path)]
 
 
 def losses(output: Path) -> list[float]:
@@ -42,11 +42,20 @@ def losses(output: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run through a pipe of two ranks, and its data."""
-    folder = tmp_path_factory.mktemp("whole")
+    return make_run(tmp_path_factory.mktemp("whole"), "experts")
+
+
+@pytest.fixture(scope="module")
+def whole_dense(tmp_path_factory):
+    """The same of a model without experts."""
+    return make_run(tmp_path_factory.mktemp("dense"), "dense")
+
+
+def make_run(folder: Path, layers: str):
     data = tiny.write_texts(folder / "texts")
     (folder / "held_out").mkdir()
     (folder / "held_out" / "0.txt").write_text("other words, which nobody trains on, come once. " * 20)
-    result = run(data, folder / "run", mesh_of(pipe=2))
+    result = run(data, folder / "run", mesh_of(pipe=2), layers=layers)
     return data, folder / "run", result.model
 
 
@@ -67,19 +76,21 @@ def test_losses_are_those_of_one_device(whole, one, tmp_path):
         np.testing.assert_allclose(x, y, rtol=1e-2, atol=1e-4, err_msg=jax.tree_util.keystr(path))
 
 
-def test_killed_in_a_step_and_in_a_save(whole, tmp_path):
+@pytest.mark.parametrize(
+    "layers, step, where", [("dense", 4, "save"), pytest.param("experts", 3, "step", marks=pytest.mark.thorough)]
+)
+def test_killed(request, tmp_path, layers, step, where):
     """The run goes on bit for bit."""
-    data, expected, _ = whole
+    data, expected, _ = request.getfixturevalue("whole" if layers == "experts" else "whole_dense")
     paths = os.pathsep.join(map(str, [TESTS.parent, HERE, TESTS / "train"]))
-    for step, where in ((3, "step"), (4, "save")):
-        process = subprocess.run(
-            [sys.executable, str(HERE / "run_pipe.py"), str(data), str(tmp_path / "run"), str(step), where],
-            env={**os.environ, "PYTHONPATH": paths},
-            capture_output=True,
-        )
-        assert process.returncode == -signal.SIGKILL, process.stderr.decode()[-3000:]
+    process = subprocess.run(
+        [sys.executable, str(HERE / "run_pipe.py"), str(data), str(tmp_path / "run"), layers, str(step), where],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+    )
+    assert process.returncode == -signal.SIGKILL, process.stderr.decode()[-3000:]
     assert finished_steps(tmp_path / "run" / "checkpoints")[0] == 2
-    run(data, tmp_path / "run", mesh_of(pipe=2))
+    run(data, tmp_path / "run", mesh_of(pipe=2), layers=layers)
     assert comparable(tmp_path / "run") == comparable(expected)
 
 

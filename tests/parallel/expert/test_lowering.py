@@ -25,7 +25,7 @@ DEEPSEEK_V3 = dict(tokens=4096, hidden=7168, inter=2048, experts=256)
 @pytest.mark.parametrize(
     "transport, steps, gathers, permutes, check_vma",
     [
-        (None, [1], 2, 0, True),
+        pytest.param(None, [1], 2, 0, True, marks=pytest.mark.thorough),
         pytest.param(None, [1], 2, 0, False, marks=pytest.mark.thorough),
         ("pairwise", PAIRWISE, 0, 9, False),
         pytest.param("pairwise", PAIRWISE, 0, 9, True, marks=pytest.mark.thorough),
@@ -75,16 +75,13 @@ def test_shadows():
 @pytest.mark.parametrize("transport", ["gather", pytest.param("all_to_all", marks=pytest.mark.thorough)])
 def test_tokens_in_fp8(transport):
     """Tokens travel as bytes, and are gathered by one kernel in place of another, in the first and in further rounds."""
-    in_fp8, in_bf16 = (
-        lowered(forward(ExpertParallel(transport=transport, tokens_in_fp8=sends), Precision()), True, **QWEN3_30B)
-        for sends in (True, False)
-    )
-    assert num_kernels(in_fp8) == num_kernels(in_bf16) == 2 * 4
+    text = lowered(forward(ExpertParallel(transport=transport, tokens_in_fp8=True), Precision()), True, **QWEN3_30B)
+    # As many as for tokens in bf16.
+    assert num_kernels(text) == 2 * 4
     collective = "all_gather" if transport == "gather" else "all_to_all"
     travelling = rf'stablehlo.{collective}".*-> tensor<(?:\d+x)+(2048xbf16|2112xui8)>'
-    found, others = (set(re.findall(travelling, text)) for text in (in_fp8, in_bf16))
     # Outputs come home by an all-to-all.
-    assert found == ({"2112xui8"} if transport == "gather" else {"2112xui8", "2048xbf16"}) and others == {"2048xbf16"}
+    assert set(re.findall(travelling, text)) == ({"2112xui8"} if transport == "gather" else {"2112xui8", "2048xbf16"})
 
 
 def forward(settings, precision=None):
