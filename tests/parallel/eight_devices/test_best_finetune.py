@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 import tiny
 from flax import nnx
 
@@ -15,6 +16,7 @@ from moe_jax.train.metrics import read_records
 LOSSES = {1: 2.0, 2: 1.0, 3: 3.0, 4: 4.0}
 
 
+@pytest.mark.thorough
 def test_the_best_step_is_exported_with_its_places(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "make_evaluation", lambda *_, **__: lambda state, batches: LOSSES[int(state.step)])
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
@@ -23,7 +25,7 @@ def test_the_best_step_is_exported_with_its_places(tmp_path, monkeypatch):
     (tmp_path / "held_out" / "other.txt").write_text("other words")
     settings = tiny.settings(
         tmp_path, model=str(tmp_path / "model"), batch_size=8, steps=4, eval_data=str(tmp_path / "held_out"), eval_every=1,
-        eval_batches=1, keep_best=True, keep_checkpoints=1, mesh=MeshShape(data=4, expert=2), rebalance_every=1,
+        eval_batches=1, keep_best=True, keep_checkpoints=1, mesh=MeshShape(data=2, fsdp=2, expert=2), rebalance_every=1,
         sample_prompts=("the same",), sample_every=2, sample_tokens=3,
     )  # fmt: skip
     result = finetune(settings)

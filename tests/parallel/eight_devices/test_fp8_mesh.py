@@ -36,13 +36,14 @@ def _model(dense=()):
     return made
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sizes",
     [
         {"fsdp": 2},
-        pytest.param({"expert": 2}, marks=pytest.mark.thorough),
-        pytest.param({"data": 2}, marks=pytest.mark.thorough),
-        pytest.param({"data": 2, "fsdp": 2, "context": 2}, marks=pytest.mark.thorough),
+        {"expert": 2},
+        {"data": 2},
+        {"data": 2, "fsdp": 2, "context": 2},
     ],
     ids=str,
 )

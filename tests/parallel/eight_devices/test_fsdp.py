@@ -36,7 +36,7 @@ def single():
         ({"fsdp": 8}, True, "nccl"),
         pytest.param({"data": 2, "fsdp": 4}, False, "nccl", marks=pytest.mark.thorough),
         pytest.param({"data": 4, "fsdp": 2}, True, "copies", marks=pytest.mark.thorough),
-        ({"data": 2, "fsdp": 4}, False, "copies"),
+        pytest.param({"data": 2, "fsdp": 4}, False, "copies", marks=pytest.mark.thorough),
     ],
     ids=lambda value: str(value),
 )

@@ -87,6 +87,7 @@ def test_all_options_equal_one_device(model, engine):
     alone.close()
 
 
+@pytest.mark.thorough
 def test_pages_run_out_on_each_device(model, engine):
     """Two sequences of four pages do not fit into five: the younger one waits, and begins again."""
     prompts, before = prompts_of(*range(118, 122)), engine.stats().num_preemptions

@@ -193,6 +193,7 @@ with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
 
 
 @needs_compiler
+@pytest.mark.thorough
 def test_update_on_h200s():
     """Gradients are summed by a reduce-scatter in f32, and parameters travel in bf16."""
     text = run_script(UPDATE_ON_FOUR)
