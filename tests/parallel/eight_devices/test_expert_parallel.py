@@ -53,7 +53,7 @@ def test_residuals(transport):
 @pytest.mark.parametrize("transport", ["pairwise", pytest.param("gather", marks=pytest.mark.thorough)])
 def test_accumulators(transport):
     """Sums of gradients grow by the weights' gradients, in the first and in further rounds, inside a stack of two layers."""
-    mesh, settings = make_mesh(expert=2), ExpertParallel(transport=transport)
+    mesh, settings = make_mesh(expert=4), ExpertParallel(transport=transport)
     x, w_gate_up, w_down, weights = arrays()
     stacks = [jnp.stack([jnp.full_like(w, jnp.nan), w]) for w in (w_gate_up, w_down)]
 
@@ -178,6 +178,7 @@ def test_runs_under_scan_and_remat():
     assert_equal(ours, expected)
 
 
+@pytest.mark.thorough
 def test_uint8_ids_of_256_experts():
     x, w_gate_up, w_down, weights = arrays()
     w_gate_up, w_down = (jnp.tile(w, (256 // EXPERTS, 1, 1)) for w in (w_gate_up, w_down))

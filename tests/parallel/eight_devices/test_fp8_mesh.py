@@ -69,6 +69,7 @@ def test_dense_groups(sizes):
     np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=0.05)
 
 
+@pytest.mark.thorough
 def test_experts_over_devices():
     """Outputs and gradients are those of one device, although sums over choices are in another order."""
     rng = seeds.rng()

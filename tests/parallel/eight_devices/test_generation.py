@@ -127,14 +127,23 @@ def test_model_on_one_device():
     assert moe_jax.generate(on_no_device, PROMPTS, max_new_tokens=3) == expected
 
 
-def test_command_splits_experts(tmp_path, capsys):
+@pytest.fixture
+def command(tmp_path):
+    """The arguments of `moe-jax generate` for a small model."""
     moe_jax.save_pretrained(tiny.model(), tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    command = ["generate", str(tmp_path / "model"), "--prompt", "text", "--max-new-tokens", "4", "--dtype", "float32"]
+    return ["generate", str(tmp_path / "model"), "--prompt", "text", "--max-new-tokens", "4", "--dtype", "float32"]
+
+
+@pytest.mark.thorough
+def test_command_splits_experts(command, capsys):
     main(command)
     expected = capsys.readouterr().out
     main([*command, "--devices", "4"])
     assert capsys.readouterr().out == expected
+
+
+def test_command_refuses_devices(command, capsys):
     for devices, message in (
         ("3", "model has 4 experts, and there are 3 devices"),
         ("9", "must be 1 to 8"),

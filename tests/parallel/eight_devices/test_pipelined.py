@@ -163,7 +163,10 @@ def test_two_steps(make_model, shard_optimizer):
 
 @pytest.mark.parametrize(
     "model, stage",
-    [(lambda: with_layers(tiny.model, 5), 0), (lambda: tiny.deepseek(mtp=1, layers=6), 1)],
+    [
+        pytest.param(lambda: with_layers(tiny.model, 5), 0, marks=pytest.mark.thorough),
+        (lambda: tiny.deepseek(mtp=1, layers=6), 1),
+    ],
     ids=["moe", "deepseek"],
 )
 def test_chunks_and_back(model, stage):

@@ -96,6 +96,7 @@ def test_pages_run_out_on_each_device(model, engine):
     assert engine.stats().num_preemptions >= before + 2
 
 
+@pytest.mark.thorough
 def test_new_weights(model, engine):
     graph_of_other = tiny.model()
     prompts = prompts_of(70, 3, 20)

@@ -85,13 +85,14 @@ def test_bf16_parameters():
     assert own_bytes(state.params) == own_bytes(expected.params)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sizes, dtype",
     [
         ({"data": 2, "fsdp": 2}, jnp.bfloat16),
-        pytest.param({"data": 4}, jnp.float32, marks=pytest.mark.thorough),
-        pytest.param({"data": 2, "fsdp": 2}, jnp.float32, marks=pytest.mark.thorough),
-        pytest.param({"data": 4}, jnp.bfloat16, marks=pytest.mark.thorough),
+        ({"data": 4}, jnp.float32),
+        ({"data": 2, "fsdp": 2}, jnp.float32),
+        ({"data": 4}, jnp.bfloat16),
     ],
     ids=["data-fsdp-bfloat16", "data-float32", "data-fsdp-float32", "data-bfloat16"],
 )
@@ -99,9 +100,9 @@ def test_update(sizes, dtype):
     """From equal gradients, two updates give the masters and moments of the whole state."""
     optimizer = make_optimizer(1e-2)
     rng, states = seeds.rng(), []
-    model = partial(laid_out, tiny.dense(param_dtype=dtype), **sizes)
+    model = partial(laid_out, tiny.model(param_dtype=dtype), **sizes)
     gradients = [
-        jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), nnx.state(tiny.dense(), nnx.Param))
+        jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), nnx.state(tiny.model(), nnx.Param))
         for _ in range(2)
     ]
     for parallelism in both(**sizes):
