@@ -1,6 +1,6 @@
 """The training run of test_pipe_finetune, also as a process of its own that ends itself by SIGKILL.
 
-Arguments: data folder, output folder, "experts" or "dense", the step in which the process dies, and "step" or "save".
+Arguments: data folder, output folder, the step in which the process dies, and "step" or "save".
 """
 
 import math
@@ -31,13 +31,10 @@ def run(
     mesh: jax.sharding.Mesh | None,
     chunks: int = 1,
     stop_after: int | None = None,
-    layers: str = "experts",
+    make_model=tiny.biased_model,
     **changes,
 ):
-    """Trains three layers for 6 steps, or goes on to them: "dense", or with "experts" and their biases.
-
-    `held_out` lies beside the data.
-    """
+    """Trains three layers, as `make_model` has them, for 6 steps, or goes on to them. `held_out` lies beside the data."""
     if "pipe_schedule" in changes:
         changes |= dict(mesh=MeshShape(pipe=mesh.shape["pipe"]), pipe_chunks=chunks)
     settings = FinetuneSettings(
@@ -45,7 +42,7 @@ def run(
         learning_rate=1e-2, warmup_steps=2, checkpoint_every=2, dtype="float32", seed=7,
         eval_data=str(data.parent / "held_out"), eval_every=2, eval_batches=3, **changes,
     )  # fmt: skip
-    config = replace({"dense": tiny.dense, "experts": tiny.biased_model}[layers]().config, num_hidden_layers=3)
+    config = replace(make_model().config, num_hidden_layers=3)
     model = random_model(config, jnp.float32, param_dtype=settings.param_dtype, mesh=mesh, pipe_chunks=chunks)
     return finetune(settings, model=model, tokenizer=tiny.tokenizer(), stop_after=stop_after)
 
@@ -56,7 +53,7 @@ def die(*_) -> None:
 
 
 if __name__ == "__main__":
-    data, output, layers, step, where = sys.argv[1:]
+    data, output, step, where = sys.argv[1:]
     if where == "step":
         loop = sys.modules["moe_jax.recipes.finetuning.loop"]
         record_of_step = loop.record_of_step
@@ -70,4 +67,4 @@ if __name__ == "__main__":
                 die()
 
         TrainingCheckpoints.save = save_and_die
-    run(Path(data), Path(output), mesh_of(pipe=2), layers=layers)
+    run(Path(data), Path(output), mesh_of(pipe=2))

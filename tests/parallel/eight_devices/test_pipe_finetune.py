@@ -42,20 +42,14 @@ def losses(output: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run through a pipe of two ranks, and its data."""
-    return make_run(tmp_path_factory.mktemp("whole"), "experts")
+    return make_run(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.fixture(scope="module")
-def whole_dense(tmp_path_factory):
-    """The same of a model without experts."""
-    return make_run(tmp_path_factory.mktemp("dense"), "dense")
-
-
-def make_run(folder: Path, layers: str):
+def make_run(folder: Path, **options):
     data = tiny.write_texts(folder / "texts")
     (folder / "held_out").mkdir()
     (folder / "held_out" / "0.txt").write_text("other words, which nobody trains on, come once. " * 20)
-    result = run(data, folder / "run", mesh_of(pipe=2), layers=layers)
+    result = run(data, folder / "run", mesh_of(pipe=2), **options)
     return data, folder / "run", result.model
 
 
@@ -76,21 +70,32 @@ def test_losses_are_those_of_one_device(whole, one, tmp_path):
         np.testing.assert_allclose(x, y, rtol=1e-2, atol=1e-4, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize(
-    "layers, step, where", [("dense", 4, "save"), pytest.param("experts", 3, "step", marks=pytest.mark.thorough)]
-)
-def test_killed(request, tmp_path, layers, step, where):
+def test_a_dense_run_goes_on(tmp_path):
+    """From a checkpoint of the pipe, bit for bit."""
+    data, expected, _ = make_run(tmp_path, make_model=tiny.dense)
+    output = tmp_path / "again"
+    shutil.copytree(expected, output)
+    for later in (4, 6):
+        shutil.rmtree(output / "checkpoints" / str(later))
+    run(data, output, mesh_of(pipe=2), make_model=tiny.dense)
+    assert 6 in finished_steps(output / "checkpoints")
+    assert comparable(output) == comparable(expected)
+
+
+@pytest.mark.thorough
+def test_killed_in_a_step_and_in_a_save(whole, tmp_path):
     """The run goes on bit for bit."""
-    data, expected, _ = request.getfixturevalue("whole" if layers == "experts" else "whole_dense")
+    data, expected, _ = whole
     paths = os.pathsep.join(map(str, [TESTS.parent, HERE, TESTS / "train"]))
-    process = subprocess.run(
-        [sys.executable, str(HERE / "run_pipe.py"), str(data), str(tmp_path / "run"), layers, str(step), where],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-    )
-    assert process.returncode == -signal.SIGKILL, process.stderr.decode()[-3000:]
+    for step, where in ((3, "step"), (4, "save")):
+        process = subprocess.run(
+            [sys.executable, str(HERE / "run_pipe.py"), str(data), str(tmp_path / "run"), str(step), where],
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+        )
+        assert process.returncode == -signal.SIGKILL, process.stderr.decode()[-3000:]
     assert finished_steps(tmp_path / "run" / "checkpoints")[0] == 2
-    run(data, tmp_path / "run", mesh_of(pipe=2), layers=layers)
+    run(data, tmp_path / "run", mesh_of(pipe=2))
     assert comparable(tmp_path / "run") == comparable(expected)
 
 
