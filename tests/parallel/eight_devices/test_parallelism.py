@@ -1,6 +1,5 @@
 """A training step over meshes of eight devices equals one device's, metrics included."""
 
-import math
 from functools import partial
 
 import jax
@@ -44,29 +43,23 @@ def test_two_steps(sizes, options):
     check_two_steps(Parallelism(make_mesh(**sizes)), options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sizes, transport, options",
     [
-        ({"fsdp": 2, "expert": 2}, "pairwise", {}),
-        pytest.param({"fsdp": 2, "expert": 2, "context": 2}, "pairwise", {}, marks=pytest.mark.thorough),
+        ({"fsdp": 2, "expert": 2, "context": 2}, "pairwise", {}),
         # Passes over such a model overlap in tests/train/test_overlapping.py, and `test_two_steps` spreads it over a mesh.
-        pytest.param(
-            {"fsdp": 2, "expert": 2, "context": 2},
-            "all_to_all",
-            {"make_model": partial(tiny.deepseek, mtp=1)},
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param({"data": 2, "fsdp": 2, "context": 2}, None, {"remat": "offload"}, marks=pytest.mark.thorough),
-        pytest.param({"expert": 4, "context": 2}, "gather", {"remat": False}, marks=pytest.mark.thorough),
-        pytest.param({"data": 2, "expert": 2, "context": 2}, None, {"shard_optimizer": True}, marks=pytest.mark.thorough),
+        ({"fsdp": 2, "expert": 2, "context": 2}, "all_to_all", {"make_model": partial(tiny.deepseek, mtp=1)}),
+        ({"data": 2, "fsdp": 2, "context": 2}, None, {"remat": "offload"}),
+        ({"expert": 4, "context": 2}, "gather", {"remat": False}),
+        ({"data": 2, "expert": 2, "context": 2}, None, {"shard_optimizer": True}),
     ],
 )
 def test_overlapping_micro_batches(sizes, transport, options):
     """Micro-batches that overlap change nothing."""
     experts = ExpertParallel(transport=transport, capacity_factor=4)
     own = {name: options[name] for name in options.keys() & {"shard_optimizer"}}
-    mesh = make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
-    parallelism = Parallelism(mesh, experts, overlap_micro_batches=True, **own)
+    parallelism = Parallelism(make_mesh(**sizes), experts, overlap_micro_batches=True, **own)
     check_two_steps(parallelism, {"gradient_accumulation": 2, **options} | dict.fromkeys(own, None))
 
 
