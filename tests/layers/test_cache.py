@@ -65,7 +65,9 @@ def relative_error(found, expected, segment_ids):
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("model_type, calls", [("qwen3", (23, 17)), ("qwen3_moe", (39, 1))])
+@pytest.mark.parametrize(
+    "model_type, calls", [pytest.param("qwen3", (23, 17), marks=pytest.mark.thorough), ("qwen3_moe", (39, 1))]
+)
 def test_cached_calls_equal_one_forward(model_type, calls):
     """DeepSeek's are in test_latent_attention."""
     config = CONFIGS[model_type]
@@ -111,7 +113,11 @@ def test_fused_prompt(model_type, monkeypatch):
 
 @pytest.mark.parametrize(
     "name, change",
-    [("qwen3-0.6b", {}), ("qwen3-30b-a3b", {"use_sliding_window": True}), ("deepseek-v3", {})],
+    [
+        ("qwen3-0.6b", {}),
+        pytest.param("qwen3-30b-a3b", {"use_sliding_window": True}, marks=pytest.mark.thorough),
+        pytest.param("deepseek-v3", {}, marks=pytest.mark.thorough),
+    ],
 )
 def test_prompt_on_an_h200(name, change, monkeypatch):
     """The prompt has 5000 tokens, no multiple of a block; the cache has room for 5500."""

@@ -155,6 +155,7 @@ def test_every_matrix_of_a_group_multiplies_in_fp8(monkeypatch):
     assert len(found) == 5 + 1 + 2, "of attention, of shared experts, which are all alike, and of the dense layer"
 
 
+@pytest.mark.thorough
 def test_a_model():
     """With all groups in FP8 the loss and all gradients are finite, and logits are near those of bf16 with the same experts."""
     model, rng = _deepseek(), seeds.rng()

@@ -53,6 +53,7 @@ def test_cached_calls_equal_one_forward():
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)])
 def test_the_absorbed_form_at_published_widths(dtype, tolerance):
     """DeepSeek-V2-Lite's attention, beside its expanded form in f32."""

@@ -83,7 +83,20 @@ VARIANTS = {
     "deepseek_v2": ("deepseek_v2", {"rope_parameters": YARN_MSCALE, "routed_scaling_factor": 1.7}),
     "deepseek_v2_groups": ("deepseek_v2", {"topk_method": "group_limited_greedy", "q_lora_rank": None}),
 }
-THOROUGH = "moe_top1", "moe_all_experts", "dense_rope_dynamic", "dense_multi_head", "deepseek_all_layers_dense", "deepseek_v2"
+THOROUGH = {
+    "moe_sparse_step_mlp_only_layers",
+    "moe_norm_topk_prob_rope_yarn",
+    "moe_top1",
+    "moe_all_experts",
+    "dense_sliding_upper_layers",
+    "dense_rope_dynamic",
+    "dense_tied_bias_yarn_options",
+    "dense_multi_head",
+    "deepseek_all_layers_dense",
+    "deepseek_one_dense_layer_eight_groups",
+    "deepseek_one_group_unnormed_halves_no_shared_bias",
+    "deepseek_v2",
+}
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # transformers' block of no shared experts
@@ -153,7 +166,7 @@ def test_padding():
 @pytest.mark.parametrize(
     "model_type, overrides",
     [
-        ("qwen3_moe", {}),
+        pytest.param("qwen3_moe", {}, marks=pytest.mark.thorough),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
         ("deepseek_v3", {}),
     ],

@@ -65,6 +65,7 @@ def test_ring_attention():
 
 
 @needs_compiler
+@pytest.mark.thorough
 def test_pairwise_exchange():
     """Tokens and choices of others arrive while a device computes its own.
 

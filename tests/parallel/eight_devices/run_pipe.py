@@ -25,8 +25,16 @@ def mesh_of(**sizes) -> jax.sharding.Mesh:
     return make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
 
 
-def run(data: Path, output: Path, mesh: jax.sharding.Mesh | None, chunks: int = 1, stop_after: int | None = None, **changes):
-    """Trains three layers with experts and their biases for 6 steps, or goes on to them. `held_out` lies beside the data."""
+def run(
+    data: Path,
+    output: Path,
+    mesh: jax.sharding.Mesh | None,
+    chunks: int = 1,
+    stop_after: int | None = None,
+    make_model=tiny.biased_model,
+    **changes,
+):
+    """Trains three layers, as `make_model` has them, for 6 steps, or goes on to them. `held_out` lies beside the data."""
     if "pipe_schedule" in changes:
         changes |= dict(mesh=MeshShape(pipe=mesh.shape["pipe"]), pipe_chunks=chunks)
     settings = FinetuneSettings(
@@ -34,7 +42,7 @@ def run(data: Path, output: Path, mesh: jax.sharding.Mesh | None, chunks: int = 
         learning_rate=1e-2, warmup_steps=2, checkpoint_every=2, dtype="float32", seed=7,
         eval_data=str(data.parent / "held_out"), eval_every=2, eval_batches=3, **changes,
     )  # fmt: skip
-    config = replace(tiny.biased_model().config, num_hidden_layers=3)
+    config = replace(make_model().config, num_hidden_layers=3)
     model = random_model(config, jnp.float32, param_dtype=settings.param_dtype, mesh=mesh, pipe_chunks=chunks)
     return finetune(settings, model=model, tokenizer=tiny.tokenizer(), stop_after=stop_after)
 

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 import tiny
 from flax import nnx
 
@@ -15,6 +16,7 @@ from moe_jax.train.metrics import read_records
 LOSSES = {1: 2.0, 2: 1.0, 3: 3.0, 4: 4.0}
 
 
+@pytest.mark.thorough
 def test_the_best_step_is_exported_with_its_places(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "make_evaluation", lambda *_, **__: lambda state, batches: LOSSES[int(state.step)])
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")

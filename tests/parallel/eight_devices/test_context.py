@@ -83,7 +83,7 @@ def on_devices(devices, layout, method, hops="nccl", check_vma=True):
     [
         (4, "zigzag", "ring", 4, 1),
         pytest.param(2, "contiguous", "ring", 2, 2, marks=pytest.mark.thorough),
-        (3, "striped", "ring", 4, 2),
+        pytest.param(3, "striped", "ring", 4, 2, marks=pytest.mark.thorough),
         (8, "zigzag", "all_gather", 4, 2),
         (2, "striped", "all_gather", 2, 2),
         (4, "zigzag", "ulysses", 8, 4),
@@ -100,7 +100,7 @@ def test_equals_one_device(devices, layout, method, heads, kv_heads):
 @pytest.mark.parametrize(
     "devices, layout, at_once",
     [
-        (8, "zigzag", 7),
+        pytest.param(8, "zigzag", 7, marks=pytest.mark.thorough),
         pytest.param(8, "striped", 3, marks=pytest.mark.thorough),
         pytest.param(4, "contiguous", 2, marks=pytest.mark.thorough),
         (4, "zigzag", 1),
@@ -154,7 +154,7 @@ def expand(weight, latents, k_shared):
     "devices, layout, method, hops, travels",
     [
         # A token has 9 numbers of kv and the start of its segment; with ulysses also queries and results of 4 heads of 8 and 4.
-        (4, "zigzag", "ring", "copies", 3 * 9 + 1),
+        pytest.param(4, "zigzag", "ring", "copies", 3 * 9 + 1, marks=pytest.mark.thorough),
         pytest.param(8, "striped", "all_gather", "nccl", 9 + 1, marks=pytest.mark.thorough),
         (4, "zigzag", "ulysses", "nccl", 4 * (8 + 4) + 9 + 2),
     ],

@@ -25,7 +25,8 @@ def test_gpu_collective():
     assert_gpu_collective(RAGGED, "ragged_all_to_all")
 
 
-@pytest.mark.parametrize("devices", [8, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("devices", [8, 2])
 def test_equals_one_device(devices):
     assert_equals_one_device(ExpertParallel(transport=RAGGED), make_mesh(expert=devices), ROUTINGS)
 

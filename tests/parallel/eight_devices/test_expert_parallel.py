@@ -95,7 +95,7 @@ def test_bf16_stays_near_f32():
 @pytest.mark.parametrize(
     "drop, transport",
     [
-        ("position", "all_to_all"),
+        pytest.param("position", "all_to_all", marks=pytest.mark.thorough),
         ("probability", "pairwise"),
         pytest.param("probability", "gather", marks=pytest.mark.thorough),
     ],
@@ -158,6 +158,7 @@ def test_rounds_of_each_group(check_vma):
     assert_equal(results, value_and_gradients(reference, arrays(), direction(), chosen)[0])
 
 
+@pytest.mark.thorough
 def test_runs_under_scan_and_remat():
     settings, weights = ExpertParallel(transport="all_to_all", capacity_factor=0.01), arrays()[1:]
 
@@ -177,6 +178,7 @@ def test_runs_under_scan_and_remat():
     assert_equal(ours, expected)
 
 
+@pytest.mark.thorough
 def test_uint8_ids_of_256_experts():
     x, w_gate_up, w_down, weights = arrays()
     w_gate_up, w_down = (jnp.tile(w, (256 // EXPERTS, 1, 1)) for w in (w_gate_up, w_down))

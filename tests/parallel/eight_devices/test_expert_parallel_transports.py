@@ -1,7 +1,5 @@
 """Every transport over every mesh gives the single device's outputs and gradients under any routing."""
 
-import itertools
-
 import pytest
 from expert_layer import ROUTINGS, arrays, assert_equal, assert_equals_one_device, direction, on_a_mesh, on_one_device, routing
 from meshes import make_mesh
@@ -13,8 +11,11 @@ from moe_jax.parallel.expert import TRANSPORTS
 @pytest.mark.parametrize(
     "devices, transport",
     [
-        *itertools.product([8], TRANSPORTS),
+        (4, "gather"),
+        (4, "all_to_all"),
+        # `test_expert_parallel.test_accumulators` compares this one too.
         pytest.param(4, "pairwise", marks=pytest.mark.thorough),
+        *(pytest.param(8, transport, marks=pytest.mark.thorough) for transport in TRANSPORTS),
         *(pytest.param(2, transport, marks=pytest.mark.thorough) for transport in TRANSPORTS),
     ],
 )
@@ -23,7 +24,9 @@ def test_equals_one_device(devices, transport):
     assert_equals_one_device(ExpertParallel(transport=transport, group_size=group_size), make_mesh(expert=devices), ROUTINGS)
 
 
-@pytest.mark.parametrize("transport", ["gather", "all_to_all", "pairwise"])
+@pytest.mark.parametrize(
+    "transport", ["all_to_all", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gather", "pairwise"))]
+)
 def test_large_buffers_need_no_further_rounds(transport):
     """A capacity_factor of n holds the worst routing, and devices need not agree on a number of rounds."""
 

@@ -36,13 +36,14 @@ def _model(dense=()):
     return made
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sizes",
     [
         {"fsdp": 2},
-        pytest.param({"expert": 2}, marks=pytest.mark.thorough),
-        pytest.param({"data": 2}, marks=pytest.mark.thorough),
-        pytest.param({"data": 2, "fsdp": 2, "context": 2}, marks=pytest.mark.thorough),
+        {"expert": 2},
+        {"data": 2},
+        {"data": 2, "fsdp": 2, "context": 2},
     ],
     ids=str,
 )
@@ -68,6 +69,7 @@ def test_dense_groups(sizes):
     np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=0.05)
 
 
+@pytest.mark.thorough
 def test_experts_over_devices():
     """Outputs and gradients are those of one device, although sums over choices are in another order."""
     rng = seeds.rng()
@@ -92,6 +94,7 @@ def test_experts_over_devices():
         assert meshes.relative_error(a, b) < 0.01
 
 
+@pytest.mark.thorough
 def test_a_step_with_tokens_in_fp8():
     """The loss is that of tokens in bf16 bit for bit, with layers that are recomputed and passes that overlap."""
     batch, options = make_batch(seeds.rng()), dict(steps=1, make_model=_model, gradient_accumulation=2, remat=True)
@@ -137,12 +140,13 @@ def _in_pipe(parallelism):
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sizes, rounds_in_passes",
     [
         ({"pipe": 2}, False),
-        pytest.param({"pipe": 2, "fsdp": 2}, False, marks=pytest.mark.thorough),
-        pytest.param({"pipe": 2, "expert": 2}, True, marks=pytest.mark.thorough),
+        ({"pipe": 2, "fsdp": 2}, False),
+        ({"pipe": 2, "expert": 2}, True),
     ],
     ids=str,
 )

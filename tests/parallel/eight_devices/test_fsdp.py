@@ -35,8 +35,8 @@ def single():
     [
         ({"fsdp": 8}, True, "nccl"),
         pytest.param({"data": 2, "fsdp": 4}, False, "nccl", marks=pytest.mark.thorough),
-        ({"data": 4, "fsdp": 2}, True, "copies"),
-        ({"data": 2, "fsdp": 4}, False, "copies"),
+        pytest.param({"data": 4, "fsdp": 2}, True, "copies", marks=pytest.mark.thorough),
+        pytest.param({"data": 2, "fsdp": 4}, False, "copies", marks=pytest.mark.thorough),
     ],
     ids=lambda value: str(value),
 )

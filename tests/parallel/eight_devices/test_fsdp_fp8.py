@@ -69,7 +69,7 @@ def make_arguments(rng):
     "sizes, hops, remat",
     [
         ({"fsdp": 4, "context": 2}, "nccl", True),
-        ({"fsdp": 2}, "copies", False),
+        pytest.param({"fsdp": 2}, "copies", False, marks=pytest.mark.thorough),
         pytest.param({"fsdp": 2, "expert": 2}, "nccl", True, marks=pytest.mark.thorough),
         pytest.param({"fsdp": 2, "expert": 2}, "copies", False, marks=pytest.mark.thorough),
     ],

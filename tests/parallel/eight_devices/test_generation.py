@@ -29,16 +29,16 @@ PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11], [3] * 20, [9, 9]]
 @pytest.mark.parametrize(
     "make, sizes, options",
     [
-        (tiny.model, dict(expert=4), dict(temperature=1.0, top_k=20, seed=3)),
         # Two of six devices hold half of the experts each.
-        (tiny.model, dict(data=2, fsdp=3), {}),
+        (tiny.model, dict(data=2, fsdp=3), dict(temperature=1.0, top_k=20, seed=3)),
+        pytest.param(tiny.model, dict(expert=4), {}, marks=pytest.mark.thorough),
         # The axes of this mesh divide the devices in another way than generation's mesh.
         pytest.param(tiny.model, dict(data=4, expert=2), {}, marks=pytest.mark.thorough),
         # `test_drafts` generates with such a model too.
         pytest.param(tiny.deepseek, dict(fsdp=2, context=4), {}, marks=pytest.mark.thorough),
         pytest.param(tiny.dense, dict(fsdp=2), dict(temperature=1.0, top_p=0.9), marks=pytest.mark.thorough),
     ],
-    ids=["sampling", "six devices", "crossing", "deepseek", "dense"],
+    ids=["six devices", "four devices", "crossing", "deepseek", "dense"],
 )
 def test_equals_one_device(make, sizes, options):
     # A third of the tokens end a sequence: some devices finish all their sequences before others.
@@ -48,6 +48,7 @@ def test_equals_one_device(make, sizes, options):
     assert moe_jax.generate(laid_out(model, **sizes), PROMPTS, **options) == expected
 
 
+@pytest.mark.thorough
 def test_frozen_experts_lie_whole_on_each_device():
     model = tiny.model()
     add_lora(model, LoraSettings(rank=2), rngs=nnx.Rngs(0))
@@ -55,6 +56,7 @@ def test_frozen_experts_lie_whole_on_each_device():
     assert moe_jax.generate(laid_out(model, data=2), PROMPTS, max_new_tokens=4) == expected
 
 
+@pytest.mark.thorough
 def test_drafts():
     model = tiny.deepseek(mtp=1)
     options = dict(max_new_tokens=9, temperature=0.5, seed=4)
@@ -79,7 +81,7 @@ def prefilled(options, inputs) -> Cached:
 
 @pytest.mark.parametrize("make", [tiny.model, pytest.param(tiny.deepseek, marks=pytest.mark.thorough)])
 def test_overlapping_prefill(make):
-    """Four devices have two prompts each; one is padding. The cache and the tokens are those of all prompts at once."""
+    """Four devices have two prompts each; one is padding. The cache is that of all prompts at once."""
     model, prompts = laid_out(make(), expert=4), [*PROMPTS, [4, 4, 4], [6, 5]]
     at_once, in_halves = (
         decode_on_devices(prefilled, DecodeOptions(1, 0.0, None, None, (), overlap), model, prompts, 0)
@@ -87,6 +89,12 @@ def test_overlapping_prefill(make):
     )
     assert at_once.kept[0].any()
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), in_halves, at_once)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [tiny.model, tiny.deepseek])
+def test_tokens_behind_an_overlapping_prefill(make):
+    model, prompts = laid_out(make(), expert=4), [*PROMPTS, [4, 4, 4], [6, 5]]
     expected = moe_jax.generate(model, prompts, max_new_tokens=5)
     assert moe_jax.generate(model, prompts, max_new_tokens=5, overlap_prefill=True) == expected
 
@@ -119,14 +127,23 @@ def test_model_on_one_device():
     assert moe_jax.generate(on_no_device, PROMPTS, max_new_tokens=3) == expected
 
 
-def test_command_splits_experts(tmp_path, capsys):
+@pytest.fixture
+def command(tmp_path):
+    """The arguments of `moe-jax generate` for a small model."""
     moe_jax.save_pretrained(tiny.model(), tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    command = ["generate", str(tmp_path / "model"), "--prompt", "text", "--max-new-tokens", "4", "--dtype", "float32"]
+    return ["generate", str(tmp_path / "model"), "--prompt", "text", "--max-new-tokens", "4", "--dtype", "float32"]
+
+
+@pytest.mark.thorough
+def test_command_splits_experts(command, capsys):
     main(command)
     expected = capsys.readouterr().out
     main([*command, "--devices", "4"])
     assert capsys.readouterr().out == expected
+
+
+def test_command_refuses_devices(command, capsys):
     for devices, message in (
         ("3", "model has 4 experts, and there are 3 devices"),
         ("9", "must be 1 to 8"),

@@ -43,20 +43,16 @@ def test_two_steps(sizes, options):
     check_two_steps(Parallelism(make_mesh(**sizes)), options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sizes, transport, options",
     [
         ({"fsdp": 2, "expert": 2, "context": 2}, "pairwise", {}),
         # Passes over such a model overlap in tests/train/test_overlapping.py, and `test_two_steps` spreads it over a mesh.
-        pytest.param(
-            {"fsdp": 2, "expert": 2, "context": 2},
-            "all_to_all",
-            {"make_model": partial(tiny.deepseek, mtp=1)},
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param({"data": 2, "fsdp": 2, "context": 2}, None, {"remat": "offload"}, marks=pytest.mark.thorough),
-        pytest.param({"expert": 4, "context": 2}, "gather", {"remat": False}, marks=pytest.mark.thorough),
-        pytest.param({"data": 2, "expert": 2, "context": 2}, None, {"shard_optimizer": True}, marks=pytest.mark.thorough),
+        ({"fsdp": 2, "expert": 2, "context": 2}, "all_to_all", {"make_model": partial(tiny.deepseek, mtp=1)}),
+        ({"data": 2, "fsdp": 2, "context": 2}, None, {"remat": "offload"}),
+        ({"expert": 4, "context": 2}, "gather", {"remat": False}),
+        ({"data": 2, "expert": 2, "context": 2}, None, {"shard_optimizer": True}),
     ],
 )
 def test_overlapping_micro_batches(sizes, transport, options):
@@ -88,7 +84,8 @@ def check_two_steps(parallelism, options):
     assert sum(x.addressable_shards[0].data.size for x in moments) < 1.2 * sum(x.size for x in moments) / ways
 
 
-@pytest.mark.parametrize("make_model", [tiny.model, pytest.param(tiny.deepseek, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("make_model", [tiny.model, tiny.deepseek])
 def test_evaluation_loss(make_model):
     """On a mesh, in turn and two batches at a time, as on one device; of three batches the last is alone."""
     rng = seeds.rng()
@@ -111,6 +108,7 @@ def test_compiler_options(monkeypatch):
         train(make_batch(seeds.rng()), Parallelism(make_mesh(fsdp=8)))
 
 
+@pytest.mark.thorough
 def test_num_dropped():
     mesh = make_mesh(expert=4, data=2)
     tight = ExpertParallel(transport="all_to_all", drop="position", capacity_factor=0.1)
@@ -160,7 +158,7 @@ def test_own_loss():
 
     rng = seeds.rng()
     batch = make_batch(rng) | {"weight": rng.normal(size=ROWS).astype(np.float32)}
-    options = dict(loss=loss, steps=1)
+    options = dict(loss=loss, steps=1, make_model=tiny.dense)
     parallelism = Parallelism(make_mesh(fsdp=2, expert=2, context=2))
     expected, (expected_metrics,) = train(batch, **options)
     state, (metrics,) = train(batch, parallelism, **options)

@@ -95,7 +95,7 @@ def state_on(sizes, chunks=1):
 @pytest.mark.parametrize(
     "start, end",
     [
-        ((dict(pipe=2, data=2), 1), (dict(fsdp=2), 1)),
+        pytest.param((dict(pipe=2, data=2), 1), (dict(fsdp=2), 1), marks=pytest.mark.thorough),
         pytest.param((dict(data=2, expert=2), 1), (dict(pipe=2, data=2, fsdp=2), 2), marks=pytest.mark.thorough),
         ((dict(pipe=2, expert=2), 2), (dict(pipe=3), 1)),
     ],

@@ -55,8 +55,8 @@ def mesh_of(**sizes):
     [
         (tiny.model, 7, dict(pipe=2, expert=2), 2, 4, True),
         pytest.param(tiny.model, 3, dict(pipe=2), 2, 4, True, marks=pytest.mark.thorough),
-        (tiny.dense, 3, dict(pipe=3), 1, 4, False),
-        (tied, 3, dict(pipe=2, fsdp=2), 1, 4, True),
+        pytest.param(tiny.dense, 3, dict(pipe=3), 1, 4, False, marks=pytest.mark.thorough),
+        (tied, 3, dict(pipe=2, fsdp=2), 1, 4, False),
         (tiny.dense, 3, dict(pipe=2), 2, 4, "offload"),
         pytest.param(tiny.model, 7, dict(pipe=2, expert=2), 2, 4, "offload", marks=pytest.mark.thorough),
         pytest.param(tiny.model, 3, dict(pipe=2, data=2), 2, 2, False, marks=pytest.mark.thorough),
@@ -69,7 +69,7 @@ def mesh_of(**sizes):
         "experts-padded-chunks",
         "whole-experts-padded-chunks",
         "dense-kept-three-ranks",
-        "tied-fsdp",
+        "tied-fsdp-kept",
         "dense-offload",
         "experts-offload",
         "whole-experts-kept-data",
@@ -128,9 +128,9 @@ def without_values(shape, dtype):
     return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 0, dtype)
 
 
-def trained(batch, parallelism=None):
+def trained(make_model, batch, parallelism=None):
     """Returns the model's arrays after two steps of AdamW, and the metrics of each step."""
-    model = with_layers(tiny.biased_model, 3)
+    model = with_layers(make_model, 3)
     graph, optimizer = nnx.graphdef(model), make_optimizer(1e-2, eps=1e-3, max_grad_norm=0.1)
     if parallelism is not None:
         nnx.update(model, to_chunks(nnx.state(model), parallelism.mesh, parallelism.pipe_chunks))
@@ -144,19 +144,29 @@ def trained(batch, parallelism=None):
     return (params, state.expert_bias), metrics
 
 
-@pytest.mark.parametrize("shard_optimizer", [True, pytest.param(False, marks=pytest.mark.thorough)])
-def test_two_steps(shard_optimizer):
+@pytest.mark.parametrize(
+    "make_model, shard_optimizer",
+    [
+        (tiny.dense, True),
+        pytest.param(tiny.biased_model, True, marks=pytest.mark.thorough),
+        pytest.param(tiny.biased_model, False, marks=pytest.mark.thorough),
+    ],
+)
+def test_two_steps(make_model, shard_optimizer):
     """Parameters, moved biases and metrics; padded layers and clipped gradients included."""
     batch = make_batch(seeds.rng())
     parallelism = Parallelism(mesh_of(pipe=2, data=2), pipe_chunks=1, shard_optimizer=shard_optimizer)
-    for ours, theirs in zip(trained(batch, parallelism), trained(batch), strict=True):
+    for ours, theirs in zip(trained(make_model, batch, parallelism), trained(make_model, batch), strict=True):
         for (path, x), y in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
             assert relative_error(x, y) <= 2e-5, jax.tree_util.keystr(path)
 
 
 @pytest.mark.parametrize(
     "model, stage",
-    [(lambda: with_layers(tiny.model, 5), 0), (lambda: tiny.deepseek(mtp=1, layers=6), 1)],
+    [
+        pytest.param(lambda: with_layers(tiny.model, 5), 0, marks=pytest.mark.thorough),
+        (lambda: tiny.deepseek(mtp=1, layers=6), 1),
+    ],
     ids=["moe", "deepseek"],
 )
 def test_chunks_and_back(model, stage):

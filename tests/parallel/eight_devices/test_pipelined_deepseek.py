@@ -24,14 +24,15 @@ def three_dense_layers(mtp=0, layers=5):
     return moe_jax.from_config(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make_model, mtp, layers, sizes, chunks, micro_batches, remat",
     [
-        pytest.param(tiny.deepseek, 0, 3, dict(pipe=2), 2, 2, False, marks=pytest.mark.thorough),
+        (tiny.deepseek, 0, 3, dict(pipe=2), 2, 2, False),
         (tiny.deepseek, 1, 3, dict(pipe=2, expert=2), 1, 3, True),
-        pytest.param(three_dense_layers, 2, 2, dict(pipe=2, fsdp=2, expert=2), 1, 1, True, marks=pytest.mark.thorough),
-        pytest.param(tiny.deepseek, 1, 4, dict(pipe=4, data=2), 1, 3, False, marks=pytest.mark.thorough),
-        pytest.param(tiny.deepseek, 1, 3, dict(pipe=2, context=2), 1, 2, True, marks=pytest.mark.thorough),
+        (three_dense_layers, 2, 2, dict(pipe=2, fsdp=2, expert=2), 1, 1, True),
+        (tiny.deepseek, 1, 4, dict(pipe=4, data=2), 1, 3, False),
+        (tiny.deepseek, 1, 3, dict(pipe=2, context=2), 1, 2, True),
     ],
     ids=["dense-first-layer", "further-tokens-odd-experts", "three-dense-fsdp", "four-ranks-data", "context"],
 )

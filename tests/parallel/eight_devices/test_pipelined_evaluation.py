@@ -25,11 +25,12 @@ from moe_jax.train.pipelined_evaluation import evaluate_pipelined
 @pytest.mark.parametrize(
     "make_model, layers, sizes, chunks, micro_batches",
     [
-        (tiny.model, 7, dict(pipe=2, expert=2), 2, 3),
+        (tiny.deepseek, 3, dict(pipe=2), 1, 3),
+        pytest.param(tiny.model, 7, dict(pipe=2, expert=2), 2, 3, marks=pytest.mark.thorough),
         pytest.param(tiny.biased_model, 3, dict(pipe=4, fsdp=2), 1, 1, marks=pytest.mark.thorough),
         pytest.param(tiny.dense, 6, dict(pipe=2, context=2), 3, 3, marks=pytest.mark.thorough),
     ],
-    ids=["experts-padded-chunks", "fsdp-one-micro-batch", "dense-context"],
+    ids=["dense-first-layer", "experts-padded-chunks", "fsdp-one-micro-batch", "dense-context"],
 )
 def test_value_and_aux(make_model, layers, sizes, chunks, micro_batches):
     """With the router's three losses."""
@@ -66,6 +67,7 @@ def evaluations(batches, parallelism=None):
     return [evaluate(state, put), evaluate(state, put[:1]), evaluate(state, [])]
 
 
+@pytest.mark.thorough
 def test_make_evaluation():
     """Several batches, one after the other through the pipe; the parameters lie in chunks and over `fsdp`.
 

@@ -33,17 +33,17 @@ def model():
 
 @pytest.fixture(scope="module")
 def engine(model):
-    """Each of four devices has one of the four experts. The model's own mesh divides them in another way."""
-    engine = Engine(laid_out(model, fsdp=2, expert=2), limits=LIMITS, keep_experts=True)
+    """Each of two devices has two of the four experts. The model's own mesh divides them in another way."""
+    engine = Engine(laid_out(model, fsdp=2), limits=LIMITS, keep_experts=True)
     yield engine
     stats = engine.stats()
     assert stats.owned_pages == stats.running == stats.waiting == 0
-    assert stats.free_pages + stats.cached_pages == 4 * (LIMITS.num_pages - 1)
+    assert stats.free_pages + stats.cached_pages == 2 * (LIMITS.num_pages - 1)
     engine.close()
 
 
 def test_greedy_equals_generate(model, engine, monkeypatch):
-    prompts, device, used = prompts_of(3, 70, 64, 130, 20, 1, 100, 5, 9, 66, 12), engine._loop.device, set()
+    prompts, device, used = prompts_of(3, 70, 64, 130, 1, 12), engine._loop.device, set()
     launch = device.launch
 
     def launch_and_note(plans):
@@ -53,7 +53,7 @@ def test_greedy_equals_generate(model, engine, monkeypatch):
     monkeypatch.setattr(device, "launch", launch_and_note)
     found = engine.generate(prompts, PLAIN)
     assert [one.tokens for (one,) in found] == moe_jax.generate(model, prompts, max_new_tokens=9)
-    assert used == {0, 1, 2, 3}
+    assert used == {0, 1}
 
 
 @pytest.mark.thorough
@@ -87,18 +87,20 @@ def test_all_options_equal_one_device(model, engine):
     alone.close()
 
 
+@pytest.mark.thorough
 def test_pages_run_out_on_each_device(model, engine):
     """Two sequences of four pages do not fit into five: the younger one waits, and begins again."""
-    prompts, before = prompts_of(*range(118, 126)), engine.stats().num_preemptions
+    prompts, before = prompts_of(*range(118, 122)), engine.stats().num_preemptions
     found = engine.generate(prompts, dataclasses.replace(PLAIN, max_new_tokens=80))
     assert [one.tokens for (one,) in found] == moe_jax.generate(model, prompts, max_new_tokens=80)
-    assert engine.stats().num_preemptions >= before + 4
+    assert engine.stats().num_preemptions >= before + 2
 
 
+@pytest.mark.thorough
 def test_new_weights(model, engine):
     graph_of_other = tiny.model()
     prompts = prompts_of(70, 3, 20)
-    engine.update(laid_out(graph_of_other, fsdp=4))
+    engine.update(laid_out(graph_of_other, expert=2))
     found = engine.generate(prompts, PLAIN)
     assert [one.tokens for (one,) in found] == moe_jax.generate(model, prompts, max_new_tokens=9)
     assert {one.weights_version for (one,) in found} == {1} and not any(one.cached_tokens for (one,) in found)
@@ -135,14 +137,17 @@ def test_options_of_one_device_are_refused(model):
         Engine(laid_out(model, pipe=2), limits=LIMITS)
 
 
-def test_commands(tmp_path, capsys):
-    model = tiny.deepseek(mtp=1)
+@pytest.mark.thorough
+def test_bench(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config_to_dict(tiny.dense().config)))
     load = "--concurrency 2 --requests-each 1 --prompt-tokens 8 --new-tokens 3 --max-sequences 1 --max-tokens-per-step 8"
     sizes = "--max-length 64 --num-pages 4 --dtype float32 --devices 2"
     main(["bench", "--random-weights", str(tmp_path), *load.split(), *sizes.split()])
     assert "2 x cpu, prompts of 8 tokens" in capsys.readouterr().out
-    moe_jax.save_pretrained(model, tmp_path / "drafting")
+
+
+def test_serve_refuses_devices(tmp_path, capsys):
+    moe_jax.save_pretrained(tiny.deepseek(mtp=1), tmp_path / "drafting")
     tiny.tokenizer().save_pretrained(tmp_path / "drafting")
     with pytest.raises(SystemExit):
         main(["serve", str(tmp_path / "drafting"), "--drafts", "--precision", "fp8", "--devices", "2"])

@@ -43,7 +43,8 @@ def assert_close(ours, theirs, tolerance):
 @pytest.mark.parametrize(
     "sizes, options",
     [
-        ({"data": 2, "fsdp": 2}, {"gradient_accumulation": 2}),
+        ({"data": 2, "fsdp": 2}, {"gradient_accumulation": 2, "make_model": tiny.dense}),
+        pytest.param({"data": 2, "fsdp": 2}, {"gradient_accumulation": 2}, marks=pytest.mark.thorough),
         # Parts over four devices: `test_bf16_parameters` and `test_update`.
         pytest.param({"data": 4}, {}, marks=pytest.mark.thorough),
         pytest.param(
@@ -52,7 +53,7 @@ def assert_close(ours, theirs, tolerance):
             marks=pytest.mark.thorough,
         ),
     ],
-    ids=["data-fsdp-accumulated", "data", "deepseek-mtp"],
+    ids=["data-fsdp-accumulated", "experts-accumulated", "data", "deepseek-mtp"],
 )
 def test_two_steps(sizes, options):
     """Losses, gradients (moments after one step) and parameters after two steps are those of the whole state, clip included."""
@@ -75,7 +76,7 @@ def test_two_steps(sizes, options):
 def test_bf16_parameters():
     """The sum over `data` is not rounded to bf16, as it is with the whole state: gradients differ by that rounding alone."""
     batch, (plain, split) = make_batch(seeds.rng()), both(data=4)
-    options = dict(steps=1, make_model=partial(tiny.model, param_dtype=jnp.bfloat16))
+    options = dict(steps=1, make_model=partial(tiny.dense, param_dtype=jnp.bfloat16))
     expected, (expected_metrics,) = train(batch, plain, **options)
     state, (metrics,) = train(batch, split, **options)
     np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-6)
@@ -84,13 +85,14 @@ def test_bf16_parameters():
     assert own_bytes(state.params) == own_bytes(expected.params)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sizes, dtype",
     [
         ({"data": 2, "fsdp": 2}, jnp.bfloat16),
         ({"data": 4}, jnp.float32),
-        pytest.param({"data": 2, "fsdp": 2}, jnp.float32, marks=pytest.mark.thorough),
-        pytest.param({"data": 4}, jnp.bfloat16, marks=pytest.mark.thorough),
+        ({"data": 2, "fsdp": 2}, jnp.float32),
+        ({"data": 4}, jnp.bfloat16),
     ],
     ids=["data-fsdp-bfloat16", "data-float32", "data-fsdp-float32", "data-bfloat16"],
 )
@@ -192,6 +194,7 @@ with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
 
 
 @needs_compiler
+@pytest.mark.thorough
 def test_update_on_h200s():
     """Gradients are summed by a reduce-scatter in f32, and parameters travel in bf16."""
     text = run_script(UPDATE_ON_FOUR)
@@ -215,12 +218,12 @@ def shapes_of(operation, text):
 def test_resumed(tmp_path):
     """A restored state goes on bit for bit. On a mesh without the option it goes on as well."""
     batch, (_, split) = make_batch(seeds.rng()), both(data=2, fsdp=2)
-    other = Parallelism(make_mesh(fsdp=2, expert=2, devices=jax.devices()[:4]))
-    optimizer, graph = make_optimizer(1e-2, eps=1e-3), nnx.graphdef(tiny.model())
+    other = Parallelism(make_mesh(fsdp=4, devices=jax.devices()[:4]))
+    optimizer, graph = make_optimizer(1e-2, eps=1e-3), nnx.graphdef(tiny.dense())
     one_step = {p: make_train_step(graph, optimizer, parallelism=p) for p in (split, other)}
 
     def fresh(parallelism):
-        return init_state(laid_out(tiny.model(), **parallelism.mesh.shape), optimizer, parallelism)
+        return init_state(laid_out(tiny.dense(), **parallelism.mesh.shape), optimizer, parallelism)
 
     def stepped(state, parallelism):
         return one_step[parallelism](state, put_batch(batch, state.params, parallelism))[0]

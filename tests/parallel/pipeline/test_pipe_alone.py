@@ -22,6 +22,7 @@ def results_of(monkeypatch, tmp_path, *options):
     return json.loads((tmp_path / "pipe_alone.json").read_text())
 
 
+@pytest.mark.thorough
 def test_ticks(monkeypatch, tmp_path):
     (alone,) = results_of(monkeypatch, tmp_path, "--remat", "yes", "--skip-plain")["alone"]
     assert list(alone["ticks"]) == list(alone["predicted_ticks"]) == ["F", "F+B+loss", "F+B", "B"]

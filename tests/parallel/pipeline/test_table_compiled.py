@@ -85,7 +85,7 @@ def large_copies(program, least):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["dualpipe", "zb-h1"])
+@pytest.mark.parametrize("name", [pytest.param("dualpipe", marks=pytest.mark.thorough), "zb-h1"])
 def test_toy(name):
     assert not large_copies(run_script(TOY, name), 2**20)
 

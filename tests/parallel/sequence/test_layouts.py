@@ -24,7 +24,7 @@ def test_twelve_tokens_on_three_devices(layout, expected):
     np.testing.assert_array_equal(shard_sequence(jnp.arange(12)[None], 3, layout)[0], expected)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(layout=st.sampled_from(LAYOUTS), devices=st.integers(1, 8), halves=st.integers(1, 5), axis=st.integers(-3, 2))
 def test_tokens_of_devices(layout, devices, halves, axis):
     length, shape = 2 * halves, [2, 3, 4]
@@ -42,7 +42,7 @@ def test_tokens_of_devices(layout, devices, halves, axis):
         np.testing.assert_array_equal(counted, (own[None] < index[:, None]).sum(axis=1))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(layout=st.sampled_from(LAYOUTS), halves=st.integers(1, 5), order=st.permutations(range(6)), count=st.integers(1, 6))
 def test_join_and_split_in_order(layout, halves, order, count):
     length, devices = 2 * halves, order[:count]
