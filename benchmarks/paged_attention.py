@@ -2,6 +2,7 @@
 
     python benchmarks/paged_attention.py             # 32 heads, 4 key heads of 128, as Qwen3-30B-A3B has them
     python benchmarks/paged_attention.py --windows   # the same, with sliding windows
+    python benchmarks/paged_attention.py --prompts   # chunks of prompts: the engine's kernel, and the training pass's pipeline
     python benchmarks/paged_attention.py --latents   # 16, 64 and 128 heads that read DeepSeek's latents, and drafts: the kernel
     python benchmarks/paged_attention.py --small     # sizes for a CPU's interpreter, as a smoke test
 
@@ -10,6 +11,7 @@ that of CALLS calls in one program, divided by CALLS. Bytes count whole pages, f
 """
 
 import argparse
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,10 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from timing import median_ms
 
-from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention
+from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention, prompts
+from moe_jax.kernels.attention.paged.blocks import RowPages, query_blocks
 
 DECODING = [(rows, keys) for keys in (128, 1024, 4096, 8192) for rows in (1, 16, 64, 256) if rows * keys <= 2**20]
 CHUNKS = [(chunk, before) for before in (0, 8192) for chunk in (512, 2048, 8192)]
+PROMPTS = [(2, 4096, 0), (8, 1024, 0), (1, 8192, 8192), (1, 2048, 8192), (1, 512, 8192), (8, 1024, 7168)]
+"""Chunks, their tokens, and the keys before each."""
+
 WINDOWS = [(rows, 8192, window) for window in (128, 1024, 4096) for rows in (1, 16, 64, 128)]
 
 LATENTS = [(1, 8192), (16, 8192), (64, 1024), (64, 8192), (128, 4096), (256, 1024), (256, 4096)]
@@ -52,6 +58,7 @@ def main() -> None:
     parser.add_argument(
         "--latents", action="store_true", help="latents of 512 columns and 64 rotary ones instead of keys and values"
     )
+    parser.add_argument("--prompts", action="store_true", help="chunks of prompts by both kernels")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU's interpreter")
     args = parser.parse_args()
     sizes = Sizes(args.heads, args.kv_heads, args.head_dim, args.head_dim)
@@ -65,6 +72,10 @@ def main() -> None:
             decode(sizes, *((2, 130) if args.small else (64, 8192)), queries=3)
         return
     print(f"{sizes.heads} heads, {sizes.kv_heads} key heads of {sizes.key_dim}")
+    if args.prompts:
+        for sizes_of_chunks in [(2, 20, 64)] if args.small else PROMPTS:
+            compare_prompts(sizes, *sizes_of_chunks)
+        return
     if args.windows:
         for rows, keys, window in [(2, 300, 100)] if args.small else WINDOWS:
             decode(sizes, rows, keys, window=window)
@@ -76,6 +87,18 @@ def main() -> None:
         flops = chunk * (before + chunk / 2) * flops_of_pair(sizes)
         ms = case.ms()
         print(f"chunk of {chunk:>5} behind {before:>5} {1e3 * ms:>9.1f} us {flops / ms / 1e9:>6.0f} TFLOP/s", flush=True)
+
+
+def compare_prompts(sizes: Sizes, chunks: int, tokens: int, before: int) -> None:
+    """Prints the time of both kernels for chunks of prompts, and the largest difference of their results."""
+    case = Case(sizes, [tokens] * chunks, [before + tokens] * chunks)
+    case.options |= {"queries_per_row": None, "backend": "mosaic"}
+    flops = chunks * tokens * (before + tokens / 2) * flops_of_pair(sizes)
+    one, two = (jax.jit(attend)(case.q, case.pages, case.queries) for attend in (case.attend, case.attend_prompts))
+    difference = float(jnp.abs(one.astype(jnp.float32) - two).max() / jnp.abs(one).max())
+    times = [case.ms(attend) for attend in (case.attend, case.attend_prompts)]
+    rates = [f"{1e3 * ms:>9.1f} us {flops / ms / 1e9:>6.0f} TFLOP/s" for ms in times]
+    print(f"{chunks} x {tokens:>5} behind {before:>5} difference {difference:.1e} {rates[0]} | {rates[1]}", flush=True)
 
 
 def flops_of_pair(sizes: Sizes) -> int:
@@ -119,14 +142,26 @@ class Case:
         if not sizes.has_values:
             self.options |= {"value_dim": sizes.value_dim, "backend": "mosaic"}
 
-    def ms(self) -> float:
-        """Returns the milliseconds of a call."""
+    def attend(self, q: jax.Array, pages: tuple, queries: PagedQueries) -> jax.Array:
+        """Returns the op's result."""
+        return paged_attention(q, *pages, queries, **self.options)
+
+    def attend_prompts(self, q: jax.Array, pages: tuple, queries: PagedQueries) -> jax.Array:
+        """Returns the result of the training pass's pipeline."""
+        group = q.shape[1] // pages[0].shape[1]
+        blocks = query_blocks(queries, len(q), prompts.block_tokens(group), one_a_row=False)
+        grouped, row_pages = q.reshape(len(q), -1, group, q.shape[2]), RowPages(queries.page_table, None)
+        return prompts.attend_prompts(grouped, *pages, blocks, row_pages, scale=self.options["scale"]).reshape(q.shape)
+
+    def ms(self, attend: Callable | None = None) -> float:
+        """Returns the milliseconds of a call of `attend`, the op by default."""
+        attend = attend or self.attend
 
         @jax.jit
         def run(q, pages, queries):
             results = []
             for _ in range(CALLS):
-                out = paged_attention(q, *pages, queries, **self.options)
+                out = attend(q, pages, queries)
                 # The next call waits for this one, and is not the same to XLA.
                 q, out = jax.lax.optimization_barrier((q, out))
                 # XLA leaves out a call whose result is not returned.

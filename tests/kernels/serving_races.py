@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention
-from moe_jax.kernels.attention.paged.blocks import QueryBlocks, Splits
+from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention, prompts
+from moe_jax.kernels.attention.paged.blocks import QueryBlocks, RowPages, Splits, query_blocks
 from moe_jax.kernels.attention.paged.merge import merge_splits
 from moe_jax.kernels.decode.add_norm import ExpertRows, add_experts, add_splits
 from moe_jax.kernels.decode.chunk_heads import chunk_heads_to_pages
@@ -61,6 +61,17 @@ def chunks(rng):
     queries = PagedQueries(jnp.asarray([0, 1, 10, 11]), jnp.asarray([70, 100, 1], jnp.int32), table)
     arrays = normal(rng, 13, 8, 64), *(normal(rng, 6, 1, PAGE_SIZE, 64) for _ in range(2))
     return lambda *arrays: paged_attention(*arrays, queries, scale=0.1, backend="mosaic"), arrays
+
+
+def chunks_in_pipelines(rng):
+    """Two blocks of queries, the first with three blocks of keys."""
+    queries = PagedQueries(
+        jnp.asarray([0, 9, 10]), jnp.asarray([270, 1], jnp.int32), jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
+    )
+    blocks = query_blocks(queries, 10, prompts.block_tokens(8), one_a_row=False)
+    arrays = normal(rng, 10, 1, 8, 64), *(normal(rng, 10, 1, PAGE_SIZE, 64) for _ in range(2))
+    row_pages = RowPages(queries.page_table, None)
+    return lambda *arrays: prompts.attend_prompts(*arrays, blocks, row_pages, scale=0.1), arrays
 
 
 def routes(rng):
@@ -156,6 +167,7 @@ CASES = {
     "heads": (heads, {"heads_to_pages"}),
     "heads of a chunk": (heads_of_chunk, {"chunk_heads_to_pages"}),
     "chunks": (chunks, {"paged_attention"}),
+    "chunks in pipelines": (chunks_in_pipelines, {"paged_attention_prompts"}),
     "routes": (routes, {"route_rows"}),
     "choices": (choices, {"top_k"}),
     "plans": (plans, {"plan_rows", "place_rows"}),

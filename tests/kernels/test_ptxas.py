@@ -259,6 +259,21 @@ for rows, tokens, heads, kv_heads, width, window in (first + others)[: int(sys.a
     compile(step, ((tokens, heads, width), bf16), pages, pages, ((rows + 1,), i32), ((rows,), i32), ((rows, 128), i32))
 """
 
+PROMPTS = """
+from moe_jax.kernels.attention.paged import PagedQueries, prompts
+from moe_jax.kernels.attention.paged.blocks import RowPages, query_blocks, window_operand
+
+for width, window in ((128, 4096), (128, None), (64, None))[: int(sys.argv[1])]:
+    def step(q, keys, values, *queries):
+        queries = PagedQueries(*queries)
+        blocks = query_blocks(queries, len(q), prompts.block_tokens(8), one_a_row=False)
+        row_pages = RowPages(queries.page_table, window_operand(window))
+        return prompts.attend_prompts(q, keys, values, blocks, row_pages, scale=0.1)
+
+    pages = ((512, 4, 64, width), bf16)
+    compile(step, ((2048, 4, 8, width), bf16), pages, pages, ((9,), i32), ((8,), i32), ((8, 128), i32))
+"""
+
 PAGED_LATENTS = """
 from moe_jax.kernels.attention.paged import PagedQueries, paged_attention
 
@@ -392,8 +407,9 @@ def test_ping_pong():
 @first_sizes(3)
 def test_attention(count):
     """Attention of Qwen3-30B-A3B, and to pages of keys or of latents, of decoding rows and of chunks, spills nothing."""
-    paged = {"paged_attention", "paged_attention_split", "paged_latents", "paged_latents_split", "merge_splits"}
-    assert_no_spills(spilled_bytes(ATTENTION + PAGED_ATTENTION + PAGED_LATENTS, count), ATTENTION_KERNELS | paged)
+    paged = {"paged_attention", "paged_attention_split", "paged_attention_prompts", "merge_splits"}
+    paged |= {"paged_latents", "paged_latents_split"}
+    assert_no_spills(spilled_bytes(ATTENTION + PAGED_ATTENTION + PROMPTS + PAGED_LATENTS, count), ATTENTION_KERNELS | paged)
 
 
 @first_sizes(2)

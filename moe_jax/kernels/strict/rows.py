@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.attention.mosaic.forward import LOWEST
+from moe_jax.kernels.attention.mosaic.consumer import LOWEST
 from moe_jax.kernels.decode.rows import BLOCKS_PER_CORE, load_row, normalized, row_layout
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, launch
 

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.attention.mosaic.forward import rescale_o
+from moe_jax.kernels.attention.mosaic.consumer import rescale_o
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     LOG2_E,
     multiply_registers,

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.attention.mosaic.forward import LOWEST
+from moe_jax.kernels.attention.mosaic.consumer import LOWEST
 from moe_jax.kernels.attention.paged.blocks import QueryBlocks, Splits, count_splits
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, launch
 

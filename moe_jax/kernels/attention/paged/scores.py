@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_jax.kernels.attention.mosaic.forward import LOWEST
+from moe_jax.kernels.attention.mosaic.consumer import LOWEST
 from moe_jax.kernels.attention.mosaic.warpgroups import ROWS, broadcast_columns
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 

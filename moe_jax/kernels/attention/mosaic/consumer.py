@@ -1,0 +1,258 @@
+"""A consumer's part of attention's forward pass: 64 queries of a tile, over the tile's blocks of keys (`mosaic.forward`).
+
+Its q, k and v come from any producer that fills the pipelines in this order: q once a tile, k and v once a step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask
+from moe_jax.kernels.attention.mosaic.warpgroups import (
+    RESIDENT_BLOCK,
+    ROWS,
+    StagedBlocks,
+    broadcast_columns,
+    interpreter_staging,
+    most_stages,
+    multiply_registers,
+    operand,
+    own_rows,
+    read_accumulator,
+    start_accumulator,
+)
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline
+
+BLOCK_M = RESIDENT_BLOCK
+"""Queries of a block."""
+
+LOWEST = -1e30
+"""A row maximum below every score, finite so that differences are numbers."""
+
+
+class Scratch(NamedTuple):
+    """A thread block's shared memory and barriers."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    staging: Any
+    """None on a GPU."""
+    q_pipe: Pipeline
+    k_pipe: Pipeline
+    v_pipe: Pipeline
+    warp_scheduler_barrier: Any
+
+    @classmethod
+    def of(cls, dtype: jnp.dtype, head_dim: int, value_dim: int, *, q_copies: int = 1, copies: int = 1) -> "Scratch":
+        """Returns what a kernel allocates. So many copies bring q, and k or v of a step."""
+        block, stages = n_blocks(head_dim, value_dim)
+        return cls(
+            q=operand(BLOCK_M, head_dim, dtype=dtype),
+            k=operand(stages, block, head_dim, dtype=dtype),
+            v=operand(stages, block, value_dim, dtype=dtype),
+            out=operand(CONSUMERS, WGMMA_ROWS, _out_columns(head_dim, value_dim), dtype=dtype),
+            staging=interpreter_staging(block, dtype),
+            q_pipe=Pipeline.allocate(1, q_copies),
+            k_pipe=Pipeline.allocate(stages, copies, has_opaque_slots=True),
+            v_pipe=Pipeline.allocate(stages, copies, has_opaque_slots=True),
+            warp_scheduler_barrier=plgpu.Barrier(num_barriers=CONSUMERS),
+        )
+
+
+def n_blocks(head_dim: int, value_dim: int) -> StagedBlocks:
+    """Returns the blocks of keys that registers and shared memory hold."""
+    resident = BLOCK_M * (head_dim + _out_columns(head_dim, value_dim))
+    return most_stages(128 if head_dim <= 192 and value_dim <= 128 else 64, head_dim + value_dim, resident)
+
+
+def _out_columns(head_dim: int, value_dim: int) -> int:
+    """Returns the columns of out that leave through shared memory at a time: few where q and v leave little room."""
+    return value_dim if max(head_dim, value_dim) <= 128 else 64
+
+
+class State(NamedTuple):
+    """The carry of a tile's loop, after a step: all but the last block's p v is in `o`."""
+
+    o: Any
+    row_max: Any
+    """In base 2: log2(e) * scale times the largest score."""
+    row_sum: Any
+    p: Any
+    """The last block's exp2(score - row_max), in q's dtype."""
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A warpgroup's part of one tile."""
+
+    scratch: Scratch
+    scale_log2: float
+    """The factor of scores in base 2."""
+    warpgroup: Any
+    steps: BlockSteps
+    first_step: Any
+    """The steps of all tiles before this one."""
+
+    def run(self, mask: Mask) -> "Sums":
+        """Computes all steps of the tile. Only those of its ends apply the mask."""
+        state = self.first_half_block(mask)
+        # Where N = BLOCK_M, the diagonal of causal attention lies in step 0 alone.
+        if mask.kind != "causal" or self.scratch.k.shape[1] < BLOCK_M:
+            state = lax.fori_loop(1, self.steps.masked, partial(self.n_block, mask=mask), state)
+        state = lax.fori_loop(self.steps.masked, self.steps.full, partial(self.n_block, mask=Mask()), state)
+        state = lax.fori_loop(self.steps.full, self.steps.total, partial(self.n_block, mask=mask), state)
+        return Sums(self.last_half_block(state), finalize(state, is_causal=mask.kind == "causal"))
+
+    def first_half_block(self, mask: Mask) -> State:
+        """Computes p of the first step; o is still zero."""
+        scratch = self.scratch
+        slot = scratch.k_pipe.slot(self.first_step)
+        scratch.q_pipe.wait(0)
+        scratch.k_pipe.wait(slot)
+        q = scratch.q.at[own_rows(self.warpgroup)]
+
+        def multiply(s_accumulator):
+            self.qk(s_accumulator, q, slot)
+            return s_accumulator[...]
+
+        s = pl.run_scoped(multiply, self._s_accumulator())
+        scratch.k_pipe.release(slot)
+        pl.when(self.steps.total == 1)(lambda: scratch.q_pipe.release(0))
+        # Finite: a query may see no key of the first blocks, and -inf - -inf is no number.
+        lowest = plgpu.layout_cast(jnp.full(WGMMA_ROWS, LOWEST, jnp.float32), ROWS)
+        row_max, p, _ = self.softmax(s, 0, lowest, mask)
+        scratch.v_pipe.wait(slot)
+        value_dim = scratch.v.shape[2]
+        o = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, value_dim), jnp.float32), plgpu.Layout.WGMMA)
+        return State(o, row_max, p.sum(axis=1), p.astype(scratch.q.dtype))
+
+    def n_block(self, step, state: State, mask: Mask) -> State:
+        """Computes p of one step, and beside its softmax p v of the step before."""
+        scratch = self.scratch
+        slot = scratch.k_pipe.slot(self.first_step + step)
+        previous_slot = scratch.v_pipe.slot(self.first_step + step - 1)
+        scratch.k_pipe.wait(slot)
+        self.warp_scheduler_barrier_sync()
+        q = scratch.q.at[own_rows(self.warpgroup)]
+
+        def multiply(s_accumulator, o_accumulator):
+            start_accumulator(o_accumulator, state.o)
+            self.qk(s_accumulator, q, slot)
+            self.pv(o_accumulator, state.p, previous_slot)
+            self.warp_scheduler_barrier_arrive()
+
+            s = plgpu.wgmma_accumulator_load(s_accumulator, wait_n=1)
+            scratch.k_pipe.release(slot)
+            pl.when(step == self.steps.total - 1)(lambda: scratch.q_pipe.release(0))
+            row_max, p, rescale = self.softmax(s, step, state.row_max, mask)
+            row_sum = state.row_sum * rescale + p.sum(axis=1)
+            row_max, row_sum, p, rescale = lax.optimization_barrier((row_max, row_sum, p, rescale))
+            # v of this step is read in the next. The wait's branch here keeps ptxas from moving the exponentials behind the
+            # wait for pv, beside which they are to run.
+            scratch.v_pipe.wait(slot)
+            return State(read_accumulator(o_accumulator, state.o), row_max, row_sum, p), rescale
+
+        new, rescale = pl.run_scoped(multiply, self._s_accumulator(), plgpu.ACC(state.o.shape, jnp.float32))
+        scratch.v_pipe.release(previous_slot)
+        # Cast p only here: pv reads the previous p from these registers until it completes.
+        p = lax.optimization_barrier(new.p).astype(scratch.q.dtype)
+        return new._replace(o=rescale_o(new.o, rescale), p=p)
+
+    def last_half_block(self, state: State) -> Any:
+        """Returns o with the last step's p v."""
+        scratch = self.scratch
+        slot = scratch.v_pipe.slot(self.first_step + self.steps.total - 1)
+
+        def multiply(o_accumulator):
+            start_accumulator(o_accumulator, state.o)
+            self.pv(o_accumulator, state.p, slot)
+            return read_accumulator(o_accumulator, state.o)
+
+        o = pl.run_scoped(multiply, plgpu.ACC(state.o.shape, jnp.float32))
+        scratch.v_pipe.release(slot)
+        return o
+
+    def qk(self, s_accumulator, q, slot) -> None:
+        """Issues s = q k^T."""
+        plgpu.wgmma(s_accumulator, q, self.scratch.k.at[slot].transpose((1, 0)))
+
+    def pv(self, o_accumulator, p, slot) -> None:
+        """Issues o += p v."""
+        multiply_registers(o_accumulator, p, self.scratch.v.at[slot], self.scratch.staging, self.warpgroup)
+
+    def softmax(self, s, step, row_max, mask: Mask) -> "Softmax":
+        """Returns p of one step's scores, given the row maximum of the steps before."""
+        scale = self.scale_log2
+        first_key = (self.steps.start - step) * s.shape[1]
+        s = mask.with_diagonal().apply(s, first_key, -jnp.inf)
+        new_max = jnp.maximum(row_max, s.max(axis=1) * scale)
+        p = jnp.exp2(s * scale - broadcast_columns(new_max, s.shape))
+        return Softmax(new_max, p, jnp.exp2(row_max - new_max))
+
+    def warp_scheduler_barrier_sync(self) -> None:
+        """Waits until the other consumer has issued its wgmmas: its softmax then runs beside this one's matmuls."""
+        plgpu.barrier_wait(self.scratch.warp_scheduler_barrier.at[self.warpgroup])
+
+    def warp_scheduler_barrier_arrive(self) -> None:
+        """Lets the other consumer issue its wgmmas."""
+        plgpu.barrier_arrive(self.scratch.warp_scheduler_barrier.at[1 - self.warpgroup])
+
+    def _s_accumulator(self):
+        return plgpu.ACC((WGMMA_ROWS, self.scratch.k.shape[1]), jnp.float32)
+
+
+class Sums(NamedTuple):
+    """The sums over all keys of a tile."""
+
+    o: Any
+    scale: "RowScale"
+
+
+class Softmax(NamedTuple):
+    """The weights of one step's keys."""
+
+    row_max: Any
+    p: Any
+    """exp2(score - row_max), f32."""
+    rescale: Any
+    """The factor of sums that were formed with the row_max before."""
+
+
+class RowScale(NamedTuple):
+    """The factors of each row at the end of a tile."""
+
+    lse_log2: Any
+    """The logsumexp in base 2."""
+    scale: Any
+    """The factor of o."""
+    previous_scale: Any = None
+    """The factor of the previous out."""
+
+
+def in_turns(scratch: Scratch, warpgroup: Any, consume_tiles: Callable[[], Any]) -> None:
+    """Runs a consumer's loop over its tiles, in which the two consumers issue their wgmmas by turns."""
+    barrier = scratch.warp_scheduler_barrier
+    # The order goes on across tiles: warpgroup 0 is first, and would be first after the last tile.
+    pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(barrier.at[0]))
+    consume_tiles()
+    pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(barrier.at[0]))
+
+
+def rescale_o(o, rescale):
+    """Returns o for a new row_max."""
+    return o * broadcast_columns(rescale, o.shape)
+
+
+def finalize(state: State, *, is_causal: bool) -> RowScale:
+    """Divides by the row's sum; in causal attention each query sees itself, so the sum is not 0."""
+    lse = state.row_max + jnp.log2(state.row_sum)
+    inverse = 1 / state.row_sum if is_causal else jnp.where(state.row_sum > 0, 1 / state.row_sum, 0.0)
+    return RowScale(lse, inverse)

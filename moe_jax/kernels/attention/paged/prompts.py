@@ -1,0 +1,186 @@
+"""Attention of prompts' chunks to pages of keys and values on Hopper: the training pass's consumers (`mosaic.forward`).
+
+Kernel `paged_attention_prompts`. A tile is a block of queries and a key head: 128 rows, which are 128 / G queries times the G
+heads of a key head. Its loop takes blocks of N keys, from the last in sight down to the first; N = 128 keys are two pages.
+
+roles      producer WG2 (24 registers)      TMA a query's G rows -> q; a page of k -> k[slot]; a page of v -> v[slot]
+           consumers WG0, WG1 (240)         64 rows each, as in `mosaic.forward`; TMA a query's rows of out -> memory
+smem       as in `mosaic.forward`
+barriers   as in `mosaic.forward`, but q.full has a copy for each query, k.full[s] and v.full[s] one for each page
+invariant  a page behind the last of a block is read as the last one again; its keys stand behind all queries, and are masked
+cost       a page crosses memory once for each block of 128 / G queries, from L2 where other blocks read it too
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from moe_jax.kernels.attention.mosaic.consumer import BLOCK_M, Consumer, Scratch, Sums, in_turns, n_blocks
+from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask
+from moe_jax.kernels.attention.mosaic.producer import load_tiles
+from moe_jax.kernels.attention.mosaic.warpgroups import (
+    LOG2_E,
+    ROWS,
+    TileScheduler,
+    WorkTile,
+    broadcast_columns,
+    launch,
+)
+from moe_jax.kernels.attention.paged.blocks import QueryBlocks, RowPages
+from moe_jax.kernels.attention.paged.items import BlockPages, block_pages
+from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.hopper.pipeline import ATTENTION_REGISTERS, WGMMA_ROWS, run_roles
+
+FEWEST_ROWS = 8
+"""Rows of shared memory that a copy moves at least: the heads of a key head must be a multiple of it."""
+
+
+def takes(group: int) -> bool:
+    """Returns True if the kernel takes so many heads a key head."""
+    return group % FEWEST_ROWS == 0 and WGMMA_ROWS % group == 0
+
+
+def block_tokens(group: int) -> int:
+    """Returns the queries of a block."""
+    return BLOCK_M // group
+
+
+@partial(jax.jit, static_argnames="scale")
+def attend_prompts(
+    q: Float[Array, "tokens kv_heads group key_dim"],
+    keys: Float[Array, "pages kv_heads 64 key_dim"],
+    values: Float[Array, "pages kv_heads 64 value_dim"],
+    blocks: QueryBlocks,
+    row_pages: RowPages,
+    *,
+    scale: float,
+) -> Float[Array, "tokens kv_heads group value_dim"]:
+    """Returns the attention of blocks of `block_tokens(group)` queries; zeros for padding."""
+    (tokens, kv_heads, group, key_dim), value_dim = q.shape, values.shape[3]
+    scheduler = TileScheduler(1, kv_heads, kv_heads, len(blocks.position), "last", bytes_per_kv_head=None)
+    pages_of_block = n_blocks(key_dim, value_dim).block // PAGE_SIZE
+    scratch = Scratch.of(q.dtype, key_dim, value_dim, q_copies=block_tokens(group), copies=pages_of_block)
+    inputs = _Inputs(block_pages(blocks, row_pages), blocks.tokens, q, keys, values)
+    outputs = _Outputs(jax.ShapeDtypeStruct((tokens, kv_heads, group, value_dim), q.dtype))
+
+    def kernel(inputs: _Inputs, outputs: _Outputs, scratch: Scratch) -> None:
+        block = _Block(inputs, outputs.out, scratch, scheduler, scale * LOG2_E)
+        run_roles(block.produce, block.consume, ATTENTION_REGISTERS)
+
+    return launch("paged_attention_prompts", kernel, inputs, outputs, scratch).out
+
+
+class _Inputs(NamedTuple):
+    of_blocks: BlockPages
+    tokens: Any
+    """`QueryBlocks.tokens`."""
+    q: Any
+    k: Any
+    v: Any
+
+
+class _Outputs(NamedTuple):
+    out: Any
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A thread block's two roles, each a loop over the block's tiles."""
+
+    inputs: _Inputs
+    out: Any
+    scratch: Scratch
+    scheduler: TileScheduler
+    scale_log2: float
+    """The factor of scores in base 2."""
+
+    def produce(self) -> None:
+        """Loads q once a tile and k and v once a step."""
+        scratch = self.scratch
+        load_tiles(self.scheduler, self._load_tile, once_a_tile=scratch.q_pipe, once_a_step=(scratch.k_pipe, scratch.v_pipe))
+
+    def consume(self, warpgroup) -> None:
+        """Computes this warpgroup's 64 rows of each tile."""
+        consume_tile = partial(self._consume_tile, warpgroup)
+        in_turns(self.scratch, warpgroup, lambda: self.scheduler.for_each_tile(consume_tile, jnp.int32(0)))
+        plgpu.wait_smem_to_gmem(0)
+
+    def _load_tile(self, number, tile: WorkTile, first_step):
+        """Returns the number of steps so far."""
+        (of_blocks, tokens, q, k, v), scratch = self.inputs, self.scratch
+        steps = self._steps(tile)
+        scratch.q_pipe.acquire(number)
+        for i in range(tokens.shape[1]):
+            token = jnp.minimum(tokens[tile.block, i], q.shape[0] - 1)
+            plgpu.copy_gmem_to_smem(q.at[token, tile.head], scratch.q.at[self._rows_of(i)], scratch.q_pipe.full_barrier(0))
+        row, last_page = of_blocks.row[tile.block], jnp.maximum(of_blocks.num_pages[tile.block] - 1, 0)
+        pages_of_block = scratch.k.shape[1] // PAGE_SIZE
+
+        @pl.loop(0, steps.total)
+        def _load_step(step):
+            first = (steps.start - step) * pages_of_block
+            places = [jnp.minimum(first + i, last_page) for i in range(pages_of_block)]
+            pages = [of_blocks.page_table[row, place] for place in places]
+            slot = scratch.k_pipe.slot(first_step + step)
+            for source, buffer, pipe in (k, scratch.k, scratch.k_pipe), (v, scratch.v, scratch.v_pipe):
+                pipe.acquire(first_step + step)
+                for i, page in enumerate(pages):
+                    target = buffer.at[slot, pl.ds(i * PAGE_SIZE, PAGE_SIZE)]
+                    plgpu.copy_gmem_to_smem(source.at[page, tile.head], target, pipe.full_barrier(slot))
+
+        return first_step + steps.total
+
+    def _consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
+        """Returns the number of steps so far."""
+        steps = self._steps(tile)
+        sums = Consumer(self.scratch, self.scale_log2, warpgroup, steps, first_step).run(self._mask(tile, warpgroup))
+        self._store(warpgroup, tile, sums)
+        return first_step + steps.total
+
+    def _steps(self, tile: WorkTile) -> BlockSteps:
+        """Returns the tile's blocks of keys; one for a tile without keys in sight."""
+        of_blocks, block_n = self.inputs.of_blocks, jnp.int32(self.scratch.k.shape[1])
+        position, num_pages, window = of_blocks.position[tile.block], of_blocks.num_pages[tile.block], of_blocks.read_window()
+        end = lax.div(num_pages * PAGE_SIZE + block_n - 1, block_n)
+        # The first keys of the first and of the last query.
+        low, high = jnp.int32(0), jnp.int32(0)
+        if window is not None:
+            low = jnp.maximum(position - window + 1, 0)
+            high = jnp.maximum(position + self.inputs.tokens.shape[1] - window, 0)
+        total = jnp.maximum(end - lax.div(low, block_n), 1)
+        masked = jnp.clip(end - lax.div(position + 1, block_n), 1, total)
+        full = jnp.clip(end - lax.div(high + block_n - 1, block_n), masked, total)
+        return BlockSteps(jnp.maximum(end - 1, 0), masked, full, total)
+
+    def _mask(self, tile: WorkTile, warpgroup) -> Mask:
+        """Returns the mask of a warpgroup's rows; the rows of a tile without pages see no key."""
+        of_blocks, group = self.inputs.of_blocks, jnp.int32(self.inputs.q.shape[2])
+        position = jnp.where(of_blocks.num_pages[tile.block] > 0, of_blocks.position[tile.block], -BLOCK_M)
+        row = warpgroup * WGMMA_ROWS + plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=ROWS)
+        last_key, window = position + lax.div(row, group), of_blocks.read_window()
+        first_key = plgpu.layout_cast(jnp.zeros(WGMMA_ROWS, jnp.int32), ROWS) if window is None else last_key - window + 1
+        return Mask.of_interval(first_key, last_key, 0)
+
+    def _store(self, warpgroup, tile: WorkTile, sums: Sums) -> None:
+        """Writes the rows of each of the warpgroup's queries; places that are not used are left out."""
+        scratch, tokens = self.scratch, self.inputs.tokens
+        own_tokens = WGMMA_ROWS // self.inputs.q.shape[2]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        scratch.out[warpgroup] = (sums.o * broadcast_columns(sums.scale.scale, sums.o.shape)).astype(scratch.out.dtype)
+        plgpu.commit_smem()
+        for i in range(own_tokens):
+            token = tokens[tile.block, warpgroup * own_tokens + i]
+            copy = partial(plgpu.copy_smem_to_gmem, scratch.out.at[warpgroup, self._rows_of(i)])
+            pl.when(token < self.out.shape[0])(partial(copy, self.out.at[token, tile.head]))
+
+    def _rows_of(self, query: int) -> Any:
+        """Returns the rows of one query of a warpgroup or a block."""
+        group = self.inputs.q.shape[2]
+        return pl.ds(query * group, group)
