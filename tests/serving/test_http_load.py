@@ -241,7 +241,7 @@ print("left", engine.closed)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
 def test_a_signal_ends_the_process_cleanly(number):
     tests = str(Path(__file__).parents[1])
     script = SCRIPT.format(tests=tests, seconds=20)
