@@ -44,7 +44,7 @@ def engines(model):
 
 OPTIONS = [
     SamplingOptions(),
-    SamplingOptions(temperature=1.0, seed=1, n=2, logprobs=0),
+    SamplingOptions(temperature=1.0, seed=1, n=2, logprobs=1),
     SamplingOptions(temperature=0.8, top_p=0.9, top_k=4, seed=2, logprobs=2),
     SamplingOptions(presence_penalty=0.3, frequency_penalty=0.1, repetition_penalty=1.2, temperature=0.5, seed=3),
     SamplingOptions(stop_token_ids=(2,), return_experts=True),

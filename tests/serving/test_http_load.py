@@ -187,7 +187,7 @@ def test_nothing_is_kept_of_requests_that_have_ended():
 
         some(10)
         before = objects()
-        some(60)
+        some(30)
         # A request that stayed would keep dozens of objects.
         assert objects() - before < 60
 
