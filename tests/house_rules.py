@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-RULES = ("parameters", "call parameters", "first words", "long sentences", "class names", "test names")
 
 MAX_PARAMETERS = 8
 MAX_CALL_PARAMETERS = 4
@@ -74,6 +73,12 @@ def offenders() -> dict[str, list[str]]:
     return {rule: sorted(names) for rule, names in found.items()}
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Returns a file's syntax tree."""
+    return ast.parse(path.read_text())
+
+
 def sources(folder: str) -> list[Path]:
     """Returns the Python files of a folder of the repository."""
     return sorted((ROOT / folder).rglob("*.py"))
@@ -81,7 +86,7 @@ def sources(folder: str) -> list[Path]:
 
 def public(path: Path) -> Iterator[Documented]:
     """Yields a file's module, its public classes and functions, and the public methods of these classes."""
-    tree, file = ast.parse(path.read_text()), str(path.relative_to(ROOT))
+    tree, file = parsed(path), str(path.relative_to(ROOT))
     yield Documented(file, tree)
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
@@ -144,6 +149,6 @@ def repeated_class_names(documented: list[Documented]) -> list[str]:
 
 def test_names(path: Path) -> Iterator[str]:
     """Yields `file:function` for each test of a file."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             yield f"{path.relative_to(ROOT)}:{node.name}"

@@ -17,6 +17,7 @@ from moe_jax.commands.check import CheckCommand
 from moe_jax.commands.generate import GenerateCommand
 from moe_jax.commands.plan import PlanCommand
 from moe_jax.commands.serve import ServeCommand
+from moe_jax.generation import Drafts
 from moe_jax.runtime import processes
 
 
@@ -75,9 +76,18 @@ def test_generate_with_drafts_prints_its_acceptance(checkpoint, tmp_path, capsys
     """Bad options, and a model without a module for drafts, are refused before weights are read."""
     moe_jax.save_pretrained(tiny.deepseek(mtp=1), tmp_path, tokenizer_from=checkpoint)
     options = "--prompt text --max-new-tokens 3 --temperature 0.7 --top-k 20 --top-p 0.9 --dtype float32 --drafts".split()
-    main(["generate", str(tmp_path), *options])
+    given = []
+
+    def drafted(model, prompt, **options):
+        given.append(options)
+        return [8, 9], Drafts(3, 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_jax.generation.generate_with_drafts", drafted)
+        main(["generate", str(tmp_path), *options])
     printed = capsys.readouterr()
-    assert "text" in printed.out and "drafts were accepted (" in printed.err
+    assert "text" in printed.out and "1 of 3 drafts were accepted (33%)" in printed.err
+    assert (given[0]["temperature"], given[0]["top_k"], given[0]["top_p"]) == (0.7, 20, 0.9)
     # Before weights are read.
     monkeypatch.setattr("moe_jax.checkpoint.hf_load.from_pretrained", None)
     assert "top_p must be a number in (0, 1]; got 2.0" in fails(capsys, "generate", str(tmp_path), *options, "--top-p", "2")

@@ -4,6 +4,7 @@ Most figures of `H200` are measurements of a kernel or a collective alone (see d
 losses. Comments name the two figures that were fitted to whole training steps, and the four that are assumed.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,12 +142,17 @@ def _group(machine: Machine, axes: Axes, mesh: MeshShape) -> _Group:
 
     Neighbours along the last axis are neighbours in the list of devices, which goes through one host after another.
     """
+    return _group_on_hosts(machine.gpus_of_host, axes, mesh)
+
+
+@functools.cache
+def _group_on_hosts(gpus_of_host: int, axes: Axes, mesh: MeshShape) -> _Group:
     devices = inside = stride = 1
     for name in reversed(MESH_AXES):
         size = getattr(mesh, name)
         if name in axes:
             devices *= size
-            inside *= min(size, max(1, machine.gpus_of_host // stride))
+            inside *= min(size, max(1, gpus_of_host // stride))
         stride *= size
     return _Group(devices, inside, devices / inside)
 

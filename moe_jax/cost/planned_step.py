@@ -223,10 +223,19 @@ class PlannedStep:
         elements = self.config.num_key_value_heads * (self.config.key_dim + self.config.value_dim)
         return min(self.mesh.context - 1, devices_per_ring_step(BYTES["bfloat16"] * self.tokens * elements, self.hops))
 
-    @property
+    @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The model's parameter arrays and how they lie on the mesh."""
         return parameters(self.config, self.mesh, self.pipe_chunks)
+
+    @functools.cached_property
+    def parameters_of_stages(self) -> dict[int, list[Parameter]]:
+        """The parameter arrays of each stage's layers."""
+        found: dict[int, list[Parameter]] = {number: [] for number in range(len(self.stages))}
+        for parameter in self.parameters:
+            if parameter.in_stage:
+                found[parameter.path[1]].append(parameter)
+        return found
 
     def updated_size(self, parameter: Parameter) -> int:
         """Returns the elements of the parameter that a device updates: it stores their moments and masters."""

@@ -83,7 +83,7 @@ def weights_seconds(step: PlannedStep, number: int, layers: int, machine: Machin
 def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str, Passes]:
     """Returns the seconds that a device computes in one layer of stage `number`, by part."""
     config, tokens, stage = step.config, step.tokens, step.stages[number]
-    own = [p for p in step.parameters if p.in_stage and p.path[1] == number]
+    own = step.parameters_of_stages[number]
     attended = step.attended[stage.first_layer : stage.first_layer + stage.num_layers]
     hidden, dense_inter = config.hidden_size, config.intermediate_size
     if stage.sparse:

@@ -183,8 +183,8 @@ def gather_seconds(step: PlannedStep, stage: int, machine: Machine) -> GathersOf
     Leaving gradients are sliced out, and arriving gradients are read for the sum. Experts in FP8 arrive in half the bytes.
     """
     gather = sums = Gathers(0.0, 0.0)
-    for p in step.parameters:
-        if p.in_stage and p.path[1] == stage and p.gather_axes:
+    for p in step.parameters_of_stages[stage]:
+        if p.gather_axes:
             elements = p.used_size / p.layers
             arriving, size = gathered_bytes(step, p) * elements, ELEMENT * elements
             if step.hops == "copies":

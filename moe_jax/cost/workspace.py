@@ -66,7 +66,7 @@ def layer_workspace(step: PlannedStep, number: int) -> float:
         # dh in FP8 beside dh.
         elements += step.computed_at_once * inter * OF_ROW_ELEMENT if step.precision != "bf16" else 0
         if step.computed_at_once < step.room and step.adapters is None:
-            own = [p for p in step.parameters if p.in_stage and p.path[1] == number]
+            own = step.parameters_of_stages[number]
             gathered += 4 * sum(p.used_size / p.layers for p in own if "experts" in p.path)
     else:
         elements = step.tokens * 3 * config.intermediate_size
@@ -86,7 +86,7 @@ def gathered_layers(step: PlannedStep, number: int) -> float:
 
 
 def _gathered(step: PlannedStep, number: int) -> list[Parameter]:
-    own = [p for p in step.parameters if p.in_stage and p.path[1] == number]
+    own = step.parameters_of_stages[number]
     return [p for p in own if p.gather_axes and p.by_layer]
 
 

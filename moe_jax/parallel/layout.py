@@ -13,6 +13,7 @@ Outside `shard_map` XLA inserts the collectives that a computation needs. Inside
 `gathered_axes`.
 """
 
+import functools
 import math
 
 import jax
@@ -171,6 +172,7 @@ def _split_own_axes(
     return splits
 
 
+@functools.cache
 def _matrix_axes(path: tuple) -> int:
     """Returns the number of the matrix's own axes; 0 for parameters that are not split."""
     modules = [str(part) for part in path if part != "weight"]

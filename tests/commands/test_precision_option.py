@@ -25,7 +25,15 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("command", ["generate --prompt ab", pytest.param("chat --max-length 64", marks=pytest.mark.thorough)])
+def test_generate_computes_in_fp8(folder, monkeypatch):
+    found = []
+    monkeypatch.setattr("moe_jax.generation.generate", lambda model, prompt, **options: found.append(model.precision) or [])
+    main(["generate", str(folder / "wide"), "--prompt", "ab", "--max-new-tokens", "2", "--precision", "fp8"])
+    assert found == [Precision()]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("command", ["generate --prompt ab", "chat --max-length 64"])
 def test_commands_compute_in_fp8(folder, command, monkeypatch, capsys):
     found, set_precision = [], Decoder.set_precision
 

@@ -11,6 +11,7 @@ import openai
 import pytest
 import served
 import tiny
+from compiled_lazily import compiled_lazily
 
 import moe_jax
 from moe_jax.cli import main
@@ -53,7 +54,8 @@ def test_a_model_is_served_until_a_signal(folder, program_log, monkeypatch):
 
     asking = threading.Thread(target=ask)
     asking.start()
-    main(["serve", str(folder), "--port", "0", "--name", "small", "--dtype", "float32", *small])
+    with compiled_lazily():
+        main(["serve", str(folder), "--port", "0", "--name", "small", "--dtype", "float32", *small])
     asking.join()
     assert "stopped: 0 requests finished, 0 were aborted" in program_log()
     model = moe_jax.from_pretrained(folder, dtype="float32")

@@ -20,10 +20,23 @@ from moe_jax.generation import devices
 from moe_jax.generation.request import DecodeOptions
 
 
+@pytest.fixture(scope="module")
+def loaded():
+    model = load_ours(reference("qwen3", 13))
+    model.config = replace(model.config, pad_token_id=0)
+    return model
+
+
+@pytest.fixture
+def model(loaded):
+    """A copy, whose config a test may change."""
+    return nnx.clone(loaded)
+
+
 @pytest.mark.parametrize(
     "model_type, overrides",
     [
-        ("qwen3_moe", {}),
+        pytest.param("qwen3_moe", {}, marks=pytest.mark.thorough),
         ("qwen3_moe", {"mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 4, "tie_word_embeddings": True}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
         ("deepseek_v3", {"first_k_dense_replace": 1}),
@@ -43,7 +56,12 @@ def test_greedy_equals_transformers_token_for_token(model_type, overrides):
 
 
 @pytest.mark.parametrize(
-    "name, module", [("qwen3-30b-a3b", "generate"), ("deepseek-v3", "generate"), ("deepseek-v3", "speculative")]
+    "name, module",
+    [
+        ("qwen3-30b-a3b", "generate"),
+        pytest.param("deepseek-v3", "generate", marks=pytest.mark.thorough),
+        ("deepseek-v3", "speculative"),
+    ],
 )
 def test_on_an_h200_the_prompt_alone_takes_the_fused_kernel(name, module, monkeypatch):
     """Covers the cache of a module that drafts too."""
@@ -69,21 +87,19 @@ def test_on_an_h200_the_prompt_alone_takes_the_fused_kernel(name, module, monkey
     assert shapes == [((2, 192, config.num_attention_heads, config.key_dim), 192)] * stages
 
 
-def test_a_sequence_ends_at_its_eos_while_others_go_on():
-    model = load_ours(reference("qwen3", 11))
+def test_a_sequence_ends_at_its_eos_while_others_go_on(model):
     prompts = [[5, 6, 7], [8]]
-    free = moe_jax.generate(model, prompts, max_new_tokens=10)
+    free = moe_jax.generate(model, prompts, max_new_tokens=4)
     end = free[0][2]
-    stopped = moe_jax.generate(model, prompts, max_new_tokens=10, eos_token_id=[end, 96])
+    stopped = moe_jax.generate(model, prompts, max_new_tokens=4, eos_token_id=[end, 96])
     for before, after in zip(free, stopped, strict=True):
-        cut = next((i + 1 for i, token in enumerate(before) if token in (end, 96)), 10)
+        cut = next((i + 1 for i, token in enumerate(before) if token in (end, 96)), 4)
         assert after == before[:cut]
     assert len(stopped[0]) <= 3
 
 
-def test_sampling_is_reproducible_by_its_seed():
+def test_sampling_is_reproducible_by_its_seed(model):
     """The draw of a prompt does not depend on the prompts after it."""
-    model = load_ours(reference("qwen3", 12))
     options = dict(max_new_tokens=16, temperature=1.0, top_k=50, top_p=0.95)
     one = moe_jax.generate(model, [[1, 2], [3]], seed=1, **options)
     assert one == moe_jax.generate(model, [[1, 2], [3]], seed=1, **options)
@@ -94,11 +110,10 @@ def test_sampling_is_reproducible_by_its_seed():
     assert moe_jax.generate(model, [[1, 2], [9, 9, 9]], seed=1, **options)[0] == one[0]
 
 
-def test_one_flat_prompt_gives_one_flat_list():
-    model = load_ours(reference("qwen3", 13))
+def test_one_flat_prompt_gives_one_flat_list(model):
     assert moe_jax.generate(model, [1, 2, 3], max_new_tokens=4) == moe_jax.generate(model, [[1, 2, 3]], max_new_tokens=4)[0]
-    assert moe_jax.generate(model, np.array([[1, 2, 3]]), max_new_tokens=1)[0] == moe_jax.generate(
-        model, [jnp.int32(1), jnp.int32(2), jnp.int32(3)], max_new_tokens=1
+    assert moe_jax.generate(model, np.array([[1, 2, 3]]), max_new_tokens=4)[0] == moe_jax.generate(
+        model, [jnp.int32(1), jnp.int32(2), jnp.int32(3)], max_new_tokens=4
     )
 
 
@@ -141,16 +156,13 @@ def test_one_flat_prompt_gives_one_flat_list():
         ([[1]], {"top_p": 0.0, "eos_token_id": 97}, r"top_p must be a number in \(0, 1\]; got 0.0; eos_token_id 97 is outside"),
     ],
 )
-def test_bad_input_is_named(prompt, options, message):
-    model = load_ours(reference("qwen3", 14))
-    model.config = replace(model.config, pad_token_id=0)
+def test_bad_input_is_named(model, prompt, options, message):
     with pytest.raises(ValueError, match=message):
         moe_jax.generate(model, prompt, **options)
 
 
-def test_the_eos_token_stands_in_for_a_missing_padding_token():
+def test_the_eos_token_stands_in_for_a_missing_padding_token(model):
     """With a padding token in the config, a prompt may begin with an end token."""
-    model = load_ours(reference("qwen3", 13))
     model.config = replace(model.config, pad_token_id=None, eos_token_id=(5, 6))
     with pytest.raises(ValueError, match="begin with the padding token 6 in 1 of 2 rows"):
         moe_jax.generate(model, [[6, 1], [2, 3]], max_new_tokens=1)
@@ -158,9 +170,7 @@ def test_the_eos_token_stands_in_for_a_missing_padding_token():
     assert len(moe_jax.generate(model, [[6, 1], [2, 3]], max_new_tokens=1)) == 2
 
 
-def test_padding_under_a_mask_changes_nothing_on_either_side():
-    model = load_ours(reference("qwen3", 13))
-    model.config = replace(model.config, pad_token_id=0)
+def test_padding_under_a_mask_changes_nothing_on_either_side(model):
     expected = moe_jax.generate(model, [[5, 6, 7], [8]], max_new_tokens=4)
     for padded, mask in ([[5, 6, 7], [8, 0, 0]], [[1, 1, 1], [1, 0, 0]]), ([[5, 6, 7], [0, 0, 8]], [[1, 1, 1], [0, 0, 1]]):
         assert moe_jax.generate(model, np.array(padded), attention_mask=np.array(mask), max_new_tokens=4) == expected
@@ -168,8 +178,7 @@ def test_padding_under_a_mask_changes_nothing_on_either_side():
     assert meant[1] == moe_jax.generate(model, [8, 0], max_new_tokens=4)
 
 
-def test_exceeding_max_position_embeddings_warns_once(caplog):
-    model = load_ours(reference("qwen3", 13))
+def test_exceeding_max_position_embeddings_warns_once(model, caplog):
     model.config = replace(model.config, max_position_embeddings=5)
     for _ in range(2):
         moe_jax.generate(model, [1, 2, 3], max_new_tokens=4)
@@ -179,8 +188,7 @@ def test_exceeding_max_position_embeddings_warns_once(caplog):
     )
 
 
-def test_a_terminal_shows_once_that_a_program_compiles(capsys, monkeypatch):
-    model = load_ours(reference("qwen3", 13))
+def test_a_terminal_shows_once_that_a_program_compiles(model, capsys, monkeypatch):
     monkeypatch.setattr(devices, "_announced", set())
     capsys.readouterr()
     moe_jax.generate(model, [1, 2, 3], max_new_tokens=4)

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 import seeds
 import tiny
+from compiled_lazily import compiled_lazily
+from flax import nnx
 
 from moe_jax.generation import generate_with_drafts
 from moe_jax.layers.cache import init_cache
 from moe_jax.serving import Engine, EngineLimits, SamplingOptions
 
 LIMITS = EngineLimits(
-    max_sequences=3, max_tokens_per_step=8, max_chunks_per_step=3, max_length=192, num_pages=6, max_waiting=50
+    max_sequences=2, max_tokens_per_step=8, max_chunks_per_step=2, max_length=192, num_pages=5, max_waiting=50
 )
 
 
@@ -29,17 +31,20 @@ def model():
 
 @pytest.fixture(scope="module")
 def engines(model):
-    made = [Engine(model, limits=LIMITS, drafts=drafts, keep_experts=True) for drafts in (0, 1)]
-    yield made
-    for engine in made:
-        stats = engine.stats()
-        assert stats.owned_pages == stats.running == stats.waiting == 0
-        engine.close()
+    """One without drafts, which computes one sequence at a time, and one with drafts."""
+    with compiled_lazily():
+        alone = replace(LIMITS, max_sequences=1)
+        made = [Engine(model, limits=limits, drafts=drafts, keep_experts=True) for limits, drafts in ((alone, 0), (LIMITS, 1))]
+        yield made
+        for engine in made:
+            stats = engine.stats()
+            assert stats.owned_pages == stats.running == stats.waiting == 0
+            engine.close()
 
 
 OPTIONS = [
     SamplingOptions(),
-    SamplingOptions(temperature=1.0, seed=1, n=2, logprobs=0),
+    SamplingOptions(temperature=1.0, seed=1, n=2, logprobs=1),
     SamplingOptions(temperature=0.8, top_p=0.9, top_k=4, seed=2, logprobs=2),
     SamplingOptions(presence_penalty=0.3, frequency_penalty=0.1, repetition_penalty=1.2, temperature=0.5, seed=3),
     SamplingOptions(stop_token_ids=(2,), return_experts=True),
@@ -52,10 +57,10 @@ def test_tokens_are_those_without_drafts(model, engines):
     rng = seeds.rng()
     beginning = rng.integers(0, 6, 130).tolist()
     prompts, options = [], []
-    for number in range(24):
-        # The first three run together and need three pages each, and there are five.
-        length, new = (3, 170) if number < 3 else (int(rng.integers(1, 130)), int(rng.integers(1, 60)))
-        prompts.append(beginning[:length] if number % 2 and number > 3 else rng.integers(0, 6, length).tolist())
+    for number in range(14):
+        # The first two run together and need three pages each, and there are four.
+        length, new = (3, 170) if number < 2 else (int(rng.integers(1, 130)), int(rng.integers(1, 40)))
+        prompts.append(beginning[:length] if number % 2 and number > 2 else rng.integers(0, 6, length).tolist())
         options.append(replace(OPTIONS[number % len(OPTIONS)], max_new_tokens=new, ignore_eos=True))
     plain, drafted = (engine.generate(prompts, options) for engine in engines)
     for each, same in zip(plain, drafted, strict=True):
@@ -70,8 +75,7 @@ def test_tokens_are_those_without_drafts(model, engines):
             if one.experts is not None:
                 np.testing.assert_array_equal(np.sort(other.experts), np.sort(one.experts))
     before, after = (engine.stats() for engine in engines)
-    assert before.num_preemptions and after.num_preemptions
-    assert before.num_drafted == 0 and after.num_tokens == before.num_tokens
+    assert after.num_preemptions and before.num_drafted == 0 and after.num_tokens == before.num_tokens
     assert 0 < after.num_accepted < after.num_drafted and after.acceptance_rate < 1
 
 
@@ -101,8 +105,13 @@ def test_the_modules_pages_are_those_of_a_whole_pass(model, engines):
     tokens = np.array([prompt + found.tokens])
     rooms = [init_cache(config, 1, 64, jnp.float32) for config in (model.config, replace(model.config, num_hidden_layers=1))]
     positions = np.arange(tokens.size - 1)[None]
-    hidden = model.hidden_states(tokens[:, :-1], positions, cache=rooms[0]).hidden
-    expected = model.predict(1, hidden, tokens[:, 1:], positions, cache=rooms[1]).cache.kept[0][0, 0, : tokens.size - 1]
+
+    @nnx.jit
+    def kept(model, rooms):
+        hidden = model.hidden_states(tokens[:, :-1], positions, cache=rooms[0]).hidden
+        return model.predict(1, hidden, tokens[:, 1:], positions, cache=rooms[1]).cache.kept[0][0, 0, : tokens.size - 1]
+
+    expected = kept(model, rooms)
     np.testing.assert_allclose(device.state.drafting.pages[0][page, 0, : tokens.size - 1], expected, atol=1e-4)
 
 
@@ -117,7 +126,7 @@ def test_nearly_uniform_draws_are_drafted_right(engines):
 def test_drafts_that_cannot_be_are_refused(model):
     for drafts, limits, message in (
         (2, LIMITS, "must be 0 or 1"),
-        (1, replace(LIMITS, max_tokens_per_step=5), "at least twice"),
+        (1, replace(LIMITS, max_tokens_per_step=3), "at least twice"),
     ):
         with pytest.raises(ValueError, match=message):
             Engine(model, limits=limits, drafts=drafts)

@@ -43,7 +43,8 @@ def engine(model):
     engine.close()
 
 
-@pytest.mark.parametrize("disturbed", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("disturbed", [False, True])
 def test_a_mix_equals_each_request_alone(model, engine, disturbed):
     """Greedy tokens are those of `generate`. Disturbances are pauses, and updates to the same weights."""
     rng = seeds.rng()
@@ -65,6 +66,7 @@ def test_a_mix_equals_each_request_alone(model, engine, disturbed):
     assert disturbing is None or (disturbing.result() and stats.weights_version > before.weights_version)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "model_type, overrides",
     [

@@ -44,8 +44,11 @@ CONFIG = Qwen3MoeConfig(
 """The second layer has a window."""
 
 
-def _model(seed, in_fp8, dense_layers=1):
-    config = replace(CONFIG, mlp_only_layers=tuple(range(dense_layers)))
+ONE_LAYER = replace(CONFIG, num_hidden_layers=1, mlp_only_layers=(), max_window_layers=0)
+"""The second layer of CONFIG, which has experts and a window."""
+
+
+def _model(seed, in_fp8, config=CONFIG):
     made = moe_jax.from_config(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(seed))
     if in_fp8:
         for _, module in nnx.iter_modules(made):
@@ -59,7 +62,7 @@ def _model(seed, in_fp8, dense_layers=1):
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_equal_modules(monkeypatch, in_fp8):
     """One model for all runs: of many, some have a token to which two experts are equal up to rounding."""
-    served, weights = take_apart(_model(0, in_fp8))
+    served, weights = take_apart(_model(0, in_fp8, ONE_LAYER))
     shape = StepShape(3, 0, 0, 2)
     rows = empty_rows(shape)
     # The last row is padding.
@@ -69,7 +72,7 @@ def test_equal_modules(monkeypatch, in_fp8):
         monkeypatch.setattr(step_module, "_fuses", lambda served, batch, fuses=fuses: fuses)
         state = initial_state(served, num_pages=4, num_slots=2, max_pages=2, keep_experts=True)
         keys = jnp.asarray(np.random.default_rng(0).normal(size=state.pages[0][0].shape), jnp.bfloat16)
-        state = state._replace(pages=[(keys, keys)] * 2, page_table=state.page_table.at[0, 0].set(1))
+        state = state._replace(pages=[(keys, keys)], page_table=state.page_table.at[0, 0].set(1))
         results.append(step(served, shape, weights, state, packed([rows])))
     (state, output), (fused_state, fused_output) = results
     np.testing.assert_allclose(fused_output.logits[:2], output.logits[:2], rtol=0.03, atol=0.03)
@@ -89,7 +92,8 @@ def test_chunks_equal_modules(monkeypatch, most_planned_tokens, dense_layers):
     """A decoding row beside two chunks and padding."""
     monkeypatch.setattr(fused, "MOST_PLANNED_TOKENS", most_planned_tokens)
     monkeypatch.setattr(experts, "MOST_PLANNED_TOKENS", most_planned_tokens)
-    served, weights = take_apart(_model(0, in_fp8=False, dense_layers=dense_layers))
+    config = replace(CONFIG, mlp_only_layers=tuple(range(dense_layers)))
+    served, weights = take_apart(_model(0, in_fp8=False, config=config))
     shape = StepShape(1, 64, 2, 2)
     rows = empty_rows(shape)
     rows.decode_slots[:], rows.decode_positions[:] = 0, 5

@@ -18,7 +18,7 @@ SHORT, LONG, CHUNKS = StepShape(1, 0, 0, 2), StepShape(2 * SHORT_STEP_ROWS, 0, 0
 
 @pytest.fixture(scope="module")
 def programs_of_a_model():
-    model = load_ours(reference("qwen3", int(seeds.rng().integers(2**31))))
+    model = load_ours(reference("qwen3", int(seeds.rng().integers(2**31)), num_hidden_layers=1))
     served, weights = take_apart(model)
     leaves, tree = jax.tree.flatten(weights)
     state = initial_state(served, num_pages=4, num_slots=2, max_pages=2)

@@ -9,8 +9,10 @@ import numpy as np
 import optax
 import pytest
 import seeds
+from compiled_lazily import compiled_lazily
 from flax import nnx
 from test_fused import CONFIG as FUSED_CONFIG
+from test_fused import ONE_LAYER as FUSED_LAYER
 
 import moe_jax
 from moe_jax.serving.engine import Engine
@@ -20,8 +22,8 @@ from moe_jax.serving.strict import refusal
 from moe_jax.serving.strict_log_probs import strict_log_probs
 
 CONFIG = replace(FUSED_CONFIG, vocab_size=128)
-ONE_LAYER = replace(CONFIG, num_hidden_layers=1, mlp_only_layers=(), max_window_layers=0)
-"""The second layer of CONFIG, which has experts and a window. Thorough tests have both layers."""
+ONE_LAYER = replace(FUSED_LAYER, vocab_size=128)
+"""Thorough tests have both layers of CONFIG."""
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +36,12 @@ def one_layer():
     return moe_jax.from_config(ONE_LAYER, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.thorough
 def test_whole_sequences(one_layer):
     """A sequence has the same bits beside others and as a prefix, and about the model's log-probabilities."""
     tokens = jnp.asarray(seeds.rng().integers(0, CONFIG.vocab_size, (2, 70)), jnp.int32)
     found = np.asarray(strict_log_probs(one_layer, tokens))
-    expected = jnp.take_along_axis(nnx.log_softmax(one_layer(tokens).logits[:, :-1]), tokens[:, 1:, None], axis=2)[..., 0]
+    expected = log_probs_of_modules(one_layer, tokens)
     # Some tokens choose another expert.
     assert np.abs(found - expected).mean() < 0.03
     # The prefix has as many tokens as the sequence of `test_update`, so that both run one program.
@@ -62,6 +65,11 @@ def test_engine(model):
         check_bits(model, engine, prompts, scores_prompts=True)
 
 
+@nnx.jit
+def log_probs_of_modules(model, tokens):
+    return jnp.take_along_axis(nnx.log_softmax(model(tokens).logits[:, :-1]), tokens[:, 1:, None], axis=2)[..., 0]
+
+
 def small_engine(model, *, sequences):
     """With one sequence it has three programs to compile, with two four."""
     limits = EngineLimits(
@@ -74,7 +82,7 @@ def test_update(one_layer):
     """An update by the gradient at a ratio of exactly 1 makes a drawn answer likelier, to the updated model's bits."""
     prompt = seeds.rng().integers(0, CONFIG.vocab_size, 5).tolist()
     options = SamplingOptions(max_new_tokens=3, ignore_eos=True, temperature=1.0, seed=0, logprobs=0)
-    with closing(small_engine(one_layer, sequences=1)) as engine:
+    with compiled_lazily(), closing(small_engine(one_layer, sequences=1)) as engine:
         ((answer,),) = engine.generate([prompt], options)
         tokens, sampled = jnp.asarray([prompt + answer.tokens], jnp.int32), jnp.asarray(answer.logprobs, jnp.float32)
 
@@ -91,6 +99,8 @@ def test_update(one_layer):
         ((scored,),) = engine.generate([tokens[0].tolist()], replace(options, max_new_tokens=1, prompt_logprobs=0))
     found = np.float32([scores[int(t)] for scores, t in zip(scored.prompt_logprobs[1:], tokens[0, 1:], strict=True)])
     np.testing.assert_array_equal(found, strict_log_probs(updated, tokens)[0])
+    # A token or two may choose another expert.
+    assert np.median(np.abs(found - log_probs_of_modules(updated, tokens)[0])) < 0.03
     assert found[len(prompt) - 1 :].mean() > sampled.mean() + 0.01
 
 
