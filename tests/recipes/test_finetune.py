@@ -17,15 +17,6 @@ from moe_jax.train.metrics import read_records
 from moe_jax.train.plots import plot_run
 
 
-@pytest.fixture
-def steps_that_learn_nothing(monkeypatch):
-    """For tests of what surrounds them, with models without experts: nothing is compiled."""
-    numbers = "loss total_loss aux_loss sequence_loss z_loss grad_norm learning_rate num_tokens num_dropped"
-    metrics = dict.fromkeys(numbers.split(), np.float32(1)) | {"expert_load": np.zeros((0, 0))}
-    module = sys.modules["moe_jax.recipes.finetuning.loop"]
-    monkeypatch.setattr(module, "make_train_step", lambda *_, **__: lambda state, batch: (state, metrics))
-
-
 def held_out_text(folder):
     tiny.write_texts(folder / "held-out")
     (folder / "held-out" / "more.txt").write_text("words that nobody trains on")
@@ -135,9 +126,9 @@ def test_a_checkpoint_that_was_never_finished_is_removed(tmp_path, steps_that_le
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
 
 
-def test_a_home_folder_may_be_written_short(tmp_path, monkeypatch):
+def test_a_home_folder_may_be_written_short(tmp_path, monkeypatch, steps_that_learn_nothing):
     monkeypatch.setenv("HOME", str(tmp_path))
-    finetune(settings(tmp_path, output="~/run"), model=tiny.model(), tokenizer=tiny.tokenizer(), stop_after=1)
+    finetune(settings(tmp_path, output="~/run"), model=tiny.dense(), tokenizer=tiny.tokenizer(), stop_after=1)
     assert len(read_records(tmp_path / "run" / "metrics.jsonl")) == 1
 
 
@@ -150,7 +141,7 @@ def test_bf16_compute_keeps_f32_weights(tmp_path):
 
 def test_loss_that_is_not_finite(tmp_path):
     """The error names the step and the files."""
-    model = tiny.model()
+    model = tiny.dense()
     model.norm.weight[...] = jnp.full(16, jnp.nan)
     with pytest.raises(FloatingPointError, match=r"(?s)step 1: loss nan.*texts/\d\.txt"):
         finetune(settings(tmp_path), model=model, tokenizer=tiny.tokenizer())
