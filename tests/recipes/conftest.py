@@ -1,4 +1,4 @@
-"""Steps without passes, for tests of what surrounds them in a run."""
+"""Steps without passes, for tests of what surrounds them in a run, and steps that several runs share."""
 
 import sys
 from dataclasses import replace
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import shared_steps
 
 NUMBERS = "loss total_loss aux_loss sequence_loss z_loss grad_norm learning_rate num_tokens num_dropped".split()
 
@@ -30,6 +31,14 @@ def steps_that_add(monkeypatch):
         return replace(state, step=state.step + 1, params=params), numbers_of(seen + jax.tree.leaves(params)[0].sum())
 
     put_in_place_of_steps(monkeypatch, step)
+
+
+@pytest.fixture(scope="module")
+def one_step_for_all():
+    """Runs of a module that compute the same share a compiled step."""
+    with pytest.MonkeyPatch.context() as patch:
+        shared_steps.share(patch)
+        yield
 
 
 def put_in_place_of_steps(monkeypatch, step):

@@ -47,9 +47,9 @@ def test_the_loss_falls_and_every_step_is_logged(tmp_path):
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
-def test_held_out_text_is_measured_and_not_trained_on(tmp_path):
+def test_held_out_text_is_measured_and_not_trained_on(tmp_path, one_step_for_all):
     options = dict(steps=5, eval_data=held_out_text(tmp_path), eval_every=2, eval_batches=3, batch_size=2)
-    result = finetune(settings(tmp_path, **options), model=tiny.model(), tokenizer=tiny.tokenizer())
+    result = finetune(settings(tmp_path, **options), model=tiny.dense(), tokenizer=tiny.tokenizer())
     found = {record["step"]: record["eval_loss"] for record in result.metrics if "eval_loss" in record}
     assert sorted(found) == [2, 4, 5] and found[5] < found[2]
     stream = batches(open_documents(options["eval_data"]), tiny.tokenizer(), seq_len=32, batch_size=2)
@@ -60,7 +60,7 @@ def test_held_out_text_is_measured_and_not_trained_on(tmp_path):
     np.testing.assert_allclose(found[5], expected, rtol=1e-5)
     alone = finetune(
         settings(tmp_path, steps=5, batch_size=2, output=str(tmp_path / "alone")),
-        model=tiny.model(),
+        model=tiny.dense(),
         tokenizer=tiny.tokenizer(),
     )
     assert [record["loss"] for record in alone.metrics] == [record["loss"] for record in result.metrics]
@@ -76,8 +76,8 @@ def test_further_tokens_are_learned_and_logged_or_refused(tmp_path):
     assert len(read_records(tmp_path / "run" / "expert_load.jsonl")[0]["expert_load"]) == 1
 
 
-def test_tensorboard_gets_every_scalar(tmp_path, capsys):
-    finetune(settings(tmp_path, tensorboard=True), model=tiny.model(), tokenizer=tiny.tokenizer(), stop_after=2)
+def test_tensorboard_gets_every_scalar(tmp_path, capsys, steps_that_learn_nothing):
+    finetune(settings(tmp_path, tensorboard=True), model=tiny.dense(), tokenizer=tiny.tokenizer(), stop_after=2)
     (events,) = (tmp_path / "run" / "tensorboard").iterdir()
     content = events.read_bytes()
     assert all(name in content for name in (b"loss", b"grad_norm", b"max_mean_expert_load"))

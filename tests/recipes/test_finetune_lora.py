@@ -38,7 +38,7 @@ def settings_of(folder, base, **changes) -> FinetuneSettings:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, base):
+def whole(tmp_path_factory, base, one_step_for_all):
     """(settings, result) of a run of four steps."""
     settings = settings_of(tmp_path_factory.mktemp("whole"), base)
     return settings, finetune(settings)

@@ -21,7 +21,7 @@ def _settings(tmp_path, **options):
     """Settings of four steps of a model that the folder is given."""
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     moe_jax.save_pretrained(tiny.model_for_fp8(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
-    of_run = dict(precision="fp8", dtype="bfloat16", steps=4, batch_size=4, warmup_steps=0, checkpoint_every=4)
+    of_run = dict(precision="fp8", dtype="bfloat16", steps=4, batch_size=4, seq_len=16, warmup_steps=0, checkpoint_every=4)
     return tiny.settings(tmp_path, model=str(tmp_path / "model"), **of_run, **options)
 
 

@@ -56,7 +56,7 @@ def comparable(output: Path) -> list[dict]:
     ],
     ids=["all", "twice", "adapters"],
 )
-def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path, lora, kills):
+def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path, one_step_for_all, lora, kills):
     """A process is killed. What ends its run, and the run to compare with, may be this process: bits are the same."""
     data = tiny.write_texts(tmp_path / "texts")
     run_tiny.run(data, tmp_path / "whole", *lora)
