@@ -37,6 +37,7 @@ def test_a_run(tmp_path):
         finetune(replace(settings, fp8_dense=()))
 
 
+@pytest.mark.thorough
 def test_adapters_of_experts(tmp_path):
     """Adapters are trained beside experts in FP8, whose codes stay as they were loaded."""
     settings = _settings(tmp_path, lora=LoraSettings(rank=8), weights="fp8", learning_rate=1e-2)
