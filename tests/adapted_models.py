@@ -1,5 +1,7 @@
 """Small models with adapters whose factors are all random: with b at zero, gradients of a would be zero."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +38,16 @@ def randomise(model) -> None:
         model,
         jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape) * 0.1, a.dtype), nnx.state(model, nnx.LoRAParam)),
     )
+
+
+def logits_of(model, tokens):
+    """Returns the logits, by a program that is compiled once for all models of the same structure."""
+    return _logits(*nnx.split(model), tokens)
+
+
+@partial(jax.jit, static_argnums=0)
+def _logits(graph, state, tokens):
+    return nnx.merge(graph, state)(tokens).logits
 
 
 def make_batch(batch=2, seq=12, vocab=97):

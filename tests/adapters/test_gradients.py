@@ -1,4 +1,4 @@
-"""A model with adapters equals one with changed matrices: logits, loss and the gradient of every factor, in f32."""
+"""A model with adapters equals one with changed matrices: the loss and the gradient of every factor, in f32."""
 
 import jax
 import pytest
@@ -15,16 +15,16 @@ WEIGHTS = LossWeights(aux_loss_coef=0.3, z_loss_coef=0.1)
 @pytest.mark.parametrize(
     "model_type, settings, remat",
     [
-        ("qwen3", {}, False),
+        ("qwen3", {"targets": ("attention", "mlp", "embed_tokens", "head")}, False),
         pytest.param("qwen3_moe", {"use_rslora": True}, True, marks=pytest.mark.thorough),
-        ("qwen3_moe", {"shared_outer": True, "ranks": {"experts": 3, "q_proj": 5}}, False),
-        ("deepseek_v3", {}, True),
-        ("qwen3", {"targets": ("q_proj", "embed_tokens", "head")}, False),
+        pytest.param("qwen3_moe", {"ranks": {"experts": 3, "q_proj": 5}}, False, marks=pytest.mark.thorough),
+        ("deepseek_v3", {"shared_outer": True, "ranks": {"experts": 3}}, True),
     ],
 )
 def test_changed_matrices(model_type, settings, remat):
     """The plain form makes W + scale * b a of every matrix, and JAX differentiates through it."""
-    model = small_model(model_type)
+    # A stage without experts would be the dense model's.
+    model = small_model(model_type, **dict(first_k_dense_replace=0) if model_type == "deepseek_v3" else {})
     model.execution = Execution(remat=remat)
     plain_graph, plain_weights = nnx.split(model)
     graph, factors, frozen = nnx.split(with_adapters(model, **settings), nnx.LoRAParam, ...)
@@ -41,14 +41,12 @@ def test_changed_matrices(model_type, settings, remat):
 
     def of(build):
         def value(factors):
-            model = build(factors)
-            return loss(model, batch, WEIGHTS)[0], model(batch["tokens"]).logits
+            return loss(build(factors), batch, WEIGHTS)[0]
 
-        return jax.jit(jax.value_and_grad(value, has_aux=True))(factors)
+        return jax.jit(jax.value_and_grad(value))(factors)
 
-    (found, logits), gradients = of(lambda factors: nnx.merge(graph, factors, frozen))
-    (expected, plain_logits), plain_gradients = of(changed)
+    found, gradients = of(lambda factors: nnx.merge(graph, factors, frozen))
+    expected, plain_gradients = of(changed)
     assert_near(found, expected, "loss")
-    assert_near(logits, plain_logits, "logits")
     for (path, gradient), other in zip(nnx.to_flat_state(gradients), jax.tree.leaves(plain_gradients), strict=True):
         assert_near(gradient.get_value(), other, path)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adapted_models import assert_near, small_model, with_adapters
+from adapted_models import assert_near, logits_of, small_model, with_adapters
 from flax import nnx
 
 import moe_jax
@@ -17,13 +17,13 @@ TOKENS = jnp.arange(12).reshape(2, 6)
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
 def test_merge(model_type):
     model = small_model(model_type)
-    before, structure = model(TOKENS).logits, jax.tree.structure(nnx.state(model, nnx.Param))
+    before, structure = logits_of(model, TOKENS), jax.tree.structure(nnx.state(model, nnx.Param))
     adapted = with_adapters(model)
-    logits = adapted(TOKENS).logits
-    np.testing.assert_array_equal(without_adapter(adapted)(TOKENS).logits, before)
+    logits = logits_of(adapted, TOKENS)
+    np.testing.assert_array_equal(logits_of(without_adapter(adapted), TOKENS), before)
     assert has_adapters(adapted)
     merge_adapter(adapted)
-    assert_near(adapted(TOKENS).logits, logits, "logits")
+    assert_near(logits_of(adapted, TOKENS), logits, "logits")
     assert not has_adapters(adapted) and not jax.tree.leaves(nnx.state(adapted, Frozen))
     assert jax.tree.structure(nnx.state(adapted, nnx.Param)) == structure
 

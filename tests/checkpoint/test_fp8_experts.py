@@ -20,7 +20,7 @@ from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.strict_log_probs import strict_log_probs
 
-LIMITS = EngineLimits(max_sequences=2, max_tokens_per_step=32, max_chunks_per_step=2, max_length=64, num_pages=4)
+LIMITS = EngineLimits(max_sequences=1, max_tokens_per_step=16, max_chunks_per_step=1, max_length=64, num_pages=4)
 
 
 @pytest.fixture(scope="module")

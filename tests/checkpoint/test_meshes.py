@@ -53,7 +53,10 @@ def stored_bytes(folder) -> int:
 
 @pytest.mark.parametrize(
     "axes",
-    [dict(data=2, fsdp=2, expert=2), pytest.param(dict(fsdp=8), marks=pytest.mark.thorough)],
+    [
+        pytest.param(dict(data=2, fsdp=2, expert=2), marks=pytest.mark.thorough),
+        pytest.param(dict(fsdp=8), marks=pytest.mark.thorough),
+    ],
     ids=["data fsdp expert", "fsdp"],
 )
 def test_eight_devices_read_every_byte_once(tmp_path, axes):
@@ -79,7 +82,7 @@ def test_two_processes_read_only_their_own_slices(tmp_path):
 
 
 def test_fp8_parts_are_cut_anywhere_in_their_blocks(tmp_path):
-    """The script compares them with a whole load."""
+    """The script compares them with a whole load. Every byte is read once, though two devices hold it."""
     write_fp8(tmp_path / "in", moe_intermediate_size=96, num_hidden_layers=1)
-    (counts,) = run(tmp_path / "in", tmp_path / "out", dict(fsdp=4, expert=2), processes=1, devices=8)
+    (counts,) = run(tmp_path / "in", tmp_path / "out", dict(data=2, fsdp=4, expert=2), processes=1, devices=16)
     assert counts["read"] == 2 * counts["held"]

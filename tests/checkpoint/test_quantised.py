@@ -15,7 +15,7 @@ from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.layers.lora import Frozen
 from moe_jax.layers.quantised import BlockScaled, FourBits, is_quantised
 
-SIZES = dict(hidden_size=64, moe_intermediate_size=64, num_hidden_layers=2, mlp_only_layers=[1])
+SIZES = dict(hidden_size=64, moe_intermediate_size=64, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

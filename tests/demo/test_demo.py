@@ -9,14 +9,17 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import matplotlib.image
 import numpy as np
 import pytest
+import shared_steps
 from flax import nnx
 from transformers import AutoTokenizer
 
+from moe_jax.adapters import LoraSettings
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.cli import main
 from moe_jax.demo.run import CONTENTS, MARKER, DemoSettings, empty_output, is_python, run_demo, small_config
@@ -49,7 +52,14 @@ def demo(tmp_path_factory):
     (output / "training" / "metrics.jsonl").write_text('{"step": 1, "loss": 99.0}\n')
     (output / "model").mkdir()
     (output / "notes.txt").write_text("the user's own")
-    return output, run_demo(DemoSettings(output=str(output), **SHRUNKEN))
+    return output, run(output, **SHRUNKEN)
+
+
+def run(output, **options):
+    """Returns the result of a demo whose two halves share a compiled step."""
+    with pytest.MonkeyPatch.context() as patch:
+        shared_steps.share(patch)
+        return run_demo(DemoSettings(output=str(output), **options))
 
 
 def test_every_step_is_there_once_across_the_interruption(demo):
@@ -88,16 +98,16 @@ DENSE = SHRUNKEN | {"steps": 2, "model": "qwen3", "prompt": "def "}
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    """A run of a dense model: its folder, its result, and the text that it printed."""
-    output, printed = tmp_path_factory.mktemp("dense"), io.StringIO()
+def adapted(tmp_path_factory):
+    """A run of a dense model with an adapter: its folder, its result, and the text that it printed."""
+    output, printed = tmp_path_factory.mktemp("adapted"), io.StringIO()
     with contextlib.redirect_stdout(printed):
-        result = run_demo(DemoSettings(output=str(output), **DENSE))
+        result = run(output, lora=LoraSettings(rank=4), **DENSE)
     return output, result, printed.getvalue()
 
 
-def test_it_prints_each_stage_and_the_text(dense):
-    output, result, printed = dense
+def test_it_prints_each_stage_and_the_text(adapted):
+    output, result, printed = adapted
     assert all(f"[{number}/7]" in printed for number in range(1, 8))
     assert len(result.texts) == 2 and all(text.startswith("def ") for text in result.texts)
     assert f"{sum(map(is_python, result.texts))} of 2 are valid Python" in printed
@@ -107,22 +117,20 @@ def test_it_prints_each_stage_and_the_text(dense):
     assert str(output / "model") in commands[0] and f"{output}-chat/model" in commands[2]
 
 
-def test_an_adapter(tmp_path, capsys):
-    """`--lora.rank 4` leaves what has no adapter as it was, and transformers reads the merged model."""
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in DENSE.items()]
-    main(["demo", "--lora.rank", "4", "--output", str(tmp_path / "demo"), *arguments])
-    assert "[7/7]" in capsys.readouterr().out
-    merged, initial = (nnx.state(from_pretrained(tmp_path / "demo" / name), nnx.Param) for name in ("model", "initial"))
+def test_an_adapter(adapted):
+    """What has no adapter stays as it was, and transformers reads the merged model."""
+    output, _, _ = adapted
+    merged, initial = (nnx.state(from_pretrained(output / name), nnx.Param) for name in ("model", "initial"))
     changed = {
         jax.tree_util.keystr(path): bool((a != b).any())
         for (path, a), b in zip(jax.tree.leaves_with_path(merged), jax.tree.leaves(initial), strict=True)
     }
     assert all(is_changed == ("proj" in name) for name, is_changed in changed.items()) and len(changed) > 8
-    assert (tmp_path / "demo" / "adapter" / "adapter_config.json").is_file()
+    assert (output / "adapter" / "adapter_config.json").is_file()
 
 
 @pytest.mark.thorough
-def test_a_pipe_on_imitated_devices(dense, tmp_path):
+def test_a_pipe_on_imitated_devices(tmp_path):
     """`moe-jax demo --mesh.pipe 2` trains as one device does, exports, and completes with the export."""
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in DENSE.items()]
     pipe = ["--mesh.pipe", "2", "--gradient-accumulation", "2", "--output", str(tmp_path / "piped")]
@@ -136,7 +144,7 @@ def test_a_pipe_on_imitated_devices(dense, tmp_path):
     assert "on 2 devices, a pipe of 2 ranks with 1 chunk of 2 layers (1 of 4 places are empty)" in done.stdout
     assert "generation does not run through a pipe yet: the export is loaded onto one device and writes" in done.stdout
     piped = [record["loss"] for record in read_records(tmp_path / "piped" / "training" / "metrics.jsonl")]
-    np.testing.assert_allclose(piped, dense[1].losses, rtol=1e-5)
+    np.testing.assert_allclose(piped, run(tmp_path / "dense", **DENSE).losses, rtol=1e-5)
 
 
 def test_a_model_that_no_pipe_takes_is_refused(tmp_path):
@@ -147,6 +155,15 @@ def test_a_model_that_no_pipe_takes_is_refused(tmp_path):
 
 
 def test_logits_that_disagree_end_the_demo_and_its_program(tmp_path, monkeypatch, capsys):
+    # The run's end is stood in for by its beginning.
+    untrained = SimpleNamespace(metrics=[{"step": 1, "loss": 1.0}])
+
+    def finetune(settings, **_):
+        untrained.model = from_pretrained(settings.model)
+        return untrained
+
+    monkeypatch.setattr("moe_jax.demo.run.finetune", finetune)
+    monkeypatch.setattr("moe_jax.demo.run.plot_run", lambda *_, **__: None)
     monkeypatch.setattr("moe_jax.demo.run.logit_difference", lambda *_: float("nan"))
     options = [f"--{name.replace('_', '-')}={value}" for name, value in (SHRUNKEN | {"steps": 2}).items()]
     with pytest.raises(SystemExit) as status:

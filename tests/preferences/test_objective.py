@@ -93,13 +93,15 @@ def compare(loss, models, settings, **packing):
         assert size > 0 and error <= 1e-5 * size, f"{parameter}: relative error {error / max(size, 1e-300):.1e}"
 
 
-@pytest.mark.parametrize("loss", SETTINGS)
+@pytest.mark.parametrize(
+    "loss", ["orpo", "kto", *(pytest.param(loss, marks=pytest.mark.thorough) for loss in ("dpo", "ipo", "simpo"))]
+)
 def test_trl(loss, models):
     compare(loss, models, SETTINGS[loss])
 
 
 def test_trl_with_experts():
-    """A mixture of experts with its load-balancing loss."""
+    """DPO of a mixture of experts with its load-balancing loss."""
     theirs = [reference("qwen3_moe", seeds.integer(), num_hidden_layers=2) for _ in range(2)]
     ours = [load_ours(model) for model in theirs]
     models = [trl.with_fused_head(model) for model in theirs], ours

@@ -39,7 +39,7 @@ def comparable(output):
     return [(record["step"], record["loss"], record["grad_norm"]) for record in read_records(output / "metrics.jsonl")]
 
 
-def test_resume_without_the_bad_document(tmp_path, capsys, monkeypatch):
+def test_resume_without_the_bad_document(tmp_path, capsys, monkeypatch, steps_that_add):
     """Steps before the bad document are saved, and the run goes on without it."""
     # Of many conversations the survey at the start sees a sample, here one.
     monkeypatch.setattr("moe_jax.recipes.finetuning.data.survey", partial(survey, max_documents=1))

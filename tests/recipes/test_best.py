@@ -16,6 +16,9 @@ LOSSES = {2: 3.0, 4: 2.0, 5: 0.5, 6: 2.5, 7: 1.5, 8: 2.0, 10: 1.0, 12: 1.0}
 """Held-out losses by step. Steps 5 and 7 are measured only if a run is interrupted there."""
 
 
+pytestmark = pytest.mark.usefixtures("steps_that_add")
+
+
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch):
     """Makes the held-out losses those of `LOSSES`."""

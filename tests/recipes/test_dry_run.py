@@ -35,13 +35,13 @@ def test_the_row_that_is_shown_marks_what_is_learned(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_of_a_finished_run_nothing_is_left(tmp_path, capsys):
+def test_of_a_finished_run_nothing_is_left(tmp_path, capsys, steps_that_learn_nothing):
     finetune(settings(tmp_path, steps=1, warmup_steps=0), model=tiny.dense(), tokenizer=tiny.tokenizer())
     dry_run(settings(tmp_path, steps=1, warmup_steps=0, dry_run=True), model=tiny.dense(), tokenizer=tiny.tokenizer())
     assert "all 1 steps are taken: nothing is left to do" in capsys.readouterr().out
 
 
-def test_it_refuses_another_run_and_finetune_refuses_to_pretend(tmp_path):
+def test_it_refuses_another_run_and_finetune_refuses_to_pretend(tmp_path, steps_that_learn_nothing):
     finetune(settings(tmp_path, steps=1, warmup_steps=0), model=tiny.dense(), tokenizer=tiny.tokenizer())
     with pytest.raises(ValueError, match="holds another run.*seed: checkpoint 0, now 1"):
         dry_run(settings(tmp_path, seed=1, dry_run=True), model=tiny.dense(), tokenizer=tiny.tokenizer())

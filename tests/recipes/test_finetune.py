@@ -17,15 +17,6 @@ from moe_jax.train.metrics import read_records
 from moe_jax.train.plots import plot_run
 
 
-@pytest.fixture
-def steps_that_learn_nothing(monkeypatch):
-    """For tests of what surrounds them, with models without experts: nothing is compiled."""
-    numbers = "loss total_loss aux_loss sequence_loss z_loss grad_norm learning_rate num_tokens num_dropped"
-    metrics = dict.fromkeys(numbers.split(), np.float32(1)) | {"expert_load": np.zeros((0, 0))}
-    module = sys.modules["moe_jax.recipes.finetuning.loop"]
-    monkeypatch.setattr(module, "make_train_step", lambda *_, **__: lambda state, batch: (state, metrics))
-
-
 def held_out_text(folder):
     tiny.write_texts(folder / "held-out")
     (folder / "held-out" / "more.txt").write_text("words that nobody trains on")
@@ -56,9 +47,9 @@ def test_the_loss_falls_and_every_step_is_logged(tmp_path):
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
-def test_held_out_text_is_measured_and_not_trained_on(tmp_path):
+def test_held_out_text_is_measured_and_not_trained_on(tmp_path, one_step_for_all):
     options = dict(steps=5, eval_data=held_out_text(tmp_path), eval_every=2, eval_batches=3, batch_size=2)
-    result = finetune(settings(tmp_path, **options), model=tiny.model(), tokenizer=tiny.tokenizer())
+    result = finetune(settings(tmp_path, **options), model=tiny.dense(), tokenizer=tiny.tokenizer())
     found = {record["step"]: record["eval_loss"] for record in result.metrics if "eval_loss" in record}
     assert sorted(found) == [2, 4, 5] and found[5] < found[2]
     stream = batches(open_documents(options["eval_data"]), tiny.tokenizer(), seq_len=32, batch_size=2)
@@ -69,7 +60,7 @@ def test_held_out_text_is_measured_and_not_trained_on(tmp_path):
     np.testing.assert_allclose(found[5], expected, rtol=1e-5)
     alone = finetune(
         settings(tmp_path, steps=5, batch_size=2, output=str(tmp_path / "alone")),
-        model=tiny.model(),
+        model=tiny.dense(),
         tokenizer=tiny.tokenizer(),
     )
     assert [record["loss"] for record in alone.metrics] == [record["loss"] for record in result.metrics]
@@ -85,8 +76,8 @@ def test_further_tokens_are_learned_and_logged_or_refused(tmp_path):
     assert len(read_records(tmp_path / "run" / "expert_load.jsonl")[0]["expert_load"]) == 1
 
 
-def test_tensorboard_gets_every_scalar(tmp_path, capsys):
-    finetune(settings(tmp_path, tensorboard=True), model=tiny.model(), tokenizer=tiny.tokenizer(), stop_after=2)
+def test_tensorboard_gets_every_scalar(tmp_path, capsys, steps_that_learn_nothing):
+    finetune(settings(tmp_path, tensorboard=True), model=tiny.dense(), tokenizer=tiny.tokenizer(), stop_after=2)
     (events,) = (tmp_path / "run" / "tensorboard").iterdir()
     content = events.read_bytes()
     assert all(name in content for name in (b"loss", b"grad_norm", b"max_mean_expert_load"))
@@ -135,9 +126,9 @@ def test_a_checkpoint_that_was_never_finished_is_removed(tmp_path, steps_that_le
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
 
 
-def test_a_home_folder_may_be_written_short(tmp_path, monkeypatch):
+def test_a_home_folder_may_be_written_short(tmp_path, monkeypatch, steps_that_learn_nothing):
     monkeypatch.setenv("HOME", str(tmp_path))
-    finetune(settings(tmp_path, output="~/run"), model=tiny.model(), tokenizer=tiny.tokenizer(), stop_after=1)
+    finetune(settings(tmp_path, output="~/run"), model=tiny.dense(), tokenizer=tiny.tokenizer(), stop_after=1)
     assert len(read_records(tmp_path / "run" / "metrics.jsonl")) == 1
 
 
@@ -150,7 +141,7 @@ def test_bf16_compute_keeps_f32_weights(tmp_path):
 
 def test_loss_that_is_not_finite(tmp_path):
     """The error names the step and the files."""
-    model = tiny.model()
+    model = tiny.dense()
     model.norm.weight[...] = jnp.full(16, jnp.nan)
     with pytest.raises(FloatingPointError, match=r"(?s)step 1: loss nan.*texts/\d\.txt"):
         finetune(settings(tmp_path), model=model, tokenizer=tiny.tokenizer())

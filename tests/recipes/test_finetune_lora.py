@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from adapted_models import logits_of
 from flax import nnx
 
 import moe_jax
@@ -38,7 +39,7 @@ def settings_of(folder, base, **changes) -> FinetuneSettings:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, base):
+def whole(tmp_path_factory, base, one_step_for_all):
     """(settings, result) of a run of four steps."""
     settings = settings_of(tmp_path_factory.mktemp("whole"), base)
     return settings, finetune(settings)
@@ -82,9 +83,9 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(whole, base, tmp_path):
 def test_the_model_of_a_run_has_its_adapters(whole, base, tmp_path):
     settings, result = whole
     read = model_of_run(settings.output, dtype=jnp.float32)
-    np.testing.assert_allclose(read(TOKENS).logits, result.model(TOKENS).logits, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(logits_of(read, TOKENS), logits_of(result.model, TOKENS), rtol=1e-6, atol=1e-6)
     moved = model_of_run(settings.output, dtype=jnp.float32, step=2, base=base)
-    assert not np.allclose(moved(TOKENS).logits, result.model(TOKENS).logits, rtol=1e-6, atol=1e-6)
+    assert not np.allclose(logits_of(moved, TOKENS), logits_of(result.model, TOKENS), rtol=1e-6, atol=1e-6)
     moe_jax.save_pretrained(other_model(), tmp_path / "other")
     with pytest.raises(ValueError, match="weights in .*other are not those that the run's adapters were trained beside"):
         model_of_run(settings.output, base=tmp_path / "other")

@@ -37,7 +37,7 @@ def test_the_holder_is_named_until_it_is_killed(tmp_path):
         assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
-def test_nested_runs_are_refused(tmp_path, monkeypatch):
+def test_nested_runs_are_refused(tmp_path, monkeypatch, steps_that_learn_nothing):
     """A run within a run is refused; a run after another is not."""
     settings = tiny.settings(tmp_path, steps=1, warmup_steps=0)
     write, refused = MetricsWriter.write, []

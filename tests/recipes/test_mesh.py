@@ -1,5 +1,5 @@
-"""Training on a mesh gives the single device's losses, compiles once, resumes bit for bit, and goes on on another mesh, with
-shadow experts too, and where experts change places."""
+"""Training on a mesh gives the single device's losses, compiles once, resumes bit for bit, and goes on on another mesh or on
+one device, with shadow experts too, and where experts change places."""
 
 import os
 import subprocess
@@ -11,11 +11,11 @@ import pytest
 
 HERE = Path(__file__).parent
 
-SCRIPT = """
+COMMON = """
 import logging, shutil, sys
 from functools import partial
 import jax, numpy as np
-import tiny, moe_jax
+import shared_steps, tiny, moe_jax
 from flax import nnx
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.recipes import FinetuneSettings, finetune
@@ -36,6 +36,9 @@ class Count(logging.Handler):
 logging.getLogger("jax._src.interpreters.pxla").addHandler(Count())
 jax.config.update("jax_log_compiles", True)
 
+# Runs that compute the same share a step.
+loop = sys.modules["moe_jax.recipes.finetuning.loop"]
+loop.make_train_step = shared_steps.shared(loop.make_train_step)
 # Copies of so few weights never pay by themselves.
 free = partial(moe_jax.parallel.ExpertParallel, flops_per_byte=0.0)
 sys.modules["moe_jax.recipes.finetuning.prepare"].ExpertParallel = free
@@ -67,6 +70,9 @@ def loads(name):
     return [r["expert_load"] for r in read_records(tiny.Path(folder) / name / "expert_load.jsonl")]
 
 one = run("one", None)
+"""
+
+SCRIPT = """
 compilations.clear()
 mesh = moe_jax.parallel.make_mesh(fsdp=2, expert=2)
 many = run("many", mesh)
@@ -75,20 +81,13 @@ np.testing.assert_allclose(many, one, rtol=1e-4)
 run("resumed", mesh, stop_after=3)
 shutil.copytree(folder + "/resumed", folder + "/moved")
 assert run("resumed", mesh) == many
-moved = moe_jax.parallel.make_mesh(expert=2, context=2)
-for refused in (partial(run, "moved", moved, shadow_experts=5), partial(run, "refused", moved, seq_len=30)):
+over_context = moe_jax.parallel.make_mesh(expert=2, context=2)
+for refused in (partial(run, "moved", over_context, shadow_experts=5), partial(run, "refused", over_context, seq_len=30)):
     try:
         refused()
     except ValueError as error:
         print(error)
-np.testing.assert_allclose(run("moved", moved, shadow_experts=2), one, rtol=1e-4)
-
-# The optimizer's state in parts over data; a second half of the run is on a mesh without data.
-over_data = moe_jax.parallel.make_mesh(data=2, fsdp=2)
-run("parts", over_data, shard_optimizer=True, stop_after=3)
-shutil.copytree(folder + "/parts", folder + "/parts moved")
-np.testing.assert_allclose(run("parts", over_data, shard_optimizer=True), one, rtol=1e-4)
-np.testing.assert_allclose(run("parts moved", mesh), one, rtol=1e-4)
+np.testing.assert_allclose(run("moved", None), one, rtol=1e-4)
 
 # As even as so few experts are, they would often stay where they are.
 sys.modules["moe_jax.train.rebalance"].balanced_order = lambda load, *_: np.argsort(-load, kind="stable")
@@ -106,20 +105,40 @@ np.testing.assert_allclose(places, one, rtol=1e-3)
 assert_same_experts(models["places"], models["one"], 3e-2)
 """
 
+PARTS = """
+over_data, over_context = moe_jax.parallel.make_mesh(data=2, fsdp=2), moe_jax.parallel.make_mesh(expert=2, context=2)
+run("parts", over_data, shard_optimizer=True, stop_after=3)
+shutil.copytree(folder + "/parts", folder + "/parts moved")
+np.testing.assert_allclose(run("parts", over_data, shard_optimizer=True), one, rtol=1e-4)
+np.testing.assert_allclose(run("parts moved", over_context, shadow_experts=2), one, rtol=1e-4)
+"""
+
 
 @pytest.mark.long
 def test_a_mesh_changes_nothing_but_the_place(tmp_path):
+    printed = output_of(COMMON + SCRIPT, tmp_path)
+    assert "compilations 1" in printed
+    assert "shadow_experts=5 must be at most the 4 experts of a layer" in printed
+    assert "seq_len=30 must be a multiple of 2 * mesh.context = 4" in printed
+    assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.thorough
+def test_an_optimizer_in_parts(tmp_path):
+    """The optimizer's state lies in parts over data; a second half of the run is on a mesh without, with shadow experts."""
+    output_of(COMMON + PARTS, tmp_path)
+
+
+def output_of(script, folder) -> str:
+    """Returns what a process of four devices prints that runs the script in the folder."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent / "train")]),
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE.parents[1], HERE.parent, HERE.parent / "train"))),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": cpu_flags.of_devices(4),
     }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=500
+        [sys.executable, "-c", script, str(folder)], env=environment, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "compilations 1" in done.stdout
-    assert "shadow_experts=5 must be at most the 4 experts of a layer" in done.stdout
-    assert "seq_len=30 must be a multiple of 2 * mesh.context = 4" in done.stdout
-    assert not (tmp_path / "refused").exists()
+    return done.stdout

@@ -21,7 +21,7 @@ def _settings(tmp_path, **options):
     """Settings of four steps of a model that the folder is given."""
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     moe_jax.save_pretrained(tiny.model_for_fp8(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
-    of_run = dict(precision="fp8", dtype="bfloat16", steps=4, batch_size=4, warmup_steps=0, checkpoint_every=4)
+    of_run = dict(precision="fp8", dtype="bfloat16", steps=4, batch_size=4, seq_len=16, warmup_steps=0, checkpoint_every=4)
     return tiny.settings(tmp_path, model=str(tmp_path / "model"), **of_run, **options)
 
 
@@ -37,6 +37,7 @@ def test_a_run(tmp_path):
         finetune(replace(settings, fp8_dense=()))
 
 
+@pytest.mark.thorough
 def test_adapters_of_experts(tmp_path):
     """Adapters are trained beside experts in FP8, whose codes stay as they were loaded."""
     settings = _settings(tmp_path, lora=LoraSettings(rank=8), weights="fp8", learning_rate=1e-2)

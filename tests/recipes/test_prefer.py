@@ -22,6 +22,8 @@ from moe_jax.recipes import PreferSettings, prefer
 from moe_jax.recipes.preferring import loop
 from moe_jax.recipes.preferring.dry_run import dry_run
 
+pytestmark = pytest.mark.usefixtures("one_step_for_all")
+
 LORA = LoraSettings(rank=4, alpha=8, targets=("attention",))
 DPO_METRICS = {
     *("step", "loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "log_prob_chosen", "kl"),
@@ -98,12 +100,12 @@ def test_the_reference_of_other_data(tmp_path):
         raise InterruptedError
 
     held_out = write(tmp_path, "held_out.jsonl", 5)
-    options = dict(eval_data=held_out, eval_batches=1, steps=1, warmup_steps=0, learning_rate=1e-30, seq_len=512)
+    options = dict(eval_data=held_out, eval_batches=1, steps=1, warmup_steps=0, learning_rate=1e-30, seq_len=256)
     asked = settings(tmp_path, lora=None, **options)
     with pytest.raises(InterruptedError):
         run(asked, on_step=interrupted)
     for file in (asked.data, held_out):
-        pairs = [dict(prompt=f"{file} {i}?", chosen="another answer", rejected="no") for i in range(4)]
+        pairs = [dict(prompt=f"{Path(file).name} {i}?", chosen="another answer", rejected="no") for i in range(4)]
         Path(file).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     (record,) = run(asked).metrics
     assert abs(record["reward_margin"]) < 1e-5 and abs(record["eval_reward_margin"]) < 1e-5
@@ -172,8 +174,9 @@ def test_refused_before_anything_is_written(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_quantised_weights(tmp_path):
-    """Adapters learn preferences beside experts in 4 bits; a form that the model cannot have is refused first."""
+    """Adapters learn preferences beside experts in 4 bits, and go on beside them alone."""
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     config = replace(tiny.model().config, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=1)
     moe_jax.save_pretrained(
@@ -184,8 +187,14 @@ def test_quantised_weights(tmp_path):
     assert is_quantised(nnx.state(result.model)) and result.metrics[-1]["loss"] < result.metrics[0]["loss"]
     with pytest.raises(ValueError, match="weights: checkpoint 'nf4', now 'whole'"):
         prefer(replace(chosen, weights="whole"))
+
+
+def test_forms_of_weights_are_checked_first(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    moe_jax.save_pretrained(tiny.dense(), tmp_path / "base", tokenizer_from=tmp_path / "tokenizer")
+    chosen = settings(tmp_path, model=str(tmp_path / "base"), weights="as stored")
     with pytest.raises(ValueError, match="this checkpoint has none"):
-        dry_run(replace(chosen, weights="as stored"))
+        dry_run(chosen)
     with pytest.raises(ValueError, match="cannot be trained: train adapters beside them"):
         replace(chosen, lora=None)
 

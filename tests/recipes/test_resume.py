@@ -48,9 +48,15 @@ def comparable(output: Path) -> list[dict]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "lora, kills", [((), (7, 13)), pytest.param(("4",), (7,), marks=pytest.mark.thorough)], ids=["all", "adapters"]
+    "lora, kills",
+    [
+        ((), (7,)),
+        pytest.param((), (7, 13), marks=pytest.mark.thorough),
+        pytest.param(("4",), (7,), marks=pytest.mark.thorough),
+    ],
+    ids=["all", "twice", "adapters"],
 )
-def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path, lora, kills):
+def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path, one_step_for_all, lora, kills):
     """A process is killed. What ends its run, and the run to compare with, may be this process: bits are the same."""
     data = tiny.write_texts(tmp_path / "texts")
     run_tiny.run(data, tmp_path / "whole", *lora)
@@ -74,7 +80,7 @@ def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path, lora, kills)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_process_that_is_alone_saves_when_it_is_told_to_stop(tmp_path, monkeypatch, number):
+def test_a_process_that_is_alone_saves_when_it_is_told_to_stop(tmp_path, monkeypatch, steps_that_learn_nothing, number):
     settings = tiny.settings(tmp_path)
     handler, write = signal.getsignal(number), MetricsWriter.write
 
@@ -85,10 +91,10 @@ def test_a_process_that_is_alone_saves_when_it_is_told_to_stop(tmp_path, monkeyp
 
     monkeypatch.setattr(MetricsWriter, "write", write_and_be_told)
     if number == signal.SIGTERM:
-        assert finetune(settings, model=tiny.model(), tokenizer=tiny.tokenizer()).step == 2
+        assert finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer()).step == 2
     else:
         with pytest.raises(KeyboardInterrupt, match="saved at step 2"):
-            finetune(settings, model=tiny.model(), tokenizer=tiny.tokenizer())
+            finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer())
     assert signal.getsignal(number) is handler
     assert finished_steps(tmp_path / "run" / "checkpoints") == [2]
 
@@ -108,7 +114,7 @@ def test_a_second_ctrl_c_interrupts_at_once(tmp_path):
         signal.signal(signal.SIGINT, before)
 
 
-def test_more_steps_after_the_end(tmp_path, monkeypatch):
+def test_more_steps_after_the_end(tmp_path, monkeypatch, steps_that_add):
     """A run that has ended goes on with more steps, and not with fewer."""
     lengths, schedule = [], warmup_cosine
     monkeypatch.setattr(
@@ -154,17 +160,17 @@ def test_a_run_that_began_without_a_bos_token_goes_on_without(tmp_path, monkeypa
     assert run.steps_done == 1 and "begin_texts" not in run.identity and not (rows == 1).any()
 
 
-def test_folder_of_another_run(tmp_path, monkeypatch):
+def test_folder_of_another_run(tmp_path, monkeypatch, steps_that_learn_nothing):
     """A folder with another run is refused before weights are read."""
     checkpoint = tmp_path / "model"
-    moe_jax.save_pretrained(tiny.model(), checkpoint)
+    moe_jax.save_pretrained(tiny.dense(), checkpoint)
     settings = tiny.settings(tmp_path, model=str(checkpoint))
-    result = finetune(settings, model=tiny.model(), tokenizer=tiny.tokenizer(), stop_after=2)
+    result = finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer(), stop_after=2)
     assert result.step == 2 and len(result.metrics) == 2
     monkeypatch.setattr(sys.modules["moe_jax.recipes.finetuning.loop"], "from_pretrained", None)
     with pytest.raises(ValueError, match="holds another run.*seed: checkpoint 0, now 1"):
         finetune(replace(settings, seed=1), tokenizer=tiny.tokenizer())
-    in_bf16 = tiny.model(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    in_bf16 = tiny.dense(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     with pytest.raises(
         ValueError, match="dtype: checkpoint 'float32', now 'bfloat16'; param_dtype: checkpoint 'float32', now 'bfloat16'"
     ):
@@ -172,14 +178,14 @@ def test_folder_of_another_run(tmp_path, monkeypatch):
     moe_jax.save_pretrained(tiny.biased_model(), checkpoint)
     with pytest.raises(
         ValueError,
-        match="holds another run.*config.model_type: checkpoint 'qwen3_moe', now 'deepseek_v3'.*; and .* more in config",
+        match="holds another run.*config.model_type: checkpoint 'qwen3', now 'deepseek_v3'.*; and .* more in config",
     ):
         finetune(settings, tokenizer=tiny.tokenizer())
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-def test_the_same_settings_with_another_model_are_another_run(tmp_path, caplog, monkeypatch):
+def test_the_same_settings_with_another_model_are_another_run(tmp_path, caplog, steps_that_add):
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     for name, seed in (("base", 0), ("other", 1)):
         moe_jax.save_pretrained(tiny.dense(rngs=nnx.Rngs(seed)), tmp_path / name)
@@ -202,7 +208,7 @@ def test_the_same_settings_with_another_model_are_another_run(tmp_path, caplog, 
         run(4, "other")
 
 
-def test_another_model_that_is_passed_is_another_run(tmp_path):
+def test_another_model_that_is_passed_is_another_run(tmp_path, steps_that_add):
     def run(steps, seed):
         settings = tiny.settings(tmp_path, steps=steps, warmup_steps=0)
         finetune(settings, model=tiny.dense(rngs=nnx.Rngs(seed)), tokenizer=tiny.tokenizer())

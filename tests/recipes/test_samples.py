@@ -16,13 +16,13 @@ from moe_jax.train.metrics import read_records
 
 
 def train(asked, stop_after=None):
-    return finetune(asked, model=tiny.model(), tokenizer=tiny.tokenizer(), stop_after=stop_after)
+    return finetune(asked, model=tiny.dense(), tokenizer=tiny.tokenizer(), stop_after=stop_after)
 
 
 @pytest.mark.parametrize(
     "lora", [None, pytest.param(LoraSettings(rank=2), marks=pytest.mark.thorough)], ids=["all", "adapters"]
 )
-def test_samples_leave_the_bits(tmp_path, capsys, lora):
+def test_samples_leave_the_bits(tmp_path, capsys, one_step_for_all, lora):
     runs = {}
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the same\n\ntext 1\n")

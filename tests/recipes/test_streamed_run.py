@@ -33,7 +33,7 @@ def run(folder, stop_after=None, **changes):
     return finetune(asked, model=tiny.dense(), tokenizer=tiny.tokenizer(), stop_after=stop_after)
 
 
-def test_a_run_continues_bit_for_bit(tmp_path, capsys):
+def test_a_run_continues_bit_for_bit(tmp_path, capsys, steps_that_add):
     whole = run(tmp_path / "whole")
     assert "the first 40 conversations of a stream: " in capsys.readouterr().out
     run(tmp_path / "parts", stop_after=3)

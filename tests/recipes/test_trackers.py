@@ -30,7 +30,7 @@ def train(asked, stop_after=None):
     return finetune(asked, model=tiny.dense(), tokenizer=tiny.tokenizer(), stop_after=stop_after)
 
 
-def test_trackers_get_every_step_once_named(tmp_path, calls):
+def test_trackers_get_every_step_once_named(tmp_path, calls, steps_that_learn_nothing):
     train(tiny.settings(tmp_path, steps=4), 1)
     assert not calls
     asked = tiny.settings(tmp_path, steps=4, log_to=("wandb", "trackio", "tensorboard"))

@@ -27,7 +27,14 @@ def test_an_unknown_name_is_an_attribute_error():
         importlib.import_module("moe_jax.train").fit  # noqa: B018
 
 
-@pytest.mark.parametrize(("package", "name"), [("train", "loss"), ("kernels", "attention"), ("generation", "generate")])
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [
+        ("kernels", "attention"),
+        pytest.param("train", "loss", marks=pytest.mark.thorough),
+        pytest.param("generation", "generate", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_function_is_not_hidden_by_the_submodule_of_its_name(package, name):
     code = f"""
 import importlib, inspect

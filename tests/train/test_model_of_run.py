@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import shared_steps
 import tiny
 from flax import nnx
 
@@ -37,7 +38,8 @@ def test_of_bf16_parameters_it_has_the_f32_masters(tmp_path):
     assert_same(model_of_run(tmp_path), model, jnp.bfloat16)
 
 
-def test_it_is_the_model_of_the_step_with_its_biases(tmp_path):
+def test_it_is_the_model_of_the_step_with_its_biases(tmp_path, monkeypatch):
+    shared_steps.share(monkeypatch)
     data, run = tiny.write_texts(tmp_path / "texts"), tmp_path / "run"
     options = dict(model="none", data=str(data), output=str(run), seq_len=16, batch_size=2, steps=9, dtype="float32")
     settings = FinetuneSettings(**options, checkpoint_every=2, learning_rate=1e-2)

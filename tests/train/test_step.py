@@ -11,6 +11,7 @@ import seeds
 import tiny
 from flax import nnx
 
+import moe_jax
 from moe_jax.layers.router import load_balancing_loss, router_z_loss
 from moe_jax.train import LossWeights, NextToken, init_state, loss, make_optimizer, make_train_step, put_batch, warmup_cosine
 
@@ -42,7 +43,7 @@ def _loss_and_gradients(params, batch, graph, aux, z):
 def test_equals_cross_entropy_over_the_labelled_tokens():
     batch = make_batch(seeds.rng())
     (actual, _), _ = loss_and_gradients(batch)
-    logits = tiny.model()(batch["tokens"], batch["positions"], batch["segment_ids"]).logits
+    logits = jax.jit(lambda batch: tiny.model()(batch["tokens"], batch["positions"], batch["segment_ids"]).logits)(batch)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
     np.testing.assert_allclose(actual, losses[batch["loss_mask"] == 1].mean(), rtol=1e-5)
 
@@ -123,7 +124,7 @@ def _states(arguments, expert_ids, shift):
     return model.hidden_states(*arguments, expert_ids=expert_ids)
 
 
-@pytest.mark.parametrize("prepare", [dict, weighted])
+@pytest.mark.parametrize("prepare", [pytest.param(dict, marks=pytest.mark.thorough), weighted])
 def test_micro_batches_sum_to_the_big_batch(prepare):
     batch = prepare(make_batch(seeds.rng()))
     optimizer = optax.sgd(1.0)
@@ -160,8 +161,13 @@ def test_gradients_of_experts_are_added_up_unrounded():
         state, _ = step(init_state(model, keeps_gradients), batch)
         return nnx.to_flat_state(state.opt_state)
 
-    narrow = tiny.deepseek(mtp=1, layers=2, param_dtype=jnp.bfloat16)
-    wide = tiny.deepseek(mtp=1, layers=2)
+    config = tiny.deepseek_config(
+        num_hidden_layers=1, first_k_dense_replace=0, n_routed_experts=4, n_group=1, topk_group=1, num_nextn_predict_layers=1
+    )
+    narrow, wide = (
+        moe_jax.from_config(config, rngs=nnx.Rngs(0), dtype=jnp.float32, param_dtype=dtype)
+        for dtype in (jnp.bfloat16, jnp.float32)
+    )
     nnx.update(wide, jax.tree.map(lambda p: p.astype(jnp.float32), nnx.state(narrow, nnx.Param)))
     experts = 0
     for (path, exact), (_, actual) in zip(gradients(wide, 1), gradients(narrow, 2), strict=True):
