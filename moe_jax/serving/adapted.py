@@ -1,8 +1,11 @@
 """Adapters in an engine: factors as steps read them, and the reasons why a model's steps run its modules."""
 
+import os
+
 from flax import nnx
 from jaxtyping import Array, Float
 
+from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE
 from moe_jax.layers.lora import Adapter, Frozen, beside_head, has_adapters, wider_head
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.models.decoder import Decoder
@@ -36,7 +39,10 @@ def behind_norm(frame: nnx.Dict, hidden: Float[Array, "tokens hidden"]) -> Float
 
 
 def unfused_reason(model: Decoder) -> str | None:
-    """Returns the reason why the kernels of `fused` do not compute with these weights; None if the weights are no reason."""
+    """Returns the reason why steps of this model run its modules, whatever the device; None if there is none."""
+    named = os.environ.get(ENVIRONMENT_VARIABLE, "mosaic")
+    if named != "mosaic":
+        return f"{ENVIRONMENT_VARIABLE} names {named!r}, and the fused kernels are of 'mosaic'"
     if has_adapters(model):
         return "an adapter lies beside the weights"
     if model.precision is None and is_quantised(nnx.state(model)):

@@ -16,6 +16,7 @@ from moe_jax.layers.quantised import BlockScaled
 from moe_jax.layers.tickets import EXPERT_MATRICES
 from moe_jax.serving import fused
 from moe_jax.serving import step as step_module
+from moe_jax.serving.adapted import unfused_reason
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.fused import refusal
 from moe_jax.serving.limits import EngineLimits
@@ -149,3 +150,13 @@ def test_taken():
     assert "inter is 64" in (refusal(narrow, jnp.bfloat16, 256, in_fp8=True) or "")
     assert refusal(CONFIG, jnp.bfloat16, 8192) is None
     assert "at most 256 tokens" in (refusal(CONFIG, jnp.bfloat16, 257, in_fp8=True) or "")
+
+
+@pytest.mark.parametrize("named, is_taken", [(None, True), ("mosaic", True), ("xla", False), ("triton", False)])
+def test_a_named_backend(monkeypatch, named, is_taken):
+    """Steps run the modules where the user chose another backend."""
+    monkeypatch.delenv("MOE_JAX_BACKEND", raising=False)
+    if named is not None:
+        monkeypatch.setenv("MOE_JAX_BACKEND", named)
+    model = nnx.eval_shape(lambda: moe_jax.from_config(CONFIG, rngs=nnx.Rngs(0)))
+    assert (unfused_reason(model) is None) == is_taken
