@@ -1,6 +1,6 @@
-"""A consumer's part of attention's forward pass: 64 queries of a tile, over the tile's blocks of keys (`mosaic.forward`).
+"""A consumer's part of attention's forward pass: 64 queries of a tile over the tile's blocks of keys (`mosaic.forward`).
 
-Its q, k and v come from any producer that fills the pipelines in this order: q once a tile, k and v once a step.
+Any producer may feed it that fills the pipelines in this order. It loads q once a tile, and k and v once a step.
 """
 
 from collections.abc import Callable

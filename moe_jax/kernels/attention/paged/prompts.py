@@ -1,14 +1,14 @@
-"""Attention of prompts' chunks to pages of keys and values on Hopper: the training pass's consumers (`mosaic.forward`).
+"""Attention of prompts' chunks to pages of keys and values on Hopper, by the consumers of the training pass.
 
-Kernel `paged_attention_prompts`. A tile is a block of queries and a key head: 128 rows, which are 128 / G queries times the G
-heads of a key head. Its loop takes blocks of N keys, from the last in sight down to the first; N = 128 keys are two pages.
+Kernel `paged_attention_prompts`. A tile is a block of queries and a key head. It has 128 rows: 128 / G queries, each with the
+G heads of a key head. Its loop takes blocks of N keys, from the last in sight down to the first. N = 128 keys are two pages.
 
 roles      producer WG2 (24 registers)      TMA a query's G rows -> q; a page of k -> k[slot]; a page of v -> v[slot]
-           consumers WG0, WG1 (240)         64 rows each, as in `mosaic.forward`; TMA a query's rows of out -> memory
+           consumers WG0, WG1 (240)         64 rows each (`mosaic.consumer`); TMA a query's rows of out -> memory
 smem       as in `mosaic.forward`
-barriers   as in `mosaic.forward`, but q.full has a copy for each query, k.full[s] and v.full[s] one for each page
-invariant  a page behind the last of a block is read as the last one again; its keys stand behind all queries, and are masked
-cost       a page crosses memory once for each block of 128 / G queries, from L2 where other blocks read it too
+barriers   as in `mosaic.forward`. q.full has a copy for each query, k.full[s] and v.full[s] one for each page.
+invariant  The place of a page behind a block's last one holds the last page again. Its keys stand behind all queries, masked.
+cost       A page crosses memory once for each block of 128 / G queries, from L2 where other blocks read it too.
 """
 
 from dataclasses import dataclass
