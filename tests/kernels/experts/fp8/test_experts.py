@@ -45,11 +45,12 @@ def _assert_near(results, layer, dy, bound):
     exact = expert_layers.with_gradients(oracle.experts_mlp, (x.astype(jnp.float32), *others, chosen), dy.astype(jnp.float32))
     for name, found, wanted in zip(expert_layers.ARRAYS, results, exact, strict=True):
         found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-        norm = np.linalg.norm(wanted)
         own, alike = bound, 0.997
         if name == "weights":
-            # A few tokens with large gradients make up most of it: of 80 seeds of 128 tokens the worst had 0.107, of 512 0.076.
-            own, alike = (0.18, 0.985) if len(x) < 512 else (0.1, 0.995)
+            # A few tokens with large gradients would make up most of the error.
+            found, wanted = (a / np.linalg.norm(np.asarray(dy, np.float64), axis=1, keepdims=True) for a in (found, wanted))
+            own, alike = 0.1, 0.995
+        norm = np.linalg.norm(wanted)
         assert np.linalg.norm(found - wanted) <= own * norm, name
         assert np.vdot(found, wanted) >= alike * norm * np.linalg.norm(found), name
         if name in ("y", "x"):
