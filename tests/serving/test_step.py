@@ -27,7 +27,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", ["moe-sliding-mixed", pytest.param("dense", marks=pytest.mark.thorough), "deepseek"])
+FURTHER = [pytest.param(name, marks=pytest.mark.thorough) for name in ("dense", "deepseek")]
+
+
+@pytest.mark.parametrize("name", ["moe-sliding-mixed", *FURTHER])
 def test_chunks_and_decodes_equal_the_model(name):
     rng = seeds.rng()
     model_type, overrides = MODELS[name]

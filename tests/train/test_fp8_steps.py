@@ -104,6 +104,7 @@ def test_a_run_follows_bf16():
     np.testing.assert_allclose(losses["fp8"], losses["bf16"], atol=0.3)
 
 
+@pytest.mark.thorough
 def test_modules_that_predict_further_tokens():
     config = tiny.deepseek_config(
         num_hidden_layers=1, first_k_dense_replace=0, n_routed_experts=4, n_group=1, topk_group=1, num_nextn_predict_layers=1

@@ -48,7 +48,7 @@ SIZES = [
     (75, 2, 1, 72, 100, "float32"),
     (1, 6, 3, 64, 5, "float32"),
 ]
-COMPARED = [*((routing, *SIZES[0]) for routing in ("one_takes_all", "nobody")), *(("some_nobody", *sizes) for sizes in SIZES)]
+COMPARED = [(routing, *SIZES[0]) for routing in ("one_takes_all", "nobody")] + [("some_nobody", *SIZES[i]) for i in (1, 3)]
 OTHERS = [case for sizes in SIZES for routing in ROUTINGS if (case := (routing, *sizes)) not in COMPARED]
 
 
