@@ -1,7 +1,6 @@
 """`moe-jax serve` and `moe-jax chat` on a small model."""
 
 import io
-import logging
 import os
 import re
 import signal
@@ -27,11 +26,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def program_log(caplog):
-    """The lines of a command's log; the command sets the level of its own logger. A late SIGTERM does not end the tests."""
+    """The lines of a command's log. A late SIGTERM does not end the tests."""
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     yield lambda: caplog.text
     signal.signal(signal.SIGTERM, before)
-    logging.getLogger("moe_jax").setLevel(logging.NOTSET)
 
 
 @pytest.mark.long

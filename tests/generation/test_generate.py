@@ -182,7 +182,7 @@ def test_exceeding_max_position_embeddings_warns_once(model, caplog):
     model.config = replace(model.config, max_position_embeddings=5)
     for _ in range(2):
         moe_jax.generate(model, [1, 2, 3], max_new_tokens=4)
-    (record,) = caplog.records
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert (
         "a prompt of 3 tokens and max_new_tokens=4 make 7, more than the model's max_position_embeddings of 5" in record.message
     )
