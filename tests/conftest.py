@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import logging
 import os
 import sys
 from pathlib import Path
@@ -100,6 +101,13 @@ def memory_maps() -> int:
 
 # Otherwise the bindings of Triton and JAX report every frozen object as a leak. pytest's own searches at its end come before.
 atexit.register(gc.unfreeze)
+
+
+@pytest.fixture(autouse=True)
+def own_log_level():
+    """A command that sets the level of the library's log does not set it for later tests."""
+    yield
+    logging.getLogger("moe_jax").setLevel(logging.NOTSET)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ Kernel `top_k`:
     key       an int32 in the order of `lax.top_k`: by bits, so that 0.0 is above -0.0, NaN above infinity, -NaN below all
 """
 
-import os
 from functools import partial
 
 import jax
@@ -20,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE, splitting_refusal
+from moe_jax.kernels.experts.choose_backend import is_mosaic_allowed, splitting_refusal
 from moe_jax.kernels.hopper.launch import launch
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 from moe_jax.kernels.hopper.target import compute_capability
@@ -53,7 +52,7 @@ def top_k_indices(x: Float[Array, "rows columns"], k: int) -> Int[Array, "rows k
 def _has_kernel(x: Array) -> bool:
     rows, columns = x.shape
     fits = rows >= FEWEST_ROWS and rows % WGMMA_ROWS == 0 and columns <= MOST_COLUMNS and columns % COLUMN_BLOCK == 0
-    is_native = compute_capability() == "9.0" and os.environ.get(ENVIRONMENT_VARIABLE, "mosaic") == "mosaic"
+    is_native = compute_capability() == "9.0" and is_mosaic_allowed()
     return fits and x.dtype == jnp.float32 and is_native and splitting_refusal() is None
 
 

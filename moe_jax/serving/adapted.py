@@ -1,11 +1,9 @@
 """Adapters in an engine: factors as steps read them, and the reasons why a model's steps run its modules."""
 
-import os
-
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE
+from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE, is_mosaic_allowed
 from moe_jax.layers.lora import Adapter, Frozen, beside_head, has_adapters, wider_head
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.models.decoder import Decoder
@@ -40,9 +38,8 @@ def behind_norm(frame: nnx.Dict, hidden: Float[Array, "tokens hidden"]) -> Float
 
 def unfused_reason(model: Decoder) -> str | None:
     """Returns the reason why steps of this model run its modules, whatever the device; None if there is none."""
-    named = os.environ.get(ENVIRONMENT_VARIABLE, "mosaic")
-    if named != "mosaic":
-        return f"{ENVIRONMENT_VARIABLE} names {named!r}, and the fused kernels are of 'mosaic'"
+    if not is_mosaic_allowed():
+        return f"{ENVIRONMENT_VARIABLE} names another backend than 'mosaic', of which the fused kernels are"
     if has_adapters(model):
         return "an adapter lies beside the weights"
     if model.precision is None and is_quantised(nnx.state(model)):

@@ -118,7 +118,7 @@ def test_it_prints_each_stage_and_the_text(adapted):
 
 
 def test_an_adapter(adapted):
-    """What has no adapter stays as it was, and transformers reads the merged model."""
+    """Matrices without an adapter stay as they were, and transformers reads the merged model."""
     output, _, _ = adapted
     merged, initial = (nnx.state(from_pretrained(output / name), nnx.Param) for name in ("model", "initial"))
     changed = {

@@ -49,6 +49,11 @@ def resolve_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int,
     raise AssertionError("the last backend takes everything")
 
 
+def is_mosaic_allowed() -> bool:
+    """Returns False if the environment variable MOE_JAX_BACKEND names another backend than "mosaic"."""
+    return os.environ.get(ENVIRONMENT_VARIABLE, "mosaic") == "mosaic"
+
+
 def is_named(name: str | None) -> bool:
     """Returns True if the user chose the backend that `resolve_backend` returns for this name."""
     return name is not None or ENVIRONMENT_VARIABLE in os.environ

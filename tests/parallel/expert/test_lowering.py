@@ -76,7 +76,7 @@ def test_shadows():
 def test_tokens_in_fp8(transport):
     """Tokens travel as bytes, and are gathered by one kernel in place of another, in the first and in further rounds."""
     text = lowered(forward(ExpertParallel(transport=transport, tokens_in_fp8=True), Precision()), True, **QWEN3_30B)
-    # As many as for tokens in bf16.
+    # Tokens in bf16 have as many kernels.
     assert num_kernels(text) == 2 * 4
     collective = "all_gather" if transport == "gather" else "all_to_all"
     travelling = rf'stablehlo.{collective}".*-> tensor<(?:\d+x)+(2048xbf16|2112xui8)>'
