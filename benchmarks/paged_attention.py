@@ -20,7 +20,6 @@ import numpy as np
 from timing import median_ms
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention, prompts
-from moe_jax.kernels.attention.paged.blocks import RowPages, query_blocks
 
 DECODING = [(rows, keys) for keys in (128, 1024, 4096, 8192) for rows in (1, 16, 64, 256) if rows * keys <= 2**20]
 CHUNKS = [(chunk, before) for before in (0, 8192) for chunk in (512, 2048, 8192)]
@@ -148,10 +147,8 @@ class Case:
 
     def attend_prompts(self, q: jax.Array, pages: tuple, queries: PagedQueries) -> jax.Array:
         """Returns the result of the training pass's pipeline."""
-        group = q.shape[1] // pages[0].shape[1]
-        blocks = query_blocks(queries, len(q), prompts.block_tokens(group), one_a_row=False)
-        grouped, row_pages = q.reshape(len(q), -1, group, q.shape[2]), RowPages(queries.page_table, None)
-        return prompts.attend_prompts(grouped, *pages, blocks, row_pages, scale=self.options["scale"]).reshape(q.shape)
+        grouped = q.reshape(len(q), pages[0].shape[1], -1, q.shape[2])
+        return prompts.attend_prompts(grouped, *pages, queries, scale=self.options["scale"], window=None).reshape(q.shape)
 
     def ms(self, attend: Callable | None = None) -> float:
         """Returns the milliseconds of a call of `attend`, the op by default."""

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention, prompts
-from moe_jax.kernels.attention.paged.blocks import QueryBlocks, RowPages, Splits, query_blocks
+from moe_jax.kernels.attention.paged.blocks import QueryBlocks, Splits
 from moe_jax.kernels.attention.paged.merge import merge_splits
 from moe_jax.kernels.decode.add_norm import ExpertRows, add_experts, add_splits
 from moe_jax.kernels.decode.chunk_heads import chunk_heads_to_pages
@@ -68,10 +68,8 @@ def chunks_in_pipelines(rng):
     queries = PagedQueries(
         jnp.asarray([0, 9, 10]), jnp.asarray([270, 1], jnp.int32), jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
     )
-    blocks = query_blocks(queries, 10, prompts.block_tokens(8), one_a_row=False)
     arrays = normal(rng, 10, 1, 8, 64), *(normal(rng, 10, 1, PAGE_SIZE, 64) for _ in range(2))
-    row_pages = RowPages(queries.page_table, None)
-    return lambda *arrays: prompts.attend_prompts(*arrays, blocks, row_pages, scale=0.1), arrays
+    return lambda *arrays: prompts.attend_prompts(*arrays, queries, scale=0.1, window=None), arrays
 
 
 def routes(rng):

@@ -261,14 +261,10 @@ for rows, tokens, heads, kv_heads, width, window in (first + others)[: int(sys.a
 
 PROMPTS = """
 from moe_jax.kernels.attention.paged import PagedQueries, prompts
-from moe_jax.kernels.attention.paged.blocks import RowPages, query_blocks, window_operand
 
 for width, window in ((128, 4096), (128, None), (64, None))[: int(sys.argv[1])]:
     def step(q, keys, values, *queries):
-        queries = PagedQueries(*queries)
-        blocks = query_blocks(queries, len(q), prompts.block_tokens(8), one_a_row=False)
-        row_pages = RowPages(queries.page_table, window_operand(window))
-        return prompts.attend_prompts(q, keys, values, blocks, row_pages, scale=0.1)
+        return prompts.attend_prompts(q, keys, values, PagedQueries(*queries), scale=0.1, window=window)
 
     pages = ((512, 4, 64, width), bf16)
     compile(step, ((2048, 4, 8, width), bf16), pages, pages, ((9,), i32), ((8,), i32), ((8, 128), i32))

@@ -4,8 +4,9 @@ The interpreter's race detector is off: a user on a CPU wants results. JAX's `pl
 the kernels that are traced inside it, as `tests/races.py` does. The mode is part of the key of jit's caches: a kernel that was
 traced without the detector is traced again.
 
-Two more differences stand where they belong. `experts.mosaic` gathers the rows that `row_copies` would gather. Attention adds
-to an accumulator behind the matmul, since the interpreter cannot set one before it.
+More differences stand where they belong. `experts.mosaic` gathers the rows that `row_copies` would gather. Attention adds to
+an accumulator behind the matmul, since the interpreter cannot set one before it. It adds up a step's products before it adds
+them to an accumulator. So kernels whose bits must be alike have steps and tiles alike there (`by_pairs`, `strict.matmul`).
 """
 
 from typing import Any

@@ -8,7 +8,6 @@ import seeds
 
 from moe_jax.kernels.attention.api import attention
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, mosaic, paged_attention, prompts
-from moe_jax.kernels.attention.paged.blocks import RowPages, query_blocks, window_operand
 
 SCALE = 0.2
 
@@ -168,9 +167,7 @@ def test_the_kernel_equals_xla(rng, monkeypatch, counts, num_keys, heads, kv_hea
 def test_the_kernel_of_prompts(rng, counts, num_keys, heads, key_dim, value_dim, window):
     """Equals XLA in the interpreter. Padding gives zeros."""
     q, keys, values, queries = make(rng, counts, num_keys, heads, 1, key_dim, value_dim, padding=3, dtype=jnp.bfloat16)
-    blocks = query_blocks(queries, len(q), prompts.block_tokens(heads), one_a_row=False)
-    row_pages = RowPages(queries.page_table, window_operand(window))
-    out = prompts.attend_prompts(q[:, None], keys, values, blocks, row_pages, scale=SCALE)[:, 0]
+    out = prompts.attend_prompts(q[:, None], keys, values, queries, scale=SCALE, window=window)[:, 0]
     wanted = paged_attention(*(a.astype(jnp.float32) for a in (q, keys, values)), queries, scale=SCALE, window=window)
     assert out.dtype == q.dtype and not out[-3:].any()
     error = np.linalg.norm(np.asarray(out, np.float32)[:-3] - wanted[:-3], axis=-1)

@@ -14,10 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask
+from moe_jax.kernels.attention.mosaic.producer import load_tiles
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     RESIDENT_BLOCK,
     ROWS,
     StagedBlocks,
+    TileScheduler,
     broadcast_columns,
     interpreter_staging,
     most_stages,
@@ -27,7 +29,7 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     read_accumulator,
     start_accumulator,
 )
-from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline
+from moe_jax.kernels.hopper.pipeline import ATTENTION_REGISTERS, CONSUMERS, WGMMA_ROWS, Pipeline, run_roles
 
 BLOCK_M = RESIDENT_BLOCK
 """Queries of a block."""
@@ -237,13 +239,26 @@ class RowScale(NamedTuple):
     """The factor of the previous out."""
 
 
-def in_turns(scratch: Scratch, warpgroup: Any, consume_tiles: Callable[[], Any]) -> None:
-    """Runs a consumer's loop over its tiles, in which the two consumers issue their wgmmas by turns."""
-    barrier = scratch.warp_scheduler_barrier
-    # The order goes on across tiles: warpgroup 0 is first, and would be first after the last tile.
-    pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(barrier.at[0]))
-    consume_tiles()
-    pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(barrier.at[0]))
+def run_block(scheduler: TileScheduler, scratch: Scratch, load_tile: Callable, consume_tile: Callable) -> None:
+    """Runs a thread block's two roles, each a loop over the block's tiles.
+
+    Args:
+        load_tile: as of `load_tiles`. The producer calls it.
+        consume_tile: consume_tile(warpgroup, number, tile, first_step) returns the first step of the next tile.
+    """
+
+    def produce() -> None:
+        load_tiles(scheduler, load_tile, once_a_tile=scratch.q_pipe, once_a_step=(scratch.k_pipe, scratch.v_pipe))
+
+    def consume(warpgroup) -> None:
+        barrier = scratch.warp_scheduler_barrier
+        # The order goes on across tiles: warpgroup 0 is first, and would be first after the last tile.
+        pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(barrier.at[0]))
+        scheduler.for_each_tile(partial(consume_tile, warpgroup), jnp.int32(0))
+        pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(barrier.at[0]))
+        plgpu.wait_smem_to_gmem(0)
+
+    run_roles(produce, consume, ATTENTION_REGISTERS)
 
 
 def rescale_o(o, rescale):

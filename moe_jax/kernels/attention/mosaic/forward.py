@@ -33,9 +33,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.attention.mosaic.consumer import BLOCK_M, LOWEST, Consumer, RowScale, Scratch, in_turns, n_blocks
+from moe_jax.kernels.attention.mosaic.consumer import BLOCK_M, LOWEST, Consumer, RowScale, Scratch, n_blocks, run_block
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask, TokenInterval, n_block_steps
-from moe_jax.kernels.attention.mosaic.producer import load_n_blocks, load_tiles
+from moe_jax.kernels.attention.mosaic.producer import load_n_blocks
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     LOG2_E,
     TileScheduler,
@@ -46,7 +46,7 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     load_tile,
 )
 from moe_jax.kernels.attention.online_softmax import PartialAttention
-from moe_jax.kernels.hopper.pipeline import ATTENTION_REGISTERS, WGMMA_ROWS, run_roles
+from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 
 @partial(jax.jit, static_argnames=("scale", "out_dtype"))
@@ -78,8 +78,8 @@ def forward(
     scratch = Scratch.of(q.dtype, head_dim, value_dim)
 
     def kernel(inputs: _Inputs, outputs: _Outputs, scratch: Scratch) -> None:
-        block = _Block(inputs, outputs, scratch, scheduler, scale * LOG2_E)
-        run_roles(block.produce, block.consume, ATTENTION_REGISTERS)
+        block = _Block(inputs, outputs, scratch, scale * LOG2_E)
+        run_block(scheduler, scratch, block.load_tile, block.consume_tile)
 
     return PartialAttention(*launch("flash_attention_forward", kernel, inputs, outputs, scratch))
 
@@ -102,27 +102,15 @@ class _Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class _Block:
-    """A thread block's two roles, each a loop over the block's tiles."""
+    """A thread block's work on each of its tiles."""
 
     inputs: _Inputs
     outputs: _Outputs
     scratch: Scratch
-    scheduler: TileScheduler
     scale_log2: float
     """The factor of scores in base 2."""
 
-    def produce(self) -> None:
-        """Loads q once a tile and k and v once a step."""
-        scratch = self.scratch
-        load_tiles(self.scheduler, self._load_tile, once_a_tile=scratch.q_pipe, once_a_step=(scratch.k_pipe, scratch.v_pipe))
-
-    def consume(self, warpgroup) -> None:
-        """Computes this warpgroup's 64 queries of each tile."""
-        consume_tile = partial(self._consume_tile, warpgroup)
-        in_turns(self.scratch, warpgroup, lambda: self.scheduler.for_each_tile(consume_tile, jnp.int32(0)))
-        plgpu.wait_smem_to_gmem(0)
-
-    def _load_tile(self, number, tile: WorkTile, first_step):
+    def load_tile(self, number, tile: WorkTile, first_step):
         """Returns the number of steps so far."""
         inputs, scratch = self.inputs, self.scratch
         steps = BlockSteps.load(inputs.n_block_steps, tile)
@@ -132,7 +120,7 @@ class _Block:
         load_n_blocks(inputs, scratch, tile, steps, first_step)
         return first_step + steps.total
 
-    def _consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
+    def consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
         """Returns the number of steps so far."""
         inputs = self.inputs
         steps = BlockSteps.load(inputs.n_block_steps, tile)

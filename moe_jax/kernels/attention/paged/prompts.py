@@ -20,11 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.attention.mosaic.consumer import BLOCK_M, Consumer, Scratch, Sums, in_turns, n_blocks
+from moe_jax.kernels.attention.mosaic.consumer import BLOCK_M, Consumer, Scratch, Sums, n_blocks, run_block
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask
-from moe_jax.kernels.attention.mosaic.producer import load_tiles
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     LOG2_E,
     ROWS,
@@ -33,23 +32,11 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     broadcast_columns,
     launch,
 )
-from moe_jax.kernels.attention.paged.blocks import QueryBlocks, RowPages
+from moe_jax.kernels.attention.paged.blocks import RowPages, query_blocks, window_operand
 from moe_jax.kernels.attention.paged.items import BlockPages, block_pages
 from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
-from moe_jax.kernels.hopper.pipeline import ATTENTION_REGISTERS, WGMMA_ROWS, run_roles
-
-FEWEST_ROWS = 8
-"""Rows of shared memory that a copy moves at least: the heads of a key head must be a multiple of it."""
-
-
-def takes(group: int) -> bool:
-    """Returns True if the kernel takes so many heads a key head."""
-    return group % FEWEST_ROWS == 0 and WGMMA_ROWS % group == 0
-
-
-def block_tokens(group: int) -> int:
-    """Returns the queries of a block."""
-    return BLOCK_M // group
+from moe_jax.kernels.attention.paged.queries import PagedQueries
+from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 
 @partial(jax.jit, static_argnames="scale")
@@ -57,22 +44,27 @@ def attend_prompts(
     q: Float[Array, "tokens kv_heads group key_dim"],
     keys: Float[Array, "pages kv_heads 64 key_dim"],
     values: Float[Array, "pages kv_heads 64 value_dim"],
-    blocks: QueryBlocks,
-    row_pages: RowPages,
+    queries: PagedQueries,
     *,
     scale: float,
+    window: Int[Array, ""] | int | None,
 ) -> Float[Array, "tokens kv_heads group value_dim"]:
-    """Returns the attention of blocks of `block_tokens(group)` queries; zeros for padding."""
+    """Returns attention as `paged.paged_attention` defines it; padding gives zeros.
+
+    `group` is a multiple of 8 that divides 64: a copy into shared memory moves 8 rows at least.
+    """
     (tokens, kv_heads, group, key_dim), value_dim = q.shape, values.shape[3]
+    block_tokens, row_pages = BLOCK_M // group, RowPages(queries.page_table, window_operand(window))
+    blocks = query_blocks(queries, tokens, block_tokens, one_a_row=False)
     scheduler = TileScheduler(1, kv_heads, kv_heads, len(blocks.position), "last", bytes_per_kv_head=None)
     pages_of_block = n_blocks(key_dim, value_dim).block // PAGE_SIZE
-    scratch = Scratch.of(q.dtype, key_dim, value_dim, q_copies=block_tokens(group), copies=pages_of_block)
+    scratch = Scratch.of(q.dtype, key_dim, value_dim, q_copies=block_tokens, copies=pages_of_block)
     inputs = _Inputs(block_pages(blocks, row_pages), blocks.tokens, q, keys, values)
     outputs = _Outputs(jax.ShapeDtypeStruct((tokens, kv_heads, group, value_dim), q.dtype))
 
     def kernel(inputs: _Inputs, outputs: _Outputs, scratch: Scratch) -> None:
-        block = _Block(inputs, outputs.out, scratch, scheduler, scale * LOG2_E)
-        run_roles(block.produce, block.consume, ATTENTION_REGISTERS)
+        block = _Block(inputs, outputs.out, scratch, scale * LOG2_E)
+        run_block(scheduler, scratch, block.load_tile, block.consume_tile)
 
     return launch("paged_attention_prompts", kernel, inputs, outputs, scratch).out
 
@@ -92,27 +84,15 @@ class _Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class _Block:
-    """A thread block's two roles, each a loop over the block's tiles."""
+    """A thread block's work on each of its tiles."""
 
     inputs: _Inputs
     out: Any
     scratch: Scratch
-    scheduler: TileScheduler
     scale_log2: float
     """The factor of scores in base 2."""
 
-    def produce(self) -> None:
-        """Loads q once a tile and k and v once a step."""
-        scratch = self.scratch
-        load_tiles(self.scheduler, self._load_tile, once_a_tile=scratch.q_pipe, once_a_step=(scratch.k_pipe, scratch.v_pipe))
-
-    def consume(self, warpgroup) -> None:
-        """Computes this warpgroup's 64 rows of each tile."""
-        consume_tile = partial(self._consume_tile, warpgroup)
-        in_turns(self.scratch, warpgroup, lambda: self.scheduler.for_each_tile(consume_tile, jnp.int32(0)))
-        plgpu.wait_smem_to_gmem(0)
-
-    def _load_tile(self, number, tile: WorkTile, first_step):
+    def load_tile(self, number, tile: WorkTile, first_step):
         """Returns the number of steps so far."""
         (of_blocks, tokens, q, k, v), scratch = self.inputs, self.scratch
         steps = self._steps(tile)
@@ -137,7 +117,7 @@ class _Block:
 
         return first_step + steps.total
 
-    def _consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
+    def consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
         """Returns the number of steps so far."""
         steps = self._steps(tile)
         sums = Consumer(self.scratch, self.scale_log2, warpgroup, steps, first_step).run(self._mask(tile, warpgroup))
