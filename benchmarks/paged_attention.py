@@ -2,7 +2,7 @@
 
     python benchmarks/paged_attention.py             # 32 heads, 4 key heads of 128, as Qwen3-30B-A3B has them
     python benchmarks/paged_attention.py --windows   # the same, with sliding windows
-    python benchmarks/paged_attention.py --prompts   # chunks of prompts: the engine's kernel, and the training pass's pipeline
+    python benchmarks/paged_attention.py --prompts   # chunks of several prompts
     python benchmarks/paged_attention.py --latents   # 16, 64 and 128 heads that read DeepSeek's latents, and drafts: the kernel
     python benchmarks/paged_attention.py --small     # sizes for a CPU's interpreter, as a smoke test
 
@@ -11,7 +11,6 @@ that of CALLS calls in one program, divided by CALLS. Bytes count whole pages, f
 """
 
 import argparse
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from timing import median_ms
 
-from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention, prompts
+from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention
 
 DECODING = [(rows, keys) for keys in (128, 1024, 4096, 8192) for rows in (1, 16, 64, 256) if rows * keys <= 2**20]
-CHUNKS = [(chunk, before) for before in (0, 8192) for chunk in (512, 2048, 8192)]
-PROMPTS = [(2, 4096, 0), (8, 1024, 0), (1, 8192, 8192), (1, 2048, 8192), (1, 512, 8192), (8, 1024, 7168)]
-"""Chunks, their tokens, and the keys before each."""
+PROMPTS = [(0, 2, 4096, 0), (0, 8, 1024, 0), (0, 8, 1024, 7168)]
+PROMPTS += [(0, 1, chunk, before) for before in (0, 8192) for chunk in (512, 2048, 8192)] + [(192, 1, 512, 1024)]
+"""Rows that decode beside chunks, chunks, their tokens, and the keys before each."""
 
 WINDOWS = [(rows, 8192, window) for window in (128, 1024, 4096) for rows in (1, 16, 64, 128)]
 
@@ -34,6 +33,9 @@ CALLS = 8
 
 MOST_CHECKED_KEYS = 2**16
 """Keys of all rows up to which a case is compared with the op in f32, which takes much memory."""
+
+MOST_CHECKED_PAIRS = 2**23
+"""Pairs of a query and a key up to which chunks are compared."""
 
 
 class Sizes(NamedTuple):
@@ -57,7 +59,7 @@ def main() -> None:
     parser.add_argument(
         "--latents", action="store_true", help="latents of 512 columns and 64 rotary ones instead of keys and values"
     )
-    parser.add_argument("--prompts", action="store_true", help="chunks of prompts by both kernels")
+    parser.add_argument("--prompts", action="store_true", help="chunks of several prompts")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU's interpreter")
     args = parser.parse_args()
     sizes = Sizes(args.heads, args.kv_heads, args.head_dim, args.head_dim)
@@ -72,8 +74,7 @@ def main() -> None:
         return
     print(f"{sizes.heads} heads, {sizes.kv_heads} key heads of {sizes.key_dim}")
     if args.prompts:
-        for sizes_of_chunks in [(2, 20, 64)] if args.small else PROMPTS:
-            compare_prompts(sizes, *sizes_of_chunks)
+        chunks_of_prompts(sizes, args)
         return
     if args.windows:
         for rows, keys, window in [(2, 300, 100)] if args.small else WINDOWS:
@@ -81,23 +82,18 @@ def main() -> None:
         return
     for rows, keys in [(2, 130)] if args.small else DECODING:
         decode(sizes, rows, keys)
-    for chunk, before in [(20, 64)] if args.small else CHUNKS:
-        case = Case(sizes, [chunk], [before + chunk])
-        flops = chunk * (before + chunk / 2) * flops_of_pair(sizes)
-        ms = case.ms()
-        print(f"chunk of {chunk:>5} behind {before:>5} {1e3 * ms:>9.1f} us {flops / ms / 1e9:>6.0f} TFLOP/s", flush=True)
+    chunks_of_prompts(sizes, args)
 
 
-def compare_prompts(sizes: Sizes, chunks: int, tokens: int, before: int) -> None:
-    """Prints the time of both kernels for chunks of prompts, and the largest difference of their results."""
-    case = Case(sizes, [tokens] * chunks, [before + tokens] * chunks)
-    case.options |= {"queries_per_row": None, "backend": "mosaic"}
-    flops = chunks * tokens * (before + tokens / 2) * flops_of_pair(sizes)
-    one, two = (jax.jit(attend)(case.q, case.pages, case.queries) for attend in (case.attend, case.attend_prompts))
-    difference = float(jnp.abs(one.astype(jnp.float32) - two).max() / jnp.abs(one).max())
-    times = [case.ms(attend) for attend in (case.attend, case.attend_prompts)]
-    rates = [f"{1e3 * ms:>9.1f} us {flops / ms / 1e9:>6.0f} TFLOP/s" for ms in times]
-    print(f"{chunks} x {tokens:>5} behind {before:>5} difference {difference:.1e} {rates[0]} | {rates[1]}", flush=True)
+def chunks_of_prompts(sizes: Sizes, args: argparse.Namespace) -> None:
+    """Prints the error and the time of chunks of prompts. TFLOP/s do not count the rows that decode beside them."""
+    for rows, chunks, tokens, before in [(2, 2, 20, 64)] if args.small else PROMPTS:
+        num_keys = [before] * rows + [before + tokens] * chunks
+        case = Case(sizes, [1] * rows + [tokens] * chunks, num_keys, queries_per_row=None)
+        error = f"{case.error():.1e}" if sum(num_keys) * tokens <= MOST_CHECKED_PAIRS else "-"
+        flops, ms = chunks * tokens * (before + tokens / 2) * flops_of_pair(sizes), case.ms()
+        name = f"{chunks} x {tokens:>4} behind {before:>4}" + (f" beside {rows} rows" if rows else "")
+        print(f"{name:<30} error {error:>7} {1e3 * ms:>9.1f} us {flops / ms / 1e9:>6.0f} TFLOP/s", flush=True)
 
 
 def flops_of_pair(sizes: Sizes) -> int:
@@ -107,7 +103,7 @@ def flops_of_pair(sizes: Sizes) -> int:
 
 def decode(sizes: Sizes, rows: int, keys: int, *, window: int | None = None, queries: int = 1) -> None:
     """Prints the error and the time of `queries` queries in each row, of which the last ones are drafts."""
-    case = Case(sizes, [queries] * rows, [keys] * rows, window)
+    case = Case(sizes, [queries] * rows, [keys] * rows, window=window, queries_per_row=queries)
     error = f"{case.error():.1e}" if rows * keys <= MOST_CHECKED_KEYS else "-"
     ms = case.ms()
     pages = -(-keys // PAGE_SIZE) - (0 if window is None else max(keys - window, 0) // PAGE_SIZE)
@@ -121,7 +117,15 @@ def decode(sizes: Sizes, rows: int, keys: int, *, window: int | None = None, que
 class Case:
     """Random queries, as many in each row, and pages of keys and values in random places."""
 
-    def __init__(self, sizes: Sizes, counts: list[int], num_keys: list[int], window: int | None = None):
+    def __init__(
+        self,
+        sizes: Sizes,
+        counts: list[int],
+        num_keys: list[int],
+        *,
+        window: int | None = None,
+        queries_per_row: int | None,
+    ):
         rng = np.random.default_rng(0)
         per_row = [-(-n // PAGE_SIZE) for n in num_keys]
         order, table = rng.permutation(sum(per_row)) + 1, np.zeros((len(counts), max(per_row)), np.int32)
@@ -137,28 +141,18 @@ class Case:
         self.bytes_per_page = sum(a[0].nbytes for a in jax.tree.leaves(self.pages))
         first = np.concatenate([[0], np.cumsum(counts)])
         self.queries = PagedQueries(*(jnp.asarray(a, jnp.int32) for a in (first, num_keys, table)))
-        self.options = dict(scale=sizes.key_dim**-0.5, window=window, queries_per_row=counts[0])
+        self.options = dict(scale=sizes.key_dim**-0.5, window=window, queries_per_row=queries_per_row)
         if not sizes.has_values:
             self.options |= {"value_dim": sizes.value_dim, "backend": "mosaic"}
 
-    def attend(self, q: jax.Array, pages: tuple, queries: PagedQueries) -> jax.Array:
-        """Returns the op's result."""
-        return paged_attention(q, *pages, queries, **self.options)
-
-    def attend_prompts(self, q: jax.Array, pages: tuple, queries: PagedQueries) -> jax.Array:
-        """Returns the result of the training pass's pipeline."""
-        grouped = q.reshape(len(q), pages[0].shape[1], -1, q.shape[2])
-        return prompts.attend_prompts(grouped, *pages, queries, scale=self.options["scale"], window=None).reshape(q.shape)
-
-    def ms(self, attend: Callable | None = None) -> float:
-        """Returns the milliseconds of a call of `attend`, the op by default."""
-        attend = attend or self.attend
+    def ms(self) -> float:
+        """Returns the milliseconds of a call."""
 
         @jax.jit
         def run(q, pages, queries):
             results = []
             for _ in range(CALLS):
-                out = attend(q, pages, queries)
+                out = paged_attention(q, *pages, queries, **self.options)
                 # The next call waits for this one, and is not the same to XLA.
                 q, out = jax.lax.optimization_barrier((q, out))
                 # XLA leaves out a call whose result is not returned.

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention, prompts
+from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention
 from moe_jax.kernels.attention.paged.blocks import QueryBlocks, Splits
 from moe_jax.kernels.attention.paged.merge import merge_splits
 from moe_jax.kernels.decode.add_norm import ExpertRows, add_experts, add_splits
@@ -56,20 +56,11 @@ def heads_of_chunk(rng):
 
 
 def chunks(rng):
-    """Chunks of single queries and of some, with padding, read in place: their eight heads share keys."""
-    table = jnp.asarray(rng.permutation(6).reshape(3, 2), jnp.int32)
-    queries = PagedQueries(jnp.asarray([0, 1, 10, 11]), jnp.asarray([70, 100, 1], jnp.int32), table)
-    arrays = normal(rng, 13, 8, 64), *(normal(rng, 6, 1, PAGE_SIZE, 64) for _ in range(2))
+    """A chunk of two blocks of queries, the second with three blocks of keys, one of a single query, and padding."""
+    table = jnp.asarray(rng.permutation(10).reshape(2, 5), jnp.int32)
+    queries = PagedQueries(jnp.asarray([0, 19, 20]), jnp.asarray([270, 1], jnp.int32), table)
+    arrays = normal(rng, 23, 8, 64), *(normal(rng, 10, 1, PAGE_SIZE, 64) for _ in range(2))
     return lambda *arrays: paged_attention(*arrays, queries, scale=0.1, backend="mosaic"), arrays
-
-
-def chunks_in_pipelines(rng):
-    """Two blocks of queries, the first with three blocks of keys."""
-    queries = PagedQueries(
-        jnp.asarray([0, 9, 10]), jnp.asarray([270, 1], jnp.int32), jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
-    )
-    arrays = normal(rng, 10, 1, 8, 64), *(normal(rng, 10, 1, PAGE_SIZE, 64) for _ in range(2))
-    return lambda *arrays: prompts.attend_prompts(*arrays, queries, scale=0.1, window=None), arrays
 
 
 def routes(rng):
@@ -164,8 +155,7 @@ CASES = {
     "added experts": (added_experts, {"add_experts_norm"}),
     "heads": (heads, {"heads_to_pages"}),
     "heads of a chunk": (heads_of_chunk, {"chunk_heads_to_pages"}),
-    "chunks": (chunks, {"paged_attention"}),
-    "chunks in pipelines": (chunks_in_pipelines, {"paged_attention_prompts"}),
+    "chunks": (chunks, {"paged_attention_prompts"}),
     "routes": (routes, {"route_rows"}),
     "choices": (choices, {"top_k"}),
     "plans": (plans, {"plan_rows", "place_rows"}),

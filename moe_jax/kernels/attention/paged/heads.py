@@ -29,7 +29,7 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     read_accumulator,
     start_accumulator,
 )
-from moe_jax.kernels.attention.paged.blocks import WHOLE, QueryBlocks, RowPages, Splits
+from moe_jax.kernels.attention.paged.blocks import QueryBlocks, RowPages, Splits
 from moe_jax.kernels.attention.paged.items import Before, BlockPages, Item, ItemOrder, block_pages
 from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
 from moe_jax.kernels.attention.paged.scores import RowSums, Scoring, no_keys
@@ -38,28 +38,6 @@ from moe_jax.kernels.hopper.launch import BLOCKS_PER_CORE, launch, operand_trans
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 STAGES = 2
-
-ROWS_IN_PLACE = 8
-"""Rows of shared memory that a copy moves at least: a query whose heads are a multiple of it can be copied by itself."""
-
-
-@partial(jax.jit, static_argnames="scale")
-def attend_in_place(
-    q: Float[Array, "tokens kv_heads group key_dim"],
-    keys: Float[Array, "pages kv_heads 64 key_dim"],
-    values: Float[Array, "pages kv_heads 64 value_dim"],
-    blocks: QueryBlocks,
-    row_pages: RowPages,
-    *,
-    scale: float,
-) -> Float[Array, "tokens kv_heads group value_dim"]:
-    """Returns the attention of the blocks' queries, without a copy of queries or results in blocks.
-
-    `group` is a multiple of ROWS_IN_PLACE.
-    """
-    inputs = _Inputs(block_pages(blocks, row_pages), q, keys, values, blocks.tokens)
-    outputs = [jax.ShapeDtypeStruct((*q.shape[:3], values.shape[3]), q.dtype)]
-    return _launch(inputs, outputs, blocks.tokens.shape[1] * q.shape[2], scale, q.shape[2], WHOLE)[0]
 
 
 @partial(jax.jit, static_argnames=("scale", "group", "splits"))
@@ -78,20 +56,12 @@ def attend_blocks(
 
     A single split's result is in q's dtype, without lse. Splits without pages are not written, but for a block's first.
     """
-    (num_blocks, kv_heads, rows, _), value_dim = q.shape, values.shape[3]
-    out_dtype = q.dtype if splits.number == 1 else jnp.float32
-    inputs = _Inputs(block_pages(blocks, row_pages), q, keys, values, None)
+    (num_blocks, kv_heads, rows, key_dim), value_dim, dtype = q.shape, values.shape[3], q.dtype
+    out_dtype = dtype if splits.number == 1 else jnp.float32
+    inputs = _Inputs(block_pages(blocks, row_pages), q, keys, values)
     outputs = [jax.ShapeDtypeStruct((num_blocks, splits.number, kv_heads, rows, value_dim), out_dtype)]
     if splits.number > 1:
         outputs.append(jax.ShapeDtypeStruct((num_blocks, splits.number, kv_heads, WGMMA_ROWS), jnp.float32))
-    out, *lse = _launch(inputs, outputs, rows, scale, group, splits)
-    return out, lse[0] if lse else None
-
-
-def _launch(inputs: "_Inputs", outputs: list, rows: int, scale: float, group: int, splits: Splits) -> list[Array]:
-    """Runs the kernel on blocks of so many rows, and returns what `outputs` describes."""
-    dtype, (key_dim, value_dim), kv_heads = inputs.q.dtype, (inputs.k.shape[3], inputs.v.shape[3]), inputs.k.shape[1]
-    out_dtype = outputs[0].dtype
     out_columns = 128 // jnp.dtype(out_dtype).itemsize
     scratch = _Scratch(
         q=operand(WGMMA_ROWS, key_dim, dtype=dtype),
@@ -99,7 +69,7 @@ def _launch(inputs: "_Inputs", outputs: list, rows: int, scale: float, group: in
         v=operand(STAGES, PAGE_SIZE, value_dim, dtype=dtype),
         out=plgpu.SMEM((WGMMA_ROWS, value_dim), out_dtype, transforms=operand_transforms(out_dtype, out_columns)),
         staging=operand(1, WGMMA_ROWS, PAGE_SIZE, dtype=dtype) if is_interpreted() else None,
-        q_barrier=plgpu.Barrier(num_arrivals=1 if inputs.tokens is None else inputs.tokens.shape[1]),
+        q_barrier=plgpu.Barrier(),
         k_barriers=plgpu.Barrier(num_barriers=STAGES),
         v_barriers=plgpu.Barrier(num_barriers=STAGES),
     )
@@ -112,13 +82,14 @@ def _launch(inputs: "_Inputs", outputs: list, rows: int, scale: float, group: in
         scoring = Scoring(scale * LOG2_E, group, of_blocks.read_window())
 
         def attend(item: Item, before: Before) -> None:
-            _Attention(inputs, scratch, item, before.steps, scoring, rows).run(out_ref, lse_ref)
+            _Attention(inputs, scratch, item, before.steps, scoring).run(out_ref, lse_ref)
 
         order.for_each_item(of_blocks, attend)
         plgpu.wait_smem_to_gmem(0)
 
     name = "paged_attention" if splits.number == 1 else "paged_attention_split"
-    return launch(name, body, outputs, [scratch], warpgroups=1)(inputs)
+    out, *lse = launch(name, body, outputs, [scratch], warpgroups=1)(inputs)
+    return out, lse[0] if lse else None
 
 
 class _Inputs(NamedTuple):
@@ -126,8 +97,6 @@ class _Inputs(NamedTuple):
     q: Any
     k: Any
     v: Any
-    tokens: Any
-    """`QueryBlocks.tokens` of queries that lie in their tokens' order; None: they lie in blocks."""
 
 
 class _Scratch(NamedTuple):
@@ -158,17 +127,12 @@ class _Attention(NamedTuple):
     first_step: Any
     """The steps of all items before this one: the slots go on from there."""
     scoring: Scoring
-    rows: int
 
     def run(self, out_ref, lse_ref) -> None:
         """Computes and stores the item."""
         inputs, scratch, (block, head, split, *_) = self.inputs, self.scratch, self.item
-        steps, tokens = self.item.steps, self.tokens()
-        if tokens is None:
-            plgpu.copy_gmem_to_smem(inputs.q.at[block, head], scratch.q.at[pl.ds(0, self.rows)], scratch.q_barrier)
-        for i, token in enumerate(tokens or ()):
-            own = inputs.q.at[jnp.minimum(token, inputs.q.shape[0] - 1), head]
-            plgpu.copy_gmem_to_smem(own, scratch.q.at[self.rows_of(i)], scratch.q_barrier)
+        rows, steps = inputs.q.shape[2], self.item.steps
+        plgpu.copy_gmem_to_smem(inputs.q.at[block, head], scratch.q.at[pl.ds(0, rows)], scratch.q_barrier)
 
         def load(step) -> None:
             page, slot = self.item.page(inputs.of_blocks.page_table, step), self.slot(step)
@@ -189,22 +153,9 @@ class _Attention(NamedTuple):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         scratch.out[...] = rescale_o(o, sums.inverse()).astype(scratch.out.dtype)
         plgpu.commit_smem()
-        if tokens is None:
-            plgpu.copy_smem_to_gmem(scratch.out.at[pl.ds(0, self.rows)], out_ref.at[block, split, head])
-        for i, token in enumerate(tokens or ()):
-            own = scratch.out.at[self.rows_of(i)], out_ref.at[token, head]
-            pl.when(token < out_ref.shape[0])(partial(plgpu.copy_smem_to_gmem, *own))
+        plgpu.copy_smem_to_gmem(scratch.out.at[pl.ds(0, rows)], out_ref.at[block, split, head])
         if lse_ref is not None:
             lse_ref[block, split, head] = sums.lse()
-
-    def tokens(self) -> list | None:
-        """Returns the tokens of the block's queries; None where these lie in blocks."""
-        tokens = self.inputs.tokens
-        return None if tokens is None else [tokens[self.item.block, i] for i in range(tokens.shape[1])]
-
-    def rows_of(self, query: int) -> Any:
-        """Returns the rows of one of the block's queries."""
-        return pl.ds(query * self.scoring.group, self.scoring.group)
 
     def slot(self, step):
         return lax.rem(self.first_step + step, jnp.int32(STAGES))

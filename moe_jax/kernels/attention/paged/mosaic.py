@@ -4,10 +4,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.paged.blocks import WHOLE, RowPages, most_splits, query_blocks, window_operand
-from moe_jax.kernels.attention.paged.heads import ROWS_IN_PLACE, attend_blocks, attend_in_place
+from moe_jax.kernels.attention.paged.heads import attend_blocks
 from moe_jax.kernels.attention.paged.latent_columns import ROTARY_COLUMNS
 from moe_jax.kernels.attention.paged.latents import attend_latents
 from moe_jax.kernels.attention.paged.merge import merge_splits
+from moe_jax.kernels.attention.paged.prompts import attend_prompts, takes_group
 from moe_jax.kernels.attention.paged.queries import PagedQueries
 from moe_jax.kernels.hopper import target
 from moe_jax.kernels.hopper.interpreter import is_interpreted
@@ -78,8 +79,8 @@ def paged_attention(
     max_pages, row_pages = queries.page_table.shape[1], RowPages(queries.page_table, window_operand(window))
     # Enough blocks keep the GPU busy by themselves. Partial results cost memory and time.
     is_busy = values is not None and num_blocks * kv_heads >= _cores() and not fixed_splits
-    if is_busy and blocks.row is not None and group % ROWS_IN_PLACE == 0:
-        return attend_in_place(grouped, keys, values, blocks, row_pages, scale=scale).reshape(tokens, heads, -1)
+    if is_busy and queries_per_row != 1 and takes_group(group):
+        return attend_prompts(grouped, keys, values, queries, scale=scale, window=window).reshape(tokens, heads, -1)
     # One query a block: the gather would be a kernel of its own, and read what is there.
     in_blocks = grouped[:, None] if blocks.row is None else grouped.at[blocks.tokens].get(mode="fill", fill_value=0)
     of_blocks = in_blocks.transpose(0, 2, 1, 3, 4)

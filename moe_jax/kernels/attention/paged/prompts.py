@@ -51,7 +51,7 @@ def attend_prompts(
 ) -> Float[Array, "tokens kv_heads group value_dim"]:
     """Returns attention as `paged.paged_attention` defines it; padding gives zeros.
 
-    `group` is a multiple of 8 that divides 64: a copy into shared memory moves 8 rows at least.
+    The group must be one that `takes_group` allows.
     """
     (tokens, kv_heads, group, key_dim), value_dim = q.shape, values.shape[3]
     block_tokens, row_pages = BLOCK_M // group, RowPages(queries.page_table, window_operand(window))
@@ -67,6 +67,14 @@ def attend_prompts(
         run_block(scheduler, scratch, block.load_tile, block.consume_tile)
 
     return launch("paged_attention_prompts", kernel, inputs, outputs, scratch).out
+
+
+def takes_group(group: int) -> bool:
+    """Returns whether queries of so many heads can be copied one by one into a consumer's rows.
+
+    A copy into shared memory moves 8 rows at least.
+    """
+    return group % 8 == 0 and WGMMA_ROWS % group == 0
 
 
 class _Inputs(NamedTuple):
