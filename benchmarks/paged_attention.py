@@ -89,7 +89,7 @@ def chunks_of_prompts(sizes: Sizes, args: argparse.Namespace) -> None:
     """Prints the error and the time of chunks of prompts. TFLOP/s do not count the rows that decode beside them."""
     for rows, chunks, tokens, before in [(2, 2, 20, 64)] if args.small else PROMPTS:
         num_keys = [before] * rows + [before + tokens] * chunks
-        case = Case(sizes, [1] * rows + [tokens] * chunks, num_keys, queries_per_row=None)
+        case = Case(sizes, [1] * rows + [tokens] * chunks, num_keys, single_query_rows=rows)
         error = f"{case.error():.1e}" if sum(num_keys) * tokens <= MOST_CHECKED_PAIRS else "-"
         flops, ms = chunks * tokens * (before + tokens / 2) * flops_of_pair(sizes), case.ms()
         name = f"{chunks} x {tokens:>4} behind {before:>4}" + (f" beside {rows} rows" if rows else "")
@@ -103,7 +103,7 @@ def flops_of_pair(sizes: Sizes) -> int:
 
 def decode(sizes: Sizes, rows: int, keys: int, *, window: int | None = None, queries: int = 1) -> None:
     """Prints the error and the time of `queries` queries in each row, of which the last ones are drafts."""
-    case = Case(sizes, [queries] * rows, [keys] * rows, window=window, queries_per_row=queries)
+    case = Case(sizes, [queries] * rows, [keys] * rows, window=window, single_query_rows=rows if queries == 1 else 0)
     error = f"{case.error():.1e}" if rows * keys <= MOST_CHECKED_KEYS else "-"
     ms = case.ms()
     pages = -(-keys // PAGE_SIZE) - (0 if window is None else max(keys - window, 0) // PAGE_SIZE)
@@ -124,7 +124,7 @@ class Case:
         num_keys: list[int],
         *,
         window: int | None = None,
-        queries_per_row: int | None,
+        single_query_rows: int,
     ):
         rng = np.random.default_rng(0)
         per_row = [-(-n // PAGE_SIZE) for n in num_keys]
@@ -141,7 +141,7 @@ class Case:
         self.bytes_per_page = sum(a[0].nbytes for a in jax.tree.leaves(self.pages))
         first = np.concatenate([[0], np.cumsum(counts)])
         self.queries = PagedQueries(*(jnp.asarray(a, jnp.int32) for a in (first, num_keys, table)))
-        self.options = dict(scale=sizes.key_dim**-0.5, window=window, queries_per_row=queries_per_row)
+        self.options = dict(scale=sizes.key_dim**-0.5, window=window, single_query_rows=single_query_rows)
         if not sizes.has_values:
             self.options |= {"value_dim": sizes.value_dim, "backend": "mosaic"}
 

@@ -44,7 +44,7 @@ class PagedAttend:
       pages: the layer's pages, with room for the tokens of this call.
       places: where the call's tokens go.
       queries: the rows' queries and pages.
-      queries_per_row: given if all rows have exactly this number of queries.
+      single_query_rows: as in `paged_attention`.
       value_dim: the width of values that are the first columns of latents; None where pages hold values.
       window: the sliding window; None if there is none.
       fixed_splits: as in `paged_attention`.
@@ -53,7 +53,7 @@ class PagedAttend:
     pages: LayerPages
     places: TokenPlaces
     queries: PagedQueries
-    queries_per_row: int | None = field(metadata={"static": True}, default=None)
+    single_query_rows: int = field(metadata={"static": True}, default=0)
     value_dim: int | None = field(metadata={"static": True}, default=None)
     window: Int[Array, ""] | int | None = None
     fixed_splits: bool = field(metadata={"static": True}, default=False)
@@ -90,7 +90,7 @@ class PagedAttend:
             self.queries,
             scale=scale,
             window=self.window,
-            queries_per_row=self.queries_per_row,
+            single_query_rows=self.single_query_rows,
             value_dim=self.value_dim,
             fixed_splits=self.fixed_splits,
         )

@@ -20,8 +20,8 @@ class StepBatch(NamedTuple):
     places: TokenPlaces
     queries: PagedQueries
     outputs: Int[Array, "outputs"]
-    queries_per_row: int | None
-    """Tokens of a decoding row, for a step without chunks."""
+    single_query_rows: int
+    """The number of decoding rows; 0 with drafts, where each has two queries."""
 
 
 def batch_of(
@@ -60,7 +60,7 @@ def batch_of(
         TokenPlaces(page, positions % PAGE_SIZE),
         PagedQueries(first_query, num_keys, tables),
         jnp.concatenate([jnp.arange(num_decoding, dtype=jnp.int32), last_of_chunks]),
-        queries_per_row=None if num_chunk_tokens else per_row,
+        single_query_rows=num_decodes if per_row == 1 else 0,
     )
 
 

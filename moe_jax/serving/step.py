@@ -124,7 +124,7 @@ def _layers(
     layers, windows = layers_of(served, weights), served.config.layer_windows
     value_dim = served.config.latent_value_dim
     attends = [
-        PagedAttend(of_layer, batch.places, batch.queries, batch.queries_per_row, value_dim, window)
+        PagedAttend(of_layer, batch.places, batch.queries, batch.single_query_rows, value_dim, window)
         for of_layer, window in zip(pages, windows, strict=True)
     ]
     norm = frame_of(served, weights)["norm"]

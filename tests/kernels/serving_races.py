@@ -124,7 +124,7 @@ def pages(max_pages, window=None):
         arrays = normal(rng, 2, 2, 64), *(normal(rng, 2 * max_pages, 1, PAGE_SIZE, 64) for _ in range(2))
 
         def f(q, keys, values):
-            options = dict(scale=0.1, window=window, queries_per_row=1, fixed_splits=True, backend="mosaic")
+            options = dict(scale=0.1, window=window, single_query_rows=2, fixed_splits=True, backend="mosaic")
             return paged_attention(q, keys, values, queries, **options)
 
         return f, arrays
@@ -139,7 +139,7 @@ def latents(max_pages):
         table = jnp.asarray(rng.permutation(2 * max_pages).reshape(2, -1), jnp.int32)
         queries = PagedQueries(jnp.arange(3), jnp.asarray([130, PAGE_SIZE * max_pages], jnp.int32), table)
         arrays = normal(rng, 2, 16, 192), normal(rng, 2 * max_pages, 1, PAGE_SIZE, 192)
-        options = dict(scale=0.1, value_dim=128, queries_per_row=1, fixed_splits=True, backend="mosaic")
+        options = dict(scale=0.1, value_dim=128, single_query_rows=2, fixed_splits=True, backend="mosaic")
         return lambda q, pages: paged_attention(q, pages, None, queries, **options), arrays
 
     return case

@@ -253,7 +253,7 @@ others = (4, 4, 32, 4, 128, None), (8, 2048, 32, 4, 128, None), (256, 256, 8, 8,
 others += (8, 2048, 32, 4, 64, None), (8, 2048, 16, 4, 128, None)
 for rows, tokens, heads, kv_heads, width, window in (first + others)[: int(sys.argv[1])]:
     def step(q, keys, values, *queries):
-        options = dict(scale=0.1, window=window, queries_per_row=1 if rows == tokens else None, backend="mosaic")
+        options = dict(scale=0.1, window=window, single_query_rows=rows * (rows == tokens), backend="mosaic")
         return paged_attention(q, keys, values, PagedQueries(*queries), **options)
 
     pages = ((512, kv_heads, 64, width), bf16)
@@ -268,7 +268,7 @@ first = (256, 256, 64, None), (4, 4, 64, 4096), (64, 192, 128, None)
 others = (1, 512, 128, None), (256, 256, 16, None), (4, 4, 128, None)
 for rows, tokens, heads, window in (first + others)[: int(sys.argv[1])]:
     def step(q, latents, *queries):
-        options = dict(scale=0.1, window=window, value_dim=512, queries_per_row=1 if rows == tokens else None, backend="mosaic")
+        options = dict(scale=0.1, window=window, value_dim=512, single_query_rows=rows * (rows == tokens), backend="mosaic")
         return paged_attention(q, latents, None, PagedQueries(*queries), **options)
 
     arrays = ((tokens, heads, 576), bf16), ((512, 1, 64, 576), bf16)

@@ -1,6 +1,7 @@
 """Fused layers compute what the model's modules compute, and say which models they do not take."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,9 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.config import NAMED_CONFIGS, Qwen3MoeConfig
+from moe_jax.kernels.attention.paged import paged_attention
 from moe_jax.kernels.decode import experts
+from moe_jax.layers import paged
 from moe_jax.layers.lora import Frozen
 from moe_jax.layers.moe import Experts
 from moe_jax.layers.quantised import BlockScaled
@@ -90,10 +93,10 @@ def test_equal_modules(monkeypatch, in_fp8):
     ids=["many tokens", "many tokens, with experts", "few tokens, with experts"],
 )
 def test_chunks_equal_modules(monkeypatch, most_planned_tokens, dense_layers):
-    """A decoding row beside two chunks and padding."""
+    """A decoding row beside two chunks and padding, which attention computes by kernels of their own."""
     monkeypatch.setattr(fused, "MOST_PLANNED_TOKENS", most_planned_tokens)
     monkeypatch.setattr(experts, "MOST_PLANNED_TOKENS", most_planned_tokens)
-    config = replace(CONFIG, mlp_only_layers=tuple(range(dense_layers)))
+    config = replace(CONFIG, mlp_only_layers=tuple(range(dense_layers)), num_attention_heads=8)
     served, weights = take_apart(_model(0, in_fp8=False, config=config))
     shape = StepShape(1, 64, 2, 2)
     rows = empty_rows(shape)
@@ -103,6 +106,8 @@ def test_chunks_equal_modules(monkeypatch, most_planned_tokens, dense_layers):
     results = []
     for fuses in (False, True):
         monkeypatch.setattr(step_module, "_fuses", lambda served, batch, fuses=fuses: fuses)
+        attention = partial(paged_attention, backend="mosaic" if fuses else "xla")
+        monkeypatch.setattr(paged, "paged_attention", attention)
         state = initial_state(served, num_pages=5, num_slots=3, max_pages=2)
         keys = jnp.asarray(np.random.default_rng(0).normal(size=state.pages[0][0].shape), jnp.bfloat16)
         state = state._replace(pages=[(keys, keys)] * 2, page_table=state.page_table.at[0, 0].set(1))
@@ -121,7 +126,9 @@ def test_tokens_of_an_engine_in_fp8(monkeypatch):
     limits = EngineLimits(max_sequences=2, max_tokens_per_step=32, max_chunks_per_step=2, max_length=64, num_pages=4)
     tokens = []
     for fuses in (False, True):
-        monkeypatch.setattr(step_module, "_fuses", lambda _, batch, fuses=fuses: fuses and batch.queries_per_row == 1)
+        monkeypatch.setattr(
+            step_module, "_fuses", lambda _, batch, fuses=fuses: fuses and batch.single_query_rows == len(batch.tokens)
+        )
         engine = Engine(_model(0, in_fp8=True), limits=limits)
         found = engine.generate(prompts, SamplingOptions(max_new_tokens=3, ignore_eos=True))
         engine.close()

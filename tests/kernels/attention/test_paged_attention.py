@@ -34,6 +34,11 @@ def make(rng, counts, num_keys, heads, kv_heads, key_dim, value_dim, *, shared=0
     return *(jnp.asarray(a, dtype) for a in arrays), queries
 
 
+def first_single(counts):
+    """The number of rows before the first row with another number of queries than one."""
+    return next((row for row, count in enumerate(counts) if count != 1), len(counts))
+
+
 def by_rows(q, keys, values, queries, window=None):
     """`attention` of each row's queries to the row's keys, copied out of their pages."""
     out = np.zeros((*q.shape[:2], values.shape[3]), np.float32)
@@ -98,7 +103,7 @@ def test_a_token_depends_on_its_own_row_alone(rng):
     table = jnp.pad(queries.page_table[1:2], ((0, 0), (0, 5)))
     for i in (0, 7, 19):
         alone = PagedQueries(jnp.array([0, 1]), jnp.array([90 - 19 + i]), table)
-        one = paged_attention(q[1 + i][None], keys, values, alone, scale=SCALE, queries_per_row=1)
+        one = paged_attention(q[1 + i][None], keys, values, alone, scale=SCALE, single_query_rows=1)
         np.testing.assert_array_equal(one[0], together[1 + i])
 
 
@@ -112,7 +117,8 @@ def test_blocks_of_tokens(rng, monkeypatch):
     np.testing.assert_allclose(paged_attention(q, keys, values, queries, scale=SCALE), whole, atol=3e-6)
 
 
-CHUNKS = [5, 0, 64, 1, 70], [5, 0, 130, 64, 200]
+CHUNKS = [1, 1, 5, 0, 64, 1, 70], [70, 200, 5, 0, 130, 64, 200]
+"""Two decoding rows and five chunks."""
 
 
 @pytest.mark.parametrize(
@@ -141,12 +147,12 @@ CHUNKS = [5, 0, 64, 1, 70], [5, 0, 130, 64, 200]
 def test_the_kernel_equals_xla(rng, monkeypatch, counts, num_keys, heads, kv_heads, key_dim, value_dim, dtype, cores, window):
     """In the interpreter. Where there are more cores than blocks of queries, keys are split. Padding of chunks gives zeros."""
     monkeypatch.setattr(mosaic, "_cores", lambda: cores)
-    decodes = max(counts) == 1
-    padding = 0 if decodes else 3
+    single_query_rows = first_single(counts)
+    padding = 0 if single_query_rows == len(counts) else 3
     arrays = make(rng, counts, num_keys, heads, kv_heads, key_dim, value_dim, padding=padding, dtype=dtype)
     split, merge = [], mosaic.merge_splits
     monkeypatch.setattr(mosaic, "merge_splits", lambda *a, **options: (split.append(True), merge(*a, **options))[1])
-    options = {"scale": SCALE, "window": window, "queries_per_row": 1 if decodes else None}
+    options = {"scale": SCALE, "window": window, "single_query_rows": single_query_rows}
     out = paged_attention(*arrays, **options, backend="mosaic")
     assert bool(split) == (cores > 1)
     assert out.dtype == dtype and not out[sum(counts) :].any()
@@ -169,9 +175,8 @@ def test_the_kernel_equals_xla(rng, monkeypatch, counts, num_keys, heads, kv_hea
 )
 def test_the_kernel_of_latents(rng, counts, num_keys, heads, value_dim, window, fixed_splits):
     """Equals XLA in the interpreter, with as many tokens as rows too, of which one has two."""
-    decodes = max(counts) == 1
     q, keys, _, queries = make(rng, counts, num_keys, heads, 1, value_dim + 64, 8, dtype=jnp.bfloat16)
-    options = {"scale": SCALE, "window": window, "value_dim": value_dim, "queries_per_row": 1 if decodes else None}
+    options = {"scale": SCALE, "window": window, "value_dim": value_dim, "single_query_rows": first_single(counts)}
     out = paged_attention(q, keys, None, queries, **options, fixed_splits=fixed_splits, backend="mosaic")
     wanted = paged_attention(*(a.astype(jnp.float32) for a in (q, keys)), None, queries, **options, backend="xla")
     assert out.dtype == q.dtype
@@ -213,7 +218,7 @@ def test_the_kernel_refuses(change, message):
         ({"values": None, "value_dim": 9}, "value_dim must be from 1 to the width of the keys, 8; got 9"),
         ({"first": 3}, r"first_query must be \[rows \+ 1\]"),
         ({"table": (1, 4)}, "page_table must have 3 rows"),
-        ({"queries_per_row": 2}, "queries_per_row times 3 rows must be the number of tokens, 5; got queries_per_row 2"),
+        ({"single_query_rows": 3}, "single_query_rows must be from 0 to 2 with 3 rows and 5 tokens; got 3"),
         ({"window": 0}, "window must be at least 1 or None; got 0"),
         ({"backend": "cuda"}, "unknown backend 'cuda'"),
     ],
@@ -222,7 +227,7 @@ def test_refusals(change, message):
     given = {"keys": (3, 2, 64, 8), "values": (3, 2, 64, 8), "first": 4, "table": (3, 4), **change}
     values = None if given["values"] is None else jnp.zeros(given["values"])
     first, num_keys, table = (jnp.zeros(shape, jnp.int32) for shape in (given["first"], 3, given["table"]))
-    options = {name: change[name] for name in ("value_dim", "queries_per_row", "window", "backend") if name in change}
+    options = {name: change[name] for name in ("value_dim", "single_query_rows", "window", "backend") if name in change}
     with pytest.raises(ValueError, match=message):
         paged_attention(
             jnp.zeros((5, 4, 8)), jnp.zeros(given["keys"]), values, PagedQueries(first, num_keys, table), scale=1.0, **options
@@ -242,10 +247,10 @@ def test_fixed_splits(window, value_dim):
     pages = keys, values if value_dim is None else None
     together = paged_attention(q, *pages, queries, **options)
     row = PagedQueries(jnp.asarray([0, 1]), queries.num_keys[:1], queries.page_table[:1])
-    alone = paged_attention(q[8:9], *pages, row, queries_per_row=1, **options)
+    alone = paged_attention(q[8:9], *pages, row, single_query_rows=1, **options)
     np.testing.assert_array_equal(together[8], alone[0])
     other = PagedQueries(jnp.asarray([0, 1]), queries.num_keys[2:], queries.page_table[2:])
-    np.testing.assert_array_equal(together[10], paged_attention(q[10:], *pages, other, queries_per_row=1, **options)[0])
+    np.testing.assert_array_equal(together[10], paged_attention(q[10:], *pages, other, single_query_rows=1, **options)[0])
     values = values if value_dim is None else keys[..., :value_dim]
     np.testing.assert_allclose(
         np.asarray(together, np.float32), by_rows(q, keys, values, queries, window), rtol=2e-2, atol=2e-2

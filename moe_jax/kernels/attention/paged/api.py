@@ -20,7 +20,7 @@ def paged_attention(
     scale: float,
     value_dim: int | None = None,
     window: Int[Array, ""] | int | None = None,
-    queries_per_row: int | None = None,
+    single_query_rows: int = 0,
     fixed_splits: bool = False,
     backend: str | None = None,
 ) -> Float[Array, "tokens heads value_dim"]:
@@ -35,22 +35,23 @@ def paged_attention(
         value_dim: given if and only if `values` is None.
         fixed_splits: "mosaic" sums every 512 keys by themselves, and merges these in order. Without it only few queries are
             summed so, and a query's bits depend on their number. "xla" sums the keys in order anyway.
-        queries_per_row: given if all rows have exactly this number of queries, 1 in decoding. `first_query` must agree.
+        single_query_rows: the number of rows, the first ones, that have exactly one query each, as decoding rows have.
+            `first_query` must agree. "mosaic" computes these rows faster if it knows them.
         backend: "xla" takes every input; "mosaic", the default where it fits, needs a Hopper GPU and 16-bit pages. Keys and
             values are 64 or 128 wide there. Latents have 128, 256 or 512 columns of values, and 64 behind them.
 
     Raises:
         ValueError: shapes that do not fit together, a window below 1, an unknown backend, or one that does not take the input.
     """
-    value_dim = _check(q, keys, values, queries, value_dim, window, queries_per_row)
+    value_dim = _check(q, keys, values, queries, value_dim, window, single_query_rows)
     refusal = mosaic.refusal(q, keys, values, value_dim)
     if resolve_attention_backend(backend, refusal) == "mosaic":
-        of_queries = partial(mosaic.paged_attention, queries_per_row=queries_per_row, fixed_splits=fixed_splits)
+        of_queries = partial(mosaic.paged_attention, single_query_rows=single_query_rows, fixed_splits=fixed_splits)
         return of_queries(q, keys, values, queries, scale=scale, window=window)
     return xla.paged_attention(q, keys, values, queries, scale=scale, window=window, value_dim=value_dim)
 
 
-def _check(q, keys, values, queries: PagedQueries, value_dim, window, queries_per_row) -> int:
+def _check(q, keys, values, queries: PagedQueries, value_dim, window, single_query_rows) -> int:
     """Returns the width of the values; raises ValueError where arguments do not fit together."""
     if q.ndim != 3 or keys.ndim != 4 or q.shape[1] % keys.shape[1] or q.shape[2] != keys.shape[3]:
         raise ValueError(
@@ -77,10 +78,11 @@ def _check(q, keys, values, queries: PagedQueries, value_dim, window, queries_pe
         )
     if queries.page_table.shape[0] != rows or not queries.page_table.shape[1]:
         raise ValueError(f"page_table must have {rows} rows of at least one page; got {queries.page_table.shape}")
-    if queries_per_row is not None and (queries_per_row < 1 or queries_per_row * rows != q.shape[0]):
+    tokens = q.shape[0]
+    most_single = rows if tokens == rows else min(tokens, rows - 1)
+    if not 0 <= single_query_rows <= most_single:
         raise ValueError(
-            f"queries_per_row times {rows} rows must be the number of tokens, {q.shape[0]}; "
-            f"got queries_per_row {queries_per_row}"
+            f"single_query_rows must be from 0 to {most_single} with {rows} rows and {tokens} tokens; got {single_query_rows}"
         )
     if isinstance(window, int | np.integer) and window < 1:
         raise ValueError(f"window must be at least 1 or None; got {window}")

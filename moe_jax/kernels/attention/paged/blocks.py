@@ -19,13 +19,13 @@ class QueryBlocks(NamedTuple):
     tokens: Int[Array, "blocks block_tokens"]
     """The block's queries, as indices of tokens; the number of tokens for places that are not used."""
     row: Int[Array, "blocks"] | None
-    """None: block i is of row i. XLA would make these numbers again for each layer, in a kernel of their own."""
+    """None: block i is row i's one query. XLA would make these numbers again for each layer, in a kernel of their own."""
     position: Int[Array, "blocks"]
     """The key position of the first query."""
     num_pages: Int[Array, "blocks"]
     """The number of pages that the last query sees; 0 for a block of padding or without queries."""
     place: Int[Array, "tokens"]
-    """For each token its place in `tokens`, flattened."""
+    """For each token its place in `tokens`, flattened; any for a token that is in no block."""
 
 
 class RowPages(NamedTuple):
@@ -36,17 +36,30 @@ class RowPages(NamedTuple):
     """The sliding window of all rows, as `window_operand` gives it; None if there is none."""
 
 
-@partial(jax.jit, static_argnums=(1, 2), static_argnames="one_a_row")
-def query_blocks(queries: PagedQueries, num_tokens: int, block_tokens: int, *, one_a_row: bool) -> QueryBlocks:
-    """Cuts each row's queries into blocks of `block_tokens`, 1 where all rows have one query; padding behind them too."""
-    rows = len(queries.num_keys)
-    if one_a_row:
-        token = jnp.arange(rows, dtype=jnp.int32)
-        position = queries.num_keys - 1
-        return QueryBlocks(token[:, None], None, position, jnp.maximum(position // PAGE_SIZE + 1, 0), token)
-    num_blocks = min(rows + 1 + num_tokens // block_tokens, num_tokens)
+@jax.jit
+def single_query_blocks(num_keys: Int[Array, "rows"]) -> QueryBlocks:
+    """Returns the blocks of rows that have one query each, a block a row."""
+    token, position = jnp.arange(len(num_keys), dtype=jnp.int32), num_keys - 1
+    return QueryBlocks(token[:, None], None, position, jnp.maximum(position // PAGE_SIZE + 1, 0), token)
+
+
+def most_blocks(rows: int, num_tokens: int, block_tokens: int) -> int:
+    """Returns the largest number of blocks that so many rows and tokens, with padding, can have."""
+    return min(rows + 1 + num_tokens // block_tokens, num_tokens)
+
+
+@partial(jax.jit, static_argnums=(1, 2), static_argnames="skip")
+def query_blocks(queries: PagedQueries, num_tokens: int, block_tokens: int, *, skip: int = 0) -> QueryBlocks:
+    """Cuts each row's queries into blocks of `block_tokens`; padding behind them too.
+
+    Args:
+      skip: the number of rows, the first ones, that have one query each and get no blocks.
+    """
+    first_query, num_keys = queries.first_query[skip:], queries.num_keys[skip:]
+    rows = len(num_keys)
+    num_blocks = most_blocks(rows, num_tokens - skip, block_tokens)
     # Padding is a row behind the others, which sees no page.
-    counts = jnp.append(queries.first_query[1:], num_tokens) - queries.first_query
+    counts = jnp.append(first_query[1:], num_tokens) - first_query
     ends = jnp.cumsum(-(-counts // block_tokens))
     block = jnp.arange(num_blocks, dtype=jnp.int32)
     row = jnp.minimum(jnp.searchsorted(ends, block, side="right", method="compare_all"), rows).astype(jnp.int32)
@@ -54,15 +67,15 @@ def query_blocks(queries: PagedQueries, num_tokens: int, block_tokens: int, *, o
     first = number * block_tokens
     in_row = jnp.where(block < ends[-1], jnp.clip(counts[row] - first, 0, block_tokens), 0)
     index = jnp.arange(block_tokens, dtype=jnp.int32)
-    tokens = queries.first_query[row][:, None] + first[:, None] + index
+    tokens = first_query[row][:, None] + first[:, None] + index
     is_used = index < in_row[:, None]
     tokens = jnp.where(is_used, tokens, num_tokens)
     is_padding, row = row == rows, jnp.minimum(row, rows - 1)
-    position = jnp.where(is_padding, 0, queries.num_keys[row] - counts[row] + first)
+    position = jnp.where(is_padding, 0, num_keys[row] - counts[row] + first)
     num_pages = jnp.where((in_row > 0) & ~is_padding, (position + in_row - 1) // PAGE_SIZE + 1, 0)
     places = jnp.arange(num_blocks * block_tokens, dtype=jnp.int32)
     place = jnp.zeros(num_tokens, jnp.int32).at[tokens.reshape(-1)].set(places, mode="drop")
-    return QueryBlocks(tokens, row, position.astype(jnp.int32), num_pages.astype(jnp.int32), place)
+    return QueryBlocks(tokens, skip + row, position.astype(jnp.int32), num_pages.astype(jnp.int32), place)
 
 
 class Splits(NamedTuple):

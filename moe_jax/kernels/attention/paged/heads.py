@@ -42,7 +42,7 @@ STAGES = 2
 
 @partial(jax.jit, static_argnames=("scale", "group", "splits"))
 def attend_blocks(
-    q: Float[Array, "blocks kv_heads rows key_dim"],
+    q: Float[Array, "_ kv_heads rows key_dim"],
     keys: Float[Array, "pages kv_heads 64 key_dim"],
     values: Float[Array, "pages kv_heads 64 value_dim"],
     blocks: QueryBlocks,
@@ -55,8 +55,10 @@ def attend_blocks(
     """Returns the attention of each block, whose rows are its queries times `group` heads, over each split, and its lse.
 
     A single split's result is in q's dtype, without lse. Splits without pages are not written, but for a block's first.
+    q may have more blocks than `blocks`, which are not read.
     """
-    (num_blocks, kv_heads, rows, key_dim), value_dim, dtype = q.shape, values.shape[3], q.dtype
+    (_, kv_heads, rows, key_dim), value_dim, dtype = q.shape, values.shape[3], q.dtype
+    num_blocks = len(blocks.position)
     out_dtype = dtype if splits.number == 1 else jnp.float32
     inputs = _Inputs(block_pages(blocks, row_pages), q, keys, values)
     outputs = [jax.ShapeDtypeStruct((num_blocks, splits.number, kv_heads, rows, value_dim), out_dtype)]

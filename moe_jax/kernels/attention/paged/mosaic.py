@@ -1,9 +1,20 @@
 """Paged attention on Hopper: queries in blocks, a kernel over their pages, and a merge of the splits of keys."""
 
+from functools import partial
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.attention.paged.blocks import WHOLE, RowPages, most_splits, query_blocks, window_operand
+from moe_jax.kernels.attention.paged.blocks import (
+    WHOLE,
+    QueryBlocks,
+    RowPages,
+    most_blocks,
+    most_splits,
+    query_blocks,
+    single_query_blocks,
+    window_operand,
+)
 from moe_jax.kernels.attention.paged.heads import attend_blocks
 from moe_jax.kernels.attention.paged.latent_columns import ROTARY_COLUMNS
 from moe_jax.kernels.attention.paged.latents import attend_latents
@@ -64,27 +75,52 @@ def paged_attention(
     *,
     scale: float,
     window: Int[Array, ""] | int | None,
-    queries_per_row: int | None,
+    single_query_rows: int,
     fixed_splits: bool,
 ) -> Float[Array, "tokens heads value_dim"]:
     """Returns attention as `api.paged_attention` defines it; padding gives zeros."""
-    tokens, heads, key_dim = q.shape
+    (tokens, heads, key_dim), rows = q.shape, len(queries.num_keys)
     # Heads that share keys fill the rows of a block. Of more than 64, a tile of heads is taken as a key head.
     kv_heads = _head_tiles(heads) if values is None else keys.shape[1]
     group = heads // kv_heads
-    block_tokens = 1 if queries_per_row == 1 else max(1, WGMMA_ROWS // group)
-    blocks = query_blocks(queries, tokens, block_tokens, one_a_row=queries_per_row == 1)
-    num_blocks = len(blocks.position)
-    grouped = q.reshape(tokens, kv_heads, group, key_dim)
+    grouped, block_tokens = q.reshape(tokens, kv_heads, group, key_dim), max(1, WGMMA_ROWS // group)
+    attend = partial(_attend, keys=keys, values=values, queries=queries, scale=scale, window=window, fixed_splits=fixed_splits)
+    if single_query_rows == rows:
+        return attend(grouped, single_query_blocks(queries.num_keys))
+    blocks_of_chunks = most_blocks(rows - single_query_rows, tokens - single_query_rows, block_tokens)
+    # `attend_prompts` splits no keys, so it needs enough blocks to keep the GPU busy.
+    if values is None or fixed_splits or not takes_group(group) or blocks_of_chunks * kv_heads < _cores():
+        blocks = query_blocks(queries, tokens, block_tokens)
+        return attend(grouped, blocks)[blocks.place]
+    out = attend_prompts(grouped, keys, values, queries, scale=scale, window=window, skip=single_query_rows)
+    out = out.reshape(tokens, heads, -1)
+    if not single_query_rows:
+        return out
+    # A row of one query would fill `group` of the 128 rows of a tile there.
+    decoded = attend(grouped, single_query_blocks(queries.num_keys[:single_query_rows]))
+    # In place. XLA turns `dynamic_update_slice` into an asynchronous copy, on a stream of its own.
+    return out.at[jnp.arange(single_query_rows)].set(decoded, indices_are_sorted=True, unique_indices=True)
+
+
+def _attend(
+    q: Float[Array, "tokens kv_heads group key_dim"],
+    blocks: QueryBlocks,
+    *,
+    keys: Float[Array, "pages _ 64 key_dim"],
+    values: Float[Array, "pages _ 64 value_dim"] | None,
+    queries: PagedQueries,
+    scale: float,
+    window: Int[Array, ""] | int | None,
+    fixed_splits: bool,
+) -> Float[Array, "places heads value_dim"]:
+    """Returns the attention of the queries in `blocks`, in the order of `blocks.tokens`."""
+    _, kv_heads, group, key_dim = q.shape
+    num_blocks, block_tokens = blocks.tokens.shape
     max_pages, row_pages = queries.page_table.shape[1], RowPages(queries.page_table, window_operand(window))
-    # Enough blocks keep the GPU busy by themselves. Partial results cost memory and time.
-    is_busy = values is not None and num_blocks * kv_heads >= _cores() and not fixed_splits
-    if is_busy and queries_per_row != 1 and takes_group(group):
-        return attend_prompts(grouped, keys, values, queries, scale=scale, window=window).reshape(tokens, heads, -1)
     # One query a block: the gather would be a kernel of its own, and read what is there.
-    in_blocks = grouped[:, None] if blocks.row is None else grouped.at[blocks.tokens].get(mode="fill", fill_value=0)
+    in_blocks = q[:, None] if blocks.row is None else q.at[blocks.tokens].get(mode="fill", fill_value=0)
     of_blocks = in_blocks.transpose(0, 2, 1, 3, 4)
-    of_blocks = of_blocks.reshape(num_blocks, kv_heads, block_tokens * group, key_dim)
+    of_blocks = of_blocks.reshape(-1, kv_heads, block_tokens * group, key_dim)
     rows = -(-block_tokens * group // 8) * 8
     of_blocks = jnp.pad(of_blocks, ((0, 0), (0, 0), (0, rows - block_tokens * group), (0, 0)))
     if values is None:
@@ -92,6 +128,8 @@ def paged_attention(
         splits = most_splits(max_pages, pages, window, block_tokens)
         parts, lse = attend_latents(of_blocks, keys, blocks, row_pages, scale=scale, group=group, splits=splits)
     else:
+        # Enough blocks keep the GPU busy by themselves. Partial results cost memory and time.
+        is_busy = num_blocks * kv_heads >= _cores() and not fixed_splits
         splits = WHOLE if is_busy else most_splits(max_pages, SPLIT_PAGES, window, block_tokens)
         parts, lse = attend_blocks(of_blocks, keys, values, blocks, row_pages, scale=scale, group=group, splits=splits)
     if lse is None:
@@ -99,8 +137,7 @@ def paged_attention(
     else:
         out = merge_splits(parts, lse, blocks, row_pages.window, rows=rows, splits=splits, dtype=q.dtype)
     out = out[:, :, : block_tokens * group].reshape(num_blocks, kv_heads, block_tokens, group, -1)
-    out = out.transpose(0, 2, 1, 3, 4).reshape(num_blocks * block_tokens, heads, -1)
-    return out if queries_per_row == 1 else out[blocks.place]
+    return out.transpose(0, 2, 1, 3, 4).reshape(num_blocks * block_tokens, kv_heads * group, -1)
 
 
 def _pages_of_latents(blocks: int, max_pages: int) -> int:

@@ -39,7 +39,7 @@ from moe_jax.kernels.attention.paged.queries import PagedQueries
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 
-@partial(jax.jit, static_argnames="scale")
+@partial(jax.jit, static_argnames=("scale", "skip"))
 def attend_prompts(
     q: Float[Array, "tokens kv_heads group key_dim"],
     keys: Float[Array, "pages kv_heads 64 key_dim"],
@@ -48,14 +48,18 @@ def attend_prompts(
     *,
     scale: float,
     window: Int[Array, ""] | int | None,
+    skip: int,
 ) -> Float[Array, "tokens kv_heads group value_dim"]:
     """Returns attention as `paged.paged_attention` defines it; padding gives zeros.
 
     The group must be one that `takes_group` allows.
+
+    Args:
+      skip: the number of rows, the first ones, that have one query each. Their results are not written.
     """
     (tokens, kv_heads, group, key_dim), value_dim = q.shape, values.shape[3]
     block_tokens, row_pages = BLOCK_M // group, RowPages(queries.page_table, window_operand(window))
-    blocks = query_blocks(queries, tokens, block_tokens, one_a_row=False)
+    blocks = query_blocks(queries, tokens, block_tokens, skip=skip)
     scheduler = TileScheduler(1, kv_heads, kv_heads, len(blocks.position), "last", bytes_per_kv_head=None)
     pages_of_block = n_blocks(key_dim, value_dim).block // PAGE_SIZE
     scratch = Scratch.of(q.dtype, key_dim, value_dim, q_copies=block_tokens, copies=pages_of_block)
