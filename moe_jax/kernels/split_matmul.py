@@ -1,11 +1,14 @@
-"""Rows times a matrix, x @ w.T, on Hopper, as partial sums over parts of the summands.
+"""Rows times a matrix, x @ w.T, on Hopper, as partial sums over parts of the summands, or as their sum.
 
-Each partial sum is one sum in f32 over its part of k in order, by one wgmma after the other.
+Each partial sum is one sum in f32 over its part of k in order, by one wgmma after the other. Its border depends on k and the
+number of parts alone. The parts are written for the reader to add, or added in registers from the first to the last. Both give
+the same bits if the reader begins with the first part.
 
 Kernels `project_tokens` and `strict_matmul`, named by their callers:
 
     roles     producer WG2 (40 registers)    TMA x[row : row+rows, k : k+64], w[column : column+columns, k : k+64] -> slot
-              consumers WG0, WG1 (232)       wgmma [warpgroup rows] x [warpgroup columns] x 64; then rounded and stored
+              consumers WG0, WG1 (232)       wgmma [warpgroup rows] x [warpgroup columns] x 64; then stored
+    registers added parts: an accumulator and the sum of the parts before, 64 + 64 a thread in tiles of 128 x 128
     smem      x stages x rows x 64 | w stages x columns x 64, 16-bit | out 2 WG x 2 x 64 rows x at most 128 bytes
     barriers  full[slot] 2 TMA copies; empty[slot] 2 consumers (pipeline.py)
     invariant a chunk of `out` is written again only after the TMA store before it has read it
@@ -22,16 +25,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.mosaic.tile_order import coord_in_order, rows_in_group
 from moe_jax.kernels.hopper.launch import launch, operand_transforms
-from moe_jax.kernels.hopper.mainloop import STEP, Step, TileProgram, TileShape, run_tiles
+from moe_jax.kernels.hopper.mainloop import STEP, Step, TileProgram, TileShape, first_step, run_tiles
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, SHARED_MEMORY, WGMMA_ROWS, Pipeline
 
-CHUNK_BYTES = 128
-"""Bytes of a row that are stored at a time, at most: the widest swizzle."""
+CHUNK = 32
+"""Columns of a result that are stored at a time, at most: the widest swizzle has rows of 128 bytes."""
 
 WIDTHS = (256, 128, 64, 32, 16)
 """Columns of a tile, the widest first: it is the fastest where every core has a tile of it."""
@@ -73,7 +75,7 @@ def refusal(x: Float[Array, "rows k"], weights: tuple[Float[Array, "_ _"], ...])
 
 def stages_of(rows: int, columns: int) -> int:
     """Returns the number of a tile's stages that fit shared memory, beside chunks of the result and barriers."""
-    rest = CONSUMERS * 2 * WGMMA_ROWS * CHUNK_BYTES + 1024
+    rest = CONSUMERS * 2 * WGMMA_ROWS * CHUNK * 4 + 1024
     return min((SHARED_MEMORY - rest) // ((rows + columns) * STEP * 2), MOST_STAGES)
 
 
@@ -81,9 +83,10 @@ def split_matmul(
     name: str,
     x: Float[Array, "rows k"],
     weights: tuple[Float[Array, "_ k"], ...],
-    out_dtype: DTypeLike,
     tile: TileShape,
     splits: int,
+    *,
+    adds_splits: bool = False,
 ) -> Float[Array, "splits rows n"]:
     """Returns x @ w.T as `splits` partial sums over parts of k; w is the weights, one below the other.
 
@@ -92,8 +95,10 @@ def split_matmul(
     Args:
         name: of the kernel, in profiles.
         tile: its columns divide the rows of each matrix but the last. No tile reads two matrices.
+        adds_splits: the result is [1, rows, n], the sum of the parts from the first to the last.
     """
-    num_rows, out_dtype = len(x), jnp.dtype(out_dtype)
+    written = 1 if adds_splits else splits
+    num_rows = len(x)
     # Pallas copies fewer than 8 rows into a swizzled tile, or a multiple of 8.
     x = jnp.pad(x, ((0, -num_rows % 8 if num_rows > 8 else 0), (0, 0)))
     (rows, k), dtype, steps = x.shape, x.dtype, x.shape[1] // STEP
@@ -101,14 +106,14 @@ def split_matmul(
     n = firsts[-1]
     row_tiles, column_tiles = -(-rows // tile.rows), -(-n // tile.columns)
     # TMA stores into an array whose rows are whole chunks.
-    chunk = math.gcd(CHUNK_BYTES // out_dtype.itemsize, tile.warpgroup_columns, n)
+    chunk = math.gcd(CHUNK, tile.warpgroup_columns, n)
     group = rows_in_group((n, k), dtype)
 
     def body(x_ref, weight_refs, out_ref, scratch: _Scratch):
         def locate(index):
-            split, index = lax.rem(index, jnp.int32(splits)), lax.div(index, jnp.int32(splits))
+            split, index = lax.rem(index, jnp.int32(written)), lax.div(index, jnp.int32(written))
             row, column = coord_in_order(index, row_tiles, column_tiles, group)
-            first, end = (lax.div(part * steps, jnp.int32(splits)) for part in (split, split + 1))
+            first, end = (first_step(part, steps, written) for part in (split, split + 1))
             return end - first, _Coord(split, first, row * tile.rows, column * tile.columns)
 
         def load(step: Step, full_barrier, kept):
@@ -140,7 +145,7 @@ def split_matmul(
                 staged = scratch.out.at[warpgroup, i % 2]
                 # The other buffer may still be read, if no chunk before was left out.
                 plgpu.wait_smem_to_gmem(1 if i and n % tile.columns == 0 else 0, wait_read_only=True)
-                staged[...] = accumulator[r : r + WGMMA_ROWS, c : c + chunk].astype(out_dtype)
+                staged[...] = accumulator[r : r + WGMMA_ROWS, c : c + chunk]
                 plgpu.commit_smem()
                 place = out_ref.at[coord.split, pl.ds(first_row + r, WGMMA_ROWS), pl.ds(first_column + c, chunk)]
                 plgpu.copy_smem_to_gmem(staged, place)
@@ -148,19 +153,18 @@ def split_matmul(
             for i, (r, c) in enumerate(starts):
                 pl.when((first_row + r < rows) & (first_column + c < n))(partial(store_chunk, i, r, c))
 
-        program = TileProgram(locate=locate, load=load, multiply=multiply, epilogue=store)
-        run_tiles(splits * row_tiles * column_tiles, program, tile, scratch.pipe)
+        parts = splits if adds_splits else 1
+        program = TileProgram(locate=locate, load=load, multiply=multiply, epilogue=store, parts=parts)
+        run_tiles(written * row_tiles * column_tiles, program, tile, scratch.pipe)
 
     swizzled = operand_transforms(dtype)
-    # Rows of 16 bytes have no swizzle.
-    of_results = operand_transforms(out_dtype, chunk) if chunk * out_dtype.itemsize > 16 else ()
     scratch = _Scratch(
         x=plgpu.SMEM((tile.stages, tile.rows, STEP), dtype, transforms=swizzled),
         w=plgpu.SMEM((tile.stages, tile.columns, STEP), dtype, transforms=swizzled),
-        out=plgpu.SMEM((CONSUMERS, 2, WGMMA_ROWS, chunk), out_dtype, transforms=of_results),
+        out=plgpu.SMEM((CONSUMERS, 2, WGMMA_ROWS, chunk), jnp.float32, transforms=operand_transforms(jnp.float32, chunk)),
         pipe=tile.pipeline(copies=2),
     )
-    outputs = [jax.ShapeDtypeStruct((splits, rows, n), out_dtype)]
+    outputs = [jax.ShapeDtypeStruct((written, rows, n), jnp.float32)]
     # A block takes all shared memory: a second one would wait for the first one's end.
     kernel = launch(name, body, outputs, [scratch], warpgroups=CONSUMERS + 1, blocks_per_core=1)
     (result,) = kernel(x, weights)

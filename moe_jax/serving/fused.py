@@ -12,7 +12,8 @@ A matmul is `project_tokens` where that is faster, and XLA's for one token or fe
 | place_rows | tokens of these rows, and rows of tokens, if there are more than 64 |
 | gated_matmul, grouped_matmul, add_experts | experts; x + the sum over choices, and the next norm |
 
-With more than MOST_PLANNED_TOKENS tokens, of chunks of prompts, all matmuls but the router's write whole sums in the model's
+With strict bits every matmul is `strict_matmul`, for any number of tokens (`kernels.strict.matmul`). Otherwise, with more than
+MOST_PLANNED_TOKENS tokens, of chunks of prompts, all matmuls but the router's write whole sums in the model's
 dtype. chunk_heads_to_pages then takes the place of heads_to_pages, and XLA sorts the rows of experts.
 """
 
@@ -34,7 +35,7 @@ from moe_jax.kernels.decode.route import TokenChoices, route_rows
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS
-from moe_jax.kernels.strict.matmul import matmul
+from moe_jax.kernels.strict.matmul import matmul, matmul_in_parts
 from moe_jax.kernels.strict.rows import gated_silu, norm_rows
 from moe_jax.layers.attention import Attention
 from moe_jax.layers.fp8 import frozen_matrices
@@ -121,7 +122,7 @@ def _layer(
     next_norm: Float[Array, "hidden"],
 ) -> tuple[AddedNorm, LayerPages, Int[Array, "tokens k"] | None]:
     """Returns the residual stream behind the layer and its next norm, the layer's pages, and its tokens' experts."""
-    layer, in_f32 = layer_module(served, stage, weights), _strict_project if served.strict else project_in_splits
+    layer, in_f32 = layer_module(served, stage, weights), matmul_in_parts if served.strict else project_in_splits
     project = in_f32 if served.strict or len(state.x) <= MOST_PLANNED_TOKENS else _project
     attended, pages = _attended(layer.self_attn, state.normed, new, attend, project)
     norm = layer.post_attention_layernorm
@@ -140,10 +141,6 @@ Project = Callable[..., Float[Array, "splits tokens out"]]
 
 def _project(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Float[Array, "1 tokens out"]:
     return (x @ jnp.concatenate(weights).T)[None]
-
-
-def _strict_project(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Float[Array, "1 tokens out"]:
-    return matmul(x, *weights, out_dtype=jnp.float32)[None]
 
 
 def _attended(
@@ -180,5 +177,5 @@ def _act(mlp: MLP, normed: Float[Array, "tokens hidden"]) -> Float[Array, "token
 
 
 def _strict_act(mlp: MLP, normed: Float[Array, "tokens hidden"]) -> Float[Array, "tokens inter"]:
-    h = matmul(normed, mlp.gate_proj.weight[...], mlp.up_proj.weight[...], out_dtype=jnp.float32)
+    h = matmul(normed, mlp.gate_proj.weight[...], mlp.up_proj.weight[...])
     return gated_silu(h, dtype=normed.dtype)

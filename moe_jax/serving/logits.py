@@ -12,5 +12,5 @@ def logits_of(
     """Returns f32 logits; with `strict` a row's bits do not depend on the number of rows."""
     head = head.astype(hidden.dtype)
     if strict:
-        return matmul(hidden, head, out_dtype=jnp.float32)
+        return matmul(hidden, head)
     return jnp.einsum("rd,vd->rv", hidden, head, preferred_element_type=jnp.float32)

@@ -88,16 +88,16 @@ def plans(rng):
 
 
 def products(rng):
-    """Two matrices, more rows than a tile, more steps than stages."""
-    arrays = normal(rng, 70, 192), normal(rng, 128, 192), normal(rng, 128, 192)
-    return lambda *arrays: matmul(*arrays, out_dtype=jnp.float32), arrays
+    """Parts of four steps and of five that are added, two matrices, more rows than a tile, more steps than stages."""
+    arrays = normal(rng, 70, 576), normal(rng, 128, 576), normal(rng, 16, 576)
+    return matmul, arrays
 
 
 def products_in_parts(rng):
     """Parts of one step and of two, several tiles, and chunks of results that take turns in two buffers."""
     arrays = normal(rng, 9, 192), normal(rng, 128, 192), normal(rng, 64, 192)
     tile = TileShape(64, 128, 2)
-    return lambda x, *weights: split_matmul("project_tokens", x, weights, jnp.float32, tile, 2), arrays
+    return lambda x, *weights: split_matmul("project_tokens", x, weights, tile, 2), arrays
 
 
 def rows_of_logits(rng):

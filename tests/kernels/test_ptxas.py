@@ -276,16 +276,17 @@ for rows, tokens, heads, window in (first + others)[: int(sys.argv[1])]:
 """
 
 STRICT_MATMUL = """
-import itertools
-from moe_jax.kernels.strict.matmul import matmul
+from moe_jax.kernels.strict.matmul import matmul, matmul_in_parts
 
-# Tiles of 16, 32, 128 and 256 columns, and results of either dtype.
-sizes = (8192, 2048, 5120), (1, 4096, 2048), (64, 2048, 5120), (256, 2048, 128), (1, 2048, 151936)
-for dtype, (rows, k, n) in list(itertools.product((bf16, f32), sizes))[: int(sys.argv[1])]:
-    compile(lambda x, w: matmul(x, w, out_dtype=dtype), ((rows, k), bf16), ((n, k), bf16))
-for rows in (64, 8192, 256, 1)[: int(sys.argv[1])]:
+# Parts that are added in registers, and written apart.
+for rows in (8192, 64, 256)[: int(sys.argv[1])]:
     matrices = [((n, 2048), bf16) for n in (4096, 512, 512)]
-    compile(lambda *a: matmul(*a, out_dtype=f32), ((rows, 2048), bf16), *matrices)
+    compile(matmul_in_parts, ((rows, 2048), bf16), *matrices)
+# Tiles of 16, 64, 128 and 256 columns.
+sizes = (64, 4096, 2048), (64, 2048, 151936), (256, 2048, 151936), (1, 2048, 128), (8192, 2048, 128), (8192, 4096, 2048)
+for rows, k, n in sizes[: int(sys.argv[1])]:
+    for f in matmul, matmul_in_parts:
+        compile(f, ((rows, k), bf16), ((n, k), bf16))
 """
 
 PROJECTIONS = """

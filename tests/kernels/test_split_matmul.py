@@ -31,7 +31,7 @@ THOROUGH = [
 def test_partial_sums(rows, k, heights, tile, splits):
     rng = seeds.rng()
     x, *weights = (jnp.asarray(rng.normal(size=(n, k)), jnp.bfloat16) for n in (rows, *heights))
-    run = jax.jit(lambda x, *weights: split_matmul("split_matmul", x, weights, jnp.float32, tile, splits))
+    run = jax.jit(lambda x, *weights: split_matmul("split_matmul", x, weights, tile, splits))
     found = np.asarray(run(x, *weights), np.float64)
     w = np.concatenate([np.asarray(w, np.float64) for w in weights])
     ends = [64 * (k // 64 * part // splits) for part in range(splits + 1)]

@@ -21,9 +21,9 @@ from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.strict import refusal
 from moe_jax.serving.strict_log_probs import strict_log_probs
 
-CONFIG = replace(FUSED_CONFIG, vocab_size=128)
-ONE_LAYER = replace(FUSED_LAYER, vocab_size=128)
-"""Thorough tests have both layers of CONFIG."""
+CONFIG = replace(FUSED_CONFIG, vocab_size=128, num_attention_heads=4)
+ONE_LAYER = replace(FUSED_LAYER, vocab_size=128, num_attention_heads=4)
+"""Thorough tests have both layers of CONFIG. The four heads' output is multiplied in two parts."""
 
 
 @pytest.fixture(scope="module")

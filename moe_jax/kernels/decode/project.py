@@ -46,7 +46,7 @@ def project(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Flo
     parts = parts_of(len(x), sum(heights), x.shape[1]) if is_taken else None
     if parts is None:
         return matmul_in_splits(x, *weights)
-    return split_matmul("project_tokens", x, weights, jnp.float32, parts.tile, parts.splits)
+    return split_matmul("project_tokens", x, weights, parts.tile, parts.splits)
 
 
 def parts_of(tokens: int, columns: int, summands: int) -> Parts | None:

@@ -29,7 +29,10 @@ def load_row(reference: Any) -> Array:
 
 
 def sum_of_splits(splits_ref: Any, token: Any, columns: Any) -> Float[Array, "columns"]:
-    """Returns the sum of a matmul's partial sums [splits, tokens, columns], from the first split to the last."""
+    """Returns the sum of a matmul's partial sums [splits, tokens, columns], from the first split to the last.
+
+    With `TileProgram.parts` the matmul adds them in the same order: strict bits depend on it.
+    """
     total = load_row(splits_ref.at[0, token, columns])
     for split in range(1, splits_ref.shape[0]):
         total = total + load_row(splits_ref.at[split, token, columns])

@@ -116,6 +116,9 @@ class TileProgram:
     """Consumer: (step counted over all tiles) waits for copies that do not arrive at the full barrier."""
     wgmmas_in_flight: int = 1
     """Steps whose wgmma may go on when the next begins; 0 if wgmma reads registers, because the next step overwrites them."""
+    parts: int = 1
+    """Parts of a tile's steps (`first_step`), at most as many as steps. Each is summed by itself, and its sum is then added to
+    the sum of the parts before it. That takes as many registers again as the accumulator."""
 
 
 def run_tiles(num_tiles: jax.Array | int, program: TileProgram, shape: TileShape, pipe: Pipeline) -> None:
@@ -142,14 +145,17 @@ def run_tiles(num_tiles: jax.Array | int, program: TileProgram, shape: TileShape
         @plgpu.nd_loop((num_tiles,), collective_axes="block", init_carry=jnp.int32(0))
         def _tiles(info, carry):
             num_steps, coord = program.locate(info.index[0])
-            own_steps = jnp.where(program.has_rows(coord, warpgroup), num_steps, 0)
+            has_rows = program.has_rows(coord, warpgroup)
+
+            def sum_of(first, end):
+                accumulator = plgpu.ACC((shape.warpgroup_rows, shape.warpgroup_columns), jnp.float32)
+                steps = _PartSteps(carry, first, jnp.where(has_rows, end, first), end)
+                accumulate = partial(_accumulate, coord=coord, warpgroup=warpgroup, steps=steps, program=program, pipe=pipe)
+                return pl.run_scoped(accumulate, accumulator)
 
             def compute():
                 program.prologue(coord, warpgroup)
-                accumulator = plgpu.ACC((shape.warpgroup_rows, shape.warpgroup_columns), jnp.float32)
-                steps = _TileSteps(carry, own_steps, num_steps)
-                accumulate = partial(_accumulate, coord=coord, warpgroup=warpgroup, steps=steps, program=program, pipe=pipe)
-                program.epilogue(pl.run_scoped(accumulate, accumulator), coord, warpgroup)
+                program.epilogue(_sum_of_parts(sum_of, num_steps, program.parts), coord, warpgroup)
 
             if shape.ping_pong:
                 pl.when(_active_consumer(info) == warpgroup)(compute)
@@ -162,21 +168,38 @@ def run_tiles(num_tiles: jax.Array | int, program: TileProgram, shape: TileShape
     run_roles(produce, consume, MATMUL_REGISTERS)
 
 
-class _TileSteps(NamedTuple):
-    """The steps of one tile."""
+def first_step(part: jax.Array | int, steps: jax.Array | int, parts: int) -> jax.Array:
+    """Returns the step at which a part begins. Parts are equal, or differ by one step. Number `parts` gives the end."""
+    return lax.div(jnp.int32(part * steps), jnp.int32(parts))
+
+
+def _sum_of_parts(sum_of: Callable[[Any, Any], Any], num_steps, parts: int):
+    """Returns the sum of the parts, from the first to the last; `sum_of` is a function of the part's first step and its end."""
+    if parts == 1:
+        return sum_of(0, num_steps)
+
+    def add(part, total):
+        return total + sum_of(first_step(part, num_steps, parts), first_step(part + 1, num_steps, parts))
+
+    return lax.fori_loop(1, parts, add, sum_of(0, first_step(1, num_steps, parts)))
+
+
+class _PartSteps(NamedTuple):
+    """The steps of one part of a tile."""
 
     before: Any
-    """Steps of the block's tiles before it."""
-    multiplied: Any
-    """The first steps, which the warpgroup multiplies: all, or none."""
-    total: Any
+    """Steps of the block's tiles before this tile."""
+    first: Any
+    own_end: Any
+    """The end of the steps that the warpgroup multiplies: all, or none."""
+    end: Any
 
 
-def _accumulate(accumulator, coord, warpgroup, steps: _TileSteps, program: TileProgram, pipe: Pipeline):
-    """Returns a tile's sum. Every slot is waited for and released, those that the warpgroup does not multiply too."""
-    before, own_steps, num_steps = steps
+def _accumulate(accumulator, coord, warpgroup, steps: _PartSteps, program: TileProgram, pipe: Pipeline):
+    """Returns a part's sum. Every slot is waited for and released, those that the warpgroup does not multiply too."""
+    before, first, own_end, end = steps
 
-    @pl.loop(0, own_steps)
+    @pl.loop(first, own_end)
     def _steps(k):
         slot = pipe.slot(before + k)
         pipe.wait(slot, consumer=warpgroup)
@@ -185,17 +208,17 @@ def _accumulate(accumulator, coord, warpgroup, steps: _TileSteps, program: TileP
         # One wgmma may stay in flight. The one before it has read its slot.
         plgpu.wgmma_wait(program.wgmmas_in_flight)
 
-        @pl.when(k > 0)
+        @pl.when(k > first)
         def _():
             pipe.release(pipe.slot(before + k - 1))
 
     total = accumulator[...]
 
-    @pl.when(own_steps > 0)
+    @pl.when(own_end > first)
     def _():
-        pipe.release(pipe.slot(before + own_steps - 1))
+        pipe.release(pipe.slot(before + own_end - 1))
 
-    @pl.loop(own_steps, num_steps)
+    @pl.loop(own_end, end)
     def _steps_without_rows(k):
         slot = pipe.slot(before + k)
         pipe.wait(slot, consumer=warpgroup)

@@ -1,14 +1,15 @@
 """Rows times a matrix, x @ w.T, on Hopper: a row's bits depend on that row and the matrix alone.
 
-Each result is one sum in f32 over k in order, in steps of 64, by one wgmma after the other (`split_matmul`). No sum is split. A
-sum of wgmma depends on its operands alone (docs/performance.md), so tiles may be chosen by the number of rows.
-"""
+A result is the sum in f32 of parts, from the first to the last. Their number depends on the matrix's shape alone. Each part is
+one sum over its share of k in order, in steps of 64, by one wgmma after the other (`split_matmul`). A sum of wgmma depends on
+its operands alone (docs/performance.md), so tiles may be chosen by the number of rows.
 
-from functools import partial
+Few rows have few tiles. Their parts are computed on cores of their own, and the kernel that reads the result adds them
+(`decode.rows.sum_of_splits`). Partial sums of many rows would fill memory: they are added in registers. The bits are the same.
+"""
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.hopper import target
@@ -17,34 +18,88 @@ from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 from moe_jax.kernels.split_matmul import WIDTHS, refusal, split_matmul, stages_of
 
+PART_CORES, PART_WIDTHS = 132, (128, 64)
+"""Cores that the parts of 64 rows should occupy, and columns of their tiles. A GPU with other cores has the same parts."""
 
-@partial(jax.jit, static_argnames="out_dtype")
-def matmul(x: Float[Array, "rows k"], *weights: Float[Array, "_ k"], out_dtype: DTypeLike) -> Float[Array, "rows n"]:
-    """Returns x @ w.T, summed in f32 and rounded once to `out_dtype`; w is the weights, one below the other.
+SHORTEST_PART = 256
+"""Summands of a part, at least: further parts cost more additions than they save."""
+
+WIDEST_OF_PARTS = 128
+"""Columns of a tile whose parts are added in registers, at most: they hold its sums twice."""
+
+
+@jax.jit
+def matmul(x: Float[Array, "rows k"], *weights: Float[Array, "_ k"]) -> Float[Array, "rows n"]:
+    """Returns x @ w.T, summed in f32; w is the weights, one below the other.
 
     Raises:
         ValueError: operands that are not 16-bit floats of one dtype, k no multiple of 64 or a matrix's n no multiple of 16.
     """
+    return _sums(x, weights, in_parts=False)[0]
+
+
+@jax.jit
+def matmul_in_parts(x: Float[Array, "rows k"], *weights: Float[Array, "_ k"]) -> Float[Array, "parts rows n"]:
+    """Returns `matmul` as partial sums, which the reader adds from the first to the last; of many rows as one sum.
+
+    Partial sums take at most 64 KiB a core.
+    """
+    return _sums(x, weights, in_parts=True)
+
+
+def _sums(
+    x: Float[Array, "rows k"], weights: tuple[Float[Array, "_ k"], ...], *, in_parts: bool
+) -> Float[Array, "parts rows n"]:
     reason = refusal(x, weights)
     if reason:
         raise ValueError(reason)
     heights = tuple(len(w) for w in weights)
     if not len(x):
-        return jnp.zeros((0, sum(heights)), out_dtype)
-    return split_matmul("strict_matmul", x, weights, out_dtype, tile_of(len(x), heights), 1)[0]
+        return jnp.zeros((1, 0, sum(heights)), jnp.float32)
+    parts = parts_of(sum(heights), x.shape[1])
+    apart = in_parts and run_at_once(len(x), heights, parts)
+    tile = tile_of(len(x), heights, parts, apart=apart)
+    return split_matmul("strict_matmul", x, weights, tile, parts, adds_splits=not apart)
 
 
-def tile_of(rows: int, heights: tuple[int, ...]) -> TileShape:
-    """Returns the widest tile of which every core has one, or else the narrowest, with the stages that fit.
+def parts_of(n: int, k: int) -> int:
+    """Returns the number of parts of sums over k: the one with which 64 rows have the most of PART_CORES at work; else the
+    smallest."""
+
+    def usage(width: int) -> tuple[int, int]:
+        tiles = -(-n // width)
+        parts = max(min(PART_CORES // tiles, k // SHORTEST_PART), 1)
+        return min(tiles * parts, PART_CORES), -parts
+
+    return -max(map(usage, PART_WIDTHS))[1]
+
+
+def run_at_once(rows: int, heights: tuple[int, ...], parts: int) -> bool:
+    """Returns True if parts are written apart: if each part of each tile has a core of its own."""
+    if is_interpreted():
+        return rows <= WGMMA_ROWS
+    return _count(rows, heights, parts, tile_of(rows, heights, parts, apart=True)) <= target.num_cores()
+
+
+def tile_of(rows: int, heights: tuple[int, ...], parts: int, *, apart: bool) -> TileShape:
+    """Returns the tile with which the busiest core loads the fewest rows of operands, with the stages that fit.
 
     Args:
         heights: rows of each matrix. No tile reads two matrices.
     """
     height = WGMMA_ROWS if rows <= WGMMA_ROWS or is_interpreted() else 2 * WGMMA_ROWS
-    row_tiles = -(-rows // height)
     fitting = [width for width in WIDTHS if not any(n % width for n in heights[:-1])]
+    if parts > 1 or is_interpreted():
+        fitting = [width for width in fitting if width <= WIDEST_OF_PARTS]
     if is_interpreted():
         # One tile for any number of rows: a CPU may sum products of another shape in another order.
-        return TileShape(height, min(fitting[0], 128), 2)
-    columns = next((width for width in fitting if row_tiles * -(-sum(heights) // width) >= target.num_cores()), fitting[-1])
-    return TileShape(height, columns, stages_of(height, columns))
+        return TileShape(height, fitting[0], 2)
+
+    def loaded(tile: TileShape) -> int:
+        return -(-_count(rows, heights, parts if apart else 1, tile) // target.num_cores()) * (tile.rows + tile.columns)
+
+    return min((TileShape(height, width, stages_of(height, width)) for width in fitting), key=loaded)
+
+
+def _count(rows: int, heights: tuple[int, ...], parts: int, tile: TileShape) -> int:
+    return -(-rows // tile.rows) * -(-sum(heights) // tile.columns) * parts

@@ -5,41 +5,78 @@ import numpy as np
 import pytest
 import seeds
 
-from moe_jax.kernels.strict.matmul import matmul
+from moe_jax.kernels.hopper import target
+from moe_jax.kernels.hopper.mainloop import TileShape
+from moe_jax.kernels.split_matmul import split_matmul
+from moe_jax.kernels.strict import matmul as strict_matmul
+from moe_jax.kernels.strict.matmul import matmul, matmul_in_parts, parts_of, run_at_once, tile_of
 
-K, N = 192, 144
+K, N = 832, 80
+"""13 steps in parts of 4, 4 and 5."""
 
 
-def operands():
+def operands(rows):
     rng = seeds.rng()
-    return tuple(jnp.asarray(rng.normal(size=(size, K)), jnp.bfloat16) for size in (200, N))
+    return tuple(jnp.asarray(rng.normal(size=(size, K)), jnp.bfloat16) for size in (rows, N))
 
 
 def test_bits_of_a_row():
-    x, w = operands()
-    expected = np.asarray(matmul(x, w, out_dtype=jnp.float32))
+    """Parts that the reader adds have the bits of parts that were added in registers, for any number of rows."""
+    x, w = operands(300)
+    expected = np.asarray(matmul(x, w))
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     np.testing.assert_allclose(expected, exact, rtol=1e-5, atol=1e-4)
-    for rows in (1, 3, 64, 65):
-        np.testing.assert_array_equal(matmul(x[:rows], w, out_dtype=jnp.float32), expected[:rows])
-    # At other places, beside other rows.
-    order = seeds.rng().permutation(200)
-    np.testing.assert_array_equal(matmul(x[order], w, out_dtype=jnp.float32), expected[order])
+    for rows in (1, 64, 65):
+        np.testing.assert_array_equal(matmul(x[-rows:], w), expected[-rows:])
+        parts = split_matmul("strict_matmul", x[:rows], (w,), TileShape(64, 128, 2), 3)
+        np.testing.assert_array_equal((parts[0] + parts[1]) + parts[2], expected[:rows])
 
 
-def test_rounded_once():
-    x, w = operands()
-    expected = matmul(x[:9], w, out_dtype=jnp.float32).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(matmul(x[:9], w, out_dtype=jnp.bfloat16), expected)
+def test_parts_for_the_reader():
+    x, w = operands(65)
+    expected = matmul(x, w)
+    for rows in (3, 65):
+        parts = matmul_in_parts(x[:rows], w)
+        assert len(parts) == (3 if run_at_once(rows, (N,), 3) else 1)
+        np.testing.assert_array_equal(sum(parts[1:], start=parts[0]), expected[:rows])
 
 
 def test_several_matrices():
-    x, w = operands()
-    expected = matmul(x[:9], w, out_dtype=jnp.float32)
-    np.testing.assert_array_equal(matmul(x[:9], w[:64], w[64:96], w[96:], out_dtype=jnp.float32), expected)
+    x, w = (array[:, :128] for array in operands(9))
+    np.testing.assert_array_equal(matmul(x, w[:32], w[32:64], w[64:]), matmul(x, w))
+
+
+@pytest.mark.parametrize(("n", "k", "parts"), [(5120, 2048, 3), (2048, 4096, 4), (128, 2048, 8), (151936, 2048, 1), (N, K, 3)])
+def test_number_of_parts(n, k, parts):
+    """q, k and v; o; router; vocabulary of Qwen3-30B-A3B. A change of these numbers changes bits."""
+    assert parts_of(n, k) == parts
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "height", "columns", "is_apart"),
+    [
+        (1, (5120, 2048), 64, 128, True),
+        (128, (5120, 2048), 128, 128, True),
+        (256, (5120, 2048), 128, 128, False),
+        (64, (2048, 4096), 64, 64, True),
+        (256, (2048, 4096), 128, 128, True),
+        (8192, (2048, 4096), 128, 128, False),
+        (64, (128, 2048), 64, 16, True),
+        (8192, (128, 2048), 128, 64, False),
+        (64, (151936, 2048), 64, 256, False),
+    ],
+)
+def test_tiles(monkeypatch, rows, sizes, height, columns, is_apart):
+    """Each part of each tile of few rows has one of a Hopper GPU's cores."""
+    monkeypatch.setattr(target, "num_cores", lambda: 132)
+    monkeypatch.setattr(strict_matmul, "is_interpreted", lambda: False)
+    heights, parts = sizes[:1], parts_of(*sizes)
+    assert run_at_once(rows, heights, parts) == is_apart
+    tile = tile_of(rows, heights, parts, apart=is_apart)
+    assert (tile.rows, tile.columns) == (height, columns)
 
 
 @pytest.mark.parametrize(("k", "n", "dtype"), [(100, N, jnp.bfloat16), (K, 100, jnp.bfloat16), (K, N, jnp.float32)])
 def test_refused(k, n, dtype):
     with pytest.raises(ValueError, match="must"):
-        matmul(jnp.zeros((2, k), dtype), jnp.zeros((n, k), dtype), out_dtype=jnp.float32)
+        matmul(jnp.zeros((2, k), dtype), jnp.zeros((n, k), dtype))
