@@ -3,7 +3,7 @@
     python benchmarks/decoding_parts.py kernels     # a step by kernel: 12 layers, 1, 16, 64 and 256 sequences, by the profiler
     python benchmarks/decoding_parts.py launches    # 48 layers with narrow experts: what the host's launches cost
     python benchmarks/decoding_parts.py loads       # a layer's experts loaded by TMA, by the shape of the boxes, not multiplied
-    python benchmarks/decoding_parts.py matmuls     # projections as partial sums: by XLA in 1 to 8 parts, and as in the engine
+    python benchmarks/decoding_parts.py matmuls     # projections as partial sums: by XLA in 1 to 8 parts, in the engine, strict
 
 `--small` takes sizes for a CPU, as a smoke test of all but `loads`.
 """
@@ -30,6 +30,7 @@ from jax.profiler import ProfileData
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.kernels.decode.project import project
 from moe_jax.kernels.hopper.launch import launch, operand_transforms
+from moe_jax.kernels.strict.matmul import matmul_in_parts
 from moe_jax.models.random_weights import random_model
 from moe_jax.serving.drawing import draw_program
 from moe_jax.serving.pages import pages_of
@@ -205,12 +206,17 @@ def load_by_boxes(w: jax.Array, box: tuple[int, int]) -> jax.Array:
 
 
 def matmuls(small: bool) -> None:
-    """Prints the time of a projection's kernels, by XLA and as the engine computes it; one part leaves the choice to XLA."""
+    """Prints the time of a projection's kernels, by XLA and as the engine computes it; one part leaves the choice to XLA.
+
+    Small sizes leave out strict bits, which a CPU interprets.
+    """
     for name, (heights, summands) in (SMALL_MATRICES if small else MATRICES).items():
         # Together they do not fit the L2 cache.
         number = 2 if small else 128 if name == "router" else 12
         layers = [[jnp.full((n, summands), 0.01 * i, jnp.bfloat16) for n in heights] for i in range(number)]
         ways = {f"{parts} parts": functools.partial(by_xla, parts=parts) for parts in (1, 2, 4, 8)} | {"project": project}
+        if not small:
+            ways["strict"] = matmul_in_parts
         for tokens in (1, 2, 16, 64, 128, 256):
             times = []
             for way, multiply in ways.items():
