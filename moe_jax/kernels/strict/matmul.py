@@ -19,7 +19,7 @@ from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 from moe_jax.kernels.split_matmul import WIDTHS, refusal, split_matmul, stages_of
 
 PART_CORES, PART_WIDTHS = 132, (128, 64)
-"""Cores that the parts of 64 rows should occupy, and columns of their tiles. A GPU with other cores has the same parts."""
+"""Cores that the parts of 64 rows should occupy, and columns of their tiles. Every GPU has the same parts."""
 
 SHORTEST_PART = 256
 """Summands of a part, at least: further parts cost more additions than they save."""
@@ -42,7 +42,7 @@ def matmul(x: Float[Array, "rows k"], *weights: Float[Array, "_ k"]) -> Float[Ar
 def matmul_in_parts(x: Float[Array, "rows k"], *weights: Float[Array, "_ k"]) -> Float[Array, "parts rows n"]:
     """Returns `matmul` as partial sums, which the reader adds from the first to the last; of many rows as one sum.
 
-    Partial sums take at most 64 KiB a core.
+    Partial sums take at most 8.3 MiB: PART_CORES tiles of 128 x 128.
     """
     return _sums(x, weights, in_parts=True)
 
@@ -57,14 +57,17 @@ def _sums(
     if not len(x):
         return jnp.zeros((1, 0, sum(heights)), jnp.float32)
     parts = parts_of(sum(heights), x.shape[1])
-    apart = in_parts and run_at_once(len(x), heights, parts)
+    apart = in_parts and is_apart(len(x), heights, parts)
     tile = tile_of(len(x), heights, parts, apart=apart)
     return split_matmul("strict_matmul", x, weights, tile, parts, adds_splits=not apart)
 
 
 def parts_of(n: int, k: int) -> int:
-    """Returns the number of parts of sums over k: the one with which 64 rows have the most of PART_CORES at work; else the
-    smallest."""
+    """Returns the number of parts of sums over k.
+
+    It is the number with which 64 rows have the most of PART_CORES at work; of equals the smallest. Another number gives other
+    bits.
+    """
 
     def usage(width: int) -> tuple[int, int]:
         tiles = -(-n // width)
@@ -74,11 +77,11 @@ def parts_of(n: int, k: int) -> int:
     return -max(map(usage, PART_WIDTHS))[1]
 
 
-def run_at_once(rows: int, heights: tuple[int, ...], parts: int) -> bool:
-    """Returns True if parts are written apart: if each part of each tile has a core of its own."""
+def is_apart(rows: int, heights: tuple[int, ...], parts: int) -> bool:
+    """Returns True if parts are written apart: if all parts of all tiles are at most PART_CORES."""
     if is_interpreted():
         return rows <= WGMMA_ROWS
-    return _count(rows, heights, parts, tile_of(rows, heights, parts, apart=True)) <= target.num_cores()
+    return _count(rows, heights, parts, tile_of(rows, heights, parts, apart=True)) <= PART_CORES
 
 
 def tile_of(rows: int, heights: tuple[int, ...], parts: int, *, apart: bool) -> TileShape:

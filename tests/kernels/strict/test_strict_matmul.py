@@ -9,7 +9,7 @@ from moe_jax.kernels.hopper import target
 from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.split_matmul import split_matmul
 from moe_jax.kernels.strict import matmul as strict_matmul
-from moe_jax.kernels.strict.matmul import matmul, matmul_in_parts, parts_of, run_at_once, tile_of
+from moe_jax.kernels.strict.matmul import is_apart, matmul, matmul_in_parts, parts_of, tile_of
 
 K, N = 832, 80
 """13 steps in parts of 4, 4 and 5."""
@@ -37,7 +37,7 @@ def test_parts_for_the_reader():
     expected = matmul(x, w)
     for rows in (3, 65):
         parts = matmul_in_parts(x[:rows], w)
-        assert len(parts) == (3 if run_at_once(rows, (N,), 3) else 1)
+        assert len(parts) == (3 if is_apart(rows, (N,), 3) else 1)
         np.testing.assert_array_equal(sum(parts[1:], start=parts[0]), expected[:rows])
 
 
@@ -53,7 +53,7 @@ def test_number_of_parts(n, k, parts):
 
 
 @pytest.mark.parametrize(
-    ("rows", "sizes", "height", "columns", "is_apart"),
+    ("rows", "sizes", "height", "columns", "apart"),
     [
         (1, (5120, 2048), 64, 128, True),
         (128, (5120, 2048), 128, 128, True),
@@ -66,13 +66,13 @@ def test_number_of_parts(n, k, parts):
         (64, (151936, 2048), 64, 256, False),
     ],
 )
-def test_tiles(monkeypatch, rows, sizes, height, columns, is_apart):
-    """Each part of each tile of few rows has one of a Hopper GPU's cores."""
+def test_tiles(monkeypatch, rows, sizes, height, columns, apart):
+    """Each part of each tile of few rows has one of an H200's cores."""
     monkeypatch.setattr(target, "num_cores", lambda: 132)
     monkeypatch.setattr(strict_matmul, "is_interpreted", lambda: False)
     heights, parts = sizes[:1], parts_of(*sizes)
-    assert run_at_once(rows, heights, parts) == is_apart
-    tile = tile_of(rows, heights, parts, apart=is_apart)
+    assert is_apart(rows, heights, parts) == apart
+    tile = tile_of(rows, heights, parts, apart=apart)
     assert (tile.rows, tile.columns) == (height, columns)
 
 
