@@ -56,7 +56,7 @@ def heads_of_chunk(rng):
 
 
 def chunks(rng):
-    """A chunk of two blocks of queries, the second with three blocks of keys, one of a single query, and padding."""
+    """A chunk of two blocks of queries, each with three blocks of keys, one of a single query, and padding."""
     table = jnp.asarray(rng.permutation(10).reshape(2, 5), jnp.int32)
     queries = PagedQueries(jnp.asarray([0, 19, 20]), jnp.asarray([270, 1], jnp.int32), table)
     arrays = normal(rng, 23, 8, 64), *(normal(rng, 10, 1, PAGE_SIZE, 64) for _ in range(2))

@@ -117,7 +117,7 @@ def test_blocks_of_tokens(rng, monkeypatch):
     np.testing.assert_allclose(paged_attention(q, keys, values, queries, scale=SCALE), whole, atol=3e-6)
 
 
-CHUNKS = [1, 1, 5, 0, 64, 1, 70], [70, 200, 5, 0, 130, 64, 200]
+CHUNKS = [1, 1, 5, 0, 64, 1, 70], [700, 200, 5, 0, 130, 64, 200]
 """Two decoding rows and five chunks."""
 
 
@@ -126,7 +126,7 @@ CHUNKS = [1, 1, 5, 0, 64, 1, 70], [70, 200, 5, 0, 130, 64, 200]
     [
         ([1] * 4, [1, 70, 128, 700], 16, 2, 64, 64, "bfloat16", 1000, None),
         ([1] * 4, [1, 70, 128, 700], 2, 2, 128, 64, "float16", 1, 100),
-        (*CHUNKS, 8, 1, 64, 128, "float16", 1, None),
+        (*CHUNKS, 8, 1, 64, 128, "float16", 8, None),
         (*CHUNKS, 2, 2, 128, 128, "bfloat16", 1, 70),
         pytest.param(*CHUNKS, 32, 2, 64, 64, "bfloat16", 1, None, marks=pytest.mark.thorough),
         ([20, 1], [700, 300], 8, 1, 64, 64, "bfloat16", 1, 450),
@@ -136,7 +136,7 @@ CHUNKS = [1, 1, 5, 0, 64, 1, 70], [70, 200, 5, 0, 130, 64, 200]
     ids=[
         "decoding in splits",
         "decoding",
-        "chunks",
+        "chunks beside rows in splits",
         "chunks of single heads",
         "chunks of 16 heads a key head",
         "chunks with a window",

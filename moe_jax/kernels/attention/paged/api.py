@@ -36,12 +36,14 @@ def paged_attention(
         fixed_splits: "mosaic" sums every 512 keys by themselves, and merges these in order. Without it only few queries are
             summed so, and a query's bits depend on their number. "xla" sums the keys in order anyway.
         single_query_rows: the number of rows, the first ones, that have exactly one query each, as decoding rows have.
-            `first_query` must agree. "mosaic" computes these rows faster if it knows them.
+            `first_query` must agree. All rows may be such rows only if no padding follows. "mosaic" computes them faster if it
+            knows them.
         backend: "xla" takes every input; "mosaic", the default where it fits, needs a Hopper GPU and 16-bit pages. Keys and
             values are 64 or 128 wide there. Latents have 128, 256 or 512 columns of values, and 64 behind them.
 
     Raises:
-        ValueError: shapes that do not fit together, a window below 1, an unknown backend, or one that does not take the input.
+        ValueError: shapes that do not fit together, too many `single_query_rows`, a window below 1. Also an unknown
+            backend, or one that does not take the input.
     """
     value_dim = _check(q, keys, values, queries, value_dim, window, single_query_rows)
     refusal = mosaic.refusal(q, keys, values, value_dim)

@@ -9,7 +9,6 @@ from moe_jax.kernels.attention.paged.blocks import (
     WHOLE,
     QueryBlocks,
     RowPages,
-    most_blocks,
     most_splits,
     query_blocks,
     single_query_blocks,
@@ -19,7 +18,7 @@ from moe_jax.kernels.attention.paged.heads import attend_blocks
 from moe_jax.kernels.attention.paged.latent_columns import ROTARY_COLUMNS
 from moe_jax.kernels.attention.paged.latents import attend_latents
 from moe_jax.kernels.attention.paged.merge import merge_splits
-from moe_jax.kernels.attention.paged.prompts import attend_prompts, takes_group
+from moe_jax.kernels.attention.paged.prompts import attend_prompts, most_tiles, takes_group
 from moe_jax.kernels.attention.paged.queries import PagedQueries
 from moe_jax.kernels.hopper import target
 from moe_jax.kernels.hopper.interpreter import is_interpreted
@@ -87,9 +86,9 @@ def paged_attention(
     attend = partial(_attend, keys=keys, values=values, queries=queries, scale=scale, window=window, fixed_splits=fixed_splits)
     if single_query_rows == rows:
         return attend(grouped, single_query_blocks(queries.num_keys))
-    blocks_of_chunks = most_blocks(rows - single_query_rows, tokens - single_query_rows, block_tokens)
-    # `attend_prompts` splits no keys, so it needs enough blocks to keep the GPU busy.
-    if values is None or fixed_splits or not takes_group(group) or blocks_of_chunks * kv_heads < _cores():
+    takes_prompts = values is not None and not fixed_splits and takes_group(group)
+    # `attend_prompts` splits no keys, so it needs enough tiles to keep the GPU busy.
+    if not takes_prompts or most_tiles(rows - single_query_rows, tokens - single_query_rows, kv_heads, group) < _cores():
         blocks = query_blocks(queries, tokens, block_tokens)
         return attend(grouped, blocks)[blocks.place]
     out = attend_prompts(grouped, keys, values, queries, scale=scale, window=window, skip=single_query_rows)

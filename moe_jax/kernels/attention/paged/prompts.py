@@ -32,7 +32,7 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     broadcast_columns,
     launch,
 )
-from moe_jax.kernels.attention.paged.blocks import RowPages, query_blocks, window_operand
+from moe_jax.kernels.attention.paged.blocks import RowPages, most_blocks, query_blocks, window_operand
 from moe_jax.kernels.attention.paged.items import BlockPages, block_pages
 from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
 from moe_jax.kernels.attention.paged.queries import PagedQueries
@@ -79,6 +79,11 @@ def takes_group(group: int) -> bool:
     A copy into shared memory moves 8 rows at least.
     """
     return group % 8 == 0 and WGMMA_ROWS % group == 0
+
+
+def most_tiles(rows: int, tokens: int, kv_heads: int, group: int) -> int:
+    """Returns the largest number of tiles that so many rows and tokens, with padding, can have."""
+    return most_blocks(rows, tokens, BLOCK_M // group) * kv_heads
 
 
 class _Inputs(NamedTuple):
