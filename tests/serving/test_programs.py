@@ -48,6 +48,13 @@ def test_turns_write_over_their_results(programs_of_a_model):
     assert len({array.tobytes() for array in logits}) == len(logits)
 
 
+def test_the_longest_compilations_begin_first():
+    lowered, shapes = [], [SHORT, CHUNKS, LONG, StepShape(0, 128, 1, 2)]
+    programs = _at_once(shapes, lambda shape: lowered.append(shape) or shape, lambda shape, _: shape)
+    assert lowered == [shapes[3], CHUNKS, SHORT, LONG]
+    assert list(programs) == shapes
+
+
 def test_an_error_does_not_wait_for_all_programs(monkeypatch):
     """Neither one in lowering, behind many programs to compile, nor one in compiling."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
