@@ -118,7 +118,7 @@ def decode(sizes: Sizes, rows: int, keys: int, *, window: int | None = None, que
 
 
 class Case:
-    """Random queries, as many in each row, and pages of keys and values in random places."""
+    """Random queries, and pages of keys and values in random places."""
 
     def __init__(
         self,

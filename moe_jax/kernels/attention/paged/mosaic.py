@@ -82,14 +82,14 @@ def paged_attention(
     # Heads that share keys fill the rows of a block. Of more than 64, a tile of heads is taken as a key head.
     kv_heads = _head_tiles(heads) if values is None else keys.shape[1]
     group = heads // kv_heads
-    grouped, block_tokens = q.reshape(tokens, kv_heads, group, key_dim), max(1, WGMMA_ROWS // group)
+    grouped = q.reshape(tokens, kv_heads, group, key_dim)
     attend = partial(_attend, keys=keys, values=values, queries=queries, scale=scale, window=window, fixed_splits=fixed_splits)
     if single_query_rows == rows:
         return attend(grouped, single_query_blocks(queries.num_keys))
     takes_prompts = values is not None and not fixed_splits and takes_group(group)
     # `attend_prompts` splits no keys, so it needs enough tiles to keep the GPU busy.
     if not takes_prompts or most_tiles(rows - single_query_rows, tokens - single_query_rows, kv_heads, group) < _cores():
-        blocks = query_blocks(queries, tokens, block_tokens)
+        blocks = query_blocks(queries, tokens, max(1, WGMMA_ROWS // group))
         return attend(grouped, blocks)[blocks.place]
     out = attend_prompts(grouped, keys, values, queries, scale=scale, window=window, skip=single_query_rows)
     out = out.reshape(tokens, heads, -1)
