@@ -82,13 +82,15 @@ def test_logits_are_near_the_dequantised(stored, model):
 
 
 def test_generation_and_the_engine(model):
-    """Both take the FP8 experts; greedy tokens are equal unless two logits are nearly equal."""
+    """Most greedy tokens have the largest logit of a whole pass. A choice of experts, or of a logit, may be close."""
     prompt = seeds.rng().integers(0, 61, 7).tolist()
-    generated = moe_jax.generate(model, prompt, max_new_tokens=4)
     engine = Engine(model, limits=LIMITS)
-    ((completion,),) = engine.generate([prompt], SamplingOptions(max_new_tokens=4))
+    ((completion,),) = engine.generate([prompt], SamplingOptions(max_new_tokens=9))
     engine.close()
-    assert completion.tokens[:1] == generated[:1]
+    for tokens in (completion.tokens, moe_jax.generate(model, prompt, max_new_tokens=9)):
+        logits, _ = _run(model, np.array([prompt + tokens[:-1]]))
+        expected = logits[0, len(prompt) - 1 :].argmax(axis=1)
+        assert (expected == tokens).sum() >= 5, (expected, tokens)
 
 
 def test_the_engine_refuses(stored, model):
