@@ -46,7 +46,7 @@ def main() -> None:
     lengths = np.random.default_rng(0).integers(1, args.prompt + 1, max(args.cases))
     prompts = [np.random.default_rng(i).integers(0, config.vocab_size, length).tolist() for i, length in enumerate(lengths)]
     for step_tokens in args.chunks:
-        for strict in (True, False):
+        for strict in (False, True):
             limits = EngineLimits(
                 max_sequences=max(args.cases),
                 max_tokens_per_step=step_tokens,
