@@ -110,7 +110,7 @@ def _at_once[Program](
 ) -> dict[StepShape, Program]:
     """Returns the program of each shape: lowered one after the other, and compiled many at a time meanwhile.
 
-    Programs with chunks take ten times as long to compile as others. They are lowered first, so that nothing waits for them.
+    Programs with chunks take the longest to compile. They are lowered first, so that nothing waits for them.
     """
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         try:
