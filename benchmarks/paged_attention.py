@@ -22,10 +22,8 @@ from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_atten
 
 DECODING = [(rows, keys) for keys in (128, 1024, 4096, 8192) for rows in (1, 16, 64, 256) if rows * keys <= 2**20]
 PROMPTS = [(0, 2, 4096, 0), (0, 8, 1024, 0), (0, 8, 1024, 7168)]
-PROMPTS += [(0, 1, chunk, before) for before in (0, 8192) for chunk in (512, 2048, 8192)] + [
-    (192, 1, 512, 1024),
-    (192, 1, 512, 4096),
-]
+PROMPTS += [(0, 1, chunk, before) for before in (0, 8192) for chunk in (512, 2048, 8192)]
+PROMPTS += [(192, 1, 512, before) for before in (1024, 4096)]
 """Rows that decode beside chunks, chunks, their tokens, and the keys before each."""
 
 WINDOWS = [(rows, 8192, window) for window in (128, 1024, 4096) for rows in (1, 16, 64, 128)]
