@@ -77,17 +77,18 @@ def jax_layer(system: str, shape: Shape, tokens: int, dtype: str, seed: int, pre
         round_weights = functools.partial(rounding, w_gate_up, w_down)
         held = (jax.block_until_ready(round_weights()),)
 
-    def residuals(x, *weights):
+    def residuals(held, x, *weights):
         found = jax.tree.leaves(jax.vjp(lambda *arrays: layer(*arrays, *held), x, *weights)[1])
-        # The weights exist in any case, so they do not count. While tracing, one array is one tracer.
-        return list({id(a): a for a in found if all(a is not w for w in weights)}.values())
+        # The weights and their copies exist in any case, so they do not count. While tracing, one array is one tracer.
+        others = jax.tree.leaves((held, weights))
+        return list({id(a): a for a in found if all(a is not w for w in others)}.values())
 
     @functools.cache
     def compiled():
         return jax.jit(forward_backward).lower(*inputs, *held).compile()
 
     def memory() -> dict[str, float]:
-        kept = sum(a.size * a.dtype.itemsize for a in jax.eval_shape(residuals, x, router, w_gate_up, w_down))
+        kept = sum(a.size * a.dtype.itemsize for a in jax.eval_shape(residuals, held, x, router, w_gate_up, w_down))
         found = compiled().memory_analysis()
         temporary = found.temp_size_in_bytes
         peak = temporary + found.output_size_in_bytes
