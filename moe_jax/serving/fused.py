@@ -14,7 +14,7 @@ A matmul is `project_tokens` where that is faster, and XLA's for one token or fe
 
 With strict bits every matmul is `strict_matmul`, for any number of tokens (`kernels.strict.matmul`). Otherwise, with more than
 MOST_PLANNED_TOKENS tokens, of chunks of prompts, all matmuls but the router's write whole sums in the model's
-dtype. chunk_heads_to_pages then takes the place of heads_to_pages, and XLA sorts the rows of experts.
+dtype. chunk_heads_to_pages then takes the place of heads_to_pages, and XLA places the rows of experts.
 """
 
 from collections.abc import Callable

@@ -19,7 +19,7 @@ from moe_jax.kernels.experts.routing import Plan, plan
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
 MOST_PLANNED_TOKENS = 256
-"""Tokens for which kernels make the plan: registers of `plan_rows` hold their choices. XLA sorts more of them."""
+"""Tokens for which kernels make the plan: registers of `plan_rows` hold their choices. XLA places rows of more of them."""
 
 
 def expert_rows(

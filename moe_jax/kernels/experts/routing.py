@@ -1,6 +1,7 @@
 """Sorts (token, expert) pairs by expert, so that each expert owns one contiguous run of rows."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,12 @@ from moe_jax.kernels.varying import refuse_explicit_axes
 
 PAIRS_TO_COMPARE = 2048
 """The largest number of pairs that are compared all with all: one kernel, where a sort and its scatters are several."""
+
+PAIRS_TO_COUNT = 65536
+"""The largest number of pairs whose rows are counted in blocks. A GPU does so in less time than it sorts them."""
+
+PAIRS_OF_A_BLOCK = 256
+"""Pairs that are counted together. Pairs are compared with those of their block, blocks with blocks: 256 of each at most."""
 
 ROWS_OF_A_BIT = 8
 """Rows of a block that `Plan.chosen_rows` counts together: those that a copy between memories moves at least."""
@@ -97,17 +104,13 @@ def plan(
     pairs = jnp.arange(tokens * k, dtype=jnp.int32)
     num_pairs = tokens * k if max_pairs is None else min(tokens * k, max_pairs)
     expert = jnp.arange(num_experts + 1, dtype=jnp.int32)
-    counts = jnp.sum(expert[:-1, None] == experts, axis=1, dtype=jnp.int32)
+    counts, earlier = _count(experts, num_experts)
     is_earlier = expert[:, None] > expert[:-1]
     begins = masked_sum(is_earlier, counts)
     if num_pairs < tokens * k:
         counts = jnp.clip(num_pairs - begins[:-1], 0, counts)
     offsets = masked_sum(is_earlier, -(-counts // row_alignment) * row_alignment)
-    if pairs.size <= PAIRS_TO_COMPARE:
-        is_before = (experts[:, None] == experts) & (pairs[:, None] > pairs)
-        row = offsets[experts] + masked_sum(is_before, jnp.ones_like(pairs))
-    else:
-        row = _sorted_rows(experts, offsets - begins)
+    row = _sorted_rows(experts, offsets - begins) if earlier is None else offsets[experts] + earlier
 
     num_rows = num_pairs
     if row_alignment > 1:
@@ -258,6 +261,35 @@ def is_an_expert(topk_experts: Integer[Array, "tokens k"], num_experts: int) -> 
 def _experts_of_pairs(topk_experts: Integer[Array, "tokens k"], num_experts: int) -> Int[Array, "pairs"]:
     """Returns the expert of each pair; num_experts for ids outside [0, num_experts)."""
     return jnp.where(is_an_expert(topk_experts, num_experts), topk_experts, num_experts).astype(jnp.int32).reshape(-1)
+
+
+class _Counts(NamedTuple):
+    of_experts: Int[Array, "experts"]
+    """The number of each expert's pairs."""
+    earlier: Int[Array, "pairs"] | None
+    """The number of pairs before each pair that have the same expert; None for more than PAIRS_TO_COUNT pairs."""
+
+
+def _count(experts: Int[Array, "pairs"], num_experts: int) -> _Counts:
+    if PAIRS_TO_COMPARE < experts.size <= PAIRS_TO_COUNT:
+        return _count_in_blocks(experts, num_experts)
+    pair, expert = (jnp.arange(size, dtype=jnp.int32) for size in (experts.size, num_experts))
+    of_experts = jnp.sum(expert[:, None] == experts, axis=1, dtype=jnp.int32)
+    if experts.size > PAIRS_TO_COUNT:
+        return _Counts(of_experts, None)
+    is_before = (experts[:, None] == experts) & (pair[:, None] > pair)
+    return _Counts(of_experts, masked_sum(is_before, jnp.ones_like(pair)))
+
+
+def _count_in_blocks(experts: Int[Array, "pairs"], num_experts: int) -> _Counts:
+    filling = -experts.size % PAIRS_OF_A_BLOCK
+    blocks = jnp.pad(experts, (0, filling), constant_values=num_experts).reshape(-1, PAIRS_OF_A_BLOCK)
+    expert, block, place = (jnp.arange(size, dtype=jnp.int32) for size in (num_experts + 1, *blocks.shape))
+    counts = jnp.sum(blocks[:, :, None] == expert, axis=1, dtype=jnp.int32)
+    before_block = jnp.sum(jnp.where((block[:, None] > block)[:, :, None], counts, 0), axis=1, dtype=jnp.int32)
+    is_before = (blocks[:, :, None] == blocks[:, None]) & (place[:, None] > place)
+    earlier = before_block[block[:, None], blocks] + jnp.sum(is_before, axis=2, dtype=jnp.int32)
+    return _Counts(jnp.sum(counts[:, :-1], axis=0, dtype=jnp.int32), earlier.reshape(-1)[: experts.size])
 
 
 def _sorted_rows(experts: Int[Array, "pairs"], shift: Int[Array, "experts+1"]) -> Int[Array, "pairs"]:

@@ -14,12 +14,14 @@ SIZES = st.sampled_from([(0, 4, 2), (1, 1, 1), (7, 9, 5), (40, 3, 2)])
 """Tokens, experts, k: few, since each is compiled."""
 
 
-@pytest.fixture(params=["pairs compared", "pairs sorted"], autouse=True, scope="module")
-def both_ways(request):
-    """Few pairs are compared with each other, many are sorted; here few are sorted too."""
+@pytest.fixture(params=["pairs compared", "pairs counted", "pairs sorted"], autouse=True, scope="module")
+def all_ways(request):
+    """Few pairs are compared with each other, more are counted in blocks, many are sorted; here few take each way."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "pairs sorted":
+        if request.param != "pairs compared":
             patch.setattr(routing, "PAIRS_TO_COMPARE", -1)
+            patch.setattr(routing, "PAIRS_TO_COUNT", -1 if request.param == "pairs sorted" else 2**16)
+            patch.setattr(routing, "PAIRS_OF_A_BLOCK", 4)
         yield
 
 
