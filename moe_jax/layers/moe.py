@@ -130,12 +130,14 @@ class MoE(nnx.Module):
         if spread.expert is None:
             y = self.experts(x, routing.weights, routing.experts)
         else:
-            matrices = self.experts.gate_up_proj[...], self.experts.down_proj[...]
+            matrices, layer = self.experts.matrices_of_device()
             experts = routing.experts
             if valid is not None:
                 is_valid = valid.valid if isinstance(valid, Sequences) else valid
                 experts = jnp.where(is_valid[:, None], int32_ids(experts, num_experts), -1)
-            options: dict[str, Any] = dict(accumulators=self.experts.accumulators, precision=self.experts.precision)
+            options: dict[str, Any] = dict(
+                accumulators=self.experts.accumulators, layer=layer, precision=self.experts.precision
+            )
             y, exchange = expert_parallel_mlp(x, *matrices, routing.weights, experts, spread.expert, **options)
             # Typed as varying like the tokens, even where devices agree: a sum over the mesh takes one type for all its terms.
             routing = routing._replace(sums=routing.sums.with_exchange(vary_as(exchange, x)))
@@ -144,7 +146,7 @@ class MoE(nnx.Module):
         return y.reshape(*leading, hidden), routing
 
     def _check_experts(self, num_experts: int, expert_parallel: ExpertParallel | None) -> None:
-        if expert_parallel is not None and isinstance(self.experts.gate_up_proj, Frozen):
+        if expert_parallel is not None and self.experts.adapter is not None:
             raise ValueError("adapters need experts that lie on one device; these are split over several")
         if expert_parallel is not None and self.experts.ticket is not None:
             raise ValueError("weight tickets need experts that lie on one device; these are split over several")
@@ -322,6 +324,14 @@ class Experts(TicketHolder):
             # Codes of one layer are made whole, not those of the stack.
             return Matrices(*(of_stack(value, layer)[...] for value in values)), None
         return Matrices(*values), layer
+
+    def matrices_of_device(self) -> tuple[tuple[Any, Any], Int[Array, ""] | None]:
+        """Returns both matrices as `parallel.expert_parallel_mlp` takes them, and their layer if they are stacks."""
+        if self.precision is not None and isinstance(self.gate_up_proj, Frozen):
+            in_fp8 = self._matrices_for_fp8()
+            if in_fp8.quantised is not None:
+                return (in_fp8.quantised.gate_up, in_fp8.quantised.down), in_fp8.layer
+        return self._matrices()
 
     def _matrices_for_fp8(self) -> Fp8Matrices:
         if self.ticket is not None:

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.kernels.experts.choose_backend import resolve_backend
-from moe_jax.kernels.experts.fp8.passes import Fp8Options
+from moe_jax.kernels.experts.fp8.passes import Fp8Options, QuantisedExperts
 from moe_jax.kernels.experts.fp8.precision import Precision
+from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
 from moe_jax.kernels.experts.fp8.rounded import RoundedWeights, weights_and_copies
 from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens, of_gradient
 from moe_jax.kernels.experts.fused_vjp import ExpertsOperands, ExpertsOptions, Matrices, experts_of_parts
@@ -152,10 +153,11 @@ class TokenPart(NamedTuple):
 
 def experts_mlp_of_parts(
     parts: Sequence[TokenPart],
-    w_gate_up: Float[Array, "*layers experts 2*inter hidden"] | RoundedWeights,
-    w_down: Float[Array, "*layers experts hidden inter"] | RoundedWeights,
+    w_gate_up: Float[Array, "*layers experts 2*inter hidden"] | RoundedWeights | QuantisedMatrices,
+    w_down: Float[Array, "*layers experts hidden inter"] | RoundedWeights | QuantisedMatrices,
     accumulators: Accumulators | None = None,
     *,
+    layer: Int[Array, ""] | None = None,
     backend: str | None = None,
     max_pairs: Sequence[int | None] | None = None,
     shares: Sequence[int] | None = None,
@@ -169,8 +171,9 @@ def experts_mlp_of_parts(
     parts in f32 in one pass and rounded once.
 
     Args:
-        w_gate_up, w_down: as in `experts_mlp`, or both rounded before, with `precision`.
+        w_gate_up, w_down: as in `experts_mlp`, or both rounded before, with `precision`. `QuantisedMatrices` are frozen.
         accumulators: as in `experts_mlp_accumulating`.
+        layer: as in `experts_mlp_in_stack`, and not beside accumulators, which have one of their own.
         max_pairs: for each part, the number of ids in [0, E) to make room for: R is max_pairs instead of T*K. Ids beyond it
             count as ids outside [0, E), the last experts' first. None: room for all.
         shares: for each part, the number of devices that its tokens come from, equally many from each (default: 1). The part's
@@ -181,14 +184,22 @@ def experts_mlp_of_parts(
         ValueError: there are no parts; parts differ in more than their numbers of tokens; or max_pairs or shares has another
             length than parts. Also if shares do not divide the tokens, and as `experts_mlp`.
     """
-    weights, quantised = weights_and_copies(w_gate_up, w_down)
-    refuse_explicit_axes(w_gate_up=weights.gate_up, w_down=weights.down)
-    layer = None if accumulators is None else accumulators.layer
+    weights: Matrices | None = None
+    quantised: QuantisedExperts | None
+    if isinstance(w_gate_up, QuantisedMatrices) and isinstance(w_down, QuantisedMatrices):
+        quantised = QuantisedExperts(w_gate_up, w_down)
+        shaped = Matrices(w_gate_up.values, w_down.values)
+    else:
+        shaped, quantised = weights_and_copies(w_gate_up, w_down)
+        weights = shaped
+    refuse_explicit_axes(w_gate_up=shaped.gate_up, w_down=shaped.down)
+    is_frozen = weights is None or layer is not None
+    layer = layer if accumulators is None else accumulators.layer
     experts = "experts" if layer is None else "layers experts"
     sizes: dict[str, int] = {}
     for part in parts:
         x = of_gradient(part.x)
-        sizes = check_experts_mlp(x, *weights, part.topk_weights, part.topk_experts, experts=experts)
+        sizes = check_experts_mlp(x, *shaped, part.topk_weights, part.topk_experts, experts=experts)
         refuse_explicit_axes(**(part._asdict() | {"x": x}))
     types = [", ".join(f"{a.dtype}[tokens, {a.shape[1]}]" for a in part) for part in parts]
     if len(set(types)) != 1:
@@ -211,19 +222,21 @@ def experts_mlp_of_parts(
     parts, weights, quantised = vary_alike((tuple(parts), weights, quantised))
     into, in_stack = None, False
     if accumulators is not None:
-        check_accumulators(accumulators, (of_gradient(parts[0].x), weights.gate_up), sizes, experts)
+        check_accumulators(accumulators, (of_gradient(parts[0].x), shaped.gate_up), sizes, experts)
         into, in_stack = Matrices(accumulators.gate_up, accumulators.down), accumulators.in_stack
     operands = ExpertsOperands(
         xs=tuple(part.x for part in parts),
-        w_gate_up=weights.gate_up,
-        w_down=weights.down,
+        w_gate_up=None if weights is None else weights.gate_up,
+        w_down=None if weights is None else weights.down,
         weights=tuple(without_strangers(part.topk_weights, part.topk_experts, sizes["experts"]) for part in parts),
         experts=tuple(part.topk_experts for part in parts),
         accumulators=into,
         layer=layer,
         quantised=quantised,
     )
-    options = ExpertsOptions(backend, tuple(max_pairs), tuple(shares), accumulators_in_stack=in_stack, fp8=fp8)
+    options = ExpertsOptions(
+        backend, tuple(max_pairs), tuple(shares), accumulators_in_stack=in_stack, frozen=is_frozen, fp8=fp8
+    )  # fmt: skip
     return experts_of_parts(operands, options)
 
 

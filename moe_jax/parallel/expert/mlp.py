@@ -23,9 +23,10 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe_jax.kernels.experts.api import experts_mlp
 from moe_jax.kernels.experts.fp8.backends import resolve_fp8_backend
-from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, experts_mlp_in_fp8
+from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, experts_mlp_in_fp8, matrices_of
 from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
 from moe_jax.kernels.experts.fp8.precision import Precision
+from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
 from moe_jax.kernels.experts.fp8.rounded import RoundedWeights, weights_and_copies, with_copies
 from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
 from moe_jax.kernels.experts.fused_vjp import Matrices
@@ -88,14 +89,15 @@ class Exchange(NamedTuple):
 
 def expert_parallel_mlp(
     x: Float[Array, "tokens hidden"],
-    w_gate_up: Float[Array, "*layers local_experts 2*inter hidden"] | RoundedWeights,
-    w_down: Float[Array, "*layers local_experts hidden inter"] | RoundedWeights,
+    w_gate_up: Float[Array, "*layers local_experts 2*inter hidden"] | RoundedWeights | QuantisedMatrices,
+    w_down: Float[Array, "*layers local_experts hidden inter"] | RoundedWeights | QuantisedMatrices,
     topk_weights: Float[Array, "tokens k"],
     topk_experts: Integer[Array, "tokens k"],
     parallel: ExpertParallel,
     *,
     backend: str | None = None,
     accumulators: Accumulators | None = None,
+    layer: Int[Array, ""] | None = None,
     precision: Precision | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], Exchange]:
     """Computes `experts_mlp` of this device's tokens with the experts of all n devices of the axis, inside `jax.shard_map`.
@@ -112,19 +114,25 @@ def expert_parallel_mlp(
 
     Args:
         accumulators: of this device's experts, as in `kernels.experts.internal.experts_mlp_accumulating`.
-        w_gate_up, w_down: this device's experts; with `precision` both may have been rounded before.
+        layer: the weights are stacks of layers, of which the call uses this one; kernels read them in place. They are frozen.
+        w_gate_up, w_down: this device's experts; with `precision` both may have been rounded before. `QuantisedMatrices` are
+            frozen: they get no gradients.
         precision: as in `experts_mlp`. Outputs travel in x's dtype, and so do tokens without `parallel.tokens_in_fp8`.
 
     Raises:
         ValueError: shapes that do not fit together, more shadow_experts than experts, and errors of `experts_mlp`. Shadow
-            experts with accumulators or rounded weights. Tokens in FP8 without a precision.
+            experts with accumulators, rounded or frozen weights. Tokens or weights in FP8 without a precision.
         NameError: outside `shard_map`, or inside one whose mesh lacks the axis.
         NotImplementedError: shadow_experts under `jax.vmap`.
     """
+    matrices_of(w_gate_up, w_down)  # refuses one of each kind
     (w_gate_up, w_down), quantised = weights_and_copies(w_gate_up, w_down)
-    layer = None if accumulators is None else accumulators.layer
-    experts_axes = "local_experts" if layer is None else "layers local_experts"
-    sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts=experts_axes)
+    held = HeldExperts(w_gate_up, w_down, layer if accumulators is None else accumulators.layer)
+    is_frozen = layer is not None or held.is_in_fp8
+    experts_axes = "local_experts" if held.layer is None else "layers local_experts"
+    sizes = check_experts_mlp(x, *held.arrays, topk_weights, topk_experts, experts=experts_axes)
+    if held.is_in_fp8 and precision is None:
+        raise ValueError("QuantisedMatrices are multiplied in FP8: give precision=Precision(); got precision=None")
     if parallel.tokens_in_fp8 and precision is None:
         raise ValueError(
             "tokens_in_fp8=True sends tokens as experts in FP8 multiply them: give precision=Precision(), or set_precision of "
@@ -133,11 +141,11 @@ def expert_parallel_mlp(
     if precision is not None:
         resolve_fp8_backend(backend, x.dtype, sizes["hidden"], sizes["inter"])
     devices = axis_size(parallel.axis_name)
-    num_experts = devices * w_gate_up.shape[-3]
+    num_experts = devices * held.num_experts
     if parallel.shadow_experts and accumulators is not None:
         raise ValueError("shadow_experts move experts' gradients between devices, which accumulators cannot: take one of both")
-    if parallel.shadow_experts and quantised is not None:
-        raise ValueError("shadow_experts copy weights to all devices, which must not be rounded: take one of both")
+    if parallel.shadow_experts and (quantised is not None or is_frozen):
+        raise ValueError("shadow_experts copy weights to all devices, which must not be rounded or frozen: take one of both")
     if parallel.shadow_experts > num_experts:
         raise ValueError(f"shadow_experts must be at most the {num_experts} experts; got {parallel.shadow_experts}")
     arguments = x, w_gate_up, w_down, topk_weights, topk_experts
@@ -146,7 +154,10 @@ def expert_parallel_mlp(
         return vary_as(jnp.zeros_like(x), arguments), Exchange(none, one, none)
     if devices == 1:
         given: dict[str, Any] = dict(backend=backend)
-        if precision is None:
+        if is_frozen:
+            part = TokenPart(x, topk_weights, topk_experts)
+            (y,) = experts_mlp_of_parts([part], w_gate_up, w_down, layer=layer, precision=precision, **given)
+        elif precision is None:
             y = experts_mlp_accumulating(x, w_gate_up, w_down, topk_weights, topk_experts, accumulators, **given)
         else:
             matrices, given = Fp8Matrices(Matrices(w_gate_up, w_down), quantised), given | {"accumulators": accumulators}
@@ -155,14 +166,14 @@ def expert_parallel_mlp(
 
     experts = int32_ids(topk_experts, num_experts)
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, -1)
-    inputs, accumulating = ExpertInputs(x, w_gate_up, w_down, topk_weights), None
-    if accumulators is not None:
-        inputs = ExpertInputs(x, None, None, topk_weights, Matrices(accumulators.gate_up, accumulators.down))
-        accumulating = AccumulatingExperts(w_gate_up, w_down, layer)
+    is_held = is_frozen or accumulators is not None
+    sums = None if accumulators is None else Matrices(accumulators.gate_up, accumulators.down)
+    gate_up, down = (None, None) if is_held else held.arrays
+    inputs = ExpertInputs(x, gate_up, down, topk_weights, sums)
     everywhere = arguments, lax.axis_index(parallel.axis_name)
-    inputs, experts, accumulating, quantised = vary_as((inputs, experts, accumulating, quantised), everywhere)
+    inputs, experts, held, quantised = vary_as((inputs, experts, held, quantised), everywhere)
     if parallel.shadow_experts == 0:
-        y, exchange = _exchange(parallel, backend, precision, inputs, experts, accumulating, quantised)
+        y, exchange = _exchange(parallel, backend, precision, inputs, experts, held if is_held else None, quantised)
         return y.astype(x.dtype), exchange
     shadows = _compute_shadows(parallel, backend, precision, inputs, experts)
     y, exchange = _exchange(parallel, backend, precision, shadows.inputs, shadows.experts)
@@ -180,13 +191,29 @@ class ExpertInputs(NamedTuple):
     """The sums to which the weights' gradients are added; the weights are then not among the inputs."""
 
 
-class AccumulatingExperts(NamedTuple):
-    """Weights without gradients of their own, `ExpertInputs.sums` having them."""
+class HeldExperts(NamedTuple):
+    """Weights without gradients of their own: `ExpertInputs.sums` has their gradients, or they are frozen."""
 
-    w_gate_up: Float[Array, "*layers local_experts 2*inter hidden"]
-    w_down: Float[Array, "*layers local_experts hidden inter"]
+    w_gate_up: Float[Array, "*layers local_experts 2*inter hidden"] | QuantisedMatrices
+    w_down: Float[Array, "*layers local_experts hidden inter"] | QuantisedMatrices
     layer: Int[Array, ""] | None
     """As in `kernels.experts.internal.Accumulators`."""
+
+    @property
+    def is_in_fp8(self) -> bool:
+        """True for weights that are nothing but their FP8 values and scales."""
+        return isinstance(self.w_gate_up, QuantisedMatrices)
+
+    @property
+    def arrays(self) -> Matrices:
+        """Arrays of the weights' shapes."""
+        matrices = self.w_gate_up, self.w_down
+        return Matrices(*(w.values if isinstance(w, QuantisedMatrices) else w for w in matrices))
+
+    @property
+    def num_experts(self) -> int:
+        """The number of this device's experts."""
+        return self.arrays.down.shape[-3]
 
 
 class ShadowOutput(NamedTuple):
@@ -228,12 +255,12 @@ def _exchange(
     precision: Precision | None,
     inputs: ExpertInputs,
     experts: Int[Array, "tokens k"],
-    accumulating: AccumulatingExperts | None = None,
+    held: HeldExperts | None = None,
     quantised: QuantisedExperts | None = None,
 ) -> tuple[Array, Exchange]:
     """Returns what the experts of all devices add to this device's tokens, in at least f32, and the counts."""
     devices, tokens = axis_size(parallel.axis_name), inputs.x.shape[0]
-    local_experts = _weights(inputs, accumulating)[0].shape[-3]
+    local_experts = _held_by(inputs, held).num_experts
     plan = plan_exchange(tokens, experts.shape[1], devices, local_experts, parallel, backend)
     plan = plan._replace(precision=precision, tokens_in_fp8=parallel.tokens_in_fp8)
     owner = owners(experts, plan.num_experts, devices)
@@ -243,10 +270,10 @@ def _exchange(
     is_first = owner >= 0 if holds_all else in_first_round(queues, owner)
     none, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     if parallel.drop is not None or holds_all:
-        y = _first_round(plan, Choices(none, queues, is_first, experts, accumulating, quantised), inputs)
+        y = _first_round(plan, Choices(none, queues, is_first, experts, held, quantised), inputs)
         return y, Exchange(jnp.sum((owner >= 0) & ~is_first, dtype=jnp.int32), one, none)
     rounds = further_rounds(queues, plan.further, parallel.axis_name)
-    y = _all_rounds(plan, Choices(rounds, queues, is_first, experts, accumulating, quantised), inputs)
+    y = _all_rounds(plan, Choices(rounds, queues, is_first, experts, held, quantised), inputs)
     return y, Exchange(none, 1 + rounds, none)
 
 
@@ -275,8 +302,8 @@ class Choices(NamedTuple):
     """True for a choice that the first round computes."""
     experts: Int[Array, "tokens k"]
     """Ids among all experts; -1 for a choice that the exchange does not compute."""
-    accumulating: AccumulatingExperts | None
-    """The weights, where their gradients are added to sums."""
+    held: HeldExperts | None
+    """The weights, where their gradients are added to sums or where they are frozen."""
     quantised: QuantisedExperts | None = None
     """The weights' values, where they are `RoundedWeights`."""
 
@@ -317,14 +344,16 @@ def _round(
 ) -> Float[Array, "tokens hidden"]:
     """Returns the outputs of the tokens on `route`, in at least f32; 0 for the other tokens."""
     x, weights, sums, experts = inputs.x, inputs.weights, inputs.sums, of_call.experts
-    w_gate_up, w_down = _weights(inputs, of_call.accumulating)
+    held = _held_by(inputs, of_call.held)
+    w_gate_up, w_down = held.w_gate_up, held.w_down
+    is_frozen = of_call.held is not None and sums is None
     steps: tuple[int, ...] = (plan.devices,)
     shares: tuple[int, ...] = (1,)
     if transport == "pairwise":
         steps = shares = _devices_per_step(plan)
-        if sums is None:
+        if sums is None and not is_frozen:
             x, w_down = _with_gradients_together(x, w_down)
-        else:
+        elif sums is not None:
             x, sums_of_down = _with_gradients_together(x, sums.down)
             sums = sums._replace(down=sums_of_down)
     how, k = (plan.axis_name, transport, steps), weights.shape[1]
@@ -345,7 +374,7 @@ def _round(
             # Without the order two CPU devices gave wrong sums, or hung, where "gather" had further rounds.
             x, (choices,) = _when_arrived(x, [choices])
     tokens = dispatch_in_fp8(x, route, *how) if plan.tokens_in_fp8 else dispatch(x, route, *how)
-    first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * w_down.shape[-3]
+    first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * held.num_experts
 
     def part(tokens: Array | RoundedTokens, choices: Array) -> TokenPart:
         # Computed for each step alone: one computation for all steps would make each wait for the last choices.
@@ -356,12 +385,13 @@ def _round(
     parts = list(map(part, of_steps, jnp.split(choices, ends)))
     max_pairs = [step * capacity.pairs for step in steps]
     accumulators = None
-    if sums is not None and of_call.accumulating is not None:
-        accumulators = Accumulators(*sums, in_stack=True, layer=of_call.accumulating.layer)
+    if sums is not None:
+        accumulators = Accumulators(*sums, in_stack=True, layer=held.layer)
     outputs = experts_mlp_of_parts(
         parts,
-        *with_copies(Matrices(w_gate_up, w_down), of_call.quantised),
+        *with_copies((w_gate_up, w_down), of_call.quantised),
         accumulators,
+        layer=held.layer if is_frozen else None,
         backend=plan.backend,
         max_pairs=max_pairs,
         shares=shares,
@@ -370,12 +400,12 @@ def _round(
     return combine(jnp.concatenate(outputs), route, *how)
 
 
-def _weights(inputs: ExpertInputs, accumulating: AccumulatingExperts | None) -> tuple[Array, Array]:
-    """Returns the gate-up and the down matrices."""
-    if accumulating is not None:
-        return accumulating.w_gate_up, accumulating.w_down
+def _held_by(inputs: ExpertInputs, held: HeldExperts | None) -> HeldExperts:
+    """Returns this device's experts, whether they are among the inputs or not."""
+    if held is not None:
+        return held
     assert inputs.w_gate_up is not None and inputs.w_down is not None
-    return inputs.w_gate_up, inputs.w_down
+    return HeldExperts(inputs.w_gate_up, inputs.w_down, None)
 
 
 @jax.custom_vjp

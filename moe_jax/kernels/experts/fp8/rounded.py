@@ -55,8 +55,9 @@ def weights_and_copies(w_gate_up: Any, w_down: Any) -> tuple[Matrices, Quantised
     return Matrices(w_gate_up, w_down), None
 
 
-def with_copies(weights: Matrices, copies: QuantisedExperts | None) -> tuple[Any, Any]:
+def with_copies(weights: tuple[Any, Any], copies: QuantisedExperts | None) -> tuple[Any, Any]:
     """Undoes `weights_and_copies`."""
     if copies is None:
         return weights
-    return RoundedWeights(copies.gate_up, weights.gate_up), RoundedWeights(copies.down, weights.down)
+    gate_up, down = weights
+    return RoundedWeights(copies.gate_up, gate_up), RoundedWeights(copies.down, down)
